@@ -1,0 +1,1 @@
+#include "engine/comm/in_process.h"

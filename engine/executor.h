@@ -1,0 +1,46 @@
+// Runs a plan's schedule for one layer's attention on one rank (Mesh-Attention Algorithm 1 under Algorithm 2's order).
+#ifndef MESHFILL_ENGINE_EXECUTOR_H_
+#define MESHFILL_ENGINE_EXECUTOR_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/comm/communicator.h"
+#include "engine/model_shape.h"
+#include "engine/plan.h"
+#include "engine/rank_stats.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// The chunks of one layer on one rank.
+struct LayerChunks {
+  BufferRef q;   // [q_heads, chunk_tokens, head_dim], compute dtype
+  BufferRef kv;  // K [kv_heads, chunk_tokens, head_dim], then V likewise, compute dtype
+};
+
+class AttentionExecutor {
+ public:
+  // All arguments outlive the executor. The plan's schedule has passed CheckSchedule.
+  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
+                    absl::Duration wait_timeout, RankStats& stats);
+
+  // Attention of one layer; `window` is this layer's sliding window (0: none). Returns O#0: this rank's finished
+  // output, [q_heads, chunk_tokens, head_dim], f32. Chunks are released as soon as their last block has run and
+  // their last send has left. Deterministic: merges happen in the schedule's order.
+  absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window);
+
+ private:
+  const Plan& plan_;
+  const ModelShape& model_;
+  const int rank_;
+  Backend& backend_;
+  Communicator& communicator_;
+  const absl::Duration wait_timeout_;
+  RankStats& stats_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_EXECUTOR_H_

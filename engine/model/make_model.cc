@@ -1,0 +1,1 @@
+#include "engine/model/make_model.h"

@@ -1,0 +1,1 @@
+#include "engine/model/model_config.h"

@@ -1,0 +1,23 @@
+// Rotary position embedding tables (RoFormer §3.4.2; scalings as in Hugging Face's modeling_rope_utils).
+#ifndef MESHFILL_ENGINE_MODEL_ROPE_H_
+#define MESHFILL_ENGINE_MODEL_ROPE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/model/model_config.h"
+#include "kernels/band.h"
+
+namespace meshfill {
+
+// [head_dim / 2]: radians per position, in f32 as the published models compute them.
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim, int64_t context_tokens);
+
+// Writes cos and sin of a chunk's slots, each [tokens, head_dim / 2], f32, times the scaling's attention factor. The
+// angle is the f32 product of position and frequency, as the published models round it.
+void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t context_tokens, const SlotPositions& positions,
+                    int64_t tokens, float* cos, float* sin);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MODEL_ROPE_H_

@@ -1,0 +1,38 @@
+// The numbers of a transformer that planning, memory and FLOP counts need; nothing of its weights or files.
+#ifndef MESHFILL_ENGINE_MODEL_SHAPE_H_
+#define MESHFILL_ENGINE_MODEL_SHAPE_H_
+
+#include <cstdint>
+
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+struct ModelShape {
+  int layers = 0;
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int q_heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  int64_t vocab = 0;
+  int64_t context_tokens = 0;    // longest prompt that the model is for
+  int64_t sliding_window = 0;    // tokens, 0: none; of the layers that have one
+  int windowed_layers = 0;       // how many layers have the window
+  DType dtype = DType::kF32;     // compute dtype
+
+  int64_t q_elements(int64_t tokens) const { return tokens * q_heads * head_dim; }
+  int64_t kv_elements(int64_t tokens) const { return 2 * tokens * kv_heads * head_dim; }
+  bool operator==(const ModelShape&) const = default;
+};
+
+// FLOPs of one forward pass over a prompt, a multiply-add counted as two. Attention counts the visible pairs only
+// (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
+double AttentionFlops(const ModelShape& model, int64_t tokens);
+double ModelFlops(const ModelShape& model, int64_t tokens);
+// Visible (query, key) pairs of a causal prompt with a sliding window (0: none).
+double VisiblePairs(int64_t tokens, int64_t window);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MODEL_SHAPE_H_

@@ -1,0 +1,59 @@
+// The plan of one prefill (DESIGN §1): an immutable value, the same on every rank, from which all of them act.
+#ifndef MESHFILL_ENGINE_PLAN_H_
+#define MESHFILL_ENGINE_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/layout.h"
+#include "engine/mesh.h"
+#include "engine/schedule.h"
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+// Bytes that one rank sends, by operation.
+struct CommBytes {
+  int64_t q = 0;
+  int64_t kv = 0;
+  int64_t o = 0;           // partial outputs, with 4 bytes of LSE for each query and head
+  int64_t all_to_all = 0;
+  int64_t total() const { return q + kv + o + all_to_all; }
+  bool operator==(const CommBytes&) const = default;
+};
+
+struct Prediction {
+  double seconds = 0;            // of the whole prefill
+  double compute_seconds = 0;    // a rank's own
+  double comm_wait_seconds = 0;  // exposed communication
+  CommBytes comm_bytes;          // of the rank that sends most, over all layers
+  int64_t peak_bytes = 0;        // activations of all ranks of this process at once; without weights
+};
+
+struct Plan {
+  TokenLayout layout;
+  int heads = 1;          // head groups h; n = h·a·b
+  Tile tile;
+  DType partial_dtype = DType::kF32;  // of partial outputs on the wire
+  Schedule schedule;
+  Prediction predicted;
+
+  int ranks() const { return layout.ranks(); }
+  std::string DebugString() const;
+};
+
+struct PlanCandidate {
+  int heads = 1;
+  Tile tile;
+  Prediction predicted;
+};
+
+struct PlanChoice {
+  Plan plan;
+  std::vector<PlanCandidate> candidates;  // every shape that was considered, best first
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PLAN_H_

@@ -1,0 +1,1 @@
+#include "engine/prefill_engine.h"

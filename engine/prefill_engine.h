@@ -1,0 +1,109 @@
+// A model on an embedded pool: ranks are threads of this process. What the server and the commands call.
+#ifndef MESHFILL_ENGINE_PREFILL_ENGINE_H_
+#define MESHFILL_ENGINE_PREFILL_ENGINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/model_shape.h"
+#include "engine/plan.h"
+#include "engine/planner.h"
+#include "engine/rank_stats.h"
+#include "kernels/stop_token.h"
+
+namespace meshfill {
+
+struct EngineOptions {
+  std::string model_path;               // a Hugging Face folder
+  int ranks = 1;                        // 1 to 64
+  std::optional<DType> dtype;           // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
+  LayoutKind layout = LayoutKind::kStriped;
+  int64_t stripe = 64;
+  DType partial_dtype = DType::kF32;    // of partial outputs on the wire
+  double peak_flops = 0;                // sum of the ranks' peak FLOP/s; 0: measured at load
+  int64_t memory_budget_bytes = 0;      // activations of one prefill; 0: 80 % of the memory that is free after load
+  int threads = 0;                      // CPU threads of the pool; 0: one per core
+};
+
+struct PrefillOptions {
+  std::optional<Tile> tile;             // default: the planner's choice
+  std::optional<int> heads;
+  std::optional<LayoutKind> layout;     // default: the engine's
+  std::optional<int64_t> stripe;
+  int top_k = 1;                        // best tokens reported; 1 to vocab
+  bool keep_kv = false;                 // keep K and V of every layer in the result
+};
+
+// Called from the engine's threads; must return quickly.
+class PrefillObserver {
+ public:
+  virtual ~PrefillObserver() = default;
+  // All ranks have finished `layers_done` of `layers` layers.
+  virtual void OnLayerDone(int layers_done, int layers) = 0;
+};
+
+struct TokenLogit {
+  uint32_t token = 0;
+  float logit = 0;
+};
+
+// K and V of a prompt in token order, layer by layer.
+struct KvCache {
+  int kv_heads = 0;
+  int head_dim = 0;
+  int64_t tokens = 0;
+  DType dtype = DType::kF32;
+  struct Layer {
+    std::vector<std::byte> k;  // [tokens, kv_heads, head_dim], dtype, RoPE applied
+    std::vector<std::byte> v;  // [tokens, kv_heads, head_dim], dtype
+  };
+  std::vector<Layer> layers;
+};
+
+struct PrefillResult {
+  std::vector<float> logits;            // [vocab], of the last token
+  std::vector<TokenLogit> top;          // by falling logit, ties by rising id
+  Plan plan;
+  double prefill_seconds = 0;           // wall time of the run
+  double attention_seconds = 0;         // of the rank that spent most
+  double comm_wait_seconds = 0;         // of the rank that waited most
+  CommBytes comm_bytes;                 // of the rank that sent most, over all layers
+  double mfu = 0;                       // whole model
+  double attention_mfu = 0;
+  std::vector<RankStats> ranks;         // by rank
+  std::optional<KvCache> kv;
+};
+
+class PrefillEngine {
+ public:
+  virtual ~PrefillEngine() = default;
+
+  // INVALID_ARGUMENT: a broken model folder or options (what, where, what to do). NOT_FOUND: no such folder.
+  static absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const EngineOptions& options);
+
+  virtual const ModelShape& model() const = 0;
+  virtual const std::string& model_name() const = 0;   // the folder's base name
+  virtual const std::string& backend_name() const = 0;
+  virtual int ranks() const = 0;
+  virtual double peak_flops() const = 0;               // sum over the ranks
+
+  // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's context.
+  // FAILED_PRECONDITION: does not fit this pool's memory.
+  virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
+
+  // Runs one prompt; one at a time (callers queue). Blocks. Errors: those of MakePlan; INVALID_ARGUMENT for an id
+  // outside the vocabulary (its index named); CANCELLED soon after `stop` is raised; INTERNAL for NaN or Inf in the
+  // logits. `observer` and `stop` may be null. After any error the next call works.
+  virtual absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
+                                                PrefillObserver* observer, const StopToken* stop) = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PREFILL_ENGINE_H_

@@ -1,0 +1,155 @@
+// The seam to a device: its memory and the operations of a transformer layer (DESIGN §6).
+//
+// One Backend serves one rank and is called from that rank's thread alone; it may use further threads inside.
+// Operations run in the order of their calls. Outputs never overlap inputs unless an operation says so. Tensors are
+// row-major, without padding between rows. `dtype()` is the compute dtype: f32 or bf16; softmax state, accumulators,
+// the residual stream and LSE are always f32. An operation returns CANCELLED once the stop token is raised (its
+// outputs are then unspecified), and otherwise fails only where the device fails: shapes are the caller's to check.
+//
+// Implementations: ReferenceBackend (kernels/reference: plain loops, the meaning of each operation) and CpuBackend
+// (kernels/cpu). Same inputs, same implementation, same thread count: same bits.
+#ifndef MESHFILL_KERNELS_BACKEND_H_
+#define MESHFILL_KERNELS_BACKEND_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/band.h"
+#include "kernels/buffer.h"
+#include "kernels/dtype.h"
+#include "kernels/stop_token.h"
+
+namespace meshfill {
+
+// A matrix of a linear layer, y = x Wᵀ + bias, in the form that its backend multiplies fastest. Immutable; shared by
+// all ranks of a process whose backends are of one kind.
+class PackedWeight {
+ public:
+  virtual ~PackedWeight() = default;
+  int64_t out_features() const { return out_features_; }
+  int64_t in_features() const { return in_features_; }
+
+ protected:
+  PackedWeight(int64_t out_features, int64_t in_features) : out_features_(out_features), in_features_(in_features) {}
+
+ private:
+  int64_t out_features_;
+  int64_t in_features_;
+};
+
+// Rows of a matrix as a file holds them; several of them stack into one PackedWeight (q, k, v; gate, up).
+struct WeightRows {
+  const void* data;  // [rows, in_features], dtype
+  DType dtype;
+  int64_t rows;
+  const float* bias = nullptr;  // [rows] or null
+};
+
+// y = x Wᵀ + bias.
+struct GemmArgs {
+  const PackedWeight* weight;
+  const void* x;     // [tokens, in_features], compute dtype
+  int64_t tokens;
+  void* y;           // [tokens, out_features], y_dtype
+  DType y_dtype;     // compute dtype or f32
+  bool accumulate = false;  // y += …; y_dtype must be f32
+};
+
+// From the projections' output to the chunks that move: splits heads, normalises Q and K per head where the model does
+// (Qwen3), rotates Q and K by their positions (RoPE, the half-split pairing of Hugging Face), writes heads outermost.
+struct SplitQkvArgs {
+  const void* qkv;          // [tokens, (q_heads + 2·kv_heads)·head_dim], compute dtype: q heads, k heads, v heads
+  int64_t tokens;           // tokens in this slice
+  int64_t slot_begin;       // the slice's first slot in its chunk
+  int64_t chunk_tokens;     // tokens in the chunk
+  int q_heads;
+  int kv_heads;
+  int head_dim;             // even
+  const float* q_norm = nullptr;  // [head_dim] or null: RMSNorm weight per head of Q
+  const float* k_norm = nullptr;  // [head_dim] or null
+  float norm_eps = 0;
+  const float* rope_cos;    // [chunk_tokens, head_dim/2], by slot of the chunk
+  const float* rope_sin;    // [chunk_tokens, head_dim/2]
+  void* q;                  // [q_heads, chunk_tokens, head_dim], compute dtype
+  void* k;                  // [kv_heads, chunk_tokens, head_dim], compute dtype
+  void* v;                  // [kv_heads, chunk_tokens, head_dim], compute dtype
+};
+
+// One block (DESIGN §1): the attention of one Q chunk with one KV chunk, merged into the rows' carried state.
+// Query head h attends KV head ⌊h / (q_heads / kv_heads)⌋. The state (o, lse) is FlashAttention's, normalised:
+// with s = scale · q·k over the visible keys seen so far, lse = ln Σ exp(s), o = Σ exp(s − lse) v. A row that has
+// seen no key has lse = −inf and o = 0.
+struct AttentionBlockArgs {
+  const void* q;      // [q_heads, q_tokens, head_dim], compute dtype
+  const void* k;      // [kv_heads, k_tokens, head_dim], compute dtype
+  const void* v;      // [kv_heads, k_tokens, head_dim], compute dtype
+  int64_t q_tokens;   // ≥ 0
+  int64_t k_tokens;   // ≥ 0
+  int q_heads;
+  int kv_heads;       // divides q_heads
+  int head_dim;       // 1 to 256
+  Band band;          // positions below 2^31
+  float scale;
+  bool carry_in;      // false: (o, lse) hold nothing yet and are written; true: they are read and merged into
+  float* o;           // [q_heads, q_tokens, head_dim], f32
+  float* lse;         // [q_heads, q_tokens], f32, natural log
+};
+
+// Merges a partial output that came from a peer into ours, row by row:
+// lse' = logaddexp(lse, other_lse), o' = exp(lse − lse')·o + exp(other_lse − lse')·other_o; −inf with −inf stays −inf.
+struct MergePartialArgs {
+  float* o;               // [rows, head_dim], f32, in and out
+  float* lse;             // [rows], f32, in and out
+  const void* other_o;    // [rows, head_dim], other_dtype
+  DType other_dtype;      // f32 or bf16
+  const float* other_lse; // [rows], f32
+  int64_t rows;           // q_heads · q_tokens
+  int head_dim;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // ---- The device.
+  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16"
+  virtual DType dtype() const = 0;
+  // `size_bytes` may be 0. Contents are unspecified. RESOURCE_EXHAUSTED where memory is short, with the bytes needed.
+  virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
+  // Operations watch `stop` from now on; null: none. It must outlive its use here.
+  virtual void set_stop_token(const StopToken* stop) = 0;
+
+  // ---- Weights. The rows are stacked in order and converted to the compute dtype; the sources may go afterwards.
+  virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                                   int64_t in_features) = 0;
+
+  // ---- The operations of a layer.
+  // x[t] = table[ids[t]] as f32. Ids are below the table's rows.
+  virtual absl::Status Embed(std::span<const uint32_t> ids, const void* table /* [vocab, width] */,
+                             DType table_dtype, int64_t width, float* x /* [ids, width] */) = 0;
+  // y = x / sqrt(mean(x²) + eps) · weight, computed in f32, rounded once.
+  virtual absl::Status RmsNorm(const float* x /* [tokens, width] */, const float* weight /* [width] */,
+                               int64_t tokens, int64_t width, float eps,
+                               void* y /* [tokens, width], compute dtype */) = 0;
+  virtual absl::Status Gemm(const GemmArgs& args) = 0;
+  virtual absl::Status SplitQkv(const SplitQkvArgs& args) = 0;
+  virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
+  virtual absl::Status MergePartial(const MergePartialArgs& args) = 0;
+  // y[t, h, :] = o[h, slot_begin + t, :]: the finished output of a slice, in the order of the output projection.
+  virtual absl::Status GatherOutput(const float* o /* [q_heads, chunk_tokens, head_dim] */, int q_heads,
+                                    int64_t chunk_tokens, int head_dim, int64_t slot_begin, int64_t tokens,
+                                    void* y /* [tokens, q_heads·head_dim], compute dtype */) = 0;
+  // y = silu(gate) · up, with x = [gate | up] per token.
+  virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens, int64_t width,
+                              void* y /* [tokens, width], compute dtype */) = 0;
+  // Rounds to nearest even; the wire form of partial outputs. `to` is f32 (a copy) or bf16.
+  virtual absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_BACKEND_H_

@@ -1,0 +1,41 @@
+// A piece of one device's memory.
+//
+// Owned through shared_ptr for one reason: a chunk is at the same time an input of its owner's blocks and on its way
+// to a peer (the in-process communicator hands over the reference, not the bytes), and the last of them to finish
+// frees it.
+#ifndef MESHFILL_KERNELS_BUFFER_H_
+#define MESHFILL_KERNELS_BUFFER_H_
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <utility>
+
+namespace meshfill {
+
+class Buffer {
+ public:
+  // `release` frees `data`; it runs once, on whichever thread drops the last reference.
+  Buffer(void* data, size_t size_bytes, std::function<void(void*, size_t)> release)
+      : data_(data), size_bytes_(size_bytes), release_(std::move(release)) {}
+  ~Buffer() { release_(data_, size_bytes_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  template <typename T = void>
+  T* data() { return static_cast<T*>(data_); }
+  template <typename T = void>
+  const T* data() const { return static_cast<const T*>(data_); }
+  size_t size_bytes() const { return size_bytes_; }
+
+ private:
+  void* data_;
+  size_t size_bytes_;
+  std::function<void(void*, size_t)> release_;
+};
+
+using BufferRef = std::shared_ptr<Buffer>;
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_BUFFER_H_

@@ -1,0 +1,25 @@
+// The attention block on the CPU, chosen at run time for the instructions that the machine has.
+#ifndef MESHFILL_KERNELS_CPU_ATTENTION_H_
+#define MESHFILL_KERNELS_CPU_ATTENTION_H_
+
+#include <string>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace meshfill {
+
+// Instruction sets that have a kernel of their own, widest first: "avx512_bf16", "avx512", "avx2", "portable".
+// avx512_bf16 differs from avx512 for bf16 inputs only.
+std::vector<std::string> SupportedAttentionTargets();  // those that this machine can run
+
+// Backend::AttentionBlock for `dtype` inputs. `target` is one of SupportedAttentionTargets(). CANCELLED when `stop`
+// (may be null) is raised; it is looked at between query tiles. Same inputs and target: same bits, for any number of
+// threads.
+absl::Status CpuAttentionBlock(const AttentionBlockArgs& args, DType dtype, const std::string& target,
+                               ThreadPool& pool, const StopToken* stop);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CPU_ATTENTION_H_

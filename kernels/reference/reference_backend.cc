@@ -1,0 +1,1 @@
+#include "kernels/reference/reference_backend.h"
