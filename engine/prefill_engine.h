@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/kv_cache.h"
 #include "engine/model_shape.h"
 #include "engine/plan.h"
 #include "engine/planner.h"
@@ -51,19 +52,6 @@ class PrefillObserver {
 struct TokenLogit {
   uint32_t token = 0;
   float logit = 0;
-};
-
-// K and V of a prompt in token order, layer by layer.
-struct KvCache {
-  int kv_heads = 0;
-  int head_dim = 0;
-  int64_t tokens = 0;
-  DType dtype = DType::kF32;
-  struct Layer {
-    std::vector<std::byte> k;  // [tokens, kv_heads, head_dim], dtype, RoPE applied
-    std::vector<std::byte> v;  // [tokens, kv_heads, head_dim], dtype
-  };
-  std::vector<Layer> layers;
 };
 
 struct PrefillResult {

@@ -1,1 +1,219 @@
+#include "engine/rank_runner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
 #include "engine/executor.h"
+#include "engine/model/rope.h"
+
+namespace meshfill {
+namespace {
+
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Runs one rank; members are what all layers share.
+class Runner {
+ public:
+  explicit Runner(const RankRun& run)
+      : run_(run),
+        shape_(run.model.shape()),
+        config_(run.model.config()),
+        backend_(run.backend),
+        chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
+        slice_tokens_(std::min(kSliceTokens, chunk_tokens_)),
+        executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats) {}
+
+  absl::StatusOr<RankOutput> Run() {
+    const auto start = std::chrono::steady_clock::now();
+    if (absl::Status status = Prepare(); !status.ok()) return status;
+    for (int layer = 0; layer < shape_.layers; ++layer) {
+      if (absl::Status status = RunLayer(layer); !status.ok()) return status;
+      run_.on_layer_done(layer);
+    }
+    if (absl::Status status = Finish(); !status.ok()) return status;
+    output_.stats.total_seconds = SecondsSince(start);
+    return std::move(output_);
+  }
+
+ private:
+  // One slice's rows of a [tokens, width] buffer.
+  template <typename T = void>
+  T* Rows(const BufferRef& buffer, int64_t token, int64_t width, DType dtype) const {
+    return reinterpret_cast<T*>(buffer->data<std::byte>() + token * width * DTypeBytes(dtype));
+  }
+  float* Residual(int64_t token) const { return Rows<float>(x_, token, shape_.hidden, DType::kF32); }
+
+  absl::StatusOr<BufferRef> Elements(int64_t count, DType dtype) {
+    return backend_.Allocate(static_cast<size_t>(count) * DTypeBytes(dtype));
+  }
+
+  // Slice buffers, the residual stream from the embedding, and the RoPE tables of this chunk's positions.
+  absl::Status Prepare() {
+    const int64_t q_width = static_cast<int64_t>(shape_.q_heads) * shape_.head_dim;
+    const int64_t qkv_width = q_width + 2 * static_cast<int64_t>(shape_.kv_heads) * shape_.head_dim;
+    const struct {
+      BufferRef* buffer;
+      int64_t elements;
+      DType dtype;
+    } buffers[] = {
+        {&x_, chunk_tokens_ * shape_.hidden, DType::kF32},
+        {&cos_, chunk_tokens_ * shape_.head_dim / 2, DType::kF32},
+        {&sin_, chunk_tokens_ * shape_.head_dim / 2, DType::kF32},
+        {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
+        // A slice's projections and its MLP are never needed at the same time.
+        {&wide_, slice_tokens_ * std::max(qkv_width, 2 * shape_.intermediate), shape_.dtype},
+        {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
+    };
+    for (const auto& [buffer, elements, dtype] : buffers) {
+      absl::StatusOr<BufferRef> allocated = Elements(elements, dtype);
+      if (!allocated.ok()) return allocated.status();
+      *buffer = *std::move(allocated);
+    }
+    const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
+    FillRopeTables(config_.rope, shape_.head_dim, shape_.context_tokens, positions, chunk_tokens_, cos_->data<float>(),
+                   sin_->data<float>());
+    std::vector<uint32_t> ids(chunk_tokens_);
+    for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
+    return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden, Residual(0));
+  }
+
+  absl::Status RunLayer(int layer) {
+    const LayerWeights& weights = run_.model.layers()[layer];
+    absl::StatusOr<LayerChunks> chunks = Project(weights);
+    if (!chunks.ok()) return chunks.status();
+    if (run_.kv != nullptr) KeepKv(*chunks->kv, run_.kv->layers[layer]);
+    absl::StatusOr<BufferRef> attended = executor_.Run(*std::move(chunks), config_.layer_window[layer]);
+    if (!attended.ok()) return attended.status();
+    for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
+      const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
+      if (absl::Status status = OutputAndMlp(weights, **attended, begin, tokens); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  // Norm, q k v, RoPE: the chunks that move.
+  absl::StatusOr<LayerChunks> Project(const LayerWeights& weights) {
+    absl::StatusOr<BufferRef> q = Elements(shape_.q_elements(chunk_tokens_), shape_.dtype);
+    if (!q.ok()) return q.status();
+    absl::StatusOr<BufferRef> kv = Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype);
+    if (!kv.ok()) return kv.status();
+    for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
+      const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
+      absl::Status status = Norm(weights.attention_norm, begin, tokens);
+      if (!status.ok()) return status;
+      status = backend_.Gemm({.weight = weights.qkv.get(),
+                              .x = normed_->data(),
+                              .tokens = tokens,
+                              .y = wide_->data(),
+                              .y_dtype = shape_.dtype});
+      if (!status.ok()) return status;
+      status = backend_.SplitQkv({
+          .qkv = wide_->data(),
+          .tokens = tokens,
+          .slot_begin = begin,
+          .chunk_tokens = chunk_tokens_,
+          .q_heads = shape_.q_heads,
+          .kv_heads = shape_.kv_heads,
+          .head_dim = shape_.head_dim,
+          .q_norm = weights.q_norm.empty() ? nullptr : weights.q_norm.data(),
+          .k_norm = weights.k_norm.empty() ? nullptr : weights.k_norm.data(),
+          .norm_eps = config_.norm_eps,
+          .rope_cos = cos_->data<float>(),
+          .rope_sin = sin_->data<float>(),
+          .q = (*q)->data(),
+          .k = (*kv)->data(),
+          .v = (*kv)->data<std::byte>() + (*kv)->size_bytes() / 2,
+      });
+      if (!status.ok()) return status;
+    }
+    return LayerChunks{.q = *std::move(q), .kv = *std::move(kv)};
+  }
+
+  absl::Status Norm(const std::vector<float>& weight, int64_t begin, int64_t tokens) {
+    return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps, normed_->data());
+  }
+
+  // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
+  absl::Status OutputAndMlp(const LayerWeights& weights, const Buffer& attended, int64_t begin, int64_t tokens) {
+    absl::Status status = backend_.GatherOutput(attended.data<float>(), shape_.q_heads, chunk_tokens_, shape_.head_dim,
+                                                begin, tokens, narrow_->data());
+    if (!status.ok()) return status;
+    status = AddToResidual(*weights.o, begin, tokens);
+    if (!status.ok()) return status;
+    status = Norm(weights.mlp_norm, begin, tokens);
+    if (!status.ok()) return status;
+    status = backend_.Gemm({.weight = weights.gate_up.get(),
+                            .x = normed_->data(),
+                            .tokens = tokens,
+                            .y = wide_->data(),
+                            .y_dtype = shape_.dtype});
+    if (!status.ok()) return status;
+    status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
+    if (!status.ok()) return status;
+    return AddToResidual(*weights.down, begin, tokens);
+  }
+
+  absl::Status AddToResidual(const PackedWeight& weight, int64_t begin, int64_t tokens) {
+    return backend_.Gemm({.weight = &weight,
+                          .x = narrow_->data(),
+                          .tokens = tokens,
+                          .y = Residual(begin),
+                          .y_dtype = DType::kF32,
+                          .accumulate = true});
+  }
+
+  // Copies this rank's K and V rows to their tokens' places.
+  void KeepKv(const Buffer& kv, KvCache::Layer& layer) const {
+    const size_t row_bytes = shape_.head_dim * DTypeBytes(shape_.dtype);
+    const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
+    const std::byte* k = kv.data<std::byte>();
+    const std::byte* v = k + kv.size_bytes() / 2;
+    for (int head = 0; head < shape_.kv_heads; ++head) {
+      for (int64_t slot = 0; slot < chunk_tokens_; ++slot) {
+        const size_t from = (head * chunk_tokens_ + slot) * row_bytes;
+        const size_t to = (positions.At(slot) * shape_.kv_heads + head) * row_bytes;
+        std::memcpy(layer.k.data() + to, k + from, row_bytes);
+        std::memcpy(layer.v.data() + to, v + from, row_bytes);
+      }
+    }
+  }
+
+  // The LM head, on the last token's rank.
+  absl::Status Finish() {
+    const int64_t last_token = run_.plan.layout.tokens() - 1;
+    if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
+    absl::Status status = Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1);
+    if (!status.ok()) return status;
+    output_.logits.resize(shape_.vocab);
+    return backend_.Gemm({.weight = &run_.model.lm_head(),
+                          .x = normed_->data(),
+                          .tokens = 1,
+                          .y = output_.logits.data(),
+                          .y_dtype = DType::kF32});
+  }
+
+  const RankRun& run_;
+  const ModelShape& shape_;
+  const ModelConfig& config_;
+  Backend& backend_;
+  const int64_t chunk_tokens_;
+  const int64_t slice_tokens_;
+  RankOutput output_;
+  AttentionExecutor executor_;
+  BufferRef x_;        // [chunk_tokens, hidden], f32: the residual stream
+  BufferRef cos_;      // [chunk_tokens, head_dim/2], f32
+  BufferRef sin_;      // [chunk_tokens, head_dim/2], f32
+  BufferRef normed_;   // [slice_tokens, hidden], compute dtype
+  BufferRef wide_;     // [slice_tokens, max((q_heads + 2·kv_heads)·head_dim, 2·intermediate)], compute dtype
+  BufferRef narrow_;   // [slice_tokens, max(q_heads·head_dim, intermediate)], compute dtype
+};
+
+}  // namespace
+
+absl::StatusOr<RankOutput> RunRank(const RankRun& run) { return Runner(run).Run(); }
+
+}  // namespace meshfill

@@ -8,10 +8,16 @@ namespace meshfill {
 
 class StopToken {
  public:
+  // With a parent, the parent's stop is also this token's; not the other way. The parent outlives the token.
+  explicit StopToken(const StopToken* parent = nullptr) : parent_(parent) {}
+
   void Stop() { stopped_.store(true, std::memory_order_relaxed); }
-  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  bool stopped() const {
+    return stopped_.load(std::memory_order_relaxed) || (parent_ != nullptr && parent_->stopped());
+  }
 
  private:
+  const StopToken* const parent_;
   std::atomic<bool> stopped_{false};
 };
 

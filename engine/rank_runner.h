@@ -1,0 +1,51 @@
+// One rank's part of a prefill: every layer of the transformer over this rank's tokens.
+//
+//     embed → for each layer: [norm, q k v, RoPE] by slices → attention over the mesh → [o, norm, MLP] by slices
+//           → on the rank that holds the last token: norm, LM head on that one row
+//
+// Everything but attention is local to a token, so it runs in slices of kSliceTokens and its intermediates stay small
+// whatever the chunk's length. The residual stream is f32.
+#ifndef MESHFILL_ENGINE_RANK_RUNNER_H_
+#define MESHFILL_ENGINE_RANK_RUNNER_H_
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/comm/communicator.h"
+#include "engine/kv_cache.h"
+#include "engine/model/model.h"
+#include "engine/plan.h"
+#include "engine/rank_stats.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// Tokens whose projections and MLP are computed at a time.
+inline constexpr int64_t kSliceTokens = 1024;
+
+struct RankRun {
+  const Plan& plan;
+  const Model& model;
+  int rank;
+  std::span<const uint32_t> tokens;  // the whole prompt
+  Backend& backend;
+  Communicator& communicator;
+  absl::Duration wait_timeout;
+  std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
+  KvCache* kv;  // null, or sized for the whole prompt: this rank writes its tokens' rows
+};
+
+struct RankOutput {
+  RankStats stats;
+  std::vector<float> logits;  // [vocab] on the rank that holds the last token, else empty
+};
+
+absl::StatusOr<RankOutput> RunRank(const RankRun& run);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_RANK_RUNNER_H_
