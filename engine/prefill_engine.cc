@@ -1,1 +1,252 @@
 #include "engine/prefill_engine.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/comm/in_process.h"
+#include "engine/free_memory.h"
+#include "engine/model/model.h"
+#include "engine/pool_speed.h"
+#include "engine/rank_runner.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/peak.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxRanks = 64;
+constexpr double kPeakMeasureSeconds = 0.2;
+constexpr double kMemoryShare = 0.8;  // of what is free after load, for one prefill's activations
+
+// No peer of this process gets lost, so a wait this long is a bug: it ends the request, never the server.
+absl::Duration WaitTimeout(const Plan& plan) {
+  return absl::Seconds(60) + 20 * absl::Seconds(plan.predicted.seconds);
+}
+
+absl::Status CheckOptions(const EngineOptions& options) {
+  if (options.ranks < 1 || options.ranks > kMaxRanks) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("ranks is ", options.ranks, "; an embedded pool has 1 to ", kMaxRanks));
+  }
+  if (options.threads < 0) return absl::InvalidArgumentError("threads is negative; 0 means one per core");
+  return absl::OkStatus();
+}
+
+// Reports a layer once the last rank has finished it.
+class LayerProgress {
+ public:
+  LayerProgress(int ranks, int layers, PrefillObserver* observer)
+      : remaining_(layers, ranks), observer_(observer) {}
+
+  void RankFinished(int layer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--remaining_[layer] > 0 || observer_ == nullptr) return;
+    observer_->OnLayerDone(layer + 1, static_cast<int>(remaining_.size()));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<int> remaining_;  // ranks that have not finished the layer
+  PrefillObserver* const observer_;
+};
+
+// The best `count` tokens: by falling logit, ties by rising id.
+std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) {
+  std::vector<TokenLogit> tokens(logits.size());
+  for (size_t id = 0; id < logits.size(); ++id) tokens[id] = {static_cast<uint32_t>(id), logits[id]};
+  const auto better = [](const TokenLogit& a, const TokenLogit& b) {
+    return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
+  };
+  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), better);
+  tokens.resize(count);
+  return tokens;
+}
+
+// The status that explains the others: a rank's own failure, not the abort that it caused elsewhere.
+absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) {
+  absl::Status cause;
+  for (const absl::StatusOr<RankOutput>& output : outputs) {
+    if (output.ok()) continue;
+    if (cause.ok() || absl::IsCancelled(cause) || absl::IsAborted(cause)) cause = output.status();
+  }
+  return cause;
+}
+
+class EmbeddedEngine : public PrefillEngine {
+ public:
+  EmbeddedEngine(const EngineOptions& options, std::unique_ptr<Model> model,
+                 std::vector<std::unique_ptr<Backend>> backends, PoolSpeed speed, double peak_flops,
+                 int64_t memory_budget_bytes)
+      : options_(options),
+        model_(std::move(model)),
+        model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
+        backends_(std::move(backends)),
+        backend_name_(backends_.front()->name()),
+        speed_(speed),
+        peak_flops_(peak_flops),
+        memory_budget_bytes_(memory_budget_bytes) {
+    if (model_name_.empty()) {  // the path ends in a slash
+      model_name_ = std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
+    }
+  }
+
+  const ModelShape& model() const override { return model_->shape(); }
+  const std::string& model_name() const override { return model_name_; }
+  const std::string& backend_name() const override { return backend_name_; }
+  int ranks() const override { return options_.ranks; }
+  double peak_flops() const override { return peak_flops_; }
+
+  absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
+    const ModelShape& shape = model_->shape();
+    if (tokens > shape.context_tokens) {
+      return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name_, " is for ",
+                                                shape.context_tokens, " at most; shorten the prompt"));
+    }
+    if (options.top_k < 1 || options.top_k > shape.vocab) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", shape.vocab));
+    }
+    return meshfill::MakePlan(shape, speed_,
+                              {.tokens = tokens,
+                               .ranks = options_.ranks,
+                               .layout = options.layout.value_or(options_.layout),
+                               .stripe = options.stripe.value_or(options_.stripe),
+                               .tile = options.tile,
+                               .heads = options.heads,
+                               .partial_dtype = options_.partial_dtype,
+                               .memory_budget_bytes = memory_budget_bytes_});
+  }
+
+  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
+                                        PrefillObserver* observer, const StopToken* stop) override {
+    absl::StatusOr<PlanChoice> choice = MakePlan(static_cast<int64_t>(tokens.size()), options);
+    if (!choice.ok()) return choice.status();
+    if (absl::Status status = CheckIds(tokens); !status.ok()) return status;
+    if (absl::Status status = CheckSchedule(choice->plan.schedule); !status.ok()) return status;
+
+    PrefillResult result{.plan = std::move(choice->plan)};
+    if (options.keep_kv) {
+      const ModelShape& shape = model_->shape();
+      result.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, static_cast<int64_t>(tokens.size()),
+                        shape.dtype);
+    }
+    const auto start = std::chrono::steady_clock::now();
+    std::vector<absl::StatusOr<RankOutput>> outputs =
+        RunRanks(result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, observer, stop);
+    result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+
+    if (absl::Status cause = FirstCause(outputs); !cause.ok()) return cause;
+    if (absl::Status status = Summarise(outputs, options.top_k, result); !status.ok()) return status;
+    return result;
+  }
+
+ private:
+  absl::Status CheckIds(std::span<const uint32_t> tokens) const {
+    const int64_t vocab = model_->shape().vocab;
+    const auto bad = std::find_if(tokens.begin(), tokens.end(), [vocab](uint32_t id) { return id >= vocab; });
+    if (bad == tokens.end()) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("token ", bad - tokens.begin(), " has id ", *bad,
+                                                   ", outside the vocabulary of ", vocab,
+                                                   "; use the tokenizer of model ", model_name_));
+  }
+
+  // One thread for each rank. Where one fails, the others are stopped and woken.
+  std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens, KvCache* kv,
+                                                   PrefillObserver* observer, const StopToken* stop) {
+    const int ranks = options_.ranks;
+    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(ranks);
+    LayerProgress progress(ranks, model_->shape().layers, observer);
+    StopToken run_stop(stop);
+    std::vector<absl::StatusOr<RankOutput>> outputs(ranks, absl::StatusOr<RankOutput>(absl::UnknownError("")));
+    const auto run_rank = [&](int rank) {
+      backends_[rank]->set_stop_token(&run_stop);
+      outputs[rank] = RunRank({.plan = plan,
+                               .model = *model_,
+                               .rank = rank,
+                               .tokens = tokens,
+                               .backend = *backends_[rank],
+                               .communicator = *communicators[rank],
+                               .wait_timeout = WaitTimeout(plan),
+                               .on_layer_done = [&progress](int layer) { progress.RankFinished(layer); },
+                               .kv = kv});
+      backends_[rank]->set_stop_token(nullptr);
+      if (outputs[rank].ok()) return;
+      run_stop.Stop();
+      communicators[rank]->Abort(outputs[rank].status());
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(ranks);
+    for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
+    for (std::thread& thread : threads) thread.join();
+    return outputs;
+  }
+
+  absl::Status Summarise(std::vector<absl::StatusOr<RankOutput>>& outputs, int top_k, PrefillResult& result) const {
+    for (absl::StatusOr<RankOutput>& output : outputs) {
+      const RankStats& stats = output->stats;
+      result.attention_seconds = std::max(result.attention_seconds, stats.attention_seconds);
+      result.comm_wait_seconds = std::max(result.comm_wait_seconds, stats.comm_wait_seconds());
+      if (stats.sent.total() > result.comm_bytes.total()) result.comm_bytes = stats.sent;
+      result.ranks.push_back(stats);
+      if (!output->logits.empty()) result.logits = std::move(output->logits);
+    }
+    const auto bad = std::find_if_not(result.logits.begin(), result.logits.end(),
+                                      [](float logit) { return std::isfinite(logit); });
+    if (bad != result.logits.end()) {
+      return absl::InternalError(absl::StrCat("the logit of token ", bad - result.logits.begin(), " is ", *bad,
+                                              "; the weights of model ", model_name_,
+                                              " overflow on this prompt; try dtype f32"));
+    }
+    result.top = BestTokens(result.logits, top_k);
+    const ModelShape& shape = model_->shape();
+    const int64_t tokens = result.plan.layout.tokens();
+    result.mfu = ModelFlops(shape, tokens) / (result.prefill_seconds * peak_flops_);
+    result.attention_mfu = AttentionFlops(shape, tokens) / (result.attention_seconds * peak_flops_);
+    return absl::OkStatus();
+  }
+
+  const EngineOptions options_;
+  const std::unique_ptr<Model> model_;
+  std::string model_name_;
+  const std::vector<std::unique_ptr<Backend>> backends_;  // by rank
+  const std::string backend_name_;
+  const PoolSpeed speed_;
+  const double peak_flops_;
+  const int64_t memory_budget_bytes_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineOptions& options) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  const int threads =
+      options.threads > 0 ? options.threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(
+      options.model_path, options.dtype, [threads](DType dtype) { return MakeCpuBackend(dtype, threads); });
+  if (!model.ok()) return model.status();
+  const DType dtype = (*model)->shape().dtype;
+
+  const std::unique_ptr<Backend> whole_pool = MakeCpuBackend(dtype, threads);
+  absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed((*model)->shape(), *whole_pool, options.ranks);
+  if (!speed.ok()) return speed.status();
+  const double peak_flops =
+      options.peak_flops > 0 ? options.peak_flops : MeasurePeakFlops(dtype, threads, kPeakMeasureSeconds);
+  const int64_t budget = options.memory_budget_bytes > 0
+                             ? options.memory_budget_bytes
+                             : static_cast<int64_t>(kMemoryShare * static_cast<double>(FreeMemoryBytes()));
+
+  std::vector<std::unique_ptr<Backend>> backends;
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    backends.push_back(MakeCpuBackend(dtype, std::max(1, threads / options.ranks)));
+  }
+  return std::make_unique<EmbeddedEngine>(options, *std::move(model), std::move(backends), *speed, peak_flops, budget);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,15 @@
+// How much memory this process may still take.
+#ifndef MESHFILL_ENGINE_FREE_MEMORY_H_
+#define MESHFILL_ENGINE_FREE_MEMORY_H_
+
+#include <cstdint>
+
+namespace meshfill {
+
+// The smaller of the machine's available memory and what is left under the container's limit (cgroup v2). 0 where
+// the system does not say.
+int64_t FreeMemoryBytes();
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_FREE_MEMORY_H_
