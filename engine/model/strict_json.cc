@@ -1,0 +1,124 @@
+#include "engine/model/strict_json.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+using nlohmann::json;
+
+// Builds the document and stops at the first thing that is wrong.
+class StrictBuilder final : public nlohmann::json_sax<json> {
+ public:
+  json& document() { return document_; }
+  const std::string& error() const { return error_; }
+
+  bool null() override { return Add(json(nullptr)); }
+  bool boolean(bool value) override { return Add(json(value)); }
+  bool number_integer(number_integer_t value) override { return Add(json(value)); }
+  bool number_unsigned(number_unsigned_t value) override { return Add(json(value)); }
+  bool number_float(number_float_t value, const string_t&) override { return Add(json(value)); }
+  bool string(string_t& value) override { return Add(json(std::move(value))); }
+  bool binary(binary_t&) override { return Fail("holds binary data"); }
+
+  bool start_object(size_t) override { return Open(json::object()); }
+  bool start_array(size_t) override { return Open(json::array()); }
+  bool end_object() override { return Close(); }
+  bool end_array() override { return Close(); }
+
+  bool key(string_t& key) override {
+    json& object = *open_.back();
+    if (object.contains(key))
+      return Fail(absl::StrCat("the key ", Excerpt(key), " appears twice in one object"));
+    member_ = &object[key];
+    return true;
+  }
+
+  bool parse_error(size_t position, const std::string&, const nlohmann::detail::exception&) override {
+    return Fail(absl::StrCat("no valid JSON at byte ", position));
+  }
+
+ private:
+  bool Fail(std::string error) {
+    error_ = std::move(error);
+    return false;
+  }
+
+  json* Place(json value) {
+    if (open_.empty()) return &(document_ = std::move(value));
+    if (open_.back()->is_object()) return &(*member_ = std::move(value));
+    open_.back()->push_back(std::move(value));
+    return &open_.back()->back();
+  }
+
+  bool Add(json value) {
+    Place(std::move(value));
+    return true;
+  }
+
+  bool Open(json value) {
+    if (open_.size() >= static_cast<size_t>(kMaxJsonDepth)) {
+      return Fail(absl::StrCat("nested deeper than ", kMaxJsonDepth, " levels"));
+    }
+    open_.push_back(Place(std::move(value)));
+    return true;
+  }
+
+  bool Close() {
+    open_.pop_back();
+    return true;
+  }
+
+  json document_;
+  std::vector<json*> open_;  // the objects and arrays that are not closed yet, outermost first
+  json* member_ = nullptr;   // of the innermost object: where the next value goes
+  std::string error_;
+};
+
+}  // namespace
+
+absl::StatusOr<json> ParseJsonObject(std::string_view text, const std::string& path) {
+  StrictBuilder builder;
+  if (!json::sax_parse(text.begin(), text.end(), &builder)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": ", builder.error(), "; fetch or write the file again"));
+  }
+  if (!builder.document().is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": holds ", Excerpt(builder.document()),
+                     " where a JSON object belongs; fetch or write the file again"));
+  }
+  return std::move(builder.document());
+}
+
+absl::StatusOr<std::string> ReadJsonText(const std::string& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
+  const int64_t size = file.tellg();
+  if (size > kMaxJsonBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": has ", size, " bytes, more than the ",
+                                                   kMaxJsonBytes, " allowed; fetch or write the file again"));
+  }
+  std::string text(static_cast<size_t>(std::max<int64_t>(size, 0)), '\0');
+  file.seekg(0).read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!file) return absl::InvalidArgumentError(absl::StrCat(path, ": cannot be read; is it a file?"));
+  return text;
+}
+
+std::string Excerpt(const json& value) {
+  constexpr size_t kLongest = 80;
+  if (value.is_string() && value.get_ref<const std::string&>().size() > 2 * kLongest) {
+    return Excerpt(value.get_ref<const std::string&>().substr(0, kLongest)) + "…";
+  }
+  const std::string text = value.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  return text.size() <= 2 * kLongest ? text : text.substr(0, kLongest) + "…";
+}
+
+}  // namespace meshfill
