@@ -1,0 +1,190 @@
+// The answer does not depend on how a prompt is spread: every mesh, layout and stripe gives one rank's logits and KV,
+// moves exactly the bytes of the formula, computes every block once, and repeats itself to the bit.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <random>
+
+#include "engine/model/make_model.h"
+#include "engine/planner.h"
+#include "engine/prefill_engine.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kTolerance = 1e-4;  // f32, relative to the largest magnitude
+
+std::string MakeTestModel(const char* name, const MakeModelOptions& options) {
+  const std::string folder = testing::TempDir() + "/independence_" + name;
+  std::filesystem::remove_all(folder);
+  const absl::Status status = MakeModel(options, folder);
+  EXPECT_TRUE(status.ok()) << status;
+  return folder;
+}
+
+MakeModelOptions SmallModel(ModelFamily family) {
+  return {.family = family,
+          .layers = 2,
+          .hidden = 64,
+          .intermediate = 96,
+          .q_heads = 4,
+          .kv_heads = 2,
+          .head_dim = 16,
+          .vocab = 300,
+          .context_tokens = 4096,
+          .sliding_window = family == ModelFamily::kMistral ? 100 : 0,
+          .rope_theta = 10000,
+          .dtype = DType::kF32,
+          .seed = 7};
+}
+
+std::unique_ptr<PrefillEngine> LoadEngine(const std::string& folder, int ranks, DType dtype = DType::kF32) {
+  absl::StatusOr<std::unique_ptr<PrefillEngine>> engine =
+      PrefillEngine::Load({.model_path = folder, .ranks = ranks, .dtype = dtype, .peak_flops = 1e12});
+  EXPECT_TRUE(engine.ok()) << engine.status();
+  return engine.ok() ? *std::move(engine) : nullptr;
+}
+
+std::vector<uint32_t> RandomPrompt(int64_t tokens, int64_t vocab, std::mt19937_64& random) {
+  std::vector<uint32_t> ids(tokens);
+  for (uint32_t& id : ids) id = static_cast<uint32_t>(random() % vocab);
+  return ids;
+}
+
+void ExpectClose(const float* actual, const float* expected, size_t count, const std::string& what) {
+  double largest = 0, worst = 0;
+  for (size_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::abs(double{expected[i]}));
+    worst = std::max(worst, std::abs(double{actual[i]} - expected[i]));
+    ASSERT_TRUE(std::isfinite(actual[i])) << what << ": element " << i << " is " << actual[i];
+  }
+  EXPECT_LE(worst, kTolerance * largest) << what;
+}
+
+void ExpectSameAnswer(const PrefillResult& actual, const PrefillResult& expected, const std::string& what) {
+  ASSERT_EQ(actual.logits.size(), expected.logits.size());
+  ExpectClose(actual.logits.data(), expected.logits.data(), expected.logits.size(), what + ": logits");
+  ASSERT_TRUE(actual.kv.has_value() && expected.kv.has_value());
+  for (size_t layer = 0; layer < expected.kv->layers.size(); ++layer) {
+    const size_t count = expected.kv->LayerBytes() / 2 / sizeof(float);
+    ExpectClose(reinterpret_cast<const float*>(actual.kv->layers[layer].k.data()),
+                reinterpret_cast<const float*>(expected.kv->layers[layer].k.data()), count, what + ": k");
+    ExpectClose(reinterpret_cast<const float*>(actual.kv->layers[layer].v.data()),
+                reinterpret_cast<const float*>(expected.kv->layers[layer].v.data()), count, what + ": v");
+  }
+}
+
+// Bytes and blocks of the run are exactly those of the plan (DESIGN §4).
+void ExpectPlanWasRun(const PrefillResult& result, const ModelShape& model, const std::string& what) {
+  const Plan& plan = result.plan;
+  int64_t blocks = 0;
+  ASSERT_EQ(static_cast<int>(result.ranks.size()), plan.ranks());
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const CommBytes layer = LayerCommBytes(model, plan.layout, plan.tile, plan.partial_dtype, rank);
+    const CommBytes& sent = result.ranks[rank].sent;
+    EXPECT_EQ(sent.q, layer.q * model.layers) << what << " rank " << rank;
+    EXPECT_EQ(sent.kv, layer.kv * model.layers) << what << " rank " << rank;
+    EXPECT_EQ(sent.o, layer.o * model.layers) << what << " rank " << rank;
+    EXPECT_EQ(sent.all_to_all, 0) << what << " rank " << rank;
+    blocks += result.ranks[rank].blocks;
+  }
+  EXPECT_EQ(blocks, int64_t{plan.ranks()} * plan.ranks() * model.layers) << what;
+}
+
+struct Spread {
+  LayoutKind layout;
+  int64_t stripe;
+};
+constexpr Spread kSpreads[] = {{LayoutKind::kStriped, 1},
+                               {LayoutKind::kStriped, 16},
+                               {LayoutKind::kStriped, 64},
+                               {LayoutKind::kZigzag, 64},
+                               {LayoutKind::kContiguous, 64}};
+constexpr int kRanks[] = {1, 2, 3, 4, 6, 7, 8, 9, 12, 16};
+
+std::string Describe(const Plan& plan) { return plan.layout.DebugString() + " " + plan.tile.DebugString(); }
+
+TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
+  std::mt19937_64 random(11);
+  const std::string folder = MakeTestModel("llama", SmallModel(ModelFamily::kLlama));
+  const std::vector<uint32_t> prompt = RandomPrompt(1037, 300, random);
+  const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
+  ASSERT_NE(one, nullptr);
+  const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  for (const int ranks : kRanks) {
+    const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, ranks);
+    ASSERT_NE(engine, nullptr);
+    for (const Tile tile : TilesOf(ranks)) {
+      for (const Spread& spread : kSpreads) {
+        const auto actual = engine->Prefill(
+            prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true}, nullptr,
+            nullptr);
+        ASSERT_TRUE(actual.ok()) << actual.status();
+        EXPECT_EQ(actual->plan.tile, tile);
+        ExpectSameAnswer(*actual, *expected, Describe(actual->plan));
+        ExpectPlanWasRun(*actual, engine->model(), Describe(actual->plan));
+      }
+    }
+  }
+}
+
+TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
+  const uint64_t seed = std::random_device{}();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  for (const ModelFamily family :
+       {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    const std::string folder =
+        MakeTestModel(("family" + std::to_string(static_cast<int>(family))).c_str(), SmallModel(family));
+    const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
+    ASSERT_NE(one, nullptr);
+    for (int draw = 0; draw < 5; ++draw) {
+      const int ranks = 2 + static_cast<int>(random() % 15);
+      const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, ranks);
+      ASSERT_NE(engine, nullptr);
+      // Short prompts too, down to fewer tokens than ranks.
+      const int64_t tokens = 1 + static_cast<int64_t>(random() % (draw % 2 == 0 ? 24 : 1500));
+      const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
+      const std::vector<Tile> tiles = TilesOf(ranks);
+      const PrefillOptions options{.tile = tiles[random() % tiles.size()],
+                                   .layout = static_cast<LayoutKind>(random() % 3),
+                                   .stripe = 1 + static_cast<int64_t>(random() % 100),
+                                   .keep_kv = true};
+      const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      const auto actual = engine->Prefill(prompt, options, nullptr, nullptr);
+      ASSERT_TRUE(actual.ok()) << actual.status();
+      const std::string what = Describe(actual->plan) + ", seed " + std::to_string(seed);
+      ExpectSameAnswer(*actual, *expected, what);
+      ExpectPlanWasRun(*actual, engine->model(), what);
+    }
+  }
+}
+
+TEST(IndependenceTest, TheSameRequestGivesTheSameBits) {
+  std::mt19937_64 random(5);
+  const std::string folder = MakeTestModel("bits", SmallModel(ModelFamily::kQwen3));
+  const std::vector<uint32_t> prompt = RandomPrompt(700, 300, random);
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, 6, dtype);
+    ASSERT_NE(engine, nullptr);
+    for (const Tile tile : TilesOf(6)) {
+      const PrefillOptions options{.tile = tile, .stripe = 16, .keep_kv = true};
+      const auto first = engine->Prefill(prompt, options, nullptr, nullptr);
+      const auto second = engine->Prefill(prompt, options, nullptr, nullptr);
+      ASSERT_TRUE(first.ok() && second.ok());
+      EXPECT_EQ(0, std::memcmp(first->logits.data(), second->logits.data(), first->logits.size() * sizeof(float)));
+      for (size_t layer = 0; layer < first->kv->layers.size(); ++layer) {
+        EXPECT_EQ(first->kv->layers[layer].k, second->kv->layers[layer].k);
+        EXPECT_EQ(first->kv->layers[layer].v, second->kv->layers[layer].v);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,165 @@
+// The engine's contract besides its arithmetic: errors, cancel, progress, and that the next request is served.
+#include "engine/prefill_engine.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "engine/model/make_model.h"
+
+namespace meshfill {
+namespace {
+
+using ::testing::TempDir;
+
+class PrefillEngineTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = TempDir() + "/prefill_engine_model/";  // with a slash: the name must survive it
+    std::filesystem::remove_all(folder_);
+    const absl::Status status = MakeModel({.layers = 3,
+                                           .hidden = 64,
+                                           .intermediate = 64,
+                                           .q_heads = 4,
+                                           .kv_heads = 2,
+                                           .head_dim = 16,
+                                           .vocab = 100,
+                                           .context_tokens = 65536},
+                                          folder_);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+
+  static std::unique_ptr<PrefillEngine> Load(int64_t memory_budget_bytes = 0) {
+    auto engine = PrefillEngine::Load(
+        {.model_path = folder_, .ranks = 4, .peak_flops = 1e12, .memory_budget_bytes = memory_budget_bytes});
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+
+  static void ExpectServes(PrefillEngine& engine) {
+    const std::vector<uint32_t> prompt(50, 7);
+    const auto result = engine.Prefill(prompt, {}, nullptr, nullptr);
+    EXPECT_TRUE(result.ok()) << result.status();
+  }
+
+  static std::string folder_;
+};
+std::string PrefillEngineTest::folder_;
+
+class RecordingObserver : public PrefillObserver {
+ public:
+  explicit RecordingObserver(StopToken* stop = nullptr) : stop_(stop) {}
+  void OnLayerDone(int layers_done, int layers) override {
+    layers_done_.push_back(layers_done);
+    EXPECT_EQ(layers, 3);
+    if (stop_ != nullptr) stop_->Stop();
+  }
+  std::vector<int> layers_done_;
+
+ private:
+  StopToken* stop_;
+};
+
+TEST_F(PrefillEngineTest, ReportsProgressAndResult) {
+  const auto engine = Load();
+  EXPECT_EQ(engine->model_name(), "prefill_engine_model");
+  EXPECT_EQ(engine->ranks(), 4);
+  RecordingObserver observer;
+  const std::vector<uint32_t> prompt(777, 3);
+  const auto result = engine->Prefill(prompt, {.tile = Tile{2, 2}, .top_k = 5}, &observer, nullptr);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(observer.layers_done_, (std::vector<int>{1, 2, 3}));
+  EXPECT_EQ(result->plan.tile, (Tile{2, 2}));
+  EXPECT_EQ(result->logits.size(), 100u);
+  ASSERT_EQ(result->top.size(), 5u);
+  EXPECT_EQ(result->top[0].logit, *std::max_element(result->logits.begin(), result->logits.end()));
+  EXPECT_TRUE(std::is_sorted(result->top.begin(), result->top.end(),
+                             [](const TokenLogit& a, const TokenLogit& b) { return a.logit > b.logit; }));
+  EXPECT_GT(result->prefill_seconds, 0);
+  EXPECT_GE(result->prefill_seconds, result->attention_seconds);
+  EXPECT_GE(result->attention_seconds, result->comm_wait_seconds);
+  EXPECT_GT(result->mfu, 0);
+  EXPECT_FALSE(result->kv.has_value());
+}
+
+TEST_F(PrefillEngineTest, RefusesBadRequestsByNameAndServesTheNext) {
+  const auto engine = Load();
+  const std::vector<uint32_t> good(50, 7);
+  std::vector<uint32_t> outside = good;
+  outside[17] = 100;
+  const std::vector<uint32_t> too_long(65537, 1);
+  const struct {
+    std::vector<uint32_t> prompt;
+    PrefillOptions options;
+    absl::StatusCode code;
+    const char* says;
+  } cases[] = {
+      {{}, {}, absl::StatusCode::kInvalidArgument, "token"},
+      {outside, {}, absl::StatusCode::kInvalidArgument, "token 17 has id 100"},
+      {too_long, {}, absl::StatusCode::kOutOfRange, "65536"},
+      {good, {.tile = Tile{3, 2}}, absl::StatusCode::kInvalidArgument, "3x2"},
+      {good, {.tile = Tile{0, 4}}, absl::StatusCode::kInvalidArgument, "0x4"},
+      {good, {.stripe = 0}, absl::StatusCode::kInvalidArgument, "stripe"},
+      {good, {.top_k = 0}, absl::StatusCode::kInvalidArgument, "top_k"},
+      {good, {.top_k = 101}, absl::StatusCode::kInvalidArgument, "top_k"},
+  };
+  for (const auto& bad : cases) {
+    const auto result = engine->Prefill(bad.prompt, bad.options, nullptr, nullptr);
+    EXPECT_EQ(result.status().code(), bad.code) << result.status();
+    EXPECT_NE(result.status().message().find(bad.says), std::string::npos) << result.status();
+    ExpectServes(*engine);
+  }
+}
+
+TEST_F(PrefillEngineTest, RefusesWhatDoesNotFitInMemory) {
+  const auto engine = Load(/*memory_budget_bytes=*/2 << 20);
+  const std::vector<uint32_t> prompt(60000, 1);
+  const auto result = engine->Prefill(prompt, {}, nullptr, nullptr);
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition) << result.status();
+  ExpectServes(*engine);
+}
+
+TEST_F(PrefillEngineTest, StopsSoonAfterAStopAndServesTheNext) {
+  const auto engine = Load();
+  const std::vector<uint32_t> prompt(60000, 1);
+  StopToken stop;
+  RecordingObserver observer(&stop);  // stops after the first layer
+  const auto result = engine->Prefill(prompt, {}, &observer, &stop);
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
+  EXPECT_EQ(observer.layers_done_, std::vector<int>{1});
+  ExpectServes(*engine);
+}
+
+TEST_F(PrefillEngineTest, StopsInTheMiddleOfALayer) {
+  const auto engine = Load();
+  const std::vector<uint32_t> prompt(60000, 1);
+  StopToken stop;
+  std::chrono::steady_clock::time_point stopped_at;
+  std::thread stopper([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    stopped_at = std::chrono::steady_clock::now();
+    stop.Stop();
+  });
+  const auto result = engine->Prefill(prompt, {}, nullptr, &stop);
+  const auto returned_at = std::chrono::steady_clock::now();
+  stopper.join();
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
+  EXPECT_LT(returned_at - stopped_at, std::chrono::milliseconds(500));
+  ExpectServes(*engine);
+}
+
+TEST_F(PrefillEngineTest, RefusesBadOptionsAndFolders) {
+  EXPECT_EQ(PrefillEngine::Load({.model_path = folder_, .ranks = 0}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(PrefillEngine::Load({.model_path = folder_, .ranks = 65}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(PrefillEngine::Load({.model_path = TempDir() + "/no_such_model"}).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+}  // namespace
+}  // namespace meshfill

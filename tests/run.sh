@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds, runs every test. Extra arguments go to ctest (e.g. -R layout).
+# MESHFILL_PRESET=asan or =tsan builds and tests with sanitizers instead of the release preset.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=${MESHFILL_PRESET:-release}
+
+deploy/install-packages.sh
+cmake --preset "$preset" >/dev/null
+cmake --build --preset "$preset" --parallel "$(nproc)"
+ctest --preset "$preset" --parallel "$(nproc)" "$@"
+
+echo
+echo "Not run here:"
+if [ "$preset" = release ]; then
+  echo "  sanitizers                MESHFILL_PRESET=asan tests/run.sh, MESHFILL_PRESET=tsan tests/run.sh"
+fi
+echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"
+echo "  benchmarks                see Speed in README.md"
+echo "  a million tokens          see Memory in README.md"
