@@ -27,8 +27,9 @@ class AttentionExecutor {
                     absl::Duration wait_timeout, RankStats& stats);
 
   // Attention of one layer; `window` is this layer's sliding window (0: none). Returns O#0: this rank's finished
-  // output, [q_heads, chunk_tokens, head_dim], f32. Chunks are released as soon as their last block has run and
-  // their last send has left. Deterministic: merges happen in the schedule's order.
+  // output, [q_heads, chunk_tokens, head_dim], f32, with its LSE, [q_heads, chunk_tokens], f32, behind it. Chunks are
+  // released as soon as their last block has run and their last send has left. Deterministic: merges happen in the
+  // schedule's order. On an error, this rank's peers wait until the caller aborts the communicator.
   absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window);
 
  private:

@@ -23,6 +23,14 @@ struct ModelShape {
 
   int64_t q_elements(int64_t tokens) const { return tokens * q_heads * head_dim; }
   int64_t kv_elements(int64_t tokens) const { return 2 * tokens * kv_heads * head_dim; }
+
+  // Bytes of one layer's chunks of `tokens` tokens, as they move between ranks. A partial output is O in the wire's
+  // dtype with its LSE, always f32: 4 bytes for each query and head.
+  int64_t q_bytes(int64_t tokens) const { return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype)); }
+  int64_t kv_bytes(int64_t tokens) const { return kv_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype)); }
+  int64_t partial_bytes(int64_t tokens, DType wire) const {
+    return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(wire)) + tokens * q_heads * 4;
+  }
   bool operator==(const ModelShape&) const = default;
 };
 
@@ -30,6 +38,8 @@ struct ModelShape {
 // (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
 double AttentionFlops(const ModelShape& model, int64_t tokens);
 double ModelFlops(const ModelShape& model, int64_t tokens);
+double ProjectionFlopsPerToken(const ModelShape& model);  // q, k, v, o, gate, up and down of all layers
+double LmHeadFlops(const ModelShape& model);              // of its one row
 // Visible (query, key) pairs of a causal prompt with a sliding window (0: none).
 double VisiblePairs(int64_t tokens, int64_t window);
 

@@ -1,1 +1,101 @@
 #include "engine/planner.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+absl::Status CheckModelAndSpeed(const ModelShape& model, const PoolSpeed& speed) {
+  if (model.layers < 1 || model.q_heads < 1 || model.kv_heads < 1 || model.head_dim < 1 ||
+      model.q_heads % model.kv_heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot plan for a model of ", model.layers, " layers, ",
+                                                   model.q_heads, " query heads, ", model.kv_heads,
+                                                   " KV heads of ", model.head_dim));
+  }
+  if (!(speed.gemm_flops_per_second > 0 && speed.attention_flops_per_second > 0 &&
+        speed.link_bytes_per_second > 0 && speed.link_latency_seconds >= 0)) {
+    return absl::InvalidArgumentError("the pool's speeds must be positive: measure or configure them");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRequest(const PlanRequest& request) {
+  if (request.heads.value_or(1) != 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(*request.heads, " head groups asked for: head groups are not offered yet, use 1"));
+  }
+  if (request.tile.has_value()) {
+    const auto [a, b] = *request.tile;
+    if (a < 1 || b < 1 || int64_t{a} * b != request.ranks) {
+      return absl::InvalidArgumentError(absl::StrCat("tile ", request.tile->DebugString(),
+                                                     " does not multiply to the ", request.ranks,
+                                                     " ranks of the pool"));
+    }
+  }
+  if (request.partial_dtype != DType::kF32 && request.partial_dtype != DType::kBf16) {
+    return absl::InvalidArgumentError(absl::StrCat("partial outputs cannot travel in ",
+                                                   DTypeName(request.partial_dtype), ": use f32 or bf16"));
+  }
+  if (request.memory_budget_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("memory budget of ", request.memory_budget_bytes, " bytes: use 0 for no limit"));
+  }
+  return absl::OkStatus();
+}
+
+// Smaller is better; no two shapes are equal.
+auto OrderOf(const Plan& plan) {
+  return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.peak_bytes,
+                         plan.tile.a);
+}
+
+}  // namespace
+
+absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
+                                    const PlanRequest& request) {
+  if (absl::Status status = CheckModelAndSpeed(model, speed); !status.ok()) return status;
+  absl::StatusOr<TokenLayout> layout =
+      TokenLayout::Make(request.layout, request.ranks, request.tokens, request.stripe);
+  if (!layout.ok()) return layout.status();
+  if (absl::Status status = CheckRequest(request); !status.ok()) return status;
+
+  std::vector<Plan> plans;
+  for (Tile tile : request.tile.has_value() ? std::vector<Tile>{*request.tile} : TilesOf(request.ranks)) {
+    Schedule schedule =
+        GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, tile, request.partial_dtype));
+    const Prediction predicted = Predict(model, speed, *layout, schedule, request.partial_dtype);
+    plans.push_back({.layout = *layout,
+                     .tile = tile,
+                     .partial_dtype = request.partial_dtype,
+                     .schedule = std::move(schedule),
+                     .predicted = predicted});
+  }
+  if (const int64_t budget = request.memory_budget_bytes; budget != 0) {
+    const auto by_peak = [](const Plan& x, const Plan& y) {
+      return x.predicted.peak_bytes < y.predicted.peak_bytes;
+    };
+    const int64_t smallest = std::min_element(plans.begin(), plans.end(), by_peak)->predicted.peak_bytes;
+    if (smallest > budget) {
+      return absl::FailedPreconditionError(absl::StrCat("a prompt of ", request.tokens, " tokens needs ",
+                                                        smallest, " bytes of activations on ", request.ranks,
+                                                        " ranks, more than the memory budget of ", budget,
+                                                        " bytes: send a shorter prompt or raise the budget"));
+    }
+    std::erase_if(plans, [budget](const Plan& plan) { return plan.predicted.peak_bytes > budget; });
+  }
+  std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
+
+  std::vector<PlanCandidate> candidates;
+  for (const Plan& plan : plans) {
+    candidates.push_back({.heads = plan.heads, .tile = plan.tile, .predicted = plan.predicted});
+  }
+  if (absl::Status status = CheckSchedule(plans.front().schedule); !status.ok()) return status;
+  return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
+}
+
+}  // namespace meshfill

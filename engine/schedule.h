@@ -5,9 +5,10 @@
 // are done. The k-th Recv Q (from 0) sends Q#k and receives Q#k+1; Recv KV likewise; the k-th Send O sends O#k+1 and
 // receives O#(k+2) mod a, merging it into the rank's own. For 9 ranks, 3×3, c_Q = c_O = 1, c_KV = 2 a schedule reads
 //
-//     step    0        1        2        3        4        5        6
-//     comm    recv_kv  recv_q   recv_kv  recv_q   send_o   send_o   none
-//     blocks  (0,0)    (0,1)    (1,0)(1,1) …                        (0,2)
+//     step    0      1      2      3      4      5      6      7      8
+//     comm    q      kv     q      kv     none   o      o      none   none
+//     blocks  (0,0)  (1,0)  (1,1)  (2,0)  (1,2)  (2,2)  (0,1)  (0,2)
+//                                  (2,1)
 //
 // A step costs max(communication, its blocks); bytes per rank are DESIGN §4's (a−1) Q + (b−1) KV + (a−1) O.
 #ifndef MESHFILL_ENGINE_SCHEDULE_H_
@@ -52,7 +53,7 @@ struct OverlapCosts {
   bool operator==(const OverlapCosts&) const = default;
 };
 
-// Algorithm 2.
+// Algorithm 2. The tile and the costs are positive.
 Schedule GreedySchedule(Tile tile, OverlapCosts costs);
 
 // The gate that every schedule passes before it runs. INTERNAL naming the step and what is wrong unless

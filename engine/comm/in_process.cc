@@ -1,1 +1,166 @@
 #include "engine/comm/in_process.h"
+
+#include <compare>
+#include <map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+
+namespace meshfill {
+namespace {
+
+// Messages of one mailbox that their receiver has not taken. A rank in a ring is at most one round ahead of
+// its neighbour, so that only a broken caller meets this.
+constexpr size_t kMailboxMessages = 1024;
+
+struct Route {
+  int from;
+  int to;
+  CommOp op;
+  auto operator<=>(const Route&) const = default;
+
+  // As the receiver, the one that waits, sees it.
+  std::string DebugString() const {
+    return absl::StrCat("rank ", to, ": ", CommOpName(op), " from rank ", from);
+  }
+};
+
+// Where the ranks of one run meet. Messages and receives of a route are numbered in the order of their calls,
+// and equal numbers belong together.
+class Exchange {
+ public:
+  absl::Status Send(const Route& route, BufferRef message) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (!abort_reason_.ok()) return AbortedOn(route);
+    Mailbox& mailbox = mailboxes_[route];
+    if (mailbox.messages.size() >= kMailboxMessages) {
+      return absl::ResourceExhaustedError(absl::StrCat("rank ", route.from, ": rank ", route.to,
+                                                       " has not taken ", mailbox.messages.size(),
+                                                       " messages of ", CommOpName(route.op)));
+    }
+    mailbox.messages.emplace(mailbox.sent++, std::move(message));
+    return absl::OkStatus();
+  }
+
+  // The number of the next receive on this route.
+  int64_t StartReceive(const Route& route) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return mailboxes_[route].receives++;
+  }
+
+  absl::StatusOr<BufferRef> Receive(const Route& route, int64_t number, absl::Time deadline)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    std::map<int64_t, BufferRef>& messages = mailboxes_[route].messages;  // std::map: stays where it is
+    const auto over = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return !abort_reason_.ok() || messages.contains(number);
+    };
+    const bool in_time = mutex_.AwaitWithDeadline(absl::Condition(&over), deadline);
+    if (!abort_reason_.ok()) return AbortedOn(route);
+    if (!in_time) {
+      return absl::DeadlineExceededError(
+          absl::StrCat(route.DebugString(), ": nothing arrived before the deadline"));
+    }
+    return std::move(messages.extract(number).mapped());
+  }
+
+  void Abort(absl::Status reason) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (!abort_reason_.ok()) return;
+    abort_reason_ = reason.ok() ? absl::AbortedError("aborted without a reason") : std::move(reason);
+    for (auto& [route, mailbox] : mailboxes_) mailbox.messages.clear();
+  }
+
+ private:
+  struct Mailbox {
+    int64_t sent = 0;
+    int64_t receives = 0;
+    std::map<int64_t, BufferRef> messages;  // by number
+  };
+
+  absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return absl::Status(abort_reason_.code(),
+                        absl::StrCat(route.DebugString(), ": ", abort_reason_.message()));
+  }
+
+  absl::Mutex mutex_;
+  absl::Status abort_reason_ ABSL_GUARDED_BY(mutex_);  // OK: not aborted
+  std::map<Route, Mailbox> mailboxes_ ABSL_GUARDED_BY(mutex_);
+};
+
+class InProcessReceive : public PendingReceive {
+ public:
+  InProcessReceive(std::shared_ptr<Exchange> exchange, const Route& route, size_t receive_bytes)
+      : exchange_(std::move(exchange)),
+        route_(route),
+        receive_bytes_(receive_bytes),
+        number_(exchange_->StartReceive(route)) {}
+
+  absl::StatusOr<BufferRef> Wait(absl::Time deadline) override {
+    if (std::exchange(waited_, true))
+      return absl::InternalError(absl::StrCat(route_.DebugString(), ": waited twice"));
+    absl::StatusOr<BufferRef> message = exchange_->Receive(route_, number_, deadline);
+    if (message.ok() && (*message)->size_bytes() != receive_bytes_) {
+      return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", (*message)->size_bytes(),
+                                              " bytes arrived, ", receive_bytes_, " were expected"));
+    }
+    return message;
+  }
+
+ private:
+  const std::shared_ptr<Exchange> exchange_;
+  const Route route_;
+  const size_t receive_bytes_;
+  const int64_t number_;
+  bool waited_ = false;
+};
+
+class InProcessCommunicator : public Communicator {
+ public:
+  // The exchange is shared because ranks end in any order.
+  InProcessCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange)
+      : rank_(rank), size_(size), exchange_(std::move(exchange)) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
+                                                              size_t receive_bytes) override {
+    for (int peer : {to, from}) {
+      if (peer < 0 || peer >= size_ || peer == rank_) {
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank_, ": ", CommOpName(op), " with rank ",
+                                                       peer, ", which is no other of the ", size_, " ranks"));
+      }
+    }
+    if (message == nullptr) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", rank_, ": ", CommOpName(op), " to rank ", to, " without a message"));
+    }
+    absl::Status status = exchange_->Send({.from = rank_, .to = to, .op = op}, std::move(message));
+    if (!status.ok()) return status;
+    return std::make_unique<InProcessReceive>(exchange_, Route{.from = from, .to = rank_, .op = op},
+                                              receive_bytes);
+  }
+
+  void Abort(absl::Status reason) override { exchange_->Abort(std::move(reason)); }
+
+ private:
+  const int rank_;
+  const int size_;
+  const std::shared_ptr<Exchange> exchange_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks) {
+  auto exchange = std::make_shared<Exchange>();
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < ranks; ++rank) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange));
+  }
+  return communicators;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,42 @@
+// Predicts what a schedule costs: seconds, bytes on the wire, memory (Mesh-Attention §3.5, Figure 6; DESIGN
+// §4).
+//
+// Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
+// its communication and its blocks, and what the communication takes beyond its blocks is comm wait.
+#ifndef MESHFILL_ENGINE_COST_MODEL_H_
+#define MESHFILL_ENGINE_COST_MODEL_H_
+
+#include <cstdint>
+
+#include "engine/layout.h"
+#include "engine/mesh.h"
+#include "engine/model_shape.h"
+#include "engine/plan.h"
+#include "engine/schedule.h"
+
+namespace meshfill {
+
+// What one rank of the pool does per second, measured or configured. All positive, the latency may be 0.
+struct PoolSpeed {
+  double gemm_flops_per_second = 50e9;       // projections, per rank when all ranks run
+  double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
+  double link_bytes_per_second = 10e9;       // one chunk from a rank to its neighbour
+  double link_latency_seconds = 5e-6;        // start of one communication
+};
+
+// Bytes that `rank` sends in one layer under this tile: DESIGN §4, exact for ragged chunks too.
+CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, Tile tile, DType partial_dtype,
+                         int rank);
+
+// The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
+// the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
+OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                            Tile tile, DType partial_dtype);
+
+// Of the whole prefill under this schedule.
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                   const Schedule& schedule, DType partial_dtype);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_COST_MODEL_H_
