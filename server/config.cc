@@ -1,0 +1,163 @@
+#include "server/config.h"
+
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "server/address.h"
+#include "server/config_yaml.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxRanks = 64;
+constexpr uint32_t kMaxThreads = 4096;
+constexpr uint32_t kMaxStripe = 1u << 20;
+constexpr uint64_t kMinMessageBytes = 64 << 10;
+constexpr uint64_t kMaxMessageBytes = 1 << 30;
+
+void FillDefaults(v1::Config& config) {
+  if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
+  if (!config.has_metrics_listen()) config.set_metrics_listen("127.0.0.1:9464");
+  auto& model = *config.mutable_model();
+  if (!model.has_dtype()) model.set_dtype("auto");
+  auto& embedded = *config.mutable_pool()->mutable_embedded();
+  if (!embedded.has_ranks()) embedded.set_ranks(1);
+  if (!embedded.has_device()) embedded.set_device("auto");
+  auto& queue = *config.mutable_queue();
+  if (!queue.has_max_requests()) queue.set_max_requests(64);
+  if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
+  if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
+  auto& plan = *config.mutable_plan();
+  if (!plan.has_layout()) plan.set_layout("striped");
+  if (!plan.has_stripe()) plan.set_stripe(64);
+  if (!plan.has_partial_dtype()) plan.set_partial_dtype("f32");
+  auto& limits = *config.mutable_limits();
+  if (!limits.has_upload_timeout()) limits.mutable_upload_timeout()->set_seconds(30);
+  if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
+  if (!limits.has_max_streams()) limits.set_max_streams(128);
+  if (!limits.has_max_message_bytes()) limits.set_max_message_bytes(4 << 20);
+}
+
+// Collects the first problem of a config's values, named by where its key was set.
+class Checker {
+ public:
+  explicit Checker(const KeyOrigins& origins) : origins_(origins) {}
+
+  void Require(bool good, const std::string& path, const std::string& problem) {
+    if (good || !status_.ok()) return;
+    const auto origin = origins_.find(path);
+    status_ = absl::InvalidArgumentError(
+        absl::StrCat(origin == origins_.end() ? "config" : origin->second, ": ", path, ": ", problem));
+  }
+  void RequireRange(uint64_t value, uint64_t least, uint64_t most, const std::string& path) {
+    Require(least <= value && value <= most, path,
+            absl::StrCat(value, " is not between ", least, " and ", most));
+  }
+  void RequireOneOf(const std::string& value, std::initializer_list<absl::string_view> names,
+                    const std::string& path) {
+    std::string list;
+    bool found = false;
+    for (absl::string_view name : names) {
+      absl::StrAppend(&list, list.empty() ? "" : ", ", std::string(name));
+      found = found || name == value;
+    }
+    Require(found, path, absl::StrCat("\"", value, "\" is not known; choose one of ", list));
+  }
+  void RequireAddress(const std::string& value, const std::string& path) {
+    const auto address = ParseHostPort(value);
+    Require(address.ok(), path, std::string(address.status().message()));
+  }
+  void RequirePositive(const google::protobuf::Duration& value, const std::string& path) {
+    Require(value.seconds() > 0 || value.nanos() > 0, path, "must be above 0s");
+  }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const KeyOrigins& origins_;
+  absl::Status status_;
+};
+
+absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
+  Checker check(origins);
+  check.RequireAddress(config.listen(), "listen");
+  if (!config.metrics_listen().empty()) check.RequireAddress(config.metrics_listen(), "metrics_listen");
+  check.RequireOneOf(config.model().dtype(), {"auto", "bf16", "f32"}, "model.dtype");
+
+  check.Require(config.pool().control_listen().empty(), "pool.control_listen",
+                "workers that join over the network are not offered by this version; leave it out and use "
+                "pool.embedded");
+  const auto& embedded = config.pool().embedded();
+  check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
+  check.Require(embedded.device() != "cuda", "pool.embedded.device",
+                "this build has no CUDA; choose cpu, or auto for the best device that there is");
+  check.RequireOneOf(embedded.device(), {"auto", "cpu", "cuda"}, "pool.embedded.device");
+  check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
+  check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
+
+  check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
+  check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
+  check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
+  check.RequireOneOf(config.plan().layout(), {"striped", "zigzag", "contiguous"}, "plan.layout");
+  check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
+  check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model"}, "plan.partial_dtype");
+  check.Require(config.plan().partial_dtype() != "model" || config.model().dtype() != "auto",
+                "plan.partial_dtype", "model needs a model.dtype of bf16 or f32 instead of auto");
+  check.RequirePositive(config.limits().upload_timeout(), "limits.upload_timeout");
+  check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
+  check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
+                     "limits.max_message_bytes");
+  return check.status();
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  std::error_code error;
+  std::ifstream file(path, std::ios::binary);
+  if (!file || std::filesystem::is_directory(path, error)) {
+    return absl::NotFoundError(
+        absl::StrCat(path, ": cannot be read; name a configuration file, e.g. configs/local.yaml"));
+  }
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides) {
+  v1::Config config;
+  KeyOrigins origins;
+  if (!path.empty()) {
+    const auto text = ReadFile(path);
+    if (!text.ok()) return text.status();
+    if (auto status = ReadYaml(path, *text, &config, &origins); !status.ok()) return status;
+  }
+  for (const std::string& assignment : overrides) {
+    if (auto status = ReadOverride(assignment, &config, &origins); !status.ok()) return status;
+  }
+  FillDefaults(config);
+  if (auto status = Validate(config, origins); !status.ok()) return status;
+  return config;
+}
+
+EngineOptions ToEngineOptions(const v1::Config& config) {
+  const auto& embedded = config.pool().embedded();
+  EngineOptions options;
+  options.model_path = config.model().path();
+  options.ranks = static_cast<int>(embedded.ranks());
+  if (config.model().dtype() != "auto") {
+    options.dtype = config.model().dtype() == "bf16" ? DType::kBf16 : DType::kF32;
+  }
+  options.layout = ParseLayout(config.plan().layout()).value();  // one of the names: LoadConfig checked it
+  options.stripe = config.plan().stripe();
+  if (config.plan().partial_dtype() == "model")
+    options.partial_dtype = *options.dtype;  // LoadConfig: it is set
+  options.peak_flops = embedded.peak_flops();
+  options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
+  options.threads = static_cast<int>(embedded.threads());
+  return options;
+}
+
+}  // namespace meshfill
