@@ -1,1 +1,292 @@
 #include "engine/model/model.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <filesystem>
+#include <set>
+#include <span>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "engine/model/safetensors_folder.h"
+#include "engine/model/strict_json.h"
+
+namespace meshfill {
+
+// The table as the file holds it; `file` keeps it mapped. A copy only where the file has it unaligned.
+class MappedEmbedding {
+ public:
+  MappedEmbedding(const SafetensorsFolder::Entry& entry, DType dtype)
+      : file_(entry.file), data_(entry.tensor.bytes.data()), dtype_(dtype) {
+    if (reinterpret_cast<uintptr_t>(data_) % DTypeBytes(dtype) == 0) return;
+    copy_.assign(entry.tensor.bytes.begin(), entry.tensor.bytes.end());
+    data_ = copy_.data();
+  }
+  const void* data() const { return data_; }
+  DType dtype() const { return dtype_; }
+  void DropResidentPages() const { file_->DropResidentPages(); }
+
+ private:
+  std::shared_ptr<const SafetensorsFile> file_;
+  std::vector<std::byte> copy_;
+  const std::byte* data_;
+  DType dtype_;
+};
+
+namespace {
+
+// A weight that has been found in the folder, of the expected shape.
+struct Weight {
+  const SafetensorsFolder::Entry* entry = nullptr;
+  DType dtype = DType::kF32;
+};
+
+// A linear layer's matrix and, where the model has one, its bias (else entry is null).
+struct Linear {
+  Weight matrix;
+  Weight bias;
+};
+
+struct LayerTensors {
+  Weight attention_norm, mlp_norm, q_norm, k_norm;
+  Linear q, k, v, o, gate, up, down;
+};
+
+// Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
+// error is kept, so that a caller asks once.
+class TensorFinder {
+ public:
+  explicit TensorFinder(const SafetensorsFolder& folder) : folder_(folder) {}
+
+  Weight Find(const std::string& name, std::vector<int64_t> shape) {
+    found_.insert(name);
+    const SafetensorsFolder::Entry* entry = folder_.Find(name);
+    if (entry == nullptr) {
+      Fail(folder_.path(), name,
+           absl::StrCat("is missing; config.json asks for it, with the shape ", ShapeString(shape)));
+      return {};
+    }
+    if (entry->tensor.shape != shape) {
+      Fail(entry->file->path(), name,
+           absl::StrCat("has the shape ", ShapeString(entry->tensor.shape), ", but config.json asks for ",
+                        ShapeString(shape)));
+    }
+    Weight weight{entry};
+    switch (entry->tensor.type) {
+      case ElementType::kF32:
+        weight.dtype = DType::kF32;
+        break;
+      case ElementType::kBf16:
+        weight.dtype = DType::kBf16;
+        break;
+      case ElementType::kF16:
+        weight.dtype = DType::kF16;
+        break;
+      default:
+        Fail(entry->file->path(), name,
+             absl::StrCat("is of dtype ", ElementTypeName(entry->tensor.type),
+                          "; implemented are F32, BF16 and F16"));
+    }
+    if (shape.size() == 2 && weight.dtype != DType::kF32) all_f32_ = false;
+    return weight;
+  }
+
+  Linear FindLinear(const std::string& name, int64_t out_features, int64_t in_features, bool bias) {
+    Linear linear;
+    linear.matrix = Find(name + ".weight", {out_features, in_features});
+    if (bias) linear.bias = Find(name + ".bias", {out_features});
+    return linear;
+  }
+
+  // Tensors that nobody asked for are an error: the config and the weights are not of one model.
+  absl::Status Finish() {
+    for (const auto& [name, entry] : folder_.entries()) {
+      // Some exports hold the RoPE frequencies, which the config gives as well.
+      if (found_.contains(name) || absl::EndsWith(name, "rotary_emb.inv_freq")) continue;
+      Fail(entry.file->path(), name,
+           "is not in the model that config.json describes; the two do not belong together");
+    }
+    return status_;
+  }
+
+  bool all_f32() const { return all_f32_; }  // of all matrices
+
+ private:
+  void Fail(const std::string& path, const std::string& name, const std::string& what) {
+    if (status_.ok())
+      status_ = absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", Excerpt(name), " ", what));
+  }
+
+  const SafetensorsFolder& folder_;
+  std::set<std::string, std::less<>> found_;
+  bool all_f32_ = true;
+  absl::Status status_;
+};
+
+LayerTensors FindLayer(TensorFinder& finder, const ModelConfig& config, int layer) {
+  const ModelShape& shape = config.shape;
+  const int64_t q_width = int64_t{shape.q_heads} * shape.head_dim;
+  const int64_t kv_width = int64_t{shape.kv_heads} * shape.head_dim;
+  const std::string prefix = absl::StrCat("model.layers.", layer, ".");
+  const std::string attention = prefix + "self_attn.";
+  const std::string mlp = prefix + "mlp.";
+
+  LayerTensors tensors;
+  tensors.attention_norm = finder.Find(prefix + "input_layernorm.weight", {shape.hidden});
+  tensors.mlp_norm = finder.Find(prefix + "post_attention_layernorm.weight", {shape.hidden});
+  if (config.qk_norm) {
+    tensors.q_norm = finder.Find(attention + "q_norm.weight", {shape.head_dim});
+    tensors.k_norm = finder.Find(attention + "k_norm.weight", {shape.head_dim});
+  }
+  tensors.q = finder.FindLinear(attention + "q_proj", q_width, shape.hidden, config.qkv_bias);
+  tensors.k = finder.FindLinear(attention + "k_proj", kv_width, shape.hidden, config.qkv_bias);
+  tensors.v = finder.FindLinear(attention + "v_proj", kv_width, shape.hidden, config.qkv_bias);
+  tensors.o = finder.FindLinear(attention + "o_proj", shape.hidden, q_width, config.o_bias);
+  tensors.gate = finder.FindLinear(mlp + "gate_proj", shape.intermediate, shape.hidden, config.mlp_bias);
+  tensors.up = finder.FindLinear(mlp + "up_proj", shape.intermediate, shape.hidden, config.mlp_bias);
+  tensors.down = finder.FindLinear(mlp + "down_proj", shape.hidden, shape.intermediate, config.mlp_bias);
+  return tensors;
+}
+
+// A vector of the model (norm weight, bias) in f32; empty where the model has none.
+std::vector<float> ToFloats(const Weight& weight) {
+  if (weight.entry == nullptr) return {};
+  const std::span<const std::byte> bytes = weight.entry->tensor.bytes;
+  std::vector<float> floats(bytes.size() / DTypeBytes(weight.dtype));
+  for (size_t i = 0; i < floats.size(); ++i) {
+    const std::byte* element = bytes.data() + i * DTypeBytes(weight.dtype);
+    uint16_t half;
+    switch (weight.dtype) {
+      case DType::kF32:
+        std::memcpy(&floats[i], element, sizeof(float));
+        break;
+      case DType::kBf16:
+        std::memcpy(&half, element, sizeof(half));
+        floats[i] = BFloat16{half}.ToFloat();
+        break;
+      case DType::kF16:
+        std::memcpy(&half, element, sizeof(half));
+        floats[i] = HalfToFloat(half);
+        break;
+    }
+  }
+  return floats;
+}
+
+// Stacks the layers' rows into one packed weight. The backend's copy is the only one, but for what a file has
+// unaligned.
+absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Backend& backend, std::span<const Linear> linears) {
+  std::vector<WeightRows> rows;
+  std::vector<std::vector<float>> biases(linears.size());
+  std::vector<std::vector<std::byte>> aligned(linears.size());
+  for (size_t i = 0; i < linears.size(); ++i) {
+    const Weight& matrix = linears[i].matrix;
+    const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
+    const void* data = bytes.data();
+    if (reinterpret_cast<uintptr_t>(data) % DTypeBytes(matrix.dtype) != 0) {
+      aligned[i].assign(bytes.begin(), bytes.end());
+      data = aligned[i].data();
+    }
+    biases[i] = ToFloats(linears[i].bias);
+    rows.push_back(
+        {data, matrix.dtype, matrix.entry->tensor.shape[0], biases[i].empty() ? nullptr : biases[i].data()});
+  }
+  return backend.PackWeight(rows, linears[0].matrix.entry->tensor.shape[1]);
+}
+
+absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& tensors) {
+  LayerWeights weights;
+  weights.attention_norm = ToFloats(tensors.attention_norm);
+  weights.mlp_norm = ToFloats(tensors.mlp_norm);
+  weights.q_norm = ToFloats(tensors.q_norm);
+  weights.k_norm = ToFloats(tensors.k_norm);
+  const struct {
+    std::unique_ptr<PackedWeight>* packed;
+    std::vector<Linear> linears;
+  } stacks[] = {
+      {&weights.qkv, {tensors.q, tensors.k, tensors.v}},
+      {&weights.o, {tensors.o}},
+      {&weights.gate_up, {tensors.gate, tensors.up}},
+      {&weights.down, {tensors.down}},
+  };
+  for (const auto& [packed, linears] : stacks) {
+    absl::StatusOr<std::unique_ptr<PackedWeight>> weight = Pack(backend, linears);
+    if (!weight.ok()) return weight.status();
+    *packed = *std::move(weight);
+  }
+  return weights;
+}
+
+// The LM head's matrix: lm_head.weight, or the embedding where the two are tied (a copy in the file must then
+// agree).
+absl::StatusOr<Weight> FindLmHead(TensorFinder& finder, const SafetensorsFolder& folder,
+                                  const ModelConfig& config, const Weight& embedding) {
+  static constexpr char kName[] = "lm_head.weight";
+  const std::vector<int64_t> shape = {config.shape.vocab, config.shape.hidden};
+  if (!config.tied_embeddings) return finder.Find(kName, shape);
+  if (embedding.entry == nullptr || folder.Find(kName) == nullptr) return embedding;
+  const Weight copy = finder.Find(kName, shape);
+  const TensorView& x = embedding.entry->tensor;
+  const TensorView& y = copy.entry->tensor;
+  if (x.type != y.type || !std::equal(x.bytes.begin(), x.bytes.end(), y.bytes.begin(), y.bytes.end())) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        copy.entry->file->path(), ": tensor \"", kName,
+        "\" differs from the embedding, although config.json says tie_word_embeddings; correct one of them"));
+  }
+  return embedding;
+}
+
+}  // namespace
+
+Model::Model() = default;
+Model::~Model() = default;
+
+const void* Model::embedding() const { return embedding_->data(); }
+DType Model::embedding_dtype() const { return embedding_->dtype(); }
+
+absl::StatusOr<std::unique_ptr<Model>> Model::Load(
+    const std::string& folder, std::optional<DType> dtype,
+    const std::function<std::unique_ptr<Backend>(DType)>& make_backend) {
+  const absl::StatusOr<SafetensorsFolder> weights = SafetensorsFolder::Open(folder);
+  if (!weights.ok()) return weights.status();
+  const std::string config_path = (std::filesystem::path(folder) / "config.json").string();
+  const absl::StatusOr<std::string> config_text = ReadJsonText(config_path);
+  if (!config_text.ok()) return config_text.status();
+  absl::StatusOr<ModelConfig> config = ModelConfig::Parse(*config_text, config_path);
+  if (!config.ok()) return config.status();
+
+  // Everything is found and checked before the first byte is packed.
+  TensorFinder finder(*weights);
+  const Weight embedding =
+      finder.Find("model.embed_tokens.weight", {config->shape.vocab, config->shape.hidden});
+  std::vector<LayerTensors> layers;
+  for (int layer = 0; layer < config->shape.layers; ++layer)
+    layers.push_back(FindLayer(finder, *config, layer));
+  const Weight final_norm = finder.Find("model.norm.weight", {config->shape.hidden});
+  const absl::StatusOr<Weight> lm_head = FindLmHead(finder, *weights, *config, embedding);
+  if (absl::Status status = finder.Finish(); !status.ok()) return status;
+  if (!lm_head.ok()) return lm_head.status();
+
+  std::unique_ptr<Model> model(new Model);
+  model->config_ = *std::move(config);
+  model->config_.shape.dtype = dtype.value_or(finder.all_f32() ? DType::kF32 : DType::kBf16);
+  const std::unique_ptr<Backend> backend = make_backend(model->config_.shape.dtype);
+  for (const LayerTensors& tensors : layers) {
+    absl::StatusOr<LayerWeights> layer = PackLayer(*backend, tensors);
+    if (!layer.ok()) return layer.status();
+    model->layers_.push_back(*std::move(layer));
+  }
+  const Linear head[] = {{*lm_head, {}}};
+  absl::StatusOr<std::unique_ptr<PackedWeight>> packed_head = Pack(*backend, head);
+  if (!packed_head.ok()) return packed_head.status();
+  model->lm_head_ = *std::move(packed_head);
+  model->final_norm_ = ToFloats(final_norm);
+  model->embedding_ = std::make_unique<MappedEmbedding>(*embedding.entry, embedding.dtype);
+  model->embedding_->DropResidentPages();  // of the packed tensors beside it, too
+  return model;
+}
+
+}  // namespace meshfill

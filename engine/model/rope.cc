@@ -1,1 +1,98 @@
 #include "engine/model/rope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <utility>
+
+namespace meshfill {
+namespace {
+
+// Every step is rounded to f32 where PyTorch rounds it: at a position of 10⁶ one ulp of a frequency is 0.06
+// radians. (Scalars that PyTorch holds in double are rounded where they meet a tensor.)
+
+// theta^(2i/head_dim), correctly rounded.
+std::vector<float> PositionPeriods(double theta, int head_dim) {
+  std::vector<float> periods(head_dim / 2);
+  for (int i = 0; i < head_dim / 2; ++i) {
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(head_dim);
+    periods[i] =
+        static_cast<float>(std::pow(static_cast<double>(static_cast<float>(theta)), double{exponent}));
+  }
+  return periods;
+}
+
+// Llama 3: long wavelengths are stretched, short ones kept, those between interpolated.
+float Llama3Frequency(const RopeConfig& rope, float frequency) {
+  const float wavelength = (1.0f / frequency) * static_cast<float>(2 * std::numbers::pi);
+  const float factor = static_cast<float>(rope.factor);
+  const float longest_kept = static_cast<float>(rope.original_context_tokens / rope.high_freq_factor);
+  const float shortest_stretched = static_cast<float>(rope.original_context_tokens / rope.low_freq_factor);
+  if (wavelength < longest_kept) return frequency;
+  if (wavelength > shortest_stretched) return frequency / factor;
+  const float turns = (1.0f / wavelength) * static_cast<float>(rope.original_context_tokens);
+  const float smooth = (turns - static_cast<float>(rope.low_freq_factor)) /
+                       static_cast<float>(rope.high_freq_factor - rope.low_freq_factor);
+  return (1.0f - smooth) * frequency / factor + smooth * frequency;
+}
+
+// The dimensions between which YaRN passes from keeping frequencies to stretching them (YaRN §3.2).
+std::pair<double, double> YarnCorrectionRange(const RopeConfig& rope, int head_dim) {
+  const auto dimension_of = [&](double turns) {
+    return head_dim * std::log(rope.original_context_tokens / (turns * 2 * std::numbers::pi)) /
+           (2 * std::log(rope.theta));
+  };
+  double low = dimension_of(rope.beta_fast);
+  double high = dimension_of(rope.beta_slow);
+  if (rope.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, static_cast<double>(head_dim - 1));
+  return {low, low == high ? high + 0.001 : high};
+}
+
+void ApplyYarn(const RopeConfig& rope, int head_dim, std::vector<float>& periods) {
+  const auto [low, high] = YarnCorrectionRange(rope, head_dim);
+  for (int i = 0; i < head_dim / 2; ++i) {
+    const float ramp = std::clamp(
+        (static_cast<float>(i) - static_cast<float>(low)) / static_cast<float>(high - low), 0.0f, 1.0f);
+    const float keep = 1.0f - ramp;
+    const float kept = 1.0f / periods[i];
+    const float stretched = 1.0f / (static_cast<float>(rope.factor) * periods[i]);
+    periods[i] = stretched * (1.0f - keep) + kept * keep;
+  }
+}
+
+}  // namespace
+
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim, int64_t context_tokens) {
+  std::vector<float> frequencies = PositionPeriods(rope.theta, head_dim);
+  if (rope.scaling == RopeScaling::kYarn) {
+    ApplyYarn(rope, head_dim, frequencies);
+    return frequencies;
+  }
+  for (float& frequency : frequencies) {
+    frequency = 1.0f / frequency;
+    if (rope.scaling == RopeScaling::kLinear) frequency /= static_cast<float>(rope.factor);
+    if (rope.scaling == RopeScaling::kLlama3) frequency = Llama3Frequency(rope, frequency);
+  }
+  return frequencies;
+}
+
+void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t context_tokens,
+                    const SlotPositions& positions, int64_t tokens, float* cos, float* sin) {
+  const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim, context_tokens);
+  const float scale = static_cast<float>(rope.attention_factor);
+  for (int64_t slot = 0; slot < tokens; ++slot) {
+    const float position = static_cast<float>(positions.At(slot));
+    for (const float frequency : frequencies) {
+      const float angle = position * frequency;
+      *cos++ = std::cos(angle) * scale;
+      *sin++ = std::sin(angle) * scale;
+    }
+  }
+}
+
+}  // namespace meshfill

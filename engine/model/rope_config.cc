@@ -1,0 +1,130 @@
+#include "engine/model/rope_config.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "engine/model/json_keys.h"
+
+namespace meshfill {
+namespace {
+
+using nlohmann::json;
+
+constexpr double kMaxTheta = 1e18;
+constexpr double kMaxRopeFactor = 1e6;
+
+// A number that may stand at the top of the config, in its rope object, or in both if they agree.
+std::optional<double> EitherNumber(JsonKeys& top, JsonKeys& rope, const char* key, double least,
+                                   double most) {
+  const std::optional<double> outer = top.OptionalNumber(key, least, most);
+  const std::optional<double> inner = rope.OptionalNumber(key, least, most);
+  if (outer && inner && *outer != *inner)
+    rope.Reject(key, absl::StrCat("the config's own ", key, " is another"));
+  return inner ? inner : outer;
+}
+
+double RequiredNumber(JsonKeys& keys, const char* key, double least, double most) {
+  if (keys.FindValue(key) == nullptr) keys.RejectMissing(key, "this kind of RoPE needs it");
+  return keys.OptionalNumber(key, least, most).value_or(least);
+}
+
+// The attention factor that YaRN derives where the config states none (YaRN §3.4; DeepSeek's mscale).
+double YarnAttentionFactor(double factor, std::optional<double> mscale,
+                           std::optional<double> mscale_all_dim) {
+  const auto scale = [factor](double m) { return factor <= 1 ? 1.0 : 0.1 * m * std::log(factor) + 1.0; };
+  if (mscale.value_or(0) != 0 && mscale_all_dim.value_or(0) != 0)
+    return scale(*mscale) / scale(*mscale_all_dim);
+  return scale(1);
+}
+
+void ParseYarn(JsonKeys& keys, int64_t max_position, RopeConfig& rope) {
+  rope.scaling = RopeScaling::kYarn;
+  rope.factor = keys.OptionalNumber("factor", 1, kMaxRopeFactor)
+                    .value_or(static_cast<double>(max_position) / rope.original_context_tokens);
+  const auto non_zero_or = [&keys](const char* key, double fallback) {  // 0 is taken for absent, as published
+    const double value = keys.OptionalNumber(key, 0, 1e9).value_or(0);
+    return value == 0 ? fallback : value;
+  };
+  rope.beta_fast = non_zero_or("beta_fast", 32);
+  rope.beta_slow = non_zero_or("beta_slow", 1);
+  if (rope.beta_fast < rope.beta_slow)
+    keys.Reject("beta_fast", absl::StrCat("it must not be below beta_slow"));
+  const std::optional<double> mscale = keys.OptionalNumber("mscale", 0, 1e3);
+  const std::optional<double> mscale_all_dim = keys.OptionalNumber("mscale_all_dim", 0, 1e3);
+  rope.attention_factor = keys.OptionalNumber("attention_factor", 1e-3, 1e3)
+                              .value_or(YarnAttentionFactor(rope.factor, mscale, mscale_all_dim));
+  rope.truncate = keys.Flag("truncate", true);
+}
+
+void ParseLlama3(JsonKeys& keys, RopeConfig& rope) {
+  rope.scaling = RopeScaling::kLlama3;
+  rope.factor = RequiredNumber(keys, "factor", 1, kMaxRopeFactor);
+  rope.low_freq_factor = RequiredNumber(keys, "low_freq_factor", 1e-6, kMaxRopeFactor);
+  rope.high_freq_factor = RequiredNumber(keys, "high_freq_factor", 1e-6, kMaxRopeFactor);
+  if (rope.high_freq_factor <= rope.low_freq_factor) {
+    keys.Reject("high_freq_factor", "it must be above low_freq_factor");
+  }
+}
+
+// The name of the rope object: `rope_parameters` (transformers 5) or `rope_scaling` (before); null: there is
+// none.
+const char* RopeObjectKey(JsonKeys& top) {
+  const char* found = nullptr;
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    const json* value = top.FindValue(key);
+    if (value == nullptr || (value->is_object() && value->empty())) continue;
+    if (!value->is_object()) {
+      top.Reject(key, "it must be an object or null");
+      return nullptr;
+    }
+    if (found != nullptr && *top.FindValue(found) != *value) {
+      top.Reject(key, absl::StrCat(found, " says something else; remove one of them"));
+      return nullptr;
+    }
+    found = key;
+  }
+  return found;
+}
+
+}  // namespace
+
+absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_tokens, RopeConfig& rope) {
+  static const json kNoObject = json::object();
+  const char* object_key = RopeObjectKey(top);
+  JsonKeys keys(object_key == nullptr ? kNoObject : *top.FindValue(object_key), path,
+                absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
+
+  rope.theta = EitherNumber(top, keys, "rope_theta", 1.001, kMaxTheta).value_or(10000);
+  top.Expect("partial_rotary_factor", 1);
+  keys.Expect("partial_rotary_factor", 1);
+  const std::optional<double> original =
+      EitherNumber(top, keys, "original_max_position_embeddings", 1, kMaxPosition);
+
+  const json* type = keys.FindValue("rope_type");
+  const json* old_type = keys.FindValue("type");
+  if (type != nullptr && old_type != nullptr && *type != *old_type)
+    keys.Reject("type", "rope_type says another");
+  if (type == nullptr) type = old_type;
+  if (type == nullptr || *type == "default") return keys.Finish();
+
+  rope.original_context_tokens = original.value_or(static_cast<double>(context_tokens));
+  if (*type == "linear") {
+    rope.scaling = RopeScaling::kLinear;
+    rope.factor = RequiredNumber(keys, "factor", 1, kMaxRopeFactor);
+  } else if (*type == "llama3") {
+    ParseLlama3(keys, rope);
+  } else if (*type == "yarn") {
+    ParseYarn(keys, context_tokens, rope);
+    const double extended = rope.factor * rope.original_context_tokens;
+    if (extended > static_cast<double>(kMaxPosition))
+      keys.Reject("factor", "the context it makes is too long");
+    context_tokens = std::max(context_tokens, static_cast<int64_t>(std::min(extended, double{kMaxPosition})));
+  } else {
+    keys.Reject(old_type == type ? "type" : "rope_type", "implemented are default, linear, llama3 and yarn");
+  }
+  return keys.Finish();
+}
+
+}  // namespace meshfill

@@ -1,0 +1,37 @@
+// The rotary embedding that a config.json asks for, as Hugging Face's modeling_rope_utils defines it.
+#ifndef MESHFILL_ENGINE_MODEL_ROPE_CONFIG_H_
+#define MESHFILL_ENGINE_MODEL_ROPE_CONFIG_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace meshfill {
+
+class JsonKeys;
+
+// The last position that kernels can name (kernels/band.h).
+inline constexpr int64_t kMaxPosition = (int64_t{1} << 31) - 1;
+
+enum class RopeScaling { kNone, kLinear, kLlama3, kYarn };
+
+struct RopeConfig {
+  double theta = 10000;
+  RopeScaling scaling = RopeScaling::kNone;
+  double factor = 1;
+  double original_context_tokens = 0;                // llama3, yarn
+  double low_freq_factor = 1, high_freq_factor = 4;  // llama3
+  double beta_fast = 32, beta_slow = 1;              // yarn
+  double attention_factor = 1;                       // yarn, after defaults: multiplies cos and sin
+  bool truncate = true;                              // yarn: round the correction range
+};
+
+// Reads `rope_theta`, and `rope_parameters` or `rope_scaling`, of a config's `top` object. `context_tokens`
+// comes as max_position_embeddings and grows to what YaRN extends it to. INVALID_ARGUMENT names the key and
+// `path`.
+absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_tokens, RopeConfig& rope);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MODEL_ROPE_CONFIG_H_
