@@ -1,0 +1,35 @@
+#include "server/commands/bench.h"
+
+#include <vector>
+
+#include "server/commands/bench_attention.h"
+#include "server/commands/bench_prefill.h"
+
+namespace meshfill {
+namespace {
+
+class BenchCommand : public Command {
+ public:
+  explicit BenchCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("bench", "Measure speed, as ratios taken in one run")) {
+    app_->require_subcommand(1);
+    benches_.push_back(AddBenchAttentionCommand(*app_));
+    benches_.push_back(AddBenchPrefillCommand(*app_));
+  }
+
+  absl::Status Run() override {
+    for (const std::unique_ptr<Command>& bench : benches_) {
+      if (bench->app().parsed()) return bench->Run();
+    }
+    return absl::InvalidArgumentError("no benchmark named");
+  }
+
+ private:
+  std::vector<std::unique_ptr<Command>> benches_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddBenchCommand(CLI::App& parent) { return std::make_unique<BenchCommand>(parent); }
+
+}  // namespace meshfill

@@ -1,0 +1,83 @@
+#include "server/commands/bench_attention.h"
+
+#include <cstdio>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/cpu/attention_bench.h"
+#include "nlohmann/json.hpp"
+#include "server/commands/flags.h"
+#include "server/progress_bar.h"
+#include "server/result_text.h"
+
+namespace meshfill {
+namespace {
+
+class BenchAttentionCommand : public Command {
+ public:
+  explicit BenchAttentionCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("attention", "Causal attention against the machine's register loop")) {
+    AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
+    AddCount("--head-dim", options_.head_dim, "Width of a head, 1 to 256");
+    AddCount("--tokens", options_.tokens, "Queries and keys");
+    AddCount("--q-heads", options_.q_heads, "Query heads");
+    AddCount("--kv-heads", options_.kv_heads, "Key and value heads; divides --q-heads");
+    AddCount("--threads", options_.threads, "CPU threads");
+    AddCount("--repeats", options_.repeats, "Runs of each; medians are reported");
+    app_->add_option("--target", options_.target,
+                     "avx512_bf16, avx512, avx2 or portable (default: the widest that this machine has)")
+        ->type_name("NAME");
+    AddJsonFlag(*app_, json_);
+  }
+
+  absl::Status Run() override {
+    absl::StatusOr<AttentionBenchResult> result = BenchAttention(options_);
+    if (!result.ok()) return result.status();
+    std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  template <typename T>
+  void AddCount(const std::string& name, T& value, const std::string& help) {
+    app_->add_option(name, value, help)->type_name("N")->check(CLI::PositiveNumber)->capture_default_str();
+  }
+
+  std::string Json(const AttentionBenchResult& result) const {
+    const nlohmann::ordered_json json = {{"target", result.target},
+                                         {"dtype", DTypeName(options_.dtype)},
+                                         {"head_dim", options_.head_dim},
+                                         {"tokens", options_.tokens},
+                                         {"q_heads", options_.q_heads},
+                                         {"kv_heads", options_.kv_heads},
+                                         {"threads", options_.threads},
+                                         {"seconds", result.seconds},
+                                         {"flops_per_second", result.flops_per_second},
+                                         {"peak_flops_per_second", result.peak_flops_per_second},
+                                         {"ratio", result.ratio}};
+    return absl::StrCat(json.dump(), "\n");
+  }
+
+  std::string Text(const AttentionBenchResult& result) const {
+    return absl::StrFormat(
+        "%s, %s, head_dim %d, %s tokens, %d query and %d KV heads, %d thread%s\n"
+        "attention       %.1f GFLOP/s (%s)\n"
+        "register loop   %.1f GFLOP/s\n"
+        "ratio           %.3f\n",
+        result.target, DTypeName(options_.dtype), options_.head_dim,
+        FormatCount(static_cast<double>(options_.tokens)), options_.q_heads, options_.kv_heads,
+        options_.threads, options_.threads == 1 ? "" : "s", result.flops_per_second / 1e9,
+        FormatSeconds(result.seconds), result.peak_flops_per_second / 1e9, result.ratio);
+  }
+
+  AttentionBenchOptions options_;
+  bool json_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddBenchAttentionCommand(CLI::App& parent) {
+  return std::make_unique<BenchAttentionCommand>(parent);
+}
+
+}  // namespace meshfill

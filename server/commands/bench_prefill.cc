@@ -1,0 +1,208 @@
+#include "server/commands/bench_prefill.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/prefill_engine.h"
+#include "nlohmann/json.hpp"
+#include "server/commands/flags.h"
+#include "server/progress_bar.h"
+#include "server/result_text.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kWarmUpTokens = 2048;
+
+// A pool under one plan, and what its runs took.
+struct Contender {
+  std::unique_ptr<PrefillEngine> engine;
+  PrefillOptions options;
+  std::vector<PrefillResult> runs;  // without their logits
+};
+
+template <typename T>
+double Median(const std::vector<T>& values, double (*of)(const T&)) {
+  std::vector<double> numbers;
+  for (const T& value : values) numbers.push_back(of(value));
+  std::sort(numbers.begin(), numbers.end());
+  const size_t middle = numbers.size() / 2;
+  return numbers.size() % 2 == 1 ? numbers[middle] : (numbers[middle - 1] + numbers[middle]) / 2;
+}
+
+double Seconds(const PrefillResult& run) { return run.prefill_seconds; }
+double CommWaitShare(const PrefillResult& run) {
+  return run.attention_seconds > 0 ? run.comm_wait_seconds / run.attention_seconds : 0;
+}
+double Mfu(const PrefillResult& run) { return run.mfu; }
+double Itself(const double& value) { return value; }
+
+// Peak resident memory of this process so far.
+int64_t PeakResidentBytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
+}
+
+std::vector<uint32_t> RandomTokens(int64_t count, int64_t vocab, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<uint32_t> tokens(static_cast<size_t>(count));
+  for (uint32_t& token : tokens) token = static_cast<uint32_t>(random() % static_cast<uint64_t>(vocab));
+  return tokens;
+}
+
+class BenchPrefillCommand : public Command {
+ public:
+  explicit BenchPrefillCommand(CLI::App& parent)
+      : Command(parent.add_subcommand(
+            "prefill", "Prefill random tokens, under one plan or under two in turns on the same cores")) {
+    app_->add_option("--model", engine_.model_path, "Model folder")->type_name("DIR")->required();
+    app_->add_option("--tokens", tokens_, "Tokens in the prompt")
+        ->type_name("N")
+        ->check(CLI::PositiveNumber)
+        ->required();
+    AddRanksOption(*app_, ranks_)->description("Ranks, 1 to 64 (default: A*B of --tile, or 1)");
+    AddTileOption(*app_, tile_);
+    AddParsedOption(*app_, "--compare", compare_, ParseTile, "AxB",
+                    "Run this tile, on A*B ranks, in turns with the other; 1x1 is one rank alone");
+    AddLayoutOption(*app_, layout_);
+    AddStripeOption(*app_, stripe_);
+    AddDTypeOption(*app_, engine_.dtype);
+    app_->add_option("--threads", engine_.threads, "CPU threads of the pool (default: one per core)")
+        ->check(CLI::PositiveNumber);
+    app_->add_option("--repeats", repeats_, "Runs of each plan; medians are reported")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    app_->add_option("--seed", seed_, "Of the random tokens")->capture_default_str();
+    AddJsonFlag(*app_, json_);
+  }
+
+  absl::Status Run() override {
+    const int ranks = ranks_.value_or(tile_.has_value() ? tile_->ranks() : 1);
+    if (absl::Status status = AddContender(ranks, tile_); !status.ok()) return status;
+    if (compare_.has_value()) {
+      if (absl::Status status = AddContender(compare_->ranks(), compare_); !status.ok()) return status;
+    }
+    if (absl::Status status = RunInTurns(); !status.ok()) return status;
+    std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status AddContender(int ranks, std::optional<Tile> tile) {
+    EngineOptions options = engine_;
+    options.ranks = ranks;
+    options.layout = layout_.value_or(options.layout);
+    options.stripe = stripe_.value_or(options.stripe);
+    absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = PrefillEngine::Load(options);
+    if (!engine.ok()) return engine.status();
+    Contender contender{.engine = *std::move(engine), .options = {}, .runs = {}};
+    contender.options.tile = tile;
+    if (tile.has_value()) contender.options.heads = 1;
+    contenders_.push_back(std::move(contender));
+    return absl::OkStatus();
+  }
+
+  absl::Status RunInTurns() {
+    const std::vector<uint32_t> tokens =
+        RandomTokens(tokens_, contenders_.front().engine->model().vocab, seed_);
+    const std::span<const uint32_t> warm_up =
+        std::span(tokens).first(std::min<size_t>(tokens.size(), kWarmUpTokens));
+    for (Contender& contender : contenders_) {
+      absl::StatusOr<PrefillResult> run =
+          contender.engine->Prefill(warm_up, contender.options, nullptr, nullptr);
+      if (!run.ok()) return run.status();
+    }
+    for (int repeat = 0; repeat < repeats_; ++repeat) {
+      for (Contender& contender : contenders_) {
+        absl::StatusOr<PrefillResult> run =
+            contender.engine->Prefill(tokens, contender.options, nullptr, nullptr);
+        if (!run.ok()) return run.status();
+        run->logits = {};
+        contender.runs.push_back(*std::move(run));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  double TokensPerSecond(const Contender& contender) const {
+    return static_cast<double>(tokens_) / Median(contender.runs, Seconds);
+  }
+
+  // Tokens/s of the first plan over the second's, turn by turn: what drifts in the machine hits both.
+  double MedianRatio() const {
+    std::vector<double> ratios;
+    for (int repeat = 0; repeat < repeats_; ++repeat) {
+      ratios.push_back(Seconds(contenders_[1].runs[repeat]) / Seconds(contenders_[0].runs[repeat]));
+    }
+    return Median(ratios, Itself);
+  }
+
+  std::string Json() const {
+    nlohmann::ordered_json runs = nlohmann::ordered_json::array();
+    for (const Contender& contender : contenders_) {
+      const Plan& plan = contender.runs.front().plan;
+      runs.push_back({{"ranks", plan.ranks()},
+                      {"heads", plan.heads},
+                      {"a", plan.tile.a},
+                      {"b", plan.tile.b},
+                      {"seconds", Median(contender.runs, Seconds)},
+                      {"tokens_per_second", TokensPerSecond(contender)},
+                      {"comm_wait_share", Median(contender.runs, CommWaitShare)},
+                      {"mfu", Median(contender.runs, Mfu)}});
+    }
+    nlohmann::ordered_json json = {{"tokens", tokens_},
+                                   {"repeats", repeats_},
+                                   {"backend", contenders_.front().engine->backend_name()},
+                                   {"runs", std::move(runs)}};
+    if (contenders_.size() > 1) json["tokens_per_second_ratio"] = MedianRatio();
+    json["peak_resident_bytes"] = PeakResidentBytes();
+    return absl::StrCat(json.dump(), "\n");
+  }
+
+  std::string Text() const {
+    std::string text = absl::StrFormat("%s tokens, %d run%s each, %s\n\n%-6s %5s  %10s  %10s  %10s  %6s\n",
+                                       FormatCount(static_cast<double>(tokens_)), repeats_,
+                                       repeats_ == 1 ? "" : "s", contenders_.front().engine->backend_name(),
+                                       "tile", "ranks", "seconds", "tokens/s", "comm wait", "MFU");
+    for (const Contender& contender : contenders_) {
+      const Plan& plan = contender.runs.front().plan;
+      absl::StrAppendFormat(&text, "%-6s %5d  %10s  %10s  %8.1f %%  %4.1f %%\n", plan.tile.DebugString(),
+                            plan.ranks(), FormatSeconds(Median(contender.runs, Seconds)),
+                            FormatCount(TokensPerSecond(contender)),
+                            100 * Median(contender.runs, CommWaitShare), 100 * Median(contender.runs, Mfu));
+    }
+    if (contenders_.size() > 1)
+      absl::StrAppendFormat(&text, "\nfirst over second: %.3f of its tokens/s\n", MedianRatio());
+    absl::StrAppend(&text, "\npeak resident memory: ", FormatBytes(static_cast<double>(PeakResidentBytes())),
+                    "\n");
+    return text;
+  }
+
+  EngineOptions engine_;
+  int64_t tokens_ = 0;
+  std::optional<int> ranks_;
+  std::optional<Tile> tile_;
+  std::optional<Tile> compare_;
+  std::optional<LayoutKind> layout_;
+  std::optional<int64_t> stripe_;
+  int repeats_ = 3;
+  uint64_t seed_ = 1;
+  bool json_ = false;
+  std::vector<Contender> contenders_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddBenchPrefillCommand(CLI::App& parent) {
+  return std::make_unique<BenchPrefillCommand>(parent);
+}
+
+}  // namespace meshfill

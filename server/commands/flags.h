@@ -1,0 +1,55 @@
+// Options that several commands share, and the parsers of their values.
+#ifndef MESHFILL_SERVER_COMMANDS_FLAGS_H_
+#define MESHFILL_SERVER_COMMANDS_FLAGS_H_
+
+#include <CLI/CLI.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/layout.h"
+#include "engine/mesh.h"
+#include "engine/prefill_engine.h"
+#include "kernels/dtype.h"
+#include "meshfill/v1/config.pb.h"
+
+namespace meshfill {
+
+absl::StatusOr<Tile> ParseTile(const std::string& text);           // "2x4"
+absl::StatusOr<DType> ParseComputeDType(const std::string& text);  // "bf16", "f32"
+
+// An option whose text `parse` (std::string → absl::StatusOr<T>) reads into `value`, a T or a
+// std::optional<T>. Its error becomes a usage error that names the option.
+template <typename Value, typename Parse>
+CLI::Option* AddParsedOption(CLI::App& app, const std::string& name, Value& value, Parse parse,
+                             const std::string& type, const std::string& help) {
+  const auto store = [name, &value, parse](const std::string& text) {
+    auto parsed = parse(text);
+    if (!parsed.ok()) throw CLI::ValidationError(name, std::string(parsed.status().message()));
+    value = *parsed;
+  };
+  return app.add_option_function<std::string>(name, store, help)->type_name(type);
+}
+
+// --tile, --layout, --stripe, --dtype, with the same words in every command.
+CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile);
+CLI::Option* AddLayoutOption(CLI::App& app, std::optional<LayoutKind>& layout);
+CLI::Option* AddStripeOption(CLI::App& app, std::optional<int64_t>& stripe);
+CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype);
+CLI::Option* AddRanksOption(CLI::App& app, std::optional<int>& ranks);
+CLI::Option* AddJsonFlag(CLI::App& app, bool& json);
+
+// --config and --set.
+struct ConfigFlags {
+  std::string path;
+  std::vector<std::string> overrides;
+
+  // Returns the option --config, so that a command can require it.
+  CLI::Option* AddTo(CLI::App& app);
+  absl::StatusOr<v1::Config> Load() const;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_COMMANDS_FLAGS_H_

@@ -1,0 +1,99 @@
+#include "server/commands/plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "engine/model/model_config.h"
+#include "engine/planner.h"
+#include "engine/pool_speed.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "server/commands/flags.h"
+#include "server/config.h"
+#include "server/result_json.h"
+#include "server/result_text.h"
+
+namespace meshfill {
+namespace {
+
+// The model's numbers from its config.json alone: a plan needs no weights.
+absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
+  if (options.model_path.empty()) {
+    return absl::InvalidArgumentError("the config has no model.path; set it, or give --set model.path=DIR");
+  }
+  const std::string path = absl::StrCat(options.model_path, "/config.json");
+  std::ifstream file(path, std::ios::binary);
+  if (!file)
+    return absl::NotFoundError(absl::StrCat(path, ": cannot be read; give a Hugging Face model folder"));
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  absl::StatusOr<ModelConfig> config = ModelConfig::Parse(text, path);
+  if (!config.ok()) return config.status();
+  ModelShape shape = config->shape;
+  shape.dtype = options.dtype.value_or(shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16);
+  return shape;
+}
+
+class PlanCommand : public Command {
+ public:
+  explicit PlanCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("plan", "Show what a prefill would run, and how long it would take")) {
+    config_.AddTo(*app_)->required();
+    app_->add_option("--tokens", tokens_, "Tokens in the prompt")
+        ->type_name("N")
+        ->check(CLI::PositiveNumber)
+        ->required();
+    AddRanksOption(*app_, ranks_);
+    AddTileOption(*app_, tile_);
+    AddJsonFlag(*app_, json_);
+  }
+
+  absl::Status Run() override {
+    absl::StatusOr<v1::Config> config = config_.Load();
+    if (!config.ok()) return config.status();
+    EngineOptions options = ToEngineOptions(*config);
+    if (ranks_.has_value()) options.ranks = *ranks_;
+    absl::StatusOr<PlanChoice> choice = Choose(options);
+    if (!choice.ok()) return choice.status();
+    std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::StatusOr<PlanChoice> Choose(const EngineOptions& options) const {
+    absl::StatusOr<ModelShape> shape = ReadModelShape(options);
+    if (!shape.ok()) return shape.status();
+    if (tokens_ > shape->context_tokens) {
+      return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, " is above the model's context of ",
+                                                shape->context_tokens, " tokens; plan a shorter prompt"));
+    }
+    const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    const std::unique_ptr<Backend> pool =
+        MakeCpuBackend(shape->dtype, options.threads > 0 ? options.threads : cores);
+    absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed(*shape, *pool, options.ranks);
+    if (!speed.ok()) return speed.status();
+    return MakePlan(*shape, *speed,
+                    {.tokens = tokens_,
+                     .ranks = options.ranks,
+                     .layout = options.layout,
+                     .stripe = options.stripe,
+                     .tile = tile_,
+                     .heads = tile_.has_value() ? std::optional<int>(1) : std::nullopt,
+                     .partial_dtype = options.partial_dtype,
+                     .memory_budget_bytes = options.memory_budget_bytes});
+  }
+
+  ConfigFlags config_;
+  int64_t tokens_ = 0;
+  std::optional<int> ranks_;
+  std::optional<Tile> tile_;
+  bool json_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddPlanCommand(CLI::App& parent) { return std::make_unique<PlanCommand>(parent); }
+
+}  // namespace meshfill

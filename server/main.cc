@@ -1,0 +1,112 @@
+// The binary `meshfill`: its subcommands, and how their errors end (DESIGN §9).
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "server/commands/bench.h"
+#include "server/commands/make_model.h"
+#include "server/commands/plan.h"
+#include "server/commands/prefill.h"
+#include "server/commands/serve.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kExitFailed = 1;
+constexpr int kExitUsage = 2;
+
+// 2: what the caller gave is wrong. 1: everything else.
+int ExitStatus(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return 0;
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kOutOfRange:
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kAlreadyExists:
+      return kExitUsage;
+    default:
+      return kExitFailed;
+  }
+}
+
+// Every error is one line on standard error: "meshfill prefill: what, where, what to do".
+void PrintError(absl::string_view command, absl::string_view message) {
+  const std::string line =
+      absl::StrReplaceAll(absl::StripAsciiWhitespace(message), {{"\r", " "}, {"\n", " "}});
+  std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(command.size()), command.data(), line.c_str());
+}
+
+// "meshfill bench attention": the app and the subcommands below it that were parsed.
+std::string CommandPath(const CLI::App& app) {
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  return parsed.empty() ? app.get_name() : absl::StrCat(app.get_name(), " ", CommandPath(*parsed.front()));
+}
+
+// The app, below `app`, whose arguments were wrong.
+const CLI::App& LastParsed(const CLI::App& app) {
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  return parsed.empty() ? app : LastParsed(*parsed.front());
+}
+
+std::string SubcommandNames(const CLI::App& app) {
+  const std::vector<const CLI::App*> subcommands = app.get_subcommands(nullptr);
+  return absl::StrJoin(subcommands, ", ", [](std::string* out, const CLI::App* subcommand) {
+    absl::StrAppend(out, subcommand->get_name());
+  });
+}
+
+int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
+  const std::string path = CommandPath(app);
+  const CLI::App& command = LastParsed(app);
+  std::string message(absl::StripSuffix(error.what(), "."));
+  if (const std::string names = SubcommandNames(command); !names.empty()) {
+    const std::vector<std::string> unknown = command.remaining();
+    message = unknown.empty() ? absl::StrCat("no command given; there are ", names)
+                              : absl::StrCat("'", unknown.front(), "' is no command; there are ", names);
+  }
+  PrintError(path, absl::StrCat(message, "; see `", path, " --help`"));
+  return kExitUsage;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app("Meshfill prefills very long prompts: sharded over ranks, with Mesh-Attention.", "meshfill");
+  app.set_version_flag("--version", "meshfill " MESHFILL_VERSION);
+  app.require_subcommand(1);
+  std::vector<std::unique_ptr<Command>> commands;
+  commands.push_back(AddServeCommand(app));
+  commands.push_back(AddPrefillCommand(app));
+  commands.push_back(AddPlanCommand(app));
+  commands.push_back(AddMakeModelCommand(app));
+  commands.push_back(AddBenchCommand(app));
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help and --version
+    return ReportUsageError(app, error);
+  }
+
+  for (const std::unique_ptr<Command>& command : commands) {
+    if (!command->app().parsed()) continue;
+    absl::Status status = command->Run();
+    if (std::fflush(stdout) != 0 && status.ok()) {
+      status = absl::UnknownError("standard output cannot be written; is the disk full?");
+    }
+    if (!status.ok()) PrintError(CommandPath(app), status.message());
+    return ExitStatus(status);
+  }
+  return kExitUsage;
+}
+
+}  // namespace
+}  // namespace meshfill
+
+int main(int argc, char** argv) { return meshfill::Main(argc, argv); }

@@ -1,0 +1,77 @@
+#include "server/tensor_output.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/model/safetensors_writer.h"
+
+namespace meshfill {
+namespace {
+
+ElementType ToElementType(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ElementType::kF32;
+    case DType::kBf16:
+      return ElementType::kBf16;
+    case DType::kF16:
+      return ElementType::kF16;
+  }
+  return ElementType::kF32;
+}
+
+// Writes the tensors of `specs`, whose bytes are `data`, one for one.
+absl::Status WriteTensors(const std::string& path, std::span<const TensorSpec> specs,
+                          std::span<const std::span<const std::byte>> data) {
+  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path, specs);
+  if (!writer.ok()) return writer.status();
+  for (const std::span<const std::byte> bytes : data) {
+    if (absl::Status status = writer->Append(bytes); !status.ok()) return status;
+  }
+  return writer->Finish();
+}
+
+}  // namespace
+
+absl::Status CheckOutputPath(const std::string& path) {
+  std::error_code ignored;
+  const std::filesystem::path folder = std::filesystem::absolute(path, ignored).parent_path();
+  if (!std::filesystem::is_directory(folder, ignored)) {
+    return absl::NotFoundError(absl::StrCat(path, ": its folder does not exist; create it first"));
+  }
+  if (std::filesystem::is_directory(path, ignored)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": is a folder; give the name of a file to write"));
+  }
+  const bool exists = std::filesystem::exists(path, ignored);
+  if (access(exists ? path.c_str() : folder.c_str(), W_OK) != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": cannot be written: ", std::strerror(errno), "; give another file"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WriteLogits(const std::string& path, std::span<const float> logits) {
+  const TensorSpec spec = {"logits", ElementType::kF32, {static_cast<int64_t>(logits.size())}};
+  const std::span<const std::byte> data = std::as_bytes(logits);
+  return WriteTensors(path, {&spec, 1}, {&data, 1});
+}
+
+absl::Status WriteKv(const std::string& path, const KvCache& kv) {
+  std::vector<TensorSpec> specs;
+  std::vector<std::span<const std::byte>> data;
+  for (size_t layer = 0; layer < kv.layers.size(); ++layer) {
+    const std::vector<int64_t> shape = {kv.tokens, kv.kv_heads, kv.head_dim};
+    specs.push_back({absl::StrCat("layers.", layer, ".k"), ToElementType(kv.dtype), shape});
+    specs.push_back({absl::StrCat("layers.", layer, ".v"), ToElementType(kv.dtype), shape});
+    data.emplace_back(kv.layers[layer].k);
+    data.emplace_back(kv.layers[layer].v);
+  }
+  return WriteTensors(path, specs, data);
+}
+
+}  // namespace meshfill
