@@ -1,1 +1,270 @@
 #include "kernels/reference/reference_backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+double Load(const void* tensor, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::kF32:
+      return static_cast<const float*>(tensor)[index];
+    case DType::kBf16:
+      return static_cast<const BFloat16*>(tensor)[index].ToFloat();
+    case DType::kF16:
+      return HalfToFloat(static_cast<const uint16_t*>(tensor)[index]);
+  }
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+// f32 or bf16; rounded to f32 first, as an f32 accumulator would be.
+void Store(void* tensor, DType dtype, int64_t index, double value) {
+  const auto rounded = static_cast<float>(value);
+  if (dtype == DType::kF32) {
+    static_cast<float*>(tensor)[index] = rounded;
+  } else {
+    static_cast<BFloat16*>(tensor)[index] = BFloat16::FromFloat(rounded);
+  }
+}
+
+class ReferenceWeight final : public PackedWeight {
+ public:
+  ReferenceWeight(int64_t out_features, int64_t in_features)
+      : PackedWeight(out_features, in_features), w(out_features * in_features), bias(out_features, 0.0f) {}
+  std::vector<float> w;     // [out, in], values of the compute dtype
+  std::vector<float> bias;  // [out]
+};
+
+class ReferenceBackend final : public Backend {
+ public:
+  explicit ReferenceBackend(DType dtype) : dtype_(dtype) {}
+
+  std::string name() const override { return "reference"; }
+  DType dtype() const override { return dtype_; }
+  void set_stop_token(const StopToken* stop) override { stop_ = stop; }
+
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
+    void* data = std::malloc(size_bytes);
+    if (data == nullptr && size_bytes > 0) {
+      return absl::ResourceExhaustedError(absl::StrCat("host memory: ", size_bytes, " bytes were refused"));
+    }
+    return std::make_shared<Buffer>(data, size_bytes, [](void* allocated, size_t) { std::free(allocated); });
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    int64_t out_features = 0;
+    for (const WeightRows& source : rows) out_features += source.rows;
+    auto packed = std::make_unique<ReferenceWeight>(out_features, in_features);
+    int64_t first = 0;
+    for (const WeightRows& source : rows) {
+      for (int64_t i = 0; i < source.rows * in_features; ++i) {
+        const auto value = static_cast<float>(Load(source.data, source.dtype, i));
+        packed->w[first * in_features + i] =
+            dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;
+      }
+      for (int64_t row = 0; row < source.rows && source.bias != nullptr; ++row) {
+        packed->bias[first + row] = source.bias[row];
+      }
+      first += source.rows;
+    }
+    return packed;
+  }
+
+  absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
+                     float* x) override {
+    for (size_t t = 0; t < ids.size(); ++t) {
+      for (int64_t i = 0; i < width; ++i) {
+        Store(x, DType::kF32, t * width + i, Load(table, table_dtype, ids[t] * width + i));
+      }
+    }
+    return Done();
+  }
+
+  absl::Status RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
+                       void* y) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const double scale = InverseRms(x, DType::kF32, t * width, width, eps);
+      for (int64_t i = 0; i < width; ++i)
+        Store(y, dtype_, t * width + i, x[t * width + i] * scale * weight[i]);
+    }
+    return Done();
+  }
+
+  absl::Status Gemm(const GemmArgs& args) override {
+    const auto& weight = static_cast<const ReferenceWeight&>(*args.weight);
+    const int64_t in = weight.in_features(), out = weight.out_features();
+    for (int64_t t = 0; t < args.tokens; ++t) {
+      for (int64_t row = 0; row < out; ++row) {
+        double sum = weight.bias[row];
+        if (args.accumulate) sum += Load(args.y, args.y_dtype, t * out + row);
+        for (int64_t i = 0; i < in; ++i) sum += Load(args.x, dtype_, t * in + i) * weight.w[row * in + i];
+        Store(args.y, args.y_dtype, t * out + row, sum);
+      }
+    }
+    return Done();
+  }
+
+  absl::Status SplitQkv(const SplitQkvArgs& args) override {
+    const int64_t token_heads = args.q_heads + 2 * args.kv_heads;
+    for (int64_t token = 0; token < args.tokens; ++token) {
+      for (int head = 0; head < token_heads; ++head) {
+        const int64_t from = (token * token_heads + head) * args.head_dim;
+        const int k_head = head - args.q_heads, v_head = k_head - args.kv_heads;
+        if (k_head < 0) {
+          NormAndRotate(args, from, token, args.q_norm, args.q, head);
+        } else if (v_head < 0) {
+          NormAndRotate(args, from, token, args.k_norm, args.k, k_head);
+        } else {
+          const int64_t to = HeadAtSlot(args, v_head, token);
+          for (int i = 0; i < args.head_dim; ++i)
+            Store(args.v, dtype_, to + i, Load(args.qkv, dtype_, from + i));
+        }
+      }
+    }
+    return Done();
+  }
+
+  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
+    for (int head = 0; head < args.q_heads; ++head) {
+      for (int64_t row = 0; row < args.q_tokens; ++row) AttendRow(args, head, row);
+    }
+    return Done();
+  }
+
+  absl::Status MergePartial(const MergePartialArgs& args) override {
+    for (int64_t row = 0; row < args.rows; ++row) {
+      std::vector<double> other(args.head_dim);
+      for (int i = 0; i < args.head_dim; ++i) {
+        other[i] = Load(args.other_o, args.other_dtype, row * args.head_dim + i);
+      }
+      MergeRow(other, args.other_lse[row], args.o + row * args.head_dim, args.lse + row);
+    }
+    return Done();
+  }
+
+  absl::Status GatherOutput(const float* o, int q_heads, int64_t chunk_tokens, int head_dim,
+                            int64_t slot_begin, int64_t tokens, void* y) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int head = 0; head < q_heads; ++head) {
+        for (int i = 0; i < head_dim; ++i) {
+          Store(y, dtype_, (t * q_heads + head) * head_dim + i,
+                o[(head * chunk_tokens + slot_begin + t) * head_dim + i]);
+        }
+      }
+    }
+    return Done();
+  }
+
+  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t i = 0; i < width; ++i) {
+        const double gate = Load(x, dtype_, t * 2 * width + i);
+        const double up = Load(x, dtype_, t * 2 * width + width + i);
+        Store(y, dtype_, t * width + i, gate / (1 + std::exp(-gate)) * up);
+      }
+    }
+    return Done();
+  }
+
+  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
+    for (int64_t i = 0; i < count; ++i) Store(to, to_dtype, i, from[i]);
+    return Done();
+  }
+
+ private:
+  absl::Status Done() const {
+    return stop_ != nullptr && stop_->stopped() ? absl::CancelledError("stopped") : absl::OkStatus();
+  }
+
+  static double InverseRms(const void* x, DType dtype, int64_t from, int64_t width, double eps) {
+    double squares = 0;
+    for (int64_t i = 0; i < width; ++i) squares += Load(x, dtype, from + i) * Load(x, dtype, from + i);
+    return 1 / std::sqrt(squares / width + eps);
+  }
+
+  static int64_t HeadAtSlot(const SplitQkvArgs& args, int head, int64_t token) {
+    return (head * args.chunk_tokens + args.slot_begin + token) * args.head_dim;
+  }
+
+  void NormAndRotate(const SplitQkvArgs& args, int64_t from, int64_t token, const float* norm, void* heads,
+                     int head) {
+    const int half = args.head_dim / 2;
+    const double scale =
+        norm == nullptr ? 1 : InverseRms(args.qkv, dtype_, from, args.head_dim, args.norm_eps);
+    std::vector<double> x(args.head_dim);
+    for (int i = 0; i < args.head_dim; ++i) {
+      x[i] = Load(args.qkv, dtype_, from + i) * scale * (norm == nullptr ? 1 : norm[i]);
+    }
+    const int64_t to = HeadAtSlot(args, head, token);
+    for (int i = 0; i < half; ++i) {
+      const double cos = args.rope_cos[(args.slot_begin + token) * half + i];
+      const double sin = args.rope_sin[(args.slot_begin + token) * half + i];
+      Store(heads, dtype_, to + i, x[i] * cos - x[i + half] * sin);
+      Store(heads, dtype_, to + i + half, x[i + half] * cos + x[i] * sin);
+    }
+  }
+
+  // The softmax of one query over the keys that it sees, in two passes, then the merge into what it carried.
+  void AttendRow(const AttentionBlockArgs& args, int head, int64_t row) {
+    const int64_t q_row = head * args.q_tokens + row;
+    const int64_t kv_begin = head / (args.q_heads / args.kv_heads) * args.k_tokens;
+    std::vector<std::pair<int64_t, double>> scores;  // of the visible keys
+    double largest = -std::numeric_limits<double>::infinity();
+    for (int64_t key = 0; key < args.k_tokens; ++key) {
+      if (!args.band.Visible(row, key)) continue;
+      double dot = 0;
+      for (int i = 0; i < args.head_dim; ++i) {
+        dot += Load(args.q, dtype_, q_row * args.head_dim + i) *
+               Load(args.k, dtype_, (kv_begin + key) * args.head_dim + i);
+      }
+      scores.emplace_back(key, args.scale * dot);
+      largest = std::max(largest, args.scale * dot);
+    }
+    double sum = 0;
+    std::vector<double> o(args.head_dim, 0);
+    for (const auto& [key, score] : scores) sum += std::exp(score - largest);
+    for (const auto& [key, score] : scores) {
+      const double share = std::exp(score - largest) / sum;
+      for (int i = 0; i < args.head_dim; ++i) {
+        o[i] += share * Load(args.v, dtype_, (kv_begin + key) * args.head_dim + i);
+      }
+    }
+    float* carried_o = args.o + q_row * args.head_dim;
+    float* carried_lse = args.lse + q_row;
+    if (!args.carry_in) {
+      std::fill_n(carried_o, args.head_dim, 0.0f);
+      *carried_lse = -std::numeric_limits<float>::infinity();
+    }
+    if (!scores.empty()) MergeRow(o, largest + std::log(sum), carried_o, carried_lse);
+  }
+
+  static void MergeRow(const std::vector<double>& other_o, double other_lse, float* o, float* lse) {
+    const double larger = std::max<double>(*lse, other_lse), smaller = std::min<double>(*lse, other_lse);
+    if (larger == -std::numeric_limits<double>::infinity()) return;  // neither has seen a key
+    const double merged = larger + std::log1p(std::exp(smaller - larger));
+    for (size_t i = 0; i < other_o.size(); ++i) {
+      o[i] = static_cast<float>(std::exp(*lse - merged) * o[i] + std::exp(other_lse - merged) * other_o[i]);
+    }
+    *lse = static_cast<float>(merged);
+  }
+
+  const DType dtype_;
+  const StopToken* stop_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> MakeReferenceBackend(DType dtype) {
+  return std::make_unique<ReferenceBackend>(dtype);
+}
+
+}  // namespace meshfill

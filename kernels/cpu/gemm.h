@@ -1,0 +1,42 @@
+// Linear layers on the CPU: oneDNN's matmul, one thread a call, shared out over the rank's own team.
+//
+// Tokens are cut into tiles of a few fixed sizes, so that a handful of compiled primitives serves every token
+// count; one token alone (the LM head) is cut over the output features instead. On AVX-512 every tile size
+// sums a row's products in the same order: a row's bits then depend neither on its neighbours nor on the
+// number of threads.
+#ifndef MESHFILL_KERNELS_CPU_GEMM_H_
+#define MESHFILL_KERNELS_CPU_GEMM_H_
+
+#include <memory>
+#include <span>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/thread_pool.h"
+
+namespace meshfill {
+
+// Of one rank, and called from its thread alone. Weights may be shared with other ranks' instances of the
+// same dtype.
+class CpuGemm {
+ public:
+  CpuGemm(DType dtype, ThreadPool& pool);  // f32 or bf16; `pool` must outlive this
+  ~CpuGemm();
+  CpuGemm(const CpuGemm&) = delete;
+  CpuGemm& operator=(const CpuGemm&) = delete;
+
+  // Backend::PackWeight. Panels of rows are converted and reordered one by one: no second copy of the whole
+  // matrix.
+  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features);
+
+  // Backend::Gemm, for weights that Pack made. CANCELLED when `stop` (may be null) is raised; looked at per
+  // tile.
+  absl::Status Run(const GemmArgs& args, const StopToken* stop);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CPU_GEMM_H_

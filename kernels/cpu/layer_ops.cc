@@ -1,0 +1,319 @@
+#include "kernels/cpu/layer_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+// Compiled once for each instruction set below, and chosen at run time.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/layer_ops.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+// After highway.h:
+#include "hwy/contrib/math/math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace meshfill {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+struct Half {
+  uint16_t bits;
+};
+
+// ---- Loads widen to f32 and stores round from it; a tag of one lane serves the ends of rows.
+
+template <class D>
+HWY_INLINE hn::Vec<D> LoadF32(D d, const float* from) {
+  return hn::LoadU(d, from);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> LoadF32(D d, const BFloat16* from) {
+  const hn::Rebind<uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  const auto bits = hn::LoadU(d16, reinterpret_cast<const uint16_t*>(from));
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> LoadF32(D d, const Half* from) {
+  const hn::Rebind<hwy::float16_t, D> d16;
+  return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+}
+
+template <class D>
+HWY_INLINE void StoreF32(D d, hn::Vec<D> value, float* to) {
+  hn::StoreU(value, d, to);
+}
+
+// BFloat16::FromFloat in vectors. Not the machine's own conversion, which flushes subnormal numbers.
+template <class D>
+HWY_INLINE void StoreF32(D d, hn::Vec<D> value, BFloat16* to) {
+  const hn::Rebind<uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  const auto bits = hn::BitCast(d32, value);
+  const auto upper = hn::ShiftRight<16>(bits);
+  const auto odd = hn::And(upper, hn::Set(d32, 1));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(d32, 0x7fff))));
+  const auto quiet_nan = hn::Or(upper, hn::Set(d32, 0x40));
+  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(value));
+  hn::StoreU(hn::TruncateTo(d16, hn::IfThenElse(is_nan, quiet_nan, rounded)), d16,
+             reinterpret_cast<uint16_t*>(to));
+}
+
+// body(d, i) for whole vectors from 0 on, then element by element to `count`.
+template <class Body>
+HWY_INLINE void Sweep(int64_t count, const Body& body) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) body(d, i);
+  for (; i < count; ++i) body(hn::CappedTag<float, 1>(), i);
+}
+
+template <class T>
+HWY_INLINE float SumOfSquares(const T* x, int64_t count) {
+  const hn::ScalableTag<float> d;
+  const hn::CappedTag<float, 1> d1;
+  const int64_t lanes = hn::Lanes(d);
+  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);  // two chains hide half of the addition's latency
+  auto rest = hn::Zero(d1);
+  int64_t i = 0;
+  for (; i + 2 * lanes <= count; i += 2 * lanes) {
+    const auto x0 = LoadF32(d, x + i), x1 = LoadF32(d, x + i + lanes);
+    sum0 = hn::MulAdd(x0, x0, sum0);
+    sum1 = hn::MulAdd(x1, x1, sum1);
+  }
+  for (; i < count; ++i) {
+    const auto x0 = LoadF32(d1, x + i);
+    rest = hn::MulAdd(x0, x0, rest);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1))) + hn::GetLane(rest);
+}
+
+template <class T>
+HWY_INLINE float InverseRms(const T* x, int64_t count, float eps) {
+  return 1.0f / std::sqrt(SumOfSquares(x, count) / static_cast<float>(count) + eps);
+}
+
+// ---- Operations.
+
+template <class From, class To>
+HWY_INLINE void ConvertRow(const From* from, int64_t count, To* to) {
+  Sweep(count, [&](auto d, int64_t i) HWY_ATTR { StoreF32(d, LoadF32(d, from + i), to + i); });
+}
+
+template <class From>
+void ConvertFrom(const From* from, int64_t count, DType to_dtype, void* to) {
+  if (to_dtype == DType::kF32) {
+    ConvertRow(from, count, static_cast<float*>(to));
+  } else {
+    ConvertRow(from, count, static_cast<BFloat16*>(to));
+  }
+}
+
+void Convert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
+  switch (from_dtype) {
+    case DType::kF32:
+      return ConvertFrom(static_cast<const float*>(from), count, to_dtype, to);
+    case DType::kBf16:
+      return ConvertFrom(static_cast<const BFloat16*>(from), count, to_dtype, to);
+    case DType::kF16:
+      return ConvertFrom(static_cast<const Half*>(from), count, to_dtype, to);
+  }
+}
+
+template <class T>
+void RmsNormRowsOf(const float* x, const float* weight, int64_t rows, int64_t width, float eps, T* y) {
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    const float inverse_rms = InverseRms(x, width, eps);
+    Sweep(width, [&](auto d, int64_t i) HWY_ATTR {
+      const auto normed = hn::Mul(LoadF32(d, x + i), hn::Set(d, inverse_rms));
+      StoreF32(d, hn::Mul(normed, LoadF32(d, weight + i)), y + i);
+    });
+  }
+}
+
+void RmsNorm(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
+             void* y) {
+  if (dtype == DType::kF32) {
+    RmsNormRowsOf(x, weight, rows, width, eps, static_cast<float*>(y));
+  } else {
+    RmsNormRowsOf(x, weight, rows, width, eps, static_cast<BFloat16*>(y));
+  }
+}
+
+// One head of one token: normalised where `norm` is not null, then rotated.
+template <class T>
+HWY_INLINE void NormAndRotateHead(const T* in, const float* norm, float eps, const float* cos,
+                                  const float* sin, int head_dim, T* out) {
+  const int half = head_dim / 2;
+  const float inverse_rms = norm == nullptr ? 1.0f : InverseRms(in, head_dim, eps);
+  Sweep(half, [&](auto d, int64_t i) HWY_ATTR {
+    auto low = LoadF32(d, in + i), high = LoadF32(d, in + half + i);
+    if (norm != nullptr) {
+      const auto scale = hn::Set(d, inverse_rms);
+      low = hn::Mul(hn::Mul(low, scale), LoadF32(d, norm + i));
+      high = hn::Mul(hn::Mul(high, scale), LoadF32(d, norm + half + i));
+    }
+    const auto c = LoadF32(d, cos + i), s = LoadF32(d, sin + i);
+    StoreF32(d, hn::NegMulAdd(high, s, hn::Mul(low, c)), out + i);
+    StoreF32(d, hn::MulAdd(low, s, hn::Mul(high, c)), out + half + i);
+  });
+}
+
+template <class T>
+void SplitQkvTokensOf(const SplitQkvArgs& args, int64_t begin, int64_t end) {
+  const int head_dim = args.head_dim, half = head_dim / 2;
+  const int64_t token_width = int64_t{args.q_heads + 2 * args.kv_heads} * head_dim;
+  for (int64_t token = begin; token < end; ++token) {
+    const T* in = static_cast<const T*>(args.qkv) + token * token_width;
+    const int64_t slot = args.slot_begin + token;
+    const float* cos = args.rope_cos + slot * half;
+    const float* sin = args.rope_sin + slot * half;
+    const auto at_slot = [&](void* heads, int head) {
+      return static_cast<T*>(heads) + (head * args.chunk_tokens + slot) * head_dim;
+    };
+    for (int head = 0; head < args.q_heads; ++head, in += head_dim) {
+      NormAndRotateHead(in, args.q_norm, args.norm_eps, cos, sin, head_dim, at_slot(args.q, head));
+    }
+    for (int head = 0; head < args.kv_heads; ++head, in += head_dim) {
+      NormAndRotateHead(in, args.k_norm, args.norm_eps, cos, sin, head_dim, at_slot(args.k, head));
+    }
+    for (int head = 0; head < args.kv_heads; ++head, in += head_dim) {
+      std::memcpy(at_slot(args.v, head), in, head_dim * sizeof(T));
+    }
+  }
+}
+
+void SplitQkv(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_t end) {
+  if (dtype == DType::kF32) {
+    SplitQkvTokensOf<float>(args, begin, end);
+  } else {
+    SplitQkvTokensOf<BFloat16>(args, begin, end);
+  }
+}
+
+template <class T>
+void MergeRow(float* o, float* lse, const T* other_o, float other_lse, int head_dim) {
+  constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
+  if (other_lse == kNothingSeen) return;
+  const float larger = std::max(*lse, other_lse), smaller = std::min(*lse, other_lse);
+  const float merged = larger + std::log1p(std::exp(smaller - larger));
+  const float own_share = std::exp(*lse - merged), other_share = std::exp(other_lse - merged);
+  Sweep(head_dim, [&](auto d, int64_t i) HWY_ATTR {
+    const auto own = hn::Mul(hn::Set(d, own_share), LoadF32(d, o + i));
+    StoreF32(d, hn::MulAdd(hn::Set(d, other_share), LoadF32(d, other_o + i), own), o + i);
+  });
+  *lse = merged;
+}
+
+template <class T>
+void MergePartialRowsOf(const MergePartialArgs& args, int64_t begin, int64_t end) {
+  const T* other_o = static_cast<const T*>(args.other_o);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t at = row * args.head_dim;
+    MergeRow(args.o + at, args.lse + row, other_o + at, args.other_lse[row], args.head_dim);
+  }
+}
+
+void MergePartial(const MergePartialArgs& args, int64_t begin, int64_t end) {
+  if (args.other_dtype == DType::kF32) {
+    MergePartialRowsOf<float>(args, begin, end);
+  } else {
+    MergePartialRowsOf<BFloat16>(args, begin, end);
+  }
+}
+
+template <class T>
+void GatherOutputTokensOf(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
+                          int64_t tokens, T* y) {
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int head = 0; head < q_heads; ++head, y += head_dim) {
+      ConvertRow(o + (head * chunk_tokens + slot_begin + token) * head_dim, head_dim, y);
+    }
+  }
+}
+
+void GatherOutput(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
+                  int64_t tokens, DType dtype, void* y) {
+  if (dtype == DType::kF32) {
+    GatherOutputTokensOf(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, static_cast<float*>(y));
+  } else {
+    GatherOutputTokensOf(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, static_cast<BFloat16*>(y));
+  }
+}
+
+// silu(gate) · up = gate / (1 + exp(−gate)) · up.
+template <class T>
+void SwiGluTokensOf(const T* x, int64_t tokens, int64_t width, T* y) {
+  for (int64_t token = 0; token < tokens; ++token, x += 2 * width, y += width) {
+    Sweep(width, [&](auto d, int64_t i) HWY_ATTR {
+      const auto gate = LoadF32(d, x + i), up = LoadF32(d, x + width + i);
+      // Where Exp ends (104) the quotient is already −0 in f32.
+      const auto exp = hn::Exp(d, hn::Min(hn::Neg(gate), hn::Set(d, 104.0f)));
+      const auto silu = hn::Div(gate, hn::Add(hn::Set(d, 1.0f), exp));
+      StoreF32(d, hn::Mul(silu, up), y + i);
+    });
+  }
+}
+
+void SwiGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+  if (dtype == DType::kF32) {
+    SwiGluTokensOf(static_cast<const float*>(x), tokens, width, static_cast<float*>(y));
+  } else {
+    SwiGluTokensOf(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y));
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace meshfill
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace meshfill {
+
+HWY_EXPORT(Convert);
+HWY_EXPORT(RmsNorm);
+HWY_EXPORT(SplitQkv);
+HWY_EXPORT(MergePartial);
+HWY_EXPORT(GatherOutput);
+HWY_EXPORT(SwiGlu);
+
+void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
+  if (from_dtype == to_dtype) {
+    if (count > 0) std::memcpy(to, from, count * DTypeBytes(to_dtype));
+    return;
+  }
+  HWY_DYNAMIC_DISPATCH(Convert)(from, from_dtype, count, to_dtype, to);
+}
+
+void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
+                 void* y) {
+  HWY_DYNAMIC_DISPATCH(RmsNorm)(x, weight, rows, width, eps, dtype, y);
+}
+
+void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(SplitQkv)(args, dtype, begin, end);
+}
+
+void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(MergePartial)(args, begin, end);
+}
+
+void GatherOutputTokens(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
+                        int64_t tokens, DType dtype, void* y) {
+  HWY_DYNAMIC_DISPATCH(GatherOutput)(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, dtype, y);
+}
+
+void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+  HWY_DYNAMIC_DISPATCH(SwiGlu)(x, tokens, width, dtype, y);
+}
+
+}  // namespace meshfill
+#endif  // HWY_ONCE

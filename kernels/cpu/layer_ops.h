@@ -1,0 +1,38 @@
+// The rows of a layer's element-wise operations, vectorised for the machine at hand; one thread a call.
+//
+// Each function does what the Backend operation of its name means, for a range of rows or tokens, so that the
+// caller can share the ranges out. Inputs of `dtype` (f32 or bf16, the compute dtype) are widened to f32,
+// computed there, and rounded once on the way out.
+#ifndef MESHFILL_KERNELS_CPU_LAYER_OPS_H_
+#define MESHFILL_KERNELS_CPU_LAYER_OPS_H_
+
+#include <cstdint>
+
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// to[i] = from[i]; `from_dtype` is any, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
+void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to);
+
+// Of `rows` rows of `width`.
+void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
+                 void* y);
+
+// Tokens [begin, end) of the slice.
+void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_t end);
+
+// Rows [begin, end).
+void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end);
+
+// `tokens` tokens from slot `slot_begin` on: o [q_heads, chunk_tokens, head_dim] to y [tokens,
+// q_heads·head_dim].
+void GatherOutputTokens(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
+                        int64_t tokens, DType dtype, void* y);
+
+// `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
+void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CPU_LAYER_OPS_H_
