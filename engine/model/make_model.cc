@@ -1,1 +1,311 @@
 #include "engine/model/make_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/model/safetensors_writer.h"
+#include "engine/model/strict_json.h"
+
+namespace meshfill {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+struct FamilyNames {
+  const char* model_type;
+  const char* architecture;
+};
+
+FamilyNames NamesOf(ModelFamily family) {
+  switch (family) {
+    case ModelFamily::kLlama:
+      return {"llama", "LlamaForCausalLM"};
+    case ModelFamily::kMistral:
+      return {"mistral", "MistralForCausalLM"};
+    case ModelFamily::kQwen2:
+      return {"qwen2", "Qwen2ForCausalLM"};
+    case ModelFamily::kQwen3:
+      return {"qwen3", "Qwen3ForCausalLM"};
+  }
+  return {"?", "?"};
+}
+
+const char* TorchName(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return "float32";
+    case DType::kBf16:
+      return "bfloat16";
+    case DType::kF16:
+      return "float16";
+  }
+  return "?";
+}
+
+ElementType ElementTypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ElementType::kF32;
+    case DType::kBf16:
+      return ElementType::kBf16;
+    case DType::kF16:
+      return ElementType::kF16;
+  }
+  return ElementType::kF32;
+}
+
+// In the spelling that every version of transformers reads.
+json ConfigJson(const MakeModelOptions& options) {
+  constexpr int64_t kMultiple = 64;  // of the derived intermediate size
+  const int64_t hidden =
+      std::clamp<int64_t>(options.hidden, 0, INT32_MAX);  // the parser refuses what lies outside
+  const int64_t derived = (hidden * 8 / 3 + kMultiple - 1) / kMultiple * kMultiple;
+  const FamilyNames names = NamesOf(options.family);
+  json config = {
+      {"architectures", {names.architecture}},
+      {"model_type", names.model_type},
+      {"torch_dtype", TorchName(options.dtype)},
+      {"num_hidden_layers", options.layers},
+      {"hidden_size", options.hidden},
+      {"intermediate_size", options.intermediate != 0 ? options.intermediate : derived},
+      {"num_attention_heads", options.q_heads},
+      {"num_key_value_heads", options.kv_heads},
+      {"head_dim", options.head_dim != 0 ? options.head_dim : options.hidden / std::max(options.q_heads, 1)},
+      {"vocab_size", options.vocab},
+      {"max_position_embeddings", options.context_tokens},
+      {"rope_theta", options.rope_theta},
+      {"rope_scaling", nullptr},
+      {"rms_norm_eps", 1e-6},
+      {"hidden_act", "silu"},
+      {"tie_word_embeddings", options.tied_embeddings},
+  };
+  if (options.family == ModelFamily::kMistral) {
+    config["sliding_window"] = options.sliding_window != 0 ? json(options.sliding_window) : json(nullptr);
+  }
+  return config;
+}
+
+// A tensor to be filled with random values of this mean and standard deviation.
+struct RandomTensor {
+  TensorSpec spec;
+  double mean;
+  double deviation;
+};
+
+// Deviations keep the activations, and with them the logits, of order 1: a linear layer has 1/√in.
+std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
+  constexpr double kNormDeviation = 0.1;
+  constexpr double kBiasDeviation = 0.1;
+  const ModelShape& shape = config.shape;
+  const ElementType type = ElementTypeOf(dtype);
+  std::vector<RandomTensor> tensors;
+  const auto norm = [&](const std::string& name, int64_t width) {
+    tensors.push_back({{name, type, {width}}, 1, kNormDeviation});
+  };
+  const auto linear = [&](const std::string& name, int64_t out, int64_t in, bool bias) {
+    tensors.push_back({{name + ".weight", type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
+    if (bias) tensors.push_back({{name + ".bias", type, {out}}, 0, kBiasDeviation});
+  };
+  const int64_t q_width = int64_t{shape.q_heads} * shape.head_dim;
+  const int64_t kv_width = int64_t{shape.kv_heads} * shape.head_dim;
+
+  const double embedding = config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1;
+  tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    const std::string prefix = absl::StrCat("model.layers.", layer, ".");
+    norm(prefix + "input_layernorm.weight", shape.hidden);
+    linear(prefix + "self_attn.q_proj", q_width, shape.hidden, config.qkv_bias);
+    linear(prefix + "self_attn.k_proj", kv_width, shape.hidden, config.qkv_bias);
+    linear(prefix + "self_attn.v_proj", kv_width, shape.hidden, config.qkv_bias);
+    if (config.qk_norm) {
+      norm(prefix + "self_attn.q_norm.weight", shape.head_dim);
+      norm(prefix + "self_attn.k_norm.weight", shape.head_dim);
+    }
+    linear(prefix + "self_attn.o_proj", shape.hidden, q_width, config.o_bias);
+    norm(prefix + "post_attention_layernorm.weight", shape.hidden);
+    linear(prefix + "mlp.gate_proj", shape.intermediate, shape.hidden, config.mlp_bias);
+    linear(prefix + "mlp.up_proj", shape.intermediate, shape.hidden, config.mlp_bias);
+    linear(prefix + "mlp.down_proj", shape.hidden, shape.intermediate, config.mlp_bias);
+  }
+  norm("model.norm.weight", shape.hidden);
+  if (!config.tied_embeddings) linear("lm_head", shape.vocab, shape.hidden, /*bias=*/false);
+  return tensors;
+}
+
+// ---- Random values: a pure function of (stream, index), in integers up to the last, exact multiplication,
+// so that every machine makes the same bytes.
+
+constexpr uint64_t Mix(uint64_t x) {  // SplitMix64's finaliser
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Close to normal: the sum of four uniform numbers (Irwin–Hall), mean 0, deviation 1.
+constexpr double NearNormal(uint64_t stream, uint64_t index) {
+  constexpr double kUnitsPerDeviation = 37837.22;  // √(4 · 2³² / 12)
+  const uint64_t bits = Mix(stream + index * 0x9e3779b97f4a7c15u);
+  const int64_t sum =
+      static_cast<int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+  return static_cast<double>(sum - 2 * 0xffff) * (1 / kUnitsPerDeviation);
+}
+
+// Round to nearest even, subnormals included; for magnitudes below 65504.
+uint16_t HalfFromFloat(float value) {
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const float magnitude = std::fabs(value);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);               // magnitude < 2^exponent
+  const int unit = std::max(exponent, -13) - 11;  // the value of the last mantissa bit is 2^unit
+  const int steps =
+      static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));  // exact but for the rounding
+  // Of a normal number the leading bit of `steps` adds the one that is missing in the exponent's field.
+  return static_cast<uint16_t>(sign + ((unit + 24) << 10) + steps);
+}
+
+template <typename Element, typename Convert>
+absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert convert,
+                          SafetensorsWriter& writer) {
+  constexpr int64_t kSliceElements = 1 << 16;
+  const int64_t elements = tensor.spec.size_bytes() / static_cast<int64_t>(sizeof(Element));
+  std::vector<Element> slice(std::min(elements, kSliceElements));
+  for (int64_t begin = 0; begin < elements; begin += kSliceElements) {
+    const int64_t count = std::min(kSliceElements, elements - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      const double value =
+          tensor.mean + tensor.deviation * NearNormal(stream, static_cast<uint64_t>(begin + i));
+      slice[i] = convert(static_cast<float>(value));
+    }
+    const std::span<const Element> written(slice.data(), count);
+    if (absl::Status status = writer.Append(std::as_bytes(written)); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AppendTensor(const RandomTensor& tensor, DType dtype, uint64_t stream,
+                          SafetensorsWriter& writer) {
+  switch (dtype) {
+    case DType::kF32:
+      return AppendRandom<float>(
+          tensor, stream, [](float x) { return x; }, writer);
+    case DType::kBf16:
+      return AppendRandom<uint16_t>(
+          tensor, stream, [](float x) { return BFloat16::FromFloat(x).bits; }, writer);
+    case DType::kF16:
+      return AppendRandom<uint16_t>(tensor, stream, HalfFromFloat, writer);
+  }
+  return absl::OkStatus();
+}
+
+// ---- Files.
+
+// Consecutive tensors that go into one file: [begin, end).
+struct Shard {
+  size_t begin;
+  size_t end;
+};
+
+// Filled in order up to `shard_bytes`; a larger tensor has a shard of its own.
+std::vector<Shard> DealShards(std::span<const RandomTensor> tensors, int64_t shard_bytes) {
+  std::vector<Shard> shards;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    bytes += tensors[i].spec.size_bytes();
+    if (shards.empty() || bytes > shard_bytes) {
+      shards.push_back({i, i});
+      bytes = tensors[i].spec.size_bytes();
+    }
+    shards.back().end = i + 1;
+  }
+  return shards;
+}
+
+absl::Status WriteText(const fs::path& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (file) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(path.string(), ": cannot be written; make room on its disk"));
+}
+
+absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tensors, size_t first_tensor,
+                        const MakeModelOptions& options) {
+  std::vector<TensorSpec> specs;
+  for (const RandomTensor& tensor : tensors) specs.push_back(tensor.spec);
+  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path.string(), specs);
+  if (!writer.ok()) return writer.status();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const uint64_t stream = Mix(Mix(options.seed) + first_tensor + i + 1);
+    if (absl::Status status = AppendTensor(tensors[i], options.dtype, stream, *writer); !status.ok())
+      return status;
+  }
+  return writer->Finish();
+}
+
+absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> tensors,
+                          const MakeModelOptions& options) {
+  const std::vector<Shard> shards = DealShards(tensors, options.shard_bytes);
+  if (shards.size() == 1) return WriteShard(folder / "model.safetensors", tensors, 0, options);
+  json weight_map = json::object();
+  int64_t total_bytes = 0;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const std::string name = absl::StrFormat("model-%05d-of-%05d.safetensors", i + 1, shards.size());
+    const std::span<const RandomTensor> dealt =
+        tensors.subspan(shards[i].begin, shards[i].end - shards[i].begin);
+    if (absl::Status status = WriteShard(folder / name, dealt, shards[i].begin, options); !status.ok())
+      return status;
+    for (const RandomTensor& tensor : dealt) {
+      weight_map[tensor.spec.name] = name;
+      total_bytes += tensor.spec.size_bytes();
+    }
+  }
+  const json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
+  return WriteText(folder / "model.safetensors.index.json", index.dump(2) + "\n");
+}
+
+absl::Status CheckOptions(const MakeModelOptions& options) {
+  if (options.sliding_window != 0 && options.family != ModelFamily::kMistral) {
+    return absl::InvalidArgumentError(
+        "sliding_window is for Mistral alone; leave it out or make a Mistral model");
+  }
+  if (!std::isfinite(options.rope_theta))
+    return absl::InvalidArgumentError("rope_theta must be a finite number");
+  if (options.shard_bytes < 1) return absl::InvalidArgumentError("shard_bytes must be at least 1");
+  return absl::OkStatus();
+}
+
+absl::Status CreateFolder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  const bool empty = !error && fs::is_empty(folder, error);
+  if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat(folder.string(), ": cannot be created"));
+  if (empty) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(folder.string(), ": is not empty; name a new folder"));
+}
+
+}  // namespace
+
+absl::Status MakeModel(const MakeModelOptions& options, const std::string& folder) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  // Through the parser, so that what is made can be loaded.
+  const std::string text = ConfigJson(options).dump(2) + "\n";
+  const absl::StatusOr<ModelConfig> config = ModelConfig::Parse(text, "the model to make");
+  if (!config.ok()) return config.status();
+
+  if (absl::Status status = CreateFolder(folder); !status.ok()) return status;
+  if (absl::Status status = WriteText(fs::path(folder) / "config.json", text); !status.ok()) return status;
+  return WriteWeights(folder, ListTensors(*config, options.dtype), options);
+}
+
+}  // namespace meshfill
