@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Makes the goldens of the parity test: tiny random models and what Hugging Face transformers computes with them.
+
+    pip install torch transformers safetensors
+    tests/parity/make_goldens.py [--only CASE]
+
+goldens/<case>/          a Hugging Face folder: config.json, weights in one file or in shards with an index
+  prompt_<n>.safetensors n tokens through it, in float32 whatever the weights' dtype:
+    tokens               [n] int32
+    logits               [vocab] float32, of the last token
+    rows                 [r] int64: tokens whose K and V are kept
+    layers.<l>.k, .v     [r, kv_heads, head_dim] float32, K after RoPE
+    k_norms, v_norms     [layers, kv_heads] float32: L2 norm over all tokens
+rope/<case>/             config.json and rope.safetensors, with real models' parameters:
+    inv_freq             [head_dim / 2] float32
+    positions            [p] int64
+    cos, sin             [p, head_dim / 2] float32, times the attention factor
+
+Before a golden is written, the script makes sure that it can tell a wrong model from a right one: another RoPE and
+another mask must each move the logits by far more than the test's tolerance.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+HERE = pathlib.Path(__file__).resolve().parent
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+                 "qwen3": "Qwen3ForCausalLM"}
+MAX_FILE_BYTES = 1_000_000
+VISIBLE_CHANGE = 1e-2  # of the logits' standard deviation; the test allows 1e-3
+KEPT_ROWS = 12
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 256}
+
+# `config` holds config.json's own keys, on top of SMALL. The rope keys are spelled as transformers 5 does where
+# "rope_parameters" is used, and as the versions before it do elsewhere.
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+         "hidden_act": "silu", "tie_word_embeddings": False}
+CASES = {
+    "llama_default": dict(model="llama", dtype="float32", prompts=[1, 2, 63, 64, 65, 777],
+                          config={"num_key_value_heads": 4, "rope_theta": 10000.0}),
+    "llama_linear": dict(model="llama", dtype="bfloat16", prompts=[65, 777],
+                         config={"num_hidden_layers": 3, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama_llama3_gqa4": dict(model="llama", dtype="bfloat16", prompts=[64, 4096],
+                              config={"num_attention_heads": 8, "rope_theta": 500000.0, "rope_scaling": LLAMA3}),
+    "llama_llama3_sharded_mqa": dict(model="llama", dtype="float32", prompts=[64, 777], shards="150KB",
+                                     config={"num_key_value_heads": 1, "tie_word_embeddings": True,
+                                             "rope_parameters": {"rope_theta": 500000.0, **LLAMA3}}),
+    "llama_yarn": dict(model="llama", dtype="float32", prompts=[63, 777],
+                       config={"rope_theta": 10000.0, "max_position_embeddings": 1024,
+                               "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                                "original_max_position_embeddings": 256}}),
+    "llama_biases_mqa": dict(model="llama", dtype="float16", prompts=[2, 65],
+                             config={"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama_head_dim_80": dict(model="llama", dtype="bfloat16", prompts=[65, 777],
+                              config={"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+                                      "head_dim": 80}),
+    "mistral_window": dict(model="mistral", dtype="bfloat16", prompts=[1, 63, 65, 777, 4096],
+                           config={"sliding_window": 48, "rope_theta": 10000.0}),
+    "mistral_sharded_head_dim_32": dict(model="mistral", dtype="float16", prompts=[64, 777], shards="60KB",
+                                        config={"sliding_window": None, "head_dim": 32,
+                                                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2_tied_gqa8": dict(model="qwen2", dtype="bfloat16", prompts=[65, 777],
+                            config={"num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 128,
+                                    "vocab_size": 512, "tie_word_embeddings": True, "rope_theta": 1e6,
+                                    "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1}),
+    "qwen2_window": dict(model="qwen2", dtype="float32", prompts=[2, 64, 777],
+                         config={"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 33,
+                                 "max_window_layers": 1, "rope_theta": 1e6}),
+    "qwen2_yarn": dict(model="qwen2", dtype="bfloat16", prompts=[65, 4096],
+                       config={"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                                                   "original_max_position_embeddings": 1024,
+                                                   "attention_factor": 1.2, "truncate": False}}),
+    "qwen3_tied": dict(model="qwen3", dtype="bfloat16", prompts=[1, 65, 777],
+                       config={"head_dim": 32, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3_bias_layer_types": dict(model="qwen3", dtype="float32", prompts=[63, 777],
+                                   config={"head_dim": 16, "num_hidden_layers": 3, "attention_bias": True,
+                                           "use_sliding_window": True, "sliding_window": 40,
+                                           "layer_types": ["sliding_attention", "full_attention",
+                                                           "sliding_attention"]}),
+    "qwen3_yarn_mscale": dict(model="qwen3", dtype="float16", prompts=[2, 65, 4096],
+                              config={"head_dim": 16, "num_key_value_heads": 4,
+                                      "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0,
+                                                       "mscale_all_dim": 0.7, "beta_fast": 24, "beta_slow": 2,
+                                                       "original_max_position_embeddings": 512}}),
+}
+ROPES = {
+    "llama2": {"head_dim": 128, "rope_theta": 10000.0},
+    "llama2_linear": {"head_dim": 128, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+    "llama31": {"head_dim": 128, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}},
+    "llama32": {"head_dim": 64, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+                "rope_scaling": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}},
+    "qwen25_yarn": {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 32768,
+                    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "yarn_untruncated": {"head_dim": 80, "rope_theta": 150000.0, "max_position_embeddings": 131072,
+                         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                          "truncate": False, "original_max_position_embeddings": 4096}},
+}
+ROPE_POSITIONS = [0, 1, 2, 63, 64, 1000, 4095, 32767, 131071, 1000003, 4194303]
+
+
+def config_json(case):
+    return {"architectures": [ARCHITECTURES[case["model"]]], "model_type": case["model"],
+            "torch_dtype": case["dtype"], **SMALL, **case["config"]}
+
+
+def randomise(model, generator):
+    """Weights under which attention is far from uniform, norms and biases matter, and logits stay of order 1."""
+    gain = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 1.5, "lm_head": 1.0}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        module = name.split(".")[-2]
+        if "norm" in name:
+            value = 1 + 0.3 * noise
+        elif name.endswith(".bias"):
+            value = 0.5 * noise
+        elif module == "embed_tokens":
+            value = noise / (parameter.shape[1] ** 0.5 if model.config.tie_word_embeddings else 1)
+        else:
+            value = gain.get(module, 1.0) * noise / parameter.shape[1] ** 0.5
+        parameter.data.copy_(value)
+
+
+def load(folder, attention="eager", **overrides):
+    config = AutoConfig.from_pretrained(folder)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32,
+                                                attn_implementation=attention).eval()
+
+
+@torch.no_grad()
+def prefill(model, tokens):
+    cache = DynamicCache()  # without the config: keeps all tokens of windowed layers, too
+    logits = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, -1]
+    kv = [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+    return logits, kv
+
+
+def change(logits, other):
+    return ((logits - other).abs().max() / logits.std()).item()
+
+
+def check_sensitivity(folder, model, prompts):
+    """A wrong RoPE and a wrong mask must show in the prompts that are long enough for them."""
+    prompt = max((tokens for tokens in prompts if len(tokens) <= 1000), key=len)
+    logits = prefill(model, prompt)[0]
+    parameters = dict(model.config.rope_parameters)
+    wrong_theta = load(folder, rope_parameters={**parameters, "rope_theta": parameters["rope_theta"] * 1.3})
+    moved = {"theta": change(logits, prefill(wrong_theta, prompt)[0])}
+    if parameters["rope_type"] != "default" and len(prompt) > 2:
+        plain = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
+        moved["scaling"] = change(logits, prefill(load(folder, rope_parameters=plain), prompt)[0])
+    window = getattr(model.config, "sliding_window", None)
+    if window and len(prompt) > window:
+        for wrong in (window - 1, window + 1):
+            moved[f"window {wrong}"] = change(logits, prefill(load(folder, sliding_window=wrong), prompt)[0])
+    # The last query's nearest key, among few: a causal mask that is off by one would lose it.
+    short = min((tokens for tokens in prompts if len(tokens) > 1), key=len)
+    other = short.copy()
+    other[-2] = (other[-2] + 1) % model.config.vocab_size
+    moved["key"] = change(prefill(model, short)[0], prefill(model, other)[0])
+    print("   ", ", ".join(f"{what} moves logits by {by:.3f} std" for what, by in moved.items()))
+    assert min(moved.values()) > VISIBLE_CHANGE, moved
+
+
+def kept_rows(tokens, generator):
+    fixed = {0, 1, 63, 64, tokens // 2, tokens - 1}
+    drawn = torch.randint(tokens, (KEPT_ROWS,), generator=generator).tolist()
+    rows = [row for row in [*sorted(fixed), *drawn] if row < tokens]
+    return sorted(list(dict.fromkeys(rows))[:KEPT_ROWS])
+
+
+def write_prompt(path, tokens, logits, kv, generator):
+    rows = torch.tensor(kept_rows(len(tokens), generator))
+    tensors = {"tokens": torch.tensor(tokens, dtype=torch.int32), "logits": logits, "rows": rows,
+               "k_norms": torch.stack([k.double().pow(2).sum((0, 2)).sqrt().float() for k, _ in kv]),
+               "v_norms": torch.stack([v.double().pow(2).sum((0, 2)).sqrt().float() for _, v in kv])}
+    for layer, (k, v) in enumerate(kv):
+        tensors[f"layers.{layer}.k"] = k[rows].contiguous()
+        tensors[f"layers.{layer}.v"] = v[rows].contiguous()
+    save_file(tensors, path)
+
+
+def make_case(name, case, seed):
+    folder = HERE / "goldens" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    config_path = folder / "config.json"
+    config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    randomise(model, generator)
+    model.to(getattr(torch, case["dtype"])).save_pretrained(folder, max_shard_size=case.get("shards", "1GB"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if "rope_parameters" not in case["config"]:  # else the file stays as transformers 5 writes it
+        config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
+
+    model = load(folder)  # what is on disk, computed in float32
+    vocab = model.config.vocab_size
+    prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in case["prompts"]]
+    answers = []
+    for tokens in prompts:
+        long = len(tokens) > 1000
+        logits, kv = prefill(load(folder, "sdpa") if long else model, tokens)
+        answers.append((logits, kv))
+        write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, logits, kv, generator)
+    print(f"{name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "
+          f"{answers[-1][0].std():.2f}, {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
+    check_sensitivity(folder, model, prompts)
+    for file in folder.iterdir():
+        assert file.stat().st_size < MAX_FILE_BYTES, file
+
+
+def make_rope(name, parameters):
+    folder = HERE / "rope" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = config_json(dict(model="llama", dtype="float32", config=parameters))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    rope = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    positions = torch.tensor(ROPE_POSITIONS)
+    cos, sin = rope(torch.zeros(1), positions[None])
+    half = config["head_dim"] // 2
+    save_file({"inv_freq": rope.inv_freq.clone(), "positions": positions, "cos": cos[0, :, :half].contiguous(),
+               "sin": sin[0, :, :half].contiguous()}, folder / "rope.safetensors")
+    print(f"rope {name}: attention factor {rope.attention_scaling:.4f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="CASE", help="make this case alone")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    for name, parameters in ROPES.items():
+        if only in (None, name):
+            make_rope(name, parameters)
+    for seed, (name, case) in enumerate(CASES.items()):
+        if only in (None, name):
+            make_case(name, case, seed)
+
+
+if __name__ == "__main__":
+    main()
