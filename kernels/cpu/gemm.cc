@@ -272,13 +272,21 @@ class CpuGemm::Impl {
     const memory::desc layout = PreferredLayout(in_features, out_features, multiply_dtype_);
     absl::StatusOr<BufferRef> elements = AllocateHostMemory(layout.get_size());
     if (!elements.ok()) return elements.status();
-    absl::StatusOr<BufferRef> staging = AllocateHostMemory(std::min(kPanelFeatures, out_features) *
-                                                           in_features * DTypeBytes(multiply_dtype_));
+    const int64_t panel_elements = std::min(kPanelFeatures, out_features) * in_features;
+    absl::StatusOr<BufferRef> staging = AllocateHostMemory(panel_elements * DTypeBytes(multiply_dtype_));
     if (!staging.ok()) return staging.status();
+    absl::StatusOr<BufferRef> rounded =
+        AllocateHostMemory(widens() ? panel_elements * DTypeBytes(dtype_) : 0);
+    if (!rounded.ok()) return rounded.status();
 
     for (int64_t begin = 0; begin < out_features; begin += kPanelFeatures) {
       const int64_t columns = std::min(kPanelFeatures, out_features - begin);
-      CopyRows(rows, in_features, begin, columns, multiply_dtype_, (*staging)->data<std::byte>());
+      if (widens()) {
+        CopyRows(rows, in_features, begin, columns, dtype_, (*rounded)->data<std::byte>());
+        ConvertValues((*rounded)->data(), dtype_, columns * in_features, multiply_dtype_, (*staging)->data());
+      } else {
+        CopyRows(rows, in_features, begin, columns, dtype_, (*staging)->data<std::byte>());
+      }
       const Panel panel = PanelOf(layout, begin, columns);
       memory from({{in_features, columns}, DnnlType(multiply_dtype_), memory::dims{1, in_features}},
                   CpuEngine(), (*staging)->data());

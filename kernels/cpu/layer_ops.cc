@@ -39,10 +39,18 @@ HWY_INLINE hn::Vec<D> LoadF32(D d, const BFloat16* from) {
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
 }
 
+// HalfToFloat in vectors: the exponent is moved by a multiplication, which serves subnormal numbers too.
 template <class D>
 HWY_INLINE hn::Vec<D> LoadF32(D d, const Half* from) {
-  const hn::Rebind<hwy::float16_t, D> d16;
-  return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+  const hn::Rebind<uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  const auto bits = hn::PromoteTo(d32, hn::LoadU(d16, reinterpret_cast<const uint16_t*>(from)));
+  const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(d32, 0x8000)));
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(bits, hn::Set(d32, 0x7fff)));
+  const auto finite = hn::BitCast(d32, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112f)));
+  const auto infinity_or_nan = hn::Or(magnitude, hn::Set(d32, 0x7f800000));
+  const auto is_finite = hn::Lt(magnitude, hn::Set(d32, 0x7c00 << 13));
+  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(is_finite, finite, infinity_or_nan)));
 }
 
 template <class D>

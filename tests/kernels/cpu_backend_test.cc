@@ -1,0 +1,325 @@
+#include "kernels/cpu/cpu_backend.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/random_tensor.h"
+#include "tests/kernels/simd_target.h"
+
+namespace meshfill {
+namespace {
+
+// The CPU backend, on 1 to 3 threads and every instruction set, against the reference on the same random
+// inputs.
+class CpuBackendTest : public testing::TestWithParam<DType> {
+ protected:
+  // Calls body(cpu, reference, random) for some draws.
+  template <typename Body>
+  void ForRandomDraws(int draws, const Body& body) {
+    for (int draw = 0; draw < draws; ++draw) {
+      const uint64_t seed = TestSeed();
+      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      std::mt19937_64 random(seed);
+      const std::vector<int64_t> targets = SimdTargets();
+      const ScopedSimdTarget target(targets[Draw(random, 0, std::ssize(targets) - 1)]);
+      const auto cpu = MakeCpuBackend(GetParam(), static_cast<int>(Draw(random, 1, 3)));
+      const auto reference = MakeReferenceBackend(GetParam());
+      body(*cpu, *reference, random);
+      if (HasFatalFailure()) return;
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, CpuBackendTest, testing::Values(DType::kF32, DType::kBf16),
+                         [](const auto& param) { return DTypeName(param.param); });
+
+TEST_P(CpuBackendTest, Embed) {
+  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int64_t vocab = Draw(random, 1, 50), width = Draw(random, 1, 700), tokens = Draw(random, 0, 900);
+    const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
+    const Tensor table = Tensor::Normal(random, dtype, vocab * width);
+    std::vector<uint32_t> ids(tokens);
+    for (uint32_t& id : ids) id = static_cast<uint32_t>(Draw(random, 0, vocab - 1));
+    Tensor got(DType::kF32, tokens * width), expected = got;
+    ASSERT_TRUE(cpu.Embed(ids, table.data(), dtype, width, got.data<float>()).ok());
+    ASSERT_TRUE(reference.Embed(ids, table.data(), dtype, width, expected.data<float>()).ok());
+    ExpectClose(got, expected, 0);
+  });
+}
+
+TEST_P(CpuBackendTest, RmsNorm) {
+  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 400), width = Draw(random, 1, 1500);
+    const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random, DType::kF32, width);
+    Tensor got(GetParam(), tokens * width), expected = got;
+    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(
+          backend->RmsNorm(x.data<float>(), weight.data<float>(), tokens, width, 1e-5f, y->data()).ok());
+    }
+    ExpectClose(got, expected, 2e-6);
+  });
+}
+
+TEST_P(CpuBackendTest, SplitQkv) {
+  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
+    const int head_dim = 2 * static_cast<int>(Draw(random, 1, 128)), half = head_dim / 2;
+    const int64_t chunk_tokens = Draw(random, 0, 120);
+    const int64_t slot_begin = Draw(random, 0, chunk_tokens),
+                  tokens = Draw(random, 0, chunk_tokens - slot_begin);
+    const Tensor qkv = Tensor::Normal(random, GetParam(), tokens * (q_heads + 2 * kv_heads) * head_dim);
+    const Tensor q_norm = Tensor::Normal(random, DType::kF32, head_dim);
+    const Tensor k_norm = Tensor::Normal(random, DType::kF32, head_dim);
+    const bool norms = Draw(random, 0, 1) == 1;
+    Tensor cos(DType::kF32, chunk_tokens * half), sin = cos;
+    for (int64_t i = 0; i < cos.count(); ++i) {
+      const double angle = std::uniform_real_distribution<>(-3, 3)(random);
+      cos.Set(i, static_cast<float>(std::cos(angle)));
+      sin.Set(i, static_cast<float>(std::sin(angle)));
+    }
+    struct Split {
+      Tensor q, k, v;
+    };
+    const Split poisoned{Tensor(GetParam(), q_heads * chunk_tokens * head_dim),
+                         Tensor(GetParam(), kv_heads * chunk_tokens * head_dim),
+                         Tensor(GetParam(), kv_heads * chunk_tokens * head_dim)};
+    Split got = poisoned, expected = poisoned;
+    for (auto [backend, split] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend
+                      ->SplitQkv({.qkv = qkv.data(),
+                                  .tokens = tokens,
+                                  .slot_begin = slot_begin,
+                                  .chunk_tokens = chunk_tokens,
+                                  .q_heads = q_heads,
+                                  .kv_heads = kv_heads,
+                                  .head_dim = head_dim,
+                                  .q_norm = norms ? q_norm.data<float>() : nullptr,
+                                  .k_norm = norms ? k_norm.data<float>() : nullptr,
+                                  .norm_eps = 1e-6f,
+                                  .rope_cos = cos.data<float>(),
+                                  .rope_sin = sin.data<float>(),
+                                  .q = split->q.data(),
+                                  .k = split->k.data(),
+                                  .v = split->v.data()})
+                      .ok());
+    }
+    // Slots outside the slice must keep their poison, which compares unequal: look at the slice, then at the
+    // rest.
+    for (auto [mine, theirs] :
+         {std::pair(&got.q, &expected.q), {&got.k, &expected.k}, {&got.v, &expected.v}}) {
+      Tensor slice(GetParam(), mine->count()), reference_slice = slice;
+      for (int64_t i = 0; i < mine->count(); ++i) {
+        const int64_t slot = i / head_dim % chunk_tokens;
+        const bool inside = slot >= slot_begin && slot < slot_begin + tokens;
+        EXPECT_EQ(std::isnan(mine->At(i)), !inside);
+        slice.Set(i, inside ? mine->At(i) : 0);
+        reference_slice.Set(i, inside ? theirs->At(i) : 0);
+      }
+      EXPECT_TRUE(mine->GuardIntact());
+      ExpectClose(slice, reference_slice, 5e-6);
+    }
+  });
+}
+
+TEST_P(CpuBackendTest, AttentionBlockWithCarriedState) {
+  ForRandomDraws(6, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int kv_heads = Draw(random, 1, 2), q_heads = kv_heads * static_cast<int>(Draw(random, 1, 3));
+    const int head_dim = Draw(random, 1, 96);
+    const int64_t q_tokens = Draw(random, 1, 90), k_tokens = Draw(random, 1, 90);
+    const Tensor q = Tensor::Normal(random, GetParam(), q_heads * q_tokens * head_dim);
+    const Tensor k = Tensor::Normal(random, GetParam(), kv_heads * k_tokens * head_dim);
+    const Tensor v = Tensor::Normal(random, GetParam(), kv_heads * k_tokens * head_dim);
+    Tensor o(DType::kF32, q_heads * q_tokens * head_dim), lse(DType::kF32, q_heads * q_tokens);
+    Tensor expected_o = o, expected_lse = lse;
+    AttentionBlockArgs args{.q = q.data(),
+                            .k = k.data(),
+                            .v = v.data(),
+                            .q_tokens = q_tokens,
+                            .k_tokens = k_tokens,
+                            .q_heads = q_heads,
+                            .kv_heads = kv_heads,
+                            .head_dim = head_dim,
+                            .band = {.q = {.base = Draw(random, 0, 2), .stride = 3, .width = 16},
+                                     .k = {.base = Draw(random, 0, 2), .stride = 3, .width = 16},
+                                     .window = 0},
+                            .scale = 1 / std::sqrt(static_cast<float>(head_dim)),
+                            .carry_in = false,
+                            .o = nullptr,
+                            .lse = nullptr};
+    for (const bool carry_in : {false, true}) {  // the second block stands farther left and is seen more
+      args.carry_in = carry_in;
+      if (carry_in) args.band.q.base += 3;
+      for (auto [backend, to_o, to_lse] :
+           {std::tuple(&cpu, &o, &lse), {&reference, &expected_o, &expected_lse}}) {
+        args.o = to_o->data<float>();
+        args.lse = to_lse->data<float>();
+        ASSERT_TRUE(backend->AttentionBlock(args).ok());
+      }
+      const double tolerance = GetParam() == DType::kF32 ? 2e-5 : 3e-2;
+      ExpectClose(o, expected_o, tolerance);
+      ExpectClose(lse, expected_lse, tolerance);
+    }
+  });
+}
+
+TEST_P(CpuBackendTest, MergePartial) {
+  constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
+  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int64_t rows = Draw(random, 0, 3000);
+    const int head_dim = Draw(random, 1, 256);
+    const DType other_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    Tensor o = Tensor::Normal(random, DType::kF32, rows * head_dim);
+    Tensor lse = Tensor::Normal(random, DType::kF32, rows, 20);
+    Tensor other_o = Tensor::Normal(random, other_dtype, rows * head_dim);
+    Tensor other_lse = Tensor::Normal(random, DType::kF32, rows, 20);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (auto [state_o, state_lse] : {std::pair(&o, &lse), {&other_o, &other_lse}}) {
+        if (Draw(random, 0, 3) != 0) continue;
+        state_lse->Set(row, kNothingSeen);
+        for (int i = 0; i < head_dim; ++i) state_o->Set(row * head_dim + i, 0);
+      }
+    }
+    Tensor expected_o = o, expected_lse = lse;
+    for (auto [backend, to_o, to_lse] :
+         {std::tuple(&cpu, &o, &lse), {&reference, &expected_o, &expected_lse}}) {
+      ASSERT_TRUE(backend
+                      ->MergePartial({.o = to_o->data<float>(),
+                                      .lse = to_lse->data<float>(),
+                                      .other_o = other_o.data(),
+                                      .other_dtype = other_dtype,
+                                      .other_lse = other_lse.data<float>(),
+                                      .rows = rows,
+                                      .head_dim = head_dim})
+                      .ok());
+    }
+    ExpectClose(o, expected_o, 1e-5);
+    ExpectClose(lse, expected_lse, 1e-6);
+  });
+}
+
+TEST_P(CpuBackendTest, GatherOutput) {
+  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int q_heads = Draw(random, 1, 9), head_dim = Draw(random, 1, 200);
+    const int64_t chunk_tokens = Draw(random, 0, 300);
+    const int64_t slot_begin = Draw(random, 0, chunk_tokens),
+                  tokens = Draw(random, 0, chunk_tokens - slot_begin);
+    const Tensor o = Tensor::Normal(random, DType::kF32, q_heads * chunk_tokens * head_dim);
+    Tensor got(GetParam(), tokens * q_heads * head_dim), expected = got;
+    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(
+          backend
+              ->GatherOutput(o.data<float>(), q_heads, chunk_tokens, head_dim, slot_begin, tokens, y->data())
+              .ok());
+    }
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+TEST_P(CpuBackendTest, SwiGlu) {
+  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
+    Tensor got(GetParam(), tokens * width), expected = got;
+    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend->SwiGlu(x.data(), tokens, width, y->data()).ok());
+    }
+    ExpectClose(got, expected, 1e-6);
+  });
+}
+
+TEST_P(CpuBackendTest, Convert) {
+  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 300000));
+    for (const DType to : {DType::kF32, DType::kBf16}) {
+      Tensor got(to, from.count()), expected = got;
+      ASSERT_TRUE(cpu.Convert(from.data<float>(), from.count(), to, got.data()).ok());
+      ASSERT_TRUE(reference.Convert(from.data<float>(), from.count(), to, expected.data()).ok());
+      EXPECT_TRUE(got.SameBits(expected));
+    }
+  });
+}
+
+TEST_P(CpuBackendTest, AllocatesAlignedMemoryOfAnySize) {
+  const auto cpu = MakeCpuBackend(GetParam(), 1);
+  for (const size_t bytes : {0, 1, 63, 4096, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 3}) {
+    const auto buffer = cpu->Allocate(bytes);
+    ASSERT_TRUE(buffer.ok()) << buffer.status();
+    EXPECT_EQ((*buffer)->size_bytes(), bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>((*buffer)->data()) % 64, 0u);
+    if (bytes > 0) std::memset((*buffer)->data(), 1, bytes);
+  }
+}
+
+TEST_P(CpuBackendTest, MemoryThatIsNotToBeHadIsAnErrorThatNamesTheBytes) {
+  const auto cpu = MakeCpuBackend(GetParam(), 1);
+  for (const size_t bytes : {size_t{1} << 50, size_t{1} << 62, std::numeric_limits<size_t>::max()}) {
+    const absl::Status status = cpu->Allocate(bytes).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_NE(status.message().find(std::to_string(bytes)), std::string::npos) << status;
+  }
+}
+
+TEST_P(CpuBackendTest, ABufferOutlivesItsBackendAndDiesOnAnotherThread) {
+  auto cpu = MakeCpuBackend(GetParam(), 2);
+  BufferRef small = *cpu->Allocate(1000), large = *cpu->Allocate(8 << 20);
+  cpu.reset();
+  std::memset(small->data(), 1, small->size_bytes());
+  std::memset(large->data(), 1, large->size_bytes());
+  std::thread([small = std::move(small), large = std::move(large)]() mutable {
+    small.reset();
+    large.reset();
+  }).join();
+}
+
+// Every operation answers CANCELLED while the token is raised, and works again under another one.
+TEST_P(CpuBackendTest, ARaisedStopTokenCancels) {
+  const auto cpu = MakeCpuBackend(GetParam(), 2);
+  const DType dtype = GetParam();
+  std::mt19937_64 random(1);
+  const Tensor x = Tensor::Normal(random, DType::kF32, 64), weights = Tensor::Normal(random, dtype, 64);
+  Tensor y(DType::kF32, 64), lse(DType::kF32, 64);
+  const std::vector<uint32_t> ids = {0, 0};
+  const WeightRows rows{.data = weights.data(), .dtype = dtype, .rows = 8};
+  const auto weight = cpu->PackWeight({&rows, 1}, 8);
+  ASSERT_TRUE(weight.ok()) << weight.status();
+  const auto operations = [&] {
+    return std::vector<absl::Status>{
+        cpu->Embed(ids, x.data(), DType::kF32, 8, y.data<float>()),
+        cpu->RmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data()),
+        cpu->Gemm(
+            {.weight = weight->get(), .x = weights.data(), .tokens = 2, .y = y.data(), .y_dtype = dtype}),
+        cpu->MergePartial({.o = y.data<float>(),
+                           .lse = lse.data<float>(),
+                           .other_o = x.data(),
+                           .other_dtype = DType::kF32,
+                           .other_lse = x.data<float>(),
+                           .rows = 2,
+                           .head_dim = 8}),
+        cpu->GatherOutput(x.data<float>(), 1, 2, 8, 0, 2, y.data()),
+        cpu->SwiGlu(weights.data(), 2, 8, y.data()),
+        cpu->Convert(x.data<float>(), 64, DType::kF32, y.data()),
+    };
+  };
+  StopToken stop, fresh;
+  cpu->set_stop_token(&stop);
+  for (const absl::Status& status : operations()) EXPECT_TRUE(status.ok()) << status;
+  stop.Stop();
+  for (const absl::Status& status : operations())
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  cpu->set_stop_token(&fresh);
+  for (const absl::Status& status : operations()) EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(CpuBackend, SaysItsTarget) {
+  EXPECT_EQ(MakeCpuBackend(DType::kF32, 1)->name().rfind("cpu/", 0), 0u);
+  EXPECT_EQ(MakeCpuBackend(DType::kBf16, 1)->dtype(), DType::kBf16);
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,230 @@
+#include "kernels/cpu/gemm.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/random_tensor.h"
+
+namespace meshfill {
+namespace {
+
+// A linear layer whose rows come from one to three sources of any dtype, with a bias or without.
+struct Layer {
+  int64_t in_features, out_features = 0;
+  std::vector<Tensor> weights, biases;
+  std::vector<WeightRows> rows;
+
+  Layer(std::mt19937_64& random, int64_t in_features, int64_t max_rows) : in_features(in_features) {
+    const int64_t sources = Draw(random, 1, 3);
+    for (int64_t i = 0; i < sources; ++i) {
+      const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
+      const int64_t count = Draw(random, 1, max_rows);
+      weights.push_back(Tensor::Normal(random, dtype, count * in_features));
+      biases.push_back(Tensor::Normal(random, DType::kF32, count));
+      out_features += count;
+    }
+    for (int64_t i = 0; i < sources; ++i) {
+      const bool bias = Draw(random, 0, 1) == 1;
+      rows.push_back({.data = weights[i].data(),
+                      .dtype = weights[i].dtype(),
+                      .rows = biases[i].count(),
+                      .bias = bias ? biases[i].data<float>() : nullptr});
+    }
+  }
+};
+
+class GemmTest : public testing::TestWithParam<DType> {
+ protected:
+  // Of a sum of `in_features` products of normal numbers.
+  static double Tolerance(int64_t in_features) { return 2e-6 * std::sqrt(static_cast<double>(in_features)); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, GemmTest, testing::Values(DType::kF32, DType::kBf16),
+                         [](const auto& param) { return DTypeName(param.param); });
+
+TEST_P(GemmTest, AgreesWithTheReference) {
+  const auto reference = MakeReferenceBackend(GetParam());
+  for (int draw = 0; draw < 40; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), pool);
+    const Layer layer(random, Draw(random, 1, 300), 90);
+    const auto weight = gemm.Pack(layer.rows, layer.in_features);
+    const auto reference_weight = reference->PackWeight(layer.rows, layer.in_features);
+    ASSERT_TRUE(weight.ok()) << weight.status();
+    EXPECT_EQ((*weight)->out_features(), layer.out_features);
+    EXPECT_EQ((*weight)->in_features(), layer.in_features);
+    for (int call = 0; call < 3; ++call) {  // other token counts and flags with the same weight
+      const int64_t tokens = draw % 4 == 0 ? call : Draw(random, 0, 300);
+      const bool accumulate = Draw(random, 0, 1) == 1;
+      const DType y_dtype = accumulate || Draw(random, 0, 1) == 1 ? DType::kF32 : GetParam();
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
+      Tensor y = accumulate ? Tensor::Normal(random, y_dtype, tokens * layer.out_features)
+                            : Tensor(y_dtype, tokens * layer.out_features);
+      Tensor expected = y;
+      GemmArgs args{.weight = weight->get(),
+                    .x = x.data(),
+                    .tokens = tokens,
+                    .y = y.data(),
+                    .y_dtype = y_dtype,
+                    .accumulate = accumulate};
+      const absl::Status status = gemm.Run(args, nullptr);
+      ASSERT_TRUE(status.ok()) << status;
+      args.weight = reference_weight->get();
+      args.y = expected.data();
+      ASSERT_TRUE(reference->Gemm(args).ok());
+      SCOPED_TRACE(testing::Message() << tokens << " tokens, " << layer.in_features << " to "
+                                      << layer.out_features << (accumulate ? ", accumulated" : ""));
+      ExpectClose(y, expected, Tolerance(layer.in_features));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The LM head: one token, many panels of output features, the last of them short.
+TEST_P(GemmTest, OneTokenOverManyOutputFeatures) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  ThreadPool pool(2);
+  CpuGemm gemm(GetParam(), pool);
+  const auto reference = MakeReferenceBackend(GetParam());
+  for (const int64_t in_features : {int64_t{64}, Draw(random, 1, 99)}) {
+    const Layer layer(random, in_features, 1500);
+    const auto weight = gemm.Pack(layer.rows, in_features);
+    const auto reference_weight = reference->PackWeight(layer.rows, in_features);
+    ASSERT_TRUE(weight.ok()) << weight.status();
+    const Tensor x = Tensor::Normal(random, GetParam(), in_features);
+    Tensor y(DType::kF32, layer.out_features), expected = y;
+    GemmArgs args{.weight = weight->get(),
+                  .x = x.data(),
+                  .tokens = 1,
+                  .y = y.data(),
+                  .y_dtype = DType::kF32,
+                  .accumulate = false};
+    ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+    args.weight = reference_weight->get();
+    args.y = expected.data();
+    ASSERT_TRUE(reference->Gemm(args).ok());
+    ExpectClose(y, expected, Tolerance(in_features));
+  }
+}
+
+// Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.
+TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
+  if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
+    GTEST_SKIP() << "only AVX-512 promises this";
+  }
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  const Layer layer(random, Draw(random, 300, 1300), 300);
+  const int64_t tokens = 255;
+  const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
+  const auto run = [&](int threads, int64_t first, int64_t count) {
+    ThreadPool pool(threads);
+    CpuGemm gemm(GetParam(), pool);
+    const auto weight = gemm.Pack(layer.rows, layer.in_features);
+    Tensor y(GetParam(), count * layer.out_features);
+    EXPECT_TRUE(gemm.Run({.weight = weight->get(),
+                          .x = x.data<std::byte>() + first * layer.in_features * DTypeBytes(GetParam()),
+                          .tokens = count,
+                          .y = y.data(),
+                          .y_dtype = GetParam()},
+                         nullptr)
+                    .ok());
+    return y;
+  };
+  const Tensor whole = run(1, 0, tokens);
+  for (const auto& [threads, first, count] : {std::tuple<int, int64_t, int64_t>{2, 0, tokens},
+                                              {3, 0, tokens},
+                                              {1, 17, 1},
+                                              {2, 100, 77},
+                                              {1, 250, 5}}) {
+    const Tensor part = run(threads, first, count);
+    const size_t row_bytes = layer.out_features * DTypeBytes(GetParam());
+    EXPECT_EQ(std::memcmp(part.data(), whole.data<std::byte>() + first * row_bytes, count * row_bytes), 0)
+        << count << " tokens from " << first << " on " << threads << " threads";
+  }
+}
+
+TEST_P(GemmTest, TheSourcesMayGoAfterPacking) {
+  std::mt19937_64 random(1);
+  ThreadPool pool(1);
+  CpuGemm gemm(GetParam(), pool);
+  std::vector<float> weights(8 * 4, 1.0f), bias(8, 0.5f);
+  const WeightRows rows{.data = weights.data(), .dtype = DType::kF32, .rows = 8, .bias = bias.data()};
+  const auto weight = gemm.Pack({&rows, 1}, 4);
+  std::fill(weights.begin(), weights.end(), 100.0f);
+  std::fill(bias.begin(), bias.end(), 100.0f);
+  Tensor x(GetParam(), 4), y(DType::kF32, 8);
+  for (int i = 0; i < 4; ++i) x.Set(i, 2);
+  ASSERT_TRUE(
+      gemm.Run({.weight = weight->get(), .x = x.data(), .tokens = 1, .y = y.data(), .y_dtype = DType::kF32},
+               nullptr)
+          .ok());
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(y.At(i), 8.5f);
+}
+
+// Ranks of one process share their weights, and multiply at the same time.
+TEST_P(GemmTest, OneWeightServesSeveralRanks) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  ThreadPool pool(2);
+  CpuGemm gemm(GetParam(), pool);
+  const Layer layer(random, 65, 200);
+  const auto weight = gemm.Pack(layer.rows, layer.in_features);
+  ASSERT_TRUE(weight.ok()) << weight.status();
+  const Tensor x = Tensor::Normal(random, GetParam(), 100 * layer.in_features);
+  const auto run = [&](CpuGemm& mine) {
+    Tensor y(GetParam(), 100 * layer.out_features);
+    for (int i = 0; i < 20; ++i) {
+      EXPECT_TRUE(mine.Run({.weight = weight->get(),
+                            .x = x.data(),
+                            .tokens = 100,
+                            .y = y.data(),
+                            .y_dtype = GetParam()},
+                           nullptr)
+                      .ok());
+    }
+    return y;
+  };
+  Tensor other_y(GetParam(), 0);
+  std::thread other([&] {
+    ThreadPool other_pool(2);
+    CpuGemm other_gemm(GetParam(), other_pool);
+    other_y = run(other_gemm);
+  });
+  const Tensor y = run(gemm);
+  other.join();
+  EXPECT_TRUE(y.SameBits(other_y));
+}
+
+TEST_P(GemmTest, ARaisedStopTokenCancels) {
+  ThreadPool pool(2);
+  CpuGemm gemm(GetParam(), pool);
+  const Tensor zeros(DType::kF32, 16);
+  const WeightRows rows{.data = zeros.data(), .dtype = DType::kF32, .rows = 4};
+  const auto weight = gemm.Pack({&rows, 1}, 4);
+  Tensor x(GetParam(), 8), y(DType::kF32, 8);
+  StopToken stop;
+  stop.Stop();
+  const GemmArgs args{
+      .weight = weight->get(), .x = x.data(), .tokens = 2, .y = y.data(), .y_dtype = DType::kF32};
+  EXPECT_EQ(gemm.Run(args, &stop).code(), absl::StatusCode::kCancelled);
+  EXPECT_TRUE(gemm.Run(args, nullptr).ok());
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,152 @@
+#include "kernels/cpu/layer_ops.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "tests/kernels/random_tensor.h"
+#include "tests/kernels/simd_target.h"
+
+namespace meshfill {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// What random inputs do not reach, on every instruction set; CpuBackendTest has the operations on random
+// inputs.
+class LayerOpsTest : public testing::TestWithParam<int64_t> {
+ private:
+  ScopedSimdTarget target_{GetParam()};
+};
+
+INSTANTIATE_TEST_SUITE_P(Targets, LayerOpsTest, testing::ValuesIn(SimdTargets()),
+                         [](const auto& param) { return std::string(hwy::TargetName(param.param)); });
+
+TEST_P(LayerOpsTest, EveryHalfWidensExactly) {
+  std::vector<uint16_t> halves(1 << 16);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
+  std::vector<float> widened(halves.size());
+  ConvertValues(halves.data(), DType::kF16, std::ssize(halves), DType::kF32, widened.data());
+  for (size_t i = 0; i < halves.size(); ++i) {
+    const float expected = HalfToFloat(halves[i]);
+    if (std::isnan(expected)) {
+      EXPECT_TRUE(std::isnan(widened[i])) << i;
+    } else {
+      EXPECT_EQ(std::bit_cast<uint32_t>(widened[i]), std::bit_cast<uint32_t>(expected)) << i;
+    }
+  }
+}
+
+TEST_P(LayerOpsTest, EveryBfloat16WidensExactly) {
+  std::vector<uint16_t> narrow(1 << 16);
+  for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = static_cast<uint16_t>(i);
+  std::vector<uint32_t> widened(narrow.size());
+  ConvertValues(narrow.data(), DType::kBf16, std::ssize(narrow), DType::kF32, widened.data());
+  for (size_t i = 0; i < narrow.size(); ++i) EXPECT_EQ(widened[i], uint32_t{narrow[i]} << 16);
+}
+
+TEST_P(LayerOpsTest, RoundsToNearestEvenWhateverTheBits) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  std::vector<float> values = {0.0f, -0.0f, kInfinity, -kInfinity, kNaN, -kNaN, 0x1p-149f, 0x1.fffffep127f};
+  for (uint32_t upper = 0; upper < 1 << 16; upper += 7) {  // halfway, and next to it
+    for (const uint32_t lower : {0x7fff, 0x8000, 0x8001})
+      values.push_back(std::bit_cast<float>(upper << 16 | lower));
+  }
+  for (int i = 0; i < 20001; ++i) values.push_back(std::bit_cast<float>(static_cast<uint32_t>(random())));
+  std::vector<BFloat16> rounded(values.size());
+  ConvertValues(values.data(), DType::kF32, std::ssize(values), DType::kBf16, rounded.data());
+  for (size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(rounded[i].bits, BFloat16::FromFloat(values[i]).bits) << std::bit_cast<uint32_t>(values[i]);
+  }
+}
+
+TEST_P(LayerOpsTest, SwiGluIsAccurateOverTheWholeRange) {
+  std::vector<float> gates;
+  for (float gate = -86.0f; gate <= 120.0f; gate += 0.0037f) gates.push_back(gate);
+  std::vector<float> x = gates, y(gates.size());
+  x.resize(2 * gates.size(), 1.0f);  // up
+  SwiGluTokens(x.data(), 1, std::ssize(gates), DType::kF32, y.data());
+  for (size_t i = 0; i < gates.size(); ++i) {
+    const double expected = gates[i] / (1 + std::exp(-static_cast<double>(gates[i])));
+    EXPECT_NEAR(y[i], expected, 1e-6 * std::abs(expected)) << gates[i];
+  }
+}
+
+TEST_P(LayerOpsTest, SwiGluAtItsEnds) {
+  std::vector<float> x = {-88.5f, -104.5f, -1e4f, -std::numeric_limits<float>::max(),
+                          1e30f,  kNaN,    0.0f,  2.0f};
+  const int64_t width = std::ssize(x);
+  x.resize(2 * width, 1.0f);
+  x.back() = kNaN;
+  std::vector<float> y(width);
+  SwiGluTokens(x.data(), 1, width, DType::kF32, y.data());
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_LE(y[i], 0);
+    EXPECT_GE(y[i], -1e-30f);
+  }
+  EXPECT_EQ(y[4], 1e30f);
+  EXPECT_TRUE(std::isnan(y[5]));  // a broken activation must show in the logits
+  EXPECT_EQ(y[6], 0);
+  EXPECT_TRUE(std::isnan(y[7]));
+}
+
+TEST_P(LayerOpsTest, RowsThatHaveSeenNoKeyMergeWithoutNaN) {
+  constexpr int kHeadDim = 19;
+  std::vector<float> o(4 * kHeadDim, 0.0f), other_o(4 * kHeadDim, 0.0f);
+  std::vector<float> lse = {-kInfinity, -kInfinity, 3.0f, 1.0f},
+                     other_lse = {-kInfinity, 2.0f, -kInfinity, 1.0f};
+  std::fill_n(other_o.begin() + kHeadDim, kHeadDim, 5.0f);
+  std::fill_n(o.begin() + 2 * kHeadDim, kHeadDim, 7.0f);
+  std::fill_n(o.begin() + 3 * kHeadDim, kHeadDim, 1.0f);
+  std::fill_n(other_o.begin() + 3 * kHeadDim, kHeadDim, 3.0f);
+  MergePartialRows({.o = o.data(),
+                    .lse = lse.data(),
+                    .other_o = other_o.data(),
+                    .other_dtype = DType::kF32,
+                    .other_lse = other_lse.data(),
+                    .rows = 4,
+                    .head_dim = kHeadDim},
+                   0, 4);
+  EXPECT_EQ(lse[0], -kInfinity);
+  EXPECT_EQ(lse[1], 2.0f);
+  EXPECT_EQ(lse[2], 3.0f);
+  EXPECT_FLOAT_EQ(lse[3], 1.0f + std::log(2.0f));
+  const float expected[] = {0, 5, 7, 2};
+  for (int i = 0; i < 4 * kHeadDim; ++i) EXPECT_FLOAT_EQ(o[i], expected[i / kHeadDim]);
+}
+
+TEST_P(LayerOpsTest, ScoresFarApartMergeWithoutOverflow) {
+  float o = 1, lse = 3e38f;
+  const float other_o = 2, other_lse = -3e38f;
+  MergePartialRows({.o = &o,
+                    .lse = &lse,
+                    .other_o = &other_o,
+                    .other_dtype = DType::kF32,
+                    .other_lse = &other_lse,
+                    .rows = 1,
+                    .head_dim = 1},
+                   0, 1);
+  EXPECT_EQ(o, 1);
+  EXPECT_EQ(lse, 3e38f);
+}
+
+// One row of a constant: mean(x²) is its square, at any width.
+TEST_P(LayerOpsTest, RmsNormOfAConstantIsTheWeight) {
+  for (int64_t width = 1; width < 100; ++width) {
+    const std::vector<float> x(width, -4.0f), weight(width, 3.0f);
+    std::vector<float> y(width + 1, kNaN);
+    RmsNormRows(x.data(), weight.data(), 1, width, 0.0f, DType::kF32, y.data());
+    for (int64_t i = 0; i < width; ++i) EXPECT_FLOAT_EQ(y[i], -3.0f);
+    EXPECT_TRUE(std::isnan(y[width]));
+  }
+}
+
+}  // namespace
+}  // namespace meshfill
