@@ -1,1 +1,125 @@
 #include "kernels/peak.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "kernels/cpu/attention.h"
+
+namespace meshfill {
+namespace {
+
+// Each loop keeps as many accumulators as hide the latency of two multiply-adds a cycle and fit the
+// registers. They start apart, so that the compiler cannot do the same work once for all; the result depends
+// on every step, and floating point forbids to shorten the chains.
+struct RegisterLoop {
+  float (*run)(int64_t iterations);
+  double flops_per_iteration;
+};
+
+// x ← x · kFactor + kTerm stays near 1: neither overflow nor subnormals slow it down.
+constexpr float kFactor = 0.5f;
+constexpr float kTerm = 0.5f;
+
+float RunPortable(int64_t iterations) {
+  typedef float Floats __attribute__((vector_size(16)));
+  Floats sums[12];
+  for (int i = 0; i < 12; ++i) sums[i] = Floats{} + static_cast<float>(i);
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 12
+    for (Floats& sum : sums) sum = sum * kFactor + kTerm;
+  }
+  for (const Floats& sum : sums) sums[0] += sum;
+  return sums[0][0];
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) float RunFma256(int64_t iterations) {
+  __m256 sums[12];
+  for (int i = 0; i < 12; ++i) sums[i] = _mm256_set1_ps(static_cast<float>(i));
+  const __m256 factor = _mm256_set1_ps(kFactor);
+  const __m256 term = _mm256_set1_ps(kTerm);
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 12
+    for (__m256& sum : sums) sum = _mm256_fmadd_ps(sum, factor, term);
+  }
+  for (const __m256& sum : sums) sums[0] += sum;
+  return sums[0][0];
+}
+
+__attribute__((target("avx512f"))) float RunFma512(int64_t iterations) {
+  __m512 sums[24];
+  for (int i = 0; i < 24; ++i) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+  const __m512 factor = _mm512_set1_ps(kFactor);
+  const __m512 term = _mm512_set1_ps(kTerm);
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 24
+    for (__m512& sum : sums) sum = _mm512_fmadd_ps(sum, factor, term);
+  }
+  for (const __m512& sum : sums) sums[0] += sum;
+  return sums[0][0];
+}
+
+__attribute__((target("avx512f,avx512bw,avx512bf16"))) float RunDpBf16(int64_t iterations) {
+  __m512 sums[24];
+  for (int i = 0; i < 24; ++i) sums[i] = _mm512_set1_ps(static_cast<float>(i));
+  const auto one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  const auto small = (__m512bh)_mm512_set1_epi16(0x3380);  // 2^-24
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 24
+    for (__m512& sum : sums) sum = _mm512_dpbf16_ps(sum, one, small);
+  }
+  for (const __m512& sum : sums) sums[0] += sum;
+  return sums[0][0];
+}
+#endif
+
+RegisterLoop LoopOf(std::string_view target, DType dtype) {
+#if defined(__x86_64__)
+  if (target == "avx512_bf16" && dtype == DType::kBf16) return {RunDpBf16, 24 * 32 * 2};
+  if (target == "avx512_bf16" || target == "avx512") return {RunFma512, 24 * 16 * 2};
+  if (target == "avx2") return {RunFma256, 12 * 8 * 2};
+#endif
+  return {RunPortable, 12 * 4 * 2};
+}
+
+double SecondsOf(const RegisterLoop& loop, int threads, int64_t iterations) {
+  std::vector<float> results(threads);
+  std::vector<std::thread> others;
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 1; i < threads; ++i) others.emplace_back([&, i] { results[i] = loop.run(iterations); });
+  results[0] = loop.run(iterations);
+  for (std::thread& thread : others) thread.join();
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  // The results are looked at, so that the loops cannot be left out.
+  volatile float sink = 0;
+  for (const float result : results) sink = sink + result;
+  return elapsed.count();
+}
+
+}  // namespace
+
+double MeasureTargetPeakFlops(std::string_view target, DType dtype, int threads, double seconds) {
+  const RegisterLoop loop = LoopOf(target, dtype);
+  double best = 0;
+  int64_t iterations = 1 << 12;
+  for (double total = 0; total < seconds;) {
+    const double elapsed = std::max(SecondsOf(loop, threads, iterations), 1e-9);
+    best = std::max(best, loop.flops_per_iteration * static_cast<double>(iterations) * threads / elapsed);
+    total += elapsed;
+    if (elapsed < seconds / 8) iterations *= 2;  // short runs measure the start of the threads
+  }
+  return best;
+}
+
+double MeasurePeakFlops(DType dtype, int threads, double seconds) {
+  return MeasureTargetPeakFlops(SupportedAttentionTargets().front(), dtype, threads, seconds);
+}
+
+}  // namespace meshfill

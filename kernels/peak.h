@@ -2,13 +2,19 @@
 #ifndef MESHFILL_KERNELS_PEAK_H_
 #define MESHFILL_KERNELS_PEAK_H_
 
+#include <string_view>
+
 #include "kernels/dtype.h"
 
 namespace meshfill {
 
-// FLOP/s of `threads` threads at once that do nothing but the widest multiply-add of the dtype on this machine
-// (dpbf16ps or FMA) on registers. The best of a few runs, `seconds` in all.
+// FLOP/s of `threads` threads at once that do nothing but the widest multiply-add of the dtype on this
+// machine (dpbf16ps or FMA) on registers. The best of a few runs, `seconds` in all.
 double MeasurePeakFlops(DType dtype, int threads, double seconds);
+
+// The same with the widest multiply-add of one of SupportedAttentionTargets(): "portable" multiplies and adds
+// four floats, "avx2" and "avx512" have FMA, "avx512_bf16" has dpbf16ps for bf16 besides.
+double MeasureTargetPeakFlops(std::string_view target, DType dtype, int threads, double seconds);
 
 }  // namespace meshfill
 

@@ -10,13 +10,15 @@
 
 namespace meshfill {
 
-// Instruction sets that have a kernel of their own, widest first: "avx512_bf16", "avx512", "avx2", "portable".
-// avx512_bf16 differs from avx512 for bf16 inputs only.
+// Instruction sets that have a kernel of their own, widest first: "avx512_bf16", "avx512", "avx2",
+// "portable". avx512_bf16 differs from avx512 for bf16 inputs only.
 std::vector<std::string> SupportedAttentionTargets();  // those that this machine can run
 
-// Backend::AttentionBlock for `dtype` inputs. `target` is one of SupportedAttentionTargets(). CANCELLED when `stop`
-// (may be null) is raised; it is looked at between query tiles. Same inputs and target: same bits, for any number of
-// threads.
+// Backend::AttentionBlock for `dtype` inputs, f32 or bf16. `target` is one of SupportedAttentionTargets();
+// args.scale is positive. CANCELLED when `stop` (may be null) is raised: every thread looks at it before each
+// block of at most 256 keys, so within a few milliseconds. INVALID_ARGUMENT for another dtype, target or
+// scale, RESOURCE_EXHAUSTED where the scratch, about 1 MiB a thread, cannot be had. Same inputs and target:
+// same bits, for any number of threads.
 absl::Status CpuAttentionBlock(const AttentionBlockArgs& args, DType dtype, const std::string& target,
                                ThreadPool& pool, const StopToken* stop);
 

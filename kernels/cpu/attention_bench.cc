@@ -1,0 +1,108 @@
+#include "kernels/cpu/attention_bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/thread_pool.h"
+#include "kernels/peak.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kPeakSeconds = 0.05;  // of each repeat
+
+absl::Status CheckOptions(const AttentionBenchOptions& options) {
+  const auto error = [](auto... parts) {
+    return absl::InvalidArgumentError(absl::StrCat("bench attention: ", parts...));
+  };
+  if (options.dtype == DType::kF16) return error("dtype is f16; use bf16 or f32");
+  if (options.head_dim < 1 || options.head_dim > 256)
+    return error("head_dim is ", options.head_dim, "; use 1 to 256");
+  if (options.kv_heads < 1 || options.q_heads < 1 || options.q_heads % options.kv_heads != 0) {
+    return error("q_heads is ", options.q_heads, ", kv_heads ", options.kv_heads,
+                 "; use a divisor of q_heads");
+  }
+  if (options.tokens < 1) return error("tokens is ", options.tokens, "; use at least 1");
+  if (options.threads < 1) return error("threads is ", options.threads, "; use at least 1");
+  if (options.repeats < 1) return error("repeats is ", options.repeats, "; use at least 1");
+  return absl::OkStatus();
+}
+
+// Standard normal elements: with zeros, or with equal scores, the multipliers would draw less power than in
+// real use.
+std::vector<char> RandomTensor(int64_t elements, DType dtype, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  const size_t bytes = DTypeBytes(dtype);
+  std::vector<char> tensor(elements * bytes);
+  for (int64_t i = 0; i < elements; ++i) {
+    const float value = normal(random);
+    const BFloat16 rounded = BFloat16::FromFloat(value);
+    std::memcpy(tensor.data() + i * bytes, dtype == DType::kF32 ? static_cast<const void*>(&value) : &rounded,
+                bytes);
+  }
+  return tensor;
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+}  // namespace
+
+absl::StatusOr<AttentionBenchResult> BenchAttention(const AttentionBenchOptions& options) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  const std::string target = options.target.empty() ? SupportedAttentionTargets().front() : options.target;
+  const int64_t q_elements = options.tokens * options.q_heads * options.head_dim;
+  const int64_t kv_elements = options.tokens * options.kv_heads * options.head_dim;
+  std::mt19937 random(1);
+  const std::vector<char> q = RandomTensor(q_elements, options.dtype, random);
+  const std::vector<char> k = RandomTensor(kv_elements, options.dtype, random);
+  const std::vector<char> v = RandomTensor(kv_elements, options.dtype, random);
+  std::vector<float> o(q_elements);
+  std::vector<float> lse(options.tokens * options.q_heads);
+  const AttentionBlockArgs args{.q = q.data(),
+                                .k = k.data(),
+                                .v = v.data(),
+                                .q_tokens = options.tokens,
+                                .k_tokens = options.tokens,
+                                .q_heads = options.q_heads,
+                                .kv_heads = options.kv_heads,
+                                .head_dim = options.head_dim,
+                                .band = {},
+                                .scale = 1.0f / std::sqrt(static_cast<float>(options.head_dim)),
+                                .carry_in = false,
+                                .o = o.data(),
+                                .lse = lse.data()};
+  const double tokens = static_cast<double>(options.tokens);
+  const double flops = 4.0 * options.head_dim * options.q_heads * (tokens * (tokens + 1) / 2);
+
+  ThreadPool pool(options.threads);
+  std::vector<double> seconds, speeds, peaks, ratios;
+  for (int repeat = 0; repeat < options.repeats; ++repeat) {
+    const auto start = std::chrono::steady_clock::now();
+    absl::Status status = CpuAttentionBlock(args, options.dtype, target, pool, nullptr);
+    if (!status.ok()) return status;
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    seconds.push_back(elapsed.count());
+    speeds.push_back(flops / elapsed.count());
+    peaks.push_back(MeasureTargetPeakFlops(target, options.dtype, options.threads, kPeakSeconds));
+    ratios.push_back(speeds.back() / peaks.back());
+  }
+  return AttentionBenchResult{.target = target,
+                              .seconds = Median(seconds),
+                              .flops_per_second = Median(speeds),
+                              .peak_flops_per_second = Median(peaks),
+                              .ratio = Median(ratios)};
+}
+
+}  // namespace meshfill
