@@ -1,0 +1,231 @@
+#include "server/metrics.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "prometheus/counter.h"
+#include "prometheus/exposer.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/address.h"
+
+namespace meshfill {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+
+constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
+constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
+
+const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1, 0.5, 1,   2.5,  5,    10,
+                                                  30,    60,   120, 300, 600, 1200, 1800, 3600};
+// Long prompts take minutes: the last bucket is an hour.
+const Histogram::BucketBoundaries kPrefillBuckets = {0.1, 0.25, 0.5, 1,   2.5, 5,    10,   20,
+                                                     30,  60,   120, 300, 600, 1200, 1800, 3600};
+
+Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+Family<Gauge>& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const char* help,
+                        const Histogram::BucketBoundaries& buckets) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add({}, buckets);
+}
+
+double PeakResidentBytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace
+
+const char* PoolStateName(PoolState state) {
+  switch (state) {
+    case PoolState::kLoading:
+      return "loading";
+    case PoolState::kReady:
+      return "ready";
+    case PoolState::kDraining:
+      return "draining";
+  }
+  return "?";
+}
+
+// Every family of the registry, named once. A Collectable of its own, to measure what is only known when
+// asked.
+class Metrics::Families final : public prometheus::Collectable {
+ public:
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    peak_memory_bytes.Set(PeakResidentBytes());
+    return registry.Collect();
+  }
+
+  prometheus::Registry registry;
+
+  Family<Counter>& requests =
+      AddCounter(registry, "meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
+  Gauge& queue_requests =
+      AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
+          .Add({});
+  Gauge& queue_tokens = AddGauge(registry, "meshfill_queue_tokens",
+                                 "Prompt tokens of the requests that wait or upload. Scale on this.")
+                            .Add({});
+  Histogram& queue_wait = AddHistogram(registry, "meshfill_queue_wait_seconds",
+                                       "From a complete upload to the prefill's begin.", kWaitBuckets);
+  Histogram& ttft =
+      AddHistogram(registry, "meshfill_ttft_seconds",
+                   "Time to first token: from a request's begin to its result.", kPrefillBuckets);
+  Histogram& prefill =
+      AddHistogram(registry, "meshfill_prefill_seconds", "Wall time of finished prefills.", kPrefillBuckets);
+  Counter& prompt_tokens =
+      AddCounter(registry, "meshfill_prompt_tokens_total", "Prompt tokens of finished prefills.").Add({});
+  Family<Counter>& comm_wait = AddCounter(
+      registry, "meshfill_comm_wait_seconds_total",
+      "Exposed communication: time in which a rank stood still for a chunk, by rank and operation.");
+  Family<Counter>& attention_compute =
+      AddCounter(registry, "meshfill_attention_compute_seconds_total",
+                 "Time in which a rank computed attention blocks and merged partial outputs, by rank.");
+  Family<Counter>& comm_bytes = AddCounter(registry, "meshfill_comm_bytes_total",
+                                           "Bytes that all ranks sent to each other, by what they carried.");
+  Gauge& overlap = AddGauge(registry, "meshfill_overlap_ratio",
+                            "Of the last prefill: share of the ranks' attention time that did not wait for "
+                            "communication (1: all hidden).")
+                       .Add({});
+  Gauge& mfu = AddGauge(registry, "meshfill_mfu",
+                        "Of the last prefill: model FLOPs done / (seconds x sum of the ranks' peak FLOP/s).")
+                   .Add({});
+  Gauge& attention_mfu = AddGauge(registry, "meshfill_attention_mfu",
+                                  "Of the last prefill: MFU within attention, unmasked pairs only.")
+                             .Add({});
+  Gauge& predicted =
+      AddGauge(registry, "meshfill_predicted_seconds", "Of the last prefill: the plan's prediction.").Add({});
+  Gauge& prediction_ratio =
+      AddGauge(registry, "meshfill_prediction_ratio",
+               "Of the last prefill: real seconds / predicted seconds (above 1: slower than predicted).")
+          .Add({});
+  Gauge& straggler_spread = AddGauge(registry, "meshfill_straggler_spread_seconds",
+                                     "Of the last prefill: busy time of the busiest rank less that of the "
+                                     "least busy one, waits not counted.")
+                                .Add({});
+  Gauge& peak_memory_bytes =
+      AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
+          .Add({});
+  Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
+  Family<Gauge>& plan_info =
+      AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
+
+  std::mutex plan_mu;  // guards the two below
+  prometheus::Labels plan_labels;
+  Gauge* plan_gauge = nullptr;
+};
+
+Metrics::Metrics() : families_(std::make_shared<Families>()) {
+  Families& f = *families_;
+  AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
+      .Add({{"version", MESHFILL_VERSION}})
+      .Set(1);
+  for (int code = 0; code < kStatusCodes; ++code) {
+    f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
+  }
+  for (const char* op : {"q", "kv", "o", "all_to_all"}) f.comm_bytes.Add({{"op", op}});
+  for (PoolState state : kPoolStates) f.ranks.Add({{"state", PoolStateName(state)}});
+}
+
+Metrics::~Metrics() = default;
+
+absl::StatusOr<std::string> Metrics::Listen(const std::string& address) {
+  auto resolved = ResolveFreeAddress(address);
+  if (!resolved.ok()) return resolved.status();
+  try {
+    exposer_ = std::make_unique<prometheus::Exposer>(resolved->DebugString());
+    exposer_->RegisterCollectable(families_);
+    resolved->port = static_cast<uint16_t>(exposer_->GetListeningPorts().at(0));
+  } catch (const std::exception& error) {
+    return absl::UnavailableError(absl::StrCat("cannot serve metrics on ", address, ": ", error.what()));
+  }
+  return resolved->DebugString();
+}
+
+std::string Metrics::Text() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
+
+void Metrics::SetPool(PoolState state, int ranks) {
+  for (PoolState each : kPoolStates) {
+    families_->ranks.Add({{"state", PoolStateName(each)}}).Set(each == state ? ranks : 0);
+  }
+}
+
+void Metrics::SetQueue(int64_t requests, int64_t tokens) {
+  families_->queue_requests.Set(static_cast<double>(requests));
+  families_->queue_tokens.Set(static_cast<double>(tokens));
+}
+
+void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
+
+void Metrics::OnPrefillDone(const PrefillResult& result) {
+  Families& f = *families_;
+  f.prefill.Observe(result.prefill_seconds);
+  f.prompt_tokens.Increment(static_cast<double>(result.plan.layout.tokens()));
+  f.mfu.Set(result.mfu);
+  f.attention_mfu.Set(result.attention_mfu);
+  f.predicted.Set(result.plan.predicted.seconds);
+  if (result.plan.predicted.seconds > 0) {
+    f.prediction_ratio.Set(result.prefill_seconds / result.plan.predicted.seconds);
+  }
+
+  double attention_seconds = 0, wait_seconds = 0, busiest = 0, least_busy = 0;
+  for (size_t rank = 0; rank < result.ranks.size(); ++rank) {
+    const RankStats& stats = result.ranks[rank];
+    const std::string label = std::to_string(rank);
+    for (int op = 0; op < kCommOps; ++op) {
+      f.comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}})
+          .Increment(stats.wait_seconds[op]);
+    }
+    f.attention_compute.Add({{"rank", label}}).Increment(stats.block_seconds + stats.merge_seconds);
+    f.comm_bytes.Add({{"op", "q"}}).Increment(static_cast<double>(stats.sent.q));
+    f.comm_bytes.Add({{"op", "kv"}}).Increment(static_cast<double>(stats.sent.kv));
+    f.comm_bytes.Add({{"op", "o"}}).Increment(static_cast<double>(stats.sent.o));
+    f.comm_bytes.Add({{"op", "all_to_all"}}).Increment(static_cast<double>(stats.sent.all_to_all));
+    attention_seconds += stats.attention_seconds;
+    wait_seconds += stats.comm_wait_seconds();
+    const double busy = stats.total_seconds - stats.comm_wait_seconds();
+    busiest = rank == 0 ? busy : std::max(busiest, busy);
+    least_busy = rank == 0 ? busy : std::min(least_busy, busy);
+  }
+  f.overlap.Set(attention_seconds > 0 ? 1 - wait_seconds / attention_seconds : 1);
+  f.straggler_spread.Set(busiest - least_busy);
+
+  const prometheus::Labels labels = {{"ranks", std::to_string(result.plan.ranks())},
+                                     {"heads", std::to_string(result.plan.heads)},
+                                     {"a", std::to_string(result.plan.tile.a)},
+                                     {"b", std::to_string(result.plan.tile.b)},
+                                     {"layout", LayoutName(result.plan.layout.kind())},
+                                     {"stripe", std::to_string(result.plan.layout.stripe())}};
+  const std::lock_guard<std::mutex> lock(f.plan_mu);
+  if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
+  if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
+  f.plan_gauge = &f.plan_info.Add(labels);
+  f.plan_gauge->Set(1);
+  f.plan_labels = labels;
+}
+
+void Metrics::OnRequestDone(absl::StatusCode code) {
+  families_->requests.Add({{"code", absl::StatusCodeToString(code)}}).Increment();
+}
+
+void Metrics::OnFirstToken(double seconds) { families_->ttft.Observe(seconds); }
+
+}  // namespace meshfill

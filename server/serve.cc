@@ -1,0 +1,113 @@
+#include "server/serve.h"
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "engine/prefill_engine.h"
+#include "server/config.h"
+#include "server/front_end.h"
+#include "server/log.h"
+#include "server/metrics.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kPoll = absl::Milliseconds(50);
+
+// SIGTERM and SIGINT as something to wait for. Make it before any other thread: threads inherit that the
+// signals are blocked, so that they stay pending for Wait.
+class ShutdownSignals {
+ public:
+  ShutdownSignals() {
+    sigemptyset(&signals_);
+    sigaddset(&signals_, SIGTERM);
+    sigaddset(&signals_, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &signals_, &old_mask_);
+  }
+  ~ShutdownSignals() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
+
+  // True where a signal comes, or has come, before the timeout.
+  bool Wait(absl::Duration timeout) {
+    const timespec time = absl::ToTimespec(timeout);
+    return sigtimedwait(&signals_, nullptr, &time) > 0;
+  }
+
+ private:
+  sigset_t signals_;
+  sigset_t old_mask_;
+};
+
+// Loads on a thread of its own, so that a signal is heard meanwhile.
+absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, ShutdownSignals& signals) {
+  auto loading = std::async(std::launch::async, [&] { return PrefillEngine::Load(ToEngineOptions(config)); });
+  while (loading.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    if (!signals.Wait(kPoll)) continue;
+    // Nothing has been accepted yet, and a load cannot be interrupted: leave without waiting for it.
+    Log("stopped while loading the model");
+    std::fflush(nullptr);
+    std::_Exit(EXIT_SUCCESS);
+  }
+  return loading.get();
+}
+
+absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
+  const auto& limit = config.limits().drain_timeout();
+  const absl::Duration timeout = absl::Seconds(limit.seconds()) + absl::Nanoseconds(limit.nanos());
+  const absl::Time deadline = absl::Now() + timeout;
+  front_end.StartDrain();
+  Log("draining: new requests are refused, accepted ones finish; a second signal stops at once");
+  while (!front_end.WaitUntilIdle(absl::Now() + kPoll)) {
+    if (signals.Wait(absl::ZeroDuration())) return absl::CancelledError("stopped by a second signal");
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat(
+          "requests were still running after limits.drain_timeout of ", absl::FormatDuration(timeout)));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Serve(const v1::Config& config) {
+  if (config.model().path().empty()) {
+    return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
+  }
+  ShutdownSignals signals;
+  Metrics metrics;
+  auto front_end = FrontEnd::Start(config, metrics);
+  if (!front_end.ok()) {
+    return absl::Status(front_end.status().code(), absl::StrCat("listen: ", front_end.status().message()));
+  }
+  Log(absl::StrCat("listening on ", (*front_end)->address()));
+  if (!config.metrics_listen().empty()) {
+    const auto address = metrics.Listen(config.metrics_listen());
+    if (!address.ok()) {
+      return absl::Status(address.status().code(),
+                          absl::StrCat("metrics_listen: ", address.status().message()));
+    }
+    Log(absl::StrCat("metrics listening on ", *address));
+  }
+
+  auto engine = Load(config, signals);
+  if (!engine.ok()) return engine.status();
+  Log(absl::StrCat("ready: model ", (*engine)->model_name(), " on ", (*engine)->ranks(), " ranks of ",
+                   (*engine)->backend_name()));
+  (*front_end)->Open(*std::move(engine));
+
+  while (!signals.Wait(absl::Hours(1))) {
+  }
+  const absl::Status drained = Drain(config, **front_end, signals);
+  (*front_end)->Stop();
+  Log(drained.ok() ? "stopped" : absl::StrCat("stopped: ", drained.message()));
+  return drained;
+}
+
+}  // namespace meshfill
