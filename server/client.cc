@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 
@@ -80,8 +81,7 @@ class PrefillClient::Call {
   absl::Status ServerError(const grpc::Status& status) const {
     const auto code = static_cast<absl::StatusCode>(status.error_code());
     std::string message = absl::StrCat("server ", address_, ": ", status.error_message());
-    const bool connected = !context_.peer().empty() && context_.peer() != "unknown";
-    if (code == absl::StatusCode::kUnavailable && !connected) {
+    if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
       absl::StrAppend(&message, "; is `meshfill serve` listening there?");
     }
     return absl::Status(code, message);

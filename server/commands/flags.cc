@@ -58,11 +58,12 @@ CLI::Option* AddJsonFlag(CLI::App& app, bool& json) {
 }
 
 CLI::Option* ConfigFlags::AddTo(CLI::App& app) {
+  CLI::Option* config = app.add_option("--config", path, "Configuration file (YAML)")->type_name("FILE");
   app.add_option("--set", overrides,
                  "Override one key of the configuration, as in --set pool.embedded.ranks=4")
       ->type_name("PATH=VALUE")
       ->allow_extra_args(false);
-  return app.add_option("--config", path, "Configuration file (YAML)")->type_name("FILE");
+  return config;
 }
 
 absl::StatusOr<v1::Config> ConfigFlags::Load() const { return LoadConfig(path, overrides); }

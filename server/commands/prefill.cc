@@ -56,6 +56,7 @@ class PrefillCommand : public Command {
     DeclareWhereToRun();
     DeclarePrompt();
     DeclarePlan();
+    DeclareRequest();
     DeclareOutput();
   }
 
@@ -92,14 +93,25 @@ class PrefillCommand : public Command {
         ->needs(config);
     AddRanksOption(*app_, ranks_)->group("Where to run")->needs(config);
     AddDTypeOption(*app_, dtype_)->group("Where to run")->needs(config);
+  }
+
+  void DeclareRequest() {
+    CLI::Option* server = app_->get_option("--server");
     app_->add_option("--deadline", deadline_seconds_, "Give up after so many seconds")
         ->type_name("SECONDS")
         ->check(CLI::PositiveNumber)
-        ->group("Where to run");
-    app_->add_option("--request-id", request_id_,
-                     "Name of the request in results and logs (default: a new one)");
-    app_->add_option("--tenant", tenant_, "For the server's log")->needs(server);
-    app_->add_option("--priority", priority_, "Higher runs first (default: 0)")->needs(server);
+        ->group("Request");
+    app_->add_option("--request-id", request_id_, "Its name in results and logs (default: a new one)")
+        ->type_name("ID")
+        ->group("Request");
+    app_->add_option("--tenant", tenant_, "For the server's log")
+        ->type_name("NAME")
+        ->needs(server)
+        ->group("Request");
+    app_->add_option("--priority", priority_, "Higher runs first (default: 0)")
+        ->type_name("N")
+        ->needs(server)
+        ->group("Request");
   }
 
   void DeclarePrompt() {

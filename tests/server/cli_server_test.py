@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""`meshfill serve` and `meshfill prefill --server`: the real binary against itself.
+
+Usage: cli_server_test.py PATH_OF_MESHFILL [unittest arguments]
+"""
+import json
+import signal
+import subprocess
+import threading
+import time
+import unittest
+
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server
+
+
+class CliServerTest(CliTestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.server = Server("--config", cls.config)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.stop()
+        super().tearDownClass()
+
+    def test_server_and_embedded_agree_to_the_bit(self):
+        files = [self.tmp / "served.logits", self.tmp / "embedded.logits"]
+        options = ["--tokens", self.prompt, "--tile", "2x2", "--top-k", 9, "--request-id", "same", "--logits-out"]
+        served = json.loads(
+            self.succeed("prefill", "--server", self.server.address, "--json", *options, files[0],
+                         "--tenant", "t", "--priority", -1, "--deadline", 100)
+        )
+        embedded = self.embedded(*options, files[1])
+        self.check_prefill_object(served, len(self.ids), ranks=4, top_k=9)
+        for key in ("request_id", "tokens", "first_token", "top", "plan", "comm_bytes"):
+            self.assertEqual(served[key], embedded[key], key)
+        self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
+
+    def test_server_refuses_bad_requests_and_serves_the_next(self):
+        server = self.server
+        good = json.loads(server.prefill_tokens("1 2 3").stdout)["top"]
+        for text, options, status, message in (
+            ("1 2 999", [], 2, r"token 2 has id 999"),
+            ("1 2 3", ["--tile", "3x2"], 2, r"3x2.*4"),
+            ("1 2 3", ["--top-k", VOCAB + 1], 2, r"top_k"),
+            ("1 2 3", ["--heads", 4], 2, r"head"),
+            ("1 2 3", ["--request-id", "x" * 129], 2, r"128"),
+            (" ".join(["7"] * ((1 << 20) + 1)), [], 2, r"1048577"),
+        ):
+            with self.subTest(message):
+                self.refuse("prefill", "--server", server.address, "--tokens", "-", *options,
+                            stdin=text.encode(), status=status, message=message)
+                self.assertEqual(json.loads(server.prefill_tokens("1 2 3").stdout)["top"], good)
+
+    def test_no_server_there(self):
+        self.refuse("prefill", "--server", "127.0.0.1:1", "--tokens", self.prompt, status=1,
+                    message=r"127\.0\.0\.1:1.*meshfill serve")
+
+    def test_sigterm_finishes_what_runs_and_refuses_what_comes(self):
+        server = Server("--config", self.config)
+        running = subprocess.Popen(
+            [MESHFILL, "prefill", "--server", server.address, "--tokens", "-", "--format", "bytes", "--json"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        answer = []
+        prompt = self.long_prompt.read_bytes()[:100_000]
+        waiter = threading.Thread(target=lambda: answer.extend(running.communicate(prompt)))
+        waiter.start()
+        time.sleep(0.7)
+        self.assertIsNone(running.poll(), "the prompt is too short for this machine: make it longer")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        late = server.prefill_tokens("1 2 3")
+        self.assertEqual(late.returncode, 1)
+        self.assertRegex(late.stderr.decode(), r"\Ameshfill prefill: [^\n]+\n\Z")
+        waiter.join(TIMEOUT_SECONDS)
+        self.assertEqual(running.returncode, 0, answer)
+        self.check_prefill_object(json.loads(answer[0]), len(prompt), ranks=4)
+        self.assertEqual(server.process.wait(TIMEOUT_SECONDS), 0)
+
+    def test_ctrl_c_stops_the_servers_ranks(self):
+        self.interrupt("--server", self.server.address)
+        start = time.monotonic()
+        self.assertEqual(self.server.prefill_tokens("1 2 3").returncode, 0)
+        self.assertLess(time.monotonic() - start, 5)
+
+    def test_deadline_passes(self):
+        self.refuse("prefill", "--server", self.server.address, "--tokens", self.long_prompt, "--format", "bytes",
+                    "--deadline", 1, status=1, message=r"(?i)deadline")
+        self.assertEqual(self.server.prefill_tokens("1 2 3").returncode, 0)
+
+    def test_four_million_ids_reach_the_server(self):
+        folder = self.tmp / "small"
+        self.succeed("make-model", "--arch", "llama", "--out", folder, "--layers", 1, "--hidden", 32, "--heads", 1,
+                     "--kv-heads", 1, "--context", 4_000_000)
+        server = Server("--config", self.config, "--set", f"model.path={folder}")
+        try:
+            # One id too many comes back refused by the server, so all of the others were taken.
+            self.refuse("prefill", "--server", server.address, "--tokens", "-", "--format", "bytes",
+                        stdin=bytes(4_000_001), status=2, message=r"4000001")
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""The real binary without a server: its commands, their JSON, their errors and exit statuses (DESIGN section 9).
+
+Usage: cli_test.py PATH_OF_MESHFILL [unittest arguments]
+"""
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import time
+import unittest
+
+from cli_harness import (
+    COMM_BYTES_KEYS,
+    MESHFILL,
+    PLAN_SUMMARY_KEYS,
+    PREDICTION_KEYS,
+    TIMEOUT_SECONDS,
+    VOCAB,
+    CliTestCase,
+    floats,
+    read_safetensors,
+)
+
+
+class CliTest(CliTestCase):
+    # ---- prefill, embedded.
+
+    def test_json_object_is_the_designs(self):
+        result = self.embedded("--tokens", self.prompt, "--top-k", 5, "--request-id", "r-7")
+        self.check_prefill_object(result, len(self.ids), ranks=4, top_k=5)
+        self.assertEqual(result["request_id"], "r-7")
+        self.assertEqual(result["plan"]["layout"], "striped")
+        self.assertEqual(result["seconds"]["queue"], 0)
+
+    def test_each_run_has_a_request_id_of_its_own(self):
+        names = {self.embedded("--tokens", self.prompt)["request_id"] for _ in range(2)}
+        self.assertEqual(len(names), 2)
+        self.assertNotIn("", names)
+
+    def test_plan_options_are_obeyed(self):
+        result = self.embedded("--tokens", self.prompt, "--tile", "1x6", "--ranks", 6, "--stripe", 16)
+        self.assertEqual(result["plan"], dict(ranks=6, heads=1, a=1, b=6, layout="striped", stripe=16))
+        result = self.embedded("--tokens", self.prompt, "--tile", "4x1", "--layout", "zigzag", "--heads", 1)
+        self.assertEqual((result["plan"]["a"], result["plan"]["b"], result["plan"]["layout"]), (4, 1, "zigzag"))
+
+    def test_comm_bytes_are_the_formulas(self):
+        # DESIGN section 4 for 2x2, equal chunks, f32: one Q chunk, one KV chunk, one O chunk with its LSE.
+        tokens, layers, q_heads, kv_heads, head_dim = 1024, 2, 4, 2, 16
+        result = self.embedded("--tokens", "-", "--format", "bytes", "--tile", "2x2", stdin=bytes(tokens))
+        chunk = tokens // 4
+        self.assertEqual(result["comm_bytes"], {
+            "q": layers * chunk * q_heads * head_dim * 4,
+            "kv": layers * chunk * 2 * kv_heads * head_dim * 4,
+            "o": layers * chunk * q_heads * (head_dim * 4 + 4),
+            "all_to_all": 0,
+        })
+
+    def test_formats_and_standard_input_agree(self):
+        raw = struct.pack(f"<{len(self.ids)}I", *self.ids)
+        expected = self.embedded("--tokens", self.prompt, "--top-k", VOCAB)["top"]
+        for format, data in (("ids", self.prompt.read_bytes()), ("u32le", raw), ("bytes", bytes(self.ids))):
+            result = self.embedded("--tokens", "-", "--format", format, "--top-k", VOCAB, stdin=data)
+            self.assertEqual(result["top"], expected, format)
+
+    def test_logits_and_kv_files(self):
+        runs = {}
+        for ranks in (1, 4):
+            logits, kv = self.tmp / f"logits{ranks}", self.tmp / f"kv{ranks}"
+            result = self.embedded("--tokens", self.prompt, "--ranks", ranks, "--dtype", "f32", "--top-k", 1,
+                                   "--logits-out", logits, "--kv-out", kv)
+            dtype, shape, data = read_safetensors(logits)["logits"]
+            self.assertEqual((dtype, shape), ("F32", [VOCAB]))
+            values = floats(data)
+            self.assertEqual(values[result["first_token"]], max(values))
+            self.assertEqual(values[result["first_token"]], result["top"][0]["logit"])
+            tensors = read_safetensors(kv)
+            self.assertEqual(sorted(tensors), ["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"])
+            for dtype, shape, _ in tensors.values():
+                self.assertEqual((dtype, shape), ("F32", [len(self.ids), 2, 16]))
+            runs[ranks] = {"logits": values, **{name: floats(entry[2]) for name, entry in tensors.items()}}
+        for name, one in runs[1].items():
+            scale = max(map(abs, one))
+            for x, y in zip(one, runs[4][name]):
+                self.assertLess(abs(x - y), 1e-4 * scale, name)
+
+    def test_same_plan_same_bits(self):
+        outputs = []
+        for i in range(2):
+            path = self.tmp / f"again{i}"
+            self.embedded("--tokens", self.prompt, "--tile", "2x2", "--logits-out", path)
+            outputs.append(path.read_bytes())
+        self.assertEqual(*outputs)
+
+    def test_a_person_reads_the_answer(self):
+        out = self.succeed("prefill", "--config", self.config, "--tokens", self.prompt, "--tile", "2x2")
+        for label in ("first token", "TTFT", "tokens/s", "comm wait", "MFU", "plan"):
+            self.assertRegex(out, rf"(?m)^{label} ")
+        self.assertIn("2x2", out)
+
+    def test_progress_bar_on_a_terminal(self):
+        master, slave = pty.openpty()
+        process = subprocess.Popen(
+            [MESHFILL, "prefill", "--config", self.config, "--tokens", self.long_prompt, "--format", "bytes"],
+            stdout=subprocess.DEVNULL, stderr=slave)
+        os.close(slave)
+        seen = b""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while b"%" not in seen and time.monotonic() < deadline:
+            if select.select([master], [], [], 1)[0]:
+                seen += os.read(master, 4096)
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.wait(TIMEOUT_SECONDS), 1)
+        while select.select([master], [], [], 0.2)[0]:
+            try:
+                seen += os.read(master, 4096)
+            except OSError:  # the terminal's other side is closed
+                break
+        os.close(master)
+        self.assertRegex(seen.decode(), r"prefill \[[=> ]+\] ")
+        self.assertTrue(seen.endswith(b"\r\x1b[Kmeshfill prefill: cancelled\r\n"), seen[-200:])
+
+    # ---- Ending early.
+
+    def test_ctrl_c_stops_an_embedded_run(self):
+        self.interrupt("--config", self.config)
+
+    def test_deadline_passes(self):
+        self.refuse("prefill", "--config", self.config, "--tokens", self.long_prompt, "--format", "bytes",
+                    "--deadline", 1, status=1, message=r"deadline")
+
+    # ---- plan.
+
+    def test_plan_object_is_the_designs(self):
+        plan = json.loads(self.succeed("plan", "--config", self.config, "--tokens", 32768, "--ranks", 6, "--json"))
+        self.assertEqual(list(plan), PLAN_SUMMARY_KEYS + ["steps", "predicted", "candidates"])
+        self.assertEqual(plan["ranks"], 6)
+        self.assertEqual(plan["a"] * plan["b"] * plan["heads"], 6)
+        blocks = [tuple(block) for step in plan["steps"] for block in step["blocks"]]
+        self.assertEqual(sorted(blocks), [(u, v) for u in range(plan["a"]) for v in range(plan["b"])])
+        comms = [step["comm"] for step in plan["steps"]]
+        self.assertEqual(comms.count("q"), plan["a"] - 1)
+        self.assertEqual(comms.count("kv"), plan["b"] - 1)
+        self.assertEqual(comms.count("o"), plan["a"] - 1)
+        self.assertLessEqual(set(comms), {"q", "kv", "o", "none"})
+        self.assertEqual(list(plan["predicted"]), PREDICTION_KEYS)
+        self.assertEqual(list(plan["predicted"]["comm_bytes"]), COMM_BYTES_KEYS)
+        self.assertEqual(sorted((c["a"], c["b"]) for c in plan["candidates"]), [(1, 6), (2, 3), (3, 2), (6, 1)])
+        for candidate in plan["candidates"]:
+            self.assertEqual(list(candidate)[:4], ["a", "b", "heads", "seconds"])
+        seconds = [candidate["seconds"] for candidate in plan["candidates"]]
+        self.assertEqual(seconds, sorted(seconds))
+        self.assertEqual((plan["candidates"][0]["a"], plan["candidates"][0]["b"]), (plan["a"], plan["b"]))
+
+    def test_plan_needs_no_weights(self):
+        folder = self.tmp / "config-alone"
+        folder.mkdir()
+        (folder / "config.json").write_text((self.model / "config.json").read_text())
+        out = self.succeed("plan", "--config", self.config, "--set", f"model.path={folder}", "--tokens", 1000,
+                           "--tile", "2x2")
+        for part in ("2x2", "step", "(0,0)", "chosen"):
+            self.assertIn(part, out)
+
+    # ---- make-model.
+
+    def test_models_of_every_architecture_run(self):
+        for arch in ("llama", "mistral", "qwen2", "qwen3"):
+            folder = self.tmp / f"model-{arch}"
+            options = ["--sliding-window", 100] if arch == "mistral" else []
+            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 64, "--layers", 1, *options)
+            result = self.embedded("--model", folder, "--tokens", self.prompt)
+            self.check_prefill_object(result, len(self.ids), ranks=4)
+
+    def test_same_seed_same_model(self):
+        files = {}
+        for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+            folder = self.tmp / f"seed-{name}"
+            self.succeed("make-model", "--arch", "qwen3", "--out", folder, "--hidden", 64, "--seed", seed)
+            files[name] = (folder / "model.safetensors").read_bytes()
+        self.assertEqual(files["a"], files["b"])
+        self.assertNotEqual(files["a"], files["c"])
+
+    # ---- bench.
+
+    def test_benches_print_their_ratio(self):
+        out = self.succeed("bench", "prefill", "--model", self.model, "--tokens", 2000, "--tile", "2x2", "--compare",
+                           "1x1", "--repeats", 1, "--json")
+        bench = json.loads(out)
+        self.assertEqual([run["ranks"] for run in bench["runs"]], [4, 1])
+        self.assertGreater(bench["tokens_per_second_ratio"], 0)
+        self.assertGreater(bench["peak_resident_bytes"], 1 << 20)
+        out = self.succeed("bench", "attention", "--tokens", 500, "--repeats", 1, "--json")
+        self.assertGreater(json.loads(out)["ratio"], 0)
+
+    # ---- What is wrong with the command line, and with its files.
+
+    def test_help_and_version(self):
+        self.assertRegex(self.succeed("--version"), r"\Ameshfill \d+\.\d+\.\d+\n\Z")
+        commands = ("serve", "prefill", "plan", "make-model", "bench")
+        for command in commands:
+            self.assertIn(command, self.succeed("--help"))
+            self.assertIn("--help", self.succeed(command, "--help"))
+        for bench in ("attention", "prefill"):
+            self.assertIn("--json", self.succeed("bench", bench, "--help"))
+
+    def test_bad_usage(self):
+        config, prompt = self.config, self.prompt
+        for arguments, message in (
+            ([], r"serve, prefill, plan, make-model, bench"),
+            (["worker"], r"'worker' is no command"),
+            (["bench"], r"attention, prefill"),
+            (["bench", "gemm"], r"'gemm' is no command"),
+            (["--no-such-option"], r"no-such-option|serve, prefill"),
+            (["serve"], r"--config"),
+            (["prefill"], r"--tokens"),
+            (["prefill", "--tokens", prompt], r"--server HOST:PORT or --config FILE"),
+            (["prefill", "--config", config], r"--tokens"),
+            (["prefill", "--config", config, "--server", "h:1", "--tokens", prompt], r"--server|--config"),
+            (["prefill", "--server", "h:1", "--kv-out", "x", "--tokens", prompt], r"--kv-out"),
+            (["prefill", "--server", "h:1", "--dtype", "f32", "--tokens", prompt], r"--dtype.*--config"),
+            (["prefill", "--server", "nowhere", "--tokens", prompt], r"--server.*nowhere"),
+            (["prefill", "--config", config, "--tokens", prompt, "--tile", "2by2"], r"--tile.*2by2.*2x2"),
+            (["prefill", "--config", config, "--tokens", prompt, "--tile", "0x4"], r"--tile.*0x4"),
+            (["prefill", "--config", config, "--tokens", prompt, "--tile", "3x2"], r"3x2.*4"),
+            (["prefill", "--config", config, "--tokens", prompt, "--format", "text"], r"--format.*text.*bytes"),
+            (["prefill", "--config", config, "--tokens", prompt, "--layout", "spiral"], r"--layout.*spiral"),
+            (["prefill", "--config", config, "--tokens", prompt, "--dtype", "f16"], r"--dtype.*f16"),
+            (["prefill", "--config", config, "--tokens", prompt, "--top-k", 0], r"--top-k"),
+            (["prefill", "--config", config, "--tokens", prompt, "--top-k", VOCAB + 1], r"top_k"),
+            (["prefill", "--config", config, "--tokens", prompt, "--ranks", 65], r"--ranks.*64"),
+            (["prefill", "--config", config, "--tokens", prompt, "--ranks", "many"], r"--ranks.*many"),
+            (["prefill", "--config", config, "--tokens", prompt, "--stripe", 0], r"--stripe"),
+            (["prefill", "--config", config, "--tokens", prompt, "surplus"], r"surplus"),
+            (["prefill", "--config", config, "--tokens", prompt, "--logits-out", "/no/such/folder/x"], r"/no/such"),
+            (["plan", "--config", config], r"--tokens"),
+            (["plan", "--config", config, "--tokens", 0], r"--tokens"),
+            (["plan", "--config", config, "--tokens", (1 << 20) + 1], r"1048577"),
+            (["plan", "--config", config, "--tokens", 9, "--tile", "5x1"], r"5x1.*4"),
+            (["make-model", "--arch", "gpt", "--out", self.tmp / "x"], r"--arch.*gpt.*llama"),
+            (["make-model", "--arch", "llama"], r"--out"),
+            (["make-model", "--arch", "llama", "--out", self.model], r"model"),
+            (["make-model", "--arch", "llama", "--out", self.tmp / "x", "--heads", 4, "--kv-heads", 3], r"key_value_heads"),
+            (["make-model", "--arch", "llama", "--out", self.tmp / "x", "--layers", 0], r"--layers"),
+        ):
+            with self.subTest(" ".join(map(str, arguments))):
+                self.refuse(*arguments, status=2, message=message)
+
+    def test_bad_prompts(self):
+        folder = self.tmp
+        for name, data in (("empty", b""), ("words", b"1 2\n3 four\n"), ("huge", b"4294967296"), ("odd", b"12345")):
+            (folder / name).write_bytes(data)
+        for tokens, options, message in (
+            (folder / "missing", [], r"missing: no such file"),
+            (folder, [], r"cannot be read"),
+            (folder / "empty", [], r"empty: holds no tokens"),
+            (folder / "words", [], r"words:2:3: unexpected 'f'"),
+            (folder / "huge", [], r"huge:1:10: .*4294967295"),
+            (folder / "odd", ["--format", "u32le"], r"odd: .*multiple of 4"),
+            (folder / "odd", [], r"token 0 has id 12345"),
+        ):
+            with self.subTest(message):
+                self.refuse("prefill", "--config", self.config, "--tokens", tokens, *options, status=2, message=message)
+
+    def test_bad_configs(self):
+        bad = self.tmp / "bad.yaml"
+        for text, message in (
+            ("pool:\n  embeded:\n    ranks: 2\n", r"bad\.yaml:2: .*embeded"),
+            ("pool:\n  embedded:\n    ranks: many\n", r"bad\.yaml:3: .*ranks"),
+            ("pool: [", r"bad\.yaml"),
+            ("listen: 127.0.0.1:0\n", r"model\.path"),
+        ):
+            bad.write_text(text)
+            for command in ("prefill", "plan"):
+                with self.subTest(text):
+                    tokens = self.prompt if command == "prefill" else 5
+                    self.refuse(command, "--config", bad, "--tokens", tokens, status=2, message=message)
+        self.refuse("serve", "--config", self.tmp / "none.yaml", status=2, message=r"none\.yaml")
+        self.refuse("serve", "--config", self.config, "--set", "pool.ranks=3", status=2, message=r"pool\.ranks|ranks")
+
+    def test_bad_models(self):
+        for name, damage, message in (
+            ("no-config", lambda f: (f / "config.json").unlink(), r"config\.json"),
+            ("no-weights", lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors|no-weights"),
+            ("broken-json", lambda f: (f / "config.json").write_text("{"), r"config\.json"),
+            ("truncated", lambda f: os.truncate(f / "model.safetensors", 5000), r"model\.safetensors"),
+            ("oversized", self.append_a_byte, r"model\.safetensors"),
+            ("lying", self.lie_about_a_shape, r"model\.safetensors"),
+        ):
+            folder = self.tmp / f"bad-{name}"
+            folder.mkdir()
+            for source in self.model.iterdir():
+                (folder / source.name).write_bytes(source.read_bytes())
+            damage(folder)
+            with self.subTest(name):
+                self.refuse("prefill", "--config", self.config, "--model", folder, "--tokens", self.prompt, status=2,
+                            message=message)
+        self.refuse("prefill", "--config", self.config, "--model", "/no/such/model", "--tokens", self.prompt, status=2,
+                    message=r"/no/such/model")
+
+    def append_a_byte(self, folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes() + b"x")
+
+    def lie_about_a_shape(self, folder):
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        header = data[8 : 8 + size].replace(b"[64]", b"[65]", 1)
+        self.assertNotEqual(header, data[8 : 8 + size])
+        path.write_bytes(data[:8] + header + data[8 + size :])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
