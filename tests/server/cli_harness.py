@@ -52,7 +52,8 @@ class Server:
         )
         self.lines = []
         self.address = None
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not self._answers() and time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -75,7 +76,14 @@ class Server:
     def stop(self):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(TIMEOUT_SECONDS)
+        return self.wait()
+
+    def wait(self):
+        """Its exit status."""
+        status = self.process.wait(TIMEOUT_SECONDS)
+        self.reader.join(TIMEOUT_SECONDS)
+        self.process.stderr.close()
+        return status
 
 
 class CliTestCase(unittest.TestCase):
