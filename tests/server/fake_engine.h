@@ -1,0 +1,180 @@
+// An engine that computes nothing: prefills end when the test lets them, and obey the stop token.
+#ifndef MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
+#define MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
+
+#include <climits>
+#include <numeric>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "engine/prefill_engine.h"
+
+namespace meshfill {
+
+class FakeEngine final : public PrefillEngine {
+ public:
+  static constexpr int kRanks = 4;
+  static constexpr int64_t kVocab = 256;
+  static constexpr int64_t kContext = 1 << 23;
+  static constexpr int64_t kMemoryTokens = 1 << 22;  // longer prompts do not fit
+
+  explicit FakeEngine(int layers = 4) {
+    shape_.layers = layers;
+    shape_.vocab = kVocab;
+    shape_.context_tokens = kContext;
+  }
+
+  // The answer to a prompt: what a test computes for itself.
+  static uint32_t FirstToken(std::span<const uint32_t> tokens) {
+    return static_cast<uint32_t>(std::accumulate(tokens.begin(), tokens.end(), uint64_t{0}) % kVocab);
+  }
+
+  // ---- Controls, from any thread.
+  // From now on, prefills stand after `layers` layers until Release.
+  void Hold(int layers = 1) {
+    Set([&] { hold_after_ = layers; });
+  }
+  void Release() {
+    Set([&] { hold_after_ = INT_MAX; });
+  }
+  void FailNext(absl::Status status) {
+    Set([&] { fail_next_ = std::move(status); });
+  }
+  void PredictSeconds(double seconds) {
+    Set([&] { predicted_seconds_ = seconds; });
+  }
+  // False after 10 s.
+  bool WaitForBegun(int runs) {
+    return Wait([&] { return static_cast<int>(first_ids_.size()) >= runs; });
+  }
+  bool WaitForStopped(int runs) {
+    return Wait([&] { return stopped_runs_ >= runs; });
+  }
+  int finished_runs() const {
+    absl::MutexLock lock(&mu_);
+    return finished_runs_;
+  }
+  // The first id of each prompt, in the order of their runs.
+  std::vector<uint32_t> first_ids() const {
+    absl::MutexLock lock(&mu_);
+    return first_ids_;
+  }
+
+  // ---- PrefillEngine.
+  const ModelShape& model() const override { return shape_; }
+  const std::string& model_name() const override { return model_name_; }
+  const std::string& backend_name() const override { return backend_name_; }
+  int ranks() const override { return kRanks; }
+  double peak_flops() const override { return 1e12; }
+
+  absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
+    if (tokens == 0) return absl::InvalidArgumentError("no tokens");
+    if (tokens > kContext) return absl::OutOfRangeError("longer than the context");
+    if (tokens > kMemoryTokens) return absl::FailedPreconditionError("needs more memory than there is");
+    const Tile tile = options.tile.value_or(Tile{2, 2});
+    const int heads = options.heads.value_or(1);
+    if (tile.ranks() * heads != kRanks)
+      return absl::InvalidArgumentError("the tile does not multiply to 4 ranks");
+    const auto layout = TokenLayout::Make(options.layout.value_or(LayoutKind::kStriped), kRanks, tokens,
+                                          options.stripe.value_or(64));
+    if (!layout.ok()) return layout.status();
+    absl::MutexLock lock(&mu_);
+    Plan plan{.layout = *layout,
+              .heads = heads,
+              .tile = tile,
+              .partial_dtype = DType::kF32,
+              .schedule = {tile, {{CommKind::kRecvQ, {{0, 0}}}, {CommKind::kNone, {{1, 0}}}}},
+              .predicted = {.seconds = predicted_seconds_}};
+    return PlanChoice{plan, {{heads, tile, plan.predicted}}};
+  }
+
+  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
+                                        PrefillObserver* observer, const StopToken* stop) override {
+    auto choice = MakePlan(tokens.size(), options);
+    if (!choice.ok()) return choice.status();
+    const absl::Time begin = absl::Now();
+    Set([&] { first_ids_.push_back(tokens.front()); });
+    for (int layer = 0; layer < shape_.layers; ++layer) {
+      while (Held(layer) && !stop->stopped()) absl::SleepFor(absl::Milliseconds(1));
+      if (stop->stopped()) {
+        Set([&] { ++stopped_runs_; });
+        return absl::CancelledError("stopped");
+      }
+      observer->OnLayerDone(layer + 1, shape_.layers);
+    }
+    absl::Status failure;
+    Set([&] {
+      ++finished_runs_;
+      failure = std::exchange(fail_next_, absl::OkStatus());
+    });
+    if (!failure.ok()) return failure;
+    return Result(tokens, options, choice->plan, absl::ToDoubleSeconds(absl::Now() - begin));
+  }
+
+ private:
+  static PrefillResult Result(std::span<const uint32_t> tokens, const PrefillOptions& options,
+                              const Plan& plan, double seconds) {
+    PrefillResult result{.logits = std::vector<float>(kVocab, 0.5f), .top = {}, .plan = plan};
+    for (int i = 0; i < options.top_k; ++i) {
+      result.top.push_back({(FirstToken(tokens) + i) % static_cast<uint32_t>(kVocab), 9.0f - i});
+    }
+    result.prefill_seconds = seconds;
+    result.attention_seconds = 0.5;
+    result.comm_wait_seconds = 0.25;
+    result.comm_bytes = {.q = 1, .kv = 2, .o = 3, .all_to_all = 4};
+    result.mfu = 0.5;
+    result.attention_mfu = 0.25;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      RankStats stats;
+      stats.attention_seconds = 2;
+      stats.block_seconds = 1;
+      stats.merge_seconds = 0.25;
+      stats.wait_seconds = {0.125, 0.25, 0.0625, 0};
+      stats.total_seconds = 3 + rank;
+      stats.sent = {.q = 10, .kv = 20, .o = 30, .all_to_all = 40};
+      result.ranks.push_back(stats);
+    }
+    return result;
+  }
+
+  template <typename Change>
+  void Set(Change change) {
+    absl::MutexLock lock(&mu_);
+    change();
+    changed_.SignalAll();
+  }
+  template <typename Condition>
+  bool Wait(Condition condition) {
+    const absl::Time deadline = absl::Now() + absl::Seconds(10);
+    absl::MutexLock lock(&mu_);
+    while (!condition() && absl::Now() < deadline) changed_.WaitWithDeadline(&mu_, deadline);
+    return condition();
+  }
+  bool Held(int layer) const {
+    absl::MutexLock lock(&mu_);
+    return layer >= hold_after_;
+  }
+
+  ModelShape shape_;
+  const std::string model_name_ = "fake-model";
+  const std::string backend_name_ = "fake/none";
+  mutable absl::Mutex mu_;
+  absl::CondVar changed_;
+  int hold_after_ = INT_MAX;
+  double predicted_seconds_ = 0.001;
+  absl::Status fail_next_;
+  std::vector<uint32_t> first_ids_;
+  int stopped_runs_ = 0;
+  int finished_runs_ = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
