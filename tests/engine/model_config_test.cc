@@ -1,0 +1,352 @@
+#include "engine/model/model_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+namespace meshfill {
+namespace {
+
+using nlohmann::json;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr char kPath[] = "some/config.json";
+
+json Base(const std::string& model_type, const std::string& architecture) {
+  return {{"architectures", {architecture}},
+          {"model_type", model_type},
+          {"hidden_size", 64},
+          {"intermediate_size", 96},
+          {"num_hidden_layers", 3},
+          {"num_attention_heads", 4},
+          {"num_key_value_heads", 2},
+          {"vocab_size", 100},
+          {"max_position_embeddings", 1024},
+          {"rms_norm_eps", 1e-5},
+          {"torch_dtype", "bfloat16"},
+          {"hidden_act", "silu"}};
+}
+json Llama() { return Base("llama", "LlamaForCausalLM"); }
+json Mistral() { return Base("mistral", "MistralForCausalLM"); }
+json Qwen2() { return Base("qwen2", "Qwen2ForCausalLM"); }
+json Qwen3() { return Base("qwen3", "Qwen3ForCausalLM"); }
+
+json With(json config, const json& changes) {
+  config.update(changes);
+  return config;
+}
+json Without(json config, const std::string& key) {
+  config.erase(key);
+  return config;
+}
+json Rope(const json& rope_scaling) {
+  return With(Llama(), {{"rope_theta", 500000.0}, {"rope_scaling", rope_scaling}});
+}
+
+ModelConfig ParseGood(const json& config) {
+  const auto parsed = ModelConfig::Parse(config.dump(), kPath);
+  EXPECT_TRUE(parsed.ok()) << parsed.status();
+  return parsed.value_or(ModelConfig{});
+}
+
+TEST(ModelConfigTest, ReadsTheShape) {
+  const ModelConfig config = ParseGood(With(Llama(), {{"tie_word_embeddings", true}, {"head_dim", 32}}));
+  EXPECT_EQ(config.family, ModelFamily::kLlama);
+  EXPECT_EQ(config.shape.layers, 3);
+  EXPECT_EQ(config.shape.hidden, 64);
+  EXPECT_EQ(config.shape.intermediate, 96);
+  EXPECT_EQ(config.shape.q_heads, 4);
+  EXPECT_EQ(config.shape.kv_heads, 2);
+  EXPECT_EQ(config.shape.head_dim, 32);
+  EXPECT_EQ(config.shape.vocab, 100);
+  EXPECT_EQ(config.shape.context_tokens, 1024);
+  EXPECT_EQ(config.shape.dtype, DType::kBf16);
+  EXPECT_EQ(config.norm_eps, 1e-5f);
+  EXPECT_TRUE(config.tied_embeddings);
+  EXPECT_THAT(config.layer_window, ElementsAre(0, 0, 0));
+}
+
+// The values that transformers' configuration classes have where config.json says nothing.
+TEST(ModelConfigTest, DefaultsAreTransformers) {
+  const auto bare = [](const char* model_type) { return ParseGood(json{{"model_type", model_type}}); };
+  const ModelConfig llama = bare("llama"), mistral = bare("mistral"), qwen2 = bare("qwen2"),
+                    qwen3 = bare("qwen3");
+
+  EXPECT_EQ(llama.shape.intermediate, 11008);
+  EXPECT_EQ(mistral.shape.intermediate, 14336);
+  EXPECT_EQ(qwen2.shape.intermediate, 22016);
+  EXPECT_EQ(llama.shape.kv_heads, 32);
+  EXPECT_EQ(mistral.shape.kv_heads, 8);
+  EXPECT_EQ(llama.shape.vocab, 32000);
+  EXPECT_EQ(qwen3.shape.vocab, 151936);
+  EXPECT_EQ(llama.shape.context_tokens, 2048);
+  EXPECT_EQ(mistral.shape.context_tokens, 131072);
+  EXPECT_EQ(qwen2.shape.context_tokens, 32768);
+  EXPECT_EQ(mistral.shape.sliding_window, 4096);
+  EXPECT_EQ(mistral.shape.windowed_layers, 32);
+  EXPECT_EQ(qwen2.shape.sliding_window, 0);
+  EXPECT_EQ(qwen3.shape.head_dim, 128);
+  for (const ModelConfig& config : {llama, mistral, qwen2, qwen3}) {
+    EXPECT_EQ(config.shape.layers, 32);
+    EXPECT_EQ(config.shape.hidden, 4096);
+    EXPECT_EQ(config.shape.head_dim, 128);
+    EXPECT_EQ(config.norm_eps, 1e-6f);
+    EXPECT_EQ(config.rope.theta, 10000);
+    EXPECT_FALSE(config.tied_embeddings);
+    EXPECT_EQ(config.shape.dtype, DType::kF32);
+  }
+}
+
+TEST(ModelConfigTest, FamiliesHaveTheirBiasesAndNorms) {
+  const ModelConfig llama = ParseGood(With(Llama(), {{"attention_bias", true}, {"mlp_bias", true}}));
+  EXPECT_TRUE(llama.qkv_bias && llama.o_bias && llama.mlp_bias && !llama.qk_norm);
+  const ModelConfig mistral = ParseGood(With(Mistral(), {{"attention_bias", false}}));
+  EXPECT_TRUE(!mistral.qkv_bias && !mistral.o_bias && !mistral.mlp_bias && !mistral.qk_norm);
+  const ModelConfig qwen2 = ParseGood(Qwen2());
+  EXPECT_TRUE(qwen2.qkv_bias && !qwen2.o_bias && !qwen2.mlp_bias && !qwen2.qk_norm);
+  const ModelConfig qwen3 = ParseGood(With(Qwen3(), {{"attention_bias", true}}));
+  EXPECT_TRUE(qwen3.qkv_bias && qwen3.o_bias && !qwen3.mlp_bias && qwen3.qk_norm);
+}
+
+TEST(ModelConfigTest, NullStandsForTheDefaultWhereTransformersHasIt) {
+  const ModelConfig config = ParseGood(With(Mistral(), {{"num_key_value_heads", nullptr},
+                                                        {"head_dim", nullptr},
+                                                        {"sliding_window", nullptr},
+                                                        {"auto_map", nullptr}}));
+  EXPECT_EQ(config.shape.kv_heads, 4);
+  EXPECT_EQ(config.shape.head_dim, 16);
+  EXPECT_EQ(config.shape.sliding_window, 0);
+}
+
+TEST(ModelConfigTest, SlidingWindows) {
+  EXPECT_THAT(ParseGood(With(Mistral(), {{"sliding_window", 7}})).layer_window, ElementsAre(7, 7, 7));
+  const json window = {{"sliding_window", 7}, {"max_window_layers", 1}};
+  EXPECT_THAT(ParseGood(With(Qwen2(), window)).layer_window, ElementsAre(0, 0, 0));
+  const ModelConfig qwen2 = ParseGood(With(With(Qwen2(), window), {{"use_sliding_window", true}}));
+  EXPECT_THAT(qwen2.layer_window, ElementsAre(0, 7, 7));
+  EXPECT_EQ(qwen2.shape.sliding_window, 7);
+  EXPECT_EQ(qwen2.shape.windowed_layers, 2);
+  const json types = {"sliding_attention", "full_attention", "sliding_attention"};
+  const ModelConfig qwen3 =
+      ParseGood(With(With(Qwen3(), window), {{"use_sliding_window", true}, {"layer_types", types}}));
+  EXPECT_THAT(qwen3.layer_window, ElementsAre(7, 0, 7));
+}
+
+TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
+  EXPECT_EQ(ParseGood(With(Llama(), {{"torch_dtype", "float16"}})).shape.dtype, DType::kF16);
+  EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", "float32"}})).shape.dtype, DType::kF32);
+}
+
+TEST(ModelConfigTest, RopeInOldAndNewSpelling) {
+  const json llama3 = {{"rope_type", "llama3"},
+                       {"factor", 8.0},
+                       {"low_freq_factor", 1.0},
+                       {"high_freq_factor", 4.0},
+                       {"original_max_position_embeddings", 512}};
+  const ModelConfig old_spelling = ParseGood(Rope(llama3));
+  const ModelConfig new_spelling =
+      ParseGood(With(Llama(), {{"rope_parameters", With(llama3, {{"rope_theta", 500000.0}})}}));
+  for (const ModelConfig& config : {old_spelling, new_spelling}) {
+    EXPECT_EQ(config.rope.scaling, RopeScaling::kLlama3);
+    EXPECT_EQ(config.rope.theta, 500000);
+    EXPECT_EQ(config.rope.factor, 8);
+    EXPECT_EQ(config.rope.low_freq_factor, 1);
+    EXPECT_EQ(config.rope.high_freq_factor, 4);
+    EXPECT_EQ(config.rope.original_context_tokens, 512);
+    EXPECT_EQ(config.rope.attention_factor, 1);
+    EXPECT_EQ(config.shape.context_tokens, 1024);
+  }
+  const ModelConfig linear = ParseGood(Rope({{"type", "linear"}, {"factor", 2}}));
+  EXPECT_EQ(linear.rope.scaling, RopeScaling::kLinear);
+  EXPECT_EQ(linear.rope.factor, 2);
+  EXPECT_EQ(ParseGood(Rope(nullptr)).rope.scaling, RopeScaling::kNone);
+  EXPECT_EQ(ParseGood(Rope({{"rope_type", "default"}})).rope.scaling, RopeScaling::kNone);
+}
+
+TEST(ModelConfigTest, YarnExtendsTheContext) {
+  const json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 1024}};
+  const ModelConfig config = ParseGood(Rope(yarn));
+  EXPECT_EQ(config.rope.scaling, RopeScaling::kYarn);
+  EXPECT_EQ(config.shape.context_tokens, 4096);
+  EXPECT_NEAR(config.rope.attention_factor, 0.1 * std::log(4.0) + 1, 1e-12);
+  EXPECT_EQ(config.rope.beta_fast, 32);
+  EXPECT_EQ(config.rope.beta_slow, 1);
+  EXPECT_TRUE(config.rope.truncate);
+
+  EXPECT_EQ(ParseGood(Rope(With(yarn, {{"original_max_position_embeddings", 64}}))).shape.context_tokens,
+            1024);
+  EXPECT_EQ(ParseGood(Rope(With(yarn, {{"attention_factor", 1.5}}))).rope.attention_factor, 1.5);
+  EXPECT_NEAR(ParseGood(Rope(With(yarn, {{"mscale", 1.0}, {"mscale_all_dim", 0.5}}))).rope.attention_factor,
+              (0.1 * std::log(4.0) + 1) / (0.05 * std::log(4.0) + 1), 1e-12);
+  const ModelConfig derived =
+      ParseGood(Rope({{"type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 256}}));
+  EXPECT_EQ(derived.rope.factor, 4);  // max_position_embeddings / original
+}
+
+struct BadConfig {
+  std::string what;
+  json config;
+  std::vector<std::string> named;
+};
+
+std::vector<BadConfig> BadConfigs() {
+  const json llama3 = {
+      {"rope_type", "llama3"}, {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}};
+  const json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}};
+  const json windowed = With(Qwen2(), {{"use_sliding_window", true}, {"sliding_window", 8}});
+  return {
+      {"unknown key", With(Llama(), {{"num_experts", 8}}), {"\"num_experts\"", "8"}},
+      {"quantised",
+       With(Llama(), {{"quantization_config", {{"bits", 4}}}}),
+       {"\"quantization_config\"", "bits"}},
+      {"window in Llama", With(Llama(), {{"sliding_window", 8}}), {"\"sliding_window\"", "8"}},
+      {"no architecture",
+       Without(Without(Llama(), "architectures"), "model_type"),
+       {"\"architectures\"", "Qwen3ForCausalLM"}},
+      {"other architecture",
+       With(Llama(), {{"architectures", {"GemmaForCausalLM"}}}),
+       {"\"architectures\"", "Gemma"}},
+      {"two architectures",
+       With(Llama(), {{"architectures", {"LlamaForCausalLM", "X"}}}),
+       {"\"architectures\""}},
+      {"headless model",
+       With(Llama(), {{"architectures", {"LlamaModel"}}}),
+       {"\"architectures\"", "LlamaModel"}},
+      {"model_type of another", With(Llama(), {{"model_type", "qwen2"}}), {"\"model_type\"", "qwen2"}},
+      {"other model_type", json{{"model_type", "gpt2"}}, {"\"model_type\"", "gpt2"}},
+      {"other activation", With(Llama(), {{"hidden_act", "gelu"}}), {"\"hidden_act\"", "gelu"}},
+      {"other dtype",
+       With(Llama(), {{"torch_dtype", "float8_e4m3fn"}}),
+       {"\"torch_dtype\"", "float8_e4m3fn"}},
+      {"dtype no string", With(Llama(), {{"dtype", 16}}), {"\"dtype\"", "16"}},
+      {"no layers", With(Llama(), {{"num_hidden_layers", 0}}), {"\"num_hidden_layers\"", "0", "1024"}},
+      {"too many layers", With(Llama(), {{"num_hidden_layers", 1025}}), {"\"num_hidden_layers\"", "1025"}},
+      {"negative hidden", With(Llama(), {{"hidden_size", -64}}), {"\"hidden_size\"", "-64"}},
+      {"huge hidden",
+       With(Llama(), {{"hidden_size", uint64_t{1} << 63}}),
+       {"\"hidden_size\"", "9223372036854775808"}},
+      {"fractional hidden", With(Llama(), {{"hidden_size", 64.5}}), {"\"hidden_size\"", "64.5"}},
+      {"hidden as text", With(Llama(), {{"hidden_size", "64"}}), {"\"hidden_size\"", "\"64\""}},
+      {"hidden null", With(Llama(), {{"hidden_size", nullptr}}), {"\"hidden_size\"", "null"}},
+      {"huge vocabulary", With(Llama(), {{"vocab_size", 1 << 25}}), {"\"vocab_size\""}},
+      {"huge context",
+       With(Llama(), {{"max_position_embeddings", int64_t{1} << 31}}),
+       {"\"max_position_embeddings\""}},
+      {"KV heads that do not divide",
+       With(Llama(), {{"num_key_value_heads", 3}}),
+       {"\"num_key_value_heads\"", "3", "4"}},
+      {"more KV heads than Q heads",
+       With(Llama(), {{"num_key_value_heads", 8}}),
+       {"\"num_key_value_heads\"", "8"}},
+      {"odd head_dim", With(Llama(), {{"head_dim", 33}}), {"\"head_dim\"", "33"}},
+      {"head_dim above 256", With(Llama(), {{"head_dim", 258}}), {"\"head_dim\"", "258"}},
+      {"derived head_dim above 256", With(Llama(), {{"hidden_size", 4096}}), {"\"head_dim\"", "1024"}},
+      {"heads that do not divide hidden", With(Llama(), {{"hidden_size", 66}}), {"\"head_dim\"", "66"}},
+      {"epsilon of zero", With(Llama(), {{"rms_norm_eps", 0}}), {"\"rms_norm_eps\"", "0"}},
+      {"tied as a number", With(Llama(), {{"tie_word_embeddings", 1}}), {"\"tie_word_embeddings\"", "1"}},
+      {"bias in Mistral", With(Mistral(), {{"attention_bias", true}}), {"\"attention_bias\"", "true"}},
+      {"no bias in Qwen2", With(Qwen2(), {{"attention_bias", false}}), {"\"attention_bias\"", "false"}},
+      {"MLP bias in Qwen3", With(Qwen3(), {{"mlp_bias", true}}), {"\"mlp_bias\"", "true"}},
+      {"sliced projections", With(Llama(), {{"pretraining_tp", 2}}), {"\"pretraining_tp\"", "2"}},
+      {"encoder and decoder", With(Llama(), {{"is_encoder_decoder", true}}), {"\"is_encoder_decoder\""}},
+      {"multimodal rope", With(Qwen2(), {{"use_mrope", true}}), {"\"use_mrope\""}},
+      {"window of nothing", With(Mistral(), {{"sliding_window", 0}}), {"\"sliding_window\"", "0"}},
+      {"too few layer types",
+       With(windowed, {{"layer_types", {"full_attention"}}}),
+       {"\"layer_types\"", "3"}},
+      {"unknown layer type",
+       With(windowed, {{"layer_types", {"full_attention", "full_attention", "linear_attention"}}}),
+       {"\"layer_types\"", "linear_attention"}},
+      {"sliding layer without a window",
+       With(Qwen2(), {{"layer_types", {"full_attention", "full_attention", "sliding_attention"}}}),
+       {"\"layer_types\""}},
+      {"mixed layers in Mistral",
+       With(Mistral(), {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}}),
+       {"\"layer_types\""}},
+      {"layer_types no array", With(Qwen2(), {{"layer_types", "full_attention"}}), {"\"layer_types\""}},
+      {"rope of another kind", Rope({{"rope_type", "longrope"}}), {"\"rope_scaling.rope_type\"", "longrope"}},
+      {"dynamic rope, old key",
+       Rope({{"type", "dynamic"}, {"factor", 2.0}}),
+       {"\"rope_scaling.type\"", "dynamic"}},
+      {"two kinds of rope",
+       Rope({{"type", "linear"}, {"rope_type", "yarn"}, {"factor", 2.0}}),
+       {"\"rope_scaling.type\""}},
+      {"rope no object", Rope(2.0), {"\"rope_scaling\"", "2.0"}},
+      {"both spellings that disagree",
+       With(Rope({{"type", "linear"}, {"factor", 2.0}}), {{"rope_parameters", {{"rope_type", "default"}}}}),
+       {"\"rope_parameters\"", "rope_scaling"}},
+      {"two thetas", Rope({{"rope_type", "default"}, {"rope_theta", 1e4}}), {"\"rope_scaling.rope_theta\""}},
+      {"theta of one", With(Llama(), {{"rope_theta", 1}}), {"\"rope_theta\"", "1"}},
+      {"partly rotated",
+       With(Llama(), {{"partial_rotary_factor", 0.5}}),
+       {"\"partial_rotary_factor\"", "0.5"}},
+      {"partly rotated, inside",
+       Rope({{"partial_rotary_factor", 0.5}}),
+       {"\"rope_scaling.partial_rotary_factor\""}},
+      {"linear without factor", Rope({{"rope_type", "linear"}}), {"\"rope_scaling.factor\"", "missing"}},
+      {"factor below one",
+       Rope({{"rope_type", "linear"}, {"factor", 0.5}}),
+       {"\"rope_scaling.factor\"", "0.5"}},
+      {"key of another rope",
+       Rope({{"rope_type", "linear"}, {"factor", 2.0}, {"beta_fast", 32}}),
+       {"rope_scaling.beta_fast"}},
+      {"factor in default rope", Rope({{"rope_type", "default"}, {"factor", 2.0}}), {"rope_scaling.factor"}},
+      {"llama3 without low",
+       Rope(Without(llama3, "low_freq_factor")),
+       {"\"rope_scaling.low_freq_factor\"", "missing"}},
+      {"llama3 backwards",
+       Rope(With(llama3, {{"high_freq_factor", 1.0}})),
+       {"\"rope_scaling.high_freq_factor\""}},
+      {"yarn backwards",
+       Rope(With(yarn, {{"beta_fast", 1}, {"beta_slow", 2}})),
+       {"\"rope_scaling.beta_fast\""}},
+      {"yarn beyond all positions",
+       Rope(With(yarn, {{"factor", 1e6}, {"original_max_position_embeddings", 1e6}})),
+       {"\"rope_scaling.factor\""}},
+      {"yarn truncate as text", Rope(With(yarn, {{"truncate", "no"}})), {"\"rope_scaling.truncate\"", "no"}},
+      {"multimodal sections",
+       Rope({{"rope_type", "default"}, {"mrope_section", {1, 2}}}),
+       {"rope_scaling.mrope_section"}},
+  };
+}
+
+TEST(ModelConfigTest, RefusesWhatIsNotImplementedByName) {
+  for (const BadConfig& bad : BadConfigs()) {
+    SCOPED_TRACE(bad.what);
+    const auto parsed = ModelConfig::Parse(bad.config.dump(), kPath);
+    ASSERT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument) << parsed.status();
+    const std::string message(parsed.status().message());
+    EXPECT_THAT(message, HasSubstr(kPath));
+    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
+    EXPECT_EQ(message.find('\n'), std::string::npos);
+  }
+}
+
+TEST(ModelConfigTest, RefusesBrokenJson) {
+  const struct {
+    std::string text;
+    std::string named;
+  } kCases[] = {
+      {"", "no valid JSON"},
+      {"{\"hidden_size\": 64,}", "no valid JSON at byte"},
+      {"[]", "object"},
+      {"{\"hidden_size\": NaN}", "no valid JSON"},
+      {R"({"hidden_size": 64, "hidden_size": 32})", "\"hidden_size\" appears twice"},
+      {std::string(1000, '['), "deeper"},
+  };
+  for (const auto& [text, named] : kCases) {
+    SCOPED_TRACE(text.substr(0, 40));
+    const auto parsed = ModelConfig::Parse(text, kPath);
+    ASSERT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(parsed.status().message()), testing::AllOf(HasSubstr(kPath), HasSubstr(named)));
+  }
+}
+
+}  // namespace
+}  // namespace meshfill

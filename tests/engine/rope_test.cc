@@ -1,0 +1,99 @@
+#include "engine/model/rope.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <vector>
+
+#include "engine/model/model_config.h"
+#include "engine/model/safetensors.h"
+#include "tests/engine/random_seed.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+template <typename T>
+std::vector<T> Read(const SafetensorsFile& file, const std::string& name) {
+  const TensorView& tensor = *file.Find(name);
+  std::vector<T> values(tensor.bytes.size() / sizeof(T));
+  std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
+  return values;
+}
+
+// Tables that transformers computed with the parameters of published models, up to position 4,194,303.
+TEST(RopeTest, AgreesWithTransformers) {
+  int cases = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(std::filesystem::path(MESHFILL_PARITY_DIR) / "rope")) {
+    SCOPED_TRACE(entry.path());
+    const std::string config_path = entry.path() / "config.json";
+    const auto config = ModelConfig::Parse(ReadWholeFile(config_path), config_path);
+    ASSERT_TRUE(config.ok()) << config.status();
+    const auto file = SafetensorsFile::Open(entry.path() / "rope.safetensors");
+    ASSERT_TRUE(file.ok()) << file.status();
+    const std::vector<float> inv_freq = Read<float>(**file, "inv_freq");
+    const std::vector<float> cos = Read<float>(**file, "cos");
+    const std::vector<float> sin = Read<float>(**file, "sin");
+    const std::vector<int64_t> positions = Read<int64_t>(**file, "positions");
+
+    const int head_dim = config->shape.head_dim;
+    const size_t half = static_cast<size_t>(head_dim) / 2;
+    const std::vector<float> ours =
+        RopeInverseFrequencies(config->rope, head_dim, config->shape.context_tokens);
+    ASSERT_EQ(ours.size(), inv_freq.size());
+    ASSERT_EQ(ours.size(), half);
+    for (size_t i = 0; i < half; ++i) EXPECT_FLOAT_EQ(ours[i], inv_freq[i]) << "frequency " << i;
+
+    for (size_t p = 0; p < positions.size(); ++p) {
+      std::vector<float> our_cos(half), our_sin(half);
+      FillRopeTables(config->rope, head_dim, config->shape.context_tokens, {.base = positions[p]}, 1,
+                     our_cos.data(), our_sin.data());
+      for (size_t i = 0; i < half; ++i) {
+        // Frequencies may differ in the last place, and a position multiplies that.
+        const double tolerance =
+            3e-7 + static_cast<double>(positions[p]) * std::abs(double{ours[i]} - inv_freq[i]) * 1.5;
+        EXPECT_NEAR(our_cos[i], cos[p * half + i], tolerance)
+            << "position " << positions[p] << ", frequency " << i;
+        EXPECT_NEAR(our_sin[i], sin[p * half + i], tolerance)
+            << "position " << positions[p] << ", frequency " << i;
+      }
+    }
+    ++cases;
+  }
+  EXPECT_GE(cases, 6);
+}
+
+// Row s of a chunk's table is the table of the token at its position, for the positions of any layout.
+TEST(RopeTest, TablesFollowTheLayout) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 50; ++round) {
+    const int head_dim = 2 * Draw(random, 1, 32);
+    const int64_t tokens = Draw<int64_t>(random, 0, 40);
+    const SlotPositions positions{.base = Draw<int64_t>(random, 0, 1000),
+                                  .stride = Draw<int64_t>(random, 1, 9),
+                                  .width = Draw<int64_t>(random, 1, 16)};
+    RopeConfig rope;
+    rope.theta = Draw(random, 100, 1000000);
+    rope.attention_factor = Draw(random, 1, 3) / 2.0;
+    const size_t half = static_cast<size_t>(head_dim) / 2;
+    std::vector<float> cos(tokens * half, NAN), sin(tokens * half, NAN);
+    FillRopeTables(rope, head_dim, 1 << 20, positions, tokens, cos.data(), sin.data());
+    for (int64_t slot = 0; slot < tokens; ++slot) {
+      for (size_t i = 0; i < half; ++i) {
+        const double angle =
+            static_cast<double>(positions.At(slot)) * std::pow(rope.theta, -2.0 * i / head_dim);
+        // Exponent, frequency and angle are rounded to f32, by contract.
+        const double tolerance = (1e-6 + 2e-6 * angle) * rope.attention_factor;
+        ASSERT_NEAR(cos[slot * half + i], rope.attention_factor * std::cos(angle), tolerance);
+        ASSERT_NEAR(sin[slot * half + i], rope.attention_factor * std::sin(angle), tolerance);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace meshfill
