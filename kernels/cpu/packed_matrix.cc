@@ -1,0 +1,144 @@
+#include "kernels/cpu/packed_matrix.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels/cpu/host_memory.h"
+#include "kernels/cpu/layer_ops.h"
+
+namespace meshfill {
+namespace {
+
+using dnnl::memory;
+
+// Tokens for which oneDNN is asked for its preference; the answer is the same for all counts that Gemm
+// multiplies.
+constexpr int64_t kTypicalTokens = 128;
+
+memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
+  const dnnl::matmul::desc operation(
+      RowMajor(kTypicalTokens, in_features, dtype),
+      memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
+      RowMajor(kTypicalTokens, out_features, DType::kF32));
+  return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
+}
+
+// Copies rows [begin, begin + count) of the stacked sources, converted.
+void CopyRows(std::span<const WeightRows> sources, int64_t in_features, int64_t begin, int64_t count,
+              DType dtype, std::byte* to) {
+  const int64_t end = begin + count;
+  int64_t first = 0;  // row of the stack at which the source begins
+  for (const WeightRows& source : sources) {
+    const int64_t from = std::max(begin, first), until = std::min(end, first + source.rows);
+    if (from < until) {
+      const auto* rows = static_cast<const std::byte*>(source.data);
+      ConvertValues(rows + (from - first) * in_features * DTypeBytes(source.dtype), source.dtype,
+                    (until - from) * in_features, dtype,
+                    to + (from - begin) * in_features * DTypeBytes(dtype));
+    }
+    first += source.rows;
+  }
+}
+
+std::vector<float> StackBias(std::span<const WeightRows> sources) {
+  std::vector<float> stacked;
+  const bool any =
+      std::any_of(sources.begin(), sources.end(), [](const auto& rows) { return rows.bias != nullptr; });
+  if (!any) return stacked;
+  for (const WeightRows& source : sources) {
+    stacked.resize(stacked.size() + source.rows, 0.0f);
+    if (source.bias != nullptr) std::copy_n(source.bias, source.rows, stacked.end() - source.rows);
+  }
+  return stacked;
+}
+
+// One worker's rows on their way into the packed layout.
+struct Staging {
+  BufferRef rounded;  // [panel, in_features], compute dtype
+  BufferRef widened;  // the same in the dtype of the multiplication; `rounded` itself where that is the
+                      // compute dtype
+  absl::Status status;
+};
+
+absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dtype, DType multiply_dtype) {
+  absl::StatusOr<BufferRef> rounded = AllocateHostMemory(panel_elements * DTypeBytes(compute_dtype));
+  if (!rounded.ok()) return rounded.status();
+  if (multiply_dtype == compute_dtype) return Staging{*rounded, *rounded, {}};
+  absl::StatusOr<BufferRef> widened = AllocateHostMemory(panel_elements * DTypeBytes(multiply_dtype));
+  if (!widened.ok()) return widened.status();
+  return Staging{*std::move(rounded), *std::move(widened), {}};
+}
+
+absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t columns, DType dtype,
+                     const PackedMatrix::Columns& panel) {
+  KeepOneDnnSingleThreaded();
+  try {
+    const memory::desc rows({in_features, columns}, OneDnnType(dtype), memory::dims{1, in_features});
+    memory from(rows, CpuEngine(), staging.widened->data());
+    memory to(panel.layout, CpuEngine(), panel.elements);
+    dnnl::stream stream(CpuEngine());
+    dnnl::reorder(from, to).execute(stream, from, to);
+    return absl::OkStatus();
+  } catch (const dnnl::error& error) {
+    return OneDnnError("packing a weight", error);
+  }
+}
+
+}  // namespace
+
+DType MultiplyDType(DType compute_dtype) {
+  KeepOneDnnSingleThreaded();
+  try {
+    PreferredLayout(64, 64, compute_dtype);
+    return compute_dtype;
+  } catch (const dnnl::error&) {
+    return DType::kF32;
+  }
+}
+
+PackedMatrix::Columns PackedMatrix::ColumnsFrom(int64_t begin, int64_t columns) const {
+  memory::desc layout = layout_.submemory_desc({in_features(), columns}, {0, begin});
+  // The offset goes into the pointer, since the fast matmul takes none in the layout.
+  const int64_t offset = std::exchange(layout.data.offset0, 0);
+  return {layout, elements_->data<std::byte>() + offset * DTypeBytes(dtype_)};
+}
+
+absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
+                                                         int64_t in_features, DType compute_dtype,
+                                                         ThreadPool& pool) {
+  const DType dtype = MultiplyDType(compute_dtype);
+  int64_t out_features = 0;
+  for (const WeightRows& source : rows) out_features += source.rows;
+  memory::desc layout;
+  try {
+    layout = PreferredLayout(in_features, out_features, dtype);
+  } catch (const dnnl::error& error) {
+    return OneDnnError("choosing a weight's layout", error);
+  }
+  absl::StatusOr<BufferRef> elements = AllocateHostMemory(layout.get_size());
+  if (!elements.ok()) return elements.status();
+  std::vector<Staging> staging;
+  for (int worker = 0; worker < pool.threads(); ++worker) {
+    auto allocated =
+        AllocateStaging(std::min(kPanelFeatures, out_features) * in_features, compute_dtype, dtype);
+    if (!allocated.ok()) return allocated.status();
+    staging.push_back(*std::move(allocated));
+  }
+
+  auto packed = std::make_unique<PackedMatrix>(layout, dtype, *std::move(elements), StackBias(rows));
+  pool.ParallelFor((out_features + kPanelFeatures - 1) / kPanelFeatures, [&](int64_t panel, int worker) {
+    const int64_t begin = panel * kPanelFeatures, columns = std::min(kPanelFeatures, out_features - begin);
+    Staging& mine = staging[worker];
+    CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
+    if (mine.widened != mine.rounded) {
+      ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
+    }
+    mine.status.Update(Reorder(mine, in_features, columns, dtype, packed->ColumnsFrom(begin, columns)));
+  });
+  for (const Staging& worker : staging) {
+    if (!worker.status.ok()) return worker.status;
+  }
+  return packed;
+}
+
+}  // namespace meshfill
