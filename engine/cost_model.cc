@@ -146,25 +146,27 @@ OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, con
 
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                    const Schedule& schedule, DType partial_dtype) {
+  const int64_t chunk = layout.LargestChunkTokens();
+  const Tile tile = schedule.tile;
+  const double projections = static_cast<double>(chunk) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
+  const double merged_bytes = static_cast<double>((tile.a - 1) * model.partial_bytes(chunk, partial_dtype));
   Prediction predicted;
   predicted.compute_seconds =
-      (static_cast<double>(layout.LargestChunkTokens()) * ProjectionFlopsPerToken(model) +
-       LmHeadFlops(model)) /
-      speed.gemm_flops_per_second;
+      projections / speed.gemm_flops_per_second + model.layers * merged_bytes / speed.merge_bytes_per_second;
   const auto add_layers = [&](int layers, int64_t window) {
     const double block_seconds = BlockSeconds(model, speed, layout, window);
+    predicted.compute_seconds += layers * (tile.ranks() * block_seconds);
     for (const Step& step : schedule.steps) {
-      const double compute = static_cast<double>(step.blocks.size()) * block_seconds;
+      const double hidden = static_cast<double>(step.blocks.size()) * block_seconds;
       const double transfer = TransferSeconds(model, speed, layout, partial_dtype, step.comm);
-      predicted.compute_seconds += layers * compute;
-      predicted.comm_wait_seconds += layers * std::max(0.0, transfer - compute);
+      predicted.comm_wait_seconds += layers * std::max(0.0, transfer - hidden);
     }
   };
   add_layers(model.layers - model.windowed_layers, 0);
   add_layers(model.windowed_layers, model.sliding_window);
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
 
-  predicted.comm_bytes = LargestLayerCommBytes(model, layout, schedule.tile, partial_dtype);
+  predicted.comm_bytes = LargestLayerCommBytes(model, layout, tile, partial_dtype);
   predicted.comm_bytes.q *= model.layers;
   predicted.comm_bytes.kv *= model.layers;
   predicted.comm_bytes.o *= model.layers;

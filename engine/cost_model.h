@@ -1,5 +1,4 @@
-// Predicts what a schedule costs: seconds, bytes on the wire, memory (Mesh-Attention §3.5, Figure 6; DESIGN
-// §4).
+// Predicts what a schedule costs: seconds, bytes, memory (Mesh-Attention §3.5, Figure 6; DESIGN §4).
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
 // its communication and its blocks, and what the communication takes beyond its blocks is comm wait.
@@ -20,6 +19,7 @@ namespace meshfill {
 struct PoolSpeed {
   double gemm_flops_per_second = 50e9;       // projections, per rank when all ranks run
   double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
+  double merge_bytes_per_second = 5e9;       // partial outputs merged, per rank when all ranks run
   double link_bytes_per_second = 10e9;       // one chunk from a rank to its neighbour
   double link_latency_seconds = 5e-6;        // start of one communication
 };

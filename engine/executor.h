@@ -1,4 +1,5 @@
-// Runs a plan's schedule for one layer's attention on one rank (Mesh-Attention Algorithm 1 under Algorithm 2's order).
+// Runs a plan's schedule for one layer's attention on one rank: Mesh-Attention's Algorithm 1 in the order of
+// its Algorithm 2.
 #ifndef MESHFILL_ENGINE_EXECUTOR_H_
 #define MESHFILL_ENGINE_EXECUTOR_H_
 
@@ -23,13 +24,14 @@ struct LayerChunks {
 class AttentionExecutor {
  public:
   // All arguments outlive the executor. The plan's schedule has passed CheckSchedule.
-  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
-                    absl::Duration wait_timeout, RankStats& stats);
+  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+                    Communicator& communicator, absl::Duration wait_timeout, RankStats& stats);
 
-  // Attention of one layer; `window` is this layer's sliding window (0: none). Returns O#0: this rank's finished
-  // output, [q_heads, chunk_tokens, head_dim], f32, with its LSE, [q_heads, chunk_tokens], f32, behind it. Chunks are
-  // released as soon as their last block has run and their last send has left. Deterministic: merges happen in the
-  // schedule's order. On an error, this rank's peers wait until the caller aborts the communicator.
+  // Attention of one layer; `window` is this layer's sliding window (0: none). Returns O#0: this rank's
+  // finished output, [q_heads, chunk_tokens, head_dim], f32, with its LSE, [q_heads, chunk_tokens], f32,
+  // behind it. Chunks are released as soon as their last block has run and their last send has left.
+  // Deterministic: merges happen in the schedule's order. On an error, this rank's peers wait until the
+  // caller aborts the communicator.
   absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window);
 
  private:

@@ -6,8 +6,9 @@
 //   zigzag      2n stripes of ⌈N/2n⌉: there and back    n = 3:  0 1 2 2 1 0
 //   contiguous  n stripes of ⌈N/n⌉                      n = 3:  0 1 2
 //
-// On one rank, positions rise with the slot, so the real tokens of every chunk are its first ChunkTokens(rank) slots:
-// nothing is padded, chunks of ragged prompts simply differ in length (a chunk may be empty).
+// On one rank, positions rise with the slot, so the real tokens of every chunk are its first
+// ChunkTokens(rank) slots: nothing is padded, the chunks of a ragged prompt differ in length and may be
+// empty.
 #ifndef MESHFILL_ENGINE_LAYOUT_H_
 #define MESHFILL_ENGINE_LAYOUT_H_
 
@@ -21,13 +22,13 @@
 namespace meshfill {
 
 enum class LayoutKind { kStriped, kZigzag, kContiguous };
-const char* LayoutName(LayoutKind kind);                              // "striped", "zigzag", "contiguous"
-absl::StatusOr<LayoutKind> ParseLayout(std::string_view name);        // INVALID_ARGUMENT with the names there are
+const char* LayoutName(LayoutKind kind);                        // "striped", "zigzag", "contiguous"
+absl::StatusOr<LayoutKind> ParseLayout(std::string_view name);  // INVALID_ARGUMENT with the names there are
 
 class TokenLayout {
  public:
-  // `stripe` is used by the striped layout alone (the others derive theirs). INVALID_ARGUMENT unless ranks ≥ 1,
-  // 1 ≤ tokens < 2^31, stripe ≥ 1.
+  // `stripe` is used by the striped layout alone (the others derive theirs). INVALID_ARGUMENT
+  // unless ranks ≥ 1, 1 ≤ tokens < 2^31, stripe ≥ 1.
   static absl::StatusOr<TokenLayout> Make(LayoutKind kind, int ranks, int64_t tokens, int64_t stripe);
 
   LayoutKind kind() const { return kind_; }
@@ -36,13 +37,13 @@ class TokenLayout {
   int64_t stripe() const { return stripe_; }  // tokens in a stripe, as dealt
 
   int RankOf(int64_t token) const;
-  int64_t SlotOf(int64_t token) const;                   // on RankOf(token)
+  int64_t SlotOf(int64_t token) const;  // on RankOf(token)
   int64_t TokenAt(int rank, int64_t slot) const { return Positions(rank).At(slot); }
-  int64_t ChunkTokens(int rank) const;                   // may be 0; Σ over ranks = tokens
+  int64_t ChunkTokens(int rank) const;  // may be 0; Σ over ranks = tokens
   int64_t LargestChunkTokens() const;
   SlotPositions Positions(int rank) const;
 
-  std::string DebugString() const;                       // "striped(n=4, tokens=1000, stripe=64)"
+  std::string DebugString() const;  // "striped(n=4, tokens=1000, stripe=64)"
   bool operator==(const TokenLayout&) const = default;
 
  private:

@@ -1,7 +1,8 @@
-// The assignment matrix of Mesh-Attention and the neighbours of each rank (Mesh-Attention §3.2, §3.4, Table 1).
+// The assignment matrix of Mesh-Attention and the neighbours of each rank (its §3.2, §3.4 and Table 1).
 //
-// n = a·b ranks. Rank i computes the a×b blocks of its Q group's Q chunks with its KV group's KV chunks, named by
-// local indices (u, v), 0 ≤ u < a, 0 ≤ v < b; (0, 0) is its own Q–KV block. For n = 9, a = b = 3 (paper, Figure 1c):
+// n = a·b ranks. Rank i computes the a×b blocks of its Q group's Q chunks with its KV group's KV chunks,
+// named by local indices (u, v), 0 ≤ u < a, 0 ≤ v < b; (0, 0) is its own Q–KV block. For n = 9, a = b = 3
+// (paper, Figure 1c):
 //
 //            KV 0 3 6 1 4 7 2 5 8
 //     Q 0–2     0 0 0 1 1 1 2 2 2       each entry: the rank that computes the block

@@ -16,26 +16,30 @@ struct ModelShape {
   int kv_heads = 0;
   int head_dim = 0;
   int64_t vocab = 0;
-  int64_t context_tokens = 0;    // longest prompt that the model is for
-  int64_t sliding_window = 0;    // tokens, 0: none; of the layers that have one
-  int windowed_layers = 0;       // how many layers have the window
-  DType dtype = DType::kF32;     // compute dtype
+  int64_t context_tokens = 0;  // longest prompt that the model is for
+  int64_t sliding_window = 0;  // tokens, 0: none; of the layers that have one
+  int windowed_layers = 0;     // how many layers have the window
+  DType dtype = DType::kF32;   // compute dtype
 
   int64_t q_elements(int64_t tokens) const { return tokens * q_heads * head_dim; }
   int64_t kv_elements(int64_t tokens) const { return 2 * tokens * kv_heads * head_dim; }
 
-  // Bytes of one layer's chunks of `tokens` tokens, as they move between ranks. A partial output is O in the wire's
-  // dtype with its LSE, always f32: 4 bytes for each query and head.
-  int64_t q_bytes(int64_t tokens) const { return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype)); }
-  int64_t kv_bytes(int64_t tokens) const { return kv_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype)); }
+  // Bytes of one layer's chunks of `tokens` tokens, as they move between ranks. A partial output is O in the
+  // wire's dtype with its LSE, always f32: 4 bytes for each query and head.
+  int64_t q_bytes(int64_t tokens) const {
+    return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype));
+  }
+  int64_t kv_bytes(int64_t tokens) const {
+    return kv_elements(tokens) * static_cast<int64_t>(DTypeBytes(dtype));
+  }
   int64_t partial_bytes(int64_t tokens, DType wire) const {
     return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(wire)) + tokens * q_heads * 4;
   }
   bool operator==(const ModelShape&) const = default;
 };
 
-// FLOPs of one forward pass over a prompt, a multiply-add counted as two. Attention counts the visible pairs only
-// (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
+// FLOPs of one forward pass over a prompt, a multiply-add counted as two. Attention counts the visible pairs
+// only (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
 double AttentionFlops(const ModelShape& model, int64_t tokens);
 double ModelFlops(const ModelShape& model, int64_t tokens);
 double ProjectionFlopsPerToken(const ModelShape& model);  // q, k, v, o, gate, up and down of all layers

@@ -1,4 +1,4 @@
-// The plan of one prefill (DESIGN §1): an immutable value, the same on every rank, from which all of them act.
+// The plan of one prefill (DESIGN §1): an immutable value, the same on every rank, that all of them act on.
 #ifndef MESHFILL_ENGINE_PLAN_H_
 #define MESHFILL_ENGINE_PLAN_H_
 
@@ -17,7 +17,7 @@ namespace meshfill {
 struct CommBytes {
   int64_t q = 0;
   int64_t kv = 0;
-  int64_t o = 0;           // partial outputs, with 4 bytes of LSE for each query and head
+  int64_t o = 0;  // partial outputs, with 4 bytes of LSE for each query and head
   int64_t all_to_all = 0;
   int64_t total() const { return q + kv + o + all_to_all; }
   bool operator==(const CommBytes&) const = default;
@@ -33,7 +33,7 @@ struct Prediction {
 
 struct Plan {
   TokenLayout layout;
-  int heads = 1;          // head groups h; n = h·a·b
+  int heads = 1;  // head groups h; n = h·a·b
   Tile tile;
   DType partial_dtype = DType::kF32;  // of partial outputs on the wire
   Schedule schedule;

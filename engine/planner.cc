@@ -18,7 +18,8 @@ absl::Status CheckModelAndSpeed(const ModelShape& model, const PoolSpeed& speed)
                                                    " KV heads of ", model.head_dim));
   }
   if (!(speed.gemm_flops_per_second > 0 && speed.attention_flops_per_second > 0 &&
-        speed.link_bytes_per_second > 0 && speed.link_latency_seconds >= 0)) {
+        speed.merge_bytes_per_second > 0 && speed.link_bytes_per_second > 0 &&
+        speed.link_latency_seconds >= 0)) {
     return absl::InvalidArgumentError("the pool's speeds must be positive: measure or configure them");
   }
   return absl::OkStatus();

@@ -1,4 +1,4 @@
-// Chooses the plan (Mesh-Attention Figure 6): every factorisation is scheduled, its time estimated, the best taken.
+// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken.
 #ifndef MESHFILL_ENGINE_PLANNER_H_
 #define MESHFILL_ENGINE_PLANNER_H_
 
@@ -17,17 +17,18 @@ struct PlanRequest {
   int ranks = 1;
   LayoutKind layout = LayoutKind::kStriped;
   int64_t stripe = 64;
-  std::optional<Tile> tile;               // fixed by the caller
-  std::optional<int> heads;               // fixed by the caller
+  std::optional<Tile> tile = std::nullopt;  // fixed by the caller
+  std::optional<int> heads = std::nullopt;  // fixed by the caller
   DType partial_dtype = DType::kF32;
-  int64_t memory_budget_bytes = 0;        // activations of all ranks; 0: no limit
+  int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
 };
 
-// Candidates are the shapes that fit the memory budget (the one shape, where the caller fixed it), by predicted seconds,
-// then by bytes sent, then by peak memory. The plan is the first; its schedule has passed CheckSchedule.
-// INVALID_ARGUMENT: no tokens, a tile that does not multiply to the ranks, bad options. FAILED_PRECONDITION: no shape
-// fits the memory budget (the message has both numbers).
-absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed, const PlanRequest& request);
+// Candidates are the shapes that fit the memory budget (the one shape, where the caller fixed it), by
+// predicted seconds, then by bytes sent, then by peak memory. The plan is the first; its schedule has passed
+// CheckSchedule. INVALID_ARGUMENT: no tokens, a tile that does not multiply to the ranks, bad options.
+// FAILED_PRECONDITION: no shape fits the memory budget (the message has both numbers).
+absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
+                                    const PlanRequest& request);
 
 }  // namespace meshfill
 

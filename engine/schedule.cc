@@ -8,8 +8,7 @@
 namespace meshfill {
 namespace {
 
-// Algorithm 2's state. Within a row, blocks become ready and are computed by rising v, so that a row is one
-// number.
+// Algorithm 2's state. In a row, blocks become ready and are computed by rising v: one number holds it.
 class GreedyScheduler {
  public:
   GreedyScheduler(Tile tile, OverlapCosts costs) : costs_(costs), computed_(tile.a, 0) {

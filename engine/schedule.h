@@ -1,9 +1,10 @@
 // A schedule: what each rank computes while which chunk moves (Mesh-Attention §3.4, §3.5, Algorithm 2).
 //
-// One schedule serves all ranks: it names chunks by local index (mesh.h), and every rank runs its steps in lockstep
-// order. A step starts at most one communication, computes its blocks while that is under way, and ends when both
-// are done. The k-th Recv Q (from 0) sends Q#k and receives Q#k+1; Recv KV likewise; the k-th Send O sends O#k+1 and
-// receives O#(k+2) mod a, merging it into the rank's own. For 9 ranks, 3×3, c_Q = c_O = 1, c_KV = 2 a schedule reads
+// One schedule serves all ranks: it names chunks by local index (mesh.h), and every rank runs its steps in
+// lockstep order. A step starts at most one communication, computes its blocks while that is under way, and
+// ends when both are done. The k-th Recv Q (from 0) sends Q#k and receives Q#k+1; Recv KV likewise; the k-th
+// Send O sends O#k+1 and receives O#(k+2) mod a, merging it into the rank's own. For 3×3
+// and c_Q = c_O = 1, c_KV = 2 it reads
 //
 //     step    0      1      2      3      4      5      6      7      8
 //     comm    q      kv     q      kv     none   o      o      none   none
@@ -58,8 +59,8 @@ Schedule GreedySchedule(Tile tile, OverlapCosts costs);
 
 // The gate that every schedule passes before it runs. INTERNAL naming the step and what is wrong unless
 //  - every block of the tile is computed exactly once, after its Q and its KV arrived in an earlier step;
-//  - there are exactly a−1 Recv Q, b−1 Recv KV and a−1 Send O, so that on every rank sends and receives match;
-//  - the k-th Send O comes after all blocks of row k+1, and after the Send O that delivered what it carries on;
+//  - there are exactly a−1 Recv Q, b−1 Recv KV and a−1 Send O: on every rank, sends and receives match;
+//  - the k-th Send O comes after all blocks of row k+1, and after the Send O whose arrival it carries on;
 //  - no step is idle (no communication and no block).
 absl::Status CheckSchedule(const Schedule& schedule);
 

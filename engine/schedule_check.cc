@@ -1,5 +1,6 @@
-// CheckSchedule: runs a schedule on paper. Knows the rules of schedule.h and nothing of how schedules are
-// made.
+// CheckSchedule: runs a schedule on paper. Knows schedule.h's rules and nothing of how schedules are made.
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"

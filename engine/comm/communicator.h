@@ -1,10 +1,10 @@
 // The seam to a network between ranks (DESIGN §6): asynchronous chunk transfer with a deadline on every wait.
 //
-// One Communicator belongs to one rank and one run, and is used from that rank's thread; Abort may come from any
-// thread. Messages between a pair of ranks are matched in the order of their calls, separately for each operation.
+// One Communicator belongs to one rank and one run, and is used from that rank's thread; Abort may come from
+// any thread. Messages between a pair of ranks match in the order of their calls, each operation for itself.
 //
-// Cost per call: one message out, one message in. The in-process communicator hands over the reference (no bytes are
-// copied, a sent buffer must not be written again); others copy into a buffer of the backend's.
+// Cost per call: one message out, one message in. The in-process communicator hands over the reference (no
+// bytes are copied, a sent buffer must not be written again); others copy into a buffer of the backend's.
 #ifndef MESHFILL_ENGINE_COMM_COMMUNICATOR_H_
 #define MESHFILL_ENGINE_COMM_COMMUNICATOR_H_
 
@@ -26,8 +26,8 @@ const char* CommOpName(CommOp op);  // "recv_q", "recv_kv", "send_o", "all_to_al
 class PendingReceive {
  public:
   virtual ~PendingReceive() = default;
-  // Blocks until the message is there. DEADLINE_EXCEEDED, ABORTED or what the peer failed with, naming the rank, the
-  // operation and the peer.
+  // Blocks until the message is there. DEADLINE_EXCEEDED, ABORTED or what the peer failed with, naming the
+  // rank, the operation and the peer.
   virtual absl::StatusOr<BufferRef> Wait(absl::Time deadline) = 0;
 };
 
@@ -38,8 +38,8 @@ class Communicator {
   virtual int size() const = 0;
 
   // Starts sending `message` to `to` and receiving one of `receive_bytes` from `from`.
-  virtual absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                                      size_t receive_bytes) = 0;
+  virtual absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message,
+                                                                      int from, size_t receive_bytes) = 0;
 
   // Ends every wait of every rank of this run with `reason`, now and in future. The first reason stays.
   virtual void Abort(absl::Status reason) = 0;

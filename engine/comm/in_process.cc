@@ -1,12 +1,15 @@
 #include "engine/comm/in_process.h"
 
 #include <compare>
+#include <condition_variable>
+#include <cstdint>
 #include <map>
+#include <mutex>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 
 namespace meshfill {
 namespace {
@@ -29,11 +32,14 @@ struct Route {
 
 // Where the ranks of one run meet. Messages and receives of a route are numbered in the order of their calls,
 // and equal numbers belong together.
+//
+// std::mutex and the abort reason as plain fields, not absl::Mutex and absl::Status: ThreadSanitizer does not
+// see the synchronisation inside a prebuilt Abseil.
 class Exchange {
  public:
-  absl::Status Send(const Route& route, BufferRef message) ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    if (!abort_reason_.ok()) return AbortedOn(route);
+  absl::Status Send(const Route& route, BufferRef message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) return AbortedOn(route);
     Mailbox& mailbox = mailboxes_[route];
     if (mailbox.messages.size() >= kMailboxMessages) {
       return absl::ResourceExhaustedError(absl::StrCat("rank ", route.from, ": rank ", route.to,
@@ -41,36 +47,38 @@ class Exchange {
                                                        " messages of ", CommOpName(route.op)));
     }
     mailbox.messages.emplace(mailbox.sent++, std::move(message));
+    mailbox.changed.notify_all();
     return absl::OkStatus();
   }
 
   // The number of the next receive on this route.
-  int64_t StartReceive(const Route& route) ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
+  int64_t StartReceive(const Route& route) {
+    std::lock_guard<std::mutex> lock(mutex_);
     return mailboxes_[route].receives++;
   }
 
-  absl::StatusOr<BufferRef> Receive(const Route& route, int64_t number, absl::Time deadline)
-      ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    std::map<int64_t, BufferRef>& messages = mailboxes_[route].messages;  // std::map: stays where it is
-    const auto over = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return !abort_reason_.ok() || messages.contains(number);
-    };
-    const bool in_time = mutex_.AwaitWithDeadline(absl::Condition(&over), deadline);
-    if (!abort_reason_.ok()) return AbortedOn(route);
+  absl::StatusOr<BufferRef> Receive(const Route& route, int64_t number, absl::Time deadline) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
+    const bool in_time = mailbox.changed.wait_until(
+        lock, absl::ToChronoTime(deadline), [&] { return aborted_ || mailbox.messages.contains(number); });
+    if (aborted_) return AbortedOn(route);
     if (!in_time) {
       return absl::DeadlineExceededError(
           absl::StrCat(route.DebugString(), ": nothing arrived before the deadline"));
     }
-    return std::move(messages.extract(number).mapped());
+    return std::move(mailbox.messages.extract(number).mapped());
   }
 
-  void Abort(absl::Status reason) ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    if (!abort_reason_.ok()) return;
-    abort_reason_ = reason.ok() ? absl::AbortedError("aborted without a reason") : std::move(reason);
-    for (auto& [route, mailbox] : mailboxes_) mailbox.messages.clear();
+  void Abort(const absl::Status& reason) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(aborted_, true)) return;
+    abort_code_ = reason.ok() ? absl::StatusCode::kAborted : reason.code();
+    abort_message_ = reason.ok() ? "aborted without a reason" : std::string(reason.message());
+    for (auto& [route, mailbox] : mailboxes_) {
+      mailbox.messages.clear();
+      mailbox.changed.notify_all();
+    }
   }
 
  private:
@@ -78,15 +86,17 @@ class Exchange {
     int64_t sent = 0;
     int64_t receives = 0;
     std::map<int64_t, BufferRef> messages;  // by number
+    std::condition_variable changed;
   };
 
   absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return absl::Status(abort_reason_.code(),
-                        absl::StrCat(route.DebugString(), ": ", abort_reason_.message()));
+    return absl::Status(abort_code_, absl::StrCat(route.DebugString(), ": ", abort_message_));
   }
 
-  absl::Mutex mutex_;
-  absl::Status abort_reason_ ABSL_GUARDED_BY(mutex_);  // OK: not aborted
+  std::mutex mutex_;
+  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::StatusCode abort_code_ ABSL_GUARDED_BY(mutex_) = absl::StatusCode::kOk;
+  std::string abort_message_ ABSL_GUARDED_BY(mutex_);
   std::map<Route, Mailbox> mailboxes_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -144,7 +154,7 @@ class InProcessCommunicator : public Communicator {
                                               receive_bytes);
   }
 
-  void Abort(absl::Status reason) override { exchange_->Abort(std::move(reason)); }
+  void Abort(absl::Status reason) override { exchange_->Abort(reason); }
 
  private:
   const int rank_;

@@ -1,0 +1,285 @@
+#include "engine/planner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "engine/rank_runner.h"
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+ModelShape Llama(int q_heads, int kv_heads, DType dtype) {
+  return {.layers = 4,
+          .hidden = 512,
+          .intermediate = 1024,
+          .q_heads = q_heads,
+          .kv_heads = kv_heads,
+          .head_dim = 64,
+          .vocab = 1000,
+          .context_tokens = 1 << 20,
+          .dtype = dtype};
+}
+
+// A link so slow that bytes decide.
+constexpr PoolSpeed kSlowLink = {.gemm_flops_per_second = 1e12,
+                                 .attention_flops_per_second = 1e15,
+                                 .merge_bytes_per_second = 1e15,
+                                 .link_bytes_per_second = 1e9,
+                                 .link_latency_seconds = 1e-6};
+
+bool Mentions(const absl::Status& status, const std::string& what) {
+  return status.message().find(what) != std::string::npos;
+}
+
+TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // DESIGN §4
+  for (int n = 1; n <= 36; ++n) {
+    for (DType wire : {DType::kF32, DType::kBf16}) {
+      const ModelShape model = Llama(8, 2, DType::kBf16);
+      const int64_t chunk = 32;
+      const auto layout = TokenLayout::Make(LayoutKind::kStriped, n, chunk * n, 16);
+      for (auto [a, b] : TilesOf(n)) {
+        const int64_t q_elements = chunk * 8 * 64;
+        const int64_t rho = wire == DType::kF32 ? 2 : 1;  // wire bytes over Q's 2
+        for (int rank = 0; rank < n; ++rank) {
+          const CommBytes bytes = LayerCommBytes(model, *layout, {.a = a, .b = b}, wire, rank);
+          ASSERT_EQ(bytes.q, (a - 1) * q_elements * 2);
+          ASSERT_EQ(bytes.kv, (b - 1) * q_elements * 2 * 2 / 4);  // (2/g)(b−1), g = 4
+          ASSERT_EQ(bytes.o, (a - 1) * (rho * q_elements * 2 + 4 * chunk * 8));
+          ASSERT_EQ(bytes.all_to_all, 0);
+        }
+      }
+    }
+  }
+}
+
+// All that is sent must be what all receive: each rank gets the other Q, KV chunks of its tile, and each of
+// its rows' partials leaves it once.
+TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 200; ++i) {
+    const ModelShape model = Llama(4, Draw(random, 0, 1) ? 4 : 1, DType::kF32);
+    const int n = Draw(random, 1, 24);
+    const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
+                                          Draw<int64_t>(random, 1, 400), Draw<int64_t>(random, 1, 20));
+    for (Tile tile : TilesOf(n)) {
+      CommBytes sent;
+      CommBytes needed;
+      const Mesh mesh(tile);
+      for (int rank = 0; rank < n; ++rank) {
+        const CommBytes bytes = LayerCommBytes(model, *layout, tile, DType::kBf16, rank);
+        sent.q += bytes.q;
+        sent.kv += bytes.kv;
+        sent.o += bytes.o;
+        for (int u = 1; u < tile.a; ++u) {
+          const int64_t tokens = layout->ChunkTokens(mesh.QChunk(rank, u));
+          needed.q += tokens * 4 * 64 * 4;
+          needed.o += tokens * 4 * (64 * 2 + 4);
+        }
+        for (int v = 1; v < tile.b; ++v) {
+          needed.kv += layout->ChunkTokens(mesh.KvChunk(rank, v)) * model.kv_heads * 64 * 2 * 4;
+        }
+      }
+      ASSERT_EQ(sent, needed) << "seed " << seed << ": " << layout->DebugString() << ", tile "
+                              << tile.DebugString();
+    }
+  }
+}
+
+TEST(OverlapCosts, AreTheLeastBlocksThatHideATransfer) {
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 16, 16384, 64);
+  // One block: 1024 × 1024 / 2 pairs and some; one Q chunk: 1 MiB.
+  const double block_flops = 4.0 * 64 * 8 * VisiblePairs(16384, 0) / 256;
+  const PoolSpeed speed = {.gemm_flops_per_second = 1e12,
+                           .attention_flops_per_second = block_flops / 1e-3,  // 1 ms a block
+                           .link_bytes_per_second = 1 << 28,                  // 1 MiB in 3.90625 ms
+                           .link_latency_seconds = 0};
+  const OverlapCosts costs = OverlapCostsOf(model, speed, *layout, {.a = 4, .b = 4}, DType::kF32);
+  EXPECT_EQ(costs.c_q, 4);
+  EXPECT_EQ(costs.c_kv, 2);  // half of Q's bytes at g = 4
+  EXPECT_EQ(costs.c_o, 8);   // twice Q's bytes and the LSE: 7.9 ms
+  PoolSpeed infinite = speed;
+  infinite.link_bytes_per_second = 1e30;
+  EXPECT_EQ(OverlapCostsOf(model, infinite, *layout, {.a = 4, .b = 4}, DType::kF32), OverlapCosts{});
+  PoolSpeed crawling = speed;
+  crawling.link_bytes_per_second = 1;
+  EXPECT_EQ(OverlapCostsOf(model, crawling, *layout, {.a = 4, .b = 4}, DType::kF32).c_q, 16);
+}
+
+TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n where ρ = 1, g = 1
+  for (int root : {2, 3, 4, 6, 8}) {
+    const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink,
+                                 {.tokens = 65536, .ranks = root * root, .partial_dtype = DType::kBf16});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->plan.tile, (Tile{.a = root, .b = root}));
+  }
+}
+
+TEST(MakePlan,
+     GroupedHeadsFlattenTheTile) {  // DESIGN §4: a ≈ √(n / (g·(1+ρ)/2)): 64 ranks, g = 8, ρ = 1 → 2.8
+  const auto choice = MakePlan(Llama(8, 1, DType::kBf16), kSlowLink,
+                               {.tokens = 65536, .ranks = 64, .partial_dtype = DType::kBf16});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_TRUE(choice->plan.tile.a == 2 || choice->plan.tile.a == 4) << choice->plan.DebugString();
+}
+
+TEST(MakePlan, AFastLinkHidesEverythingInARing) {
+  const PoolSpeed fast = {.gemm_flops_per_second = 1e11,
+                          .attention_flops_per_second = 1e11,
+                          .link_bytes_per_second = 1e12,
+                          .link_latency_seconds = 1e-6};
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), fast, {.tokens = 65536, .ranks = 8});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.tile.a, 1);
+  EXPECT_EQ(choice->plan.predicted.comm_wait_seconds, 0);
+  for (const PlanCandidate& candidate : choice->candidates) {  // the others merge
+    const double merges =
+        4.0 * (candidate.tile.a - 1) * (8192.0 * 8 * (64 * 4 + 4)) / fast.merge_bytes_per_second;
+    EXPECT_NEAR(candidate.predicted.compute_seconds, choice->plan.predicted.compute_seconds + merges, 1e-9);
+  }
+}
+
+TEST(MakePlan, ListsEveryShapeBestFirst) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 200; ++i) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
+    ModelShape model = Llama(8, 1 << Draw(random, 0, 3), Draw(random, 0, 1) ? DType::kBf16 : DType::kF32);
+    if (Draw(random, 0, 1)) {
+      model.sliding_window = Draw<int64_t>(random, 1, 3000);
+      model.windowed_layers = Draw(random, 1, model.layers);
+    }
+    const auto draw_speed = [&] { return std::exp2(Draw(random, 24, 44)); };
+    const PoolSpeed speed = {.gemm_flops_per_second = draw_speed(),
+                             .attention_flops_per_second = draw_speed(),
+                             .merge_bytes_per_second = draw_speed(),
+                             .link_bytes_per_second = draw_speed(),
+                             .link_latency_seconds = 1e-6 * Draw(random, 0, 50)};
+    const PlanRequest request = {.tokens = Draw<int64_t>(random, 1, 100000),
+                                 .ranks = Draw(random, 1, 64),
+                                 .layout = static_cast<LayoutKind>(Draw(random, 0, 2)),
+                                 .partial_dtype = Draw(random, 0, 1) ? DType::kBf16 : DType::kF32};
+    const auto choice = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    const auto& [plan, candidates] = *choice;
+    ASSERT_TRUE(CheckSchedule(plan.schedule).ok());
+    ASSERT_EQ(plan.schedule.tile, plan.tile);
+    ASSERT_EQ(plan.ranks(), request.ranks);
+    ASSERT_EQ(candidates.size(), TilesOf(request.ranks).size());
+    ASSERT_EQ(candidates.front().tile, plan.tile);
+    for (size_t c = 0; c < candidates.size(); ++c) {
+      const Prediction& predicted = candidates[c].predicted;
+      ASSERT_GT(predicted.compute_seconds, 0);
+      ASSERT_GE(predicted.comm_wait_seconds, 0);
+      ASSERT_DOUBLE_EQ(predicted.seconds, predicted.compute_seconds + predicted.comm_wait_seconds);
+      // Moving one rank's bytes takes no longer than what is hidden and what is waited for.
+      ASSERT_LE(static_cast<double>(predicted.comm_bytes.total()) / speed.link_bytes_per_second,
+                predicted.seconds * (1 + 1e-9));
+      ASSERT_GE(predicted.seconds, candidates[std::max<size_t>(c, 1) - 1].predicted.seconds);
+    }
+  }
+}
+
+TEST(MakePlan, PredictsOneRankExactly) {
+  ModelShape model = Llama(8, 2, DType::kF32);
+  model.sliding_window = 100;
+  model.windowed_layers = 3;
+  const PoolSpeed speed = {.gemm_flops_per_second = 2e9, .attention_flops_per_second = 3e9};
+  const auto choice = MakePlan(model, speed, {.tokens = 5000, .ranks = 1});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const double attention = AttentionFlops(model, 5000);
+  EXPECT_NEAR(choice->plan.predicted.seconds, attention / 3e9 + (ModelFlops(model, 5000) - attention) / 2e9,
+              1e-9);
+  EXPECT_EQ(choice->plan.predicted.comm_wait_seconds, 0);
+  EXPECT_EQ(choice->plan.predicted.comm_bytes, CommBytes{});
+}
+
+// What lives whatever the tile: residual, RoPE tables, slices, Q, KV.
+int64_t FixedBytes(const ModelShape& model, int64_t tokens, int ranks) {
+  const int64_t element = model.dtype == DType::kF32 ? 4 : 2;
+  const int64_t slice = std::min<int64_t>(kSliceTokens, tokens / ranks) * ranks;
+  const int64_t qkv_or_gate_up = std::max<int64_t>((model.q_heads + 2 * model.kv_heads) * 64, 2 * 1024);
+  return tokens * 512 * 4 + tokens * 64 * 4 + slice * (512 + qkv_or_gate_up + 1024) * element +
+         tokens * (model.q_heads + 2 * model.kv_heads) * 64 * element;
+}
+
+TEST(MakePlan, StatesPeakMemory) {
+  const int64_t tokens = 8192;
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const int64_t o_f32 = tokens * 8 * (64 * 4 + 4);
+  const int64_t o_bf16 = tokens * 8 * (64 * 2 + 4);
+  const auto peak = [&](int ranks, Tile tile, DType wire) {
+    return MakePlan(model, kSlowLink, {.tokens = tokens, .ranks = ranks, .tile = tile, .partial_dtype = wire})
+        ->plan.predicted.peak_bytes;
+  };
+  EXPECT_EQ(peak(1, {1, 1}, DType::kF32), FixedBytes(model, tokens, 1) + o_f32);
+  EXPECT_EQ(peak(4, {1, 4}, DType::kF32), FixedBytes(model, tokens, 4) + o_f32);
+  // Row 0 is begun first, row 1 whole before it leaves: two rows; its bf16 form is made while both live.
+  EXPECT_EQ(peak(4, {2, 2}, DType::kF32), FixedBytes(model, tokens, 4) + 2 * o_f32);
+  EXPECT_EQ(peak(4, {2, 2}, DType::kBf16), FixedBytes(model, tokens, 4) + 2 * o_f32 + o_bf16);
+}
+
+TEST(MakePlan, KeepsToTheMemoryBudget) {
+  const ModelShape model = Llama(8, 1, DType::kBf16);
+  PlanRequest request = {.tokens = 8192, .ranks = 8};
+  const auto free = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(free.ok());
+  std::vector<int64_t> peaks;
+  for (const PlanCandidate& candidate : free->candidates) peaks.push_back(candidate.predicted.peak_bytes);
+  std::sort(peaks.begin(), peaks.end());
+  ASSERT_LT(peaks.front(), peaks.back());
+
+  request.memory_budget_bytes = peaks.back() - 1;
+  const auto tight = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(tight.ok()) << tight.status();
+  EXPECT_LT(tight->candidates.size(), free->candidates.size());
+  for (const PlanCandidate& candidate : tight->candidates) {
+    EXPECT_LE(candidate.predicted.peak_bytes, request.memory_budget_bytes);
+  }
+  request.memory_budget_bytes = peaks.front();
+  EXPECT_TRUE(MakePlan(model, kSlowLink, request).ok());
+
+  request.memory_budget_bytes = peaks.front() - 1;
+  const absl::Status none = MakePlan(model, kSlowLink, request).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(Mentions(none, std::to_string(peaks.front()))) << none;
+  EXPECT_TRUE(Mentions(none, std::to_string(peaks.front() - 1))) << none;
+}
+
+TEST(MakePlan, TakesTheCallersTile) {
+  const auto choice = MakePlan(Llama(8, 1, DType::kBf16), kSlowLink,
+                               {.tokens = 4096, .ranks = 12, .tile = Tile{.a = 12, .b = 1}, .heads = 1});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.tile, (Tile{.a = 12, .b = 1}));
+  EXPECT_EQ(choice->candidates.size(), 1u);
+}
+
+TEST(MakePlan, RefusesBadRequests) {
+  const ModelShape model = Llama(8, 2, DType::kF32);
+  const auto refusal = [&](PlanRequest request) { return MakePlan(model, {}, request).status(); };
+  const auto expect_invalid = [&](const PlanRequest& request, const std::string& what) {
+    const absl::Status status = refusal(request);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Mentions(status, what)) << status;
+  };
+  expect_invalid({.tokens = 0, .ranks = 4}, "0 tokens");
+  expect_invalid({.tokens = 8, .ranks = 0}, "0 ranks");
+  expect_invalid({.tokens = 8, .ranks = 4, .stripe = 0}, "stripe");
+  expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = 2, .b = 3}}, "2x3");
+  expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = -2, .b = -2}}, "-2x-2");
+  expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = 1 << 16, .b = (1 << 16) + 4}}, "65536");
+  expect_invalid({.tokens = 8, .ranks = 4, .heads = 2}, "not offered yet");
+  expect_invalid({.tokens = 8, .ranks = 4, .partial_dtype = DType::kF16}, "f16");
+  expect_invalid({.tokens = 8, .ranks = 4, .memory_budget_bytes = -1}, "-1");
+  EXPECT_TRUE(refusal({.tokens = 8, .ranks = 4}).ok());
+  EXPECT_FALSE(MakePlan(model, {.link_bytes_per_second = 0}, {.tokens = 8}).ok());
+  EXPECT_FALSE(MakePlan(ModelShape{}, {}, {.tokens = 8}).ok());
+}
+
+}  // namespace
+}  // namespace meshfill
