@@ -63,21 +63,27 @@ constexpr int64_t DivideRoundingUp(int64_t a, int64_t b) { return (a + b - 1) / 
 // A function of the shapes and the kernel alone: neither the thread count nor the load moves a bit of the
 // result.
 struct Tiling {
-  int group;       // query heads of a KV head
-  int block_keys;  // keys that are packed at a time
-  int64_t strips;  // of a task, in each head of the group
-  int64_t tiles;   // of strips · kStripRows queries
+  int group;            // query heads of a KV head
+  int64_t query_words;  // of a packed query
+  int64_t padded_dim;   // of an output row
+  int block_keys;       // keys that are packed at a time
+  int64_t strips;       // of a task, in each head of the group
+  int64_t tiles;        // of strips · kStripRows queries
 };
 
 Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel) {
-  Tiling tiling{.group = args.q_heads / args.kv_heads, .block_keys = kMaxBlockKeys, .strips = 1, .tiles = 0};
+  Tiling tiling{.group = args.q_heads / args.kv_heads,
+                .query_words = kernel.QueryWords(args.head_dim),
+                .padded_dim = kernel.PaddedDim(args.head_dim),
+                .block_keys = kMaxBlockKeys,
+                .strips = 1,
+                .tiles = 0};
   while (kernel.KeyBlockWords(args.head_dim, tiling.block_keys) +
              kernel.ValueBlockWords(args.head_dim, tiling.block_keys) >
          kBlockWords) {
     tiling.block_keys /= 2;
   }
-  const int64_t row_words = kernel.QueryWords(args.head_dim) + kernel.PaddedDim(args.head_dim);
-  const int64_t rows = std::min(kMaxTaskRows, kTaskWords / row_words);
+  const int64_t rows = std::min(kMaxTaskRows, kTaskWords / (tiling.query_words + tiling.padded_dim));
   const int64_t strips =
       std::min(rows / tiling.group / kStripRows, DivideRoundingUp(args.q_tokens, kStripRows));
   tiling.strips = std::max<int64_t>(strips, 1);
@@ -107,8 +113,8 @@ absl::StatusOr<Scratch> AllocateScratch(const AttentionKernel& kernel, const Til
   const int64_t rows = tiling.group * tiling.strips * kStripRows;
   const int64_t sizes[] = {kernel.KeyBlockWords(head_dim, tiling.block_keys),
                            kernel.ValueBlockWords(head_dim, tiling.block_keys),
-                           rows * kernel.QueryWords(head_dim),
-                           rows * kernel.PaddedDim(head_dim),
+                           rows * tiling.query_words,
+                           rows * tiling.padded_dim,
                            rows,
                            rows};
   int64_t words = 0;
@@ -215,29 +221,27 @@ void AttentionRun::FindRanges(const Tile& tile, Scratch& scratch) const {
 }
 
 void AttentionRun::LoadQueries(const Tile& tile, Scratch& scratch) const {
-  const int64_t query_words = kernel_.QueryWords(args_.head_dim);
   ForEachRow(tile, [&](int64_t scratch_row, int64_t chunk_row, int64_t token) {
     if (token % kStripRows != 0) return;
     const int count = static_cast<int>(std::min<int64_t>(kStripRows, tile.tokens - token));
     kernel_.pack_queries(InputRow(args_.q, chunk_row), count, args_.head_dim,
-                         scratch.queries + scratch_row * query_words);
+                         scratch.queries + scratch_row * tiling_.query_words);
   });
 }
 
 // The carried state (o, lse) is a softmax whose maximum is lse and whose sum is 1.
 void AttentionRun::LoadState(const Tile& tile, Scratch& scratch) const {
-  const int64_t padded_dim = kernel_.PaddedDim(args_.head_dim);
   const int64_t rows = tiling_.group * tiling_.strips * kStripRows;
-  std::fill_n(scratch.output, rows * padded_dim, 0.0f);
+  std::fill_n(scratch.output, rows * tiling_.padded_dim, 0.0f);
   std::fill_n(scratch.max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(scratch.sum, rows, 0.0f);
   if (!args_.carry_in) return;
-  ForEachRow(tile, [&](int64_t scratch_row, int64_t chunk_row, int64_t token) {
+  ForEachRow(tile, [&](int64_t scratch_row, int64_t chunk_row, int64_t) {
     const float lse = args_.lse[chunk_row];
     if (lse == -std::numeric_limits<float>::infinity()) return;
     scratch.max[scratch_row] = static_cast<float>(lse * std::numbers::log2e);
     scratch.sum[scratch_row] = 1.0f;
-    std::memcpy(scratch.output + scratch_row * padded_dim, args_.o + chunk_row * args_.head_dim,
+    std::memcpy(scratch.output + scratch_row * tiling_.padded_dim, args_.o + chunk_row * args_.head_dim,
                 args_.head_dim * sizeof(float));
   });
 }
@@ -266,8 +270,8 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
     if (block.row_begin[0] >= block.row_end[kStripRows - 1]) continue;
     for (int64_t head = 0; head < tiling_.group; ++head) {
       const int64_t row = head * tiling_.strips * kStripRows + token;
-      block.queries = scratch.queries + row * kernel_.QueryWords(head_dim);
-      block.output = scratch.output + row * kernel_.PaddedDim(head_dim);
+      block.queries = scratch.queries + row * tiling_.query_words;
+      block.output = scratch.output + row * tiling_.padded_dim;
       block.max = scratch.max + row;
       block.sum = scratch.sum + row;
       kernel_.attend(block);
@@ -276,13 +280,12 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
 }
 
 void AttentionRun::StoreState(const Tile& tile, const Scratch& scratch) const {
-  const int64_t padded_dim = kernel_.PaddedDim(args_.head_dim);
   ForEachRow(tile, [&](int64_t scratch_row, int64_t chunk_row, int64_t token) {
     const KeyRange& range = scratch.ranges[token];
     if (args_.carry_in && range.begin >= range.end) return;  // nothing was added: the carried bits stay
     const float sum = scratch.sum[scratch_row];
     const float normalizer = sum > 0 ? 1.0f / sum : 0.0f;
-    const float* from = scratch.output + scratch_row * padded_dim;
+    const float* from = scratch.output + scratch_row * tiling_.padded_dim;
     float* to = args_.o + chunk_row * args_.head_dim;
     for (int d = 0; d < args_.head_dim; ++d) to[d] = from[d] * normalizer;
     args_.lse[chunk_row] =

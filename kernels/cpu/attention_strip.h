@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "kernels/cpu/attention_kernel.h"
 #include "kernels/cpu/attention_vectors.h"
@@ -26,27 +25,31 @@ namespace {
 // bf16 inputs, as their bits.
 using Bf16Bits = uint16_t;
 
+constexpr int Min(int a, int b) { return a < b ? a : b; }
 constexpr int DivideRoundingUp(int a, int b) { return (a + b - 1) / b; }
 
-// ---- Packing.
+// ---- Packing. Whole vectors of the input take the short way; the last rows and columns are copied and
+// padded first.
 
-// The vector of words that starts at element `begin` of a row; zeros beyond the row's end.
+// The vector of words at `elements`.
 template <typename Target, typename Source>
-typename Target::Words LoadRow(const Source* row, int begin, int head_dim) {
+typename Target::Words LoadWords(const Source* elements) {
   using Words = typename Target::Words;
-  constexpr int kElements = Target::kLanes * Target::kWordElements;
-  Source padded[kElements];
-  const Source* from = row + begin;
-  if (begin + kElements > head_dim) {
-    std::memset(padded, 0, sizeof padded);
-    if (begin < head_dim) std::memcpy(padded, from, (head_dim - begin) * sizeof(Source));
-    from = padded;
-  }
-  if constexpr (kElements * sizeof(Source) == sizeof(Words)) {
-    return Target::template Load<Words>(from);
+  if constexpr (sizeof(Source) * Target::kWordElements == sizeof(uint32_t)) {
+    return Target::template Load<Words>(elements);
   } else {
-    return Target::Widen(Target::template Load<typename Target::Halves>(from)) << 16;
+    return Target::Widen(Target::template Load<typename Target::Halves>(elements)) << 16;
   }
+}
+
+// The same, of which only the first `count` elements exist, at most a vector's and perhaps none: zeros
+// follow.
+template <typename Target, typename Source>
+typename Target::Words LoadSomeWords(const Source* elements, int count) {
+  Source padded[Target::kLanes * Target::kWordElements] = {};
+  if (count > 0)
+    std::memcpy(padded, elements, Min(count, Target::kLanes * Target::kWordElements) * sizeof(Source));
+  return LoadWords<Target>(padded);
 }
 
 // packed: [kStripRows, QueryWords], words of the head dimension.
@@ -56,8 +59,10 @@ void PackQueries(const void* rows, int count, int head_dim, uint32_t* packed) {
   const Source* source = static_cast<const Source*>(rows);
   for (int row = 0; row < kStripRows; ++row) {
     for (int d = 0; d < head_dim; d += kElements, packed += Target::kLanes) {
-      Target::Store(packed, row < count ? LoadRow<Target>(source + int64_t{row} * head_dim, d, head_dim)
-                                        : typename Target::Words{});
+      const Source* from = source + row * head_dim + d;
+      const int remaining = row < count ? head_dim - d : 0;
+      Target::Store(
+          packed, remaining >= kElements ? LoadWords<Target>(from) : LoadSomeWords<Target>(from, remaining));
     }
   }
 }
@@ -68,19 +73,25 @@ void PackKeys(const void* rows, int count, int head_dim, int block_keys, uint32_
   constexpr int kLanes = Target::kLanes;
   constexpr int kPanelKeys = kLanes * Target::kTileVectors;
   constexpr int kElements = kLanes * Target::kWordElements;
-  const Source* source = static_cast<const Source*>(rows);
   const int query_words = DivideRoundingUp(head_dim, kElements) * kLanes;
   const int packed_keys = DivideRoundingUp(count, kPanelKeys) * kPanelKeys;
   for (int key = 0; key < packed_keys; key += kLanes) {
+    const Source* source = static_cast<const Source*>(rows) + int64_t{key} * head_dim;
     uint32_t* to = packed + int64_t{key / kPanelKeys} * query_words * kPanelKeys + key % kPanelKeys;
     for (int d = 0; d < head_dim; d += kElements) {
       typename Target::Words words[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        words[i] = key + i < count ? LoadRow<Target>(source + int64_t{key + i} * head_dim, d, head_dim)
-                                   : typename Target::Words{};
+      if (key + kLanes <= count && d + kElements <= head_dim) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) words[i] = LoadWords<Target>(source + i * head_dim + d);
+      } else {
+        for (int i = 0; i < kLanes; ++i) {
+          words[i] = LoadSomeWords<Target>(source + i * head_dim + d, key + i < count ? head_dim - d : 0);
+        }
       }
       Target::Transpose(words);
-      for (int i = 0; i < kLanes; ++i, to += kPanelKeys) Target::Store(to, words[i]);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) Target::Store(to + i * kPanelKeys, words[i]);
+      to += kLanes * kPanelKeys;
     }
   }
 }
@@ -96,25 +107,26 @@ inline void ForEachColumnPanel(int head_dim, Body body) {
   }
 }
 
-// The words of a vector of columns from one row (f32) or from a row and the next (bf16).
+// A vector of columns of one row (f32), or of a row and the next, in pairs (bf16).
 template <typename Target, typename Source>
-typename Target::Words LoadColumns(const Source* source, int key, int count, int begin, int head_dim) {
-  using Words = typename Target::Words;
-  const Source* row = source + int64_t{key} * head_dim;
+typename Target::Words LoadColumns(const Source* row, int head_dim) {
   if constexpr (Target::kWordElements == 1) {
-    return key < count ? LoadRow<Target>(row, begin, head_dim) : Words{};
+    return LoadWords<Target>(row);
   } else {
     using Halves = typename Target::Halves;
-    Halves pair[2] = {};
-    for (int i = 0; i < 2 && key + i < count; ++i, row += head_dim) {
-      if (begin + Target::kLanes <= head_dim) {
-        pair[i] = Target::template Load<Halves>(row + begin);
-      } else {
-        std::memcpy(&pair[i], row + begin, (head_dim - begin) * sizeof(Source));
-      }
-    }
-    return Target::Widen(pair[0]) | Target::Widen(pair[1]) << 16;
+    return Target::Widen(Target::template Load<Halves>(row)) |
+           Target::Widen(Target::template Load<Halves>(row + head_dim)) << 16;
   }
+}
+
+// The same where only `rows` rows, perhaps none, and `columns` columns exist.
+template <typename Target, typename Source>
+typename Target::Words LoadSomeColumns(const Source* row, int head_dim, int rows, int columns) {
+  Source padded[Target::kWordElements][Target::kLanes] = {};
+  for (int i = 0; i < Min(rows, Target::kWordElements); ++i) {
+    std::memcpy(padded[i], row + i * head_dim, Min(columns, Target::kLanes) * sizeof(Source));
+  }
+  return LoadColumns<Target>(padded[0], Target::kLanes);
 }
 
 // packed: [column panels, words of the keys, panel columns]. Keys are packed up to the end of their key
@@ -123,14 +135,17 @@ template <typename Target, typename Source>
 void PackValues(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed) {
   constexpr int kLanes = Target::kLanes;
   constexpr int kPanelKeys = kLanes * Target::kTileVectors;
-  const Source* source = static_cast<const Source*>(rows);
   const int packed_keys = DivideRoundingUp(count, kPanelKeys) * kPanelKeys;
   const int block_words = block_keys / Target::kWordElements;
   ForEachColumnPanel<Target>(head_dim, [&](int first, int vectors) {
     uint32_t* to = packed + int64_t{first} * kLanes * block_words;
+    const int end = (first + vectors) * kLanes;
     for (int key = 0; key < packed_keys; key += Target::kWordElements) {
-      for (int v = first; v < first + vectors; ++v, to += kLanes) {
-        Target::Store(to, LoadColumns<Target>(source, key, count, v * kLanes, head_dim));
+      const Source* row = static_cast<const Source*>(rows) + int64_t{key} * head_dim;
+      const bool whole = key + Target::kWordElements <= count && end <= head_dim;
+      for (int d = first * kLanes; d < end; d += kLanes, to += kLanes) {
+        Target::Store(to, whole ? LoadColumns<Target>(row + d, head_dim)
+                                : LoadSomeColumns<Target>(row + d, head_dim, count - key, head_dim - d));
       }
     }
   });
@@ -164,8 +179,10 @@ template <typename Target>
 struct StripScores {
   alignas(64) float scores[kStripRows][kMaxBlockKeys];
   alignas(64) uint32_t probabilities[kStripRows][kMaxBlockKeys / Target::kWordElements];
-  typename Target::Floats max[kStripRows];    // lane by lane
-  typename Target::Floats decay[kStripRows];  // what the state so far is multiplied by; all lanes equal
+  typename Target::Floats max[kStripRows];  // lane by lane
+  // All lanes equal:
+  typename Target::Floats shift[kStripRows];  // what scores are measured from, in exponents of 2
+  typename Target::Floats decay[kStripRows];  // what the state so far is multiplied by
 };
 
 template <typename Target, bool kMasked>
@@ -180,6 +197,7 @@ void ScorePanel(const StripBlock& block, int key, StripScores<Target>& strip) {
                                  DivideRoundingUp(block.head_dim, Target::kWordElements), tile);
 #pragma GCC unroll 6
   for (int r = 0; r < kStripRows; ++r) {
+    Floats max = strip.max[r];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       Floats score = tile[r][v];
@@ -189,28 +207,41 @@ void ScorePanel(const StripBlock& block, int key, StripScores<Target>& strip) {
         score = number >= block.row_begin[r] ? score : hidden;
         score = number < block.row_end[r] ? score : hidden;
       }
-      strip.max[r] = Target::Max(strip.max[r], score);
+      max = Target::Max(max, score);
       Target::Store(&strip.scores[r][key + v * kLanes], score);
     }
+    strip.max[r] = max;
   }
 }
 
-// ---- Softmax: probabilities of the block's keys against the new maximum, and the state's decay.
+// ---- Softmax: the state's new maximum and decay, then the probabilities of the block's keys. The rows'
+// horizontal reductions stand side by side, so that their latencies overlap.
 
 template <typename Target>
-void UpdateSoftmax(const StripBlock& block, int key_begin, int key_end, StripScores<Target>& strip) {
+void UpdateMax(const StripBlock& block, StripScores<Target>& strip) {
   using Floats = typename Target::Floats;
-  constexpr int kLanes = Target::kLanes;
   const Floats hidden = Target::Broadcast(-std::numeric_limits<float>::infinity());
-  const Floats scale = Target::Broadcast(block.scale_log2e);
+#pragma GCC unroll 6
   for (int r = 0; r < kStripRows; ++r) {
     const Floats old_max = Target::Broadcast(block.max[r]);
-    const Floats block_max = Target::ReduceMax(strip.max[r]);
-    const Floats new_max = Target::Max(old_max, block_max * scale);
+    const Floats new_max = Target::Max(old_max, Target::ReduceMax(strip.max[r]) * block.scale_log2e);
     // A row that has seen nothing keeps −∞, but is shifted by 0: −∞ − (−∞) is NaN.
-    const Floats shift = new_max > hidden ? new_max : Floats{};
-    strip.decay[r] = Target::Exp2Degree5(old_max - shift);
+    strip.shift[r] = new_max > hidden ? new_max : Floats{};
+    strip.decay[r] = Target::Exp2Degree5(old_max - strip.shift[r]);
+    block.max[r] = new_max[0];
+  }
+}
+
+template <typename Target>
+void Exponentiate(const StripBlock& block, int key_begin, int key_end, StripScores<Target>& strip) {
+  using Floats = typename Target::Floats;
+  constexpr int kLanes = Target::kLanes;
+  const Floats scale = Target::Broadcast(block.scale_log2e);
+  Floats sums[kStripRows];
+  for (int r = 0; r < kStripRows; ++r) {
+    const Floats shift = strip.shift[r];
     Floats sum = {};
+#pragma GCC unroll 2
     for (int key = key_begin; key < key_end; key += 2 * kLanes) {
       const Floats first = Target::template Load<Floats>(&strip.scores[r][key]);
       const Floats second = Target::template Load<Floats>(&strip.scores[r][key + kLanes]);
@@ -218,8 +249,11 @@ void UpdateSoftmax(const StripBlock& block, int key_begin, int key_end, StripSco
                                        Target::Exp2(first * scale - shift),
                                        Target::Exp2(second * scale - shift), sum);
     }
-    block.max[r] = new_max[0];
-    block.sum[r] = block.sum[r] * strip.decay[r][0] + Target::ReduceSum(sum)[0];
+    sums[r] = sum;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kStripRows; ++r) {
+    block.sum[r] = block.sum[r] * strip.decay[r][0] + Target::ReduceSum(sums[r])[0];
   }
 }
 
@@ -270,7 +304,8 @@ void AttendStrip(const StripBlock& block) {
       ScorePanel<Target, true>(block, key, strip);
     }
   }
-  UpdateSoftmax(block, begin, end, strip);
+  UpdateMax(block, strip);
+  Exponentiate(block, begin, end, strip);
   ForEachColumnPanel<Target>(block.head_dim, [&](int first, int vectors) {
     if (vectors == 1) return AddColumns<Target, 1>(block, begin, end, first, strip);
     if (vectors == 2) return AddColumns<Target, 2>(block, begin, end, first, strip);
