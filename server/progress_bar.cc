@@ -18,20 +18,20 @@ constexpr absl::Duration kRedrawInterval = absl::Milliseconds(200);
 constexpr int kLongestBar = 40;  // columns
 constexpr char kClearLine[] = "\r\x1b[K";
 
-// Share of the prefill that is done, in [0, 1]; below 0 where nothing is known.
-double DoneShare(const PrefillProgress& progress) {
-  if (progress.layers_done > 0 && progress.layers > 0) {
-    return static_cast<double>(progress.layers_done) / progress.layers;
-  }
-  if (progress.predicted_seconds <= 0) return progress.layers > 0 ? 0 : -1;
-  // The first layer's share is the most that a prediction may claim.
-  const double claimed = progress.elapsed_seconds / progress.predicted_seconds;
-  return std::min(claimed, progress.layers > 0 ? 1.0 / progress.layers : 0.99);
+// Of the whole prefill: by the pace of the layers that are done, else as predicted; 0 where nothing is known.
+double ExpectedSeconds(const PrefillProgress& progress) {
+  if (progress.layers_done == 0) return progress.predicted_seconds;
+  return progress.layer_seconds * progress.layers / progress.layers_done;
 }
 
-double RemainingSeconds(const PrefillProgress& progress, double share) {
-  if (progress.layers_done > 0) return progress.elapsed_seconds * (1 - share) / share;
-  return progress.predicted_seconds - progress.elapsed_seconds;
+// Done share of the prefill, in [0, 1]. Time alone never claims a layer that has not been reported.
+double DoneShare(const PrefillProgress& progress) {
+  const double expected = ExpectedSeconds(progress);
+  const double claimed = expected > 0 ? progress.elapsed_seconds / expected : 0;
+  if (progress.layers == 0) return std::min(claimed, 0.99);
+  const double layer = 1.0 / progress.layers;
+  return std::clamp(claimed, progress.layers_done * layer,
+                    std::min((progress.layers_done + 0.99) * layer, 1.0));
 }
 
 int TerminalColumns() {
@@ -52,18 +52,19 @@ std::string FormatSeconds(double seconds) {
 
 std::string RenderProgress(const PrefillProgress& progress, int width) {
   const double share = DoneShare(progress);
+  const double expected = ExpectedSeconds(progress);
   std::string facts;
   if (progress.layers > 0) absl::StrAppend(&facts, progress.layers_done, "/", progress.layers, " layers  ");
-  if (share >= 0) absl::StrAppendFormat(&facts, "%3.0f %%  ", 100 * share);
+  if (expected > 0) absl::StrAppendFormat(&facts, "%3d %%  ", static_cast<int>(100 * share + 1e-9));
   absl::StrAppend(&facts, FormatSeconds(progress.elapsed_seconds));
-  const double remaining = RemainingSeconds(progress, share);
+  const double remaining = expected - progress.elapsed_seconds;
   if (remaining > 0) absl::StrAppend(&facts, ", ", FormatSeconds(remaining), " left");
 
   constexpr absl::string_view kLabel = "prefill ";
   const int room = width - static_cast<int>(kLabel.size() + facts.size()) - 3;  // brackets and a space
   const int bar = std::min(room, kLongestBar);
   if (bar < 5) return facts.substr(0, static_cast<size_t>(std::max(width, 0)));
-  const int filled = static_cast<int>(std::max(share, 0.0) * bar);
+  const int filled = static_cast<int>(share * bar);
   std::string drawn(static_cast<size_t>(filled), '=');
   if (filled < bar) absl::StrAppend(&drawn, ">", std::string(static_cast<size_t>(bar - filled - 1), ' '));
   return absl::StrCat(kLabel, "[", drawn, "] ", facts);
@@ -90,6 +91,8 @@ void ProgressBar::SetPrediction(double predicted_seconds) {
 
 void ProgressBar::SetLayersDone(int layers_done, int layers) {
   absl::MutexLock lock(&mutex_);
+  if (layers_done > progress_.layers_done)
+    progress_.layer_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
   progress_.layers_done = layers_done;
   progress_.layers = layers;
 }

@@ -15,6 +15,7 @@ struct PrefillProgress {
   int layers_done = 0;
   int layers = 0;  // 0: not known yet
   double elapsed_seconds = 0;
+  double layer_seconds = 0;      // elapsed when the last of layers_done was done
   double predicted_seconds = 0;  // of the whole prefill; 0: unknown. Used until the first layer is done.
 };
 
@@ -33,7 +34,7 @@ class ProgressBar {
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  void SetPrediction(double predicted_seconds);  // starts the clock, too
+  void SetPrediction(double predicted_seconds);  // the prefill begins
   void SetLayersDone(int layers_done, int layers);
 
  private:

@@ -190,6 +190,7 @@ class PrefillCommand : public Command {
     if (!choice.ok()) return choice.status();
     ProgressBar bar;
     bar.SetPrediction(choice->plan.predicted.seconds);
+    bar.SetLayersDone(0, engine.model().layers);
     BarEvents events(bar);
     return engine.Prefill(tokens, options_, &events, &stop);
   }

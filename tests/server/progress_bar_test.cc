@@ -7,11 +7,19 @@
 namespace meshfill {
 namespace {
 
-TEST(RenderProgress, ShowsLayersPercentElapsedAndTheTimeLeft) {
-  EXPECT_EQ(RenderProgress({.layers_done = 8, .layers = 32, .elapsed_seconds = 10}, 90),
+TEST(RenderProgress, GoesByThePaceOfTheLayersThatAreDone) {
+  PrefillProgress progress = {.layers_done = 8, .layers = 32, .elapsed_seconds = 10, .layer_seconds = 10};
+  EXPECT_EQ(RenderProgress(progress, 90),
             "prefill [==========>                             ] 8/32 layers   25 %  10.0 s, 30.0 s left");
-  EXPECT_EQ(RenderProgress({.layers_done = 2, .layers = 2, .elapsed_seconds = 0.5}, 200),
-            "prefill [========================================] 2/2 layers  100 %  500 ms");
+  progress.elapsed_seconds = 10.5;  // on the way to the next layer
+  EXPECT_EQ(RenderProgress(progress, 90),
+            "prefill [==========>                             ] 8/32 layers   26 %  10.5 s, 29.5 s left");
+  progress.elapsed_seconds = 60;  // time alone claims no layer
+  EXPECT_EQ(RenderProgress(progress, 90),
+            "prefill [===========>                            ] 8/32 layers   28 %  60.0 s");
+  EXPECT_EQ(
+      RenderProgress({.layers_done = 2, .layers = 2, .elapsed_seconds = 0.5, .layer_seconds = 0.5}, 200),
+      "prefill [========================================] 2/2 layers  100 %  500 ms");
 }
 
 TEST(RenderProgress, LeansOnThePredictionUntilTheFirstLayer) {
@@ -19,10 +27,8 @@ TEST(RenderProgress, LeansOnThePredictionUntilTheFirstLayer) {
             "prefill [>                                       ] 3.0 s");
   EXPECT_EQ(RenderProgress({.elapsed_seconds = 3, .predicted_seconds = 12}, 79),
             "prefill [==========>                             ]  25 %  3.0 s, 9.0 s left");
-  // A prediction that was too short claims no more than the first layer.
-  EXPECT_EQ(
-      RenderProgress({.layers_done = 0, .layers = 4, .elapsed_seconds = 30, .predicted_seconds = 12}, 79),
-      "prefill [==========>                             ] 0/4 layers   25 %  30.0 s");
+  EXPECT_EQ(RenderProgress({.layers = 4, .elapsed_seconds = 30, .predicted_seconds = 12}, 79),
+            "prefill [=========>                              ] 0/4 layers   25 %  30.0 s");
 }
 
 TEST(RenderProgress, FitsAnyWidth) {
