@@ -3,11 +3,11 @@
 // One schedule serves all ranks: it names chunks by local index (mesh.h), and every rank runs its steps in
 // lockstep order. A step starts at most one communication, computes its blocks while that is under way, and
 // ends when both are done. The k-th Recv Q (from 0) sends Q#k and receives Q#k+1; Recv KV likewise; the k-th
-// Send O sends O#k+1 and receives O#(k+2) mod a, merging it into the rank's own. For 3×3
-// and c_Q = c_O = 1, c_KV = 2 it reads
+// Send O sends O#k+1 and receives O#(k+2) mod a, merging it into the rank's own. For a tile 3×3
+// with c_Q = c_O = 1 and c_KV = 2, Algorithm 2 yields
 //
-//     step    0      1      2      3      4      5      6      7      8
-//     comm    q      kv     q      kv     none   o      o      none   none
+//     step    0      1      2      3      4      5      6      7
+//     comm    q      kv     q      kv     none   o      o      none
 //     blocks  (0,0)  (1,0)  (1,1)  (2,0)  (1,2)  (2,2)  (0,1)  (0,2)
 //                                  (2,1)
 //

@@ -23,6 +23,29 @@
 namespace meshfill {
 namespace {
 
+// Memory that knows how much of it is alive. Its buffers may outlive it, on any thread.
+class CountedMemory {
+ public:
+  BufferRef Allocate(size_t size_bytes) {
+    counts_->peak = std::max<int64_t>(counts_->peak, counts_->live += static_cast<int64_t>(size_bytes));
+    void* data = std::malloc(size_bytes + 1);
+    std::memset(data, 0xff, size_bytes);  // NaN, for whoever reads before it writes
+    return std::make_shared<Buffer>(data, size_bytes, [counts = counts_](void* data, size_t size_bytes) {
+      counts->live -= static_cast<int64_t>(size_bytes);
+      std::free(data);
+    });
+  }
+  int64_t peak_bytes() const { return counts_->peak; }
+  int64_t live_bytes() const { return counts_->live; }
+
+ private:
+  struct Counts {
+    std::atomic<int64_t> live = 0;
+    std::atomic<int64_t> peak = 0;
+  };
+  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
+};
+
 // Forwards to the reference; counts, and lets a test look in before each block.
 class WatchedBackend : public Backend {
  public:
@@ -31,16 +54,14 @@ class WatchedBackend : public Backend {
   std::function<absl::Status(int block)> before_block;  // may be null; an error is the block's
   int blocks = 0;
   int merges = 0;
-  int64_t allocated_bytes = 0;
+  int allocations = 0;
+  CountedMemory memory;
 
   std::string name() const override { return "watched"; }
   DType dtype() const override { return reference_->dtype(); }
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
-    allocated_bytes += static_cast<int64_t>(size_bytes);
-    absl::StatusOr<BufferRef> buffer = reference_->Allocate(size_bytes);
-    if (buffer.ok())
-      std::memset((*buffer)->data(), 0xff, size_bytes);  // NaN, for whoever reads before it writes
-    return buffer;
+    ++allocations;
+    return memory.Allocate(size_bytes);
   }
   void set_stop_token(const StopToken* stop) override { reference_->set_stop_token(stop); }
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
@@ -379,16 +400,16 @@ TEST(AttentionExecutor, AWaitForASilentRankHasADeadline) {
 
 class EchoCommunicator : public Communicator {
  public:
-  explicit EchoCommunicator(int size) : size_(size) {}
+  EchoCommunicator(int size, CountedMemory partials) : size_(size), partials_(std::move(partials)) {}
   std::vector<std::weak_ptr<Buffer>> received_q;  // what peers sent, in order
   std::vector<std::weak_ptr<Buffer>> received_kv;
 
   int rank() const override { return 0; }
   int size() const override { return size_; }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int, BufferRef, int,
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int, BufferRef message, int,
                                                               size_t receive_bytes) override {
-    auto answer = std::make_shared<Buffer>(std::calloc(receive_bytes + 1, 1), receive_bytes,
-                                           [](void* data, size_t) { std::free(data); });
+    message.reset();  // the peer has it now, and gives one of its own
+    BufferRef answer = (op == CommOp::kSendO ? partials_ : chunks_).Allocate(receive_bytes);
     if (op == CommOp::kRecvQ) received_q.push_back(answer);
     if (op == CommOp::kRecvKv) received_kv.push_back(answer);
     return std::make_unique<Answer>(std::move(answer));
@@ -402,6 +423,8 @@ class EchoCommunicator : public Communicator {
     BufferRef message;
   };
   const int size_;
+  CountedMemory partials_;  // where the partial outputs of peers lie
+  CountedMemory chunks_;
 };
 
 // When each block begins, exactly the chunks are alive that have arrived and that a later block or send still
@@ -414,7 +437,7 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
     const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 2 * tile.ranks(), 1);
     const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
-    EchoCommunicator communicator(tile.ranks());
+    EchoCommunicator communicator(tile.ranks(), CountedMemory());
     WatchedBackend backend(DType::kF32);
     LayerChunks chunks = ChunksOf(c, 0, backend);
     communicator.received_q.push_back(chunks.q);  // #0 is the rank's own
@@ -458,6 +481,36 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
   }
 }
 
+// The planner's peak counts as many partial outputs as the executor holds. Chunks are equal here, so that one
+// rank holds its share; a ring holds one O and nothing else beyond what all plans hold.
+TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 100; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 6), .b = Draw(random, 1, 4)};
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 2 * tile.ranks(), 1);
+    const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const Case c = MakeCase(random, *layout, tile, wire, 0);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    WatchedBackend chunk_backend(DType::kF32);
+    WatchedBackend backend(DType::kF32);
+    EchoCommunicator communicator(tile.ranks(), backend.memory);
+    RankStats stats;
+    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    {
+      const auto o = executor.Run(ChunksOf(c, 0, chunk_backend), 0);
+      ASSERT_TRUE(o.ok()) << o.status();
+      EXPECT_EQ(backend.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
+    }
+    const auto predicted = [&](const Schedule& schedule) {
+      return Predict(c.model, PoolSpeed(), *layout, schedule, wire).peak_bytes;
+    };
+    const int64_t ring_peak = predicted(GreedySchedule({.a = 1, .b = tile.ranks()}, {}));
+    const int64_t one_o = c.model.partial_bytes(layout->tokens(), DType::kF32);
+    EXPECT_EQ(backend.memory.peak_bytes() * tile.ranks(), predicted(c.plan.schedule) - ring_peak + one_o);
+  }
+}
+
 // A partial that arrives for a row not yet begun is that row's state: no allocation for the row, no merge.
 TEST(AttentionExecutor, AdoptsPartialsOfRowsNotYetBegun) {
   std::mt19937_64 random(1);
@@ -471,15 +524,15 @@ TEST(AttentionExecutor, AdoptsPartialsOfRowsNotYetBegun) {
                                {.comm = CommKind::kSendO, .blocks = {}},  // O#0 arrives, not begun
                                {.comm = CommKind::kNone, .blocks = {{0, 0}}}}};
   ASSERT_TRUE(CheckSchedule(c.plan.schedule).ok());
-  EchoCommunicator communicator(3);
+  EchoCommunicator communicator(3, CountedMemory());
   WatchedBackend backend(DType::kF32);
   LayerChunks chunks = ChunksOf(c, 0, backend);
-  backend.allocated_bytes = 0;
+  backend.allocations = 0;
   RankStats stats;
   AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
   ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
   EXPECT_EQ(backend.merges, 0);
-  EXPECT_EQ(backend.allocated_bytes, c.model.partial_bytes(2, DType::kF32)) << "of row 1 alone";
+  EXPECT_EQ(backend.allocations, 1) << "of row 1 alone";
   EXPECT_LT(LargestError(c, RunMesh(c)), 1e-5);
 
   c.plan.partial_dtype = DType::kBf16;  // cannot be adopted, must still be counted
