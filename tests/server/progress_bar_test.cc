@@ -28,7 +28,7 @@ TEST(RenderProgress, LeansOnThePredictionUntilTheFirstLayer) {
   EXPECT_EQ(RenderProgress({.elapsed_seconds = 3, .predicted_seconds = 12}, 79),
             "prefill [==========>                             ]  25 %  3.0 s, 9.0 s left");
   EXPECT_EQ(RenderProgress({.layers = 4, .elapsed_seconds = 30, .predicted_seconds = 12}, 79),
-            "prefill [=========>                              ] 0/4 layers   25 %  30.0 s");
+            "prefill [=========>                              ] 0/4 layers   24 %  30.0 s");
 }
 
 TEST(RenderProgress, FitsAnyWidth) {
