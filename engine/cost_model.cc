@@ -45,6 +45,19 @@ double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, const To
   return 0;
 }
 
+// How many blocks' time a transfer takes, rounded, and 1 to a·b.
+OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                            Tile tile, DType partial_dtype, double (*round)(double)) {
+  const double windowed = BlockSeconds(model, speed, layout, model.sliding_window) * model.windowed_layers;
+  const double full = BlockSeconds(model, speed, layout, 0) * (model.layers - model.windowed_layers);
+  const double block_seconds = (windowed + full) / model.layers;
+  const auto cost = [&](CommKind comm) {
+    const double blocks = round(TransferSeconds(model, speed, layout, partial_dtype, comm) / block_seconds);
+    return static_cast<int>(std::clamp<double>(blocks, 1, tile.ranks()));
+  };
+  return {.c_q = cost(CommKind::kRecvQ), .c_kv = cost(CommKind::kRecvKv), .c_o = cost(CommKind::kSendO)};
+}
+
 // The most bytes of partial outputs that are alive at once in one layer, over all ranks. For each u, Q#u of
 // all ranks are all chunks of the prompt, so that a live row of the tile is one O of the whole prompt; the
 // schedule says which rows live: from a row's first block, or from the arrival of a partial that is adopted,
@@ -133,15 +146,14 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, Til
 
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                             Tile tile, DType partial_dtype) {
-  const double windowed = BlockSeconds(model, speed, layout, model.sliding_window) * model.windowed_layers;
-  const double full = BlockSeconds(model, speed, layout, 0) * (model.layers - model.windowed_layers);
-  const double block_seconds = (windowed + full) / model.layers;
-  const auto cost = [&](CommKind comm) {
-    const double blocks =
-        std::ceil(TransferSeconds(model, speed, layout, partial_dtype, comm) / block_seconds);
-    return static_cast<int>(std::clamp<double>(blocks, 1, tile.ranks()));
-  };
-  return {.c_q = cost(CommKind::kRecvQ), .c_kv = cost(CommKind::kRecvKv), .c_o = cost(CommKind::kSendO)};
+  return TransferBlocks(model, speed, layout, tile, partial_dtype,
+                        [](double blocks) { return std::ceil(blocks); });
+}
+
+OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                             Tile tile, DType partial_dtype) {
+  return TransferBlocks(model, speed, layout, tile, partial_dtype,
+                        [](double blocks) { return std::floor(blocks); });
 }
 
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,

@@ -33,6 +33,10 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, Til
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                             Tile tile, DType partial_dtype);
 
+// The most blocks that are over when such a transfer is, at least 1: a step of them makes no transfer longer.
+OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                             Tile tile, DType partial_dtype);
+
 // Of the whole prefill under this schedule.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                    const Schedule& schedule, DType partial_dtype);

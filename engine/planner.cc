@@ -1,11 +1,13 @@
 #include "engine/planner.h"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "engine/optimal_schedule.h"
 
 namespace meshfill {
 namespace {
@@ -55,6 +57,39 @@ auto OrderOf(const Plan& plan) {
                          plan.tile.a);
 }
 
+std::vector<Schedule> SchedulesOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+                                  Tile tile, const PlanRequest& request) {
+  const OverlapCosts costs = OverlapCostsOf(model, speed, layout, tile, request.partial_dtype);
+  std::vector<Schedule> schedules = {GreedySchedule(tile, costs)};
+  if (request.schedule == ScheduleChoice::kGreedy) return schedules;
+  schedules.push_back(OptimalSchedule(tile, costs));
+  // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right if
+  // all transfers together hide too little, and one if they hide enough.
+  const OverlapCosts covered = CoveredBlocksOf(model, speed, layout, tile, request.partial_dtype);
+  if (covered != costs) schedules.push_back(OptimalSchedule(tile, covered));
+  return schedules;
+}
+
+// The fastest schedule that fits the memory budget; if none does, the one that needs least.
+Plan BestOfTile(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, Tile tile,
+                const PlanRequest& request) {
+  const auto order_of = [&request](const Prediction& predicted) {
+    const bool over = request.memory_budget_bytes != 0 && predicted.peak_bytes > request.memory_budget_bytes;
+    return std::make_tuple(over, over ? 0 : predicted.seconds, predicted.peak_bytes);
+  };
+  std::optional<Plan> best;
+  for (Schedule& schedule : SchedulesOf(model, speed, layout, tile, request)) {
+    const Prediction predicted = Predict(model, speed, layout, schedule, request.partial_dtype);
+    if (best.has_value() && order_of(predicted) >= order_of(best->predicted)) continue;
+    best = Plan{.layout = layout,
+                .tile = tile,
+                .partial_dtype = request.partial_dtype,
+                .schedule = std::move(schedule),
+                .predicted = predicted};
+  }
+  return *std::move(best);
+}
+
 }  // namespace
 
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
@@ -67,14 +102,7 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
 
   std::vector<Plan> plans;
   for (Tile tile : request.tile.has_value() ? std::vector<Tile>{*request.tile} : TilesOf(request.ranks)) {
-    Schedule schedule =
-        GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, tile, request.partial_dtype));
-    const Prediction predicted = Predict(model, speed, *layout, schedule, request.partial_dtype);
-    plans.push_back({.layout = *layout,
-                     .tile = tile,
-                     .partial_dtype = request.partial_dtype,
-                     .schedule = std::move(schedule),
-                     .predicted = predicted});
+    plans.push_back(BestOfTile(model, speed, *layout, tile, request));
   }
   if (const int64_t budget = request.memory_budget_bytes; budget != 0) {
     const auto by_peak = [](const Plan& x, const Plan& y) {

@@ -12,6 +12,11 @@
 
 namespace meshfill {
 
+enum class ScheduleChoice {
+  kAuto,    // the one that is predicted to take less time
+  kGreedy,  // Algorithm 2, as the paper has it
+};
+
 struct PlanRequest {
   int64_t tokens = 0;
   int ranks = 1;
@@ -20,6 +25,7 @@ struct PlanRequest {
   std::optional<Tile> tile = std::nullopt;  // fixed by the caller
   std::optional<int> heads = std::nullopt;  // fixed by the caller
   DType partial_dtype = DType::kF32;
+  ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
 };
 

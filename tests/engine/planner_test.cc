@@ -237,7 +237,6 @@ TEST(MakePlan, KeepsToTheMemoryBudget) {
   request.memory_budget_bytes = peaks.back() - 1;
   const auto tight = MakePlan(model, kSlowLink, request);
   ASSERT_TRUE(tight.ok()) << tight.status();
-  EXPECT_LT(tight->candidates.size(), free->candidates.size());
   for (const PlanCandidate& candidate : tight->candidates) {
     EXPECT_LE(candidate.predicted.peak_bytes, request.memory_budget_bytes);
   }
@@ -249,6 +248,50 @@ TEST(MakePlan, KeepsToTheMemoryBudget) {
   EXPECT_EQ(none.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(Mentions(none, std::to_string(peaks.front()))) << none;
   EXPECT_TRUE(Mentions(none, std::to_string(peaks.front() - 1))) << none;
+}
+
+TEST(MakePlan, DropsShapesOfWhichNoScheduleFits) {
+  const ModelShape model = Llama(8, 1, DType::kBf16);
+  PlanRequest request = {.tokens = 8192, .ranks = 8, .schedule = ScheduleChoice::kGreedy};
+  const auto free = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(free.ok());
+  int64_t largest = 0;
+  for (const PlanCandidate& candidate : free->candidates) {
+    largest = std::max(largest, candidate.predicted.peak_bytes);
+  }
+  request.memory_budget_bytes = largest - 1;
+  const auto greedy = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(greedy.ok()) << greedy.status();
+  EXPECT_LT(greedy->candidates.size(), free->candidates.size());
+  request.schedule = ScheduleChoice::kAuto;  // which sends outputs earlier, so that the shape fits
+  const auto any = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(any.ok()) << any.status();
+  EXPECT_EQ(any->candidates.size(), free->candidates.size());
+}
+
+TEST(MakePlan, TakesNoLongerThanGreedyAndGreedyWhereAsked) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  int faster = 0;
+  for (int i = 0; i < 200; ++i) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
+    const ModelShape model = Llama(8, 1 << Draw(random, 0, 3), DType::kBf16);
+    const PoolSpeed speed = {.gemm_flops_per_second = 1e12,
+                             .attention_flops_per_second = 1e12,
+                             .link_bytes_per_second = std::exp2(Draw(random, 26, 36))};
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 4096, 100000), .ranks = Draw(random, 1, 64)};
+    const auto choice = MakePlan(model, speed, request);
+    request.schedule = ScheduleChoice::kGreedy;
+    const auto greedy = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok() && greedy.ok()) << choice.status() << greedy.status();
+    const Tile tile = greedy->plan.tile;
+    const auto layout = TokenLayout::Make(request.layout, request.ranks, request.tokens, request.stripe);
+    ASSERT_EQ(greedy->plan.schedule,
+              GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, tile, request.partial_dtype)));
+    ASSERT_LE(choice->plan.predicted.seconds, greedy->plan.predicted.seconds);
+    faster += choice->plan.predicted.seconds < greedy->plan.predicted.seconds ? 1 : 0;
+  }
+  EXPECT_GT(faster, 0);
 }
 
 TEST(MakePlan, TakesTheCallersTile) {
