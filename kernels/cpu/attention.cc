@@ -250,7 +250,7 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
   const int head_dim = args_.head_dim;
   const int count = static_cast<int>(std::min<int64_t>(tiling_.block_keys, args_.k_tokens - key_begin));
   const int64_t kv_row = tile.kv_head * args_.k_tokens + key_begin;
-  kernel_.pack_keys(InputRow(args_.k, kv_row), count, head_dim, tiling_.block_keys, scratch.keys);
+  kernel_.pack_keys(InputRow(args_.k, kv_row), count, head_dim, scratch.keys);
   kernel_.pack_values(InputRow(args_.v, kv_row), count, head_dim, tiling_.block_keys, scratch.values);
 
   StripBlock block;

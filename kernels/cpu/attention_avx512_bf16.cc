@@ -16,8 +16,8 @@ struct Avx512Bf16 : Vectors<16> {
   static Floats MultiplyAdd(Floats acc, Words a, Words b) {
     return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
   }
-  // 2^x with a polynomial of x − ⌊x⌋: relative error 9e-5, a fortieth of bf16's half unit in the last place;
-  // exact at 0, and 0 for −∞.
+  // 2^x from the fraction x − ⌊x⌋. Relative error 9e-5, a twentieth of bf16's half unit in the last place;
+  // 2^0 is exactly 1, 2^−∞ is 0.
   static Floats Exp2(Floats x) {
     const Floats fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     const Floats mantissa =

@@ -24,7 +24,7 @@ namespace meshfill {
 // query. By two vectors they fill the 16 registers of AVX2 and SSE2 in the same way.
 inline constexpr int kStripRows = 6;
 
-// The most keys in a block: a strip's scores and probabilities, 9 KiB, stay in L1.
+// The most keys in a block: a strip's scores and probabilities, at most 12 KiB, stay in L1.
 inline constexpr int kMaxBlockKeys = 256;
 
 // One strip against one block. Key numbers are relative to the block's first key. Row r sees the keys
@@ -47,12 +47,11 @@ struct StripBlock {
 struct AttentionKernel {
   int word_elements;  // elements in a packed word: 1 (f32) or 2 (bf16)
   int lanes;          // words in a vector; output rows are padded to a multiple of it
-  int panel_keys;     // keys in a panel; divides the block's
 
   // `count` consecutive rows [count, head_dim] of the input; zeros follow them up to the end of the strip or
   // panel.
   void (*pack_queries)(const void* rows, int count, int head_dim, uint32_t* packed);
-  void (*pack_keys)(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed);
+  void (*pack_keys)(const void* rows, int count, int head_dim, uint32_t* packed);
   void (*pack_values)(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed);
   void (*attend)(const StripBlock& block);
 

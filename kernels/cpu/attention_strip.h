@@ -2,11 +2,11 @@
 // §3.1).
 //
 // A Target derives from Vectors<lanes> and says:
-//   kWordElements                    1 (f32) or 2 (bf16 pairs)
-//   kTileVectors                     vectors across a register tile
-//   MultiplyAdd(acc, a, b)           acc + a·b on words
-//   Exp2(x)                          2^x, as accurate as the probabilities' precision needs
-//   StoreProbabilities(to, a, b)     packs two vectors of probabilities, adds what it packed to a running sum
+//   kWordElements                       1 (f32) or 2 (bf16 pairs)
+//   kTileVectors                        vectors across a register tile
+//   MultiplyAdd(acc, a, b)              acc + a·b on words
+//   Exp2(x)                             2^x, as accurate as the probabilities' type needs; 0 for −∞
+//   StoreProbabilities(to, a, b, sum)   packs two vectors of probabilities, returns the sum with theirs added
 //
 // Included only by the files that are compiled for one instruction set; see attention_vectors.h.
 #ifndef MESHFILL_KERNELS_CPU_ATTENTION_STRIP_H_
@@ -47,8 +47,9 @@ typename Target::Words LoadWords(const Source* elements) {
 template <typename Target, typename Source>
 typename Target::Words LoadSomeWords(const Source* elements, int count) {
   Source padded[Target::kLanes * Target::kWordElements] = {};
-  if (count > 0)
+  if (count > 0) {
     std::memcpy(padded, elements, Min(count, Target::kLanes * Target::kWordElements) * sizeof(Source));
+  }
   return LoadWords<Target>(padded);
 }
 
@@ -69,7 +70,7 @@ void PackQueries(const void* rows, int count, int head_dim, uint32_t* packed) {
 
 // packed: [panels, QueryWords, panel keys]. Keys are packed up to the end of their panel.
 template <typename Target, typename Source>
-void PackKeys(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed) {
+void PackKeys(const void* rows, int count, int head_dim, uint32_t* packed) {
   constexpr int kLanes = Target::kLanes;
   constexpr int kPanelKeys = kLanes * Target::kTileVectors;
   constexpr int kElements = kLanes * Target::kWordElements;
@@ -260,7 +261,8 @@ void Exponentiate(const StripBlock& block, int key_begin, int key_end, StripScor
 // ---- Output: the state decays, P V is added.
 
 template <typename Target, int kVectors>
-void AddColumns(const StripBlock& block, int key_begin, int key_end, int first, StripScores<Target>& strip) {
+void AddColumns(const StripBlock& block, int key_begin, int key_end, int first,
+                const StripScores<Target>& strip) {
   using Floats = typename Target::Floats;
   constexpr int kLanes = Target::kLanes;
   const int padded_dim = DivideRoundingUp(block.head_dim, kLanes) * kLanes;
@@ -320,7 +322,6 @@ template <typename Target, typename Source>
 constexpr AttentionKernel MakeAttentionKernel() {
   return {.word_elements = Target::kWordElements,
           .lanes = Target::kLanes,
-          .panel_keys = Target::kLanes * Target::kTileVectors,
           .pack_queries = PackQueries<Target, Source>,
           .pack_keys = PackKeys<Target, Source>,
           .pack_values = PackValues<Target, Source>,

@@ -53,7 +53,7 @@ struct Shape {
   int head_dim = 64;
   int64_t q_tokens = 0;
   int64_t k_tokens = 0;
-  Band band;
+  Band band = {};
 
   int64_t q_rows() const { return q_heads * q_tokens; }
   int64_t kv_rows() const { return kv_heads * k_tokens; }
@@ -348,6 +348,21 @@ TEST_P(AttentionTest, ExtremeScoresNeitherOverflowNorVanish) {
   ExpectMatches(shape, 1.0f, q, {{&lowest, &v, shape.band.k, shape.k_tokens}}, state);
 }
 
+// A NaN must reach the logits, where the server looks for it, and no row that does not see it.
+TEST_P(AttentionTest, NaNSpreadsToTheRowsThatSeeIt) {
+  const Shape shape{.head_dim = 20, .q_tokens = 300, .k_tokens = 300};
+  std::vector<float> k_values = RandomValues(random_, shape.kv_rows() * shape.head_dim);
+  k_values[100 * shape.head_dim + 7] = kNaN;
+  const Tensor q = RandomTensor(shape.q_rows(), shape.head_dim), k(k_values, dtype());
+  const Tensor v = RandomTensor(shape.kv_rows(), shape.head_dim);
+  State state = State::Poisoned(shape);
+  Run(Args(shape, q, k, v, state));
+  for (int64_t row = 0; row < shape.q_rows(); ++row) {
+    EXPECT_EQ(std::isnan(state.lse[row]), row >= 100) << "row " << row;
+    EXPECT_EQ(std::isnan(state.o[row * shape.head_dim]), row >= 100) << "row " << row;
+  }
+}
+
 TEST_P(AttentionTest, TheSameBitsForAnyThreadCountAndAnyCutOfTheQueries) {
   Shape shape{.q_heads = 6, .kv_heads = 2, .head_dim = 72, .q_tokens = 700, .k_tokens = 900};
   shape.band.q = {.base = 1, .stride = 2, .width = 16};
@@ -374,8 +389,8 @@ TEST_P(AttentionTest, TheSameBitsForAnyThreadCountAndAnyCutOfTheQueries) {
 }
 
 TEST_P(AttentionTest, ARaisedStopTokenCancels) {
-  // Seconds of work on one thread: a token that were looked at only at the end would be noticed.
-  Shape shape{.head_dim = 16, .q_tokens = 1 << 13, .k_tokens = 1 << 18};
+  // More than a second of work on the fastest core: a token looked at only at the end would be noticed.
+  Shape shape{.head_dim = 16, .q_tokens = 1 << 13, .k_tokens = 1 << 19};
   shape.band.q.base = shape.k_tokens;
   const Tensor q(std::vector<float>(shape.q_rows() * shape.head_dim, 0.5f), dtype());
   const Tensor k(std::vector<float>(shape.kv_rows() * shape.head_dim, 0.5f), dtype());
@@ -391,7 +406,7 @@ TEST_P(AttentionTest, ARaisedStopTokenCancels) {
   const auto elapsed = std::chrono::steady_clock::now() - start;
   stopper.join();
   EXPECT_EQ(stopped.code(), absl::StatusCode::kCancelled);
-  EXPECT_LT(elapsed, std::chrono::milliseconds(400));
+  EXPECT_LT(elapsed, std::chrono::seconds(1));
 
   const absl::Status before = CpuAttentionBlock(Args(shape, q, k, k, state), dtype(), target(), pool, &stop);
   EXPECT_EQ(before.code(), absl::StatusCode::kCancelled);
