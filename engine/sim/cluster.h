@@ -1,0 +1,56 @@
+// A simulated cluster: nodes of GPUs, two classes of links, and how fast a GPU computes attention.
+//
+//     node:  GPU GPU … GPU      same_node: any two GPUs of a node, each flow at its own bandwidth
+//              \  |    /
+//            shared link        between_nodes: a flow runs at most at its own bandwidth, and the flows out of
+//            a node,
+//                 |             and those into it, share node_bytes_per_second
+//             the network
+//
+// GPU g is in node g / gpus_per_node.
+#ifndef MESHFILL_ENGINE_SIM_CLUSTER_H_
+#define MESHFILL_ENGINE_SIM_CLUSTER_H_
+
+#include <cstdint>
+#include <limits>
+
+#include "absl/status/status.h"
+
+namespace meshfill::sim {
+
+struct Link {
+  double latency_seconds = 0;        // from the start of a message until its first byte flows
+  double flow_bytes_per_second = 0;  // of one message at a time from one GPU to another
+};
+
+// What makes ranks differ; drawn once per run from the seed.
+struct Variation {
+  double straggler_share = 0;     // of the ranks that compute slower, 0 to 1
+  double straggler_slowdown = 1;  // how many times slower; ≥ 1
+  double jitter = 0;              // each computation takes 1 + jitter·|N(0, 1)| times as long
+  uint64_t seed = 1;
+};
+
+struct Cluster {
+  static constexpr double kUnshared = std::numeric_limits<double>::infinity();
+
+  int gpus_per_node = 8;
+  Link same_node;
+  Link between_nodes;
+  double node_bytes_per_second = kUnshared;  // of all flows out of a node, and again of all into it
+  double attention_flops_per_second = 0;     // of one GPU in attention blocks; masked pairs do not count
+  double block_overhead_seconds = 0;         // of launching one block
+  Variation variation;
+
+  // The time of one message that has its links for itself.
+  double MessageSeconds(const Link& link, double bytes) const {
+    return link.latency_seconds + bytes / link.flow_bytes_per_second;
+  }
+};
+
+// INVALID_ARGUMENT naming the field that is not positive or out of its range.
+absl::Status CheckCluster(const Cluster& cluster);
+
+}  // namespace meshfill::sim
+
+#endif  // MESHFILL_ENGINE_SIM_CLUSTER_H_

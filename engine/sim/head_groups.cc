@@ -1,0 +1,59 @@
+#include "engine/sim/head_groups.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill::sim {
+namespace {
+
+// The longest chunk of `chunks` even ones.
+int64_t ChunkTokens(int64_t tokens, int chunks) { return (tokens + chunks - 1) / chunks; }
+
+}  // namespace
+
+HeadGroups::HeadGroups(const AttentionJob& job, int heads, int places)
+    : job_(job),
+      heads_(heads),
+      places_(places),
+      share_(ChunkBytesOf(job, ChunkTokens(job.tokens, heads * places), job.q_heads, job.kv_heads)),
+      chunk_(ChunkBytesOf(job, heads * ChunkTokens(job.tokens, heads * places), job.q_heads / heads,
+                          std::max(1, job.kv_heads / heads))) {}
+
+double HeadGroups::BlockFlops(Pass pass) const {
+  return job_.Flops(pass) / heads_ / (static_cast<double>(places_) * places_);
+}
+
+std::vector<int> HeadGroups::InEveryGroup(const std::vector<int>& from) const {
+  std::vector<int> all(ranks());
+  for (int rank = 0; rank < ranks(); ++rank) all[rank] = rank / places_ * places_ + from[rank % places_];
+  return all;
+}
+
+void HeadGroups::Exchange(ProgramBuilder& builder, int64_t bytes) const {
+  for (int round = 1; round < heads_; ++round) {
+    std::vector<int> from(ranks());
+    for (int rank = 0; rank < ranks(); ++rank) {
+      const int group = rank / places_;
+      from[rank] = (group + heads_ - round) % heads_ * places_ + rank % places_;
+    }
+    const int channel = builder.AddChannel(Traffic::kAllToAll, std::move(from));
+    builder.Start(channel, bytes / heads_);
+    builder.Wait(channel);
+  }
+}
+
+absl::Status CheckHeadGroups(const AttentionJob& job, int heads) {
+  if (heads < 1 || job.q_heads % heads != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(heads, " head groups do not divide the ", job.q_heads, " query heads"));
+  }
+  if (job.kv_heads % heads != 0 && heads % job.kv_heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(heads, " head groups neither divide the ", job.kv_heads,
+                                                   " KV heads nor are a multiple of them"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace meshfill::sim

@@ -1,0 +1,161 @@
+#include "engine/sim/paper_reproduction.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/sim/mesh_plan.h"
+#include "engine/sim/simulator.h"
+
+namespace meshfill::sim {
+namespace {
+
+constexpr double kGib = 1024.0 * 1024 * 1024;
+
+absl::StatusOr<double> SimulatedSeconds(const AttentionJob& job, Pass pass, const MeshPlan& plan,
+                                        Profile profile, const Cluster& cluster) {
+  absl::StatusOr<Simulation> simulation =
+      Simulate(MeshProgram(job, pass, plan, cluster, profile), plan.placement, cluster);
+  if (!simulation.ok()) return simulation.status();
+  return simulation->seconds;
+}
+
+absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Cluster& cluster) {
+  ThroughputRow row{.cell = cell};
+  const AttentionJob job = PaperJob(cell);
+  const MeshPlan ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    const MeshPlan mesh = PaperMeshPlan(job, pass, cell.gpus, cluster);
+    absl::StatusOr<double> ring_seconds = SimulatedSeconds(job, pass, ring, Profile::kShared, cluster);
+    if (!ring_seconds.ok()) return ring_seconds.status();
+    absl::StatusOr<double> mesh_seconds = SimulatedSeconds(job, pass, mesh, Profile::kIsolated, cluster);
+    if (!mesh_seconds.ok()) return mesh_seconds.status();
+    row.ring_seconds += *ring_seconds;
+    row.mesh_seconds += *mesh_seconds;
+    absl::StrAppend(&row.mesh_tiles, row.mesh_tiles.empty() ? "" : " / ", mesh.tile.DebugString());
+  }
+  return row;
+}
+
+double FactorOf(double x, double y) { return std::max(x / y, y / x); }
+
+double PaperGib(const AttentionJob& job, const MeshPlan& plan, const Cluster& cluster) {
+  const RankProgram program =
+      MeshProgram(job, Pass::kForward, plan, cluster, Profile::kIsolated, Buffers::kKeep);
+  const int64_t chunk_tokens = job.tokens / plan.tile.ranks();
+  const int64_t q_bytes = ChunkBytesOf(job, chunk_tokens, job.q_heads, job.kv_heads).q;
+  return static_cast<double>(program.peak_bytes + kMergeTemporaries * q_bytes) / kGib;
+}
+
+absl::StatusOr<MemoryRow> MemoryRowOf(const PaperCell& cell, const Cluster& cluster) {
+  const AttentionJob job = PaperJob(cell);
+  const auto row_first = [&](Tile tile) { return MeshPlan{.tile = tile, .placement = RowFirst(cell.gpus)}; };
+  const MeshPlan mesh = PaperMeshPlan(job, Pass::kForward, cell.gpus, cluster);
+  MemoryRow row{
+      .cell = cell,
+      .ring_gib = PaperGib(job, row_first({.a = 1, .b = cell.gpus}), cluster),
+      .mesh_gib = PaperGib(job, mesh, cluster),
+      .mesh_tile = mesh.tile.DebugString(),
+      .ours_gib = static_cast<double>(MeshProgram(job, Pass::kForward, mesh, cluster).peak_bytes) / kGib};
+  Tile nearest;
+  double nearest_factor = std::numeric_limits<double>::infinity();
+  for (const Tile tile : TilesOf(cell.gpus)) {
+    const double gib = PaperGib(job, row_first(tile), cluster);
+    if (FactorOf(gib, cell.mesh) >= nearest_factor) continue;
+    nearest_factor = FactorOf(gib, cell.mesh);
+    row.nearest_gib = gib;
+    nearest = tile;
+  }
+  row.nearest_tile = nearest.DebugString();
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    absl::StatusOr<double> seconds =
+        SimulatedSeconds(job, pass, row_first(nearest), Profile::kIsolated, cluster);
+    if (!seconds.ok()) return seconds.status();
+    row.nearest_seconds += *seconds;
+  }
+  return row;
+}
+
+// What a figure printed with one decimal may be off.
+constexpr double kRounding = 0.05;
+
+}  // namespace
+
+absl::StatusOr<ThroughputTable> ReproduceThroughput(std::span<const PaperCell> throughput,
+                                                    const Cluster& cluster) {
+  ThroughputTable table;
+  int most_gpus = 0;
+  for (const PaperCell& cell : throughput) {
+    absl::StatusOr<ThroughputRow> row = ThroughputRowOf(cell, cluster);
+    if (!row.ok()) return row.status();
+    table.rows.push_back(*std::move(row));
+    most_gpus = std::max(most_gpus, cell.gpus);
+  }
+  double squares = 0;
+  int cells_at_most_gpus = 0;
+  for (const ThroughputRow& row : table.rows) {
+    squares += row.ring_error() * row.ring_error();
+    table.mesh_mean_error += std::abs(row.mesh_error()) / static_cast<double>(table.rows.size());
+    if (row.cell.gpus != most_gpus) continue;
+    table.gain_ratio_at_most_gpus += row.gain() / row.measured_gain();
+    ++cells_at_most_gpus;
+  }
+  table.ring_rms_error = std::sqrt(squares / static_cast<double>(table.rows.size()));
+  table.gain_ratio_at_most_gpus /= cells_at_most_gpus;
+  return table;
+}
+
+absl::StatusOr<UtilisationTable> ReproduceUtilisation(std::span<const PaperCell> throughput,
+                                                      std::span<const PaperCell> utilisation) {
+  struct Figure {
+    double flops_per_second;  // of one GPU
+    double rounding;          // of the throughput, relative
+    double mfu_percent;
+  };
+  std::vector<Figure> figures;
+  if (throughput.size() != utilisation.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("throughput of ", throughput.size(), " cells but MFU of ",
+                                                   utilisation.size(), ": give both tables whole"));
+  }
+  for (size_t c = 0; c < throughput.size(); ++c) {
+    const PaperCell& cell = throughput[c];
+    const PaperCell& mfu = utilisation[c];
+    if (cell.causal != mfu.causal || cell.tokens != mfu.tokens || cell.gpus != mfu.gpus) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("cell ", c, " of the throughput and of the MFU table differ: give them in one order"));
+    }
+    const AttentionJob job = PaperJob(cell);
+    const double flops = (job.Flops(Pass::kForward) + job.Flops(Pass::kBackward)) / cell.gpus;
+    figures.push_back({flops / SecondsOfThroughput(cell.ring), kRounding / cell.ring, mfu.ring});
+    figures.push_back({flops / SecondsOfThroughput(cell.mesh), kRounding / cell.mesh, mfu.mesh});
+  }
+  std::vector<double> peaks;
+  for (const Figure& figure : figures) peaks.push_back(100 * figure.flops_per_second / figure.mfu_percent);
+  std::nth_element(peaks.begin(), peaks.begin() + peaks.size() / 2, peaks.end());
+  UtilisationTable table{.peak_flops_per_second = peaks[peaks.size() / 2]};
+  for (const Figure& figure : figures) {
+    const double percent = 100 * figure.flops_per_second / table.peak_flops_per_second;
+    const double error = std::abs(percent - figure.mfu_percent) - kRounding - percent * figure.rounding;
+    table.largest_error = std::max(table.largest_error, error);
+  }
+  return table;
+}
+
+double MemoryRow::ring_factor() const { return FactorOf(ring_gib, cell.ring); }
+double MemoryRow::mesh_factor() const { return FactorOf(mesh_gib, cell.mesh); }
+double MemoryRow::nearest_factor() const { return FactorOf(nearest_gib, cell.mesh); }
+
+absl::StatusOr<std::vector<MemoryRow>> ReproduceMemory(std::span<const PaperCell> memory,
+                                                       const Cluster& cluster) {
+  std::vector<MemoryRow> rows;
+  for (const PaperCell& cell : memory) {
+    absl::StatusOr<MemoryRow> row = MemoryRowOf(cell, cluster);
+    if (!row.ok()) return row.status();
+    rows.push_back(*std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace meshfill::sim

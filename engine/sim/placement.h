@@ -1,0 +1,47 @@
+// Which GPU runs which rank.
+//
+// Ranks form a grid of three dimensions, rank = (i·rows + y)·columns + x: for a mesh with head groups i is
+// the head group, y the Q group and x the place in it (so that Q rings run along x, KV rings along y,
+// all-to-alls along i). A node holds a box of the grid; what runs along a side of the box stays inside the
+// node:
+//
+//     8 GPUs a node, grid 1×4×16     box 1×1×8 (row first)      box 1×4×2
+//                                    y0 |A A … A|B B … B|       y0 |A A|B B| … |H H|
+//                                    y1 |C C … C|D D … D|       …
+//                                                               y3 |A A|B B| … |H H|
+#ifndef MESHFILL_ENGINE_SIM_PLACEMENT_H_
+#define MESHFILL_ENGINE_SIM_PLACEMENT_H_
+
+#include <string>
+#include <vector>
+
+namespace meshfill::sim {
+
+struct Grid {
+  int planes = 1;
+  int rows = 1;
+  int columns = 1;
+
+  int ranks() const { return planes * rows * columns; }
+  int Rank(int i, int y, int x) const { return (i * rows + y) * columns + x; }
+  std::string DebugString() const;  // "2x4x8"
+  bool operator==(const Grid&) const = default;
+};
+
+struct Placement {
+  std::vector<int> gpu_of_rank;
+  std::string name;  // "row-first", or "box 1x4x2": planes × rows × columns in a node
+};
+
+// Rank r on GPU r, as the papers do.
+Placement RowFirst(int ranks);
+
+// `box` divides the grid in every dimension and fills a node.
+Placement Boxed(Grid grid, Grid box);
+
+// Row-first, and every box that fills a node of `gpus_per_node` (or holds all ranks of a smaller grid).
+std::vector<Placement> PlacementsOf(Grid grid, int gpus_per_node);
+
+}  // namespace meshfill::sim
+
+#endif  // MESHFILL_ENGINE_SIM_PLACEMENT_H_

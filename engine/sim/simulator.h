@@ -1,0 +1,59 @@
+// Runs a program on a cluster as discrete events under virtual time.
+//
+// Each rank works through its actions by itself; ranks meet only through messages. A message leaves when its
+// sender starts it (and the one before it on the same channel has arrived), waits for its link's latency, and
+// arrives when its bytes have crossed the network. Deterministic: the same program, cluster and seed give the
+// same result.
+#ifndef MESHFILL_ENGINE_SIM_SIMULATOR_H_
+#define MESHFILL_ENGINE_SIM_SIMULATOR_H_
+
+#include <array>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/sim/cluster.h"
+#include "engine/sim/placement.h"
+#include "engine/sim/rank_program.h"
+
+namespace meshfill::sim {
+
+struct RankTimes {
+  double compute_seconds = 0;
+  std::array<double, kTraffics> wait_seconds{};  // exposed communication, by Traffic
+  double total_seconds = 0;                      // until its last action
+
+  double total_wait_seconds() const {
+    double sum = 0;
+    for (double seconds : wait_seconds) sum += seconds;
+    return sum;
+  }
+};
+
+enum class SpanKind { kCompute, kWait, kMessage };
+
+// What one rank did in [begin, end); a message belongs to its sender and runs beside its computations.
+struct Span {
+  int rank = 0;
+  SpanKind kind = SpanKind::kCompute;
+  Traffic traffic = Traffic::kRecvQ;  // of a wait or a message
+  int blocks = 0;                     // of a computation
+  double begin_seconds = 0;
+  double end_seconds = 0;
+};
+
+struct Simulation {
+  double seconds = 0;            // until the last rank has ended
+  std::vector<RankTimes> ranks;  // by rank
+  std::vector<Span> timeline;    // by end time; only if asked for
+};
+
+enum class Timeline { kNone, kRecord };
+
+// INVALID_ARGUMENT: a cluster that CheckCluster refuses, or a placement for another number of ranks.
+// INTERNAL: a program in which ranks wait for each other for ever.
+absl::StatusOr<Simulation> Simulate(const RankProgram& program, const Placement& placement,
+                                    const Cluster& cluster, Timeline timeline = Timeline::kNone);
+
+}  // namespace meshfill::sim
+
+#endif  // MESHFILL_ENGINE_SIM_SIMULATOR_H_

@@ -1,0 +1,301 @@
+#include "engine/sim/strategies.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/mesh.h"
+#include "engine/sim/head_groups.h"
+#include "engine/sim/lockstep.h"
+#include "engine/sim/mesh_lanes.h"
+#include "engine/sim/mesh_plan.h"
+#include "engine/sim/placement.h"
+#include "engine/sim/rival_programs.h"
+
+namespace meshfill::sim {
+namespace {
+
+constexpr std::array<StrategyKind, kStrategyKinds> kAllKinds = {
+    StrategyKind::kRing,       StrategyKind::kPassQ,       StrategyKind::kPaperMesh,
+    StrategyKind::kUlysses,    StrategyKind::kUsp,         StrategyKind::kBurst,
+    StrategyKind::kLoongTrain, StrategyKind::kStarTrail,   StrategyKind::kTensorParallel,
+    StrategyKind::kPlanned,    StrategyKind::kPlannedLanes};
+
+// One setting of a strategy.
+struct Variant {
+  std::string settings;
+  Placement placement;
+  RankProgram program;
+  double lockstep_seconds = 0;
+};
+
+// The variants that the lockstep estimate finds fastest, fastest first; the first to come among equals.
+class Shortlist {
+ public:
+  Shortlist(const Cluster& cluster, int size) : cluster_(cluster), size_(size) {}
+
+  void Add(std::string settings, RankProgram program, Placement placement) {
+    const double seconds = LockstepSeconds(program, placement, cluster_);
+    const auto after = std::find_if(variants_.begin(), variants_.end(),
+                                    [&](const Variant& other) { return seconds < other.lockstep_seconds; });
+    if (after - variants_.begin() >= size_) return;
+    variants_.insert(after, {.settings = std::move(settings),
+                             .placement = std::move(placement),
+                             .program = std::move(program),
+                             .lockstep_seconds = seconds});
+    if (static_cast<int>(variants_.size()) > size_) variants_.pop_back();
+  }
+
+  const std::vector<Variant>& variants() const { return variants_; }
+
+ private:
+  const Cluster& cluster_;
+  const int size_;
+  std::vector<Variant> variants_;
+};
+
+std::vector<int> DivisorsOf(int number) {
+  std::vector<int> divisors;
+  for (const Tile tile : TilesOf(number)) divisors.push_back(tile.a);
+  return divisors;
+}
+
+class Variants {
+ public:
+  Variants(const AttentionJob& job, Pass pass, int ranks, const Cluster& cluster, Shortlist& shortlist)
+      : job_(job), pass_(pass), ranks_(ranks), cluster_(cluster), shortlist_(shortlist) {}
+
+  void AddAll(StrategyKind kind) {
+    switch (kind) {
+      case StrategyKind::kRing:
+        AddMesh({.tile = {.a = 1, .b = ranks_}, .placement = RowFirst(ranks_)});
+        return;
+      case StrategyKind::kPassQ:
+        AddMesh({.tile = {.a = ranks_, .b = 1}, .placement = RowFirst(ranks_)});
+        return;
+      case StrategyKind::kPaperMesh:
+        AddMesh(PaperMeshPlan(job_, pass_, ranks_, cluster_), Profile::kIsolated);
+        return;
+      case StrategyKind::kUlysses:
+        if (CheckHeadGroups(job_, ranks_).ok()) {
+          AddMesh({.heads = ranks_, .tile = {}, .placement = RowFirst(ranks_)});
+        }
+        return;
+      case StrategyKind::kUsp:
+        for (int heads : HeadGroupCounts()) AddPlacedMeshes(heads, {.a = 1, .b = ranks_ / heads});
+        return;
+      case StrategyKind::kBurst:
+        AddDoubleRings(1, /*moves_queries=*/true);
+        return;
+      case StrategyKind::kLoongTrain:
+        for (int heads : HeadGroupCounts()) AddDoubleRings(heads, /*moves_queries=*/false);
+        return;
+      case StrategyKind::kStarTrail:
+        AddStarTrails();
+        return;
+      case StrategyKind::kTensorParallel:
+        if (pass_ == Pass::kForward && job_.q_heads % ranks_ == 0) {
+          shortlist_.Add(absl::StrCat(ranks_, " ways"), TensorParallelProgram(job_, ranks_),
+                         RowFirst(ranks_));
+        }
+        return;
+      case StrategyKind::kPlanned:
+        for (int heads : HeadGroupCounts()) {
+          for (const Tile tile : TilesOf(ranks_ / heads)) AddPlacedMeshes(heads, tile);
+        }
+        return;
+      case StrategyKind::kPlannedLanes:
+        for (int heads : HeadGroupCounts()) {
+          for (const Tile tile : TilesOf(ranks_ / heads)) AddPlacedLanes(heads, tile);
+        }
+        return;
+    }
+  }
+
+ private:
+  std::vector<int> HeadGroupCounts() const {
+    std::vector<int> counts = DivisorsOf(ranks_);
+    std::erase_if(counts, [this](int heads) { return !CheckHeadGroups(job_, heads).ok(); });
+    return counts;
+  }
+
+  void AddMesh(MeshPlan plan, Profile profile = Profile::kShared) {
+    std::string settings = plan.DebugString();
+    RankProgram program = MeshProgram(job_, pass_, plan, cluster_, profile);
+    shortlist_.Add(std::move(settings), std::move(program), std::move(plan.placement));
+  }
+
+  void AddPlacedMeshes(int heads, Tile tile) {
+    for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
+      AddMesh({.heads = heads, .tile = tile, .placement = std::move(placement)});
+    }
+  }
+
+  void AddPlacedLanes(int heads, Tile tile) {
+    for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
+      MeshPlan plan{.heads = heads, .tile = tile, .placement = std::move(placement)};
+      std::string settings = plan.DebugString();
+      RankProgram program = MeshLanesProgram(job_, pass_, plan, cluster_);
+      shortlist_.Add(std::move(settings), std::move(program), std::move(plan.placement));
+    }
+  }
+
+  void AddDoubleRings(int heads, bool moves_queries) {
+    for (int window : DivisorsOf(ranks_ / heads)) {
+      const DoubleRing ring{.heads = heads,
+                            .windows = ranks_ / heads / window,
+                            .window = window,
+                            .moves_queries = moves_queries};
+      const RankProgram program = DoubleRingProgram(job_, ring, pass_);
+      for (Placement& placement : PlacementsOf(ring.grid(), cluster_.gpus_per_node)) {
+        std::string settings = absl::StrCat(ring.grid().DebugString(), ", ", placement.name);
+        shortlist_.Add(std::move(settings), program, std::move(placement));
+      }
+    }
+  }
+
+  void AddStarTrails() {
+    for (int team : DivisorsOf(ranks_)) {
+      if (ranks_ % (team * team) != 0) continue;
+      const StarTrail star{.ranks = ranks_, .team = team};
+      const RankProgram program = StarTrailProgram(job_, star, pass_);
+      for (Placement& placement : PlacementsOf(star.grid(), cluster_.gpus_per_node)) {
+        std::string settings = absl::StrCat("C=", team, ", ", placement.name);
+        shortlist_.Add(std::move(settings), program, std::move(placement));
+      }
+    }
+  }
+
+  const AttentionJob& job_;
+  const Pass pass_;
+  const int ranks_;
+  const Cluster& cluster_;
+  Shortlist& shortlist_;
+};
+
+PassResult Summary(const Variant& variant, const Simulation& simulation) {
+  PassResult result{.settings = variant.settings,
+                    .seconds = simulation.seconds,
+                    .sent_bytes = variant.program.sent_bytes,
+                    .peak_bytes = variant.program.peak_bytes};
+  const double ranks = static_cast<double>(simulation.ranks.size());
+  for (const RankTimes& times : simulation.ranks) {
+    result.compute_seconds += times.compute_seconds / ranks;
+    for (int t = 0; t < kTraffics; ++t) result.wait_seconds[t] += times.wait_seconds[t] / ranks;
+  }
+  return result;
+}
+
+// Gives `planner` what a strategy that it covers has found faster, pass by pass.
+void TakeFaster(StrategyKind planner, std::vector<StrategyResult>& results) {
+  for (StrategyResult& planned : results) {
+    if (planned.kind != planner) continue;
+    for (const StrategyResult& other : results) {
+      if (!IsRunnable(other.kind)) continue;
+      for (size_t p = 0; p < other.passes.size(); ++p) {
+        if (other.passes[p].seconds < planned.passes[p].seconds) planned.passes[p] = other.passes[p];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const char* StrategyName(StrategyKind kind) {
+  switch (kind) {
+    case StrategyKind::kRing:
+      return "ring";
+    case StrategyKind::kPassQ:
+      return "pass_q";
+    case StrategyKind::kPaperMesh:
+      return "paper_mesh";
+    case StrategyKind::kUlysses:
+      return "ulysses";
+    case StrategyKind::kUsp:
+      return "usp";
+    case StrategyKind::kBurst:
+      return "burst";
+    case StrategyKind::kLoongTrain:
+      return "loongtrain";
+    case StrategyKind::kStarTrail:
+      return "startrail";
+    case StrategyKind::kTensorParallel:
+      return "tensor_parallel";
+    case StrategyKind::kPlanned:
+      return "planned";
+    case StrategyKind::kPlannedLanes:
+      return "planned_lanes";
+  }
+  return "?";
+}
+
+absl::StatusOr<StrategyKind> ParseStrategy(std::string_view name) {
+  std::string known;
+  for (StrategyKind kind : kAllKinds) {
+    if (name == StrategyName(kind)) return kind;
+    absl::StrAppend(&known, known.empty() ? "" : ", ", StrategyName(kind));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("\"", std::string(name), "\" is no strategy; there are ", known));
+}
+
+bool IsRunnable(StrategyKind kind) {
+  switch (kind) {
+    case StrategyKind::kRing:
+    case StrategyKind::kPassQ:
+    case StrategyKind::kPaperMesh:
+    case StrategyKind::kUlysses:
+    case StrategyKind::kUsp:
+    case StrategyKind::kPlanned:
+      return true;
+    case StrategyKind::kBurst:
+    case StrategyKind::kLoongTrain:
+    case StrategyKind::kStarTrail:
+    case StrategyKind::kTensorParallel:
+    case StrategyKind::kPlannedLanes:
+      return false;
+  }
+  return false;
+}
+
+absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const AttentionJob& job, Pass pass,
+                                                      int ranks, const Cluster& cluster, int shortlist_size) {
+  if (absl::Status status = CheckJob(job); !status.ok()) return status;
+  if (absl::Status status = CheckCluster(cluster); !status.ok()) return status;
+  if (ranks < 1) return absl::InvalidArgumentError(absl::StrCat(ranks, " ranks; at least 1 is needed"));
+  Shortlist shortlist(cluster, shortlist_size);
+  Variants(job, pass, ranks, cluster, shortlist).AddAll(kind);
+  std::optional<PassResult> best;
+  for (const Variant& variant : shortlist.variants()) {
+    absl::StatusOr<Simulation> simulation = Simulate(variant.program, variant.placement, cluster);
+    if (!simulation.ok()) return simulation.status();
+    if (!best.has_value() || simulation->seconds < best->seconds) best = Summary(variant, *simulation);
+  }
+  return best;
+}
+
+absl::StatusOr<std::vector<StrategyResult>> CompareStrategies(std::span<const StrategyKind> kinds,
+                                                              const AttentionJob& job,
+                                                              std::span<const Pass> passes, int ranks,
+                                                              const Cluster& cluster) {
+  std::vector<StrategyResult> results;
+  for (StrategyKind kind : kinds) {
+    StrategyResult result{.kind = kind, .passes = {}};
+    for (Pass pass : passes) {
+      absl::StatusOr<std::optional<PassResult>> one = RunStrategy(kind, job, pass, ranks, cluster);
+      if (!one.ok()) return one.status();
+      if (!one->has_value()) {
+        result.passes.clear();
+        break;
+      }
+      result.passes.push_back(**std::move(one));
+    }
+    results.push_back(std::move(result));
+  }
+  TakeFaster(StrategyKind::kPlanned, results);
+  TakeFaster(StrategyKind::kPlannedLanes, results);
+  return results;
+}
+
+}  // namespace meshfill::sim

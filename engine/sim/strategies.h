@@ -1,0 +1,76 @@
+// Every strategy on one cluster, each with the best of its own settings and placements.
+#ifndef MESHFILL_ENGINE_SIM_STRATEGIES_H_
+#define MESHFILL_ENGINE_SIM_STRATEGIES_H_
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/sim/attention_job.h"
+#include "engine/sim/cluster.h"
+#include "engine/sim/rank_program.h"
+#include "engine/sim/simulator.h"
+
+namespace meshfill::sim {
+
+enum class StrategyKind {
+  kRing,            // a = 1, row-first
+  kPassQ,           // b = 1, row-first
+  kPaperMesh,       // the paper's own rule (mesh_plan.h)
+  kUlysses,         // h = n
+  kUsp,             // h × ring, any h and placement
+  kBurst,           // double ring; queries move in the backward pass
+  kLoongTrain,      // h × double ring, any h, window and placement
+  kStarTrail,       // any team and placement
+  kTensorParallel,  // forward only
+  kPlanned,         // h × mesh, any h, tile and placement: what Meshfill chooses
+  kPlannedLanes,    // the same with two communications at once (mesh_lanes.h)
+};
+inline constexpr int kStrategyKinds = 11;
+
+const char* StrategyName(StrategyKind kind);  // "ring", "usp", "planned", …
+absl::StatusOr<StrategyKind> ParseStrategy(
+    std::string_view name);          // INVALID_ARGUMENT with the names there are
+bool IsRunnable(StrategyKind kind);  // a plan of the executor, so that the planner may choose it
+
+// One pass of a strategy.
+struct PassResult {
+  std::string settings;  // "4·8x8, box 2x4x1"
+  double seconds = 0;
+  double compute_seconds = 0;                    // mean of the ranks
+  std::array<double, kTraffics> wait_seconds{};  // mean of the ranks
+  std::array<int64_t, kTraffics> sent_bytes{};   // of one rank
+  int64_t peak_bytes = 0;
+};
+
+// The best settings by lockstep estimate are simulated, `shortlist` of them, and the fastest is returned.
+// nullopt where the strategy does not apply: more head groups than heads, no team that fits, no backward
+// pass.
+absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const AttentionJob& job, Pass pass,
+                                                      int ranks, const Cluster& cluster, int shortlist = 12);
+
+struct StrategyResult {
+  StrategyKind kind = StrategyKind::kRing;
+  std::vector<PassResult> passes;  // empty where the strategy does not apply
+  double seconds() const {
+    double sum = 0;
+    for (const PassResult& pass : passes) sum += pass.seconds;
+    return sum;
+  }
+};
+
+// Runs `kinds` in turn. kPlanned also considers what the runnable kinds among them found, and kPlannedLanes
+// what kPlanned did: one communication at a time is a case of two.
+absl::StatusOr<std::vector<StrategyResult>> CompareStrategies(std::span<const StrategyKind> kinds,
+                                                              const AttentionJob& job,
+                                                              std::span<const Pass> passes, int ranks,
+                                                              const Cluster& cluster);
+
+}  // namespace meshfill::sim
+
+#endif  // MESHFILL_ENGINE_SIM_STRATEGIES_H_
