@@ -109,6 +109,12 @@ SlotPositions TokenLayout::Positions(int rank) const {
   return {};
 }
 
+TokenLayout TokenLayout::Groups(int h) const { return TokenLayout(kind_, ranks_ / h, tokens_, h * stripe_); }
+
+TokenLayout TokenLayout::Members(int group, int h) const {
+  return TokenLayout(kind_, h, Groups(h).ChunkTokens(group), stripe_);
+}
+
 std::string TokenLayout::DebugString() const {
   return absl::StrCat(LayoutName(kind_), "(n=", ranks_, ", tokens=", tokens_, ", stripe=", stripe_, ")");
 }

@@ -43,6 +43,18 @@ class TokenLayout {
   int64_t LargestChunkTokens() const;
   SlotPositions Positions(int rank) const;
 
+  // Head groups: ranks m·h … m·h + h−1 hold the stripes of group m, which are dealt as this layout deals, and
+  // so are each group's tokens among its members. For h ≥ 1 that divides ranks():
+  //
+  //     TokenAt(m·h + k, slot) = Groups(h).TokenAt(m, Members(m, h).TokenAt(k, slot))
+  //
+  // n = 4, h = 2     striped           zigzag            contiguous
+  //     ranks        0 1 2 3 0 1 2 3   0 1 2 3 3 2 1 0   0 1 2 3
+  //     groups       0   1   0   1     0   1   1   0     0   1      stripes of h·stripe() tokens
+  //     members      0 1 0 1 0 1 0 1   0 1 0 1 1 0 1 0   0 1 0 1
+  TokenLayout Groups(int h) const;              // the prompt over ranks()/h groups
+  TokenLayout Members(int group, int h) const;  // the group's slots, maybe none, over its h ranks
+
   std::string DebugString() const;  // "striped(n=4, tokens=1000, stripe=64)"
   bool operator==(const TokenLayout&) const = default;
 

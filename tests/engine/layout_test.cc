@@ -73,6 +73,61 @@ TEST(TokenLayout, StripesOfOneTokenArePaperStriping) {
   }
 }
 
+// The group's tokens in the order of their positions, and where each member's lie among them.
+void ExpectGrouped(const TokenLayout& layout, int h) {
+  SCOPED_TRACE(testing::Message() << layout.DebugString() << ", h = " << h);
+  const TokenLayout groups = layout.Groups(h);
+  ASSERT_EQ(groups.ranks(), layout.ranks() / h);
+  ASSERT_EQ(groups.tokens(), layout.tokens());
+  for (int group = 0; group < groups.ranks(); ++group) {
+    std::vector<int64_t> tokens;
+    for (int rank = group * h; rank < group * h + h; ++rank) {
+      for (int64_t slot = 0; slot < layout.ChunkTokens(rank); ++slot)
+        tokens.push_back(layout.TokenAt(rank, slot));
+    }
+    std::sort(tokens.begin(), tokens.end());
+    ASSERT_EQ(groups.ChunkTokens(group), std::ssize(tokens)) << "group " << group;
+    const TokenLayout members = layout.Members(group, h);
+    ASSERT_EQ(members.tokens(), std::ssize(tokens)) << "group " << group;
+    for (int64_t slot = 0; slot < std::ssize(tokens); ++slot) {
+      const int64_t token = tokens[slot];
+      ASSERT_EQ(groups.TokenAt(group, slot), token) << "group " << group << " slot " << slot;
+      ASSERT_EQ(groups.RankOf(token), group) << "token " << token;
+      ASSERT_EQ(groups.SlotOf(token), slot) << "token " << token;
+      ASSERT_EQ(group * h + members.RankOf(slot), layout.RankOf(token)) << "token " << token;
+      ASSERT_EQ(members.SlotOf(slot), layout.SlotOf(token)) << "token " << token;
+    }
+    for (int member = 0; member < h; ++member) {
+      const int64_t chunk_tokens = layout.ChunkTokens(group * h + member);
+      ASSERT_EQ(members.ChunkTokens(member), chunk_tokens) << "group " << group << " member " << member;
+      for (int64_t slot = 0; slot < chunk_tokens; ++slot) {
+        ASSERT_EQ(tokens[members.TokenAt(member, slot)], layout.TokenAt(group * h + member, slot));
+      }
+    }
+  }
+}
+
+TEST(TokenLayout, GroupsOfRanksHoldTheirTokensInOrder) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 600; ++i) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
+    const int h = Draw(random, 1, 6);
+    const auto layout =
+        TokenLayout::Make(kKinds[i % 3], h * Draw(random, 1, 6), Draw<int64_t>(random, 1, i % 2 ? 40 : 2000),
+                          Draw<int64_t>(random, 1, 130));
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    ExpectGrouped(*layout, h);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(TokenLayout, AGroupOfOneIsItsRank) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 6, 1000, 16);
+  ASSERT_TRUE(layout.ok());
+  EXPECT_EQ(layout->Groups(1), *layout);
+}
+
 TEST(TokenLayout, HugePromptsDoNotOverflow) {
   const int64_t tokens = (int64_t{1} << 31) - 1;
   for (LayoutKind kind : kKinds) {
