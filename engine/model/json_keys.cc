@@ -12,8 +12,9 @@ using nlohmann::json;
 
 std::optional<int64_t> AsInteger(const json& value) {
   if (!value.is_number_integer()) return std::nullopt;
-  if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX))
+  if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
     return std::nullopt;
+  }
   return value.get<int64_t>();
 }
 
@@ -42,8 +43,9 @@ int64_t JsonKeys::Integer(const char* key, int64_t fallback, int64_t least, int6
 double JsonKeys::Number(const char* key, double fallback, double least, double most) {
   const json* value = Find(key);
   if (value == nullptr) return fallback;
-  if (value->is_number() && value->get<double>() >= least && value->get<double>() <= most)
+  if (value->is_number() && value->get<double>() >= least && value->get<double>() <= most) {
     return value->get<double>();
+  }
   Reject(key, absl::StrCat("it must be a number from ", least, " to ", most));
   return fallback;
 }
@@ -71,8 +73,9 @@ std::optional<double> JsonKeys::OptionalNumber(const char* key, double least, do
 
 void JsonKeys::Expect(const char* key, const json& value) {
   const json* found = FindValue(key);
-  if (found != nullptr && *found != value)
+  if (found != nullptr && *found != value) {
     Reject(key, absl::StrCat("only ", Excerpt(value), " is implemented"));
+  }
 }
 
 void JsonKeys::Reject(const char* key, absl::string_view what_to_do) {
@@ -87,9 +90,8 @@ void JsonKeys::RejectMissing(const char* key, absl::string_view what_to_do) {
 
 absl::Status JsonKeys::Finish(std::span<const char* const> ignored) {
   for (const auto& [key, value] : object_.items()) {
-    const bool known =
-        read_.contains(key) || value.is_null() ||
-        std::any_of(ignored.begin(), ignored.end(), [&](const char* name) { return key == name; });
+    const bool known = read_.contains(key) || value.is_null() ||
+                       std::find(ignored.begin(), ignored.end(), key) != ignored.end();
     if (!known) {
       Fail(absl::StrCat("key ", Excerpt(prefix_ + key), " is ", Excerpt(value),
                         ", which this program does not implement; use a model without it"));
@@ -98,7 +100,7 @@ absl::Status JsonKeys::Finish(std::span<const char* const> ignored) {
   return status_;
 }
 
-void JsonKeys::Fail(std::string message) {
+void JsonKeys::Fail(const std::string& message) {
   if (status_.ok()) status_ = absl::InvalidArgumentError(absl::StrCat(path_, ": ", message));
 }
 

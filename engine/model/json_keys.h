@@ -49,7 +49,7 @@ class JsonKeys {
   absl::Status Finish(std::span<const char* const> ignored = {});
 
  private:
-  void Fail(std::string message);
+  void Fail(const std::string& message);
 
   const nlohmann::json& object_;
   const std::string path_;

@@ -247,8 +247,9 @@ absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tens
   if (!writer.ok()) return writer.status();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const uint64_t stream = Mix(Mix(options.seed) + first_tensor + i + 1);
-    if (absl::Status status = AppendTensor(tensors[i], options.dtype, stream, *writer); !status.ok())
+    if (absl::Status status = AppendTensor(tensors[i], options.dtype, stream, *writer); !status.ok()) {
       return status;
+    }
   }
   return writer->Finish();
 }
@@ -263,8 +264,9 @@ absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> 
     const std::string name = absl::StrFormat("model-%05d-of-%05d.safetensors", i + 1, shards.size());
     const std::span<const RandomTensor> dealt =
         tensors.subspan(shards[i].begin, shards[i].end - shards[i].begin);
-    if (absl::Status status = WriteShard(folder / name, dealt, shards[i].begin, options); !status.ok())
+    if (absl::Status status = WriteShard(folder / name, dealt, shards[i].begin, options); !status.ok()) {
       return status;
+    }
     for (const RandomTensor& tensor : dealt) {
       weight_map[tensor.spec.name] = name;
       total_bytes += tensor.spec.size_bytes();
@@ -279,8 +281,9 @@ absl::Status CheckOptions(const MakeModelOptions& options) {
     return absl::InvalidArgumentError(
         "sliding_window is for Mistral alone; leave it out or make a Mistral model");
   }
-  if (!std::isfinite(options.rope_theta))
+  if (!std::isfinite(options.rope_theta)) {
     return absl::InvalidArgumentError("rope_theta must be a finite number");
+  }
   if (options.shard_bytes < 1) return absl::InvalidArgumentError("shard_bytes must be at least 1");
   return absl::OkStatus();
 }

@@ -14,17 +14,17 @@ struct MakeModelOptions {
   ModelFamily family = ModelFamily::kLlama;
   int layers = 2;
   int64_t hidden = 256;
-  int64_t intermediate = 0;        // 0: 8/3 of hidden, rounded up to a multiple of 64
+  int64_t intermediate = 0;  // 0: 8/3 of hidden, rounded up to a multiple of 64
   int q_heads = 4;
   int kv_heads = 2;
-  int head_dim = 0;                // 0: hidden / q_heads
+  int head_dim = 0;  // 0: hidden / q_heads
   int64_t vocab = 256;
   int64_t context_tokens = 4194304;
-  int64_t sliding_window = 0;      // Mistral alone; 0: none
+  int64_t sliding_window = 0;  // Mistral alone; 0: none
   double rope_theta = 1000000;
   bool tied_embeddings = false;
-  DType dtype = DType::kBf16;      // of the weights
-  uint64_t seed = 1;               // same options, same bytes
+  DType dtype = DType::kBf16;              // of the weights
+  uint64_t seed = 1;                       // same options, same bytes
   int64_t shard_bytes = int64_t{2} << 30;  // a model above this is split into shards with an index
 };
 

@@ -116,8 +116,9 @@ class TensorFinder {
 
  private:
   void Fail(const std::string& path, const std::string& name, const std::string& what) {
-    if (status_.ok())
+    if (status_.ok()) {
       status_ = absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", Excerpt(name), " ", what));
+    }
   }
 
   const SafetensorsFolder& folder_;
@@ -263,8 +264,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   const Weight embedding =
       finder.Find("model.embed_tokens.weight", {config->shape.vocab, config->shape.hidden});
   std::vector<LayerTensors> layers;
-  for (int layer = 0; layer < config->shape.layers; ++layer)
+  layers.reserve(static_cast<size_t>(config->shape.layers));
+  for (int layer = 0; layer < config->shape.layers; ++layer) {
     layers.push_back(FindLayer(finder, *config, layer));
+  }
   const Weight final_norm = finder.Find("model.norm.weight", {config->shape.hidden});
   const absl::StatusOr<Weight> lm_head = FindLmHead(finder, *weights, *config, embedding);
   if (absl::Status status = finder.Finish(); !status.ok()) return status;

@@ -1,4 +1,5 @@
-// A loaded model: its config and its weights, packed once for a kind of backend and shared by the ranks of a process.
+// A loaded model: its config and its weights, packed once for a kind of backend and shared by the ranks of a
+// process.
 #ifndef MESHFILL_ENGINE_MODEL_MODEL_H_
 #define MESHFILL_ENGINE_MODEL_MODEL_H_
 
@@ -15,22 +16,23 @@
 namespace meshfill {
 
 struct LayerWeights {
-  std::vector<float> attention_norm;         // [hidden]: input_layernorm
-  std::vector<float> mlp_norm;               // [hidden]: post_attention_layernorm
-  std::vector<float> q_norm, k_norm;         // [head_dim], or empty
-  std::unique_ptr<PackedWeight> qkv;         // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
-  std::unique_ptr<PackedWeight> o;           // [hidden, q_heads·head_dim]
-  std::unique_ptr<PackedWeight> gate_up;     // [2·intermediate, hidden]: gate, up stacked
-  std::unique_ptr<PackedWeight> down;        // [hidden, intermediate]
+  std::vector<float> attention_norm;      // [hidden]: input_layernorm
+  std::vector<float> mlp_norm;            // [hidden]: post_attention_layernorm
+  std::vector<float> q_norm, k_norm;      // [head_dim], or empty
+  std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
+  std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
+  std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked
+  std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]
 };
 
 class MappedEmbedding;  // keeps the embedding table's file mapped
 
 class Model {
  public:
-  // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise) and asks
-  // `make_backend` for a backend of it to pack the weights. NOT_FOUND: no such folder or file. INVALID_ARGUMENT:
-  // anything in it is broken or not implemented; the message names the file, the tensor or key, and what to do.
+  // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise)
+  // and asks `make_backend` for a backend of it to pack the weights. NOT_FOUND: no such folder or file.
+  // INVALID_ARGUMENT: anything in it is broken or not implemented; the message names the file, the tensor or
+  // key, and what to do.
   static absl::StatusOr<std::unique_ptr<Model>> Load(
       const std::string& folder, std::optional<DType> dtype,
       const std::function<std::unique_ptr<Backend>(DType)>& make_backend);

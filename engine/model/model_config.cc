@@ -76,7 +76,9 @@ constexpr const char* kIgnoredKeys[] = {
     "label2id",
     "length_penalty",
     "max_length",
+    "max_sequence_length",
     "min_length",
+    "model_max_length",
     "name_or_path",
     "no_repeat_ngram_size",
     "num_assistant_tokens",
@@ -116,8 +118,9 @@ constexpr const char* kIgnoredKeys[] = {
 
 std::string FamilyNames() {
   std::string names;
-  for (const Family& family : kFamilies)
+  for (const Family& family : kFamilies) {
     absl::StrAppend(&names, names.empty() ? "" : ", ", family.architecture);
+  }
   return names;
 }
 
@@ -283,8 +286,9 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::strin
   ParseShape(keys, *family, config.shape);
   ParseFlags(keys, config);
   ParseWindows(keys, config);
-  if (absl::Status status = ParseRope(keys, file, config.shape.context_tokens, config.rope); !status.ok())
+  if (absl::Status status = ParseRope(keys, file, config.shape.context_tokens, config.rope); !status.ok()) {
     return status;
+  }
   if (absl::Status status = keys.Finish(kIgnoredKeys); !status.ok()) return status;
   return config;
 }

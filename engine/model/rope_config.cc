@@ -20,8 +20,9 @@ std::optional<double> EitherNumber(JsonKeys& top, JsonKeys& rope, const char* ke
                                    double most) {
   const std::optional<double> outer = top.OptionalNumber(key, least, most);
   const std::optional<double> inner = rope.OptionalNumber(key, least, most);
-  if (outer && inner && *outer != *inner)
+  if (outer && inner && *outer != *inner) {
     rope.Reject(key, absl::StrCat("the config's own ", key, " is another"));
+  }
   return inner ? inner : outer;
 }
 
@@ -34,8 +35,9 @@ double RequiredNumber(JsonKeys& keys, const char* key, double least, double most
 double YarnAttentionFactor(double factor, std::optional<double> mscale,
                            std::optional<double> mscale_all_dim) {
   const auto scale = [factor](double m) { return factor <= 1 ? 1.0 : 0.1 * m * std::log(factor) + 1.0; };
-  if (mscale.value_or(0) != 0 && mscale_all_dim.value_or(0) != 0)
+  if (mscale.value_or(0) != 0 && mscale_all_dim.value_or(0) != 0) {
     return scale(*mscale) / scale(*mscale_all_dim);
+  }
   return scale(1);
 }
 
@@ -49,8 +51,9 @@ void ParseYarn(JsonKeys& keys, int64_t max_position, RopeConfig& rope) {
   };
   rope.beta_fast = non_zero_or("beta_fast", 32);
   rope.beta_slow = non_zero_or("beta_slow", 1);
-  if (rope.beta_fast < rope.beta_slow)
+  if (rope.beta_fast < rope.beta_slow) {
     keys.Reject("beta_fast", absl::StrCat("it must not be below beta_slow"));
+  }
   const std::optional<double> mscale = keys.OptionalNumber("mscale", 0, 1e3);
   const std::optional<double> mscale_all_dim = keys.OptionalNumber("mscale_all_dim", 0, 1e3);
   rope.attention_factor = keys.OptionalNumber("attention_factor", 1e-3, 1e3)
@@ -104,8 +107,9 @@ absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_
 
   const json* type = keys.FindValue("rope_type");
   const json* old_type = keys.FindValue("type");
-  if (type != nullptr && old_type != nullptr && *type != *old_type)
+  if (type != nullptr && old_type != nullptr && *type != *old_type) {
     keys.Reject("type", "rope_type says another");
+  }
   if (type == nullptr) type = old_type;
   if (type == nullptr || *type == "default") return keys.Finish();
 
@@ -118,8 +122,9 @@ absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_
   } else if (*type == "yarn") {
     ParseYarn(keys, context_tokens, rope);
     const double extended = rope.factor * rope.original_context_tokens;
-    if (extended > static_cast<double>(kMaxPosition))
+    if (extended > static_cast<double>(kMaxPosition)) {
       keys.Reject("factor", "the context it makes is too long");
+    }
     context_tokens = std::max(context_tokens, static_cast<int64_t>(std::min(extended, double{kMaxPosition})));
   } else {
     keys.Reject(old_type == type ? "type" : "rope_type", "implemented are default, linear, llama3 and yarn");

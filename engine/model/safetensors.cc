@@ -87,8 +87,9 @@ struct HeaderEntry {
 };
 
 absl::StatusOr<HeaderEntry> ParseEntry(const std::string& path, const std::string& name, const json& value) {
-  if (!value.is_object())
+  if (!value.is_object()) {
     return BrokenTensor(path, name, absl::StrCat("is described by ", Excerpt(value), ", no object"));
+  }
   for (const auto& [key, member] : value.items()) {
     if (key != "dtype" && key != "shape" && key != "data_offsets") {
       return BrokenTensor(path, name, absl::StrCat("has the unknown field ", Excerpt(key)));
@@ -107,8 +108,9 @@ absl::StatusOr<HeaderEntry> ParseEntry(const std::string& path, const std::strin
   entry.type = *type;
 
   const json& shape = value["shape"];
-  if (!shape.is_array())
+  if (!shape.is_array()) {
     return BrokenTensor(path, name, absl::StrCat("has the shape ", Excerpt(shape), ", no array"));
+  }
   for (const json& extent : shape) {
     const std::optional<int64_t> number = NonNegativeInteger(extent);
     if (!number) {
@@ -119,8 +121,9 @@ absl::StatusOr<HeaderEntry> ParseEntry(const std::string& path, const std::strin
     entry.shape.push_back(*number);
   }
   const std::optional<int64_t> bytes = CheckedBytes(entry.type, entry.shape);
-  if (!bytes)
+  if (!bytes) {
     return BrokenTensor(path, name, absl::StrCat("has the shape ", Excerpt(shape), ", whose bytes overflow"));
+  }
 
   const json& offsets = value["data_offsets"];
   const bool pair = offsets.is_array() && offsets.size() == 2;
@@ -146,8 +149,9 @@ absl::Status CheckMetadata(const std::string& path, const json& metadata) {
   if (strings) {
     for (const json& value : metadata) strings = strings && value.is_string();
   }
-  if (!strings)
+  if (!strings) {
     return BrokenFile(path, absl::StrCat(kMetadataKey, " is ", Excerpt(metadata), ", no object of strings"));
+  }
   return absl::OkStatus();
 }
 
@@ -186,8 +190,9 @@ std::string ShapeString(std::span<const int64_t> shape) {
 
 absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0)
+  if (descriptor < 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
+  }
   struct stat info;
   const int error = fstat(descriptor, &info) != 0 ? errno : 0;
   if (error != 0 || !S_ISREG(info.st_mode) || info.st_size < static_cast<off_t>(kLengthBytes)) {
@@ -238,8 +243,9 @@ absl::Status SafetensorsFile::ReadHeader() {
   });
   const std::span<const std::byte> data(data_ + kLengthBytes + header_bytes,
                                         size_bytes_ - kLengthBytes - header_bytes);
-  if (absl::Status status = CheckCoverage(path_, entries, static_cast<int64_t>(data.size())); !status.ok())
+  if (absl::Status status = CheckCoverage(path_, entries, static_cast<int64_t>(data.size())); !status.ok()) {
     return status;
+  }
   for (HeaderEntry& entry : entries) {
     tensors_[std::move(entry.name)] = {entry.type, std::move(entry.shape),
                                        data.subspan(entry.begin, entry.end - entry.begin)};

@@ -35,8 +35,9 @@ class StrictBuilder final : public nlohmann::json_sax<json> {
 
   bool key(string_t& key) override {
     json& object = *open_.back();
-    if (object.contains(key))
+    if (object.contains(key)) {
       return Fail(absl::StrCat("the key ", Excerpt(key), " appears twice in one object"));
+    }
     member_ = &object[key];
     return true;
   }

@@ -97,8 +97,9 @@ TEST(MakeModelTest, ShardsHoldTheSameTensors) {
   EXPECT_GT(shards, 2);
   const HfFolder sharded = HfFolder::Read(folder.path());
   ASSERT_EQ(sharded.tensors.size(), whole.tensors.size());
-  for (const auto& [name, tensor] : whole.tensors)
+  for (const auto& [name, tensor] : whole.tensors) {
     EXPECT_EQ(tensor.bytes, sharded.tensors.at(name).bytes) << name;
+  }
 }
 
 struct Moments {

@@ -75,8 +75,9 @@ void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
       ASSERT_LT(row, rows.size());
       const float b = bias == folder.tensors.end() ? 0 : bias->second.Floats()[o];
       ASSERT_EQ(rows[row][in], b) << "bias of row " << o;
-      for (size_t i = 0; i < in; ++i)
+      for (size_t i = 0; i < in; ++i) {
         ASSERT_NEAR(rows[row][i], expected[o * in + i] + b, 1e-6) << "row " << o;
+      }
     }
   }
   EXPECT_EQ(row, rows.size());
@@ -157,8 +158,9 @@ TEST(ModelTest, ComputesInF32OnlyWhereAllMatricesAreF32) {
   EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kF32), DType::kBf16), DType::kBf16);
   HfFolder mixed = Good(ModelFamily::kLlama, DType::kBf16);
   for (auto& [name, tensor] : mixed.tensors) {
-    if (tensor.shape.size() == 1)
+    if (tensor.shape.size() == 1) {
       tensor = {ElementType::kF32, tensor.shape, std::vector<std::byte>(2 * tensor.bytes.size())};
+    }
   }
   EXPECT_EQ(dtype_of(mixed, std::nullopt), DType::kBf16);
 }

@@ -24,8 +24,9 @@ const fs::path kGoldens = fs::path(MESHFILL_PARITY_DIR) / "goldens";
 
 std::vector<std::string> CaseNames() {
   std::vector<std::string> names;
-  for (const fs::directory_entry& entry : fs::directory_iterator(kGoldens))
+  for (const fs::directory_entry& entry : fs::directory_iterator(kGoldens)) {
     names.push_back(entry.path().filename());
+  }
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -130,8 +131,9 @@ void CompareKv(const KvCache& kv, std::span<const std::byte> bytes, const Golden
   const size_t row_width = static_cast<size_t>(kv.kv_heads) * kv.head_dim;
   ASSERT_EQ(ours.size(), golden.tokens.size() * row_width) << what;
   std::vector<float> rows;
-  for (const int64_t row : golden.rows)
+  for (const int64_t row : golden.rows) {
     rows.insert(rows.end(), &ours[row * row_width], &ours[row * row_width] + row_width);
+  }
   EXPECT_LT(RelativeError(rows, kept), tolerance) << what << ", kept rows";
 
   for (int head = 0; head < kv.kv_heads; ++head) {

@@ -117,8 +117,9 @@ TEST(SafetensorsFileTest, RefusesBrokenFilesByName) {
     ASSERT_EQ(file.status().code(), absl::StatusCode::kInvalidArgument) << file.status();
     EXPECT_THAT(std::string(file.status().message()), HasSubstr(path));
     EXPECT_EQ(file.status().message().find('\n'), std::string::npos);
-    for (const std::string& named : bad.named)
+    for (const std::string& named : bad.named) {
       EXPECT_THAT(std::string(file.status().message()), HasSubstr(named));
+    }
   }
 }
 
@@ -159,8 +160,9 @@ std::vector<NamedTensor> RandomTensors(std::mt19937_64& random) {
     TensorSpec& spec = tensors[i].spec;
     spec.name = "tensor \"" + std::to_string(i) + "\" ä";
     spec.type = kTypes[Draw<size_t>(random, 0, std::size(kTypes) - 1)];
-    for (int extents = Draw(random, 0, 3); extents > 0; --extents)
+    for (int extents = Draw(random, 0, 3); extents > 0; --extents) {
       spec.shape.push_back(Draw<int64_t>(random, 0, 5));
+    }
     tensors[i].data.resize(static_cast<size_t>(spec.size_bytes()));
     for (char& byte : tensors[i].data) byte = static_cast<char>(Draw(random, 0, 255));
   }
@@ -264,8 +266,9 @@ class SafetensorsFolderTest : public testing::Test {
  protected:
   void WriteShard(const std::string& shard, const std::vector<std::string>& names) {
     std::vector<NamedTensor> tensors;
-    for (const std::string& name : names)
+    for (const std::string& name : names) {
       tensors.push_back({{name, ElementType::kU8, {1}}, name.substr(0, 1)});
+    }
     ASSERT_TRUE(WriteTensors(folder_ / shard, tensors).ok());
   }
   void WriteIndex(const std::string& weight_map) {
@@ -275,8 +278,9 @@ class SafetensorsFolderTest : public testing::Test {
   void ExpectRefused(const std::vector<std::string>& named) {
     const auto opened = SafetensorsFolder::Open(folder_.path());
     ASSERT_EQ(opened.status().code(), absl::StatusCode::kInvalidArgument) << opened.status();
-    for (const std::string& name : named)
+    for (const std::string& name : named) {
       EXPECT_THAT(std::string(opened.status().message()), HasSubstr(name));
+    }
   }
 
   const TempFolder folder_;
