@@ -151,7 +151,8 @@ absl::StatusOr<std::string> Metrics::Listen(const std::string& address) {
   auto resolved = ResolveFreeAddress(address);
   if (!resolved.ok()) return resolved.status();
   try {
-    exposer_ = std::make_unique<prometheus::Exposer>(resolved->DebugString());
+    exposer_ = std::make_unique<prometheus::Exposer>(std::vector<std::string>{
+        "listening_ports", resolved->DebugString(), "num_threads", "4", "request_timeout_ms", "5000"});
     exposer_->RegisterCollectable(families_);
     resolved->port = static_cast<uint16_t>(exposer_->GetListeningPorts().at(0));
   } catch (const std::exception& error) {

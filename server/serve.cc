@@ -80,6 +80,9 @@ absl::Status Serve(const v1::Config& config) {
   if (config.model().path().empty()) {
     return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
   }
+  // gRPC logs a line for many kinds of bad input, so that clients could fill the log; statuses tell all of
+  // it.
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   ShutdownSignals signals;
   Metrics metrics;
   auto front_end = FrontEnd::Start(config, metrics);

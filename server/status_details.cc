@@ -13,6 +13,14 @@ namespace {
 constexpr absl::string_view kRetryInfoUrl = "type.googleapis.com/google.rpc.RetryInfo";
 constexpr size_t kMaxMessageBytes = 1024;
 
+// Cut between characters: a client may refuse a trailer that is not UTF-8.
+std::string CutMessage(absl::string_view message) {
+  if (message.size() <= kMaxMessageBytes) return std::string(message);
+  size_t size = kMaxMessageBytes;
+  while (size > 0 && (static_cast<unsigned char>(message[size]) & 0xc0) == 0x80) --size;
+  return std::string(message.substr(0, size));
+}
+
 }  // namespace
 
 absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
@@ -32,7 +40,7 @@ std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
 }
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
-  const std::string message(status.message().substr(0, kMaxMessageBytes));
+  const std::string message = CutMessage(status.message());
   google::rpc::Status details;
   status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
     auto& detail = *details.add_details();
