@@ -183,8 +183,8 @@ absl::Status PrefillStream::CancelReason() const {
   // A client gives up at its own deadline, a little before ours: gRPC rounds the timeout up on its way.
   const absl::Duration slack = absl::Milliseconds(100) + (deadline_ - begin_) / 100;
   const char* when = phase_ == Phase::kQueued ? "while the prefill waited or ran" : "during the upload";
-  if (absl::Now() >= deadline_ - slack)
-    return absl::DeadlineExceededError(absl::StrCat("the deadline passed ", when));
+  const bool passed = absl::Now() >= deadline_ - slack;
+  if (passed) return absl::DeadlineExceededError(absl::StrCat("the deadline passed ", when));
   return absl::CancelledError(absl::StrCat("cancelled by the client, or its connection is gone, ", when));
 }
 
