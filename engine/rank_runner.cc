@@ -74,7 +74,7 @@ class Runner {
       *buffer = *std::move(allocated);
     }
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
-    FillRopeTables(config_.rope, shape_.head_dim, shape_.context_tokens, positions, chunk_tokens_, cos_->data<float>(),
+    FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, cos_->data<float>(),
                    sin_->data<float>());
     std::vector<uint32_t> ids(chunk_tokens_);
     for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];

@@ -67,7 +67,7 @@ void ApplyYarn(const RopeConfig& rope, int head_dim, std::vector<float>& periods
 
 }  // namespace
 
-std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim, int64_t context_tokens) {
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) {
   std::vector<float> frequencies = PositionPeriods(rope.theta, head_dim);
   if (rope.scaling == RopeScaling::kYarn) {
     ApplyYarn(rope, head_dim, frequencies);
@@ -81,9 +81,9 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim, 
   return frequencies;
 }
 
-void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t context_tokens,
-                    const SlotPositions& positions, int64_t tokens, float* cos, float* sin) {
-  const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim, context_tokens);
+void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& positions, int64_t tokens,
+                    float* cos, float* sin) {
+  const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim);
   const float scale = static_cast<float>(rope.attention_factor);
   for (int64_t slot = 0; slot < tokens; ++slot) {
     const float position = static_cast<float>(positions.At(slot));

@@ -11,12 +11,12 @@
 namespace meshfill {
 
 // [head_dim / 2]: radians per position, in f32 as the published models compute them.
-std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim, int64_t context_tokens);
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim);
 
 // Writes cos and sin of a chunk's slots, each [tokens, head_dim / 2], f32, times the scaling's attention
 // factor. The angle is the f32 product of position and frequency, as the published models round it.
-void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t context_tokens,
-                    const SlotPositions& positions, int64_t tokens, float* cos, float* sin);
+void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& positions, int64_t tokens,
+                    float* cos, float* sin);
 
 }  // namespace meshfill
 

@@ -42,16 +42,14 @@ TEST(RopeTest, AgreesWithTransformers) {
 
     const int head_dim = config->shape.head_dim;
     const size_t half = static_cast<size_t>(head_dim) / 2;
-    const std::vector<float> ours =
-        RopeInverseFrequencies(config->rope, head_dim, config->shape.context_tokens);
+    const std::vector<float> ours = RopeInverseFrequencies(config->rope, head_dim);
     ASSERT_EQ(ours.size(), inv_freq.size());
     ASSERT_EQ(ours.size(), half);
     for (size_t i = 0; i < half; ++i) EXPECT_FLOAT_EQ(ours[i], inv_freq[i]) << "frequency " << i;
 
     for (size_t p = 0; p < positions.size(); ++p) {
       std::vector<float> our_cos(half), our_sin(half);
-      FillRopeTables(config->rope, head_dim, config->shape.context_tokens, {.base = positions[p]}, 1,
-                     our_cos.data(), our_sin.data());
+      FillRopeTables(config->rope, head_dim, {.base = positions[p]}, 1, our_cos.data(), our_sin.data());
       for (size_t i = 0; i < half; ++i) {
         // Frequencies may differ in the last place, and a position multiplies that.
         const double tolerance =
