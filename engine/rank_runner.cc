@@ -139,8 +139,20 @@ class Runner {
 
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
   absl::Status OutputAndMlp(const LayerWeights& weights, const Buffer& attended, int64_t begin, int64_t tokens) {
-    absl::Status status = backend_.GatherOutput(attended.data<float>(), shape_.q_heads, chunk_tokens_, shape_.head_dim,
-                                                begin, tokens, narrow_->data());
+    absl::Status status = backend_.CopyHeads({
+        .from = attended.data(),
+        .from_rows = {.dtype = DType::kF32,
+                      .head_stride = chunk_tokens_ * shape_.head_dim,
+                      .slot_stride = shape_.head_dim,
+                      .slots = {.base = begin}},
+        .to = narrow_->data(),
+        .to_rows = {.dtype = shape_.dtype,
+                    .head_stride = shape_.head_dim,
+                    .slot_stride = shape_.q_elements(1)},
+        .heads = shape_.q_heads,
+        .tokens = tokens,
+        .head_dim = shape_.head_dim,
+    });
     if (!status.ok()) return status;
     status = AddToResidual(*weights.o, begin, tokens);
     if (!status.ok()) return status;

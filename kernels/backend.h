@@ -111,6 +111,27 @@ struct MergePartialArgs {
   int head_dim;
 };
 
+// Where the rows of a tensor of heads and slots lie: row (head, slot) is head_dim elements from element
+// head · head_stride + slots.At(slot) · slot_stride on.
+struct HeadRows {
+  DType dtype;              // f32 or bf16
+  int64_t head_stride;      // elements
+  int64_t slot_stride;      // elements
+  SlotPositions slots = {}; // default: slot s is the s-th; {.base = b}: the (b + s)-th
+};
+
+// Copies rows into another order, each value rounded to nearest even where the dtypes differ: heads outermost to tokens
+// outermost, a chunk to its places in the chunk of its head group, and back.
+struct CopyHeadsArgs {
+  const void* from;
+  HeadRows from_rows;
+  void* to;
+  HeadRows to_rows;  // no two rows overlap
+  int heads;
+  int64_t tokens;    // slots 0 … tokens − 1 of both
+  int head_dim;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -139,10 +160,7 @@ class Backend {
   virtual absl::Status SplitQkv(const SplitQkvArgs& args) = 0;
   virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
   virtual absl::Status MergePartial(const MergePartialArgs& args) = 0;
-  // y[t, h, :] = o[h, slot_begin + t, :]: the finished output of a slice, in the order of the output projection.
-  virtual absl::Status GatherOutput(const float* o /* [q_heads, chunk_tokens, head_dim] */, int q_heads,
-                                    int64_t chunk_tokens, int head_dim, int64_t slot_begin, int64_t tokens,
-                                    void* y /* [tokens, q_heads·head_dim], compute dtype */) = 0;
+  virtual absl::Status CopyHeads(const CopyHeadsArgs& args) = 0;
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens, int64_t width,
                               void* y /* [tokens, width], compute dtype */) = 0;

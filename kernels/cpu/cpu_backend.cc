@@ -70,13 +70,10 @@ class CpuBackend final : public Backend {
                  [&](int64_t begin, int64_t end) { MergePartialRows(args, begin, end); });
   }
 
-  absl::Status GatherOutput(const float* o, int q_heads, int64_t chunk_tokens, int head_dim,
-                            int64_t slot_begin, int64_t tokens, void* y) override {
-    const int64_t width = int64_t{q_heads} * head_dim;
-    return Share("gather output", tokens, width * sizeof(float), [&](int64_t begin, int64_t end) {
-      GatherOutputTokens(o, q_heads, chunk_tokens, head_dim, slot_begin + begin, end - begin, dtype_,
-                         At(y, begin * width));
-    });
+  absl::Status CopyHeads(const CopyHeadsArgs& args) override {
+    const int64_t slot_bytes = int64_t{args.heads} * args.head_dim * DTypeBytes(args.from_rows.dtype);
+    return Share("copy heads", args.tokens, slot_bytes,
+                 [&](int64_t begin, int64_t end) { CopyHeadsSlots(args, begin, end); });
   }
 
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 // Compiled once for each instruction set below, and chosen at run time.
 #undef HWY_TARGET_INCLUDE
@@ -237,22 +238,46 @@ void MergePartial(const MergePartialArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void GatherOutputTokensOf(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
-                          int64_t tokens, T* y) {
-  for (int64_t token = 0; token < tokens; ++token) {
-    for (int head = 0; head < q_heads; ++head, y += head_dim) {
-      ConvertRow(o + (head * chunk_tokens + slot_begin + token) * head_dim, head_dim, y);
+template <class From, class To>
+void CopyHeadsSlotsOf(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
+  const auto offset = [](const HeadRows& rows, int64_t head, int64_t slot) {
+    return head * rows.head_stride + rows.slots.At(slot) * rows.slot_stride;
+  };
+  const auto copy_row = [&](int64_t head, int64_t slot) {
+    const From* from = static_cast<const From*>(args.from) + offset(args.from_rows, head, slot);
+    To* to = static_cast<To*>(args.to) + offset(args.to_rows, head, slot);
+    if constexpr (std::is_same_v<From, To>) {
+      std::memcpy(to, from, args.head_dim * sizeof(To));
+    } else {
+      ConvertRow(from, args.head_dim, to);
+    }
+  };
+  // In the order in which they are written.
+  if (args.to_rows.head_stride > args.to_rows.slot_stride) {
+    for (int64_t head = 0; head < args.heads; ++head) {
+      for (int64_t slot = begin; slot < end; ++slot) copy_row(head, slot);
+    }
+  } else {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      for (int64_t head = 0; head < args.heads; ++head) copy_row(head, slot);
     }
   }
 }
 
-void GatherOutput(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
-                  int64_t tokens, DType dtype, void* y) {
-  if (dtype == DType::kF32) {
-    GatherOutputTokensOf(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, static_cast<float*>(y));
+template <class From>
+void CopyHeadsFrom(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
+  if (args.to_rows.dtype == DType::kF32) {
+    CopyHeadsSlotsOf<From, float>(args, begin, end);
   } else {
-    GatherOutputTokensOf(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, static_cast<BFloat16*>(y));
+    CopyHeadsSlotsOf<From, BFloat16>(args, begin, end);
+  }
+}
+
+void CopyHeads(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
+  if (args.from_rows.dtype == DType::kF32) {
+    CopyHeadsFrom<float>(args, begin, end);
+  } else {
+    CopyHeadsFrom<BFloat16>(args, begin, end);
   }
 }
 
@@ -290,7 +315,7 @@ HWY_EXPORT(Convert);
 HWY_EXPORT(RmsNorm);
 HWY_EXPORT(SplitQkv);
 HWY_EXPORT(MergePartial);
-HWY_EXPORT(GatherOutput);
+HWY_EXPORT(CopyHeads);
 HWY_EXPORT(SwiGlu);
 
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
@@ -314,9 +339,8 @@ void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end) 
   HWY_DYNAMIC_DISPATCH(MergePartial)(args, begin, end);
 }
 
-void GatherOutputTokens(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
-                        int64_t tokens, DType dtype, void* y) {
-  HWY_DYNAMIC_DISPATCH(GatherOutput)(o, q_heads, chunk_tokens, head_dim, slot_begin, tokens, dtype, y);
+void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(CopyHeads)(args, begin, end);
 }
 
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {

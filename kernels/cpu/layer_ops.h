@@ -25,10 +25,8 @@ void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_
 // Rows [begin, end).
 void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end);
 
-// `tokens` tokens from slot `slot_begin` on: o [q_heads, chunk_tokens, head_dim] to y [tokens,
-// q_heads·head_dim].
-void GatherOutputTokens(const float* o, int q_heads, int64_t chunk_tokens, int head_dim, int64_t slot_begin,
-                        int64_t tokens, DType dtype, void* y);
+// Slots [begin, end).
+void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end);
 
 // `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);

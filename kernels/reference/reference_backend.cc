@@ -151,13 +151,15 @@ class ReferenceBackend final : public Backend {
     return Done();
   }
 
-  absl::Status GatherOutput(const float* o, int q_heads, int64_t chunk_tokens, int head_dim,
-                            int64_t slot_begin, int64_t tokens, void* y) override {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int head = 0; head < q_heads; ++head) {
-        for (int i = 0; i < head_dim; ++i) {
-          Store(y, dtype_, (t * q_heads + head) * head_dim + i,
-                o[(head * chunk_tokens + slot_begin + t) * head_dim + i]);
+  absl::Status CopyHeads(const CopyHeadsArgs& args) override {
+    const auto row_at = [](const HeadRows& rows, int64_t head, int64_t slot) {
+      return head * rows.head_stride + rows.slots.At(slot) * rows.slot_stride;
+    };
+    for (int head = 0; head < args.heads; ++head) {
+      for (int64_t slot = 0; slot < args.tokens; ++slot) {
+        const int64_t from = row_at(args.from_rows, head, slot), to = row_at(args.to_rows, head, slot);
+        for (int i = 0; i < args.head_dim; ++i) {
+          Store(args.to, args.to_rows.dtype, to + i, Load(args.from, args.from_rows.dtype, from + i));
         }
       }
     }

@@ -91,9 +91,7 @@ class WatchedBackend : public Backend {
   }
   absl::Status Gemm(const GemmArgs&) override { return Unexpected(); }
   absl::Status SplitQkv(const SplitQkvArgs&) override { return Unexpected(); }
-  absl::Status GatherOutput(const float*, int, int64_t, int, int64_t, int64_t, void*) override {
-    return Unexpected();
-  }
+  absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
   absl::Status SwiGlu(const void*, int64_t, int64_t, void*) override { return Unexpected(); }
 
  private:

@@ -203,19 +203,39 @@ TEST_P(CpuBackendTest, MergePartial) {
   });
 }
 
-TEST_P(CpuBackendTest, GatherOutput) {
-  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
-    const int q_heads = Draw(random, 1, 9), head_dim = Draw(random, 1, 200);
-    const int64_t chunk_tokens = Draw(random, 0, 300);
-    const int64_t slot_begin = Draw(random, 0, chunk_tokens),
-                  tokens = Draw(random, 0, chunk_tokens - slot_begin);
-    const Tensor o = Tensor::Normal(random, DType::kF32, q_heads * chunk_tokens * head_dim);
-    Tensor got(GetParam(), tokens * q_heads * head_dim), expected = got;
-    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
-      ASSERT_TRUE(
-          backend
-              ->GatherOutput(o.data<float>(), q_heads, chunk_tokens, head_dim, slot_begin, tokens, y->data())
-              .ok());
+// Rows for `tokens` slots anywhere among more, heads or slots outermost; the elements that they span.
+std::pair<HeadRows, int64_t> DrawRows(std::mt19937_64& random, DType dtype, int heads, int64_t tokens,
+                                      int head_dim) {
+  const SlotPositions slots = {
+      .base = Draw(random, 0, 3), .stride = Draw(random, 1, 3), .width = Draw(random, 1, 70)};
+  const int64_t all_slots = tokens == 0 ? 0 : slots.At(tokens - 1) + Draw(random, 1, 3);
+  const int64_t all_heads = heads + Draw(random, 0, 2);
+  const HeadRows heads_outermost = {
+      .dtype = dtype, .head_stride = all_slots * head_dim, .slot_stride = head_dim, .slots = slots};
+  const HeadRows slots_outermost = {
+      .dtype = dtype, .head_stride = head_dim, .slot_stride = all_heads * head_dim, .slots = slots};
+  return {Draw(random, 0, 1) ? heads_outermost : slots_outermost, all_heads * all_slots * head_dim};
+}
+
+TEST_P(CpuBackendTest, CopyHeads) {
+  ForRandomDraws(40, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+    const int heads = Draw(random, 1, 9), head_dim = Draw(random, 1, 200);
+    const int64_t tokens = Draw(random, 0, 300);
+    const DType from_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const auto [from_rows, from_elements] = DrawRows(random, from_dtype, heads, tokens, head_dim);
+    const auto [to_rows, to_elements] = DrawRows(random, GetParam(), heads, tokens, head_dim);
+    const Tensor from = Tensor::Normal(random, from_dtype, from_elements);
+    Tensor got(GetParam(), to_elements), expected = got;  // other rows must stay as they are
+    for (auto [backend, to] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend
+                      ->CopyHeads({.from = from.data(),
+                                   .from_rows = from_rows,
+                                   .to = to->data(),
+                                   .to_rows = to_rows,
+                                   .heads = heads,
+                                   .tokens = tokens,
+                                   .head_dim = head_dim})
+                      .ok());
     }
     EXPECT_TRUE(got.SameBits(expected));
   });
@@ -301,7 +321,13 @@ TEST_P(CpuBackendTest, ARaisedStopTokenCancels) {
                            .other_lse = x.data<float>(),
                            .rows = 2,
                            .head_dim = 8}),
-        cpu->GatherOutput(x.data<float>(), 1, 2, 8, 0, 2, y.data()),
+        cpu->CopyHeads({.from = x.data(),
+                        .from_rows = {.dtype = DType::kF32, .head_stride = 16, .slot_stride = 8},
+                        .to = y.data(),
+                        .to_rows = {.dtype = dtype, .head_stride = 8, .slot_stride = 8},
+                        .heads = 1,
+                        .tokens = 2,
+                        .head_dim = 8}),
         cpu->SwiGlu(weights.data(), 2, 8, y.data()),
         cpu->Convert(x.data<float>(), 64, DType::kF32, y.data()),
     };

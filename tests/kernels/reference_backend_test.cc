@@ -105,15 +105,48 @@ TEST_F(ReferenceBackendTest, Bf16OutputsAreRoundedOnceToNearestEven) {
   EXPECT_EQ(to[3].ToFloat(), kInfinity);
 }
 
-TEST_F(ReferenceBackendTest, EmbedAndGatherMoveRows) {
+TEST_F(ReferenceBackendTest, EmbedMovesRows) {
   const std::vector<float> table = {0, 1, 10, 11, 20, 21};
   const std::vector<uint32_t> ids = {2, 0, 2};
-  std::vector<float> x(6), y(4);
+  std::vector<float> x(6);
   ASSERT_TRUE(f32_->Embed(ids, table.data(), DType::kF32, 2, x.data()).ok());
   EXPECT_EQ(x, (std::vector<float>{20, 21, 0, 1, 20, 21}));
+}
+
+TEST_F(ReferenceBackendTest, CopyHeadsMovesRows) {
   const std::vector<float> o = {0, 1, 2, 3, 4, 5, 6, 7};  // 2 heads, 4 slots, head_dim 1
-  ASSERT_TRUE(f32_->GatherOutput(o.data(), 2, 4, 1, 1, 2, y.data()).ok());
+  std::vector<float> y(4);
+  const HeadRows slots_1_and_2 = {
+      .dtype = DType::kF32, .head_stride = 4, .slot_stride = 1, .slots = {.base = 1}};
+  const HeadRows tokens_outermost = {.dtype = DType::kF32, .head_stride = 1, .slot_stride = 2};
+  ASSERT_TRUE(f32_->CopyHeads({.from = o.data(),
+                               .from_rows = slots_1_and_2,
+                               .to = y.data(),
+                               .to_rows = tokens_outermost,
+                               .heads = 2,
+                               .tokens = 2,
+                               .head_dim = 1})
+                  .ok());
   EXPECT_EQ(y, (std::vector<float>{1, 5, 2, 6}));
+
+  std::vector<BFloat16> rounded(8, BFloat16::FromFloat(-1));
+  const std::vector<float> x = {1, 1 + 0x1p-8f, 3 + 0x1p-20f, 4};
+  ASSERT_TRUE(
+      f32_->CopyHeads(
+              {.from = x.data(),
+               .from_rows = {.dtype = DType::kF32, .head_stride = 4, .slot_stride = 1},
+               .to = rounded.data(),
+               .to_rows = {.dtype = DType::kBf16,
+                           .head_stride = 8,
+                           .slot_stride = 1,
+                           .slots = {.base = 1, .stride = 2, .width = 2}},  // stripes 1 and 3 of 2 slots
+               .heads = 1,
+               .tokens = 4,
+               .head_dim = 1})
+          .ok());
+  std::vector<float> got;
+  for (const BFloat16 value : rounded) got.push_back(value.ToFloat());
+  EXPECT_EQ(got, (std::vector<float>{-1, -1, 1, 1, -1, -1, 3, 4}));
 }
 
 // ---- RoPE.
