@@ -79,7 +79,7 @@ TEST(RopeTest, TablesFollowTheLayout) {
     rope.attention_factor = Draw(random, 1, 3) / 2.0;
     const size_t half = static_cast<size_t>(head_dim) / 2;
     std::vector<float> cos(tokens * half, NAN), sin(tokens * half, NAN);
-    FillRopeTables(rope, head_dim, 1 << 20, positions, tokens, cos.data(), sin.data());
+    FillRopeTables(rope, head_dim, positions, tokens, cos.data(), sin.data());
     for (int64_t slot = 0; slot < tokens; ++slot) {
       for (size_t i = 0; i < half; ++i) {
         const double angle =
