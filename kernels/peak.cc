@@ -105,21 +105,23 @@ double SecondsOf(const RegisterLoop& loop, int threads, int64_t iterations) {
 
 }  // namespace
 
-double MeasureTargetPeakFlops(std::string_view target, DType dtype, int threads, double seconds) {
+RegisterLoopSpeed MeasureRegisterLoop(std::string_view target, DType dtype, int threads, double seconds) {
   const RegisterLoop loop = LoopOf(target, dtype);
-  double best = 0;
+  double best = 0, total_flops = 0, total_seconds = 0;
   int64_t iterations = 1 << 12;
-  for (double total = 0; total < seconds;) {
+  while (total_seconds < seconds) {
     const double elapsed = std::max(SecondsOf(loop, threads, iterations), 1e-9);
-    best = std::max(best, loop.flops_per_iteration * static_cast<double>(iterations) * threads / elapsed);
-    total += elapsed;
-    if (elapsed < seconds / 8) iterations *= 2;  // short runs measure the start of the threads
+    const double flops = loop.flops_per_iteration * static_cast<double>(iterations) * threads;
+    best = std::max(best, flops / elapsed);
+    total_flops += flops;
+    total_seconds += elapsed;
+    if (elapsed < seconds / 16) iterations *= 2;  // short runs measure the start of the threads
   }
-  return best;
+  return {.best = best, .average = total_flops / total_seconds};
 }
 
 double MeasurePeakFlops(DType dtype, int threads, double seconds) {
-  return MeasureTargetPeakFlops(SupportedAttentionTargets().front(), dtype, threads, seconds);
+  return MeasureRegisterLoop(SupportedAttentionTargets().front(), dtype, threads, seconds).best;
 }
 
 }  // namespace meshfill

@@ -12,9 +12,13 @@ namespace meshfill {
 // machine (dpbf16ps or FMA) on registers. The best of a few runs, `seconds` in all.
 double MeasurePeakFlops(DType dtype, int threads, double seconds);
 
-// The same with the widest multiply-add of one of SupportedAttentionTargets(): "portable" multiplies and adds
-// four floats, "avx2" and "avx512" have FMA, "avx512_bf16" has dpbf16ps for bf16 besides.
-double MeasureTargetPeakFlops(std::string_view target, DType dtype, int threads, double seconds);
+// The same for one of SupportedAttentionTargets(), with its widest multiply-add: "portable" multiplies and
+// adds four floats, "avx2" and "avx512" have FMA, "avx512_bf16" has dpbf16ps for bf16 besides.
+struct RegisterLoopSpeed {
+  double best;     // FLOP/s of the best run
+  double average;  // FLOP/s over all runs: what other processes left of it meanwhile
+};
+RegisterLoopSpeed MeasureRegisterLoop(std::string_view target, DType dtype, int threads, double seconds);
 
 }  // namespace meshfill
 

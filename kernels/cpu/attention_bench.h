@@ -21,8 +21,8 @@ struct AttentionBenchOptions {
   int repeats = 5;     // ≥ 1
 };
 
-// Medians over the repeats. Each repeat measures the attention and then at once the register loop, so that a
-// clock that drifts or a busy neighbour meets both.
+// Medians over the repeats. Each repeat measures the attention and then at once the register loop for about
+// as long, by its average: a clock that drifts or a busy neighbour meets both.
 struct AttentionBenchResult {
   std::string target;
   double seconds;                // of one attention
