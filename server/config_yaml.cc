@@ -60,7 +60,7 @@ size_t EditDistance(absl::string_view from, absl::string_view to) {
 
 std::string UnknownKey(const Descriptor& section, const std::string& key) {
   std::vector<std::string> known;
-  for (int i = 0; i < section.field_count(); ++i) known.push_back(section.field(i)->name());
+  for (int i = 0; i < section.field_count(); ++i) known.emplace_back(section.field(i)->name());
   std::sort(known.begin(), known.end());
   const auto closest = std::min_element(known.begin(), known.end(), [&](const auto& left, const auto& right) {
     return EditDistance(key, left) < EditDistance(key, right);
