@@ -467,6 +467,22 @@ TEST_F(FrontEndTest, RefusesCompressedMessages) {
   ExpectGoodRequestIsServed();
 }
 
+TEST_F(FrontEndTest, BoundsTheStreamsOfAConnection) {
+  StartServer({"limits.max_streams=2"});
+  Call one(*stub_), two(*stub_);
+  one.Send(Header(3)).Send({1});
+  two.Send(Header(3)).Send({1});
+  ASSERT_TRUE(Eventually([&] { return HasMetric("meshfill_queue_requests 2"); }));
+  Call three(*stub_, absl::Milliseconds(200));  // waits in the client for a free stream
+  EXPECT_EQ(three.Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish().status.code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(HasMetric("meshfill_requests_total{code=\"DEADLINE_EXCEEDED\"} 0")) << "it reached the server";
+  one.context().TryCancel();
+  EXPECT_EQ(one.Finish().status.code(), absl::StatusCode::kCancelled);
+  ExpectGoodRequestIsServed();
+  EXPECT_TRUE(two.Send({2, 3}).HalfClose().Finish().status.ok());
+}
+
 // ---- Cancel, disconnect, deadline.
 
 TEST_F(FrontEndTest, CancelStopsWhatRuns) {
