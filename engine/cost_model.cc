@@ -26,9 +26,9 @@ double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const Token
   return 4.0 * model.head_dim * model.q_heads * BlockPairs(layout, window) / speed.attention_flops_per_second;
 }
 
-double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                       DType partial_dtype, CommKind comm) {
-  const int64_t chunk = layout.LargestChunkTokens();
+// Of a chunk of `chunk` tokens.
+double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, int64_t chunk, DType partial_dtype,
+                       CommKind comm) {
   const auto seconds = [&speed](int64_t bytes) {
     return speed.link_latency_seconds + static_cast<double>(bytes) / speed.link_bytes_per_second;
   };
@@ -51,8 +51,9 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
   const double windowed = BlockSeconds(model, speed, layout, model.sliding_window) * model.windowed_layers;
   const double full = BlockSeconds(model, speed, layout, 0) * (model.layers - model.windowed_layers);
   const double block_seconds = (windowed + full) / model.layers;
+  const int64_t chunk = layout.LargestChunkTokens();
   const auto cost = [&](CommKind comm) {
-    const double blocks = round(TransferSeconds(model, speed, layout, partial_dtype, comm) / block_seconds);
+    const double blocks = round(TransferSeconds(model, speed, chunk, partial_dtype, comm) / block_seconds);
     return static_cast<int>(std::clamp<double>(blocks, 1, tile.ranks()));
   };
   return {.c_q = cost(CommKind::kRecvQ), .c_kv = cost(CommKind::kRecvKv), .c_o = cost(CommKind::kSendO)};
@@ -119,12 +120,26 @@ int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, const Sche
          PartialPeakBytes(model, tokens, schedule, partial_dtype);
 }
 
-// Of the rank that sends most in a layer.
+// LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
+// the groups' sums give all ranks' bytes in time O(n).
 CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layout, Tile tile,
                                 DType partial_dtype) {
+  const Mesh mesh(tile);
+  std::vector<int64_t> q_group_tokens(tile.b, 0);   // of ranks a·g … a·g + a−1
+  std::vector<int64_t> kv_group_tokens(tile.a, 0);  // of ranks g, g + a, g + 2a …
+  for (int rank = 0; rank < layout.ranks(); ++rank) {
+    q_group_tokens[rank / tile.a] += layout.ChunkTokens(rank);
+    kv_group_tokens[rank % tile.a] += layout.ChunkTokens(rank);
+  }
   CommBytes largest;
   for (int rank = 0; rank < layout.ranks(); ++rank) {
-    const CommBytes bytes = LayerCommBytes(model, layout, tile, partial_dtype, rank);
+    const int64_t q_tokens = q_group_tokens[rank / tile.a];
+    const int64_t kv_tokens = kv_group_tokens[rank % tile.a];
+    const int64_t last_q_tokens = layout.ChunkTokens(mesh.QChunk(rank, tile.a - 1));
+    const int64_t last_kv_tokens = layout.ChunkTokens(mesh.KvChunk(rank, tile.b - 1));
+    const CommBytes bytes = {.q = model.q_bytes(q_tokens - last_q_tokens),
+                             .kv = model.kv_bytes(kv_tokens - last_kv_tokens),
+                             .o = model.partial_bytes(q_tokens - layout.ChunkTokens(rank), partial_dtype)};
     if (bytes.total() > largest.total()) largest = bytes;
   }
   return largest;
@@ -165,13 +180,16 @@ Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenL
   Prediction predicted;
   predicted.compute_seconds =
       projections / speed.gemm_flops_per_second + model.layers * merged_bytes / speed.merge_bytes_per_second;
+  const auto transfer_seconds = [&](CommKind comm) {
+    return TransferSeconds(model, speed, chunk, partial_dtype, comm);
+  };
   const auto add_layers = [&](int layers, int64_t window) {
+    if (layers == 0) return;
     const double block_seconds = BlockSeconds(model, speed, layout, window);
     predicted.compute_seconds += layers * (tile.ranks() * block_seconds);
     for (const Step& step : schedule.steps) {
       const double hidden = static_cast<double>(step.blocks.size()) * block_seconds;
-      const double transfer = TransferSeconds(model, speed, layout, partial_dtype, step.comm);
-      predicted.comm_wait_seconds += layers * std::max(0.0, transfer - hidden);
+      predicted.comm_wait_seconds += layers * std::max(0.0, transfer_seconds(step.comm) - hidden);
     }
   };
   add_layers(model.layers - model.windowed_layers, 0);

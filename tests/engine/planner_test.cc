@@ -172,6 +172,12 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
     ASSERT_EQ(plan.ranks(), request.ranks);
     ASSERT_EQ(candidates.size(), TilesOf(request.ranks).size());
     ASSERT_EQ(candidates.front().tile, plan.tile);
+    int64_t most_bytes = 0;
+    for (int rank = 0; rank < request.ranks; ++rank) {
+      most_bytes = std::max(
+          most_bytes, LayerCommBytes(model, plan.layout, plan.tile, request.partial_dtype, rank).total());
+    }
+    ASSERT_EQ(plan.predicted.comm_bytes.total(), model.layers * most_bytes);
     for (size_t c = 0; c < candidates.size(); ++c) {
       const Prediction& predicted = candidates[c].predicted;
       ASSERT_GT(predicted.compute_seconds, 0);
