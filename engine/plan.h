@@ -13,6 +13,12 @@
 
 namespace meshfill {
 
+// How a plan's shapes are scheduled.
+enum class ScheduleChoice {
+  kAuto,    // as is predicted to take the least time
+  kGreedy,  // by Algorithm 2, as the paper has it
+};
+
 // Bytes that one rank sends, by operation.
 struct CommBytes {
   int64_t q = 0;

@@ -1,4 +1,6 @@
-// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken.
+// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken. Beyond the
+// paper, a shape is scheduled by Algorithm 2 and for least time (optimal_schedule.h); the faster of them stands for it,
+// Algorithm 2's where they tie in time and peak memory.
 #ifndef MESHFILL_ENGINE_PLANNER_H_
 #define MESHFILL_ENGINE_PLANNER_H_
 
@@ -11,11 +13,6 @@
 #include "engine/plan.h"
 
 namespace meshfill {
-
-enum class ScheduleChoice {
-  kAuto,    // the one that is predicted to take less time
-  kGreedy,  // Algorithm 2, as the paper has it
-};
 
 struct PlanRequest {
   int64_t tokens = 0;

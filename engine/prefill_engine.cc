@@ -121,6 +121,7 @@ class EmbeddedEngine : public PrefillEngine {
                                .tile = options.tile,
                                .heads = options.heads,
                                .partial_dtype = options_.partial_dtype,
+                               .schedule = options_.schedule,
                                .memory_budget_bytes = memory_budget_bytes_});
   }
 

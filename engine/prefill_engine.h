@@ -27,6 +27,7 @@ struct EngineOptions {
   LayoutKind layout = LayoutKind::kStriped;
   int64_t stripe = 64;
   DType partial_dtype = DType::kF32;    // of partial outputs on the wire
+  ScheduleChoice schedule = ScheduleChoice::kAuto;
   double peak_flops = 0;                // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;      // activations of one prefill; 0: 80 % of the memory that is free after load
   int threads = 0;                      // CPU threads of the pool; 0: one per core

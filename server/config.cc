@@ -34,6 +34,7 @@ void FillDefaults(v1::Config& config) {
   if (!plan.has_layout()) plan.set_layout("striped");
   if (!plan.has_stripe()) plan.set_stripe(64);
   if (!plan.has_partial_dtype()) plan.set_partial_dtype("f32");
+  if (!plan.has_schedule()) plan.set_schedule("auto");
   auto& limits = *config.mutable_limits();
   if (!limits.has_upload_timeout()) limits.mutable_upload_timeout()->set_seconds(30);
   if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
@@ -105,6 +106,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model"}, "plan.partial_dtype");
   check.Require(config.plan().partial_dtype() != "model" || config.model().dtype() != "auto",
                 "plan.partial_dtype", "model needs a model.dtype of bf16 or f32 instead of auto");
+  check.RequireOneOf(config.plan().schedule(), {"auto", "greedy"}, "plan.schedule");
   check.RequirePositive(config.limits().upload_timeout(), "limits.upload_timeout");
   check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
   check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
@@ -154,6 +156,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   options.stripe = config.plan().stripe();
   if (config.plan().partial_dtype() == "model")
     options.partial_dtype = *options.dtype;  // LoadConfig: it is set
+  if (config.plan().schedule() == "greedy") options.schedule = ScheduleChoice::kGreedy;
   options.peak_flops = embedded.peak_flops();
   options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
   options.threads = static_cast<int>(embedded.threads());

@@ -82,6 +82,7 @@ class PlanCommand : public Command {
                      .tile = tile_,
                      .heads = tile_.has_value() ? std::optional<int>(1) : std::nullopt,
                      .partial_dtype = options.partial_dtype,
+                     .schedule = options.schedule,
                      .memory_budget_bytes = options.memory_budget_bytes});
   }
 

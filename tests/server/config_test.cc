@@ -163,6 +163,8 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
             "FILE:1: plan.layout: \"spiral\" is not known; choose one of striped, zigzag, contiguous");
   EXPECT_NE(Refusal("plan: {stripe: 0}").find("not between"), std::string::npos);
   EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
+  EXPECT_EQ(Refusal("plan: {schedule: fast}"),
+            "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
   EXPECT_NE(Refusal("model: {dtype: fp8}").find("choose one of auto, bf16, f32"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {device: cuda}}").find("no CUDA"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
@@ -194,7 +196,7 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   const auto config = Load(
       "model: {path: m, dtype: bf16}\n"
       "pool: {embedded: {ranks: 6, threads: 3, peak_flops: 1e12, memory_bytes: 2GiB}}\n"
-      "plan: {layout: zigzag, stripe: 16, partial_dtype: model}\n");
+      "plan: {layout: zigzag, stripe: 16, partial_dtype: model, schedule: greedy}\n");
   ASSERT_TRUE(config.ok()) << config.status();
   const EngineOptions options = ToEngineOptions(*config);
   EXPECT_EQ(options.model_path, "m");
@@ -203,6 +205,7 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(options.layout, LayoutKind::kZigzag);
   EXPECT_EQ(options.stripe, 16);
   EXPECT_EQ(options.partial_dtype, DType::kBf16);
+  EXPECT_EQ(options.schedule, ScheduleChoice::kGreedy);
   EXPECT_EQ(options.peak_flops, 1e12);
   EXPECT_EQ(options.memory_budget_bytes, 2ll << 30);
   EXPECT_EQ(options.threads, 3);
