@@ -4,6 +4,7 @@
 
 #include "server/commands/bench_attention.h"
 #include "server/commands/bench_prefill.h"
+#include "server/commands/bench_schedules.h"
 
 namespace meshfill {
 namespace {
@@ -15,6 +16,7 @@ class BenchCommand : public Command {
     app_->require_subcommand(1);
     benches_.push_back(AddBenchAttentionCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
+    benches_.push_back(AddBenchSchedulesCommand(*app_));
   }
 
   absl::Status Run() override {
