@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/backward_schedule.h"
+#include "engine/optimal_schedule.h"
 #include "engine/schedule.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
@@ -50,6 +51,7 @@ std::string MeshPlan::DebugString() const {
   std::string text = tile.DebugString();
   if (heads > 1) text = absl::StrCat(heads, "·", text);
   if (placement.name != "row-first") absl::StrAppend(&text, ", ", placement.name);
+  if (scheduling == Scheduling::kLeastTime) absl::StrAppend(&text, ", least time");
   return text;
 }
 
@@ -60,11 +62,12 @@ RankProgram MeshProgram(const AttentionJob& job, Pass pass, const MeshPlan& plan
   const Costs costs(groups, pass, plan, profiled);
   const ChunkBytes& chunk = groups.chunk();
   if (pass == Pass::kForward) {
-    return MeshForwardProgram(job, plan.heads,
-                              GreedySchedule(plan.tile, {.c_q = costs.AlongQ(chunk.q),
-                                                         .c_kv = costs.AlongKv(chunk.kv),
-                                                         .c_o = costs.AlongQ(chunk.o)}),
-                              buffers);
+    const OverlapCosts overlap{
+        .c_q = costs.AlongQ(chunk.q), .c_kv = costs.AlongKv(chunk.kv), .c_o = costs.AlongQ(chunk.o)};
+    const bool greedy = plan.scheduling == Scheduling::kGreedy;
+    return MeshForwardProgram(
+        job, plan.heads, greedy ? GreedySchedule(plan.tile, overlap) : OptimalSchedule(plan.tile, overlap),
+        buffers);
   }
   return MeshBackwardProgram(job, plan.heads,
                              GreedyBackwardSchedule(plan.tile, {.c_odoq = costs.AlongQ(chunk.odoq),

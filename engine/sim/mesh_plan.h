@@ -20,15 +20,21 @@ enum class Profile {
   kIsolated,  // measured with one message on an idle cluster
 };
 
+enum class Scheduling {
+  kGreedy,     // Algorithms 2 and 3
+  kLeastTime,  // OptimalSchedule; forward only
+};
+
 struct MeshPlan {
   int heads = 1;
   Tile tile;
   Placement placement;
+  Scheduling scheduling = Scheduling::kGreedy;
 
-  std::string DebugString() const;  // "2·4x32, box 2x1x4"; "4x64" row-first
+  std::string DebugString() const;  // "2·4x32, box 2x1x4, least time"; "4x64" row-first and greedy
 };
 
-// The greedy schedule of Algorithm 2 or 3 as a program. CheckHeadGroups has passed.
+// The plan's schedule as a program. CheckHeadGroups has passed.
 RankProgram MeshProgram(const AttentionJob& job, Pass pass, const MeshPlan& plan, const Cluster& cluster,
                         Profile profile = Profile::kShared, Buffers buffers = Buffers::kRelease);
 

@@ -58,7 +58,9 @@ absl::StatusOr<MemoryRow> MemoryRowOf(const PaperCell& cell, const Cluster& clus
       .ring_gib = PaperGib(job, row_first({.a = 1, .b = cell.gpus}), cluster),
       .mesh_gib = PaperGib(job, mesh, cluster),
       .mesh_tile = mesh.tile.DebugString(),
-      .ours_gib = static_cast<double>(MeshProgram(job, Pass::kForward, mesh, cluster).peak_bytes) / kGib};
+      .ours_gib = static_cast<double>(
+                      MeshProgram(job, Pass::kForward, mesh, cluster, Profile::kIsolated).peak_bytes) /
+                  kGib};
   Tile nearest;
   double nearest_factor = std::numeric_limits<double>::infinity();
   for (const Tile tile : TilesOf(cell.gpus)) {

@@ -126,10 +126,22 @@ class Variants {
     shortlist_.Add(std::move(settings), std::move(program), std::move(plan.placement));
   }
 
+  // Scheduled as the planner does: for least time where that is faster than Algorithm 2 or 3.
   void AddPlacedMeshes(int heads, Tile tile) {
     for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
-      AddMesh({.heads = heads, .tile = tile, .placement = std::move(placement)});
+      MeshPlan plan{.heads = heads, .tile = tile, .placement = std::move(placement)};
+      if (IsFasterForLeastTime(plan)) plan.scheduling = Scheduling::kLeastTime;
+      AddMesh(std::move(plan));
     }
+  }
+
+  bool IsFasterForLeastTime(MeshPlan plan) const {
+    if (pass_ == Pass::kBackward || plan.tile.a == 1 || plan.tile.b == 1) return false;
+    const auto seconds = [&](Scheduling scheduling) {
+      plan.scheduling = scheduling;
+      return LockstepSeconds(MeshProgram(job_, pass_, plan, cluster_), plan.placement, cluster_);
+    };
+    return seconds(Scheduling::kLeastTime) < seconds(Scheduling::kGreedy);
   }
 
   void AddPlacedLanes(int heads, Tile tile) {

@@ -1,0 +1,140 @@
+// Bytes on the wire of every strategy, exactly: Mesh-Attention Table 2 and §3.6, DESIGN §4.
+#include <numeric>
+
+#include "engine/sim/head_groups.h"
+#include "engine/sim/mesh_lanes.h"
+#include "engine/sim/mesh_plan.h"
+#include "engine/sim/rival_programs.h"
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill::sim {
+namespace {
+
+constexpr Cluster kCluster{.gpus_per_node = 8,
+                           .same_node = {.latency_seconds = 1e-6, .flow_bytes_per_second = 1e11},
+                           .between_nodes = {.latency_seconds = 1e-5, .flow_bytes_per_second = 1e10},
+                           .node_bytes_per_second = 2e10,
+                           .attention_flops_per_second = 1e14};
+
+// As Table 2 counts: one byte a number, no LSE, so that Nd is tokens · heads · head_dim bytes.
+AttentionJob TableJob(int n, int kv_heads = 64) {
+  return {.tokens = 64 * n,
+          .q_heads = 64,
+          .kv_heads = kv_heads,
+          .head_dim = 16,
+          .wire = {.element = 1, .partial = 1, .gradient = 1, .lse = 0}};
+}
+
+int64_t Nd(const AttentionJob& job) { return job.tokens * job.q_heads * job.head_dim; }
+
+int64_t SentBy(const AttentionJob& job, Pass pass, int heads, Tile tile) {
+  const MeshPlan plan{.heads = heads, .tile = tile, .placement = RowFirst(heads * tile.ranks())};
+  const int64_t sent = MeshProgram(job, pass, plan, kCluster).total_sent_bytes();
+  EXPECT_EQ(sent, MeshLanesProgram(job, pass, plan, kCluster).total_sent_bytes());
+  return sent;
+}
+
+TEST(Table2, RingUlyssesMeshAndStarTrail) {
+  for (int64_t n : {2, 4, 8, 16, 32, 64}) {
+    const AttentionJob job = TableJob(static_cast<int>(n));
+    const int64_t nd = Nd(job);
+    const int ranks = static_cast<int>(n);
+    EXPECT_EQ(SentBy(job, Pass::kForward, 1, {.a = 1, .b = ranks}), 2 * nd - 2 * nd / n) << "Ring";
+    EXPECT_EQ(SentBy(job, Pass::kForward, ranks, {}), 4 * (n - 1) * nd / (n * n)) << "Ulysses";
+    for (const Tile tile : TilesOf(ranks)) {
+      EXPECT_EQ(SentBy(job, Pass::kForward, 1, tile), (2 * tile.a + 2 * tile.b - 4) * nd / n) << "Mesh";
+    }
+    for (int64_t team = 1; team * team <= n; team *= 2) {
+      const StarTrail star{.ranks = ranks, .team = static_cast<int>(team)};
+      EXPECT_EQ(StarTrailProgram(job, star, Pass::kForward).total_sent_bytes(),
+                (4 * team - 4) * nd / n + 2 * nd / team)
+          << "StarTrail";
+    }
+  }
+}
+
+TEST(Volumes, BackwardIsThatOfThePapersSection36) {
+  for (int n : {4, 6, 12, 16}) {
+    AttentionJob job = TableJob(n);
+    job.wire = {.element = 2, .partial = 2, .gradient = 4, .lse = 4};
+    const int64_t q = Nd(job) / n;
+    const int64_t lse = job.tokens / n * job.q_heads * 4;
+    for (const Tile tile : TilesOf(n)) {
+      EXPECT_EQ(SentBy(job, Pass::kBackward, 1, tile),
+                (tile.a - 1) * (3 * 2 * q + lse + 4 * q) + (tile.b - 1) * (2 * 2 * q + 2 * 4 * q));
+    }
+  }
+}
+
+TEST(Volumes, ReplicatedKvHeadsCount) {
+  const int n = 16;
+  const AttentionJob job = TableJob(n, /*kv_heads=*/4);
+  const int64_t q_share = Nd(job) / n;
+  const int64_t kv_share = 2 * q_share * 4 / 64;
+  // 8 groups of 4 heads' worth: each needs one KV head, so two groups hold the same one.
+  const int64_t replicated = 2 * kv_share;
+  const int64_t ring = 2 * (8 * q_share * 2 / 64);  // one KV head of an 8 times longer chunk, K and V
+  EXPECT_EQ(SentBy(job, Pass::kForward, 8, {.a = 1, .b = 2}),
+            7 * (q_share + replicated + q_share) / 8 + ring / 2);
+  // 4 groups divide the KV heads: nothing is replicated.
+  EXPECT_EQ(SentBy(job, Pass::kForward, 4, {.a = 4, .b = 1}),
+            3 * (q_share + kv_share + q_share) / 4 + 2 * 3 * q_share);
+}
+
+TEST(Volumes, DoubleRingPassesEveryChunkOnce) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 50; ++draw) {
+    const DoubleRing ring{
+        .heads = 1 << Draw(random, 0, 3), .windows = Draw(random, 1, 6), .window = Draw(random, 1, 6)};
+    const AttentionJob job = TableJob(ring.ranks());
+    const RankProgram program = DoubleRingProgram(job, ring, Pass::kForward);
+    const int places = ring.windows * ring.window;
+    const int64_t share = Nd(job) / ring.ranks();
+    EXPECT_EQ(program.sent_bytes[static_cast<int>(Traffic::kRecvKv)], (places - 1) * 2 * share);
+    EXPECT_EQ(program.sent_bytes[static_cast<int>(Traffic::kAllToAll)],
+              (ring.heads - 1) * (4 * share / ring.heads));
+    int blocks = 0;
+    for (const Action& action : program.actions) blocks += action.blocks;
+    EXPECT_EQ(blocks, places);
+  }
+}
+
+TEST(Volumes, EveryStrategyComputesEveryPair) {
+  std::mt19937_64 random(TestSeed());
+  const auto flops_of = [](const RankProgram& program) {
+    double flops = 0;
+    for (const Action& action : program.actions) flops += action.flops;
+    return flops * program.ranks;
+  };
+  for (int draw = 0; draw < 50; ++draw) {
+    const int heads = 1 << Draw(random, 0, 4);
+    const Tile tile{.a = Draw(random, 1, 6), .b = Draw(random, 1, 6)};
+    const int n = heads * tile.ranks();
+    AttentionJob job = TableJob(n);
+    job.causal = Draw(random, 0, 1) == 1;
+    const MeshPlan plan{.heads = heads, .tile = tile, .placement = RowFirst(n)};
+    for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+      const double all = job.Flops(pass);
+      EXPECT_NEAR(flops_of(MeshProgram(job, pass, plan, kCluster)) / all, 1, 1e-9);
+      EXPECT_NEAR(flops_of(MeshLanesProgram(job, pass, plan, kCluster)) / all, 1, 1e-9);
+      EXPECT_NEAR(
+          flops_of(StarTrailProgram(TableJob(36), {.ranks = 36, .team = 3}, pass)) / TableJob(36).Flops(pass),
+          1, 1e-9);
+      EXPECT_NEAR(
+          flops_of(DoubleRingProgram(job, {.heads = heads, .windows = tile.a, .window = tile.b}, pass)) / all,
+          1, 1e-9);
+    }
+  }
+}
+
+TEST(HeadGroups, RefusesHeadsThatDoNotDivide) {
+  const AttentionJob job = TableJob(8, /*kv_heads=*/4);
+  for (int heads : {1, 2, 4, 8, 16, 32, 64}) EXPECT_TRUE(CheckHeadGroups(job, heads).ok()) << heads;
+  for (int heads : {0, -1, 3, 6, 128}) {
+    EXPECT_EQ(CheckHeadGroups(job, heads).code(), absl::StatusCode::kInvalidArgument) << heads;
+  }
+}
+
+}  // namespace
+}  // namespace meshfill::sim
