@@ -46,7 +46,7 @@ CancelWatch::~CancelWatch() {
 }
 
 absl::Status CancelWatch::status() const {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return status_;
 }
 
@@ -72,7 +72,7 @@ void CancelWatch::Watch() {
 
 void CancelWatch::Cancel(absl::Status reason) {
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (!status_.ok()) return;
     status_ = std::move(reason);
   }

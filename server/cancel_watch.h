@@ -4,12 +4,12 @@
 
 #include <csignal>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace meshfill {
@@ -37,7 +37,7 @@ class CancelWatch {
   sigset_t old_mask_;
   int signals_ = -1;  // signalfd of SIGINT and SIGTERM
   int quit_ = -1;     // eventfd that ends the thread
-  mutable absl::Mutex mutex_;
+  mutable std::mutex mutex_;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
 };

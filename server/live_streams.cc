@@ -13,22 +13,22 @@ LiveStreams::LiveStreams(absl::Duration upload_timeout)
 
 LiveStreams::~LiveStreams() {
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     stopping_ = true;
-    changed_.SignalAll();
+    changed_.notify_all();
   }
   watcher_.join();
 }
 
 void LiveStreams::Add(std::shared_ptr<Stream> stream) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   Stream* key = stream.get();
   streams_[key] = {std::move(stream), absl::Now() + upload_timeout_};
-  changed_.SignalAll();
+  changed_.notify_all();
 }
 
 void LiveStreams::OnMessage(Stream* stream) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   // The watcher need not wake: it finds the later time when it looks at the earlier one.
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
     entry->second.idle_at = absl::Now() + upload_timeout_;
@@ -36,7 +36,7 @@ void LiveStreams::OnMessage(Stream* stream) {
 }
 
 void LiveStreams::UploadDone(Stream* stream) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
     entry->second.idle_at = absl::InfiniteFuture();
   }
@@ -44,17 +44,17 @@ void LiveStreams::UploadDone(Stream* stream) {
 
 void LiveStreams::Remove(Stream* stream) {
   std::shared_ptr<Stream> last;  // dropped after the lock
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
   last = std::move(entry->second.stream);
   streams_.erase(entry);
-  changed_.SignalAll();
+  changed_.notify_all();
 }
 
 bool LiveStreams::WaitUntilNone(absl::Time deadline) {
-  absl::MutexLock lock(&mu_);
-  while (!streams_.empty() && absl::Now() < deadline) changed_.WaitWithDeadline(&mu_, deadline);
+  std::unique_lock<std::mutex> lock(mu_);
+  while (!streams_.empty() && absl::Now() < deadline) changed_.wait_until(lock, absl::ToChronoTime(deadline));
   return streams_.empty();
 }
 
@@ -68,8 +68,8 @@ void LiveStreams::Watch() {
   while (true) {
     std::vector<std::shared_ptr<Stream>> idle;
     {
-      absl::MutexLock lock(&mu_);
-      if (!stopping_) changed_.WaitWithDeadline(&mu_, EarliestIdle());
+      std::unique_lock<std::mutex> lock(mu_);
+      if (!stopping_) changed_.wait_until(lock, absl::ToChronoTime(EarliestIdle()));
       if (stopping_) return;
       const absl::Time now = absl::Now();
       for (auto& [key, entry] : streams_) {

@@ -6,12 +6,13 @@
 #ifndef MESHFILL_SERVER_LIVE_STREAMS_H_
 #define MESHFILL_SERVER_LIVE_STREAMS_H_
 
+#include <condition_variable>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace meshfill {
@@ -48,8 +49,8 @@ class LiveStreams {
   absl::Time EarliestIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const absl::Duration upload_timeout_;
-  absl::Mutex mu_;
-  absl::CondVar changed_;
+  std::mutex mu_;
+  std::condition_variable changed_;
   std::map<Stream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread watcher_;

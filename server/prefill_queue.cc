@@ -25,7 +25,9 @@ absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, con
 }
 
 PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics)
-    : engine_(engine), limits_(limits), metrics_(metrics), runner_([this] { RunJobs(); }) {}
+    : engine_(engine), limits_(limits), metrics_(metrics), runner_([this] { RunJobs(); }) {
+  metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
+}
 
 PrefillQueue::~PrefillQueue() {
   StopAll(absl::UnavailableError("the server is shutting down; try another one"));
@@ -33,7 +35,7 @@ PrefillQueue::~PrefillQueue() {
 }
 
 absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
   for (const auto& [ticket, job] : jobs_) {
     if (job->request.id != request.id) continue;
@@ -88,7 +90,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
 
 absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
                                          const PrefillOptions& options, std::shared_ptr<Waiter> waiter) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return stop_reason_;  // StopAll dropped the upload
   Job& job = *entry->second;
@@ -102,13 +104,13 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   for (const auto& [other_ticket, other] : jobs_) {
     if (other->phase == Phase::kWaiting && Before(*other, job)) ++before;
   }
-  changed_.SignalAll();
+  changed_.notify_all();
   return before;
 }
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
   std::unique_ptr<Job> gone;  // freed after the lock
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
   if (entry->second->phase == Phase::kRunning) {
@@ -121,14 +123,14 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
 }
 
 void PrefillQueue::Drain() {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   draining_ = true;
 }
 
 void PrefillQueue::StopAll(absl::Status reason) {
   std::vector<std::unique_ptr<Job>> dropped;
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     if (stopping_) return;
     draining_ = stopping_ = true;
     stop_reason_ = reason;
@@ -143,7 +145,7 @@ void PrefillQueue::StopAll(absl::Status reason) {
       entry = jobs_.erase(entry);
     }
     PublishCount();
-    changed_.SignalAll();
+    changed_.notify_all();
   }
   const absl::Time now = absl::Now();
   for (const auto& job : dropped) {
@@ -157,8 +159,8 @@ void PrefillQueue::RunJobs() {
     uint64_t ticket = 0;
     Job* job = nullptr;
     {
-      absl::MutexLock lock(&mu_);
-      while (!stopping_ && NextTicket() == 0) changed_.Wait(&mu_);
+      std::unique_lock<std::mutex> lock(mu_);
+      while (!stopping_ && NextTicket() == 0) changed_.wait(lock);
       if (stopping_) return;
       ticket = NextTicket();
       job = jobs_.at(ticket).get();
@@ -186,10 +188,11 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
 
   std::unique_ptr<Job> done;
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     done = std::move(jobs_.at(ticket));
     jobs_.erase(ticket);
     running_ = {};
+    PublishCount();
     if (!result.ok() && !done->stop_reason.ok()) result = done->stop_reason;
   }
   done->waiter->OnPrefillDone(std::move(result), queue_seconds);
@@ -199,7 +202,7 @@ void PrefillQueue::OnLayerDone(int layers_done, int layers) {
   std::shared_ptr<Waiter> waiter;
   double seconds = 0;
   {
-    absl::MutexLock lock(&mu_);
+    const std::lock_guard<std::mutex> lock(mu_);
     running_.layers_done = layers_done;
     running_.layers = layers;
     running_.last_layer_at = absl::Now();
@@ -278,12 +281,21 @@ PrefillQueue::Snapshot PrefillQueue::Count() const {
 }
 
 void PrefillQueue::PublishCount() {
-  const Snapshot count = Count();
-  metrics_.SetQueue(count.requests, count.tokens);
+  QueueLoad load;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase == Phase::kRunning) {
+      load.running_tokens += job->request.tokens;
+      continue;
+    }
+    ++load.requests;
+    load.tokens += job->request.tokens;
+    if (job->phase == Phase::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
+  }
+  metrics_.SetQueue(load);
 }
 
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   Snapshot snapshot = Count();
   if (running_.job != nullptr) {
     snapshot.running_id = running_.job->request.id;

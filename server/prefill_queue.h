@@ -14,16 +14,17 @@
 #ifndef MESHFILL_SERVER_PREFILL_QUEUE_H_
 #define MESHFILL_SERVER_PREFILL_QUEUE_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/stop_token.h"
@@ -144,8 +145,8 @@ class PrefillQueue {
   const Limits limits_;
   Metrics& metrics_;
 
-  mutable absl::Mutex mu_;
-  absl::CondVar changed_;
+  mutable std::mutex mu_;
+  std::condition_variable changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
   Running running_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;

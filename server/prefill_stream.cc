@@ -77,7 +77,7 @@ PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamE
     : environment_(environment), context_(context), begin_(absl::Now()), deadline_(DeadlineOf(*context)) {}
 
 void PrefillStream::OnReadDone(bool ok) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (phase_ == Phase::kEnded) return;
   if (!ok) {  // half-closed, or the connection is gone
     const absl::Status status = context_->IsCancelled() ? CancelReason() : FinishUpload();
@@ -189,12 +189,12 @@ absl::Status PrefillStream::CancelReason() const {
 }
 
 void PrefillStream::OnCancel() {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (phase_ != Phase::kEnded) End(CancelReason());
 }
 
 void PrefillStream::OnUploadIdle() {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;
   End(absl::DeadlineExceededError(absl::StrCat("no message for ",
                                                absl::FormatDuration(environment_.live.upload_timeout()),
@@ -203,7 +203,7 @@ void PrefillStream::OnUploadIdle() {
 }
 
 void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_since_begin) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (phase_ == Phase::kEnded) return;
   progress_.emplace();
   progress_->set_layers_done(layers_done);
@@ -213,7 +213,7 @@ void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_sinc
 }
 
 void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   if (phase_ == Phase::kEnded) return;
   if (result.ok()) {
     result_ = ToProto(*result, header_.request_id());
@@ -283,7 +283,7 @@ void PrefillStream::Pump() {
 }
 
 void PrefillStream::OnWriteDone(bool ok) {
-  absl::MutexLock lock(&mu_);
+  const std::lock_guard<std::mutex> lock(mu_);
   writing_ = false;
   if (!ok && phase_ != Phase::kEnded) {
     End(CancelReason());  // nobody reads any more

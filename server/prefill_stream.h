@@ -11,13 +11,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "grpcpp/server_context.h"
@@ -84,7 +84,7 @@ class PrefillStream final : public PrefillReactor,
   v1::PrefillRequest incoming_;  // gRPC's while a read is under way, and handled under mu_
   v1::PrefillEvent outgoing_;    // gRPC's while a write is under way
 
-  absl::Mutex mu_;
+  std::mutex mu_;
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);

@@ -77,20 +77,21 @@ ProgressBar::ProgressBar() : start_(absl::Now()) {
 ProgressBar::~ProgressBar() {
   if (!drawer_.joinable()) return;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;
   }
+  stop_.notify_all();
   drawer_.join();
 }
 
 void ProgressBar::SetPrediction(double predicted_seconds) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   progress_.predicted_seconds = predicted_seconds;
   start_ = absl::Now();
 }
 
 void ProgressBar::SetLayersDone(int layers_done, int layers) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (layers_done > progress_.layers_done)
     progress_.layer_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
   progress_.layers_done = layers_done;
@@ -98,8 +99,8 @@ void ProgressBar::SetLayersDone(int layers_done, int layers) {
 }
 
 void ProgressBar::DrawUntilStopped() {
-  absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopped_), kRedrawInterval)) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_.wait_for(lock, absl::ToChronoMilliseconds(kRedrawInterval), [this] { return stopped_; })) {
     progress_.elapsed_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
     std::fputs(absl::StrCat(kClearLine, RenderProgress(progress_, TerminalColumns() - 1)).c_str(), stderr);
     std::fflush(stderr);

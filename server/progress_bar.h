@@ -2,11 +2,12 @@
 #ifndef MESHFILL_SERVER_PROGRESS_BAR_H_
 #define MESHFILL_SERVER_PROGRESS_BAR_H_
 
+#include <condition_variable>
+#include <mutex>
 #include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
 namespace meshfill {
@@ -40,11 +41,12 @@ class ProgressBar {
  private:
   void DrawUntilStopped();
 
-  absl::Mutex mutex_;
+  std::mutex mutex_;
   PrefillProgress progress_ ABSL_GUARDED_BY(mutex_);
   absl::Time start_ ABSL_GUARDED_BY(mutex_);
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread drawer_;  // not started where nothing is drawn
+  std::condition_variable stop_;  // stopped_ has been set
+  std::thread drawer_;            // not started where nothing is drawn
 };
 
 }  // namespace meshfill
