@@ -35,15 +35,15 @@ head -c "$tokens" "$work/text" >"$work/document"
 say "Starting the server"
 "$meshfill" serve --config configs/local.yaml --set listen=127.0.0.1:0 --set metrics_listen=127.0.0.1:0 >"$work/server.log" 2>&1 &
 server=$!
-address_of() { sed -n "s/^$1 listening on \([0-9.:]*\).*/\1/p" "$work/server.log" | head -n 1; }
+address_of() { sed -n "s/^[^ ]* $1 //p" "$work/server.log" | head -n 1; }
 for _ in $(seq 600); do
-  if grep -q '^ready' "$work/server.log"; then break; fi
+  if grep -q ' ready: ' "$work/server.log"; then break; fi
   if ! kill -0 "$server" 2>/dev/null; then cat "$work/server.log" >&2; server=; exit 1; fi
   sleep 0.1
 done
 cat "$work/server.log"
-api=$(address_of api)
-metrics=$(address_of metrics)
+api=$(address_of 'listening on')
+metrics=$(address_of 'metrics listening on')
 
 say "Plan for $tokens tokens"
 "$meshfill" plan --config configs/local.yaml --tokens "$tokens" --tile 2x2
@@ -63,3 +63,4 @@ say "Stopping"
 kill -TERM "$server"
 wait "$server"
 server=
+tail -n 2 "$work/server.log"
