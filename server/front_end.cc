@@ -102,6 +102,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     engine_ = std::move(engine);
     queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
     metrics_.SetPool(PoolState::kReady, ranks_);
+    metrics_.SetPeakFlops(engine_->peak_flops());
     state_.store(PoolState::kReady, std::memory_order_release);
     SetHealth(true);
   }
@@ -145,10 +146,33 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
 
   grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const v1::GetPoolRequest* request,
                                     v1::PoolStatus* status) override {
-    FillPoolStatus(status);
+    *status = pool_status();
     auto* reactor = context->DefaultReactor();
     reactor->Finish(grpc::Status::OK);
     return reactor;
+  }
+
+  v1::PoolStatus pool_status() const {
+    v1::PoolStatus status;
+    const PoolState state = state_.load(std::memory_order_acquire);
+    status.set_ranks(static_cast<uint32_t>(ranks_));
+    status.set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
+    status.set_state(state == PoolState::kLoading ? v1::PoolStatus::STATE_LOADING
+                      : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
+                                                   : v1::PoolStatus::STATE_DRAINING);
+    if (state == PoolState::kLoading || engine_ == nullptr) return status;
+    status.set_model(engine_->model_name());
+    status.set_backend(engine_->backend_name());
+    status.set_peak_flops(engine_->peak_flops());
+    status.set_context_tokens(engine_->model().context_tokens);
+    status.set_vocab(engine_->model().vocab);
+    const PrefillQueue::Snapshot queue = queue_->snapshot();
+    status.set_queued_requests(static_cast<uint32_t>(queue.requests));
+    status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
+    status.set_running_request_id(queue.running_id);
+    status.set_running_layers_done(queue.running_layers_done);
+    status.set_running_layers(queue.running_layers);
+    return status;
   }
 
  private:
@@ -181,27 +205,6 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     return absl::OkStatus();
   }
 
-  void FillPoolStatus(v1::PoolStatus* status) const {
-    const PoolState state = state_.load(std::memory_order_acquire);
-    status->set_ranks(static_cast<uint32_t>(ranks_));
-    status->set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
-    status->set_state(state == PoolState::kLoading ? v1::PoolStatus::STATE_LOADING
-                      : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
-                                                   : v1::PoolStatus::STATE_DRAINING);
-    if (state == PoolState::kLoading || engine_ == nullptr) return;
-    status->set_model(engine_->model_name());
-    status->set_backend(engine_->backend_name());
-    status->set_peak_flops(engine_->peak_flops());
-    status->set_context_tokens(engine_->model().context_tokens);
-    status->set_vocab(engine_->model().vocab);
-    const PrefillQueue::Snapshot queue = queue_->snapshot();
-    status->set_queued_requests(static_cast<uint32_t>(queue.requests));
-    status->set_queued_tokens(static_cast<uint64_t>(queue.tokens));
-    status->set_running_request_id(queue.running_id);
-    status->set_running_layers_done(queue.running_layers_done);
-    status->set_running_layers(queue.running_layers);
-  }
-
   void SetHealth(bool ready) {
     server_->GetHealthCheckService()->SetServingStatus(v1::PrefillService::service_full_name(), ready);
   }
@@ -227,6 +230,7 @@ absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& conf
 }
 
 const std::string& FrontEnd::address() const { return service_->address(); }
+v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
 void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine) { service_->Open(std::move(engine)); }
 void FrontEnd::StartDrain() { service_->StartDrain(); }
 bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }

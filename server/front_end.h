@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"
+#include "meshfill/v1/prefill.pb.h"
 #include "server/metrics.h"
 
 namespace meshfill {
@@ -29,6 +30,8 @@ class FrontEnd {
   ~FrontEnd();  // Stop
 
   const std::string& address() const;  // HOST:PORT, the real port
+
+  v1::PoolStatus pool_status() const;  // what GetPool answers; until Stop
 
   void Open(std::unique_ptr<PrefillEngine> engine);  // once
 

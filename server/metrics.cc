@@ -3,19 +3,18 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <exception>
+#include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "prometheus/counter.h"
-#include "prometheus/exposer.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
-#include "server/address.h"
 
 namespace meshfill {
 namespace {
@@ -45,6 +44,16 @@ Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const 
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add({}, buckets);
 }
 
+std::array<std::pair<const char*, int64_t>, 4> ByOperation(const CommBytes& bytes) {
+  return {{{"q", bytes.q}, {"kv", bytes.kv}, {"o", bytes.o}, {"all_to_all", bytes.all_to_all}}};
+}
+
+void CountBytes(const CommBytes& bytes, Family<Counter>& family) {
+  for (const auto& [op, count] : ByOperation(bytes)) {
+    family.Add({{"op", op}}).Increment(static_cast<double>(count));
+  }
+}
+
 double PeakResidentBytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -65,12 +74,13 @@ const char* PoolStateName(PoolState state) {
   return "?";
 }
 
-// Every family of the registry, named once. A Collectable of its own, to measure what is only known when
-// asked.
-class Metrics::Families final : public prometheus::Collectable {
+// Every family of the registry, named once.
+class Metrics::Families {
  public:
-  std::vector<prometheus::MetricFamily> Collect() const override {
+  // Measures what is only known when asked, too.
+  std::vector<prometheus::MetricFamily> Collect() {
     peak_memory_bytes.Set(PeakResidentBytes());
+    queue_oldest.Set(std::max(0.0, absl::ToDoubleSeconds(absl::Now() - OldestInQueue())));
     return registry.Collect();
   }
 
@@ -84,6 +94,19 @@ class Metrics::Families final : public prometheus::Collectable {
   Gauge& queue_tokens = AddGauge(registry, "meshfill_queue_tokens",
                                  "Prompt tokens of the requests that wait or upload. Scale on this.")
                             .Add({});
+  Gauge& queue_oldest =
+      AddGauge(registry, "meshfill_queue_oldest_seconds",
+               "How long the oldest request has waited since its upload was complete; 0: none waits.")
+          .Add({});
+  Gauge& queue_max_tokens =
+      AddGauge(registry, "meshfill_queue_max_tokens", "The queue's bound in tokens (queue.max_tokens).")
+          .Add({});
+  Gauge& queue_max_wait = AddGauge(registry, "meshfill_queue_max_wait_seconds",
+                                   "The queue's bound on the predicted wait (queue.max_wait).")
+                              .Add({});
+  Gauge& running_tokens =
+      AddGauge(registry, "meshfill_running_tokens", "Prompt tokens of the prefill that runs; 0: idle.")
+          .Add({});
   Histogram& queue_wait = AddHistogram(registry, "meshfill_queue_wait_seconds",
                                        "From a complete upload to the prefill's begin.", kWaitBuckets);
   Histogram& ttft =
@@ -99,8 +122,19 @@ class Metrics::Families final : public prometheus::Collectable {
   Family<Counter>& attention_compute =
       AddCounter(registry, "meshfill_attention_compute_seconds_total",
                  "Time in which a rank computed attention blocks and merged partial outputs, by rank.");
+  Family<Counter>& attention = AddCounter(
+      registry, "meshfill_attention_seconds_total",
+      "Wall time of a rank's attention, by rank: compute, comm wait, and what is left of it, idle.");
+  Family<Counter>& busy = AddCounter(registry, "meshfill_rank_busy_seconds_total",
+                                     "Wall time of a rank's prefills less its comm wait, by rank.");
   Family<Counter>& comm_bytes = AddCounter(registry, "meshfill_comm_bytes_total",
                                            "Bytes that all ranks sent to each other, by what they carried.");
+  Family<Counter>& rank_comm_bytes =
+      AddCounter(registry, "meshfill_largest_rank_comm_bytes_total",
+                 "Bytes sent by the rank that sent most in each prefill, by what they carried.");
+  Family<Counter>& predicted_comm_bytes =
+      AddCounter(registry, "meshfill_predicted_comm_bytes_total",
+                 "What the plan's formula says the rank that sends most sends, by what it carries.");
   Gauge& overlap = AddGauge(registry, "meshfill_overlap_ratio",
                             "Of the last prefill: share of the ranks' attention time that did not wait for "
                             "communication (1: all hidden).")
@@ -113,6 +147,10 @@ class Metrics::Families final : public prometheus::Collectable {
                              .Add({});
   Gauge& predicted =
       AddGauge(registry, "meshfill_predicted_seconds", "Of the last prefill: the plan's prediction.").Add({});
+  Counter& predicted_total = AddCounter(registry, "meshfill_predicted_prefill_seconds_total",
+                                        "What the plans predicted for all finished prefills, to be held "
+                                        "against meshfill_prefill_seconds_sum.")
+                                 .Add({});
   Gauge& prediction_ratio =
       AddGauge(registry, "meshfill_prediction_ratio",
                "Of the last prefill: real seconds / predicted seconds (above 1: slower than predicted).")
@@ -121,6 +159,9 @@ class Metrics::Families final : public prometheus::Collectable {
                                      "Of the last prefill: busy time of the busiest rank less that of the "
                                      "least busy one, waits not counted.")
                                 .Add({});
+  Gauge& peak_flops = AddGauge(registry, "meshfill_peak_flops_per_second",
+                               "Peak FLOP/s of all ranks together, to which MFU refers; 0: not known yet.")
+                          .Add({});
   Gauge& peak_memory_bytes =
       AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
           .Add({});
@@ -128,12 +169,20 @@ class Metrics::Families final : public prometheus::Collectable {
   Family<Gauge>& plan_info =
       AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
 
-  std::mutex plan_mu;  // guards the two below
+  mutable std::mutex mu;  // guards what follows
+  absl::Time oldest_in_queue = absl::InfiniteFuture();
+  std::shared_ptr<const PrefillReport> last_prefill;
   prometheus::Labels plan_labels;
   Gauge* plan_gauge = nullptr;
+
+ private:
+  absl::Time OldestInQueue() const {
+    const std::lock_guard<std::mutex> lock(mu);
+    return oldest_in_queue;
+  }
 };
 
-Metrics::Metrics() : families_(std::make_shared<Families>()) {
+Metrics::Metrics() : families_(std::make_unique<Families>()) {
   Families& f = *families_;
   AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
       .Add({{"version", MESHFILL_VERSION}})
@@ -141,25 +190,15 @@ Metrics::Metrics() : families_(std::make_shared<Families>()) {
   for (int code = 0; code < kStatusCodes; ++code) {
     f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
   }
-  for (const char* op : {"q", "kv", "o", "all_to_all"}) f.comm_bytes.Add({{"op", op}});
+  for (const auto& [op, bytes] : ByOperation({})) {
+    for (Family<Counter>* family : {&f.comm_bytes, &f.rank_comm_bytes, &f.predicted_comm_bytes}) {
+      family->Add({{"op", op}});
+    }
+  }
   for (PoolState state : kPoolStates) f.ranks.Add({{"state", PoolStateName(state)}});
 }
 
 Metrics::~Metrics() = default;
-
-absl::StatusOr<std::string> Metrics::Listen(const std::string& address) {
-  auto resolved = ResolveFreeAddress(address);
-  if (!resolved.ok()) return resolved.status();
-  try {
-    exposer_ = std::make_unique<prometheus::Exposer>(std::vector<std::string>{
-        "listening_ports", resolved->DebugString(), "num_threads", "4", "request_timeout_ms", "5000"});
-    exposer_->RegisterCollectable(families_);
-    resolved->port = static_cast<uint16_t>(exposer_->GetListeningPorts().at(0));
-  } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("cannot serve metrics on ", address, ": ", error.what()));
-  }
-  return resolved->DebugString();
-}
 
 std::string Metrics::Text() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
 
@@ -169,9 +208,24 @@ void Metrics::SetPool(PoolState state, int ranks) {
   }
 }
 
-void Metrics::SetQueue(int64_t requests, int64_t tokens) {
-  families_->queue_requests.Set(static_cast<double>(requests));
-  families_->queue_tokens.Set(static_cast<double>(tokens));
+void Metrics::SetPeakFlops(double flops_per_second) { families_->peak_flops.Set(flops_per_second); }
+
+void Metrics::SetQueueLimits(int64_t max_tokens, absl::Duration max_wait) {
+  families_->queue_max_tokens.Set(static_cast<double>(max_tokens));
+  families_->queue_max_wait.Set(absl::ToDoubleSeconds(max_wait));
+}
+
+void Metrics::SetQueue(const QueueLoad& load) {
+  families_->queue_requests.Set(static_cast<double>(load.requests));
+  families_->queue_tokens.Set(static_cast<double>(load.tokens));
+  families_->running_tokens.Set(static_cast<double>(load.running_tokens));
+  const std::lock_guard<std::mutex> lock(families_->mu);
+  families_->oldest_in_queue = load.oldest;
+}
+
+std::shared_ptr<const PrefillReport> Metrics::last_prefill() const {
+  const std::lock_guard<std::mutex> lock(families_->mu);
+  return families_->last_prefill;
 }
 
 void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
@@ -183,6 +237,9 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
   f.mfu.Set(result.mfu);
   f.attention_mfu.Set(result.attention_mfu);
   f.predicted.Set(result.plan.predicted.seconds);
+  f.predicted_total.Increment(result.plan.predicted.seconds);
+  CountBytes(result.comm_bytes, f.rank_comm_bytes);
+  CountBytes(result.plan.predicted.comm_bytes, f.predicted_comm_bytes);
   if (result.plan.predicted.seconds > 0) {
     f.prediction_ratio.Set(result.prefill_seconds / result.plan.predicted.seconds);
   }
@@ -196,13 +253,12 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
           .Increment(stats.wait_seconds[op]);
     }
     f.attention_compute.Add({{"rank", label}}).Increment(stats.block_seconds + stats.merge_seconds);
-    f.comm_bytes.Add({{"op", "q"}}).Increment(static_cast<double>(stats.sent.q));
-    f.comm_bytes.Add({{"op", "kv"}}).Increment(static_cast<double>(stats.sent.kv));
-    f.comm_bytes.Add({{"op", "o"}}).Increment(static_cast<double>(stats.sent.o));
-    f.comm_bytes.Add({{"op", "all_to_all"}}).Increment(static_cast<double>(stats.sent.all_to_all));
+    f.attention.Add({{"rank", label}}).Increment(stats.attention_seconds);
+    CountBytes(stats.sent, f.comm_bytes);
     attention_seconds += stats.attention_seconds;
     wait_seconds += stats.comm_wait_seconds();
     const double busy = stats.total_seconds - stats.comm_wait_seconds();
+    f.busy.Add({{"rank", label}}).Increment(busy);
     busiest = rank == 0 ? busy : std::max(busiest, busy);
     least_busy = rank == 0 ? busy : std::min(least_busy, busy);
   }
@@ -215,7 +271,10 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
                                      {"b", std::to_string(result.plan.tile.b)},
                                      {"layout", LayoutName(result.plan.layout.kind())},
                                      {"stripe", std::to_string(result.plan.layout.stripe())}};
-  const std::lock_guard<std::mutex> lock(f.plan_mu);
+  auto report = std::make_shared<PrefillReport>(result.plan, result.prefill_seconds, result.mfu,
+                                                result.attention_mfu, result.ranks);
+  const std::lock_guard<std::mutex> lock(f.mu);
+  f.last_prefill = std::move(report);
   if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
   if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
   f.plan_gauge = &f.plan_info.Add(labels);

@@ -8,19 +8,35 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/plan.h"
 #include "engine/prefill_engine.h"
-
-namespace prometheus {
-class Exposer;
-}
+#include "engine/rank_stats.h"
 
 namespace meshfill {
 
 enum class PoolState { kLoading, kReady, kDraining };
 const char* PoolStateName(PoolState state);  // "loading", "ready", "draining"
+
+// What is in the queue now.
+struct QueueLoad {
+  int64_t requests = 0;  // that wait or upload
+  int64_t tokens = 0;
+  int64_t running_tokens = 0;
+  absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
+};
+
+// What a prefill did, without its answer.
+struct PrefillReport {
+  Plan plan;
+  double prefill_seconds = 0;
+  double mfu = 0;
+  double attention_mfu = 0;
+  std::vector<RankStats> ranks;  // by rank
+};
 
 class Metrics {
  public:
@@ -29,23 +45,21 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // Serves GET /metrics on `address` (HOST:PORT, port 0: any) from now on and returns the real address.
-  // UNAVAILABLE where it cannot be bound. Call it at most once.
-  absl::StatusOr<std::string> Listen(const std::string& address);
+  std::string Text() const;  // what /metrics answers, in Prometheus' text format
+  std::shared_ptr<const PrefillReport> last_prefill() const;  // null before the first one
 
-  std::string Text() const;  // what /metrics answers
-
-  void SetPool(PoolState state, int ranks);         // all ranks are in `state`
-  void SetQueue(int64_t requests, int64_t tokens);  // waiting and uploading
+  void SetPool(PoolState state, int ranks);  // all ranks are in `state`
+  void SetPeakFlops(double flops_per_second);
+  void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
+  void SetQueue(const QueueLoad& load);
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
   void OnFirstToken(double seconds);  // TTFT: from the stream's begin to its result
 
  private:
-  class Families;                       // keeps Prometheus' headers out of this one
-  std::shared_ptr<Families> families_;  // shared with the exposer, which asks for a weak_ptr
-  std::unique_ptr<prometheus::Exposer> exposer_;
+  class Families;  // keeps Prometheus' headers out of this one
+  std::unique_ptr<Families> families_;
 };
 
 }  // namespace meshfill

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -14,8 +15,10 @@
 #include "engine/prefill_engine.h"
 #include "server/config.h"
 #include "server/front_end.h"
+#include "server/http_pages.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/status_page.h"
 
 namespace meshfill {
 namespace {
@@ -58,6 +61,14 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
   return loading.get();
 }
 
+// /metrics, and the status page beside it.
+absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, const Metrics& metrics,
+                                                          const FrontEnd& front_end) {
+  std::vector<HttpPage> pages = StatusPages([&front_end] { return front_end.pool_status(); }, metrics);
+  pages.push_back({"/metrics", "text/plain; version=0.0.4; charset=utf-8", [&metrics] { return metrics.Text(); }});
+  return HttpPages::Listen(address, std::move(pages));
+}
+
 absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
   const auto& limit = config.limits().drain_timeout();
   const absl::Duration timeout = absl::Seconds(limit.seconds()) + absl::Nanoseconds(limit.nanos());
@@ -90,13 +101,15 @@ absl::Status Serve(const v1::Config& config) {
     return absl::Status(front_end.status().code(), absl::StrCat("listen: ", front_end.status().message()));
   }
   Log(absl::StrCat("listening on ", (*front_end)->address()));
+  std::unique_ptr<HttpPages> pages;
   if (!config.metrics_listen().empty()) {
-    const auto address = metrics.Listen(config.metrics_listen());
-    if (!address.ok()) {
-      return absl::Status(address.status().code(),
-                          absl::StrCat("metrics_listen: ", address.status().message()));
+    auto listening = ListenForPages(config.metrics_listen(), metrics, **front_end);
+    if (!listening.ok()) {
+      return absl::Status(listening.status().code(),
+                          absl::StrCat("metrics_listen: ", listening.status().message()));
     }
-    Log(absl::StrCat("metrics listening on ", *address));
+    pages = *std::move(listening);
+    Log(absl::StrCat("metrics listening on ", pages->address()));
   }
 
   auto engine = Load(config, signals);
@@ -108,6 +121,7 @@ absl::Status Serve(const v1::Config& config) {
   while (!signals.Wait(absl::Hours(1))) {
   }
   const absl::Status drained = Drain(config, **front_end, signals);
+  pages.reset();  // it asks the front-end
   (*front_end)->Stop();
   Log(drained.ok() ? "stopped" : absl::StrCat("stopped: ", drained.message()));
   return drained;

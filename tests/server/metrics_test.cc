@@ -1,39 +1,16 @@
 #include "server/metrics.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <map>
 #include <set>
 #include <sstream>
 #include <string>
 
+#include "absl/time/clock.h"
 #include "gtest/gtest.h"
-#include "server/address.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
 namespace {
-
-// What GET `path` answers, headers included.
-std::string HttpGet(const std::string& address, const std::string& path) {
-  const HostPort host_port = ParseHostPort(address).value();
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in peer{};
-  peer.sin_family = AF_INET;
-  peer.sin_port = htons(host_port.port);
-  inet_pton(AF_INET, host_port.host.c_str(), &peer.sin_addr);
-  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)), 0);
-  const std::string request = "GET " + path + " HTTP/1.0\r\nHost: test\r\n\r\n";
-  EXPECT_EQ(write(fd, request.data(), request.size()), static_cast<ssize_t>(request.size()));
-  std::string answer;
-  char buffer[4096];
-  for (ssize_t count; (count = read(fd, buffer, sizeof(buffer))) > 0;) answer.append(buffer, count);
-  close(fd);
-  return answer;
-}
 
 // Samples of the text format: "name{labels}" to value.
 std::map<std::string, double> Samples(const std::string& text) {
@@ -59,31 +36,32 @@ PrefillResult RunOnce(FakeEngine& engine, int64_t tokens, const PrefillOptions& 
   return *std::move(result);
 }
 
-TEST(MetricsTest, TellsAPrefillOverHttp) {
+TEST(MetricsTest, TellsAPrefill) {
   Metrics metrics;
-  const auto address = metrics.Listen("127.0.0.1:0");
-  ASSERT_TRUE(address.ok()) << address.status();
   FakeEngine engine;
   engine.PredictSeconds(1.6);
   metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
-  metrics.SetQueue(3, 4096);
+  metrics.SetPeakFlops(2e12);
+  metrics.SetQueueLimits(8192, absl::Minutes(5));
+  metrics.SetQueue({.requests = 3, .tokens = 4096, .running_tokens = 1000});
   metrics.OnPrefillStart(0.02);
   metrics.OnPrefillDone(RunOnce(engine, 1000));
   metrics.OnFirstToken(2.25);
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
 
-  const std::string answer = HttpGet(*address, "/metrics");
-  EXPECT_EQ(answer.rfind("HTTP/1.", 0), 0u) << answer.substr(0, 80);
-  const size_t body = answer.find("\r\n\r\n");
-  ASSERT_NE(body, std::string::npos);
-  const auto samples = Samples(answer.substr(body + 4));
+  const std::string text = metrics.Text();
+  const auto samples = Samples(text);
   const std::map<std::string, double> expected = {
       {"meshfill_requests_total{code=\"OK\"}", 1},
       {"meshfill_requests_total{code=\"RESOURCE_EXHAUSTED\"}", 1},
       {"meshfill_requests_total{code=\"INTERNAL\"}", 0},
       {"meshfill_queue_requests", 3},
       {"meshfill_queue_tokens", 4096},
+      {"meshfill_queue_max_tokens", 8192},
+      {"meshfill_queue_max_wait_seconds", 300},
+      {"meshfill_queue_oldest_seconds", 0},
+      {"meshfill_running_tokens", 1000},
       {"meshfill_queue_wait_seconds_count", 1},
       {"meshfill_queue_wait_seconds_bucket{le=\"0.01\"}", 0},
       {"meshfill_queue_wait_seconds_bucket{le=\"0.1\"}", 1},
@@ -97,6 +75,12 @@ TEST(MetricsTest, TellsAPrefillOverHttp) {
       {"meshfill_comm_wait_seconds_total{op=\"send_o\",rank=\"1\"}", 0.0625},
       {"meshfill_comm_wait_seconds_total{op=\"all_to_all\",rank=\"2\"}", 0},
       {"meshfill_attention_compute_seconds_total{rank=\"3\"}", 1.25},
+      {"meshfill_attention_seconds_total{rank=\"1\"}", 2},
+      {"meshfill_rank_busy_seconds_total{rank=\"2\"}", 5 - 0.4375},
+      {"meshfill_largest_rank_comm_bytes_total{op=\"kv\"}", 2},
+      {"meshfill_predicted_comm_bytes_total{op=\"o\"}", 0},
+      {"meshfill_predicted_prefill_seconds_total", 1.6},
+      {"meshfill_peak_flops_per_second", 2e12},
       {"meshfill_comm_bytes_total{op=\"q\"}", 40},
       {"meshfill_comm_bytes_total{op=\"kv\"}", 80},
       {"meshfill_comm_bytes_total{op=\"o\"}", 120},
@@ -112,11 +96,10 @@ TEST(MetricsTest, TellsAPrefillOverHttp) {
       {"meshfill_build_info{version=\"" MESHFILL_VERSION "\"}", 1},
   };
   for (const auto& [name, value] : expected) {
-    ASSERT_TRUE(samples.contains(name)) << name << " is missing in\n" << answer;
+    ASSERT_TRUE(samples.contains(name)) << name << " is missing in\n" << text;
     EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
   }
   EXPECT_GT(samples.at("meshfill_peak_memory_bytes"), 1 << 20);
-  EXPECT_EQ(HttpGet(*address, "/other").find(" 200 "), std::string::npos);
 }
 
 TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
@@ -173,13 +156,25 @@ TEST(MetricsTest, EveryFamilyHasAHelpText) {
   }
 }
 
-TEST(MetricsTest, PortInUseIsSaid) {
-  Metrics one, two;
-  const auto address = one.Listen("127.0.0.1:0");
-  ASSERT_TRUE(address.ok()) << address.status();
-  const auto again = two.Listen(*address);
-  EXPECT_EQ(again.status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_NE(std::string(again.status().message()).find(*address), std::string::npos) << again.status();
+TEST(MetricsTest, TheOldestRequestAgesByItself) {
+  Metrics metrics;
+  metrics.SetQueue({.requests = 1, .tokens = 10, .oldest = absl::Now() - absl::Seconds(90)});
+  EXPECT_NEAR(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 90, 5);
+  metrics.SetQueue({});
+  EXPECT_EQ(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 0);
+}
+
+TEST(MetricsTest, KeepsAReportOfTheLastPrefill) {
+  Metrics metrics;
+  EXPECT_EQ(metrics.last_prefill(), nullptr);
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 1000));
+  const auto first = metrics.last_prefill();
+  metrics.OnPrefillDone(RunOnce(engine, 70, {.tile = Tile{1, 4}}));
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->plan.layout.tokens(), 1000);  // who holds an old report keeps it
+  EXPECT_EQ(metrics.last_prefill()->plan.tile, (Tile{1, 4}));
+  EXPECT_EQ(metrics.last_prefill()->ranks.size(), size_t{FakeEngine::kRanks});
 }
 
 }  // namespace
