@@ -1,0 +1,24 @@
+#include "engine/timeline.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+
+const char* LaneName(Lane lane) { return lane == Lane::kCompute ? "compute" : "comm"; }
+
+std::string Span::Name() const {
+  if (kind == SpanKind::kWait) return absl::StrCat("wait ", what);
+  if (block.has_value()) return absl::StrCat(what, " (", block->u, ",", block->v, ")");
+  if (blocks > 0) return absl::StrCat(blocks, " ", what, blocks == 1 ? "" : "s");
+  return std::string(what);
+}
+
+double Timeline::end_seconds() const {
+  double end = 0;
+  for (const Span& span : spans) end = std::max(end, span.end_seconds);
+  return end;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,189 @@
+#include "server/pictures/schedule_picture.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "server/pictures/legend.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kTileSide = 96;  // of most; long rows and columns have thinner cells down to kThinCell
+constexpr double kThinCell = 4;
+constexpr double kThickCell = 20;
+constexpr double kMark = 6;    // thickness of a chunk's mark beside the tile
+constexpr double kMarks = 10;  // a mark and the gap to the tile
+constexpr double kHead = 46;   // above the tile: the step's number and its communication
+constexpr double kFoot = 34;   // below it: its blocks
+constexpr double kGap = 18;    // between two steps
+constexpr double kSmallCard = 92;
+
+enum class BlockState { kUntouched, kComputing, kDone };
+
+std::string CommText(CommKind comm, int index) {
+  switch (comm) {
+    case CommKind::kNone:
+      return "no message";
+    case CommKind::kRecvQ:
+      return absl::StrCat("Recv Q#", index);
+    case CommKind::kRecvKv:
+      return absl::StrCat("Recv KV#", index);
+    case CommKind::kSendO:
+      return absl::StrCat("Send O#", index);
+  }
+  return "";
+}
+
+absl::string_view CommClass(CommKind comm) {
+  switch (comm) {
+    case CommKind::kNone:
+      return "track";
+    case CommKind::kRecvQ:
+      return "recv_q";
+    case CommKind::kRecvKv:
+      return "recv_kv";
+    case CommKind::kSendO:
+      return "send_o";
+  }
+  return "";
+}
+
+std::string BlocksText(const Step& step) {
+  std::string text;
+  for (const auto [u, v] : step.blocks) absl::StrAppend(&text, text.empty() ? "" : " ", "(", u, ",", v, ")");
+  return text;
+}
+
+// Walks the schedule's steps, and draws each as a card.
+class SchedulePicture {
+ public:
+  SchedulePicture(const Schedule& schedule, SvgWriter& svg)
+      : schedule_(schedule),
+        a_(schedule.tile.a),
+        b_(schedule.tile.b),
+        row_(std::clamp(kTileSide / a_, kThinCell, kThickCell)),
+        column_(std::clamp(kTileSide / b_, kThinCell, kThickCell)),
+        svg_(svg),
+        state_(a_ * b_, BlockState::kUntouched) {}
+
+  double CardWidth() const { return std::max(kSmallCard, b_ * column_ + 2 * kMarks); }
+  double CardHeight() const { return kHead + kMarks + a_ * row_ + kFoot; }
+
+  double Draw(double x, double y, double width) {
+    const int in_a_line = std::max(1, static_cast<int>((width + kGap) / (CardWidth() + kGap)));
+    const int steps = static_cast<int>(schedule_.steps.size());
+    for (int step = 0; step < steps; ++step) {
+      DrawStep(step, x + step % in_a_line * (CardWidth() + kGap), y + step / in_a_line * CardHeight());
+    }
+    return y + (steps + in_a_line - 1) / in_a_line * CardHeight();
+  }
+
+ private:
+  void DrawStep(int number, double x, double y) {
+    const Step& step = schedule_.steps[number];
+    const int index = CommIndex(step.comm);
+    const std::string comm = CommText(step.comm, index);
+    svg_.OpenGroup("step", absl::StrCat("step ", number, ": ", comm, "; blocks ", BlocksText(step)));
+    svg_.Text(x, y + 12, absl::StrCat("step ", number), "muted", 11);
+    svg_.Rect({x, y + 17, kSmallCard, 18}, CommClass(step.comm));
+    svg_.Text(x + kSmallCard / 2, y + 30, comm,
+              step.comm == CommKind::kNone ? "mid muted" : "mid bold on-colour", 11);
+    for (const auto [u, v] : step.blocks) Block(u, v) = BlockState::kComputing;
+    DrawTile(x + kMarks, y + kHead + kMarks);
+    DrawMarks(x, y + kHead, step.comm, index);
+    DrawFoot(step, x, y + CardHeight() - kFoot + 15);
+    for (const auto [u, v] : step.blocks) Block(u, v) = BlockState::kDone;
+    End(step.comm);
+    svg_.CloseGroup();
+  }
+
+  void DrawTile(double x, double y) {
+    for (int u = 0; u < a_; ++u) {
+      for (int v = 0; v < b_; ++v) {
+        svg_.Rect({x + v * column_ + 0.5, y + u * row_ + 0.5, column_ - 1, row_ - 1}, BlockClass(u, v));
+      }
+    }
+  }
+
+  absl::string_view BlockClass(int u, int v) {
+    if (Block(u, v) == BlockState::kComputing) return "block";
+    if (Block(u, v) == BlockState::kDone) return "done";
+    return u <= q_received_ && v <= kv_received_ ? "ready" : "absent";
+  }
+
+  // The chunks that are here, beside their rows and columns: Q on the left, KV above, and O on the right as
+  // it leaves.
+  void DrawMarks(double x, double y, CommKind comm, int index) {
+    const double left = x + kMarks, top = y + kMarks;
+    const auto q_mark = [&](int u) { return Box{x, top + u * row_ + 0.5, kMark, row_ - 1}; };
+    const auto kv_mark = [&](int v) { return Box{left + v * column_ + 0.5, y, column_ - 1, kMark}; };
+    for (int u = 0; u <= q_received_; ++u) svg_.Rect(q_mark(u), "recv_q");
+    for (int v = 0; v <= kv_received_; ++v) svg_.Rect(kv_mark(v), "recv_kv");
+    if (comm == CommKind::kRecvQ) svg_.Rect(q_mark(index), "recv_q arriving");
+    if (comm == CommKind::kRecvKv) svg_.Rect(kv_mark(index), "recv_kv arriving");
+    if (comm != CommKind::kSendO) return;
+    svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
+  }
+
+  // As many blocks as fit, or their number.
+  void DrawFoot(const Step& step, double x, double y) {
+    const std::string list = BlocksText(step);
+    const bool fits = static_cast<double>(list.size()) * 6 <= CardWidth() + kGap;
+    svg_.Text(x, y, fits ? list : absl::StrCat(step.blocks.size(), " blocks"), "", 11);
+  }
+
+  // The chunk that a communication of the next step to run is about.
+  int CommIndex(CommKind comm) const {
+    switch (comm) {
+      case CommKind::kNone:
+        return 0;
+      case CommKind::kRecvQ:
+        return q_received_ + 1;
+      case CommKind::kRecvKv:
+        return kv_received_ + 1;
+      case CommKind::kSendO:
+        return o_sent_ + 1;
+    }
+    return 0;
+  }
+
+  void End(CommKind comm) {
+    q_received_ += comm == CommKind::kRecvQ ? 1 : 0;
+    kv_received_ += comm == CommKind::kRecvKv ? 1 : 0;
+    o_sent_ += comm == CommKind::kSendO ? 1 : 0;
+  }
+
+  BlockState& Block(int u, int v) { return state_[u * b_ + v]; }
+
+  const Schedule& schedule_;
+  const int a_;
+  const int b_;
+  const double row_;     // height of a block
+  const double column_;  // its width
+  SvgWriter& svg_;
+  std::vector<BlockState> state_;  // [a, b]
+  int q_received_ = 0;
+  int kv_received_ = 0;
+  int o_sent_ = 0;
+};
+
+}  // namespace
+
+double DrawSchedule(const Schedule& schedule, double x, double y, double width, SvgWriter& svg) {
+  y = DrawLegend({{"recv_q", "Q chunk here"},
+                  {"recv_q arriving", "arriving"},
+                  {"recv_kv", "KV chunk here"},
+                  {"recv_kv arriving", "arriving"},
+                  {"block", "computed in this step"},
+                  {"done", "done"},
+                  {"ready", "could be computed"},
+                  {"absent", "chunks missing"},
+                  {"send_o", "partial output leaving"}},
+                 x, y, width, svg);
+  return SchedulePicture(schedule, svg).Draw(x, y + 6, width);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,199 @@
+#include "server/pictures/timeline_picture.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
+#include "server/pictures/duration.h"
+#include "server/pictures/legend.h"
+#include "server/pictures/rank_colour.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kDrawnRanks = 64;  // at most
+constexpr double kLabels = 92;   // room for the ranks' names
+constexpr double kAxis = 24;
+constexpr double kThinnest = 0.35;  // narrower neighbours of one kind are drawn as one
+constexpr double kLabelSize = 9.5;
+constexpr double kCharacterWidth = 5.9;  // of a label
+
+// A rule of the style sheet.
+absl::string_view ClassOf(const Span& span) {
+  if (span.kind == SpanKind::kTransfer) return span.what;
+  if (span.kind == SpanKind::kWait) return "wait";
+  return span.what == "block" ? "block" : "work";
+}
+
+// The least of 1, 2, 5 × 10^k that leaves at most `most` ticks.
+double TickSeconds(double seconds, int most) {
+  const double raw = std::max(seconds, 1e-12) / most;
+  const double power = std::pow(10, std::floor(std::log10(raw)));
+  for (const double factor : {1.0, 2.0, 5.0}) {
+    if (factor * power >= raw * (1 - 1e-9)) return factor * power;
+  }
+  return 10 * power;
+}
+
+using Spans = std::vector<const Span*>;
+
+// Puts each transfer on the first line that is free: more than one only where two are under way at once.
+std::vector<Spans> Lines(const Spans& spans) {
+  std::vector<Spans> lines;
+  for (const Span* span : spans) {
+    const auto free = std::find_if(lines.begin(), lines.end(), [span](const Spans& line) {
+      return line.back()->end_seconds <= span->start_seconds + 1e-12;
+    });
+    (free == lines.end() ? lines.emplace_back() : *free).push_back(span);
+  }
+  return lines;
+}
+
+class TimelinePicture {
+ public:
+  TimelinePicture(const Timeline& timeline, double x, double width, SvgWriter& svg)
+      : timeline_(timeline),
+        drawn_(std::min(timeline.ranks, kDrawnRanks)),
+        seconds_(std::max(timeline.end_seconds(), 1e-12)),
+        left_(x + kLabels),
+        width_(width - kLabels),
+        svg_(svg),
+        lanes_(timeline.ranks) {
+    for (const Span& span : timeline.spans) lanes_[span.rank][static_cast<int>(span.lane())].push_back(&span);
+    for (auto& [compute, comm] : lanes_) {
+      const auto earlier = [](const Span* a, const Span* b) { return a->start_seconds < b->start_seconds; };
+      std::stable_sort(compute.begin(), compute.end(), earlier);
+      std::stable_sort(comm.begin(), comm.end(), earlier);
+    }
+  }
+
+  double Draw(double x, double y) {
+    y = DrawLegend(Legend(), x, y, kLabels + width_, svg_) + 4;
+    const double row = drawn_ <= 16 ? 44 : drawn_ <= 32 ? 26 : 17;
+    const double bottom = y + kAxis + drawn_ * row;
+    DrawAxis(y, bottom);
+    for (int i = 0; i < drawn_; ++i) DrawRank(i * timeline_.ranks / drawn_, x, y + kAxis + i * row, row);
+    return bottom;
+  }
+
+ private:
+  struct RankLanes {
+    Spans compute;
+    Spans comm;
+    Spans& operator[](int lane) { return lane == 0 ? compute : comm; }
+  };
+
+  std::vector<LegendEntry> Legend() const {
+    std::map<absl::string_view, bool> seen;
+    for (const Span& span : timeline_.spans) seen[ClassOf(span)] = true;
+    std::vector<LegendEntry> entries;
+    for (const auto& [classes, text] :
+         std::initializer_list<std::pair<const char*, const char*>>{{"block", "attention blocks"},
+                                                                    {"work", "other work"},
+                                                                    {"wait", "exposed wait"},
+                                                                    {"recv_q", "Recv Q"},
+                                                                    {"recv_kv", "Recv KV"},
+                                                                    {"send_o", "Send O"},
+                                                                    {"all_to_all", "all-to-all"},
+                                                                    {"send_dq", "Send dQ"},
+                                                                    {"send_dkv", "Send dKV"},
+                                                                    {"gather", "gather and reduce"}}) {
+      if (seen.contains(classes)) entries.push_back({classes, text});
+    }
+    return entries;
+  }
+
+  double At(double seconds) const { return left_ + width_ * seconds / seconds_; }
+
+  void DrawAxis(double top, double bottom) {
+    const double tick = TickSeconds(seconds_, 10);
+    for (int i = 0; i * tick <= seconds_ * (1 + 1e-9); ++i) {
+      const double x = At(i * tick);
+      svg_.Line(x, top + kAxis - 6, x, bottom, "rule");
+      svg_.Text(x, top + 12, i == 0 ? "0" : DurationText(i * tick), i == 0 ? "muted" : "mid muted", 11);
+    }
+  }
+
+  void DrawRank(int rank, double x, double y, double row) {
+    const double wait = WaitSeconds(rank);
+    svg_.OpenGroup("rank", absl::StrFormat("rank %d: %s of wait, %.1f %% of the time shown", rank,
+                                           DurationText(wait), 100 * wait / seconds_));
+    const double gap = row * 0.14;
+    const double compute_height = (row - gap) * 0.62, comm_height = (row - gap) - compute_height - 1;
+    const double size = std::min(12.0, row * 0.62);
+    svg_.Rect({x, y + 1, 10, row - gap - 2}, "", RankColour(rank));
+    svg_.Text(x + 16, y + compute_height / 2 + 0.45 * size, absl::StrCat("rank ", rank), "", size);
+    DrawLane(lanes_[rank].compute, y, compute_height);
+    const std::vector<Spans> lines = Lines(lanes_[rank].comm);
+    const double line_height = comm_height / static_cast<double>(std::max<size_t>(1, lines.size()));
+    for (size_t i = 0; i < lines.size(); ++i) {
+      DrawLane(lines[i], y + compute_height + 1 + static_cast<double>(i) * line_height, line_height);
+    }
+    svg_.CloseGroup();
+  }
+
+  double WaitSeconds(int rank) {
+    double seconds = 0;
+    for (const Span* span : lanes_[rank].compute)
+      seconds += span->kind == SpanKind::kWait ? span->seconds() : 0;
+    return seconds;
+  }
+
+  // Spans too narrow to see, of one kind and side by side, become one.
+  void DrawLane(const Spans& spans, double y, double height) {
+    for (size_t i = 0; i < spans.size();) {
+      const double start = At(spans[i]->start_seconds);
+      double end = At(spans[i]->end_seconds);
+      size_t next = i + 1;
+      while (next < spans.size() && ClassOf(*spans[next]) == ClassOf(*spans[i]) &&
+             At(spans[next]->end_seconds) - At(spans[next]->start_seconds) < kThinnest &&
+             At(spans[next]->start_seconds) - end < kThinnest) {
+        end = At(spans[next++]->end_seconds);
+      }
+      DrawSpan(*spans[i], next - i > 1, {start, y, std::max(end - start, kThinnest), height});
+      i = next;
+    }
+  }
+
+  void DrawSpan(const Span& span, bool joined, Box box) {
+    const double gap = box.width > 4 ? 0.8 : 0;
+    box.width -= gap;
+    svg_.Rect(box, ClassOf(span));
+    const std::string label =
+        span.block.has_value() ? absl::StrCat("(", span.block->u, ",", span.block->v, ")") : span.Name();
+    const bool fits =
+        box.height >= kLabelSize && box.width >= kCharacterWidth * static_cast<double>(label.size()) + 4;
+    if (joined || !fits || span.kind == SpanKind::kWait) return;
+    svg_.Text(box.x + box.width / 2, box.y + box.height / 2 + 0.33 * kLabelSize, label,
+              span.kind == SpanKind::kWork ? "mid on-dark" : "mid on-colour", kLabelSize);
+  }
+
+  const Timeline& timeline_;
+  const int drawn_;  // ranks
+  const double seconds_;
+  const double left_;  // of the lanes
+  const double width_;
+  SvgWriter& svg_;
+  std::vector<RankLanes> lanes_;  // by rank, each by rising start
+};
+
+}  // namespace
+
+double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg) {
+  return TimelinePicture(timeline, x, width, svg).Draw(x, y);
+}
+
+std::string TimelineSvg(const Timeline& timeline, const std::string& title, const std::string& subtitle) {
+  constexpr double kWidth = 1240, kMargin = 32;
+  SvgWriter svg;
+  svg.Text(kMargin, 44, title, "bold", 22);
+  svg.Text(kMargin, 68, subtitle, "muted", 14);
+  const double end = DrawTimeline(timeline, kMargin, 90, kWidth - 2 * kMargin, svg);
+  return std::move(svg).Finish(kWidth, end + kMargin, title);
+}
+
+}  // namespace meshfill
