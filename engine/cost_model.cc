@@ -45,7 +45,23 @@ double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, int64_t 
   return 0;
 }
 
-// How many blocks' time a transfer takes, rounded, and 1 to a·b.
+// A layer's passes of memory besides its blocks: merging a − 1 partials, and with head groups putting Q, K, V
+// and O of the group's tokens in order.
+double ReworkSeconds(const ModelShape& slice, const PoolSpeed& speed, int64_t chunk, int heads, Tile tile,
+                     DType partial_dtype) {
+  int64_t bytes = (tile.a - 1) * slice.partial_bytes(chunk, partial_dtype);
+  if (heads > 1) bytes += 2 * slice.q_bytes(chunk) + slice.kv_bytes(chunk);
+  return static_cast<double>(bytes) / speed.merge_bytes_per_second;
+}
+
+// A layer's four all-to-alls of chunks of `own_chunk` tokens; the rotations of each are under way at once.
+double AllToAllSeconds(const ModelShape& slice, const PoolSpeed& speed, int64_t own_chunk, int heads) {
+  if (heads == 1) return 0;
+  const int64_t bytes = (heads - 1) * (2 * slice.q_bytes(own_chunk) + slice.kv_bytes(own_chunk));
+  return 4 * speed.link_latency_seconds + static_cast<double>(bytes) / speed.link_bytes_per_second;
+}
+
+// How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` and `layout` are those of one mesh.
 OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                             Tile tile, DType partial_dtype, double (*round)(double)) {
   const double windowed = BlockSeconds(model, speed, layout, model.sliding_window) * model.windowed_layers;
@@ -101,8 +117,10 @@ int64_t PartialPeakBytes(const ModelShape& model, int64_t tokens, const Schedule
 
 // Activations of all ranks of one process at their peak, the attention of a layer: the residual stream, the
 // RoPE tables and the slice buffers of each rank (rank_runner.h), which live throughout; Q and KV once each,
-// since ranks share a chunk by reference however many hold it; and the partial outputs.
-int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, const Schedule& schedule,
+// since ranks share a chunk by reference however many hold it; and the partial outputs. With head groups, KV
+// heads may be replicated, and the KV of tokens lives until the KV of heads is whole; the rest of the
+// all-to-alls needs less than attention does, which holds an O in f32.
+int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, int heads, const Schedule& schedule,
                   DType partial_dtype) {
   const int64_t tokens = layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
@@ -116,30 +134,45 @@ int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, const Sche
     slice_tokens += std::min(kSliceTokens, layout.ChunkTokens(rank));
   }
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
-  return residual + rope_tables + slices + model.q_bytes(tokens) + model.kv_bytes(tokens) +
-         PartialPeakBytes(model, tokens, schedule, partial_dtype);
+  const int64_t kv = heads * model.HeadSlice(heads).kv_bytes(tokens);
+  const int64_t exchanged_kv = heads == 1 ? 0 : model.kv_bytes(tokens);
+  return residual + rope_tables + slices + model.q_bytes(tokens) + kv +
+         std::max(PartialPeakBytes(model, tokens, schedule, partial_dtype), exchanged_kv);
+}
+
+// That `rank` sends in one layer: its own tokens' Q and KV to every other member, and every other's O.
+int64_t AllToAllBytes(const ModelShape& model, const TokenLayout& layout, int heads, int rank) {
+  const ModelShape slice = model.HeadSlice(heads);
+  const int64_t own_tokens = layout.ChunkTokens(rank);
+  const int64_t group_tokens = layout.Groups(heads).ChunkTokens(rank / heads);
+  return (heads - 1) * (slice.q_bytes(own_tokens) + slice.kv_bytes(own_tokens)) +
+         slice.q_bytes(group_tokens - own_tokens);
 }
 
 // LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
 // the groups' sums give all ranks' bytes in time O(n).
-CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layout, Tile tile,
+CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
                                 DType partial_dtype) {
   const Mesh mesh(tile);
-  std::vector<int64_t> q_group_tokens(tile.b, 0);   // of ranks a·g … a·g + a−1
-  std::vector<int64_t> kv_group_tokens(tile.a, 0);  // of ranks g, g + a, g + 2a …
-  for (int rank = 0; rank < layout.ranks(); ++rank) {
-    q_group_tokens[rank / tile.a] += layout.ChunkTokens(rank);
-    kv_group_tokens[rank % tile.a] += layout.ChunkTokens(rank);
+  const ModelShape slice = model.HeadSlice(heads);
+  const TokenLayout groups = layout.Groups(heads);
+  std::vector<int64_t> q_group_tokens(tile.b, 0);   // of mesh ranks a·g … a·g + a−1
+  std::vector<int64_t> kv_group_tokens(tile.a, 0);  // of mesh ranks g, g + a, g + 2a …
+  for (int rank = 0; rank < mesh.ranks(); ++rank) {
+    q_group_tokens[rank / tile.a] += groups.ChunkTokens(rank);
+    kv_group_tokens[rank % tile.a] += groups.ChunkTokens(rank);
   }
   CommBytes largest;
-  for (int rank = 0; rank < layout.ranks(); ++rank) {
+  for (int global_rank = 0; global_rank < layout.ranks(); ++global_rank) {
+    const int rank = global_rank / heads;
     const int64_t q_tokens = q_group_tokens[rank / tile.a];
     const int64_t kv_tokens = kv_group_tokens[rank % tile.a];
-    const int64_t last_q_tokens = layout.ChunkTokens(mesh.QChunk(rank, tile.a - 1));
-    const int64_t last_kv_tokens = layout.ChunkTokens(mesh.KvChunk(rank, tile.b - 1));
-    const CommBytes bytes = {.q = model.q_bytes(q_tokens - last_q_tokens),
-                             .kv = model.kv_bytes(kv_tokens - last_kv_tokens),
-                             .o = model.partial_bytes(q_tokens - layout.ChunkTokens(rank), partial_dtype)};
+    const int64_t last_q_tokens = groups.ChunkTokens(mesh.QChunk(rank, tile.a - 1));
+    const int64_t last_kv_tokens = groups.ChunkTokens(mesh.KvChunk(rank, tile.b - 1));
+    const CommBytes bytes = {.q = slice.q_bytes(q_tokens - last_q_tokens),
+                             .kv = slice.kv_bytes(kv_tokens - last_kv_tokens),
+                             .o = slice.partial_bytes(q_tokens - groups.ChunkTokens(rank), partial_dtype),
+                             .all_to_all = AllToAllBytes(model, layout, heads, global_rank)};
     if (bytes.total() > largest.total()) largest = bytes;
   }
   return largest;
@@ -147,45 +180,54 @@ CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layo
 
 }  // namespace
 
-CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, Tile tile, DType partial_dtype,
-                         int rank) {
+CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
+                         DType partial_dtype, int rank) {
   const Mesh mesh(tile);
+  const ModelShape slice = model.HeadSlice(heads);
+  const TokenLayout groups = layout.Groups(heads);
+  const int mesh_rank = rank / heads;
   CommBytes bytes;
   for (int u = 0; u < tile.a - 1; ++u) {  // Q#0 … Q#a−2 and O#1 … O#a−1 leave
-    bytes.q += model.q_bytes(layout.ChunkTokens(mesh.QChunk(rank, u)));
-    bytes.o += model.partial_bytes(layout.ChunkTokens(mesh.QChunk(rank, u + 1)), partial_dtype);
+    bytes.q += slice.q_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u)));
+    bytes.o += slice.partial_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u + 1)), partial_dtype);
   }
-  for (int v = 0; v < tile.b - 1; ++v) bytes.kv += model.kv_bytes(layout.ChunkTokens(mesh.KvChunk(rank, v)));
+  for (int v = 0; v < tile.b - 1; ++v)
+    bytes.kv += slice.kv_bytes(groups.ChunkTokens(mesh.KvChunk(mesh_rank, v)));
+  bytes.all_to_all = AllToAllBytes(model, layout, heads, rank);
   return bytes;
 }
 
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            Tile tile, DType partial_dtype) {
-  return TransferBlocks(model, speed, layout, tile, partial_dtype,
+                            int heads, Tile tile, DType partial_dtype) {
+  return TransferBlocks(model.HeadSlice(heads), speed, layout.Groups(heads), tile, partial_dtype,
                         [](double blocks) { return std::ceil(blocks); });
 }
 
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                             Tile tile, DType partial_dtype) {
-  return TransferBlocks(model, speed, layout, tile, partial_dtype,
+                             int heads, Tile tile, DType partial_dtype) {
+  return TransferBlocks(model.HeadSlice(heads), speed, layout.Groups(heads), tile, partial_dtype,
                         [](double blocks) { return std::floor(blocks); });
 }
 
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
                    const Schedule& schedule, DType partial_dtype) {
-  const int64_t chunk = layout.LargestChunkTokens();
   const Tile tile = schedule.tile;
-  const double projections = static_cast<double>(chunk) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
-  const double merged_bytes = static_cast<double>((tile.a - 1) * model.partial_bytes(chunk, partial_dtype));
+  const ModelShape slice = model.HeadSlice(heads);
+  const TokenLayout groups = layout.Groups(heads);
+  const int64_t own_chunk = layout.LargestChunkTokens();
+  const int64_t chunk = groups.LargestChunkTokens();
+  const double projections =
+      static_cast<double>(own_chunk) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
   Prediction predicted;
-  predicted.compute_seconds =
-      projections / speed.gemm_flops_per_second + model.layers * merged_bytes / speed.merge_bytes_per_second;
+  predicted.compute_seconds = projections / speed.gemm_flops_per_second +
+                              model.layers * ReworkSeconds(slice, speed, chunk, heads, tile, partial_dtype);
+  predicted.comm_wait_seconds = model.layers * AllToAllSeconds(slice, speed, own_chunk, heads);
   const auto transfer_seconds = [&](CommKind comm) {
-    return TransferSeconds(model, speed, chunk, partial_dtype, comm);
+    return TransferSeconds(slice, speed, chunk, partial_dtype, comm);
   };
   const auto add_layers = [&](int layers, int64_t window) {
     if (layers == 0) return;
-    const double block_seconds = BlockSeconds(model, speed, layout, window);
+    const double block_seconds = BlockSeconds(slice, speed, groups, window);
     predicted.compute_seconds += layers * (tile.ranks() * block_seconds);
     for (const Step& step : schedule.steps) {
       const double hidden = static_cast<double>(step.blocks.size()) * block_seconds;
@@ -196,11 +238,12 @@ Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenL
   add_layers(model.windowed_layers, model.sliding_window);
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
 
-  predicted.comm_bytes = LargestLayerCommBytes(model, layout, tile, partial_dtype);
+  predicted.comm_bytes = LargestLayerCommBytes(model, layout, heads, tile, partial_dtype);
   predicted.comm_bytes.q *= model.layers;
   predicted.comm_bytes.kv *= model.layers;
   predicted.comm_bytes.o *= model.layers;
-  predicted.peak_bytes = PeakBytes(model, layout, schedule, partial_dtype);
+  predicted.comm_bytes.all_to_all *= model.layers;
+  predicted.peak_bytes = PeakBytes(model, layout, heads, schedule, partial_dtype);
   return predicted;
 }
 

@@ -15,30 +15,34 @@
 
 namespace meshfill {
 
+// In all of these, `heads` head groups were found possible (ModelShape::CanSplitHeads) and divide the
+// layout's ranks; the tile is that of each of the meshes of ranks/heads.
+
 // What one rank of the pool does per second, measured or configured. All positive, the latency may be 0.
 struct PoolSpeed {
   double gemm_flops_per_second = 50e9;       // projections, per rank when all ranks run
   double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
-  double merge_bytes_per_second = 5e9;       // partial outputs merged, per rank when all ranks run
+  double merge_bytes_per_second = 5e9;       // partial outputs merged, chunks reordered, per rank likewise
   double link_bytes_per_second = 10e9;       // one chunk from a rank to its neighbour
   double link_latency_seconds = 5e-6;        // start of one communication
 };
 
-// Bytes that `rank` sends in one layer under this tile: DESIGN §4, exact for ragged chunks too.
-CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, Tile tile, DType partial_dtype,
-                         int rank);
+// Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated
+// KV heads too.
+CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
+                         DType partial_dtype, int rank);
 
 // The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            Tile tile, DType partial_dtype);
+                            int heads, Tile tile, DType partial_dtype);
 
 // The most blocks that are over when such a transfer is, at least 1: a step of them makes no transfer longer.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                             Tile tile, DType partial_dtype);
+                             int heads, Tile tile, DType partial_dtype);
 
-// Of the whole prefill under this schedule.
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
+// Of the whole prefill under this schedule. Nothing hides an all-to-all.
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
                    const Schedule& schedule, DType partial_dtype);
 
 }  // namespace meshfill

@@ -1,30 +1,15 @@
 #include "engine/executor.h"
 
-#include <chrono>
 #include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "engine/mesh.h"
+#include "engine/scoped_timer.h"
 
 namespace meshfill {
 namespace {
-
-// Adds the wall time of its scope to `*seconds`.
-class ScopedTimer {
- public:
-  explicit ScopedTimer(double* seconds) : seconds_(seconds) {}
-  ~ScopedTimer() {
-    *seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
-  ScopedTimer(const ScopedTimer&) = delete;
-  ScopedTimer& operator=(const ScopedTimer&) = delete;
-
- private:
-  double* const seconds_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 // A partial output in one buffer, so that it is one message: O [q_heads, tokens, head_dim] in `dtype`, then
 // LSE [q_heads, tokens] f32. Rows compute in f32; on the wire O may be bf16 (head_dim is even, which keeps
@@ -65,8 +50,10 @@ class LayerRun {
   LayerRun(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
            absl::Duration wait_timeout, RankStats& stats, LayerChunks own, int64_t window)
       : plan_(plan),
-        model_(model),
-        rank_(rank),
+        model_(model.HeadSlice(plan.heads)),
+        layout_(plan.layout.Groups(plan.heads)),
+        member_(rank % plan.heads),
+        rank_(rank / plan.heads),
         mesh_(plan.tile),
         backend_(backend),
         communicator_(communicator),
@@ -146,8 +133,8 @@ class LayerRun {
   absl::StatusOr<Transfer> SendReceive(CommOp op, int to, BufferRef message, int64_t& sent_bytes, int from,
                                        int64_t receive_bytes) {
     sent_bytes += static_cast<int64_t>(message->size_bytes());
-    absl::StatusOr<std::unique_ptr<PendingReceive>> pending =
-        communicator_.SendReceive(op, to, std::move(message), from, static_cast<size_t>(receive_bytes));
+    absl::StatusOr<std::unique_ptr<PendingReceive>> pending = communicator_.SendReceive(
+        op, GlobalRank(to), std::move(message), GlobalRank(from), static_cast<size_t>(receive_bytes));
     if (!pending.ok()) return pending.status();
     return Transfer{.op = op, .pending = *std::move(pending)};
   }
@@ -199,8 +186,8 @@ class LayerRun {
           .q_heads = model_.q_heads,
           .kv_heads = model_.kv_heads,
           .head_dim = model_.head_dim,
-          .band = {.q = plan_.layout.Positions(mesh_.QChunk(rank_, block.u)),
-                   .k = plan_.layout.Positions(mesh_.KvChunk(rank_, block.v)),
+          .band = {.q = layout_.Positions(mesh_.QChunk(rank_, block.u)),
+                   .k = layout_.Positions(mesh_.KvChunk(rank_, block.v)),
                    .window = window_},
           .scale = scale_,
           .carry_in = carry_in,
@@ -259,12 +246,15 @@ class LayerRun {
   }
 
   int ArrivingRow() const { return (o_sent_ + 2) % plan_.tile.a; }
-  int64_t QTokens(int u) const { return plan_.layout.ChunkTokens(mesh_.QChunk(rank_, u)); }
-  int64_t KvTokens(int v) const { return plan_.layout.ChunkTokens(mesh_.KvChunk(rank_, v)); }
+  int64_t QTokens(int u) const { return layout_.ChunkTokens(mesh_.QChunk(rank_, u)); }
+  int64_t KvTokens(int v) const { return layout_.ChunkTokens(mesh_.KvChunk(rank_, v)); }
+  int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
 
   const Plan& plan_;
-  const ModelShape& model_;
-  const int rank_;
+  const ModelShape model_;    // with the heads of this mesh
+  const TokenLayout layout_;  // over the ranks of the mesh, which are head groups
+  const int member_;          // of its head group: which of the h meshes
+  const int rank_;            // in the mesh
   const Mesh mesh_;
   Backend& backend_;
   Communicator& communicator_;

@@ -1,6 +1,15 @@
 #include "engine/model_shape.h"
 
+#include <algorithm>
+
 namespace meshfill {
+
+ModelShape ModelShape::HeadSlice(int h) const {
+  ModelShape slice = *this;
+  slice.q_heads = q_heads / h;
+  slice.kv_heads = std::max(1, kv_heads / h);
+  return slice;
+}
 
 double VisiblePairs(int64_t tokens, int64_t window) {
   const double n = static_cast<double>(tokens);

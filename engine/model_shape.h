@@ -35,6 +35,15 @@ struct ModelShape {
   int64_t partial_bytes(int64_t tokens, DType wire) const {
     return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(wire)) + tokens * q_heads * 4;
   }
+
+  // Head parallelism (DESIGN §4): member k of a head group of h ranks attends with query heads
+  // [k·q_heads/h, (k+1)·q_heads/h) and with the KV heads from ⌊k·kv_heads/h⌋ on that those see: kv_heads/h of
+  // them, or one, where fewer KV heads than members are replicated. Possible where h divides q_heads, and
+  // kv_heads and h one the other.
+  bool CanSplitHeads(int h) const {
+    return h >= 1 && q_heads % h == 0 && (kv_heads % h == 0 || h % kv_heads == 0);
+  }
+  ModelShape HeadSlice(int h) const;  // the same model with one member's heads
   bool operator==(const ModelShape&) const = default;
 };
 

@@ -1,6 +1,7 @@
-// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken. Beyond the
-// paper, a shape is scheduled by Algorithm 2 and for least time (optimal_schedule.h); the faster of them stands for it,
-// Algorithm 2's where they tie in time and peak memory.
+// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken.
+// Beyond the paper, a shape may have head groups (n = h·a·b), and is scheduled by Algorithm 2 and for least
+// time (optimal_schedule.h); the faster of them stands for it, Algorithm 2's where they tie in time and peak
+// memory.
 #ifndef MESHFILL_ENGINE_PLANNER_H_
 #define MESHFILL_ENGINE_PLANNER_H_
 
@@ -20,16 +21,18 @@ struct PlanRequest {
   LayoutKind layout = LayoutKind::kStriped;
   int64_t stripe = 64;
   std::optional<Tile> tile = std::nullopt;  // fixed by the caller
-  std::optional<int> heads = std::nullopt;  // fixed by the caller
+  std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
   DType partial_dtype = DType::kF32;
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
 };
 
-// Candidates are the shapes that fit the memory budget (the one shape, where the caller fixed it), by
-// predicted seconds, then by bytes sent, then by peak memory. The plan is the first; its schedule has passed
-// CheckSchedule. INVALID_ARGUMENT: no tokens, a tile that does not multiply to the ranks, bad options.
-// FAILED_PRECONDITION: no shape fits the memory budget (the message has both numbers).
+// Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,
+// the ones that the caller's tile and head groups leave), by predicted seconds, then by bytes sent, then by
+// peak memory. The plan is the first; its schedule has passed CheckSchedule. INVALID_ARGUMENT: no tokens,
+// head groups that the heads or the ranks do not allow (the message has those that they do), a tile that does
+// not multiply to the ranks, bad options. FAILED_PRECONDITION: no shape fits the memory budget (the message
+// has both numbers).
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request);
 

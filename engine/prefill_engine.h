@@ -35,7 +35,7 @@ struct EngineOptions {
 
 struct PrefillOptions {
   std::optional<Tile> tile;             // default: the planner's choice
-  std::optional<int> heads;
+  std::optional<int> heads;             // head groups; default: one with a tile, else the planner's choice
   std::optional<LayoutKind> layout;     // default: the engine's
   std::optional<int64_t> stripe;
   int top_k = 1;                        // best tokens reported; 1 to vocab

@@ -4,8 +4,10 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "engine/executor.h"
+#include "engine/head_exchange.h"
 #include "engine/model/rope.h"
 
 namespace meshfill {
@@ -25,6 +27,7 @@ class Runner {
         backend_(run.backend),
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
         slice_tokens_(std::min(kSliceTokens, chunk_tokens_)),
+        exchange_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats),
         executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats) {}
 
   absl::StatusOr<RankOutput> Run() {
@@ -86,11 +89,11 @@ class Runner {
     absl::StatusOr<LayerChunks> chunks = Project(weights);
     if (!chunks.ok()) return chunks.status();
     if (run_.kv != nullptr) KeepKv(*chunks->kv, run_.kv->layers[layer]);
-    absl::StatusOr<BufferRef> attended = executor_.Run(*std::move(chunks), config_.layer_window[layer]);
+    absl::StatusOr<LayerOutput> attended = Attend(*std::move(chunks), config_.layer_window[layer]);
     if (!attended.ok()) return attended.status();
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
       const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
-      if (absl::Status status = OutputAndMlp(weights, **attended, begin, tokens); !status.ok()) return status;
+      if (absl::Status status = OutputAndMlp(weights, *attended, begin, tokens); !status.ok()) return status;
     }
     return absl::OkStatus();
   }
@@ -133,26 +136,21 @@ class Runner {
     return LayerChunks{.q = *std::move(q), .kv = *std::move(kv)};
   }
 
+  absl::StatusOr<LayerOutput> Attend(LayerChunks chunks, int64_t window) {
+    absl::StatusOr<LayerChunks> mesh_chunks = exchange_.ToHeads(std::move(chunks));
+    if (!mesh_chunks.ok()) return mesh_chunks.status();
+    absl::StatusOr<BufferRef> mesh_output = executor_.Run(*std::move(mesh_chunks), window);
+    if (!mesh_output.ok()) return mesh_output.status();
+    return exchange_.ToTokens(*std::move(mesh_output));
+  }
+
   absl::Status Norm(const std::vector<float>& weight, int64_t begin, int64_t tokens) {
     return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps, normed_->data());
   }
 
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
-  absl::Status OutputAndMlp(const LayerWeights& weights, const Buffer& attended, int64_t begin, int64_t tokens) {
-    absl::Status status = backend_.CopyHeads({
-        .from = attended.data(),
-        .from_rows = {.dtype = DType::kF32,
-                      .head_stride = chunk_tokens_ * shape_.head_dim,
-                      .slot_stride = shape_.head_dim,
-                      .slots = {.base = begin}},
-        .to = narrow_->data(),
-        .to_rows = {.dtype = shape_.dtype,
-                    .head_stride = shape_.head_dim,
-                    .slot_stride = shape_.q_elements(1)},
-        .heads = shape_.q_heads,
-        .tokens = tokens,
-        .head_dim = shape_.head_dim,
-    });
+  absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin, int64_t tokens) {
+    absl::Status status = GatherAttended(attended, begin, tokens);
     if (!status.ok()) return status;
     status = AddToResidual(*weights.o, begin, tokens);
     if (!status.ok()) return status;
@@ -167,6 +165,29 @@ class Runner {
     status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
     if (!status.ok()) return status;
     return AddToResidual(*weights.down, begin, tokens);
+  }
+
+  // A slice of the finished output in the order of the output projection: [tokens, q_heads·head_dim].
+  absl::Status GatherAttended(const LayerOutput& attended, int64_t begin, int64_t tokens) {
+    const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
+    const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
+    auto* to = narrow_->data<std::byte>();
+    for (const BufferRef& part : attended.parts) {
+      absl::Status status = backend_.CopyHeads({.from = part->data(),
+                                                .from_rows = {.dtype = attended.dtype,
+                                                              .head_stride = chunk_tokens_ * shape_.head_dim,
+                                                              .slot_stride = shape_.head_dim,
+                                                              .slots = {.base = begin}},
+                                                .to = std::exchange(to, to + part_bytes),
+                                                .to_rows = {.dtype = shape_.dtype,
+                                                            .head_stride = shape_.head_dim,
+                                                            .slot_stride = shape_.q_elements(1)},
+                                                .heads = part_heads,
+                                                .tokens = tokens,
+                                                .head_dim = shape_.head_dim});
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
   }
 
   absl::Status AddToResidual(const PackedWeight& weight, int64_t begin, int64_t tokens) {
@@ -215,6 +236,7 @@ class Runner {
   const int64_t chunk_tokens_;
   const int64_t slice_tokens_;
   RankOutput output_;
+  HeadExchange exchange_;
   AttentionExecutor executor_;
   BufferRef x_;        // [chunk_tokens, hidden], f32: the residual stream
   BufferRef cos_;      // [chunk_tokens, head_dim/2], f32

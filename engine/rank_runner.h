@@ -1,6 +1,7 @@
 // One rank's part of a prefill: every layer of the transformer over this rank's tokens.
 //
-//     embed → for each layer: [norm, q k v, RoPE] by slices → attention over the mesh → [o, norm, MLP] by slices
+//     embed → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group → attention over the
+//             mesh → heads to tokens → [o, norm, MLP] by slices
 //           → on the rank that holds the last token: norm, LM head on that one row
 //
 // Everything but attention is local to a token, so it runs in slices of kSliceTokens and its intermediates stay small

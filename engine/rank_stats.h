@@ -13,7 +13,7 @@ namespace meshfill {
 struct RankStats {
   double attention_seconds = 0;          // wall time inside attention, waits included, over all layers
   double block_seconds = 0;              // of it: computing blocks
-  double merge_seconds = 0;              // of it: merging what arrived
+  double merge_seconds = 0;              // of it: merging what arrived, and reordering it for head groups
   std::array<double, kCommOps> wait_seconds{};  // comm wait by CommOp: the thread stands still for a message
   double total_seconds = 0;              // wall time of the rank's run
   CommBytes sent;

@@ -36,6 +36,11 @@ class Buffer {
 
 using BufferRef = std::shared_ptr<Buffer>;
 
+// Some bytes of a buffer as one of its own, without a copy; it keeps the whole alive.
+inline BufferRef PartOf(const BufferRef& whole, size_t offset_bytes, size_t size_bytes) {
+  return std::make_shared<Buffer>(whole->data<std::byte>() + offset_bytes, size_bytes, [whole](void*, size_t) {});
+}
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_KERNELS_BUFFER_H_

@@ -30,7 +30,6 @@ absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options) 
           absl::StrCat("plan.tile is ", a, "x", b, "; a and b must be between 1 and the pool's ranks"));
     }
     result.tile = Tile{static_cast<int>(a), static_cast<int>(b)};
-    result.heads = 1;  // a tile without heads means one head group
   }
   if (options.heads() > kMost) {
     return absl::InvalidArgumentError(

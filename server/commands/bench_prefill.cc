@@ -68,8 +68,9 @@ class BenchPrefillCommand : public Command {
         ->type_name("N")
         ->check(CLI::PositiveNumber)
         ->required();
-    AddRanksOption(*app_, ranks_)->description("Ranks, 1 to 64 (default: A*B of --tile, or 1)");
+    AddRanksOption(*app_, ranks_)->description("Ranks, 1 to 64 (default: heads*A*B of --heads and --tile)");
     AddTileOption(*app_, tile_);
+    AddHeadsOption(*app_, heads_);
     AddParsedOption(*app_, "--compare", compare_, ParseTile, "AxB",
                     "Run this tile, on A*B ranks, in turns with the other; 1x1 is one rank alone");
     AddLayoutOption(*app_, layout_);
@@ -85,10 +86,10 @@ class BenchPrefillCommand : public Command {
   }
 
   absl::Status Run() override {
-    const int ranks = ranks_.value_or(tile_.has_value() ? tile_->ranks() : 1);
-    if (absl::Status status = AddContender(ranks, tile_); !status.ok()) return status;
+    const int ranks = ranks_.value_or(heads_.value_or(1) * tile_.value_or(Tile()).ranks());
+    if (absl::Status status = AddContender(ranks, tile_, heads_); !status.ok()) return status;
     if (compare_.has_value()) {
-      if (absl::Status status = AddContender(compare_->ranks(), compare_); !status.ok()) return status;
+      if (absl::Status status = AddContender(compare_->ranks(), compare_, 1); !status.ok()) return status;
     }
     if (absl::Status status = RunInTurns(); !status.ok()) return status;
     std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
@@ -96,7 +97,7 @@ class BenchPrefillCommand : public Command {
   }
 
  private:
-  absl::Status AddContender(int ranks, std::optional<Tile> tile) {
+  absl::Status AddContender(int ranks, std::optional<Tile> tile, std::optional<int> heads) {
     EngineOptions options = engine_;
     options.ranks = ranks;
     options.layout = layout_.value_or(options.layout);
@@ -105,7 +106,7 @@ class BenchPrefillCommand : public Command {
     if (!engine.ok()) return engine.status();
     Contender contender{.engine = *std::move(engine), .options = {}, .runs = {}};
     contender.options.tile = tile;
-    if (tile.has_value()) contender.options.heads = 1;
+    contender.options.heads = heads;
     contenders_.push_back(std::move(contender));
     return absl::OkStatus();
   }
@@ -168,14 +169,15 @@ class BenchPrefillCommand : public Command {
   }
 
   std::string Text() const {
-    std::string text = absl::StrFormat("%s tokens, %d run%s each, %s\n\n%-6s %5s  %10s  %10s  %10s  %6s\n",
-                                       FormatCount(static_cast<double>(tokens_)), repeats_,
-                                       repeats_ == 1 ? "" : "s", contenders_.front().engine->backend_name(),
-                                       "tile", "ranks", "seconds", "tokens/s", "comm wait", "MFU");
+    std::string text =
+        absl::StrFormat("%s tokens, %d run%s each, %s\n\n%-6s %5s %5s  %10s  %10s  %10s  %6s\n",
+                        FormatCount(static_cast<double>(tokens_)), repeats_, repeats_ == 1 ? "" : "s",
+                        contenders_.front().engine->backend_name(), "tile", "heads", "ranks", "seconds",
+                        "tokens/s", "comm wait", "MFU");
     for (const Contender& contender : contenders_) {
       const Plan& plan = contender.runs.front().plan;
-      absl::StrAppendFormat(&text, "%-6s %5d  %10s  %10s  %8.1f %%  %4.1f %%\n", plan.tile.DebugString(),
-                            plan.ranks(), FormatSeconds(Median(contender.runs, Seconds)),
+      absl::StrAppendFormat(&text, "%-6s %5d %5d  %10s  %10s  %8.1f %%  %4.1f %%\n", plan.tile.DebugString(),
+                            plan.heads, plan.ranks(), FormatSeconds(Median(contender.runs, Seconds)),
                             FormatCount(TokensPerSecond(contender)),
                             100 * Median(contender.runs, CommWaitShare), 100 * Median(contender.runs, Mfu));
     }
@@ -190,6 +192,7 @@ class BenchPrefillCommand : public Command {
   int64_t tokens_ = 0;
   std::optional<int> ranks_;
   std::optional<Tile> tile_;
+  std::optional<int> heads_;
   std::optional<Tile> compare_;
   std::optional<LayoutKind> layout_;
   std::optional<int64_t> stripe_;

@@ -28,7 +28,15 @@ absl::StatusOr<DType> ParseComputeDType(const std::string& text) {
 CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile) {
   return AddParsedOption(
       app, "--tile", tile, ParseTile, "AxB",
-      "Q chunks by KV chunks that a rank computes; A*B = ranks (default: the planner's choice)");
+      "Q chunks by KV chunks that a rank computes; heads*A*B = ranks (default: the planner's choice)");
+}
+
+CLI::Option* AddHeadsOption(CLI::App& app, std::optional<int>& heads) {
+  return app
+      .add_option("--heads", heads,
+                  "Head groups; heads*A*B = ranks (default: with --tile 1, else the planner's choice)")
+      ->type_name("H")
+      ->check(CLI::PositiveNumber);
 }
 
 CLI::Option* AddLayoutOption(CLI::App& app, std::optional<LayoutKind>& layout) {

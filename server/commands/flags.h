@@ -32,8 +32,9 @@ CLI::Option* AddParsedOption(CLI::App& app, const std::string& name, Value& valu
   return app.add_option_function<std::string>(name, store, help)->type_name(type);
 }
 
-// --tile, --layout, --stripe, --dtype, with the same words in every command.
+// --tile, --heads, --layout, --stripe, --dtype, with the same words in every command.
 CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile);
+CLI::Option* AddHeadsOption(CLI::App& app, std::optional<int>& heads);
 CLI::Option* AddLayoutOption(CLI::App& app, std::optional<LayoutKind>& layout);
 CLI::Option* AddStripeOption(CLI::App& app, std::optional<int64_t>& stripe);
 CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype);

@@ -47,6 +47,7 @@ class PlanCommand : public Command {
         ->required();
     AddRanksOption(*app_, ranks_);
     AddTileOption(*app_, tile_);
+    AddHeadsOption(*app_, heads_);
     AddJsonFlag(*app_, json_);
   }
 
@@ -80,7 +81,7 @@ class PlanCommand : public Command {
                      .layout = options.layout,
                      .stripe = options.stripe,
                      .tile = tile_,
-                     .heads = tile_.has_value() ? std::optional<int>(1) : std::nullopt,
+                     .heads = heads_,
                      .partial_dtype = options.partial_dtype,
                      .schedule = options.schedule,
                      .memory_budget_bytes = options.memory_budget_bytes});
@@ -90,6 +91,7 @@ class PlanCommand : public Command {
   int64_t tokens_ = 0;
   std::optional<int> ranks_;
   std::optional<Tile> tile_;
+  std::optional<int> heads_;
   bool json_ = false;
 };
 

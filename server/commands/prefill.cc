@@ -126,10 +126,7 @@ class PrefillCommand : public Command {
 
   void DeclarePlan() {
     AddTileOption(*app_, options_.tile)->group("Plan");
-    app_->add_option("--heads", options_.heads, "Head groups; heads*A*B = ranks (default with --tile: 1)")
-        ->type_name("H")
-        ->check(CLI::PositiveNumber)
-        ->group("Plan");
+    AddHeadsOption(*app_, options_.heads)->group("Plan");
     AddLayoutOption(*app_, options_.layout)->group("Plan");
     AddStripeOption(*app_, options_.stripe)->group("Plan");
   }
@@ -170,7 +167,6 @@ class PrefillCommand : public Command {
     CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });
     absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = PrefillEngine::Load(engine_options);
     if (!engine.ok()) return engine.status();
-    if (options_.tile.has_value() && !options_.heads.has_value()) options_.heads = 1;
     options_.keep_kv = !kv_path_.empty();
     absl::StatusOr<PrefillResult> result = RunWithBar(**engine, tokens, stop);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())

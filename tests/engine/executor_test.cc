@@ -279,7 +279,7 @@ TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
     for (int rank = 0; rank < c.plan.ranks(); ++rank) {
       const RankStats& stats = ends[rank].stats;
       ASSERT_EQ(stats.blocks, c.plan.ranks());
-      ASSERT_EQ(stats.sent, LayerCommBytes(c.model, c.plan.layout, c.plan.tile, c.plan.partial_dtype, rank));
+      ASSERT_EQ(stats.sent, LayerCommBytes(c.model, c.plan.layout, 1, c.plan.tile, c.plan.partial_dtype, rank));
       ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
                 stats.attention_seconds);
     }
@@ -310,7 +310,7 @@ TEST(AttentionExecutor, SendsPartialOutputsInBf16) {
     const std::vector<RankEnd> ends = RunMesh(c);
     EXPECT_LT(LargestError(c, ends), 0.1);  // of values up to about 8, at 2^-9 a rounding and a − 1 of them
     for (int rank = 0; rank < tile.ranks(); ++rank) {
-      EXPECT_EQ(ends[rank].stats.sent, LayerCommBytes(c.model, *layout, tile, DType::kBf16, rank));
+      EXPECT_EQ(ends[rank].stats.sent, LayerCommBytes(c.model, *layout, 1, tile, DType::kBf16, rank));
     }
   }
 }
@@ -323,7 +323,7 @@ TEST(AttentionExecutor, RunsLayersOneAfterTheOther) {
   const std::vector<RankEnd> ends = RunMesh(c, absl::Seconds(60), 5, nullptr);
   EXPECT_LT(LargestError(c, ends), 1e-5) << "seed " << seed;
   EXPECT_EQ(ends[4].stats.blocks, 5 * 6);
-  EXPECT_EQ(ends[4].stats.sent.kv, 5 * LayerCommBytes(c.model, *layout, c.plan.tile, DType::kF32, 4).kv);
+  EXPECT_EQ(ends[4].stats.sent.kv, 5 * LayerCommBytes(c.model, *layout, 1, c.plan.tile, DType::kF32, 4).kv);
 }
 
 // ---- Ends before the end. Waits could last a minute here; a test that ends within seconds was ended.
@@ -501,7 +501,7 @@ TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
       EXPECT_EQ(backend.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
     }
     const auto predicted = [&](const Schedule& schedule) {
-      return Predict(c.model, PoolSpeed(), *layout, schedule, wire).peak_bytes;
+      return Predict(c.model, PoolSpeed(), *layout, 1, schedule, wire).peak_bytes;
     };
     const int64_t ring_peak = predicted(GreedySchedule({.a = 1, .b = tile.ranks()}, {}));
     const int64_t one_o = c.model.partial_bytes(layout->tokens(), DType::kF32);

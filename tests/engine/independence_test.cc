@@ -1,5 +1,6 @@
-// The answer does not depend on how a prompt is spread: every mesh, layout and stripe gives one rank's logits and KV,
-// moves exactly the bytes of the formula, computes every block once, and repeats itself to the bit.
+// The answer does not depend on how a prompt is spread: every mesh, head group, layout and stripe gives one
+// rank's logits and KV, moves exactly the bytes of the formula, computes every block once, and repeats itself
+// to the bit.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -83,15 +84,17 @@ void ExpectPlanWasRun(const PrefillResult& result, const ModelShape& model, cons
   int64_t blocks = 0;
   ASSERT_EQ(static_cast<int>(result.ranks.size()), plan.ranks());
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    const CommBytes layer = LayerCommBytes(model, plan.layout, plan.tile, plan.partial_dtype, rank);
+    const CommBytes layer =
+        LayerCommBytes(model, plan.layout, plan.heads, plan.tile, plan.partial_dtype, rank);
     const CommBytes& sent = result.ranks[rank].sent;
     EXPECT_EQ(sent.q, layer.q * model.layers) << what << " rank " << rank;
     EXPECT_EQ(sent.kv, layer.kv * model.layers) << what << " rank " << rank;
     EXPECT_EQ(sent.o, layer.o * model.layers) << what << " rank " << rank;
-    EXPECT_EQ(sent.all_to_all, 0) << what << " rank " << rank;
+    EXPECT_EQ(sent.all_to_all, layer.all_to_all * model.layers) << what << " rank " << rank;
     blocks += result.ranks[rank].blocks;
   }
-  EXPECT_EQ(blocks, int64_t{plan.ranks()} * plan.ranks() * model.layers) << what;
+  // Each of the h meshes of n/h ranks computes (n/h)² blocks.
+  EXPECT_EQ(blocks, int64_t{plan.ranks()} * (plan.ranks() / plan.heads) * model.layers) << what;
 }
 
 struct Spread {
@@ -105,7 +108,9 @@ constexpr Spread kSpreads[] = {{LayoutKind::kStriped, 1},
                                {LayoutKind::kContiguous, 64}};
 constexpr int kRanks[] = {1, 2, 3, 4, 6, 7, 8, 9, 12, 16};
 
-std::string Describe(const Plan& plan) { return plan.layout.DebugString() + " " + plan.tile.DebugString(); }
+std::string Describe(const Plan& plan) {
+  return plan.layout.DebugString() + " " + std::to_string(plan.heads) + " · " + plan.tile.DebugString();
+}
 
 TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
   std::mt19937_64 random(11);
@@ -121,8 +126,8 @@ TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
     for (const Tile tile : TilesOf(ranks)) {
       for (const Spread& spread : kSpreads) {
         const auto actual = engine->Prefill(
-            prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true}, nullptr,
-            nullptr);
+            prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true},
+            nullptr, nullptr);
         ASSERT_TRUE(actual.ok()) << actual.status();
         EXPECT_EQ(actual->plan.tile, tile);
         ExpectSameAnswer(*actual, *expected, Describe(actual->plan));
@@ -130,6 +135,56 @@ TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
       }
     }
   }
+}
+
+// Every h · a × b of 8 and 6 ranks: Ulysses (h = n), head × ring (a = 1), head × mesh; with KV heads as many
+// as query heads, shared by some, and by all, so that they are split or replicated. Prompts down to one
+// token.
+TEST(IndependenceTest, EveryHeadGroupGivesOneRanksAnswer) {
+  std::mt19937_64 random(17);
+  struct Heads {
+    int q, kv, ranks;
+  };
+  for (const Heads& heads : {Heads{8, 8, 8}, Heads{8, 2, 8}, Heads{8, 1, 8}, Heads{12, 2, 6}}) {
+    MakeModelOptions options = SmallModel(ModelFamily::kMistral);
+    options.q_heads = heads.q;
+    options.kv_heads = heads.kv;
+    const std::string folder =
+        MakeTestModel(("heads_" + std::to_string(heads.q) + "_" + std::to_string(heads.kv)).c_str(), options);
+    const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
+    const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, heads.ranks);
+    ASSERT_TRUE(one != nullptr && engine != nullptr);
+    for (const int64_t tokens : {1, 5, 333}) {
+      const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
+      const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      for (const int h : {2, 3, 4, 6, 8}) {
+        if (heads.ranks % h != 0 || !engine->model().CanSplitHeads(h)) continue;
+        for (const Tile tile : TilesOf(heads.ranks / h)) {
+          for (const Spread& spread : kSpreads) {
+            const auto actual = engine->Prefill(
+                prompt,
+                {.tile = tile, .heads = h, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true},
+                nullptr, nullptr);
+            ASSERT_TRUE(actual.ok()) << actual.status();
+            ASSERT_EQ(actual->plan.heads, h);
+            const std::string what = Describe(actual->plan) + ", " + std::to_string(heads.kv) + " KV heads";
+            ExpectSameAnswer(*actual, *expected, what);
+            ExpectPlanWasRun(*actual, engine->model(), what);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Any h that the model and the ranks allow.
+int DrawHeads(const ModelShape& model, int ranks, std::mt19937_64& random) {
+  std::vector<int> possible;
+  for (int h = 1; h <= ranks; ++h) {
+    if (ranks % h == 0 && model.CanSplitHeads(h)) possible.push_back(h);
+  }
+  return possible[random() % possible.size()];
 }
 
 TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
@@ -149,8 +204,10 @@ TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
       // Short prompts too, down to fewer tokens than ranks.
       const int64_t tokens = 1 + static_cast<int64_t>(random() % (draw % 2 == 0 ? 24 : 1500));
       const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
-      const std::vector<Tile> tiles = TilesOf(ranks);
+      const int heads = DrawHeads(engine->model(), ranks, random);
+      const std::vector<Tile> tiles = TilesOf(ranks / heads);
       const PrefillOptions options{.tile = tiles[random() % tiles.size()],
+                                   .heads = heads,
                                    .layout = static_cast<LayoutKind>(random() % 3),
                                    .stripe = 1 + static_cast<int64_t>(random() % 100),
                                    .keep_kv = true};
@@ -170,14 +227,19 @@ TEST(IndependenceTest, TheSameRequestGivesTheSameBits) {
   const std::string folder = MakeTestModel("bits", SmallModel(ModelFamily::kQwen3));
   const std::vector<uint32_t> prompt = RandomPrompt(700, 300, random);
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, 6, dtype);
+    const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, 8, dtype);
     ASSERT_NE(engine, nullptr);
-    for (const Tile tile : TilesOf(6)) {
-      const PrefillOptions options{.tile = tile, .stripe = 16, .keep_kv = true};
+    std::vector<std::pair<int, Tile>> shapes;
+    for (const int heads : {1, 2, 4}) {
+      for (const Tile tile : TilesOf(8 / heads)) shapes.emplace_back(heads, tile);
+    }
+    for (const auto& [heads, tile] : shapes) {
+      const PrefillOptions options{.tile = tile, .heads = heads, .stripe = 16, .keep_kv = true};
       const auto first = engine->Prefill(prompt, options, nullptr, nullptr);
       const auto second = engine->Prefill(prompt, options, nullptr, nullptr);
       ASSERT_TRUE(first.ok() && second.ok());
-      EXPECT_EQ(0, std::memcmp(first->logits.data(), second->logits.data(), first->logits.size() * sizeof(float)));
+      EXPECT_EQ(
+          0, std::memcmp(first->logits.data(), second->logits.data(), first->logits.size() * sizeof(float)));
       for (size_t layer = 0; layer < first->kv->layers.size(); ++layer) {
         EXPECT_EQ(first->kv->layers[layer].k, second->kv->layers[layer].k);
         EXPECT_EQ(first->kv->layers[layer].v, second->kv->layers[layer].v);

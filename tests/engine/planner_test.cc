@@ -1,8 +1,12 @@
 #include "engine/planner.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/rank_runner.h"
@@ -45,7 +49,7 @@ TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // DESIGN §4
         const int64_t q_elements = chunk * 8 * 64;
         const int64_t rho = wire == DType::kF32 ? 2 : 1;  // wire bytes over Q's 2
         for (int rank = 0; rank < n; ++rank) {
-          const CommBytes bytes = LayerCommBytes(model, *layout, {.a = a, .b = b}, wire, rank);
+          const CommBytes bytes = LayerCommBytes(model, *layout, 1, {.a = a, .b = b}, wire, rank);
           ASSERT_EQ(bytes.q, (a - 1) * q_elements * 2);
           ASSERT_EQ(bytes.kv, (b - 1) * q_elements * 2 * 2 / 4);  // (2/g)(b−1), g = 4
           ASSERT_EQ(bytes.o, (a - 1) * (rho * q_elements * 2 + 4 * chunk * 8));
@@ -56,36 +60,70 @@ TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // DESIGN §4
   }
 }
 
-// All that is sent must be what all receive: each rank gets the other Q, KV chunks of its tile, and each of
-// its rows' partials leaves it once.
+// Heads that member k of a head group of h computes, straight from attention's definition: query head q
+// attends KV head q / (q_heads / kv_heads).
+std::set<int> QueryHeads(const ModelShape& model, int h, int member) {
+  std::set<int> heads;
+  for (int head = 0; head < model.q_heads; ++head) {
+    if (head / (model.q_heads / h) == member) heads.insert(head);
+  }
+  return heads;
+}
+
+std::set<int> KvHeads(const ModelShape& model, int h, int member) {
+  std::set<int> heads;
+  for (int head : QueryHeads(model, h, member)) heads.insert(head / (model.q_heads / model.kv_heads));
+  return heads;
+}
+
+// All that is sent must be what all receive: each member of a head group gets its heads of the others' tokens
+// and all heads of its own; in its mesh, each rank gets the other Q, KV chunks of its tile, and each of its
+// rows' partials leaves it once.
 TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int i = 0; i < 200; ++i) {
-    const ModelShape model = Llama(4, Draw(random, 0, 1) ? 4 : 1, DType::kF32);
+    const ModelShape model = Llama(12, std::array{1, 2, 3, 6, 12}[Draw(random, 0, 4)], DType::kF32);
     const int n = Draw(random, 1, 24);
+    std::vector<int> possible;
+    for (int h = 1; h <= n; ++h) {
+      if (n % h == 0 && model.CanSplitHeads(h)) possible.push_back(h);
+    }
+    const int h = possible[Draw<size_t>(random, 0, possible.size() - 1)];
     const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
                                           Draw<int64_t>(random, 1, 400), Draw<int64_t>(random, 1, 20));
-    for (Tile tile : TilesOf(n)) {
+    const auto mesh_tokens = [&](int mesh_rank) {
+      int64_t tokens = 0;
+      for (int member = 0; member < h; ++member) tokens += layout->ChunkTokens(mesh_rank * h + member);
+      return tokens;
+    };
+    for (Tile tile : TilesOf(n / h)) {
       CommBytes sent;
       CommBytes needed;
       const Mesh mesh(tile);
       for (int rank = 0; rank < n; ++rank) {
-        const CommBytes bytes = LayerCommBytes(model, *layout, tile, DType::kBf16, rank);
+        const CommBytes bytes = LayerCommBytes(model, *layout, h, tile, DType::kBf16, rank);
         sent.q += bytes.q;
         sent.kv += bytes.kv;
         sent.o += bytes.o;
+        sent.all_to_all += bytes.all_to_all;
+        const int64_t q_heads = std::ssize(QueryHeads(model, h, rank % h));
+        const int64_t kv_heads = std::ssize(KvHeads(model, h, rank % h));
         for (int u = 1; u < tile.a; ++u) {
-          const int64_t tokens = layout->ChunkTokens(mesh.QChunk(rank, u));
-          needed.q += tokens * 4 * 64 * 4;
-          needed.o += tokens * 4 * (64 * 2 + 4);
+          const int64_t tokens = mesh_tokens(mesh.QChunk(rank / h, u));
+          needed.q += tokens * q_heads * 64 * 4;
+          needed.o += tokens * q_heads * (64 * 2 + 4);
         }
         for (int v = 1; v < tile.b; ++v) {
-          needed.kv += layout->ChunkTokens(mesh.KvChunk(rank, v)) * model.kv_heads * 64 * 2 * 4;
+          needed.kv += mesh_tokens(mesh.KvChunk(rank / h, v)) * kv_heads * 64 * 2 * 4;
         }
+        const int64_t own_tokens = layout->ChunkTokens(rank);
+        const int64_t other_tokens = mesh_tokens(rank / h) - own_tokens;
+        needed.all_to_all += other_tokens * (q_heads + 2 * kv_heads) * 64 * 4;  // before the mesh
+        needed.all_to_all += own_tokens * (model.q_heads - q_heads) * 64 * 4;   // after it
       }
-      ASSERT_EQ(sent, needed) << "seed " << seed << ": " << layout->DebugString() << ", tile "
-                              << tile.DebugString();
+      ASSERT_EQ(sent, needed) << "seed " << seed << ": " << layout->DebugString() << ", " << h << " · "
+                              << tile.DebugString() << ", " << model.kv_heads << " KV heads";
     }
   }
 }
@@ -99,22 +137,23 @@ TEST(OverlapCosts, AreTheLeastBlocksThatHideATransfer) {
                            .attention_flops_per_second = block_flops / 1e-3,  // 1 ms a block
                            .link_bytes_per_second = 1 << 28,                  // 1 MiB in 3.90625 ms
                            .link_latency_seconds = 0};
-  const OverlapCosts costs = OverlapCostsOf(model, speed, *layout, {.a = 4, .b = 4}, DType::kF32);
+  const OverlapCosts costs = OverlapCostsOf(model, speed, *layout, 1, {.a = 4, .b = 4}, DType::kF32);
   EXPECT_EQ(costs.c_q, 4);
   EXPECT_EQ(costs.c_kv, 2);  // half of Q's bytes at g = 4
   EXPECT_EQ(costs.c_o, 8);   // twice Q's bytes and the LSE: 7.9 ms
   PoolSpeed infinite = speed;
   infinite.link_bytes_per_second = 1e30;
-  EXPECT_EQ(OverlapCostsOf(model, infinite, *layout, {.a = 4, .b = 4}, DType::kF32), OverlapCosts{});
+  EXPECT_EQ(OverlapCostsOf(model, infinite, *layout, 1, {.a = 4, .b = 4}, DType::kF32), OverlapCosts{});
   PoolSpeed crawling = speed;
   crawling.link_bytes_per_second = 1;
-  EXPECT_EQ(OverlapCostsOf(model, crawling, *layout, {.a = 4, .b = 4}, DType::kF32).c_q, 16);
+  EXPECT_EQ(OverlapCostsOf(model, crawling, *layout, 1, {.a = 4, .b = 4}, DType::kF32).c_q, 16);
 }
 
 TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n where ρ = 1, g = 1
   for (int root : {2, 3, 4, 6, 8}) {
-    const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink,
-                                 {.tokens = 65536, .ranks = root * root, .partial_dtype = DType::kBf16});
+    const auto choice =
+        MakePlan(Llama(8, 8, DType::kBf16), kSlowLink,
+                 {.tokens = 65536, .ranks = root * root, .heads = 1, .partial_dtype = DType::kBf16});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_EQ(choice->plan.tile, (Tile{.a = root, .b = root}));
   }
@@ -123,7 +162,7 @@ TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n wher
 TEST(MakePlan,
      GroupedHeadsFlattenTheTile) {  // DESIGN §4: a ≈ √(n / (g·(1+ρ)/2)): 64 ranks, g = 8, ρ = 1 → 2.8
   const auto choice = MakePlan(Llama(8, 1, DType::kBf16), kSlowLink,
-                               {.tokens = 65536, .ranks = 64, .partial_dtype = DType::kBf16});
+                               {.tokens = 65536, .ranks = 64, .heads = 1, .partial_dtype = DType::kBf16});
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_TRUE(choice->plan.tile.a == 2 || choice->plan.tile.a == 4) << choice->plan.DebugString();
 }
@@ -137,7 +176,9 @@ TEST(MakePlan, AFastLinkHidesEverythingInARing) {
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_EQ(choice->plan.tile.a, 1);
   EXPECT_EQ(choice->plan.predicted.comm_wait_seconds, 0);
+  EXPECT_EQ(choice->plan.heads, 1);
   for (const PlanCandidate& candidate : choice->candidates) {  // the others merge
+    if (candidate.heads > 1) continue;
     const double merges =
         4.0 * (candidate.tile.a - 1) * (8192.0 * 8 * (64 * 4 + 4)) / fast.merge_bytes_per_second;
     EXPECT_NEAR(candidate.predicted.compute_seconds, choice->plan.predicted.compute_seconds + merges, 1e-9);
@@ -170,12 +211,23 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
     ASSERT_TRUE(CheckSchedule(plan.schedule).ok());
     ASSERT_EQ(plan.schedule.tile, plan.tile);
     ASSERT_EQ(plan.ranks(), request.ranks);
-    ASSERT_EQ(candidates.size(), TilesOf(request.ranks).size());
+    ASSERT_EQ(plan.heads * plan.tile.ranks(), request.ranks);
+    std::set<std::pair<int, int>> shapes;  // by heads and a
+    for (const PlanCandidate& candidate : candidates) {
+      ASSERT_EQ(candidate.heads * candidate.tile.ranks(), request.ranks);
+      shapes.emplace(candidate.heads, candidate.tile.a);
+    }
+    size_t all_shapes = 0;  // 8 query heads and 1 to 8 KV heads: every power of two divides as it must
+    for (int h : {1, 2, 4, 8}) all_shapes += request.ranks % h == 0 ? TilesOf(request.ranks / h).size() : 0;
+    ASSERT_EQ(shapes.size(), all_shapes);
+    ASSERT_EQ(candidates.size(), all_shapes);
     ASSERT_EQ(candidates.front().tile, plan.tile);
+    ASSERT_EQ(candidates.front().heads, plan.heads);
     int64_t most_bytes = 0;
     for (int rank = 0; rank < request.ranks; ++rank) {
       most_bytes = std::max(
-          most_bytes, LayerCommBytes(model, plan.layout, plan.tile, request.partial_dtype, rank).total());
+          most_bytes,
+          LayerCommBytes(model, plan.layout, plan.heads, plan.tile, request.partial_dtype, rank).total());
     }
     ASSERT_EQ(plan.predicted.comm_bytes.total(), model.layers * most_bytes);
     for (size_t c = 0; c < candidates.size(); ++c) {
@@ -230,6 +282,24 @@ TEST(MakePlan, StatesPeakMemory) {
   EXPECT_EQ(peak(4, {2, 2}, DType::kBf16), FixedBytes(model, tokens, 4) + 2 * o_f32 + o_bf16);
 }
 
+TEST(MakePlan, StatesPeakMemoryOfHeadGroups) {
+  const int64_t tokens = 8192;
+  const auto peak = [&](const ModelShape& model, int ranks, int heads) {
+    return MakePlan(
+               model, kSlowLink,
+               {.tokens = tokens, .ranks = ranks, .tile = Tile{.a = 1, .b = ranks / heads}, .heads = heads})
+        ->plan.predicted.peak_bytes;
+  };
+  const ModelShape grouped = Llama(8, 2, DType::kBf16);
+  const int64_t o = tokens * 8 * (64 * 4 + 4);
+  EXPECT_EQ(peak(grouped, 4, 2), FixedBytes(grouped, tokens, 4) + o);
+  const int64_t kv = tokens * 2 * 2 * 64 * 2;
+  EXPECT_EQ(peak(grouped, 8, 8), FixedBytes(grouped, tokens, 8) + 3 * kv + o) << "KV four times in all";
+  // As many KV heads as query heads, in f32: both forms of KV are larger than one and an output.
+  const ModelShape full = Llama(8, 8, DType::kF32);
+  EXPECT_EQ(peak(full, 4, 4), FixedBytes(full, tokens, 4) + tokens * 2 * 8 * 64 * 4);
+}
+
 TEST(MakePlan, KeepsToTheMemoryBudget) {
   const ModelShape model = Llama(8, 1, DType::kBf16);
   PlanRequest request = {.tokens = 8192, .ranks = 8};
@@ -258,7 +328,7 @@ TEST(MakePlan, KeepsToTheMemoryBudget) {
 
 TEST(MakePlan, DropsShapesOfWhichNoScheduleFits) {
   const ModelShape model = Llama(8, 1, DType::kBf16);
-  PlanRequest request = {.tokens = 8192, .ranks = 8, .schedule = ScheduleChoice::kGreedy};
+  PlanRequest request = {.tokens = 8192, .ranks = 8, .heads = 1, .schedule = ScheduleChoice::kGreedy};
   const auto free = MakePlan(model, kSlowLink, request);
   ASSERT_TRUE(free.ok());
   int64_t largest = 0;
@@ -293,11 +363,78 @@ TEST(MakePlan, TakesNoLongerThanGreedyAndGreedyWhereAsked) {
     const Tile tile = greedy->plan.tile;
     const auto layout = TokenLayout::Make(request.layout, request.ranks, request.tokens, request.stripe);
     ASSERT_EQ(greedy->plan.schedule,
-              GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, tile, request.partial_dtype)));
+              GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, greedy->plan.heads, tile,
+                                                  request.partial_dtype)));
     ASSERT_LE(choice->plan.predicted.seconds, greedy->plan.predicted.seconds);
     faster += choice->plan.predicted.seconds < greedy->plan.predicted.seconds ? 1 : 0;
   }
   EXPECT_GT(faster, 0);
+}
+
+TEST(MakePlan, TakesTheCallersHeadGroups) {
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const auto head_groups = MakePlan(model, kSlowLink, {.tokens = 4096, .ranks = 12, .heads = 2});
+  ASSERT_TRUE(head_groups.ok()) << head_groups.status();
+  EXPECT_EQ(head_groups->plan.heads, 2);
+  EXPECT_EQ(head_groups->candidates.size(), TilesOf(6).size());
+  const auto shape =
+      MakePlan(model, kSlowLink, {.tokens = 4096, .ranks = 12, .tile = Tile{.a = 3, .b = 1}, .heads = 4});
+  ASSERT_TRUE(shape.ok()) << shape.status();
+  EXPECT_EQ(shape->plan.heads, 4);
+  EXPECT_EQ(shape->plan.tile, (Tile{.a = 3, .b = 1}));
+  EXPECT_EQ(shape->candidates.size(), 1u);
+  const auto tile_alone =
+      MakePlan(model, kSlowLink, {.tokens = 4096, .ranks = 12, .tile = Tile{.a = 3, .b = 4}});
+  ASSERT_TRUE(tile_alone.ok()) << tile_alone.status();
+  EXPECT_EQ(tile_alone->plan.heads, 1);
+  const auto ulysses = MakePlan(model, kSlowLink, {.tokens = 4096, .ranks = 8, .heads = 8});
+  ASSERT_TRUE(ulysses.ok()) << ulysses.status();
+  EXPECT_EQ(ulysses->plan.tile, (Tile{.a = 1, .b = 1}));
+}
+
+// A member's share is 1/h of its heads, on h times as many tokens: with equal chunks the compute is that of
+// one head group but for the reordering, and the wait is that of four all-to-alls and of the mesh.
+TEST(MakePlan, PredictsHeadGroups) {
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const PoolSpeed speed = {.gemm_flops_per_second = 1e12,
+                           .attention_flops_per_second = 1e12,
+                           .merge_bytes_per_second = 1e9,
+                           .link_bytes_per_second = 1e9,
+                           .link_latency_seconds = 1e-3};
+  const auto prediction = [&](std::optional<int> heads) {
+    return MakePlan(model, speed, {.tokens = 8192, .ranks = 4, .heads = heads})->plan.predicted;
+  };
+  const double q_chunk = 2048 * 8 * 64 * 2;
+  const double kv_chunk = 2048 * 2 * 2 * 64 * 2;
+  const Prediction ulysses = prediction(4);
+  const Prediction one_rank_of_four =
+      MakePlan(
+          model,
+          {.gemm_flops_per_second = 4e12, .attention_flops_per_second = 4e12, .merge_bytes_per_second = 1e9},
+          {.tokens = 8192, .ranks = 1})
+          ->plan.predicted;
+  const double lm_head = LmHeadFlops(model) * (1 / 1e12 - 1 / 4e12);  // not shared
+  const double reordered = (2 * q_chunk + 2 * kv_chunk) / 1e9;        // 4 members share 2 KV heads
+  EXPECT_NEAR(ulysses.compute_seconds, one_rank_of_four.compute_seconds + lm_head + model.layers * reordered,
+              1e-9);
+  EXPECT_NEAR(ulysses.comm_wait_seconds, model.layers * (4e-3 + 3 * (2 * q_chunk / 4 + kv_chunk / 2) / 1e9),
+              1e-9);
+  EXPECT_EQ(
+      ulysses.comm_bytes,
+      (CommBytes{.all_to_all = static_cast<int64_t>(model.layers * 3 * (2 * q_chunk / 4 + kv_chunk / 2))}));
+}
+
+// Where bytes decide: an all-to-all moves each Q once, a mesh moves √n − 1 of them.
+TEST(MakePlan, TakesHeadGroupsOnASlowLink) {
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink,
+                               {.tokens = 65536, .ranks = 8, .partial_dtype = DType::kBf16});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.heads, 8);
+  const auto few_heads = MakePlan(Llama(2, 2, DType::kBf16), kSlowLink,
+                                  {.tokens = 65536, .ranks = 8, .partial_dtype = DType::kBf16});
+  ASSERT_TRUE(few_heads.ok()) << few_heads.status();
+  EXPECT_EQ(few_heads->plan.heads, 2);
+  EXPECT_EQ(few_heads->plan.tile, (Tile{.a = 2, .b = 2}));
 }
 
 TEST(MakePlan, TakesTheCallersTile) {
@@ -322,7 +459,11 @@ TEST(MakePlan, RefusesBadRequests) {
   expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = 2, .b = 3}}, "2x3");
   expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = -2, .b = -2}}, "-2x-2");
   expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = 1 << 16, .b = (1 << 16) + 4}}, "65536");
-  expect_invalid({.tokens = 8, .ranks = 4, .heads = 2}, "not offered yet");
+  expect_invalid({.tokens = 8, .ranks = 4, .tile = Tile{.a = 2, .b = 2}, .heads = 2},
+                 "2x2 with 2 head groups");
+  expect_invalid({.tokens = 8, .ranks = 4, .heads = 0}, "1, 2, 4");
+  expect_invalid({.tokens = 8, .ranks = 4, .heads = 3}, "1, 2, 4");
+  expect_invalid({.tokens = 8, .ranks = 16, .heads = 16}, "8 query heads and 2 KV heads");
   expect_invalid({.tokens = 8, .ranks = 4, .partial_dtype = DType::kF16}, "f16");
   expect_invalid({.tokens = 8, .ranks = 4, .memory_budget_bytes = -1}, "-1");
   EXPECT_TRUE(refusal({.tokens = 8, .ranks = 4}).ok());

@@ -44,7 +44,7 @@ class CliServerTest(CliTestCase):
             ("1 2 999", [], 2, r"token 2 has id 999"),
             ("1 2 3", ["--tile", "3x2"], 2, r"3x2.*4"),
             ("1 2 3", ["--top-k", VOCAB + 1], 2, r"top_k"),
-            ("1 2 3", ["--heads", 4], 2, r"head"),
+            ("1 2 3", ["--heads", 3], 2, r"3 head groups.*1, 2, 4"),
             ("1 2 3", ["--request-id", "x" * 129], 2, r"128"),
             (" ".join(["7"] * ((1 << 20) + 1)), [], 2, r"1048577"),
         ):

@@ -59,6 +59,25 @@ class CliTest(CliTestCase):
             "all_to_all": 0,
         })
 
+    def test_head_groups_give_the_same_answer(self):
+        # Two groups of two ranks, then one of four whose two KV heads are replicated: (h-1) of h shares of Q and of O,
+        # and KV of each rank's chunk to every other member.
+        tokens, layers, q_heads, head_dim = 1024, 2, 4, 16
+        prompt = dict(stdin=bytes(range(256)) * 4)
+        ring = self.embedded("--tokens", "-", "--format", "bytes", "--tile", "1x4", "--top-k", 5, **prompt)
+        chunk_head_bytes = tokens // 4 * head_dim * 4
+        for heads, kv_heads, kv_rings in ((2, 1, 1), (4, 1, 0)):
+            result = self.embedded("--tokens", "-", "--format", "bytes", "--heads", heads, "--tile", f"1x{4 // heads}",
+                                   "--top-k", 5, **prompt)
+            self.assertEqual([result["plan"][key] for key in ("heads", "a", "b")], [heads, 1, 4 // heads])
+            self.assertEqual([t["token"] for t in result["top"]], [t["token"] for t in ring["top"]])
+            self.assertEqual(result["comm_bytes"], {
+                "q": 0,
+                "kv": layers * kv_rings * heads * chunk_head_bytes * 2 * kv_heads,
+                "o": 0,
+                "all_to_all": layers * (heads - 1) * chunk_head_bytes * (2 * q_heads // heads + 2 * kv_heads),
+            })
+
     def test_formats_and_standard_input_agree(self):
         raw = struct.pack(f"<{len(self.ids)}I", *self.ids)
         expected = self.embedded("--tokens", self.prompt, "--top-k", VOCAB)["top"]
@@ -148,12 +167,29 @@ class CliTest(CliTestCase):
         self.assertLessEqual(set(comms), {"q", "kv", "o", "none"})
         self.assertEqual(list(plan["predicted"]), PREDICTION_KEYS)
         self.assertEqual(list(plan["predicted"]["comm_bytes"]), COMM_BYTES_KEYS)
-        self.assertEqual(sorted((c["a"], c["b"]) for c in plan["candidates"]), [(1, 6), (2, 3), (3, 2), (6, 1)])
+        self.assertEqual(sorted((c["heads"], c["a"], c["b"]) for c in plan["candidates"]),
+                         [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (2, 1, 3), (2, 3, 1)])
         for candidate in plan["candidates"]:
             self.assertEqual(list(candidate)[:4], ["a", "b", "heads", "seconds"])
         seconds = [candidate["seconds"] for candidate in plan["candidates"]]
         self.assertEqual(seconds, sorted(seconds))
-        self.assertEqual((plan["candidates"][0]["a"], plan["candidates"][0]["b"]), (plan["a"], plan["b"]))
+        self.assertEqual([plan["candidates"][0][key] for key in ("heads", "a", "b")],
+                         [plan[key] for key in ("heads", "a", "b")])
+
+    def test_plan_takes_a_shape(self):
+        def plan(*shape):
+            return json.loads(self.succeed("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, *shape,
+                                           "--json"))
+        for shape, expected in ((("--tile", "2x4"), [(1, 2, 4)]), (("--heads", 4), [(4, 1, 2), (4, 2, 1)]),
+                                (("--heads", 2, "--tile", "4x1"), [(2, 4, 1)])):
+            with self.subTest(shape):
+                got = plan(*shape)
+                self.assertEqual(sorted((c["heads"], c["a"], c["b"]) for c in got["candidates"]), expected)
+                self.assertIn((got["heads"], got["a"], got["b"]), expected)
+        self.refuse("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, "--heads", 8, status=2,
+                    message=r"8 head groups.*1, 2, 4$")
+        self.refuse("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, "--heads", 4, "--tile", "2x4",
+                    status=2, message=r"2x4 with 4 head groups.*8")
 
     def test_plan_needs_no_weights(self):
         folder = self.tmp / "config-alone"
