@@ -15,6 +15,7 @@
 #include "server/commands/plan.h"
 #include "server/commands/prefill.h"
 #include "server/commands/serve.h"
+#include "server/commands/simulate.h"
 
 namespace meshfill {
 namespace {
@@ -84,6 +85,7 @@ int Main(int argc, char** argv) {
   commands.push_back(AddServeCommand(app));
   commands.push_back(AddPrefillCommand(app));
   commands.push_back(AddPlanCommand(app));
+  commands.push_back(AddSimulateCommand(app));
   commands.push_back(AddMakeModelCommand(app));
   commands.push_back(AddBenchCommand(app));
 

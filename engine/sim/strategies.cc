@@ -214,6 +214,8 @@ void TakeFaster(StrategyKind planner, std::vector<StrategyResult>& results) {
 
 }  // namespace
 
+std::span<const StrategyKind, kStrategyKinds> AllStrategies() { return kAllKinds; }
+
 const char* StrategyName(StrategyKind kind) {
   switch (kind) {
     case StrategyKind::kRing:

@@ -33,6 +33,7 @@ enum class StrategyKind {
 };
 inline constexpr int kStrategyKinds = 11;
 
+std::span<const StrategyKind, kStrategyKinds> AllStrategies();
 const char* StrategyName(StrategyKind kind);  // "ring", "usp", "planned", …
 absl::StatusOr<StrategyKind> ParseStrategy(
     std::string_view name);          // INVALID_ARGUMENT with the names there are
