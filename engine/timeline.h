@@ -46,7 +46,7 @@ struct Span {
 
 struct Timeline {
   int ranks = 0;
-  std::vector<Span> spans;    // in any order between ranks; of one rank and lane by rising start
+  std::vector<Span> spans;    // in any order
   int64_t dropped_spans = 0;  // what a recorder's bound left out
 
   double end_seconds() const;  // of the last span; 0 if there is none

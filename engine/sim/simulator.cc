@@ -15,16 +15,18 @@ namespace {
 
 class Simulator {
  public:
-  Simulator(const RankProgram& program, const Placement& placement, const Cluster& cluster, Timeline timeline)
+  Simulator(const RankProgram& program, const Placement& placement, const Cluster& cluster,
+            Recording recording)
       : program_(program),
         gpu_of_rank_(placement.gpu_of_rank),
         cluster_(cluster),
-        record_(timeline == Timeline::kRecord),
+        record_(recording == Recording::kTimeline),
         network_(cluster, program.ranks),
         ranks_(program.ranks),
         channels_(program.channels.size()),
         random_(cluster.variation.seed) {
     result_.ranks.resize(program.ranks);
+    result_.timeline.ranks = program.ranks;
     for (size_t c = 0; c < channels_.size(); ++c) {
       channels_[c].pairs.resize(program.ranks);
       channels_[c].to.resize(program.ranks);
@@ -146,7 +148,7 @@ class Simulator {
     if (cluster_.variation.jitter > 0) seconds *= 1 + cluster_.variation.jitter * std::abs(normal_(random_));
     const Nanos end = now_ + ToNanos(seconds);
     result_.ranks[rank].compute_seconds += Seconds(end - now_);
-    Record({.rank = rank, .kind = SpanKind::kCompute, .blocks = action.blocks}, now_, end);
+    Record({.rank = rank, .what = "block", .blocks = action.blocks}, now_, end);
     ++ranks_[rank].next_action;
     events_.push({.at = end, .kind = EventKind::kComputed, .rank = rank, .channel = 0});
   }
@@ -184,8 +186,9 @@ class Simulator {
   // The message of `rank` on `channel` is through.
   void Arrive(int rank, int channel) {
     Pair& sent = channels_[channel].pairs[rank];
-    Record({.rank = rank, .kind = SpanKind::kMessage, .traffic = program_.channels[channel].traffic},
-           sent.left_at, now_);
+    Record(
+        {.rank = rank, .kind = SpanKind::kTransfer, .what = TrafficName(program_.channels[channel].traffic)},
+        sent.left_at, now_);
     sent.busy = false;
     if (++sent.left < sent.started) Leave(rank, channel);
 
@@ -195,16 +198,16 @@ class Simulator {
     if (!state.waiting || program_.actions[state.next_action].channel != channel) return;
     const Traffic traffic = program_.channels[channel].traffic;
     result_.ranks[receiver].wait_seconds[static_cast<int>(traffic)] += Seconds(now_ - state.since);
-    Record({.rank = receiver, .kind = SpanKind::kWait, .traffic = traffic}, state.since, now_);
+    Record({.rank = receiver, .kind = SpanKind::kWait, .what = TrafficName(traffic)}, state.since, now_);
     state.waiting = false;
     Advance(receiver);
   }
 
-  void Record(Span span, Nanos begin, Nanos end) {
-    if (!record_ || begin == end) return;
-    span.begin_seconds = Seconds(begin);
+  void Record(Span span, Nanos start, Nanos end) {
+    if (!record_ || start == end) return;
+    span.start_seconds = Seconds(start);
     span.end_seconds = Seconds(end);
-    result_.timeline.push_back(span);
+    result_.timeline.spans.push_back(span);
   }
 
   absl::Status Deadlock(int rank) const {
@@ -231,13 +234,13 @@ class Simulator {
 }  // namespace
 
 absl::StatusOr<Simulation> Simulate(const RankProgram& program, const Placement& placement,
-                                    const Cluster& cluster, Timeline timeline) {
+                                    const Cluster& cluster, Recording recording) {
   if (absl::Status status = CheckCluster(cluster); !status.ok()) return status;
   if (static_cast<int>(placement.gpu_of_rank.size()) != program.ranks) {
     return absl::InvalidArgumentError(absl::StrCat("a placement of ", placement.gpu_of_rank.size(),
                                                    " ranks for a program of ", program.ranks));
   }
-  return Simulator(program, placement, cluster, timeline).Run();
+  return Simulator(program, placement, cluster, recording).Run();
 }
 
 }  // namespace meshfill::sim

@@ -14,6 +14,7 @@
 #include "engine/sim/cluster.h"
 #include "engine/sim/placement.h"
 #include "engine/sim/rank_program.h"
+#include "engine/timeline.h"
 
 namespace meshfill::sim {
 
@@ -29,30 +30,20 @@ struct RankTimes {
   }
 };
 
-enum class SpanKind { kCompute, kWait, kMessage };
-
-// What one rank did in [begin, end); a message belongs to its sender and runs beside its computations.
-struct Span {
-  int rank = 0;
-  SpanKind kind = SpanKind::kCompute;
-  Traffic traffic = Traffic::kRecvQ;  // of a wait or a message
-  int blocks = 0;                     // of a computation
-  double begin_seconds = 0;
-  double end_seconds = 0;
-};
-
 struct Simulation {
   double seconds = 0;            // until the last rank has ended
   std::vector<RankTimes> ranks;  // by rank
-  std::vector<Span> timeline;    // by end time; only if asked for
+  // Only if asked for. A transfer is its sender's, while the message is under way; waits and transfers are
+  // named by TrafficName.
+  Timeline timeline;
 };
 
-enum class Timeline { kNone, kRecord };
+enum class Recording { kNone, kTimeline };
 
 // INVALID_ARGUMENT: a cluster that CheckCluster refuses, or a placement for another number of ranks.
 // INTERNAL: a program in which ranks wait for each other for ever.
 absl::StatusOr<Simulation> Simulate(const RankProgram& program, const Placement& placement,
-                                    const Cluster& cluster, Timeline timeline = Timeline::kNone);
+                                    const Cluster& cluster, Recording recording = Recording::kNone);
 
 }  // namespace meshfill::sim
 

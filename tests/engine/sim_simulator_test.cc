@@ -219,7 +219,7 @@ TEST(Simulator, AccountsForEverySecondOfEveryRank) {
     RandomRun run = DrawRun(random);
     run.cluster.variation = {
         .straggler_share = 0.2, .straggler_slowdown = 1.5, .jitter = 0.1, .seed = random()};
-    const auto simulation = Simulate(run.program, run.placement, run.cluster, Timeline::kRecord);
+    const auto simulation = Simulate(run.program, run.placement, run.cluster, Recording::kTimeline);
     ASSERT_TRUE(simulation.ok()) << simulation.status();
     for (const RankTimes& rank : simulation->ranks) {
       EXPECT_NEAR(rank.compute_seconds + rank.total_wait_seconds(), rank.total_seconds,
@@ -227,9 +227,9 @@ TEST(Simulator, AccountsForEverySecondOfEveryRank) {
       EXPECT_LE(rank.total_seconds, simulation->seconds);
     }
     std::vector<double> busy(run.program.ranks, 0);
-    for (const Span& span : simulation->timeline) {
-      EXPECT_LT(span.begin_seconds, span.end_seconds);
-      if (span.kind != SpanKind::kMessage) busy[span.rank] += span.end_seconds - span.begin_seconds;
+    for (const Span& span : simulation->timeline.spans) {
+      EXPECT_LT(span.start_seconds, span.end_seconds);
+      if (span.lane() == Lane::kCompute) busy[span.rank] += span.seconds();
     }
     for (int rank = 0; rank < run.program.ranks; ++rank) {
       EXPECT_NEAR(busy[rank], simulation->ranks[rank].total_seconds, 1e-6 * busy[rank]);
