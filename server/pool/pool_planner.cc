@@ -1,0 +1,66 @@
+#include "server/pool/pool_planner.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMostIdleRanks = 8;
+
+absl::Status CheckRequest(const ModelShape& model, int64_t tokens, const PrefillOptions& options) {
+  if (tokens > model.context_tokens) {
+    return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; the model is for ",
+                                              model.context_tokens, " at most; shorten the prompt"));
+  }
+  if (options.top_k < 1 || options.top_k > model.vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
+                                       const PoolCapacity& capacity, int64_t tokens,
+                                       const PrefillOptions& options) {
+  if (absl::Status status = CheckRequest(model, tokens, options); !status.ok()) return status;
+  if (capacity.ranks == 0) {
+    return absl::UnavailableError("the pool has no workers; start some, or try again later");
+  }
+  const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
+  absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
+  std::vector<PlanCandidate> candidates;
+  for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
+    absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed,
+                                                 {.tokens = tokens,
+                                                  .ranks = ranks,
+                                                  .layout = options.layout.value_or(defaults.layout),
+                                                  .stripe = options.stripe.value_or(defaults.stripe),
+                                                  .tile = options.tile,
+                                                  .heads = options.heads,
+                                                  .partial_dtype = defaults.partial_dtype,
+                                                  .schedule = defaults.schedule,
+                                                  .memory_budget_bytes = capacity.rank_memory_bytes * ranks});
+    if (choice.ok()) {
+      std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
+    }
+    const bool first = ranks == capacity.ranks;
+    const bool better =
+        choice.ok() && (!best.ok() || choice->plan.predicted.seconds < best->plan.predicted.seconds);
+    if (first || better) best = std::move(choice);
+  }
+  if (!best.ok()) return best;
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const PlanCandidate& left, const PlanCandidate& right) {
+                     return left.predicted.seconds < right.predicted.seconds;
+                   });
+  best->candidates = std::move(candidates);
+  return best;
+}
+
+}  // namespace meshfill

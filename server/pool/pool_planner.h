@@ -1,0 +1,20 @@
+// Plans over a pool whose size changes: how many of its ranks to use, and how.
+#ifndef MESHFILL_SERVER_POOL_POOL_PLANNER_H_
+#define MESHFILL_SERVER_POOL_POOL_PLANNER_H_
+
+#include "absl/status/statusor.h"
+#include "engine/prefill_engine.h"
+#include "server/pool/leader.h"
+
+namespace meshfill {
+
+// The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
+// 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
+// stripe and so on where the request leaves them open. Errors: those of PrefillEngine::MakePlan.
+absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
+                                       const PoolCapacity& capacity, int64_t tokens,
+                                       const PrefillOptions& options);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_POOL_PLANNER_H_

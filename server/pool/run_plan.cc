@@ -1,0 +1,179 @@
+#include "server/pool/run_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+constexpr uint32_t kMaxRanks = 4096;
+
+absl::StatusOr<CommKind> ParseComm(const std::string& name) {
+  for (CommKind kind : {CommKind::kNone, CommKind::kRecvQ, CommKind::kRecvKv, CommKind::kSendO}) {
+    if (name == CommName(kind)) return kind;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("a step of the plan communicates \"", name, "\""));
+}
+
+// A hash of 64-bit words, the same on every machine: one multiply and one rotation a word, then a finish that
+// spreads every bit (the constants are those of SplitMix64).
+class WordHash {
+ public:
+  void Add(uint64_t word) { state_ = std::rotl((state_ ^ word) * 0x9E3779B97F4A7C15u, 29); }
+  uint64_t Finish() const {
+    uint64_t hash = state_;
+    hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9u;
+    hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EBu;
+    return hash ^ (hash >> 31);
+  }
+
+ private:
+  uint64_t state_ = 0x6D657368;  // any but 0
+};
+
+}  // namespace
+
+v1::RunPlan ToRunPlan(const Plan& plan) {
+  v1::RunPlan message;
+  message.set_layout(LayoutName(plan.layout.kind()));
+  message.set_ranks(static_cast<uint32_t>(plan.ranks()));
+  message.set_tokens(static_cast<uint64_t>(plan.layout.tokens()));
+  message.set_stripe(static_cast<uint64_t>(plan.layout.stripe()));
+  message.set_heads(static_cast<uint32_t>(plan.heads));
+  message.set_a(static_cast<uint32_t>(plan.tile.a));
+  message.set_b(static_cast<uint32_t>(plan.tile.b));
+  message.set_partial_dtype(plan.partial_dtype == DType::kF32 ? "f32" : "bf16");
+  for (const Step& step : plan.schedule.steps) {
+    v1::RunPlan::Step& step_message = *message.add_steps();
+    step_message.set_comm(CommName(step.comm));
+    for (const BlockIndex& block : step.blocks) {
+      step_message.add_blocks(static_cast<uint32_t>(block.u));
+      step_message.add_blocks(static_cast<uint32_t>(block.v));
+    }
+  }
+  message.set_predicted_seconds(plan.predicted.seconds);
+  return message;
+}
+
+absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
+  const auto kind = ParseLayout(message.layout());
+  if (!kind.ok()) return kind.status();
+  if (message.ranks() > kMaxRanks || message.heads() > kMaxRanks || message.a() > kMaxRanks ||
+      message.b() > kMaxRanks || message.a() == 0 || message.b() == 0 ||
+      uint64_t{message.heads()} * message.a() * message.b() != message.ranks()) {
+    return absl::InvalidArgumentError(absl::StrCat("a plan of ", message.heads(), " head groups and tile ",
+                                                   message.a(), "x", message.b(), " for ", message.ranks(),
+                                                   " ranks"));
+  }
+  if (message.tokens() > std::numeric_limits<int32_t>::max() ||
+      message.stripe() > std::numeric_limits<int32_t>::max()) {
+    return absl::InvalidArgumentError("a plan of more than 2^31 tokens");
+  }
+  const auto layout =
+      TokenLayout::Make(*kind, static_cast<int>(message.ranks()), static_cast<int64_t>(message.tokens()),
+                        std::max<int64_t>(1, static_cast<int64_t>(message.stripe())));
+  if (!layout.ok()) return layout.status();
+  const Tile tile{static_cast<int>(message.a()), static_cast<int>(message.b())};
+  Schedule schedule{.tile = tile, .steps = {}};
+  for (const v1::RunPlan::Step& step_message : message.steps()) {
+    const auto comm = ParseComm(step_message.comm());
+    if (!comm.ok()) return comm.status();
+    Step step{.comm = *comm, .blocks = {}};
+    for (int i = 0; i + 1 < step_message.blocks_size(); i += 2) {
+      const uint32_t u = step_message.blocks(i), v = step_message.blocks(i + 1);
+      if (u >= message.a() || v >= message.b()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("a plan with block (", u, ", ", v, ") outside its tile"));
+      }
+      step.blocks.push_back({static_cast<int>(u), static_cast<int>(v)});
+    }
+    schedule.steps.push_back(std::move(step));
+  }
+  if (absl::Status status = CheckSchedule(schedule); !status.ok()) return status;
+  Plan plan{.layout = *layout,
+            .heads = static_cast<int>(message.heads()),
+            .tile = tile,
+            .partial_dtype = message.partial_dtype() == "bf16" ? DType::kBf16 : DType::kF32,
+            .schedule = std::move(schedule),
+            .predicted = {}};
+  plan.predicted.seconds = message.predicted_seconds();
+  return plan;
+}
+
+uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards) {
+  WordHash hash;
+  for (int64_t word : {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
+                       static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
+                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), int64_t{first_rank},
+                       static_cast<int64_t>(shards.size())}) {
+    hash.Add(static_cast<uint64_t>(word));
+  }
+  for (const Step& step : plan.schedule.steps) {
+    hash.Add(static_cast<uint64_t>(step.comm) << 32 | step.blocks.size());
+    for (const BlockIndex& block : step.blocks) {
+      hash.Add(static_cast<uint64_t>(block.u) << 32 | static_cast<uint32_t>(block.v));
+    }
+  }
+  for (const std::vector<uint32_t>& shard : shards) {
+    hash.Add(shard.size());
+    for (uint32_t id : shard) hash.Add(id);
+  }
+  return hash.Finish();
+}
+
+std::vector<uint32_t> ShardOf(const TokenLayout& layout, int rank, std::span<const uint32_t> tokens) {
+  const SlotPositions positions = layout.Positions(rank);
+  std::vector<uint32_t> shard(layout.ChunkTokens(rank));
+  for (size_t slot = 0; slot < shard.size(); ++slot) shard[slot] = tokens[positions.At(slot)];
+  return shard;
+}
+
+v1::RankRunStats ToProto(const RankStats& stats) {
+  v1::RankRunStats message;
+  message.set_attention_seconds(stats.attention_seconds);
+  message.set_block_seconds(stats.block_seconds);
+  message.set_merge_seconds(stats.merge_seconds);
+  for (double seconds : stats.wait_seconds) message.add_wait_seconds(seconds);
+  message.set_total_seconds(stats.total_seconds);
+  message.set_sent_q_bytes(static_cast<uint64_t>(stats.sent.q));
+  message.set_sent_kv_bytes(static_cast<uint64_t>(stats.sent.kv));
+  message.set_sent_o_bytes(static_cast<uint64_t>(stats.sent.o));
+  message.set_sent_all_to_all_bytes(static_cast<uint64_t>(stats.sent.all_to_all));
+  message.set_blocks(static_cast<uint64_t>(stats.blocks));
+  return message;
+}
+
+RankStats FromProto(const v1::RankRunStats& message) {
+  RankStats stats;
+  stats.attention_seconds = message.attention_seconds();
+  stats.block_seconds = message.block_seconds();
+  stats.merge_seconds = message.merge_seconds();
+  for (int op = 0; op < std::min(kCommOps, message.wait_seconds_size()); ++op) {
+    stats.wait_seconds[op] = message.wait_seconds(op);
+  }
+  stats.total_seconds = message.total_seconds();
+  stats.sent = {.q = static_cast<int64_t>(message.sent_q_bytes()),
+                .kv = static_cast<int64_t>(message.sent_kv_bytes()),
+                .o = static_cast<int64_t>(message.sent_o_bytes()),
+                .all_to_all = static_cast<int64_t>(message.sent_all_to_all_bytes())};
+  stats.blocks = static_cast<int64_t>(message.blocks());
+  return stats;
+}
+
+v1::Outcome ToOutcome(const absl::Status& status) {
+  constexpr size_t kMostCharacters = 1024;
+  v1::Outcome outcome;
+  outcome.set_code(static_cast<int32_t>(status.code()));
+  outcome.set_message(std::string(status.message().substr(0, kMostCharacters)));
+  return outcome;
+}
+
+absl::Status FromOutcome(const v1::Outcome& outcome) {
+  return absl::Status(static_cast<absl::StatusCode>(outcome.code()), outcome.message());
+}
+
+}  // namespace meshfill

@@ -1,0 +1,35 @@
+// A plan on the control stream, and the hash by which leader and workers know that they mean the same run.
+#ifndef MESHFILL_SERVER_POOL_RUN_PLAN_H_
+#define MESHFILL_SERVER_POOL_RUN_PLAN_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/plan.h"
+#include "engine/rank_stats.h"
+#include "meshfill/v1/control.pb.h"
+
+namespace meshfill {
+
+// Of the prediction, only the seconds travel: deadlines scale with them.
+v1::RunPlan ToRunPlan(const Plan& plan);
+// INVALID_ARGUMENT: no plan that could run; INTERNAL: a schedule that does not pass CheckSchedule.
+absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message);
+
+// Of everything in the plan that ranks act on (no prediction), and of the tokens of ranks first_rank and on.
+uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards);
+
+// The tokens of one rank, by slot.
+std::vector<uint32_t> ShardOf(const TokenLayout& layout, int rank, std::span<const uint32_t> tokens);
+
+v1::RankRunStats ToProto(const RankStats& stats);
+RankStats FromProto(const v1::RankRunStats& message);
+
+v1::Outcome ToOutcome(const absl::Status& status);
+absl::Status FromOutcome(const v1::Outcome& outcome);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_RUN_PLAN_H_

@@ -1,0 +1,162 @@
+// A worker of a pool: its membership, and the part of a run that its ranks take.
+//
+// A pure state machine like the leader (leader.h): events in, actions out, the same code under the real
+// control stream and in the simulation. Not thread-safe. What computes, the host (rank_host.h), obeys the run
+// actions in their order.
+//
+//     connection:  away ──Connect──► joining ──Welcome──► member ──Goodbye──► exit
+//                   ▲ backoff           │ Refused, silence    │ stream end, silence
+//                   └───────────────────┴────────────────────┘
+//     run:         none ──Prepare──► receiving ──last Shard──► preparing ──► prepared ──Run──► running
+//     ──Finish──► none
+//                                        └─────────── Cancel, Abort, loss of the leader ──────────► stopping
+//                                        ──► none
+//
+// Invariants:
+//  - One run at a time; the host stands still before the worker joins again.
+//  - Memory is reserved from Prepare to Finish or to the host's OnRunStopped, and never beyond what was
+//  offered.
+//  - What is of another run is late and ignored, but Cancel and Abort are always confirmed.
+#ifndef MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
+#define MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/plan.h"
+#include "engine/rank_runner.h"
+#include "meshfill/v1/control.pb.h"
+
+namespace meshfill {
+
+class WorkerMachine {
+ public:
+  using Connection = uint64_t;  // an attempt to attach; numbers are never used again
+
+  struct Options {
+    v1::Join offer;
+    absl::Duration progress_interval = absl::Milliseconds(200);
+    absl::Duration silence_timeout = absl::Seconds(3);  // of the leader
+    absl::Duration least_backoff = absl::Milliseconds(100);
+    absl::Duration most_backoff = absl::Seconds(2);
+  };
+
+  // What a rank is at, read by the host from its compute loop.
+  struct RankProgress {
+    int rank = 0;
+    int layers_done = 0;
+    uint64_t operations = 0;
+    bool computing = false;
+  };
+
+  // The part of a run that this worker takes.
+  struct RunPart {
+    uint64_t number = 0;
+    uint64_t epoch = 0;
+    Plan plan;
+    int first_rank = 0;
+    int64_t reserve_bytes = 0;
+    std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
+  };
+
+  // ---- Actions.
+  struct Connect {
+    Connection connection;
+  };
+  struct Disconnect {  // no event of this connection counts any more
+    Connection connection;
+  };
+  struct Send {
+    v1::WorkerMessage message;
+  };
+  struct PrepareRun {  // → OnRunPrepared
+    RunPart part;
+  };
+  struct StartRun {  // → OnRankDone for each rank
+    uint64_t run;
+    std::vector<std::string> addresses;  // by rank of the whole run
+  };
+  struct StopRun {  // at a block's boundary, whatever it is at; → OnRunStopped, then nothing more of this run
+    uint64_t run;
+    std::string reason;
+  };
+  struct ReleaseRun {  // it is done everywhere: let go of connections and memory
+    uint64_t run;
+  };
+  struct Exit {
+    absl::Status status;
+  };
+  struct LogLine {
+    std::string text;
+  };
+  using Action =
+      std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, Exit, LogLine>;
+
+  explicit WorkerMachine(Options options) : options_(std::move(options)) {}
+
+  // ---- Events. `now` never falls.
+  void Start(absl::Time now);
+  void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
+  void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
+  void OnTick(absl::Time now, const std::vector<RankProgress>& progress);  // a few times in a second
+  void Drain(absl::Time now);                                              // finish the run, leave, exit
+
+  // Of the host.
+  void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses);
+  void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output);
+  void OnRunStopped(uint64_t run, absl::Time now);
+
+  std::vector<Action> TakeActions();
+
+  bool member() const { return link_ == Link::kMember; }
+  int64_t reserved_bytes() const { return run_.has_value() ? run_->part.reserve_bytes : 0; }
+
+ private:
+  enum class Link { kAway, kJoining, kMember, kExited };
+  enum class Phase { kReceiving, kPreparing, kPrepared, kRunning, kStopping };
+  struct ActiveRun {
+    RunPart part;
+    Phase phase = Phase::kReceiving;
+    bool confirm = false;  // the leader wants to hear Stopped
+    uint64_t hash = 0;     // RunHash, once the shards are complete: they go to the host
+  };
+
+  void OnRefused(const v1::Refused& refused, absl::Time now);
+  void OnPrepare(const v1::Prepare& message, uint64_t epoch);
+  void OnShard(const v1::Shard& message);
+  void ShardsMayBeComplete();
+  void OnRun(const v1::Run& message);
+  void OnFinish(uint64_t run);
+  void OnStop(uint64_t run, uint64_t epoch, const std::string& reason);
+  void OnGoodbye();
+  void StopActiveRun(const std::string& reason);
+
+  void Detach(const std::string& why, absl::Time now);
+  void MayExit();
+  v1::WorkerMessage& AddMessage(uint64_t epoch);
+  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
+
+  const Options options_;
+  Link link_ = Link::kAway;
+  Connection connection_ = 0;
+  absl::Time heard_at_;
+  absl::Time connect_at_ = absl::InfiniteFuture();  // while away
+  absl::Duration backoff_ = absl::ZeroDuration();
+  std::string last_refusal_;  // logged
+  bool draining_ = false;
+  uint64_t epoch_ = 0;
+  uint64_t last_run_ = 0;  // of this connection
+  absl::Time last_progress_ = absl::InfinitePast();
+  std::optional<ActiveRun> run_;
+  std::vector<Action> actions_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
