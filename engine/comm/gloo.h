@@ -1,11 +1,29 @@
 // Ranks in any mix of processes and threads, over TCP with gloo.
 //
-// The rendezvous needs no files and no service: every rank listens, tells its address as bytes, is given all ranks'
-// addresses, and connects to exactly those. The bytes travel over the leader's control stream.
+// The rendezvous needs no files and no service: every rank listens, tells its address as bytes, is given all
+// ranks' addresses, and connects to exactly those. The bytes travel over the leader's control stream.
 //
 //     GlooEndpoint::Listen ──address()──► leader ──all addresses──► Connect ──► Communicator
 //
-// One endpoint belongs to one rank and one run. Abort may come from any thread, before, during and after Connect.
+// One endpoint belongs to one rank and one run. Abort may come from any thread, before, during and after
+// Connect.
+//
+// Trust: an address holds a secret of its endpoint. Who connects to the data port without it is dropped,
+// however much it sends and wherever it stops; who has it can read and write the run's data. There is no
+// encryption.
+//
+// Every message carries its run, operation, sequence number and size, and a checksum of its payload. A wait
+// ends with
+//   DATA_LOSS          the payload is not what the peer sent
+//   INTERNAL           the peer is at another message: the ranks have diverged
+//   UNAVAILABLE        the connection with the peer is gone: it died, aborted, or ended its run
+//   DEADLINE_EXCEEDED  nothing came; other waits go on
+// and the reason of Abort goes before all of them. A run in which a wait has failed is to be aborted.
+//
+// Cost of a message: its bytes cross the wire once, out of and into buffers of the backend (host memory),
+// after one round trip in which the receiver says that it is ready; a checksum reads them once on each side,
+// on the rank's thread. Each rank has one thread for its sockets. Memory: what was sent is held until it has
+// left.
 #ifndef MESHFILL_ENGINE_COMM_GLOO_H_
 #define MESHFILL_ENGINE_COMM_GLOO_H_
 
@@ -27,24 +45,28 @@ struct GlooOptions {
   int rank = 0;
   int ranks = 1;
   uint64_t run = 0;      // tells this run's messages from those of any other; the same on all ranks
-  bool checksum = true;  // of every payload
+  bool checksum = true;  // of every payload that this rank sends
 };
 
 class GlooEndpoint {
  public:
-  // INVALID_ARGUMENT: no such interface or host. UNAVAILABLE: it cannot be bound.
+  // INVALID_ARGUMENT: no such interface or host. UNAVAILABLE: it cannot be bound. Ignores SIGPIPE from now
+  // on, in the whole process, unless the process handles it: gloo writes to sockets whose peer may be gone.
   static absl::StatusOr<std::unique_ptr<GlooEndpoint>> Listen(const GlooOptions& options);
   virtual ~GlooEndpoint() = default;
 
-  virtual const std::string& address() const = 0;  // opaque bytes, for every peer
+  virtual const std::string& address() const = 0;  // opaque bytes, for every peer and nobody else
 
-  // Connects with all ranks, once; `addresses` by rank, this rank's own included. Blocks until the last pair stands.
-  // DEADLINE_EXCEEDED or UNAVAILABLE naming the peer; the reason of Abort. Messages are received into buffers of
-  // `backend`, which outlives the communicator; the communicator may outlive the endpoint.
+  // Connects with all ranks, once; `addresses` by rank, this rank's own included. Blocks until the last pair
+  // stands. INVALID_ARGUMENT for an address that is of another run or rank or none at all; DEADLINE_EXCEEDED
+  // or UNAVAILABLE naming the peer; the reason of Abort. Messages are received into buffers of `backend`,
+  // which outlives the communicator; the communicator may outlive the endpoint. Its destructor waits until
+  // what it sent has left, at most a minute, unless it was aborted.
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
                                                                 Backend& backend, absl::Time deadline) = 0;
 
-  // Ends Connect and every wait of the communicator at once with `reason`. The first reason stays.
+  // Ends Connect and every wait of the communicator at once with `reason`, and its peers' waits for this rank
+  // with UNAVAILABLE. The first reason stays.
   virtual void Abort(absl::Status reason) = 0;
 };
 
