@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cmath>
 #include <filesystem>
 #include <mutex>
 #include <thread>
@@ -14,6 +13,7 @@
 #include "engine/free_memory.h"
 #include "engine/model/model.h"
 #include "engine/pool_speed.h"
+#include "engine/prefill_summary.h"
 #include "engine/rank_runner.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
@@ -57,18 +57,6 @@ class LayerProgress {
   PrefillObserver* const observer_;
 };
 
-// The best `count` tokens: by falling logit, ties by rising id.
-std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) {
-  std::vector<TokenLogit> tokens(logits.size());
-  for (size_t id = 0; id < logits.size(); ++id) tokens[id] = {static_cast<uint32_t>(id), logits[id]};
-  const auto better = [](const TokenLogit& a, const TokenLogit& b) {
-    return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
-  };
-  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), better);
-  tokens.resize(count);
-  return tokens;
-}
-
 // The status that explains the others: a rank's own failure, not the abort that it caused elsewhere.
 absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) {
   absl::Status cause;
@@ -105,14 +93,7 @@ class EmbeddedEngine : public PrefillEngine {
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     const ModelShape& shape = model_->shape();
-    if (tokens > shape.context_tokens) {
-      return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name_, " is for ",
-                                                shape.context_tokens, " at most; shorten the prompt"));
-    }
-    if (options.top_k < 1 || options.top_k > shape.vocab) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", shape.vocab));
-    }
+    if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok()) return status;
     return meshfill::MakePlan(shape, speed_,
                               {.tokens = tokens,
                                .ranks = options_.ranks,
@@ -129,7 +110,7 @@ class EmbeddedEngine : public PrefillEngine {
                                         PrefillObserver* observer, const StopToken* stop) override {
     absl::StatusOr<PlanChoice> choice = MakePlan(static_cast<int64_t>(tokens.size()), options);
     if (!choice.ok()) return choice.status();
-    if (absl::Status status = CheckIds(tokens); !status.ok()) return status;
+    if (absl::Status status = CheckTokenIds(model_->shape(), model_name_, tokens); !status.ok()) return status;
     if (absl::Status status = CheckSchedule(choice->plan.schedule); !status.ok()) return status;
 
     PrefillResult result{.plan = std::move(choice->plan)};
@@ -144,20 +125,16 @@ class EmbeddedEngine : public PrefillEngine {
     result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
     if (absl::Status cause = FirstCause(outputs); !cause.ok()) return cause;
-    if (absl::Status status = Summarise(outputs, options.top_k, result); !status.ok()) return status;
+    for (absl::StatusOr<RankOutput>& output : outputs) {
+      result.ranks.push_back(output->stats);
+      if (!output->logits.empty()) result.logits = std::move(output->logits);
+    }
+    absl::Status status = SummarisePrefill(model_->shape(), model_name_, peak_flops_, options.top_k, result);
+    if (!status.ok()) return status;
     return result;
   }
 
  private:
-  absl::Status CheckIds(std::span<const uint32_t> tokens) const {
-    const int64_t vocab = model_->shape().vocab;
-    const auto bad = std::find_if(tokens.begin(), tokens.end(), [vocab](uint32_t id) { return id >= vocab; });
-    if (bad == tokens.end()) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat("token ", bad - tokens.begin(), " has id ", *bad,
-                                                   ", outside the vocabulary of ", vocab,
-                                                   "; use the tokenizer of model ", model_name_));
-  }
-
   // One thread for each rank. Where one fails, the others are stopped and woken.
   std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens, KvCache* kv,
                                                    PrefillObserver* observer, const StopToken* stop) {
@@ -187,30 +164,6 @@ class EmbeddedEngine : public PrefillEngine {
     for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
     for (std::thread& thread : threads) thread.join();
     return outputs;
-  }
-
-  absl::Status Summarise(std::vector<absl::StatusOr<RankOutput>>& outputs, int top_k, PrefillResult& result) const {
-    for (absl::StatusOr<RankOutput>& output : outputs) {
-      const RankStats& stats = output->stats;
-      result.attention_seconds = std::max(result.attention_seconds, stats.attention_seconds);
-      result.comm_wait_seconds = std::max(result.comm_wait_seconds, stats.comm_wait_seconds());
-      if (stats.sent.total() > result.comm_bytes.total()) result.comm_bytes = stats.sent;
-      result.ranks.push_back(stats);
-      if (!output->logits.empty()) result.logits = std::move(output->logits);
-    }
-    const auto bad = std::find_if_not(result.logits.begin(), result.logits.end(),
-                                      [](float logit) { return std::isfinite(logit); });
-    if (bad != result.logits.end()) {
-      return absl::InternalError(absl::StrCat("the logit of token ", bad - result.logits.begin(), " is ", *bad,
-                                              "; the weights of model ", model_name_,
-                                              " overflow on this prompt; try dtype f32"));
-    }
-    result.top = BestTokens(result.logits, top_k);
-    const ModelShape& shape = model_->shape();
-    const int64_t tokens = result.plan.layout.tokens();
-    result.mfu = ModelFlops(shape, tokens) / (result.prefill_seconds * peak_flops_);
-    result.attention_mfu = AttentionFlops(shape, tokens) / (result.attention_seconds * peak_flops_);
-    return absl::OkStatus();
   }
 
   const EngineOptions options_;

@@ -1,0 +1,71 @@
+#include "engine/prefill_summary.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+// The best `count` tokens: by falling logit, ties by rising id.
+std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) {
+  std::vector<TokenLogit> tokens(logits.size());
+  for (size_t id = 0; id < logits.size(); ++id) tokens[id] = {static_cast<uint32_t>(id), logits[id]};
+  const auto better = [](const TokenLogit& a, const TokenLogit& b) {
+    return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
+  };
+  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), better);
+  tokens.resize(count);
+  return tokens;
+}
+
+}  // namespace
+
+absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
+                                const PrefillOptions& options) {
+  if (tokens > model.context_tokens) {
+    return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name,
+                                              " is for ", model.context_tokens,
+                                              " at most; shorten the prompt"));
+  }
+  if (options.top_k < 1 || options.top_k > model.vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTokenIds(const ModelShape& model, const std::string& model_name,
+                           std::span<const uint32_t> tokens) {
+  const int64_t vocab = model.vocab;
+  const auto bad = std::find_if(tokens.begin(), tokens.end(), [vocab](uint32_t id) { return id >= vocab; });
+  if (bad == tokens.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("token ", bad - tokens.begin(), " has id ", *bad,
+                                                 ", outside the vocabulary of ", vocab,
+                                                 "; use the tokenizer of model ", model_name));
+}
+
+absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
+                              int top_k, PrefillResult& result) {
+  for (const RankStats& stats : result.ranks) {
+    result.attention_seconds = std::max(result.attention_seconds, stats.attention_seconds);
+    result.comm_wait_seconds = std::max(result.comm_wait_seconds, stats.comm_wait_seconds());
+    if (stats.sent.total() > result.comm_bytes.total()) result.comm_bytes = stats.sent;
+  }
+  const auto bad = std::find_if_not(result.logits.begin(), result.logits.end(),
+                                    [](float logit) { return std::isfinite(logit); });
+  if (bad != result.logits.end()) {
+    return absl::InternalError(absl::StrCat("the logit of token ", bad - result.logits.begin(), " is ", *bad,
+                                            "; the weights of model ", model_name,
+                                            " overflow on this prompt; try dtype f32"));
+  }
+  result.top = BestTokens(result.logits, top_k);
+  const int64_t tokens = result.plan.layout.tokens();
+  result.mfu = ModelFlops(model, tokens) / (result.prefill_seconds * peak_flops);
+  result.attention_mfu = AttentionFlops(model, tokens) / (result.attention_seconds * peak_flops);
+  return absl::OkStatus();
+}
+
+}  // namespace meshfill
