@@ -7,6 +7,7 @@
 
 #include "engine/mesh.h"
 #include "engine/scoped_timer.h"
+#include "engine/timeline_recorder.h"
 
 namespace meshfill {
 namespace {
@@ -48,7 +49,8 @@ struct Row {
 class LayerRun {
  public:
   LayerRun(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
-           absl::Duration wait_timeout, RankStats& stats, LayerChunks own, int64_t window)
+           absl::Duration wait_timeout, RankStats& stats, TimelineRecorder* recorder, LayerChunks own,
+           int64_t window)
       : plan_(plan),
         model_(model.HeadSlice(plan.heads)),
         layout_(plan.layout.Groups(plan.heads)),
@@ -59,6 +61,7 @@ class LayerRun {
         communicator_(communicator),
         wait_timeout_(wait_timeout),
         stats_(stats),
+        recorder_(recorder),
         window_(window),
         scale_(1.0f / std::sqrt(static_cast<float>(model.head_dim))),
         rows_(plan.tile.a) {
@@ -82,6 +85,7 @@ class LayerRun {
   // The communication of a step, under way.
   struct Transfer {
     CommOp op = CommOp::kRecvQ;
+    TimelineRecorder::Clock::time_point start;
     std::unique_ptr<PendingReceive> pending;  // null: the step has none
   };
 
@@ -133,15 +137,25 @@ class LayerRun {
   absl::StatusOr<Transfer> SendReceive(CommOp op, int to, BufferRef message, int64_t& sent_bytes, int from,
                                        int64_t receive_bytes) {
     sent_bytes += static_cast<int64_t>(message->size_bytes());
+    const TimelineRecorder::Clock::time_point start = TimelineRecorder::Clock::now();
     absl::StatusOr<std::unique_ptr<PendingReceive>> pending = communicator_.SendReceive(
         op, GlobalRank(to), std::move(message), GlobalRank(from), static_cast<size_t>(receive_bytes));
     if (!pending.ok()) return pending.status();
-    return Transfer{.op = op, .pending = *std::move(pending)};
+    return Transfer{.op = op, .start = start, .pending = *std::move(pending)};
   }
 
   absl::StatusOr<BufferRef> WaitFor(const Transfer& transfer) {
-    ScopedTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)]);
-    return transfer.pending->Wait(absl::Now() + wait_timeout_);
+    const char* const name = CommOpName(transfer.op);
+    absl::StatusOr<BufferRef> message = [&] {
+      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)], recorder_,
+                      {.kind = SpanKind::kWait, .what = name});
+      return transfer.pending->Wait(absl::Now() + wait_timeout_);
+    }();
+    if (recorder_ != nullptr) {
+      recorder_->Record({.kind = SpanKind::kTransfer, .what = name}, transfer.start,
+                        TimelineRecorder::Clock::now());
+    }
+    return message;
   }
 
   absl::Status Accept(CommKind comm, BufferRef message) {
@@ -176,7 +190,7 @@ class LayerRun {
     }
     const PartialView state(*row.partial, model_, q_tokens, DType::kF32);
     {
-      ScopedTimer timer(&stats_.block_seconds);
+      SpanTimer timer(&stats_.block_seconds, recorder_, {.what = "block", .block = block});
       absl::Status status = backend_.AttentionBlock({
           .q = q.buffer->data(),
           .k = kv.buffer->data(),
@@ -215,7 +229,7 @@ class LayerRun {
   }
 
   absl::Status Merge(Row& row, int64_t tokens, Buffer& message) {
-    ScopedTimer timer(&stats_.merge_seconds);
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "merge"});
     const PartialView state(*row.partial, model_, tokens, DType::kF32);
     const PartialView other(message, model_, tokens, plan_.partial_dtype);
     return backend_.MergePartial({.o = static_cast<float*>(state.o),
@@ -231,7 +245,7 @@ class LayerRun {
   absl::StatusOr<BufferRef> WireForm(int u) {
     BufferRef partial = std::move(rows_[u].partial);
     if (plan_.partial_dtype == DType::kF32) return partial;
-    ScopedTimer timer(&stats_.merge_seconds);
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "convert"});
     absl::StatusOr<BufferRef> message =
         backend_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype));
     if (!message.ok()) return message.status();
@@ -260,6 +274,7 @@ class LayerRun {
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;
+  TimelineRecorder* const recorder_;
   const int64_t window_;
   const float scale_;
 
@@ -275,19 +290,20 @@ class LayerRun {
 
 AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
                                      Communicator& communicator, absl::Duration wait_timeout,
-                                     RankStats& stats)
+                                     RankStats& stats, TimelineRecorder* recorder)
     : plan_(plan),
       model_(model),
       rank_(rank),
       backend_(backend),
       communicator_(communicator),
       wait_timeout_(wait_timeout),
-      stats_(stats) {}
+      stats_(stats),
+      recorder_(recorder) {}
 
 absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window) {
   ScopedTimer timer(&stats_.attention_seconds);
-  return LayerRun(plan_, model_, rank_, backend_, communicator_, wait_timeout_, stats_, std::move(chunks),
-                  window)
+  return LayerRun(plan_, model_, rank_, backend_, communicator_, wait_timeout_, stats_, recorder_,
+                  std::move(chunks), window)
       .Run();
 }
 

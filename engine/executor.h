@@ -15,6 +15,7 @@
 #include "engine/model_shape.h"
 #include "engine/plan.h"
 #include "engine/rank_stats.h"
+#include "engine/timeline_recorder.h"
 #include "kernels/backend.h"
 
 namespace meshfill {
@@ -30,7 +31,8 @@ class AttentionExecutor {
  public:
   // All arguments outlive the executor. The plan's schedule has passed CheckSchedule. `model` has all heads.
   AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
-                    Communicator& communicator, absl::Duration wait_timeout, RankStats& stats);
+                    Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
+                    TimelineRecorder* recorder = nullptr);
 
   // Attention of one layer over chunks of the mesh's heads and the group's tokens; `window` is this layer's
   // sliding window (0: none). Returns O#0: this rank's finished output, [q_heads, chunk_tokens, head_dim] of
@@ -47,6 +49,7 @@ class AttentionExecutor {
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;
+  TimelineRecorder* const recorder_;
 };
 
 }  // namespace meshfill

@@ -8,7 +8,8 @@
 namespace meshfill {
 
 HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
-                           Communicator& communicator, absl::Duration wait_timeout, RankStats& stats)
+                           Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
+                           TimelineRecorder* recorder)
     : model_(model),
       slice_(model.HeadSlice(plan.heads)),
       heads_(plan.heads),
@@ -18,7 +19,8 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
       backend_(backend),
       communicator_(communicator),
       wait_timeout_(wait_timeout),
-      stats_(stats) {}
+      stats_(stats),
+      recorder_(recorder) {}
 
 absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
   if (heads_ == 1) return own;
@@ -95,6 +97,8 @@ absl::Status HeadExchange::TensorToHeads(BufferRef tensor, int all_heads, int he
 }
 
 absl::Status HeadExchange::AllToAll(const Moves& moves) {
+  const char* const name = CommOpName(CommOp::kAllToAll);
+  SpanTimer under_way(nullptr, recorder_, {.kind = SpanKind::kTransfer, .what = name});
   const auto rotated = [this](int by) { return (member_ + by + heads_) % heads_; };
   std::vector<std::unique_ptr<PendingReceive>> pending;
   for (int step = 1; step < heads_; ++step) {
@@ -113,7 +117,8 @@ absl::Status HeadExchange::AllToAll(const Moves& moves) {
   if (absl::Status status = moves.accept(member_, *std::move(own)); !status.ok()) return status;
   for (int step = 1; step < heads_; ++step) {
     absl::StatusOr<BufferRef> message = [&] {
-      ScopedTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)]);
+      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)], recorder_,
+                      {.kind = SpanKind::kWait, .what = name});
       return pending[step - 1]->Wait(absl::Now() + wait_timeout_);
     }();
     if (!message.ok()) return message.status();
@@ -124,7 +129,7 @@ absl::Status HeadExchange::AllToAll(const Moves& moves) {
 }
 
 absl::Status HeadExchange::Copy(const CopyHeadsArgs& args) {
-  ScopedTimer timer(&stats_.merge_seconds);
+  SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "reorder"});
   return backend_.CopyHeads(args);
 }
 

@@ -28,6 +28,7 @@
 #include "engine/model_shape.h"
 #include "engine/plan.h"
 #include "engine/rank_stats.h"
+#include "engine/timeline_recorder.h"
 #include "kernels/backend.h"
 
 namespace meshfill {
@@ -42,7 +43,8 @@ class HeadExchange {
  public:
   // All arguments outlive it. `model` has all heads and can be split into the plan's head groups.
   HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
-               Communicator& communicator, absl::Duration wait_timeout, RankStats& stats);
+               Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
+               TimelineRecorder* recorder = nullptr);
 
   // From all heads of this rank's tokens to this member's heads of the group's tokens, in the order of their
   // positions. Without head groups, the same chunks. On an error, this rank's peers wait until the caller
@@ -79,6 +81,7 @@ class HeadExchange {
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;
+  TimelineRecorder* const recorder_;
 };
 
 }  // namespace meshfill

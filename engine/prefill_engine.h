@@ -16,6 +16,7 @@
 #include "engine/plan.h"
 #include "engine/planner.h"
 #include "engine/rank_stats.h"
+#include "engine/timeline.h"
 #include "kernels/stop_token.h"
 
 namespace meshfill {
@@ -40,6 +41,7 @@ struct PrefillOptions {
   std::optional<int64_t> stripe;
   int top_k = 1;                        // best tokens reported; 1 to vocab
   bool keep_kv = false;                 // keep K and V of every layer in the result
+  bool keep_timeline = false;           // record what every rank does when
 };
 
 // Called from the engine's threads; must return quickly.
@@ -67,6 +69,7 @@ struct PrefillResult {
   double attention_mfu = 0;
   std::vector<RankStats> ranks;         // by rank
   std::optional<KvCache> kv;
+  std::optional<Timeline> timeline;  // from the start of the run
 };
 
 class PrefillEngine {

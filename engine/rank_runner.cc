@@ -9,6 +9,7 @@
 #include "engine/executor.h"
 #include "engine/head_exchange.h"
 #include "engine/model/rope.h"
+#include "engine/timeline_recorder.h"
 
 namespace meshfill {
 namespace {
@@ -27,16 +28,20 @@ class Runner {
         backend_(run.backend),
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
         slice_tokens_(std::min(kSliceTokens, chunk_tokens_)),
-        exchange_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats),
-        executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats) {}
+        exchange_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,
+                  run.recorder),
+        executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,
+                  run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
     const auto start = std::chrono::steady_clock::now();
     if (absl::Status status = Prepare(); !status.ok()) return status;
     for (int layer = 0; layer < shape_.layers; ++layer) {
+      SetRecordedLayer(layer);
       if (absl::Status status = RunLayer(layer); !status.ok()) return status;
       run_.on_layer_done(layer);
     }
+    SetRecordedLayer(-1);
     if (absl::Status status = Finish(); !status.ok()) return status;
     output_.stats.total_seconds = SecondsSince(start);
     return std::move(output_);
@@ -50,12 +55,17 @@ class Runner {
   }
   float* Residual(int64_t token) const { return Rows<float>(x_, token, shape_.hidden, DType::kF32); }
 
+  void SetRecordedLayer(int layer) {
+    if (run_.recorder != nullptr) run_.recorder->set_layer(layer);
+  }
+
   absl::StatusOr<BufferRef> Elements(int64_t count, DType dtype) {
     return backend_.Allocate(static_cast<size_t>(count) * DTypeBytes(dtype));
   }
 
   // Slice buffers, the residual stream from the embedding, and the RoPE tables of this chunk's positions.
   absl::Status Prepare() {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "embed"});
     const int64_t q_width = static_cast<int64_t>(shape_.q_heads) * shape_.head_dim;
     const int64_t qkv_width = q_width + 2 * static_cast<int64_t>(shape_.kv_heads) * shape_.head_dim;
     const struct {
@@ -100,6 +110,7 @@ class Runner {
 
   // Norm, q k v, RoPE: the chunks that move.
   absl::StatusOr<LayerChunks> Project(const LayerWeights& weights) {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "projections"});
     absl::StatusOr<BufferRef> q = Elements(shape_.q_elements(chunk_tokens_), shape_.dtype);
     if (!q.ok()) return q.status();
     absl::StatusOr<BufferRef> kv = Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype);
@@ -150,11 +161,9 @@ class Runner {
 
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
   absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin, int64_t tokens) {
-    absl::Status status = GatherAttended(attended, begin, tokens);
-    if (!status.ok()) return status;
-    status = AddToResidual(*weights.o, begin, tokens);
-    if (!status.ok()) return status;
-    status = Norm(weights.mlp_norm, begin, tokens);
+    if (absl::Status status = Output(weights, attended, begin, tokens); !status.ok()) return status;
+    SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
+    absl::Status status = Norm(weights.mlp_norm, begin, tokens);
     if (!status.ok()) return status;
     status = backend_.Gemm({.weight = weights.gate_up.get(),
                             .x = normed_->data(),
@@ -165,6 +174,13 @@ class Runner {
     status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
     if (!status.ok()) return status;
     return AddToResidual(*weights.down, begin, tokens);
+  }
+
+  absl::Status Output(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
+                      int64_t tokens) {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
+    if (absl::Status status = GatherAttended(attended, begin, tokens); !status.ok()) return status;
+    return AddToResidual(*weights.o, begin, tokens);
   }
 
   // A slice of the finished output in the order of the output projection: [tokens, q_heads·head_dim].
@@ -201,6 +217,7 @@ class Runner {
 
   // Copies this rank's K and V rows to their tokens' places.
   void KeepKv(const Buffer& kv, KvCache::Layer& layer) const {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
     const size_t row_bytes = shape_.head_dim * DTypeBytes(shape_.dtype);
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
     const std::byte* k = kv.data<std::byte>();
@@ -219,6 +236,7 @@ class Runner {
   absl::Status Finish() {
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
+    SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
     absl::Status status = Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1);
     if (!status.ok()) return status;
     output_.logits.resize(shape_.vocab);

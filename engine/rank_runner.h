@@ -21,6 +21,7 @@
 #include "engine/model/model.h"
 #include "engine/plan.h"
 #include "engine/rank_stats.h"
+#include "engine/timeline_recorder.h"
 #include "kernels/backend.h"
 
 namespace meshfill {
@@ -38,6 +39,7 @@ struct RankRun {
   absl::Duration wait_timeout;
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
   KvCache* kv;  // null, or sized for the whole prompt: this rank writes its tokens' rows
+  TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
 };
 
 struct RankOutput {

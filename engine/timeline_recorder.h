@@ -56,6 +56,13 @@ class TimelineRecorder {
   int64_t dropped_ = 0;
 };
 
+// Of one run, a recorder for each rank.
+inline Timeline CollectTimeline(std::vector<TimelineRecorder> recorders) {
+  Timeline timeline{.ranks = static_cast<int>(recorders.size())};
+  for (TimelineRecorder& recorder : recorders) std::move(recorder).AppendTo(timeline);
+  return timeline;
+}
+
 // Times its scope: adds to `*seconds` and records `span`, each if not null, by the same two readings of the
 // clock.
 class SpanTimer {
