@@ -15,6 +15,7 @@
 #include "engine/pool_speed.h"
 #include "engine/prefill_summary.h"
 #include "engine/rank_runner.h"
+#include "engine/timeline_recorder.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
 
@@ -120,8 +121,12 @@ class EmbeddedEngine : public PrefillEngine {
                         shape.dtype);
     }
     const auto start = std::chrono::steady_clock::now();
-    std::vector<absl::StatusOr<RankOutput>> outputs =
-        RunRanks(result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, observer, stop);
+    std::vector<TimelineRecorder> recorders;
+    for (int rank = 0; options.keep_timeline && rank < options_.ranks; ++rank) {
+      recorders.emplace_back(rank, start);
+    }
+    std::vector<absl::StatusOr<RankOutput>> outputs = RunRanks(
+        result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, recorders, observer, stop);
     result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
     if (absl::Status cause = FirstCause(outputs); !cause.ok()) return cause;
@@ -131,12 +136,14 @@ class EmbeddedEngine : public PrefillEngine {
     }
     absl::Status status = SummarisePrefill(model_->shape(), model_name_, peak_flops_, options.top_k, result);
     if (!status.ok()) return status;
+    if (options.keep_timeline) result.timeline = CollectTimeline(std::move(recorders));
     return result;
   }
 
  private:
-  // One thread for each rank. Where one fails, the others are stopped and woken.
-  std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens, KvCache* kv,
+  // One thread for each rank. Where one fails, the others are stopped and woken. `recorders`: all or none.
+  std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens,
+                                                   KvCache* kv, std::vector<TimelineRecorder>& recorders,
                                                    PrefillObserver* observer, const StopToken* stop) {
     const int ranks = options_.ranks;
     std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(ranks);
@@ -153,7 +160,8 @@ class EmbeddedEngine : public PrefillEngine {
                                .communicator = *communicators[rank],
                                .wait_timeout = WaitTimeout(plan),
                                .on_layer_done = [&progress](int layer) { progress.RankFinished(layer); },
-                               .kv = kv});
+                               .kv = kv,
+                               .recorder = recorders.empty() ? nullptr : &recorders[rank]});
       backends_[rank]->set_stop_token(nullptr);
       if (outputs[rank].ok()) return;
       run_stop.Stop();
