@@ -115,6 +115,14 @@ struct Case {
   Prompt prompt;
 
   int64_t tokens() const { return plan.layout.tokens(); }
+
+  // What a rank attends with: all of the prompt's heads and its own tokens, unless there are head groups.
+  ModelShape slice() const { return model.HeadSlice(plan.heads); }
+  TokenLayout groups() const { return plan.layout.Groups(plan.heads); }
+  int64_t chunk_tokens(int rank) const { return groups().ChunkTokens(rank / plan.heads); }
+  int64_t token_at(int rank, int64_t slot) const { return groups().TokenAt(rank / plan.heads, slot); }
+  int first_head(int rank, int heads) const { return rank % plan.heads * heads / plan.heads; }  // of so many
+
   std::string DebugString() const {
     return plan.DebugString() + ", " + plan.schedule.DebugString() + ", " + std::to_string(model.q_heads) +
            "/" + std::to_string(model.kv_heads) + " heads of " + std::to_string(model.head_dim) +
@@ -123,19 +131,20 @@ struct Case {
 };
 
 Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DType partial_dtype,
-              int64_t window) {
+              int64_t window, int heads = 1) {
   const auto cost = [&random] { return Draw(random, 1, 4); };
   Schedule schedule = Draw(random, 0, 1)
                           ? RandomSchedule(random, tile)
                           : GreedySchedule(tile, {.c_q = cost(), .c_kv = cost(), .c_o = cost()});
-  const int kv_heads = Draw(random, 1, 2);
+  const int kv_heads = heads == 3 ? 1 : Draw(random, 1, 2);  // splits or replicates
   Case c = {.plan = {.layout = layout,
+                     .heads = heads,
                      .tile = tile,
                      .partial_dtype = partial_dtype,
                      .schedule = std::move(schedule),
                      .predicted = {}},
             .model = {.layers = 1,
-                      .q_heads = kv_heads * Draw(random, 1, 3),
+                      .q_heads = kv_heads * heads * Draw(random, 1, 3),
                       .kv_heads = kv_heads,
                       .head_dim = 2 * Draw(random, 1, 6),
                       .dtype = DType::kF32},
@@ -152,13 +161,14 @@ Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DTy
 }
 
 Case DrawCase(std::mt19937_64& random) {
-  const int n = Draw(random, 1, 16);
-  const std::vector<Tile> tiles = TilesOf(n);
+  const int heads = Draw(random, 0, 1) ? 1 : Draw(random, 2, 3);
+  const std::vector<Tile> tiles = TilesOf(Draw(random, 1, 16 / heads));
+  const int n = heads * tiles.front().ranks();
   const int64_t most_tokens = Draw(random, 0, 3) == 0 ? n : 90;  // fewer tokens than ranks, too
   const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
                                         Draw<int64_t>(random, 1, most_tokens), Draw<int64_t>(random, 1, 9));
   return MakeCase(random, *layout, tiles[Draw<size_t>(random, 0, tiles.size() - 1)], DType::kF32,
-                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0);
+                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0, heads);
 }
 
 // Attention by its definition, in double: [q_heads, tokens, head_dim].
@@ -191,25 +201,28 @@ std::vector<double> DirectAttention(const Case& c) {
   return o;
 }
 
-// This rank's rows of one tensor, by slot.
-void Deal(const Case& c, int rank, const std::vector<float>& from, int heads, float* to) {
+// This rank's rows of one tensor, by slot: `heads` of them from `first_head` on.
+void Deal(const Case& c, int rank, const std::vector<float>& from, int first_head, int heads, float* to) {
   const int d = c.model.head_dim;
-  const int64_t chunk_tokens = c.plan.layout.ChunkTokens(rank);
+  const int64_t chunk_tokens = c.chunk_tokens(rank);
   for (int head = 0; head < heads; ++head) {
     for (int64_t slot = 0; slot < chunk_tokens; ++slot) {
-      const int64_t token = c.plan.layout.TokenAt(rank, slot);
-      std::copy_n(&from[(head * c.tokens() + token) * d], d, to + (head * chunk_tokens + slot) * d);
+      const int64_t row = (first_head + head) * c.tokens() + c.token_at(rank, slot);
+      std::copy_n(&from[row * d], d, to + (head * chunk_tokens + slot) * d);
     }
   }
 }
 
 LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
-  const int64_t chunk_tokens = c.plan.layout.ChunkTokens(rank);
-  LayerChunks chunks = {.q = backend.Allocate(c.model.q_bytes(chunk_tokens)).value(),
-                        .kv = backend.Allocate(c.model.kv_bytes(chunk_tokens)).value()};
-  Deal(c, rank, c.prompt.q, c.model.q_heads, chunks.q->data<float>());
-  Deal(c, rank, c.prompt.k, c.model.kv_heads, chunks.kv->data<float>());
-  Deal(c, rank, c.prompt.v, c.model.kv_heads, chunks.kv->data<float>() + chunks.kv->size_bytes() / 8);
+  const int64_t chunk_tokens = c.chunk_tokens(rank);
+  const ModelShape slice = c.slice();
+  LayerChunks chunks = {.q = backend.Allocate(slice.q_bytes(chunk_tokens)).value(),
+                        .kv = backend.Allocate(slice.kv_bytes(chunk_tokens)).value()};
+  const int q_head = c.first_head(rank, c.model.q_heads), kv_head = c.first_head(rank, c.model.kv_heads);
+  auto* const kv = chunks.kv->data<float>();
+  Deal(c, rank, c.prompt.q, q_head, slice.q_heads, chunks.q->data<float>());
+  Deal(c, rank, c.prompt.k, kv_head, slice.kv_heads, kv);
+  Deal(c, rank, c.prompt.v, kv_head, slice.kv_heads, kv + chunks.kv->size_bytes() / 8);
   return chunks;
 }
 
@@ -239,7 +252,7 @@ std::vector<RankEnd> RunMesh(const Case& c, absl::Duration wait_timeout, int lay
         end.status = o.status();
         if (!o.ok()) continue;
         const float* data = (*o)->data<float>();
-        end.o.assign(data, data + c.model.q_elements(c.plan.layout.ChunkTokens(rank)));
+        end.o.assign(data, data + c.slice().q_elements(c.chunk_tokens(rank)));
       }
       if (!end.status.ok()) communicators[rank]->Abort(end.status);
     });
@@ -256,10 +269,10 @@ double LargestError(const Case& c, const std::vector<RankEnd>& ends) {
   double largest = 0;
   for (int rank = 0; rank < c.plan.ranks(); ++rank) {
     if (!ends[rank].status.ok()) return std::numeric_limits<double>::infinity();
-    const int64_t chunk_tokens = c.plan.layout.ChunkTokens(rank);
-    for (int64_t i = 0; i < c.model.q_elements(chunk_tokens); ++i) {
-      const int64_t head = i / (chunk_tokens * d);
-      const int64_t token = c.plan.layout.TokenAt(rank, i / d % chunk_tokens);
+    const int64_t chunk_tokens = c.chunk_tokens(rank);
+    for (int64_t i = 0; i < c.slice().q_elements(chunk_tokens); ++i) {
+      const int64_t head = c.first_head(rank, c.model.q_heads) + i / (chunk_tokens * d);
+      const int64_t token = c.token_at(rank, i / d % chunk_tokens);
       const double error = std::abs(ends[rank].o[i] - expected[(head * c.tokens() + token) * d + i % d]);
       largest = std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(largest, error);
     }
@@ -278,8 +291,11 @@ TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
     ASSERT_LT(LargestError(c, ends), 1e-5);
     for (int rank = 0; rank < c.plan.ranks(); ++rank) {
       const RankStats& stats = ends[rank].stats;
-      ASSERT_EQ(stats.blocks, c.plan.ranks());
-      ASSERT_EQ(stats.sent, LayerCommBytes(c.model, c.plan.layout, 1, c.plan.tile, c.plan.partial_dtype, rank));
+      CommBytes expected =
+          LayerCommBytes(c.model, c.plan.layout, c.plan.heads, c.plan.tile, c.plan.partial_dtype, rank);
+      expected.all_to_all = 0;  // not the executor's
+      ASSERT_EQ(stats.sent, expected);
+      ASSERT_EQ(stats.blocks, c.plan.tile.ranks());
       ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
                 stats.attention_seconds);
     }

@@ -146,11 +146,19 @@ void CompareKv(const KvCache& kv, std::span<const std::byte> bytes, const Golden
   }
 }
 
-void ComparePrefill(PrefillEngine& engine, std::optional<Tile> tile, const Golden& golden) {
+// How an engine spreads a prompt: `ranks` = heads · a · b.
+struct Shape {
+  int ranks = 1;
+  std::optional<Tile> tile = std::nullopt;
+  std::optional<int> heads = std::nullopt;
+};
+
+void ComparePrefill(PrefillEngine& engine, const Shape& shape, const Golden& golden) {
   const bool f32 = engine.model().dtype == DType::kF32;
   PrefillOptions options;
   options.keep_kv = true;
-  options.tile = tile;
+  options.tile = shape.tile;
+  options.heads = shape.heads;
   const auto result = engine.Prefill(golden.tokens, options, nullptr, nullptr);
   ASSERT_TRUE(result.ok()) << result.status();
   if (f32) {
@@ -174,15 +182,14 @@ void ComparePrefill(PrefillEngine& engine, std::optional<Tile> tile, const Golde
 
 class ParityTest : public testing::TestWithParam<std::string> {
  protected:
-  // Every prompt of the case on `ranks` ranks. `dtype`: of the computation, or what the model's weights call
-  // for.
-  void CompareCase(std::optional<DType> dtype, int ranks, std::optional<Tile> tile) {
+  // Every prompt of the case. `dtype`: of the computation, or what the model's weights call for.
+  void CompareCase(std::optional<DType> dtype, const Shape& shape) {
     const fs::path folder = kGoldens / GetParam();
     EngineOptions options;
     options.model_path = folder;
-    options.ranks = ranks;
+    options.ranks = shape.ranks;
     options.dtype = dtype;
-    options.threads = ranks;
+    options.threads = shape.ranks;
     options.peak_flops = 1e9;  // not measured: no figure of merit here
     const auto engine = PrefillEngine::Load(options);
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -190,7 +197,7 @@ class ParityTest : public testing::TestWithParam<std::string> {
     for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
       if (!entry.path().filename().string().starts_with("prompt_")) continue;
       SCOPED_TRACE(entry.path().filename());
-      ComparePrefill(**engine, tile, ReadGolden(entry.path(), (*engine)->model().layers));
+      ComparePrefill(**engine, shape, ReadGolden(entry.path(), (*engine)->model().layers));
       ++prompts;
     }
     EXPECT_GT(prompts, 0);
@@ -210,15 +217,21 @@ std::vector<std::string> HalfWeightCaseNames() {
 
 using HalfWeightParityTest = ParityTest;
 
-TEST_P(ParityTest, F32OnOneRank) { CompareCase(DType::kF32, 1, std::nullopt); }
+TEST_P(ParityTest, F32OnOneRank) { CompareCase(DType::kF32, {.ranks = 1}); }
 
-TEST_P(ParityTest, F32OnFourRanksAs2x2) { CompareCase(DType::kF32, 4, Tile{2, 2}); }
+TEST_P(ParityTest, F32OnFourRanksAs2x2) { CompareCase(DType::kF32, {.ranks = 4, .tile = Tile{2, 2}}); }
 
-TEST_P(ParityTest, F32OnThreeRanks) { CompareCase(DType::kF32, 3, std::nullopt); }
+// Every golden's heads can be split in two; with one KV head, it is replicated.
+TEST_P(ParityTest, F32OnTwoHeadGroupsOfRings) {
+  CompareCase(DType::kF32, {.ranks = 6, .tile = Tile{1, 3}, .heads = 2});
+}
+
+TEST_P(ParityTest, F32OnThreeRanks) { CompareCase(DType::kF32, {.ranks = 3}); }
 
 TEST_P(HalfWeightParityTest, Bf16OnOneAndFourRanks) {
-  CompareCase(std::nullopt, 1, std::nullopt);
-  CompareCase(std::nullopt, 4, Tile{2, 2});
+  CompareCase(std::nullopt, {.ranks = 1});
+  CompareCase(std::nullopt, {.ranks = 4, .tile = Tile{2, 2}});
+  CompareCase(std::nullopt, {.ranks = 4, .tile = Tile{2, 1}, .heads = 2});
 }
 
 INSTANTIATE_TEST_SUITE_P(Goldens, ParityTest, testing::ValuesIn(CaseNames()),
