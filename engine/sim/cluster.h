@@ -1,6 +1,7 @@
 // A simulated cluster: nodes of GPUs, two classes of links, and how fast a GPU computes attention.
 //
-//     node:  GPU GPU … GPU      same_node: any two GPUs of a node, each flow at its own bandwidth
+//     node:  GPU GPU … GPU      same_node: any two GPUs of a node; a GPU's flows out share its port, and
+//     those in
 //              \  |    /
 //            shared link        between_nodes: a flow runs at most at its own bandwidth, and the flows out of
 //            a node,

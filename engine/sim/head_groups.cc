@@ -25,22 +25,24 @@ double HeadGroups::BlockFlops(Pass pass) const {
   return job_.Flops(pass) / heads_ / (static_cast<double>(places_) * places_);
 }
 
-std::vector<int> HeadGroups::InEveryGroup(const std::vector<int>& from) const {
+std::vector<int> HeadGroups::InEveryMesh(const std::vector<int>& from) const {
   std::vector<int> all(ranks());
-  for (int rank = 0; rank < ranks(); ++rank) all[rank] = rank / places_ * places_ + from[rank % places_];
+  for (int rank = 0; rank < ranks(); ++rank) all[rank] = from[rank / heads_] * heads_ + rank % heads_;
   return all;
 }
 
-void HeadGroups::Exchange(ProgramBuilder& builder, int64_t bytes) const {
-  for (int round = 1; round < heads_; ++round) {
+void HeadGroups::Exchange(ProgramBuilder& builder, std::initializer_list<int64_t> tensor_bytes) const {
+  std::vector<int> channels;
+  for (int shift = 1; shift < heads_; ++shift) {
     std::vector<int> from(ranks());
     for (int rank = 0; rank < ranks(); ++rank) {
-      const int group = rank / places_;
-      from[rank] = (group + heads_ - round) % heads_ * places_ + rank % places_;
+      from[rank] = rank / heads_ * heads_ + (rank + heads_ - shift) % heads_;
     }
-    const int channel = builder.AddChannel(Traffic::kAllToAll, std::move(from));
-    builder.Start(channel, bytes / heads_);
-    builder.Wait(channel);
+    channels.push_back(builder.AddChannel(Traffic::kAllToAll, std::move(from)));
+  }
+  for (const int64_t bytes : tensor_bytes) {
+    for (int channel : channels) builder.Start(channel, bytes / heads_);
+    for (int channel : channels) builder.Wait(channel);
   }
 }
 

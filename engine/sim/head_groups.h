@@ -1,12 +1,15 @@
 // Head parallelism around a mesh or a ring: n = h · m ranks; an all-to-all in groups of h trades sequence for
 // heads before, and back after (DESIGN §4). h = n is Ulysses.
 //
-// Rank j·m + i is place i of head group j. The all-to-all is pairwise: h − 1 rounds, in each of which a rank
-// sends one h-th of what it will hold. KV heads fewer than the head groups are replicated: every group gets
-// at least one, and its bytes count.
+// Rank p·h + i is member i of the head group at place p, and works on the i-th part of the heads. As in
+// engine/head_exchange.h an all-to-all of one tensor is h − 1 messages, each one h-th of what a rank will
+// hold, all under way at once; the tensors go in turn. KV heads fewer than the members are replicated: every
+// member gets at least one, and its bytes count.
 #ifndef MESHFILL_ENGINE_SIM_HEAD_GROUPS_H_
 #define MESHFILL_ENGINE_SIM_HEAD_GROUPS_H_
 
+#include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,20 +20,25 @@ namespace meshfill::sim {
 
 class HeadGroups {
  public:
-  // `places`: ranks of one group's mesh or ring. CheckHeadGroups has passed.
+  // `places`: ranks of one mesh or ring. CheckHeadGroups has passed.
   HeadGroups(const AttentionJob& job, int heads, int places);
 
   int ranks() const { return heads_ * places_; }
   const ChunkBytes& share() const { return share_; }  // a rank's part of the sequence, all heads
-  const ChunkBytes& chunk() const { return chunk_; }  // a place's part of the sequence, this group's heads
+  const ChunkBytes& chunk() const {
+    return chunk_;
+  }  // a head group's part of the sequence, this member's heads
+  // Bytes of K alone, or V alone.
+  int64_t k_bytes() const { return chunk_.kv / 2; }
   // FLOPs of the block of one chunk with another.
   double BlockFlops(Pass pass) const;
 
-  // `from` within the places of one group, for all ranks.
-  std::vector<int> InEveryGroup(const std::vector<int>& from) const;
+  // `from` within the places of one mesh or ring, for all ranks.
+  std::vector<int> InEveryMesh(const std::vector<int>& from) const;
 
-  // All-to-alls that deliver `bytes` to each rank in all, its own h-th included. Nothing for one group.
-  void Exchange(ProgramBuilder& builder, int64_t bytes) const;
+  // One all-to-all for each tensor, which delivers its bytes to each rank in all, its own h-th included.
+  // Nothing for one member.
+  void Exchange(ProgramBuilder& builder, std::initializer_list<int64_t> tensor_bytes) const;
 
  private:
   const AttentionJob job_;

@@ -39,40 +39,81 @@ ChannelSpeed SpeedOf(const std::vector<int>& from, const Placement& placement, c
   return speed;
 }
 
-double LockstepSeconds(const RankProgram& program, const Placement& placement, const Cluster& cluster) {
-  struct State {
+namespace {
+
+// Messages that use the same links share them: as a whole they end as if they went one after the other.
+class LockstepClock {
+ public:
+  LockstepClock(const RankProgram& program, const Placement& placement, const Cluster& cluster)
+      : cluster_(cluster) {
+    channels_.reserve(program.channels.size());
+    for (const Channel& channel : program.channels) {
+      channels_.push_back({.speed = SpeedOf(channel.from, placement, cluster), .arrivals = {}});
+    }
+  }
+
+  double now() const { return now_; }
+
+  void Start(const Action& action) {
+    ChannelState& channel = channels_[action.channel];
+    const double leaves = std::max(now_, channel.last_arrival);
+    double arrives = leaves;
+    if (channel.speed.same_node_bytes_per_second > 0) {
+      same_node_free_ = std::max(same_node_free_, leaves + cluster_.same_node.latency_seconds) +
+                        action.bytes / channel.speed.same_node_bytes_per_second;
+      arrives = same_node_free_;
+    }
+    if (channel.speed.between_nodes_bytes_per_second > 0) {
+      between_nodes_free_ = std::max(between_nodes_free_, leaves + cluster_.between_nodes.latency_seconds) +
+                            action.bytes / channel.speed.between_nodes_bytes_per_second;
+      arrives = std::max(arrives, between_nodes_free_);
+    }
+    channel.last_arrival = arrives;
+    channel.arrivals.push_back(arrives);
+  }
+
+  void Wait(int channel) {
+    now_ = std::max(now_, channels_[channel].arrivals.front());
+    channels_[channel].arrivals.pop_front();
+  }
+
+  void Compute(const Action& action) {
+    now_ +=
+        action.flops / cluster_.attention_flops_per_second + action.blocks * cluster_.block_overhead_seconds;
+  }
+
+ private:
+  struct ChannelState {
     ChannelSpeed speed;
-    std::deque<double> arrivals;
+    std::deque<double> arrivals;  // of messages not yet waited for
     double last_arrival = 0;
   };
-  std::vector<State> channels;
-  channels.reserve(program.channels.size());
-  for (const Channel& channel : program.channels) {
-    channels.push_back({.speed = SpeedOf(channel.from, placement, cluster), .arrivals = {}});
-  }
-  double now = 0;
+
+  const Cluster& cluster_;
+  std::vector<ChannelState> channels_;
+  double same_node_free_ = 0;  // from when on the links carry nothing
+  double between_nodes_free_ = 0;
+  double now_ = 0;
+};
+
+}  // namespace
+
+double LockstepSeconds(const RankProgram& program, const Placement& placement, const Cluster& cluster) {
+  LockstepClock clock(program, placement, cluster);
   for (const Action& action : program.actions) {
     switch (action.kind) {
-      case ActionKind::kStart: {
-        State& channel = channels[action.channel];
-        channel.last_arrival =
-            std::max(now, channel.last_arrival) + channel.speed.Seconds(cluster, action.bytes);
-        channel.arrivals.push_back(channel.last_arrival);
+      case ActionKind::kStart:
+        clock.Start(action);
         break;
-      }
-      case ActionKind::kWait: {
-        State& channel = channels[action.channel];
-        now = std::max(now, channel.arrivals.front());
-        channel.arrivals.pop_front();
+      case ActionKind::kWait:
+        clock.Wait(action.channel);
         break;
-      }
       case ActionKind::kCompute:
-        now += action.flops / cluster.attention_flops_per_second +
-               action.blocks * cluster.block_overhead_seconds;
+        clock.Compute(action);
         break;
     }
   }
-  return now;
+  return clock.now();
 }
 
 }  // namespace meshfill::sim

@@ -70,13 +70,17 @@ class LanesBuilder {
   RankProgram Run() && {
     const ChunkBytes& chunk = groups_.chunk();
     const bool forward = pass_ == Pass::kForward;
-    groups_.Exchange(builder_, rows_.receive_bytes + columns_.receive_bytes);
+    groups_.Exchange(builder_, {rows_.receive_bytes, groups_.k_bytes(), groups_.k_bytes()});
     rows_.receive_channel = builder_.AddChannel(Traffic::kRecvQ, q_from_);
     rows_.return_channel = builder_.AddChannel(forward ? Traffic::kSendO : Traffic::kSendDq, q_from_);
     columns_.receive_channel = builder_.AddChannel(Traffic::kRecvKv, kv_from_);
     columns_.return_channel = builder_.AddChannel(Traffic::kSendDkv, kv_from_);
     RunMesh();
-    groups_.Exchange(builder_, forward ? chunk.o_finished : chunk.dq + chunk.dkv);
+    if (forward) {
+      groups_.Exchange(builder_, {chunk.o_finished});
+    } else {
+      groups_.Exchange(builder_, {chunk.dq, chunk.dkv});
+    }
     return std::move(builder_).Build();
   }
 

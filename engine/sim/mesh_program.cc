@@ -25,13 +25,13 @@ class ForwardBuilder {
     const ChunkBytes& chunk = groups_.chunk();
     if (groups_.ranks() > schedule_.tile.ranks()) {
       builder_.Take(share.q + share.kv + chunk.q + chunk.kv);
-      groups_.Exchange(builder_, chunk.q + chunk.kv);
+      groups_.Exchange(builder_, {chunk.q, groups_.k_bytes(), groups_.k_bytes()});
       builder_.Give(share.q + share.kv + chunk.q + chunk.kv);
     }
     RunMesh();
     if (groups_.ranks() > schedule_.tile.ranks()) {
       builder_.Take(2 * chunk.o_finished);  // as it is sent, and as it arrives
-      groups_.Exchange(builder_, chunk.o_finished);
+      groups_.Exchange(builder_, {chunk.o_finished});
       builder_.Give(2 * chunk.o_finished);
     }
     return std::move(builder_).Build();
@@ -121,13 +121,13 @@ class BackwardBuilder {
     const ChunkBytes& chunk = groups_.chunk();
     if (groups_.ranks() > schedule_.tile.ranks()) {
       builder_.Take(share.odoq + share.kv + chunk.odoq + chunk.kv);
-      groups_.Exchange(builder_, chunk.odoq + chunk.kv);
+      groups_.Exchange(builder_, {chunk.odoq, groups_.k_bytes(), groups_.k_bytes()});
       builder_.Give(share.odoq + share.kv + chunk.odoq + chunk.kv);
     }
     RunMesh();
     if (groups_.ranks() > schedule_.tile.ranks()) {
       builder_.Take(2 * (chunk.dq + chunk.dkv));
-      groups_.Exchange(builder_, chunk.dq + chunk.dkv);
+      groups_.Exchange(builder_, {chunk.dq, chunk.dkv});
       builder_.Give(2 * (chunk.dq + chunk.dkv));
     }
     return std::move(builder_).Build();

@@ -1,4 +1,4 @@
-// The rings of a mesh in every head group: from whom each rank receives along Q and along KV.
+// The rings of a mesh beside every member of a head group: from whom each rank receives along Q and along KV.
 #ifndef MESHFILL_ENGINE_SIM_MESH_RINGS_H_
 #define MESHFILL_ENGINE_SIM_MESH_RINGS_H_
 
@@ -21,7 +21,7 @@ inline MeshRings MeshRingsOf(const HeadGroups& groups, Tile tile) {
     one.q_from[rank] = mesh.QReceiveFrom(rank);
     one.kv_from[rank] = mesh.KvReceiveFrom(rank);
   }
-  return {.q_from = groups.InEveryGroup(one.q_from), .kv_from = groups.InEveryGroup(one.kv_from)};
+  return {.q_from = groups.InEveryMesh(one.q_from), .kv_from = groups.InEveryMesh(one.kv_from)};
 }
 
 }  // namespace meshfill::sim

@@ -6,7 +6,9 @@
 namespace meshfill::sim {
 
 Network::Network(const Cluster& cluster, int gpus)
-    : cluster_(cluster), nodes_((gpus + cluster.gpus_per_node - 1) / cluster.gpus_per_node) {}
+    : cluster_(cluster),
+      nodes_((gpus + cluster.gpus_per_node - 1) / cluster.gpus_per_node),
+      links_(nodes_ + gpus) {}
 
 void Network::Begin(int id, int from_gpu, int to_gpu, double bytes, Nanos now) {
   if (id >= static_cast<int>(flows_.size())) flows_.resize(id + 1);
@@ -14,28 +16,25 @@ void Network::Begin(int id, int from_gpu, int to_gpu, double bytes, Nanos now) {
   flow.bytes_left = bytes;
   flow.rate = 0;
   flow.since = now;
-  flow.out_node = flow.in_node = -1;
-  const int out_node = from_gpu / cluster_.gpus_per_node;
-  const int in_node = to_gpu / cluster_.gpus_per_node;
-  if (out_node == in_node) {
-    SetRate(id, cluster_.same_node.flow_bytes_per_second, now);
-    return;
+  flow.out = from_gpu / cluster_.gpus_per_node;
+  flow.in = to_gpu / cluster_.gpus_per_node;
+  if (flow.out == flow.in) {
+    flow.out = nodes_ + from_gpu;
+    flow.in = nodes_ + to_gpu;
   }
-  flow.out_node = out_node;
-  flow.in_node = in_node;
-  flow.out_place = static_cast<int>(nodes_[out_node].out.size());
-  flow.in_place = static_cast<int>(nodes_[in_node].in.size());
-  nodes_[out_node].out.push_back(id);
-  nodes_[in_node].in.push_back(id);
-  MarkDirty(out_node);
-  MarkDirty(in_node);
+  flow.out_place = static_cast<int>(links_[flow.out].out.size());
+  flow.in_place = static_cast<int>(links_[flow.in].in.size());
+  links_[flow.out].out.push_back(id);
+  links_[flow.in].in.push_back(id);
+  MarkDirty(flow.out);
+  MarkDirty(flow.in);
 }
 
 void Network::Settle(Nanos now) {
-  for (int node : dirty_) {
-    for (int id : nodes_[node].out) SetRate(id, ShareOf(flows_[id]), now);
-    for (int id : nodes_[node].in) SetRate(id, ShareOf(flows_[id]), now);
-    nodes_[node].dirty = false;
+  for (int link : dirty_) {
+    for (int id : links_[link].out) SetRate(id, ShareOf(flows_[id]), now);
+    for (int id : links_[link].in) SetRate(id, ShareOf(flows_[id]), now);
+    links_[link].dirty = false;
   }
   dirty_.clear();
 }
@@ -52,17 +51,16 @@ std::pair<int, Nanos> Network::Next() {
 void Network::End(int id) {
   Flow& flow = flows_[id];
   ++flow.version;
-  if (flow.out_node < 0) return;
-  Remove(nodes_[flow.out_node].out, flow.out_place, &Flow::out_place);
-  Remove(nodes_[flow.in_node].in, flow.in_place, &Flow::in_place);
-  MarkDirty(flow.out_node);
-  MarkDirty(flow.in_node);
+  Remove(links_[flow.out].out, flow.out_place, &Flow::out_place);
+  Remove(links_[flow.in].in, flow.in_place, &Flow::in_place);
+  MarkDirty(flow.out);
+  MarkDirty(flow.in);
 }
 
-void Network::MarkDirty(int node) {
-  if (nodes_[node].dirty) return;
-  nodes_[node].dirty = true;
-  dirty_.push_back(node);
+void Network::MarkDirty(int link) {
+  if (links_[link].dirty) return;
+  links_[link].dirty = true;
+  dirty_.push_back(link);
 }
 
 void Network::Remove(std::vector<int>& flows, int place, int Flow::*place_of) {
@@ -84,9 +82,9 @@ void Network::SetRate(int id, double rate, Nanos now) {
 }
 
 double Network::ShareOf(const Flow& flow) const {
-  const double most_flows =
-      static_cast<double>(std::max(nodes_[flow.out_node].out.size(), nodes_[flow.in_node].in.size()));
-  return std::min(cluster_.between_nodes.flow_bytes_per_second, cluster_.node_bytes_per_second / most_flows);
+  const double flows = static_cast<double>(std::max(links_[flow.out].out.size(), links_[flow.in].in.size()));
+  if (flow.out >= nodes_) return cluster_.same_node.flow_bytes_per_second / flows;
+  return std::min(cluster_.between_nodes.flow_bytes_per_second, cluster_.node_bytes_per_second / flows);
 }
 
 }  // namespace meshfill::sim

@@ -1,6 +1,7 @@
-// Flows under virtual time. A flow inside a node runs at its own bandwidth; one between nodes at most at its
-// own, and at most at an equal share of its source node's outgoing and its target node's incoming link
-// (processor sharing: a share that a flow cannot use is not handed to others).
+// Flows under virtual time, by processor sharing: a share that a flow cannot use is not handed to others. A
+// flow inside a node gets an equal share of its source GPU's outgoing and its target GPU's incoming port,
+// each as fast as one flow. A flow between nodes runs at most at its own bandwidth, and at most at an equal
+// share of its source node's outgoing and its target node's incoming link.
 //
 // Rates change only when a flow of the same node begins or ends. Begin and End may be called any number of
 // times at one instant; Settle then brings the rates of the nodes they touched up to date.
@@ -41,16 +42,17 @@ class Network {
 
  private:
   struct Flow {
-    int out_node = -1;  // -1: inside a node, or not under way
-    int in_node = -1;
-    int out_place = 0;  // in its node's list
+    int out = -1;  // links_ that it shares, by index
+    int in = -1;
+    int out_place = 0;  // in its link's list
     int in_place = 0;
     double bytes_left = 0;
     double rate = 0;  // bytes per second
     Nanos since = 0;  // when bytes_left was true
     uint32_t version = 0;
   };
-  struct Node {
+  // What flows share: the links of each node, then the ports of each GPU.
+  struct Link {
     std::vector<int> out;
     std::vector<int> in;
     bool dirty = false;
@@ -62,14 +64,15 @@ class Network {
     bool operator>(const Finish& other) const { return std::tie(at, flow) > std::tie(other.at, other.flow); }
   };
 
-  void MarkDirty(int node);
+  void MarkDirty(int link);
   void Remove(std::vector<int>& flows, int place, int Flow::*place_of);
   void SetRate(int flow, double rate, Nanos now);
   double ShareOf(const Flow& flow) const;
 
   const Cluster& cluster_;
   std::vector<Flow> flows_;
-  std::vector<Node> nodes_;
+  const int nodes_;
+  std::vector<Link> links_;
   std::vector<int> dirty_;
   std::priority_queue<Finish, std::vector<Finish>, std::greater<>> finishes_;
 };

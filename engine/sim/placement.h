@@ -1,9 +1,9 @@
 // Which GPU runs which rank.
 //
-// Ranks form a grid of three dimensions, rank = (i·rows + y)·columns + x: for a mesh with head groups i is
-// the head group, y the Q group and x the place in it (so that Q rings run along x, KV rings along y,
-// all-to-alls along i). A node holds a box of the grid; what runs along a side of the box stays inside the
-// node:
+// Ranks form a grid of three dimensions, rank = (y·columns + x)·planes + i: y is the Q group of a mesh, x the
+// place in it and i the member of the head group, as in engine/head_exchange.h (so that Q rings run along x,
+// KV rings along y, all-to-alls along i). A node holds a box of the grid; what runs along a side of the box
+// stays inside the node:
 //
 //     8 GPUs a node, grid 1×4×16     box 1×1×8 (row first)      box 1×4×2
 //                                    y0 |A A … A|B B … B|       y0 |A A|B B| … |H H|
@@ -23,7 +23,7 @@ struct Grid {
   int columns = 1;
 
   int ranks() const { return planes * rows * columns; }
-  int Rank(int i, int y, int x) const { return (i * rows + y) * columns + x; }
+  int Rank(int i, int y, int x) const { return (y * columns + x) * planes + i; }
   std::string DebugString() const;  // "2x4x8"
   bool operator==(const Grid&) const = default;
 };

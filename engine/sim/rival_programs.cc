@@ -36,19 +36,24 @@ class DoubleRingBuilder {
   RankProgram Run() && {
     const ChunkBytes& chunk = groups_.chunk();
     if (pass_ == Pass::kForward) {
-      Round(chunk.q + chunk.kv, chunk.o_finished, chunk.kv, 0, chunk.q + chunk.o_state);
-    } else if (ring_.moves_queries) {
-      Round(chunk.odoq + chunk.kv, chunk.dq + chunk.dkv, chunk.odoq, chunk.dq, chunk.kv + chunk.dkv);
-    } else {
-      Round(chunk.odoq + chunk.kv, chunk.dq + chunk.dkv, chunk.kv, chunk.dkv, chunk.odoq + chunk.dq);
+      groups_.Exchange(builder_, {chunk.q, groups_.k_bytes(), groups_.k_bytes()});
+      Round(chunk.kv, 0, chunk.q + chunk.o_state);
+      groups_.Exchange(builder_, {chunk.o_finished});
+      return std::move(builder_).Build();
     }
+    groups_.Exchange(builder_, {chunk.odoq, groups_.k_bytes(), groups_.k_bytes()});
+    if (ring_.moves_queries) {
+      Round(chunk.odoq, chunk.dq, chunk.kv + chunk.dkv);
+    } else {
+      Round(chunk.kv, chunk.dkv, chunk.odoq + chunk.dq);
+    }
+    groups_.Exchange(builder_, {chunk.dq, chunk.dkv});
     return std::move(builder_).Build();
   }
 
  private:
   // `moving` bytes go round, `gradient` bytes follow one block behind (0: none), `resident` bytes stay.
-  void Round(int64_t in, int64_t out, int64_t moving, int64_t gradient, int64_t resident) {
-    groups_.Exchange(builder_, in);
+  void Round(int64_t moving, int64_t gradient, int64_t resident) {
     const Traffic data = ring_.moves_queries && pass_ == Pass::kBackward ? Traffic::kRecvQ : Traffic::kRecvKv;
     const Traffic returned = data == Traffic::kRecvQ ? Traffic::kSendDq : Traffic::kSendDkv;
     const int inner = builder_.AddChannel(data, inner_from_);
@@ -75,7 +80,6 @@ class DoubleRingBuilder {
       if (!last_window) builder_.Wait(outer);
     }
     if (gradient_under_way >= 0) builder_.Wait(gradient_under_way);
-    groups_.Exchange(builder_, out);
   }
 
   // Where the gradient of the block just computed goes: on with its chunk, at last home. -1: it is there.

@@ -118,20 +118,22 @@ class SteppedNetwork {
       const auto crosses = [&](const Flow& flow) {
         return flow.from / cluster.gpus_per_node != flow.to / cluster.gpus_per_node;
       };
+      // A node's link, or a GPU's port.
+      const auto link = [&](const Flow& flow, int gpu) {
+        return crosses(flow) ? gpu / cluster.gpus_per_node : 1000 + gpu;
+      };
       const auto runs = [&](const Flow& flow) { return flow.end < 0 && flow.begin <= now; };
       for (const Flow& flow : flows) {
-        if (!runs(flow) || !crosses(flow)) continue;
-        ++out[flow.from / cluster.gpus_per_node];
-        ++in[flow.to / cluster.gpus_per_node];
+        if (!runs(flow)) continue;
+        ++out[link(flow, flow.from)];
+        ++in[link(flow, flow.to)];
       }
       for (Flow& flow : flows) {
         if (!runs(flow)) continue;
-        double rate = cluster.same_node.flow_bytes_per_second;
-        if (crosses(flow)) {
-          const int most =
-              std::max(out[flow.from / cluster.gpus_per_node], in[flow.to / cluster.gpus_per_node]);
-          rate = std::min(cluster.between_nodes.flow_bytes_per_second, cluster.node_bytes_per_second / most);
-        }
+        const int most = std::max(out[link(flow, flow.from)], in[link(flow, flow.to)]);
+        const double rate = crosses(flow) ? std::min(cluster.between_nodes.flow_bytes_per_second,
+                                                     cluster.node_bytes_per_second / most)
+                                          : cluster.same_node.flow_bytes_per_second / most;
         flow.bytes_left -= rate * step;
         if (flow.bytes_left <= 0) flow.end = now + step;
       }
@@ -189,6 +191,7 @@ struct RandomRun {
   RankProgram program;
   Placement placement;
   Cluster cluster;
+  bool one_message_at_a_time;
 };
 RandomRun DrawRun(std::mt19937_64& random) {
   const int heads = 1 << Draw(random, 0, 3);
@@ -205,12 +208,19 @@ RandomRun DrawRun(std::mt19937_64& random) {
   const MeshPlan plan{
       .heads = heads, .tile = tile, .placement = placements[Draw<size_t>(random, 0, placements.size() - 1)]};
   const Pass pass = Draw(random, 0, 1) == 0 ? Pass::kForward : Pass::kBackward;
-  RankProgram program =
-      Draw(random, 0, 2) == 0
-          ? DoubleRingProgram(job, {.heads = heads, .windows = tile.b, .window = tile.a}, pass)
-      : Draw(random, 0, 1) == 0 ? MeshLanesProgram(job, pass, plan, cluster)
-                                : MeshProgram(job, pass, plan, cluster);
-  return {.program = std::move(program), .placement = plan.placement, .cluster = cluster};
+  RandomRun run{.placement = plan.placement, .cluster = cluster, .one_message_at_a_time = false};
+  switch (Draw(random, 0, 2)) {
+    case 0:
+      run.program = DoubleRingProgram(job, {.heads = heads, .windows = tile.b, .window = tile.a}, pass);
+      break;
+    case 1:
+      run.program = MeshLanesProgram(job, pass, plan, cluster);
+      break;
+    default:
+      run.program = MeshProgram(job, pass, plan, cluster);
+      run.one_message_at_a_time = heads == 1;
+  }
+  return run;
 }
 
 TEST(Simulator, AccountsForEverySecondOfEveryRank) {
@@ -241,8 +251,9 @@ TEST(Simulator, AccountsForEverySecondOfEveryRank) {
 
 TEST(Simulator, IsNoSlowerThanLockstepWhereNothingIsShared) {
   std::mt19937_64 random(TestSeed());
-  for (int draw = 0; draw < 60; ++draw) {
+  for (int draw = 0; draw < 100; ++draw) {
     RandomRun run = DrawRun(random);
+    if (!run.one_message_at_a_time) continue;
     run.cluster.node_bytes_per_second = Cluster::kUnshared;
     const double simulated = SecondsOf(run.program, run.placement, run.cluster);
     const double lockstep = LockstepSeconds(run.program, run.placement, run.cluster);
