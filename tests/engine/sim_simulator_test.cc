@@ -249,21 +249,20 @@ TEST(Simulator, AccountsForEverySecondOfEveryRank) {
   }
 }
 
-TEST(Simulator, IsNoSlowerThanLockstepWhereNothingIsShared) {
+TEST(Simulator, AgreesWithLockstepWhereRanksDoNotDriftApart) {
   std::mt19937_64 random(TestSeed());
+  int compared = 0;
   for (int draw = 0; draw < 100; ++draw) {
     RandomRun run = DrawRun(random);
     if (!run.one_message_at_a_time) continue;
     run.cluster.node_bytes_per_second = Cluster::kUnshared;
+    run.cluster.same_node = run.cluster.between_nodes;
     const double simulated = SecondsOf(run.program, run.placement, run.cluster);
     const double lockstep = LockstepSeconds(run.program, run.placement, run.cluster);
-    EXPECT_LE(simulated, lockstep * (1 + 1e-4));  // time is in whole nanoseconds
-    // One link for all: then no rank runs ahead, and the two agree.
-    run.cluster.same_node = run.cluster.between_nodes;
-    EXPECT_NEAR(SecondsOf(run.program, run.placement, run.cluster) /
-                    LockstepSeconds(run.program, run.placement, run.cluster),
-                1, 1e-4);
+    EXPECT_NEAR(simulated / lockstep, 1, 1e-4);  // virtual time is in whole nanoseconds
+    ++compared;
   }
+  EXPECT_GT(compared, 0);
 }
 
 TEST(Simulator, StragglersSlowTheWholeMesh) {
