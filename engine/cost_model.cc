@@ -45,22 +45,6 @@ double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, int64_t 
   return 0;
 }
 
-// A layer's passes of memory besides its blocks: merging a − 1 partials, and with head groups putting Q, K, V
-// and O of the group's tokens in order.
-double ReworkSeconds(const ModelShape& slice, const PoolSpeed& speed, int64_t chunk, int heads, Tile tile,
-                     DType partial_dtype) {
-  int64_t bytes = (tile.a - 1) * slice.partial_bytes(chunk, partial_dtype);
-  if (heads > 1) bytes += 2 * slice.q_bytes(chunk) + slice.kv_bytes(chunk);
-  return static_cast<double>(bytes) / speed.merge_bytes_per_second;
-}
-
-// A layer's four all-to-alls of chunks of `own_chunk` tokens; the rotations of each are under way at once.
-double AllToAllSeconds(const ModelShape& slice, const PoolSpeed& speed, int64_t own_chunk, int heads) {
-  if (heads == 1) return 0;
-  const int64_t bytes = (heads - 1) * (2 * slice.q_bytes(own_chunk) + slice.kv_bytes(own_chunk));
-  return 4 * speed.link_latency_seconds + static_cast<double>(bytes) / speed.link_bytes_per_second;
-}
-
 // How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` and `layout` are those of one mesh.
 OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                             Tile tile, DType partial_dtype, double (*round)(double)) {
@@ -209,36 +193,80 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
                         [](double blocks) { return std::floor(blocks); });
 }
 
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
-                   const Schedule& schedule, DType partial_dtype) {
-  const Tile tile = schedule.tile;
+double AttentionSeconds::Transfer(CommKind comm) const {
+  switch (comm) {
+    case CommKind::kNone:
+      return 0;
+    case CommKind::kRecvQ:
+      return recv_q;
+    case CommKind::kRecvKv:
+      return recv_kv;
+    case CommKind::kSendO:
+      return send_o;
+  }
+  return 0;
+}
+
+double AttentionSeconds::Compute(Tile tile) const {
+  return tile.ranks() * block + (tile.a - 1) * merge + reorder_to_heads + reorder_to_tokens;
+}
+
+double AttentionSeconds::Wait(const Schedule& schedule) const {
+  double wait = to_heads + to_tokens;
+  for (const Step& step : schedule.steps) {
+    wait += std::max(0.0, Transfer(step.comm) - static_cast<double>(step.blocks.size()) * block);
+  }
+  return wait;
+}
+
+AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed,
+                                    const TokenLayout& layout, int heads, Tile tile, DType partial_dtype,
+                                    int64_t window) {
   const ModelShape slice = model.HeadSlice(heads);
   const TokenLayout groups = layout.Groups(heads);
-  const int64_t own_chunk = layout.LargestChunkTokens();
   const int64_t chunk = groups.LargestChunkTokens();
-  const double projections =
-      static_cast<double>(own_chunk) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
-  Prediction predicted;
-  predicted.compute_seconds = projections / speed.gemm_flops_per_second +
-                              model.layers * ReworkSeconds(slice, speed, chunk, heads, tile, partial_dtype);
-  predicted.comm_wait_seconds = model.layers * AllToAllSeconds(slice, speed, own_chunk, heads);
-  const auto transfer_seconds = [&](CommKind comm) {
+  const auto transfer = [&](CommKind comm) {
     return TransferSeconds(slice, speed, chunk, partial_dtype, comm);
   };
+  const auto rework = [&](int64_t bytes) {
+    return static_cast<double>(bytes) / speed.merge_bytes_per_second;
+  };
+  AttentionSeconds seconds = {.block = BlockSeconds(slice, speed, groups, window),
+                              .recv_q = transfer(CommKind::kRecvQ),
+                              .recv_kv = transfer(CommKind::kRecvKv),
+                              .send_o = transfer(CommKind::kSendO),
+                              .merge = rework(slice.partial_bytes(chunk, partial_dtype))};
+  if (heads == 1) return seconds;
+  const int64_t own_chunk = layout.LargestChunkTokens();
+  const auto all_to_alls = [&](int count, int64_t bytes) {
+    return count * speed.link_latency_seconds +
+           static_cast<double>((heads - 1) * bytes) / speed.link_bytes_per_second;
+  };
+  seconds.to_heads = all_to_alls(3, slice.q_bytes(own_chunk) + slice.kv_bytes(own_chunk));  // of Q, K and V
+  seconds.to_tokens = all_to_alls(1, slice.q_bytes(own_chunk));
+  seconds.reorder_to_heads = rework(slice.q_bytes(chunk) + slice.kv_bytes(chunk));
+  seconds.reorder_to_tokens = rework(slice.q_bytes(chunk));
+  return seconds;
+}
+
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
+                   const Schedule& schedule, DType partial_dtype) {
+  const double projections =
+      static_cast<double>(layout.LargestChunkTokens()) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
+  Prediction predicted;
+  predicted.compute_seconds = projections / speed.gemm_flops_per_second;
   const auto add_layers = [&](int layers, int64_t window) {
     if (layers == 0) return;
-    const double block_seconds = BlockSeconds(slice, speed, groups, window);
-    predicted.compute_seconds += layers * (tile.ranks() * block_seconds);
-    for (const Step& step : schedule.steps) {
-      const double hidden = static_cast<double>(step.blocks.size()) * block_seconds;
-      predicted.comm_wait_seconds += layers * std::max(0.0, transfer_seconds(step.comm) - hidden);
-    }
+    const AttentionSeconds seconds =
+        AttentionSecondsOf(model, speed, layout, heads, schedule.tile, partial_dtype, window);
+    predicted.compute_seconds += layers * seconds.Compute(schedule.tile);
+    predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   };
   add_layers(model.layers - model.windowed_layers, 0);
   add_layers(model.windowed_layers, model.sliding_window);
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
 
-  predicted.comm_bytes = LargestLayerCommBytes(model, layout, heads, tile, partial_dtype);
+  predicted.comm_bytes = LargestLayerCommBytes(model, layout, heads, schedule.tile, partial_dtype);
   predicted.comm_bytes.q *= model.layers;
   predicted.comm_bytes.kv *= model.layers;
   predicted.comm_bytes.o *= model.layers;

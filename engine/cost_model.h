@@ -41,7 +41,27 @@ OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, con
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                              int heads, Tile tile, DType partial_dtype);
 
-// Of the whole prefill under this schedule. Nothing hides an all-to-all.
+// What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
+struct AttentionSeconds {
+  double block = 0;
+  double recv_q = 0;  // of one chunk, and so on
+  double recv_kv = 0;
+  double send_o = 0;
+  double merge = 0;     // of one partial output that arrived
+  double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
+  double to_tokens = 0;
+  double reorder_to_heads = 0;  // passes of memory that put what they bring in order
+  double reorder_to_tokens = 0;
+
+  double Transfer(CommKind comm) const;
+  double Compute(Tile tile) const;  // of the whole layer
+  double Wait(const Schedule& schedule) const;
+};
+AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed,
+                                    const TokenLayout& layout, int heads, Tile tile, DType partial_dtype,
+                                    int64_t window);
+
+// Of the whole prefill under this schedule.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
                    const Schedule& schedule, DType partial_dtype);
 

@@ -10,6 +10,8 @@
 #include <tuple>
 
 #include "engine/model/make_model.h"
+#include "engine/planner.h"
+#include "engine/predicted_timeline.h"
 #include "engine/prefill_engine.h"
 #include "engine/timeline_recorder.h"
 #include "tests/engine/random_seed.h"
@@ -55,6 +57,52 @@ TEST(SpanTimer, AddsToTheSumWhatItRecords) {
   for (const Span& span : timeline.spans) recorded += span.seconds();
   EXPECT_EQ(timeline.spans.size(), 3u);
   EXPECT_NEAR(recorded, seconds, 1e-9);
+}
+
+// The layers of a prediction add up to it.
+TEST(PredictLayer, AddsUpToThePrediction) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 100; ++draw) {
+    ModelShape model{.layers = Draw(random, 1, 5),
+                     .hidden = 512,
+                     .intermediate = 1024,
+                     .q_heads = 8,
+                     .kv_heads = 2,
+                     .head_dim = 64,
+                     .vocab = 1000};
+    if (Draw(random, 0, 1) == 1) {  // all layers are alike: with a window
+      model.sliding_window = 500;
+      model.windowed_layers = model.layers;
+    }
+    const PoolSpeed speed{.attention_flops_per_second = 1e9 * Draw(random, 1, 1000),
+                          .link_bytes_per_second = 1e7 * Draw(random, 1, 1000)};
+    const int heads = 1 << Draw(random, 0, 2);
+    const Tile tile{Draw(random, 1, 4), Draw(random, 1, 4)};
+    const auto choice = MakePlan(model, speed,
+                                 {.tokens = Draw<int64_t>(random, 1, 20000),
+                                  .ranks = heads * tile.ranks(),
+                                  .tile = tile,
+                                  .heads = heads,
+                                  .partial_dtype = Draw(random, 0, 1) == 1 ? DType::kBf16 : DType::kF32});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    const Timeline timeline = PredictLayer(model, speed, choice->plan);
+    EXPECT_EQ(timeline.ranks, heads * tile.ranks());
+    const Prediction& predicted = choice->plan.predicted;
+    std::vector<double> wait(timeline.ranks, 0);
+    for (const Span& span : timeline.spans) {
+      if (span.kind == SpanKind::kWait) wait[span.rank] += span.seconds();
+    }
+    for (const double seconds : wait) {
+      EXPECT_NEAR(model.layers * seconds, predicted.comm_wait_seconds,
+                  1e-9 + 1e-6 * predicted.comm_wait_seconds);
+    }
+    // What is not attention does not depend on its speed.
+    const Prediction rest = Predict(
+        model, {.attention_flops_per_second = 1e300, .merge_bytes_per_second = 1e300}, choice->plan.layout, 1,
+        GreedySchedule({1, heads * tile.ranks()}, {}), choice->plan.partial_dtype);
+    EXPECT_NEAR(model.layers * timeline.end_seconds(), predicted.seconds - rest.compute_seconds,
+                1e-9 + 1e-6 * predicted.seconds);
+  }
 }
 
 // Prefills of random plans, with a timeline.
