@@ -84,6 +84,15 @@ class Metrics::Families {
     return registry.Collect();
   }
 
+  // A rank's counters, at 0 until its first prefill: a rate needs a sample before it.
+  void AddRank(int rank) {
+    const std::string label = std::to_string(rank);
+    for (Family<Counter>* family : {&attention, &attention_compute, &busy}) family->Add({{"rank", label}});
+    for (int op = 0; op < kCommOps; ++op) {
+      comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}});
+    }
+  }
+
   prometheus::Registry registry;
 
   Family<Counter>& requests =
@@ -203,6 +212,7 @@ Metrics::~Metrics() = default;
 std::string Metrics::Text() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
 
 void Metrics::SetPool(PoolState state, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank) families_->AddRank(rank);
   for (PoolState each : kPoolStates) {
     families_->ranks.Add({{"state", PoolStateName(each)}}).Set(each == state ? ranks : 0);
   }
