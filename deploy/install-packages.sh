@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Installs the Debian packages of packages.txt that are missing. Does nothing, and needs no root, where all are there.
+# Installs the Debian packages of packages.txt, and those named as arguments, that are missing. Does nothing, and needs no
+# root, where all are there.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 missing=()
 while read -r package; do
+  [ -n "$package" ] || continue
   state=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
   [ "$state" = installed ] || missing+=("$package")
-done < <(grep -v '^#' "$here/packages.txt")
+done < <(grep -v '^#' "$here/packages.txt"; printf '%s\n' "$@")
 [ ${#missing[@]} -gt 0 ] || exit 0
 
 as_root=()
