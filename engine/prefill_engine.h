@@ -39,6 +39,7 @@ struct PrefillOptions {
   std::optional<int> heads;             // head groups; default: one with a tile, else the planner's choice
   std::optional<LayoutKind> layout;     // default: the engine's
   std::optional<int64_t> stripe;
+  std::string request_id;               // names the request in logs and errors
   int top_k = 1;                        // best tokens reported; 1 to vocab
   bool keep_kv = false;                 // keep K and V of every layer in the result
   bool keep_timeline = false;           // record what every rank does when
@@ -72,6 +73,16 @@ struct PrefillResult {
   std::optional<Timeline> timeline;  // from the start of the run
 };
 
+// A worker process of a pool.
+struct PoolMember {
+  std::string name;
+  std::string host;
+  std::string backend;
+  std::string state;    // ready, preparing, running, stopping, draining
+  int ranks = 0;        // that it offers
+  int first_rank = -1;  // of the ranks that it has in the present run; −1: none
+};
+
 class PrefillEngine {
  public:
   virtual ~PrefillEngine() = default;
@@ -82,8 +93,11 @@ class PrefillEngine {
   virtual const ModelShape& model() const = 0;
   virtual const std::string& model_name() const = 0;   // the folder's base name
   virtual const std::string& backend_name() const = 0;
-  virtual int ranks() const = 0;
+  virtual int ranks() const = 0;                       // now; of a pool of processes perhaps 0
   virtual double peak_flops() const = 0;               // sum over the ranks
+
+  // The worker processes; none where the ranks are threads of this one.
+  virtual std::vector<PoolMember> members() const { return {}; }
 
   // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's context.
   // FAILED_PRECONDITION: does not fit this pool's memory.

@@ -5,7 +5,9 @@
 #include <optional>
 #include <sstream>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "server/address.h"
 #include "server/config_yaml.h"
 
@@ -18,6 +20,14 @@ constexpr uint32_t kMaxStripe = 1u << 20;
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
 
+google::protobuf::Duration ToProto(absl::Duration duration) {
+  google::protobuf::Duration message;
+  absl::Duration rest;
+  message.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
+  message.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  return message;
+}
+
 void FillDefaults(v1::Config& config) {
   if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
   if (!config.has_metrics_listen()) config.set_metrics_listen("127.0.0.1:9464");
@@ -26,6 +36,16 @@ void FillDefaults(v1::Config& config) {
   auto& embedded = *config.mutable_pool()->mutable_embedded();
   if (!embedded.has_ranks()) embedded.set_ranks(1);
   if (!embedded.has_device()) embedded.set_device("auto");
+  auto& pool = *config.mutable_pool();
+  if (!pool.has_silence_timeout()) *pool.mutable_silence_timeout() = ToProto(absl::Milliseconds(1500));
+  if (!pool.has_hang_timeout()) *pool.mutable_hang_timeout() = ToProto(absl::Seconds(2));
+  if (!pool.has_empty_timeout()) *pool.mutable_empty_timeout() = ToProto(absl::Seconds(10));
+  if (!pool.has_link_bytes_per_second()) pool.set_link_bytes_per_second(1e9);
+  if (!pool.has_link_latency()) *pool.mutable_link_latency() = ToProto(absl::Microseconds(200));
+  auto& worker = *pool.mutable_worker();
+  if (!worker.has_ranks()) worker.set_ranks(1);
+  if (!worker.has_device()) worker.set_device("auto");
+  if (!worker.has_data_listen()) worker.set_data_listen("127.0.0.1");
   auto& queue = *config.mutable_queue();
   if (!queue.has_max_requests()) queue.set_max_requests(64);
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
@@ -81,20 +101,45 @@ class Checker {
   absl::Status status_;
 };
 
+void ValidateDevice(const std::string& device, const std::string& path, Checker& check) {
+  check.Require(device != "cuda", path,
+                "this build has no CUDA; choose cpu, or auto for the best device that there is");
+  check.RequireOneOf(device, {"auto", "cpu", "cuda"}, path);
+}
+
+// What leader and workers of a pool of processes need.
+void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checker& check) {
+  const auto embedded = origins.lower_bound("pool.embedded");
+  const bool has_embedded = embedded != origins.end() && absl::StartsWith(embedded->first, "pool.embedded");
+  if (!pool.control_listen().empty()) {
+    check.RequireAddress(pool.control_listen(), "pool.control_listen");
+    check.Require(!has_embedded, "pool.control_listen",
+                  "the pool is of workers that join, or embedded; leave out control_listen or pool.embedded");
+  }
+  check.RequirePositive(pool.silence_timeout(), "pool.silence_timeout");
+  check.RequirePositive(pool.hang_timeout(), "pool.hang_timeout");
+  check.RequirePositive(pool.empty_timeout(), "pool.empty_timeout");
+  check.RequirePositive(pool.link_latency(), "pool.link_latency");
+  check.Require(pool.link_bytes_per_second() > 0, "pool.link_bytes_per_second", "must be above 0");
+  check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
+  ValidateDevice(pool.worker().device(), "pool.worker.device", check);
+  check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
+  check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
+  const v1::PoolSection::Tls& tls = pool.tls();
+  const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);
+  check.Require(files == 0 || files == 3, "pool.tls", "TLS needs all of cert, key and ca");
+}
+
 absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   Checker check(origins);
   check.RequireAddress(config.listen(), "listen");
   if (!config.metrics_listen().empty()) check.RequireAddress(config.metrics_listen(), "metrics_listen");
   check.RequireOneOf(config.model().dtype(), {"auto", "bf16", "f32"}, "model.dtype");
 
-  check.Require(config.pool().control_listen().empty(), "pool.control_listen",
-                "workers that join over the network are not offered by this version; leave it out and use "
-                "pool.embedded");
+  ValidatePool(config.pool(), origins, check);
   const auto& embedded = config.pool().embedded();
   check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
-  check.Require(embedded.device() != "cuda", "pool.embedded.device",
-                "this build has no CUDA; choose cpu, or auto for the best device that there is");
-  check.RequireOneOf(embedded.device(), {"auto", "cpu", "cuda"}, "pool.embedded.device");
+  ValidateDevice(embedded.device(), "pool.embedded.device", check);
   check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
   check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
 

@@ -101,6 +101,13 @@ absl::Status SetValue(const std::string& text, bool quoted, const FieldDescripto
     reflection->SetDouble(message, &field, number);
     return absl::OkStatus();
   }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_BOOL) {
+    if (quoted || (text != "true" && text != "false")) {
+      return KeyError(origin, path, absl::StrCat("\"", text, "\" is neither true nor false"));
+    }
+    reflection->SetBool(message, &field, text == "true");
+    return absl::OkStatus();
+  }
   const bool narrow = field.cpp_type() == FieldDescriptor::CPPTYPE_UINT32;
   const uint64_t largest =
       narrow ? std::numeric_limits<uint32_t>::max() : std::numeric_limits<uint64_t>::max();

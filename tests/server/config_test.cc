@@ -114,7 +114,8 @@ TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
   EXPECT_EQ(
       Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
-      "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, embedded");
+      "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
+      "embedded, empty_timeout, hang_timeout, link_bytes_per_second, link_latency, silence_timeout, tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
             "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
             "pool, queue");
@@ -168,7 +169,12 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_NE(Refusal("model: {dtype: fp8}").find("choose one of auto, bf16, f32"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {device: cuda}}").find("no CUDA"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
-  EXPECT_NE(Refusal("pool: {control_listen: \"0.0.0.0:1\"}").find("not offered"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {control_listen: nowhere}").find("no HOST:PORT"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {control_listen: \"0.0.0.0:1\", embedded: {ranks: 2}}").find("or embedded"),
+            std::string::npos);
+  EXPECT_NE(Refusal("pool: {tls: {cert: a.pem}}").find("all of cert, key and ca"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {tls: {insecure: 1}}").find("neither true nor false"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {worker: {ranks: 65}}").find("between 1 and 64"), std::string::npos);
   EXPECT_NE(Refusal("queue: {max_requests: 0}").find("not between"), std::string::npos);
   EXPECT_NE(Refusal("limits: {upload_timeout: 0s}").find("above 0s"), std::string::npos);
   EXPECT_NE(Refusal("limits: {max_message_bytes: 2GiB}").find("not between"), std::string::npos);
