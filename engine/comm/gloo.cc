@@ -132,9 +132,8 @@ class GlooRun {
   bool standing_ ABSL_GUARDED_BY(mutex_) = false;  // pairs_ are complete
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;    // no more calls
 
-  // Last, so that the loop's thread ends first. pairs_ point into context_.
-  std::shared_ptr<GlooContext> context_;
-  std::vector<GlooPair*> pairs_;  // by rank, null for this one; constant once standing
+  std::vector<GlooPair*> pairs_;          // by rank, null for this one; of context_; constant once standing
+  std::shared_ptr<GlooContext> context_;  // last, so that the loop's thread ends first
 };
 
 absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets,

@@ -56,16 +56,20 @@ class GlooPair : public gloo::transport::tcp::Pair {
     if (fd_ >= 0) ::shutdown(fd_, how);
   }
 
-  // After this the loop's thread knows the pair no more.
+  // After this the loop's thread knows the pair no more, and has left it. Not from on_events.
   void Close() {
-    std::lock_guard<std::mutex> lock(m_);
-    if (state_ != CLOSED) GlooPair::changeState(CLOSED);
+    {
+      std::lock_guard<std::mutex> lock(m_);
+      if (state_ != CLOSED) GlooPair::changeState(CLOSED);
+    }
+    std::lock_guard<std::mutex> left(handling_events_);
   }
 
   bool closed() const { return closed_; }
   const std::string& close_reason() const { return close_reason_; }  // once closed
 
   void handleEvents(int events) override {
+    std::lock_guard<std::mutex> lock(handling_events_);
     if (!adopted_) return;  // of the descriptor that the base class listened on
     std::string failure;
     try {
@@ -110,6 +114,7 @@ class GlooPair : public gloo::transport::tcp::Pair {
   }
 
   const std::function<void()> on_events_;
+  std::mutex handling_events_;  // held by the loop's thread while it is in here
   std::atomic<bool> adopted_ = false;
   std::atomic<bool> closed_ = false;
   std::string close_reason_;  // written before closed_

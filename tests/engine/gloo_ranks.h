@@ -6,11 +6,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,6 +20,7 @@
 
 #include "absl/time/clock.h"
 #include "engine/comm/gloo.h"
+#include "engine/executor.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
 #include "kernels/reference/reference_backend.h"
@@ -90,6 +93,27 @@ inline void RunRanks(int ranks, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(body, rank);
   for (std::thread& thread : threads) thread.join();
+}
+
+// Attention of one layer on one rank, over chunks drawn from `seed`: its output, empty where it failed.
+inline std::vector<float> RunExecutor(const Plan& plan, const ModelShape& model, uint64_t seed, int rank,
+                                      Communicator& communicator) {
+  const auto backend = MakeReferenceBackend(DType::kF32);
+  const int64_t tokens = plan.layout.ChunkTokens(rank);
+  const auto draw = [&](int64_t size_bytes, uint64_t chunk_seed) {
+    std::mt19937_64 random(chunk_seed);
+    std::normal_distribution<float> normal;
+    BufferRef buffer = backend->Allocate(static_cast<size_t>(size_bytes)).value();
+    std::generate_n(buffer->data<float>(), size_bytes / sizeof(float), [&] { return normal(random); });
+    return buffer;
+  };
+  RankStats stats;
+  AttentionExecutor executor(plan, model, rank, *backend, communicator, absl::Seconds(60), stats);
+  const auto o = executor.Run({.q = draw(model.q_bytes(tokens), seed + 2 * rank),
+                               .kv = draw(model.kv_bytes(tokens), seed + 2 * rank + 1)},
+                              0);
+  if (!o.ok()) return {};
+  return {(*o)->data<float>(), (*o)->data<float>() + model.q_elements(tokens)};
 }
 
 // A pipe, of which each process uses one end.
