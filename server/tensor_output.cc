@@ -1,10 +1,5 @@
 #include "server/tensor_output.h"
 
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -37,23 +32,6 @@ absl::Status WriteTensors(const std::string& path, std::span<const TensorSpec> s
 }
 
 }  // namespace
-
-absl::Status CheckOutputPath(const std::string& path) {
-  std::error_code ignored;
-  const std::filesystem::path folder = std::filesystem::absolute(path, ignored).parent_path();
-  if (!std::filesystem::is_directory(folder, ignored)) {
-    return absl::NotFoundError(absl::StrCat(path, ": its folder does not exist; create it first"));
-  }
-  if (std::filesystem::is_directory(path, ignored)) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": is a folder; give the name of a file to write"));
-  }
-  const bool exists = std::filesystem::exists(path, ignored);
-  if (access(exists ? path.c_str() : folder.c_str(), W_OK) != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": cannot be written: ", std::strerror(errno), "; give another file"));
-  }
-  return absl::OkStatus();
-}
 
 absl::Status WriteLogits(const std::string& path, std::span<const float> logits) {
   const TensorSpec spec = {"logits", ElementType::kF32, {static_cast<int64_t>(logits.size())}};

@@ -10,10 +10,6 @@
 
 namespace meshfill {
 
-// Asked before a long prefill, so that its result is not lost for want of a folder. NOT_FOUND: the path's
-// folder is not there. INVALID_ARGUMENT: the path is a folder, or may not be written.
-absl::Status CheckOutputPath(const std::string& path);
-
 // `logits` [vocab], f32.
 absl::Status WriteLogits(const std::string& path, std::span<const float> logits);
 

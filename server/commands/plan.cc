@@ -10,9 +10,12 @@
 #include "engine/model/model_config.h"
 #include "engine/planner.h"
 #include "engine/pool_speed.h"
+#include "engine/predicted_timeline.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "server/commands/flags.h"
 #include "server/config.h"
+#include "server/output_file.h"
+#include "server/pictures/plan_picture.h"
 #include "server/result_json.h"
 #include "server/result_text.h"
 
@@ -49,33 +52,48 @@ class PlanCommand : public Command {
     AddTileOption(*app_, tile_);
     AddHeadsOption(*app_, heads_);
     AddJsonFlag(*app_, json_);
+    app_->add_option("--svg", svg_path_,
+                     "Draw the plan: who computes what, in which steps, how long it takes")
+        ->type_name("FILE");
   }
 
   absl::Status Run() override {
+    if (!svg_path_.empty()) {
+      if (absl::Status status = CheckOutputPath(svg_path_); !status.ok()) return status;
+    }
     absl::StatusOr<v1::Config> config = config_.Load();
     if (!config.ok()) return config.status();
     EngineOptions options = ToEngineOptions(*config);
     if (ranks_.has_value()) options.ranks = *ranks_;
-    absl::StatusOr<PlanChoice> choice = Choose(options);
-    if (!choice.ok()) return choice.status();
-    std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
-    return absl::OkStatus();
-  }
-
- private:
-  absl::StatusOr<PlanChoice> Choose(const EngineOptions& options) const {
     absl::StatusOr<ModelShape> shape = ReadModelShape(options);
     if (!shape.ok()) return shape.status();
     if (tokens_ > shape->context_tokens) {
       return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, " is above the model's context of ",
                                                 shape->context_tokens, " tokens; plan a shorter prompt"));
     }
+    absl::StatusOr<PoolSpeed> speed = Measure(options, *shape);
+    if (!speed.ok()) return speed.status();
+    absl::StatusOr<PlanChoice> choice = Choose(options, *shape, *speed);
+    if (!choice.ok()) return choice.status();
+    if (!svg_path_.empty()) {
+      const std::string svg = PlanSvg(choice->plan, PredictLayer(*shape, *speed, choice->plan));
+      if (absl::Status status = WriteTextFile(svg_path_, svg); !status.ok()) return status;
+    }
+    std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  static absl::StatusOr<PoolSpeed> Measure(const EngineOptions& options, const ModelShape& shape) {
     const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     const std::unique_ptr<Backend> pool =
-        MakeCpuBackend(shape->dtype, options.threads > 0 ? options.threads : cores);
-    absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed(*shape, *pool, options.ranks);
-    if (!speed.ok()) return speed.status();
-    return MakePlan(*shape, *speed,
+        MakeCpuBackend(shape.dtype, options.threads > 0 ? options.threads : cores);
+    return MeasurePoolSpeed(shape, *pool, options.ranks);
+  }
+
+  absl::StatusOr<PlanChoice> Choose(const EngineOptions& options, const ModelShape& shape,
+                                    const PoolSpeed& speed) const {
+    return MakePlan(shape, speed,
                     {.tokens = tokens_,
                      .ranks = options.ranks,
                      .layout = options.layout,
@@ -93,6 +111,7 @@ class PlanCommand : public Command {
   std::optional<Tile> tile_;
   std::optional<int> heads_;
   bool json_ = false;
+  std::string svg_path_;
 };
 
 }  // namespace

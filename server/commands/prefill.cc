@@ -15,6 +15,8 @@
 #include "server/client.h"
 #include "server/commands/flags.h"
 #include "server/config.h"
+#include "server/output_file.h"
+#include "server/pictures/trace_json.h"
 #include "server/progress_bar.h"
 #include "server/result_json.h"
 #include "server/result_proto.h"
@@ -64,7 +66,11 @@ class PrefillCommand : public Command {
     if (server_.empty() && config_.path.empty()) {
       return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE");
     }
-    for (const std::string& path : {logits_path_, kv_path_}) {
+    if (!server_.empty() && !trace_path_.empty()) {
+      return absl::InvalidArgumentError(
+          "--trace-out shows the ranks of an embedded pool; give --config FILE instead of --server");
+    }
+    for (const std::string& path : {logits_path_, kv_path_, trace_path_}) {
       if (path.empty()) continue;
       if (absl::Status status = CheckOutputPath(path); !status.ok()) return status;
     }
@@ -79,6 +85,7 @@ class PrefillCommand : public Command {
   struct Outcome {
     v1::PrefillResult result;
     std::optional<KvCache> kv;
+    std::optional<Timeline> timeline;
   };
 
   void DeclareWhereToRun() {
@@ -145,6 +152,10 @@ class PrefillCommand : public Command {
         ->type_name("FILE")
         ->group("Output")
         ->excludes(app_->get_option("--server"));
+    app_->add_option("--trace-out", trace_path_,
+                     "Write what every rank did when, for ui.perfetto.dev; embedded pool alone")
+        ->type_name("FILE")
+        ->group("Output");
     AddJsonFlag(*app_, json_)->group("Output");
   }
 
@@ -168,13 +179,15 @@ class PrefillCommand : public Command {
     absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = PrefillEngine::Load(engine_options);
     if (!engine.ok()) return engine.status();
     options_.keep_kv = !kv_path_.empty();
+    options_.keep_timeline = !trace_path_.empty();
     absl::StatusOr<PrefillResult> result = RunWithBar(**engine, tokens, stop);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
 
     Outcome outcome{.result = ToProto(*result, request_id_.empty() ? RandomRequestId() : request_id_),
-                    .kv = std::move(result->kv)};
+                    .kv = std::move(result->kv),
+                    .timeline = std::move(result->timeline)};
     if (!logits_path_.empty())
       outcome.result.mutable_logits()->Assign(result->logits.begin(), result->logits.end());
     return outcome;
@@ -201,7 +214,7 @@ class PrefillCommand : public Command {
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
-    return Outcome{.result = *std::move(result), .kv = std::nullopt};
+    return Outcome{.result = *std::move(result), .kv = std::nullopt, .timeline = std::nullopt};
   }
 
   v1::PrefillHeader Header() const {
@@ -222,6 +235,15 @@ class PrefillCommand : public Command {
     return header;
   }
 
+  absl::Status WriteTrace(const Timeline& timeline) const {
+    if (timeline.dropped_spans > 0) {
+      std::fprintf(stderr,
+                   "meshfill prefill: %s lacks the last %lld spans of the run: a trace has its bounds\n",
+                   trace_path_.c_str(), static_cast<long long>(timeline.dropped_spans));
+    }
+    return WriteTextFile(trace_path_, TraceJson(timeline));
+  }
+
   absl::Status Deliver(const Outcome& outcome) const {
     if (!logits_path_.empty()) {
       const std::span<const float> logits(outcome.result.logits().data(), outcome.result.logits_size());
@@ -229,6 +251,9 @@ class PrefillCommand : public Command {
     }
     if (!kv_path_.empty()) {
       if (absl::Status status = WriteKv(kv_path_, *outcome.kv); !status.ok()) return status;
+    }
+    if (!trace_path_.empty()) {
+      if (absl::Status status = WriteTrace(*outcome.timeline); !status.ok()) return status;
     }
     const std::string text =
         json_ ? absl::StrCat(PrefillJson(outcome.result), "\n") : PrefillText(outcome.result);
@@ -250,6 +275,7 @@ class PrefillCommand : public Command {
   PrefillOptions options_;
   std::string logits_path_;
   std::string kv_path_;
+  std::string trace_path_;
   bool json_ = false;
 };
 
