@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "server/commands/bench_attention.h"
+#include "server/commands/bench_comm.h"
 #include "server/commands/bench_prefill.h"
 #include "server/commands/bench_schedules.h"
 
@@ -15,6 +16,7 @@ class BenchCommand : public Command {
       : Command(parent.add_subcommand("bench", "Measure speed, as ratios taken in one run")) {
     app_->require_subcommand(1);
     benches_.push_back(AddBenchAttentionCommand(*app_));
+    benches_.push_back(AddBenchCommCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
     benches_.push_back(AddBenchSchedulesCommand(*app_));
   }
