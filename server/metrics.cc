@@ -24,6 +24,7 @@ using prometheus::Family;
 using prometheus::Gauge;
 using prometheus::Histogram;
 
+constexpr const char* kWorkerStates[] = {"ready", "preparing", "running", "stopping", "draining"};
 constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
 constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
 
@@ -174,6 +175,22 @@ class Metrics::Families {
   Gauge& peak_memory_bytes =
       AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
           .Add({});
+  Counter& epochs = AddCounter(registry, "meshfill_epochs_total",
+                               "Memberships of the pool that ran requests: a worker that joins, leaves or is lost "
+                               "begins a new one.")
+                        .Add({});
+  Counter& worker_joins = AddCounter(registry, "meshfill_worker_joins_total", "Workers that joined.").Add({});
+  Counter& worker_losses =
+      AddCounter(registry, "meshfill_worker_losses_total",
+                 "Workers that were lost: dead, cut off, silent or hung. Those that drained are not counted.")
+          .Add({});
+  Counter& worker_refusals =
+      AddCounter(registry, "meshfill_worker_refusals_total",
+                 "Workers that were refused: another model or version, a name that is taken.")
+          .Add({});
+  Counter& retries = AddCounter(registry, "meshfill_requests_retried_total",
+                                "Runs begun again for a request whose epoch ended.")
+                         .Add({});
   Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
   Family<Gauge>& plan_info =
       AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
@@ -216,6 +233,22 @@ void Metrics::SetPool(PoolState state, int ranks) {
   for (PoolState each : kPoolStates) {
     families_->ranks.Add({{"state", PoolStateName(each)}}).Set(each == state ? ranks : 0);
   }
+}
+
+void Metrics::SetWorkers(const PoolLoad& load) {
+  Families& f = *families_;
+  for (const char* state : kWorkerStates) {
+    const auto ranks = load.ranks_by_state.find(state);
+    f.ranks.Add({{"state", state}}).Set(ranks == load.ranks_by_state.end() ? 0 : ranks->second);
+  }
+  const auto raise = [](Counter& counter, uint64_t total) {
+    counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
+  };
+  raise(f.epochs, load.epochs);
+  raise(f.worker_joins, load.joins);
+  raise(f.worker_losses, load.losses);
+  raise(f.worker_refusals, load.refusals);
+  raise(f.retries, load.retries);
 }
 
 void Metrics::SetPeakFlops(double flops_per_second) { families_->peak_flops.Set(flops_per_second); }
@@ -281,10 +314,9 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
                                      {"b", std::to_string(result.plan.tile.b)},
                                      {"layout", LayoutName(result.plan.layout.kind())},
                                      {"stripe", std::to_string(result.plan.layout.stripe())}};
-  auto report = std::make_shared<PrefillReport>(result.plan, result.prefill_seconds, result.mfu,
-                                                result.attention_mfu, result.ranks);
   const std::lock_guard<std::mutex> lock(f.mu);
-  f.last_prefill = std::move(report);
+  const int64_t number = f.last_prefill == nullptr ? 1 : f.last_prefill->number + 1;
+  f.last_prefill = std::make_shared<PrefillReport>(MakePrefillReport(result, number));
   if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
   if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
   f.plan_gauge = &f.plan_info.Add(labels);

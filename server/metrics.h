@@ -6,15 +6,14 @@
 #define MESHFILL_SERVER_METRICS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "engine/plan.h"
 #include "engine/prefill_engine.h"
-#include "engine/rank_stats.h"
+#include "server/prefill_report.h"
 
 namespace meshfill {
 
@@ -29,13 +28,14 @@ struct QueueLoad {
   absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
 };
 
-// What a prefill did, without its answer.
-struct PrefillReport {
-  Plan plan;
-  double prefill_seconds = 0;
-  double mfu = 0;
-  double attention_mfu = 0;
-  std::vector<RankStats> ranks;  // by rank
+// A pool of worker processes.
+struct PoolLoad {
+  std::map<std::string, int> ranks_by_state;  // of the workers' states; a state that is left out has none
+  uint64_t epochs = 0;                        // this and the rest: since the start
+  uint64_t joins = 0;
+  uint64_t losses = 0;
+  uint64_t refusals = 0;
+  uint64_t retries = 0;
 };
 
 class Metrics {
@@ -49,6 +49,7 @@ class Metrics {
   std::shared_ptr<const PrefillReport> last_prefill() const;  // null before the first one
 
   void SetPool(PoolState state, int ranks);  // all ranks are in `state`
+  void SetWorkers(const PoolLoad& load);     // in place of SetPool where workers join
   void SetPeakFlops(double flops_per_second);
   void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
   void SetQueue(const QueueLoad& load);

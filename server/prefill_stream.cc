@@ -115,6 +115,7 @@ absl::Status PrefillStream::TakeHeader() {
   auto options = ToPrefillOptions(header_.plan());
   if (!options.ok()) return options.status();
   options_ = *options;
+  options_.keep_timeline = true;  // for the status page
   options_.top_k = std::max<int>(1, static_cast<int>(header_.top_k()));
   const uint64_t most = std::numeric_limits<int64_t>::max();
   const auto token_count = static_cast<int64_t>(std::min<uint64_t>(header_.token_count(), most));

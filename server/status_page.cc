@@ -8,6 +8,8 @@
 namespace meshfill {
 namespace {
 
+constexpr char kEmptySvg[] = R"(<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>)";
+
 using Json = nlohmann::ordered_json;
 
 Json PoolJson(const v1::PoolStatus& pool) {
@@ -32,7 +34,8 @@ Json ReportJson(const PrefillReport& report) {
   const Plan& plan = report.plan;
   Json ranks = Json::array();
   for (const RankStats& stats : report.ranks) ranks.push_back(RankJson(stats));
-  return {{"tokens", plan.layout.tokens()},
+  return {{"number", report.number},
+          {"tokens", plan.layout.tokens()},
           {"prefill_seconds", report.prefill_seconds},
           {"predicted_seconds", plan.predicted.seconds},
           {"mfu", report.mfu},
@@ -57,8 +60,13 @@ std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last) {
 
 std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status, const Metrics& metrics) {
   return {{"/", "text/html; charset=utf-8", [] { return std::string(kStatusPageHtml); }},
-          {"/status.json", "application/json", [pool_status = std::move(pool_status), &metrics] {
+          {"/status.json", "application/json",
+           [pool_status = std::move(pool_status), &metrics] {
              return StatusJson(pool_status(), metrics.last_prefill().get());
+           }},
+          {"/last_prefill.svg", "image/svg+xml", [&metrics] {
+             const auto last = metrics.last_prefill();
+             return last == nullptr ? std::string(kEmptySvg) : PrefillReportSvg(*last);
            }}};
 }
 

@@ -3,6 +3,7 @@
 //
 //     GET /             the page (status_page.html), which draws
 //     GET /status.json  what StatusJson says
+//     GET /last_prefill.svg  its plan, and the timeline of one layer as it was measured
 #ifndef MESHFILL_SERVER_STATUS_PAGE_H_
 #define MESHFILL_SERVER_STATUS_PAGE_H_
 
