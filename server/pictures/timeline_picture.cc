@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -15,8 +16,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kDrawnRanks = 64;  // at most
-constexpr double kLabels = 92;   // room for the ranks' names
+constexpr double kLabels = 92;  // room for the ranks' names
 constexpr double kAxis = 24;
 constexpr double kThinnest = 0.35;  // narrower neighbours of one kind are drawn as one
 constexpr double kLabelSize = 9.5;
@@ -39,6 +39,13 @@ double TickSeconds(double seconds, int most) {
   return 10 * power;
 }
 
+// In the legend's order: a rule of the style sheet, and what it stands for.
+constexpr std::pair<const char*, const char*> kMeanings[] = {
+    {"block", "attention blocks"},  {"work", "other work"},   {"wait", "exposed wait"},
+    {"recv_q", "Recv Q"},           {"recv_kv", "Recv KV"},   {"send_o", "Send O"},
+    {"send_dq", "Send dQ"},         {"send_dkv", "Send dKV"}, {"all_to_all", "all-to-all"},
+    {"gather", "gather and reduce"}};
+
 using Spans = std::vector<const Span*>;
 
 // Puts each transfer on the first line that is free: more than one only where two are under way at once.
@@ -55,10 +62,10 @@ std::vector<Spans> Lines(const Spans& spans) {
 
 class TimelinePicture {
  public:
-  TimelinePicture(const Timeline& timeline, double x, double width, SvgWriter& svg)
+  TimelinePicture(const Timeline& timeline, const TimelineView& view, double x, double width, SvgWriter& svg)
       : timeline_(timeline),
-        drawn_(std::min(timeline.ranks, kDrawnRanks)),
-        seconds_(std::max(timeline.end_seconds(), 1e-12)),
+        drawn_(std::min(timeline.ranks, view.most_ranks)),
+        seconds_(std::max(view.seconds > 0 ? view.seconds : timeline.end_seconds(), 1e-12)),
         left_(x + kLabels),
         width_(width - kLabels),
         svg_(svg),
@@ -72,7 +79,6 @@ class TimelinePicture {
   }
 
   double Draw(double x, double y) {
-    y = DrawLegend(Legend(), x, y, kLabels + width_, svg_) + 4;
     const double row = drawn_ <= 16 ? 44 : drawn_ <= 32 ? 26 : 17;
     const double bottom = y + kAxis + drawn_ * row;
     DrawAxis(y, bottom);
@@ -86,26 +92,6 @@ class TimelinePicture {
     Spans comm;
     Spans& operator[](int lane) { return lane == 0 ? compute : comm; }
   };
-
-  std::vector<LegendEntry> Legend() const {
-    std::map<absl::string_view, bool> seen;
-    for (const Span& span : timeline_.spans) seen[ClassOf(span)] = true;
-    std::vector<LegendEntry> entries;
-    for (const auto& [classes, text] :
-         std::initializer_list<std::pair<const char*, const char*>>{{"block", "attention blocks"},
-                                                                    {"work", "other work"},
-                                                                    {"wait", "exposed wait"},
-                                                                    {"recv_q", "Recv Q"},
-                                                                    {"recv_kv", "Recv KV"},
-                                                                    {"send_o", "Send O"},
-                                                                    {"all_to_all", "all-to-all"},
-                                                                    {"send_dq", "Send dQ"},
-                                                                    {"send_dkv", "Send dKV"},
-                                                                    {"gather", "gather and reduce"}}) {
-      if (seen.contains(classes)) entries.push_back({classes, text});
-    }
-    return entries;
-  }
 
   double At(double seconds) const { return left_ + width_ * seconds / seconds_; }
 
@@ -184,16 +170,26 @@ class TimelinePicture {
 }  // namespace
 
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg) {
-  return TimelinePicture(timeline, x, width, svg).Draw(x, y);
+  y = DrawTimelineLegend({&timeline, 1}, x, y, width, svg) + 4;
+  return DrawTimelineLanes(timeline, {}, x, y, width, svg);
 }
 
-std::string TimelineSvg(const Timeline& timeline, const std::string& title, const std::string& subtitle) {
-  constexpr double kWidth = 1240, kMargin = 32;
-  SvgWriter svg;
-  svg.Text(kMargin, 44, title, "bold", 22);
-  svg.Text(kMargin, 68, subtitle, "muted", 14);
-  const double end = DrawTimeline(timeline, kMargin, 90, kWidth - 2 * kMargin, svg);
-  return std::move(svg).Finish(kWidth, end + kMargin, title);
+double DrawTimelineLanes(const Timeline& timeline, const TimelineView& view, double x, double y, double width,
+                         SvgWriter& svg) {
+  return TimelinePicture(timeline, view, x, width, svg).Draw(x, y);
+}
+
+double DrawTimelineLegend(std::span<const Timeline> timelines, double x, double y, double width,
+                          SvgWriter& svg) {
+  std::set<absl::string_view> seen;
+  for (const Timeline& timeline : timelines) {
+    for (const Span& span : timeline.spans) seen.insert(ClassOf(span));
+  }
+  std::vector<LegendEntry> entries;
+  for (const auto& [classes, text] : kMeanings) {
+    if (seen.contains(classes)) entries.push_back({classes, text});
+  }
+  return DrawLegend(entries, x, y, width, svg);
 }
 
 }  // namespace meshfill

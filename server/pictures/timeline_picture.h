@@ -2,19 +2,28 @@
 #ifndef MESHFILL_SERVER_PICTURES_TIMELINE_PICTURE_H_
 #define MESHFILL_SERVER_PICTURES_TIMELINE_PICTURE_H_
 
-#include <string>
+#include <span>
 
 #include "engine/timeline.h"
 #include "server/pictures/svg_writer.h"
 
 namespace meshfill {
 
-// Into `width` from (x, y) down; returns where it ends. Of more than 64 ranks, 64 evenly spaced ones are
-// drawn.
+// Into `width` from (x, y) down, with its legend; returns where it ends. Of more than 64 ranks, 64 are drawn.
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg);
 
-// A file of its own.
-std::string TimelineSvg(const Timeline& timeline, const std::string& title, const std::string& subtitle);
+struct TimelineView {
+  int most_ranks = 64;  // of more, so many evenly spaced ones are drawn
+  double seconds = 0;   // that the width stands for; 0: the timeline's own
+};
+
+// The same in two parts, for several timelines below each other.
+double DrawTimelineLanes(const Timeline& timeline, const TimelineView& view, double x, double y, double width,
+                         SvgWriter& svg);
+
+// What the colours mean, of those that these timelines have.
+double DrawTimelineLegend(std::span<const Timeline> timelines, double x, double y, double width,
+                          SvgWriter& svg);
 
 }  // namespace meshfill
 

@@ -1,0 +1,63 @@
+#include "server/pictures/simulation_picture.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/pictures/duration.h"
+#include "server/pictures/svg_writer.h"
+#include "server/pictures/timeline_picture.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kWidth = 1240;
+constexpr double kMargin = 32;
+constexpr double kInner = kWidth - 2 * kMargin;
+constexpr int kRanksOfEach = 4;
+constexpr double kSlowest = 3;  // times as long as the fastest
+
+}  // namespace
+
+std::string SimulationSvg(const std::string& title, std::vector<SimulatedStrategy> strategies) {
+  std::stable_sort(strategies.begin(), strategies.end(), [](const auto& a, const auto& b) {
+    return a.timeline.end_seconds() < b.timeline.end_seconds();
+  });
+  std::vector<Timeline> drawn;
+  double seconds = 0;
+  std::vector<std::string> left_out;
+  for (const SimulatedStrategy& strategy : strategies) {
+    const double end = strategy.timeline.end_seconds();
+    if (end > kSlowest * strategies.front().timeline.end_seconds()) {
+      left_out.push_back(absl::StrCat(strategy.name, " (", DurationText(end), ")"));
+      continue;
+    }
+    drawn.push_back(strategy.timeline);
+    seconds = std::max(seconds, end);
+  }
+
+  SvgWriter svg;
+  double y = 44;
+  svg.Text(kMargin, y, title, "bold", 22);
+  svg.Text(
+      kMargin, y += 24,
+      absl::StrCat("Up to ", kRanksOfEach, " ranks of each strategy, fastest first, on one axis of time."),
+      "muted", 14);
+  if (!left_out.empty()) {
+    svg.Text(kMargin, y += 20, absl::StrCat("Too slow to draw: ", absl::StrJoin(left_out, ", "), "."),
+             "muted", 14);
+  }
+  y = DrawTimelineLegend(drawn, kMargin, y + 20, kInner, svg);
+  for (size_t i = 0; i < drawn.size(); ++i) {
+    const SimulatedStrategy& strategy = strategies[i];  // sorted: those left out come last
+    svg.Text(kMargin, y += 26, absl::StrCat(strategy.name, ": ", DurationText(drawn[i].end_seconds())),
+             "bold", 15);
+    svg.Text(kMargin + 260, y, strategy.settings, "muted");
+    y = DrawTimelineLanes(drawn[i], {.most_ranks = kRanksOfEach, .seconds = seconds}, kMargin, y + 6, kInner,
+                          svg);
+  }
+  return std::move(svg).Finish(kWidth, y + kMargin, title);
+}
+
+}  // namespace meshfill
