@@ -110,7 +110,7 @@ class GlooRun {
   bool Ended(Message& message) const;
   absl::Status CheckHeader(const Message& message) const;
   absl::Status AbortedIn(absl::string_view what) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Lost(int peer, absl::string_view what) const;
+  absl::Status Lost(int peer, absl::string_view what);
   std::string Describe(CommOp op, absl::string_view direction, int peer) const {
     return absl::StrCat("rank ", options_.rank, ": ", CommOpName(op), " ", direction, " rank ", peer);
   }
@@ -129,6 +129,7 @@ class GlooRun {
   // Until they have left or come, whether or not anybody still waits.
   std::list<std::shared_ptr<Message>> sends_ ABSL_GUARDED_BY(mutex_);
   std::list<std::shared_ptr<Message>> receives_ ABSL_GUARDED_BY(mutex_);
+  int lost_send_to_ ABSL_GUARDED_BY(mutex_) = -1;  // a rank that went before it took what it was sent
   bool standing_ ABSL_GUARDED_BY(mutex_) = false;  // pairs_ are complete
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;    // no more calls
 
@@ -223,20 +224,23 @@ absl::Status GlooRun::StartSend(Message& message) {
 }
 
 absl::StatusOr<BufferRef> GlooRun::Wait(Message& message, absl::Time deadline) {
+  int lost_peer;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool in_time = changed_.wait_until(lock, absl::ToChronoTime(deadline),
-                                             [&] { return aborted_ || closed_ || Ended(message); });
+    const bool in_time = changed_.wait_until(lock, absl::ToChronoTime(deadline), [&] {
+      return aborted_ || closed_ || lost_send_to_ >= 0 || Ended(message);
+    });
     if (aborted_) return AbortedIn(Describe(message));
     if (!in_time) {
       return absl::DeadlineExceededError(
           absl::StrCat(Describe(message), ": nothing whole arrived before the deadline"));
     }
+    lost_peer = lost_send_to_ >= 0 && !pairs_[message.peer]->closed() ? lost_send_to_ : message.peer;
   }
   if (message.header_transfer.received()) {
     if (absl::Status status = CheckHeader(message); !status.ok()) return status;
   }
-  if (!message.received()) return Lost(message.peer, Describe(message));
+  if (!message.received()) return Lost(lost_peer, Describe(message));
   const Header& header = message.header;
   if (header.has_checksum && Checksum(message.payload->data(), header.bytes) != header.payload_checksum) {
     return absl::DataLossError(absl::StrCat(Describe(message), ": message ", header.sequence, " of ",
@@ -279,7 +283,12 @@ void GlooRun::OnEvents() {
 
 // Lets go of what gloo has no more business with.
 void GlooRun::Reap() {
-  sends_.remove_if([&](const auto& send) { return send->sent() || pairs_[send->peer]->closed(); });
+  sends_.remove_if([&](const auto& send) {
+    if (send->sent()) return true;
+    if (!pairs_[send->peer]->closed()) return false;
+    lost_send_to_ = send->peer;
+    return true;
+  });
   receives_.remove_if(
       [&](const auto& receive) { return receive->received() || pairs_[receive->peer]->closed(); });
 }
@@ -343,7 +352,10 @@ absl::Status GlooRun::AbortedIn(absl::string_view what) const {
   return absl::Status(abort_code_, absl::StrCat(what, ": ", abort_message_));
 }
 
-absl::Status GlooRun::Lost(int peer, absl::string_view what) const {
+// An abort breaks the connections too: then its reason is the one to tell.
+absl::Status GlooRun::Lost(int peer, absl::string_view what) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (aborted_) return AbortedIn(what);
   const GlooPair& pair = *pairs_[peer];
   return absl::UnavailableError(absl::StrCat(what, ": the connection with rank ", peer,
                                              " is lost: ", pair.closed() ? pair.close_reason() : "closing"));
