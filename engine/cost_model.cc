@@ -9,10 +9,16 @@
 namespace meshfill {
 namespace {
 
+// What the pool takes where its busiest rank needs `largest` and all of them `mean` on average, at the speed
+// that each has when all run.
+double PoolSeconds(const PoolSpeed& speed, double largest, double mean) {
+  return std::max(largest / speed.lone_rank_speedup, mean);
+}
+
 // Visible pairs of a heavy block, for which the ranks wait in lockstep. Striped and zigzag layouts deal every
 // block the same share of the prompt's pairs; under the contiguous one, every step has some rank at a block
 // that sees all.
-double BlockPairs(const TokenLayout& layout, int64_t window) {
+double HeavyBlockPairs(const TokenLayout& layout, int64_t window) {
   const double chunk = static_cast<double>(layout.LargestChunkTokens());
   if (layout.kind() == LayoutKind::kContiguous && layout.ranks() > 1) {
     return chunk * (window == 0 ? chunk : std::min(chunk, static_cast<double>(window)));
@@ -23,7 +29,34 @@ double BlockPairs(const TokenLayout& layout, int64_t window) {
 
 double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                     int64_t window) {
-  return 4.0 * model.head_dim * model.q_heads * BlockPairs(layout, window) / speed.attention_flops_per_second;
+  const auto seconds = [&](double pairs, double rows) {
+    return 4.0 * model.head_dim * model.q_heads * pairs / speed.attention_flops_per_second +
+           model.q_heads * rows * speed.block_row_seconds;
+  };
+  const double ranks = layout.ranks();
+  const auto tokens = static_cast<double>(layout.tokens());
+  return PoolSeconds(
+      speed, seconds(HeavyBlockPairs(layout, window), static_cast<double>(layout.LargestChunkTokens())),
+      seconds(VisiblePairs(layout.tokens(), window) / (ranks * ranks), tokens / ranks));
+}
+
+// What is local to a token, in all layers.
+double TokenWorkSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
+  const auto seconds = [&](double tokens) {
+    const double slices = std::ceil(tokens / static_cast<double>(kSliceTokens));
+    return tokens * (ProjectionFlopsPerToken(model) / speed.gemm_flops_per_second + speed.token_seconds) +
+           model.layers * slices * speed.slice_seconds;
+  };
+  return PoolSeconds(speed, seconds(static_cast<double>(layout.LargestChunkTokens())),
+                     seconds(static_cast<double>(layout.tokens()) / layout.ranks()));
+}
+
+// On one rank, while the others wait.
+double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
+  const double bytes =
+      static_cast<double>(model.hidden * model.vocab) * static_cast<double>(DTypeBytes(model.dtype));
+  return LmHeadFlops(model) / speed.gemm_flops_per_second / speed.lone_rank_speedup +
+         bytes / speed.lm_head_bytes_per_second;
 }
 
 // Of a chunk of `chunk` tokens.
@@ -124,11 +157,9 @@ int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, int heads,
          std::max(PartialPeakBytes(model, tokens, schedule, partial_dtype), exchanged_kv);
 }
 
-// That `rank` sends in one layer: its own tokens' Q and KV to every other member, and every other's O.
-int64_t AllToAllBytes(const ModelShape& model, const TokenLayout& layout, int heads, int rank) {
-  const ModelShape slice = model.HeadSlice(heads);
-  const int64_t own_tokens = layout.ChunkTokens(rank);
-  const int64_t group_tokens = layout.Groups(heads).ChunkTokens(rank / heads);
+// That a rank sends in one layer: its own tokens' Q and KV to every other member of its head group, and every
+// other's O. `slice` has a member's heads.
+int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, int64_t group_tokens) {
   return (heads - 1) * (slice.q_bytes(own_tokens) + slice.kv_bytes(own_tokens)) +
          slice.q_bytes(group_tokens - own_tokens);
 }
@@ -140,23 +171,27 @@ CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layo
   const Mesh mesh(tile);
   const ModelShape slice = model.HeadSlice(heads);
   const TokenLayout groups = layout.Groups(heads);
+  std::vector<int64_t> chunk_tokens(mesh.ranks());
   std::vector<int64_t> q_group_tokens(tile.b, 0);   // of mesh ranks a·g … a·g + a−1
   std::vector<int64_t> kv_group_tokens(tile.a, 0);  // of mesh ranks g, g + a, g + 2a …
   for (int rank = 0; rank < mesh.ranks(); ++rank) {
-    q_group_tokens[rank / tile.a] += groups.ChunkTokens(rank);
-    kv_group_tokens[rank % tile.a] += groups.ChunkTokens(rank);
+    chunk_tokens[rank] = groups.ChunkTokens(rank);
+    q_group_tokens[rank / tile.a] += chunk_tokens[rank];
+    kv_group_tokens[rank % tile.a] += chunk_tokens[rank];
   }
   CommBytes largest;
   for (int global_rank = 0; global_rank < layout.ranks(); ++global_rank) {
     const int rank = global_rank / heads;
     const int64_t q_tokens = q_group_tokens[rank / tile.a];
     const int64_t kv_tokens = kv_group_tokens[rank % tile.a];
-    const int64_t last_q_tokens = groups.ChunkTokens(mesh.QChunk(rank, tile.a - 1));
-    const int64_t last_kv_tokens = groups.ChunkTokens(mesh.KvChunk(rank, tile.b - 1));
+    const int64_t last_q_tokens = chunk_tokens[mesh.QChunk(rank, tile.a - 1)];
+    const int64_t last_kv_tokens = chunk_tokens[mesh.KvChunk(rank, tile.b - 1)];
+    const int64_t all_to_all =
+        heads == 1 ? 0 : AllToAllBytes(slice, heads, layout.ChunkTokens(global_rank), chunk_tokens[rank]);
     const CommBytes bytes = {.q = slice.q_bytes(q_tokens - last_q_tokens),
                              .kv = slice.kv_bytes(kv_tokens - last_kv_tokens),
-                             .o = slice.partial_bytes(q_tokens - groups.ChunkTokens(rank), partial_dtype),
-                             .all_to_all = AllToAllBytes(model, layout, heads, global_rank)};
+                             .o = slice.partial_bytes(q_tokens - chunk_tokens[rank], partial_dtype),
+                             .all_to_all = all_to_all};
     if (bytes.total() > largest.total()) largest = bytes;
   }
   return largest;
@@ -177,7 +212,7 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int
   }
   for (int v = 0; v < tile.b - 1; ++v)
     bytes.kv += slice.kv_bytes(groups.ChunkTokens(mesh.KvChunk(mesh_rank, v)));
-  bytes.all_to_all = AllToAllBytes(model, layout, heads, rank);
+  bytes.all_to_all = AllToAllBytes(slice, heads, layout.ChunkTokens(rank), groups.ChunkTokens(mesh_rank));
   return bytes;
 }
 
@@ -251,10 +286,9 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
 
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
                    const Schedule& schedule, DType partial_dtype) {
-  const double projections =
-      static_cast<double>(layout.LargestChunkTokens()) * ProjectionFlopsPerToken(model) + LmHeadFlops(model);
   Prediction predicted;
-  predicted.compute_seconds = projections / speed.gemm_flops_per_second;
+  predicted.compute_seconds =
+      speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
   const auto add_layers = [&](int layers, int64_t window) {
     if (layers == 0) return;
     const AttentionSeconds seconds =

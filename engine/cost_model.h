@@ -6,6 +6,7 @@
 #define MESHFILL_ENGINE_COST_MODEL_H_
 
 #include <cstdint>
+#include <limits>
 
 #include "engine/layout.h"
 #include "engine/mesh.h"
@@ -18,13 +19,28 @@ namespace meshfill {
 // In all of these, `heads` head groups were found possible (ModelShape::CanSplitHeads) and divide the
 // layout's ranks; the tile is that of each of the meshes of ranks/heads.
 
-// What one rank of the pool does per second, measured or configured. All positive, the latency may be 0.
+// What one rank of the pool does per second, measured or configured. Rates are positive; of what is in
+// seconds, all may be 0.
 struct PoolSpeed {
-  double gemm_flops_per_second = 50e9;       // projections, per rank when all ranks run
+  double gemm_flops_per_second = 50e9;       // projections and what is between them, when all ranks run
   double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
   double merge_bytes_per_second = 5e9;       // partial outputs merged, chunks reordered, per rank likewise
   double link_bytes_per_second = 10e9;       // one chunk from a rank to its neighbour
   double link_latency_seconds = 5e-6;        // start of one communication
+
+  // What does not shrink with the work, per rank when all ranks run: small slices and blocks are less
+  // efficient.
+  double slice_seconds = 0;      // of each slice of each layer (kSliceTokens): weights read, operations begun
+  double block_row_seconds = 0;  // of each row (query and head) of each block: its state read and written
+  double token_seconds = 0;      // of each token once: embedding, RoPE
+  double start_seconds = 0;      // of each prefill once: threads begun and ended
+  double lm_head_bytes_per_second = std::numeric_limits<double>::infinity();  // weights read for one row
+
+  // How many times as fast a rank runs while the others wait: above 1 where ranks share cores, and then the
+  // pool takes no longer than its whole work or its busiest rank alone needs.
+  double lone_rank_speedup = 1;
+
+  bool operator==(const PoolSpeed&) const = default;
 };
 
 // Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated

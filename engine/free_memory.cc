@@ -36,4 +36,6 @@ int64_t FreeMemoryBytes() {
   return machine.value_or(container.value_or(0));
 }
 
+int64_t DefaultMemoryBudgetBytes() { return FreeMemoryBytes() / 5 * 4; }
+
 }  // namespace meshfill

@@ -3,112 +3,174 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <random>
+#include <memory>
+#include <thread>
+#include <utility>
 #include <vector>
+
+#include "engine/layer_probe.h"
+#include "kernels/cpu/cpu_backend.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int kRepeats = 3;  // the first warms caches and code; the best counts
-constexpr int64_t kGemmTokens = 512;
-constexpr int64_t kGemmWidthLimit = 2048;
-constexpr int64_t kBlockTokens = 1024;
+constexpr int kRepeats = 3;  // timed runs of each operation, after one that warms caches and code
 
 // In-process hand-over: one mutex and one wake-up, no bytes.
 constexpr double kHandoverSeconds = 20e-6;
 constexpr double kHandoverBytesPerSecond = 1e13;
 
-// A device buffer of values in ±1, without structure.
-absl::StatusOr<BufferRef> RandomTensor(Backend& backend, int64_t elements) {
-  absl::StatusOr<BufferRef> buffer = backend.Allocate(elements * DTypeBytes(backend.dtype()));
-  if (!buffer.ok()) return buffer;
-  std::minstd_rand random(1);
-  std::uniform_real_distribution<float> uniform(-1, 1);
-  std::vector<float> values(elements);
-  for (float& value : values) value = uniform(random);
-  const absl::Status status = backend.Convert(values.data(), elements, backend.dtype(), (*buffer)->data());
-  if (!status.ok()) return status;
-  return buffer;
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::max(1e-9, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
-// FLOP/s of the best of a few runs of `operation`.
-template <typename Operation>
-absl::StatusOr<double> BestFlopsPerSecond(double flops, Operation operation) {
-  double best_seconds = INFINITY;
-  for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    const auto start = std::chrono::steady_clock::now();
-    if (absl::Status status = operation(); !status.ok()) return status;
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    best_seconds = std::min(best_seconds, elapsed.count());
-  }
-  return flops / std::max(best_seconds, 1e-9);
-}
+using Probes = std::span<const std::unique_ptr<LayerProbe>>;
+using Operation = absl::Status (LayerProbe::*)(int64_t tokens);
 
-absl::StatusOr<double> GemmFlopsPerSecond(const ModelShape& model, Backend& backend) {
-  const int64_t in = std::min(model.hidden, kGemmWidthLimit);
-  const int64_t out = std::min(model.intermediate, kGemmWidthLimit);
-  absl::StatusOr<BufferRef> rows = RandomTensor(backend, out * in);
-  if (!rows.ok()) return rows.status();
-  const WeightRows matrix{.data = (*rows)->data(), .dtype = backend.dtype(), .rows = out};
-  absl::StatusOr<std::unique_ptr<PackedWeight>> weight = backend.PackWeight({&matrix, 1}, in);
-  if (!weight.ok()) return weight.status();
-  absl::StatusOr<BufferRef> x = RandomTensor(backend, kGemmTokens * in);
-  if (!x.ok()) return x.status();
-  absl::StatusOr<BufferRef> y = backend.Allocate(kGemmTokens * out * DTypeBytes(backend.dtype()));
-  if (!y.ok()) return y.status();
-  return BestFlopsPerSecond(2.0 * kGemmTokens * in * out, [&] {
-    return backend.Gemm({.weight = weight->get(),
-                         .x = (*x)->data(),
-                         .tokens = kGemmTokens,
-                         .y = (*y)->data(),
-                         .y_dtype = backend.dtype()});
-  });
-}
-
-absl::StatusOr<double> AttentionFlopsPerSecond(const ModelShape& model, Backend& backend) {
-  // Two KV heads' groups at most: speed does not depend on more, measuring time does.
-  const int kv_heads = std::min(model.kv_heads, 2);
-  const int q_heads = kv_heads * (model.q_heads / model.kv_heads);
-  const int64_t q_elements = kBlockTokens * q_heads * model.head_dim;
-  const int64_t k_elements = kBlockTokens * kv_heads * model.head_dim;
-  absl::StatusOr<BufferRef> q = RandomTensor(backend, q_elements);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<BufferRef> kv = RandomTensor(backend, 2 * k_elements);
-  if (!kv.ok()) return kv.status();
-  absl::StatusOr<BufferRef> o = backend.Allocate(q_elements * sizeof(float));
-  if (!o.ok()) return o.status();
-  absl::StatusOr<BufferRef> lse = backend.Allocate(kBlockTokens * q_heads * sizeof(float));
-  if (!lse.ok()) return lse.status();
-  const AttentionBlockArgs block{
-      .q = (*q)->data(),
-      .k = (*kv)->data(),
-      .v = (*kv)->data<std::byte>() + (*kv)->size_bytes() / 2,
-      .q_tokens = kBlockTokens,
-      .k_tokens = kBlockTokens,
-      .q_heads = q_heads,
-      .kv_heads = kv_heads,
-      .head_dim = model.head_dim,
-      .band = {.q = {.base = 0, .stride = 1, .width = 64}, .k = {.base = 0, .stride = 1, .width = 64}},
-      .scale = 1 / std::sqrt(static_cast<float>(model.head_dim)),
-      .carry_in = false,
-      .o = (*o)->data<float>(),
-      .lse = (*lse)->data<float>(),
+// Median seconds of an operation that all probes run at once.
+absl::StatusOr<double> SecondsTogether(Probes probes, Operation operation, int64_t tokens) {
+  std::vector<absl::Status> statuses(probes.size());
+  std::vector<double> seconds(probes.size() * kRepeats);
+  const auto measure = [&](size_t i) {
+    statuses[i] = (probes[i].get()->*operation)(tokens);
+    for (int repeat = 0; repeat < kRepeats && statuses[i].ok(); ++repeat) {
+      const auto start = std::chrono::steady_clock::now();
+      statuses[i] = (probes[i].get()->*operation)(tokens);
+      seconds[i * kRepeats + repeat] = SecondsSince(start);
+    }
   };
-  return BestFlopsPerSecond(4.0 * model.head_dim * q_heads * VisiblePairs(kBlockTokens, 0),
-                            [&] { return backend.AttentionBlock(block); });
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < probes.size(); ++i) threads.emplace_back(measure, i);
+  measure(0);
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
+}
+
+// A line through an operation's seconds at some sizes. With `per`, both are divided by it.
+absl::StatusOr<CostLine> MeasureLine(Probes probes, Operation operation, std::span<const int64_t> sizes,
+                                     double (LayerProbe::*units)(int64_t) const,
+                                     double (LayerProbe::*per)(int64_t) const = nullptr) {
+  std::vector<CostSample> samples;
+  const LayerProbe& probe = *probes.front();
+  for (const int64_t tokens : sizes) {
+    absl::StatusOr<double> seconds = SecondsTogether(probes, operation, tokens);
+    if (!seconds.ok()) return seconds.status();
+    const double divisor = per == nullptr ? 1 : (probe.*per)(tokens);
+    samples.push_back({.units = (probe.*units)(tokens) / divisor, .seconds = *seconds / divisor});
+  }
+  return FitCostLine(samples);
+}
+
+double RateOf(const CostLine& line) { return 1 / std::max(line.per_unit, 1e-18); }
+
+// What it takes to begin the ranks' threads and to see them end.
+double StartSeconds(int ranks) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back([] {});
+  for (std::thread& thread : threads) thread.join();
+  return SecondsSince(start);
+}
+
+// Of one backend among those that run at once.
+absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
+  const LayerProbe& probe = *probes.front();
+  const int64_t slice = probe.slice_tokens();
+  const int64_t block = probe.block_tokens();
+  absl::StatusOr<CostLine> token_work =
+      MeasureLine(probes, &LayerProbe::TokenWork, std::vector<int64_t>{slice / 8, slice / 2, slice},
+                  &LayerProbe::TokenFlops);
+  if (!token_work.ok()) return token_work.status();
+  absl::StatusOr<CostLine> attention =
+      MeasureLine(probes, &LayerProbe::Block, std::vector<int64_t>{block / 4, block / 2, block},
+                  &LayerProbe::BlockFlops, &LayerProbe::BlockRows);
+  if (!attention.ok()) return attention.status();
+  absl::StatusOr<double> merge = SecondsTogether(probes, &LayerProbe::Merge, block);
+  if (!merge.ok()) return merge.status();
+  absl::StatusOr<double> begin = SecondsTogether(probes, &LayerProbe::Begin, slice);
+  if (!begin.ok()) return begin.status();
+  absl::StatusOr<double> lm_head = SecondsTogether(probes.first(1), &LayerProbe::LmHead, 1);
+  if (!lm_head.ok()) return lm_head.status();
+  return PoolSpeed{.gemm_flops_per_second = RateOf(*token_work),
+                   .attention_flops_per_second = RateOf(*attention),
+                   .merge_bytes_per_second = probe.MergeBytes(block) / *merge,
+                   .link_bytes_per_second = kHandoverBytesPerSecond,
+                   .link_latency_seconds = kHandoverSeconds,
+                   .slice_seconds = token_work->fixed * probe.layer_scale(),
+                   .block_row_seconds = attention->fixed,
+                   .token_seconds = *begin / static_cast<double>(slice),
+                   .lm_head_bytes_per_second = probe.LmHeadBytes() / *lm_head};
+}
+
+// A rank has `share` of a backend while all ranks run, and all of it while the others wait.
+void Share(double share, PoolSpeed& speed) {
+  speed.gemm_flops_per_second *= share;
+  speed.attention_flops_per_second *= share;
+  speed.merge_bytes_per_second *= share;
+  speed.slice_seconds /= share;
+  speed.block_row_seconds /= share;
+  speed.token_seconds /= share;
+  speed.lone_rank_speedup = 1 / share;
 }
 
 }  // namespace
 
+CostLine FitCostLine(std::span<const CostSample> samples) {
+  // Σ (fixed·x + per_unit·y − 1)² with x = 1/seconds and y = units/seconds.
+  double xx = 0, xy = 0, yy = 0, x_sum = 0, y_sum = 0;
+  for (const CostSample& sample : samples) {
+    const double x = 1 / sample.seconds;
+    const double y = sample.units / sample.seconds;
+    xx += x * x;
+    xy += x * y;
+    yy += y * y;
+    x_sum += x;
+    y_sum += y;
+  }
+  const double determinant = xx * yy - xy * xy;
+  const CostLine line = {.fixed = (x_sum * yy - y_sum * xy) / determinant,
+                         .per_unit = (y_sum * xx - x_sum * xy) / determinant};
+  const bool singular = determinant <= 1e-12 * xx * yy;
+  if (singular || line.fixed < 0) return {.fixed = 0, .per_unit = y_sum / yy};
+  if (line.per_unit < 0) return {.fixed = x_sum / xx, .per_unit = 0};
+  return line;
+}
+
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
+                                           int ranks) {
+  absl::StatusOr<std::shared_ptr<const ProbeWeights>> weights = MakeProbeWeights(model, *backends.front());
+  if (!weights.ok()) return weights.status();
+  std::vector<std::unique_ptr<LayerProbe>> probes;
+  for (Backend* backend : backends) {
+    absl::StatusOr<std::unique_ptr<LayerProbe>> probe = LayerProbe::Make(*weights, *backend);
+    if (!probe.ok()) return probe.status();
+    probes.push_back(*std::move(probe));
+  }
+  absl::StatusOr<PoolSpeed> speed = MeasureProbes(probes);
+  if (!speed.ok()) return speed;
+  Share(std::min(1.0, static_cast<double>(backends.size()) / ranks), *speed);
+  speed->start_seconds = StartSeconds(ranks);
+  return speed;
+}
+
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks) {
-  absl::StatusOr<double> gemm = GemmFlopsPerSecond(model, backend);
-  if (!gemm.ok()) return gemm.status();
-  absl::StatusOr<double> attention = AttentionFlopsPerSecond(model, backend);
-  if (!attention.ok()) return attention.status();
-  return PoolSpeed{.gemm_flops_per_second = *gemm / ranks,
-                   .attention_flops_per_second = *attention / ranks,
-                   .link_bytes_per_second = kHandoverBytesPerSecond,
-                   .link_latency_seconds = kHandoverSeconds};
+  Backend* const only = &backend;
+  return MeasurePoolSpeed(model, {&only, 1}, ranks);
+}
+
+absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks) {
+  std::vector<std::unique_ptr<Backend>> backends;
+  std::vector<Backend*> pointers;
+  for (int i = 0; i < std::min(threads, ranks); ++i) {
+    backends.push_back(MakeCpuBackend(model.dtype, std::max(1, threads / ranks)));
+    pointers.push_back(backends.back().get());
+  }
+  return MeasurePoolSpeed(model, pointers, ranks);
 }
 
 }  // namespace meshfill

@@ -12,9 +12,10 @@
 #include "engine/comm/in_process.h"
 #include "engine/free_memory.h"
 #include "engine/model/model.h"
-#include "engine/pool_speed.h"
+#include "engine/pool_profile.h"
 #include "engine/prefill_summary.h"
 #include "engine/rank_runner.h"
+#include "engine/speed_correction.h"
 #include "engine/timeline_recorder.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
@@ -24,7 +25,6 @@ namespace {
 
 constexpr int kMaxRanks = 64;
 constexpr double kPeakMeasureSeconds = 0.2;
-constexpr double kMemoryShare = 0.8;  // of what is free after load, for one prefill's activations
 
 // No peer of this process gets lost, so a wait this long is a bug: it ends the request, never the server.
 absl::Duration WaitTimeout(const Plan& plan) {
@@ -95,7 +95,8 @@ class EmbeddedEngine : public PrefillEngine {
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     const ModelShape& shape = model_->shape();
     if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok()) return status;
-    return meshfill::MakePlan(shape, speed_,
+    absl::StatusOr<PlanChoice> choice =
+        meshfill::MakePlan(shape, speed_,
                               {.tokens = tokens,
                                .ranks = options_.ranks,
                                .layout = options.layout.value_or(options_.layout),
@@ -105,6 +106,8 @@ class EmbeddedEngine : public PrefillEngine {
                                .partial_dtype = options_.partial_dtype,
                                .schedule = options_.schedule,
                                .memory_budget_bytes = memory_budget_bytes_});
+    if (choice.ok()) correction_.Apply(*choice);
+    return choice;
   }
 
   absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
@@ -134,6 +137,7 @@ class EmbeddedEngine : public PrefillEngine {
       result.ranks.push_back(output->stats);
       if (!output->logits.empty()) result.logits = std::move(output->logits);
     }
+    correction_.Observe(result.plan.predicted.seconds, result.prefill_seconds);
     absl::Status status = SummarisePrefill(model_->shape(), model_name_, peak_flops_, options.top_k, result);
     if (!status.ok()) return status;
     if (options.keep_timeline) result.timeline = CollectTimeline(std::move(recorders));
@@ -180,6 +184,7 @@ class EmbeddedEngine : public PrefillEngine {
   const std::vector<std::unique_ptr<Backend>> backends_;  // by rank
   const std::string backend_name_;
   const PoolSpeed speed_;
+  SpeedCorrection correction_;
   const double peak_flops_;
   const int64_t memory_budget_bytes_;
 };
@@ -195,14 +200,13 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineO
   if (!model.ok()) return model.status();
   const DType dtype = (*model)->shape().dtype;
 
-  const std::unique_ptr<Backend> whole_pool = MakeCpuBackend(dtype, threads);
-  absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed((*model)->shape(), *whole_pool, options.ranks);
+  absl::StatusOr<PoolSpeed> speed =
+      CpuPoolSpeed((*model)->shape(), threads, options.ranks, options.speed_profile_path);
   if (!speed.ok()) return speed.status();
   const double peak_flops =
       options.peak_flops > 0 ? options.peak_flops : MeasurePeakFlops(dtype, threads, kPeakMeasureSeconds);
-  const int64_t budget = options.memory_budget_bytes > 0
-                             ? options.memory_budget_bytes
-                             : static_cast<int64_t>(kMemoryShare * static_cast<double>(FreeMemoryBytes()));
+  const int64_t budget =
+      options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
 
   std::vector<std::unique_ptr<Backend>> backends;
   for (int rank = 0; rank < options.ranks; ++rank) {

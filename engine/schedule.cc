@@ -50,7 +50,11 @@ class GreedyScheduler {
         step.blocks.push_back({.u = u, .v = computed_[u]++});
       }
     };
-    for (int u = 1; u < q_chunks_; ++u) take_row(u);
+    while (first_row_ < q_chunks_ && computed_[first_row_] == schedule_.tile.b) ++first_row_;
+    for (int u = first_row_; u < q_chunks_; ++u) {
+      if (static_cast<int>(step.blocks.size()) == max_blocks) break;
+      take_row(u);
+    }
     take_row(0);
     schedule_.steps.push_back(std::move(step));
   }
@@ -59,6 +63,7 @@ class GreedyScheduler {
   Schedule schedule_;
   int q_chunks_ = 1;           // Q#0 … that have arrived in earlier steps
   int kv_chunks_ = 1;          // KV#0 … likewise
+  int first_row_ = 1;          // rows 1 … first_row_ − 1 are whole
   std::vector<int> computed_;  // blocks computed, by row
 };
 
