@@ -190,7 +190,9 @@ PassResult Summary(const Variant& variant, const Simulation& simulation) {
   PassResult result{.settings = variant.settings,
                     .seconds = simulation.seconds,
                     .sent_bytes = variant.program.sent_bytes,
-                    .peak_bytes = variant.program.peak_bytes};
+                    .peak_bytes = variant.program.peak_bytes,
+                    .program = variant.program,
+                    .placement = variant.placement};
   const double ranks = static_cast<double>(simulation.ranks.size());
   for (const RankTimes& times : simulation.ranks) {
     result.compute_seconds += times.compute_seconds / ranks;

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
+#include "engine/sim/placement.h"
 #include "engine/sim/rank_program.h"
 #include "engine/sim/simulator.h"
 
@@ -47,6 +48,8 @@ struct PassResult {
   std::array<double, kTraffics> wait_seconds{};  // mean of the ranks
   std::array<int64_t, kTraffics> sent_bytes{};   // of one rank
   int64_t peak_bytes = 0;
+  RankProgram program;  // what was simulated, so that it can be again, with a timeline
+  Placement placement;
 };
 
 // The best settings by lockstep estimate are simulated, `shortlist` of them, and the fastest is returned.

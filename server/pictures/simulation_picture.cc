@@ -16,7 +16,7 @@ constexpr double kWidth = 1240;
 constexpr double kMargin = 32;
 constexpr double kInner = kWidth - 2 * kMargin;
 constexpr int kRanksOfEach = 4;
-constexpr double kSlowest = 3;  // times as long as the fastest
+constexpr double kSlowest = 2;  // times as long as the fastest
 
 }  // namespace
 
