@@ -18,7 +18,7 @@ class TimelineRecorder {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static constexpr size_t kCapacity = size_t{1} << 18;  // spans of one rank, about 20 MiB
+  static constexpr size_t kCapacity = size_t{1} << 18;  // spans of one rank, 16 MiB
 
   // Spans are timed from `origin`, the same for all ranks of a run.
   TimelineRecorder(int rank, Clock::time_point origin, size_t capacity = kCapacity)

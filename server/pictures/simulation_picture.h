@@ -15,7 +15,7 @@ struct SimulatedStrategy {
   Timeline timeline;
 };
 
-// A file of its own. Of each strategy a few ranks are drawn. Those that take several times as long as the
+// A file of its own. Of each strategy a few ranks are drawn. Those that take more than twice as long as the
 // fastest are named with their time, not drawn: they would leave the others no room.
 std::string SimulationSvg(const std::string& title, std::vector<SimulatedStrategy> strategies);
 
