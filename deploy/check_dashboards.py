@@ -9,7 +9,6 @@ import pathlib
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,54 +16,13 @@ import time
 import urllib.parse
 import urllib.request
 
+from demo_server import RANKS, DemoServer, get, stop, wait_for
 from draw_panels import draw_panels
 
 MESHFILL, OUT = sys.argv[1], pathlib.Path(sys.argv[2])
 HERE = pathlib.Path(__file__).parent
-RANKS = 4
 LOAD_SECONDS = 30
-START_SECONDS = 120
 VARIABLES = {"namespace": ".*", "pool": ".*", "rank": ".*", "__rate_interval": "10s"}
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
-
-
-def wait_for(what, condition):
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.1)
-    sys.exit(f"check-dashboards: {what}: not within {START_SECONDS} s")
-
-
-class Server:
-    """`meshfill serve` with an embedded pool and a tiny model."""
-
-    def __init__(self, folder):
-        model = folder / "demo-model"
-        subprocess.run([MESHFILL, "make-model", "--arch", "llama", "--out", model, "--layers", "2", "--hidden", "128",
-                        "--vocab", "256"], check=True, stdout=subprocess.DEVNULL)
-        self.log = folder / "server.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [MESHFILL, "serve", "--config", HERE.parent / "configs" / "local.yaml", "--set", f"model.path={model}", "--set", "listen=127.0.0.1:0", "--set",
-                 "metrics_listen=127.0.0.1:0", "--set", f"pool.embedded.ranks={RANKS}"], stderr=log)
-        wait_for("the server's start", lambda: " ready" in self.log.read_text() or self.process.poll() is not None)
-        if self.process.poll() is not None:
-            sys.exit("check-dashboards: the server ended: " + self.log.read_text())
-        text = self.log.read_text()
-        self.api = re.search(r"Z listening on (\S+)$", text, re.M).group(1)
-        self.pages = re.search(r"Z metrics listening on (\S+)$", text, re.M).group(1)
-
-    def prefill(self, tokens, *options):
-        prompt = random.randbytes(tokens)
-        return subprocess.run([MESHFILL, "prefill", "--server", self.api, "--tokens", "-", "--format", "bytes", "--json",
-                               *options], input=prompt, capture_output=True, check=False).returncode
 
 
 class Prometheus:
@@ -157,7 +115,7 @@ def main():
         folder = pathlib.Path(name)
         processes = []
         try:
-            server = Server(folder)
+            server = DemoServer(MESHFILL, folder)
             processes.append(server.process)
             linted = subprocess.run(["promtool", "check", "metrics"], input=get(f"http://{server.pages}/metrics"), text=True,
                                     capture_output=True, check=False)
@@ -182,8 +140,7 @@ def main():
                 print(f"     and {OUT / 'panels.png'}")
         finally:
             for process in processes:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+                stop(process)
     for each in empty:
         print("no data:", each, file=sys.stderr)
     sys.exit(1 if empty or linted.returncode != 0 else 0)

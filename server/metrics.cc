@@ -175,10 +175,11 @@ class Metrics::Families {
   Gauge& peak_memory_bytes =
       AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
           .Add({});
-  Counter& epochs = AddCounter(registry, "meshfill_epochs_total",
-                               "Memberships of the pool that ran requests: a worker that joins, leaves or is lost "
-                               "begins a new one.")
-                        .Add({});
+  Counter& epochs =
+      AddCounter(registry, "meshfill_epochs_total",
+                 "Memberships of the pool that ran requests: a worker that joins, leaves or is lost "
+                 "begins a new one.")
+          .Add({});
   Counter& worker_joins = AddCounter(registry, "meshfill_worker_joins_total", "Workers that joined.").Add({});
   Counter& worker_losses =
       AddCounter(registry, "meshfill_worker_losses_total",
@@ -237,10 +238,14 @@ void Metrics::SetPool(PoolState state, int ranks) {
 
 void Metrics::SetWorkers(const PoolLoad& load) {
   Families& f = *families_;
+  int total = 0;
   for (const char* state : kWorkerStates) {
-    const auto ranks = load.ranks_by_state.find(state);
-    f.ranks.Add({{"state", state}}).Set(ranks == load.ranks_by_state.end() ? 0 : ranks->second);
+    const auto found = load.ranks_by_state.find(state);
+    const int ranks = found == load.ranks_by_state.end() ? 0 : found->second;
+    f.ranks.Add({{"state", state}}).Set(ranks);
+    total += ranks;
   }
+  for (int rank = 0; rank < total; ++rank) f.AddRank(rank);
   const auto raise = [](Counter& counter, uint64_t total) {
     counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
   };

@@ -51,7 +51,7 @@ def quantile(share, metric):
 def rows():
     return [
         ("Is the pool there, and does it answer?", [
-            number("Ranks ready", "none", f'sum(meshfill_ranks{{{POOL},state="ready"}})', steps=[(0, "red"), (1, "green")]),
+            number("Ranks that serve", "none", f'sum(meshfill_ranks{{{POOL},state!~"loading|draining"}})', steps=[(0, "red"), (1, "green")]),
             number("Tokens/s (30 min)", "none", f"sum(meshfill:prompt_tokens:rate{{{POOL}}})"),
             number("Tokens in the queue", "short", f"sum(meshfill_queue_tokens{{{POOL}}})", about="KEDA scales on this."),
             number("Oldest in the queue", "s", f"max(meshfill_queue_oldest_seconds{{{POOL}}})",
@@ -62,7 +62,11 @@ def rows():
             graph("Requests by status", "reqps",
                   [query(f"sum by (code) (rate(meshfill_requests_total{{{POOL}}}[$__rate_interval])) > 0", "{{code}}")], stacked=True),
             graph("Ranks by state", "none", [query(f"sum by (state) (meshfill_ranks{{{POOL}}})", "{{state}}")], stacked=True),
-            graph("Targets up", "none", [query(f"up{{{POOL}}}", "{{instance}}")], max=1),
+            graph("Pool: epochs, losses, retries", "none",
+                  [query(f"sum(increase(meshfill_{what}_total{{{POOL}}}[30m]))", name) for what, name in (
+                      ("epochs", "epochs"), ("worker_joins", "joins"), ("worker_losses", "losses"),
+                      ("worker_refusals", "refusals"), ("requests_retried", "retries"))],
+                  about="In 30 minutes. A worker that joins, leaves or is lost begins an epoch."),
         ]),
         ("How long do clients wait for the first token?", [
             graph("TTFT", "s", [query(quantile(share, "meshfill_ttft_seconds"), name)
