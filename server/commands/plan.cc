@@ -7,11 +7,11 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "engine/free_memory.h"
 #include "engine/model/model_config.h"
 #include "engine/planner.h"
-#include "engine/pool_speed.h"
+#include "engine/pool_profile.h"
 #include "engine/predicted_timeline.h"
-#include "kernels/cpu/cpu_backend.h"
 #include "server/commands/flags.h"
 #include "server/config.h"
 #include "server/output_file.h"
@@ -86,13 +86,14 @@ class PlanCommand : public Command {
  private:
   static absl::StatusOr<PoolSpeed> Measure(const EngineOptions& options, const ModelShape& shape) {
     const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-    const std::unique_ptr<Backend> pool =
-        MakeCpuBackend(shape.dtype, options.threads > 0 ? options.threads : cores);
-    return MeasurePoolSpeed(shape, *pool, options.ranks);
+    return CpuPoolSpeed(shape, options.threads > 0 ? options.threads : cores, options.ranks,
+                        options.speed_profile_path);
   }
 
   absl::StatusOr<PlanChoice> Choose(const EngineOptions& options, const ModelShape& shape,
                                     const PoolSpeed& speed) const {
+    const int64_t budget =
+        options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
     return MakePlan(shape, speed,
                     {.tokens = tokens_,
                      .ranks = options.ranks,
@@ -102,7 +103,7 @@ class PlanCommand : public Command {
                      .heads = heads_,
                      .partial_dtype = options.partial_dtype,
                      .schedule = options.schedule,
-                     .memory_budget_bytes = options.memory_budget_bytes});
+                     .memory_budget_bytes = budget});
   }
 
   ConfigFlags config_;
