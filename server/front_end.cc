@@ -71,10 +71,11 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
  public:
   Service(const v1::Config& config, Metrics& metrics)
       : queue_limits_(QueueLimits(config.queue())),
-        ranks_(static_cast<int>(config.pool().embedded().ranks())),
+        embedded_ranks_(
+            config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
         metrics_(metrics),
         live_(ToDuration(config.limits().upload_timeout())) {
-    metrics_.SetPool(PoolState::kLoading, ranks_);
+    metrics_.SetPool(PoolState::kLoading, embedded_ranks_);
   }
 
   absl::Status Listen(const v1::Config& config) {
@@ -101,16 +102,20 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   void Open(std::unique_ptr<PrefillEngine> engine) {
     engine_ = std::move(engine);
     queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
-    metrics_.SetPool(PoolState::kReady, ranks_);
+    if (engine_->ranks() > 0) metrics_.SetPool(PoolState::kReady, engine_->ranks());
     metrics_.SetPeakFlops(engine_->peak_flops());
     state_.store(PoolState::kReady, std::memory_order_release);
-    SetHealth(true);
+    Refresh();
+  }
+
+  void Refresh() {
+    if (state_.load(std::memory_order_acquire) == PoolState::kReady) SetHealth(engine_->ranks() > 0);
   }
 
   void StartDrain() {
     SetHealth(false);
     if (queue_ != nullptr) queue_->Drain();
-    metrics_.SetPool(PoolState::kDraining, ranks_);
+    if (members().empty()) metrics_.SetPool(PoolState::kDraining, ranks());
     state_.store(PoolState::kDraining, std::memory_order_release);
   }
 
@@ -155,11 +160,11 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   v1::PoolStatus pool_status() const {
     v1::PoolStatus status;
     const PoolState state = state_.load(std::memory_order_acquire);
-    status.set_ranks(static_cast<uint32_t>(ranks_));
+    status.set_ranks(static_cast<uint32_t>(ranks()));
     status.set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
     status.set_state(state == PoolState::kLoading ? v1::PoolStatus::STATE_LOADING
-                      : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
-                                                   : v1::PoolStatus::STATE_DRAINING);
+                     : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
+                                                  : v1::PoolStatus::STATE_DRAINING);
     if (state == PoolState::kLoading || engine_ == nullptr) return status;
     status.set_model(engine_->model_name());
     status.set_backend(engine_->backend_name());
@@ -167,6 +172,15 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     status.set_context_tokens(engine_->model().context_tokens);
     status.set_vocab(engine_->model().vocab);
     const PrefillQueue::Snapshot queue = queue_->snapshot();
+    for (const PoolMember& member : members()) {
+      v1::PoolStatus::Worker& worker = *status.add_workers();
+      worker.set_name(member.name);
+      worker.set_host(member.host);
+      worker.set_backend(member.backend);
+      worker.set_state(member.state);
+      worker.set_ranks(static_cast<uint32_t>(member.ranks));
+      worker.set_first_rank(member.first_rank);
+    }
     status.set_queued_requests(static_cast<uint32_t>(queue.requests));
     status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
     status.set_running_request_id(queue.running_id);
@@ -205,12 +219,20 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     return absl::OkStatus();
   }
 
+  bool has_engine() const {
+    return state_.load(std::memory_order_acquire) != PoolState::kLoading && engine_ != nullptr;
+  }
+  int ranks() const { return has_engine() ? engine_->ranks() : embedded_ranks_; }
+  std::vector<PoolMember> members() const {
+    return has_engine() ? engine_->members() : std::vector<PoolMember>();
+  }
+
   void SetHealth(bool ready) {
     server_->GetHealthCheckService()->SetServingStatus(v1::PrefillService::service_full_name(), ready);
   }
 
   const PrefillQueue::Limits queue_limits_;
-  const int ranks_;
+  const int embedded_ranks_;
   Metrics& metrics_;
   LiveStreams live_;
   std::atomic<PoolState> state_{PoolState::kLoading};  // engine_ and queue_ are set before it leaves kLoading
@@ -232,6 +254,7 @@ absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& conf
 const std::string& FrontEnd::address() const { return service_->address(); }
 v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
 void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine) { service_->Open(std::move(engine)); }
+void FrontEnd::Refresh() { service_->Refresh(); }
 void FrontEnd::StartDrain() { service_->StartDrain(); }
 bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }
 void FrontEnd::Stop() { service_->Stop(); }

@@ -34,6 +34,7 @@ class FrontEnd {
   v1::PoolStatus pool_status() const;  // what GetPool answers; until Stop
 
   void Open(std::unique_ptr<PrefillEngine> engine);  // once
+  void Refresh();  // of a pool whose ranks come and go: health says NOT_SERVING while there are none
 
   void StartDrain();
   // False where requests are still live at the deadline.

@@ -15,6 +15,7 @@
 #include "server/commands/plan.h"
 #include "server/commands/prefill.h"
 #include "server/commands/serve.h"
+#include "server/commands/worker.h"
 #include "server/commands/simulate.h"
 
 namespace meshfill {
@@ -83,6 +84,7 @@ int Main(int argc, char** argv) {
   app.require_subcommand(1);
   std::vector<std::unique_ptr<Command>> commands;
   commands.push_back(AddServeCommand(app));
+  commands.push_back(AddWorkerCommand(app));
   commands.push_back(AddPrefillCommand(app));
   commands.push_back(AddPlanCommand(app));
   commands.push_back(AddSimulateCommand(app));

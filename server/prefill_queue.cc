@@ -99,6 +99,7 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   job.submitted_at = absl::Now();
   job.tokens = std::move(tokens);
   job.options = options;
+  job.options.request_id = job.request.id;
   job.waiter = std::move(waiter);
   int before = running_.job != nullptr ? 1 : 0;
   for (const auto& [other_ticket, other] : jobs_) {

@@ -1,6 +1,5 @@
 #include "server/serve.h"
 
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
@@ -18,6 +17,8 @@
 #include "server/http_pages.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/pool/pool_engine.h"
+#include "server/shutdown_signals.h"
 #include "server/status_page.h"
 
 namespace meshfill {
@@ -25,30 +26,17 @@ namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
 
-// SIGTERM and SIGINT as something to wait for. Make it before any other thread: threads inherit that the
-// signals are blocked, so that they stay pending for Wait.
-class ShutdownSignals {
- public:
-  ShutdownSignals() {
-    sigemptyset(&signals_);
-    sigaddset(&signals_, SIGTERM);
-    sigaddset(&signals_, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &signals_, &old_mask_);
+// The leader of workers that join.
+absl::StatusOr<std::unique_ptr<PrefillEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
+  auto pool = PoolEngine::Start(config, metrics);
+  if (!pool.ok()) {
+    return absl::Status(pool.status().code(), absl::StrCat("pool.control_listen: ", pool.status().message()));
   }
-  ~ShutdownSignals() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
+  Log(absl::StrCat("workers join at ", (*pool)->control_address()));
+  return std::unique_ptr<PrefillEngine>(*std::move(pool));
+}
 
-  // True where a signal comes, or has come, before the timeout.
-  bool Wait(absl::Duration timeout) {
-    const timespec time = absl::ToTimespec(timeout);
-    return sigtimedwait(&signals_, nullptr, &time) > 0;
-  }
-
- private:
-  sigset_t signals_;
-  sigset_t old_mask_;
-};
-
-// Loads on a thread of its own, so that a signal is heard meanwhile.
+// Loads an embedded pool, on a thread of its own so that a signal is heard meanwhile.
 absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, ShutdownSignals& signals) {
   auto loading = std::async(std::launch::async, [&] { return PrefillEngine::Load(ToEngineOptions(config)); });
   while (loading.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
@@ -65,7 +53,8 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
 absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, const Metrics& metrics,
                                                           const FrontEnd& front_end) {
   std::vector<HttpPage> pages = StatusPages([&front_end] { return front_end.pool_status(); }, metrics);
-  pages.push_back({"/metrics", "text/plain; version=0.0.4; charset=utf-8", [&metrics] { return metrics.Text(); }});
+  pages.push_back(
+      {"/metrics", "text/plain; version=0.0.4; charset=utf-8", [&metrics] { return metrics.Text(); }});
   return HttpPages::Listen(address, std::move(pages));
 }
 
@@ -112,14 +101,15 @@ absl::Status Serve(const v1::Config& config) {
     Log(absl::StrCat("metrics listening on ", pages->address()));
   }
 
-  auto engine = Load(config, signals);
+  const bool embedded = config.pool().control_listen().empty();
+  auto engine = embedded ? Load(config, signals) : StartPool(config, metrics);
   if (!engine.ok()) return engine.status();
-  Log(absl::StrCat("ready: model ", (*engine)->model_name(), " on ", (*engine)->ranks(), " ranks of ",
-                   (*engine)->backend_name()));
+  Log(embedded ? absl::StrCat("ready: model ", (*engine)->model_name(), " on ", (*engine)->ranks(),
+                              " ranks of ", (*engine)->backend_name())
+               : absl::StrCat("model ", (*engine)->model_name(), " waits for workers"));
   (*front_end)->Open(*std::move(engine));
 
-  while (!signals.Wait(absl::Hours(1))) {
-  }
+  while (!signals.Wait(kPoll)) (*front_end)->Refresh();
   const absl::Status drained = Drain(config, **front_end, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();

@@ -1,11 +1,11 @@
 #include "server/pool/run_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "server/pool/word_hash.h"
 
 namespace meshfill {
 namespace {
@@ -18,22 +18,6 @@ absl::StatusOr<CommKind> ParseComm(const std::string& name) {
   }
   return absl::InvalidArgumentError(absl::StrCat("a step of the plan communicates \"", name, "\""));
 }
-
-// A hash of 64-bit words, the same on every machine: one multiply and one rotation a word, then a finish that
-// spreads every bit (the constants are those of SplitMix64).
-class WordHash {
- public:
-  void Add(uint64_t word) { state_ = std::rotl((state_ ^ word) * 0x9E3779B97F4A7C15u, 29); }
-  uint64_t Finish() const {
-    uint64_t hash = state_;
-    hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9u;
-    hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EBu;
-    return hash ^ (hash >> 31);
-  }
-
- private:
-  uint64_t state_ = 0x6D657368;  // any but 0
-};
 
 }  // namespace
 

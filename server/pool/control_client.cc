@@ -1,0 +1,181 @@
+#include "server/pool/control_client.h"
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "grpcpp/grpcpp.h"
+#include "meshfill/v1/control.grpc.pb.h"
+#include "server/pool/control_credentials.h"
+#include "server/status_details.h"
+
+namespace meshfill {
+
+class ControlClient::Impl {
+ public:
+  Impl(std::string address, std::shared_ptr<grpc::ChannelCredentials> credentials, Listener& listener)
+      : address_(std::move(address)), credentials_(std::move(credentials)), listener_(listener) {}
+
+  ~Impl() {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (const auto& [connection, stream] : streams_) stream->Cancel();
+    gone_.wait(lock, [this] { return streams_.empty(); });
+  }
+
+  void Connect(Connection connection) {
+    auto stream = std::make_shared<Stream>(*this, connection);
+    {
+      const std::lock_guard<std::mutex> lock(mu_);
+      streams_[connection] = stream;
+      newest_ = stream;
+    }
+    stream->Start(MakeChannel());
+    std::vector<std::shared_ptr<Stream>> ended;  // destroyed after the lock
+    const std::lock_guard<std::mutex> lock(mu_);
+    ended.swap(ended_);
+  }
+
+  void Disconnect(Connection connection) {
+    if (auto stream = Find(connection)) stream->Cancel();
+  }
+
+  void Send(v1::WorkerMessage message) {
+    std::shared_ptr<Stream> stream;
+    {
+      const std::lock_guard<std::mutex> lock(mu_);
+      stream = newest_;
+    }
+    if (stream != nullptr) stream->Enqueue(std::move(message));
+  }
+
+ private:
+  // One stream. gRPC's share of it is its place in streams_, given up in OnDone.
+  class Stream final : public grpc::ClientBidiReactor<v1::WorkerMessage, v1::LeaderMessage> {
+   public:
+    Stream(Impl& client, Connection connection) : client_(client), connection_(connection) {}
+
+    void Start(std::shared_ptr<grpc::Channel> channel) {
+      stub_ = v1::ControlService::NewStub(channel);
+      stub_->async()->Attach(&context_, this);
+      AddHold();  // for writes from outside of a reaction, until the reads end
+      StartRead(&incoming_);
+      StartCall();
+      const std::lock_guard<std::mutex> lock(mu_);
+      started_ = true;
+      Pump();
+    }
+    void Cancel() { context_.TryCancel(); }
+    void Enqueue(v1::WorkerMessage message) {
+      const std::lock_guard<std::mutex> lock(mu_);
+      if (ended_) return;
+      outbox_.push_back(std::move(message));
+      Pump();
+    }
+
+    void OnReadDone(bool ok) override {
+      if (ok) {
+        client_.listener_.OnMessage(connection_, incoming_);
+        return StartRead(&incoming_);
+      }
+      {
+        const std::lock_guard<std::mutex> lock(mu_);
+        ended_ = true;
+        outbox_.clear();
+      }
+      RemoveHold();
+    }
+    void OnWriteDone(bool ok) override {
+      const std::lock_guard<std::mutex> lock(mu_);
+      writing_ = false;
+      if (!ok) outbox_.clear();
+      Pump();
+    }
+    void OnDone(const grpc::Status& status) override {
+      const absl::Status why =
+          status.ok() ? absl::UnavailableError("the leader closed it") : FromGrpcStatus(status);
+      client_.listener_.OnDisconnected(connection_, why);
+      client_.Forget(connection_);
+    }
+
+   private:
+    // Starts the next write, if none is under way.
+    void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      if (!started_ || writing_ || ended_ || outbox_.empty()) return;
+      writing_ = true;
+      outgoing_ = std::move(outbox_.front());
+      outbox_.pop_front();
+      StartWrite(&outgoing_);
+    }
+
+    Impl& client_;
+    const Connection connection_;
+    std::unique_ptr<v1::ControlService::Stub> stub_;
+    grpc::ClientContext context_;
+    v1::LeaderMessage incoming_;  // gRPC's while a read is under way
+    v1::WorkerMessage outgoing_;  // gRPC's while a write is under way
+    std::mutex mu_;
+    std::deque<v1::WorkerMessage> outbox_ ABSL_GUARDED_BY(mu_);
+    bool started_ ABSL_GUARDED_BY(mu_) = false;
+    bool writing_ ABSL_GUARDED_BY(mu_) = false;
+    bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  };
+
+  // A channel of its own for each attempt: who asks decides when to try again, not gRPC's backoff.
+  std::shared_ptr<grpc::Channel> MakeChannel() const {
+    constexpr int kNoLimit = -1;
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetMaxReceiveMessageSize(kNoLimit);
+    arguments.SetMaxSendMessageSize(kNoLimit);
+    return grpc::CreateCustomChannel(address_, credentials_, arguments);
+  }
+
+  std::shared_ptr<Stream> Find(Connection connection) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto entry = streams_.find(connection);
+    return entry == streams_.end() ? nullptr : entry->second;
+  }
+
+  void Forget(Connection connection) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto entry = streams_.find(connection);
+    if (newest_ == entry->second) newest_ = nullptr;
+    ended_.push_back(std::move(entry->second));
+    streams_.erase(entry);
+    gone_.notify_all();
+  }
+
+  const std::string address_;
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  Listener& listener_;
+  std::mutex mu_;
+  std::condition_variable gone_;
+  std::map<Connection, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<Stream> newest_ ABSL_GUARDED_BY(mu_);
+  // With the last channel, gRPC joins the threads that call back: so none is destroyed on such a thread, in
+  // OnDone.
+  std::vector<std::shared_ptr<Stream>> ended_ ABSL_GUARDED_BY(mu_);
+};
+
+ControlClient::ControlClient(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+ControlClient::~ControlClient() = default;
+
+absl::StatusOr<std::unique_ptr<ControlClient>> ControlClient::Make(const std::string& address,
+                                                                   const v1::PoolSection::Tls& tls,
+                                                                   Listener& listener) {
+  auto credentials = ControlChannelCredentials(tls, address);
+  if (!credentials.ok()) return credentials.status();
+  return std::unique_ptr<ControlClient>(
+      new ControlClient(std::make_unique<Impl>(address, *std::move(credentials), listener)));
+}
+
+void ControlClient::Connect(Connection connection) { impl_->Connect(connection); }
+void ControlClient::Disconnect(Connection connection) { impl_->Disconnect(connection); }
+void ControlClient::Send(v1::WorkerMessage message) { impl_->Send(std::move(message)); }
+
+}  // namespace meshfill

@@ -1,0 +1,198 @@
+#include "server/pool/control_service.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "grpcpp/grpcpp.h"
+#include "meshfill/v1/control.grpc.pb.h"
+#include "server/address.h"
+#include "server/pool/control_credentials.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; shards are cut smaller
+constexpr int kMaxMetadataBytes = 16 << 10;
+constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
+
+using Reactor = grpc::ServerBidiReactor<v1::WorkerMessage, v1::LeaderMessage>;
+
+}  // namespace
+
+class ControlService::Service final : public v1::ControlService::CallbackService {
+ public:
+  explicit Service(Listener& listener) : listener_(listener) {}
+
+  absl::Status Listen(const v1::PoolSection& pool) {
+    auto credentials = ControlServerCredentials(pool.tls(), pool.control_listen());
+    if (!credentials.ok()) return credentials.status();
+    auto address = ResolveFreeAddress(pool.control_listen());
+    if (!address.ok()) return address.status();
+    grpc::ServerBuilder builder;
+    builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+    builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
+    for (int algorithm = GRPC_COMPRESS_NONE + 1; algorithm < GRPC_COMPRESS_ALGORITHMS_COUNT; ++algorithm) {
+      builder.SetCompressionAlgorithmSupportStatus(static_cast<grpc_compression_algorithm>(algorithm), false);
+    }
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 4);  // a worker has one
+    builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
+    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+    int port = 0;
+    builder.AddListeningPort(address->DebugString(), *credentials, &port);
+    builder.RegisterService(this);
+    server_ = builder.BuildAndStart();
+    if (server_ == nullptr || port == 0) {
+      return absl::UnavailableError(
+          absl::StrCat("cannot listen on ", address->DebugString(), "; choose another port"));
+    }
+    address->port = static_cast<uint16_t>(port);
+    address_ = address->DebugString();
+    return absl::OkStatus();
+  }
+
+  ~Service() override {
+    if (server_ == nullptr) return;
+    server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+    std::unique_lock<std::mutex> lock(mu_);
+    gone_.wait(lock, [this] { return streams_.empty(); });
+  }
+
+  const std::string& address() const { return address_; }
+
+  Reactor* Attach(grpc::CallbackServerContext* context) override {
+    auto stream = std::make_shared<Stream>(*this);
+    {
+      const std::lock_guard<std::mutex> lock(mu_);
+      stream->id_ = ++last_connection_;
+      streams_[stream->id_] = stream;
+    }
+    listener_.OnConnected(stream->id_);
+    stream->StartRead(&stream->incoming_);
+    return stream.get();
+  }
+
+  void Send(Connection connection, v1::LeaderMessage message) {
+    if (auto stream = Find(connection)) stream->Enqueue(std::move(message));
+  }
+  void Close(Connection connection) {
+    if (auto stream = Find(connection)) stream->CloseAfterWrites();
+  }
+
+ private:
+  // One worker's stream. gRPC's share of it is its place in streams_, given up in OnDone.
+  class Stream final : public Reactor {
+   public:
+    explicit Stream(Service& service) : service_(service) {}
+
+    void Enqueue(v1::LeaderMessage message) {
+      const std::lock_guard<std::mutex> lock(mu_);
+      if (closing_ || finished_) return;
+      outbox_.push_back(std::move(message));
+      Pump();
+    }
+    void CloseAfterWrites() {
+      const std::lock_guard<std::mutex> lock(mu_);
+      closing_ = true;
+      Pump();
+    }
+
+    void OnReadDone(bool ok) override {
+      if (!ok) return Disconnected();
+      service_.listener_.OnMessage(id_, incoming_);
+      StartRead(&incoming_);
+    }
+    void OnWriteDone(bool ok) override {
+      const std::lock_guard<std::mutex> lock(mu_);
+      writing_ = false;
+      if (!ok) outbox_.clear();
+      Pump();
+    }
+    void OnCancel() override { Disconnected(); }
+    void OnDone() override { service_.Forget(id_); }
+
+    Connection id_ = 0;
+    v1::WorkerMessage incoming_;  // gRPC's while a read is under way
+
+   private:
+    void Disconnected() {
+      {
+        const std::lock_guard<std::mutex> lock(mu_);
+        closing_ = true;
+        outbox_.clear();
+        Pump();
+        if (std::exchange(told_, true)) return;
+      }
+      service_.listener_.OnDisconnected(id_);
+    }
+
+    // Starts the next write, or the finish, if none is under way.
+    void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      if (writing_ || finished_) return;
+      if (!outbox_.empty()) {
+        writing_ = true;
+        outgoing_ = std::move(outbox_.front());
+        outbox_.pop_front();
+        return StartWrite(&outgoing_);
+      }
+      if (!closing_) return;
+      finished_ = true;
+      Finish(grpc::Status::OK);
+    }
+
+    Service& service_;
+    std::mutex mu_;
+    v1::LeaderMessage outgoing_;  // gRPC's while a write is under way
+    std::deque<v1::LeaderMessage> outbox_ ABSL_GUARDED_BY(mu_);
+    bool writing_ ABSL_GUARDED_BY(mu_) = false;
+    bool closing_ ABSL_GUARDED_BY(mu_) = false;
+    bool finished_ ABSL_GUARDED_BY(mu_) = false;
+    bool told_ ABSL_GUARDED_BY(mu_) = false;
+  };
+
+  std::shared_ptr<Stream> Find(Connection connection) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    const auto entry = streams_.find(connection);
+    return entry == streams_.end() ? nullptr : entry->second;
+  }
+
+  void Forget(Connection connection) {
+    std::shared_ptr<Stream> gone;  // destroyed after the lock
+    const std::lock_guard<std::mutex> lock(mu_);
+    gone = std::move(streams_.at(connection));
+    streams_.erase(connection);
+    gone_.notify_all();
+  }
+
+  Listener& listener_;
+  std::unique_ptr<grpc::Server> server_;
+  std::string address_;
+  std::mutex mu_;
+  std::condition_variable gone_;
+  std::map<Connection, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
+  Connection last_connection_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+ControlService::ControlService(std::unique_ptr<Service> service) : service_(std::move(service)) {}
+ControlService::~ControlService() = default;
+
+absl::StatusOr<std::unique_ptr<ControlService>> ControlService::Start(const v1::PoolSection& pool,
+                                                                      Listener& listener) {
+  auto service = std::make_unique<Service>(listener);
+  if (auto status = service->Listen(pool); !status.ok()) return status;
+  return std::unique_ptr<ControlService>(new ControlService(std::move(service)));
+}
+
+const std::string& ControlService::address() const { return service_->address(); }
+void ControlService::Send(Connection connection, v1::LeaderMessage message) {
+  service_->Send(connection, std::move(message));
+}
+void ControlService::Close(Connection connection) { service_->Close(connection); }
+
+}  // namespace meshfill

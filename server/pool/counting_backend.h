@@ -1,0 +1,77 @@
+// A backend that tells what its rank is at: how many operations have begun and ended, and whether one is
+// under way. From this the leader knows a rank that computes from one that stands still.
+#ifndef MESHFILL_SERVER_POOL_COUNTING_BACKEND_H_
+#define MESHFILL_SERVER_POOL_COUNTING_BACKEND_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+class CountingBackend final : public Backend {
+ public:
+  explicit CountingBackend(std::unique_ptr<Backend> backend) : backend_(std::move(backend)) {}
+
+  // Odd while an operation is under way. Any thread.
+  uint64_t operations() const { return operations_.load(std::memory_order_relaxed); }
+
+  std::string name() const override { return backend_->name(); }
+  DType dtype() const override { return backend_->dtype(); }
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return backend_->Allocate(size_bytes); }
+  void set_stop_token(const StopToken* stop) override { backend_->set_stop_token(stop); }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    return backend_->PackWeight(rows, in_features);
+  }
+
+  absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
+                     float* x) override {
+    return Count([&] { return backend_->Embed(ids, table, table_dtype, width, x); });
+  }
+  absl::Status RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
+                       void* y) override {
+    return Count([&] { return backend_->RmsNorm(x, weight, tokens, width, eps, y); });
+  }
+  absl::Status Gemm(const GemmArgs& args) override {
+    return Count([&] { return backend_->Gemm(args); });
+  }
+  absl::Status SplitQkv(const SplitQkvArgs& args) override {
+    return Count([&] { return backend_->SplitQkv(args); });
+  }
+  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
+    return Count([&] { return backend_->AttentionBlock(args); });
+  }
+  absl::Status MergePartial(const MergePartialArgs& args) override {
+    return Count([&] { return backend_->MergePartial(args); });
+  }
+  absl::Status CopyHeads(const CopyHeadsArgs& args) override {
+    return Count([&] { return backend_->CopyHeads(args); });
+  }
+  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    return Count([&] { return backend_->SwiGlu(x, tokens, width, y); });
+  }
+  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
+    return Count([&] { return backend_->Convert(from, count, to_dtype, to); });
+  }
+
+ private:
+  template <typename Operation>
+  absl::Status Count(Operation operation) {
+    operations_.fetch_add(1, std::memory_order_relaxed);
+    absl::Status status = operation();
+    operations_.fetch_add(1, std::memory_order_relaxed);
+    return status;
+  }
+
+  const std::unique_ptr<Backend> backend_;
+  std::atomic<uint64_t> operations_{0};
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_COUNTING_BACKEND_H_

@@ -1,0 +1,90 @@
+#include "server/pool/model_id.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "engine/model/model_config.h"
+#include "engine/model/safetensors_folder.h"
+#include "server/pool/word_hash.h"
+
+namespace meshfill {
+namespace {
+
+constexpr size_t kSamples = 64;  // of a tensor, spread evenly
+constexpr size_t kSampleBytes = 64;
+
+void AddBytes(std::span<const std::byte> bytes, WordHash& hash) {
+  hash.Add(bytes.size());
+  for (size_t begin = 0; begin < bytes.size(); begin += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + begin, std::min(sizeof(word), bytes.size() - begin));
+    hash.Add(word);
+  }
+}
+
+void AddText(std::string_view text, WordHash& hash) { AddBytes(std::as_bytes(std::span(text)), hash); }
+
+uint64_t WeightsHash(const SafetensorsFolder& folder) {
+  WordHash hash;
+  for (const auto& [name, entry] : folder.entries()) {
+    const TensorView& tensor = entry.tensor;
+    AddText(name, hash);
+    AddText(ElementTypeName(tensor.type), hash);
+    for (int64_t length : tensor.shape) hash.Add(static_cast<uint64_t>(length));
+    const size_t size = tensor.bytes.size();
+    const size_t stride = std::max(kSampleBytes, size / kSamples);
+    for (size_t begin = 0; begin < size; begin += stride) {
+      AddBytes(tensor.bytes.subspan(begin, std::min(kSampleBytes, size - begin)), hash);
+    }
+  }
+  return hash.Finish();
+}
+
+// The rule of Model::Load: f32 where every matrix is.
+bool AllMatricesF32(const SafetensorsFolder& folder) {
+  return std::all_of(folder.entries().begin(), folder.entries().end(), [](const auto& entry) {
+    const TensorView& tensor = entry.second.tensor;
+    return tensor.shape.size() != 2 || tensor.type == ElementType::kF32;
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::optional<DType> dtype) {
+  const std::string path = folder + "/config.json";
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (!file) {
+    return absl::NotFoundError(
+        absl::StrCat(path, ": cannot be read; set model.path to a Hugging Face folder"));
+  }
+  auto config = ModelConfig::Parse(text.str(), path);
+  if (!config.ok()) return config.status();
+  IdentifiedModel model{.id = {}, .shape = config->shape};
+  WordHash hash;
+  AddText(text.str(), hash);
+  model.id.set_config_hash(hash.Finish());
+  std::filesystem::path clean = std::filesystem::path(folder).lexically_normal();
+  if (clean.filename().empty()) clean = clean.parent_path();  // it ends in a slash
+  model.id.set_name(clean.filename().string());
+
+  const auto weights = SafetensorsFolder::Open(folder);
+  if (!weights.ok() && !absl::IsNotFound(weights.status())) return weights.status();
+  if (weights.ok()) {
+    model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash(*weights)));
+    model.shape.dtype = AllMatricesF32(*weights) ? DType::kF32 : DType::kBf16;
+  } else {
+    model.shape.dtype = config->shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16;
+  }
+  if (dtype.has_value()) model.shape.dtype = *dtype;
+  model.id.set_dtype(model.shape.dtype == DType::kF32 ? "f32" : "bf16");
+  return model;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,231 @@
+#include "server/pool/pool_engine.h"
+
+#include <chrono>
+#include <map>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "engine/prefill_summary.h"
+#include "server/config.h"
+#include "server/log.h"
+#include "server/pool/pool_planner.h"
+
+namespace meshfill {
+namespace {
+
+constexpr auto kTick = std::chrono::milliseconds(50);
+constexpr auto kStopPoll = std::chrono::milliseconds(10);
+
+absl::Duration ToDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
+  const v1::PoolSection& pool = config.pool();
+  Leader::Options options;
+  options.build = absl::StrCat("meshfill ", MESHFILL_VERSION);
+  options.model = model.id;
+  options.layers = model.shape.layers;
+  options.vocab = model.shape.vocab;
+  options.link.link_bytes_per_second = pool.link_bytes_per_second();
+  options.link.link_latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.link_latency()));
+  // Epochs of a leader that was started again are later than those before.
+  options.first_epoch = static_cast<uint64_t>(absl::ToUnixSeconds(absl::Now()));
+  options.silence_timeout = ToDuration(pool.silence_timeout());
+  options.hang_timeout = ToDuration(pool.hang_timeout());
+  options.empty_timeout = ToDuration(pool.empty_timeout());
+  return options;
+}
+
+}  // namespace
+
+PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics)
+    : model_(std::move(model)),
+      defaults_(ToEngineOptions(config)),
+      metrics_(metrics),
+      leader_(LeaderOptions(config, model_),
+              [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
+                return PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+              }) {}
+
+absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Start(const v1::Config& config, Metrics& metrics) {
+  auto model = IdentifyModel(config.model().path(), ToEngineOptions(config).dtype);
+  if (!model.ok()) return model.status();
+  std::unique_ptr<PoolEngine> engine(new PoolEngine(config, *std::move(model), metrics));
+  auto control = ControlService::Start(config.pool(), *engine);
+  if (!control.ok()) return control.status();
+  {
+    const std::lock_guard<std::mutex> lock(engine->mu_);
+    engine->control_ = *std::move(control);
+    engine->DoActions();  // of workers that were faster
+  }
+  engine->clock_ = std::thread([engine = engine.get()] { engine->Tick(); });
+  return engine;
+}
+
+PoolEngine::~PoolEngine() {
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    quit_ = true;
+    changed_.notify_all();
+  }
+  if (clock_.joinable()) clock_.join();
+  std::unique_ptr<ControlService> control;  // its end calls back in: without the mutex
+  const std::lock_guard<std::mutex> lock(mu_);
+  control.swap(control_);
+}
+
+int PoolEngine::ranks() const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return leader_.capacity().ranks;
+}
+
+double PoolEngine::peak_flops() const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return leader_.peak_flops();
+}
+
+std::vector<PoolMember> PoolEngine::members() const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  std::vector<PoolMember> members;
+  for (const Leader::WorkerView& worker : leader_.workers()) {
+    members.push_back({.name = worker.offer->name(),
+                       .host = worker.offer->host(),
+                       .backend = worker.offer->backend(),
+                       .state = WorkerStateName(worker.state),
+                       .ranks = static_cast<int>(worker.offer->ranks()),
+                       .first_rank = worker.first_rank});
+  }
+  return members;
+}
+
+absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOptions& options) const {
+  PoolCapacity capacity;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    capacity = leader_.capacity();
+  }
+  if (absl::Status status = CheckPromptOptions(model_.shape, model_name(), tokens, options); !status.ok())
+    return status;
+  return PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+}
+
+absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> tokens,
+                                                  const PrefillOptions& options, PrefillObserver* observer,
+                                                  const StopToken* stop) {
+  const int64_t count = static_cast<int64_t>(tokens.size());
+  if (options.keep_kv) {
+    return absl::InvalidArgumentError(
+        "a pool of processes does not return KV caches yet; use an embedded pool");
+  }
+  if (absl::Status status = CheckPromptOptions(model_.shape, model_name(), count, options); !status.ok())
+    return status;
+  if (absl::Status status = CheckTokenIds(model_.shape, model_name(), tokens); !status.ok()) return status;
+
+  const auto start = std::chrono::steady_clock::now();
+  absl::StatusOr<Leader::Result> run = absl::UnknownError("");
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    waiting_.emplace();
+    waiting_->ticket =
+        leader_.Submit({.id = options.request_id, .tokens = tokens, .options = options}, absl::Now());
+    DoActions();
+    run = WaitForResult(lock, observer, stop);
+    waiting_.reset();
+  }
+  if (!run.ok()) return run.status();
+  PrefillResult result{.logits = std::move(run->logits), .top = {}, .plan = std::move(run->plan)};
+  result.ranks = std::move(run->ranks);
+  result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  absl::Status status = SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result);
+  if (!status.ok()) return status;
+  return result;
+}
+
+absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(std::unique_lock<std::mutex>& lock,
+                                                         PrefillObserver* observer, const StopToken* stop) {
+  int told = 0;
+  while (!waiting_->result.has_value()) {
+    if (waiting_->layers_done > told) {
+      told = waiting_->layers_done;
+      lock.unlock();
+      if (observer != nullptr) observer->OnLayerDone(told, model_.shape.layers);
+      lock.lock();
+      continue;
+    }
+    if (stop != nullptr && stop->stopped()) {
+      leader_.CancelRequest(waiting_->ticket, absl::CancelledError("the prefill was stopped"), absl::Now());
+      DoActions();
+      continue;
+    }
+    changed_.wait_for(lock, kStopPoll);
+  }
+  return *std::move(waiting_->result);
+}
+
+void PoolEngine::OnConnected(ControlService::Connection connection) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  leader_.OnConnected(connection, absl::Now());
+  DoActions();
+}
+
+void PoolEngine::OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  leader_.OnMessage(connection, message, absl::Now());
+  DoActions();
+}
+
+void PoolEngine::OnDisconnected(ControlService::Connection connection) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  leader_.OnDisconnected(connection, absl::Now());
+  DoActions();
+}
+
+void PoolEngine::Tick() {
+  std::unique_lock<std::mutex> lock(mu_);
+  while (!quit_) {
+    leader_.OnTick(absl::Now());
+    DoActions();
+    changed_.wait_for(lock, kTick);
+  }
+}
+
+void PoolEngine::DoActions() {
+  if (control_ == nullptr) return;  // they wait until it is there
+  std::vector<Leader::Action> actions = leader_.TakeActions();
+  if (actions.empty()) return;
+  for (Leader::Action& action : actions) {
+    if (auto* send = std::get_if<Leader::Send>(&action)) {
+      control_->Send(send->to, std::move(send->message));
+    } else if (auto* close = std::get_if<Leader::Close>(&action)) {
+      control_->Close(close->connection);
+    } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
+      if (waiting_.has_value()) waiting_->result = std::move(answer->result);
+    } else if (auto* layers = std::get_if<Leader::LayersDone>(&action)) {
+      if (waiting_.has_value()) waiting_->layers_done = layers->layers;
+    } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
+      Log(line->text);
+    }
+  }
+  PublishMetrics();
+  changed_.notify_all();
+}
+
+void PoolEngine::PublishMetrics() {
+  std::map<std::string, int> ranks;
+  for (const Leader::WorkerView& worker : leader_.workers()) {
+    ranks[WorkerStateName(worker.state)] += static_cast<int>(worker.offer->ranks());
+  }
+  const Leader::Counters& counters = leader_.counters();
+  metrics_.SetWorkers({.ranks_by_state = std::move(ranks),
+                       .epochs = counters.epochs,
+                       .joins = counters.joins,
+                       .losses = counters.losses,
+                       .refusals = counters.refusals,
+                       .retries = counters.retries});
+  metrics_.SetPeakFlops(leader_.peak_flops());
+}
+
+}  // namespace meshfill

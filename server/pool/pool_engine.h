@@ -1,0 +1,86 @@
+// The leader of a pool of worker processes as a prefill engine: what the queue and the front-end call.
+//
+// Threads: gRPC's (the control streams' events), a clock's of its own, and the callers'. One mutex guards the
+// leader's state machine, whose actions are carried out under it in their order; all of them only queue.
+// Observers are called from the thread that called Prefill, without the mutex.
+#ifndef MESHFILL_SERVER_POOL_POOL_ENGINE_H_
+#define MESHFILL_SERVER_POOL_POOL_ENGINE_H_
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "engine/prefill_engine.h"
+#include "meshfill/v1/config.pb.h"
+#include "server/metrics.h"
+#include "server/pool/control_service.h"
+#include "server/pool/leader.h"
+#include "server/pool/model_id.h"
+
+namespace meshfill {
+
+class PoolEngine final : public PrefillEngine, private ControlService::Listener {
+ public:
+  // Reads the model's config and listens on pool.control_listen. `config` comes from LoadConfig; `metrics`
+  // outlives the engine. Errors: those of IdentifyModel and of ControlService::Start.
+  static absl::StatusOr<std::unique_ptr<PoolEngine>> Start(const v1::Config& config, Metrics& metrics);
+  ~PoolEngine() override;
+
+  const std::string& control_address() const { return control_->address(); }
+
+  const ModelShape& model() const override { return model_.shape; }
+  const std::string& model_name() const override { return model_.id.name(); }
+  const std::string& backend_name() const override { return backend_name_; }
+  int ranks() const override;
+  double peak_flops() const override;
+  std::vector<PoolMember> members() const override;
+
+  // UNAVAILABLE: no workers.
+  absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;
+  // UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that ended two epochs.
+  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
+                                        PrefillObserver* observer, const StopToken* stop) override;
+
+ private:
+  struct Waiting {  // who waits in Prefill
+    Leader::Ticket ticket = 0;
+    int layers_done = 0;
+    std::optional<absl::StatusOr<Leader::Result>> result;
+  };
+
+  PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics);
+
+  void OnConnected(ControlService::Connection connection) override;
+  void OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) override;
+  void OnDisconnected(ControlService::Connection connection) override;
+
+  void Tick();  // the clock's thread
+  void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<Leader::Result> WaitForResult(std::unique_lock<std::mutex>& lock, PrefillObserver* observer,
+                                               const StopToken* stop);
+
+  const IdentifiedModel model_;
+  const EngineOptions defaults_;
+  const std::string backend_name_ = "pool";
+  Metrics& metrics_;
+
+  mutable std::mutex mu_;
+  std::condition_variable changed_;
+  Leader leader_ ABSL_GUARDED_BY(mu_);
+  std::optional<Waiting> waiting_ ABSL_GUARDED_BY(mu_);
+  bool quit_ ABSL_GUARDED_BY(mu_) = false;
+  std::unique_ptr<ControlService> control_;  // set once, under mu_
+  std::thread clock_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_POOL_ENGINE_H_

@@ -1,0 +1,320 @@
+#include "server/pool/rank_host.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "engine/comm/gloo.h"
+#include "engine/free_memory.h"
+#include "engine/pool_speed.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/peak.h"
+#include "server/pool/model_id.h"
+#include "server/pool/word_hash.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kMemoryShare = 0.8;  // of what is free after load, for one run's activations
+constexpr double kPeakMeasureSeconds = 0.2;
+constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
+
+// The leader ends a run that stands still long before this; it bounds a wait where the leader is gone too.
+absl::Duration WaitTimeout(const Plan& plan) {
+  return absl::Seconds(60) + 20 * absl::Seconds(plan.predicted.seconds);
+}
+
+uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
+  WordHash hash;
+  hash.Add(part.epoch);
+  hash.Add(part.number);
+  return hash.Finish();
+}
+
+}  // namespace
+
+// One run's ranks of this worker, from Prepare to Release or Stop.
+class RankHost::ActiveRun {
+ public:
+  ActiveRun(WorkerMachine::RunPart part, RankHost& host)
+      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {
+    tokens_.resize(part_.plan.layout.tokens());
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      const SlotPositions positions = part_.plan.layout.Positions(rank(i));
+      const std::vector<uint32_t>& shard = part_.shards[i];
+      for (size_t slot = 0; slot < shard.size(); ++slot) tokens_[positions.At(slot)] = shard[slot];
+    }
+    part_.shards.clear();
+  }
+
+  uint64_t number() const { return part_.number; }
+
+  absl::StatusOr<std::vector<std::string>> Listen() {
+    std::vector<std::string> addresses;
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      auto endpoint = GlooEndpoint::Listen({.listen = host_.options_.data_listen,
+                                            .rank = rank(i),
+                                            .ranks = part_.plan.ranks(),
+                                            .run = DataPlaneRun(part_)});
+      if (!endpoint.ok()) return endpoint.status();
+      addresses.push_back((*endpoint)->address());
+      const std::lock_guard<std::mutex> lock(mu_);
+      if (!abort_reason_.ok()) return abort_reason_;
+      seats_[i].endpoint = *std::move(endpoint);
+    }
+    return addresses;
+  }
+
+  void Start(std::vector<std::string> addresses) {
+    addresses_ = std::move(addresses);
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      seats_[i].first_operation = host_.backends_[i]->operations();
+      seats_[i].thread =
+          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, rank(i), RunSeat(i)); });
+    }
+    started_.store(true, std::memory_order_release);
+  }
+
+  // From any thread.
+  void Abort(const absl::Status& reason) {
+    stop_.Stop();
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (abort_reason_.ok()) abort_reason_ = reason;
+    for (Seat& seat : seats_) {
+      if (seat.endpoint != nullptr) seat.endpoint->Abort(abort_reason_);
+    }
+  }
+
+  void Join() {
+    for (Seat& seat : seats_) {
+      if (seat.thread.joinable()) seat.thread.join();
+    }
+  }
+
+  std::vector<WorkerMachine::RankProgress> progress() const {
+    std::vector<WorkerMachine::RankProgress> all;
+    if (!started_.load(std::memory_order_acquire)) return all;
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      const uint64_t operations = host_.backends_[i]->operations();
+      all.push_back({.rank = rank(i),
+                     .layers_done = seats_[i].layers_done.load(std::memory_order_relaxed),
+                     .operations = operations - seats_[i].first_operation,
+                     .computing = operations % 2 == 1});
+    }
+    return all;
+  }
+
+ private:
+  struct Seat {
+    std::unique_ptr<GlooEndpoint> endpoint;
+    std::unique_ptr<Communicator> communicator;
+    std::thread thread;
+    std::atomic<int> layers_done{0};
+    uint64_t first_operation = 0;
+  };
+
+  int rank(size_t seat) const { return part_.first_rank + static_cast<int>(seat); }
+
+  absl::StatusOr<RankOutput> RunSeat(size_t i) {
+    Seat& seat = seats_[i];
+    Backend& backend = *host_.backends_[i];
+    auto communicator = seat.endpoint->Connect(addresses_, backend, absl::Now() + kConnectTimeout);
+    if (!communicator.ok()) return communicator.status();
+    seat.communicator = *std::move(communicator);
+    backend.set_stop_token(&stop_);
+    absl::StatusOr<RankOutput> output =
+        RunRank({.plan = part_.plan,
+                 .model = *host_.model_,
+                 .rank = rank(i),
+                 .tokens = tokens_,
+                 .backend = backend,
+                 .communicator = *seat.communicator,
+                 .wait_timeout = WaitTimeout(part_.plan),
+                 .on_layer_done =
+                     [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
+                 .kv = nullptr});
+    backend.set_stop_token(nullptr);
+    return output;
+  }
+
+  WorkerMachine::RunPart part_;
+  RankHost& host_;
+  std::vector<uint32_t> tokens_;        // [all tokens]; those of other workers' ranks are 0 and not read
+  std::vector<std::string> addresses_;  // by rank of the whole run
+  StopToken stop_;
+  std::mutex mu_;
+  absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
+  std::atomic<bool> started_{false};
+  std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
+};
+
+RankHost::RankHost(const Options& options, std::unique_ptr<Model> model, v1::ModelId model_id,
+                   std::vector<std::unique_ptr<CountingBackend>> backends, const Measured& measured,
+                   Listener& listener)
+    : options_(options),
+      model_(std::move(model)),
+      model_id_(std::move(model_id)),
+      backends_(std::move(backends)),
+      measured_(measured),
+      listener_(listener),
+      thread_([this] { Work(); }) {}
+
+absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options, Listener& listener) {
+  const int threads = options.threads > 0
+                          ? options.threads
+                          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  auto model = Model::Load(options.model_path, options.dtype,
+                           [threads](DType dtype) { return MakeCpuBackend(dtype, threads); });
+  if (!model.ok()) return model.status();
+  const ModelShape& shape = (*model)->shape();
+  auto identified = IdentifyModel(options.model_path, shape.dtype);
+  if (!identified.ok()) return identified.status();
+
+  const std::unique_ptr<Backend> all_threads = MakeCpuBackend(shape.dtype, threads);
+  auto speed = MeasurePoolSpeed(shape, *all_threads, options.ranks);
+  if (!speed.ok()) return speed.status();
+  Measured measured{.speed = *speed, .peak_flops = options.peak_flops, .memory_bytes = options.memory_bytes};
+  if (measured.peak_flops == 0)
+    measured.peak_flops = MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
+  if (measured.memory_bytes == 0) {
+    measured.memory_bytes = static_cast<int64_t>(kMemoryShare * static_cast<double>(FreeMemoryBytes()));
+  }
+  std::vector<std::unique_ptr<CountingBackend>> backends;
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    backends.push_back(
+        std::make_unique<CountingBackend>(MakeCpuBackend(shape.dtype, std::max(1, threads / options.ranks))));
+  }
+  return std::unique_ptr<RankHost>(new RankHost(options, *std::move(model), std::move(identified->id),
+                                                std::move(backends), measured, listener));
+}
+
+RankHost::~RankHost() {
+  std::shared_ptr<ActiveRun> run;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    quit_ = true;
+    run = run_;
+    posted_.notify_all();
+  }
+  const absl::Status reason = absl::CancelledError("the worker exits");
+  if (run != nullptr) run->Abort(reason);
+  thread_.join();
+  run = std::exchange(run_, nullptr);
+  if (run == nullptr) return;
+  run->Abort(reason);
+  run->Join();
+}
+
+void RankHost::Describe(v1::Join& offer) const {
+  offer.set_backend(backends_.front()->name());
+  offer.set_ranks(static_cast<uint32_t>(backends_.size()));
+  for (size_t i = 0; i < backends_.size(); ++i) offer.add_devices("cpu");
+  offer.set_memory_bytes(static_cast<uint64_t>(measured_.memory_bytes));
+  offer.set_peak_flops(measured_.peak_flops);
+  *offer.mutable_model() = model_id_;
+  v1::Speed& speed = *offer.mutable_speed();
+  speed.set_gemm_flops_per_second(measured_.speed.gemm_flops_per_second);
+  speed.set_attention_flops_per_second(measured_.speed.attention_flops_per_second);
+  speed.set_merge_bytes_per_second(measured_.speed.merge_bytes_per_second);
+}
+
+void RankHost::Post(std::function<void()> work) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  work_.push_back(std::move(work));
+  posted_.notify_all();
+}
+
+void RankHost::Work() {
+  while (true) {
+    std::function<void()> work;
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      posted_.wait(lock, [this] { return quit_ || !work_.empty(); });
+      if (quit_) return;
+      work = std::move(work_.front());
+      work_.pop_front();
+    }
+    work();
+  }
+}
+
+std::shared_ptr<RankHost::ActiveRun> RankHost::Current(uint64_t run) const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return run_ != nullptr && run_->number() == run ? run_ : nullptr;
+}
+
+void RankHost::Prepare(WorkerMachine::RunPart part) {
+  Post([this, part = std::move(part)]() mutable {
+    const uint64_t run = part.number;
+    listener_.OnRunPrepared(run, PrepareNow(std::move(part)));
+  });
+}
+
+absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::RunPart part) {
+  const int64_t reserve = part.reserve_bytes;
+  auto run = std::make_shared<ActiveRun>(std::move(part), *this);
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    run_ = run;
+    if (stopping_ == run->number()) return absl::CancelledError("stopped before it was prepared");
+  }
+  if (const int64_t free = FreeMemoryBytes(); free > 0 && reserve > free) {
+    return absl::FailedPreconditionError(absl::StrCat("the run needs ", reserve, " bytes of memory, and ",
+                                                      free, " are free; shorten the prompt or add ranks"));
+  }
+  return run->Listen();
+}
+
+void RankHost::Start(uint64_t run, std::vector<std::string> addresses) {
+  Post([this, run, addresses = std::move(addresses)]() mutable {
+    if (IsStopping(run)) return;  // its Stop comes next
+    if (auto current = Current(run)) current->Start(std::move(addresses));
+  });
+}
+
+void RankHost::Stop(uint64_t run, const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    stopping_ = run;
+  }
+  if (auto current = Current(run)) current->Abort(absl::AbortedError(reason));
+  Post([this, run] {
+    LetGo(run);
+    {
+      const std::lock_guard<std::mutex> lock(mu_);
+      stopping_ = 0;
+    }
+    listener_.OnRunStopped(run);
+  });
+}
+
+void RankHost::Release(uint64_t run) {
+  Post([this, run] { LetGo(run); });
+}
+
+// Waits for the ranks, then frees what they held.
+void RankHost::LetGo(uint64_t run) {
+  std::shared_ptr<ActiveRun> current = Current(run);
+  if (current == nullptr) return;
+  current->Join();
+  const std::lock_guard<std::mutex> lock(mu_);
+  run_ = nullptr;
+}
+
+bool RankHost::IsStopping(uint64_t run) const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return stopping_ == run;
+}
+
+std::vector<WorkerMachine::RankProgress> RankHost::progress() const {
+  std::shared_ptr<ActiveRun> run;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    run = run_;
+  }
+  return run != nullptr ? run->progress() : std::vector<WorkerMachine::RankProgress>();
+}
+
+}  // namespace meshfill

@@ -1,0 +1,101 @@
+// The ranks of one worker process: the weights, loaded once, and the threads that compute runs with them.
+//
+// Prepare, Start, Stop and Release return at once and are carried out in order by a thread of the host's own;
+// Stop also raises the run's stop token and aborts its communicators there and then, so that no wait outlives
+// it. Thread-safe.
+#ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
+#define MESHFILL_SERVER_POOL_RANK_HOST_H_
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "engine/cost_model.h"
+#include "engine/model/model.h"
+#include "engine/rank_runner.h"
+#include "meshfill/v1/control.pb.h"
+#include "server/pool/counting_backend.h"
+#include "server/pool/worker_machine.h"
+
+namespace meshfill {
+
+class RankHost {
+ public:
+  struct Options {
+    std::string model_path;
+    std::optional<DType> dtype;
+    int ranks = 1;
+    int threads = 0;           // of all ranks together; 0: one per core
+    double peak_flops = 0;     // of all ranks together; 0: measured
+    int64_t memory_bytes = 0;  // for the activations of one run; 0: 80 % of what is free after the load
+    std::string data_listen = "127.0.0.1";
+  };
+
+  // Called from the host's threads, without its locks.
+  class Listener {
+   public:
+    virtual ~Listener() = default;
+    virtual void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) = 0;
+    virtual void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) = 0;
+    virtual void OnRunStopped(uint64_t run) = 0;
+  };
+
+  // Loads the model and measures the machine. Errors: those of Model::Load. The listener outlives the host.
+  static absl::StatusOr<std::unique_ptr<RankHost>> Load(const Options& options, Listener& listener);
+  ~RankHost();  // stops what runs
+
+  // What this host offers: ranks, devices, backend, memory, speed, model.
+  void Describe(v1::Join& offer) const;
+
+  void Prepare(WorkerMachine::RunPart part);
+  void Start(uint64_t run, std::vector<std::string> addresses);
+  void Stop(uint64_t run, const std::string& reason);
+  void Release(uint64_t run);
+  std::vector<WorkerMachine::RankProgress> progress() const;
+
+ private:
+  struct Measured {
+    PoolSpeed speed;
+    double peak_flops = 0;
+    int64_t memory_bytes = 0;
+  };
+  class ActiveRun;
+
+  RankHost(const Options& options, std::unique_ptr<Model> model, v1::ModelId model_id,
+           std::vector<std::unique_ptr<CountingBackend>> backends, const Measured& measured,
+           Listener& listener);
+  void Post(std::function<void()> work);
+  void Work();  // the host's thread
+  absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
+  void LetGo(uint64_t run);
+  bool IsStopping(uint64_t run) const;
+  std::shared_ptr<ActiveRun> Current(uint64_t run) const;
+
+  const Options options_;
+  const std::unique_ptr<Model> model_;
+  const v1::ModelId model_id_;
+  const std::vector<std::unique_ptr<CountingBackend>> backends_;  // by rank of this worker
+  const Measured measured_;
+  Listener& listener_;
+
+  mutable std::mutex mu_;
+  std::condition_variable posted_;
+  std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
+  bool quit_ ABSL_GUARDED_BY(mu_) = false;
+  uint64_t stopping_ ABSL_GUARDED_BY(mu_) = 0;  // the run that was told to stop and has not; 0: none
+  std::shared_ptr<ActiveRun> run_
+      ABSL_GUARDED_BY(mu_);  // shared: Stop and progress read it while it is let go
+  std::thread thread_;       // last: it uses all of the above
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_RANK_HOST_H_
