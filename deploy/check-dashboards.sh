@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Dashboards and alerts against the real thing: starts a server under load and a Prometheus that scrapes it; checks the
-# metrics, the rules and each alert's test with promtool; runs every query of the dashboard and fails where one returns
-# nothing; draws the panels, so that a person can look.
+# Dashboards and alerts against the real thing: starts a server under load, once with an embedded pool and once with worker
+# processes, and a Prometheus that scrapes it; checks the metrics, the rules and each alert's test with promtool; runs every
+# query of the dashboard and fails where one returns nothing; draws the panels, so that a person can look.
 #
-#   deploy/check-dashboards.sh [OUT]     OUT: where panels.html and, where Chromium is there, panels.png go
+#   deploy/check-dashboards.sh [OUT]     OUT: where the pages and, where Chromium is there, their pictures go
 #                                        (default build/dashboards)
 #
 # Needs Debian's prometheus (installed where it is missing, as root or by sudo) and about two minutes. MESHFILL names a

@@ -110,41 +110,44 @@ def check_panels(prometheus, dashboard, begin, end):
                 yield f"panel {panel['title']}: {expression}"
 
 
-def main():
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        processes = []
+def draw(dashboard, name):
+    page = OUT / f"{name}.html"
+    page.write_text(draw_panels(dashboard))
+    print(f"  look at {page}")
+    if shutil.which("chromium"):
+        picture = page.with_suffix(".png")
+        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1500,2480",
+                        f"--screenshot={picture}", page.resolve().as_uri()], capture_output=True, check=True, timeout=120)
+        print(f"       and {picture}")
+
+
+def check_pool(workers):
+    """Whether a server with this kind of pool shows data in every panel, and metrics that promtool likes."""
+    name = "workers" if workers else "embedded"
+    print(f"{name}: {RANKS} ranks, load for {LOAD_SECONDS} s")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        server = DemoServer(MESHFILL, folder, workers)
+        prometheus = Prometheus(folder, server.pages)
         try:
-            server = DemoServer(MESHFILL, folder)
-            processes.append(server.process)
-            linted = subprocess.run(["promtool", "check", "metrics"], input=get(f"http://{server.pages}/metrics"), text=True,
-                                    capture_output=True, check=False)
-            print("promtool check metrics:", linted.stderr.strip() or "no complaint")
-            prometheus = Prometheus(folder, server.pages)
-            processes.append(prometheus.process)
-            print(f"Load for {LOAD_SECONDS} s, {RANKS} ranks")
             begin = time.time()
             load(server)
             time.sleep(2)
+            linted = subprocess.run(["promtool", "check", "metrics"], input=get(f"http://{server.pages}/metrics"), text=True,
+                                    capture_output=True, check=False)
+            print("  promtool check metrics:", linted.stderr.strip() or "no complaint")
             dashboard = json.loads((HERE / "grafana" / "meshfill.json").read_text())
-            empty = list(check_variables(prometheus, dashboard))
-            empty += check_panels(prometheus, dashboard, begin, time.time())
-            count = sum(len(panel.get("targets", [])) for panel in dashboard["panels"])
-            print(f"{count} queries of {sum('targets' in panel for panel in dashboard['panels'])} panels, {len(empty)} without data")
-            (OUT / "panels.html").write_text(draw_panels(dashboard))
-            print(f"Look at {OUT / 'panels.html'}")
-            if shutil.which("chromium"):
-                subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1500,3000",
-                                f"--screenshot={OUT / 'panels.png'}", (OUT / "panels.html").resolve().as_uri()],
-                               capture_output=True, check=True, timeout=120)
-                print(f"     and {OUT / 'panels.png'}")
+            empty = [*check_variables(prometheus, dashboard), *check_panels(prometheus, dashboard, begin, time.time())]
         finally:
-            for process in processes:
-                stop(process)
+            stop(prometheus.process)
+            server.stop()
+    count = sum(len(panel.get("targets", [])) for panel in dashboard["panels"])
+    print(f"  {count} queries, {len(empty)} without data")
     for each in empty:
-        print("no data:", each, file=sys.stderr)
-    sys.exit(1 if empty or linted.returncode != 0 else 0)
+        print("  no data:", each)
+    draw(dashboard, name)
+    return not empty and linted.returncode == 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if all([check_pool(workers=False), check_pool(workers=True)]) else 1)

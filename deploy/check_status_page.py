@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from demo_server import RANKS, DemoServer, stop
+from demo_server import RANKS, DemoServer
 
 OUT = pathlib.Path(sys.argv[2])
 WIDTHS = {"phone": 500, "desk": 1280}  # headless Chromium makes no window narrower than 500
@@ -61,7 +61,7 @@ def main():
             for client in clients:
                 client.kill()
                 client.wait()
-            stop(server.process)
+            server.stop()
     for each in found:
         print("status page:", each, file=sys.stderr)
     sys.exit(1 if found else 0)

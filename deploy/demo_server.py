@@ -10,6 +10,7 @@ import urllib.request
 
 RANKS = 4
 START_SECONDS = 120
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
 
 def get(url):
@@ -33,25 +34,43 @@ def stop(process):
 
 
 class DemoServer:
-    """`meshfill serve` with an embedded pool, on ports that the system chooses: `api` and `pages`."""
+    """`meshfill serve` on ports that the system chooses, `api` and `pages`: with an embedded pool, or with workers."""
 
-    def __init__(self, meshfill, folder):
+    def __init__(self, meshfill, folder, workers=False):
         self.meshfill = meshfill
+        self.folder = folder
+        self.processes = []
         model = folder / "demo-model"
         subprocess.run([meshfill, "make-model", "--arch", "llama", "--out", model, "--layers", "2", "--hidden", "128",
                         "--vocab", "256"], check=True, stdout=subprocess.DEVNULL)
-        config = pathlib.Path(__file__).parent.parent / "configs" / "local.yaml"
-        log = folder / "server.log"
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [meshfill, "serve", "--config", config, "--set", f"model.path={model}", "--set", "listen=127.0.0.1:0",
-                 "--set", "metrics_listen=127.0.0.1:0", "--set", f"pool.embedded.ranks={RANKS}"], stderr=file)
-        wait_for("the server's start", lambda: " ready" in log.read_text() or self.process.poll() is not None)
-        text = log.read_text()
-        if self.process.poll() is not None:
-            sys.exit("the server ended: " + text)
+        self.model = f"model.path={model}"
+        pool = ["pool.control_listen=127.0.0.1:0"] if workers else [f"pool.embedded.ranks={RANKS}"]
+        text = self._start("serve", "pool.yaml" if workers else "local.yaml", "listen=127.0.0.1:0",
+                           "metrics_listen=127.0.0.1:0", *pool, until=r" waits for workers" if workers else r" ready")
         self.api = re.search(r"Z listening on (\S+)$", text, re.M).group(1)
         self.pages = re.search(r"Z metrics listening on (\S+)$", text, re.M).group(1)
+        if workers:
+            control = re.search(r"workers join at (\S+)", text).group(1)
+            for index in range(RANKS):
+                self._start("worker", "worker.yaml", f"pool.worker.name=worker-{index}", "pool.worker.threads=1",
+                            arguments=["--join", control], until=r"joined")
+
+    def _start(self, command, config, *settings, until, arguments=()):
+        """Its log, once `until` is in it."""
+        log = self.folder / f"{command}-{len(self.processes)}.log"
+        for each in (self.model, *settings):
+            arguments = [*arguments, "--set", each]
+        with log.open("w") as file:
+            process = subprocess.Popen([self.meshfill, command, "--config", CONFIGS / config, *arguments], stderr=file)
+        self.processes.insert(0, process)  # workers end before the front-end
+        wait_for(f"the start of {command}", lambda: re.search(until, log.read_text()) or process.poll() is not None)
+        if process.poll() is not None:
+            sys.exit(f"{command} ended: {log.read_text()}")
+        return log.read_text()
+
+    def stop(self):
+        for process in self.processes:
+            stop(process)
 
     def prefill(self, tokens, *options):
         """The exit status of a prefill of random bytes."""
