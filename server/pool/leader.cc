@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/log.h"
+#include "server/pool/offered_speed.h"
 
 namespace meshfill {
 namespace {
@@ -143,9 +144,8 @@ absl::Status Leader::CheckOffer(const v1::Join& offer, bool& retry) const {
     return absl::InvalidArgumentError(
         absl::StrCat("a worker has 1 to ", kMaxWorkerRanks, " ranks, not ", offer.ranks()));
   }
-  if (offer.speed().gemm_flops_per_second() <= 0 || offer.speed().attention_flops_per_second() <= 0 ||
-      offer.speed().merge_bytes_per_second() <= 0) {
-    return absl::InvalidArgumentError("the worker did not say how fast it is");
+  if (!IsPlausible(FromProto(offer.speed()))) {
+    return absl::InvalidArgumentError("the worker does not say how fast it is; run the same version on both");
   }
   retry = true;
   int ranks = static_cast<int>(offer.ranks());
@@ -244,23 +244,19 @@ std::vector<const Leader::Worker*> Leader::ByPlace() const {
 
 PoolCapacity Leader::capacity() const {
   constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
-  PoolCapacity capacity{.ranks = 0, .speed = options_.link, .rank_memory_bytes = 0};
+  PoolCapacity capacity;
   int64_t tightest = kNoLimit;
   for (const auto& [connection, worker] : workers_) {
     if (worker.leaving) continue;
-    const v1::Speed& speed = worker.offer.speed();
-    PoolSpeed& slowest = capacity.speed;
-    const auto take = [first = capacity.ranks == 0](double& slowest, double offered) {
-      slowest = first ? offered : std::min(slowest, offered);
-    };
-    take(slowest.gemm_flops_per_second, speed.gemm_flops_per_second());
-    take(slowest.attention_flops_per_second, speed.attention_flops_per_second());
-    take(slowest.merge_bytes_per_second, speed.merge_bytes_per_second());
+    const PoolSpeed offered = FromProto(worker.offer.speed());
+    capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
     if (worker.offer.memory_bytes() != 0) {
       tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
     }
     capacity.ranks += static_cast<int>(worker.offer.ranks());
   }
+  capacity.speed.link_bytes_per_second = options_.link.link_bytes_per_second;
+  capacity.speed.link_latency_seconds = options_.link.link_latency_seconds;
   if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
   return capacity;
 }

@@ -84,6 +84,7 @@ class Leader {
     std::vector<float> logits;
     std::vector<RankStats> ranks;
     double peak_flops = 0;  // of the ranks that took part
+    double seconds = 0;     // of this run, from Prepare to the last RankDone
   };
 
   // ---- Actions, in the order in which they are to be done.
@@ -172,6 +173,7 @@ class Leader {
     std::map<Connection, uint64_t> expected_hash;
     std::set<Connection> unanswered;  // Prepare, or Cancel or Abort, not answered yet
     Phase phase = Phase::kPreparing;
+    absl::Time begin;
     absl::Time deadline;  // of preparing and stopping
     absl::Duration hang_timeout;
     int layers_done = 0;

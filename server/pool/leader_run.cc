@@ -83,6 +83,7 @@ void Leader::BeginRun(Plan plan, const std::vector<const Worker*>& workers, absl
       .number = ++last_run_,
       .epoch = epoch_,
       .plan = std::move(plan),
+      .begin = now,
       .deadline = now + options_.prepare_timeout + absl::Seconds(tokens * kPrepareSecondsPerToken),
       .hang_timeout = std::max(options_.hang_timeout, absl::Seconds(kSlowBlock * block_seconds)),
   });
@@ -200,6 +201,7 @@ void Leader::OnRankDone(const Worker& worker, const v1::RankDone& message, absl:
 
 void Leader::FinishRun(absl::Time now) {
   Result result{.plan = std::move(run_->plan), .logits = std::move(run_->logits)};
+  result.seconds = absl::ToDoubleSeconds(now - run_->begin);
   for (const Seat& seat : run_->seats) {
     result.ranks.push_back(seat.stats);
     const v1::Join& offer = workers_.at(seat.worker).offer;

@@ -47,7 +47,7 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
       metrics_(metrics),
       leader_(LeaderOptions(config, model_),
               [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
-                return PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+                return PlanFor(capacity, tokens, options);
               }) {}
 
 absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Start(const v1::Config& config, Metrics& metrics) {
@@ -109,7 +109,14 @@ absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOpt
   }
   if (absl::Status status = CheckPromptOptions(model_.shape, model_name(), tokens, options); !status.ok())
     return status;
-  return PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+  return PlanFor(capacity, tokens, options);
+}
+
+absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int64_t tokens,
+                                               const PrefillOptions& options) const {
+  absl::StatusOr<PlanChoice> choice = PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+  if (choice.ok()) correction_.Apply(*choice);
+  return choice;
 }
 
 absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> tokens,
@@ -124,7 +131,6 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
     return status;
   if (absl::Status status = CheckTokenIds(model_.shape, model_name(), tokens); !status.ok()) return status;
 
-  const auto start = std::chrono::steady_clock::now();
   absl::StatusOr<Leader::Result> run = absl::UnknownError("");
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -138,9 +144,10 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
   if (!run.ok()) return run.status();
   PrefillResult result{.logits = std::move(run->logits), .top = {}, .plan = std::move(run->plan)};
   result.ranks = std::move(run->ranks);
-  result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  result.prefill_seconds = run->seconds;
   absl::Status status = SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result);
   if (!status.ok()) return status;
+  correction_.Observe(result.plan.predicted.seconds, run->seconds);
   return result;
 }
 

@@ -18,6 +18,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "engine/prefill_engine.h"
+#include "engine/speed_correction.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/metrics.h"
 #include "server/pool/control_service.h"
@@ -64,11 +65,14 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void Tick();  // the clock's thread
   void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
+                                     const PrefillOptions& options) const;
   absl::StatusOr<Leader::Result> WaitForResult(std::unique_lock<std::mutex>& lock, PrefillObserver* observer,
                                                const StopToken* stop);
 
   const IdentifiedModel model_;
   const EngineOptions defaults_;
+  SpeedCorrection correction_;
   const std::string backend_name_ = "pool";
   Metrics& metrics_;
 

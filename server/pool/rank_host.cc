@@ -12,12 +12,12 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
 #include "server/pool/model_id.h"
+#include "server/pool/offered_speed.h"
 #include "server/pool/word_hash.h"
 
 namespace meshfill {
 namespace {
 
-constexpr double kMemoryShare = 0.8;  // of what is free after load, for one run's activations
 constexpr double kPeakMeasureSeconds = 0.2;
 constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
 
@@ -172,15 +172,12 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
   auto identified = IdentifyModel(options.model_path, shape.dtype);
   if (!identified.ok()) return identified.status();
 
-  const std::unique_ptr<Backend> all_threads = MakeCpuBackend(shape.dtype, threads);
-  auto speed = MeasurePoolSpeed(shape, *all_threads, options.ranks);
+  auto speed = MeasureCpuPoolSpeed(shape, threads, options.ranks);
   if (!speed.ok()) return speed.status();
   Measured measured{.speed = *speed, .peak_flops = options.peak_flops, .memory_bytes = options.memory_bytes};
   if (measured.peak_flops == 0)
     measured.peak_flops = MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
-  if (measured.memory_bytes == 0) {
-    measured.memory_bytes = static_cast<int64_t>(kMemoryShare * static_cast<double>(FreeMemoryBytes()));
-  }
+  if (measured.memory_bytes == 0) measured.memory_bytes = DefaultMemoryBudgetBytes();
   std::vector<std::unique_ptr<CountingBackend>> backends;
   for (int rank = 0; rank < options.ranks; ++rank) {
     backends.push_back(
@@ -214,10 +211,7 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_memory_bytes(static_cast<uint64_t>(measured_.memory_bytes));
   offer.set_peak_flops(measured_.peak_flops);
   *offer.mutable_model() = model_id_;
-  v1::Speed& speed = *offer.mutable_speed();
-  speed.set_gemm_flops_per_second(measured_.speed.gemm_flops_per_second);
-  speed.set_attention_flops_per_second(measured_.speed.attention_flops_per_second);
-  speed.set_merge_bytes_per_second(measured_.speed.merge_bytes_per_second);
+  *offer.mutable_speed() = ToProto(measured_.speed);
 }
 
 void RankHost::Post(std::function<void()> work) {

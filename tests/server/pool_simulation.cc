@@ -8,15 +8,19 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"
 
 namespace meshfill {
 namespace {
 
-constexpr uint32_t kPoison = 666;  // an id that kills whoever computes with it
+constexpr uint32_t kPoison = 666;            // an id that kills whoever computes with it
+constexpr uint64_t kEpochsOfALeader = 1000;  // more than one has in a story
 constexpr absl::Duration kTick = absl::Milliseconds(250);
 constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every request has its answer
-constexpr absl::Duration kSettle = absl::Seconds(9);     // from the last fault to a pool that is whole again
+constexpr absl::Duration kHungBound =
+    absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
+constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
 
 v1::ModelId SimulatedModel() {
   v1::ModelId model;
@@ -25,6 +29,11 @@ v1::ModelId SimulatedModel() {
   model.set_weights_hash(8);
   model.set_dtype("f32");
   return model;
+}
+
+v1::Speed SimulatedSpeed() {
+  return ToProto(PoolSpeed{
+      .gemm_flops_per_second = 1e9, .attention_flops_per_second = 1e9, .merge_bytes_per_second = 1e9});
 }
 
 const ModelShape& SimulatedShape() {
@@ -131,7 +140,7 @@ void PoolSimulation::StartLeader() {
   if (Chance(0.5)) options.model.set_weights_hash(0);
   options.layers = kLayers;
   options.vocab = kVocab;
-  options.first_epoch = 1000u * ++leader_incarnation_;
+  options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
   options.heartbeat_interval = 2 * kTick;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
   run_sent_ = 0;
@@ -170,9 +179,7 @@ void PoolSimulation::StartNode(int index) {
   offer.set_memory_bytes(static_cast<uint64_t>(kRankMemory * node.ranks));
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
-  offer.mutable_speed()->set_gemm_flops_per_second(1e9);
-  offer.mutable_speed()->set_attention_flops_per_second(1e9);
-  offer.mutable_speed()->set_merge_bytes_per_second(1e9);
+  *offer.mutable_speed() = SimulatedSpeed();
   node.machine = std::make_unique<WorkerMachine>(options);
   node.machine->Start(now_);
   Note(absl::StrCat(node.name, " starts"));
@@ -212,7 +219,22 @@ void PoolSimulation::TickLeader(int incarnation) {
   if (leader_ == nullptr || incarnation != leader_incarnation_) return;
   leader_->OnTick(now_);
   DoLeaderActions();
+  CheckHungRanksAreLost();
   After(kTick, -1, [this, incarnation] { TickLeader(incarnation); });
+}
+
+// A rank that is stuck in one operation is out of the pool, however lively its process is.
+void PoolSimulation::CheckHungRanksAreLost() {
+  for (const Node& node : nodes_) {
+    if (node.machine == nullptr || node.link == 0) continue;
+    const Link& link = links_[node.link];
+    if (!link.open_at_leader || link.leader_incarnation != leader_incarnation_) continue;
+    for (const HostRank& rank : node.host.ranks) {
+      if (rank.computing && now_ - rank.computing_since > kHungBound) {
+        Fail(absl::StrCat(node.name, " hangs in compute and is still in the pool"));
+      }
+    }
+  }
 }
 
 void PoolSimulation::TickNode(int index, int incarnation) {
@@ -516,6 +538,7 @@ void PoolSimulation::BeginOperation(int index, int rank) {
   Node& node = nodes_[index];
   HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
   state.computing = true;
+  state.computing_since = now_;
   const absl::Time when =
       std::max(now_ + (Chance(0.01) ? DrawMs(100, 900) : DrawMs(1, 40)), node.compute_frozen_until);
   At(when, index, [this, index, rank, mesh = node.host.mesh, incarnation = node.incarnation] {
@@ -539,6 +562,9 @@ void PoolSimulation::EndOperation(int index, int rank) {
   const auto& shard = node.host.part->shards[rank - node.host.part->first_rank];
   HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
   if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
+    const bool its_run = request_.has_value() && node.host.part->number > request_->runs_before &&
+                         node.host.part->epoch >= kEpochsOfALeader * leader_incarnation_;
+    if (its_run && ++request_->deaths > 2) Fail("a poisonous request ends a third epoch");
     return CrashNode(index, false);
   }
   if (MayCrashAt(index, Step::kCompute)) return;
@@ -625,6 +651,7 @@ void PoolSimulation::SubmitNext() {
   if (request.poisonous) Fault(absl::ZeroDuration());
   request.calm = last;
   request.submitted_at = now_;
+  request.runs_before = run_sent_;
   request_ = std::move(request);
   Note(absl::StrCat("submit ", request_->tokens.size(), " tokens", request_->poisonous ? ", poisonous" : "",
                     last ? ", the last" : ""));
@@ -710,7 +737,7 @@ void PoolSimulation::Chaos() {
       break;
     case 3:
       Note(absl::StrCat(node.name, " freezes in compute"));
-      node.compute_frozen_until = until;
+      node.compute_frozen_until = until + DrawMs(0, 4000);
       break;
     case 4:
       Note(absl::StrCat(node.name, " is cut off"));
@@ -753,10 +780,7 @@ void PoolSimulation::Chaos() {
       offer.set_name(node.name);
       offer.set_ranks(1);
       *offer.mutable_model() = SimulatedModel();
-      for (auto set : {&v1::Speed::set_gemm_flops_per_second, &v1::Speed::set_attention_flops_per_second,
-                       &v1::Speed::set_merge_bytes_per_second}) {
-        (offer.mutable_speed()->*set)(1e9);
-      }
+      *offer.mutable_speed() = SimulatedSpeed();
       leader_->OnConnected(id, now_);
       leader_->OnMessage(id, message, now_);
       DoLeaderActions();

@@ -80,6 +80,7 @@ class PoolSimulation {
     int rank = 0;
     int operations = 0;  // begun and ended
     bool computing = false;
+    absl::Time computing_since;
     bool over = false;
   };
   struct Host {
@@ -116,7 +117,8 @@ class PoolSimulation {
     bool poisonous = false;
     bool calm = false;  // no fault since it was submitted, and well before
     bool cancelled = false;
-    int answers = 0;
+    uint64_t runs_before = 0;  // of this leader
+    int deaths = 0;            // in its runs, by its poison
     absl::Time submitted_at;
   };
 
@@ -139,6 +141,7 @@ class PoolSimulation {
   void StartNode(int node);
   void CrashNode(int node, bool half_open);
   void TickLeader(int incarnation);
+  void CheckHungRanksAreLost();
   void TickNode(int node, int incarnation);
   void DoLeaderActions();
   void DoNodeActions(int node);

@@ -1,0 +1,60 @@
+#include "server/pool/offered_speed.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace meshfill {
+namespace {
+
+constexpr double PoolSpeed::*kRates[] = {
+    &PoolSpeed::gemm_flops_per_second, &PoolSpeed::attention_flops_per_second,
+    &PoolSpeed::merge_bytes_per_second, &PoolSpeed::lm_head_bytes_per_second};
+constexpr double PoolSpeed::*kSeconds[] = {&PoolSpeed::slice_seconds, &PoolSpeed::block_row_seconds,
+                                           &PoolSpeed::token_seconds, &PoolSpeed::start_seconds};
+
+}  // namespace
+
+v1::Speed ToProto(const PoolSpeed& speed) {
+  v1::Speed message;
+  message.set_gemm_flops_per_second(speed.gemm_flops_per_second);
+  message.set_attention_flops_per_second(speed.attention_flops_per_second);
+  message.set_merge_bytes_per_second(speed.merge_bytes_per_second);
+  message.set_lm_head_bytes_per_second(speed.lm_head_bytes_per_second);
+  message.set_slice_seconds(speed.slice_seconds);
+  message.set_block_row_seconds(speed.block_row_seconds);
+  message.set_token_seconds(speed.token_seconds);
+  message.set_start_seconds(speed.start_seconds);
+  message.set_lone_rank_speedup(speed.lone_rank_speedup);
+  return message;
+}
+
+PoolSpeed FromProto(const v1::Speed& message) {
+  PoolSpeed speed;
+  speed.gemm_flops_per_second = message.gemm_flops_per_second();
+  speed.attention_flops_per_second = message.attention_flops_per_second();
+  speed.merge_bytes_per_second = message.merge_bytes_per_second();
+  speed.lm_head_bytes_per_second = message.lm_head_bytes_per_second();
+  speed.slice_seconds = message.slice_seconds();
+  speed.block_row_seconds = message.block_row_seconds();
+  speed.token_seconds = message.token_seconds();
+  speed.start_seconds = message.start_seconds();
+  speed.lone_rank_speedup = message.lone_rank_speedup();
+  return speed;
+}
+
+bool IsPlausible(const PoolSpeed& speed) {
+  return std::all_of(std::begin(kRates), std::end(kRates), [&](auto rate) { return speed.*rate > 0; }) &&
+         std::all_of(std::begin(kSeconds), std::end(kSeconds),
+                     [&](auto seconds) { return speed.*seconds >= 0 && std::isfinite(speed.*seconds); }) &&
+         speed.lone_rank_speedup >= 1 && std::isfinite(speed.lone_rank_speedup);
+}
+
+PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {
+  PoolSpeed speed = left;
+  for (auto rate : kRates) speed.*rate = std::min(left.*rate, right.*rate);
+  for (auto seconds : kSeconds) speed.*seconds = std::max(left.*seconds, right.*seconds);
+  speed.lone_rank_speedup = 1;
+  return speed;
+}
+
+}  // namespace meshfill
