@@ -16,5 +16,9 @@ if [ "$preset" = release ]; then
   echo "  sanitizers                MESHFILL_PRESET=asan tests/run.sh, MESHFILL_PRESET=tsan tests/run.sh"
 fi
 echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"
+echo "  dashboards and alerts     deploy/check-dashboards.sh (installs prometheus)"
+echo "  the status page           deploy/check-status-page.sh (installs chromium)"
+echo "  manifests, and their pods deploy/check-kubernetes.sh (needs kubectl), deploy/check-pods.sh (needs root)"
+echo "  the image's build         deploy/check-image.sh (needs root; a whole build in a chroot)"
 echo "  benchmarks                see Speed in README.md"
 echo "  a million tokens          see Memory in README.md"
