@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The steps of deploy/Dockerfile without a container engine: each stage is a debootstrap chroot, COPY and RUN are done in
+# it, and the image's entry point, as its user, answers a prefill.
+#
+#   deploy/check-image.sh
+#
+# Needs root, debootstrap (installed where it is missing), a Debian mirror, about 4 GB under TMPDIR, and the time of a whole
+# build. The tree is what git has at HEAD. MESHFILL_MIRROR names another mirror.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ "$(id -u)" -eq 0 ] || { echo "check-image.sh: needs root, for chroots" >&2; exit 1; }
+command -v debootstrap >/dev/null || deploy/install-packages.sh debootstrap
+exec python3 deploy/check_image.py
