@@ -50,7 +50,7 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
       if (link_ == Link::kMember) break;
       link_ = Link::kMember;
       backoff_ = absl::ZeroDuration();
-      last_refusal_.clear();
+      last_trouble_.clear();
       Log("joined the pool");
       if (draining_) AddMessage(epoch_).mutable_leave();
       break;
@@ -98,16 +98,19 @@ void WorkerMachine::OnRefused(const v1::Refused& refused, absl::Time now) {
         absl::FailedPreconditionError(absl::StrCat("the leader refused this worker: ", refused.reason()))});
     return;
   }
-  if (refused.reason() != last_refusal_) Log(absl::StrCat("refused for now: ", LogQuote(refused.reason())));
-  last_refusal_ = refused.reason();
   const Connection refused_connection = connection_;
-  Detach("", now);
+  Detach(refused.reason(), now);
   actions_.push_back(Disconnect{refused_connection});
 }
 
 // Away from the leader: what runs stops, and then the worker tries again.
 void WorkerMachine::Detach(const std::string& why, absl::Time now) {
-  if (link_ == Link::kMember) Log(absl::StrCat("left without the leader: ", LogQuote(why)));
+  if (link_ == Link::kMember) {
+    Log(absl::StrCat("left without the leader: ", LogQuote(why)));
+  } else if (why != last_trouble_) {  // once, however often it tries
+    Log(absl::StrCat("cannot join yet: ", LogQuote(why)));
+    last_trouble_ = why;
+  }
   link_ = Link::kAway;
   backoff_ = std::clamp(2 * backoff_, options_.least_backoff, options_.most_backoff);
   connect_at_ = now + backoff_;

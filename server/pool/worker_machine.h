@@ -148,7 +148,7 @@ class WorkerMachine {
   absl::Time heard_at_;
   absl::Time connect_at_ = absl::InfiniteFuture();  // while away
   absl::Duration backoff_ = absl::ZeroDuration();
-  std::string last_refusal_;  // logged
+  std::string last_trouble_;  // on the way in; logged
   bool draining_ = false;
   uint64_t epoch_ = 0;
   uint64_t last_run_ = 0;  // of this connection

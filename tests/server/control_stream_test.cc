@@ -1,0 +1,197 @@
+// The two ends of the control stream against each other, in plain text and in TLS.
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "gtest/gtest.h"
+#include "server/pool/control_client.h"
+#include "server/pool/control_service.h"
+
+namespace meshfill {
+namespace {
+
+// Writes down what it hears, in order.
+class Recorder {
+ public:
+  void Add(std::string line) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    lines_.push_back(std::move(line));
+    changed_.notify_all();
+  }
+  // Empty after 10 s.
+  std::string Next() {
+    std::unique_lock<std::mutex> lock(mu_);
+    if (!changed_.wait_for(lock, std::chrono::seconds(10), [this] { return read_ < lines_.size(); }))
+      return "";
+    return lines_[read_++];
+  }
+
+ private:
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::vector<std::string> lines_;
+  size_t read_ = 0;
+};
+
+class LeaderEnd final : public ControlService::Listener, public Recorder {
+ public:
+  void OnConnected(ControlService::Connection connection) override {
+    Add(absl::StrCat("connected ", connection));
+  }
+  void OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) override {
+    Add(absl::StrCat(connection, " says ", message.join().name()));
+  }
+  void OnDisconnected(ControlService::Connection connection) override {
+    Add(absl::StrCat("lost ", connection));
+  }
+};
+
+class WorkerEnd final : public ControlClient::Listener, public Recorder {
+ public:
+  void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
+    Add(absl::StrCat(connection, " hears ", message.refused().reason()));
+  }
+  void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
+    Add(absl::StrCat("lost ", connection));
+  }
+};
+
+v1::WorkerMessage Hello(const std::string& name) {
+  v1::WorkerMessage message;
+  message.mutable_join()->set_name(name);
+  return message;
+}
+
+v1::LeaderMessage Reason(const std::string& reason) {
+  v1::LeaderMessage message;
+  message.mutable_refused()->set_reason(reason);
+  return message;
+}
+
+v1::PoolSection::Tls Certificates(const std::string& name, const std::string& authority = "authority") {
+  v1::PoolSection::Tls tls;
+  tls.set_cert(absl::StrCat(MESHFILL_CERTIFICATES, "/", name, ".pem"));
+  tls.set_key(absl::StrCat(MESHFILL_CERTIFICATES, "/", name, ".key"));
+  tls.set_ca(absl::StrCat(MESHFILL_CERTIFICATES, "/", authority, ".pem"));
+  return tls;
+}
+
+class ControlStreamTest : public testing::Test {
+ protected:
+  void Start(const v1::PoolSection::Tls& tls = {}) {
+    v1::PoolSection pool;
+    pool.set_control_listen("127.0.0.1:0");
+    *pool.mutable_tls() = tls;
+    auto service = ControlService::Start(pool, leader_);
+    ASSERT_TRUE(service.ok()) << service.status();
+    service_ = *std::move(service);
+  }
+  std::unique_ptr<ControlClient> Client(const v1::PoolSection::Tls& tls = {}) {
+    auto client = ControlClient::Make(service_->address(), tls, worker_);
+    EXPECT_TRUE(client.ok()) << client.status();
+    return *std::move(client);
+  }
+
+  LeaderEnd leader_;
+  WorkerEnd worker_;
+  std::unique_ptr<ControlService> service_;
+};
+
+TEST_F(ControlStreamTest, CarriesMessagesInOrderAndClosesAfterThem) {
+  Start();
+  const auto client = Client();
+  client->Connect(1);
+  for (int i = 0; i < 100; ++i) client->Send(Hello(absl::StrCat(i)));
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(leader_.Next(), absl::StrCat("1 says ", i));
+  for (int i = 0; i < 100; ++i) service_->Send(1, Reason(absl::StrCat(i)));
+  service_->Close(1);
+  service_->Send(1, Reason("too late"));
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(worker_.Next(), absl::StrCat("1 hears ", i));
+  EXPECT_EQ(worker_.Next(), "lost 1");
+}
+
+TEST_F(ControlStreamTest, EachSideHearsOfTheOthersEnd) {
+  Start();
+  auto client = Client();
+  client->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  client->Disconnect(1);
+  EXPECT_EQ(leader_.Next(), "lost 1");
+  EXPECT_EQ(worker_.Next(), "lost 1");
+  client->Connect(2);
+  client->Send(Hello("again"));
+  EXPECT_EQ(leader_.Next(), "connected 2");
+  EXPECT_EQ(leader_.Next(), "2 says again");
+  service_.reset();
+  EXPECT_EQ(worker_.Next(), "lost 2");
+  client->Connect(3);  // nobody listens
+  EXPECT_EQ(worker_.Next(), "lost 3");
+  client.reset();
+}
+
+TEST_F(ControlStreamTest, ManyConnectionsComeAndGo) {
+  Start();
+  for (int round = 0; round < 30; ++round) {
+    const auto client = Client();
+    client->Connect(1);
+    client->Send(Hello("x"));
+    if (round % 3 != 0) leader_.Next();
+    if (round % 3 == 2) client->Disconnect(1);
+  }
+}
+
+TEST_F(ControlStreamTest, TlsWantsACertificateOfItsAuthority) {
+  Start(Certificates("leader"));
+  const auto good = Client(Certificates("worker"));
+  good->Connect(1);
+  good->Send(Hello("worker"));
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  EXPECT_EQ(leader_.Next(), "1 says worker");
+
+  const auto plain = Client();
+  plain->Connect(2);
+  EXPECT_EQ(worker_.Next(), "lost 2");
+  const auto stranger = Client(Certificates("stranger"));
+  stranger->Connect(3);
+  EXPECT_EQ(worker_.Next(), "lost 3");
+  const auto deceived = Client(Certificates("worker", "other_authority"));
+  deceived->Connect(4);
+  EXPECT_EQ(worker_.Next(), "lost 4");
+  good->Send(Hello("still there"));
+  EXPECT_EQ(leader_.Next(), "1 says still there") << "the others never came through";
+}
+
+TEST_F(ControlStreamTest, PlainTextStaysOnThisMachine) {
+  v1::PoolSection pool;
+  pool.set_control_listen("0.0.0.0:0");
+  EXPECT_EQ(ControlService::Start(pool, leader_).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ControlClient::Make("192.0.2.1:1", {}, worker_).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  pool.mutable_tls()->set_insecure(true);
+  EXPECT_TRUE(ControlService::Start(pool, leader_).ok());
+  EXPECT_TRUE(ControlClient::Make("192.0.2.1:1", pool.tls(), worker_).ok());
+}
+
+TEST_F(ControlStreamTest, MissingCertificatesAndBusyPortsAreNamed) {
+  v1::PoolSection pool;
+  pool.set_control_listen("127.0.0.1:0");
+  *pool.mutable_tls() = Certificates("leader");
+  pool.mutable_tls()->set_key("/nowhere.key");
+  const absl::Status no_key = ControlService::Start(pool, leader_).status();
+  EXPECT_EQ(no_key.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(no_key.message().find("/nowhere.key"), std::string::npos) << no_key;
+  Start();
+  pool.clear_tls();
+  pool.set_control_listen(service_->address());
+  EXPECT_EQ(ControlService::Start(pool, leader_).status().code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace meshfill
