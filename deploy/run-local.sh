@@ -17,7 +17,7 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
 say "Building"
 deploy/install-packages.sh
-cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+cmake --preset release >/dev/null
 cmake --build --preset release --target meshfill --parallel "$(nproc)"
 meshfill=build/release/server/meshfill
 

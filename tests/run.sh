@@ -8,7 +8,7 @@ preset=${MESHFILL_PRESET:-release}
 deploy/install-packages.sh
 cmake --preset "$preset" >/dev/null
 cmake --build --preset "$preset" --parallel "$(nproc)"
-ctest --preset "$preset" --parallel "$(nproc)" "$@"
+ctest --preset "$preset" --no-tests=error --parallel "$(nproc)" "$@"
 
 echo
 echo "Not run here:"

@@ -245,12 +245,13 @@ class CliTest(CliTestCase):
     def test_bad_usage(self):
         config, prompt = self.config, self.prompt
         for arguments, message in (
-            ([], r"serve, prefill, plan, make-model, bench"),
-            (["worker"], r"'worker' is no command"),
-            (["bench"], r"attention, prefill"),
+            ([], r"serve, worker, prefill, plan, simulate, make-model, bench"),
+            (["train"], r"'train' is no command"),
+            (["bench"], r"attention, comm, plan, prefill, schedules"),
             (["bench", "gemm"], r"'gemm' is no command"),
             (["--no-such-option"], r"no-such-option|serve, prefill"),
             (["serve"], r"--config"),
+            (["worker"], r"--config"),
             (["prefill"], r"--tokens"),
             (["prefill", "--tokens", prompt], r"--server HOST:PORT or --config FILE"),
             (["prefill", "--config", config], r"--tokens"),
