@@ -22,7 +22,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kRanks = 4;
+constexpr int kRanks = 2;  // no more than cores: a rank that another one pushes off its core is idle
 constexpr int64_t kTokens = 16384;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
@@ -67,13 +67,15 @@ PrefillEngine* AccountingTest::engine_ = nullptr;
 // Blocks, merges and waits are timed one by one, attention around them: what neither of them covers is idle.
 // A thread that loses its core between two spans is idle, too, so the quietest of a few runs counts.
 TEST_F(AccountingTest, ComputeWaitAndIdleAreAttention) {
-  constexpr int kRuns = 5;
+  constexpr int kRuns = 10;
   for (const PrefillOptions& options :
-       {PrefillOptions{.tile = Tile{2, 2}}, PrefillOptions{.tile = Tile{1, 4}},
-        PrefillOptions{.tile = Tile{4, 1}}, PrefillOptions{.tile = Tile{1, 2}, .heads = 2}}) {
+       {PrefillOptions{.tile = Tile{1, 2}}, PrefillOptions{.tile = Tile{2, 1}},
+        PrefillOptions{.tile = Tile{1, 1}, .heads = 2}}) {
     double least_idle = 1;  // of a run's idlest rank, as a share of its attention
+    std::string plan;
     for (int run = 0; run < kRuns && least_idle > 0.02; ++run) {
       const PrefillResult result = Prefill(options);
+      plan = result.plan.DebugString();
       double idle = 0;
       for (const RankStats& stats : result.ranks) {
         const double told = stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds();
@@ -83,24 +85,26 @@ TEST_F(AccountingTest, ComputeWaitAndIdleAreAttention) {
       }
       least_idle = std::min(least_idle, idle);
     }
-    EXPECT_LE(least_idle, 0.02) << options.tile->a << "x" << options.tile->b << ", "
-                                << options.heads.value_or(1) << " head groups";
+    EXPECT_LE(least_idle, 0.02) << plan;
   }
 }
 
 TEST_F(AccountingTest, MetricsAndJsonSayTheSame) {
   Metrics metrics;
   metrics.SetPool(PoolState::kReady, kRanks);
-  const PrefillResult result = Prefill({.tile = Tile{2, 2}});
+  const PrefillResult result = Prefill({.tile = Tile{2, 1}});
   metrics.OnPrefillDone(result);
   const std::string text = metrics.Text();
   double most_wait = 0, most_attention = 0;
   for (int rank = 0; rank < kRanks; ++rank) {
+    const RankStats& stats = result.ranks[rank];
     const std::string label = "rank=\"" + std::to_string(rank) + "\"";
     const double wait = SumOf(text, "meshfill_comm_wait_seconds_total", label);
     const double compute = SumOf(text, "meshfill_attention_compute_seconds_total", label);
     const double attention = SumOf(text, "meshfill_attention_seconds_total", label);
-    EXPECT_NEAR(wait + compute, attention, 0.02 * attention);
+    EXPECT_NEAR(wait, stats.comm_wait_seconds(), 0.01 * stats.comm_wait_seconds());
+    EXPECT_NEAR(compute, stats.block_seconds + stats.merge_seconds, 0.01 * compute);
+    EXPECT_NEAR(attention, stats.attention_seconds, 0.01 * attention);
     most_wait = std::max(most_wait, wait);
     most_attention = std::max(most_attention, attention);
   }
@@ -110,7 +114,7 @@ TEST_F(AccountingTest, MetricsAndJsonSayTheSame) {
 }
 
 TEST_F(AccountingTest, TheTraceSaysTheSame) {
-  const PrefillResult result = Prefill({.tile = Tile{2, 2}, .keep_timeline = true});
+  const PrefillResult result = Prefill({.tile = Tile{2, 1}, .keep_timeline = true});
   ASSERT_TRUE(result.timeline.has_value());
   for (int rank = 0; rank < kRanks; ++rank) {
     double wait = 0, blocks = 0;
@@ -126,7 +130,7 @@ TEST_F(AccountingTest, TheTraceSaysTheSame) {
 
 // Every span costs what a timer with a recorder costs; a prefill pays for its spans, its report and a scrape.
 TEST_F(AccountingTest, MeasuringCostsOnePercentAtMost) {
-  const PrefillResult result = Prefill({.tile = Tile{2, 2}, .keep_timeline = true});
+  const PrefillResult result = Prefill({.tile = Tile{2, 1}, .keep_timeline = true});
 
   constexpr int kSpans = 100'000;
   TimelineRecorder recorder(0, TimelineRecorder::Clock::now());

@@ -39,7 +39,7 @@ class CliServerTest(CliTestCase):
 
     def test_server_refuses_bad_requests_and_serves_the_next(self):
         server = self.server
-        good = json.loads(server.prefill_tokens("1 2 3").stdout)["top"]
+        good = json.loads(server.prefill_tokens("1 2 3", "--tile", "2x2").stdout)["top"]
         for text, options, status, message in (
             ("1 2 999", [], 2, r"token 2 has id 999"),
             ("1 2 3", ["--tile", "3x2"], 2, r"3x2.*4"),
@@ -51,7 +51,7 @@ class CliServerTest(CliTestCase):
             with self.subTest(message):
                 self.refuse("prefill", "--server", server.address, "--tokens", "-", *options,
                             stdin=text.encode(), status=status, message=message)
-                self.assertEqual(json.loads(server.prefill_tokens("1 2 3").stdout)["top"], good)
+                self.assertEqual(json.loads(server.prefill_tokens("1 2 3", "--tile", "2x2").stdout)["top"], good)
 
     def test_no_server_there(self):
         self.refuse("prefill", "--server", "127.0.0.1:1", "--tokens", self.prompt, status=1,

@@ -80,9 +80,9 @@ class CliTest(CliTestCase):
 
     def test_formats_and_standard_input_agree(self):
         raw = struct.pack(f"<{len(self.ids)}I", *self.ids)
-        expected = self.embedded("--tokens", self.prompt, "--top-k", VOCAB)["top"]
+        expected = self.embedded("--tokens", self.prompt, "--tile", "2x2", "--top-k", VOCAB)["top"]
         for format, data in (("ids", self.prompt.read_bytes()), ("u32le", raw), ("bytes", bytes(self.ids))):
-            result = self.embedded("--tokens", "-", "--format", format, "--top-k", VOCAB, stdin=data)
+            result = self.embedded("--tokens", "-", "--format", format, "--tile", "2x2", "--top-k", VOCAB, stdin=data)
             self.assertEqual(result["top"], expected, format)
 
     def test_logits_and_kv_files(self):
