@@ -20,5 +20,6 @@ echo "  dashboards and alerts     deploy/check-dashboards.sh (installs prometheu
 echo "  the status page           deploy/check-status-page.sh (installs chromium)"
 echo "  manifests, and their pods deploy/check-kubernetes.sh (needs kubectl), deploy/check-pods.sh (needs root)"
 echo "  the image's build         deploy/check-image.sh (needs root; a whole build in a chroot)"
+echo "  a bare Debian 12          deploy/check-bare-debian.sh (needs root; a whole build in a chroot)"
 echo "  benchmarks                see Speed in README.md"
 echo "  a million tokens          see Memory in README.md"
