@@ -7,8 +7,10 @@
 #
 # Needs kubectl 1.27 or later, for its kustomize, and python3-venv with PyPI in reach, for kubernetes-validate. MESHFILL
 # names a built binary: with it, the pods' arguments and configurations are given to it, too. MESHFILL_CRDS names a folder
-# with the CustomResourceDefinitions of LeaderWorkerSet, PodMonitor and ScaledObject: with it, these are validated against
-# them, and else against the fields that this repository knows of them.
+# with the CustomResourceDefinitions of LeaderWorkerSet, PodMonitor and ScaledObject, as their projects publish them or a
+# cluster has them (kubectl get crd -o yaml leaderworkersets.leaderworkerset.x-k8s.io podmonitors.monitoring.coreos.com
+# scaledobjects.keda.sh >FOLDER/crds.yaml): with it, these are validated against them, and else against the fields that this
+# repository knows of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! kubectl kustomize deploy/kubernetes/base >/dev/null; then

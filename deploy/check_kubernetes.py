@@ -41,7 +41,9 @@ CUSTOM = {  # of each custom resource, the fields that are used here: anything e
             {"port": TEXT, "interval": {"type": "string", "pattern": r"^\d+[smh]$"}})}}, ["selector"])),
     "ScaledObject": ("keda.sh/v1alpha1", closed({
         "scaleTargetRef": closed({"apiVersion": TEXT, "kind": TEXT, "name": TEXT}, ["name"]),
-        "minReplicaCount": COUNT, "maxReplicaCount": COUNT, "pollingInterval": COUNT, "cooldownPeriod": COUNT,
+        "minReplicaCount": COUNT, "maxReplicaCount": COUNT, "pollingInterval": COUNT,
+        "advanced": closed({"horizontalPodAutoscalerConfig": closed({"behavior": closed({
+            "scaleDown": closed({"stabilizationWindowSeconds": COUNT})})})}),
         "triggers": {"type": "array", "minItems": 1, "items": closed(
             {"type": TEXT, "metadata": {"type": "object", "additionalProperties": TEXT}}, ["type", "metadata"])}},
         ["scaleTargetRef", "triggers"])),
@@ -81,11 +83,11 @@ def definitions():
     """{kind: schema of the whole object} of the folder MESHFILL_CRDS."""
     found = {}
     for path in pathlib.Path(CRDS).glob("*.yaml") if CRDS else []:
-        for crd in yaml.safe_load_all(path.read_text()):
-            if crd and crd.get("kind") == "CustomResourceDefinition":
-                for version in crd["spec"]["versions"]:
-                    key = (crd["spec"]["names"]["kind"], f"{crd['spec']['group']}/{version['name']}")
-                    found[key] = version["schema"]["openAPIV3Schema"]
+        documents = [each for each in yaml.safe_load_all(path.read_text()) if each]
+        for crd in [item for each in documents for item in each.get("items", [each])]:  # kubectl get makes a List
+            for version in crd["spec"]["versions"]:
+                key = (crd["spec"]["names"]["kind"], f"{crd['spec']['group']}/{version['name']}")
+                found[key] = version["schema"]["openAPIV3Schema"]
     return found
 
 
@@ -203,10 +205,32 @@ def check_wiring(documents):
                 yield f"{name}: no PersistentVolumeClaim {claim}"
         if "--join" in container["args"]:
             host, port = container["args"][container["args"].index("--join") + 1].rsplit(":", 1)
+            if f":{int(port):04X} 01 " not in container.get("readinessProbe", {}).get("exec", {}).get("command", []):
+                yield f"{name}: its readiness is not a connection to port {port}"
             if int(port) not in [each["port"] for each in services.get(host, {"spec": {"ports": []}})["spec"]["ports"]]:
                 yield f"{name}: joins {host}:{port}, which no Service offers"
     if READINESS_SERVICE.rsplit(".", 1)[1] not in (ROOT / "proto/meshfill/v1/prefill.proto").read_text():
         yield f"{READINESS_SERVICE} is not in the proto"
+
+
+def check_gpus(documents):
+    """A rank has a GPU or none has; with GPUs, their image, memory to share, and NCCL's settings where it leaves the node."""
+    for name, pod in pods_of(documents):
+        text, container = config_of(pod, documents)
+        pool = yaml.safe_load(text)["pool"]
+        ranks = pool.get("worker") or pool.get("embedded") or {}
+        gpus = int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+        if gpus != (ranks["ranks"] if ranks.get("device") == "cuda" else 0):
+            yield f"{name}: {gpus} GPUs for {ranks}"
+        if not gpus:
+            continue
+        if not container["image"].endswith("-cuda"):
+            yield f"{name}: image {container['image']} has no CUDA"
+        memory = {volume["name"] for volume in pod["spec"]["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"}
+        if not any(mount["mountPath"] == "/dev/shm" and mount["name"] in memory for mount in container["volumeMounts"]):
+            yield f"{name}: 64 MiB of /dev/shm"
+        if "--join" in container["args"] and not any(each["name"] == "NCCL_SOCKET_IFNAME" for each in container["env"]):
+            yield f"{name}: NCCL chooses its own network"
 
 
 def check_selectors(documents):
@@ -249,28 +273,41 @@ def check_with_binary(documents):
             arguments += ["--set", f"model.path={folder}/no-model"]
             if "serve" in arguments:
                 arguments += ["--set", "listen=127.0.0.1:0", "--set", "metrics_listen=127.0.0.1:0"]
+            for section, values in yaml.safe_load(text)["pool"].items():
+                if isinstance(values, dict) and values.get("device") == "cuda":
+                    arguments += ["--set", f"pool.{section}.device=cpu"]  # there may be no GPU here
             result = subprocess.run([MESHFILL, *arguments], capture_output=True, text=True, timeout=60, check=False)
             last = result.stderr.splitlines()[-1]
             if "no-model" not in last and f"{CONFIG_FOLDER}tls" not in last:
                 yield f"{name}: {last}"
 
 
-CHECKS = [check_schemas, check_pod_security, check_wiring, check_selectors]
+CHECKS = [check_schemas, check_pod_security, check_wiring, check_gpus, check_selectors]
 
 
 def problems(documents):
     return [found for check in CHECKS for found in check(documents)]
 
 
-def break_each(documents):
-    """(what is broken, the broken documents) for every kind of problem that the checks claim to find."""
+def changing(documents):
     def change(what, kind, edit):
         broken = copy.deepcopy(documents)
         edit(of_kind(broken, kind)[0])
         return what, broken
+    return change
 
-    pod = lambda document: pod_of(document)["spec"]
-    first = lambda document: pod(document)["containers"][0]
+
+def pod(document):
+    return pod_of(document)["spec"]
+
+
+def first(document):
+    return pod(document)["containers"][0]
+
+
+def break_each(documents):
+    """(what is broken, the broken documents) for every kind of problem that the checks claim to find in the base."""
+    change = changing(documents)
     yield change("a misspelt field", "Deployment", lambda d: first(d).update(imagePullPolice="Always"))
     yield change("a misspelt field of a template in a custom resource", "LeaderWorkerSet", lambda d: pod(d).update(nodeSelectr={}))
     yield change("a misspelt field of a custom resource", "LeaderWorkerSet", lambda d: d["spec"].update(replica=2))
@@ -288,10 +325,22 @@ def break_each(documents):
     yield change("a short grace period", "Deployment", lambda d: pod(d).update(terminationGracePeriodSeconds=30))
     yield change("readiness of the process alone", "Deployment", lambda d: first(d)["readinessProbe"]["grpc"].pop("service"))
     yield change("a lost claim", "Deployment", lambda d: pod(d)["volumes"][2]["persistentVolumeClaim"].update(claimName="x"))
+    yield change("another readiness", "LeaderWorkerSet", lambda d: first(d)["readinessProbe"]["exec"]["command"].pop(2))
+    yield change("GPUs of no rank", "LeaderWorkerSet", lambda d: first(d)["resources"]["limits"].update({"nvidia.com/gpu": "8"}))
     yield change("a join at nothing", "LeaderWorkerSet", lambda d: first(d)["args"].__setitem__(4, "meshfill:1"))
     yield change("too many threads", "LeaderWorkerSet", lambda d: first(d)["resources"]["limits"].update(cpu="8"))
     yield change("a selector of nothing", "Service", lambda d: d["spec"]["selector"].update(app="x"))
     yield change("a pod without policy", "NetworkPolicy", lambda d: d["spec"].update(policyTypes=["Ingress"]))
+
+
+def break_gpus(documents):
+    """The same of the workers with GPUs."""
+    change = changing(documents)
+    limits = lambda document: first(document)["resources"]["limits"]
+    yield change("a rank without a GPU", "LeaderWorkerSet", lambda d: limits(d).update({"nvidia.com/gpu": "4"}))
+    yield change("an image without CUDA", "LeaderWorkerSet", lambda d: first(d).update(image="meshfill:0.1.0-cpu"))
+    yield change("a small /dev/shm", "LeaderWorkerSet", lambda d: pod(d)["volumes"][-1]["emptyDir"].pop("medium"))
+    yield change("NCCL on any network", "LeaderWorkerSet", lambda d: first(d).update(env=first(d)["env"][:2]))
 
 
 def main():
@@ -308,8 +357,7 @@ def main():
             print("  ", each)
     if MESHFILL:
         CHECKS.remove(check_with_binary)
-    base = render(folders[0])
-    broken = list(break_each(base))
+    broken = [*break_each(render(folders[0])), *break_gpus(render(HERE / "kubernetes/overlays/infiniband"))]
     for what, documents in broken:
         if not problems(documents):
             failed = True

@@ -22,6 +22,7 @@ MESHFILL = str(pathlib.Path(sys.argv[1]).resolve())
 OVERLAY = pathlib.Path(__file__).parent / "kubernetes/overlays/statefulset"
 BRIDGE, PREFIX, SUBNET = "meshfill-br", "meshfill-pods", "10.199.0"
 FRONT_END, FIRST_WORKER, CLIENT = 10, 11, 20
+API = "meshfill.meshfill.svc.cluster.local"
 WORKERS = 4
 SECONDS = 60
 TOKENS = 60_000
@@ -41,7 +42,7 @@ def wait_for(what, condition):
 
 
 class Network:
-    """Namespaces on one bridge. All of them know the Services' names."""
+    """Namespaces on one bridge. All of them know the Services' names, the API's as clients in other namespaces say it."""
 
     def __init__(self):
         self.namespaces = []
@@ -53,7 +54,7 @@ class Network:
         self.namespaces.append(name)
         hosts = pathlib.Path("/etc/netns") / name
         hosts.mkdir(parents=True)
-        (hosts / "hosts").write_text("127.0.0.1 localhost\n" + f"{SUBNET}.{FRONT_END} meshfill meshfill-control\n")
+        (hosts / "hosts").write_text("127.0.0.1 localhost\n" + f"{SUBNET}.{FRONT_END} {API} meshfill-control\n")
         run("ip", "netns", "add", name)
         run("ip", "link", "add", f"mfpod{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
         run("ip", "link", "set", f"mfpod{host}", "master", BRIDGE, "up")
@@ -118,7 +119,7 @@ class Manifests:
 class Pods:
     def __init__(self, folder):
         self.network = Network()
-        self.processes, self.log = {}, (folder / "pods.log").open("w+")
+        self.processes, self.namespaces, self.log = {}, {}, (folder / "pods.log").open("w+")
         model = folder / "model"
         run(MESHFILL, "make-model", "--arch", "llama", "--out", model, "--layers", "2", "--hidden", "128", "--vocab", "256")
         self.manifests = Manifests(folder, Certificates(folder), model)
@@ -128,12 +129,18 @@ class Pods:
 
     def start(self, role, host, name):
         command = self.manifests.command(role, POD_NAME=name, NODE_NAME=f"node-{host}")
-        self.processes[name] = subprocess.Popen(["ip", "netns", "exec", self.network.add(host), *command], stderr=self.log,
+        self.namespaces[name] = self.network.add(host)
+        self.processes[name] = subprocess.Popen(["ip", "netns", "exec", self.namespaces[name], *command], stderr=self.log,
                                                 stdout=self.log)
 
+    def ready(self, name):
+        """What the kubelet would find with the worker's readiness probe."""
+        probe = self.manifests.pods["worker"]["readinessProbe"]["exec"]["command"]
+        return subprocess.run(["ip", "netns", "exec", self.namespaces[name], *probe], check=False).returncode == 0
+
     def start_prefill(self, *options):
-        return subprocess.Popen(["ip", "netns", "exec", self.client, MESHFILL, "prefill", "--server", "meshfill:50051", "--tokens",
-                                 self.prompt, "--format", "bytes", "--json", "--top-k", "3", *options], text=True,
+        return subprocess.Popen(["ip", "netns", "exec", self.client, MESHFILL, "prefill", "--server", f"{API}:50051",
+                                 "--tokens", self.prompt, "--format", "bytes", "--json", "--top-k", "3", *options], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def prefill(self, *options):
@@ -147,7 +154,7 @@ class Pods:
 
     def metric(self, pattern):
         """The sum over the series that match, as Prometheus would hear it; 0 where nobody answers yet."""
-        fetch = "import urllib.request as u; print(u.urlopen('http://meshfill:9464/metrics', timeout=5).read().decode())"
+        fetch = f"import urllib.request as u; print(u.urlopen('http://{API}:9464/metrics', timeout=5).read().decode())"
         answer = subprocess.run(["ip", "netns", "exec", self.client, "python3", "-c", fetch], capture_output=True, text=True,
                                 check=False)
         return sum(float(line.rsplit(" ", 1)[1]) for line in answer.stdout.splitlines() if re.match(pattern, line))
@@ -180,10 +187,14 @@ def main():
         os.chmod(name, 0o755)
         pods = Pods(pathlib.Path(name))
         try:
+            workers = [f"meshfill-worker-{index}" for index in range(WORKERS)]
+            for index, worker in enumerate(workers):
+                pods.start("worker", FIRST_WORKER + index, worker)
+            time.sleep(1)
+            assert not any(map(pods.ready, workers)), "ready, and nobody to join"
             pods.start("front-end", FRONT_END, "front-end")
-            for index in range(WORKERS):
-                pods.start("worker", FIRST_WORKER + index, f"meshfill-worker-{index}")
             pods.wait_for_ranks(WORKERS)
+            assert all(map(pods.ready, workers)), "joined, and not ready"
             answers = [pods.prefill()]
             print(f"{WORKERS} workers over TLS: first token {answers[0]['first_token']}, plan {answers[0]['plan']}")
 
