@@ -56,7 +56,7 @@ python3 - "$metrics" <<'PY'
 import re, sys, urllib.request
 text = urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=10).read().decode()
 wanted = re.compile(r"meshfill_(ttft_seconds_(sum|count)|prompt_tokens|comm_wait_seconds|comm_bytes|mfu|attention_mfu|overlap|requests_total)")
-print("\n".join(line for line in text.splitlines() if wanted.match(line)))
+print("\n".join(sorted(line for line in text.splitlines() if wanted.match(line) and not line.endswith("} 0"))))
 PY
 
 say "Stopping"
