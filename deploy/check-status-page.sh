@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The status page in a real browser: starts a server under load, opens the page in headless Chromium on a phone's and a
-# desk's width, and fails where it does not show the pool, the queue, the last prefill with each rank, and its picture, or
-# where it asks anybody but the server for anything.
+# The status page in a real browser: starts a server under load, once with an embedded pool and once with workers, opens the
+# page in headless Chromium on a phone's and a desk's width, and fails where it does not show the pool, the queue, the last
+# prefill with each rank, and its picture, or where it asks anybody but the server for anything.
 #
 #   deploy/check-status-page.sh [OUT]     OUT: where the screenshots go (default build/status-page)
 #

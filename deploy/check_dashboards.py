@@ -116,7 +116,7 @@ def draw(dashboard, name):
     print(f"  look at {page}")
     if shutil.which("chromium"):
         picture = page.with_suffix(".png")
-        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1500,2480",
+        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1480,2390",
                         f"--screenshot={picture}", page.resolve().as_uri()], capture_output=True, check=True, timeout=120)
         print(f"       and {picture}")
 

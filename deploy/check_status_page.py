@@ -11,7 +11,9 @@ import tempfile
 from demo_server import RANKS, DemoServer
 
 OUT = pathlib.Path(sys.argv[2])
-WIDTHS = {"phone": 500, "desk": 1280}  # headless Chromium makes no window narrower than 500
+DEVICES = {"phone": ["--window-size=500,2000"],  # headless Chromium makes no window narrower
+           "desk": ["--window-size=1280,1600"],
+           "desk-at-night": ["--window-size=1280,1600", "--blink-settings=preferredColorScheme=0"]}
 NASTY_ID = "<img src=x onerror=alert(1)>"
 
 
@@ -21,7 +23,7 @@ def chromium(*arguments):
                           timeout=180).stdout
 
 
-def problems(page, page_is_loaded_from):
+def problems(page, page_is_loaded_from, workers):
     expected = {
         "the model's name": r'<h1 id="model">demo-model</h1>',
         "the state": r'class="ready">ready<',
@@ -33,6 +35,8 @@ def problems(page, page_is_loaded_from):
         "the picture": r'src="last_prefill.svg\?number=1"',
         "an id as text": "&lt;img src=x onerror=alert\\(1\\)&gt;",
     }
+    if workers:
+        expected["a worker"] = r"<td>worker-2</td><td>[^<]+</td><td>running</td>"
     for what, pattern in expected.items():
         if not re.search(pattern, page):
             yield f"{what} is not there ({pattern})"
@@ -44,24 +48,32 @@ def problems(page, page_is_loaded_from):
         yield f"asks others: {outside}"
 
 
-def main():
+def check_pool(workers):
+    """What is wrong with the page of a server with this kind of pool."""
+    pool = "workers" if workers else "embedded"
     with tempfile.TemporaryDirectory() as name:
-        server = DemoServer(sys.argv[1], pathlib.Path(name))
+        server = DemoServer(sys.argv[1], pathlib.Path(name), workers)
         clients = []
         try:
             if server.prefill(3000, "--tile", "2x2") != 0:
                 sys.exit("the first prefill failed")
             clients = [server.start_prefill(400_000, "--request-id", NASTY_ID), server.start_prefill(1000)]
             url = f"http://{server.pages}/"
-            found = list(problems(chromium("--dump-dom", url), url))
-            for device, width in WIDTHS.items():
-                chromium(f"--window-size={width},2200", f"--screenshot={OUT / device}.png", url)
-                print(f"Look at {OUT / device}.png")
+            found = list(problems(chromium("--dump-dom", url), url, workers))
+            for device, options in DEVICES.items():
+                picture = OUT / f"{pool}-{device}.png"
+                chromium(*options, f"--screenshot={picture}", url)
+                print(f"Look at {picture}")
+            return [f"{pool}: {each}" for each in found]
         finally:
             for client in clients:
                 client.kill()
                 client.wait()
             server.stop()
+
+
+def main():
+    found = check_pool(workers=False) + check_pool(workers=True)
     for each in found:
         print("status page:", each, file=sys.stderr)
     sys.exit(1 if found else 0)

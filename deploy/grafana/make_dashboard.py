@@ -44,6 +44,13 @@ def number(title, unit, expression, about="", steps=(), width=4):
                  options={"colorMode": "value", "graphMode": "area", "reduceOptions": {"calcs": ["lastNotNull"]}})
 
 
+def labels_table(title, metric, width):
+    """One row for each series, of labels alone."""
+    made = panel("table", title, "none", [query(f"{metric}{{{POOL}}}", "", instant=True, form="table")], width, height=4)
+    hidden = {name: True for name in ("Time", "Value", "__name__")}
+    return {**made, "transformations": [{"id": "organize", "options": {"excludeByName": hidden}}]}
+
+
 def quantile(share, metric):
     return (f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{{{POOL}}}[$__rate_interval])))")
 
@@ -87,8 +94,8 @@ def rows():
         ]),
         ("How much of attention is communication that nothing hides?", [
             panel("status-history", "Comm wait of each rank", "percentunit",
-                  [query(f"meshfill:comm_wait_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")], 12, height=9,
-                  about="A dark column: all wait, so the links bind. A dark row: one rank waits for another.",
+                  [query(f"meshfill:comm_wait_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")], 12,
+                  about="A red column: all wait, so the links bind. A red row: one rank waits for another.",
                   color={"mode": "continuous-GrYlRd"}, min=0, max=0.6, options={"rowHeight": 0.9, "showValue": "never"}),
             graph("Comm wait by operation", "percentunit",
                   [query(f"avg by (op) (meshfill:comm_wait_ratio:op{{{POOL}}})", "{{op}}")], width=6, stacked=True),
@@ -118,9 +125,8 @@ def rows():
             graph("Largest resident memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "{{instance}}")]),
         ]),
         ("What runs here?", [
-            panel("table", "Plan of the last prefill", "none",
-                  [query(f"meshfill_plan_info{{{POOL}}}", "", instant=True, form="table")], 14, height=6),
-            panel("table", "Builds", "none", [query(f"meshfill_build_info{{{POOL}}}", "", instant=True, form="table")], 10, height=6),
+            labels_table("Plan of the last prefill", "meshfill_plan_info", 14),
+            labels_table("Builds", "meshfill_build_info", 10),
         ]),
     ]
 
