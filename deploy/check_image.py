@@ -1,4 +1,7 @@
-"""Takes the steps of deploy/Dockerfile in chroots. Usage: check_image.py (deploy/check-image.sh calls it, and says more)"""
+"""Takes the steps of deploy/Dockerfile in chroots.
+
+Usage: check_image.py TARGET    (deploy/check-image.sh calls it, and says more)
+"""
 import fnmatch
 import json
 import os
@@ -13,14 +16,41 @@ import time
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 MIRROR = os.environ.get("MESHFILL_MIRROR", "http://deb.debian.org/debian")
+CUDA_HOME = os.environ.get("MESHFILL_CUDA_HOME")
+ARGUMENTS = {"GRPC": os.environ.get("MESHFILL_GRPC", "")}
 SEED_PACKAGES = "ca-certificates"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+IGNORED = ("EXPOSE", "HEALTHCHECK")
 
 
 def instructions(text):
     """[(instruction, rest)] of a Dockerfile, continued lines joined."""
     joined = re.sub(r"\\\n\s*", "", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
     return [tuple(line.split(None, 1)) for line in joined.splitlines() if line.strip()]
+
+
+def stages_of(text):
+    """{name: [(instruction, rest)]}, each beginning with its FROM; the nameless last one is not needed here."""
+    stages = {}
+    for name, rest in instructions(text):
+        if name == "FROM":
+            current = stages.setdefault(rest.partition(" AS ")[2], [])
+        if stages:
+            current.append((name, rest))
+    stages.pop("", None)
+    return stages
+
+
+def needed(stages, target):
+    """The stages that `target` stands on, in the order of the file."""
+    wanted = {target}
+    for name in reversed(stages):
+        if name in wanted:
+            for instruction, rest in stages[name]:
+                source = re.match(r"--from=(\S+)", rest) if instruction == "COPY" else re.match(r"(\S+)", rest)
+                if instruction in ("FROM", "COPY") and source and source[1] in stages:
+                    wanted.add(source[1])
+    return [name for name in stages if name in wanted]
 
 
 def in_context(path, ignore):
@@ -36,33 +66,43 @@ def in_context(path, ignore):
 class Stage:
     """A chroot, and what its instructions set."""
 
-    def __init__(self, folder):
-        self.root = folder
-        self.workdir, self.user, self.entrypoint = "/", None, None
+    def __init__(self, root, source=None):
+        self.root = root
+        self.workdir = source.workdir if source else "/"
+        self.user = source.user if source else None
+        self.entrypoint = source.entrypoint if source else None
+        self.environment = dict(source.environment) if source else {"PATH": PATH, "HOME": "/tmp"}
+        self.mounts = {"/proc": "/proc", "/dev": "/dev"}
 
     def path(self, name):
         return self.root / os.path.join(self.workdir, name).lstrip("/")
 
-    def run(self, command, user=None, mounted=True):
-        mounts = [self.root / "proc", self.root / "dev"] if mounted else []
-        for mount in mounts:
-            subprocess.run(["mount", "--rbind", f"/{mount.name}", mount], check=True)
-            subprocess.run(["mount", "--make-rslave", mount], check=True)
+    def run(self, command, user=None, mounts=()):
+        mounted = []
         try:
+            for target, source in [*self.mounts.items(), *mounts]:
+                at = self.root / target.lstrip("/")
+                at.mkdir(parents=True, exist_ok=True)
+                subprocess.run(["mount", "--rbind", source, at], check=True)
+                subprocess.run(["mount", "--make-rslave", at], check=True)
+                mounted.insert(0, at)
             as_user = ["--userspec", user] if user else []
             return subprocess.run(["chroot", *as_user, self.root, "/bin/sh", "-ec", f"cd {self.workdir}; {command}"], check=True,
-                                  env={"PATH": PATH, "HOME": "/tmp"}, stdout=subprocess.PIPE, text=True).stdout
+                                  env=self.environment, stdout=subprocess.PIPE, text=True).stdout
         finally:
-            for mount in mounts:
-                subprocess.run(["umount", "-R", "-l", mount], check=True)
+            for at in mounted:
+                subprocess.run(["umount", "-R", "-l", at], check=True)
 
 
 class Image:
+    """The stages of one target, each a copy of the one that it begins with."""
+
     def __init__(self, folder):
         self.folder, self.stages, self.stage = folder, {}, None
-        self.base = folder / "base"
-        subprocess.run(["debootstrap", "--variant=minbase", f"--include={SEED_PACKAGES}", "bookworm", self.base, MIRROR],
+        self.base = Stage(folder / "base")
+        subprocess.run(["debootstrap", "--variant=minbase", f"--include={SEED_PACKAGES}", "bookworm", self.base.root, MIRROR],
                        check=True, stdout=subprocess.DEVNULL)
+        shutil.copy("/etc/resolv.conf", self.base.root / "etc/resolv.conf")
         self.context = folder / "context"
         self._export_context()
 
@@ -78,16 +118,24 @@ class Image:
 
     def do_from(self, rest):
         source, _, name = rest.partition(" AS ")
+        root = self.folder / name
         if source == "scratch":
-            self.stage = Stage(self.folder / f"stage-{len(self.stages)}")
-            self.stage.root.mkdir()
-        elif source in self.stages:
-            self.stage = self.stages[source]  # goes on in the same tree, which no other stage needs as it was
+            root.mkdir()
+            self.stage = Stage(root)
         else:
-            self.stage = Stage(self.folder / f"stage-{len(self.stages)}")
-            subprocess.run(["cp", "-a", self.base, self.stage.root], check=True)
-            shutil.copy("/etc/resolv.conf", self.stage.root / "etc/resolv.conf")
-        self.stages[name or "final"] = self.stage
+            origin = self.stages.get(source, self.base)
+            subprocess.run(["cp", "-a", origin.root, root], check=True)
+            self.stage = Stage(root, origin)
+        if CUDA_HOME and "cuda" in name:
+            self.stage.mounts["/usr/local/cuda"] = CUDA_HOME
+        self.stages[name] = self.stage
+
+    def do_arg(self, rest):
+        name, _, default = rest.partition("=")
+        self.stage.environment[name] = ARGUMENTS.get(name, default)
+
+    def do_env(self, rest):
+        self.stage.environment.update(word.split("=", 1) for word in rest.split())
 
     def do_workdir(self, rest):
         self.stage.workdir = rest
@@ -108,9 +156,12 @@ class Image:
             subprocess.run(["cp", "-a", f"{path}/." if path.is_dir() else path, to], check=True)
 
     def do_run(self, rest):
-        start = time.monotonic()
-        self.stage.run(rest)
-        print(f"  {time.monotonic() - start:6.1f} s  RUN {rest[:90]}", flush=True)
+        start, mounts, command = time.monotonic(), [], rest
+        while bind := re.match(r"--mount=type=bind,source=([^,\s]+),target=(\S+) ", command):
+            mounts.append((bind[2], self.context / bind[1]))
+            command = command[bind.end():]
+        self.stage.run(command, mounts=mounts)
+        print(f"  {time.monotonic() - start:6.1f} s  RUN {command[:90]}", flush=True)
 
     def do_user(self, rest):
         self.stage.user = rest
@@ -118,20 +169,26 @@ class Image:
     def do_entrypoint(self, rest):
         self.stage.entrypoint = json.loads(rest)
 
-    def build(self, text):
-        for name, rest in instructions(text):
+    def build(self, stages):
+        for name, rest in [each for stage in stages for each in stage]:
             step = getattr(self, "do_" + name.lower(), None)
             if step:
                 step(rest)
-            elif name not in ("ARG", "EXPOSE", "HEALTHCHECK"):
+            elif name not in IGNORED:
                 sys.exit(f"check-image: {name} is not understood")
 
 
 def main():
+    target = sys.argv[1]
+    bill = "sbom-cuda" if target == "cuda" else "sbom"
+    stages = stages_of((HERE / "Dockerfile").read_text())
+    if target not in ("cpu", "cuda"):
+        sys.exit(f"check-image: {target} is no image; cpu or cuda")
+    print("gRPC:", ARGUMENTS["GRPC"] or "Debian's; MESHFILL_GRPC=TAG builds it from source, where github.com is in reach")
     with tempfile.TemporaryDirectory() as name:
         image = Image(pathlib.Path(name))
-        image.build((HERE / "Dockerfile").read_text())
-        final = image.stages["final"]
+        image.build([stages[each] for each in needed(stages, bill)])
+        final = image.stages[target]
         meshfill = " ".join(final.entrypoint)
         config = "/tmp/config.yaml"
         shutil.copy(ROOT / "configs/local.yaml", final.path(config))
@@ -139,9 +196,9 @@ def main():
                         f"echo 1 2 3 4 5 | {meshfill} prefill --config {config} --set model.path=/tmp/model --tokens - --json",
                         user=final.user)
         print(f"as {final.user}: first token {json.loads(out)['first_token']}, plan {json.loads(out)['plan']}")
-        bill = json.loads((image.stages["sbom"].root / "meshfill.spdx.json").read_text())
+        packages = json.loads((image.stages[bill].root / "meshfill.spdx.json").read_text())["packages"]
         size = subprocess.run(["du", "-sxm", final.root], check=True, capture_output=True, text=True).stdout.split()[0]
-        print(f"image of {size} MB, bill of materials with {len(bill['packages'])} packages")
+        print(f"image of {size} MB, bill of materials with {len(packages)} packages")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Prints an SPDX 2.3 bill of materials of the image: the binary, and the Debian packages that are installed beside it.
+"""Prints an SPDX 2.3 bill of materials of the image: the binary, what was built into it, the packages installed beside it.
 
 Usage: make_sbom.py BINARY INSTALLED    INSTALLED: "package<TAB>version<TAB>architecture" lines
+
+What was built in stands in /opt/grpc/sources, if that is there: "name<TAB>version<TAB>address" lines.
 """
 import datetime
 import hashlib
@@ -9,6 +11,9 @@ import pathlib
 import re
 import subprocess
 import sys
+
+
+BUILT_IN = pathlib.Path("/opt/grpc/sources")
 
 
 def identifier(text):
@@ -26,6 +31,9 @@ def main():
     version = subprocess.run([binary, "--version"], check=True, capture_output=True, text=True).stdout.split()[-1]
     digest = hashlib.sha256(binary.read_bytes()).hexdigest()
     packages = [package("meshfill", version, checksums=[{"algorithm": "SHA256", "checksumValue": digest}])]
+    for line in BUILT_IN.read_text().splitlines() if BUILT_IN.exists() else []:
+        name, number, address = line.split("\t")
+        packages.append(package(f"{name}-source", number, downloadLocation=f"git+{address}@{number}"))
     for line in installed.read_text().splitlines():
         name, number, architecture = line.split("\t")
         locator = f"pkg:deb/debian/{name}@{number}?arch={architecture}&distro=debian-12"
@@ -35,7 +43,7 @@ def main():
         "spdxVersion": "SPDX-2.3", "dataLicense": "CC0-1.0", "SPDXID": "SPDXRef-DOCUMENT", "name": f"meshfill-{version}",
         "documentNamespace": f"urn:meshfill:{digest}",
         "creationInfo": {"created": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                         "creators": ["Tool: meshfill/deploy/make_sbom.py"]},
+                         "creators": ["Tool: meshfill/deploy/image/make_sbom.py"]},
         "packages": packages,
         "relationships": [{"spdxElementId": "SPDXRef-DOCUMENT", "relationshipType": "DESCRIBES",
                            "relatedSpdxElement": packages[0]["SPDXID"]}] +

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the Debian packages, one a line, whose libraries a binary loads.
 #
-#   deploy/runtime-packages.sh BINARY
+#   deploy/image/runtime-packages.sh BINARY
 set -euo pipefail
 ldd "$1" | sed -n 's/.* => \(\/[^ ]*\) .*/\1/p' | while read -r library; do
   # The linker may name a library by its path before /usr was merged, dpkg by its path since, or the other way round.
