@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <vector>
 
@@ -11,15 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/attention.h"
+#include "kernels/cpu/bench_sample.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/peak.h"
 
 namespace meshfill {
 namespace {
-
-// The register loop runs as long as the attention did, within these bounds.
-constexpr double kMinPeakSeconds = 0.05;
-constexpr double kMaxPeakSeconds = 1.0;
 
 absl::Status CheckOptions(const AttentionBenchOptions& options) {
   const auto error = [](auto... parts) {
@@ -36,27 +32,6 @@ absl::Status CheckOptions(const AttentionBenchOptions& options) {
   if (options.threads < 1) return error("threads is ", options.threads, "; use at least 1");
   if (options.repeats < 1) return error("repeats is ", options.repeats, "; use at least 1");
   return absl::OkStatus();
-}
-
-// Standard normal elements: with zeros, or with equal scores, the multipliers would draw less power than in
-// real use.
-std::vector<char> RandomTensor(int64_t elements, DType dtype, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  const size_t bytes = DTypeBytes(dtype);
-  std::vector<char> tensor(elements * bytes);
-  for (int64_t i = 0; i < elements; ++i) {
-    const float value = normal(random);
-    const BFloat16 rounded = BFloat16::FromFloat(value);
-    std::memcpy(tensor.data() + i * bytes, dtype == DType::kF32 ? static_cast<const void*>(&value) : &rounded,
-                bytes);
-  }
-  return tensor;
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
 }  // namespace

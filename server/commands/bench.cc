@@ -4,6 +4,7 @@
 
 #include "server/commands/bench_attention.h"
 #include "server/commands/bench_comm.h"
+#include "server/commands/bench_gemm.h"
 #include "server/commands/bench_plan.h"
 #include "server/commands/bench_prefill.h"
 #include "server/commands/bench_schedules.h"
@@ -18,6 +19,7 @@ class BenchCommand : public Command {
     app_->require_subcommand(1);
     benches_.push_back(AddBenchAttentionCommand(*app_));
     benches_.push_back(AddBenchCommCommand(*app_));
+    benches_.push_back(AddBenchGemmCommand(*app_));
     benches_.push_back(AddBenchPlanCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
     benches_.push_back(AddBenchSchedulesCommand(*app_));

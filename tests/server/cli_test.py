@@ -247,8 +247,8 @@ class CliTest(CliTestCase):
         for arguments, message in (
             ([], r"serve, worker, prefill, plan, simulate, make-model, bench"),
             (["train"], r"'train' is no command"),
-            (["bench"], r"attention, comm, plan, prefill, schedules"),
-            (["bench", "gemm"], r"'gemm' is no command"),
+            (["bench"], r"attention, comm, gemm, plan, prefill, schedules"),
+            (["bench", "fft"], r"'fft' is no command"),
             (["--no-such-option"], r"no-such-option|serve, prefill"),
             (["serve"], r"--config"),
             (["worker"], r"--config"),

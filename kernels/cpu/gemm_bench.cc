@@ -1,0 +1,79 @@
+#include "kernels/cpu/gemm_bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/bench_sample.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "kernels/peak.h"
+
+namespace meshfill {
+namespace {
+
+absl::Status CheckOptions(const GemmBenchOptions& options) {
+  if (options.dtype == DType::kF16) {
+    return absl::InvalidArgumentError("bench gemm: dtype is f16; use bf16 or f32");
+  }
+  const struct {
+    const char* name;
+    int64_t value;
+  } counts[] = {{"tokens", options.tokens},
+                {"in_features", options.in_features},
+                {"out_features", options.out_features},
+                {"threads", options.threads},
+                {"repeats", options.repeats}};
+  for (const auto& [name, value] : counts) {
+    if (value < 1)
+      return absl::InvalidArgumentError(
+          absl::StrCat("bench gemm: ", name, " is ", value, "; use at least 1"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  std::mt19937 random(1);
+  const std::vector<char> x = RandomTensor(options.tokens * options.in_features, options.dtype, random);
+  const std::vector<char> w = RandomTensor(options.out_features * options.in_features, options.dtype, random);
+  std::vector<char> y(options.tokens * options.out_features * DTypeBytes(options.dtype));
+  const std::unique_ptr<Backend> backend = MakeCpuBackend(options.dtype, options.threads);
+  const WeightRows rows{.data = w.data(), .dtype = options.dtype, .rows = options.out_features};
+  const auto weight = backend->PackWeight({&rows, 1}, options.in_features);
+  if (!weight.ok()) return weight.status();
+  const GemmArgs args{.weight = weight->get(),
+                      .x = x.data(),
+                      .tokens = options.tokens,
+                      .y = y.data(),
+                      .y_dtype = options.dtype};
+  const double flops = 2.0 * static_cast<double>(options.tokens) * static_cast<double>(options.in_features) *
+                       static_cast<double>(options.out_features);
+
+  if (absl::Status status = backend->Gemm(args); !status.ok()) return status;  // builds its primitives
+  std::vector<double> seconds, speeds, peaks, ratios;
+  for (int repeat = 0; repeat < options.repeats; ++repeat) {
+    const auto start = std::chrono::steady_clock::now();
+    if (absl::Status status = backend->Gemm(args); !status.ok()) return status;
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    seconds.push_back(elapsed.count());
+    speeds.push_back(flops / elapsed.count());
+    const double peak_seconds = std::clamp(elapsed.count(), kMinPeakSeconds, kMaxPeakSeconds);
+    const std::string target = SupportedAttentionTargets().front();
+    peaks.push_back(MeasureRegisterLoop(target, options.dtype, options.threads, peak_seconds).average);
+    ratios.push_back(speeds.back() / peaks.back());
+  }
+  return GemmBenchResult{.seconds = Median(seconds),
+                         .flops_per_second = Median(speeds),
+                         .peak_flops_per_second = Median(peaks),
+                         .ratio = Median(ratios)};
+}
+
+}  // namespace meshfill

@@ -1,0 +1,78 @@
+#include "server/commands/bench_gemm.h"
+
+#include <cstdio>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/cpu/gemm_bench.h"
+#include "nlohmann/json.hpp"
+#include "server/commands/flags.h"
+#include "server/progress_bar.h"
+#include "server/result_text.h"
+
+namespace meshfill {
+namespace {
+
+class BenchGemmCommand : public Command {
+ public:
+  explicit BenchGemmCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("gemm", "A linear layer against the machine's register loop")) {
+    AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
+    AddCount("--tokens", options_.tokens, "Rows that are multiplied");
+    AddCount("--in-features", options_.in_features, "Width of the input");
+    AddCount("--out-features", options_.out_features, "Width of the output");
+    AddCount("--threads", options_.threads, "CPU threads");
+    AddCount("--repeats", options_.repeats, "Runs of each; medians are reported");
+    AddJsonFlag(*app_, json_);
+  }
+
+  absl::Status Run() override {
+    absl::StatusOr<GemmBenchResult> result = BenchGemm(options_);
+    if (!result.ok()) return result.status();
+    std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  template <typename T>
+  void AddCount(const std::string& name, T& value, const std::string& help) {
+    app_->add_option(name, value, help)->type_name("N")->check(CLI::PositiveNumber)->capture_default_str();
+  }
+
+  std::string Json(const GemmBenchResult& result) const {
+    const nlohmann::ordered_json json = {{"dtype", DTypeName(options_.dtype)},
+                                         {"tokens", options_.tokens},
+                                         {"in_features", options_.in_features},
+                                         {"out_features", options_.out_features},
+                                         {"threads", options_.threads},
+                                         {"seconds", result.seconds},
+                                         {"flops_per_second", result.flops_per_second},
+                                         {"peak_flops_per_second", result.peak_flops_per_second},
+                                         {"ratio", result.ratio}};
+    return absl::StrCat(json.dump(), "\n");
+  }
+
+  std::string Text(const GemmBenchResult& result) const {
+    return absl::StrFormat(
+        "%s, %s tokens, %s to %s features, %d thread%s\n"
+        "linear layer    %.1f GFLOP/s (%s)\n"
+        "register loop   %.1f GFLOP/s\n"
+        "ratio           %.3f\n",
+        DTypeName(options_.dtype), FormatCount(static_cast<double>(options_.tokens)),
+        FormatCount(static_cast<double>(options_.in_features)),
+        FormatCount(static_cast<double>(options_.out_features)), options_.threads,
+        options_.threads == 1 ? "" : "s", result.flops_per_second / 1e9, FormatSeconds(result.seconds),
+        result.peak_flops_per_second / 1e9, result.ratio);
+  }
+
+  GemmBenchOptions options_;
+  bool json_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddBenchGemmCommand(CLI::App& parent) {
+  return std::make_unique<BenchGemmCommand>(parent);
+}
+
+}  // namespace meshfill
