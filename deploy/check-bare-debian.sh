@@ -31,6 +31,7 @@ timed() {
 debootstrap --variant=minbase --include=git,ca-certificates bookworm "$root" \
   "${MESHFILL_MIRROR:-http://deb.debian.org/debian}" >/dev/null
 cp /etc/resolv.conf "$root/etc/resolv.conf"
+printf "127.0.0.1 localhost\n" >"$root/etc/hosts"  # as the installer writes it
 for mount in "${mounts[@]}"; do
   mount --rbind "/$mount" "$root/$mount"
   mount --make-rslave "$root/$mount"
