@@ -48,6 +48,12 @@ def problems(page, page_is_loaded_from, workers):
         yield f"asks others: {outside}"
 
 
+def end(clients):
+    for client in clients:
+        client.kill()
+        client.wait()
+
+
 def check_pool(workers):
     """What is wrong with the page of a server with this kind of pool."""
     pool = "workers" if workers else "embedded"
@@ -64,11 +70,14 @@ def check_pool(workers):
                 picture = OUT / f"{pool}-{device}.png"
                 chromium(*options, f"--screenshot={picture}", url)
                 print(f"Look at {picture}")
+            end(clients)
+            if workers:
+                server.stop_workers()
+                if "waits for workers" not in chromium("--dump-dom", url):
+                    found.append("does not say that all workers have left")
             return [f"{pool}: {each}" for each in found]
         finally:
-            for client in clients:
-                client.kill()
-                client.wait()
+            end(clients)
             server.stop()
 
 

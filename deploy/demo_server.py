@@ -68,9 +68,13 @@ class DemoServer:
             sys.exit(f"{command} ended: {log.read_text()}")
         return log.read_text()
 
+    def stop_workers(self):
+        while len(self.processes) > 1:
+            stop(self.processes.pop(0))
+
     def stop(self):
-        for process in self.processes:
-            stop(process)
+        self.stop_workers()
+        stop(self.processes[0])
 
     def prefill(self, tokens, *options):
         """The exit status of a prefill of random bytes."""

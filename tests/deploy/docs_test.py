@@ -28,6 +28,10 @@ class DocsTest(unittest.TestCase):
             result = subprocess.run([sys.executable, ROOT / script, "--check"], capture_output=True, text=True, check=False)
             self.assertEqual(result.returncode, 0, result.stderr)
 
+    def test_every_field_of_the_api_has_a_meaning(self):
+        without = re.findall(r"^\| `\w+` \|[^|]*\|\s*\|$", read("docs/api.md"), re.M)
+        self.assertEqual(without, [])
+
     def test_every_metric_is_documented_and_no_other(self):
         documented = set(re.findall(r"^\| `(meshfill_\w+)`", read("docs/metrics.md"), re.M))
         self.assertGreater(len(documented), 30)
