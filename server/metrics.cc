@@ -175,6 +175,10 @@ class Metrics::Families {
   Gauge& peak_memory_bytes =
       AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
           .Add({});
+  Gauge& predicted_peak_bytes =
+      AddGauge(registry, "meshfill_predicted_peak_bytes",
+               "Of the last prefill: what the plan predicted for the activations of a process's ranks.")
+          .Add({});
   Counter& epochs =
       AddCounter(registry, "meshfill_epochs_total",
                  "Memberships of the pool that ran requests: a worker that joins, leaves or is lost "
@@ -285,6 +289,7 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
   f.mfu.Set(result.mfu);
   f.attention_mfu.Set(result.attention_mfu);
   f.predicted.Set(result.plan.predicted.seconds);
+  f.predicted_peak_bytes.Set(static_cast<double>(result.plan.predicted.peak_bytes));
   f.predicted_total.Increment(result.plan.predicted.seconds);
   CountBytes(result.comm_bytes, f.rank_comm_bytes);
   CountBytes(result.plan.predicted.comm_bytes, f.predicted_comm_bytes);

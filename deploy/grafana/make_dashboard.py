@@ -122,7 +122,9 @@ def rows():
             graph("How busy each rank is, against the mean", "none",
                   [query(f"meshfill:busy_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")]),
             graph("Tokens/s", "none", [query(f"meshfill:prompt_tokens:rate{{{POOL}}}", "{{instance}}")]),
-            graph("Largest resident memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "{{instance}}")]),
+            graph("Memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "largest so far {{instance}}"),
+                                      query(f"meshfill_predicted_peak_bytes{{{POOL}}}", "activations of a plan {{instance}}")],
+                  about="Resident in the front-end's process, and what the last plan took for a process's ranks."),
         ]),
         ("What runs here?", [
             labels_table("Plan of the last prefill", "meshfill_plan_info", 14),

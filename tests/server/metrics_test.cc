@@ -33,6 +33,7 @@ PrefillResult RunOnce(FakeEngine& engine, int64_t tokens, const PrefillOptions& 
   auto result = engine.Prefill(ids, options, &observer, &stop);
   EXPECT_TRUE(result.ok()) << result.status();
   result->prefill_seconds = 2;
+  result->plan.predicted.peak_bytes = 3 << 20;
   return *std::move(result);
 }
 
@@ -89,6 +90,7 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_mfu", 0.5},
       {"meshfill_attention_mfu", 0.25},
       {"meshfill_predicted_seconds", 1.6},
+      {"meshfill_predicted_peak_bytes", 3 << 20},
       {"meshfill_prediction_ratio", 1.25},
       {"meshfill_straggler_spread_seconds", 3},
       {"meshfill_ranks{state=\"ready\"}", 4},
