@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""Writes docs/api.md, the API reference, from the comments in proto/meshfill/v1/prefill.proto.
+"""Writes docs/api.md and docs/configuration.md from the comments in proto/meshfill/v1/{prefill,config}.proto.
 
-Usage: make_api_docs.py            write it
-       make_api_docs.py --check    exit 1 where the file is not what this would write
+Usage: make_api_docs.py            write them
+       make_api_docs.py --check    exit 1 where a file is not what this would write
 """
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCE = ROOT / "proto/meshfill/v1/prefill.proto"
-OUTPUT = ROOT / "docs/api.md"
+PROTOS = ROOT / "proto/meshfill/v1"
 
-PREAMBLE = """# The API
+API = """# The API
 
 Generated from the comments of [`prefill.proto`](../proto/meshfill/v1/prefill.proto) by `deploy/make_api_docs.py`. The server
 also offers gRPC reflection and `grpc.health.v1`: service `""` says that the process lives, `meshfill.v1.PrefillService` that
@@ -21,6 +20,17 @@ it takes prefills.
     grpcurl -plaintext 127.0.0.1:50051 describe meshfill.v1.PrefillService
     grpcurl -plaintext -d '{"token_count": 1000000}' 127.0.0.1:50051 meshfill.v1.PrefillService/Plan
 """
+CONFIGURATION = """# Configuration
+
+Generated from the comments of [`config.proto`](../proto/meshfill/v1/config.proto) by `deploy/make_api_docs.py`. The file is YAML;
+`--set path=value` overrides a key. Unknown and badly typed keys are refused with file, line and path. Durations and sizes have
+units (`500ms`, `30s`, `2h`; `512MiB`, `8GiB`). Examples with every key: [`local.yaml`](../configs/local.yaml),
+[`pool.yaml`](../configs/pool.yaml), [`worker.yaml`](../configs/worker.yaml).
+
+| key | type | meaning |
+|---|---|---|
+"""
+TYPES = {"google.protobuf.Duration": "duration", "string": "text", "bool": "true or false"}
 DECLARATION = re.compile(r"^(service|message|enum|oneof)\s+(\w+)\s*\{(\s*\})?")
 RPC = re.compile(r"^rpc\s+(\w+)\((.*?)\)\s*returns\s*\((.*?)\)")
 FIELD = re.compile(r"^((?:repeated |optional )?[\w.]+)\s+(\w+)\s*=\s*(\d+);\s*(?://\s*(.*))?$")
@@ -92,16 +102,37 @@ def parse(text):
     return comment, sections
 
 
-def main():
-    comment, sections = parse(SOURCE.read_text())
+def api_reference():
+    comment, sections = parse((PROTOS / "prefill.proto").read_text())
     introduction, _, statuses = comment.partition("\n\n")
-    text = PREAMBLE + f"\n{introduction}\n\n```text\n{statuses.strip()}\n```\n"
-    text += "\n".join(line for section in sections for line in section.lines()) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if not OUTPUT.exists() or OUTPUT.read_text() != text:
-            sys.exit(f"{OUTPUT} is not what make_api_docs.py writes; run it")
-    else:
-        OUTPUT.write_text(text)
+    text = API + f"\n{introduction}\n\n```text\n{statuses.strip()}\n```\n"
+    return text + "\n".join(line for section in sections for line in section.lines()) + "\n"
+
+
+def keys(sections, path, prefix):
+    """(key, type, meaning) of a message's fields, and of the messages in it."""
+    for name, kind, meaning in sections[path].rows:
+        kind = kind.strip("`").removeprefix("optional ")
+        inner = next((each for each in (f"{path}.{kind}", kind) if each in sections), None)
+        if inner:
+            yield from keys(sections, inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", "size" if name.endswith("_bytes") else TYPES.get(kind, "number"), meaning
+
+
+def configuration_reference():
+    _, sections = parse((PROTOS / "config.proto").read_text())
+    rows = keys({section.path: section for section in sections}, "Config", "")
+    return CONFIGURATION + "".join(f"| `{key}` | {kind} | {cell(meaning)} |\n" for key, kind, meaning in rows)
+
+
+def main():
+    for name, text in (("api.md", api_reference()), ("configuration.md", configuration_reference())):
+        output = ROOT / "docs" / name
+        if sys.argv[1:] != ["--check"]:
+            output.write_text(text)
+        elif not output.exists() or output.read_text() != text:
+            sys.exit(f"{output} is not what make_api_docs.py writes; run it")
 
 
 if __name__ == "__main__":
