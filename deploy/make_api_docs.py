@@ -24,8 +24,8 @@ CONFIGURATION = """# Configuration
 
 Generated from the comments of [`config.proto`](../proto/meshfill/v1/config.proto) by `deploy/make_api_docs.py`. The file is YAML;
 `--set path=value` overrides a key. Unknown and badly typed keys are refused with file, line and path. Durations and sizes have
-units (`500ms`, `30s`, `2h`; `512MiB`, `8GiB`). Examples with every key: [`local.yaml`](../configs/local.yaml),
-[`pool.yaml`](../configs/pool.yaml), [`worker.yaml`](../configs/worker.yaml).
+units (`500ms`, `30s`, `2h`; `512MiB`, `8GiB`). Examples with every key: [`configs/local.yaml`](../configs/local.yaml),
+[`configs/pool.yaml`](../configs/pool.yaml), [`configs/worker.yaml`](../configs/worker.yaml).
 
 | key | type | meaning |
 |---|---|---|
