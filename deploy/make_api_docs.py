@@ -25,7 +25,8 @@ CONFIGURATION = """# Configuration
 Generated from the comments of [`config.proto`](../proto/meshfill/v1/config.proto) by `deploy/make_api_docs.py`. The file is YAML;
 `--set path=value` overrides a key. Unknown and badly typed keys are refused with file, line and path. Durations and sizes have
 units (`500ms`, `30s`, `2h`; `512MiB`, `8GiB`). Examples with every key: [`configs/local.yaml`](../configs/local.yaml),
-[`configs/pool.yaml`](../configs/pool.yaml), [`configs/worker.yaml`](../configs/worker.yaml).
+[`configs/pool.yaml`](../configs/pool.yaml), [`configs/worker.yaml`](../configs/worker.yaml); of a machine with GPUs:
+[`configs/h100x8.yaml`](../configs/h100x8.yaml).
 
 | key | type | meaning |
 |---|---|---|
