@@ -1,0 +1,36 @@
+// LaunchAttentionSm80, for the sources that instantiate it.
+#ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SM80_LAUNCH_CUH_
+#define MESHFILL_KERNELS_CUDA_ATTENTION_SM80_LAUNCH_CUH_
+
+#include "kernels/cuda/attention_launch.h"
+#include "kernels/cuda/attention_sm80.cuh"
+#include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/ptx_sm80.cuh"
+
+namespace meshfill {
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(Sm80Config<kDim>::kThreads)
+    Sm80AttentionKernel(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  Sm80Attention<PtxSm80, T, kDim>::Run(params, static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
+}
+
+template <int kDim>
+absl::Status LaunchAttentionSm80(const AttentionParams& params, DType dtype, const CudaDeviceTraits& device,
+                                 CUstream_st* stream) {
+  using Config = Sm80Config<kDim>;
+  const auto kernel =
+      dtype == DType::kBf16 ? Sm80AttentionKernel<__nv_bfloat16, kDim> : Sm80AttentionKernel<__half, kDim>;
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+      error != cudaSuccess) {
+    return LaunchStatus("attention, sm80 kernel", error);
+  }
+  kernel<<<QueryTiles<Config::kRows>(params.shape), Config::kThreads, Config::kSharedBytes, stream>>>(params);
+  return LaunchStatus("attention, sm80 kernel", cudaGetLastError());
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_ATTENTION_SM80_LAUNCH_CUH_

@@ -1,0 +1,265 @@
+// sm90_{bf16,f16}_attention_block: persistent CTAs, warp-specialised (FlashAttention-3, §3.1 and §3.2). One
+// thread of the producer warpgroup copies tiles by TMA into rings of K and V; each consumer warpgroup owns 64
+// rows of the query tile and multiplies by wgmma. Two things overlap with the tensor cores: a warpgroup's own
+// softmax (of key tile j, under P V of tile j+1), and that of its neighbour (the turn barriers: the
+// warpgroups issue their products one after the other, so that one computes exponentials while another
+// multiplies).
+//
+//     producer     Q  K₃ | K₂ V₃ | K₁ V₂ | K₀ V₁ | V₀  next tile's Q …
+//     consumer 0      QK₃ S₃ | QK₂ PV₃ S₂ | QK₁ PV₂ S₁ | QK₀ PV₁ S₀ | PV₀  store
+//     consumer 1             QK₃ S₃ | QK₂ PV₃ S₂ | …
+//
+// Written against a Machine (ptx.cuh, or the tests' emulator); shared memory is named by its byte address.
+#ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_
+#define MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_
+
+#include <cstdint>
+
+#include "kernels/cuda/attention_softmax.cuh"
+#include "kernels/cuda/attention_tiles.h"
+#include "kernels/cuda/fragments.h"
+
+namespace meshfill {
+
+template <int kDim>
+struct Sm90Config {
+  static_assert(kDim == 64 || kDim == 128 || kDim == 256);
+  // A consumer thread holds O (kDim / 2 registers), scores (kKeys / 2) and probabilities (kKeys / 4). Three
+  // consumers have 160 registers each, two have 240.
+  static constexpr uint32_t kConsumers = kDim == 64 ? 3 : 2;
+  static constexpr uint32_t kKeys = kDim == 256 ? 80 : 128;
+  static constexpr uint32_t kStages = 2;
+  static constexpr uint32_t kRows = 64 * kConsumers;
+  static constexpr uint32_t kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+  static_assert(kDim / 2 + kKeys / 2 + kKeys / 4 <= kConsumerRegisters - 28);
+
+  static constexpr uint32_t kQSlabBytes = SlabBytes(kRows);
+  static constexpr uint32_t kKvSlabBytes = SlabBytes(kKeys);
+  static constexpr uint32_t kQBytes = TileBytes(kRows, kDim);
+  static constexpr uint32_t kKvBytes = TileBytes(kKeys, kDim);
+  static_assert(kQSlabBytes % kSwizzleBytes == 0 && kKvSlabBytes % kSwizzleBytes == 0);
+
+  static constexpr uint32_t kK = kQBytes;  // offsets in shared memory
+  static constexpr uint32_t kV = kK + kStages * kKvBytes;
+  static constexpr uint32_t kBarriers = kV + kStages * kKvBytes;
+  static constexpr uint32_t kSharedBytes = kBarriers + 8 * (2 + 4 * kStages);
+  static_assert(kSharedBytes + kSwizzleBytes <= 227 * 1024);  // a launch adds what aligns it
+};
+
+template <class Machine, class T, int kDim>
+class Sm90Attention {
+ public:
+  using Config = Sm90Config<kDim>;
+  using TensorMap = typename Machine::TensorMap;
+
+  // Maps of [head, token, column] with boxes of one slab: kRows queries, or kKeys keys; 128-byte swizzle,
+  // zeros outside.
+  struct Maps {
+    const TensorMap* q;
+    const TensorMap* k;
+    const TensorMap* v;
+  };
+
+  // `shared`: address of Config::kSharedBytes, a multiple of kSwizzleBytes.
+  static MESHFILL_DEVICE void Run(const AttentionParams& params, const Maps& maps, uint32_t shared) {
+    if (Machine::Thread() == 0) {
+      for (uint32_t barrier = 0; barrier < 2 + 4 * kStages; ++barrier) {
+        Machine::BarrierInit(shared + Config::kBarriers + 8 * barrier, barrier % 2 == 0 ? 1 : kEmptyArrivals);
+      }
+      Machine::BarrierInitFence();
+    }
+    Machine::SyncThreads();
+    if (Machine::Thread() < 128) {
+      Machine::template ReleaseRegisters<Config::kProducerRegisters>();
+      if (Machine::Thread() == 0) Produce(params, maps, shared);
+    } else {
+      Machine::template ClaimRegisters<Config::kConsumerRegisters>();
+      Consume(params, shared);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kConsumers = Config::kConsumers, kRows = Config::kRows, kKeys = Config::kKeys;
+  static constexpr uint32_t kStages = Config::kStages;
+  static constexpr uint32_t kEmptyArrivals = 4 * kConsumers;  // one for each consumer warp
+  // A product takes at most 128 columns of V: A from registers, and as many accumulators.
+  static constexpr uint32_t kColumns = kDim < 128 ? kDim : 128;
+
+  enum class Buffer : uint32_t { kQ = 0, kK = 1, kV = 1 + kStages };
+
+  // A stage's mbarriers: `full` (even numbers) completes when the copy's bytes are there, `empty` (odd ones)
+  // when all consumer warps are done. The n-th use of a buffer waits for the n-th full and the (n − 1)-th
+  // empty phase.
+  struct Stage {
+    uint32_t full;
+    uint32_t empty;
+    uint32_t index;
+    uint32_t parity;
+  };
+  template <Buffer kBuffer>
+  static MESHFILL_DEVICE Stage StageOf(uint32_t shared, uint32_t use) {
+    constexpr uint32_t kCount = kBuffer == Buffer::kQ ? 1 : kStages;
+    const uint32_t index = use % kCount;
+    const uint32_t full = shared + Config::kBarriers + 16 * (static_cast<uint32_t>(kBuffer) + index);
+    return {full, full + 8, index, use / kCount % 2};
+  }
+  static MESHFILL_DEVICE void Release(const Stage& stage, uint32_t lane) {
+    if (lane == 0) Machine::BarrierArrive(stage.empty);
+  }
+
+  // ---- Producer: one thread.
+  template <Buffer kBuffer, uint32_t kCount>
+  static MESHFILL_DEVICE void CopyTile(const TensorMap* map, uint32_t shared, uint32_t tile, uint32_t use,
+                                       uint32_t row, uint32_t head) {
+    const Stage stage = StageOf<kBuffer>(shared, use);
+    Machine::BarrierWait(stage.empty, stage.parity ^ 1);
+    Machine::BarrierExpectBytes(stage.full, TileBytes(kCount, kDim));
+    MESHFILL_UNROLL
+    for (uint32_t slab = 0; slab < Slabs(kDim); ++slab) {
+      Machine::CopyBox(tile + stage.index * TileBytes(kCount, kDim) + slab * SlabBytes(kCount), map,
+                       stage.full, slab * kSlabColumns, row, head);
+    }
+  }
+
+  static MESHFILL_DEVICE void Produce(const AttentionParams& params, const Maps& maps, uint32_t shared) {
+    const uint32_t tiles = QueryTiles<kRows>(params.shape);
+    uint32_t q_use = 0, k_use = 0, v_use = 0;
+    for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
+      const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
+      if (index >= tiles) continue;
+      const QueryTile tile = TileAt<kRows>(params.shape, index);
+      const KeyTiles<kRows, kKeys> keys(params.shape, tile);
+      if (keys.Empty()) continue;
+      const uint32_t kv_head = tile.head / params.shape.group;
+      CopyTile<Buffer::kQ, kRows>(maps.q, shared, shared, q_use++, tile.begin, tile.head);
+      CopyTile<Buffer::kK, kKeys>(maps.k, shared, shared + Config::kK, k_use++, (keys.end - 1) * kKeys,
+                                  kv_head);
+      for (uint32_t key_tile = keys.end - 1; key_tile > keys.begin; --key_tile) {
+        CopyTile<Buffer::kK, kKeys>(maps.k, shared, shared + Config::kK, k_use++, (key_tile - 1) * kKeys,
+                                    kv_head);
+        CopyTile<Buffer::kV, kKeys>(maps.v, shared, shared + Config::kV, v_use++, key_tile * kKeys, kv_head);
+      }
+      CopyTile<Buffer::kV, kKeys>(maps.v, shared, shared + Config::kV, v_use++, keys.begin * kKeys, kv_head);
+    }
+  }
+
+  // ---- Consumers: warpgroups 0 … kConsumers − 1, counted without the producer.
+  // Named barriers hand the turn to issue products round: barrier 1 + g is warpgroup g's turn.
+  static MESHFILL_DEVICE void TakeTurn(uint32_t group) { Machine::NamedSync(1 + group, 256); }
+  static MESHFILL_DEVICE void PassTurn(uint32_t group) {
+    Machine::NamedArrive(1 + (group + 1) % kConsumers, 256);
+  }
+
+  static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], uint32_t q_rows, uint32_t k_tile) {
+    Machine::FenceProducts();
+    MESHFILL_UNROLL
+    for (uint32_t step = 0; step < kDim / 16; ++step) {
+      Machine::template MultiplyShared<T, kKeys>(
+          scores, ColumnStepDescriptor(q_rows, Config::kQSlabBytes, step),
+          ColumnStepDescriptor(k_tile, Config::kKvSlabBytes, step), step > 0);
+    }
+    Machine::CommitProducts();
+  }
+  static MESHFILL_DEVICE void IssuePV(float (&output)[kDim / 2], const uint32_t (&packed)[kKeys / 16][4],
+                                      uint32_t v_tile) {
+    Machine::FenceProducts();
+    MESHFILL_UNROLL
+    for (uint32_t step = 0; step < kKeys / 16; ++step) {
+      MESHFILL_UNROLL
+      for (uint32_t column = 0; column < kDim; column += kColumns) {
+        const uint32_t slabs = v_tile + column / kSlabColumns * Config::kKvSlabBytes;
+        Machine::template MultiplyRegisters<T, kColumns>(
+            &output[column / 2], packed[step], RowStepDescriptor(slabs, Config::kKvSlabBytes, step));
+      }
+    }
+    Machine::CommitProducts();
+  }
+
+  static MESHFILL_DEVICE void Soften(const AttentionParams& params, const KeyTiles<kRows, kKeys>& keys,
+                                     uint32_t key_tile, uint32_t lane, const KeySlots (&visible)[2],
+                                     float (&scores)[kKeys / 2], RowPair& rows, float (&rescale)[2]) {
+    if (!keys.Whole(key_tile)) MaskScores(scores, key_tile * kKeys, lane, visible);
+    UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
+  }
+
+  static MESHFILL_DEVICE void Consume(const AttentionParams& params, uint32_t shared) {
+    const BlockShape& shape = params.shape;
+    const uint32_t group = Machine::Thread() / 128 - 1;
+    const uint32_t lane = Machine::Thread() % 32;
+    const uint32_t group_row = 64 * group;
+    const uint32_t warp_row = group_row + Machine::Thread() % 128 / 32 * 16;
+    const uint32_t q_rows = shared + SlabBytes(group_row);
+    const uint32_t tiles = QueryTiles<kRows>(shape);
+    uint32_t q_use = 0, k_use = 0, v_use = 0;
+    if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
+    for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
+      const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
+      if (index >= tiles) continue;
+      const QueryTile tile = TileAt<kRows>(shape, index);
+      const KeyTiles<kRows, kKeys> keys(shape, tile);
+      RowPair rows;
+      float output[kDim / 2] = {};
+      if (!keys.Empty()) {
+        KeySlots visible[2];
+        MESHFILL_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          const uint32_t slot = tile.begin + warp_row + AccumulatorRow(lane, 2 * row);
+          visible[row] = slot < shape.q_tokens ? shape.VisibleKeys(slot) : KeySlots{0, 0};
+        }
+        float scores[kKeys / 2], rescale[2];
+        uint32_t packed[kKeys / 16][4];
+        const Stage q = StageOf<Buffer::kQ>(shared, q_use++);
+        Machine::BarrierWait(q.full, q.parity);
+        const Stage first_k = StageOf<Buffer::kK>(shared, k_use++);
+        Machine::BarrierWait(first_k.full, first_k.parity);
+        TakeTurn(group);
+        IssueQK(scores, q_rows, shared + Config::kK + first_k.index * Config::kKvBytes);
+        PassTurn(group);
+        Machine::template WaitProducts<0>();
+        Machine::Pin(scores);
+        Release(first_k, lane);
+        Soften(params, keys, keys.end - 1, lane, visible, scores, rows, rescale);
+        PackProbabilities<Machine, T>(scores, packed);
+        Stage v = StageOf<Buffer::kV>(shared, v_use++);
+        Machine::BarrierWait(v.full, v.parity);
+
+        for (uint32_t key_tile = keys.end - 1; key_tile > keys.begin; --key_tile) {
+          const Stage k = StageOf<Buffer::kK>(shared, k_use++), next_v = StageOf<Buffer::kV>(shared, v_use++);
+          Machine::BarrierWait(k.full, k.parity);
+          TakeTurn(group);
+          IssueQK(scores, q_rows, shared + Config::kK + k.index * Config::kKvBytes);
+          IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
+          PassTurn(group);
+          Machine::template WaitProducts<1>();
+          Machine::Pin(scores);
+          Release(k, lane);
+          Soften(params, keys, key_tile - 1, lane, visible, scores, rows, rescale);
+          // The exponentials run under P V. Left alone, the compiler puts them off until P V has ended; it
+          // does not move them across the wait for the next V.
+          Machine::Pin(scores);
+          Machine::BarrierWait(next_v.full, next_v.parity);
+          Machine::template WaitProducts<0>();
+          Machine::Pin(output);
+          Release(v, lane);
+          RescaleRows(output, rescale);
+          PackProbabilities<Machine, T>(scores, packed);
+          v = next_v;
+        }
+
+        Release(q, lane);
+        IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
+        Machine::template WaitProducts<0>();
+        Machine::Pin(output);
+        Release(v, lane);
+      }
+      StoreRows<Machine>(params, tile.head, tile.begin + warp_row, lane, rows, output);
+    }
+  }
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_

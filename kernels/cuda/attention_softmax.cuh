@@ -1,0 +1,131 @@
+// The softmax of a warp's 16 rows while their keys pass by (FlashAttention-2, algorithm 1), and how the
+// finished rows join the state that was carried in. Two rows a thread: those of its accumulator elements
+// (fragments.h).
+//
+// `Machine` is the chip: ptx.cuh, or the tests' emulator.
+#ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SOFTMAX_CUH_
+#define MESHFILL_KERNELS_CUDA_ATTENTION_SOFTMAX_CUH_
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/cuda/attention_params.h"
+#include "kernels/cuda/attention_tiles.h"
+#include "kernels/cuda/fragments.h"
+
+namespace meshfill {
+
+inline constexpr float kNegativeInfinity = -__builtin_inff();
+
+// Two rows' maximum score so far, and this thread's share of Σ 2^(scale_log2 · (s − max)).
+struct RowPair {
+  float max[2] = {kNegativeInfinity, kNegativeInfinity};
+  float sum[2] = {0, 0};
+};
+
+// Hides the keys that the thread's two rows do not see. `first_key`: the slot of column 0.
+template <int kElements>
+MESHFILL_DEVICE void MaskScores(float (&scores)[kElements], uint32_t first_key, uint32_t lane,
+                                const KeySlots (&visible)[2]) {
+  MESHFILL_UNROLL
+  for (int i = 0; i < kElements; ++i) {
+    if (!visible[i % 4 / 2].Contains(first_key + AccumulatorColumn(lane, i))) scores[i] = kNegativeInfinity;
+  }
+}
+
+// Scores to probabilities, in place; `rescale` is what the rows' accumulators so far must be multiplied by.
+template <class Machine, int kElements>
+MESHFILL_DEVICE void UpdateSoftmax(float (&scores)[kElements], float scale_log2, RowPair& rows,
+                                   float (&rescale)[2]) {
+  MESHFILL_UNROLL
+  for (int row = 0; row < 2; ++row) {
+    float max = rows.max[row];
+    MESHFILL_UNROLL
+    for (int i = 2 * row; i < kElements; i += 4) max = fmaxf(max, fmaxf(scores[i], scores[i + 1]));
+    max = fmaxf(max, Machine::ShuffleXor(max, 1));
+    max = fmaxf(max, Machine::ShuffleXor(max, 2));
+    // Where no key was seen yet, −∞ − (−∞) would be NaN.
+    const float shift = max == kNegativeInfinity ? 0.0f : max * scale_log2;
+    rescale[row] = Machine::Exp2(fmaf(rows.max[row], scale_log2, -shift));
+    rows.max[row] = max;
+    float sum = rows.sum[row] * rescale[row];
+    MESHFILL_UNROLL
+    for (int i = 2 * row; i < kElements; i += 4) {
+      scores[i] = Machine::Exp2(fmaf(scores[i], scale_log2, -shift));
+      scores[i + 1] = Machine::Exp2(fmaf(scores[i + 1], scale_log2, -shift));
+      sum += scores[i] + scores[i + 1];
+    }
+    rows.sum[row] = sum;
+  }
+}
+
+template <int kElements>
+MESHFILL_DEVICE void RescaleRows(float (&output)[kElements], const float (&rescale)[2]) {
+  MESHFILL_UNROLL
+  for (int i = 0; i < kElements; ++i) output[i] *= rescale[i % 4 / 2];
+}
+
+// 16 keys a step: the A operand of P · V, rounded to T.
+template <class Machine, class T, int kElements>
+MESHFILL_DEVICE void PackProbabilities(const float (&probabilities)[kElements],
+                                       uint32_t (&packed)[kElements / 8][4]) {
+  MESHFILL_UNROLL
+  for (int i = 0; i < kElements / 2; ++i) {
+    packed[i / 4][i % 4] = Machine::template Pack<T>(probabilities[2 * i], probabilities[2 * i + 1]);
+  }
+}
+
+// How a finished row and the carried state of that row become one:
+// o = carried_weight · carried o + block_weight · Σ 2^… v.
+struct RowMerge {
+  float carried_weight;
+  float block_weight;
+  float lse;
+};
+
+// `sum` > 0 or NaN: the row saw a key. `carried_lse` is −∞ where nothing is carried.
+MESHFILL_DEVICE RowMerge MergeRow(float max, float sum, float scale_log2, float carried_lse) {
+  constexpr float kLn2 = 0.693147180559945309f;
+  const float lse = max * scale_log2 * kLn2 + logf(sum);
+  if (carried_lse == kNegativeInfinity) return {0.0f, 1.0f / sum, lse};
+  const float merged = fmaxf(lse, carried_lse) + log1pf(expf(-fabsf(lse - carried_lse)));
+  return {expf(carried_lse - merged), expf(lse - merged) / sum, merged};
+}
+
+// Writes 16 rows from q slot `first_row` on of a head. A row that saw no key in this block keeps the carried
+// bits, or is o = 0, lse = −∞ where nothing is carried.
+template <class Machine, int kElements>
+MESHFILL_DEVICE void StoreRows(const AttentionParams& params, uint32_t head, uint32_t first_row,
+                               uint32_t lane, const RowPair& rows, const float (&output)[kElements]) {
+  MESHFILL_UNROLL
+  for (int row = 0; row < 2; ++row) {
+    float sum = rows.sum[row];
+    sum += Machine::ShuffleXor(sum, 1);
+    sum += Machine::ShuffleXor(sum, 2);
+    const uint32_t slot = first_row + AccumulatorRow(lane, 2 * row);
+    const bool empty = sum == 0.0f;
+    if (slot >= params.shape.q_tokens || (empty && params.carry_in)) continue;
+    const uint64_t index = uint64_t{head} * params.shape.q_tokens + slot;
+    const float carried_lse = params.carry_in ? params.lse[index] : kNegativeInfinity;
+    const RowMerge merge = empty ? RowMerge{0.0f, 0.0f, kNegativeInfinity}
+                                 : MergeRow(rows.max[row], sum, params.scale_log2, carried_lse);
+    Machine::SyncQuad(lane);  // the four threads of a row have read its lse before one writes it
+    if (lane % 4 == 0) params.lse[index] = merge.lse;
+    float* o = params.o + index * params.shape.head_dim;
+    MESHFILL_UNROLL
+    for (int i = 2 * row; i < kElements; i += 4) {
+      const uint32_t column = AccumulatorColumn(lane, i);
+      if (column >= params.shape.head_dim) continue;
+      float first = output[i] * merge.block_weight, second = output[i + 1] * merge.block_weight;
+      if (carried_lse != kNegativeInfinity) {
+        first = fmaf(merge.carried_weight, o[column], first);
+        second = fmaf(merge.carried_weight, o[column + 1], second);
+      }
+      Machine::StorePair(o + column, first, second);
+    }
+  }
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_ATTENTION_SOFTMAX_CUH_

@@ -1,0 +1,145 @@
+// A random attention block with a sequence of KV chunks, its expected state, and how far a CUDA kernel may be
+// from it.
+#ifndef MESHFILL_TESTS_KERNELS_CUDA_ATTENTION_CASE_H_
+#define MESHFILL_TESTS_KERNELS_CUDA_ATTENTION_CASE_H_
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/backend.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/random_band.h"
+
+namespace meshfill {
+
+struct AttentionCase {
+  DType dtype = DType::kBf16;
+  int head_dim = 64;
+  int kv_heads = 1;
+  int group = 1;  // query heads for each KV head
+  int64_t q_tokens = 0;
+  int64_t k_tokens = 0;
+  Band band = {};
+  bool carry_in = false;
+
+  int q_heads() const { return kv_heads * group; }
+  int64_t rows() const { return q_heads() * q_tokens; }
+  std::string DebugString() const {
+    return absl::StrCat(DTypeName(dtype), " head_dim ", head_dim, " heads ", q_heads(), "/", kv_heads,
+                        " q_tokens ", q_tokens, " k_tokens ", k_tokens, carry_in ? " carried, " : ", ",
+                        meshfill::DebugString(band));
+  }
+};
+
+// Tensors on the host, with poison behind them.
+struct AttentionData {
+  static constexpr int64_t kGuard = 64;
+
+  AttentionData(const AttentionCase& shape, std::mt19937& random)
+      : q(RandomBits(shape.rows() * shape.head_dim, shape.dtype, random)),
+        k(RandomBits(shape.kv_heads * shape.k_tokens * shape.head_dim, shape.dtype, random)),
+        v(RandomBits(shape.kv_heads * shape.k_tokens * shape.head_dim, shape.dtype, random)),
+        o(shape.rows() * shape.head_dim + kGuard, std::numeric_limits<float>::quiet_NaN()),
+        lse(shape.rows() + kGuard, std::numeric_limits<float>::quiet_NaN()) {
+    if (!shape.carry_in) return;
+    std::normal_distribution<float> normal;
+    for (int64_t row = 0; row < shape.rows(); ++row) {
+      const bool seen = random() % 4 != 0;  // some rows carry nothing yet
+      lse[row] = seen ? 3 + normal(random) : -std::numeric_limits<float>::infinity();
+      for (int d = 0; d < shape.head_dim; ++d) o[row * shape.head_dim + d] = seen ? normal(random) : 0.0f;
+    }
+  }
+
+  AttentionBlockArgs Args(const AttentionCase& shape) {
+    return {.q = q.data(),
+            .k = k.data(),
+            .v = v.data(),
+            .q_tokens = shape.q_tokens,
+            .k_tokens = shape.k_tokens,
+            .q_heads = shape.q_heads(),
+            .kv_heads = shape.kv_heads,
+            .head_dim = shape.head_dim,
+            .band = shape.band,
+            .scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim)),
+            .carry_in = shape.carry_in,
+            .o = o.data(),
+            .lse = lse.data()};
+  }
+
+  static std::vector<uint16_t> RandomBits(int64_t count, DType dtype, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> bits(count);
+    for (uint16_t& element : bits) {
+      const float value = normal(random);
+      // f16 has ten bits of mantissa: cut off the others of a value that is no subnormal.
+      const uint32_t u = std::bit_cast<uint32_t>(std::abs(value) < 0x1p-10f ? 0x1p-10f : value);
+      element = dtype == DType::kBf16
+                    ? BFloat16::FromFloat(value).bits
+                    : static_cast<uint16_t>((u >> 16 & 0x8000) | ((u >> 13 & 0x3ffff) - (112 << 10)));
+    }
+    return bits;
+  }
+
+  std::vector<uint16_t> q, k, v;
+  std::vector<float> o, lse;
+};
+
+// Any layout's band, odd lengths, GQA 1 to 16; sizes that the emulator can pay for.
+inline AttentionCase RandomAttentionCase(std::mt19937& random, std::initializer_list<int> head_dims,
+                                         int64_t most_tokens) {
+  AttentionCase shape;
+  shape.dtype = Pick(random, {DType::kBf16, DType::kF16});
+  shape.head_dim = Pick(random, head_dims);
+  shape.kv_heads = Pick(random, {1, 1, 2});
+  shape.group = Pick(random, {1, 1, 2, 3});
+  shape.q_tokens = Pick<int64_t>(random, {1, 63, 64, 128, 129, Draw(random, 1, most_tokens)});
+  shape.k_tokens = Pick<int64_t>(random, {0, 1, 64, 80, 128, 161, Draw(random, 1, most_tokens)});
+  shape.band = RandomBand(random, shape.q_tokens, shape.k_tokens);
+  shape.carry_in = Draw(random, 0, 1) == 0;
+  return shape;
+}
+
+// `before`: the data as the kernel got them; `after`: with o and lse as the kernel left them. Probabilities
+// are rounded to the dtype, LSE is not: it is held to f32's accuracy.
+inline void ExpectReferenceState(const AttentionCase& shape, const AttentionData& before,
+                                 const AttentionData& after) {
+  AttentionData expected = before;
+  const std::unique_ptr<Backend> reference = MakeReferenceBackend(shape.dtype);
+  ASSERT_TRUE(reference->AttentionBlock(expected.Args(shape)).ok());
+  const double tolerance = shape.dtype == DType::kBf16 ? 4e-3 : 5e-4;
+  double error = 0, norm = 0;
+  for (int64_t row = 0; row < shape.rows(); ++row) {
+    if (std::isinf(expected.lse[row])) {
+      ASSERT_EQ(after.lse[row], expected.lse[row]) << "row " << row;
+    } else {
+      ASSERT_NEAR(after.lse[row], expected.lse[row], 2e-5 * std::max(1.0f, std::abs(expected.lse[row])))
+          << "row " << row;
+    }
+    for (int64_t i = row * shape.head_dim; i < (row + 1) * shape.head_dim; ++i) {
+      ASSERT_FALSE(std::isnan(after.o[i])) << "row " << row;
+      ASSERT_NEAR(after.o[i], expected.o[i], 8 * tolerance * std::max(1.0f, std::abs(expected.o[i])))
+          << "row " << row;
+      error += (after.o[i] - expected.o[i]) * (after.o[i] - expected.o[i]);
+      norm += expected.o[i] * expected.o[i];
+    }
+  }
+  EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(norm));
+  for (int64_t i = 0; i < AttentionData::kGuard; ++i) {
+    ASSERT_TRUE(std::isnan(after.o[shape.rows() * shape.head_dim + i]) &&
+                std::isnan(after.lse[shape.rows() + i]))
+        << "wrote past the end";
+  }
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_KERNELS_CUDA_ATTENTION_CASE_H_

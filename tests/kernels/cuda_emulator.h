@@ -1,0 +1,469 @@
+// One CTA of a CUDA kernel on the host, thread by thread: the Machine that the attention kernels are written
+// against (kernels/cuda/ptx_sm80.cuh, ptx_sm90.cuh), with the layouts of the PTX ISA written down a second
+// time.
+//
+// Each thread is a fiber; a scheduler picks the next by a random number, and whatever the chip does by itself
+// (cp.async, TMA, wgmma) happens at a random moment between issue and wait. A missing wait, a stage freed too
+// early or a barrier too few therefore shows as a wrong result or as a deadlock. What this cannot show: the
+// compiler's part (registers of products in flight), memory ordering between proxies, and speed.
+#ifndef MESHFILL_TESTS_KERNELS_CUDA_EMULATOR_H_
+#define MESHFILL_TESTS_KERNELS_CUDA_EMULATOR_H_
+
+#include <ucontext.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+struct Half {
+  uint16_t bits;
+
+  static Half FromFloat(float value) {  // round to nearest even
+    const uint32_t u = std::bit_cast<uint32_t>(value), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
+    if (magnitude < 0x38800000) {  // subnormal
+      const float units = std::nearbyint(std::bit_cast<float>(magnitude) * 0x1p24f);
+      return {static_cast<uint16_t>(sign | static_cast<uint32_t>(units))};
+    }
+    const uint32_t rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    return {static_cast<uint16_t>(sign | std::min<uint32_t>(rounded - (112 << 10), 0x7c00))};
+  }
+  float ToFloat() const { return HalfToFloat(bits); }
+};
+
+// A tensor map of [heads, tokens, head_dim] as kernels/cuda/tensor_map.h describes it.
+struct EmulatedMap {
+  const uint16_t* tensor;
+  uint32_t heads;
+  uint32_t tokens;
+  uint32_t head_dim;
+  uint32_t box_rows;
+};
+
+class EmulatedCta {
+ public:
+  static constexpr uint32_t kSharedBase = 1024;  // shared memory begins at this address
+
+  EmulatedCta(uint32_t threads, uint32_t block, uint32_t blocks, uint32_t shared_bytes, uint64_t seed)
+      : block_(block),
+        blocks_(blocks),
+        random_(seed),
+        shared_(shared_bytes, 0xff),
+        fibers_(threads),
+        warps_(threads / 32),
+        quads_(threads / 4) {}
+
+  // Runs `body` in every thread. Empty, or what went wrong.
+  std::string Run(const std::function<void()>& body) {
+    body_ = &body;
+    EmulatedCta* const outer = current_;
+    current_ = this;
+    for (Fiber& fiber : fibers_) {
+      fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackBytes;
+      fiber.context.uc_link = &scheduler_;
+      makecontext(&fiber.context, &EmulatedCta::FiberMain, 0);
+    }
+    while (error_.empty() && Step()) {
+    }
+    if (error_.empty() && !copies_.empty()) error_ = "the CTA ended before its copies";
+    current_ = outer;
+    return error_;
+  }
+
+ private:
+  friend struct EmulatedMachine;
+  static constexpr size_t kStackBytes = 128 << 10;
+
+  struct Bytes {
+    uint32_t shared;
+    std::array<uint8_t, 16> value;
+  };
+  struct Product {
+    float* d;
+    int columns;
+    bool accumulate;
+    bool a_in_registers;
+    uint64_t a_descriptor;
+    float a[2][16];  // this thread's two rows
+    uint64_t b_descriptor;
+    float (*load)(uint16_t);
+  };
+  // A fiber waits until `counter` reaches `target`, or until its parity is another.
+  struct Wait {
+    const uint64_t* counter = nullptr;
+    uint64_t target = 0;
+    bool by_parity = false;
+
+    bool Over() const {
+      if (counter == nullptr) return true;
+      return by_parity ? (*counter & 1) != target : *counter >= target;
+    }
+  };
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    Wait wait;
+    bool finished = false;
+    uint64_t exchanges = 0;
+    std::vector<Bytes> copies;                  // cp.async under way
+    std::deque<std::vector<Product>> products;  // committed and under way
+    std::vector<Product> batch;                 // not committed
+  };
+  struct Rendezvous {
+    uint32_t arrived = 0;
+    uint64_t completed = 0;
+
+    void Arrive(uint32_t threads) {
+      if (++arrived < threads) return;
+      arrived = 0;
+      ++completed;
+    }
+  };
+  struct Warp : Rendezvous {
+    std::array<std::array<uint32_t, 6>, 32> posted[2];
+  };
+  struct TransactionBarrier {
+    uint32_t arrivals;
+    uint32_t pending;
+    int64_t bytes = 0;
+    uint64_t completed = 0;
+
+    void CompleteIfDone() {
+      if (pending > 0 || bytes != 0) return;
+      pending = arrivals;
+      ++completed;
+    }
+  };
+  struct BoxCopy {
+    uint32_t shared;
+    const EmulatedMap* map;
+    uint32_t barrier, column, row, head;
+  };
+
+  static void FiberMain() {
+    EmulatedCta& cta = *current_;
+    (*cta.body_)();
+    cta.fibers_[cta.thread_].finished = true;
+  }
+
+  bool Step() {
+    if (!copies_.empty() && random_() % 8 == 0) CompleteCopy();
+    uint32_t candidate = random_() % 64 == 0 ? random_() % fibers_.size() : thread_ + 1;
+    bool unfinished = false;
+    for (size_t i = 0; i < fibers_.size(); ++i, ++candidate) {
+      candidate %= fibers_.size();
+      Fiber& fiber = fibers_[candidate];
+      if (fiber.finished) continue;
+      unfinished = true;
+      if (!fiber.wait.Over()) continue;
+      thread_ = candidate;
+      swapcontext(&scheduler_, &fiber.context);
+      return true;
+    }
+    if (!unfinished) return false;
+    if (copies_.empty()) {
+      error_ = "deadlock";
+      return false;
+    }
+    CompleteCopy();
+    return true;
+  }
+
+  Fiber& fiber() { return fibers_[thread_]; }
+  void Block(Wait wait) {
+    fiber().wait = wait;
+    if (!wait.Over()) swapcontext(&fiber().context, &scheduler_);
+  }
+  void Meet(Rendezvous& rendezvous, uint32_t threads) {
+    const uint64_t target = rendezvous.completed + 1;
+    rendezvous.Arrive(threads);
+    Block({&rendezvous.completed, target});
+  }
+  // What each thread of the warp posted.
+  const std::array<std::array<uint32_t, 6>, 32>& Exchange(const std::array<uint32_t, 6>& post) {
+    Warp& warp = warps_[thread_ / 32];
+    auto& posted = warp.posted[fiber().exchanges++ % 2];
+    posted[thread_ % 32] = post;
+    Meet(warp, 32);
+    return posted;
+  }
+
+  uint8_t* At(uint32_t address, uint32_t bytes) {
+    if (address < kSharedBase || address + bytes > kSharedBase + shared_.size() || address % bytes != 0) {
+      error_ = "shared memory at " + std::to_string(address) + ": outside, or misaligned";
+      return shared_.data();
+    }
+    return &shared_[address - kSharedBase];
+  }
+  uint16_t Element(uint32_t address) {
+    uint16_t element;
+    std::memcpy(&element, At(address, 2), 2);
+    return element;
+  }
+  // The 128-byte swizzle of TMA and wgmma: address bits 4–6 are xored with bits 7–9.
+  static uint32_t Swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+
+  void CompleteCopy() {
+    std::swap(copies_[random_() % copies_.size()], copies_.back());
+    const BoxCopy copy = copies_.back();
+    copies_.pop_back();
+    if (copy.shared % 1024 != 0) error_ = "a box's address is no multiple of 1,024";
+    for (uint32_t row = 0; row < copy.map->box_rows; ++row) {
+      for (uint32_t column = 0; column < 64; ++column) {
+        const uint64_t token = copy.row + row, element = copy.column + column;
+        const bool inside = token < copy.map->tokens && element < copy.map->head_dim;
+        const uint16_t value =
+            inside ? copy.map->tensor[(copy.head * uint64_t{copy.map->tokens} + token) * copy.map->head_dim +
+                                      element]
+                   : 0;
+        std::memcpy(At(Swizzled(copy.shared + row * 128 + column * 2), 2), &value, 2);
+      }
+    }
+    TransactionBarrier& barrier = barriers_.at(copy.barrier);
+    barrier.bytes -= copy.map->box_rows * 128;
+    barrier.CompleteIfDone();
+  }
+
+  void CompleteBytes() {
+    for (const Bytes& bytes : fiber().copies) std::memcpy(At(bytes.shared, 16), bytes.value.data(), 16);
+    fiber().copies.clear();
+  }
+
+  // Fields of a matrix descriptor, in bytes.
+  static uint32_t DescriptorField(uint64_t descriptor, int bit) { return (descriptor >> bit & 0x3fff) << 4; }
+  // Row r of A or B stored row by row, 16 columns a product ("K-major").
+  float RowElement(const Product& product, uint64_t descriptor, uint32_t row, uint32_t column) {
+    const uint32_t offset = row % 8 * 128 + row / 8 * DescriptorField(descriptor, 32) + column * 2;
+    return product.load(Element(Swizzled(DescriptorField(descriptor, 0) + offset)));
+  }
+  // B stored with its columns side by side ("MN-major"): groups of 64 columns, and of 8 rows.
+  float ColumnElement(const Product& product, uint32_t row, uint32_t column) {
+    const uint32_t offset = column % 64 * 2 + column / 64 * DescriptorField(product.b_descriptor, 16) +
+                            row % 8 * 128 + row / 8 * DescriptorField(product.b_descriptor, 32);
+    return product.load(Element(Swizzled(DescriptorField(product.b_descriptor, 0) + offset)));
+  }
+  void Execute(Product& product) {
+    for (const uint64_t descriptor :
+         {product.a_in_registers ? product.b_descriptor : product.a_descriptor, product.b_descriptor}) {
+      if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
+        error_ = "a descriptor is not of the 128-byte swizzle";
+    }
+    const uint32_t lane = thread_ % 32, first_row = thread_ % 128 / 32 * 16 + lane / 4;
+    if (!product.a_in_registers) {
+      for (int half = 0; half < 2; ++half) {
+        for (int k = 0; k < 16; ++k) {
+          product.a[half][k] = RowElement(product, product.a_descriptor, first_row + 8 * half, k);
+        }
+      }
+    }
+    for (int group = 0; group < product.columns / 8; ++group) {
+      for (int side = 0; side < 2; ++side) {
+        const uint32_t column = group * 8 + lane % 4 * 2 + side;
+        double sum[2] = {0, 0};
+        for (int k = 0; k < 16; ++k) {
+          const double b = product.a_in_registers ? ColumnElement(product, k, column)
+                                                  : RowElement(product, product.b_descriptor, column, k);
+          sum[0] += product.a[0][k] * b;
+          sum[1] += product.a[1][k] * b;
+        }
+        for (int half = 0; half < 2; ++half) {
+          float& d = product.d[group * 4 + half * 2 + side];
+          d = static_cast<float>((product.accumulate ? d : 0.0) + sum[half]);
+        }
+      }
+    }
+  }
+  void CompleteProducts(size_t in_flight) {
+    while (fiber().products.size() > in_flight) {
+      for (Product& product : fiber().products.front()) Execute(product);
+      fiber().products.pop_front();
+    }
+  }
+
+  static inline EmulatedCta* current_ = nullptr;
+
+  const uint32_t block_, blocks_;
+  std::mt19937_64 random_;
+  std::vector<uint8_t> shared_;
+  std::vector<Fiber> fibers_;
+  std::vector<Warp> warps_;
+  std::vector<Rendezvous> quads_;
+  std::map<uint32_t, Rendezvous> named_;
+  std::map<uint32_t, TransactionBarrier> barriers_;
+  std::vector<BoxCopy> copies_;
+  const std::function<void()>* body_ = nullptr;
+  ucontext_t scheduler_;
+  uint32_t thread_ = 0;
+  std::string error_;
+};
+
+struct EmulatedMachine {
+  using TensorMap = EmulatedMap;
+
+  static EmulatedCta& Cta() { return *EmulatedCta::current_; }
+  static uint32_t Thread() { return Cta().thread_; }
+  static uint32_t Block() { return Cta().block_; }
+  static uint32_t Blocks() { return Cta().blocks_; }
+  static void SyncThreads() { Cta().Meet(Cta().named_[0], static_cast<uint32_t>(Cta().fibers_.size())); }
+  static void SyncQuad(uint32_t lane) { Cta().Meet(Cta().quads_[Thread() / 4], 4); }
+  static float ShuffleXor(float value, int mask) {
+    const auto& posted = Cta().Exchange({std::bit_cast<uint32_t>(value)});
+    return std::bit_cast<float>(posted[Thread() % 32 ^ mask][0]);
+  }
+  static float Exp2(float x) { return std::exp2(x); }
+  template <class T>
+  static uint32_t Pack(float first, float second) {
+    return T::FromFloat(first).bits | uint32_t{T::FromFloat(second).bits} << 16;
+  }
+  static void StorePair(float* to, float first, float second) { to[0] = first, to[1] = second; }
+
+  // ---- cp.async, ldmatrix, mma.sync
+  static void Copy16(uint32_t shared, const void* global, bool inside) {
+    EmulatedCta::Bytes bytes{shared, {}};
+    if (inside) std::memcpy(bytes.value.data(), global, 16);
+    Cta().fiber().copies.push_back(bytes);
+    if (Cta().random_() % 2 == 0) Cta().CompleteBytes();
+  }
+  static void CopyCommit() {}
+  static void CopyWait() { Cta().CompleteBytes(); }
+
+  static void LoadMatrices(uint32_t (&m)[4], uint32_t shared) { LoadMatrices(m, shared, false); }
+  static void LoadMatricesTransposed(uint32_t (&m)[4], uint32_t shared) { LoadMatrices(m, shared, true); }
+  static void LoadMatrices(uint32_t (&m)[4], uint32_t shared, bool transposed) {
+    const uint32_t lane = Thread() % 32;
+    const auto& rows = Cta().Exchange({shared});
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint32_t banks = 0;
+      for (int row = 0; row < 8; ++row) banks |= 1u << rows[8 * matrix + row][0] / 16 % 8;
+      if (banks != 0xff) Cta().error_ = "ldmatrix: bank conflict";
+      const auto element = [&](uint32_t row, uint32_t column) {
+        return uint32_t{Cta().Element(rows[8 * matrix + row][0] + 2 * column)};
+      };
+      const uint32_t major = lane / 4, minor = lane % 4 * 2;
+      m[matrix] = transposed ? element(minor, major) | element(minor + 1, major) << 16
+                             : element(major, minor) | element(major, minor + 1) << 16;
+    }
+  }
+
+  template <class T>
+  static void Multiply(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const auto& posted = Cta().Exchange({a[0], a[1], a[2], a[3], b0, b1});
+    const uint32_t lane = Thread() % 32;
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
+      double sum = 0;
+      for (uint32_t k = 0; k < 16; ++k) {
+        const uint32_t of_a = posted[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+        const uint32_t of_b = posted[column * 4 + k % 8 / 2][4 + k / 8];
+        sum += Value<T>(of_a >> k % 2 * 16) * Value<T>(of_b >> k % 2 * 16);
+      }
+      d[i] = static_cast<float>(d[i] + sum);
+    }
+  }
+
+  // ---- Barriers and TMA
+  template <int kRegisters>
+  static void ReleaseRegisters() {}
+  template <int kRegisters>
+  static void ClaimRegisters() {}
+  static void NamedSync(uint32_t barrier, uint32_t threads) { Cta().Meet(Cta().named_[barrier], threads); }
+  static void NamedArrive(uint32_t barrier, uint32_t threads) { Cta().named_[barrier].Arrive(threads); }
+  static void BarrierInit(uint32_t barrier, uint32_t arrivals) {
+    Cta().At(barrier, 8);
+    Cta().barriers_[barrier] = {arrivals, arrivals};
+  }
+  static void BarrierInitFence() {}
+  static void BarrierArrive(uint32_t barrier) {
+    auto& state = Cta().barriers_.at(barrier);
+    if (state.pending == 0) Cta().error_ = "an mbarrier has more arrivals than it counts";
+    --state.pending;
+    state.CompleteIfDone();
+  }
+  static void BarrierExpectBytes(uint32_t barrier, uint32_t bytes) {
+    Cta().barriers_.at(barrier).bytes += bytes;
+    BarrierArrive(barrier);
+  }
+  static void BarrierWait(uint32_t barrier, uint32_t parity) {
+    Cta().Block({&Cta().barriers_.at(barrier).completed, parity, true});
+  }
+  static void CopyBox(uint32_t shared, const EmulatedMap* map, uint32_t barrier, uint32_t column,
+                      uint32_t row, uint32_t head) {
+    Cta().copies_.push_back({shared, map, barrier, column, row, head});
+  }
+
+  // ---- wgmma
+  static void FenceProducts() {}
+  static void CommitProducts() {
+    auto& fiber = Cta().fiber();
+    fiber.products.push_back(std::move(fiber.batch));
+    fiber.batch.clear();
+    if (Cta().random_() % 2 == 0) Cta().CompleteProducts(0);
+  }
+  template <int kInFlight>
+  static void WaitProducts() {
+    // A warp's products end together: what its threads then announce must hold for all of them.
+    Cta().CompleteProducts(kInFlight);
+    Cta().Exchange({});
+  }
+  template <int kElements>
+  static void Pin(float (&)[kElements]) {}
+  template <class T, int kColumns>
+  static void MultiplyShared(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    Cta().fiber().batch.push_back({.d = d,
+                                   .columns = kColumns,
+                                   .accumulate = accumulate,
+                                   .a_in_registers = false,
+                                   .a_descriptor = a,
+                                   .a = {},
+                                   .b_descriptor = b,
+                                   .load = Load<T>});
+  }
+  template <class T, int kColumns>
+  static void MultiplyRegisters(float* d, const uint32_t (&a)[4], uint64_t b) {
+    const auto& posted = Cta().Exchange({a[0], a[1], a[2], a[3]});
+    EmulatedCta::Product product{.d = d,
+                                 .columns = kColumns,
+                                 .accumulate = true,
+                                 .a_in_registers = true,
+                                 .a_descriptor = 0,
+                                 .a = {},
+                                 .b_descriptor = b,
+                                 .load = Load<T>};
+    for (uint32_t half = 0; half < 2; ++half) {
+      for (uint32_t k = 0; k < 16; ++k) {
+        const uint32_t pair = posted[Thread() % 32 / 4 * 4 + k % 8 / 2][half + k / 8 * 2];
+        product.a[half][k] = Value<T>(pair >> k % 2 * 16);
+      }
+    }
+    Cta().fiber().batch.push_back(product);
+  }
+
+ private:
+  template <class T>
+  static float Value(uint32_t bits) {
+    return T{static_cast<uint16_t>(bits)}.ToFloat();
+  }
+  template <class T>
+  static float Load(uint16_t bits) {
+    return T{bits}.ToFloat();
+  }
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_KERNELS_CUDA_EMULATOR_H_
