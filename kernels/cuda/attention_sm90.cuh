@@ -193,7 +193,7 @@ class Sm90Attention {
     const uint32_t warp_row = group_row + Machine::Thread() % 128 / 32 * 16;
     const uint32_t q_rows = shared + SlabBytes(group_row);
     const uint32_t tiles = QueryTiles<kRows>(shape);
-    uint32_t q_use = 0, k_use = 0, v_use = 0;
+    uint32_t q_use = 0, use = 0;                   // of Q; of K and V, which take turns in step
     if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
     for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
       const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
@@ -213,7 +213,7 @@ class Sm90Attention {
         uint32_t packed[kKeys / 16][4];
         const Stage q = StageOf<Buffer::kQ>(shared, q_use++);
         Machine::BarrierWait(q.full, q.parity);
-        const Stage first_k = StageOf<Buffer::kK>(shared, k_use++);
+        const Stage first_k = StageOf<Buffer::kK>(shared, use);
         Machine::BarrierWait(first_k.full, first_k.parity);
         TakeTurn(group);
         IssueQK(scores, q_rows, shared + Config::kK + first_k.index * Config::kKvBytes);
@@ -223,11 +223,11 @@ class Sm90Attention {
         Release(first_k, lane);
         Soften(params, keys, keys.end - 1, lane, visible, scores, rows, rescale);
         PackProbabilities<Machine, T>(scores, packed);
-        Stage v = StageOf<Buffer::kV>(shared, v_use++);
-        Machine::BarrierWait(v.full, v.parity);
+        const Stage first_v = StageOf<Buffer::kV>(shared, use);
+        Machine::BarrierWait(first_v.full, first_v.parity);
 
         for (uint32_t key_tile = keys.end - 1; key_tile > keys.begin; --key_tile) {
-          const Stage k = StageOf<Buffer::kK>(shared, k_use++), next_v = StageOf<Buffer::kV>(shared, v_use++);
+          const Stage k = StageOf<Buffer::kK>(shared, use + 1), v = StageOf<Buffer::kV>(shared, use);
           Machine::BarrierWait(k.full, k.parity);
           TakeTurn(group);
           IssueQK(scores, q_rows, shared + Config::kK + k.index * Config::kKvBytes);
@@ -240,16 +240,17 @@ class Sm90Attention {
           // The exponentials run under P V. Left alone, the compiler puts them off until P V has ended; it
           // does not move them across the wait for the next V.
           Machine::Pin(scores);
+          const Stage next_v = StageOf<Buffer::kV>(shared, ++use);
           Machine::BarrierWait(next_v.full, next_v.parity);
           Machine::template WaitProducts<0>();
           Machine::Pin(output);
           Release(v, lane);
           RescaleRows(output, rescale);
           PackProbabilities<Machine, T>(scores, packed);
-          v = next_v;
         }
 
         Release(q, lane);
+        const Stage v = StageOf<Buffer::kV>(shared, use++);
         IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
         Machine::template WaitProducts<0>();
         Machine::Pin(output);

@@ -87,7 +87,6 @@ struct RowMerge {
 MESHFILL_DEVICE RowMerge MergeRow(float max, float sum, float scale_log2, float carried_lse) {
   constexpr float kLn2 = 0.693147180559945309f;
   const float lse = max * scale_log2 * kLn2 + logf(sum);
-  if (carried_lse == kNegativeInfinity) return {0.0f, 1.0f / sum, lse};
   const float merged = fmaxf(lse, carried_lse) + log1pf(expf(-fabsf(lse - carried_lse)));
   return {expf(carried_lse - merged), expf(lse - merged) / sum, merged};
 }

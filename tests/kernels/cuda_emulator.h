@@ -162,15 +162,17 @@ class EmulatedCta {
   }
 
   bool Step() {
-    if (!copies_.empty() && random_() % 8 == 0) CompleteCopy();
+    if (!copies_.empty() && random_() % copy_delay_ == 0) CompleteCopy();
     uint32_t candidate = random_() % 64 == 0 ? random_() % fibers_.size() : thread_ + 1;
     bool unfinished = false;
-    for (size_t i = 0; i < fibers_.size(); ++i, ++candidate) {
+    for (size_t i = 0; i < 2 * fibers_.size(); ++i, ++candidate) {
       candidate %= fibers_.size();
+      const bool last_resort = i >= fibers_.size() || random_() % 1'024 == 0;
       Fiber& fiber = fibers_[candidate];
       if (fiber.finished) continue;
       unfinished = true;
       if (!fiber.wait.Over()) continue;
+      if (candidate / 32 == slow_warp_ && !last_resort) continue;
       thread_ = candidate;
       swapcontext(&scheduler_, &fiber.context);
       return true;
@@ -188,6 +190,11 @@ class EmulatedCta {
   void Block(Wait wait) {
     fiber().wait = wait;
     if (!wait.Over()) swapcontext(&fiber().context, &scheduler_);
+  }
+  // Another thread may run here.
+  void Pause() {
+    fiber().wait = {};
+    if (random_() % 4 == 0) swapcontext(&fiber().context, &scheduler_);
   }
   void Meet(Rendezvous& rendezvous, uint32_t threads) {
     const uint64_t target = rendezvous.completed + 1;
@@ -308,6 +315,9 @@ class EmulatedCta {
   std::vector<BoxCopy> copies_;
   const std::function<void()>* body_ = nullptr;
   ucontext_t scheduler_;
+  // Steps that a copy takes on average; the longest ends only when no thread can go on without it.
+  const uint64_t copy_delay_ = std::array<uint64_t, 4>{1, 30, 1'000, 1'000'000'000}[random_() % 4];
+  const uint32_t slow_warp_ = random_() % warps_.size();  // runs when all others wait, and seldom else
   uint32_t thread_ = 0;
   std::string error_;
 };
@@ -382,7 +392,10 @@ struct EmulatedMachine {
   template <int kRegisters>
   static void ClaimRegisters() {}
   static void NamedSync(uint32_t barrier, uint32_t threads) { Cta().Meet(Cta().named_[barrier], threads); }
-  static void NamedArrive(uint32_t barrier, uint32_t threads) { Cta().named_[barrier].Arrive(threads); }
+  static void NamedArrive(uint32_t barrier, uint32_t threads) {
+    Cta().named_[barrier].Arrive(threads);
+    Cta().Pause();
+  }
   static void BarrierInit(uint32_t barrier, uint32_t arrivals) {
     Cta().At(barrier, 8);
     Cta().barriers_[barrier] = {arrivals, arrivals};
@@ -393,12 +406,14 @@ struct EmulatedMachine {
     if (state.pending == 0) Cta().error_ = "an mbarrier has more arrivals than it counts";
     --state.pending;
     state.CompleteIfDone();
+    Cta().Pause();
   }
   static void BarrierExpectBytes(uint32_t barrier, uint32_t bytes) {
     Cta().barriers_.at(barrier).bytes += bytes;
     BarrierArrive(barrier);
   }
   static void BarrierWait(uint32_t barrier, uint32_t parity) {
+    Cta().Pause();
     Cta().Block({&Cta().barriers_.at(barrier).completed, parity, true});
   }
   static void CopyBox(uint32_t shared, const EmulatedMap* map, uint32_t barrier, uint32_t column,
@@ -413,6 +428,7 @@ struct EmulatedMachine {
     fiber.products.push_back(std::move(fiber.batch));
     fiber.batch.clear();
     if (Cta().random_() % 2 == 0) Cta().CompleteProducts(0);
+    Cta().Pause();
   }
   template <int kInFlight>
   static void WaitProducts() {
