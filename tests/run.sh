@@ -15,6 +15,9 @@ echo "Not run here:"
 if [ "$preset" = release ]; then
   echo "  sanitizers                MESHFILL_PRESET=asan tests/run.sh, MESHFILL_PRESET=tsan tests/run.sh"
 fi
+if [ "$preset" = tsan ]; then
+  echo "  tests that talk gRPC      ThreadSanitizer does not see its locks (tests/server/CMakeLists.txt, label grpc)"
+fi
 echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"
 echo "  dashboards and alerts     deploy/check-dashboards.sh (installs prometheus)"
 echo "  the status page           deploy/check-status-page.sh (installs chromium)"

@@ -1,12 +1,12 @@
 #include "server/prefill_queue.h"
 
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "server/status_details.h"
@@ -25,13 +25,13 @@ class RecordingWaiter final : public PrefillQueue::Waiter {
   void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override {
     result_ = std::move(result);
     queue_seconds_ = queue_seconds;
-    done_.Notify();  // aborts where it is called twice
+    done_.set_value();  // throws where it is called twice
   }
   const absl::StatusOr<PrefillResult>& Result() {
-    EXPECT_TRUE(done_.WaitForNotificationWithTimeout(absl::Seconds(10)));
+    EXPECT_EQ(ended_.wait_for(std::chrono::seconds(10)), std::future_status::ready);
     return *result_;
   }
-  bool done() const { return done_.HasBeenNotified(); }
+  bool done() const { return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
   double queue_seconds() const { return queue_seconds_; }
   int layers() const { return layers_; }
 
@@ -39,7 +39,8 @@ class RecordingWaiter final : public PrefillQueue::Waiter {
   std::optional<absl::StatusOr<PrefillResult>> result_;
   double queue_seconds_ = 0;
   int layers_ = 0;
-  absl::Notification done_;
+  std::promise<void> done_;
+  std::future<void> ended_ = done_.get_future();
 };
 
 class PrefillQueueTest : public testing::Test {
