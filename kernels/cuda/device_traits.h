@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "absl/status/statusor.h"
+
 namespace meshfill {
 
 struct CudaDeviceTraits {
@@ -14,6 +16,9 @@ struct CudaDeviceTraits {
   int64_t l2_bytes = 0;
   int margin_multiprocessors = 0;  // left free by persistent kernels, for the CTAs of communication
 };
+
+// Of device `device`, with no margin. INTERNAL with the runtime's own words where there is none.
+absl::StatusOr<CudaDeviceTraits> ReadCudaDeviceTraits(int device);
 
 }  // namespace meshfill
 
