@@ -40,7 +40,7 @@ class Sm80Attention {
   // `shared`: address of Config::kSharedBytes, a multiple of 128.
   static MESHFILL_DEVICE void Run(const AttentionParams& params, uint32_t shared) {
     const BlockShape& shape = params.shape;
-    const uint32_t warp_row = Machine::Thread() / 32 * (16 * kSlices);
+    const uint32_t warp_row = Machine::Uniform(Machine::Thread() / 32 * (16 * kSlices));
     const uint32_t lane = Machine::Thread() % 32;
     const QueryTile tile = TileAt<kRows>(shape, Machine::Block());
     const KeyTiles<kRows, kKeys> keys(shape, tile);
@@ -56,7 +56,7 @@ class Sm80Attention {
       MESHFILL_UNROLL
       for (int row = 0; row < 2; ++row) {
         const uint32_t slot = tile.begin + warp_row + 16 * slice + AccumulatorRow(lane, 2 * row);
-        visible[slice][row] = slot < shape.q_tokens ? shape.VisibleKeys(slot) : KeySlots{0, 0};
+        visible[slice][row] = shape.VisibleKeysOrNone(slot);
       }
     }
 

@@ -187,10 +187,10 @@ class Sm90Attention {
 
   static MESHFILL_DEVICE void Consume(const AttentionParams& params, uint32_t shared) {
     const BlockShape& shape = params.shape;
-    const uint32_t group = Machine::Thread() / 128 - 1;
+    const uint32_t group = Machine::Uniform(Machine::Thread() / 128 - 1);
     const uint32_t lane = Machine::Thread() % 32;
     const uint32_t group_row = 64 * group;
-    const uint32_t warp_row = group_row + Machine::Thread() % 128 / 32 * 16;
+    const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
     const uint32_t q_rows = shared + SlabBytes(group_row);
     const uint32_t tiles = QueryTiles<kRows>(shape);
     uint32_t q_use = 0, use = 0;                   // of Q; of K and V, which take turns in step
@@ -203,12 +203,9 @@ class Sm90Attention {
       RowPair rows;
       float output[kDim / 2] = {};
       if (!keys.Empty()) {
-        KeySlots visible[2];
-        MESHFILL_UNROLL
-        for (int row = 0; row < 2; ++row) {
-          const uint32_t slot = tile.begin + warp_row + AccumulatorRow(lane, 2 * row);
-          visible[row] = slot < shape.q_tokens ? shape.VisibleKeys(slot) : KeySlots{0, 0};
-        }
+        const uint32_t first_row = tile.begin + warp_row;
+        const KeySlots visible[2] = {shape.VisibleKeysOrNone(first_row + AccumulatorRow(lane, 0)),
+                                     shape.VisibleKeysOrNone(first_row + AccumulatorRow(lane, 2))};
         float scores[kKeys / 2], rescale[2];
         uint32_t packed[kKeys / 16][4];
         const Stage q = StageOf<Buffer::kQ>(shared, q_use++);

@@ -73,6 +73,10 @@ struct BlockShape {
     return {window == 0 || past <= window ? 0 : k_slots.Before(past - window, k_tokens),
             k_slots.Before(past, k_tokens)};
   }
+  // For the rows that pad the last tile, too.
+  constexpr KeySlots VisibleKeysOrNone(uint32_t q_slot) const {
+    return q_slot < q_tokens ? VisibleKeys(q_slot) : KeySlots{0, 0};
+  }
 };
 
 // Query heads in one section: those of as many KV heads as fit half of L2, at least one.

@@ -16,6 +16,9 @@ namespace meshfill {
 struct PtxSm80 {
   static MESHFILL_DEVICE uint32_t Thread() { return threadIdx.x; }
   static MESHFILL_DEVICE uint32_t Block() { return blockIdx.x; }
+  // A value that is one for the whole warp: the compiler, told so, keeps what follows from it in uniform
+  // registers.
+  static MESHFILL_DEVICE uint32_t Uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
   static MESHFILL_DEVICE void SyncThreads() { __syncthreads(); }
   static MESHFILL_DEVICE void SyncQuad(uint32_t lane) { __syncwarp(0xfu << (lane & ~3u)); }
   static MESHFILL_DEVICE float ShuffleXor(float value, int mask) {

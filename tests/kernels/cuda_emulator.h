@@ -329,6 +329,7 @@ struct EmulatedMachine {
   static uint32_t Thread() { return Cta().thread_; }
   static uint32_t Block() { return Cta().block_; }
   static uint32_t Blocks() { return Cta().blocks_; }
+  static uint32_t Uniform(uint32_t value) { return value; }
   static void SyncThreads() { Cta().Meet(Cta().named_[0], static_cast<uint32_t>(Cta().fibers_.size())); }
   static void SyncQuad(uint32_t lane) { Cta().Meet(Cta().quads_[Thread() / 4], 4); }
   static float ShuffleXor(float value, int mask) {
