@@ -9,55 +9,12 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 import unittest
 import urllib.request
 
 from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase, run
-
-
-class Process:
-    """A meshfill that logs lines on standard error."""
-
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [MESHFILL, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-        self.lines = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def wait_for(self, pattern, count=1, seconds=TIMEOUT_SECONDS):
-        """The first match, once `count` lines match."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            matches = [match for line in list(self.lines) if (match := re.search(pattern, line))]
-            if len(matches) >= count:
-                return matches[0]
-            if self.process.poll() is not None and not self.reader.is_alive():
-                break
-            time.sleep(0.01)
-        raise AssertionError(f"no {count} lines match {pattern!r} in:\n" + "".join(self.lines))
-
-    def signal(self, number):
-        self.process.send_signal(number)
-
-    def wait(self):
-        status = self.process.wait(TIMEOUT_SECONDS)
-        self.reader.join(TIMEOUT_SECONDS)
-        self.process.stderr.close()
-        return status
-
-    def end(self):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.wait()
+from pool_process import Process
 
 
 class PoolTest(CliTestCase):

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""16 hosts, each behind a link of 100 Mbit/s: Mesh 4x4, Ring 1x16, head x ring and more on one prompt, in turns.
+
+Hosts are network namespaces on a bridge; a link is throttled in both directions by the kernel's token bucket. Each
+host runs a worker of one rank, the front-end runs outside. It holds that
+
+  - the interfaces carried the bytes of the formula (DESIGN 4), within 3 % for framing,
+  - Mesh is at least 2.2 times as fast as Ring (their bytes say 2.5), and comm wait explains the difference,
+  - the planner, given these links, picks the fastest of all,
+  - a cable that is cut in the middle of a run is noticed within 2 s, and the request answered by the other hosts.
+
+Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N]
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from cli_harness import MESHFILL, run
+from pool_process import Process
+
+HOSTS = 16
+BRIDGE, PREFIX, SUBNET = "mfthrottle-br", "mfthrottle", "10.198.0"
+LINK_BYTES_PER_SECOND = 100e6 / 8
+TOKENS = 4096
+SPREADS = {  # what is compared: --heads, --tile
+    "Mesh 4x4": (1, "4x4"),
+    "Ring 1x16": (1, "1x16"),
+    "head x ring 4·1x4": (4, "1x4"),
+    "head x mesh 4·2x2": (4, "2x2"),
+    "the planner's choice": None,
+}
+FRAMING, MESH_OVER_RING, NOTICE_SECONDS = 0.03, 2.2, 2
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True)
+
+
+class Network:
+    """Namespaces that are behind a throttled link each, and a bridge with an address for the front-end."""
+
+    def set_up(self):
+        ip("link", "add", BRIDGE, "type", "bridge")
+        ip("addr", "add", f"{SUBNET}.1/24", "dev", BRIDGE)
+        ip("link", "set", BRIDGE, "up")
+        for host in range(HOSTS):
+            name = self.namespace(host)
+            ip("netns", "add", name)
+            ip("link", "add", self.cable(host), "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", self.cable(host), "master", BRIDGE, "up")
+            for command in (f"addr add {SUBNET}.{host + 10}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                ip("-n", name, *command.split())
+            self._throttle("-n", name, "qdisc", "add", "dev", "eth0")
+            self._throttle("qdisc", "add", "dev", self.cable(host))
+
+    @staticmethod
+    def namespace(host):
+        return f"{PREFIX}-{host}"
+
+    @staticmethod
+    def cable(host):
+        return f"mfthr{host}"
+
+    @staticmethod
+    def _throttle(*where):
+        subprocess.run(["tc", *where, "root", "tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms"],
+                       check=True, capture_output=True)
+
+    def sent_bytes(self):
+        """By each host, since the beginning."""
+        counters = [pathlib.Path(f"/sys/class/net/{self.cable(host)}/statistics/rx_bytes") for host in range(HOSTS)]
+        return [int(counter.read_text()) for counter in counters]
+
+    def cut(self, host):
+        ip("link", "set", self.cable(host), "down")
+
+    def close(self):
+        for host in range(HOSTS):
+            subprocess.run(["ip", "link", "del", self.cable(host)], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", self.namespace(host)], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
+
+
+class WorkerOf(Process):
+    """A worker in a host's namespace."""
+
+    def __init__(self, host, *arguments):
+        super().__init__("worker", *arguments, prefix=["ip", "netns", "exec", Network.namespace(host)])
+
+
+class Pool:
+    def __init__(self, folder, network):
+        self.folder, self.network = folder, network
+        self.leader, self.workers = None, []
+
+    def set_up(self):
+        folder, model = self.folder, self.folder / "model"
+        made = run("make-model", "--arch", "llama", "--out", model, "--layers", 16, "--hidden", 512,
+                   "--intermediate", 64, "--heads", 4, "--kv-heads", 4, "--head-dim", 128, "--dtype", "bf16")
+        assert made.returncode == 0, made.stderr
+        self.prompt = folder / "prompt.bytes"
+        self.prompt.write_bytes(random.Random(1).randbytes(TOKENS))
+        (folder / "pool.yaml").write_text(
+            f"model:\n  path: {model}\n  dtype: bf16\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n"
+            "plan:\n  partial_dtype: model\n"
+            f"pool:\n  control_listen: {SUBNET}.1:0\n  tls:\n    insecure: true\n"
+            f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n"
+            "  hang_timeout: 20s\n")  # 16 processes share this machine's cores
+        (folder / "worker.yaml").write_text(
+            f"model:\n  path: {model}\n  dtype: bf16\npool:\n  tls:\n    insecure: true\n"
+            "  worker:\n    data_listen: eth0\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 512MiB\n")
+        self.leader = Process("serve", "--config", folder / "pool.yaml")
+        self.address = self.leader.wait_for(r" listening on (127\S+:\d+)").group(1)
+        control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
+        for host in range(HOSTS):
+            self.workers.append(WorkerOf(host, "--config", folder / "worker.yaml", "--join", control, "--set",
+                                         f"pool.worker.name=host{host}", "--set", f"pool.worker.host=host{host}"))
+        for worker in self.workers:
+            worker.wait_for("joined the pool")
+
+    def prefill(self, spread):
+        """The answer, and the bytes that each host sent."""
+        shape = [] if spread is None else ["--heads", spread[0], "--tile", spread[1]]
+        before = self.network.sent_bytes()
+        done = run("prefill", "--server", self.address, "--tokens", self.prompt, "--format", "bytes", "--json", *shape)
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout), [after - b for after, b in zip(self.network.sent_bytes(), before)]
+
+    def close(self):
+        for worker in self.workers:
+            worker.end()
+        if self.leader is not None:
+            self.leader.end()
+
+
+def shape_of(plan):
+    return plan["heads"], f'{plan["a"]}x{plan["b"]}'
+
+
+def compare(pool, repeats):
+    runs = {name: [] for name in SPREADS}
+    for _ in range(repeats):
+        for name, spread in SPREADS.items():
+            runs[name].append(pool.prefill(spread))
+    holds = True
+    seconds, waits = {}, {}
+    print(f"{TOKENS:,} tokens, {HOSTS} hosts, {repeats} runs each in turns; medians")
+    print(f"{'':22} {'plan':>8} {'seconds':>9} {'comm wait':>10} {'sent by a host':>15} {'of the formula':>15}")
+    for name, results in runs.items():
+        answers = [answer for answer, _ in results]
+        seconds[name] = statistics.median(answer["seconds"]["prefill"] for answer in answers)
+        waits[name] = statistics.median(answer["seconds"]["comm_wait"] for answer in answers)
+        formula = sum(answers[0]["comm_bytes"].values())
+        sent = statistics.median(sum(each) / HOSTS for _, each in results)
+        heads, tile = shape_of(answers[0]["plan"])
+        print(f"{name:22} {f'{heads}·{tile}':>8} {seconds[name]:9.2f} {waits[name]:10.2f} "
+              f"{sent / 2**20:11.2f} MiB {sent / formula:15.4f}")
+        holds = holds and abs(sent / formula - 1) <= FRAMING
+    ratio = seconds["Ring 1x16"] / seconds["Mesh 4x4"]
+    explained = (waits["Ring 1x16"] - waits["Mesh 4x4"]) / (seconds["Ring 1x16"] - seconds["Mesh 4x4"])
+    print(f"Mesh over Ring: {ratio:.2f} (at least {MESH_OVER_RING}); "
+          f"comm wait explains {100 * explained:.0f} % of the difference")
+    chosen = shape_of(runs["the planner's choice"][0][0]["plan"])
+    fastest = min((name for name in SPREADS if SPREADS[name]), key=seconds.get)
+    print(f"the planner picked {chosen[0]}·{chosen[1]}; the fastest of those measured by name was {fastest}")
+    holds = holds and ratio >= MESH_OVER_RING and abs(explained - 1) <= 0.1
+    return holds and seconds["the planner's choice"] <= 1.05 * seconds[fastest]
+
+
+def cut_a_cable(pool, network):
+    first = len(pool.leader.lines)
+    answer = []
+    client = threading.Thread(target=lambda: answer.append(pool.prefill(None)))
+    client.start()
+    time.sleep(2)
+    network.cut(3)
+    start = time.monotonic()
+    while not any("is lost" in line for line in list(pool.leader.lines)[first:]) and time.monotonic() - start < 30:
+        time.sleep(0.01)
+    noticed = time.monotonic() - start
+    client.join()
+    answered = time.monotonic() - start
+    assert answer, "the request was not answered"
+    ranks = answer[0][0]["plan"]["ranks"]
+    print(f"a cut cable: noticed after {noticed:.2f} s (at most {NOTICE_SECONDS}), "
+          f"answered by {ranks} ranks after {answered:.1f} s")
+    return noticed <= NOTICE_SECONDS
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    if os.geteuid() != 0:
+        sys.exit("throttled_network.py: needs root, for network namespaces")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            sys.exit(f"throttled_network.py: needs {tool} (Debian: iproute2)")
+    with contextlib.ExitStack() as stack:
+        network = Network()
+        stack.callback(network.close)
+        network.set_up()
+        pool = Pool(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network)
+        stack.callback(pool.close)
+        pool.set_up()
+        holds = compare(pool, arguments.repeats)
+        holds = cut_a_cable(pool, network) and holds
+    print("holds" if holds else "DOES NOT HOLD")
+    sys.exit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()
