@@ -3,7 +3,8 @@
 // Kᵀ, and the copy of the next K under softmax and P V. Every fragment is read by ldmatrix from swizzled
 // tiles, without bank conflicts.
 //
-// Written against a Machine (ptx.cuh, or the tests' emulator); shared memory is named by its byte address.
+// Written against a Machine (ptx_sm80.cuh, or the tests' emulator); shared memory is named by its byte
+// address.
 #ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SM80_CUH_
 #define MESHFILL_KERNELS_CUDA_ATTENTION_SM80_CUH_
 

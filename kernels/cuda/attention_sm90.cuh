@@ -9,7 +9,8 @@
 //     consumer 0      QK₃ S₃ | QK₂ PV₃ S₂ | QK₁ PV₂ S₁ | QK₀ PV₁ S₀ | PV₀  store
 //     consumer 1             QK₃ S₃ | QK₂ PV₃ S₂ | …
 //
-// Written against a Machine (ptx.cuh, or the tests' emulator); shared memory is named by its byte address.
+// Written against a Machine (ptx_sm90.cuh, or the tests' emulator); shared memory is named by its byte
+// address.
 #ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_
 #define MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_
 

@@ -2,7 +2,7 @@
 // finished rows join the state that was carried in. Two rows a thread: those of its accumulator elements
 // (fragments.h).
 //
-// `Machine` is the chip: ptx.cuh, or the tests' emulator.
+// `Machine` is the chip: ptx_sm80.cuh, ptx_sm90.cuh, or the tests' emulator.
 #ifndef MESHFILL_KERNELS_CUDA_ATTENTION_SOFTMAX_CUH_
 #define MESHFILL_KERNELS_CUDA_ATTENTION_SOFTMAX_CUH_
 

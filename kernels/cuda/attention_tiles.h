@@ -4,12 +4,13 @@
 // Positions rise with the slot, so a query sees one range of key slots, and both its ends rise with the
 // query. A tile of queries therefore needs one run of key tiles, and masks at most the two ends of it:
 //
-//            keys →   begin                               end
+//            keys →    begin                              end
 //     first query      |#######################            |
 //                      |   #########################       |
 //     last query       |       ############################|
-//     key tiles      | P   | P   | W   | W   | W   | P   | P   |     P masked per element, W whole; no others
-//     are loaded
+//     key tiles      | P   | P   | W   | W   | W   | P   | P   |
+//
+// P is masked per element, W is whole, and no other tiles are loaded.
 #ifndef MESHFILL_KERNELS_CUDA_ATTENTION_TILES_H_
 #define MESHFILL_KERNELS_CUDA_ATTENTION_TILES_H_
 
