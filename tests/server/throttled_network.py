@@ -31,7 +31,7 @@ from pool_process import Process
 HOSTS = 16
 BRIDGE, PREFIX, SUBNET = "mfthrottle-br", "mfthrottle", "10.198.0"
 LINK_BYTES_PER_SECOND = 100e6 / 8
-TOKENS = 4096
+TOKENS = 8192
 SPREADS = {  # what is compared: --heads, --tile
     "Mesh 4x4": (1, "4x4"),
     "Ring 1x16": (1, "1x16"),
@@ -105,7 +105,7 @@ class Pool:
 
     def set_up(self):
         folder, model = self.folder, self.folder / "model"
-        made = run("make-model", "--arch", "llama", "--out", model, "--layers", 16, "--hidden", 512,
+        made = run("make-model", "--arch", "llama", "--out", model, "--layers", 8, "--hidden", 512,
                    "--intermediate", 64, "--heads", 4, "--kv-heads", 4, "--head-dim", 128, "--dtype", "bf16")
         assert made.returncode == 0, made.stderr
         self.prompt = folder / "prompt.bytes"
