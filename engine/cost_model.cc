@@ -9,10 +9,17 @@
 namespace meshfill {
 namespace {
 
-// What the pool takes where its busiest rank needs `largest` and all of them `mean` on average, at the speed
-// that each has when all run.
+// For about so long a system's scheduler lets a thread run while another one waits for its core.
+constexpr double kTimeSliceSeconds = 3e-3;
+
+// What the pool takes between two points where ranks wait for each other, where its busiest rank needs
+// `largest` and all of them `mean` on average, at the speed that each has when all run. Ranks that share
+// cores, and not evenly, take turns: three on two cores run two at first and then one, unless they run for
+// longer than the scheduler's time slice.
 double PoolSeconds(const PoolSpeed& speed, double largest, double mean) {
-  return std::max(largest / speed.lone_rank_speedup, mean);
+  const double shared = std::max(largest / speed.lone_rank_speedup, mean);
+  const double in_turns = std::ceil(speed.lone_rank_speedup - 1e-9) * mean / speed.lone_rank_speedup;
+  return shared + std::clamp(in_turns - shared, 0.0, kTimeSliceSeconds);
 }
 
 // Visible pairs of a heavy block, for which the ranks wait in lockstep. Striped and zigzag layouts deal every
@@ -42,13 +49,17 @@ double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const Token
 
 // What is local to a token, in all layers.
 double TokenWorkSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
-  const auto seconds = [&](double tokens) {
-    const double slices = std::ceil(tokens / static_cast<double>(kSliceTokens));
-    return tokens * (ProjectionFlopsPerToken(model) / speed.gemm_flops_per_second + speed.token_seconds) +
-           model.layers * slices * speed.slice_seconds;
+  const auto pool_seconds = [&](const auto& seconds) {
+    return PoolSeconds(speed, seconds(static_cast<double>(layout.LargestChunkTokens())),
+                       seconds(static_cast<double>(layout.tokens()) / layout.ranks()));
   };
-  return PoolSeconds(speed, seconds(static_cast<double>(layout.LargestChunkTokens())),
-                     seconds(static_cast<double>(layout.tokens()) / layout.ranks()));
+  const double flops = ProjectionFlopsPerToken(model) / model.layers;
+  const auto layer = [&](double tokens) {
+    const double slices = std::ceil(tokens / static_cast<double>(kSliceTokens));
+    return tokens * flops / speed.gemm_flops_per_second + slices * speed.slice_seconds;
+  };
+  const auto begin = [&](double tokens) { return tokens * speed.token_seconds; };
+  return model.layers * pool_seconds(layer) + pool_seconds(begin);
 }
 
 // On one rank, while the others wait.

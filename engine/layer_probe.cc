@@ -117,15 +117,15 @@ absl::Status LayerProbe::Prepare() {
     int64_t elements;
     DType dtype;
   } buffers[] = {
-      {&residual_, slice_tokens_ * shape_.hidden, DType::kF32},
+      {&residual_, kProbeSlices * slice_tokens_ * shape_.hidden, DType::kF32},
       {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
       {&wide_, slice_tokens_ * std::max(QkvWidth(shape_), 2 * shape_.intermediate), shape_.dtype},
       {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
       {&cos_, slice_tokens_ * shape_.head_dim / 2, DType::kF32},
       {&sin_, slice_tokens_ * shape_.head_dim / 2, DType::kF32},
-      {&chunk_q_, shape_.q_elements(slice_tokens_), shape_.dtype},
-      {&chunk_kv_, shape_.kv_elements(slice_tokens_), shape_.dtype},
-      {&attended_, shape_.q_elements(slice_tokens_), DType::kF32},
+      {&chunk_q_, kProbeSlices * shape_.q_elements(slice_tokens_), shape_.dtype},
+      {&chunk_kv_, kProbeSlices * shape_.kv_elements(slice_tokens_), shape_.dtype},
+      {&attended_, kProbeSlices * shape_.q_elements(slice_tokens_), DType::kF32},
       {&block_q_, block_q, shape_.dtype},
       {&block_kv_, 2 * block_tokens_ * kv_heads_ * shape_.head_dim, shape_.dtype},
       {&state_, block_state, DType::kF32},
@@ -140,20 +140,26 @@ absl::Status LayerProbe::Prepare() {
   return absl::OkStatus();
 }
 
-absl::Status LayerProbe::Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens,
-                              const BufferRef& y, bool accumulate) {
+absl::Status LayerProbe::Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y,
+                              bool accumulate) {
   return backend_.Gemm({.weight = &weight,
                         .x = x->data(),
                         .tokens = tokens,
-                        .y = y->data(),
+                        .y = y,
                         .y_dtype = accumulate ? DType::kF32 : shape_.dtype,
                         .accumulate = accumulate});
 }
 
 absl::Status LayerProbe::TokenWork(int64_t tokens) {
+  const int64_t slice = std::exchange(slice_, (slice_ + 1) % kProbeSlices);
+  const int64_t element_bytes = static_cast<int64_t>(DTypeBytes(shape_.dtype));
+  float* const residual = residual_->data<float>() + slice * slice_tokens_ * shape_.hidden;
+  const float* const attended = attended_->data<float>() + slice * shape_.q_elements(slice_tokens_);
+  std::byte* const q = chunk_q_->data<std::byte>() + slice * shape_.q_elements(slice_tokens_) * element_bytes;
+  const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
+  std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
   const auto norm = [&] {
-    return backend_.RmsNorm(residual_->data<float>(), norm_weight_.data(), tokens, shape_.hidden, 1e-5f,
-                            normed_->data());
+    return backend_.RmsNorm(residual, norm_weight_.data(), tokens, shape_.hidden, 1e-5f, normed_->data());
   };
   const auto split = [&] {
     return backend_.SplitQkv({.qkv = wide_->data(),
@@ -165,12 +171,12 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
                               .head_dim = shape_.head_dim,
                               .rope_cos = cos_->data<float>(),
                               .rope_sin = sin_->data<float>(),
-                              .q = chunk_q_->data(),
-                              .k = chunk_kv_->data(),
-                              .v = chunk_kv_->data<std::byte>() + chunk_kv_->size_bytes() / 2});
+                              .q = q,
+                              .k = k,
+                              .v = k + kv_bytes / 2});
   };
   const auto gather = [&] {
-    return backend_.CopyHeads({.from = attended_->data(),
+    return backend_.CopyHeads({.from = attended,
                                .from_rows = {.dtype = DType::kF32,
                                              .head_stride = tokens * shape_.head_dim,
                                              .slot_stride = shape_.head_dim},
@@ -183,17 +189,18 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
                                .head_dim = shape_.head_dim});
   };
   if (absl::Status status = norm(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->qkv, normed_, tokens, wide_, false); !status.ok()) return status;
+  if (absl::Status status = Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false); !status.ok())
+    return status;
   if (absl::Status status = split(); !status.ok()) return status;
   if (absl::Status status = gather(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->o, narrow_, tokens, residual_, true); !status.ok()) return status;
+  if (absl::Status status = Gemm(*weights_->o, narrow_, tokens, residual, true); !status.ok()) return status;
   if (absl::Status status = norm(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->gate_up, normed_, tokens, wide_, false); !status.ok())
+  if (absl::Status status = Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false); !status.ok())
     return status;
   if (absl::Status status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
       !status.ok())
     return status;
-  return Gemm(*weights_->down, narrow_, tokens, residual_, true);
+  return Gemm(*weights_->down, narrow_, tokens, residual, true);
 }
 
 double LayerProbe::TokenFlops(int64_t tokens) const {

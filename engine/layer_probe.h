@@ -17,6 +17,7 @@
 namespace meshfill {
 
 inline constexpr int64_t kProbeWidth = 2048;
+inline constexpr int kProbeSlices = 4;
 
 // One layer's weights and the LM head's; shared by the probes of a pool, as the ranks share a model.
 struct ProbeWeights {
@@ -45,6 +46,8 @@ class LayerProbe {
   double layer_scale() const { return weights_->layer_scale; }
 
   // All of a layer but attention, over a slice of tokens: norms, projections, RoPE, the gathered output, MLP.
+  // Each call takes the next of kProbeSlices slices: a rank's activations stream through the caches, its
+  // weights stay.
   absl::Status TokenWork(int64_t tokens);
   double TokenFlops(int64_t tokens) const;
 
@@ -67,8 +70,7 @@ class LayerProbe {
  private:
   LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& backend);
   absl::Status Prepare();
-  absl::Status Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, const BufferRef& y,
-                    bool accumulate);
+  absl::Status Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y, bool accumulate);
 
   const std::shared_ptr<const ProbeWeights> weights_;
   const ModelShape& shape_;
@@ -78,15 +80,16 @@ class LayerProbe {
   const int64_t slice_tokens_;
   const int64_t block_tokens_;
 
+  int slice_ = 0;                   // of the next TokenWork
   std::vector<float> norm_weight_;  // [hidden]
   std::vector<uint32_t> ids_;       // [slice_tokens]
-  BufferRef residual_;              // [slice_tokens, hidden], f32
+  BufferRef residual_;              // [kProbeSlices, slice_tokens, hidden], f32
   BufferRef normed_;                // [slice_tokens, hidden], compute dtype
   BufferRef wide_;                  // [slice_tokens, max(q, k, v; gate, up)]
   BufferRef narrow_;                // [slice_tokens, max(q; intermediate)]
   BufferRef cos_, sin_;             // [slice_tokens, head_dim/2], f32
-  BufferRef chunk_q_, chunk_kv_;    // of a slice
-  BufferRef attended_;              // [q_heads, slice_tokens, head_dim], f32
+  BufferRef chunk_q_, chunk_kv_;    // of each slice
+  BufferRef attended_;              // [kProbeSlices, q_heads, slice_tokens, head_dim], f32
   BufferRef block_q_, block_kv_;
   BufferRef state_, other_state_;  // [q_heads_, block_tokens, head_dim], f32, then the LSE
   BufferRef logits_;               // [shape.vocab], f32

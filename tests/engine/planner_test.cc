@@ -266,6 +266,30 @@ int64_t FixedBytes(const ModelShape& model, int64_t tokens, int ranks) {
          tokens * (model.q_heads + 2 * model.kv_heads) * 64 * element;
 }
 
+// Three ranks on two cores: two at first and then one, where a layer is over before the scheduler changes
+// threads.
+TEST(MakePlan, RanksThatShareCoresUnevenlyTakeTurns) {
+  ModelShape model = Llama(8, 8, DType::kBf16);
+  model.vocab = 1;
+  const auto compute_seconds = [&](double lone_rank_speedup, int64_t tokens, double flops_per_second) {
+    PoolSpeed speed = kSlowLink;
+    speed.gemm_flops_per_second = speed.attention_flops_per_second = flops_per_second;
+    speed.lone_rank_speedup = lone_rank_speedup;
+    const auto choice =
+        MakePlan(model, speed, {.tokens = tokens, .ranks = 3, .stripe = 1, .tile = Tile{1, 3}});
+    EXPECT_TRUE(choice.ok()) << choice.status();
+    return choice->plan.predicted.compute_seconds;
+  };
+  const double shared = compute_seconds(1, 3000, 1e12);
+  EXPECT_NEAR(compute_seconds(1.5, 3000, 1e12), shared * 4 / 3, 0.01 * shared);  // 2 turns instead of 1.5
+  EXPECT_NEAR(compute_seconds(2, 3000, 1e12), shared, 0.01 * shared);            // even turns
+
+  const double long_shared = compute_seconds(1, 300'000, 1e10);
+  const double long_turns = compute_seconds(1.5, 300'000, 1e10);
+  EXPECT_GT(long_turns, long_shared);
+  EXPECT_LT(long_turns, 1.001 * long_shared);  // time slices share the cores out
+}
+
 TEST(MakePlan, StatesPeakMemory) {
   const int64_t tokens = 8192;
   const ModelShape model = Llama(8, 2, DType::kBf16);
