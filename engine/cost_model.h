@@ -17,7 +17,8 @@
 namespace meshfill {
 
 // In all of these, `heads` head groups were found possible (ModelShape::CanSplitHeads) and divide the
-// layout's ranks; the tile is that of each of the meshes of ranks/heads.
+// layout's ranks; the tile is that of each of the meshes of ranks/heads. `layout` deals the prompt; the keys
+// of `cached_tokens` before it, which its queries see, are dealt with its own.
 
 // What one rank of the pool does per second, measured or configured. Rates are positive; of what is in
 // seconds, all may be 0.
@@ -46,16 +47,16 @@ struct PoolSpeed {
 // Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated
 // KV heads too.
 CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
-                         DType partial_dtype, int rank);
+                         DType partial_dtype, int rank, int64_t cached_tokens = 0);
 
 // The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            int heads, Tile tile, DType partial_dtype);
+                            int heads, Tile tile, DType partial_dtype, int64_t cached_tokens = 0);
 
 // The most blocks that are over when such a transfer is, at least 1: a step of them makes no transfer longer.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                             int heads, Tile tile, DType partial_dtype);
+                             int heads, Tile tile, DType partial_dtype, int64_t cached_tokens = 0);
 
 // What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
 struct AttentionSeconds {
@@ -75,11 +76,11 @@ struct AttentionSeconds {
 };
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed,
                                     const TokenLayout& layout, int heads, Tile tile, DType partial_dtype,
-                                    int64_t window);
+                                    int64_t window, int64_t cached_tokens = 0);
 
 // Of the whole prefill under this schedule.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
-                   const Schedule& schedule, DType partial_dtype);
+                   const Schedule& schedule, DType partial_dtype, int64_t cached_tokens = 0);
 
 }  // namespace meshfill
 

@@ -63,6 +63,10 @@ absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
     return absl::InvalidArgumentError(absl::StrCat("partial outputs cannot travel in ",
                                                    DTypeName(request.partial_dtype), ": use f32 or bf16"));
   }
+  if (request.cached_tokens < 0 || request.cached_tokens + request.tokens >= int64_t{1} << 31) {
+    return absl::InvalidArgumentError(absl::StrCat(request.cached_tokens, " cached tokens before ",
+                                                   request.tokens, ": use 0 or more, below 2^31 together"));
+  }
   if (request.memory_budget_bytes < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("memory budget of ", request.memory_budget_bytes, " bytes: use 0 for no limit"));
@@ -78,13 +82,15 @@ auto OrderOf(const Plan& plan) {
 
 std::vector<Schedule> SchedulesOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
                                   int heads, Tile tile, const PlanRequest& request) {
-  const OverlapCosts costs = OverlapCostsOf(model, speed, layout, heads, tile, request.partial_dtype);
+  const OverlapCosts costs =
+      OverlapCostsOf(model, speed, layout, heads, tile, request.partial_dtype, request.cached_tokens);
   std::vector<Schedule> schedules = {GreedySchedule(tile, costs)};
   if (request.schedule == ScheduleChoice::kGreedy) return schedules;
   schedules.push_back(OptimalSchedule(tile, costs));
   // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right if
   // all transfers together hide too little, and one if they hide enough.
-  const OverlapCosts covered = CoveredBlocksOf(model, speed, layout, heads, tile, request.partial_dtype);
+  const OverlapCosts covered =
+      CoveredBlocksOf(model, speed, layout, heads, tile, request.partial_dtype, request.cached_tokens);
   if (covered != costs) schedules.push_back(OptimalSchedule(tile, covered));
   return schedules;
 }
@@ -98,7 +104,8 @@ Plan BestOfShape(const ModelShape& model, const PoolSpeed& speed, const TokenLay
   };
   std::optional<Plan> best;
   for (Schedule& schedule : SchedulesOf(model, speed, layout, heads, tile, request)) {
-    const Prediction predicted = Predict(model, speed, layout, heads, schedule, request.partial_dtype);
+    const Prediction predicted =
+        Predict(model, speed, layout, heads, schedule, request.partial_dtype, request.cached_tokens);
     if (best.has_value() && order_of(predicted) >= order_of(best->predicted)) continue;
     best = Plan{.layout = layout,
                 .heads = heads,

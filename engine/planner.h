@@ -16,7 +16,8 @@
 namespace meshfill {
 
 struct PlanRequest {
-  int64_t tokens = 0;
+  int64_t tokens = 0;         // of the prompt
+  int64_t cached_tokens = 0;  // before it, whose keys and values are there already
   int ranks = 1;
   LayoutKind layout = LayoutKind::kStriped;
   int64_t stripe = 64;

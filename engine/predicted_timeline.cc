@@ -76,11 +76,13 @@ class LayerSpans {
 
 }  // namespace
 
-Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan) {
+Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan,
+                      int64_t cached_tokens) {
   const int64_t window = model.windowed_layers == model.layers ? model.sliding_window : 0;
-  const std::vector<Span> spans = LayerSpans(AttentionSecondsOf(model, speed, plan.layout, plan.heads,
-                                                                plan.tile, plan.partial_dtype, window))
-                                      .Run(plan.schedule);
+  const std::vector<Span> spans =
+      LayerSpans(AttentionSecondsOf(model, speed, plan.layout, plan.heads, plan.tile, plan.partial_dtype,
+                                    window, cached_tokens))
+          .Run(plan.schedule);
   Timeline timeline{.ranks = plan.ranks()};
   for (int rank = 0; rank < timeline.ranks; ++rank) {
     for (Span span : spans) {

@@ -82,7 +82,8 @@ class EmbeddedEngine : public PrefillEngine {
         peak_flops_(peak_flops),
         memory_budget_bytes_(memory_budget_bytes) {
     if (model_name_.empty()) {  // the path ends in a slash
-      model_name_ = std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
+      model_name_ =
+          std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
     }
   }
 
@@ -94,18 +95,19 @@ class EmbeddedEngine : public PrefillEngine {
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     const ModelShape& shape = model_->shape();
-    if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok()) return status;
+    if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok())
+      return status;
     absl::StatusOr<PlanChoice> choice =
         meshfill::MakePlan(shape, speed_,
-                              {.tokens = tokens,
-                               .ranks = options_.ranks,
-                               .layout = options.layout.value_or(options_.layout),
-                               .stripe = options.stripe.value_or(options_.stripe),
-                               .tile = options.tile,
-                               .heads = options.heads,
-                               .partial_dtype = options_.partial_dtype,
-                               .schedule = options_.schedule,
-                               .memory_budget_bytes = memory_budget_bytes_});
+                           {.tokens = tokens,
+                            .ranks = options_.ranks,
+                            .layout = options.layout.value_or(options_.layout),
+                            .stripe = options.stripe.value_or(options_.stripe),
+                            .tile = options.tile,
+                            .heads = options.heads,
+                            .partial_dtype = options_.partial_dtype,
+                            .schedule = options_.schedule,
+                            .memory_budget_bytes = memory_budget_bytes_});
     if (choice.ok()) correction_.Apply(*choice);
     return choice;
   }
@@ -114,7 +116,8 @@ class EmbeddedEngine : public PrefillEngine {
                                         PrefillObserver* observer, const StopToken* stop) override {
     absl::StatusOr<PlanChoice> choice = MakePlan(static_cast<int64_t>(tokens.size()), options);
     if (!choice.ok()) return choice.status();
-    if (absl::Status status = CheckTokenIds(model_->shape(), model_name_, tokens); !status.ok()) return status;
+    if (absl::Status status = CheckTokenIds(model_->shape(), model_name_, tokens); !status.ok())
+      return status;
     if (absl::Status status = CheckSchedule(choice->plan.schedule); !status.ok()) return status;
 
     PrefillResult result{.plan = std::move(choice->plan)};
@@ -153,7 +156,8 @@ class EmbeddedEngine : public PrefillEngine {
     std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(ranks);
     LayerProgress progress(ranks, model_->shape().layers, observer);
     StopToken run_stop(stop);
-    std::vector<absl::StatusOr<RankOutput>> outputs(ranks, absl::StatusOr<RankOutput>(absl::UnknownError("")));
+    std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
+                                                    absl::StatusOr<RankOutput>(absl::UnknownError("")));
     const auto run_rank = [&](int rank) {
       backends_[rank]->set_stop_token(&run_stop);
       outputs[rank] = RunRank({.plan = plan,
@@ -193,8 +197,9 @@ class EmbeddedEngine : public PrefillEngine {
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  const int threads =
-      options.threads > 0 ? options.threads : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const int threads = options.threads > 0
+                          ? options.threads
+                          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(
       options.model_path, options.dtype, [threads](DType dtype) { return MakeCpuBackend(dtype, threads); });
   if (!model.ok()) return model.status();
@@ -212,7 +217,8 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineO
   for (int rank = 0; rank < options.ranks; ++rank) {
     backends.push_back(MakeCpuBackend(dtype, std::max(1, threads / options.ranks)));
   }
-  return std::make_unique<EmbeddedEngine>(options, *std::move(model), std::move(backends), *speed, peak_flops, budget);
+  return std::make_unique<EmbeddedEngine>(options, *std::move(model), std::move(backends), *speed, peak_flops,
+                                          budget);
 }
 
 }  // namespace meshfill

@@ -91,7 +91,8 @@ class Runner {
                    sin_->data<float>());
     std::vector<uint32_t> ids(chunk_tokens_);
     for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
-    return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden, Residual(0));
+    return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
+                          Residual(0));
   }
 
   absl::Status RunLayer(int layer) {
@@ -156,11 +157,13 @@ class Runner {
   }
 
   absl::Status Norm(const std::vector<float>& weight, int64_t begin, int64_t tokens) {
-    return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps, normed_->data());
+    return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps,
+                            normed_->data());
   }
 
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
-  absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin, int64_t tokens) {
+  absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
+                            int64_t tokens) {
     if (absl::Status status = Output(weights, attended, begin, tokens); !status.ok()) return status;
     SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
     absl::Status status = Norm(weights.mlp_norm, begin, tokens);
@@ -256,12 +259,12 @@ class Runner {
   RankOutput output_;
   HeadExchange exchange_;
   AttentionExecutor executor_;
-  BufferRef x_;        // [chunk_tokens, hidden], f32: the residual stream
-  BufferRef cos_;      // [chunk_tokens, head_dim/2], f32
-  BufferRef sin_;      // [chunk_tokens, head_dim/2], f32
-  BufferRef normed_;   // [slice_tokens, hidden], compute dtype
-  BufferRef wide_;     // [slice_tokens, max((q_heads + 2·kv_heads)·head_dim, 2·intermediate)], compute dtype
-  BufferRef narrow_;   // [slice_tokens, max(q_heads·head_dim, intermediate)], compute dtype
+  BufferRef x_;       // [chunk_tokens, hidden], f32: the residual stream
+  BufferRef cos_;     // [chunk_tokens, head_dim/2], f32
+  BufferRef sin_;     // [chunk_tokens, head_dim/2], f32
+  BufferRef normed_;  // [slice_tokens, hidden], compute dtype
+  BufferRef wide_;  // [slice_tokens, max((q_heads + 2·kv_heads)·head_dim, 2·intermediate)], compute dtype
+  BufferRef narrow_;  // [slice_tokens, max(q_heads·head_dim, intermediate)], compute dtype
 };
 
 }  // namespace

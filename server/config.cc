@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "engine/pool_profile.h"
 #include "server/address.h"
 #include "server/config_yaml.h"
 
@@ -202,6 +203,8 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   if (config.plan().partial_dtype() == "model")
     options.partial_dtype = *options.dtype;  // LoadConfig: it is set
   if (config.plan().schedule() == "greedy") options.schedule = ScheduleChoice::kGreedy;
+  options.speed_profile_path =
+      config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();
   options.peak_flops = embedded.peak_flops();
   options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
   options.threads = static_cast<int>(embedded.threads());

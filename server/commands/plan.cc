@@ -48,6 +48,10 @@ class PlanCommand : public Command {
         ->type_name("N")
         ->check(CLI::PositiveNumber)
         ->required();
+    app_->add_option("--cached", cached_tokens_, "Tokens before it whose keys and values are there already")
+        ->type_name("P")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
     AddRanksOption(*app_, ranks_);
     AddTileOption(*app_, tile_);
     AddHeadsOption(*app_, heads_);
@@ -67,16 +71,20 @@ class PlanCommand : public Command {
     if (ranks_.has_value()) options.ranks = *ranks_;
     absl::StatusOr<ModelShape> shape = ReadModelShape(options);
     if (!shape.ok()) return shape.status();
-    if (tokens_ > shape->context_tokens) {
-      return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, " is above the model's context of ",
-                                                shape->context_tokens, " tokens; plan a shorter prompt"));
+    if (cached_tokens_ + tokens_ > shape->context_tokens) {
+      const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
+      return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
+                                                " is above the model's context of ", shape->context_tokens,
+                                                " tokens; plan a shorter prompt"));
     }
     absl::StatusOr<PoolSpeed> speed = Measure(options, *shape);
     if (!speed.ok()) return speed.status();
+    if (!config->pool().control_listen().empty()) SetLink(config->pool(), *speed);
     absl::StatusOr<PlanChoice> choice = Choose(options, *shape, *speed);
     if (!choice.ok()) return choice.status();
     if (!svg_path_.empty()) {
-      const std::string svg = PlanSvg(choice->plan, PredictLayer(*shape, *speed, choice->plan));
+      const std::string svg =
+          PlanSvg(choice->plan, PredictLayer(*shape, *speed, choice->plan, cached_tokens_));
       if (absl::Status status = WriteTextFile(svg_path_, svg); !status.ok()) return status;
     }
     std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
@@ -90,12 +98,20 @@ class PlanCommand : public Command {
                         options.speed_profile_path);
   }
 
+  // Between workers; each of them is taken to be as fast as a rank of an embedded pool here.
+  static void SetLink(const v1::PoolSection& pool, PoolSpeed& speed) {
+    const auto& latency = pool.link_latency();
+    speed.link_bytes_per_second = pool.link_bytes_per_second();
+    speed.link_latency_seconds = static_cast<double>(latency.seconds()) + 1e-9 * latency.nanos();
+  }
+
   absl::StatusOr<PlanChoice> Choose(const EngineOptions& options, const ModelShape& shape,
                                     const PoolSpeed& speed) const {
     const int64_t budget =
         options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
     return MakePlan(shape, speed,
                     {.tokens = tokens_,
+                     .cached_tokens = cached_tokens_,
                      .ranks = options.ranks,
                      .layout = options.layout,
                      .stripe = options.stripe,
@@ -108,6 +124,7 @@ class PlanCommand : public Command {
 
   ConfigFlags config_;
   int64_t tokens_ = 0;
+  int64_t cached_tokens_ = 0;
   std::optional<int> ranks_;
   std::optional<Tile> tile_;
   std::optional<int> heads_;

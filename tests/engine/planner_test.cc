@@ -290,6 +290,48 @@ TEST(MakePlan, RanksThatShareCoresUnevenlyTakeTurns) {
   EXPECT_LT(long_turns, 1.001 * long_shared);  // time slices share the cores out
 }
 
+// T queries after P cached tokens do what P + T do less what P do, and move P + T keys.
+TEST(MakePlan, CountsACachedPrefix) {
+  std::mt19937_64 random(TestSeed());
+  PoolSpeed speed = kSlowLink;
+  speed.gemm_flops_per_second = 1e30;  // attention alone
+  speed.attention_flops_per_second = 1e12;
+  for (int draw = 0; draw < 100; ++draw) {
+    ModelShape model = Llama(8, 8, DType::kBf16);
+    model.vocab = 1;
+    if (draw % 2 == 0) {
+      model.sliding_window = Draw<int64_t>(random, 1, 3000);
+      model.windowed_layers = Draw(random, 1, model.layers);
+    }
+    const int64_t cached = Draw<int64_t>(random, 0, 5000), tokens = Draw<int64_t>(random, 1, 5000);
+    const auto compute = [&](int64_t cached_tokens, int64_t new_tokens) {
+      return MakePlan(model, speed, {.tokens = new_tokens, .cached_tokens = cached_tokens})
+          ->plan.predicted.compute_seconds;
+    };
+    const double before = cached == 0 ? 0 : compute(0, cached);
+    EXPECT_NEAR(compute(cached, tokens) + before, compute(0, cached + tokens),
+                1e-6 * compute(0, cached + tokens));
+  }
+
+  const ModelShape model = Llama(8, 8, DType::kBf16);
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4 * 64, 64);
+  const CommBytes cold = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0);
+  const CommBytes warm = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0, 4 * 64 * 9);
+  EXPECT_EQ(warm.kv, 10 * cold.kv);
+  EXPECT_EQ(warm.q, cold.q);
+  EXPECT_EQ(warm.o, cold.o);
+}
+
+// Few new queries after a long prefix: they go round instead of the keys.
+TEST(MakePlan, ALongPrefixTurnsTheRingIntoPassQ) {
+  const ModelShape model = Llama(8, 8, DType::kBf16);
+  const PlanRequest request{.tokens = 1024, .ranks = 16, .heads = 1};
+  PlanRequest after_prefix = request;
+  after_prefix.cached_tokens = 1 << 20;
+  EXPECT_EQ(MakePlan(model, kSlowLink, request)->plan.tile, (Tile{4, 4}));
+  EXPECT_EQ(MakePlan(model, kSlowLink, after_prefix)->plan.tile, (Tile{16, 1}));
+}
+
 TEST(MakePlan, StatesPeakMemory) {
   const int64_t tokens = 8192;
   const ModelShape model = Llama(8, 2, DType::kBf16);
@@ -470,6 +512,10 @@ TEST(MakePlan, TakesTheCallersTile) {
 }
 
 TEST(MakePlan, RefusesBadRequests) {
+  for (const int64_t cached : {int64_t{-1}, int64_t{1} << 31}) {
+    EXPECT_EQ(MakePlan(Llama(8, 8, DType::kBf16), {}, {.tokens = 9, .cached_tokens = cached}).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
   const ModelShape model = Llama(8, 2, DType::kF32);
   const auto refusal = [&](PlanRequest request) { return MakePlan(model, {}, request).status(); };
   const auto expect_invalid = [&](const PlanRequest& request, const std::string& what) {

@@ -97,6 +97,7 @@ class CliTestCase(unittest.TestCase):
         print(f"seed {cls.seed}", file=sys.stderr)
         cls.folder = tempfile.TemporaryDirectory()
         cls.tmp = pathlib.Path(cls.folder.name)
+        os.environ["XDG_CACHE_HOME"] = str(cls.tmp / "cache")  # not the user's
         cls.model = cls.tmp / "model"
         made = run("make-model", "--arch", "llama", "--out", cls.model, "--layers", 2, "--hidden", 64, "--heads", 4,
                    "--kv-heads", 2, "--vocab", VOCAB, "--dtype", "f32", "--context", 1 << 20)

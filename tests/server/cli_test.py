@@ -23,6 +23,7 @@ from cli_harness import (
     CliTestCase,
     floats,
     read_safetensors,
+    run,
 )
 
 
@@ -176,6 +177,27 @@ class CliTest(CliTestCase):
         self.assertEqual([plan["candidates"][0][key] for key in ("heads", "a", "b")],
                          [plan[key] for key in ("heads", "a", "b")])
 
+    def test_plan_with_a_cached_prefix(self):
+        cold, warm = (
+            json.loads(self.succeed("plan", "--config", self.config, "--tokens", 512, "--tile", "1x4", "--json", *cached))
+            for cached in ([], ["--cached", 65536])
+        )
+        self.assertGreater(warm["predicted"]["compute_seconds"], cold["predicted"]["compute_seconds"])
+        self.assertEqual(warm["predicted"]["comm_bytes"]["kv"], 129 * cold["predicted"]["comm_bytes"]["kv"])
+        self.assertEqual(warm["predicted"]["comm_bytes"]["q"], cold["predicted"]["comm_bytes"]["q"])
+
+    def test_a_pools_speed_is_kept(self):
+        profile = self.tmp / "kept" / "speed.json"
+        kept = ["plan", "--config", self.config, "--tokens", 3000, "--json", "--set", f"plan.profile_path={profile}"]
+        first = self.succeed(*kept)
+        self.assertTrue(profile.exists())
+        self.assertEqual(self.succeed(*kept), first)
+        profile.write_text("{")
+        broken = run(*kept)
+        self.assertEqual(broken.returncode, 0)
+        self.assertRegex(broken.stderr.decode(), r"\Ameshfill: [^\n]*speed.json: no JSON object; delete[^\n]*\n\Z")
+        self.succeed(*kept)
+
     def test_plan_takes_a_shape(self):
         def plan(*shape):
             return json.loads(self.succeed("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, *shape,
@@ -274,6 +296,8 @@ class CliTest(CliTestCase):
             (["prefill", "--config", config, "--tokens", prompt, "--logits-out", "/no/such/folder/x"], r"/no/such"),
             (["plan", "--config", config], r"--tokens"),
             (["plan", "--config", config, "--tokens", 0], r"--tokens"),
+            (["plan", "--config", config, "--tokens", 9, "--cached", -1], r"--cached"),
+            (["plan", "--config", config, "--tokens", 9, "--cached", 1 << 20], r"--cached 1048576"),
             (["plan", "--config", config, "--tokens", (1 << 20) + 1], r"1048577"),
             (["plan", "--config", config, "--tokens", 9, "--tile", "5x1"], r"5x1.*4"),
             (["make-model", "--arch", "gpt", "--out", self.tmp / "x"], r"--arch.*gpt.*llama"),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/pool_profile.h"
 #include "gtest/gtest.h"
 
 namespace meshfill {
@@ -112,10 +113,10 @@ TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
 }
 
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
-  EXPECT_EQ(
-      Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
-      "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
-      "embedded, empty_timeout, hang_timeout, link_bytes_per_second, link_latency, silence_timeout, tls, worker");
+  EXPECT_EQ(Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
+            "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
+            "embedded, empty_timeout, hang_timeout, link_bytes_per_second, link_latency, silence_timeout, "
+            "tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
             "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
             "pool, queue");
@@ -202,7 +203,7 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   const auto config = Load(
       "model: {path: m, dtype: bf16}\n"
       "pool: {embedded: {ranks: 6, threads: 3, peak_flops: 1e12, memory_bytes: 2GiB}}\n"
-      "plan: {layout: zigzag, stripe: 16, partial_dtype: model, schedule: greedy}\n");
+      "plan: {layout: zigzag, stripe: 16, partial_dtype: model, schedule: greedy, profile_path: p.json}\n");
   ASSERT_TRUE(config.ok()) << config.status();
   const EngineOptions options = ToEngineOptions(*config);
   EXPECT_EQ(options.model_path, "m");
@@ -215,6 +216,9 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(options.peak_flops, 1e12);
   EXPECT_EQ(options.memory_budget_bytes, 2ll << 30);
   EXPECT_EQ(options.threads, 3);
+  EXPECT_EQ(options.speed_profile_path, "p.json");
+  EXPECT_EQ(ToEngineOptions(*Load("plan: {profile_path: \'\'}")).speed_profile_path, "");
+  EXPECT_EQ(ToEngineOptions(*Load("")).speed_profile_path, DefaultPoolProfilePath());
   EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);
 }
 
