@@ -117,11 +117,11 @@ class BenchCommCommand : public Command {
                     "Size of a message (default: 32MiB)");
     app_->add_option("--rounds", rounds_, "Messages that each rank sends in a run")
         ->type_name("N")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->capture_default_str();
     app_->add_option("--repeats", repeats_, "Runs with and without checksums, in turns; medians are reported")
         ->type_name("N")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->capture_default_str();
     app_->add_option("--listen", options_.listen, "Network interface or address")
         ->type_name("HOST")

@@ -36,7 +36,7 @@ class BenchGemmCommand : public Command {
  private:
   template <typename T>
   void AddCount(const std::string& name, T& value, const std::string& help) {
-    app_->add_option(name, value, help)->type_name("N")->check(CLI::PositiveNumber)->capture_default_str();
+    app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
   }
 
   std::string Json(const GemmBenchResult& result) const {

@@ -69,7 +69,7 @@ class BenchPlanCommand : public Command {
     AddCount("--threads", threads_, "CPU threads of the pool (default: one per core)");
     app_->add_option("--max-seconds", max_seconds_,
                      "Prompts are halved until one run is predicted below this")
-        ->check(CLI::PositiveNumber)
+        ->check(PositiveNumber())
         ->capture_default_str();
     app_->add_option("--seed", seed_, "Of the random prefills")->capture_default_str();
     AddJsonFlag(*app_, json_);
@@ -94,7 +94,7 @@ class BenchPlanCommand : public Command {
 
  private:
   void AddCount(const std::string& name, int& value, const std::string& help) {
-    CLI::Option* option = app_->add_option(name, value, help)->check(CLI::PositiveNumber)->type_name("N");
+    CLI::Option* option = app_->add_option(name, value, help)->check(WholeNumber(1))->type_name("N");
     if (value != 0) option->capture_default_str();
   }
 

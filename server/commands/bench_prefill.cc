@@ -66,7 +66,7 @@ class BenchPrefillCommand : public Command {
     app_->add_option("--model", engine_.model_path, "Model folder")->type_name("DIR")->required();
     app_->add_option("--tokens", tokens_, "Tokens in the prompt")
         ->type_name("N")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->required();
     AddRanksOption(*app_, ranks_)->description("Ranks, 1 to 64 (default: heads*A*B of --heads and --tile)");
     AddTileOption(*app_, tile_);
@@ -77,9 +77,9 @@ class BenchPrefillCommand : public Command {
     AddStripeOption(*app_, stripe_);
     AddDTypeOption(*app_, engine_.dtype);
     app_->add_option("--threads", engine_.threads, "CPU threads of the pool (default: one per core)")
-        ->check(CLI::PositiveNumber);
+        ->check(WholeNumber(1));
     app_->add_option("--repeats", repeats_, "Runs of each plan; medians are reported")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->capture_default_str();
     app_->add_option("--seed", seed_, "Of the random tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);

@@ -1,5 +1,6 @@
 #include "server/commands/flags.h"
 
+#include <cmath>
 #include <limits>
 
 #include "absl/strings/numbers.h"
@@ -25,6 +26,24 @@ absl::StatusOr<DType> ParseComputeDType(const std::string& text) {
   return absl::InvalidArgumentError(absl::StrCat("'", text, "' is no compute dtype; use bf16 or f32"));
 }
 
+CLI::Validator WholeNumber(int64_t least) {
+  const auto check = [least](const std::string& text) -> std::string {
+    int64_t number = 0;
+    if (absl::SimpleAtoi(text, &number) && number >= least) return "";
+    return absl::StrCat("'", text, "' is no whole number of ", least, " or more");
+  };
+  return CLI::Validator(check, "");
+}
+
+CLI::Validator PositiveNumber() {
+  const auto check = [](const std::string& text) -> std::string {
+    double number = 0;
+    if (absl::SimpleAtod(text, &number) && std::isfinite(number) && number > 0) return "";
+    return absl::StrCat("'", text, "' is no number above 0");
+  };
+  return CLI::Validator(check, "");
+}
+
 CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile) {
   return AddParsedOption(
       app, "--tile", tile, ParseTile, "AxB",
@@ -36,7 +55,7 @@ CLI::Option* AddHeadsOption(CLI::App& app, std::optional<int>& heads) {
       .add_option("--heads", heads,
                   "Head groups; heads*A*B = ranks (default: with --tile 1, else the planner's choice)")
       ->type_name("H")
-      ->check(CLI::PositiveNumber);
+      ->check(WholeNumber(1));
 }
 
 CLI::Option* AddLayoutOption(CLI::App& app, std::optional<LayoutKind>& layout) {

@@ -19,6 +19,10 @@ namespace meshfill {
 absl::StatusOr<Tile> ParseTile(const std::string& text);           // "2x4"
 absl::StatusOr<DType> ParseComputeDType(const std::string& text);  // "bf16", "f32"
 
+// Checks of an option's number. CLI11's own print the limits of a double as their range.
+CLI::Validator WholeNumber(int64_t least);  // "'0' is no whole number of 1 or more"
+CLI::Validator PositiveNumber();            // "'-1' is no number above 0"
+
 // An option whose text `parse` (std::string → absl::StatusOr<T>) reads into `value`, a T or a
 // std::optional<T>. Its error becomes a usage error that names the option.
 template <typename Value, typename Parse>

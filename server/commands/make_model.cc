@@ -46,7 +46,7 @@ class MakeModelCommand : public Command {
     AddCount("--sliding-window", options_.sliding_window,
              "Keys that a query sees, mistral alone (default: all)");
     app_->add_option("--rope-theta", options_.rope_theta, "Base of the rotary embedding")
-        ->check(CLI::PositiveNumber)
+        ->check(PositiveNumber())
         ->capture_default_str();
     app_->add_flag("--tied", options_.tied_embeddings, "The LM head shares the embedding table");
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
@@ -65,7 +65,7 @@ class MakeModelCommand : public Command {
   // A whole number above 0. A default of 0 means that it is derived, as `help` then says.
   template <typename T>
   void AddCount(const std::string& name, T& value, const std::string& help) {
-    CLI::Option* option = app_->add_option(name, value, help)->check(CLI::PositiveNumber)->type_name("N");
+    CLI::Option* option = app_->add_option(name, value, help)->check(WholeNumber(1))->type_name("N");
     if (value != 0) option->capture_default_str();
   }
 

@@ -46,11 +46,11 @@ class PlanCommand : public Command {
     config_.AddTo(*app_)->required();
     app_->add_option("--tokens", tokens_, "Tokens in the prompt")
         ->type_name("N")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->required();
     app_->add_option("--cached", cached_tokens_, "Tokens before it whose keys and values are there already")
         ->type_name("P")
-        ->check(CLI::NonNegativeNumber)
+        ->check(WholeNumber(0))
         ->capture_default_str();
     AddRanksOption(*app_, ranks_);
     AddTileOption(*app_, tile_);

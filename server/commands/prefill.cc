@@ -106,7 +106,7 @@ class PrefillCommand : public Command {
     CLI::Option* server = app_->get_option("--server");
     app_->add_option("--deadline", deadline_seconds_, "Give up after so many seconds")
         ->type_name("SECONDS")
-        ->check(CLI::PositiveNumber)
+        ->check(PositiveNumber())
         ->group("Request");
     app_->add_option("--request-id", request_id_, "Its name in results and logs (default: a new one)")
         ->type_name("ID")
@@ -141,7 +141,7 @@ class PrefillCommand : public Command {
   void DeclareOutput() {
     app_->add_option("--top-k", options_.top_k, "Best tokens to report")
         ->type_name("K")
-        ->check(CLI::PositiveNumber)
+        ->check(WholeNumber(1))
         ->capture_default_str()
         ->group("Output");
     app_->add_option("--logits-out", logits_path_, "Write the last token's logits, safetensors")
