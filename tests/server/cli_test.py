@@ -295,7 +295,7 @@ class CliTest(CliTestCase):
             (["prefill", "--config", config, "--tokens", prompt, "surplus"], r"surplus"),
             (["prefill", "--config", config, "--tokens", prompt, "--logits-out", "/no/such/folder/x"], r"/no/such"),
             (["plan", "--config", config], r"--tokens"),
-            (["plan", "--config", config, "--tokens", 0], r"--tokens"),
+            (["plan", "--config", config, "--tokens", 0], r"--tokens.*'0' is no whole number of 1 or more"),
             (["plan", "--config", config, "--tokens", 9, "--cached", -1], r"--cached"),
             (["plan", "--config", config, "--tokens", 9, "--cached", 1 << 20], r"--cached 1048576"),
             (["plan", "--config", config, "--tokens", (1 << 20) + 1], r"1048577"),
