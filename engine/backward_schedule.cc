@@ -46,9 +46,10 @@ class Line {
 // Algorithm 3's state.
 class BackwardScheduler {
  public:
-  BackwardScheduler(Tile tile, BackwardCosts costs)
+  BackwardScheduler(Tile tile, BackwardCosts costs, BackwardOrder order)
       : tile_(tile),
         costs_(costs),
+        order_(order),
         rows_(tile.a, tile.b),
         columns_(tile.b, tile.a),
         computed_(tile.a * tile.b, false) {
@@ -108,17 +109,21 @@ class BackwardScheduler {
     schedule_.steps.push_back(std::move(step));
   }
 
-  // Alternates between finishing rows and columns: follows the line whose gradient leaves sooner for its
-  // cost.
   BlockIndex ChooseNextBlock() const {
-    const int64_t n_dq = rows_.left(rows_.FirstUnfinished());
-    const int64_t n_dkv = columns_.left(columns_.FirstUnfinished());
-    if (costs_.c_dq * n_dkv < costs_.c_dkv * n_dq) {
+    if (ColumnNext()) {
       const int v = columns_.FirstReady();
       return {.u = FirstOpen(q_chunks_, [&](int u) { return computed_[u * tile_.b + v]; }), .v = v};
     }
     const int u = rows_.FirstReady();
     return {.u = u, .v = FirstOpen(kv_chunks_, [&](int v) { return computed_[u * tile_.b + v]; })};
+  }
+
+  // Alternating, the line whose gradient leaves sooner for its cost.
+  bool ColumnNext() const {
+    if (order_ != BackwardOrder::kAlternate) return order_ == BackwardOrder::kColumnsFirst;
+    const int64_t n_dq = rows_.left(rows_.FirstUnfinished());
+    const int64_t n_dkv = columns_.left(columns_.FirstUnfinished());
+    return costs_.c_dq * n_dkv < costs_.c_dkv * n_dq;
   }
 
   // Of a line with a ready block: the first that is not computed, 0 last.
@@ -132,6 +137,7 @@ class BackwardScheduler {
 
   const Tile tile_;
   const BackwardCosts costs_;
+  const BackwardOrder order_;
   BackwardSchedule schedule_;
   Line rows_;
   Line columns_;
@@ -233,8 +239,8 @@ std::string BackwardSchedule::DebugString() const {
   return text;
 }
 
-BackwardSchedule GreedyBackwardSchedule(Tile tile, BackwardCosts costs) {
-  return BackwardScheduler(tile, costs).Run();
+BackwardSchedule GreedyBackwardSchedule(Tile tile, BackwardCosts costs, BackwardOrder order) {
+  return BackwardScheduler(tile, costs, order).Run();
 }
 
 absl::Status CheckBackwardSchedule(const BackwardSchedule& schedule) {

@@ -47,8 +47,16 @@ struct BackwardCosts {
   bool operator==(const BackwardCosts&) const = default;
 };
 
-// Algorithm 3. The tile and the costs are positive.
-BackwardSchedule GreedyBackwardSchedule(Tile tile, BackwardCosts costs);
+// Which gradients a schedule finishes first.
+enum class BackwardOrder {
+  kAlternate,     // those that leave sooner for their cost, as Algorithm 3
+  kRowsFirst,     // dQ; the last to leave is a dKV
+  kColumnsFirst,  // dKV; the last to leave is a dQ
+};
+
+// Algorithm 3, or its steps with blocks in another order. The tile and the costs are positive.
+BackwardSchedule GreedyBackwardSchedule(Tile tile, BackwardCosts costs,
+                                        BackwardOrder order = BackwardOrder::kAlternate);
 
 // INTERNAL naming the step and what is wrong unless every block is computed exactly once after its chunks
 // arrived in an earlier step; there are a−1 Recv OdOQ, b−1 Recv KV, a−1 Send dQ and b−1 Send dKV; a gradient

@@ -45,13 +45,33 @@ class Costs {
   ChannelSpeed kv_speed_;
 };
 
+const char* SchedulingName(Scheduling scheduling) {
+  switch (scheduling) {
+    case Scheduling::kGreedy:
+      return "";
+    case Scheduling::kLeastTime:
+      return ", least time";
+    case Scheduling::kRowsFirst:
+      return ", rows first";
+    case Scheduling::kColumnsFirst:
+      return ", columns first";
+  }
+  return "";
+}
+
+BackwardOrder OrderOf(Scheduling scheduling) {
+  if (scheduling == Scheduling::kRowsFirst) return BackwardOrder::kRowsFirst;
+  if (scheduling == Scheduling::kColumnsFirst) return BackwardOrder::kColumnsFirst;
+  return BackwardOrder::kAlternate;
+}
+
 }  // namespace
 
 std::string MeshPlan::DebugString() const {
   std::string text = tile.DebugString();
   if (heads > 1) text = absl::StrCat(heads, "·", text);
   if (placement.name != "row-first") absl::StrAppend(&text, ", ", placement.name);
-  if (scheduling == Scheduling::kLeastTime) absl::StrAppend(&text, ", least time");
+  absl::StrAppend(&text, SchedulingName(scheduling));
   return text;
 }
 
@@ -70,10 +90,12 @@ RankProgram MeshProgram(const AttentionJob& job, Pass pass, const MeshPlan& plan
         buffers);
   }
   return MeshBackwardProgram(job, plan.heads,
-                             GreedyBackwardSchedule(plan.tile, {.c_odoq = costs.AlongQ(chunk.odoq),
-                                                                .c_kv = costs.AlongKv(chunk.kv),
-                                                                .c_dq = costs.AlongQ(chunk.dq),
-                                                                .c_dkv = costs.AlongKv(chunk.dkv)}));
+                             GreedyBackwardSchedule(plan.tile,
+                                                    {.c_odoq = costs.AlongQ(chunk.odoq),
+                                                     .c_kv = costs.AlongKv(chunk.kv),
+                                                     .c_dq = costs.AlongQ(chunk.dq),
+                                                     .c_dkv = costs.AlongKv(chunk.dkv)},
+                                                    OrderOf(plan.scheduling)));
 }
 
 MeshPlan PaperMeshPlan(const AttentionJob& job, Pass pass, int ranks, const Cluster& cluster) {

@@ -21,8 +21,10 @@ enum class Profile {
 };
 
 enum class Scheduling {
-  kGreedy,     // Algorithms 2 and 3
-  kLeastTime,  // OptimalSchedule; forward only
+  kGreedy,        // Algorithms 2 and 3
+  kLeastTime,     // OptimalSchedule; forward only
+  kRowsFirst,     // BackwardOrder; backward only
+  kColumnsFirst,  // likewise
 };
 
 struct MeshPlan {

@@ -121,6 +121,35 @@ TEST(BackwardSchedule, IsAlgorithm3AndPassesItsCheck) {
   }
 }
 
+TEST(BackwardSchedule, AnyOrderPassesItsCheck) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 400; ++draw) {
+    const Tile tile{.a = Draw(random, 1, 10), .b = Draw(random, 1, 10)};
+    const BackwardCosts costs = RandomCosts(random);
+    for (BackwardOrder order : {BackwardOrder::kRowsFirst, BackwardOrder::kColumnsFirst}) {
+      const absl::Status status = CheckBackwardSchedule(GreedyBackwardSchedule(tile, costs, order));
+      EXPECT_TRUE(status.ok()) << status;
+    }
+  }
+}
+
+// Where a block hides any transfer, nothing hides the last one: (0, 0) is computed first. Of the two kinds of
+// gradient, an order chooses the one that leaves last.
+TEST(BackwardSchedule, OrderChoosesTheLastTransfer) {
+  const auto bare_steps = [](const BackwardSchedule& schedule) {
+    return std::count_if(schedule.steps.begin(), schedule.steps.end(),
+                         [](const BackwardStep& step) { return step.blocks.empty(); });
+  };
+  for (const Tile tile : {Tile{8, 4}, Tile{4, 8}, Tile{16, 16}}) {
+    for (auto [order, last] :
+         {std::pair{BackwardOrder::kRowsFirst, kSendDkv}, std::pair{BackwardOrder::kColumnsFirst, kSendDq}}) {
+      const BackwardSchedule schedule = GreedyBackwardSchedule(tile, {}, order);
+      EXPECT_EQ(bare_steps(schedule), 1) << schedule.DebugString();
+      EXPECT_EQ(schedule.steps.back().comm, last) << schedule.DebugString();
+    }
+  }
+}
+
 TEST(BackwardSchedule, RingSendsEveryGradientAfterItsBlock) {
   const BackwardSchedule ring = GreedyBackwardSchedule({.a = 1, .b = 4}, {});
   EXPECT_EQ(ring.DebugString(), "1x4 | kv: (0,0) | kv: (0,1) | kv: (0,2) | dkv: (0,3) | dkv: | dkv:");
