@@ -52,7 +52,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
 }
 
 absl::Status PrefillQueue::CheckRoom(const Request& request) const {
-  const auto refuse = [](std::string message, double retry_seconds) {
+  const auto refuse = [](const std::string& message, double retry_seconds) {
     return WithRetryAfter(absl::ResourceExhaustedError(message), absl::Seconds(std::max(1.0, retry_seconds)));
   };
   const Snapshot count = Count();
@@ -128,7 +128,7 @@ void PrefillQueue::Drain() {
   draining_ = true;
 }
 
-void PrefillQueue::StopAll(absl::Status reason) {
+void PrefillQueue::StopAll(const absl::Status& reason) {
   std::vector<std::unique_ptr<Job>> dropped;
   {
     const std::lock_guard<std::mutex> lock(mu_);

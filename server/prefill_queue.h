@@ -97,8 +97,8 @@ class PrefillQueue {
   // draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
 
-  void Drain();                       // from now on Reserve refuses; what has a slot goes on
-  void StopAll(absl::Status reason);  // and ends everything with `reason`: waiters hear it
+  void Drain();                              // from now on Reserve refuses; what has a slot goes on
+  void StopAll(const absl::Status& reason);  // and ends everything with `reason`: waiters hear it
   Snapshot snapshot() const;
 
  private:

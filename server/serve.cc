@@ -110,7 +110,7 @@ absl::Status Serve(const v1::Config& config) {
   (*front_end)->Open(*std::move(engine));
 
   while (!signals.Wait(kPoll)) (*front_end)->Refresh();
-  const absl::Status drained = Drain(config, **front_end, signals);
+  absl::Status drained = Drain(config, **front_end, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();
   Log(drained.ok() ? "stopped" : absl::StrCat("stopped: ", drained.message()));

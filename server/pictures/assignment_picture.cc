@@ -53,8 +53,9 @@ class AssignmentPicture {
   // The pool's number of a rank of the first mesh.
   int PoolRank(int rank) const { return rank * plan_.heads; }
   Box TileOf(int rank) const {
-    return {.x = left_ + rank % a_ * b_ * cell_,
-            .y = top_ + rank / a_ * a_ * cell_,
+    const int q_group = rank / a_, kv_group = rank % a_;
+    return {.x = left_ + kv_group * b_ * cell_,
+            .y = top_ + q_group * a_ * cell_,
             .width = b_ * cell_,
             .height = a_ * cell_};
   }
@@ -125,6 +126,7 @@ class AssignmentPicture {
   std::string KvChunks(int rank) const { return Chunks(rank, b_, &Mesh::KvChunk); }
   std::string Chunks(int rank, int count, int (Mesh::*chunk)(int, int) const) const {
     std::vector<int> chunks;
+    chunks.reserve(count);
     for (int i = 0; i < count; ++i) chunks.push_back((mesh_.*chunk)(rank, i));
     return absl::StrJoin(chunks, ", ");
   }

@@ -76,9 +76,11 @@ class SchedulePicture {
     const int in_a_line = std::max(1, static_cast<int>((width + kGap) / (CardWidth() + kGap)));
     const int steps = static_cast<int>(schedule_.steps.size());
     for (int step = 0; step < steps; ++step) {
-      DrawStep(step, x + step % in_a_line * (CardWidth() + kGap), y + step / in_a_line * CardHeight());
+      const int line = step / in_a_line, place = step % in_a_line;
+      DrawStep(step, x + place * (CardWidth() + kGap), y + line * CardHeight());
     }
-    return y + (steps + in_a_line - 1) / in_a_line * CardHeight();
+    const int lines = (steps + in_a_line - 1) / in_a_line;
+    return y + lines * CardHeight();
   }
 
  private:
