@@ -11,8 +11,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "engine/monotonic_time.h"
 #include "server/config.h"
 #include "server/log.h"
 #include "server/pool/control_client.h"
@@ -74,7 +74,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
                      offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
     const std::lock_guard<std::mutex> lock(mu_);
     machine_.emplace(WorkerMachine::Options{.offer = offer});
-    machine_->Start(absl::Now());
+    machine_->Start(MonotonicNow());
     return absl::OkStatus();
   }
 
@@ -82,26 +82,26 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
   std::optional<absl::Status> Tick() {
     const std::vector<WorkerMachine::RankProgress> progress = host_->progress();
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_->OnTick(absl::Now(), progress);
+    machine_->OnTick(MonotonicNow(), progress);
     DoActions();
     return exit_;
   }
 
   void Drain() {
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_->Drain(absl::Now());
+    machine_->Drain(MonotonicNow());
     DoActions();
   }
 
  private:
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_->OnMessage(connection, message, absl::Now());
+    machine_->OnMessage(connection, message, MonotonicNow());
     DoActions();
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_->OnDisconnected(connection, why, absl::Now());
+    machine_->OnDisconnected(connection, why, MonotonicNow());
     DoActions();
   }
   void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
@@ -116,7 +116,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
   }
   void OnRunStopped(uint64_t run) override {
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_->OnRunStopped(run, absl::Now());
+    machine_->OnRunStopped(run, MonotonicNow());
     DoActions();
   }
 

@@ -1,6 +1,7 @@
 #include "engine/comm/gloo.h"
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstddef>
@@ -14,6 +15,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo_pair.h"
 #include "engine/comm/gloo_rendezvous.h"
@@ -25,6 +27,13 @@ namespace {
 // sockets.
 constexpr absl::Duration kLinger = absl::Minutes(1);
 constexpr absl::Duration kCloseTimeout = absl::Seconds(1);
+
+// A wait that has begun does not heed a clock that is set.
+std::chrono::steady_clock::time_point SteadyTime(absl::Time deadline) {
+  constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // far from where the clock's count ends
+  const absl::Duration left = std::clamp(deadline - absl::Now(), absl::ZeroDuration(), kLongest);
+  return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(left);
+}
 
 // What goes before each payload, as a message of its own. Both ends have one byte order.
 struct Header {
@@ -227,7 +236,7 @@ absl::StatusOr<BufferRef> GlooRun::Wait(Message& message, absl::Time deadline) {
   int lost_peer;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool in_time = changed_.wait_until(lock, absl::ToChronoTime(deadline), [&] {
+    const bool in_time = changed_.wait_until(lock, SteadyTime(deadline), [&] {
       return aborted_ || closed_ || lost_send_to_ >= 0 || Ended(message);
     });
     if (aborted_) return AbortedIn(Describe(message));
@@ -320,7 +329,7 @@ void GlooRun::Close() {
     if (std::exchange(closed_, true)) return;
     changed_.notify_all();
     if (!standing_) return;
-    changed_.wait_until(lock, absl::ToChronoTime(absl::Now() + kLinger), [&] {
+    changed_.wait_for(lock, absl::ToChronoNanoseconds(kLinger), [&] {
       Reap();
       return aborted_ || sends_.empty();
     });
@@ -329,7 +338,7 @@ void GlooRun::Close() {
   ShutDownPairs(aborted ? SHUT_RDWR : SHUT_WR);
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_until(lock, absl::ToChronoTime(absl::Now() + kCloseTimeout), [&] {
+    changed_.wait_for(lock, absl::ToChronoNanoseconds(kCloseTimeout), [&] {
       return std::all_of(pairs_.begin(), pairs_.end(),
                          [](const GlooPair* pair) { return pair == nullptr || pair->closed(); });
     });

@@ -19,6 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 namespace {
@@ -151,6 +153,7 @@ class Meeting {
   absl::StatusOr<std::vector<FileDescriptor>> Run(std::span<const std::string> addresses,
                                                   absl::Time deadline) {
     if (absl::Status status = ParseAddresses(addresses); !status.ok()) return status;
+    deadline = MonotonicNow() + (deadline - absl::Now());
     for (int peer = 0; peer < self_.rank; ++peer) {
       if (absl::Status status = StartConnecting(peer); !status.ok()) return status;
     }
@@ -226,7 +229,7 @@ class Meeting {
     for (const Stranger& stranger : strangers_) {
       polled.push_back({.fd = stranger.socket.get(), .events = POLLIN, .revents = 0});
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = MonotonicNow();
     if (now >= deadline) {
       return absl::DeadlineExceededError(absl::StrCat("rank ", self_.rank, ": no connection with rank ",
                                                       absl::StrJoin(MissingPeers(), ", "),

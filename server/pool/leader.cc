@@ -48,13 +48,15 @@ void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, 
   const auto entry = workers_.find(connection);
   if (entry == workers_.end()) {
     if (!strangers_.contains(connection)) return;  // of a connection that was closed
-    if (message.has_join()) return OnJoin(connection, message.join(), now);
-    strangers_.erase(connection);
-    actions_.push_back(Close{connection});
-    return;
+    if (message.has_join()) return OnJoin(connection, message.join(), message.epoch(), now);
+    return Refuse(connection, "", "it did not begin with Join; run the same version on both", false);
   }
   Worker& worker = entry->second;
   worker.heard_at = now;
+  if (message.epoch() > epoch_) {
+    return Lose({connection}, absl::StrCat("it speaks of epoch ", message.epoch(), " in epoch ", epoch_),
+                now);
+  }
   switch (message.body_case()) {
     case v1::WorkerMessage::kPrepared:
       if (IsOfRun(message, message.prepared().run())) OnPrepared(worker, message.prepared(), now);
@@ -82,23 +84,26 @@ void Leader::OnDisconnected(Connection connection, absl::Time now) {
   if (workers_.contains(connection)) Lose({connection}, "its stream ended", now);
 }
 
-void Leader::OnJoin(Connection connection, const v1::Join& offer, absl::Time now) {
+void Leader::Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry) {
   strangers_.erase(connection);
+  v1::Refused& refused = *AddMessage(connection, epoch_).mutable_refused();
+  refused.set_reason(reason);
+  refused.set_retry(retry);
+  actions_.push_back(Close{connection});
+  ++counters_.refusals;
+  if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
+  if (!refused_.emplace(name, reason).second) return;
+  Log(absl::StrCat("worker ", LogQuote(name), " refused: ", LogQuote(reason)));
+}
+
+void Leader::OnJoin(Connection connection, const v1::Join& offer, uint64_t heard_epoch, absl::Time now) {
   bool retry = false;
-  if (const absl::Status status = CheckOffer(offer, retry); !status.ok()) {
-    v1::Refused& refused = *AddMessage(connection, epoch_).mutable_refused();
-    refused.set_reason(std::string(status.message()));
-    refused.set_retry(retry);
-    actions_.push_back(Close{connection});
-    ++counters_.refusals;
-    if (refused_.size() > kMaxRememberedRefusals) refused_.clear();
-    const std::string name = offer.name().substr(0, kMaxNameCharacters);
-    std::string& logged = refused_[name];
-    if (logged == status.message()) return;
-    logged = std::string(status.message());
-    return Log(absl::StrCat("worker ", LogQuote(name), " refused: ", LogQuote(logged)));
+  if (const absl::Status status = CheckOffer(offer, heard_epoch, retry); !status.ok()) {
+    return Refuse(connection, offer.name().substr(0, kMaxNameCharacters), std::string(status.message()),
+                  retry);
   }
-  refused_.erase(offer.name());
+  strangers_.erase(connection);
+  std::erase_if(refused_, [&](const auto& refusal) { return refusal.first == offer.name(); });
   if (weights_hash_ == 0) weights_hash_ = offer.model().weights_hash();
   workers_[connection] = {.connection = connection, .offer = offer, .leaving = false, .heard_at = now};
   membership_changed_ = true;
@@ -110,7 +115,7 @@ void Leader::OnJoin(Connection connection, const v1::Join& offer, absl::Time now
   StartNext(now);
 }
 
-absl::Status Leader::CheckOffer(const v1::Join& offer, bool& retry) const {
+absl::Status Leader::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const {
   const v1::ModelId& model = offer.model();
   if (offer.protocol() != kControlProtocol) {
     return absl::FailedPreconditionError(absl::StrCat("the worker speaks control protocol ", offer.protocol(),
@@ -146,6 +151,11 @@ absl::Status Leader::CheckOffer(const v1::Join& offer, bool& retry) const {
   }
   if (!IsPlausible(FromProto(offer.speed()))) {
     return absl::InvalidArgumentError("the worker does not say how fast it is; run the same version on both");
+  }
+  if (heard_epoch > epoch_) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the worker has heard of epoch ", heard_epoch, ", this leader is in epoch ", epoch_,
+        ": it was in another pool, or this machine's clock was set back; start the worker again"));
   }
   retry = true;
   int ranks = static_cast<int>(offer.ranks());
@@ -208,14 +218,13 @@ void Leader::Lose(const std::set<Connection>& connections, const std::string& wh
 }
 
 void Leader::OnTick(absl::Time now) {
-  for (auto entry = strangers_.begin(); entry != strangers_.end();) {
-    const auto [connection, since] = *entry;
-    if (now - since < options_.join_timeout) {
-      ++entry;
-      continue;
-    }
-    actions_.push_back(Close{connection});
-    entry = strangers_.erase(entry);
+  std::vector<Connection> mute;
+  for (const auto& [connection, since] : strangers_) {
+    if (now - since >= options_.join_timeout) mute.push_back(connection);
+  }
+  for (Connection connection : mute) {
+    Refuse(connection, "", absl::StrCat("no Join came within ", absl::FormatDuration(options_.join_timeout)),
+           true);
   }
   std::set<Connection> silent;
   for (const auto& [connection, worker] : workers_) {

@@ -14,9 +14,8 @@
 //  - A request is answered exactly once, with the result of one complete run or with one error.
 //  - No run begins before every worker of the last one has confirmed its end or is out of the pool.
 //  - A worker is out when its stream ends, when it is silent for silence_timeout, when an operation of its
-//  compute loop
-//    takes longer than hang_timeout (or ten times the predicted block), or when it does not answer Prepare,
-//    Cancel or Abort in time. It may join again.
+//    compute loop takes longer than hang_timeout (or ten times the predicted block), when it does not answer
+//    Prepare, Cancel or Abort in time, or when it speaks of an epoch that is not yet. It may join again.
 //  - A request whose runs ended two epochs is refused as poisonous.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -28,6 +27,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -126,7 +126,7 @@ class Leader {
 
   Leader(Options options, PoolPlanner planner);
 
-  // ---- Events. `now` never falls.
+  // ---- Events. `now` never falls and never jumps: no time of day (engine/monotonic_time.h).
   void OnConnected(Connection connection, absl::Time now);
   void OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, absl::Time now);
@@ -187,8 +187,10 @@ class Leader {
     int epochs_ended = 0;
   };
 
-  void OnJoin(Connection connection, const v1::Join& offer, absl::Time now);
-  absl::Status CheckOffer(const v1::Join& offer, bool& retry) const;
+  void OnJoin(Connection connection, const v1::Join& offer, uint64_t heard_epoch, absl::Time now);
+  absl::Status CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const;
+  // Says why, closes, and logs each reason once for a name; the name of a stranger is empty.
+  void Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry);
   void OnPrepared(Worker& worker, const v1::Prepared& message, absl::Time now);
   void OnProgress(const Worker& worker, const v1::WorkerProgress& message, absl::Time now);
   void OnRankDone(const Worker& worker, const v1::RankDone& message, absl::Time now);
@@ -224,8 +226,8 @@ class Leader {
   const PoolPlanner planner_;
   std::map<Connection, absl::Time> strangers_;  // connected, not joined: since when
   std::map<Connection, Worker> workers_;
-  std::map<std::string, std::string> refused_;  // name → the reason last logged
-  uint64_t weights_hash_;                       // of the pool; 0: nobody has said yet
+  std::set<std::pair<std::string, std::string>> refused_;  // name and reason, logged
+  uint64_t weights_hash_;                                  // of the pool; 0: nobody has said yet
   uint64_t epoch_;
   bool membership_changed_ = true;  // since the epoch began
   uint64_t last_run_ = 0;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "engine/prefill_summary.h"
 #include "server/config.h"
 #include "server/log.h"
@@ -31,7 +32,8 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.vocab = model.shape.vocab;
   options.link.link_bytes_per_second = pool.link_bytes_per_second();
   options.link.link_latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.link_latency()));
-  // Epochs of a leader that was started again are later than those before.
+  // Epochs of a leader that was started again are later than those before: the time of day says so, and
+  // nothing else here asks for it.
   options.first_epoch = static_cast<uint64_t>(absl::ToUnixSeconds(absl::Now()));
   options.silence_timeout = ToDuration(pool.silence_timeout());
   options.hang_timeout = ToDuration(pool.hang_timeout());
@@ -136,7 +138,7 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
     std::unique_lock<std::mutex> lock(mu_);
     waiting_.emplace();
     waiting_->ticket =
-        leader_.Submit({.id = options.request_id, .tokens = tokens, .options = options}, absl::Now());
+        leader_.Submit({.id = options.request_id, .tokens = tokens, .options = options}, MonotonicNow());
     DoActions();
     run = WaitForResult(lock, observer, stop);
     waiting_.reset();
@@ -163,7 +165,8 @@ absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(std::unique_lock<std::m
       continue;
     }
     if (stop != nullptr && stop->stopped()) {
-      leader_.CancelRequest(waiting_->ticket, absl::CancelledError("the prefill was stopped"), absl::Now());
+      leader_.CancelRequest(waiting_->ticket, absl::CancelledError("the prefill was stopped"),
+                            MonotonicNow());
       DoActions();
       continue;
     }
@@ -174,26 +177,26 @@ absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(std::unique_lock<std::m
 
 void PoolEngine::OnConnected(ControlService::Connection connection) {
   const std::lock_guard<std::mutex> lock(mu_);
-  leader_.OnConnected(connection, absl::Now());
+  leader_.OnConnected(connection, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) {
   const std::lock_guard<std::mutex> lock(mu_);
-  leader_.OnMessage(connection, message, absl::Now());
+  leader_.OnMessage(connection, message, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::OnDisconnected(ControlService::Connection connection) {
   const std::lock_guard<std::mutex> lock(mu_);
-  leader_.OnDisconnected(connection, absl::Now());
+  leader_.OnDisconnected(connection, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::Tick() {
   std::unique_lock<std::mutex> lock(mu_);
   while (!quit_) {
-    leader_.OnTick(absl::Now());
+    leader_.OnTick(MonotonicNow());
     DoActions();
     changed_.wait_for(lock, kTick);
   }

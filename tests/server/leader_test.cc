@@ -201,6 +201,64 @@ TEST_F(LeaderTest, LogsARefusalOnceAndTakesNoWordFromStrangers) {
   EXPECT_EQ(closed_.back(), 7u) << "a connection that never joins";
 }
 
+TEST_F(LeaderTest, StrangersHearWhyTheyGoAndAreLoggedOnce) {
+  v1::WorkerMessage junk;
+  junk.mutable_stopped()->set_run(1);
+  for (Leader::Connection connection = 1; connection <= 5; ++connection) {
+    leader_.OnConnected(connection, now_);
+    Say(connection, junk);
+    EXPECT_NE(sent_[connection].back().refused().reason(), "");
+    leader_.OnConnected(connection + 10, now_);
+  }
+  EXPECT_EQ(log_.size(), 1u);
+  Pass(absl::Seconds(6), {});
+  EXPECT_NE(sent_[11].back().refused().reason().find("no Join"), std::string::npos);
+  EXPECT_EQ(closed_.size(), 10u);
+  EXPECT_EQ(log_.size(), 2u);
+}
+
+TEST_F(LeaderTest, AWorkerThatHasHeardOfALaterEpochIsRefused) {
+  v1::WorkerMessage message;
+  *message.mutable_join() = Offer("a");
+  message.set_epoch(leader_.epoch());
+  leader_.OnConnected(1, now_);
+  Say(1, message);
+  EXPECT_TRUE(sent_[1].back().has_welcome());
+  *message.mutable_join() = Offer("b");
+  message.set_epoch(leader_.epoch() + 5);
+  leader_.OnConnected(2, now_);
+  Say(2, message);
+  EXPECT_NE(sent_[2].back().refused().reason().find("epoch 6"), std::string::npos)
+      << sent_[2].back().refused().reason();
+  EXPECT_FALSE(sent_[2].back().refused().retry());
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+}
+
+TEST_F(LeaderTest, WordsOfAnotherEpochOrRunCountForNothing) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  v1::WorkerMessage done = OfRun();
+  done.mutable_rank_done()->set_run(run_);
+  for (int i = 0; i < kVocab; ++i) done.mutable_rank_done()->add_logits(0);
+  v1::WorkerMessage late = done;
+  late.set_epoch(leader_.epoch() - 1);
+  Say(1, late);
+  late = done;
+  late.mutable_rank_done()->set_run(run_ + 1);
+  Say(1, late);
+  EXPECT_TRUE(answers_.empty());
+  EXPECT_EQ(leader_.capacity().ranks, 1) << "what is late is no offence";
+  Say(1, done);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok());
+
+  done.set_epoch(leader_.epoch() + 1);
+  Say(1, done);
+  EXPECT_EQ(leader_.capacity().ranks, 0) << "an epoch that is not yet: it is no worker of this pool";
+  EXPECT_NE(log_.back().find("speaks of epoch"), std::string::npos) << log_.back();
+}
+
 TEST_F(LeaderTest, AnEmptyPoolForgetsItsWeights) {
   Join(1, Offer("a"));
   leader_.OnDisconnected(1, now_);

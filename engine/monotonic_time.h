@@ -1,0 +1,18 @@
+// The time for timeouts: it runs forward at an even pace, also where somebody sets the machine's clock.
+#ifndef MESHFILL_ENGINE_MONOTONIC_TIME_H_
+#define MESHFILL_ENGINE_MONOTONIC_TIME_H_
+
+#include <chrono>
+
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+// No time of day: only differences between two of them mean something, and only in this process.
+inline absl::Time MonotonicNow() {
+  return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MONOTONIC_TIME_H_
