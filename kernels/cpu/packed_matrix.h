@@ -33,7 +33,7 @@ class PackedMatrix final : public PackedWeight {
  public:
   PackedMatrix(dnnl::memory::desc layout, DType dtype, BufferRef elements, std::vector<float> bias)
       : PackedWeight(layout.dims()[1], layout.dims()[0]),
-        layout_(std::move(layout)),
+        layout_(layout),
         dtype_(dtype),
         elements_(std::move(elements)),
         bias_(std::move(bias)) {}

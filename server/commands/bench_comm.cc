@@ -43,8 +43,9 @@ class Ring {
     absl::Status status = ring->OnEachRank([&ring = *ring](int rank) {
       auto communicator =
           ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], absl::Now() + kTimeout);
-      if (communicator.ok()) ring.communicators_[rank] = *std::move(communicator);
-      return communicator.status();
+      if (!communicator.ok()) return communicator.status();
+      ring.communicators_[rank] = *std::move(communicator);
+      return absl::OkStatus();
     });
     if (!status.ok()) return status;
     return ring;

@@ -58,7 +58,7 @@ class ControlClient::Impl {
    public:
     Stream(Impl& client, Connection connection) : client_(client), connection_(connection) {}
 
-    void Start(std::shared_ptr<grpc::Channel> channel) {
+    void Start(const std::shared_ptr<grpc::Channel>& channel) {
       stub_ = v1::ControlService::NewStub(channel);
       stub_->async()->Attach(&context_, this);
       AddHold();  // for writes from outside of a reaction, until the reads end
