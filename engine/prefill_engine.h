@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/device.h"
 #include "engine/kv_cache.h"
 #include "engine/model_shape.h"
 #include "engine/plan.h"
@@ -24,6 +25,7 @@ namespace meshfill {
 struct EngineOptions {
   std::string model_path;               // a Hugging Face folder
   int ranks = 1;                        // 1 to 64
+  DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
   std::optional<DType> dtype;           // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
   LayoutKind layout = LayoutKind::kStriped;
   int64_t stripe = 64;

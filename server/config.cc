@@ -102,12 +102,6 @@ class Checker {
   absl::Status status_;
 };
 
-void ValidateDevice(const std::string& device, const std::string& path, Checker& check) {
-  check.Require(device != "cuda", path,
-                "this build has no CUDA; choose cpu, or auto for the best device that there is");
-  check.RequireOneOf(device, {"auto", "cpu", "cuda"}, path);
-}
-
 // What leader and workers of a pool of processes need.
 void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checker& check) {
   const auto embedded = origins.lower_bound("pool.embedded");
@@ -123,7 +117,7 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.RequirePositive(pool.link_latency(), "pool.link_latency");
   check.Require(pool.link_bytes_per_second() > 0, "pool.link_bytes_per_second", "must be above 0");
   check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
-  ValidateDevice(pool.worker().device(), "pool.worker.device", check);
+  check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
   check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
   const v1::PoolSection::Tls& tls = pool.tls();
@@ -140,7 +134,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   ValidatePool(config.pool(), origins, check);
   const auto& embedded = config.pool().embedded();
   check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
-  ValidateDevice(embedded.device(), "pool.embedded.device", check);
+  check.RequireOneOf(embedded.device(), {"auto", "cpu", "cuda"}, "pool.embedded.device");
   check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
   check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
 
@@ -195,6 +189,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   EngineOptions options;
   options.model_path = config.model().path();
   options.ranks = static_cast<int>(embedded.ranks());
+  options.device = ParseDevice(embedded.device()).value();  // one of the names: LoadConfig checked it
   if (config.model().dtype() != "auto") {
     options.dtype = config.model().dtype() == "bf16" ? DType::kBf16 : DType::kF32;
   }

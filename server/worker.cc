@@ -157,6 +157,10 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   if (config.model().path().empty()) {
     return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
   }
+  if (config.pool().worker().device() == "cuda") {
+    return absl::InvalidArgumentError(
+        "config: pool.worker.device: workers compute on the CPU; choose cpu, or an embedded pool for GPUs");
+  }
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
   ShutdownSignals signals;
   WorkerProcess worker;

@@ -341,6 +341,13 @@ class CliTest(CliTestCase):
         self.refuse("serve", "--config", self.tmp / "none.yaml", status=2, message=r"none\.yaml")
         self.refuse("serve", "--config", self.config, "--set", "pool.ranks=3", status=2, message=r"pool\.ranks|ranks")
 
+    @unittest.skipIf(os.path.exists("/dev/nvidiactl"), "this machine has an NVIDIA driver")
+    def test_cuda_without_a_gpu(self):
+        cuda = ("--config", self.config, "--set", "pool.embedded.device=cuda")
+        for command in (("prefill", *cuda, "--tokens", self.prompt), ("serve", *cuda)):
+            with self.subTest(command[0]):
+                self.refuse(*command, status=2, message=r"device cuda: (no NVIDIA driver|this build has no CUDA).*device cpu")
+
     def test_bad_models(self):
         for name, damage, message in (
             ("no-config", lambda f: (f / "config.json").unlink(), r"config\.json"),

@@ -1,0 +1,17 @@
+// What a build without CUDA answers to those who ask for its devices.
+#include "kernels/cuda/device.h"
+
+namespace meshfill {
+namespace {
+
+absl::Status NoCuda() {
+  return absl::FailedPreconditionError(
+      "this build has no CUDA; build it where nvcc is, with MESHFILL_CUDA=ON");
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() { return NoCuda(); }
+absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice&) { return NoCuda(); }
+
+}  // namespace meshfill
