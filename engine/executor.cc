@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "engine/mesh.h"
-#include "engine/scoped_timer.h"
 #include "engine/timeline_recorder.h"
 
 namespace meshfill {
@@ -85,7 +84,7 @@ class LayerRun {
   // The communication of a step, under way.
   struct Transfer {
     CommOp op = CommOp::kRecvQ;
-    TimelineRecorder::Clock::time_point start;
+    TimelineRecorder::Moment start;
     std::unique_ptr<PendingReceive> pending;  // null: the step has none
   };
 
@@ -137,23 +136,24 @@ class LayerRun {
   absl::StatusOr<Transfer> SendReceive(CommOp op, int to, BufferRef message, int64_t& sent_bytes, int from,
                                        int64_t receive_bytes) {
     sent_bytes += static_cast<int64_t>(message->size_bytes());
-    const TimelineRecorder::Clock::time_point start = TimelineRecorder::Clock::now();
+    TimelineRecorder::Moment start;
+    if (recorder_ != nullptr && recorder_->keeps_spans()) start = recorder_->Now();
     absl::StatusOr<std::unique_ptr<PendingReceive>> pending = communicator_.SendReceive(
         op, GlobalRank(to), std::move(message), GlobalRank(from), static_cast<size_t>(receive_bytes));
     if (!pending.ok()) return pending.status();
-    return Transfer{.op = op, .start = start, .pending = *std::move(pending)};
+    return Transfer{.op = op, .start = std::move(start), .pending = *std::move(pending)};
   }
 
-  absl::StatusOr<BufferRef> WaitFor(const Transfer& transfer) {
+  absl::StatusOr<BufferRef> WaitFor(Transfer& transfer) {
     const char* const name = CommOpName(transfer.op);
     absl::StatusOr<BufferRef> message = [&] {
       SpanTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
       return transfer.pending->Wait(absl::Now() + wait_timeout_);
     }();
-    if (recorder_ != nullptr) {
-      recorder_->Record({.kind = SpanKind::kTransfer, .what = name}, transfer.start,
-                        TimelineRecorder::Clock::now());
+    if (recorder_ != nullptr && recorder_->keeps_spans()) {
+      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer.start),
+                        recorder_->Now());
     }
     return message;
   }
@@ -301,7 +301,7 @@ AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, 
       recorder_(recorder) {}
 
 absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window) {
-  ScopedTimer timer(&stats_.attention_seconds);
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
   return LayerRun(plan_, model_, rank_, backend_, communicator_, wait_timeout_, stats_, recorder_,
                   std::move(chunks), window)
       .Run();

@@ -3,8 +3,6 @@
 #include <memory>
 #include <utility>
 
-#include "engine/scoped_timer.h"
-
 namespace meshfill {
 
 HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
@@ -24,7 +22,7 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
 
 absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
   if (heads_ == 1) return own;
-  ScopedTimer timer(&stats_.attention_seconds);
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
   absl::StatusOr<BufferRef> q = backend_.Allocate(slice_.q_bytes(members_.tokens()));
   if (!q.ok()) return q.status();
   absl::Status status = TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, (*q)->data());
@@ -45,7 +43,7 @@ absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
 
 absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
   if (heads_ == 1) return LayerOutput{.parts = {std::move(mesh_output)}, .dtype = DType::kF32};
-  ScopedTimer timer(&stats_.attention_seconds);
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
   LayerOutput output{.parts = std::vector<BufferRef>(heads_), .dtype = model_.dtype};
   const absl::Status status = AllToAll({
       .send = [&](int member) -> absl::StatusOr<BufferRef> {

@@ -40,16 +40,19 @@ absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype)
   constexpr int64_t kPeriod = 8191;
   std::minstd_rand random(1);
   std::uniform_real_distribution<float> uniform(-1, 1);
-  std::vector<float> values(kPeriod);
-  for (float& value : values) value = uniform(random);
   std::vector<std::byte> period(kPeriod * DTypeBytes(dtype));
-  if (absl::Status status = backend.Convert(values.data(), kPeriod, dtype, period.data()); !status.ok())
-    return status;
+  for (size_t at = 0; at < period.size(); at += DTypeBytes(dtype)) {
+    const float value = uniform(random);
+    const BFloat16 half = BFloat16::FromFloat(value);
+    std::memcpy(&period[at], dtype == DType::kF32 ? static_cast<const void*>(&value) : &half,
+                DTypeBytes(dtype));
+  }
   absl::StatusOr<BufferRef> buffer = backend.Allocate(elements * DTypeBytes(dtype));
   if (!buffer.ok()) return buffer;
   auto* const bytes = (*buffer)->data<std::byte>();
   for (size_t at = 0; at < (*buffer)->size_bytes(); at += period.size()) {
-    std::memcpy(bytes + at, period.data(), std::min(period.size(), (*buffer)->size_bytes() - at));
+    const size_t part = std::min(period.size(), (*buffer)->size_bytes() - at);
+    if (absl::Status status = backend.Upload(period.data(), part, bytes + at); !status.ok()) return status;
   }
   return buffer;
 }
@@ -97,6 +100,7 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& bac
       slice_tokens_(Tokens(kTokenWorkFlops / ProjectionFlopsPerToken(shape_), 128, kSliceTokens)),
       block_tokens_(Tokens(std::sqrt(kBlockFlops / (2.0 * shape_.head_dim * q_heads_)), 256, 2048)),
       norm_weight_(shape_.hidden, 1.0f),
+      rope_(slice_tokens_ * shape_.head_dim),
       ids_(slice_tokens_) {
   for (size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<uint32_t>(i * 7919 % shape_.vocab);
 }
@@ -121,8 +125,6 @@ absl::Status LayerProbe::Prepare() {
       {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
       {&wide_, slice_tokens_ * std::max(QkvWidth(shape_), 2 * shape_.intermediate), shape_.dtype},
       {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
-      {&cos_, slice_tokens_ * shape_.head_dim / 2, DType::kF32},
-      {&sin_, slice_tokens_ * shape_.head_dim / 2, DType::kF32},
       {&chunk_q_, kProbeSlices * shape_.q_elements(slice_tokens_), shape_.dtype},
       {&chunk_kv_, kProbeSlices * shape_.kv_elements(slice_tokens_), shape_.dtype},
       {&attended_, kProbeSlices * shape_.q_elements(slice_tokens_), DType::kF32},
@@ -137,6 +139,20 @@ absl::Status LayerProbe::Prepare() {
     if (!noise.ok()) return noise.status();
     *buffer = *std::move(noise);
   }
+  absl::StatusOr<BufferRef> norm = backend_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float));
+  if (!norm.ok()) return norm.status();
+  placed_norm_weight_ = *std::move(norm);
+  return PlaceRopeTables(slice_tokens_);
+}
+
+absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
+  const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
+  FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, rope_.data(),
+                 rope_.data() + elements);
+  absl::StatusOr<BufferRef> tables = backend_.Place(rope_.data(), 2 * elements * sizeof(float));
+  if (!tables.ok()) return tables.status();
+  cos_ = PartOf(*tables, 0, elements * sizeof(float));
+  sin_ = PartOf(*tables, elements * sizeof(float), elements * sizeof(float));
   return absl::OkStatus();
 }
 
@@ -159,7 +175,8 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
   const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
   std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
   const auto norm = [&] {
-    return backend_.RmsNorm(residual, norm_weight_.data(), tokens, shape_.hidden, 1e-5f, normed_->data());
+    return backend_.RmsNorm(residual, placed_norm_weight_->data<float>(), tokens, shape_.hidden, 1e-5f,
+                            normed_->data());
   };
   const auto split = [&] {
     return backend_.SplitQkv({.qkv = wide_->data(),
@@ -247,8 +264,7 @@ double LayerProbe::MergeBytes(int64_t tokens) const {
 }
 
 absl::Status LayerProbe::Begin(int64_t tokens) {
-  FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, cos_->data<float>(),
-                 sin_->data<float>());
+  if (absl::Status status = PlaceRopeTables(tokens); !status.ok()) return status;
   return backend_.Embed({ids_.data(), static_cast<size_t>(tokens)}, weights_->embedding->data(), shape_.dtype,
                         shape_.hidden, residual_->data<float>());
 }

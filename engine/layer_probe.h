@@ -67,9 +67,13 @@ class LayerProbe {
   absl::Status LmHead(int64_t tokens);
   double LmHeadBytes() const;
 
+  // Until all of the above has run.
+  absl::Status Finish() { return backend_.Finish(); }
+
  private:
   LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& backend);
   absl::Status Prepare();
+  absl::Status PlaceRopeTables(int64_t tokens);  // at least as many as a TokenWork that follows
   absl::Status Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y, bool accumulate);
 
   const std::shared_ptr<const ProbeWeights> weights_;
@@ -82,14 +86,16 @@ class LayerProbe {
 
   int slice_ = 0;                   // of the next TokenWork
   std::vector<float> norm_weight_;  // [hidden]
-  std::vector<uint32_t> ids_;       // [slice_tokens]
-  BufferRef residual_;              // [kProbeSlices, slice_tokens, hidden], f32
-  BufferRef normed_;                // [slice_tokens, hidden], compute dtype
-  BufferRef wide_;                  // [slice_tokens, max(q, k, v; gate, up)]
-  BufferRef narrow_;                // [slice_tokens, max(q; intermediate)]
-  BufferRef cos_, sin_;             // [slice_tokens, head_dim/2], f32
-  BufferRef chunk_q_, chunk_kv_;    // of each slice
-  BufferRef attended_;              // [kProbeSlices, q_heads, slice_tokens, head_dim], f32
+  BufferRef placed_norm_weight_;
+  std::vector<float> rope_;       // cos, then sin, each [slice_tokens, head_dim/2]
+  std::vector<uint32_t> ids_;     // [slice_tokens]
+  BufferRef residual_;            // [kProbeSlices, slice_tokens, hidden], f32
+  BufferRef normed_;              // [slice_tokens, hidden], compute dtype
+  BufferRef wide_;                // [slice_tokens, max(q, k, v; gate, up)]
+  BufferRef narrow_;              // [slice_tokens, max(q; intermediate)]
+  BufferRef cos_, sin_;           // rope_ as operations read it
+  BufferRef chunk_q_, chunk_kv_;  // of each slice
+  BufferRef attended_;            // [kProbeSlices, q_heads, slice_tokens, head_dim], f32
   BufferRef block_q_, block_kv_;
   BufferRef state_, other_state_;  // [q_heads_, block_tokens, head_dim], f32, then the LSE
   BufferRef logits_;               // [shape.vocab], f32

@@ -31,11 +31,15 @@ using Operation = absl::Status (LayerProbe::*)(int64_t tokens);
 absl::StatusOr<double> SecondsTogether(Probes probes, Operation operation, int64_t tokens) {
   std::vector<absl::Status> statuses(probes.size());
   std::vector<double> seconds(probes.size() * kRepeats);
+  const auto run = [&](size_t i) {
+    absl::Status status = (probes[i].get()->*operation)(tokens);
+    return status.ok() ? probes[i]->Finish() : status;
+  };
   const auto measure = [&](size_t i) {
-    statuses[i] = (probes[i].get()->*operation)(tokens);
+    statuses[i] = run(i);
     for (int repeat = 0; repeat < kRepeats && statuses[i].ok(); ++repeat) {
       const auto start = std::chrono::steady_clock::now();
-      statuses[i] = (probes[i].get()->*operation)(tokens);
+      statuses[i] = run(i);
       seconds[i * kRepeats + repeat] = SecondsSince(start);
     }
   };

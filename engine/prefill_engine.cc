@@ -153,7 +153,9 @@ class EmbeddedEngine : public PrefillEngine {
                                                    KvCache* kv, std::vector<TimelineRecorder>& recorders,
                                                    PrefillObserver* observer, const StopToken* stop) {
     const int ranks = options_.ranks;
-    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(ranks);
+    std::vector<Backend*> backends;
+    for (const std::unique_ptr<Backend>& backend : backends_) backends.push_back(backend.get());
+    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(backends);
     LayerProgress progress(ranks, model_->shape().layers, observer);
     StopToken run_stop(stop);
     std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
@@ -197,6 +199,9 @@ class EmbeddedEngine : public PrefillEngine {
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  if (absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(options.device); !devices.ok()) {
+    return devices.status();
+  }
   const int threads = options.threads > 0
                           ? options.threads
                           : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

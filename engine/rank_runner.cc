@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
+#include <memory>
 #include <utility>
 
 #include "engine/executor.h"
@@ -35,6 +35,7 @@ class Runner {
 
   absl::StatusOr<RankOutput> Run() {
     const auto start = std::chrono::steady_clock::now();
+    if (run_.recorder != nullptr) run_.recorder->set_backend(backend_);
     if (absl::Status status = Prepare(); !status.ok()) return status;
     for (int layer = 0; layer < shape_.layers; ++layer) {
       SetRecordedLayer(layer);
@@ -42,7 +43,9 @@ class Runner {
       run_.on_layer_done(layer);
     }
     SetRecordedLayer(-1);
-    if (absl::Status status = Finish(); !status.ok()) return status;
+    if (absl::Status status = LmHead(); !status.ok()) return status;
+    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
     return std::move(output_);
   }
@@ -74,8 +77,6 @@ class Runner {
       DType dtype;
     } buffers[] = {
         {&x_, chunk_tokens_ * shape_.hidden, DType::kF32},
-        {&cos_, chunk_tokens_ * shape_.head_dim / 2, DType::kF32},
-        {&sin_, chunk_tokens_ * shape_.head_dim / 2, DType::kF32},
         {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
         // A slice's projections and its MLP are never needed at the same time.
         {&wide_, slice_tokens_ * std::max(qkv_width, 2 * shape_.intermediate), shape_.dtype},
@@ -87,19 +88,32 @@ class Runner {
       *buffer = *std::move(allocated);
     }
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
-    FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, cos_->data<float>(),
-                   sin_->data<float>());
+    if (absl::Status status = PlaceRopeTables(positions); !status.ok()) return status;
     std::vector<uint32_t> ids(chunk_tokens_);
     for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
     return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
                           Residual(0));
   }
 
+  absl::Status PlaceRopeTables(const SlotPositions& positions) {
+    const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.head_dim / 2);
+    rope_.reset(new float[2 * elements]);
+    FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, rope_.get(),
+                   rope_.get() + elements);
+    absl::StatusOr<BufferRef> tables = backend_.Place(rope_.get(), 2 * elements * sizeof(float));
+    if (!tables.ok()) return tables.status();
+    cos_ = PartOf(*tables, 0, elements * sizeof(float));
+    sin_ = PartOf(*tables, elements * sizeof(float), elements * sizeof(float));
+    return absl::OkStatus();
+  }
+
   absl::Status RunLayer(int layer) {
     const LayerWeights& weights = run_.model.layers()[layer];
     absl::StatusOr<LayerChunks> chunks = Project(weights);
     if (!chunks.ok()) return chunks.status();
-    if (run_.kv != nullptr) KeepKv(*chunks->kv, run_.kv->layers[layer]);
+    if (run_.kv != nullptr) {
+      if (absl::Status status = KeepKv(*chunks->kv, run_.kv->layers[layer]); !status.ok()) return status;
+    }
     absl::StatusOr<LayerOutput> attended = Attend(*std::move(chunks), config_.layer_window[layer]);
     if (!attended.ok()) return attended.status();
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
@@ -134,8 +148,8 @@ class Runner {
           .q_heads = shape_.q_heads,
           .kv_heads = shape_.kv_heads,
           .head_dim = shape_.head_dim,
-          .q_norm = weights.q_norm.empty() ? nullptr : weights.q_norm.data(),
-          .k_norm = weights.k_norm.empty() ? nullptr : weights.k_norm.data(),
+          .q_norm = weights.q_norm.data(),
+          .k_norm = weights.k_norm.data(),
           .norm_eps = config_.norm_eps,
           .rope_cos = cos_->data<float>(),
           .rope_sin = sin_->data<float>(),
@@ -156,7 +170,7 @@ class Runner {
     return exchange_.ToTokens(*std::move(mesh_output));
   }
 
-  absl::Status Norm(const std::vector<float>& weight, int64_t begin, int64_t tokens) {
+  absl::Status Norm(const PlacedVector& weight, int64_t begin, int64_t tokens) {
     return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps,
                             normed_->data());
   }
@@ -219,35 +233,47 @@ class Runner {
   }
 
   // Copies this rank's K and V rows to their tokens' places.
-  void KeepKv(const Buffer& kv, KvCache::Layer& layer) const {
+  absl::Status KeepKv(const Buffer& kv, KvCache::Layer& layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
-    const size_t row_bytes = shape_.head_dim * DTypeBytes(shape_.dtype);
-    const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
-    const std::byte* k = kv.data<std::byte>();
-    const std::byte* v = k + kv.size_bytes() / 2;
-    for (int head = 0; head < shape_.kv_heads; ++head) {
-      for (int64_t slot = 0; slot < chunk_tokens_; ++slot) {
-        const size_t from = (head * chunk_tokens_ + slot) * row_bytes;
-        const size_t to = (positions.At(slot) * shape_.kv_heads + head) * row_bytes;
-        std::memcpy(layer.k.data() + to, k + from, row_bytes);
-        std::memcpy(layer.v.data() + to, v + from, row_bytes);
-      }
+    const std::byte* const halves = kv.data<std::byte>();
+    const std::pair<const std::byte*, std::vector<std::byte>*> tensors[] = {
+        {halves, &layer.k}, {halves + kv.size_bytes() / 2, &layer.v}};
+    for (const auto& [from, to] : tensors) {
+      absl::Status status =
+          backend_.CopyHeadsToHost({.from = from,
+                                    .from_rows = {.dtype = shape_.dtype,
+                                                  .head_stride = chunk_tokens_ * shape_.head_dim,
+                                                  .slot_stride = shape_.head_dim},
+                                    .to = to->data(),
+                                    .to_rows = {.dtype = shape_.dtype,
+                                                .head_stride = shape_.head_dim,
+                                                .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
+                                                .slots = run_.plan.layout.Positions(run_.rank)},
+                                    .heads = shape_.kv_heads,
+                                    .tokens = chunk_tokens_,
+                                    .head_dim = shape_.head_dim});
+      if (!status.ok()) return status;
     }
+    return absl::OkStatus();
   }
 
-  // The LM head, on the last token's rank.
-  absl::Status Finish() {
+  // On the last token's rank.
+  absl::Status LmHead() {
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
     absl::Status status = Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1);
     if (!status.ok()) return status;
+    absl::StatusOr<BufferRef> logits = Elements(shape_.vocab, DType::kF32);
+    if (!logits.ok()) return logits.status();
+    status = backend_.Gemm({.weight = &run_.model.lm_head(),
+                            .x = normed_->data(),
+                            .tokens = 1,
+                            .y = (*logits)->data(),
+                            .y_dtype = DType::kF32});
+    if (!status.ok()) return status;
     output_.logits.resize(shape_.vocab);
-    return backend_.Gemm({.weight = &run_.model.lm_head(),
-                          .x = normed_->data(),
-                          .tokens = 1,
-                          .y = output_.logits.data(),
-                          .y_dtype = DType::kF32});
+    return backend_.Download((*logits)->data(), (*logits)->size_bytes(), output_.logits.data());
   }
 
   const RankRun& run_;
@@ -259,10 +285,11 @@ class Runner {
   RankOutput output_;
   HeadExchange exchange_;
   AttentionExecutor executor_;
-  BufferRef x_;       // [chunk_tokens, hidden], f32: the residual stream
-  BufferRef cos_;     // [chunk_tokens, head_dim/2], f32
-  BufferRef sin_;     // [chunk_tokens, head_dim/2], f32
-  BufferRef normed_;  // [slice_tokens, hidden], compute dtype
+  std::unique_ptr<float[]> rope_;  // cos, then sin
+  BufferRef x_;                    // [chunk_tokens, hidden], f32: the residual stream
+  BufferRef cos_;                  // [chunk_tokens, head_dim/2], f32
+  BufferRef sin_;                  // [chunk_tokens, head_dim/2], f32
+  BufferRef normed_;               // [slice_tokens, hidden], compute dtype
   BufferRef wide_;  // [slice_tokens, max((q_heads + 2·kv_heads)·head_dim, 2·intermediate)], compute dtype
   BufferRef narrow_;  // [slice_tokens, max(q_heads·head_dim, intermediate)], compute dtype
 };

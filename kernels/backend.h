@@ -6,8 +6,16 @@
 // the residual stream and LSE are always f32. An operation returns CANCELLED once the stop token is raised (its
 // outputs are then unspecified), and otherwise fails only where the device fails: shapes are the caller's to check.
 //
-// Implementations: ReferenceBackend (kernels/reference: plain loops, the meaning of each operation) and CpuBackend
-// (kernels/cpu). Same inputs, same implementation, same thread count: same bits.
+// Pointers in arguments are the device's: into buffers of Allocate, Place or TakeOver. Whether an operation has run when
+// its call returns is the backend's to choose:
+//     the CPU's    it has. Mark is null, Finish returns at once, host memory is device memory
+//     CUDA's       it is queued, a bounded number of operations ahead of the device, and reads its arguments' memory
+//                  later. A buffer may be dropped meanwhile: it is freed behind the operations that use it. A failure
+//                  of the device shows in a later call, at the latest in Finish
+// So nothing on the host waits for the device between Embed and Finish, but to bound how far it runs ahead.
+//
+// Implementations: ReferenceBackend (kernels/reference: plain loops, the meaning of each operation), CpuBackend
+// (kernels/cpu) and CudaBackend (kernels/cuda). Same inputs, same implementation, same thread count: same bits.
 #ifndef MESHFILL_KERNELS_BACKEND_H_
 #define MESHFILL_KERNELS_BACKEND_H_
 
@@ -15,6 +23,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -132,17 +141,53 @@ struct CopyHeadsArgs {
   int head_dim;
 };
 
+// A point between two operations of a backend that queues them.
+class StreamPoint {
+ public:
+  virtual ~StreamPoint() = default;
+  // On the device's clock; `earlier` is of the same backend, and Finish has been called since both.
+  virtual double SecondsSince(const StreamPoint& earlier) const = 0;
+};
+
+// A buffer on its way from one rank of a process to another, and when its contents are there.
+struct DeviceMessage {
+  BufferRef buffer;
+  std::shared_ptr<const StreamPoint> ready;  // null: they are there
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
 
   // ---- The device.
-  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16"
+  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", "cuda/sm90"
   virtual DType dtype() const = 0;
   // `size_bytes` may be 0. Contents are unspecified. RESOURCE_EXHAUSTED where memory is short, with the bytes needed.
   virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
   // Operations watch `stop` from now on; null: none. It must outlive its use here.
   virtual void set_stop_token(const StopToken* stop) = 0;
+  // True once the device has failed for good: every operation will, and the process has to be started anew.
+  virtual bool lost() const { return false; }
+
+  // ---- When operations run.
+  // The point behind the operations called so far; null: they have run.
+  virtual std::shared_ptr<const StreamPoint> Mark() { return nullptr; }
+  // Returns when all operations called so far have run, with the failure of any of them.
+  virtual absl::Status Finish() { return absl::OkStatus(); }
+
+  // ---- Host memory. `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
+  virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes);
+  // Copies before later operations run; `host` may go when it returns.
+  virtual absl::Status Upload(const void* host, size_t size_bytes, void* to);
+  // Copies what earlier operations left; they have run when it returns.
+  virtual absl::Status Download(const void* from, size_t size_bytes, void* host);
+
+  // ---- Hand-over between ranks of one process whose backends are of one kind. The sender marks; the message goes
+  // through Fetch of the receiver's backend, on the sender's thread, and then TakeOver, on the receiver's.
+  // Brings the message to this backend's device, where it is on another. Thread-safe.
+  virtual absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) { return message; }
+  // Operations called from now on run when the contents are there. Nobody writes the buffer from now on.
+  virtual absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) { return std::move(message.buffer); }
 
   // ---- Weights. The rows are stacked in order and converted to the compute dtype; the sources may go afterwards.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
@@ -161,6 +206,9 @@ class Backend {
   virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
   virtual absl::Status MergePartial(const MergePartialArgs& args) = 0;
   virtual absl::Status CopyHeads(const CopyHeadsArgs& args) = 0;
+  // The same with `to` in host memory and of the same dtype, slots outermost: [slots, heads, head_dim]. It is there
+  // after Finish.
+  virtual absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) { return CopyHeads(args); }
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens, int64_t width,
                               void* y /* [tokens, width], compute dtype */) = 0;

@@ -37,7 +37,7 @@ struct Route {
 // see the synchronisation inside a prebuilt Abseil.
 class Exchange {
  public:
-  absl::Status Send(const Route& route, BufferRef message) {
+  absl::Status Send(const Route& route, DeviceMessage message) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (aborted_) return AbortedOn(route);
     Mailbox& mailbox = mailboxes_[route];
@@ -57,7 +57,7 @@ class Exchange {
     return mailboxes_[route].receives++;
   }
 
-  absl::StatusOr<BufferRef> Receive(const Route& route, int64_t number, absl::Time deadline) {
+  absl::StatusOr<DeviceMessage> Receive(const Route& route, int64_t number, absl::Time deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
     Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
     const bool in_time = mailbox.changed.wait_until(
@@ -85,7 +85,7 @@ class Exchange {
   struct Mailbox {
     int64_t sent = 0;
     int64_t receives = 0;
-    std::map<int64_t, BufferRef> messages;  // by number
+    std::map<int64_t, DeviceMessage> messages;  // by number
     std::condition_variable changed;
   };
 
@@ -102,8 +102,10 @@ class Exchange {
 
 class InProcessReceive : public PendingReceive {
  public:
-  InProcessReceive(std::shared_ptr<Exchange> exchange, const Route& route, size_t receive_bytes)
+  InProcessReceive(std::shared_ptr<Exchange> exchange, Backend* backend, const Route& route,
+                   size_t receive_bytes)
       : exchange_(std::move(exchange)),
+        backend_(backend),
         route_(route),
         receive_bytes_(receive_bytes),
         number_(exchange_->StartReceive(route)) {}
@@ -111,16 +113,19 @@ class InProcessReceive : public PendingReceive {
   absl::StatusOr<BufferRef> Wait(absl::Time deadline) override {
     if (std::exchange(waited_, true))
       return absl::InternalError(absl::StrCat(route_.DebugString(), ": waited twice"));
-    absl::StatusOr<BufferRef> message = exchange_->Receive(route_, number_, deadline);
-    if (message.ok() && (*message)->size_bytes() != receive_bytes_) {
-      return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", (*message)->size_bytes(),
+    absl::StatusOr<DeviceMessage> message = exchange_->Receive(route_, number_, deadline);
+    if (!message.ok()) return message.status();
+    if (message->buffer->size_bytes() != receive_bytes_) {
+      return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", message->buffer->size_bytes(),
                                               " bytes arrived, ", receive_bytes_, " were expected"));
     }
-    return message;
+    if (backend_ == nullptr) return std::move(message->buffer);
+    return backend_->TakeOver(*std::move(message));
   }
 
  private:
   const std::shared_ptr<Exchange> exchange_;
+  Backend* const backend_;  // null: the ranks' operations have run when their calls return
   const Route route_;
   const size_t receive_bytes_;
   const int64_t number_;
@@ -130,8 +135,9 @@ class InProcessReceive : public PendingReceive {
 class InProcessCommunicator : public Communicator {
  public:
   // The exchange is shared because ranks end in any order.
-  InProcessCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange)
-      : rank_(rank), size_(size), exchange_(std::move(exchange)) {}
+  InProcessCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange,
+                        std::vector<Backend*> backends)
+      : rank_(rank), size_(size), exchange_(std::move(exchange)), backends_(std::move(backends)) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -148,29 +154,47 @@ class InProcessCommunicator : public Communicator {
       return absl::InvalidArgumentError(
           absl::StrCat("rank ", rank_, ": ", CommOpName(op), " to rank ", to, " without a message"));
     }
-    absl::Status status = exchange_->Send({.from = rank_, .to = to, .op = op}, std::move(message));
+    absl::StatusOr<DeviceMessage> fetched = FetchTo(to, std::move(message));
+    if (!fetched.ok()) return fetched.status();
+    absl::Status status = exchange_->Send({.from = rank_, .to = to, .op = op}, *std::move(fetched));
     if (!status.ok()) return status;
-    return std::make_unique<InProcessReceive>(exchange_, Route{.from = from, .to = rank_, .op = op},
-                                              receive_bytes);
+    return std::make_unique<InProcessReceive>(exchange_, backends_.empty() ? nullptr : backends_[rank_],
+                                              Route{.from = from, .to = rank_, .op = op}, receive_bytes);
   }
 
   void Abort(absl::Status reason) override { exchange_->Abort(reason); }
 
  private:
+  // On the device of rank `to`.
+  absl::StatusOr<DeviceMessage> FetchTo(int to, BufferRef message) {
+    if (backends_.empty()) return DeviceMessage{std::move(message), nullptr};
+    return backends_[to]->Fetch({std::move(message), backends_[rank_]->Mark()});
+  }
+
   const int rank_;
   const int size_;
   const std::shared_ptr<Exchange> exchange_;
+  const std::vector<Backend*> backends_;  // by rank, or none
 };
+
+std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks,
+                                                             const std::vector<Backend*>& backends) {
+  auto exchange = std::make_shared<Exchange>();
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < ranks; ++rank) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange, backends));
+  }
+  return communicators;
+}
 
 }  // namespace
 
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks) {
-  auto exchange = std::make_shared<Exchange>();
-  std::vector<std::unique_ptr<Communicator>> communicators;
-  for (int rank = 0; rank < ranks; ++rank) {
-    communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange));
-  }
-  return communicators;
+  return MakeCommunicators(ranks, {});
+}
+
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Backend* const> backends) {
+  return MakeCommunicators(static_cast<int>(backends.size()), {backends.begin(), backends.end()});
 }
 
 }  // namespace meshfill

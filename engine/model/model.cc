@@ -16,25 +16,43 @@
 
 namespace meshfill {
 
-// The table as the file holds it; `file` keeps it mapped. A copy only where the file has it unaligned.
-class MappedEmbedding {
+// The table as the file holds it; `file` keeps it mapped. A copy only where the file has it unaligned, and on
+// a device with memory of its own.
+class EmbeddingTable {
  public:
-  MappedEmbedding(const SafetensorsFolder::Entry& entry, DType dtype)
-      : file_(entry.file), data_(entry.tensor.bytes.data()), dtype_(dtype) {
-    if (reinterpret_cast<uintptr_t>(data_) % DTypeBytes(dtype) == 0) return;
-    copy_.assign(entry.tensor.bytes.begin(), entry.tensor.bytes.end());
-    data_ = copy_.data();
+  EmbeddingTable(const SafetensorsFolder::Entry& entry, DType dtype) : file_(entry.file), dtype_(dtype) {
+    if (reinterpret_cast<uintptr_t>(entry.tensor.bytes.data()) % DTypeBytes(dtype) != 0) {
+      copy_.assign(entry.tensor.bytes.begin(), entry.tensor.bytes.end());
+    }
   }
-  const void* data() const { return data_; }
+  absl::Status PlaceOn(Backend& backend, std::span<const std::byte> bytes) {
+    absl::StatusOr<BufferRef> placed =
+        backend.Place(copy_.empty() ? bytes.data() : copy_.data(), bytes.size());
+    if (!placed.ok()) return placed.status();
+    placed_ = *std::move(placed);
+    return absl::OkStatus();
+  }
+  const void* data() const { return placed_->data(); }
   DType dtype() const { return dtype_; }
   void DropResidentPages() const { file_->DropResidentPages(); }
 
  private:
   std::shared_ptr<const SafetensorsFile> file_;
   std::vector<std::byte> copy_;
-  const std::byte* data_;
   DType dtype_;
+  BufferRef placed_;
 };
+
+absl::StatusOr<PlacedVector> PlacedVector::Make(Backend& backend, std::vector<float> values) {
+  PlacedVector vector;
+  vector.values_ = std::move(values);
+  if (vector.values_.empty()) return vector;
+  absl::StatusOr<BufferRef> placed =
+      backend.Place(vector.values_.data(), vector.values_.size() * sizeof(float));
+  if (!placed.ok()) return placed.status();
+  vector.placed_ = *std::move(placed);
+  return vector;
+}
 
 namespace {
 
@@ -200,10 +218,16 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Backend& backend, std::span<c
 
 absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& tensors) {
   LayerWeights weights;
-  weights.attention_norm = ToFloats(tensors.attention_norm);
-  weights.mlp_norm = ToFloats(tensors.mlp_norm);
-  weights.q_norm = ToFloats(tensors.q_norm);
-  weights.k_norm = ToFloats(tensors.k_norm);
+  const std::pair<PlacedVector*, const Weight&> vectors[] = {
+      {&weights.attention_norm, tensors.attention_norm},
+      {&weights.mlp_norm, tensors.mlp_norm},
+      {&weights.q_norm, tensors.q_norm},
+      {&weights.k_norm, tensors.k_norm}};
+  for (const auto& [vector, tensor] : vectors) {
+    absl::StatusOr<PlacedVector> placed = PlacedVector::Make(backend, ToFloats(tensor));
+    if (!placed.ok()) return placed.status();
+    *vector = *std::move(placed);
+  }
   const struct {
     std::unique_ptr<PackedWeight>* packed;
     std::vector<Linear> linears;
@@ -286,8 +310,15 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   absl::StatusOr<std::unique_ptr<PackedWeight>> packed_head = Pack(*backend, head);
   if (!packed_head.ok()) return packed_head.status();
   model->lm_head_ = *std::move(packed_head);
-  model->final_norm_ = ToFloats(final_norm);
-  model->embedding_ = std::make_unique<MappedEmbedding>(*embedding.entry, embedding.dtype);
+  absl::StatusOr<PlacedVector> placed_norm = PlacedVector::Make(*backend, ToFloats(final_norm));
+  if (!placed_norm.ok()) return placed_norm.status();
+  model->final_norm_ = *std::move(placed_norm);
+  model->embedding_ = std::make_unique<EmbeddingTable>(*embedding.entry, embedding.dtype);
+  if (absl::Status status = model->embedding_->PlaceOn(*backend, embedding.entry->tensor.bytes);
+      !status.ok()) {
+    return status;
+  }
+  if (absl::Status status = backend->Finish(); !status.ok()) return status;
   model->embedding_->DropResidentPages();  // of the packed tensors beside it, too
   return model;
 }

@@ -15,17 +15,31 @@
 
 namespace meshfill {
 
+// A short vector as the file has it, and where operations read it.
+class PlacedVector {
+ public:
+  PlacedVector() = default;
+  static absl::StatusOr<PlacedVector> Make(Backend& backend, std::vector<float> values);
+
+  const std::vector<float>& values() const { return values_; }
+  const float* data() const { return placed_ == nullptr ? nullptr : placed_->data<float>(); }  // null: empty
+
+ private:
+  std::vector<float> values_;
+  BufferRef placed_;
+};
+
 struct LayerWeights {
-  std::vector<float> attention_norm;      // [hidden]: input_layernorm
-  std::vector<float> mlp_norm;            // [hidden]: post_attention_layernorm
-  std::vector<float> q_norm, k_norm;      // [head_dim], or empty
+  PlacedVector attention_norm;            // [hidden]: input_layernorm
+  PlacedVector mlp_norm;                  // [hidden]: post_attention_layernorm
+  PlacedVector q_norm, k_norm;            // [head_dim], or empty
   std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
   std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
   std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked
   std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]
 };
 
-class MappedEmbedding;  // keeps the embedding table's file mapped
+class EmbeddingTable;  // keeps the table's file mapped where operations read it there
 
 class Model {
  public:
@@ -40,18 +54,18 @@ class Model {
 
   const ModelConfig& config() const { return config_; }
   const ModelShape& shape() const { return config_.shape; }  // with the compute dtype
-  const void* embedding() const;                             // [vocab, hidden], embedding_dtype
+  const void* embedding() const;  // [vocab, hidden], embedding_dtype, where operations read it
   DType embedding_dtype() const;
   const std::vector<LayerWeights>& layers() const { return layers_; }
-  const std::vector<float>& final_norm() const { return final_norm_; }  // [hidden]
-  const PackedWeight& lm_head() const { return *lm_head_; }             // [vocab, hidden]
+  const PlacedVector& final_norm() const { return final_norm_; }  // [hidden]
+  const PackedWeight& lm_head() const { return *lm_head_; }       // [vocab, hidden]
 
  private:
   Model();
   ModelConfig config_;
-  std::unique_ptr<MappedEmbedding> embedding_;
+  std::unique_ptr<EmbeddingTable> embedding_;
   std::vector<LayerWeights> layers_;
-  std::vector<float> final_norm_;
+  PlacedVector final_norm_;
   std::unique_ptr<PackedWeight> lm_head_;
 };
 

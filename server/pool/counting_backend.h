@@ -24,6 +24,27 @@ class CountingBackend final : public Backend {
   DType dtype() const override { return backend_->dtype(); }
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return backend_->Allocate(size_bytes); }
   void set_stop_token(const StopToken* stop) override { backend_->set_stop_token(stop); }
+  bool lost() const override { return backend_->lost(); }
+
+  std::shared_ptr<const StreamPoint> Mark() override { return backend_->Mark(); }
+  absl::Status Finish() override {
+    return Count([&] { return backend_->Finish(); });
+  }
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return backend_->Place(host, size_bytes);
+  }
+  absl::Status Upload(const void* host, size_t size_bytes, void* to) override {
+    return backend_->Upload(host, size_bytes, to);
+  }
+  absl::Status Download(const void* from, size_t size_bytes, void* host) override {
+    return Count([&] { return backend_->Download(from, size_bytes, host); });
+  }
+  absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override {
+    return backend_->Fetch(std::move(message));
+  }
+  absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override {
+    return backend_->TakeOver(std::move(message));
+  }
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     return backend_->PackWeight(rows, in_features);
@@ -51,6 +72,9 @@ class CountingBackend final : public Backend {
   }
   absl::Status CopyHeads(const CopyHeadsArgs& args) override {
     return Count([&] { return backend_->CopyHeads(args); });
+  }
+  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override {
+    return Count([&] { return backend_->CopyHeadsToHost(args); });
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return backend_->SwiGlu(x, tokens, width, y); });

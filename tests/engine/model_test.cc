@@ -89,7 +89,7 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
       model.shape().vocab * model.shape().hidden * DTypeBytes(model.embedding_dtype()));
   const HfTensor& table = folder.tensors.at("model.embed_tokens.weight");
   EXPECT_EQ(embedding, std::string(reinterpret_cast<const char*>(table.bytes.data()), table.bytes.size()));
-  EXPECT_EQ(model.final_norm(), folder.tensors.at("model.norm.weight").Floats());
+  EXPECT_EQ(model.final_norm().values(), folder.tensors.at("model.norm.weight").Floats());
   ExpectStacked(model.lm_head(), folder,
                 {folder.tensors.contains("lm_head.weight") ? "lm_head" : "model.embed_tokens"});
   ASSERT_EQ(model.layers().size(), static_cast<size_t>(model.shape().layers));
@@ -97,13 +97,14 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
     const LayerWeights& layer = model.layers()[i];
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     SCOPED_TRACE(prefix);
-    EXPECT_EQ(layer.attention_norm, folder.tensors.at(prefix + "input_layernorm.weight").Floats());
-    EXPECT_EQ(layer.mlp_norm, folder.tensors.at(prefix + "post_attention_layernorm.weight").Floats());
+    EXPECT_EQ(layer.attention_norm.values(), folder.tensors.at(prefix + "input_layernorm.weight").Floats());
+    EXPECT_EQ(layer.mlp_norm.values(),
+              folder.tensors.at(prefix + "post_attention_layernorm.weight").Floats());
     const bool qk_norm = model.config().qk_norm;
     using Floats = std::vector<float>;
-    EXPECT_EQ(layer.q_norm,
+    EXPECT_EQ(layer.q_norm.values(),
               qk_norm ? folder.tensors.at(prefix + "self_attn.q_norm.weight").Floats() : Floats());
-    EXPECT_EQ(layer.k_norm,
+    EXPECT_EQ(layer.k_norm.values(),
               qk_norm ? folder.tensors.at(prefix + "self_attn.k_norm.weight").Floats() : Floats());
     ExpectStacked(*layer.qkv, folder,
                   {prefix + "self_attn.q_proj", prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"});
