@@ -1,4 +1,5 @@
 // What a build without CUDA answers to those who ask for its devices.
+#include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/device.h"
 
 namespace meshfill {
@@ -13,5 +14,6 @@ absl::Status NoCuda() {
 
 absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() { return NoCuda(); }
 absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice&) { return NoCuda(); }
+absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaDevice&) { return NoCuda(); }
 
 }  // namespace meshfill

@@ -1,0 +1,321 @@
+#include "kernels/cuda/gemm.h"
+
+#include <algorithm>
+#include <compare>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/cublaslt_library.h"
+#include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/layer_ops.h"
+
+namespace meshfill {
+namespace {
+
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS asks for on Hopper
+constexpr int64_t kTimedTokens = 1024;  // a whole slice of a prompt; shorter ones are not worth a timing
+constexpr int kCandidates = 4;
+constexpr int kTimedRuns = 3;
+
+class CudaWeight final : public PackedWeight {
+ public:
+  CudaWeight(int64_t out_features, int64_t in_features) : PackedWeight(out_features, in_features) {}
+  BufferRef matrix;     // [out, in], bf16
+  BufferRef bias_f32;   // [out], or null
+  BufferRef bias_bf16;  // [out], or null
+};
+
+// What a shape's algorithm is chosen by.
+struct Shape {
+  int device;
+  int64_t tokens, in_features, out_features;
+  DType y_dtype;
+  bool accumulate;
+  bool bias;
+  uint32_t alignment;  // of all pointers, bytes
+  auto operator<=>(const Shape&) const = default;
+};
+
+// Of all ranks of the process.
+class ChosenAlgorithms {
+ public:
+  static ChosenAlgorithms& Get() {
+    static auto* const chosen = new ChosenAlgorithms;
+    return *chosen;
+  }
+
+  // Chosen by the first who asks; others wait for it.
+  template <typename Choose>
+  absl::StatusOr<cublasLtMatmulAlgo_t> Of(const Shape& shape, const Choose& choose) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = algorithms_.find(shape);
+    if (found != algorithms_.end()) return found->second;
+    absl::StatusOr<cublasLtMatmulAlgo_t> algorithm = choose();
+    if (algorithm.ok()) algorithms_.emplace(shape, *algorithm);
+    return algorithm;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Shape, cublasLtMatmulAlgo_t> algorithms_ ABSL_GUARDED_BY(mutex_);
+};
+
+// The largest power of two that divides all addresses, 256 at most.
+uint32_t AlignmentOf(std::initializer_list<const void*> pointers) {
+  uintptr_t bits = 256;
+  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
+  return static_cast<uint32_t>(bits & -bits);
+}
+
+constexpr cudaDataType_t DataType(DType dtype) { return dtype == DType::kF32 ? CUDA_R_32F : CUDA_R_16BF; }
+
+// The descriptions of one product. Made for each call: the bias' address is in them.
+class Product {
+ public:
+  Product(const CublasLt& lt, const Shape& shape, const void* bias) : lt_(lt) {
+    const cublasOperation_t transposed = CUBLAS_OP_T;
+    const cudaDataType_t y_type = DataType(shape.y_dtype);
+    Try(lt_.MatmulDescCreate(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    Set(CUBLASLT_MATMUL_DESC_TRANSA, transposed);
+    if (shape.bias) {
+      const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+      Set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+      Set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, y_type);
+      Set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    const auto in = static_cast<uint64_t>(shape.in_features), out = static_cast<uint64_t>(shape.out_features);
+    const auto tokens = static_cast<uint64_t>(shape.tokens);
+    Try(lt_.MatrixLayoutCreate(&weight_, CUDA_R_16BF, in, out, shape.in_features));
+    Try(lt_.MatrixLayoutCreate(&x_, CUDA_R_16BF, in, tokens, shape.in_features));
+    Try(lt_.MatrixLayoutCreate(&y_, y_type, out, tokens, shape.out_features));
+  }
+  ~Product() {
+    if (operation_ != nullptr) lt_.MatmulDescDestroy(operation_);
+    for (cublasLtMatrixLayout_t layout : {weight_, x_, y_}) {
+      if (layout != nullptr) lt_.MatrixLayoutDestroy(layout);
+    }
+  }
+  Product(const Product&) = delete;
+  Product& operator=(const Product&) = delete;
+
+  absl::Status status() const { return lt_.ToStatus("describing a product", status_); }
+
+  // The heuristic's, best first.
+  absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> Candidates(cublasLtHandle_t handle, uint32_t alignment) {
+    cublasLtMatmulPreference_t preference = nullptr;
+    Try(lt_.MatmulPreferenceCreate(&preference));
+    Prefer(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+    for (cublasLtMatmulPreferenceAttributes_t attribute :
+         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+      Prefer(preference, attribute, alignment);
+    }
+    cublasLtMatmulHeuristicResult_t results[kCandidates];
+    int found = 0;
+    Try(lt_.MatmulAlgoGetHeuristic(handle, operation_, weight_, x_, y_, y_, preference, kCandidates, results,
+                                   &found));
+    if (preference != nullptr) lt_.MatmulPreferenceDestroy(preference);
+    if (status_ != CUBLAS_STATUS_SUCCESS) return status();
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    for (int i = 0; i < found; ++i) {
+      if (results[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(results[i].algo);
+    }
+    if (algorithms.empty()) return absl::InternalError("cublasLt: no algorithm for a product");
+    return algorithms;
+  }
+
+  absl::Status Run(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm, const void* weight,
+                   const void* x, bool accumulate, void* y, void* workspace, cudaStream_t stream) {
+    const float one = 1, beta = accumulate ? 1.0f : 0.0f;
+    return lt_.ToStatus("multiplying", lt_.Matmul(handle, operation_, &one, weight, weight_, x, x_, &beta, y,
+                                                  y_, y, y_, &algorithm, workspace, kWorkspaceBytes, stream));
+  }
+
+ private:
+  void Try(cublasStatus_t status) {
+    if (status_ == CUBLAS_STATUS_SUCCESS) status_ = status;
+  }
+  template <typename T>
+  void Set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    if (status_ == CUBLAS_STATUS_SUCCESS)
+      Try(lt_.MatmulDescSetAttribute(operation_, attribute, &value, sizeof(value)));
+  }
+  template <typename T>
+  void Prefer(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
+              const T& value) {
+    if (status_ == CUBLAS_STATUS_SUCCESS) {
+      Try(lt_.MatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+    }
+  }
+
+  const CublasLt& lt_;
+  cublasStatus_t status_ = CUBLAS_STATUS_SUCCESS;
+  cublasLtMatmulDesc_t operation_ = nullptr;
+  cublasLtMatrixLayout_t weight_ = nullptr, x_ = nullptr, y_ = nullptr;
+};
+
+class CublasGemm final : public CudaGemm {
+ public:
+  CublasGemm(const CublasLt& lt, cublasLtHandle_t handle, Backend& backend,
+             std::shared_ptr<CudaStream> stream, BufferRef workspace)
+      : lt_(lt),
+        handle_(handle),
+        backend_(backend),
+        stream_(std::move(stream)),
+        workspace_(std::move(workspace)) {}
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows,
+                                                     int64_t in_features) override {
+    int64_t out_features = 0;
+    bool bias = false;
+    for (const WeightRows& source : rows) {
+      out_features += source.rows;
+      bias = bias || source.bias != nullptr;
+    }
+    auto weight = std::make_unique<CudaWeight>(out_features, in_features);
+    absl::StatusOr<BufferRef> matrix = backend_.Allocate(out_features * in_features * sizeof(BFloat16));
+    if (!matrix.ok()) return matrix.status();
+    weight->matrix = *std::move(matrix);
+    int64_t first = 0;
+    for (const WeightRows& source : rows) {
+      absl::Status status =
+          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features);
+      if (!status.ok()) return status;
+      first += source.rows;
+    }
+    if (!bias) return weight;
+    if (absl::Status status = UploadBias(rows, out_features, *weight); !status.ok()) return status;
+    return weight;
+  }
+
+  absl::Status Run(const GemmArgs& args) override {
+    if (args.tokens == 0) return absl::OkStatus();
+    const auto& weight = static_cast<const CudaWeight&>(*args.weight);
+    const BufferRef& bias = args.y_dtype == DType::kF32 ? weight.bias_f32 : weight.bias_bf16;
+    const void* const bias_data = bias == nullptr ? nullptr : bias->data();
+    const Shape shape{.device = stream_->device(),
+                      .tokens = args.tokens,
+                      .in_features = weight.in_features(),
+                      .out_features = weight.out_features(),
+                      .y_dtype = args.y_dtype,
+                      .accumulate = args.accumulate,
+                      .bias = bias != nullptr,
+                      .alignment = AlignmentOf({weight.matrix->data(), args.x, args.y, bias_data})};
+    Product product(lt_, shape, bias_data);
+    if (absl::Status status = product.status(); !status.ok()) return status;
+    absl::StatusOr<cublasLtMatmulAlgo_t> algorithm =
+        ChosenAlgorithms::Get().Of(shape, [&] { return Choose(shape, product, weight, args.x); });
+    if (!algorithm.ok()) return algorithm.status();
+    return product.Run(handle_, *algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
+                       workspace_->data(), stream_->get());
+  }
+
+ private:
+  absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Shape& shape, Product& product, const CudaWeight& weight,
+                                              const void* x) {
+    absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> candidates =
+        product.Candidates(handle_, shape.alignment);
+    if (!candidates.ok()) return candidates.status();
+    if (shape.tokens < kTimedTokens || candidates->size() == 1) return candidates->front();
+    // Into memory of its own: y may be accumulated into.
+    absl::StatusOr<BufferRef> y =
+        backend_.Allocate(shape.tokens * shape.out_features * DTypeBytes(shape.y_dtype));
+    if (!y.ok()) return candidates->front();  // short of memory: no reason to fail
+    double least_seconds = std::numeric_limits<double>::infinity();
+    cublasLtMatmulAlgo_t fastest = candidates->front();
+    for (const cublasLtMatmulAlgo_t& candidate : *candidates) {
+      absl::StatusOr<double> seconds = Time([&] {
+        return product.Run(handle_, candidate, weight.matrix->data(), x, shape.accumulate, (*y)->data(),
+                           workspace_->data(), stream_->get());
+      });
+      if (!seconds.ok() || *seconds >= least_seconds) continue;  // one that fails is not the one
+      least_seconds = *seconds;
+      fastest = candidate;
+    }
+    return fastest;
+  }
+
+  // Of one run, after one that warms up.
+  template <typename Enqueue>
+  absl::StatusOr<double> Time(const Enqueue& enqueue) {
+    if (absl::Status status = enqueue(); !status.ok()) return status;
+    const std::shared_ptr<const StreamPoint> begin = backend_.Mark();
+    for (int run = 0; run < kTimedRuns; ++run) {
+      if (absl::Status status = enqueue(); !status.ok()) return status;
+    }
+    const std::shared_ptr<const StreamPoint> end = backend_.Mark();
+    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    return begin == nullptr || end == nullptr ? 0 : end->SecondsSince(*begin) / kTimedRuns;
+  }
+
+  // Rows of the file's dtype, through memory of their own where they are rounded.
+  absl::Status UploadRows(const WeightRows& source, int64_t in_features, BFloat16* to) {
+    const int64_t count = source.rows * in_features;
+    if (source.dtype == DType::kBf16) return backend_.Upload(source.data, count * sizeof(BFloat16), to);
+    absl::StatusOr<BufferRef> raw = backend_.Allocate(count * DTypeBytes(source.dtype));
+    if (!raw.ok()) return raw.status();
+    absl::Status status = backend_.Upload(source.data, (*raw)->size_bytes(), (*raw)->data());
+    if (!status.ok()) return status;
+    return LaunchConvert((*raw)->data(), source.dtype, count, DType::kBf16, to, stream_->get());
+  }
+
+  absl::Status UploadBias(std::span<const WeightRows> rows, int64_t out_features, CudaWeight& weight) {
+    std::vector<float> all(out_features);
+    int64_t first = 0;
+    for (const WeightRows& source : rows) {
+      if (source.bias != nullptr) std::copy_n(source.bias, source.rows, all.begin() + first);
+      first += source.rows;
+    }
+    absl::StatusOr<BufferRef> f32 = backend_.Allocate(out_features * sizeof(float));
+    if (!f32.ok()) return f32.status();
+    absl::StatusOr<BufferRef> bf16 = backend_.Allocate(out_features * sizeof(BFloat16));
+    if (!bf16.ok()) return bf16.status();
+    weight.bias_f32 = *std::move(f32);
+    weight.bias_bf16 = *std::move(bf16);
+    absl::Status status = backend_.Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data());
+    if (!status.ok()) return status;
+    return LaunchConvert(weight.bias_f32->data(), DType::kF32, out_features, DType::kBf16,
+                         weight.bias_bf16->data(), stream_->get());
+  }
+
+  const CublasLt& lt_;
+  const cublasLtHandle_t handle_;  // of the device, never destroyed
+  Backend& backend_;
+  const std::shared_ptr<CudaStream> stream_;
+  const BufferRef workspace_;
+};
+
+// One for each device: making it takes long and memory.
+absl::StatusOr<cublasLtHandle_t> HandleOf(const CublasLt& lt, int device) {
+  static std::mutex mutex;
+  static auto* const handles = new std::map<int, cublasLtHandle_t>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = handles->find(device);
+  if (found != handles->end()) return found->second;
+  const ScopedCudaDevice scope(device);
+  cublasLtHandle_t handle = nullptr;
+  if (absl::Status status = lt.ToStatus("starting", lt.Create(&handle)); !status.ok()) return status;
+  handles->emplace(device, handle);
+  return handle;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaGemm>> CudaGemm::Make(Backend& backend,
+                                                         std::shared_ptr<CudaStream> stream) {
+  absl::StatusOr<const CublasLt*> lt = CublasLt::Load();
+  if (!lt.ok()) return lt.status();
+  absl::StatusOr<cublasLtHandle_t> handle = HandleOf(**lt, stream->device());
+  if (!handle.ok()) return handle.status();
+  absl::StatusOr<BufferRef> workspace = backend.Allocate(kWorkspaceBytes);
+  if (!workspace.ok()) return workspace.status();
+  return std::make_unique<CublasGemm>(**lt, *handle, backend, std::move(stream), *std::move(workspace));
+}
+
+}  // namespace meshfill

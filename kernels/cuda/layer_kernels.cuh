@@ -1,0 +1,247 @@
+// A layer's element-wise kernels, written against a Machine: the device (layer_ops.cu), or an emulated CTA
+// (tests).
+//
+// All of them move memory and little else. So each thread reads and writes vectors of kVector elements, which
+// the launch has checked to be aligned; a warp takes a row where a row is summed or is a head, a CTA where it
+// is a token's. Nothing but a warp's threads talk to each other, and rows are taken in strides of the grid,
+// whatever its size.
+#ifndef MESHFILL_KERNELS_CUDA_LAYER_KERNELS_CUH_
+#define MESHFILL_KERNELS_CUDA_LAYER_KERNELS_CUH_
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/backend.h"
+#include "kernels/cuda/fragments.h"
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+inline constexpr uint32_t kLayerThreads = 256;  // of a CTA; eight of them fill a multiprocessor
+inline constexpr uint32_t kLayerWarps = kLayerThreads / 32;
+
+struct Float16 {
+  uint16_t bits;
+};
+
+MESHFILL_DEVICE float ToFloat(float value) { return value; }
+MESHFILL_DEVICE float ToFloat(BFloat16 value) { return value.ToFloat(); }
+MESHFILL_DEVICE float ToFloat(Float16 value) { return HalfToFloat(value.bits); }
+MESHFILL_DEVICE void FromFloat(float value, float& to) { to = value; }
+MESHFILL_DEVICE void FromFloat(float value, BFloat16& to) { to = BFloat16::FromFloat(value); }
+
+template <class T, int kVector>
+struct alignas(sizeof(T) * kVector) ElementVector {
+  T at[kVector];
+};
+
+template <int kVector, class T>
+MESHFILL_DEVICE void LoadVector(const T* from, float (&to)[kVector]) {
+  const auto vector = *reinterpret_cast<const ElementVector<T, kVector>*>(from);
+  for (int i = 0; i < kVector; ++i) to[i] = ToFloat(vector.at[i]);
+}
+
+template <int kVector, class T>
+MESHFILL_DEVICE void StoreVector(const float (&from)[kVector], T* to) {
+  ElementVector<T, kVector> vector;
+  for (int i = 0; i < kVector; ++i) FromFloat(from[i], vector.at[i]);
+  *reinterpret_cast<ElementVector<T, kVector>*>(to) = vector;
+}
+
+template <class Machine>
+struct LayerKernels {
+  static MESHFILL_DEVICE uint32_t Lane() { return Machine::Thread() % 32; }
+  static MESHFILL_DEVICE int64_t FirstWarpRow() {
+    return int64_t{Machine::Block()} * kLayerWarps + Machine::Thread() / 32;
+  }
+  static MESHFILL_DEVICE int64_t WarpRowStride() { return int64_t{Machine::Blocks()} * kLayerWarps; }
+  static MESHFILL_DEVICE float WarpSum(float value) {
+    for (int mask = 16; mask > 0; mask /= 2) value += Machine::ShuffleXor(value, mask);
+    return value;
+  }
+
+  // A CTA a token.
+  template <int kVector, class T>
+  static MESHFILL_DEVICE void Embed(const uint32_t* ids, int64_t tokens, const T* table, int64_t width,
+                                    float* x) {
+    for (int64_t token = Machine::Block(); token < tokens; token += Machine::Blocks()) {
+      const T* from = table + ids[token] * width;
+      float* to = x + token * width;
+      for (int64_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
+        float values[kVector];
+        LoadVector(from + i, values);
+        StoreVector(values, to + i);
+      }
+    }
+  }
+
+  // A warp a token; the second reading is from the cache.
+  template <int kVector>
+  static MESHFILL_DEVICE void RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width,
+                                      float eps, BFloat16* y) {
+    for (int64_t token = FirstWarpRow(); token < tokens; token += WarpRowStride()) {
+      const float* from = x + token * width;
+      float squares = 0;
+      for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
+        float values[kVector];
+        LoadVector(from + i, values);
+        for (const float value : values) squares += value * value;
+      }
+      const float inverse = InverseRms(WarpSum(squares), static_cast<float>(width), eps);
+      for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
+        float values[kVector], scales[kVector];
+        LoadVector(from + i, values);
+        LoadVector(weight + i, scales);
+        for (int e = 0; e < kVector; ++e) values[e] = values[e] * inverse * scales[e];
+        StoreVector(values, y + token * width + i);
+      }
+    }
+  }
+
+  // A warp a head of a token, each thread pairs of its two halves.
+  static MESHFILL_DEVICE void SplitQkv(const SplitQkvArgs& args) {
+    const int64_t token_heads = args.q_heads + 2 * args.kv_heads;
+    const BFloat16* qkv = static_cast<const BFloat16*>(args.qkv);
+    for (int64_t row = FirstWarpRow(); row < args.tokens * token_heads; row += WarpRowStride()) {
+      const int64_t token = row / token_heads;
+      const int head = static_cast<int>(row - token * token_heads);
+      const int k_head = head - args.q_heads, v_head = k_head - args.kv_heads;
+      const BFloat16* from = qkv + row * args.head_dim;
+      if (v_head >= 0) {
+        CopyHead(from, args.head_dim, HeadAt(args, args.v, v_head, token));
+      } else if (k_head >= 0) {
+        NormAndRotate(args, from, token, args.k_norm, HeadAt(args, args.k, k_head, token));
+      } else {
+        NormAndRotate(args, from, token, args.q_norm, HeadAt(args, args.q, head, token));
+      }
+    }
+  }
+
+  // A warp a row. All of its threads have read the LSE, in the exchange, when the first writes it.
+  template <int kVector, class T>
+  static MESHFILL_DEVICE void MergePartial(const MergePartialArgs& args) {
+    for (int64_t row = FirstWarpRow(); row < args.rows; row += WarpRowStride()) {
+      const float other_lse = args.other_lse[row];
+      const float own_lse = Machine::ShuffleXor(args.lse[row], 0);
+      if (other_lse == -INFINITY) continue;  // it has seen nothing
+      const float larger = own_lse > other_lse ? own_lse : other_lse;
+      const float smaller = own_lse > other_lse ? other_lse : own_lse;
+      const float merged = larger + log1pf(expf(smaller - larger));
+      const float own_share = expf(own_lse - merged), other_share = expf(other_lse - merged);
+      const T* other_o = static_cast<const T*>(args.other_o) + row * args.head_dim;
+      float* o = args.o + row * args.head_dim;
+      for (int i = static_cast<int>(Lane()) * kVector; i < args.head_dim; i += 32 * kVector) {
+        float own[kVector], other[kVector];
+        LoadVector(o + i, own);
+        LoadVector(other_o + i, other);
+        for (int e = 0; e < kVector; ++e) own[e] = own_share * own[e] + other_share * other[e];
+        StoreVector(own, o + i);
+      }
+      if (Lane() == 0) args.lse[row] = merged;
+    }
+  }
+
+  // A warp a row, heads of one slot side by side.
+  template <int kVector, class From, class To>
+  static MESHFILL_DEVICE void CopyHeads(const CopyHeadsArgs& args) {
+    const auto row_at = [](const HeadRows& rows, int64_t head, uint32_t slot) {
+      const uint32_t width = static_cast<uint32_t>(rows.slots.width);  // positions are below 2^31
+      const int64_t place = (rows.slots.base + rows.slots.stride * (slot / width)) * width + slot % width;
+      return head * rows.head_stride + place * rows.slot_stride;
+    };
+    const int64_t heads = args.heads;
+    for (int64_t row = FirstWarpRow(); row < args.tokens * heads; row += WarpRowStride()) {
+      const int64_t slot = row / heads, head = row - slot * heads;
+      const From* from =
+          static_cast<const From*>(args.from) + row_at(args.from_rows, head, static_cast<uint32_t>(slot));
+      To* to = static_cast<To*>(args.to) + row_at(args.to_rows, head, static_cast<uint32_t>(slot));
+      for (int i = static_cast<int>(Lane()) * kVector; i < args.head_dim; i += 32 * kVector) {
+        float values[kVector];
+        LoadVector(from + i, values);
+        StoreVector(values, to + i);
+      }
+    }
+  }
+
+  // A CTA a token. Where exp(−gate) is infinite, the quotient is −0.
+  template <int kVector>
+  static MESHFILL_DEVICE void SwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y) {
+    for (int64_t token = Machine::Block(); token < tokens; token += Machine::Blocks()) {
+      const BFloat16* gates = x + token * 2 * width;
+      for (int64_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
+        float gate[kVector], up[kVector];
+        LoadVector(gates + i, gate);
+        LoadVector(gates + width + i, up);
+        for (int e = 0; e < kVector; ++e) gate[e] = gate[e] / (1 + expf(-gate[e])) * up[e];
+        StoreVector(gate, y + token * width + i);
+      }
+    }
+  }
+
+  // `vectors` vectors.
+  template <int kVector, class From, class To>
+  static MESHFILL_DEVICE void Convert(const From* from, int64_t vectors, To* to) {
+    const int64_t stride = int64_t{Machine::Blocks()} * kLayerThreads;
+    for (int64_t i = int64_t{Machine::Block()} * kLayerThreads + Machine::Thread(); i < vectors;
+         i += stride) {
+      float values[kVector];
+      LoadVector(from + i * kVector, values);
+      StoreVector(values, to + i * kVector);
+    }
+  }
+
+ private:
+  static MESHFILL_DEVICE float InverseRms(float squares, float count, float eps) {
+    return 1 / sqrtf(squares / count + eps);
+  }
+
+  static MESHFILL_DEVICE BFloat16* HeadAt(const SplitQkvArgs& args, void* heads, int head, int64_t token) {
+    return static_cast<BFloat16*>(heads) +
+           (head * args.chunk_tokens + args.slot_begin + token) * args.head_dim;
+  }
+
+  static MESHFILL_DEVICE void CopyHead(const BFloat16* from, int head_dim, BFloat16* to) {
+    for (int i = static_cast<int>(Lane()) * 2; i < head_dim; i += 64) {
+      float values[2];
+      LoadVector(from + i, values);
+      StoreVector(values, to + i);
+    }
+  }
+
+  static MESHFILL_DEVICE void NormAndRotate(const SplitQkvArgs& args, const BFloat16* from, int64_t token,
+                                            const float* norm, BFloat16* to) {
+    const int half = args.head_dim / 2;
+    const int64_t slot = args.slot_begin + token;
+    float inverse = 1;
+    if (norm != nullptr) {
+      float squares = 0;
+      for (int i = static_cast<int>(Lane()) * 2; i < args.head_dim; i += 64) {
+        float values[2];
+        LoadVector(from + i, values);
+        squares += values[0] * values[0] + values[1] * values[1];
+      }
+      inverse = InverseRms(WarpSum(squares), static_cast<float>(args.head_dim), args.norm_eps);
+    }
+    for (int i = static_cast<int>(Lane()) * 2; i < half; i += 64) {
+      float low[2], high[2], cos[2], sin[2], rotated_low[2], rotated_high[2];
+      LoadVector(from + i, low);
+      LoadVector(from + half + i, high);
+      LoadVector(args.rope_cos + slot * half + i, cos);
+      LoadVector(args.rope_sin + slot * half + i, sin);
+      for (int e = 0; e < 2; ++e) {
+        if (norm != nullptr) {
+          low[e] *= inverse * norm[i + e];
+          high[e] *= inverse * norm[half + i + e];
+        }
+        rotated_low[e] = low[e] * cos[e] - high[e] * sin[e];
+        rotated_high[e] = high[e] * cos[e] + low[e] * sin[e];
+      }
+      StoreVector(rotated_low, to + i);
+      StoreVector(rotated_high, to + half + i);
+    }
+  }
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_LAYER_KERNELS_CUH_

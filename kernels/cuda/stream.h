@@ -1,0 +1,72 @@
+// A stream of operations on one CUDA device, and points in it.
+//
+// Everything that one rank waits for on the device is an event that has been recorded already: a wait on the
+// device always ends, whatever the hosts of other ranks do.
+#ifndef MESHFILL_KERNELS_CUDA_STREAM_H_
+#define MESHFILL_KERNELS_CUDA_STREAM_H_
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// Makes `device` this thread's device while it lives.
+class ScopedCudaDevice {
+ public:
+  explicit ScopedCudaDevice(int device);
+  ~ScopedCudaDevice();
+  ScopedCudaDevice(const ScopedCudaDevice&) = delete;
+  ScopedCudaDevice& operator=(const ScopedCudaDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// An event that has been recorded. Any thread.
+class CudaPoint final : public StreamPoint {
+ public:
+  CudaPoint(cudaEvent_t event, int device) : event_(event), device_(device) {}
+  ~CudaPoint() override { cudaEventDestroy(event_); }
+  CudaPoint(const CudaPoint&) = delete;
+  CudaPoint& operator=(const CudaPoint&) = delete;
+
+  double SecondsSince(const StreamPoint& earlier) const override;  // 0 where the device has failed
+  cudaEvent_t event() const { return event_; }
+  int device() const { return device_; }
+
+ private:
+  const cudaEvent_t event_;
+  const int device_;
+};
+
+// Any thread may call; operations of several threads come in any order.
+class CudaStream {
+ public:
+  static absl::StatusOr<std::shared_ptr<CudaStream>> Make(int device);
+  ~CudaStream() { cudaStreamDestroy(stream_); }  // once what is queued has run
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  cudaStream_t get() const { return stream_; }
+  int device() const { return device_; }
+
+  absl::StatusOr<std::shared_ptr<const CudaPoint>> Mark();
+  // What is queued from now on runs behind `point`, of any stream of any device.
+  absl::Status WaitFor(const CudaPoint& point);
+
+ private:
+  CudaStream(cudaStream_t stream, int device) : stream_(stream), device_(device) {}
+
+  const cudaStream_t stream_;
+  const int device_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_STREAM_H_
