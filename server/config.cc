@@ -184,6 +184,10 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
   return config;
 }
 
+absl::Duration ToDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
 EngineOptions ToEngineOptions(const v1::Config& config) {
   const auto& embedded = config.pool().embedded();
   EngineOptions options;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"
 
@@ -22,6 +23,8 @@ namespace meshfill {
 //     control_listen, embedded
 // `model.path` may be empty: who needs a model says so.
 absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {});
+
+absl::Duration ToDuration(const google::protobuf::Duration& duration);
 
 // Of a config that LoadConfig returned.
 EngineOptions ToEngineOptions(const v1::Config& config);

@@ -12,6 +12,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/address.h"
+#include "server/config.h"
 #include "server/live_streams.h"
 #include "server/plan_proto.h"
 #include "server/prefill_queue.h"
@@ -24,10 +25,6 @@ namespace {
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that are on their way to clients
 constexpr int kReflectionThreads = 8;                        // gRPC's reflection blocks a thread a stream
 constexpr int kMaxMetadataBytes = 16 << 10;
-
-absl::Duration ToDuration(const google::protobuf::Duration& duration) {
-  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
-}
 
 PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
   return {.max_requests = queue.max_requests(),

@@ -73,7 +73,9 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
     Log(absl::StrCat("loaded model ", offer.model().name(), ": ", offer.ranks(), " ranks of ",
                      offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
     const std::lock_guard<std::mutex> lock(mu_);
-    machine_.emplace(WorkerMachine::Options{.offer = offer});
+    // The leader, who hears of all workers, notices first where the network is at fault.
+    const absl::Duration silence_timeout = 2 * ToDuration(config.pool().silence_timeout());
+    machine_.emplace(WorkerMachine::Options{.offer = offer, .silence_timeout = silence_timeout});
     machine_->Start(MonotonicNow());
     return absl::OkStatus();
   }

@@ -441,6 +441,8 @@ class GlooEndpointImpl : public GlooEndpoint {
     return status;
   }
 
+  int strangers() const override { return rendezvous_->strangers(); }
+
   void Abort(absl::Status reason) override {
     run_->Abort(reason);
     rendezvous_->Interrupt();

@@ -67,6 +67,9 @@ class GlooEndpoint {
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
                                                                 Backend& backend, absl::Time deadline) = 0;
 
+  // Once Connect has returned: connections that it dropped, for they did not say the hello of a peer.
+  virtual int strangers() const = 0;
+
   // Ends Connect and every wait of the communicator at once with `reason`, and its peers' waits for this rank
   // with UNAVAILABLE. The first reason stays.
   virtual void Abort(absl::Status reason) = 0;

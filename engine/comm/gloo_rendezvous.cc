@@ -163,6 +163,8 @@ class Meeting {
     return std::move(sockets_);
   }
 
+  int dropped() const { return accepted_ - met_; }
+
  private:
   struct Outgoing {
     int peer;
@@ -306,6 +308,7 @@ class Meeting {
     if (!is_peer || sockets_[hello.from].valid()) return true;
     if (SendWhole(stranger.socket, Welcome{.magic = kMagic, .secret = hello.from_secret})) {
       sockets_[hello.from] = std::move(stranger.socket);
+      ++met_;
     }
     return true;
   }
@@ -321,6 +324,7 @@ class Meeting {
         if ((errno == EMFILE || errno == ENFILE) && !strangers_.empty()) strangers_.pop_front();
         return;
       }
+      ++accepted_;
       if (Hear(stranger)) continue;
       if (strangers_.size() == kStrangers) strangers_.pop_front();
       strangers_.push_back(std::move(stranger));
@@ -345,6 +349,8 @@ class Meeting {
   std::vector<FileDescriptor> sockets_;  // by rank
   std::list<Outgoing> outgoing_;
   std::list<Stranger> strangers_;  // oldest first
+  int accepted_ = 0;               // connections, of peers and others
+  int met_ = 0;                    // of them, peers
 };
 
 }  // namespace
@@ -399,6 +405,7 @@ absl::StatusOr<std::vector<FileDescriptor>> GlooRendezvous::Connect(std::span<co
                    .interrupt = interrupt_.get()});
   absl::StatusOr<std::vector<FileDescriptor>> sockets = meeting.Run(addresses, deadline);
   listener_ = FileDescriptor();
+  strangers_ = meeting.dropped();
   return sockets;
 }
 

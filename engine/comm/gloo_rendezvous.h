@@ -72,6 +72,8 @@ class GlooRendezvous {
   absl::StatusOr<std::vector<FileDescriptor>> Connect(std::span<const std::string> addresses,
                                                       absl::Time deadline);
 
+  int strangers() const { return strangers_; }  // connections that Connect dropped, once it returned
+
   // Ends Connect, now or in future, with ABORTED; from any thread.
   void Interrupt();
 
@@ -86,6 +88,7 @@ class GlooRendezvous {
   FileDescriptor listener_;
   FileDescriptor interrupt_;  // an eventfd: readable once interrupted
   std::string address_;
+  int strangers_ = 0;
 };
 
 }  // namespace meshfill

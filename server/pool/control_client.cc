@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/pool/control_credentials.h"
@@ -78,6 +79,7 @@ class ControlClient::Impl {
 
     void OnReadDone(bool ok) override {
       if (ok) {
+        heard_ = true;
         client_.listener_.OnMessage(connection_, incoming_);
         return StartRead(&incoming_);
       }
@@ -95,13 +97,22 @@ class ControlClient::Impl {
       Pump();
     }
     void OnDone(const grpc::Status& status) override {
-      const absl::Status why =
-          status.ok() ? absl::UnavailableError("the leader closed it") : FromGrpcStatus(status);
-      client_.listener_.OnDisconnected(connection_, why);
+      client_.listener_.OnDisconnected(connection_, WhyItEnded(status));
       client_.Forget(connection_);
     }
 
    private:
+    // A TLS handshake that fails tells this side no more than that the connection is gone.
+    absl::Status WhyItEnded(const grpc::Status& status) const {
+      if (status.ok()) return absl::UnavailableError("the leader closed it");
+      const absl::Status why = FromGrpcStatus(status);
+      if (heard_ || !absl::IsUnavailable(why)) return why;
+      return absl::UnavailableError(
+          absl::StrCat(why.message(),
+                       "; the leader is not there, or takes none without a certificate that its pool.tls.ca "
+                       "has signed"));
+    }
+
     // Starts the next write, if none is under way.
     void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
       if (!started_ || writing_ || ended_ || outbox_.empty()) return;
@@ -116,6 +127,7 @@ class ControlClient::Impl {
     std::unique_ptr<v1::ControlService::Stub> stub_;
     grpc::ClientContext context_;
     v1::LeaderMessage incoming_;  // gRPC's while a read is under way
+    bool heard_ = false;          // a message came; of gRPC's reactions, which come one after another
     v1::WorkerMessage outgoing_;  // gRPC's while a write is under way
     std::mutex mu_;
     std::deque<v1::WorkerMessage> outbox_ ABSL_GUARDED_BY(mu_);

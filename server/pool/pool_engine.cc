@@ -19,10 +19,6 @@ namespace {
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr auto kStopPoll = std::chrono::milliseconds(10);
 
-absl::Duration ToDuration(const google::protobuf::Duration& duration) {
-  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
-}
-
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
   Leader::Options options;
@@ -33,8 +29,8 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.link.link_bytes_per_second = pool.link_bytes_per_second();
   options.link.link_latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.link_latency()));
   // Epochs of a leader that was started again are later than those before: the time of day says so, and
-  // nothing else here asks for it.
-  options.first_epoch = static_cast<uint64_t>(absl::ToUnixSeconds(absl::Now()));
+  // nothing else here asks for it. No pool has a new epoch every millisecond.
+  options.first_epoch = static_cast<uint64_t>(absl::ToUnixMillis(absl::Now()));
   options.silence_timeout = ToDuration(pool.silence_timeout());
   options.hang_timeout = ToDuration(pool.hang_timeout());
   options.empty_timeout = ToDuration(pool.empty_timeout());

@@ -11,6 +11,7 @@
 #include "engine/pool_speed.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
+#include "server/log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/word_hash.h"
@@ -51,6 +52,19 @@ class RankHost::ActiveRun {
 
   uint64_t number() const { return part_.number; }
 
+  // Holds the memory of the run until its ranks take it, so that a lack of it shows before any rank's first
+  // step.
+  absl::Status Reserve() {
+    const int64_t bytes = part_.reserve_bytes;
+    if (const int64_t free = FreeMemoryBytes(); free > 0 && bytes > free) {
+      return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
+                                                        free, " are free; shorten the prompt or add ranks"));
+    }
+    auto reservation = host_.backends_.front()->Allocate(static_cast<size_t>(bytes));
+    if (reservation.ok()) reservation_ = *std::move(reservation);
+    return reservation.status();
+  }
+
   absl::StatusOr<std::vector<std::string>> Listen() {
     std::vector<std::string> addresses;
     for (size_t i = 0; i < seats_.size(); ++i) {
@@ -69,6 +83,7 @@ class RankHost::ActiveRun {
 
   void Start(std::vector<std::string> addresses) {
     addresses_ = std::move(addresses);
+    reservation_ = nullptr;
     for (size_t i = 0; i < seats_.size(); ++i) {
       seats_[i].first_operation = host_.backends_[i]->operations();
       seats_[i].thread =
@@ -121,6 +136,7 @@ class RankHost::ActiveRun {
     Seat& seat = seats_[i];
     Backend& backend = *host_.backends_[i];
     auto communicator = seat.endpoint->Connect(addresses_, backend, absl::Now() + kConnectTimeout);
+    host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);
     backend.set_stop_token(&stop_);
@@ -141,6 +157,7 @@ class RankHost::ActiveRun {
 
   WorkerMachine::RunPart part_;
   RankHost& host_;
+  BufferRef reservation_;               // of the memory that the run will take; until it starts
   std::vector<uint32_t> tokens_;        // [all tokens]; those of other workers' ranks are 0 and not read
   std::vector<std::string> addresses_;  // by rank of the whole run
   StopToken stop_;
@@ -234,6 +251,12 @@ void RankHost::Work() {
   }
 }
 
+void RankHost::TellOfStrangers(int rank, int strangers) {
+  if (strangers == 0 || told_of_strangers_.exchange(true)) return;
+  Log(absl::StrCat("refused ", strangers, " connections to the data port of rank ", rank,
+                   ": they did not say the hello of a peer; later ones are not logged"));
+}
+
 std::shared_ptr<RankHost::ActiveRun> RankHost::Current(uint64_t run) const {
   const std::lock_guard<std::mutex> lock(mu_);
   return run_ != nullptr && run_->number() == run ? run_ : nullptr;
@@ -247,17 +270,13 @@ void RankHost::Prepare(WorkerMachine::RunPart part) {
 }
 
 absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::RunPart part) {
-  const int64_t reserve = part.reserve_bytes;
   auto run = std::make_shared<ActiveRun>(std::move(part), *this);
   {
     const std::lock_guard<std::mutex> lock(mu_);
     run_ = run;
     if (stopping_ == run->number()) return absl::CancelledError("stopped before it was prepared");
   }
-  if (const int64_t free = FreeMemoryBytes(); free > 0 && reserve > free) {
-    return absl::FailedPreconditionError(absl::StrCat("the run needs ", reserve, " bytes of memory, and ",
-                                                      free, " are free; shorten the prompt or add ranks"));
-  }
+  if (absl::Status status = run->Reserve(); !status.ok()) return status;
   return run->Listen();
 }
 

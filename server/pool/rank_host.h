@@ -6,6 +6,7 @@
 #ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
 #define MESHFILL_SERVER_POOL_RANK_HOST_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -77,6 +78,7 @@ class RankHost {
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
   void LetGo(uint64_t run);
   bool IsStopping(uint64_t run) const;
+  void TellOfStrangers(int rank, int strangers);  // logs the first
   std::shared_ptr<ActiveRun> Current(uint64_t run) const;
 
   const Options options_;
@@ -85,6 +87,7 @@ class RankHost {
   const std::vector<std::unique_ptr<CountingBackend>> backends_;  // by rank of this worker
   const Measured measured_;
   Listener& listener_;
+  std::atomic<bool> told_of_strangers_{false};
 
   mutable std::mutex mu_;
   std::condition_variable posted_;

@@ -418,6 +418,7 @@ TEST(GlooConnect, StrangersNeitherGetInNorInTheWay) {
   while (!met) visit();
   meet.join();
   EXPECT_EQ(ConnectTo(SocketOf(endpoints.addresses[0])), -1) << "the port is closed once all have met";
+  EXPECT_GE(endpoints.endpoints[0]->strangers(), 100) << "who came before the peers was heard before them";
   std::vector<absl::Status> ends(3);
   RunRanks(3, [&](int rank) {
     auto receive = ranks[rank]->SendReceive(CommOp::kRecvKv, (rank + 1) % 3, PatternBuffer(100000, rank),

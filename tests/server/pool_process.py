@@ -1,4 +1,5 @@
 """A meshfill process that serves: what the tests of a pool start, watch and end."""
+import os
 import re
 import signal
 import subprocess
@@ -9,11 +10,12 @@ from cli_harness import MESHFILL, TIMEOUT_SECONDS
 
 
 class Process:
-    """A meshfill that logs lines on standard error; `prefix` is a command that runs it."""
+    """A meshfill that logs lines on standard error; `prefix` is a command that runs it, `environment` is added."""
 
-    def __init__(self, *arguments, prefix=()):
+    def __init__(self, *arguments, prefix=(), environment=None):
         self.process = subprocess.Popen(
-            [*prefix, MESHFILL, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            [*prefix, MESHFILL, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env={**os.environ, **(environment or {})}
         )
         self.lines = []
         self.reader = threading.Thread(target=self._read, daemon=True)

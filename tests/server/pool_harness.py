@@ -1,0 +1,95 @@
+"""What the tests of a pool of processes share: a leader, its workers, requests, and what the leader's metrics say."""
+import json
+import re
+import subprocess
+import time
+import urllib.request
+
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase
+from control_relay import ControlRelay
+from pool_process import Process
+
+# Long enough that a busy machine's pauses are no faults. Who stops altogether is noticed by silence; a compute loop
+# that stands still in a process that talks, by hang_timeout, which the tests of it set.
+SILENCE_SECONDS = 4
+
+
+class PoolTestCase(CliTestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.pool_config = cls.tmp / "pool.yaml"
+        cls.pool_config.write_text(
+            f"model:\n  path: {cls.model}\nlisten: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\n"
+            f"pool:\n  control_listen: 127.0.0.1:0\n  empty_timeout: 5s\n  silence_timeout: {SILENCE_SECONDS}s\n"
+            "  hang_timeout: 60s\n"
+        )
+        cls.worker_config = cls.tmp / "worker.yaml"
+        cls.worker_config.write_text(
+            f"model:\n  path: {cls.model}\npool:\n  silence_timeout: {SILENCE_SECONDS}s\n"
+            "  worker:\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 2GiB\n"
+        )
+
+    def setUp(self):
+        self.leader_environment = {}
+        self.start_leader()
+
+    def start_leader(self, *settings):
+        arguments = ["serve", "--config", self.pool_config]
+        for setting in settings:
+            arguments += ["--set", setting]
+        self.leader = self.start(*arguments, environment=self.leader_environment)
+        self.address = self.leader.wait_for(r" listening on (\S+:\d+)").group(1)
+        self.metrics_address = self.leader.wait_for(r"metrics listening on (\S+:\d+)").group(1)
+        self.control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
+
+    def start(self, *arguments, **settings):
+        process = Process(*arguments, **settings)
+        self.addCleanup(process.end)
+        return process
+
+    def worker(self, name, *settings, join=None, environment=None):
+        arguments = ["worker", "--config", self.worker_config, "--join", join or self.control, "--set",
+                     f"pool.worker.name={name}"]
+        for setting in settings:
+            arguments += ["--set", setting]
+        return self.start(*arguments, environment=environment)
+
+    def worker_behind(self, watch, name):
+        """A worker whose control stream is shown to `watch` (control_relay.py)."""
+        relay = ControlRelay(self.control, watch)
+        self.addCleanup(relay.close)
+        return self.worker(name, join=relay.address)
+
+    def workers(self, *names):
+        processes = [self.worker(name) for name in names]
+        for process in processes:
+            process.wait_for("joined the pool")
+        return processes
+
+    def prefill(self, tokens, *arguments):
+        return json.loads(self.succeed("prefill", "--server", self.address, "--json", "--tokens", tokens, *arguments))
+
+    def prefill_later(self, tokens, *arguments):
+        return subprocess.Popen(
+            [MESHFILL, "prefill", "--server", self.address, "--json", "--tokens", str(tokens), *map(str, arguments)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def metric(self, name):
+        text = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=5).read().decode()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(name + r"[ {]", line))
+
+    def wait_until(self, condition, seconds=TIMEOUT_SECONDS):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self.assertLess(time.monotonic(), deadline, "it does not come to pass:\n" + "".join(self.leader.lines))
+            time.sleep(0.02)
+
+    def answer_of(self, running):
+        """Of prefill_later: the object it printed."""
+        out, error = running.communicate(timeout=TIMEOUT_SECONDS)
+        self.assertEqual(running.returncode, 0, error.decode() + "".join(self.leader.lines))
+        return json.loads(out)
+
+    def logged(self, text):
+        return sum(text in line for line in list(self.leader.lines))
