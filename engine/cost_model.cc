@@ -85,91 +85,161 @@ double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
          bytes / speed.lm_head_bytes_per_second;
 }
 
-// Of a Q or O chunk of `chunk` tokens, or a KV chunk of `kv_chunk`.
-double TransferSeconds(const ModelShape& model, const PoolSpeed& speed, int64_t chunk, int64_t kv_chunk,
-                       DType partial_dtype, CommKind comm) {
-  const auto seconds = [&speed](int64_t bytes) {
-    return speed.link_latency_seconds + static_cast<double>(bytes) / speed.link_bytes_per_second;
-  };
+// Of one mesh, whose heads `model` has: its ranks are the head groups.
+PlanShape MeshOf(const PlanShape& shape) {
+  PlanShape mesh = shape;
+  mesh.layout = shape.layout.Groups(shape.heads);
+  mesh.heads = 1;
+  return mesh;
+}
+
+// Of the longest chunk in one mesh.
+double TransferSeconds(const ModelShape& model, const PlanShape& mesh, CommKind comm) {
+  const int64_t chunk = mesh.layout.LargestChunkTokens();
   switch (comm) {
     case CommKind::kNone:
       return 0;
     case CommKind::kRecvQ:
-      return seconds(model.q_bytes(chunk));
-    case CommKind::kRecvKv:
-      return seconds(model.kv_bytes(kv_chunk));
+      return mesh.links.q.Seconds(static_cast<double>(model.q_bytes(chunk)));
+    case CommKind::kRecvKv: {
+      const int64_t kv_chunk = KvLayout(mesh.layout, mesh.cached_tokens).LargestChunkTokens();
+      return mesh.links.kv.Seconds(static_cast<double>(model.kv_bytes(kv_chunk)));
+    }
     case CommKind::kSendO:
-      return seconds(model.partial_bytes(chunk, partial_dtype));
+      return mesh.links.q.Seconds(static_cast<double>(model.partial_bytes(chunk, mesh.partial_dtype)));
   }
   return 0;
 }
 
-// How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` and `layout` are those of one mesh.
-OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            Tile tile, DType partial_dtype, int64_t cached_tokens, double (*round)(double)) {
-  const double windowed =
-      BlockSeconds(model, speed, layout, model.sliding_window, cached_tokens) * model.windowed_layers;
-  const double full =
-      BlockSeconds(model, speed, layout, 0, cached_tokens) * (model.layers - model.windowed_layers);
-  const double block_seconds = (windowed + full) / model.layers;
-  const int64_t chunk = layout.LargestChunkTokens();
-  const int64_t kv_chunk = KvLayout(layout, cached_tokens).LargestChunkTokens();
+// How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` has the heads of one mesh.
+OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& mesh,
+                            double (*round)(double)) {
+  const auto block_seconds = [&](int64_t window) {
+    return BlockSeconds(model, speed, mesh.layout, window, mesh.cached_tokens);
+  };
+  const double average = (block_seconds(model.sliding_window) * model.windowed_layers +
+                          block_seconds(0) * (model.layers - model.windowed_layers)) /
+                         model.layers;
   const auto cost = [&](CommKind comm) {
-    const double blocks =
-        round(TransferSeconds(model, speed, chunk, kv_chunk, partial_dtype, comm) / block_seconds);
-    return static_cast<int>(std::clamp<double>(blocks, 1, tile.ranks()));
+    const double blocks = round(TransferSeconds(model, mesh, comm) / average);
+    return static_cast<int>(std::clamp<double>(blocks, 1, mesh.tile.ranks()));
   };
   return {.c_q = cost(CommKind::kRecvQ), .c_kv = cost(CommKind::kRecvKv), .c_o = cost(CommKind::kSendO)};
 }
 
-// The most bytes of partial outputs that are alive at once in one layer, over all ranks. For each u, Q#u of
-// all ranks are all chunks of the prompt, so that a live row of the tile is one O of the whole prompt; the
-// schedule says which rows live: from a row's first block, or from the arrival of a partial that is adopted,
-// to the end of the Send O that carries it away. In a narrower dtype the message lives beside the rows until
-// it is merged. A rank that runs ahead of its neighbour adds the O that the neighbour has yet to take.
-int64_t PartialPeakBytes(const ModelShape& model, int64_t tokens, const Schedule& schedule,
-                         DType partial_dtype) {
-  const int64_t row_bytes = model.partial_bytes(tokens, DType::kF32);
-  const int64_t message_bytes = model.partial_bytes(tokens, partial_dtype);
-  const bool adopt = partial_dtype == DType::kF32;
-  const int a = schedule.tile.a;
-  std::vector<bool> begun(a, false);
-  std::vector<bool> arrived(a, false);  // a message in a narrower dtype waits for its row's first block
-  int64_t live = 0;
-  int64_t peak = 0;
-  int sent = 0;
-  const auto add = [&](int64_t bytes) { peak = std::max(peak, live += bytes); };
-  for (const Step& step : schedule.steps) {
-    if (step.comm == CommKind::kSendO && !adopt) {
-      add(message_bytes);
-      live -= row_bytes;
+// The most bytes of chunks and partial outputs that are alive at once in one layer's attention, over all
+// ranks. For each u, Q#u of all ranks are all chunks of the prompt, so that a live row of the tile is one O
+// of the whole prompt, and so on; the schedule says what lives. Ranks of one process share a chunk by
+// reference, however many hold it: Q and KV count once, and a partial output leaves as its receiver adopts
+// it. Elsewhere what arrives has a buffer from the start of its step, and what leaves keeps its own to the
+// step's end. A rank that runs ahead of its neighbour adds the O that the neighbour has yet to take.
+class AttentionPeak {
+ public:
+  AttentionPeak(const ModelShape& model, const PlanShape& shape, const Schedule& schedule)
+      : schedule_(schedule),
+        shared_(shape.one_process),
+        adopt_(shape.partial_dtype == DType::kF32),
+        q_bytes_(model.q_bytes(shape.layout.tokens())),
+        kv_bytes_(shape.heads *
+                  model.HeadSlice(shape.heads).kv_bytes(shape.cached_tokens + shape.layout.tokens())),
+        row_bytes_(model.partial_bytes(shape.layout.tokens(), DType::kF32)),
+        message_bytes_(model.partial_bytes(shape.layout.tokens(), shape.partial_dtype)),
+        q_uses_(schedule.tile.a, schedule.tile.b + 1),
+        kv_uses_(schedule.tile.b, schedule.tile.a + 1),
+        rows_(schedule.tile.a, Row::kNone) {
+    --q_uses_.back();  // the last chunk is not passed on
+    --kv_uses_.back();
+  }
+
+  int64_t Run() {
+    Add(q_bytes_ + kv_bytes_);
+    for (const Step& step : schedule_.steps) {
+      Start(step.comm);
+      for (const BlockIndex& block : step.blocks) RunBlock(block);
+      End(step.comm);
     }
-    for (const BlockIndex& block : step.blocks) {
-      if (begun[block.u]) continue;
-      begun[block.u] = true;
-      add(row_bytes);
-      if (arrived[block.u]) live -= message_bytes;
-      arrived[block.u] = false;
+    return peak_;
+  }
+
+ private:
+  enum class Row { kNone, kArrived, kBegun };  // kArrived: in a dtype that waits for the first block
+
+  void Add(int64_t bytes) { peak_ = std::max(peak_, live_ += bytes); }
+  // With the last use of a chunk that nobody else holds.
+  void Use(int& uses, int64_t bytes) {
+    if (--uses == 0 && !shared_) live_ -= bytes;
+  }
+
+  void Start(CommKind comm) {
+    if (comm == CommKind::kSendO && !adopt_) {
+      Add(message_bytes_);
+      live_ -= row_bytes_;
     }
-    if (step.comm != CommKind::kSendO) continue;
-    const int row = (++sent + 1) % a;
-    if (begun[row]) {
-      live -= message_bytes;
+    if (shared_) return;
+    if (comm == CommKind::kRecvQ) Add(q_bytes_);
+    if (comm == CommKind::kRecvKv) Add(kv_bytes_);
+    if (comm == CommKind::kSendO) Add(message_bytes_);
+  }
+
+  void RunBlock(BlockIndex block) {
+    Row& row = rows_[block.u];
+    if (row != Row::kBegun) Add(row_bytes_);
+    if (row == Row::kArrived) live_ -= message_bytes_;
+    row = Row::kBegun;
+    Use(q_uses_[block.u], q_bytes_);
+    Use(kv_uses_[block.v], kv_bytes_);
+  }
+
+  void End(CommKind comm) {
+    if (comm == CommKind::kRecvQ) Use(q_uses_[q_received_++], q_bytes_);
+    if (comm == CommKind::kRecvKv) Use(kv_uses_[kv_received_++], kv_bytes_);
+    if (comm != CommKind::kSendO) return;
+    if (!shared_) live_ -= message_bytes_;  // what was sent
+    Row& row = rows_[(++o_sent_ + 1) % schedule_.tile.a];
+    if (row == Row::kBegun) {
+      live_ -= message_bytes_;
     } else {
-      (adopt ? begun : arrived)[row] = true;
+      row = adopt_ ? Row::kBegun : Row::kArrived;
     }
   }
-  return peak;
+
+  const Schedule& schedule_;
+  const bool shared_;
+  const bool adopt_;
+  const int64_t q_bytes_;  // of one chunk of all ranks
+  const int64_t kv_bytes_;
+  const int64_t row_bytes_;
+  const int64_t message_bytes_;
+  std::vector<int> q_uses_;   // [a]: blocks and the send that a chunk is still needed for
+  std::vector<int> kv_uses_;  // [b]
+  std::vector<Row> rows_;     // [a]
+  int q_received_ = 0;
+  int kv_received_ = 0;
+  int o_sent_ = 0;
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+};
+
+// The most bytes alive around the all-to-alls, over all ranks: the tensors of tokens and of heads, and of
+// what is on its way, where that has buffers of its own, one more.
+int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
+  if (shape.heads == 1) return 0;
+  const int64_t tokens = shape.layout.tokens();
+  const int64_t keys = shape.cached_tokens + tokens;
+  const int64_t q = model.q_bytes(tokens);
+  const int64_t own_kv = model.kv_bytes(keys);
+  const int64_t kv = shape.heads * model.HeadSlice(shape.heads).kv_bytes(keys);
+  const int64_t copies = shape.one_process ? 0 : 1;
+  const int64_t q_to_heads = 2 * q + own_kv + copies * q;
+  const int64_t kv_to_heads = q + own_kv + kv + copies * kv / 2;  // K, then V
+  const int64_t o_to_tokens = model.partial_bytes(tokens, DType::kF32) + q + copies * q;
+  return std::max({q_to_heads, kv_to_heads, o_to_tokens});
 }
 
-// Activations of all ranks of one process at their peak, the attention of a layer: the residual stream, the
-// RoPE tables and the slice buffers of each rank (rank_runner.h), which live throughout; Q and KV once each,
-// since ranks share a chunk by reference however many hold it; and the partial outputs. With head groups, KV
-// heads may be replicated, and the KV of tokens lives until the KV of heads is whole; the rest of the
-// all-to-alls needs less than attention does, which holds an O in f32.
-int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, int heads, const Schedule& schedule,
-                  DType partial_dtype, int64_t cached_tokens) {
-  const int64_t tokens = layout.tokens();
+// Activations at their peak, over all ranks: the residual stream, the RoPE tables and the slice buffers of
+// each rank (rank_runner.h), which live throughout, and those of a layer's attention.
+int64_t PeakBytes(const ModelShape& model, const PlanShape& shape, const Schedule& schedule) {
+  const int64_t tokens = shape.layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
   const int64_t rope_tables = tokens * model.head_dim * 4;  // cos and sin of head_dim/2 angles each
   const int64_t q_width = model.q_elements(1);
@@ -177,14 +247,12 @@ int64_t PeakBytes(const ModelShape& model, const TokenLayout& layout, int heads,
                               std::max(q_width + model.kv_elements(1), 2 * model.intermediate) +
                               std::max(q_width, model.intermediate);
   int64_t slice_tokens = 0;
-  for (int rank = 0; rank < layout.ranks(); ++rank) {
-    slice_tokens += std::min(kSliceTokens, layout.ChunkTokens(rank));
+  for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
+    slice_tokens += std::min(kSliceTokens, shape.layout.ChunkTokens(rank));
   }
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
-  const int64_t kv = heads * model.HeadSlice(heads).kv_bytes(cached_tokens + tokens);
-  const int64_t exchanged_kv = heads == 1 ? 0 : model.kv_bytes(cached_tokens + tokens);
-  return residual + rope_tables + slices + model.q_bytes(tokens) + kv +
-         std::max(PartialPeakBytes(model, tokens, schedule, partial_dtype), exchanged_kv);
+  return residual + rope_tables + slices +
+         std::max(AttentionPeak(model, shape, schedule).Run(), ExchangePeakBytes(model, shape));
 }
 
 // That a rank sends in one layer: its own tokens' Q and KV to every other member of its head group, and every
@@ -197,8 +265,8 @@ int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, in
 
 // LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
 // the groups' sums give all ranks' bytes in time O(n).
-CommBytes LargestLayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
-                                DType partial_dtype, int64_t cached_tokens) {
+CommBytes LargestLayerCommBytes(const ModelShape& model, const PlanShape& shape) {
+  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, one_process] = shape;
   const Mesh mesh(tile);
   const ModelShape slice = model.HeadSlice(heads);
   const TokenLayout groups = layout.Groups(heads);
@@ -256,16 +324,14 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int
   return bytes;
 }
 
-OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            int heads, Tile tile, DType partial_dtype, int64_t cached_tokens) {
-  return TransferBlocks(model.HeadSlice(heads), speed, layout.Groups(heads), tile, partial_dtype,
-                        cached_tokens, [](double blocks) { return std::ceil(blocks); });
+OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  return TransferBlocks(model.HeadSlice(shape.heads), speed, MeshOf(shape),
+                        [](double blocks) { return std::ceil(blocks); });
 }
 
-OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                             int heads, Tile tile, DType partial_dtype, int64_t cached_tokens) {
-  return TransferBlocks(model.HeadSlice(heads), speed, layout.Groups(heads), tile, partial_dtype,
-                        cached_tokens, [](double blocks) { return std::floor(blocks); });
+OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  return TransferBlocks(model.HeadSlice(shape.heads), speed, MeshOf(shape),
+                        [](double blocks) { return std::floor(blocks); });
 }
 
 double AttentionSeconds::Transfer(CommKind comm) const {
@@ -294,49 +360,44 @@ double AttentionSeconds::Wait(const Schedule& schedule) const {
   return wait;
 }
 
-AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed,
-                                    const TokenLayout& layout, int heads, Tile tile, DType partial_dtype,
-                                    int64_t window, int64_t cached_tokens) {
-  const ModelShape slice = model.HeadSlice(heads);
-  const TokenLayout groups = layout.Groups(heads);
-  const TokenLayout kv_layout = KvLayout(layout, cached_tokens);
-  const int64_t chunk = groups.LargestChunkTokens();
-  const int64_t kv_chunk = kv_layout.Groups(heads).LargestChunkTokens();
-  const auto transfer = [&](CommKind comm) {
-    return TransferSeconds(slice, speed, chunk, kv_chunk, partial_dtype, comm);
-  };
+AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                                    int64_t window) {
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  const PlanShape mesh = MeshOf(shape);
   const auto rework = [&](int64_t bytes) {
     return static_cast<double>(bytes) / speed.merge_bytes_per_second;
   };
-  AttentionSeconds seconds = {.block = BlockSeconds(slice, speed, groups, window, cached_tokens),
-                              .recv_q = transfer(CommKind::kRecvQ),
-                              .recv_kv = transfer(CommKind::kRecvKv),
-                              .send_o = transfer(CommKind::kSendO),
-                              .merge = rework(slice.partial_bytes(chunk, partial_dtype))};
-  if (heads == 1) return seconds;
-  const int64_t own_chunk = layout.LargestChunkTokens();
-  const int64_t own_kv_chunk = kv_layout.LargestChunkTokens();
+  const int64_t chunk = mesh.layout.LargestChunkTokens();
+  AttentionSeconds seconds = {.block = BlockSeconds(slice, speed, mesh.layout, window, shape.cached_tokens),
+                              .recv_q = TransferSeconds(slice, mesh, CommKind::kRecvQ),
+                              .recv_kv = TransferSeconds(slice, mesh, CommKind::kRecvKv),
+                              .send_o = TransferSeconds(slice, mesh, CommKind::kSendO),
+                              .merge = rework(slice.partial_bytes(chunk, shape.partial_dtype))};
+  if (shape.heads == 1) return seconds;
+  const TokenLayout kv_layout = KvLayout(shape.layout, shape.cached_tokens);
+  const int64_t own_q_bytes = slice.q_bytes(shape.layout.LargestChunkTokens());
+  const int64_t own_kv_bytes = slice.kv_bytes(kv_layout.LargestChunkTokens());
   const auto all_to_alls = [&](int count, int64_t bytes) {
-    return count * speed.link_latency_seconds +
-           static_cast<double>((heads - 1) * bytes) / speed.link_bytes_per_second;
+    const Link& link = shape.links.all_to_all;
+    return count * link.latency_seconds +
+           static_cast<double>((shape.heads - 1) * bytes) / link.bytes_per_second;
   };
-  seconds.to_heads =
-      all_to_alls(3, slice.q_bytes(own_chunk) + slice.kv_bytes(own_kv_chunk));  // of Q, K and V
-  seconds.to_tokens = all_to_alls(1, slice.q_bytes(own_chunk));
+  seconds.to_heads = all_to_alls(3, own_q_bytes + own_kv_bytes);  // of Q, K and V
+  seconds.to_tokens = all_to_alls(1, own_q_bytes);
+  const int64_t kv_chunk = kv_layout.Groups(shape.heads).LargestChunkTokens();
   seconds.reorder_to_heads = rework(slice.q_bytes(chunk) + slice.kv_bytes(kv_chunk));
   seconds.reorder_to_tokens = rework(slice.q_bytes(chunk));
   return seconds;
 }
 
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
-                   const Schedule& schedule, DType partial_dtype, int64_t cached_tokens) {
-  Prediction predicted;
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                   const Schedule& schedule) {
+  Prediction predicted = {.links = shape.links};
   predicted.compute_seconds =
-      speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
+      speed.start_seconds + TokenWorkSeconds(model, speed, shape.layout) + LmHeadSeconds(model, speed);
   const auto add_layers = [&](int layers, int64_t window) {
     if (layers == 0) return;
-    const AttentionSeconds seconds =
-        AttentionSecondsOf(model, speed, layout, heads, schedule.tile, partial_dtype, window, cached_tokens);
+    const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
     predicted.compute_seconds += layers * seconds.Compute(schedule.tile);
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   };
@@ -344,13 +405,12 @@ Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenL
   add_layers(model.windowed_layers, model.sliding_window);
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
 
-  predicted.comm_bytes =
-      LargestLayerCommBytes(model, layout, heads, schedule.tile, partial_dtype, cached_tokens);
+  predicted.comm_bytes = LargestLayerCommBytes(model, shape);
   predicted.comm_bytes.q *= model.layers;
   predicted.comm_bytes.kv *= model.layers;
   predicted.comm_bytes.o *= model.layers;
   predicted.comm_bytes.all_to_all *= model.layers;
-  predicted.peak_bytes = PeakBytes(model, layout, heads, schedule, partial_dtype, cached_tokens);
+  predicted.peak_bytes = PeakBytes(model, shape, schedule);
   return predicted;
 }
 

@@ -13,12 +13,9 @@
 #include "engine/model_shape.h"
 #include "engine/plan.h"
 #include "engine/schedule.h"
+#include "engine/topology.h"
 
 namespace meshfill {
-
-// In all of these, `heads` head groups were found possible (ModelShape::CanSplitHeads) and divide the
-// layout's ranks; the tile is that of each of the meshes of ranks/heads. `layout` deals the prompt; the keys
-// of `cached_tokens` before it, which its queries see, are dealt with its own.
 
 // What one rank of the pool does per second, measured or configured. Rates are positive; of what is in
 // seconds, all may be 0.
@@ -26,8 +23,8 @@ struct PoolSpeed {
   double gemm_flops_per_second = 50e9;       // projections and what is between them, when all ranks run
   double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
   double merge_bytes_per_second = 5e9;       // partial outputs merged, chunks reordered, per rank likewise
-  double link_bytes_per_second = 10e9;       // one chunk from a rank to its neighbour
-  double link_latency_seconds = 5e-6;        // start of one communication
+  double link_bytes_per_second = 10e9;  // one chunk from a rank to any other: of a pool without a topology
+  double link_latency_seconds = 5e-6;   // start of one communication there
 
   // What does not shrink with the work, per rank when all ranks run: small slices and blocks are less
   // efficient.
@@ -41,7 +38,22 @@ struct PoolSpeed {
   // pool takes no longer than its whole work or its busiest rank alone needs.
   double lone_rank_speedup = 1;
 
+  Link link() const {
+    return {.latency_seconds = link_latency_seconds, .bytes_per_second = link_bytes_per_second};
+  }
   bool operator==(const PoolSpeed&) const = default;
+};
+
+// A plan without its schedule. The head groups were found possible (ModelShape::CanSplitHeads) and divide the
+// layout's ranks; the tile is that of each of the meshes of ranks/heads.
+struct PlanShape {
+  TokenLayout layout;  // of the prompt
+  int heads = 1;
+  Tile tile;
+  DType partial_dtype = DType::kF32;
+  int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
+  Links links;
+  bool one_process = true;  // ranks share a chunk's memory, however many hold it
 };
 
 // Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated
@@ -51,12 +63,10 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int
 
 // The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
-OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                            int heads, Tile tile, DType partial_dtype, int64_t cached_tokens = 0);
+OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
 // The most blocks that are over when such a transfer is, at least 1: a step of them makes no transfer longer.
-OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                             int heads, Tile tile, DType partial_dtype, int64_t cached_tokens = 0);
+OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
 // What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
 struct AttentionSeconds {
@@ -74,13 +84,12 @@ struct AttentionSeconds {
   double Compute(Tile tile) const;  // of the whole layer
   double Wait(const Schedule& schedule) const;
 };
-AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed,
-                                    const TokenLayout& layout, int heads, Tile tile, DType partial_dtype,
-                                    int64_t window, int64_t cached_tokens = 0);
+AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                                    int64_t window);
 
-// Of the whole prefill under this schedule.
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
-                   const Schedule& schedule, DType partial_dtype, int64_t cached_tokens = 0);
+// Of the whole prefill under this schedule, which is one of the shape's tile.
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                   const Schedule& schedule);
 
 }  // namespace meshfill
 

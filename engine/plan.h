@@ -8,7 +8,9 @@
 
 #include "engine/layout.h"
 #include "engine/mesh.h"
+#include "engine/placement.h"
 #include "engine/schedule.h"
+#include "engine/topology.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -34,7 +36,8 @@ struct Prediction {
   double compute_seconds = 0;    // a rank's own
   double comm_wait_seconds = 0;  // exposed communication
   CommBytes comm_bytes;          // of the rank that sends most, over all layers
-  int64_t peak_bytes = 0;        // activations of all ranks of this process at once; without weights
+  int64_t peak_bytes = 0;        // activations of all ranks at once; without weights
+  Links links;                   // that the seconds count with
 };
 
 struct Plan {
@@ -42,16 +45,24 @@ struct Plan {
   int heads = 1;  // head groups h; n = h·a·b
   Tile tile;
   DType partial_dtype = DType::kF32;  // of partial outputs on the wire
+  Placement placement;                // empty: row-first
   Schedule schedule;
   Prediction predicted;
 
   int ranks() const { return layout.ranks(); }
+  int SeatOf(int rank) const;  // of the pool: which device runs the rank
+  int RankAt(int seat) const;  // its inverse; both in time O(ranks)
   std::string DebugString() const;
 };
 
+// The best plan of one shape.
 struct PlanCandidate {
+  int ranks = 1;
   int heads = 1;
   Tile tile;
+  LayoutKind layout = LayoutKind::kStriped;
+  DType partial_dtype = DType::kF32;
+  std::string placement;  // its name; empty: row-first
   Prediction predicted;
 };
 

@@ -1,6 +1,7 @@
 #include "engine/planner.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -59,9 +60,17 @@ absl::Status CheckShape(const ModelShape& model, const PlanRequest& request) {
 
 absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
   if (absl::Status status = CheckShape(model, request); !status.ok()) return status;
-  if (request.partial_dtype != DType::kF32 && request.partial_dtype != DType::kBf16) {
+  if (request.partial_dtype.value_or(DType::kF32) != DType::kF32 && request.partial_dtype != DType::kBf16) {
     return absl::InvalidArgumentError(absl::StrCat("partial outputs cannot travel in ",
-                                                   DTypeName(request.partial_dtype), ": use f32 or bf16"));
+                                                   DTypeName(*request.partial_dtype), ": use f32 or bf16"));
+  }
+  if (!request.topology.node_of_seat.empty()) {
+    if (absl::Status status = CheckTopology(request.topology); !status.ok()) return status;
+    if (std::ssize(request.topology.node_of_seat) < request.ranks) {
+      return absl::InvalidArgumentError(absl::StrCat("a topology of ", request.topology.node_of_seat.size(),
+                                                     " seats for ", request.ranks,
+                                                     " ranks: give one for each"));
+    }
   }
   if (request.cached_tokens < 0 || request.cached_tokens + request.tokens >= int64_t{1} << 31) {
     return absl::InvalidArgumentError(absl::StrCat(request.cached_tokens, " cached tokens before ",
@@ -74,47 +83,165 @@ absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
   return absl::OkStatus();
 }
 
+// The layouts that a plan may have, those that win ties first.
+std::vector<TokenLayout> LayoutsOf(const PlanRequest& request) {
+  std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  if (request.layout.has_value()) kinds = {*request.layout};
+  std::vector<TokenLayout> layouts;
+  for (LayoutKind kind : kinds) {
+    layouts.push_back(TokenLayout::Make(kind, request.ranks, request.tokens, request.stripe).value());
+  }
+  return layouts;
+}
+
+std::vector<DType> PartialDTypesOf(const PlanRequest& request) {
+  if (request.partial_dtype.has_value()) return {*request.partial_dtype};
+  return {DType::kF32, DType::kBf16};
+}
+
+// Schedules depend on a tile and on costs that are small whole numbers: many plans share one.
+class Schedules {
+ public:
+  explicit Schedules(ScheduleChoice choice) : choice_(choice) {}
+
+  // Algorithm 2's first.
+  std::vector<const Schedule*> Of(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+    const OverlapCosts costs = OverlapCostsOf(model, speed, shape);
+    std::vector<const Schedule*> schedules = {&Made(greedy_, GreedySchedule, shape.tile, costs)};
+    if (choice_ == ScheduleChoice::kGreedy) return schedules;
+    schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, costs));
+    // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right
+    // if all transfers together hide too little, and one if they hide enough.
+    const OverlapCosts covered = CoveredBlocksOf(model, speed, shape);
+    if (covered != costs) schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, covered));
+    return schedules;
+  }
+
+ private:
+  using Key = std::tuple<int, int, int, int, int>;  // tile, costs
+  using Map = std::map<Key, Schedule>;
+
+  static const Schedule& Made(Map& made, Schedule (*make)(Tile, OverlapCosts), Tile tile,
+                              OverlapCosts costs) {
+    const Key key = {tile.a, tile.b, costs.c_q, costs.c_kv, costs.c_o};
+    auto found = made.find(key);
+    if (found == made.end()) found = made.emplace(key, make(tile, costs)).first;
+    return found->second;
+  }
+
+  const ScheduleChoice choice_;
+  Map greedy_;
+  Map optimal_;
+};
+
+// Where the ranks of a shape may sit, and the links that its messages then have.
+struct PlacedLinks {
+  Placement placement;
+  Links links;
+
+  bool NoFasterThan(const PlacedLinks& other) const {
+    const auto slower = [](const Link& link, const Link& than) {
+      return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
+    };
+    return slower(links.q, other.links.q) && slower(links.kv, other.links.kv) &&
+           slower(links.all_to_all, other.links.all_to_all);
+  }
+};
+
+// Those that may be fastest, row-first before its equals.
+std::vector<PlacedLinks> PlacementsOf(const PoolSpeed& speed, const PlanRequest& request, int heads,
+                                      Tile tile) {
+  const Topology& topology = request.topology;
+  if (topology.node_of_seat.empty()) return {{.placement = {}, .links = Links::Alike(speed.link())}};
+  std::vector<PlacedLinks> kept;
+  for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), SeatsPerNode(topology, request.ranks))) {
+    PlacedLinks placed = {.placement = {}, .links = LinksOf(topology, heads, tile, placement)};
+    if (std::any_of(kept.begin(), kept.end(),
+                    [&](const PlacedLinks& other) { return placed.NoFasterThan(other); })) {
+      continue;
+    }
+    std::erase_if(kept, [&](const PlacedLinks& other) { return other.NoFasterThan(placed); });
+    const bool row_first = placement.seat_of_rank == RowFirst(request.ranks).seat_of_rank;
+    if (!row_first) placed.placement = std::move(placement);
+    kept.push_back(std::move(placed));
+  }
+  return kept;
+}
+
+// Plans shapes.
+class ShapePlanner {
+ public:
+  ShapePlanner(const ModelShape& model, const PoolSpeed& speed, const PlanRequest& request)
+      : model_(model),
+        speed_(speed),
+        request_(request),
+        layouts_(LayoutsOf(request)),
+        schedules_(request.schedule) {}
+
+  // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
+  Plan Best(int heads, Tile tile) {
+    std::optional<Plan> best;
+    const std::vector<PlacedLinks> placements = PlacementsOf(speed_, request_, heads, tile);
+    for (const TokenLayout& layout : layouts_) {
+      for (DType partial_dtype : PartialDTypesOf(request_)) {
+        for (const PlacedLinks& placed : placements) {
+          const PlanShape shape = {.layout = layout,
+                                   .heads = heads,
+                                   .tile = tile,
+                                   .partial_dtype = partial_dtype,
+                                   .cached_tokens = request_.cached_tokens,
+                                   .links = placed.links,
+                                   .one_process = request_.one_process};
+          TakeBetter(shape, placed.placement, best);
+        }
+      }
+    }
+    return *std::move(best);
+  }
+
+ private:
+  void TakeBetter(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
+    std::optional<Plan> best_here;
+    for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
+      const Prediction predicted = Predict(model_, speed_, shape, *schedule);
+      if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
+      best_here = Plan{.layout = shape.layout,
+                       .heads = shape.heads,
+                       .tile = shape.tile,
+                       .partial_dtype = shape.partial_dtype,
+                       .placement = placement,
+                       .schedule = *schedule,
+                       .predicted = predicted};
+    }
+    if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
+  }
+
+  bool Over(const Prediction& predicted) const {
+    return request_.memory_budget_bytes != 0 && predicted.peak_bytes > request_.memory_budget_bytes;
+  }
+
+  // Of the same shape's schedules.
+  std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const {
+    return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.peak_bytes};
+  }
+
+  // By more than the rounding of a sum: what ties stays as it is.
+  bool IsBetter(const Prediction& predicted, const Prediction& best) const {
+    if (Over(predicted) || Over(best)) return OrderOf(predicted) < OrderOf(best);
+    return predicted.seconds < best.seconds * (1 - 1e-9);
+  }
+
+  const ModelShape& model_;
+  const PoolSpeed& speed_;
+  const PlanRequest& request_;
+  const std::vector<TokenLayout> layouts_;
+  Schedules schedules_;
+};
+
 // Smaller is better; no two shapes are equal.
 auto OrderOf(const Plan& plan) {
   return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.peak_bytes,
                          plan.heads, plan.tile.a);
-}
-
-std::vector<Schedule> SchedulesOf(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                                  int heads, Tile tile, const PlanRequest& request) {
-  const OverlapCosts costs =
-      OverlapCostsOf(model, speed, layout, heads, tile, request.partial_dtype, request.cached_tokens);
-  std::vector<Schedule> schedules = {GreedySchedule(tile, costs)};
-  if (request.schedule == ScheduleChoice::kGreedy) return schedules;
-  schedules.push_back(OptimalSchedule(tile, costs));
-  // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right if
-  // all transfers together hide too little, and one if they hide enough.
-  const OverlapCosts covered =
-      CoveredBlocksOf(model, speed, layout, heads, tile, request.partial_dtype, request.cached_tokens);
-  if (covered != costs) schedules.push_back(OptimalSchedule(tile, covered));
-  return schedules;
-}
-
-// The fastest schedule that fits the memory budget; if none does, the one that needs least.
-Plan BestOfShape(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout, int heads,
-                 Tile tile, const PlanRequest& request) {
-  const auto order_of = [&request](const Prediction& predicted) {
-    const bool over = request.memory_budget_bytes != 0 && predicted.peak_bytes > request.memory_budget_bytes;
-    return std::make_tuple(over, over ? 0 : predicted.seconds, predicted.peak_bytes);
-  };
-  std::optional<Plan> best;
-  for (Schedule& schedule : SchedulesOf(model, speed, layout, heads, tile, request)) {
-    const Prediction predicted =
-        Predict(model, speed, layout, heads, schedule, request.partial_dtype, request.cached_tokens);
-    if (best.has_value() && order_of(predicted) >= order_of(best->predicted)) continue;
-    best = Plan{.layout = layout,
-                .heads = heads,
-                .tile = tile,
-                .partial_dtype = request.partial_dtype,
-                .schedule = std::move(schedule),
-                .predicted = predicted};
-  }
-  return *std::move(best);
 }
 
 // The shapes that the caller leaves open.
@@ -128,39 +255,50 @@ std::vector<std::pair<int, Tile>> ShapesOf(const ModelShape& model, const PlanRe
   return shapes;
 }
 
+absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& request) {
+  const Plan& smallest = *std::min_element(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) {
+    return x.predicted.peak_bytes < y.predicted.peak_bytes;
+  });
+  return absl::FailedPreconditionError(
+      absl::StrCat("a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.peak_bytes,
+                   " bytes of activations on ", request.ranks, " ranks (", smallest.heads, " head group",
+                   smallest.heads == 1 ? "" : "s", " of ", smallest.tile.DebugString(),
+                   "), more than the memory budget of ", request.memory_budget_bytes,
+                   " bytes: send a shorter prompt or raise the budget"));
+}
+
+PlanCandidate CandidateOf(const Plan& plan) {
+  return {.ranks = plan.ranks(),
+          .heads = plan.heads,
+          .tile = plan.tile,
+          .layout = plan.layout.kind(),
+          .partial_dtype = plan.partial_dtype,
+          .placement = plan.placement.name,
+          .predicted = plan.predicted};
+}
+
 }  // namespace
 
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request) {
   if (absl::Status status = CheckModelAndSpeed(model, speed); !status.ok()) return status;
-  absl::StatusOr<TokenLayout> layout =
-      TokenLayout::Make(request.layout, request.ranks, request.tokens, request.stripe);
+  absl::StatusOr<TokenLayout> layout = TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped),
+                                                         request.ranks, request.tokens, request.stripe);
   if (!layout.ok()) return layout.status();
   if (absl::Status status = CheckRequest(model, request); !status.ok()) return status;
 
+  ShapePlanner planner(model, speed, request);
   std::vector<Plan> plans;
-  for (auto [heads, tile] : ShapesOf(model, request)) {
-    plans.push_back(BestOfShape(model, speed, *layout, heads, tile, request));
-  }
+  for (auto [heads, tile] : ShapesOf(model, request)) plans.push_back(planner.Best(heads, tile));
   if (const int64_t budget = request.memory_budget_bytes; budget != 0) {
-    const auto by_peak = [](const Plan& x, const Plan& y) {
-      return x.predicted.peak_bytes < y.predicted.peak_bytes;
-    };
-    const int64_t smallest = std::min_element(plans.begin(), plans.end(), by_peak)->predicted.peak_bytes;
-    if (smallest > budget) {
-      return absl::FailedPreconditionError(absl::StrCat("a prompt of ", request.tokens, " tokens needs ",
-                                                        smallest, " bytes of activations on ", request.ranks,
-                                                        " ranks, more than the memory budget of ", budget,
-                                                        " bytes: send a shorter prompt or raise the budget"));
-    }
-    std::erase_if(plans, [budget](const Plan& plan) { return plan.predicted.peak_bytes > budget; });
+    const auto over = [budget](const Plan& plan) { return plan.predicted.peak_bytes > budget; };
+    if (std::all_of(plans.begin(), plans.end(), over)) return NothingFits(plans, request);
+    std::erase_if(plans, over);
   }
   std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
 
   std::vector<PlanCandidate> candidates;
-  for (const Plan& plan : plans) {
-    candidates.push_back({.heads = plan.heads, .tile = plan.tile, .predicted = plan.predicted});
-  }
+  for (const Plan& plan : plans) candidates.push_back(CandidateOf(plan));
   if (absl::Status status = CheckSchedule(plans.front().schedule); !status.ok()) return status;
   return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
 }

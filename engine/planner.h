@@ -1,7 +1,14 @@
 // Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken.
-// Beyond the paper, a shape may have head groups (n = h·a·b), and is scheduled by Algorithm 2 and for least
-// time (optimal_schedule.h); the faster of them stands for it, Algorithm 2's where they tie in time and peak
-// memory.
+// Beyond the paper, a shape may have head groups (n = h·a·b), and is planned in every way that the caller
+// leaves open:
+//
+//     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
+//     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (DESIGN §5)
+//     placement    every box of ranks that fills a node: the ring that moves more stays inside it
+//     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
+//
+// The fastest of them stands for the shape. Where two tie, the first to come in these lists does; of two
+// schedules, the one that needs less memory.
 #ifndef MESHFILL_ENGINE_PLANNER_H_
 #define MESHFILL_ENGINE_PLANNER_H_
 
@@ -19,21 +26,23 @@ struct PlanRequest {
   int64_t tokens = 0;         // of the prompt
   int64_t cached_tokens = 0;  // before it, whose keys and values are there already
   int ranks = 1;
-  LayoutKind layout = LayoutKind::kStriped;
-  int64_t stripe = 64;
-  std::optional<Tile> tile = std::nullopt;  // fixed by the caller
+  std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: as predicted to be fastest
+  int64_t stripe = 64;                                      // of the striped layout
+  std::optional<Tile> tile = std::nullopt;                  // fixed by the caller
   std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
-  DType partial_dtype = DType::kF32;
+  std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
+  bool one_process = true;          // ranks share memory (PlanShape)
+  Topology topology = {};           // no seats: every link is that of the pool's speed
 };
 
 // Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,
 // the ones that the caller's tile and head groups leave), by predicted seconds, then by bytes sent, then by
 // peak memory. The plan is the first; its schedule has passed CheckSchedule. INVALID_ARGUMENT: no tokens,
 // head groups that the heads or the ranks do not allow (the message has those that they do), a tile that does
-// not multiply to the ranks, bad options. FAILED_PRECONDITION: no shape fits the memory budget (the message
-// has both numbers).
+// not multiply to the ranks, bad options, a topology with fewer seats than ranks. FAILED_PRECONDITION: no
+// shape fits the memory budget (the message has the budget, and the smallest that would do with its shape).
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request);
 

@@ -79,10 +79,14 @@ class LayerSpans {
 Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan,
                       int64_t cached_tokens) {
   const int64_t window = model.windowed_layers == model.layers ? model.sliding_window : 0;
+  const PlanShape shape = {.layout = plan.layout,
+                           .heads = plan.heads,
+                           .tile = plan.tile,
+                           .partial_dtype = plan.partial_dtype,
+                           .cached_tokens = cached_tokens,
+                           .links = plan.predicted.links};
   const std::vector<Span> spans =
-      LayerSpans(AttentionSecondsOf(model, speed, plan.layout, plan.heads, plan.tile, plan.partial_dtype,
-                                    window, cached_tokens))
-          .Run(plan.schedule);
+      LayerSpans(AttentionSecondsOf(model, speed, shape, window)).Run(plan.schedule);
   Timeline timeline{.ranks = plan.ranks()};
   for (int rank = 0; rank < timeline.ranks; ++rank) {
     for (Span span : spans) {

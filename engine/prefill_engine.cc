@@ -97,17 +97,9 @@ class EmbeddedEngine : public PrefillEngine {
     const ModelShape& shape = model_->shape();
     if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok())
       return status;
-    absl::StatusOr<PlanChoice> choice =
-        meshfill::MakePlan(shape, speed_,
-                           {.tokens = tokens,
-                            .ranks = options_.ranks,
-                            .layout = options.layout.value_or(options_.layout),
-                            .stripe = options.stripe.value_or(options_.stripe),
-                            .tile = options.tile,
-                            .heads = options.heads,
-                            .partial_dtype = options_.partial_dtype,
-                            .schedule = options_.schedule,
-                            .memory_budget_bytes = memory_budget_bytes_});
+    PlanRequest request = PlanRequestOf(options_, options, tokens);
+    request.memory_budget_bytes = memory_budget_bytes_;
+    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, speed_, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;
   }
@@ -196,6 +188,20 @@ class EmbeddedEngine : public PrefillEngine {
 };
 
 }  // namespace
+
+PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens) {
+  PlanRequest request = {.tokens = tokens,
+                         .ranks = engine.ranks,
+                         .layout = options.layout.has_value() ? options.layout : engine.layout,
+                         .stripe = options.stripe.value_or(engine.stripe),
+                         .tile = options.tile,
+                         .heads = options.heads,
+                         .partial_dtype = engine.partial_dtype,
+                         .schedule = engine.schedule};
+  const bool fixed = options.tile.has_value() || options.stripe.has_value();
+  if (!request.layout.has_value() && fixed) request.layout = LayoutKind::kStriped;
+  return request;
+}
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;

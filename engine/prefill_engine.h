@@ -27,9 +27,9 @@ struct EngineOptions {
   int ranks = 1;                        // 1 to 64
   DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
   std::optional<DType> dtype;           // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
-  LayoutKind layout = LayoutKind::kStriped;
+  std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
-  DType partial_dtype = DType::kF32;    // of partial outputs on the wire
+  std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   double peak_flops = 0;                // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;      // activations of one prefill; 0: 80 % of the memory that is free after load
@@ -47,6 +47,10 @@ struct PrefillOptions {
   bool keep_kv = false;                 // keep K and V of every layer in the result
   bool keep_timeline = false;           // record what every rank does when
 };
+
+// What a prompt of `tokens` is planned from: the engine's options where the request leaves them open. A layout
+// that both leave open is striped where the request fixes the tile or the stripe.
+PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens);
 
 // Called from the engine's threads; must return quickly.
 class PrefillObserver {

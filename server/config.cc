@@ -43,6 +43,9 @@ void FillDefaults(v1::Config& config) {
   if (!pool.has_empty_timeout()) *pool.mutable_empty_timeout() = ToProto(absl::Seconds(10));
   if (!pool.has_link_bytes_per_second()) pool.set_link_bytes_per_second(1e9);
   if (!pool.has_link_latency()) *pool.mutable_link_latency() = ToProto(absl::Microseconds(200));
+  if (!pool.has_host_link_bytes_per_second())
+    pool.set_host_link_bytes_per_second(pool.link_bytes_per_second());
+  if (!pool.has_host_link_latency()) *pool.mutable_host_link_latency() = pool.link_latency();
   auto& worker = *pool.mutable_worker();
   if (!worker.has_ranks()) worker.set_ranks(1);
   if (!worker.has_device()) worker.set_device("auto");
@@ -52,7 +55,7 @@ void FillDefaults(v1::Config& config) {
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
   if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
   auto& plan = *config.mutable_plan();
-  if (!plan.has_layout()) plan.set_layout("striped");
+  if (!plan.has_layout()) plan.set_layout("auto");
   if (!plan.has_stripe()) plan.set_stripe(64);
   if (!plan.has_partial_dtype()) plan.set_partial_dtype("f32");
   if (!plan.has_schedule()) plan.set_schedule("auto");
@@ -116,6 +119,9 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.RequirePositive(pool.empty_timeout(), "pool.empty_timeout");
   check.RequirePositive(pool.link_latency(), "pool.link_latency");
   check.Require(pool.link_bytes_per_second() > 0, "pool.link_bytes_per_second", "must be above 0");
+  check.Require(pool.host_bytes_per_second() >= 0, "pool.host_bytes_per_second", "must not be below 0");
+  check.Require(pool.host_link_bytes_per_second() > 0, "pool.host_link_bytes_per_second", "must be above 0");
+  check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
   check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
   check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
@@ -141,9 +147,9 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
   check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
   check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
-  check.RequireOneOf(config.plan().layout(), {"striped", "zigzag", "contiguous"}, "plan.layout");
+  check.RequireOneOf(config.plan().layout(), {"auto", "striped", "zigzag", "contiguous"}, "plan.layout");
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
-  check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model"}, "plan.partial_dtype");
+  check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model", "auto"}, "plan.partial_dtype");
   check.Require(config.plan().partial_dtype() != "model" || config.model().dtype() != "auto",
                 "plan.partial_dtype", "model needs a model.dtype of bf16 or f32 instead of auto");
   check.RequireOneOf(config.plan().schedule(), {"auto", "greedy"}, "plan.schedule");
@@ -197,10 +203,13 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   if (config.model().dtype() != "auto") {
     options.dtype = config.model().dtype() == "bf16" ? DType::kBf16 : DType::kF32;
   }
-  options.layout = ParseLayout(config.plan().layout()).value();  // one of the names: LoadConfig checked it
+  options.layout = std::nullopt;
+  if (const std::string& layout = config.plan().layout(); layout != "auto")
+    options.layout = ParseLayout(layout).value();  // one of the names: LoadConfig checked it
   options.stripe = config.plan().stripe();
   if (config.plan().partial_dtype() == "model")
     options.partial_dtype = *options.dtype;  // LoadConfig: it is set
+  if (config.plan().partial_dtype() == "auto") options.partial_dtype = std::nullopt;
   if (config.plan().schedule() == "greedy") options.schedule = ScheduleChoice::kGreedy;
   options.speed_profile_path =
       config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();

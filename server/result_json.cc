@@ -66,6 +66,10 @@ std::string PlanJson(const PlanChoice& choice) {
   for (const PlanCandidate& candidate : choice.candidates) {
     Json entry = {{"a", candidate.tile.a}, {"b", candidate.tile.b}, {"heads", candidate.heads}};
     AddPrediction(candidate.predicted, entry);
+    entry["ranks"] = candidate.ranks;
+    entry["layout"] = LayoutName(candidate.layout);
+    entry["partial_dtype"] = DTypeName(candidate.partial_dtype);
+    entry["placement"] = candidate.placement.empty() ? "row-first" : candidate.placement;
     candidates.push_back(std::move(entry));
   }
   Json predicted = Json::object();

@@ -22,6 +22,8 @@ v1::PlanSummary ToProto(const Plan& plan) {
   summary.set_b(static_cast<uint32_t>(plan.tile.b));
   summary.set_layout(ToProto(plan.layout.kind()));
   summary.set_stripe(static_cast<uint64_t>(plan.layout.stripe()));
+  summary.set_partial_dtype(DTypeName(plan.partial_dtype));
+  summary.set_placement(plan.placement.name);
   return summary;
 }
 

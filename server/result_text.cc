@@ -57,16 +57,47 @@ std::string ScheduleText(const Schedule& schedule) {
   return text;
 }
 
+// What is not as usual: partial outputs in f32, ranks in the order of the seats.
+std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view placement) {
+  return absl::StrCat(partial_dtype == "bf16" ? ", partial outputs in bf16" : "",
+                      placement.empty() ? "" : absl::StrCat(", ", placement, " on a host"));
+}
+
+std::string ShapeName(int heads, Tile tile) {
+  return heads == 1 ? tile.DebugString() : absl::StrCat(heads, "*", tile.DebugString());
+}
+
+// A wire dtype or a placement is a column only where some candidate has another than the usual one.
 std::string CandidatesText(const PlanChoice& choice) {
-  std::string text = absl::StrFormat("%-8s %5s  %10s  %10s  %10s  %10s  %10s\n", "tile", "heads", "seconds",
-                                     "compute", "comm wait", "sent", "peak");
+  const auto any = [&choice](auto&& unusual) {
+    return std::any_of(choice.candidates.begin(), choice.candidates.end(), unusual);
+  };
+  const bool wire = any([](const PlanCandidate& each) { return each.partial_dtype != DType::kF32; });
+  const bool placed = any([](const PlanCandidate& each) { return !each.placement.empty(); });
+  const bool fewer = any([&](const PlanCandidate& each) { return each.ranks != choice.plan.ranks(); });
+  const auto row = [&](absl::string_view ranks, absl::string_view shape, absl::string_view layout,
+                       absl::string_view dtype, absl::string_view placement) {
+    std::string text;
+    if (fewer) absl::StrAppendFormat(&text, "%-6s", ranks);
+    absl::StrAppendFormat(&text, "%-15s%-12s", shape, layout);
+    if (wire) absl::StrAppendFormat(&text, "%-6s", dtype);
+    if (placed) absl::StrAppendFormat(&text, "%-12s", placement);
+    return text;
+  };
+  std::string text = absl::StrCat(
+      row("ranks", "heads*tile", "layout", "wire", "on a host"),
+      absl::StrFormat("%10s  %10s  %10s  %10s  %10s\n", "seconds", "compute", "comm wait", "sent", "peak"));
   for (const PlanCandidate& candidate : choice.candidates) {
     const Prediction& predicted = candidate.predicted;
-    const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads;
+    const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads &&
+                        candidate.ranks == choice.plan.ranks();
+    const absl::string_view box = candidate.placement;
+    absl::StrAppend(&text, row(absl::StrCat(candidate.ranks), ShapeName(candidate.heads, candidate.tile),
+                               LayoutName(candidate.layout), DTypeName(candidate.partial_dtype),
+                               box.empty() ? "in order" : box));
     absl::StrAppendFormat(
-        &text, "%-8s %5d  %10s  %10s  %10s  %10s  %10s%s\n", candidate.tile.DebugString(), candidate.heads,
-        FormatSeconds(predicted.seconds), FormatSeconds(predicted.compute_seconds),
-        FormatSeconds(predicted.comm_wait_seconds),
+        &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds),
+        FormatSeconds(predicted.compute_seconds), FormatSeconds(predicted.comm_wait_seconds),
         FormatBytes(static_cast<double>(predicted.comm_bytes.total())),
         FormatBytes(static_cast<double>(predicted.peak_bytes)), chosen ? "  <- chosen" : "");
   }
@@ -119,9 +150,10 @@ std::string PrefillText(const v1::PrefillResult& result) {
              text);
   AppendLine("MFU", PercentOf(result.mfu(), 1), text);
   AppendLine("plan",
-             absl::StrFormat("%u ranks: %u head group%s of %ux%u, %s, stripes of %u tokens", plan.ranks(),
+             absl::StrFormat("%u ranks: %u head group%s of %ux%u, %s, stripes of %u tokens%s", plan.ranks(),
                              plan.heads(), plan.heads() == 1 ? "" : "s", plan.a(), plan.b(),
-                             LayoutName(plan.layout()), plan.stripe()),
+                             LayoutName(plan.layout()), plan.stripe(),
+                             WireAndPlacement(plan.partial_dtype(), plan.placement())),
              text);
   AppendLine("sent by a rank",
              absl::StrFormat(
@@ -136,9 +168,10 @@ std::string PlanText(const PlanChoice& choice) {
   std::string text;
   AppendLine("tokens", FormatCount(static_cast<double>(plan.layout.tokens())), text);
   AppendLine("plan",
-             absl::StrFormat("%d ranks: %d head group%s of %s, %s, stripes of %d tokens", plan.ranks(),
+             absl::StrFormat("%d ranks: %d head group%s of %s, %s, stripes of %d tokens%s", plan.ranks(),
                              plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
-                             LayoutName(plan.layout.kind()), plan.layout.stripe()),
+                             LayoutName(plan.layout.kind()), plan.layout.stripe(),
+                             WireAndPlacement(DTypeName(plan.partial_dtype), plan.placement.name)),
              text);
   AppendLine("predicted",
              absl::StrFormat("%s, of it %s comm wait", FormatSeconds(plan.predicted.seconds),

@@ -19,7 +19,7 @@ double ChannelSpeed::Seconds(const Cluster& cluster, double bytes) const {
 
 ChannelSpeed SpeedOf(const std::vector<int>& from, const Placement& placement, const Cluster& cluster) {
   const int ranks = static_cast<int>(from.size());
-  const auto node_of = [&](int rank) { return placement.gpu_of_rank[rank] / cluster.gpus_per_node; };
+  const auto node_of = [&](int rank) { return placement.seat_of_rank[rank] / cluster.gpus_per_node; };
   std::vector<int> out(ranks, 0);  // flows out of each node, and into it
   std::vector<int> in(ranks, 0);
   ChannelSpeed speed;

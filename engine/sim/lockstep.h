@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/sim/cluster.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

@@ -9,7 +9,7 @@
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/mesh_program.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

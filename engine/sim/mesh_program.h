@@ -10,7 +10,7 @@
 #include "engine/backward_schedule.h"
 #include "engine/schedule.h"
 #include "engine/sim/attention_job.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {
@@ -21,8 +21,6 @@ enum class Buffers {
              // paper
 };
 
-// Ranks of head group j, Q group y, place x in it: grid.Rank(j, y, x).
-inline Grid MeshGrid(int heads, Tile tile) { return {.planes = heads, .rows = tile.b, .columns = tile.a}; }
 
 // CheckHeadGroups has passed for `heads`, and CheckSchedule for the schedule.
 RankProgram MeshForwardProgram(const AttentionJob& job, int heads, const Schedule& schedule,

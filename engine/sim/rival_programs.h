@@ -3,7 +3,7 @@
 #define MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 
 #include "engine/sim/attention_job.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

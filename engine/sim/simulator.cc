@@ -18,7 +18,7 @@ class Simulator {
   Simulator(const RankProgram& program, const Placement& placement, const Cluster& cluster,
             Recording recording)
       : program_(program),
-        gpu_of_rank_(placement.gpu_of_rank),
+        seat_of_rank_(placement.seat_of_rank),
         cluster_(cluster),
         record_(recording == Recording::kTimeline),
         network_(cluster, program.ranks),
@@ -167,8 +167,8 @@ class Simulator {
     Pair& pair = channels_[channel].pairs[rank];
     pair.busy = true;
     pair.left_at = now_;
-    const bool same_node = gpu_of_rank_[rank] / cluster_.gpus_per_node ==
-                           gpu_of_rank_[channels_[channel].to[rank]] / cluster_.gpus_per_node;
+    const bool same_node = seat_of_rank_[rank] / cluster_.gpus_per_node ==
+                           seat_of_rank_[channels_[channel].to[rank]] / cluster_.gpus_per_node;
     const Link& link = same_node ? cluster_.same_node : cluster_.between_nodes;
     events_.push({.at = now_ + ToNanos(link.latency_seconds),
                   .kind = EventKind::kEnters,
@@ -179,7 +179,7 @@ class Simulator {
   void Enter(int rank, int channel) {
     ChannelState& state = channels_[channel];
     const int flow = rank * static_cast<int>(channels_.size()) + channel;
-    network_.Begin(flow, gpu_of_rank_[rank], gpu_of_rank_[state.to[rank]],
+    network_.Begin(flow, seat_of_rank_[rank], seat_of_rank_[state.to[rank]],
                    state.bytes[state.pairs[rank].left], now_);
   }
 
@@ -218,7 +218,7 @@ class Simulator {
   }
 
   const RankProgram& program_;
-  const std::vector<int>& gpu_of_rank_;
+  const std::vector<int>& seat_of_rank_;
   const Cluster& cluster_;
   const bool record_;
   Network network_;
@@ -236,8 +236,8 @@ class Simulator {
 absl::StatusOr<Simulation> Simulate(const RankProgram& program, const Placement& placement,
                                     const Cluster& cluster, Recording recording) {
   if (absl::Status status = CheckCluster(cluster); !status.ok()) return status;
-  if (static_cast<int>(placement.gpu_of_rank.size()) != program.ranks) {
-    return absl::InvalidArgumentError(absl::StrCat("a placement of ", placement.gpu_of_rank.size(),
+  if (static_cast<int>(placement.seat_of_rank.size()) != program.ranks) {
+    return absl::InvalidArgumentError(absl::StrCat("a placement of ", placement.seat_of_rank.size(),
                                                    " ranks for a program of ", program.ranks));
   }
   return Simulator(program, placement, cluster, recording).Run();

@@ -10,7 +10,7 @@
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"
 #include "engine/sim/mesh_plan.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rival_programs.h"
 
 namespace meshfill::sim {

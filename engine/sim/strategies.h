@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 #include "engine/sim/simulator.h"
 

@@ -100,7 +100,7 @@ class BenchPrefillCommand : public Command {
   absl::Status AddContender(int ranks, std::optional<Tile> tile, std::optional<int> heads) {
     EngineOptions options = engine_;
     options.ranks = ranks;
-    options.layout = layout_.value_or(options.layout);
+    if (layout_.has_value()) options.layout = layout_;
     options.stripe = stripe_.value_or(options.stripe);
     absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = PrefillEngine::Load(options);
     if (!engine.ok()) return engine.status();

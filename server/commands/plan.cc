@@ -16,6 +16,7 @@
 #include "server/config.h"
 #include "server/output_file.h"
 #include "server/pictures/plan_picture.h"
+#include "server/pool/pool_planner.h"
 #include "server/result_json.h"
 #include "server/result_text.h"
 
@@ -53,6 +54,10 @@ class PlanCommand : public Command {
         ->check(WholeNumber(0))
         ->capture_default_str();
     AddRanksOption(*app_, ranks_);
+    app_->add_option("--ranks-per-host", ranks_per_host_,
+                     "Of a pool of workers: how many of the ranks are on one host (default: all)")
+        ->type_name("N")
+        ->check(WholeNumber(1));
     AddTileOption(*app_, tile_);
     AddHeadsOption(*app_, heads_);
     AddJsonFlag(*app_, json_);
@@ -79,8 +84,7 @@ class PlanCommand : public Command {
     }
     absl::StatusOr<PoolSpeed> speed = Measure(options, *shape);
     if (!speed.ok()) return speed.status();
-    if (!config->pool().control_listen().empty()) SetLink(config->pool(), *speed);
-    absl::StatusOr<PlanChoice> choice = Choose(options, *shape, *speed);
+    absl::StatusOr<PlanChoice> choice = MakePlan(*shape, *speed, Request(*config, options));
     if (!choice.ok()) return choice.status();
     if (!svg_path_.empty()) {
       const std::string svg =
@@ -98,34 +102,26 @@ class PlanCommand : public Command {
                         options.speed_profile_path);
   }
 
-  // Between workers; each of them is taken to be as fast as a rank of an embedded pool here.
-  static void SetLink(const v1::PoolSection& pool, PoolSpeed& speed) {
-    const auto& latency = pool.link_latency();
-    speed.link_bytes_per_second = pool.link_bytes_per_second();
-    speed.link_latency_seconds = static_cast<double>(latency.seconds()) + 1e-9 * latency.nanos();
-  }
-
-  absl::StatusOr<PlanChoice> Choose(const EngineOptions& options, const ModelShape& shape,
-                                    const PoolSpeed& speed) const {
-    const int64_t budget =
+  // Of a pool of workers, each is taken to be as fast as a rank of an embedded pool here.
+  PlanRequest Request(const v1::Config& config, const EngineOptions& options) const {
+    PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
+    request.cached_tokens = cached_tokens_;
+    request.memory_budget_bytes =
         options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
-    return MakePlan(shape, speed,
-                    {.tokens = tokens_,
-                     .cached_tokens = cached_tokens_,
-                     .ranks = options.ranks,
-                     .layout = options.layout,
-                     .stripe = options.stripe,
-                     .tile = tile_,
-                     .heads = heads_,
-                     .partial_dtype = options.partial_dtype,
-                     .schedule = options.schedule,
-                     .memory_budget_bytes = budget});
+    if (config.pool().control_listen().empty()) return request;
+    request.one_process = false;
+    request.topology = LinksOf(config.pool());
+    for (int seat = 0; seat < options.ranks; ++seat) {
+      request.topology.node_of_seat.push_back(seat / ranks_per_host_.value_or(options.ranks));
+    }
+    return request;
   }
 
   ConfigFlags config_;
   int64_t tokens_ = 0;
   int64_t cached_tokens_ = 0;
   std::optional<int> ranks_;
+  std::optional<int> ranks_per_host_;
   std::optional<Tile> tile_;
   std::optional<int> heads_;
   bool json_ = false;

@@ -89,7 +89,7 @@ void Leader::Refuse(Connection connection, const std::string& name, const std::s
   v1::Refused& refused = *AddMessage(connection, epoch_).mutable_refused();
   refused.set_reason(reason);
   refused.set_retry(retry);
-  actions_.push_back(Close{connection});
+  actions_.emplace_back(std::in_place_type<Close>, connection);
   ++counters_.refusals;
   if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
   if (!refused_.emplace(name, reason).second) return;
@@ -189,7 +189,7 @@ void Leader::LetGoOfLeaving() {
       continue;
     }
     AddMessage(connection, epoch_).mutable_goodbye();
-    actions_.push_back(Close{connection});
+    actions_.emplace_back(std::in_place_type<Close>, connection);
     Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " left"));
     entry = workers_.erase(entry);
   }
@@ -202,7 +202,7 @@ void Leader::Lose(const std::set<Connection>& connections, const std::string& wh
     const auto entry = workers_.find(connection);
     const std::string name = entry->second.offer.name();
     workers_.erase(entry);
-    actions_.push_back(Close{connection});
+    actions_.emplace_back(std::in_place_type<Close>, connection);
     membership_changed_ = true;
     ++counters_.losses;
     Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",
@@ -264,8 +264,14 @@ PoolCapacity Leader::capacity() const {
     }
     capacity.ranks += static_cast<int>(worker.offer.ranks());
   }
-  capacity.speed.link_bytes_per_second = options_.link.link_bytes_per_second;
-  capacity.speed.link_latency_seconds = options_.link.link_latency_seconds;
+  capacity.topology = options_.links;
+  const std::vector<const Worker*> by_place = ByPlace();
+  int host = -1;
+  for (size_t i = 0; i < by_place.size(); ++i) {
+    if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;
+    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), by_place[i]->offer.ranks(),
+                                          host);
+  }
   if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
   return capacity;
 }

@@ -39,12 +39,14 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 1;
+inline constexpr uint32_t kControlProtocol = 2;
 
-// What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory.
+// What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and which
+// seats are on one host.
 struct PoolCapacity {
   int ranks = 0;
   PoolSpeed speed;
+  Topology topology;
   int64_t rank_memory_bytes = 0;  // 0: no limit
 };
 
@@ -62,7 +64,7 @@ class Leader {
     v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
     int layers = 1;     // of the model
     int64_t vocab = 1;
-    PoolSpeed link;  // of it: link_bytes_per_second, link_latency_seconds
+    Topology links;  // without seats: those are the workers'
     uint64_t first_epoch = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
     absl::Duration silence_timeout = absl::Milliseconds(1500);
@@ -220,7 +222,7 @@ class Leader {
   bool IsOfRun(const v1::WorkerMessage& message, uint64_t run) const;
   void AnswerRequest(absl::StatusOr<Result> result);
   v1::LeaderMessage& AddMessage(Connection to, uint64_t epoch);
-  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
+  void Log(std::string text) { actions_.emplace_back(std::in_place_type<LogLine>, std::move(text)); }
 
   const Options options_;
   const PoolPlanner planner_;

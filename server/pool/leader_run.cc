@@ -44,7 +44,7 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
 }
 
 void Leader::AnswerRequest(absl::StatusOr<Result> result) {
-  actions_.push_back(Answer{request_->ticket, std::move(result)});
+  actions_.emplace_back(std::in_place_type<Answer>, request_->ticket, std::move(result));
   request_.reset();
 }
 
@@ -110,14 +110,14 @@ void Leader::SendPrepare(const Worker& worker, int first_rank, int ranks) {
   prepare.set_reserve_bytes(
       static_cast<uint64_t>((plan.predicted.peak_bytes + plan.ranks() - 1) / plan.ranks()) * ranks);
   std::vector<std::vector<uint32_t>> shards;
-  for (int rank = first_rank; rank < first_rank + ranks; ++rank) {
+  for (int seat = first_rank; seat < first_rank + ranks; ++seat) {
     const std::vector<uint32_t>& ids =
-        shards.emplace_back(ShardOf(plan.layout, rank, request_->request.tokens));
+        shards.emplace_back(ShardOf(plan.layout, plan.RankAt(seat), request_->request.tokens));
     for (size_t begin = 0; begin < ids.size(); begin += kShardIds) {
       const size_t end = std::min(ids.size(), begin + kShardIds);
       v1::Shard& shard = *AddMessage(worker.connection, run_->epoch).mutable_shard();
       shard.set_run(run_->number);
-      shard.set_rank(static_cast<uint32_t>(rank));
+      shard.set_rank(static_cast<uint32_t>(seat));
       shard.set_begin(begin);
       shard.mutable_ids()->Add(ids.begin() + static_cast<ptrdiff_t>(begin),
                                ids.begin() + static_cast<ptrdiff_t>(end));
@@ -154,7 +154,9 @@ void Leader::SendRun(absl::Time now) {
   for (const auto& [connection, first_rank] : run_->first_rank) {
     v1::Run& run = *AddMessage(connection, run_->epoch).mutable_run();
     run.set_run(run_->number);
-    for (const Seat& seat : run_->seats) run.add_addresses(seat.address);
+    for (int rank = 0; rank < run_->plan.ranks(); ++rank) {
+      run.add_addresses(run_->seats[run_->plan.SeatOf(rank)].address);
+    }
   }
 }
 
@@ -176,7 +178,7 @@ void Leader::OnProgress(const Worker& worker, const v1::WorkerProgress& message,
                        [](const Seat& a, const Seat& b) { return a.layers_done < b.layers_done; });
   if (last->layers_done <= run_->layers_done) return;
   run_->layers_done = last->layers_done;
-  actions_.push_back(LayersDone{request_->ticket, run_->layers_done});
+  actions_.emplace_back(std::in_place_type<LayersDone>, request_->ticket, run_->layers_done);
 }
 
 void Leader::OnRankDone(const Worker& worker, const v1::RankDone& message, absl::Time now) {

@@ -26,8 +26,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.model = model.id;
   options.layers = model.shape.layers;
   options.vocab = model.shape.vocab;
-  options.link.link_bytes_per_second = pool.link_bytes_per_second();
-  options.link.link_latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.link_latency()));
+  options.links = LinksOf(pool);
   // Epochs of a leader that was started again are later than those before: the time of day says so, and
   // nothing else here asks for it. No pool has a new epoch every millisecond.
   options.first_epoch = static_cast<uint64_t>(absl::ToUnixMillis(absl::Now()));

@@ -23,7 +23,21 @@ absl::Status CheckRequest(const ModelShape& model, int64_t tokens, const Prefill
   return absl::OkStatus();
 }
 
+double Seconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
+}
+
 }  // namespace
+
+Topology LinksOf(const v1::PoolSection& pool) {
+  Topology links;
+  links.same_node = {.latency_seconds = Seconds(pool.host_link_latency()),
+                     .bytes_per_second = pool.host_link_bytes_per_second()};
+  links.between_nodes = {.latency_seconds = Seconds(pool.link_latency()),
+                         .bytes_per_second = pool.link_bytes_per_second()};
+  if (pool.host_bytes_per_second() > 0) links.node_bytes_per_second = pool.host_bytes_per_second();
+  return links;
+}
 
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
@@ -33,19 +47,15 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
     return absl::UnavailableError("the pool has no workers; start some, or try again later");
   }
   const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
+  PlanRequest request = PlanRequestOf(defaults, options, tokens);
+  request.one_process = false;
+  request.topology = capacity.topology;
   absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
   std::vector<PlanCandidate> candidates;
   for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
-    absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed,
-                                                 {.tokens = tokens,
-                                                  .ranks = ranks,
-                                                  .layout = options.layout.value_or(defaults.layout),
-                                                  .stripe = options.stripe.value_or(defaults.stripe),
-                                                  .tile = options.tile,
-                                                  .heads = options.heads,
-                                                  .partial_dtype = defaults.partial_dtype,
-                                                  .schedule = defaults.schedule,
-                                                  .memory_budget_bytes = capacity.rank_memory_bytes * ranks});
+    request.ranks = ranks;
+    request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
+    absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed, request);
     if (choice.ok()) {
       std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
     }

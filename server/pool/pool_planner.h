@@ -4,9 +4,14 @@
 
 #include "absl/status/statusor.h"
 #include "engine/prefill_engine.h"
+#include "engine/topology.h"
+#include "meshfill/v1/config.pb.h"
 #include "server/pool/leader.h"
 
 namespace meshfill {
+
+// Of a pool whose config says them: between its hosts and on one. Without seats.
+Topology LinksOf(const v1::PoolSection& pool);
 
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,

@@ -87,7 +87,7 @@ class RankHost::ActiveRun {
     for (size_t i = 0; i < seats_.size(); ++i) {
       seats_[i].first_operation = host_.backends_[i]->operations();
       seats_[i].thread =
-          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, rank(i), RunSeat(i)); });
+          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, seat(i), RunSeat(i)); });
     }
     started_.store(true, std::memory_order_release);
   }
@@ -113,7 +113,7 @@ class RankHost::ActiveRun {
     if (!started_.load(std::memory_order_acquire)) return all;
     for (size_t i = 0; i < seats_.size(); ++i) {
       const uint64_t operations = host_.backends_[i]->operations();
-      all.push_back({.rank = rank(i),
+      all.push_back({.rank = seat(i),
                      .layers_done = seats_[i].layers_done.load(std::memory_order_relaxed),
                      .operations = operations - seats_[i].first_operation,
                      .computing = operations % 2 == 1});
@@ -130,7 +130,8 @@ class RankHost::ActiveRun {
     uint64_t first_operation = 0;
   };
 
-  int rank(size_t seat) const { return part_.first_rank + static_cast<int>(seat); }
+  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
+  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // of the plan
 
   absl::StatusOr<RankOutput> RunSeat(size_t i) {
     Seat& seat = seats_[i];

@@ -19,6 +19,17 @@ absl::StatusOr<CommKind> ParseComm(const std::string& name) {
   return absl::InvalidArgumentError(absl::StrCat("a step of the plan communicates \"", name, "\""));
 }
 
+// Of 0 to ranks − 1, or nothing.
+bool IsPermutation(const google::protobuf::RepeatedField<uint32_t>& seats, int ranks) {
+  if (seats.empty()) return true;
+  std::vector<uint32_t> sorted(seats.begin(), seats.end());
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t seat = 0; seat < sorted.size(); ++seat) {
+    if (sorted[seat] != seat) return false;
+  }
+  return std::ssize(sorted) == ranks;
+}
+
 }  // namespace
 
 v1::RunPlan ToRunPlan(const Plan& plan) {
@@ -40,6 +51,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
     }
   }
   message.set_predicted_seconds(plan.predicted.seconds);
+  message.mutable_seats()->Assign(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end());
   return message;
 }
 
@@ -85,6 +97,10 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
             .schedule = std::move(schedule),
             .predicted = {}};
   plan.predicted.seconds = message.predicted_seconds();
+  if (!IsPermutation(message.seats(), plan.ranks())) {
+    return absl::InvalidArgumentError("a plan that does not give each of its ranks a seat of its own");
+  }
+  plan.placement.seat_of_rank.assign(message.seats().begin(), message.seats().end());
   return plan;
 }
 
@@ -96,6 +112,7 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
                        static_cast<int64_t>(shards.size())}) {
     hash.Add(static_cast<uint64_t>(word));
   }
+  for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));
   for (const Step& step : plan.schedule.steps) {
     hash.Add(static_cast<uint64_t>(step.comm) << 32 | step.blocks.size());
     for (const BlockIndex& block : step.blocks) {

@@ -188,7 +188,8 @@ void WorkerMachine::OnShard(const v1::Shard& message) {
 void WorkerMachine::ShardsMayBeComplete() {
   RunPart& part = run_->part;
   for (size_t i = 0; i < part.shards.size(); ++i) {
-    const int64_t tokens = part.plan.layout.ChunkTokens(part.first_rank + static_cast<int>(i));
+    const int rank = part.plan.RankAt(part.first_rank + static_cast<int>(i));
+    const int64_t tokens = part.plan.layout.ChunkTokens(rank);
     if (static_cast<int64_t>(part.shards[i].size()) < tokens) return;
   }
   run_->phase = Phase::kPreparing;

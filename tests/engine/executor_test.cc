@@ -15,6 +15,7 @@
 
 #include "engine/comm/in_process.h"
 #include "engine/cost_model.h"
+#include "engine/head_exchange.h"
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/engine/random_schedule.h"
@@ -517,11 +518,86 @@ TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
       EXPECT_EQ(backend.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
     }
     const auto predicted = [&](const Schedule& schedule) {
-      return Predict(c.model, PoolSpeed(), *layout, 1, schedule, wire).peak_bytes;
+      return Predict(c.model, PoolSpeed(), {.layout = *layout, .tile = schedule.tile, .partial_dtype = wire},
+                     schedule)
+          .peak_bytes;
     };
     const int64_t ring_peak = predicted(GreedySchedule({.a = 1, .b = tile.ranks()}, {}));
     const int64_t one_o = c.model.partial_bytes(layout->tokens(), DType::kF32);
     EXPECT_EQ(backend.memory.peak_bytes() * tile.ranks(), predicted(c.plan.schedule) - ring_peak + one_o);
+  }
+}
+
+// A peer elsewhere: what leaves stays in memory to the end of its step, what arrives has a buffer from the
+// step's start.
+class CopyingCommunicator : public Communicator {
+ public:
+  CopyingCommunicator(int size, CountedMemory memory) : size_(size), memory_(std::move(memory)) {}
+
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp, int, BufferRef message, int,
+                                                              size_t receive_bytes) override {
+    return std::make_unique<Transfer>(std::move(message), memory_.Allocate(receive_bytes));
+  }
+  void Abort(absl::Status) override {}
+
+ private:
+  struct Transfer : PendingReceive {
+    Transfer(BufferRef leaves, BufferRef arrives) : leaves(std::move(leaves)), arrives(std::move(arrives)) {}
+    absl::StatusOr<BufferRef> Wait(absl::Time) override {
+      leaves.reset();
+      return std::move(arrives);
+    }
+    BufferRef leaves;
+    BufferRef arrives;
+  };
+  const int size_;
+  CountedMemory memory_;
+};
+
+// Of what the model has no width for, RoPE tables and slices are left.
+int64_t BytesBesideAttention(const ModelShape& model, int64_t tokens) {
+  return tokens * (model.head_dim + 2 * model.q_elements(1) + model.kv_elements(1)) * 4;
+}
+
+// Between processes the planner counts chunks too, and what is on its way. Of equal chunks, one rank holds
+// its share.
+TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 300; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 6), .b = Draw(random, 1, 6)};
+    const int heads = Draw(random, 1, 3);
+    const int ranks = heads * tile.ranks();
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, ranks, 2 * ranks, 1);
+    const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const Case c = MakeCase(random, *layout, tile, wire, 0, heads);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    WatchedBackend backend(DType::kF32);
+    CopyingCommunicator communicator(ranks, backend.memory);
+    RankStats stats;
+    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    ASSERT_TRUE(executor.Run(ChunksOf(c, 0, backend), 0).ok());
+    const int64_t predicted =
+        Predict(
+            c.model, PoolSpeed(),
+            {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_process = false},
+            c.plan.schedule)
+            .peak_bytes -
+        BytesBesideAttention(c.model, layout->tokens());
+    if (heads == 1) {
+      EXPECT_EQ(backend.memory.peak_bytes() * ranks, predicted);
+      continue;
+    }
+    EXPECT_LE(backend.memory.peak_bytes() * ranks, predicted);
+    WatchedBackend around(DType::kF32);
+    CopyingCommunicator exchanging(ranks, around.memory);
+    HeadExchange exchange(c.plan, c.model, 0, around, exchanging, absl::Seconds(1), stats);
+    const auto own = [&](int64_t bytes) { return around.memory.Allocate(static_cast<size_t>(bytes)); };
+    ASSERT_TRUE(exchange.ToHeads({.q = own(c.model.q_bytes(2)), .kv = own(c.model.kv_bytes(2))}).ok());
+    ASSERT_TRUE(exchange.ToTokens(own(c.slice().partial_bytes(2 * heads, DType::kF32))).ok());
+    EXPECT_LE(around.memory.peak_bytes() * ranks, predicted);
   }
 }
 

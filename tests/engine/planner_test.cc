@@ -137,16 +137,20 @@ TEST(OverlapCosts, AreTheLeastBlocksThatHideATransfer) {
                            .attention_flops_per_second = block_flops / 1e-3,  // 1 ms a block
                            .link_bytes_per_second = 1 << 28,                  // 1 MiB in 3.90625 ms
                            .link_latency_seconds = 0};
-  const OverlapCosts costs = OverlapCostsOf(model, speed, *layout, 1, {.a = 4, .b = 4}, DType::kF32);
+  const auto costs_of = [&](const PoolSpeed& pool) {
+    return OverlapCostsOf(model, pool,
+                          {.layout = *layout, .tile = {.a = 4, .b = 4}, .links = Links::Alike(pool.link())});
+  };
+  const OverlapCosts costs = costs_of(speed);
   EXPECT_EQ(costs.c_q, 4);
   EXPECT_EQ(costs.c_kv, 2);  // half of Q's bytes at g = 4
   EXPECT_EQ(costs.c_o, 8);   // twice Q's bytes and the LSE: 7.9 ms
   PoolSpeed infinite = speed;
   infinite.link_bytes_per_second = 1e30;
-  EXPECT_EQ(OverlapCostsOf(model, infinite, *layout, 1, {.a = 4, .b = 4}, DType::kF32), OverlapCosts{});
+  EXPECT_EQ(costs_of(infinite), OverlapCosts{});
   PoolSpeed crawling = speed;
   crawling.link_bytes_per_second = 1;
-  EXPECT_EQ(OverlapCostsOf(model, crawling, *layout, 1, {.a = 4, .b = 4}, DType::kF32).c_q, 16);
+  EXPECT_EQ(costs_of(crawling).c_q, 16);
 }
 
 TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n where ρ = 1, g = 1
@@ -227,7 +231,7 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
     for (int rank = 0; rank < request.ranks; ++rank) {
       most_bytes = std::max(
           most_bytes,
-          LayerCommBytes(model, plan.layout, plan.heads, plan.tile, request.partial_dtype, rank).total());
+          LayerCommBytes(model, plan.layout, plan.heads, plan.tile, *request.partial_dtype, rank).total());
     }
     ASSERT_EQ(plan.predicted.comm_bytes.total(), model.layers * most_bytes);
     for (size_t c = 0; c < candidates.size(); ++c) {
@@ -427,10 +431,11 @@ TEST(MakePlan, TakesNoLongerThanGreedyAndGreedyWhereAsked) {
     const auto greedy = MakePlan(model, speed, request);
     ASSERT_TRUE(choice.ok() && greedy.ok()) << choice.status() << greedy.status();
     const Tile tile = greedy->plan.tile;
-    const auto layout = TokenLayout::Make(request.layout, request.ranks, request.tokens, request.stripe);
-    ASSERT_EQ(greedy->plan.schedule,
-              GreedySchedule(tile, OverlapCostsOf(model, speed, *layout, greedy->plan.heads, tile,
-                                                  request.partial_dtype)));
+    const PlanShape shape = {.layout = greedy->plan.layout,
+                             .heads = greedy->plan.heads,
+                             .tile = tile,
+                             .links = Links::Alike(speed.link())};
+    ASSERT_EQ(greedy->plan.schedule, GreedySchedule(tile, OverlapCostsOf(model, speed, shape)));
     ASSERT_LE(choice->plan.predicted.seconds, greedy->plan.predicted.seconds);
     faster += choice->plan.predicted.seconds < greedy->plan.predicted.seconds ? 1 : 0;
   }
@@ -539,6 +544,153 @@ TEST(MakePlan, RefusesBadRequests) {
   EXPECT_TRUE(refusal({.tokens = 8, .ranks = 4}).ok());
   EXPECT_FALSE(MakePlan(model, {.link_bytes_per_second = 0}, {.tokens = 8}).ok());
   EXPECT_FALSE(MakePlan(ModelShape{}, {}, {.tokens = 8}).ok());
+}
+
+// Nodes of `seats` each, whose flows share one slow link.
+Topology SlowNodes(int nodes, int seats) {
+  Topology topology = {.same_node = {.latency_seconds = 1e-6, .bytes_per_second = 100e9},
+                       .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 2e9},
+                       .node_bytes_per_second = 2e9};
+  for (int seat = 0; seat < nodes * seats; ++seat) topology.node_of_seat.push_back(seat / seats);
+  return topology;
+}
+
+TEST(MakePlan, KeepsTheRingThatMovesMoreInsideANode) {
+  // With f32 partial outputs, a step along Q moves three times what one along KV does; 16 ranks of tile 4×4.
+  PlanRequest request = {.tokens = 65536, .ranks = 16, .tile = Tile{4, 4}, .topology = SlowNodes(4, 4)};
+  const auto by_rows = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
+  ASSERT_TRUE(by_rows.ok()) << by_rows.status();
+  EXPECT_TRUE(by_rows->plan.placement.seat_of_rank.empty()) << by_rows->plan.DebugString();
+  EXPECT_EQ(by_rows->plan.predicted.links.q, request.topology.same_node);
+  // After a long prefix the keys weigh more: a node holds a KV group.
+  request.cached_tokens = 1 << 20;
+  const auto by_columns = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
+  ASSERT_TRUE(by_columns.ok()) << by_columns.status();
+  EXPECT_EQ(by_columns->plan.placement.name, "box 1x4x1");
+  EXPECT_EQ(by_columns->plan.predicted.links.kv, request.topology.same_node);
+  EXPECT_EQ(by_columns->candidates.front().placement, "box 1x4x1");
+}
+
+TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  int placed = 0;
+  for (int draw = 0; draw < 100; ++draw) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw);
+    const ModelShape model = Llama(8, 1 << Draw(random, 0, 3), DType::kBf16);
+    PoolSpeed speed = kSlowLink;
+    speed.attention_flops_per_second = std::exp2(Draw(random, 36, 46));
+    PlanRequest request = {
+        .tokens = Draw<int64_t>(random, 1000, 100000), .ranks = Draw(random, 1, 32), .one_process = false};
+    const int node_seats = 1 << Draw(random, 0, 3);
+    request.topology = SlowNodes(32 / node_seats, node_seats);
+    if (Draw(random, 0, 1) == 0) {
+      const Tile tile = {.a = 1 << Draw(random, 0, 2), .b = 1 << Draw(random, 0, 3)};
+      request.tile = tile;
+      request.ranks = tile.ranks();
+      request.cached_tokens = Draw<int64_t>(random, 0, 1 << 20);
+    }
+    const auto choice = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    const Plan& plan = choice->plan;
+    std::set<int> seats;
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      seats.insert(plan.SeatOf(rank));
+      EXPECT_EQ(plan.RankAt(plan.SeatOf(rank)), rank);
+    }
+    EXPECT_EQ(std::ssize(seats), plan.ranks());
+    EXPECT_EQ(*seats.rbegin(), plan.ranks() - 1);
+    const auto links_of = [&](const Placement& placement) {
+      return LinksOf(request.topology, plan.heads, plan.tile, placement);
+    };
+    const Placement row_first = RowFirst(plan.ranks());
+    const bool in_order = plan.placement.seat_of_rank.empty();
+    EXPECT_EQ(plan.predicted.links, links_of(in_order ? row_first : plan.placement));
+    placed += in_order ? 0 : 1;
+    const Prediction unplaced = Predict(model, speed,
+                                        {.layout = plan.layout,
+                                         .heads = plan.heads,
+                                         .tile = plan.tile,
+                                         .cached_tokens = request.cached_tokens,
+                                         .links = links_of(row_first),
+                                         .one_process = false},
+                                        plan.schedule);
+    EXPECT_LE(plan.predicted.seconds, unplaced.seconds * (1 + 1e-9));
+    EXPECT_EQ(plan.predicted.peak_bytes, unplaced.peak_bytes);
+  }
+  EXPECT_GT(placed, 0);
+}
+
+TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
+  std::mt19937_64 random(TestSeed());
+  std::set<LayoutKind> layouts;
+  std::set<DType> dtypes;
+  for (int draw = 0; draw < 100; ++draw) {
+    const ModelShape model = Llama(8, 8, DType::kBf16);
+    PoolSpeed speed = kSlowLink;
+    speed.attention_flops_per_second = std::exp2(Draw(random, 30, 46));
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1, 20000), .ranks = Draw(random, 1, 16)};
+    request.layout = std::nullopt;
+    request.partial_dtype = std::nullopt;
+    const auto choice = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    layouts.insert(choice->plan.layout.kind());
+    dtypes.insert(choice->plan.partial_dtype);
+    for (int kind = 0; kind < 3; ++kind) {
+      for (DType dtype : {DType::kF32, DType::kBf16}) {
+        request.layout = static_cast<LayoutKind>(kind);
+        request.partial_dtype = dtype;
+        const auto fixed = MakePlan(model, speed, request);
+        ASSERT_TRUE(fixed.ok()) << fixed.status();
+        EXPECT_LE(choice->plan.predicted.seconds, fixed->plan.predicted.seconds * (1 + 1e-6));
+        EXPECT_EQ(fixed->plan.layout.kind(), *request.layout);
+        EXPECT_EQ(fixed->plan.partial_dtype, dtype);
+      }
+    }
+  }
+  EXPECT_TRUE(layouts.contains(LayoutKind::kStriped) && layouts.contains(LayoutKind::kZigzag));
+  EXPECT_EQ(dtypes, (std::set{DType::kF32, DType::kBf16}));
+}
+
+// What costs accuracy and gains nothing is not chosen.
+TEST(MakePlan, TiesGoToStripesAndF32) {
+  PlanRequest request = {.tokens = 16384, .ranks = 4, .tile = Tile{1, 4}};
+  request.layout = std::nullopt;
+  request.partial_dtype = std::nullopt;
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kStriped);
+  EXPECT_EQ(choice->plan.partial_dtype, DType::kF32);
+}
+
+TEST(MakePlan, ABudgetThatNothingFitsNamesTheSmallestThatWould) {
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  PlanRequest request = {.tokens = 4096, .ranks = 4, .memory_budget_bytes = 1};
+  const absl::Status refused = MakePlan(model, kSlowLink, request).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  const std::string message(refused.message());
+  const size_t at = message.find("at least ");
+  ASSERT_NE(at, std::string::npos) << message;
+  request.memory_budget_bytes = std::stoll(message.substr(at + 9));
+  const auto fits = MakePlan(model, kSlowLink, request);
+  ASSERT_TRUE(fits.ok()) << fits.status();
+  EXPECT_EQ(fits->plan.predicted.peak_bytes, request.memory_budget_bytes);
+  EXPECT_NE(message.find(fits->plan.tile.DebugString()), std::string::npos) << message;
+  --request.memory_budget_bytes;
+  EXPECT_FALSE(MakePlan(model, kSlowLink, request).ok());
+}
+
+TEST(MakePlan, ATopologyMustSeatEveryRank) {
+  const absl::Status status =
+      MakePlan(Llama(8, 2, DType::kBf16), kSlowLink, {.tokens = 8, .ranks = 4, .topology = SlowNodes(1, 3)})
+          .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(Mentions(status, "3 seats for 4 ranks")) << status;
+  Topology slow = SlowNodes(2, 2);
+  slow.between_nodes.bytes_per_second = 0;
+  EXPECT_TRUE(Mentions(
+      MakePlan(Llama(8, 2, DType::kBf16), kSlowLink, {.tokens = 8, .ranks = 4, .topology = slow}).status(),
+      "between nodes has 0 bytes/s"));
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ TEST(Simulator, FlowsOfANodeShareItsLink) {
   unshared.node_bytes_per_second = Cluster::kUnshared;
   EXPECT_NEAR(SecondsOf(OneStep(4, 2, 150, 0), RowFirst(4), unshared), 0.5 + 150.0 / 100, 1e-8);
   // The same ranks placed so that their rings stay inside nodes.
-  EXPECT_NEAR(SecondsOf(OneStep(4, 2, 150, 0), {.gpu_of_rank = {0, 2, 1, 3}}, SmallCluster()), 0.15, 1e-8);
+  EXPECT_NEAR(SecondsOf(OneStep(4, 2, 150, 0), {.seat_of_rank = {0, 2, 1, 3}}, SmallCluster()), 0.15, 1e-8);
 }
 
 TEST(Simulator, MessagesOfAChannelGoOneByOne) {

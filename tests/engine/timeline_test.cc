@@ -97,9 +97,10 @@ TEST(PredictLayer, AddsUpToThePrediction) {
                   1e-9 + 1e-6 * predicted.comm_wait_seconds);
     }
     // What is not attention does not depend on its speed.
-    const Prediction rest = Predict(
-        model, {.attention_flops_per_second = 1e300, .merge_bytes_per_second = 1e300}, choice->plan.layout, 1,
-        GreedySchedule({1, heads * tile.ranks()}, {}), choice->plan.partial_dtype);
+    const Tile ring = {1, heads * tile.ranks()};
+    const Prediction rest =
+        Predict(model, {.attention_flops_per_second = 1e300, .merge_bytes_per_second = 1e300},
+                {.layout = choice->plan.layout, .tile = ring}, GreedySchedule(ring, {}));
     EXPECT_NEAR(model.layers * timeline.end_seconds(), predicted.seconds - rest.compute_seconds,
                 1e-9 + 1e-6 * predicted.seconds);
   }

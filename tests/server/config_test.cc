@@ -69,7 +69,8 @@ TEST_F(ConfigTest, DefaultsAreFilledIn) {
   EXPECT_EQ(config->pool().embedded().device(), "auto");
   EXPECT_EQ(config->queue().max_requests(), 64u);
   EXPECT_EQ(config->queue().max_tokens(), 16777216u);
-  EXPECT_EQ(config->plan().layout(), "striped");
+  EXPECT_EQ(config->plan().layout(), "auto");
+  EXPECT_EQ(config->plan().partial_dtype(), "f32");  // no accuracy is lost unasked
   EXPECT_EQ(config->plan().stripe(), 64u);
   EXPECT_EQ(config->limits().upload_timeout().seconds(), 30);
   EXPECT_EQ(config->limits().drain_timeout().seconds(), 3600);
@@ -115,8 +116,8 @@ TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
   EXPECT_EQ(Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
             "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
-            "embedded, empty_timeout, hang_timeout, link_bytes_per_second, link_latency, silence_timeout, "
-            "tls, worker");
+            "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
+            "host_link_latency, link_bytes_per_second, link_latency, silence_timeout, tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
             "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
             "pool, queue");
@@ -162,13 +163,19 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 4\n", {"pool.embedded.ranks=0"}),
             "--set: pool.embedded.ranks: 0 is not between 1 and 64");
   EXPECT_EQ(Refusal("plan: {layout: spiral}"),
-            "FILE:1: plan.layout: \"spiral\" is not known; choose one of striped, zigzag, contiguous");
+            "FILE:1: plan.layout: \"spiral\" is not known; choose one of auto, striped, zigzag, contiguous");
   EXPECT_NE(Refusal("plan: {stripe: 0}").find("not between"), std::string::npos);
   EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
   EXPECT_EQ(Refusal("plan: {schedule: fast}"),
             "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
   EXPECT_NE(Refusal("model: {dtype: fp8}").find("choose one of auto, bf16, f32"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
+  EXPECT_EQ(Refusal("pool: {link_bytes_per_second: 0}"),
+            "FILE:1: pool.link_bytes_per_second: must be above 0");
+  EXPECT_EQ(Refusal("pool: {host_link_bytes_per_second: 0}"),
+            "FILE:1: pool.host_link_bytes_per_second: must be above 0");
+  EXPECT_EQ(Refusal("pool: {host_bytes_per_second: -1}"),
+            "FILE:1: pool.host_bytes_per_second: must not be below 0");
   EXPECT_NE(Refusal("pool: {control_listen: nowhere}").find("no HOST:PORT"), std::string::npos);
   EXPECT_NE(Refusal("pool: {control_listen: \"0.0.0.0:1\", embedded: {ranks: 2}}").find("or embedded"),
             std::string::npos);
@@ -196,6 +203,20 @@ TEST_F(ConfigTest, MissingFileIsNamed) {
   EXPECT_EQ(config.status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(config.status().message().find("/nonexistent/meshfill.yaml: "), 0u);
   EXPECT_EQ(LoadConfig(testing::TempDir()).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {
+  const EngineOptions options = ToEngineOptions(*Load("plan: {layout: auto, partial_dtype: auto}"));
+  EXPECT_EQ(options.layout, std::nullopt);
+  EXPECT_EQ(options.partial_dtype, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("")).partial_dtype, DType::kF32);
+}
+
+TEST_F(ConfigTest, ALinkInsideAHostIsThatBetweenHostsUnlessSaid) {
+  const auto config = Load("pool: {link_bytes_per_second: 5, link_latency: 3ms}");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->pool().host_link_bytes_per_second(), 5);
+  EXPECT_EQ(config->pool().host_link_latency().nanos(), 3'000'000);
 }
 
 TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {

@@ -94,7 +94,7 @@ class FakeEngine final : public PrefillEngine {
               .partial_dtype = DType::kF32,
               .schedule = {tile, {{CommKind::kRecvQ, {{0, 0}}}, {CommKind::kNone, {{1, 0}}}}},
               .predicted = {.seconds = predicted_seconds_}};
-    return PlanChoice{plan, {{heads, tile, plan.predicted}}};
+    return PlanChoice{plan, {{.ranks = kRanks, .heads = heads, .tile = tile, .predicted = plan.predicted}}};
   }
 
   absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,

@@ -76,17 +76,25 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                            .comm_wait_seconds = 0.25,
                            .comm_bytes = {.q = 0, .kv = 640, .o = 0, .all_to_all = 0},
                            .peak_bytes = 4096};
-  choice.candidates = {{.heads = 1, .tile = {1, 2}, .predicted = choice.plan.predicted},
-                       {.heads = 1, .tile = {2, 1}, .predicted = {}}};
+  choice.candidates = {{.ranks = 2, .heads = 1, .tile = {1, 2}, .predicted = choice.plan.predicted},
+                       {.ranks = 2,
+                        .heads = 1,
+                        .tile = {2, 1},
+                        .layout = LayoutKind::kZigzag,
+                        .partial_dtype = DType::kBf16,
+                        .placement = "box 1x2x1",
+                        .predicted = {}}};
   const std::string predicted = R"("seconds":1.5,"compute_seconds":1.25,"comm_wait_seconds":0.25,)"
-                                R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096})";
+                                R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
   EXPECT_EQ(PlanJson(choice),
             R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
             R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
             R"("predicted":{)" +
-                predicted + R"(,"candidates":[{"a":1,"b":2,"heads":1,)" + predicted +
-                R"(,{"a":2,"b":1,"heads":1,"seconds":0.0,"compute_seconds":0.0,"comm_wait_seconds":0.0,)"
-                R"("comm_bytes":{"q":0,"kv":0,"o":0,"all_to_all":0},"peak_bytes":0}]})");
+                predicted + R"(},"candidates":[{"a":1,"b":2,"heads":1,)" + predicted +
+                R"(,"ranks":2,"layout":"striped","partial_dtype":"f32","placement":"row-first"},)"
+                R"({"a":2,"b":1,"heads":1,"seconds":0.0,"compute_seconds":0.0,"comm_wait_seconds":0.0,)"
+                R"("comm_bytes":{"q":0,"kv":0,"o":0,"all_to_all":0},"peak_bytes":0,)"
+                R"("ranks":2,"layout":"zigzag","partial_dtype":"bf16","placement":"box 1x2x1"}]})");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "server/pool/run_plan.h"
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <vector>
@@ -31,7 +32,12 @@ Plan RandomPlan(std::mt19937_64& random) {
                                 .stripe = Draw<int64_t>(random, 1, 20),
                                 .partial_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16});
   EXPECT_TRUE(choice.ok()) << choice.status();
-  return choice->plan;
+  Plan plan = choice->plan;
+  if (Draw(random, 0, 1) == 0) {
+    plan.placement = RowFirst(plan.ranks());
+    std::shuffle(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end(), random);
+  }
+  return plan;
 }
 
 std::vector<uint32_t> RandomTokens(std::mt19937_64& random, int64_t count) {
@@ -51,6 +57,8 @@ TEST(RunPlanTest, APlanArrivesAsItWasSent) {
     EXPECT_EQ(arrived->tile, plan.tile);
     EXPECT_EQ(arrived->partial_dtype, plan.partial_dtype);
     EXPECT_EQ(arrived->schedule, plan.schedule);
+    EXPECT_EQ(arrived->placement.seat_of_rank, plan.placement.seat_of_rank);
+    for (int rank = 0; rank < plan.ranks(); ++rank) EXPECT_EQ(arrived->RankAt(plan.SeatOf(rank)), rank);
     EXPECT_EQ(arrived->predicted.seconds, plan.predicted.seconds);
   }
 }
@@ -93,6 +101,14 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
     Plan changed = plan;
     changed.partial_dtype = plan.partial_dtype == DType::kF32 ? DType::kBf16 : DType::kF32;
     EXPECT_NE(RunHash(changed, 0, shards), hash);
+    if (plan.ranks() > 1) {
+      changed = plan;
+      changed.placement = RowFirst(plan.ranks());
+      for (int rank = 0; rank < plan.ranks(); ++rank) {
+        changed.placement.seat_of_rank[rank] = (plan.SeatOf(rank) + 1) % plan.ranks();
+      }
+      EXPECT_NE(RunHash(changed, 0, shards), hash);
+    }
     changed = plan;
     changed.schedule.steps.back().blocks.push_back({0, 0});
     EXPECT_NE(RunHash(changed, 0, shards), hash);
@@ -115,6 +131,15 @@ TEST(RunPlanTest, WhatIsNoPlanIsRefused) {
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_tokens(0); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_tokens(uint64_t{1} << 40); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.clear_steps(); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.add_seats(plan.ranks()); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.clear_seats();
+    for (uint32_t rank = 0; rank <= plan.ranks(); ++rank) plan.add_seats(rank);
+  }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.clear_seats();
+    for (uint32_t rank = 0; rank < plan.ranks(); ++rank) plan.add_seats(rank == 0 ? 1 : rank);
+  }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.mutable_steps(0)->set_comm("kiss"); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) {
     plan.mutable_steps(0)->add_blocks(1u << 31);

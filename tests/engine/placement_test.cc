@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <set>
 
-#include "engine/sim/placement.h"
+#include "engine/placement.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
 
-namespace meshfill::sim {
+namespace meshfill {
 namespace {
 
 TEST(Placement, UsesEveryGpuOnceAndKeepsABoxInANode) {
@@ -16,11 +16,11 @@ TEST(Placement, UsesEveryGpuOnceAndKeepsABoxInANode) {
                     .rows = box.rows * Draw(random, 1, 3),
                     .columns = box.columns * Draw(random, 1, 3)};
     const Placement placement = Boxed(grid, box);
-    const std::set<int> gpus(placement.gpu_of_rank.begin(), placement.gpu_of_rank.end());
+    const std::set<int> gpus(placement.seat_of_rank.begin(), placement.seat_of_rank.end());
     EXPECT_EQ(static_cast<int>(gpus.size()), grid.ranks());
     EXPECT_EQ(*gpus.rbegin(), grid.ranks() - 1);
     const auto node_of = [&](int i, int y, int x) {
-      return placement.gpu_of_rank[grid.Rank(i, y, x)] / box.ranks();
+      return placement.seat_of_rank[grid.Rank(i, y, x)] / box.ranks();
     };
     for (int i = 0; i < grid.planes; ++i) {
       for (int y = 0; y < grid.rows; ++y) {
@@ -39,7 +39,7 @@ TEST(Placement, EveryBoxThatFillsANodeIsThereOnce) {
   EXPECT_EQ(placements.size(), 10u);
   EXPECT_EQ(placements.front().name, "row-first");
   std::set<std::vector<int>> distinct;
-  for (const Placement& placement : placements) distinct.insert(placement.gpu_of_rank);
+  for (const Placement& placement : placements) distinct.insert(placement.seat_of_rank);
   EXPECT_EQ(distinct.size(), placements.size());
   // No box of 8 divides these ranks: row-first alone.
   EXPECT_EQ(PlacementsOf({.planes = 1, .rows = 3, .columns = 5}, 8).size(), 1u);
@@ -48,4 +48,4 @@ TEST(Placement, EveryBoxThatFillsANodeIsThereOnce) {
 }
 
 }  // namespace
-}  // namespace meshfill::sim
+}  // namespace meshfill
