@@ -64,7 +64,7 @@ class PoolFaultsTest(PoolTestCase):
     def setUpClass(cls):
         super().setUpClass()
         cls.middle_prompt = cls.tmp / "middle.bytes"
-        cls.middle_prompt.write_bytes(cls.long_prompt.read_bytes()[:40_000])
+        cls.middle_prompt.write_bytes(cls.long_prompt.read_bytes()[:30_000])
 
     def prefill_middle(self):
         return self.prefill_later(self.middle_prompt, "--format", "bytes")
@@ -84,7 +84,11 @@ class PoolFaultsTest(PoolTestCase):
         time.sleep(0.5)
         after = ticks_by_thread(workers[1].process.pid)
         busiest = max(after, key=lambda thread: after[thread] - before.get(thread, after[thread]))
-        with frozen(busiest):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(frozen(busiest))
+            except PermissionError as error:
+                self.skipTest(str(error))
             self.leader.wait_for("is lost|no rank gets on")
             result = self.answer_of(running)
             self.assertLess(result["plan"]["ranks"], 3)
@@ -188,44 +192,40 @@ class PoolFaultsTest(PoolTestCase):
         self.worker("later").wait_for("joined the pool")  # started again, it knows of no epoch
 
     def test_workers_live_on_while_the_leader_is_killed_in_a_run(self):
-        workers = self.workers("a", "b")
-        expected = self.prefill(self.prompt, "--tile", "2x1")
-        running = self.prefill_middle()
-        self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 2)
-        self.leader.end()
+        embedded = self.embedded("--tokens", self.prompt, "--tile", "2x1", "--ranks", 2)
+        workers = [*self.workers("a"), self.worker_struck("b", "RankDone", lambda: self.leader.signal(signal.SIGKILL))]
+        workers[1].wait_for("joined the pool")
+        running = self.prefill_later(self.prompt, "--tile", "2x1")
+        self.leader.wait()
         self.assertEqual(running.wait(TIMEOUT_SECONDS), 1)
         self.assertRegex(running.communicate()[1].decode(), r"\Ameshfill prefill: server [^\n]+\n\Z")
         self.start_leader(f"pool.control_listen={self.control}")
         for worker in workers:
             worker.wait_for("joined the pool", count=2)
             self.assertIsNone(worker.process.poll())
-        self.assertEqual(self.prefill(self.prompt, "--tile", "2x1")["top"], expected["top"])
+        self.assertEqual(self.prefill(self.prompt, "--tile", "2x1")["top"], embedded["top"])
 
     def test_a_worker_comes_back_under_its_name_with_another_address(self):
         self.workers("a")
-        second = self.workers("b")[0]
-        running = self.prefill_middle()
-        self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 2)
-        second.signal(signal.SIGKILL)
+        second = self.worker_struck("b", "Run", lambda: second.signal(signal.SIGKILL))
+        second.wait_for("joined the pool")
+        self.expect_answer(self.answer_of(self.prefill_later(self.prompt)), self.prompt)
+        self.leader.wait_for('worker "b" is lost')
         again = self.worker("b", "pool.worker.data_listen=127.0.0.2", "pool.worker.host=elsewhere")
         again.wait_for("joined the pool")
         self.leader.wait_for('worker "b" joined from "elsewhere"')
-        self.expect_answer(self.answer_of(running), self.middle_prompt, "--format", "bytes")
         self.assertEqual(self.prefill(self.prompt, "--tile", "2x1")["plan"]["ranks"], 2)
 
     def test_a_request_that_kills_its_pool_twice_is_refused_by_its_id(self):
-        workers = {name: self.workers(name)[0] for name in "abcd"}
-        running = self.prefill_later(self.long_prompt, "--format", "bytes", "--request-id", "hemlock")
-        for name in "cd":
-            self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == len(workers))
-            time.sleep(0.2)
-            workers.pop(name).signal(signal.SIGKILL)
-            self.leader.wait_for(f'worker "{name}" is lost')
-        out, error = running.communicate(timeout=TIMEOUT_SECONDS)
-        self.assertEqual((running.returncode, out), (1, b""))
-        self.assertRegex(error.decode(), "request hemlock ended 2 epochs .* poisonous.*worker d is lost")
+        self.workers("a")
+        first = self.worker_struck("b", "Run", lambda: first.signal(signal.SIGKILL), run=1)
+        second = self.worker_struck("c", "Run", lambda: second.signal(signal.SIGKILL), run=2)
+        self.leader.wait_for("joined from", count=3)
+        refused = run("prefill", "--server", self.address, "--tokens", self.prompt, "--request-id", "hemlock")
+        self.assertEqual((refused.returncode, refused.stdout), (1, b""))
+        self.assertRegex(refused.stderr.decode(), "request hemlock ended 2 epochs .* poisonous.*worker c is lost")
         self.assertEqual(self.metric('meshfill_requests_total{code="INTERNAL"}'), 1)
-        self.assertEqual(self.prefill(self.prompt)["plan"]["ranks"], 2)
+        self.expect_answer(self.prefill(self.prompt), self.prompt)
 
     def test_junk_on_the_control_port_leaves_the_pool_as_it_was(self):
         self.workers("a", "b")

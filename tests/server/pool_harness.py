@@ -61,6 +61,18 @@ class PoolTestCase(CliTestCase):
         self.addCleanup(relay.close)
         return self.worker(name, join=relay.address)
 
+    def worker_struck(self, name, kind, strike, run=1):
+        """A worker; `strike` is called once, while the first message of `kind` in its run-th run is on its way."""
+        runs = []
+
+        def watch(message):
+            if message.kind == kind and message.run() not in (0, *runs):
+                runs.append(message.run())
+                if len(runs) == run:
+                    strike()
+
+        return self.worker_behind(watch, name)
+
     def workers(self, *names):
         processes = [self.worker(name) for name in names]
         for process in processes:
