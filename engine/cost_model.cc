@@ -85,6 +85,17 @@ double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
          bytes / speed.lm_head_bytes_per_second;
 }
 
+double SecondsBesideAttention(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
+  return speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
+}
+
+// Layers without a sliding window, and with one.
+template <typename Visit>
+void ForEachWindow(const ModelShape& model, Visit visit) {
+  if (model.windowed_layers < model.layers) visit(model.layers - model.windowed_layers, 0);
+  if (model.windowed_layers > 0) visit(model.windowed_layers, model.sliding_window);
+}
+
 // Of one mesh, whose heads `model` has: its ranks are the head groups.
 PlanShape MeshOf(const PlanShape& shape) {
   PlanShape mesh = shape;
@@ -360,6 +371,11 @@ double AttentionSeconds::Wait(const Schedule& schedule) const {
   return wait;
 }
 
+double AttentionSeconds::LeastWait(Tile tile) const {
+  const double transfers = (tile.a - 1) * (recv_q + send_o) + (tile.b - 1) * recv_kv;
+  return to_heads + to_tokens + std::max(0.0, transfers - tile.ranks() * block);
+}
+
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window) {
   const ModelShape slice = model.HeadSlice(shape.heads);
@@ -390,27 +406,42 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
   return seconds;
 }
 
-Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                   const Schedule& schedule) {
+Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                                const Schedule& schedule) {
   Prediction predicted = {.links = shape.links};
-  predicted.compute_seconds =
-      speed.start_seconds + TokenWorkSeconds(model, speed, shape.layout) + LmHeadSeconds(model, speed);
-  const auto add_layers = [&](int layers, int64_t window) {
-    if (layers == 0) return;
+  predicted.compute_seconds = SecondsBesideAttention(model, speed, shape.layout);
+  ForEachWindow(model, [&](int layers, int64_t window) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
     predicted.compute_seconds += layers * seconds.Compute(schedule.tile);
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
-  };
-  add_layers(model.layers - model.windowed_layers, 0);
-  add_layers(model.windowed_layers, model.sliding_window);
+  });
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
-
-  predicted.comm_bytes = LargestLayerCommBytes(model, shape);
-  predicted.comm_bytes.q *= model.layers;
-  predicted.comm_bytes.kv *= model.layers;
-  predicted.comm_bytes.o *= model.layers;
-  predicted.comm_bytes.all_to_all *= model.layers;
   predicted.peak_bytes = PeakBytes(model, shape, schedule);
+  return predicted;
+}
+
+double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  double least = SecondsBesideAttention(model, speed, shape.layout);
+  ForEachWindow(model, [&](int layers, int64_t window) {
+    const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
+    least += layers * (seconds.Compute(shape.tile) + seconds.LeastWait(shape.tile));
+  });
+  return least;
+}
+
+CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape) {
+  CommBytes bytes = LargestLayerCommBytes(model, shape);
+  bytes.q *= model.layers;
+  bytes.kv *= model.layers;
+  bytes.o *= model.layers;
+  bytes.all_to_all *= model.layers;
+  return bytes;
+}
+
+Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                   const Schedule& schedule) {
+  Prediction predicted = PredictTimeAndMemory(model, speed, shape, schedule);
+  predicted.comm_bytes = PrefillCommBytes(model, shape);
   return predicted;
 }
 

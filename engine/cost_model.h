@@ -83,6 +83,7 @@ struct AttentionSeconds {
   double Transfer(CommKind comm) const;
   double Compute(Tile tile) const;  // of the whole layer
   double Wait(const Schedule& schedule) const;
+  double LeastWait(Tile tile) const;  // under any schedule
 };
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);
@@ -90,6 +91,14 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
 // Of the whole prefill under this schedule, which is one of the shape's tile.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule);
+
+// The same without bytes sent, which the schedule does not change.
+Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                                const Schedule& schedule);
+CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape);  // over all layers
+
+// No schedule of the shape is predicted to take less: its transfers go one by one, its blocks beside them.
+double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
 }  // namespace meshfill
 

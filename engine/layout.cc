@@ -91,10 +91,10 @@ int64_t TokenLayout::ChunkTokens(int rank) const {
   return 0;
 }
 
+// Stripes are short from some stripe on: that is late for rank 0's first, and for the last rank's second of a
+// zigzag.
 int64_t TokenLayout::LargestChunkTokens() const {
-  int64_t largest = 0;
-  for (int rank = 0; rank < ranks_; ++rank) largest = std::max(largest, ChunkTokens(rank));
-  return largest;
+  return std::max(ChunkTokens(0), kind_ == LayoutKind::kZigzag ? ChunkTokens(ranks_ - 1) : 0);
 }
 
 SlotPositions TokenLayout::Positions(int rank) const {

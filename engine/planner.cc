@@ -148,21 +148,23 @@ struct PlacedLinks {
   }
 };
 
-// Those that may be fastest, row-first before its equals.
-std::vector<PlacedLinks> PlacementsOf(const PoolSpeed& speed, const PlanRequest& request, int heads,
-                                      Tile tile) {
-  const Topology& topology = request.topology;
-  if (topology.node_of_seat.empty()) return {{.placement = {}, .links = Links::Alike(speed.link())}};
+// Ranks in the order of the seats.
+PlacedLinks RowFirstLinks(const PoolSpeed& speed, const PlanRequest& request, int heads, Tile tile) {
+  if (request.topology.node_of_seat.empty()) return {.placement = {}, .links = Links::Alike(speed.link())};
+  return {.placement = {}, .links = LinksOf(request.topology, heads, tile, RowFirst(request.ranks))};
+}
+
+// The boxes that may be faster than that, and than each other.
+std::vector<PlacedLinks> BoxedLinks(const PlanRequest& request, int heads, Tile tile,
+                                    const PlacedLinks& row_first) {
   std::vector<PlacedLinks> kept;
-  for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), SeatsPerNode(topology, request.ranks))) {
-    PlacedLinks placed = {.placement = {}, .links = LinksOf(topology, heads, tile, placement)};
-    if (std::any_of(kept.begin(), kept.end(),
-                    [&](const PlacedLinks& other) { return placed.NoFasterThan(other); })) {
-      continue;
-    }
+  const int seats_per_node = SeatsPerNode(request.topology, request.ranks);
+  for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), seats_per_node)) {
+    PlacedLinks placed = {.placement = std::move(placement), .links = {}};
+    placed.links = LinksOf(request.topology, heads, tile, placed.placement);
+    const auto no_better = [&](const PlacedLinks& other) { return placed.NoFasterThan(other); };
+    if (no_better(row_first) || std::any_of(kept.begin(), kept.end(), no_better)) continue;
     std::erase_if(kept, [&](const PlacedLinks& other) { return other.NoFasterThan(placed); });
-    const bool row_first = placement.seat_of_rank == RowFirst(request.ranks).seat_of_rank;
-    if (!row_first) placed.placement = std::move(placement);
     kept.push_back(std::move(placed));
   }
   return kept;
@@ -181,29 +183,48 @@ class ShapePlanner {
   // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
   Plan Best(int heads, Tile tile) {
     std::optional<Plan> best;
-    const std::vector<PlacedLinks> placements = PlacementsOf(speed_, request_, heads, tile);
-    for (const TokenLayout& layout : layouts_) {
-      for (DType partial_dtype : PartialDTypesOf(request_)) {
-        for (const PlacedLinks& placed : placements) {
-          const PlanShape shape = {.layout = layout,
-                                   .heads = heads,
-                                   .tile = tile,
-                                   .partial_dtype = partial_dtype,
-                                   .cached_tokens = request_.cached_tokens,
-                                   .links = placed.links,
-                                   .one_process = request_.one_process};
-          TakeBetter(shape, placed.placement, best);
+    const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
+    TakeBetter(heads, tile, row_first, best);
+    if (!request_.topology.node_of_seat.empty()) {
+      PlanShape ideal = ShapeOf(*best);
+      ideal.links = Links::Alike(request_.topology.same_node);
+      if (MayGain(ideal, *best)) {
+        for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
+          TakeBetter(heads, tile, boxed, best);
         }
       }
     }
+    best->predicted.comm_bytes = PrefillCommBytes(model_, ShapeOf(*best));
     return *std::move(best);
   }
 
  private:
+  // In every layout and wire dtype.
+  void TakeBetter(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
+    for (const TokenLayout& layout : layouts_) {
+      for (DType partial_dtype : PartialDTypesOf(request_)) {
+        const PlanShape shape = {.layout = layout,
+                                 .heads = heads,
+                                 .tile = tile,
+                                 .partial_dtype = partial_dtype,
+                                 .cached_tokens = request_.cached_tokens,
+                                 .links = placed.links,
+                                 .one_process = request_.one_process};
+        if (!best.has_value() || MayGain(shape, *best)) TakeBetter(shape, placed.placement, best);
+      }
+    }
+  }
+
+  // Spares the schedules of a shape that none can make faster.
+  bool MayGain(const PlanShape& shape, const Plan& best) const {
+    return Over(best.predicted) ||
+           LeastSeconds(model_, speed_, shape) < best.predicted.seconds * (1 - kLeastGain);
+  }
+
   void TakeBetter(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
     std::optional<Plan> best_here;
     for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
-      const Prediction predicted = Predict(model_, speed_, shape, *schedule);
+      const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
       best_here = Plan{.layout = shape.layout,
                        .heads = shape.heads,
@@ -216,6 +237,16 @@ class ShapePlanner {
     if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
   }
 
+  PlanShape ShapeOf(const Plan& plan) const {
+    return {.layout = plan.layout,
+            .heads = plan.heads,
+            .tile = plan.tile,
+            .partial_dtype = plan.partial_dtype,
+            .cached_tokens = request_.cached_tokens,
+            .links = plan.predicted.links,
+            .one_process = request_.one_process};
+  }
+
   bool Over(const Prediction& predicted) const {
     return request_.memory_budget_bytes != 0 && predicted.peak_bytes > request_.memory_budget_bytes;
   }
@@ -225,11 +256,13 @@ class ShapePlanner {
     return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.peak_bytes};
   }
 
-  // By more than the rounding of a sum: what ties stays as it is.
   bool IsBetter(const Prediction& predicted, const Prediction& best) const {
     if (Over(predicted) || Over(best)) return OrderOf(predicted) < OrderOf(best);
-    return predicted.seconds < best.seconds * (1 - 1e-9);
+    return predicted.seconds < best.seconds * (1 - kLeastGain);
   }
+
+  // Of another layout, wire dtype or placement: less is within the error of any prediction.
+  static constexpr double kLeastGain = 0.01;
 
   const ModelShape& model_;
   const PoolSpeed& speed_;

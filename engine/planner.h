@@ -7,8 +7,8 @@
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
 //     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
 //
-// The fastest of them stands for the shape. Where two tie, the first to come in these lists does; of two
-// schedules, the one that needs less memory.
+// The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
+// another gains 1 %. Of two schedules that tie, the one that needs less memory.
 #ifndef MESHFILL_ENGINE_PLANNER_H_
 #define MESHFILL_ENGINE_PLANNER_H_
 

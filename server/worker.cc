@@ -39,7 +39,8 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .threads = static_cast<int>(worker.threads()),
           .peak_flops = worker.peak_flops(),
           .memory_bytes = static_cast<int64_t>(worker.memory_bytes()),
-          .data_listen = worker.data_listen()};
+          .data_listen = worker.data_listen(),
+          .speed_profile_path = ToEngineOptions(config).speed_profile_path};
 }
 
 v1::Join MakeOffer(const v1::Config& config, const RankHost& host) {

@@ -102,7 +102,8 @@ struct PoolTiming {
   double plan_seconds = 0;
 };
 
-// A million tokens of an 8-billion-parameter Llama on ranks of 400 TFLOP/s with links of 20 GB/s.
+// A million tokens of an 8-billion-parameter Llama on ranks of 400 TFLOP/s, eight in a node, with every
+// choice left to the planner.
 double PlanSeconds(int ranks) {
   const ModelShape model = {.layers = 32,
                             .hidden = 4096,
@@ -112,10 +113,16 @@ double PlanSeconds(int ranks) {
                             .head_dim = 128,
                             .vocab = 128256,
                             .dtype = DType::kBf16};
-  const PoolSpeed speed = {
-      .gemm_flops_per_second = 400e12, .attention_flops_per_second = 400e12, .link_bytes_per_second = 20e9};
+  const PoolSpeed speed = {.gemm_flops_per_second = 400e12, .attention_flops_per_second = 400e12};
+  PlanRequest request = {.tokens = 1 << 20, .ranks = ranks};
+  request.layout = std::nullopt;
+  request.partial_dtype = std::nullopt;
+  request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 300e9},
+                      .between_nodes = {.latency_seconds = 2e-5, .bytes_per_second = 20e9},
+                      .node_bytes_per_second = 50e9};
+  for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / 8);
   const auto start = std::chrono::steady_clock::now();
-  const bool planned = MakePlan(model, speed, {.tokens = 1 << 20, .ranks = ranks}).ok();
+  const bool planned = MakePlan(model, speed, request).ok();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return planned ? seconds : std::nan("");
 }

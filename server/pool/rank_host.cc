@@ -8,7 +8,7 @@
 #include "absl/time/clock.h"
 #include "engine/comm/gloo.h"
 #include "engine/free_memory.h"
-#include "engine/pool_speed.h"
+#include "engine/pool_profile.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
 #include "server/log.h"
@@ -190,7 +190,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
   auto identified = IdentifyModel(options.model_path, shape.dtype);
   if (!identified.ok()) return identified.status();
 
-  auto speed = MeasureCpuPoolSpeed(shape, threads, options.ranks);
+  auto speed = CpuPoolSpeed(shape, threads, options.ranks, options.speed_profile_path);
   if (!speed.ok()) return speed.status();
   Measured measured{.speed = *speed, .peak_flops = options.peak_flops, .memory_bytes = options.memory_bytes};
   if (measured.peak_flops == 0)

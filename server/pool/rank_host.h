@@ -38,6 +38,7 @@ class RankHost {
     double peak_flops = 0;     // of all ranks together; 0: measured
     int64_t memory_bytes = 0;  // for the activations of one run; 0: 80 % of what is free after the load
     std::string data_listen = "127.0.0.1";
+    std::string speed_profile_path;  // keeps this host's measured speed (pool_profile.h); empty: measured
   };
 
   // Called from the host's threads, without its locks.

@@ -616,6 +616,13 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
                                          .one_process = false},
                                         plan.schedule);
     EXPECT_LE(plan.predicted.seconds, unplaced.seconds * (1 + 1e-9));
+    EXPECT_LE(LeastSeconds(model, speed,
+                           {.layout = plan.layout,
+                            .heads = plan.heads,
+                            .tile = plan.tile,
+                            .cached_tokens = request.cached_tokens,
+                            .links = plan.predicted.links}),
+              plan.predicted.seconds * (1 + 1e-9));
     EXPECT_EQ(plan.predicted.peak_bytes, unplaced.peak_bytes);
   }
   EXPECT_GT(placed, 0);
@@ -642,7 +649,7 @@ TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
         request.partial_dtype = dtype;
         const auto fixed = MakePlan(model, speed, request);
         ASSERT_TRUE(fixed.ok()) << fixed.status();
-        EXPECT_LE(choice->plan.predicted.seconds, fixed->plan.predicted.seconds * (1 + 1e-6));
+        EXPECT_LE(choice->plan.predicted.seconds, fixed->plan.predicted.seconds * 1.021);  // 1 % twice
         EXPECT_EQ(fixed->plan.layout.kind(), *request.layout);
         EXPECT_EQ(fixed->plan.partial_dtype, dtype);
       }

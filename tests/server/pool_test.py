@@ -7,12 +7,20 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 import unittest
 
 from cli_harness import TIMEOUT_SECONDS, run
 from pool_harness import SILENCE_SECONDS, PoolTestCase
+
+
+def floats(path):
+    """The one f32 tensor of a safetensors file."""
+    data = path.read_bytes()
+    tensor = data[8 + int.from_bytes(data[:8], "little"):]
+    return struct.unpack(f"<{len(tensor) // 4}f", tensor)
 
 
 class PoolTest(PoolTestCase):
@@ -36,6 +44,24 @@ class PoolTest(PoolTestCase):
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
         self.assertEqual(self.metric("meshfill_worker_joins_total"), 3)
         self.assertEqual(self.metric('meshfill_ranks{state="ready"}'), 4)
+
+    def test_ranks_sit_where_the_links_are(self):
+        """With slow links between two hosts, a KV ring of four stays on each, and the answer is what it is."""
+        self.leader.end()
+        self.start_leader("pool.link_bytes_per_second=1e6", "pool.host_link_bytes_per_second=1e9")
+        for host in ("left", "right"):
+            self.worker(host, "pool.worker.ranks=4", f"pool.worker.host={host}").wait_for("joined the pool")
+        files = [self.tmp / "placed.logits", self.tmp / "in_order.logits"]
+        options = ["--tokens", self.prompt, "--tile", "2x4", "--logits-out"]
+        text = self.succeed("prefill", "--server", self.address, *options, files[0])
+        self.assertIn("box 1x4x1 on a host", text)
+        self.embedded("--ranks", 8, *options, files[1])
+        placed, in_order = map(floats, files)  # their schedules differ, as the links do
+        scale = max(map(abs, in_order))
+        self.assertLess(max(abs(x - y) for x, y in zip(placed, in_order, strict=True)), 1e-5 * scale)
+        again = self.tmp / "again.logits"
+        self.succeed("prefill", "--server", self.address, *options, again)
+        self.assertEqual(files[0].read_bytes(), again.read_bytes())
 
     def test_a_worker_dies_and_one_is_stopped_in_the_middle(self):
         prompt = self.tmp / "middle.bytes"
