@@ -1,7 +1,7 @@
 #include "engine/prefill_engine.h"
 
 #include <algorithm>
-#include <array>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <mutex>
@@ -10,21 +10,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
-#include "engine/free_memory.h"
-#include "engine/model/model.h"
-#include "engine/pool_profile.h"
+#include "engine/embedded_pool.h"
 #include "engine/prefill_summary.h"
 #include "engine/rank_runner.h"
 #include "engine/speed_correction.h"
 #include "engine/timeline_recorder.h"
-#include "kernels/cpu/cpu_backend.h"
-#include "kernels/peak.h"
 
 namespace meshfill {
 namespace {
 
 constexpr int kMaxRanks = 64;
-constexpr double kPeakMeasureSeconds = 0.2;
 
 // No peer of this process gets lost, so a wait this long is a bug: it ends the request, never the server.
 absl::Duration WaitTimeout(const Plan& plan) {
@@ -70,36 +65,31 @@ absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) 
 
 class EmbeddedEngine : public PrefillEngine {
  public:
-  EmbeddedEngine(const EngineOptions& options, std::unique_ptr<Model> model,
-                 std::vector<std::unique_ptr<Backend>> backends, PoolSpeed speed, double peak_flops,
-                 int64_t memory_budget_bytes)
+  EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool)
       : options_(options),
-        model_(std::move(model)),
+        pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
-        backends_(std::move(backends)),
-        backend_name_(backends_.front()->name()),
-        speed_(speed),
-        peak_flops_(peak_flops),
-        memory_budget_bytes_(memory_budget_bytes) {
+        backend_name_(pool_.backends.front()->name()) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
     }
   }
 
-  const ModelShape& model() const override { return model_->shape(); }
+  const ModelShape& model() const override { return pool_.models.front()->shape(); }
   const std::string& model_name() const override { return model_name_; }
   const std::string& backend_name() const override { return backend_name_; }
-  int ranks() const override { return options_.ranks; }
-  double peak_flops() const override { return peak_flops_; }
+  int ranks() const override { return lost_ ? 0 : options_.ranks; }
+  double peak_flops() const override { return pool_.peak_flops; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
-    const ModelShape& shape = model_->shape();
+    if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
+    const ModelShape& shape = model();
     if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok())
       return status;
     PlanRequest request = PlanRequestOf(options_, options, tokens);
-    request.memory_budget_bytes = memory_budget_bytes_;
-    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, speed_, request);
+    request.memory_budget_bytes = pool_.memory_budget_bytes;
+    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.speed, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;
   }
@@ -108,21 +98,19 @@ class EmbeddedEngine : public PrefillEngine {
                                         PrefillObserver* observer, const StopToken* stop) override {
     absl::StatusOr<PlanChoice> choice = MakePlan(static_cast<int64_t>(tokens.size()), options);
     if (!choice.ok()) return choice.status();
-    if (absl::Status status = CheckTokenIds(model_->shape(), model_name_, tokens); !status.ok())
-      return status;
+    if (absl::Status status = CheckTokenIds(model(), model_name_, tokens); !status.ok()) return status;
     if (absl::Status status = CheckSchedule(choice->plan.schedule); !status.ok()) return status;
 
     PrefillResult result{.plan = std::move(choice->plan)};
     if (options.keep_kv) {
-      const ModelShape& shape = model_->shape();
+      const ModelShape& shape = model();
       result.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, static_cast<int64_t>(tokens.size()),
                         shape.dtype);
     }
     const auto start = std::chrono::steady_clock::now();
     std::vector<TimelineRecorder> recorders;
-    for (int rank = 0; options.keep_timeline && rank < options_.ranks; ++rank) {
-      recorders.emplace_back(rank, start);
-    }
+    const size_t kept_spans = options.keep_timeline ? TimelineRecorder::kCapacity : 0;
+    for (int rank = 0; rank < options_.ranks; ++rank) recorders.emplace_back(rank, start, kept_spans);
     std::vector<absl::StatusOr<RankOutput>> outputs = RunRanks(
         result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, recorders, observer, stop);
     result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -133,41 +121,43 @@ class EmbeddedEngine : public PrefillEngine {
       if (!output->logits.empty()) result.logits = std::move(output->logits);
     }
     correction_.Observe(result.plan.predicted.seconds, result.prefill_seconds);
-    absl::Status status = SummarisePrefill(model_->shape(), model_name_, peak_flops_, options.top_k, result);
+    absl::Status status = SummarisePrefill(model(), model_name_, pool_.peak_flops, options.top_k, result);
     if (!status.ok()) return status;
     if (options.keep_timeline) result.timeline = CollectTimeline(std::move(recorders));
     return result;
   }
 
  private:
-  // One thread for each rank. Where one fails, the others are stopped and woken. `recorders`: all or none.
+  // One thread for each rank. Where one fails, the others are stopped and woken.
   std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens,
                                                    KvCache* kv, std::vector<TimelineRecorder>& recorders,
                                                    PrefillObserver* observer, const StopToken* stop) {
     const int ranks = options_.ranks;
     std::vector<Backend*> backends;
-    for (const std::unique_ptr<Backend>& backend : backends_) backends.push_back(backend.get());
+    for (const std::unique_ptr<Backend>& backend : pool_.backends) backends.push_back(backend.get());
     std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(backends);
-    LayerProgress progress(ranks, model_->shape().layers, observer);
+    LayerProgress progress(ranks, model().layers, observer);
     StopToken run_stop(stop);
     std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
                                                     absl::StatusOr<RankOutput>(absl::UnknownError("")));
     const auto run_rank = [&](int rank) {
-      backends_[rank]->set_stop_token(&run_stop);
+      backends[rank]->set_stop_token(&run_stop);
       outputs[rank] = RunRank({.plan = plan,
-                               .model = *model_,
+                               .model = *pool_.models[rank],
                                .rank = rank,
                                .tokens = tokens,
-                               .backend = *backends_[rank],
+                               .backend = *backends[rank],
                                .communicator = *communicators[rank],
                                .wait_timeout = WaitTimeout(plan),
                                .on_layer_done = [&progress](int layer) { progress.RankFinished(layer); },
                                .kv = kv,
-                               .recorder = recorders.empty() ? nullptr : &recorders[rank]});
-      backends_[rank]->set_stop_token(nullptr);
+                               .recorder = &recorders[rank]});
+      backends[rank]->set_stop_token(nullptr);
       if (outputs[rank].ok()) return;
       run_stop.Stop();
       communicators[rank]->Abort(outputs[rank].status());
+      backends[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
+      if (backends[rank]->lost()) lost_ = true;
     };
     std::vector<std::thread> threads;
     threads.reserve(ranks);
@@ -177,14 +167,11 @@ class EmbeddedEngine : public PrefillEngine {
   }
 
   const EngineOptions options_;
-  const std::unique_ptr<Model> model_;
+  const EmbeddedPool pool_;
   std::string model_name_;
-  const std::vector<std::unique_ptr<Backend>> backends_;  // by rank
   const std::string backend_name_;
-  const PoolSpeed speed_;
   SpeedCorrection correction_;
-  const double peak_flops_;
-  const int64_t memory_budget_bytes_;
+  std::atomic<bool> lost_{false};  // a device has failed for good
 };
 
 }  // namespace
@@ -205,31 +192,9 @@ PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& opt
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> PrefillEngine::Load(const EngineOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  if (absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(options.device); !devices.ok()) {
-    return devices.status();
-  }
-  const int threads = options.threads > 0
-                          ? options.threads
-                          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(
-      options.model_path, options.dtype, [threads](DType dtype) { return MakeCpuBackend(dtype, threads); });
-  if (!model.ok()) return model.status();
-  const DType dtype = (*model)->shape().dtype;
-
-  absl::StatusOr<PoolSpeed> speed =
-      CpuPoolSpeed((*model)->shape(), threads, options.ranks, options.speed_profile_path);
-  if (!speed.ok()) return speed.status();
-  const double peak_flops =
-      options.peak_flops > 0 ? options.peak_flops : MeasurePeakFlops(dtype, threads, kPeakMeasureSeconds);
-  const int64_t budget =
-      options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
-
-  std::vector<std::unique_ptr<Backend>> backends;
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    backends.push_back(MakeCpuBackend(dtype, std::max(1, threads / options.ranks)));
-  }
-  return std::make_unique<EmbeddedEngine>(options, *std::move(model), std::move(backends), *speed, peak_flops,
-                                          budget);
+  absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(options);
+  if (!pool.ok()) return pool.status();
+  return std::make_unique<EmbeddedEngine>(options, *std::move(pool));
 }
 
 }  // namespace meshfill

@@ -274,7 +274,7 @@ DType Model::embedding_dtype() const { return embedding_->dtype(); }
 
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     const std::string& folder, std::optional<DType> dtype,
-    const std::function<std::unique_ptr<Backend>(DType)>& make_backend) {
+    const std::function<absl::StatusOr<std::unique_ptr<Backend>>(const ModelShape&)>& make_backend) {
   const absl::StatusOr<SafetensorsFolder> weights = SafetensorsFolder::Open(folder);
   if (!weights.ok()) return weights.status();
   const std::string config_path = (std::filesystem::path(folder) / "config.json").string();
@@ -300,7 +300,9 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   std::unique_ptr<Model> model(new Model);
   model->config_ = *std::move(config);
   model->config_.shape.dtype = dtype.value_or(finder.all_f32() ? DType::kF32 : DType::kBf16);
-  const std::unique_ptr<Backend> backend = make_backend(model->config_.shape.dtype);
+  const absl::StatusOr<std::unique_ptr<Backend>> made = make_backend(model->config_.shape);
+  if (!made.ok()) return made.status();
+  Backend* const backend = made->get();
   for (const LayerTensors& tensors : layers) {
     absl::StatusOr<LayerWeights> layer = PackLayer(*backend, tensors);
     if (!layer.ok()) return layer.status();

@@ -112,7 +112,7 @@ class CudaBackend final : public Backend {
   absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override {
     if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
     const int from = static_cast<const CudaPoint&>(*message.ready).device();
-    if (from == device_.ordinal) return message;
+    if (from == device_.ordinal || message.buffer->size_bytes() == 0) return message;
     return FetchFrom(from, message);
   }
 

@@ -1,4 +1,5 @@
 // What a build without CUDA answers to those who ask for its devices.
+#include "kernels/cuda/attention_bench.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/device.h"
 
@@ -15,5 +16,9 @@ absl::Status NoCuda() {
 absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() { return NoCuda(); }
 absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice&) { return NoCuda(); }
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaDevice&) { return NoCuda(); }
+absl::StatusOr<CudaAttentionBenchResult> BenchCudaAttention(const CudaAttentionBenchOptions&,
+                                                            const CudaDeviceTraits&) {
+  return NoCuda();
+}
 
 }  // namespace meshfill

@@ -4,7 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/device.h"
 #include "kernels/cpu/attention_bench.h"
+#include "kernels/cuda/attention_bench.h"
 #include "nlohmann/json.hpp"
 #include "server/commands/flags.h"
 #include "server/progress_bar.h"
@@ -16,7 +18,9 @@ namespace {
 class BenchAttentionCommand : public Command {
  public:
   explicit BenchAttentionCommand(CLI::App& parent)
-      : Command(parent.add_subcommand("attention", "Causal attention against the machine's register loop")) {
+      : Command(parent.add_subcommand("attention",
+                                      "Causal attention against the machine's register loop, or on a GPU")) {
+    AddDeviceOption(*app_, device_)->description("cpu (default), cuda, or auto");
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
     AddCount("--head-dim", options_.head_dim, "Width of a head, 1 to 256");
     AddCount("--tokens", options_.tokens, "Queries and keys");
@@ -31,6 +35,9 @@ class BenchAttentionCommand : public Command {
   }
 
   absl::Status Run() override {
+    const absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(device_);
+    if (!devices.ok()) return devices.status();
+    if (!devices->empty()) return RunOnGpu(devices->front());
     absl::StatusOr<AttentionBenchResult> result = BenchAttention(options_);
     if (!result.ok()) return result.status();
     std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
@@ -38,6 +45,30 @@ class BenchAttentionCommand : public Command {
   }
 
  private:
+  absl::Status RunOnGpu(const CudaDevice& device) {
+    absl::StatusOr<CudaAttentionBenchResult> result = BenchCudaAttention({.dtype = options_.dtype,
+                                                                          .head_dim = options_.head_dim,
+                                                                          .q_heads = options_.q_heads,
+                                                                          .kv_heads = options_.kv_heads,
+                                                                          .tokens = options_.tokens,
+                                                                          .repeats = options_.repeats},
+                                                                         device.traits);
+    if (!result.ok()) return result.status();
+    const double peak = CudaPeakFlops(device.name), flops = result->flops_per_second;
+    const nlohmann::ordered_json json = {
+        {"target", device.name},      {"dtype", DTypeName(options_.dtype)}, {"head_dim", options_.head_dim},
+        {"tokens", options_.tokens},  {"q_heads", options_.q_heads},        {"kv_heads", options_.kv_heads},
+        {"seconds", result->seconds}, {"flops_per_second", flops},          {"peak_flops_per_second", peak}};
+    const std::string text = absl::StrFormat(
+        "%s, %s, head_dim %d, %s tokens, %d query and %d KV heads\n"
+        "attention       %.1f TFLOP/s (%s), %.1f %% of the data sheet's peak\n",
+        device.name, DTypeName(options_.dtype), options_.head_dim,
+        FormatCount(static_cast<double>(options_.tokens)), options_.q_heads, options_.kv_heads, flops / 1e12,
+        FormatSeconds(result->seconds), peak > 0 ? 100 * flops / peak : 0.0);
+    std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
+    return absl::OkStatus();
+  }
+
   template <typename T>
   void AddCount(const std::string& name, T& value, const std::string& help) {
     app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
@@ -70,6 +101,7 @@ class BenchAttentionCommand : public Command {
         FormatSeconds(result.seconds), result.peak_flops_per_second / 1e9, result.ratio);
   }
 
+  DeviceChoice device_ = DeviceChoice::kCpu;
   AttentionBenchOptions options_;
   bool json_ = false;
 };

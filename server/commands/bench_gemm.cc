@@ -4,7 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/device.h"
 #include "kernels/cpu/gemm_bench.h"
+#include "kernels/cuda/gemm_bench.h"
 #include "nlohmann/json.hpp"
 #include "server/commands/flags.h"
 #include "server/progress_bar.h"
@@ -16,7 +18,9 @@ namespace {
 class BenchGemmCommand : public Command {
  public:
   explicit BenchGemmCommand(CLI::App& parent)
-      : Command(parent.add_subcommand("gemm", "A linear layer against the machine's register loop")) {
+      : Command(parent.add_subcommand("gemm",
+                                      "A linear layer against the machine's register loop, or on a GPU")) {
+    AddDeviceOption(*app_, device_)->description("cpu (default), cuda, or auto");
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
     AddCount("--tokens", options_.tokens, "Rows that are multiplied");
     AddCount("--in-features", options_.in_features, "Width of the input");
@@ -27,6 +31,9 @@ class BenchGemmCommand : public Command {
   }
 
   absl::Status Run() override {
+    const absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(device_);
+    if (!devices.ok()) return devices.status();
+    if (!devices->empty()) return RunOnGpu(devices->front());
     absl::StatusOr<GemmBenchResult> result = BenchGemm(options_);
     if (!result.ok()) return result.status();
     std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
@@ -34,6 +41,33 @@ class BenchGemmCommand : public Command {
   }
 
  private:
+  absl::Status RunOnGpu(const CudaDevice& device) {
+    absl::StatusOr<CudaGemmBenchResult> result = BenchCudaGemm({.tokens = options_.tokens,
+                                                                .in_features = options_.in_features,
+                                                                .out_features = options_.out_features,
+                                                                .repeats = options_.repeats},
+                                                               device);
+    if (!result.ok()) return result.status();
+    const double peak = CudaPeakFlops(device.name), flops = result->flops_per_second;
+    const nlohmann::ordered_json json = {{"target", device.name},
+                                         {"dtype", "bf16"},
+                                         {"tokens", options_.tokens},
+                                         {"in_features", options_.in_features},
+                                         {"out_features", options_.out_features},
+                                         {"seconds", result->seconds},
+                                         {"flops_per_second", flops},
+                                         {"peak_flops_per_second", peak}};
+    const std::string text = absl::StrFormat(
+        "%s, bf16, %s tokens, %s to %s features\n"
+        "linear layer    %.1f TFLOP/s (%s), %.1f %% of the data sheet's peak\n",
+        device.name, FormatCount(static_cast<double>(options_.tokens)),
+        FormatCount(static_cast<double>(options_.in_features)),
+        FormatCount(static_cast<double>(options_.out_features)), flops / 1e12, FormatSeconds(result->seconds),
+        peak > 0 ? 100 * flops / peak : 0.0);
+    std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
+    return absl::OkStatus();
+  }
+
   template <typename T>
   void AddCount(const std::string& name, T& value, const std::string& help) {
     app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
@@ -65,6 +99,7 @@ class BenchGemmCommand : public Command {
         result.peak_flops_per_second / 1e9, result.ratio);
   }
 
+  DeviceChoice device_ = DeviceChoice::kCpu;
   GemmBenchOptions options_;
   bool json_ = false;
 };

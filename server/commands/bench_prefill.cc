@@ -76,6 +76,7 @@ class BenchPrefillCommand : public Command {
     AddLayoutOption(*app_, layout_);
     AddStripeOption(*app_, stripe_);
     AddDTypeOption(*app_, engine_.dtype);
+    AddDeviceOption(*app_, engine_.device);
     app_->add_option("--threads", engine_.threads, "CPU threads of the pool (default: one per core)")
         ->check(WholeNumber(1));
     app_->add_option("--repeats", repeats_, "Runs of each plan; medians are reported")

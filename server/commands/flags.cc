@@ -69,6 +69,10 @@ CLI::Option* AddStripeOption(CLI::App& app, std::optional<int64_t>& stripe) {
       ->check(CLI::Range(int64_t{1}, int64_t{std::numeric_limits<int32_t>::max()}));
 }
 
+CLI::Option* AddDeviceOption(CLI::App& app, DeviceChoice& device) {
+  return AddParsedOption(app, "--device", device, ParseDevice, "NAME", "auto, cpu or cuda");
+}
+
 CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype) {
   return AddParsedOption(app, "--dtype", dtype, ParseComputeDType, "NAME",
                          "Compute dtype, bf16 or f32 (default: f32 for f32 weights, else bf16)");

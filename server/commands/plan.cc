@@ -7,10 +7,9 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "engine/free_memory.h"
+#include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
 #include "engine/planner.h"
-#include "engine/pool_profile.h"
 #include "engine/predicted_timeline.h"
 #include "server/commands/flags.h"
 #include "server/config.h"
@@ -82,9 +81,11 @@ class PlanCommand : public Command {
                                                 " is above the model's context of ", shape->context_tokens,
                                                 " tokens; plan a shorter prompt"));
     }
-    absl::StatusOr<PoolSpeed> speed = Measure(options, *shape);
+    absl::StatusOr<PoolSpeed> speed = EmbeddedPoolSpeed(options, *shape);
     if (!speed.ok()) return speed.status();
-    absl::StatusOr<PlanChoice> choice = MakePlan(*shape, *speed, Request(*config, options));
+    const absl::StatusOr<PlanRequest> request = Request(*config, options);
+    if (!request.ok()) return request.status();
+    absl::StatusOr<PlanChoice> choice = MakePlan(*shape, *speed, *request);
     if (!choice.ok()) return choice.status();
     if (!svg_path_.empty()) {
       const std::string svg =
@@ -96,18 +97,13 @@ class PlanCommand : public Command {
   }
 
  private:
-  static absl::StatusOr<PoolSpeed> Measure(const EngineOptions& options, const ModelShape& shape) {
-    const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-    return CpuPoolSpeed(shape, options.threads > 0 ? options.threads : cores, options.ranks,
-                        options.speed_profile_path);
-  }
-
   // Of a pool of workers, each is taken to be as fast as a rank of an embedded pool here.
-  PlanRequest Request(const v1::Config& config, const EngineOptions& options) const {
+  absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options) const {
+    const absl::StatusOr<int64_t> budget = EmbeddedPoolBudgetBytes(options);
+    if (!budget.ok()) return budget.status();
     PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
     request.cached_tokens = cached_tokens_;
-    request.memory_budget_bytes =
-        options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
+    request.memory_budget_bytes = *budget;
     if (config.pool().control_listen().empty()) return request;
     request.one_process = false;
     request.topology = LinksOf(config.pool());

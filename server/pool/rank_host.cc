@@ -184,7 +184,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                           ? options.threads
                           : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   auto model = Model::Load(options.model_path, options.dtype,
-                           [threads](DType dtype) { return MakeCpuBackend(dtype, threads); });
+                           [threads](const ModelShape& shape) { return MakeCpuBackend(shape.dtype, threads); });
   if (!model.ok()) return model.status();
   const ModelShape& shape = (*model)->shape();
   auto identified = IdentifyModel(options.model_path, shape.dtype);

@@ -66,7 +66,8 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     options.tied_embeddings = true;
     if (family == ModelFamily::kMistral) options.sliding_window = 77;
     ASSERT_TRUE(MakeModel(options, folder.path()).ok());
-    const auto model = Model::Load(folder.path(), std::nullopt, MakeReferenceBackend);
+    const auto model = Model::Load(folder.path(), std::nullopt,
+                                   [](const ModelShape& shape) { return MakeReferenceBackend(shape.dtype); });
     ASSERT_TRUE(model.ok()) << model.status();
     const ModelConfig& config = (*model)->config();
     EXPECT_EQ(config.family, family);

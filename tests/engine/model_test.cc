@@ -22,7 +22,8 @@ constexpr char kLayer1[] = "model.layers.1.";
 
 absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& folder,
                                             std::optional<DType> dtype = std::nullopt) {
-  return Model::Load(folder, dtype, MakeReferenceBackend);
+  return Model::Load(folder, dtype,
+                     [](const ModelShape& shape) { return MakeReferenceBackend(shape.dtype); });
 }
 
 // A small good model as a folder in memory.

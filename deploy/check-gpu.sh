@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can tell, in one table: correctness of the kernels and of the engine on a device, and speed.
+#
+#   deploy/check-gpu.sh --build     here: builds what runs there, and collects it with its libraries: build/gpu/meshfill-gpu.tar.gz
+#   deploy/check-gpu.sh check       there: the gpu tests, compute-sanitizer, parity and independence, NCCL, refusals
+#   deploy/check-gpu.sh measure     there: attention against cuDNN's and PyTorch's, products, a layer, an 8B-shaped model's prefill
+#
+# "There" is a bare machine with a driver, CUDA and PyTorch, and this tree with build/gpu in it. Each part stays below ten
+# minutes, each of its steps below a limit of its own; what was left out for lack of time or of a device says so.
+# Status: 0 all met, 1 something is not, 77 no device.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+package=build/gpu/meshfill-gpu.tar.gz
+most_bytes=$((56 << 20))   # of the package: it travels with the tree, 64 MiB in all
+
+build() {
+  local binaries=(server/meshfill tests/kernels/cuda_attention_test tests/kernels/cuda_backend_test
+                  tests/engine/parity_test tests/engine/independence_test)
+  local folder=${MESHFILL_BUILD:-build/release} stage
+  [ -n "${MESHFILL_BUILD:-}" ] || cmake --preset release -DMESHFILL_CUDA=ON >/dev/null
+  cmake --build "$folder" --parallel "$(nproc)" --target meshfill cuda_attention_test cuda_backend_test parity_test independence_test
+  stage=$(mktemp -d)
+  trap 'rm -rf "$stage"' RETURN
+  mkdir -p "$stage/bin" "$stage/lib" build/gpu
+  for binary in "${binaries[@]}"; do
+    strip -o "$stage/bin/$(basename "$binary")" "$folder/$binary"
+  done
+  # What a bare machine may lack: all but the C and C++ runtimes.
+  ldd "$stage"/bin/* | awk '$2 == "=>" && $3 ~ /^\// {print $3}' | sort -u |
+    grep -vE '/(libc|libm|libdl|librt|libpthread|libresolv|libgcc_s|libstdc\+\+|ld-linux[^/]*)\.so' |
+    xargs -I{} cp -L {} "$stage/lib/"
+  tar -C "$stage" -czf "$package" bin lib
+  local bytes
+  bytes=$(stat -c %s "$package")
+  echo "$package: $((bytes >> 20)) MiB, $(ls "$stage/bin" | wc -l) programs, $(ls "$stage/lib" | wc -l) libraries"
+  [ "$bytes" -le "$most_bytes" ] || { echo "check-gpu.sh: above $((most_bytes >> 20)) MiB: too large to travel" >&2; exit 1; }
+}
+
+case "${1:-}" in
+  --build) build ;;
+  check | measure)
+    [ -f "$package" ] || { echo "check-gpu.sh: no $package; run deploy/check-gpu.sh --build first" >&2; exit 1; }
+    unpacked=${TMPDIR:-/tmp}/meshfill-gpu
+    mkdir -p "$unpacked" && tar -C "$unpacked" -xzf "$package"
+    exec python3 deploy/check_gpu.py "$1" "$unpacked"
+    ;;
+  *) sed -n '2,11p' "$0" | cut -c3- >&2; exit 2 ;;
+esac

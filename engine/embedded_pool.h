@@ -1,0 +1,41 @@
+// What the ranks of one process compute with: their backends, the weights where these read them, and what
+// both were measured to do.
+//
+// On the CPU the ranks share its cores and one copy of the weights. On GPUs they are dealt to the devices in
+// turn of blocks (with 4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank a
+// stream.
+#ifndef MESHFILL_ENGINE_EMBEDDED_POOL_H_
+#define MESHFILL_ENGINE_EMBEDDED_POOL_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/cost_model.h"
+#include "engine/device.h"
+#include "engine/model/model.h"
+#include "engine/prefill_engine.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+struct EmbeddedPool {
+  std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
+  std::vector<std::unique_ptr<Backend>> backends;    // by rank
+  PoolSpeed speed;
+  double peak_flops = 0;            // of all ranks together
+  int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
+};
+
+// Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or
+// cannot compute this model; RESOURCE_EXHAUSTED where the weights do not fit, with the bytes they need.
+absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options);
+
+// Of such a pool, without its weights.
+absl::StatusOr<PoolSpeed> EmbeddedPoolSpeed(const EngineOptions& options, const ModelShape& shape);
+absl::StatusOr<int64_t> EmbeddedPoolBudgetBytes(const EngineOptions& options);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_EMBEDDED_POOL_H_

@@ -1,0 +1,118 @@
+// Launches of the product's kernels, carried out by the plain reference in their turn on the stream.
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/attention.h"
+#include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/layer_ops.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/fake_cuda/fake_cuda.h"
+
+namespace meshfill {
+namespace {
+
+constexpr auto At = [](auto* pointer) { return FakeCuda::At(pointer); };
+
+// `run` gets a backend of its own: the reference keeps nothing between operations.
+absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::Status(Backend&)> run) {
+  return LaunchStatus(name, FakeCuda::Enqueue(stream, [run = std::move(run)] {
+                        const auto reference = MakeReferenceBackend(DType::kBf16);
+                        run(*reference).IgnoreError();  // it has no way to fail
+                      }));
+}
+
+}  // namespace
+
+absl::Status LaunchEmbed(const uint32_t* ids, int64_t tokens, const void* table, DType table_dtype,
+                         int64_t width, float* x, CUstream_st* stream) {
+  if (tokens == 0) return absl::OkStatus();
+  return Enqueue("embed", stream, [=](Backend& reference) {
+    return reference.Embed({At(ids), static_cast<size_t>(tokens)}, At(table), table_dtype, width, At(x));
+  });
+}
+
+absl::Status LaunchRmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
+                           BFloat16* y, CUstream_st* stream) {
+  if (tokens == 0) return absl::OkStatus();
+  return Enqueue("rms norm", stream, [=](Backend& reference) {
+    return reference.RmsNorm(At(x), At(weight), tokens, width, eps, At(y));
+  });
+}
+
+absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
+  if (args.tokens == 0) return absl::OkStatus();
+  return Enqueue("split qkv", stream, [args = args](Backend& reference) mutable {
+    args.qkv = At(args.qkv), args.q = At(args.q), args.k = At(args.k), args.v = At(args.v);
+    args.q_norm = At(args.q_norm), args.k_norm = At(args.k_norm);
+    args.rope_cos = At(args.rope_cos), args.rope_sin = At(args.rope_sin);
+    return reference.SplitQkv(args);
+  });
+}
+
+absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* stream) {
+  if (args.rows == 0) return absl::OkStatus();
+  return Enqueue("merge partial", stream, [args = args](Backend& reference) mutable {
+    args.o = At(args.o), args.lse = At(args.lse);
+    args.other_o = At(args.other_o), args.other_lse = At(args.other_lse);
+    return reference.MergePartial(args);
+  });
+}
+
+absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
+  if (args.tokens == 0) return absl::OkStatus();
+  return Enqueue("copy heads", stream, [args = args](Backend& reference) mutable {
+    args.from = At(args.from), args.to = At(args.to);
+    return reference.CopyHeads(args);
+  });
+}
+
+absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y,
+                          CUstream_st* stream) {
+  if (tokens == 0) return absl::OkStatus();
+  return Enqueue("swiglu", stream,
+                 [=](Backend& reference) { return reference.SwiGlu(At(x), tokens, width, At(y)); });
+}
+
+absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,
+                           CUstream_st* stream) {
+  if (count == 0) return absl::OkStatus();
+  // One head of one element a slot: CopyHeads rounds as Convert does. f16 by way of the embedding.
+  return Enqueue("convert", stream, [=](Backend& reference) {
+    if (from_dtype == DType::kF16) {
+      const uint32_t first[] = {0};
+      std::vector<float> values(count);
+      if (absl::Status status = reference.Embed(first, At(from), DType::kF16, count, values.data());
+          !status.ok()) {
+        return status;
+      }
+      return reference.Convert(values.data(), count, to_dtype, At(to));
+    }
+    return reference.CopyHeads({.from = At(from),
+                                .from_rows = {.dtype = from_dtype, .head_stride = count, .slot_stride = 1},
+                                .to = At(to),
+                                .to_rows = {.dtype = to_dtype, .head_stride = count, .slot_stride = 1},
+                                .heads = 1,
+                                .tokens = count,
+                                .head_dim = 1});
+  });
+}
+
+absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, const CudaDeviceTraits&,
+                                CUstream_st* stream, CudaAttentionKernel) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(args.q) | reinterpret_cast<uintptr_t>(args.k) |
+                        reinterpret_cast<uintptr_t>(args.v) | 2 * reinterpret_cast<uintptr_t>(args.o)) %
+                           16 ==
+                       0;
+  if (dtype != DType::kBf16 || args.head_dim % 8 != 0 || !aligned) {
+    return absl::InvalidArgumentError("fake cuda attention: an argument that the kernels refuse");
+  }
+  if (args.q_tokens == 0) return absl::OkStatus();
+  return Enqueue("attention", stream, [args = args](Backend& reference) mutable {
+    if (args.k_tokens > 0) args.k = At(args.k), args.v = At(args.v);
+    args.q = At(args.q), args.o = At(args.o), args.lse = At(args.lse);
+    return reference.AttentionBlock(args);
+  });
+}
+
+}  // namespace meshfill

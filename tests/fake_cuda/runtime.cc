@@ -1,0 +1,426 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tests/fake_cuda/fake_cuda.h"
+
+namespace meshfill {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+[[noreturn]] void Fail(const char* what) {
+  std::fprintf(stderr, "fake cuda: %s\n", what);
+  std::abort();
+}
+
+// No mapping of a process lies here: the host faults when it reads a device pointer.
+constexpr uintptr_t kDeviceOffset = uintptr_t{1} << 52;
+constexpr size_t kGraveyardBytes = size_t{256} << 20;
+
+struct Allocation {
+  std::unique_ptr<unsigned char[]> memory;
+  size_t size_bytes;
+  bool freed = false;
+};
+
+int DevicesFromEnvironment() {
+  const char* count = std::getenv("MESHFILL_FAKE_DEVICES");
+  return count == nullptr ? 1 : std::atoi(count);
+}
+
+std::atomic<int> devices{DevicesFromEnvironment()};
+std::atomic<int> driver_version{CUDART_VERSION};
+std::atomic<int> compute_major{9};
+std::atomic<size_t> memory_bytes{size_t{8} << 30};
+std::atomic<int> most_delay_microseconds{200};
+std::atomic<bool> broken{false};
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t Return(cudaError_t error) {
+  if (broken) error = cudaErrorIllegalAddress;
+  if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
+  return error;
+}
+
+// Every allocation there was, and those whose memory is kept unused.
+class Memory {
+ public:
+  void* Allocate(size_t size_bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (in_use_ + size_bytes > memory_bytes) return nullptr;
+    in_use_ += size_bytes;
+    // With room before and behind, so that neighbours never touch.
+    auto memory = std::unique_ptr<unsigned char[]>(new unsigned char[size_bytes + 512]);
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory.get()) + 255) / 256 * 256;
+    allocations_[begin] = {std::move(memory), size_bytes};
+    return reinterpret_cast<void*>(begin + kDeviceOffset);
+  }
+  void CountFree(void* device_pointer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto found = allocations_.find(reinterpret_cast<uintptr_t>(device_pointer) - kDeviceOffset);
+    if (found == allocations_.end() || found->second.freed) Fail("freed what is not allocated");
+    found->second.freed = true;
+    in_use_ -= found->second.size_bytes;
+  }
+  void Poison(void* device_pointer) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(device_pointer) - kDeviceOffset;
+    size_t size_bytes;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      size_bytes = allocations_.at(begin).size_bytes;
+    }
+    std::memset(reinterpret_cast<void*>(begin), 0xff, size_bytes);
+  }
+  void Bury(void* device_pointer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    graveyard_.push_back(reinterpret_cast<uintptr_t>(device_pointer) - kDeviceOffset);
+    buried_ += allocations_.at(graveyard_.back()).size_bytes;
+    while (buried_ > kGraveyardBytes) {
+      const auto oldest = allocations_.find(graveyard_.front());
+      buried_ -= oldest->second.size_bytes;
+      allocations_.erase(oldest);
+      graveyard_.pop_front();
+    }
+  }
+  void* Find(const void* device_pointer) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(device_pointer) - kDeviceOffset;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto next = allocations_.upper_bound(address);
+    if (next == allocations_.begin()) Fail("an operation was given a pointer that is not the device's");
+    --next;
+    if (address > next->first + next->second.size_bytes)
+      Fail("an operation was given a pointer to no allocation");
+    return reinterpret_cast<void*>(address);
+  }
+  size_t in_use() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_use_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uintptr_t, Allocation> allocations_;  // by their first byte on the host
+  std::deque<uintptr_t> graveyard_;
+  size_t buried_ = 0;
+  size_t in_use_ = 0;
+};
+
+Memory& TheMemory() {
+  static auto* const memory = new Memory;
+  return *memory;
+}
+
+// A record of an event: over when its stream has come to it.
+struct Record {
+  std::mutex mutex;
+  std::condition_variable passed;
+  bool over = false;
+  Clock::time_point at;
+
+  void Pass() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    over = true;
+    at = Clock::now();
+    passed.notify_all();
+  }
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    passed.wait(lock, [&] { return over; });
+  }
+  bool IsOver() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return over;
+  }
+};
+
+class Stream {
+ public:
+  explicit Stream(int device)
+      : device_(device), random_(std::random_device()()), thread_([this] { Work(); }) {}
+  ~Stream() {
+    Push(nullptr);
+    thread_.join();
+  }
+  int device() const { return device_; }
+
+  void Push(std::function<void()> run) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(run));
+    changed_.notify_all();
+  }
+  bool Idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return queue_.empty();
+  }
+
+ private:
+  void Work() {
+    while (true) {
+      std::function<void()> run;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [this] { return !queue_.empty(); });
+        run = queue_.front();
+      }
+      if (run == nullptr) return;
+      if (const int most = most_delay_microseconds; most > 0 && random_() % 4 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random_() % most));
+      }
+      run();
+      run = nullptr;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.pop_front();
+    }
+  }
+
+  const int device_;
+  std::mt19937_64 random_;  // of the worker
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  std::thread thread_;  // last
+};
+
+struct Event {
+  int device;
+  std::mutex mutex;
+  std::shared_ptr<Record> latest;
+
+  std::shared_ptr<Record> Latest() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return latest;
+  }
+};
+
+Stream& Of(cudaStream_t stream) {
+  if (stream == nullptr) Fail("the default stream is not this project's");
+  return *reinterpret_cast<Stream*>(stream);
+}
+Event& Of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
+
+std::mutex streams_mutex;
+std::vector<Stream*> streams;
+
+}  // namespace
+
+void FakeCuda::set_devices(int count) { devices = count; }
+void FakeCuda::set_driver_version(int version) { driver_version = version; }
+void FakeCuda::set_compute_capability(int major) { compute_major = major; }
+void FakeCuda::set_memory_bytes(size_t bytes) { memory_bytes = bytes; }
+void FakeCuda::set_most_delay_microseconds(int microseconds) { most_delay_microseconds = microseconds; }
+void FakeCuda::BreakDevice() { broken = true; }
+int64_t FakeCuda::bytes_in_use() { return static_cast<int64_t>(TheMemory().in_use()); }
+
+cudaError_t FakeCuda::Enqueue(cudaStream_t stream, std::function<void()> run) {
+  if (broken) return Return(cudaErrorIllegalAddress);
+  if (Of(stream).device() != current_device) return Return(cudaErrorInvalidResourceHandle);
+  Of(stream).Push(std::move(run));
+  return cudaSuccess;
+}
+
+void* FakeCuda::Memory(const void* device_pointer) { return TheMemory().Find(device_pointer); }
+
+}  // namespace meshfill
+
+using meshfill::FakeCuda;
+using meshfill::Return;
+
+extern "C" {
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = meshfill::driver_version;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = meshfill::devices;
+  return Return(*count == 0 ? cudaErrorNoDevice : cudaSuccess);
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  *properties = {};
+  std::strcpy(properties->name, "Fake GPU");
+  properties->totalGlobalMem = meshfill::memory_bytes;
+  return Return(cudaSuccess);
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = meshfill::compute_major;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 4;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 227 << 10;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = 1 << 20;
+      break;
+    default:
+      *value = 0;
+  }
+  return Return(cudaSuccess);
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "a fake error";
+}
+const char* cudaGetErrorName(cudaError_t error) {
+  static thread_local std::string name;
+  name = "error " + std::to_string(error);
+  return name.c_str();
+}
+cudaError_t cudaGetLastError() { return std::exchange(meshfill::last_error, cudaSuccess); }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = meshfill::current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  meshfill::current_device = device;
+  return Return(cudaSuccess);
+}
+cudaError_t cudaDeviceSynchronize() {
+  if (meshfill::broken) return Return(cudaSuccess);
+  const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
+  for (meshfill::Stream* stream : meshfill::streams) {
+    while (!stream->Idle()) std::this_thread::yield();
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  *total_bytes = meshfill::memory_bytes;
+  *free_bytes = *total_bytes - std::min(*total_bytes, meshfill::TheMemory().in_use());
+  return Return(cudaSuccess);
+}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
+  *pool = nullptr;
+  return Return(cudaSuccess);
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return Return(cudaSuccess); }
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return Return(cudaSuccess); }
+
+cudaError_t cudaMallocAsync(void** pointer, size_t size_bytes, cudaStream_t stream) {
+  *pointer = meshfill::TheMemory().Allocate(size_bytes);
+  if (*pointer == nullptr) return Return(cudaErrorMemoryAllocation);
+  return FakeCuda::Enqueue(stream, [memory = *pointer] { meshfill::TheMemory().Poison(memory); });
+}
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  meshfill::TheMemory().CountFree(pointer);
+  return FakeCuda::Enqueue(stream, [pointer] {
+    meshfill::TheMemory().Poison(pointer);
+    meshfill::TheMemory().Bury(pointer);
+  });
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  auto* made = new meshfill::Stream(meshfill::current_device);
+  *stream = reinterpret_cast<cudaStream_t>(made);
+  const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
+  meshfill::streams.push_back(made);
+  return Return(cudaSuccess);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  {
+    const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
+    std::erase(meshfill::streams, &meshfill::Of(stream));
+  }
+  delete &meshfill::Of(stream);
+  return Return(cudaSuccess);
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return Return(meshfill::Of(stream).Idle() ? cudaSuccess : cudaErrorNotReady);
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
+  std::shared_ptr<meshfill::Record> record = meshfill::Of(event).Latest();
+  if (record == nullptr) return Return(cudaSuccess);  // never recorded: no wait
+  return FakeCuda::Enqueue(stream, [record = std::move(record)] { record->Wait(); });
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
+  auto* made = new meshfill::Event;
+  made->device = meshfill::current_device;
+  *event = reinterpret_cast<cudaEvent_t>(made);
+  return Return(cudaSuccess);
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete &meshfill::Of(event);
+  return Return(cudaSuccess);
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (meshfill::Of(event).device != meshfill::Of(stream).device())
+    return Return(cudaErrorInvalidResourceHandle);
+  auto record = std::make_shared<meshfill::Record>();
+  {
+    const std::lock_guard<std::mutex> lock(meshfill::Of(event).mutex);
+    meshfill::Of(event).latest = record;
+  }
+  return FakeCuda::Enqueue(stream, [record] { record->Pass(); });
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const std::shared_ptr<meshfill::Record> record = meshfill::Of(event).Latest();
+  return Return(record == nullptr || record->IsOver() ? cudaSuccess : cudaErrorNotReady);
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  const auto first = meshfill::Of(start).Latest(), last = meshfill::Of(end).Latest();
+  if (first == nullptr || last == nullptr) return Return(cudaErrorInvalidResourceHandle);
+  if (!first->IsOver() || !last->IsOver()) return cudaErrorNotReady;
+  *milliseconds = std::chrono::duration<float, std::milli>(last->at - first->at).count();
+  return Return(cudaSuccess);
+}
+
+// Pageable host memory: read before the call returns, written before it returns.
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  if (kind == cudaMemcpyHostToDevice) {
+    std::vector<unsigned char> staged(static_cast<const unsigned char*>(from),
+                                      static_cast<const unsigned char*>(from) + size_bytes);
+    return FakeCuda::Enqueue(stream, [to, staged = std::move(staged)] {
+      if (!staged.empty()) std::memcpy(FakeCuda::Memory(to), staged.data(), staged.size());
+    });
+  }
+  if (kind != cudaMemcpyDeviceToHost) return Return(cudaErrorInvalidValue);
+  return cudaMemcpy2DAsync(to, size_bytes, from, size_bytes, size_bytes, 1, kind, stream);
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (kind != cudaMemcpyDeviceToHost || width > to_pitch || width > from_pitch)
+    return Return(cudaErrorInvalidValue);
+  auto copied = std::make_shared<meshfill::Record>();
+  const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
+    for (size_t row = 0; row < height && width > 0; ++row) {
+      std::memcpy(static_cast<char*>(to) + row * to_pitch,
+                  static_cast<const char*>(FakeCuda::Memory(from)) + row * from_pitch, width);
+    }
+    copied->Pass();
+  });
+  if (error == cudaSuccess) copied->Wait();
+  return error;
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size_bytes,
+                                cudaStream_t stream) {
+  return FakeCuda::Enqueue(stream,
+                           [=] { std::memcpy(FakeCuda::Memory(to), FakeCuda::Memory(from), size_bytes); });
+}
+
+}  // extern "C"

@@ -1,0 +1,577 @@
+// The CUDA backend against the reference, operation by operation, on fresh random inputs and poisoned
+// outputs; and what it promises of streams and memory. Runs on a device, or ends with status 77: not run.
+// Linked with tests/fake_cuda it runs anywhere.
+#include "kernels/cuda/cuda_backend.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/random_tensor.h"
+
+namespace meshfill {
+namespace {
+
+// A tensor's copy on the device.
+class OnDevice {
+ public:
+  OnDevice(Backend& backend, const Tensor& tensor) : backend_(backend), tensor_(tensor) {
+    absl::StatusOr<BufferRef> buffer = backend.Place(tensor.data(), ByteCount());
+    EXPECT_TRUE(buffer.ok()) << buffer.status();
+    if (buffer.ok()) buffer_ = *std::move(buffer);
+  }
+  template <typename T = void>
+  T* data() {
+    return buffer_->data<T>();
+  }
+  // After what was called before.
+  Tensor Read() {
+    EXPECT_TRUE(backend_.Download(data(), ByteCount(), tensor_.data()).ok());
+    return tensor_;
+  }
+
+ private:
+  size_t ByteCount() const { return tensor_.count() * DTypeBytes(tensor_.dtype()); }
+
+  Backend& backend_;
+  Tensor tensor_;
+  BufferRef buffer_;
+};
+
+class CudaBackendTest : public testing::Test {
+ protected:
+  void SetUp() override { backend_ = Make(); }
+
+  static std::unique_ptr<Backend> Make(size_t device = 0) {
+    const auto devices = FindCudaDevices();
+    EXPECT_TRUE(devices.ok()) << devices.status();
+    if (!devices.ok()) return nullptr;
+    auto backend = MakeCudaBackend((*devices)[device % devices->size()]);
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    return backend.ok() ? *std::move(backend) : nullptr;
+  }
+
+  // Calls body(random) for some draws.
+  template <typename Body>
+  void ForRandomDraws(int draws, const Body& body) {
+    ASSERT_NE(backend_, nullptr);
+    for (int draw = 0; draw < draws; ++draw) {
+      const uint64_t seed = TestSeed();
+      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      std::mt19937_64 random(seed);
+      body(random);
+      if (HasFatalFailure()) return;
+    }
+  }
+
+  OnDevice Copy(const Tensor& tensor) { return OnDevice(*backend_, tensor); }
+
+  const std::unique_ptr<Backend> reference_ = MakeReferenceBackend(DType::kBf16);
+  std::unique_ptr<Backend> backend_;
+};
+
+#define ASSERT_OK(expression)                    \
+  do {                                           \
+    const absl::Status ok_status = (expression); \
+    ASSERT_TRUE(ok_status.ok()) << ok_status;    \
+  } while (false)
+
+TEST_F(CudaBackendTest, SaysWhatItIs) {
+  EXPECT_EQ(backend_->name().rfind("cuda/sm", 0), 0u) << backend_->name();
+  EXPECT_EQ(backend_->dtype(), DType::kBf16);
+  EXPECT_FALSE(backend_->lost());
+}
+
+TEST_F(CudaBackendTest, Embed) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t vocab = Draw(random, 1, 50), width = Draw(random, 1, 700), tokens = Draw(random, 0, 300);
+    const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
+    const Tensor table = Tensor::Normal(random, dtype, vocab * width);
+    std::vector<uint32_t> ids(tokens);
+    for (uint32_t& id : ids) id = static_cast<uint32_t>(Draw(random, 0, vocab - 1));
+    Tensor expected(DType::kF32, tokens * width);
+    OnDevice got = Copy(expected), device_table = Copy(table);
+    ASSERT_OK(reference_->Embed(ids, table.data(), dtype, width, expected.data<float>()));
+    ASSERT_OK(backend_->Embed(ids, device_table.data(), dtype, width, got.data<float>()));
+    std::fill(ids.begin(), ids.end(), 0);  // the operation has them
+    ExpectClose(got.Read(), expected, 0);
+  });
+}
+
+TEST_F(CudaBackendTest, RmsNorm) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 200), width = Draw(random, 1, 1500);
+    const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random, DType::kF32, width);
+    Tensor expected(DType::kBf16, tokens * width);
+    OnDevice got = Copy(expected), device_x = Copy(x), device_weight = Copy(weight);
+    ASSERT_OK(backend_->RmsNorm(device_x.data<float>(), device_weight.data<float>(), tokens, width, 1e-5f,
+                                got.data()));
+    ASSERT_OK(
+        reference_->RmsNorm(x.data<float>(), weight.data<float>(), tokens, width, 1e-5f, expected.data()));
+    ExpectClose(got.Read(), expected, 4e-6);
+  });
+}
+
+TEST_F(CudaBackendTest, Gemm) {
+  ForRandomDraws(12, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 3) == 0 ? 1 : Draw(random, 0, 150);
+    const int64_t in = 8 * Draw(random, 1, 40);
+    std::vector<Tensor> matrices, biases;
+    std::vector<WeightRows> rows;
+    const bool bias = Draw(random, 0, 1) == 1;
+    int64_t out = 0;
+    for (int64_t part = Draw(random, 1, 3); part > 0; --part) {
+      const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
+      const int64_t part_rows = 8 * Draw(random, 1, 20);
+      matrices.push_back(Tensor::Normal(random, dtype, part_rows * in));
+      biases.push_back(Tensor::Normal(random, DType::kF32, part_rows));
+      // Biases of the file's own dtype, which is bf16: the epilogue adds them in y's.
+      for (int64_t i = 0; i < part_rows; ++i) {
+        biases.back().Set(i, BFloat16::FromFloat(biases.back().At(i)).ToFloat());
+      }
+      out += part_rows;
+    }
+    for (size_t part = 0; part < matrices.size(); ++part) {
+      rows.push_back({.data = matrices[part].data(),
+                      .dtype = matrices[part].dtype(),
+                      .rows = matrices[part].count() / in,
+                      .bias = bias ? biases[part].data<float>() : nullptr});
+    }
+    auto packed = backend_->PackWeight(rows, in);
+    ASSERT_TRUE(packed.ok()) << packed.status();
+    auto reference_packed = reference_->PackWeight(rows, in);
+    ASSERT_TRUE(reference_packed.ok());
+    EXPECT_EQ((*packed)->out_features(), out);
+    EXPECT_EQ((*packed)->in_features(), in);
+    matrices.clear();  // the sources may go
+
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * in);
+    const DType y_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    const bool accumulate = y_dtype == DType::kF32 && Draw(random, 0, 1) == 1;
+    Tensor expected =
+        accumulate ? Tensor::Normal(random, y_dtype, tokens * out) : Tensor(y_dtype, tokens * out);
+    OnDevice got = Copy(expected), device_x = Copy(x);
+    ASSERT_OK(backend_->Gemm({.weight = packed->get(),
+                              .x = device_x.data(),
+                              .tokens = tokens,
+                              .y = got.data(),
+                              .y_dtype = y_dtype,
+                              .accumulate = accumulate}));
+    ASSERT_OK(reference_->Gemm({.weight = reference_packed->get(),
+                                .x = x.data(),
+                                .tokens = tokens,
+                                .y = expected.data(),
+                                .y_dtype = y_dtype,
+                                .accumulate = accumulate}));
+    ExpectClose(got.Read(), expected, 2e-4);
+  });
+}
+
+// Long enough that algorithms are timed; an accumulated y must not be touched by that.
+TEST_F(CudaBackendTest, GemmThatIsTimedGivesTheSameBitsAgain) {
+  ForRandomDraws(1, [&](std::mt19937_64& random) {
+    const int64_t tokens = 1024, in = 8 * Draw(random, 2, 5), out = 8 * Draw(random, 1, 4);
+    const Tensor matrix = Tensor::Normal(random, DType::kBf16, out * in);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * in);
+    const Tensor before = Tensor::Normal(random, DType::kF32, tokens * out);
+    const WeightRows rows{.data = matrix.data(), .dtype = DType::kBf16, .rows = out};
+    Tensor expected = before;
+    auto reference_packed = reference_->PackWeight({&rows, 1}, in);
+    ASSERT_OK(reference_->Gemm({.weight = reference_packed->get(),
+                                .x = x.data(),
+                                .tokens = tokens,
+                                .y = expected.data(),
+                                .y_dtype = DType::kF32,
+                                .accumulate = true}));
+    std::vector<Tensor> results;
+    for (int time = 0; time < 3; ++time) {
+      const std::unique_ptr<Backend> rank = Make();  // another rank on the device
+      OnDevice got(*rank, before), device_x(*rank, x);
+      auto packed = rank->PackWeight({&rows, 1}, in);
+      ASSERT_TRUE(packed.ok()) << packed.status();
+      ASSERT_OK(rank->Gemm({.weight = packed->get(),
+                            .x = device_x.data(),
+                            .tokens = tokens,
+                            .y = got.data(),
+                            .y_dtype = DType::kF32,
+                            .accumulate = true}));
+      results.push_back(got.Read());
+      ExpectClose(results.back(), expected, 2e-4);
+    }
+    EXPECT_TRUE(results[0].SameBits(results[1]));
+    EXPECT_TRUE(results[0].SameBits(results[2]));
+  });
+}
+
+TEST_F(CudaBackendTest, SplitQkv) {
+  ForRandomDraws(15, [&](std::mt19937_64& random) {
+    const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
+    const int head_dim = 8 * static_cast<int>(Draw(random, 1, 32)), half = head_dim / 2;
+    const int64_t chunk_tokens = Draw(random, 0, 60);
+    const int64_t slot_begin = Draw(random, 0, chunk_tokens),
+                  tokens = Draw(random, 0, chunk_tokens - slot_begin);
+    const Tensor qkv = Tensor::Normal(random, DType::kBf16, tokens * (q_heads + 2 * kv_heads) * head_dim);
+    const Tensor q_norm = Tensor::Normal(random, DType::kF32, head_dim);
+    const Tensor k_norm = Tensor::Normal(random, DType::kF32, head_dim);
+    const bool norms = Draw(random, 0, 1) == 1;
+    Tensor cos(DType::kF32, chunk_tokens * half), sin = cos;
+    for (int64_t i = 0; i < cos.count(); ++i) {
+      const double angle = std::uniform_real_distribution<>(-3, 3)(random);
+      cos.Set(i, static_cast<float>(std::cos(angle)));
+      sin.Set(i, static_cast<float>(std::sin(angle)));
+    }
+    // Zeros: what the slice does not write must stay.
+    const auto zeros = [&](int64_t heads) {
+      Tensor tensor(DType::kBf16, heads * chunk_tokens * head_dim);
+      for (int64_t i = 0; i < tensor.count(); ++i) tensor.Set(i, 0);
+      return tensor;
+    };
+    Tensor q = zeros(q_heads), k = zeros(kv_heads), v = zeros(kv_heads);
+    OnDevice device_q = Copy(q), device_k = Copy(k), device_v = Copy(v), device_qkv = Copy(qkv);
+    OnDevice device_cos = Copy(cos), device_sin = Copy(sin), device_q_norm = Copy(q_norm),
+             device_k_norm = Copy(k_norm);
+    SplitQkvArgs args{.qkv = qkv.data(),
+                      .tokens = tokens,
+                      .slot_begin = slot_begin,
+                      .chunk_tokens = chunk_tokens,
+                      .q_heads = q_heads,
+                      .kv_heads = kv_heads,
+                      .head_dim = head_dim,
+                      .q_norm = norms ? q_norm.data<float>() : nullptr,
+                      .k_norm = norms ? k_norm.data<float>() : nullptr,
+                      .norm_eps = 1e-6f,
+                      .rope_cos = cos.data<float>(),
+                      .rope_sin = sin.data<float>(),
+                      .q = q.data(),
+                      .k = k.data(),
+                      .v = v.data()};
+    ASSERT_OK(reference_->SplitQkv(args));
+    args.qkv = device_qkv.data(), args.q = device_q.data(), args.k = device_k.data(),
+    args.v = device_v.data();
+    args.rope_cos = device_cos.data<float>(), args.rope_sin = device_sin.data<float>();
+    if (norms) args.q_norm = device_q_norm.data<float>(), args.k_norm = device_k_norm.data<float>();
+    ASSERT_OK(backend_->SplitQkv(args));
+    ExpectClose(device_q.Read(), q, 1e-5);
+    ExpectClose(device_k.Read(), k, 1e-5);
+    ExpectClose(device_v.Read(), v, 0);
+  });
+}
+
+TEST_F(CudaBackendTest, AttentionBlockWithCarriedState) {
+  ForRandomDraws(6, [&](std::mt19937_64& random) {
+    const int kv_heads = Draw(random, 1, 2), q_heads = kv_heads * static_cast<int>(Draw(random, 1, 3));
+    const int head_dim = 8 * static_cast<int>(Draw(random, 1, 16));
+    const int64_t q_tokens = Draw(random, 1, 90), k_tokens = Draw(random, 1, 90);
+    const Tensor q = Tensor::Normal(random, DType::kBf16, q_heads * q_tokens * head_dim);
+    const Tensor k = Tensor::Normal(random, DType::kBf16, kv_heads * k_tokens * head_dim);
+    const Tensor v = Tensor::Normal(random, DType::kBf16, kv_heads * k_tokens * head_dim);
+    Tensor o(DType::kF32, q_heads * q_tokens * head_dim), lse(DType::kF32, q_heads * q_tokens);
+    OnDevice device_q = Copy(q), device_k = Copy(k), device_v = Copy(v), device_o = Copy(o),
+             device_lse = Copy(lse);
+    AttentionBlockArgs args{.q_tokens = q_tokens,
+                            .k_tokens = k_tokens,
+                            .q_heads = q_heads,
+                            .kv_heads = kv_heads,
+                            .head_dim = head_dim,
+                            .band = {.q = {.base = Draw(random, 0, 2), .stride = 3, .width = 16},
+                                     .k = {.base = Draw(random, 0, 2), .stride = 3, .width = 16},
+                                     .window = 0},
+                            .scale = 1 / std::sqrt(static_cast<float>(head_dim))};
+    for (const bool carry_in : {false, true}) {  // the second block stands farther left and is seen more
+      args.carry_in = carry_in;
+      if (carry_in) args.band.q.base += 3;
+      args.q = q.data(), args.k = k.data(), args.v = v.data(), args.o = o.data<float>(),
+      args.lse = lse.data<float>();
+      ASSERT_OK(reference_->AttentionBlock(args));
+      args.q = device_q.data(), args.k = device_k.data(), args.v = device_v.data();
+      args.o = device_o.data<float>(), args.lse = device_lse.data<float>();
+      ASSERT_OK(backend_->AttentionBlock(args));
+    }
+    ExpectClose(device_o.Read(), o, 3e-2);
+    ExpectClose(device_lse.Read(), lse, 3e-2);
+  });
+}
+
+TEST_F(CudaBackendTest, MergePartial) {
+  constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
+  ForRandomDraws(15, [&](std::mt19937_64& random) {
+    const int64_t rows = Draw(random, 0, 900);
+    const int head_dim = static_cast<int>(Draw(random, 1, 256));
+    const DType other_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    Tensor o = Tensor::Normal(random, DType::kF32, rows * head_dim);
+    Tensor lse = Tensor::Normal(random, DType::kF32, rows, 20);
+    Tensor other_o = Tensor::Normal(random, other_dtype, rows * head_dim);
+    Tensor other_lse = Tensor::Normal(random, DType::kF32, rows, 20);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (auto [state_o, state_lse] : {std::pair(&o, &lse), {&other_o, &other_lse}}) {
+        if (Draw(random, 0, 3) != 0) continue;
+        state_lse->Set(row, kNothingSeen);
+        for (int i = 0; i < head_dim; ++i) state_o->Set(row * head_dim + i, 0);
+      }
+    }
+    OnDevice device_o = Copy(o), device_lse = Copy(lse), device_other_o = Copy(other_o);
+    OnDevice device_other_lse = Copy(other_lse);
+    MergePartialArgs args{.o = o.data<float>(),
+                          .lse = lse.data<float>(),
+                          .other_o = other_o.data(),
+                          .other_dtype = other_dtype,
+                          .other_lse = other_lse.data<float>(),
+                          .rows = rows,
+                          .head_dim = head_dim};
+    ASSERT_OK(reference_->MergePartial(args));
+    args.o = device_o.data<float>(), args.lse = device_lse.data<float>();
+    args.other_o = device_other_o.data(), args.other_lse = device_other_lse.data<float>();
+    ASSERT_OK(backend_->MergePartial(args));
+    ExpectClose(device_o.Read(), o, 1e-5);
+    ExpectClose(device_lse.Read(), lse, 1e-6);
+  });
+}
+
+// Rows for `tokens` slots anywhere among more, heads or slots outermost; the elements that they span.
+std::pair<HeadRows, int64_t> DrawRows(std::mt19937_64& random, DType dtype, int heads, int64_t tokens,
+                                      int head_dim) {
+  const SlotPositions slots = {
+      .base = Draw(random, 0, 3), .stride = Draw(random, 1, 3), .width = Draw(random, 1, 70)};
+  const int64_t all_slots = tokens == 0 ? 0 : slots.At(tokens - 1) + Draw(random, 1, 3);
+  const int64_t all_heads = heads + Draw(random, 0, 2);
+  const HeadRows heads_outermost = {
+      .dtype = dtype, .head_stride = all_slots * head_dim, .slot_stride = head_dim, .slots = slots};
+  const HeadRows slots_outermost = {
+      .dtype = dtype, .head_stride = head_dim, .slot_stride = all_heads * head_dim, .slots = slots};
+  return {Draw(random, 0, 1) ? heads_outermost : slots_outermost, all_heads * all_slots * head_dim};
+}
+
+TEST_F(CudaBackendTest, CopyHeads) {
+  ForRandomDraws(30, [&](std::mt19937_64& random) {
+    const int heads = static_cast<int>(Draw(random, 1, 9)), head_dim = static_cast<int>(Draw(random, 1, 200));
+    const int64_t tokens = Draw(random, 0, 200);
+    const DType from_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const DType to_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const auto [from_rows, from_elements] = DrawRows(random, from_dtype, heads, tokens, head_dim);
+    const auto [to_rows, to_elements] = DrawRows(random, to_dtype, heads, tokens, head_dim);
+    const Tensor from = Tensor::Normal(random, from_dtype, from_elements);
+    Tensor expected(to_dtype, to_elements);  // other rows must stay as they are
+    OnDevice got = Copy(expected), device_from = Copy(from);
+    CopyHeadsArgs args{.from = from.data(),
+                       .from_rows = from_rows,
+                       .to = expected.data(),
+                       .to_rows = to_rows,
+                       .heads = heads,
+                       .tokens = tokens,
+                       .head_dim = head_dim};
+    ASSERT_OK(reference_->CopyHeads(args));
+    args.from = device_from.data(), args.to = got.data();
+    ASSERT_OK(backend_->CopyHeads(args));
+    EXPECT_TRUE(got.Read().SameBits(expected));
+  });
+}
+
+TEST_F(CudaBackendTest, CopyHeadsToHost) {
+  ForRandomDraws(20, [&](std::mt19937_64& random) {
+    const int heads = static_cast<int>(Draw(random, 1, 5)), head_dim = static_cast<int>(Draw(random, 1, 100));
+    const int64_t tokens = Draw(random, 0, 200);
+    const SlotPositions slots = {
+        .base = Draw(random, 0, 3), .stride = Draw(random, 1, 3), .width = Draw(random, 1, 70)};
+    const int64_t all_slots = tokens == 0 ? 0 : slots.At(tokens - 1) + Draw(random, 1, 3);
+    const Tensor from = Tensor::Normal(random, DType::kBf16, heads * tokens * head_dim);
+    Tensor expected(DType::kBf16, all_slots * heads * head_dim);
+    Tensor got = expected;
+    OnDevice device_from = Copy(from);
+    CopyHeadsArgs args{
+        .from = from.data(),
+        .from_rows = {.dtype = DType::kBf16, .head_stride = tokens * head_dim, .slot_stride = head_dim},
+        .to = expected.data(),
+        .to_rows = {.dtype = DType::kBf16,
+                    .head_stride = head_dim,
+                    .slot_stride = int64_t{heads} * head_dim,
+                    .slots = slots},
+        .heads = heads,
+        .tokens = tokens,
+        .head_dim = head_dim};
+    ASSERT_OK(reference_->CopyHeads(args));
+    args.from = device_from.data(), args.to = got.data();
+    ASSERT_OK(backend_->CopyHeadsToHost(args));
+    ASSERT_OK(backend_->Finish());
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+TEST_F(CudaBackendTest, SwiGlu) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 100), width = Draw(random, 1, 1100);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 4);
+    Tensor expected(DType::kBf16, tokens * width);
+    OnDevice got = Copy(expected), device_x = Copy(x);
+    ASSERT_OK(backend_->SwiGlu(device_x.data(), tokens, width, got.data()));
+    ASSERT_OK(reference_->SwiGlu(x.data(), tokens, width, expected.data()));
+    ExpectClose(got.Read(), expected, 4e-6);
+  });
+}
+
+TEST_F(CudaBackendTest, Convert) {
+  ForRandomDraws(8, [&](std::mt19937_64& random) {
+    const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 100000));
+    OnDevice device_from = Copy(from);
+    for (const DType to : {DType::kF32, DType::kBf16}) {
+      Tensor expected(to, from.count());
+      OnDevice got = Copy(expected);
+      ASSERT_OK(backend_->Convert(device_from.data<float>(), from.count(), to, got.data()));
+      ASSERT_OK(reference_->Convert(from.data<float>(), from.count(), to, expected.data()));
+      EXPECT_TRUE(got.Read().SameBits(expected));
+    }
+  });
+}
+
+// ---- Streams and memory.
+
+// Adds ones to a tensor of zeros, [tokens, kWidth], one in each operation: work whose end is far.
+class Counter {
+ public:
+  static constexpr int64_t kWidth = 8;
+
+  Counter(Backend& backend, int64_t tokens)
+      : backend_(backend),
+        tokens_(tokens),
+        zeros_(DType::kF32, tokens * kWidth),
+        ones_(DType::kBf16, tokens * kWidth) {
+    for (int64_t i = 0; i < zeros_.count(); ++i) zeros_.Set(i, 0), ones_.Set(i, 1);
+    // y += x Wᵀ with eighths in W: every product adds a one.
+    const std::vector<BFloat16> eighths(kWidth * kWidth, BFloat16::FromFloat(1.0f / kWidth));
+    const WeightRows rows{.data = eighths.data(), .dtype = DType::kBf16, .rows = kWidth};
+    weight_ = *backend.PackWeight({&rows, 1}, kWidth);
+    ones_on_device_ = *backend.Place(ones_.data(), ones_.count() * sizeof(BFloat16));
+  }
+  BufferRef Count(int times) {
+    BufferRef y = *backend_.Place(zeros_.data(), zeros_.count() * sizeof(float));
+    for (int time = 0; time < times; ++time) {
+      EXPECT_TRUE(backend_
+                      .Gemm({.weight = weight_.get(),
+                             .x = ones_on_device_->data(),
+                             .tokens = tokens_,
+                             .y = y->data(),
+                             .y_dtype = DType::kF32,
+                             .accumulate = true})
+                      .ok());
+    }
+    return y;
+  }
+
+ private:
+  Backend& backend_;
+  const int64_t tokens_;
+  Tensor zeros_, ones_;
+  std::unique_ptr<PackedWeight> weight_;
+  BufferRef ones_on_device_;
+};
+
+void ExpectAll(Backend& backend, const BufferRef& buffer, float expected) {
+  std::vector<float> values(buffer->size_bytes() / sizeof(float));
+  ASSERT_OK(backend.Download(buffer->data(), buffer->size_bytes(), values.data()));
+  for (const float value : values) ASSERT_EQ(value, expected);
+}
+
+TEST_F(CudaBackendTest, ReceiversSeeWhatSendersHaveQueued) {
+  for (const size_t receiver_device : {0, 1}) {  // the second where there is one
+    const std::unique_ptr<Backend> sender = Make(0), receiver = Make(receiver_device);
+    Counter counter(*sender, 333);
+    for (int round = 0; round < 12; ++round) {
+      const int times = 3 + round;
+      auto message = receiver->Fetch({counter.Count(times), sender->Mark()});
+      ASSERT_TRUE(message.ok()) << message.status();
+      auto taken = receiver->TakeOver(*std::move(message));
+      ASSERT_TRUE(taken.ok()) << taken.status();
+      auto copy = receiver->Allocate((*taken)->size_bytes());
+      ASSERT_TRUE(copy.ok());
+      ASSERT_OK(
+          receiver->Convert((*taken)->data<float>(), 333 * Counter::kWidth, DType::kF32, (*copy)->data()));
+      taken->reset();  // before the receiver's stream has come to the copy
+      // Memory of the same size, written at once: it must not be what the receiver still reads.
+      const BufferRef next = counter.Count(1);
+      ExpectAll(*receiver, *copy, static_cast<float>(times));
+      ExpectAll(*sender, next, 1);
+    }
+  }
+}
+
+TEST_F(CudaBackendTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
+  const std::unique_ptr<Backend> reader = Make();
+  Counter counter(*reader, 200);
+  for (int round = 0; round < 12; ++round) {
+    std::unique_ptr<Backend> owner = Make();
+    BufferRef shared;
+    {
+      Counter owned(*owner, 200);
+      shared = owned.Count(5);
+    }
+    auto taken = reader->TakeOver({shared, owner->Mark()});
+    ASSERT_TRUE(taken.ok());
+    const BufferRef slow = counter.Count(4);  // the reader's stream is busy
+    auto copy = reader->Allocate(shared->size_bytes());
+    ASSERT_OK(reader->Convert((*taken)->data<float>(), 200 * Counter::kWidth, DType::kF32, (*copy)->data()));
+    taken->reset();
+    shared.reset();
+    owner.reset();
+    ExpectAll(*reader, *copy, 5);
+  }
+}
+
+TEST_F(CudaBackendTest, MarksTellTheDevicesTime) {
+  Counter counter(*backend_, 100);
+  const auto begin = backend_->Mark();
+  counter.Count(20);
+  const auto middle = backend_->Mark();
+  counter.Count(20);
+  const auto end = backend_->Mark();
+  ASSERT_OK(backend_->Finish());
+  ASSERT_TRUE(begin != nullptr && middle != nullptr && end != nullptr);
+  EXPECT_GT(middle->SecondsSince(*begin), 0);
+  EXPECT_GT(end->SecondsSince(*middle), 0);
+  EXPECT_NEAR(end->SecondsSince(*begin), end->SecondsSince(*middle) + middle->SecondsSince(*begin), 1e-4);
+}
+
+TEST_F(CudaBackendTest, AStopTokenEndsEveryOperation) {
+  StopToken stop;
+  backend_->set_stop_token(&stop);
+  auto buffer = backend_->Allocate(4096);
+  ASSERT_TRUE(buffer.ok());
+  float* const data = (*buffer)->data<float>();
+  stop.Stop();
+  EXPECT_TRUE(absl::IsCancelled(backend_->RmsNorm(data, data, 1, 16, 0, data + 64)));
+  EXPECT_TRUE(absl::IsCancelled(backend_->Convert(data, 16, DType::kF32, data + 64)));
+  AttentionBlockArgs block{.q_heads = 1, .kv_heads = 1, .head_dim = 8};
+  EXPECT_TRUE(absl::IsCancelled(backend_->AttentionBlock(block)));
+  backend_->set_stop_token(nullptr);
+  EXPECT_TRUE(backend_->Convert(data, 16, DType::kF32, data + 64).ok());
+  EXPECT_TRUE(backend_->Finish().ok());
+}
+
+TEST_F(CudaBackendTest, RefusesMoreMemoryThanThereIs) {
+  const auto refused = backend_->Allocate(size_t{1} << 46);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  EXPECT_NE(refused.status().message().find("70368744177664 bytes"), std::string::npos) << refused.status();
+  EXPECT_FALSE(backend_->lost());
+  EXPECT_TRUE(backend_->Allocate(1 << 20).ok());
+  EXPECT_TRUE(backend_->Allocate(0).ok());
+}
+
+}  // namespace
+}  // namespace meshfill
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  if (const auto devices = meshfill::FindCudaDevices(); !devices.ok()) {
+    std::printf("not run: %s\n", std::string(devices.status().message()).c_str());
+    return 77;
+  }
+  return RUN_ALL_TESTS();
+}

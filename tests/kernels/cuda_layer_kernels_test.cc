@@ -1,0 +1,233 @@
+// The CUDA kernels of a layer's element-wise operations as they are, on an emulated CTA, against the
+// reference.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/layer_kernels.cuh"
+#include "kernels/cuda/layer_launch.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/cuda_emulator.h"
+#include "tests/kernels/random_tensor.h"
+
+namespace meshfill {
+namespace {
+
+using Kernels = LayerKernels<EmulatedMachine>;
+
+class CudaLayerKernelsTest : public testing::Test {
+ protected:
+  // Calls body() for some draws, with a new random_.
+  void ForRandomDraws(int draws, const std::function<void()>& body) {
+    for (int draw = 0; draw < draws; ++draw) {
+      const uint64_t seed = TestSeed();
+      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      random_.seed(seed);
+      body();
+      if (HasFatalFailure()) return;
+    }
+  }
+  int64_t Draw(int64_t low, int64_t high) { return meshfill::Draw(random_, low, high); }
+
+  // Runs a kernel in a grid of a few CTAs, whatever it has to do.
+  void Run(const std::function<void()>& kernel) {
+    const auto blocks = static_cast<uint32_t>(Draw(1, 3));
+    for (uint32_t block = 0; block < blocks; ++block) {
+      EmulatedCta cta(kLayerThreads, block, blocks, 16, random_());
+      ASSERT_EQ(cta.Run(kernel), "");
+    }
+  }
+
+  std::mt19937_64 random_;
+  const std::unique_ptr<Backend> reference_ = MakeReferenceBackend(DType::kBf16);
+};
+
+TEST(FitsVectors, WantsAlignedPointersAndStrides) {
+  alignas(32) const float at[8] = {};
+  EXPECT_TRUE(FitsVectors(at, DType::kF32, 4, {4, 128}));
+  EXPECT_FALSE(FitsVectors(at, DType::kF32, 4, {4, 130}));
+  EXPECT_FALSE(FitsVectors(at + 1, DType::kF32, 4, {4}));
+  EXPECT_TRUE(FitsVectors(at + 2, DType::kBf16, 4, {4}));
+}
+
+TEST_F(CudaLayerKernelsTest, Embed) {
+  ForRandomDraws(6, [&] {
+    const int64_t vocab = Draw(1, 20), width = 4 * Draw(1, 90), tokens = Draw(0, 12);
+    const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(0, 2)];
+    const Tensor table = Tensor::Normal(random_, dtype, vocab * width);
+    std::vector<uint32_t> ids(tokens);
+    for (uint32_t& id : ids) id = static_cast<uint32_t>(Draw(0, vocab - 1));
+    Tensor got(DType::kF32, tokens * width), expected = got;
+    Run([&] {
+      if (dtype == DType::kF32)
+        Kernels::Embed<4>(ids.data(), tokens, table.data<float>(), width, got.data<float>());
+      if (dtype == DType::kBf16)
+        Kernels::Embed<1>(ids.data(), tokens, table.data<BFloat16>(), width, got.data<float>());
+      if (dtype == DType::kF16)
+        Kernels::Embed<4>(ids.data(), tokens, table.data<Float16>(), width, got.data<float>());
+    });
+    ASSERT_TRUE(reference_->Embed(ids, table.data(), dtype, width, expected.data<float>()).ok());
+    ExpectClose(got, expected, 0);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, RmsNorm) {
+  ForRandomDraws(6, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t tokens = Draw(0, 30), width = vectors ? 4 * Draw(1, 120) : Draw(1, 500);
+    const Tensor x = Tensor::Normal(random_, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random_, DType::kF32, width);
+    Tensor got(DType::kBf16, tokens * width), expected = got;
+    Run([&] {
+      const auto kernel = vectors ? Kernels::RmsNorm<4> : Kernels::RmsNorm<1>;
+      kernel(x.data<float>(), weight.data<float>(), tokens, width, 1e-5f, got.data<BFloat16>());
+    });
+    ASSERT_TRUE(
+        reference_->RmsNorm(x.data<float>(), weight.data<float>(), tokens, width, 1e-5f, expected.data())
+            .ok());
+    ExpectClose(got, expected, 4e-6);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, SplitQkv) {
+  ForRandomDraws(8, [&] {
+    const int q_heads = static_cast<int>(Draw(1, 5)), kv_heads = static_cast<int>(Draw(1, 3));
+    const int head_dim = 4 * static_cast<int>(Draw(1, 64)), half = head_dim / 2;
+    const int64_t chunk_tokens = Draw(0, 20);
+    const int64_t slot_begin = Draw(0, chunk_tokens), tokens = Draw(0, chunk_tokens - slot_begin);
+    const Tensor qkv = Tensor::Normal(random_, DType::kBf16, tokens * (q_heads + 2 * kv_heads) * head_dim);
+    const Tensor q_norm = Tensor::Normal(random_, DType::kF32, head_dim);
+    const Tensor k_norm = Tensor::Normal(random_, DType::kF32, head_dim);
+    const Tensor cos = Tensor::Normal(random_, DType::kF32, chunk_tokens * half);
+    const Tensor sin = Tensor::Normal(random_, DType::kF32, chunk_tokens * half);
+    const bool norms = Draw(0, 1) == 1;
+    // Zeros: what the slice does not write must stay.
+    const auto zeros = [&](int64_t heads) {
+      Tensor tensor(DType::kBf16, heads * chunk_tokens * head_dim);
+      for (int64_t i = 0; i < tensor.count(); ++i) tensor.Set(i, 0);
+      return tensor;
+    };
+    Tensor q = zeros(q_heads), k = zeros(kv_heads), v = zeros(kv_heads);
+    Tensor expected_q = q, expected_k = k, expected_v = v;
+    SplitQkvArgs args{.qkv = qkv.data(),
+                      .tokens = tokens,
+                      .slot_begin = slot_begin,
+                      .chunk_tokens = chunk_tokens,
+                      .q_heads = q_heads,
+                      .kv_heads = kv_heads,
+                      .head_dim = head_dim,
+                      .q_norm = norms ? q_norm.data<float>() : nullptr,
+                      .k_norm = norms ? k_norm.data<float>() : nullptr,
+                      .norm_eps = 1e-6f,
+                      .rope_cos = cos.data<float>(),
+                      .rope_sin = sin.data<float>(),
+                      .q = q.data(),
+                      .k = k.data(),
+                      .v = v.data()};
+    Run([&] { Kernels::SplitQkv(args); });
+    args.q = expected_q.data(), args.k = expected_k.data(), args.v = expected_v.data();
+    ASSERT_TRUE(reference_->SplitQkv(args).ok());
+    ExpectClose(q, expected_q, 2e-5);
+    ExpectClose(k, expected_k, 2e-5);
+    ExpectClose(v, expected_v, 0);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, MergePartial) {
+  constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
+  ForRandomDraws(8, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t rows = Draw(0, 60);
+    const int head_dim = static_cast<int>(vectors ? 4 * Draw(1, 64) : Draw(1, 256));
+    const DType other_dtype = Draw(0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    Tensor o = Tensor::Normal(random_, DType::kF32, rows * head_dim);
+    Tensor lse = Tensor::Normal(random_, DType::kF32, rows, 20);
+    Tensor other_o = Tensor::Normal(random_, other_dtype, rows * head_dim);
+    Tensor other_lse = Tensor::Normal(random_, DType::kF32, rows, 20);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (auto [state_o, state_lse] : {std::pair(&o, &lse), {&other_o, &other_lse}}) {
+        if (Draw(0, 3) != 0) continue;
+        state_lse->Set(row, kNothingSeen);
+        for (int i = 0; i < head_dim; ++i) state_o->Set(row * head_dim + i, 0);
+      }
+    }
+    Tensor expected_o = o, expected_lse = lse;
+    MergePartialArgs args{.o = o.data<float>(),
+                          .lse = lse.data<float>(),
+                          .other_o = other_o.data(),
+                          .other_dtype = other_dtype,
+                          .other_lse = other_lse.data<float>(),
+                          .rows = rows,
+                          .head_dim = head_dim};
+    Run([&] {
+      if (other_dtype == DType::kF32) {
+        vectors ? Kernels::MergePartial<4, float>(args) : Kernels::MergePartial<1, float>(args);
+      } else {
+        vectors ? Kernels::MergePartial<4, BFloat16>(args) : Kernels::MergePartial<1, BFloat16>(args);
+      }
+    });
+    args.o = expected_o.data<float>(), args.lse = expected_lse.data<float>();
+    ASSERT_TRUE(reference_->MergePartial(args).ok());
+    ExpectClose(o, expected_o, 1e-5);
+    ExpectClose(lse, expected_lse, 1e-6);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, CopyHeads) {
+  ForRandomDraws(10, [&] {
+    const int heads = static_cast<int>(Draw(1, 5)), head_dim = 4 * static_cast<int>(Draw(1, 40));
+    const int64_t tokens = Draw(0, 30);
+    const SlotPositions slots = {.base = Draw(0, 3), .stride = Draw(1, 3), .width = Draw(1, 9)};
+    const int64_t all_slots = tokens == 0 ? 0 : slots.At(tokens - 1) + 1;
+    const Tensor from = Tensor::Normal(random_, DType::kF32, heads * tokens * head_dim);
+    Tensor got(DType::kBf16, heads * all_slots * head_dim), expected = got;
+    CopyHeadsArgs args{
+        .from = from.data(),
+        .from_rows = {.dtype = DType::kF32, .head_stride = tokens * head_dim, .slot_stride = head_dim},
+        .to = got.data(),
+        .to_rows = {.dtype = DType::kBf16,
+                    .head_stride = head_dim,
+                    .slot_stride = int64_t{heads} * head_dim,
+                    .slots = slots},
+        .heads = heads,
+        .tokens = tokens,
+        .head_dim = head_dim};
+    Run([&] { Kernels::CopyHeads<4, float, BFloat16>(args); });
+    args.to = expected.data();
+    ASSERT_TRUE(reference_->CopyHeads(args).ok());
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, SwiGlu) {
+  ForRandomDraws(6, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t tokens = Draw(0, 8), width = vectors ? 8 * Draw(1, 300) : Draw(1, 700);
+    const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 4);
+    Tensor got(DType::kBf16, tokens * width), expected = got;
+    Run([&] {
+      const auto kernel = vectors ? Kernels::SwiGlu<8> : Kernels::SwiGlu<1>;
+      kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>());
+    });
+    ASSERT_TRUE(reference_->SwiGlu(x.data(), tokens, width, expected.data()).ok());
+    ExpectClose(got, expected, 4e-6);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, Convert) {
+  ForRandomDraws(6, [&] {
+    const int64_t vectors = Draw(0, 3000);
+    const Tensor from = Tensor::Normal(random_, DType::kF32, 4 * vectors);
+    Tensor got(DType::kBf16, 4 * vectors), expected = got;
+    Run([&] { Kernels::Convert<4>(from.data<float>(), vectors, got.data<BFloat16>()); });
+    ASSERT_TRUE(reference_->Convert(from.data<float>(), 4 * vectors, DType::kBf16, expected.data()).ok());
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+}  // namespace
+}  // namespace meshfill
