@@ -80,12 +80,12 @@ class Churn:
 
     def logits_of(self, plan):
         """Of an undisturbed run under this plan."""
-        key = (plan["ranks"], plan["heads"], plan["a"], plan["b"])
+        key = tuple(plan[name] for name in ("ranks", "heads", "a", "b", "layout", "stripe"))
         if key not in self.expected:
             out = self.folder / "expected"
             done = run("prefill", "--config", self.folder / "embedded.yaml", "--ranks", plan["ranks"], "--heads",
-                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--tokens", self.prompt, "--format", "bytes",
-                       "--logits-out", out)
+                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--layout", plan["layout"], "--stripe",
+                       max(1, plan["stripe"]), "--tokens", self.prompt, "--format", "bytes", "--logits-out", out)
             assert done.returncode == 0, done.stderr
             self.expected[key] = out.read_bytes()
         return self.expected[key]
@@ -129,7 +129,7 @@ class Churn:
         seconds.sort()
         print(f"{requests} requests: {errors} errors, {wrong} wrong, {answered} answers told; "
               f"{ended} epochs ended in a run")
-        print("plans (ranks, heads, a, b): " + ", ".join(map(str, sorted(self.expected))))
+        print("plans (ranks, heads, a, b, layout, stripe): " + ", ".join(map(str, sorted(self.expected))))
         print(f"seconds of a request: median {seconds[len(seconds) // 2]:.2f}, "
               f"most {seconds[-1]:.2f} (limit {ANSWER_SECONDS})")
         good = errors == 0 and wrong == 0 and answered == requests and seconds[-1] <= ANSWER_SECONDS

@@ -96,6 +96,30 @@ class PoolFaultsTest(PoolTestCase):
         self.assertRegex("".join(self.leader.lines), r'"b" is lost: "(its compute loop stood still|it did not stop)')
         self.leader.wait_for('worker "b" joined', count=2)  # thawed, it comes back by itself
 
+    def test_a_slow_worker_is_waited_for(self):
+        self.workers("a")
+        slow = self.workers("b")[0]
+        done = threading.Event()
+
+        def hold_up():
+            while not done.is_set():
+                slow.signal(signal.SIGSTOP)
+                done.wait(0.4)
+                slow.signal(signal.SIGCONT)
+                done.wait(0.1)
+
+        thread = threading.Thread(target=hold_up)
+        thread.start()
+        try:
+            result = self.answer_of(self.prefill_later(self.middle_prompt, "--format", "bytes", "--tile", "1x2"))
+        finally:
+            done.set()
+            thread.join()
+        self.assertEqual(result["plan"]["ranks"], 2)
+        self.expect_answer(result, self.middle_prompt, "--format", "bytes")
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
+        self.assertEqual(self.metric("meshfill_requests_retried_total"), 0)
+
     def test_memory_is_reserved_before_the_first_step_of_any_rank(self):
         begun = []
         self.worker_behind(lambda message: begun.append(message.kind), "a").wait_for("joined the pool")

@@ -166,12 +166,12 @@ class Pool:
 
     def is_right(self, plan, logits):
         """Against an undisturbed run under this plan."""
-        key = (plan["ranks"], plan["heads"], plan["a"], plan["b"])
+        key = tuple(plan[name] for name in ("ranks", "heads", "a", "b", "layout", "stripe"))
         if key not in self.expected:
             out = self.folder / "expected"
             done = run("prefill", "--config", self.folder / "embedded.yaml", "--ranks", plan["ranks"], "--heads",
-                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--tokens", self.prompt, "--format",
-                       "bytes", "--logits-out", out)
+                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--layout", plan["layout"], "--stripe",
+                       max(1, plan["stripe"]), "--tokens", self.prompt, "--format", "bytes", "--logits-out", out)
             assert done.returncode == 0, done.stderr
             self.expected[key] = out.read_bytes()
         return logits.read_bytes() == self.expected[key]
