@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "engine/sim/paper_fit.h"
 #include "meshfill/v1/scenario.pb.h"
 #include "server/config_yaml.h"
@@ -93,7 +94,7 @@ class ScenarioReader {
         .jitter = variation.jitter(),
         .seed = variation.has_seed() ? variation.seed() : 1};
     if (absl::Status status = sim::CheckCluster(cluster); !status.ok()) {
-      return Refuse("cluster", std::string(status.message()));
+      return Refuse("cluster", std::string(absl::StripPrefix(status.message(), "cluster: ")));
     }
     return absl::OkStatus();
   }

@@ -42,10 +42,10 @@ const sim::StrategyResult* Comparison::Find(sim::StrategyKind kind) const {
 const sim::StrategyResult* Comparison::FastestRival() const {
   const sim::StrategyResult* fastest = nullptr;
   for (const sim::StrategyResult& result : results) {
-    if (result.kind == sim::StrategyKind::kPlanned || result.kind == sim::StrategyKind::kPlannedLanes ||
-        result.passes.empty()) {
-      continue;
-    }
+    const bool own = result.kind == sim::StrategyKind::kPlanned ||
+                     result.kind == sim::StrategyKind::kPlannedLanes ||
+                     result.kind == sim::StrategyKind::kTwoWayRing;
+    if (own || result.passes.empty()) continue;
     if (fastest == nullptr || result.seconds() < fastest->seconds()) fastest = &result;
   }
   return fastest;

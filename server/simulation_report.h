@@ -20,8 +20,8 @@ struct Comparison {
 
   // Null where the scenario does not ask for it, or it does not apply.
   const sim::StrategyResult* Find(sim::StrategyKind kind) const;
-  // The fastest of those that Meshfill's planner does not choose from, by name and seconds; null if there is
-  // none.
+  // The fastest of all but Meshfill's plans and what they may become with more messages at once; null if
+  // there is none.
   const sim::StrategyResult* FastestRival() const;
 };
 

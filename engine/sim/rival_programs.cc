@@ -1,5 +1,6 @@
 #include "engine/sim/rival_programs.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -149,6 +150,33 @@ RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pas
   builder.Start(place, team * chunk.dkv);
   builder.Wait(place);
   Collective(builder, gather, chunk.dkv + chunk.dq, team);
+  return std::move(builder).Build();
+}
+
+RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks) {
+  const HeadGroups groups(job, 1, ranks);
+  const ChunkBytes& chunk = groups.chunk();
+  const Grid ring{.columns = ranks};
+  ProgramBuilder builder(ranks);
+  const auto from = [&](int shift) {
+    return Peers(ring, [&](int, int, int x) { return (x + shift + ranks) % ranks; });
+  };
+  const int ahead = builder.AddChannel(Traffic::kRecvKv, from(1));
+  const int behind = builder.AddChannel(Traffic::kRecvKv, from(-1));
+  // In use and arriving, of both ways.
+  builder.Take(chunk.q + chunk.o_state + std::min(ranks, 4) * chunk.kv);
+  int here = 1;  // chunks to compute with
+  for (int left = ranks - 1; left > 0;) {
+    const bool both = left > 1;
+    builder.Start(ahead, chunk.kv);
+    if (both) builder.Start(behind, chunk.kv);
+    builder.Compute(here * groups.BlockFlops(Pass::kForward), here);
+    builder.Wait(ahead);
+    if (both) builder.Wait(behind);
+    here = both ? 2 : 1;
+    left -= here;
+  }
+  builder.Compute(here * groups.BlockFlops(Pass::kForward), here);
   return std::move(builder).Build();
 }
 

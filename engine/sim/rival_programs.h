@@ -2,8 +2,8 @@
 #ifndef MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 #define MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 
-#include "engine/sim/attention_job.h"
 #include "engine/placement.h"
+#include "engine/sim/attention_job.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {
@@ -38,6 +38,10 @@ struct StarTrail {
   Grid grid() const { return {.planes = team, .rows = ranks / (team * team), .columns = team}; }
 };
 RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pass pass);
+
+// A ring whose KV chunks go round both ways at once, half of them each way: n − 1 hops as in a ring, two
+// under way in each step. Forward only.
+RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks);
 
 // Megatron-style tensor parallelism with sequence-parallel activations: an all-gather of the layer's input
 // ([tokens, q_heads · head_dim]) before the heads' attention, a reduce-scatter after it; neither overlaps.

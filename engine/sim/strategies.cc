@@ -6,21 +6,21 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/mesh.h"
+#include "engine/placement.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"
 #include "engine/sim/mesh_plan.h"
-#include "engine/placement.h"
 #include "engine/sim/rival_programs.h"
 
 namespace meshfill::sim {
 namespace {
 
 constexpr std::array<StrategyKind, kStrategyKinds> kAllKinds = {
-    StrategyKind::kRing,       StrategyKind::kPassQ,       StrategyKind::kPaperMesh,
-    StrategyKind::kUlysses,    StrategyKind::kUsp,         StrategyKind::kBurst,
-    StrategyKind::kLoongTrain, StrategyKind::kStarTrail,   StrategyKind::kTensorParallel,
-    StrategyKind::kPlanned,    StrategyKind::kPlannedLanes};
+    StrategyKind::kRing,           StrategyKind::kPassQ,     StrategyKind::kPaperMesh,
+    StrategyKind::kUlysses,        StrategyKind::kUsp,       StrategyKind::kBurst,
+    StrategyKind::kLoongTrain,     StrategyKind::kStarTrail, StrategyKind::kTwoWayRing,
+    StrategyKind::kTensorParallel, StrategyKind::kPlanned,   StrategyKind::kPlannedLanes};
 
 // One setting of a strategy.
 struct Variant {
@@ -94,6 +94,11 @@ class Variants {
       case StrategyKind::kStarTrail:
         AddStarTrails();
         return;
+      case StrategyKind::kTwoWayRing:
+        if (pass_ == Pass::kForward) {
+          shortlist_.Add("both ways", TwoWayRingProgram(job_, ranks_), RowFirst(ranks_));
+        }
+        return;
       case StrategyKind::kTensorParallel:
         if (pass_ == Pass::kForward && job_.q_heads % ranks_ == 0) {
           shortlist_.Add(absl::StrCat(ranks_, " ways"), TensorParallelProgram(job_, ranks_),
@@ -106,6 +111,7 @@ class Variants {
         }
         return;
       case StrategyKind::kPlannedLanes:
+        AddAll(StrategyKind::kTwoWayRing);
         for (int heads : HeadGroupCounts()) {
           for (const Tile tile : TilesOf(ranks_ / heads)) AddPlacedLanes(heads, tile);
         }
@@ -249,6 +255,8 @@ const char* StrategyName(StrategyKind kind) {
       return "loongtrain";
     case StrategyKind::kStarTrail:
       return "startrail";
+    case StrategyKind::kTwoWayRing:
+      return "two_way_ring";
     case StrategyKind::kTensorParallel:
       return "tensor_parallel";
     case StrategyKind::kPlanned:
@@ -281,6 +289,7 @@ bool IsRunnable(StrategyKind kind) {
     case StrategyKind::kBurst:
     case StrategyKind::kLoongTrain:
     case StrategyKind::kStarTrail:
+    case StrategyKind::kTwoWayRing:
     case StrategyKind::kTensorParallel:
     case StrategyKind::kPlannedLanes:
       return false;

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "engine/placement.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
-#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 #include "engine/sim/simulator.h"
 
@@ -28,11 +28,12 @@ enum class StrategyKind {
   kBurst,           // double ring; queries move in the backward pass
   kLoongTrain,      // h × double ring, any h, window and placement
   kStarTrail,       // any team and placement
+  kTwoWayRing,      // KV both ways round, forward only
   kTensorParallel,  // forward only
   kPlanned,         // h × mesh, any h, tile and placement: what Meshfill chooses
-  kPlannedLanes,    // the same with two communications at once (mesh_lanes.h)
+  kPlannedLanes,    // the same with two communications at once (mesh_lanes.h), or a two-way ring
 };
-inline constexpr int kStrategyKinds = 11;
+inline constexpr int kStrategyKinds = 12;
 
 std::span<const StrategyKind, kStrategyKinds> AllStrategies();
 const char* StrategyName(StrategyKind kind);  // "ring", "usp", "planned", …

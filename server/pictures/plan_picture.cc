@@ -26,10 +26,12 @@ std::string Title(const Plan& plan) {
 }
 
 std::string Subtitle(const Plan& plan) {
+  const std::string placement =
+      plan.placement.name.empty() ? "" : absl::StrCat(", ", plan.placement.name, " on a host");
   return absl::StrCat(plan.layout.tokens(), " tokens, ", LayoutName(plan.layout.kind()), " in stripes of ",
-                      plan.layout.stripe(), "; predicted ", DurationText(plan.predicted.seconds),
-                      " for all layers, of it ", DurationText(plan.predicted.comm_wait_seconds),
-                      " exposed wait");
+                      plan.layout.stripe(), ", partial outputs in ", DTypeName(plan.partial_dtype), placement,
+                      "; predicted ", DurationText(plan.predicted.seconds), " for all layers, of it ",
+                      DurationText(plan.predicted.comm_wait_seconds), " exposed wait");
 }
 
 std::string TimelineTitle(const Timeline& layer) {

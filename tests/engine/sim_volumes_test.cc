@@ -41,6 +41,7 @@ TEST(Table2, RingUlyssesMeshAndStarTrail) {
     const int64_t nd = Nd(job);
     const int ranks = static_cast<int>(n);
     EXPECT_EQ(SentBy(job, Pass::kForward, 1, {.a = 1, .b = ranks}), 2 * nd - 2 * nd / n) << "Ring";
+    EXPECT_EQ(TwoWayRingProgram(job, ranks).total_sent_bytes(), 2 * nd - 2 * nd / n) << "both ways";
     EXPECT_EQ(SentBy(job, Pass::kForward, ranks, {}), 4 * (n - 1) * nd / (n * n)) << "Ulysses";
     for (const Tile tile : TilesOf(ranks)) {
       EXPECT_EQ(SentBy(job, Pass::kForward, 1, tile), (2 * tile.a + 2 * tile.b - 4) * nd / n) << "Mesh";

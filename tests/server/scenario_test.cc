@@ -39,7 +39,8 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
 }
 
 TEST(Scenario, EveryCommittedOneLoads) {
-  for (const char* name : {"paper_cluster.yaml", "h100_nodes.yaml", "ethernet.yaml"}) {
+  for (const char* name :
+       {"paper_cluster.yaml", "paper_cluster_forward.yaml", "h100_nodes.yaml", "ethernet.yaml"}) {
     const auto scenario = LoadScenario(ScenarioPath(name));
     EXPECT_TRUE(scenario.ok()) << scenario.status();
   }
