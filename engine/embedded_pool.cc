@@ -25,7 +25,14 @@ int Threads(const EngineOptions& options) {
 
 // Where f32 is asked for, auto means the CPU.
 absl::StatusOr<std::vector<CudaDevice>> Devices(const EngineOptions& options) {
-  if (options.dtype != DType::kF32) return ChooseDevices(options.device);
+  if (options.dtype != DType::kF32) {
+    absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(options.device);
+    if (!devices.ok()) return devices;
+    for (CudaDevice& device : *devices) {
+      device.traits.margin_multiprocessors = options.communication_multiprocessors;
+    }
+    return devices;
+  }
   if (options.device != DeviceChoice::kCuda) return std::vector<CudaDevice>();
   return absl::InvalidArgumentError(
       "device cuda: it computes in bf16, not in f32; leave the dtype out, or choose the "
@@ -41,7 +48,8 @@ absl::StatusOr<EmbeddedPool> LoadCpuPool(const EngineOptions& options) {
   const ModelShape& shape = (*model)->shape();
   absl::StatusOr<PoolSpeed> speed = CpuPoolSpeed(shape, threads, options.ranks, options.speed_profile_path);
   if (!speed.ok()) return speed.status();
-  EmbeddedPool pool{.models = {}, .backends = {}, .speed = *speed};
+  EmbeddedPool pool;
+  pool.speed = *speed;
   pool.peak_flops = options.peak_flops > 0 ? options.peak_flops
                                            : MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
   pool.memory_budget_bytes =
@@ -79,6 +87,7 @@ absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
       model = *std::move(loaded);
     }
     pool.models.push_back(model);
+    pool.devices.push_back(device);
   }
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(devices, options.ranks);
   if (!backends.ok()) return backends.status();

@@ -23,6 +23,7 @@ namespace meshfill {
 struct EmbeddedPool {
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
   std::vector<std::unique_ptr<Backend>> backends;    // by rank
+  std::vector<CudaDevice> devices;                   // by rank; none: the CPU
   PoolSpeed speed;
   double peak_flops = 0;            // of all ranks together
   int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together

@@ -33,6 +33,7 @@ struct EngineOptions {
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   double peak_flops = 0;                // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;      // activations of one prefill; 0: 80 % of the memory that is free after load
+  int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
   int threads = 0;                      // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;       // keeps the pool's measured speed (pool_profile.h); empty: measured at load
 };

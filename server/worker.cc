@@ -35,6 +35,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
   const v1::PoolSection::Worker& worker = config.pool().worker();
   return {.model_path = config.model().path(),
           .dtype = ToEngineOptions(config).dtype,
+          .device = ParseDevice(worker.device()).value(),  // one of the names: LoadConfig checked it
           .ranks = static_cast<int>(worker.ranks()),
           .threads = static_cast<int>(worker.threads()),
           .peak_flops = worker.peak_flops(),
@@ -159,10 +160,6 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   if (config.model().path().empty()) {
     return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
-  }
-  if (config.pool().worker().device() == "cuda") {
-    return absl::InvalidArgumentError(
-        "config: pool.worker.device: workers compute on the CPU; choose cpu, or an embedded pool for GPUs");
   }
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
   ShutdownSignals signals;

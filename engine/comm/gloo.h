@@ -31,14 +31,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
-#include "engine/comm/communicator.h"
-#include "kernels/backend.h"
+#include "engine/comm/endpoint.h"
 
 namespace meshfill {
 
@@ -50,29 +46,14 @@ struct GlooOptions {
   bool checksum = true;  // of every payload that this rank sends
 };
 
-class GlooEndpoint {
+// Connect: what cannot be reached is named by its rank. Messages are received into buffers of the backend
+// (host memory). The communicator's destructor waits until what it sent has left, at most a minute, unless it
+// was aborted. Abort ends its peers' waits for this rank, too, with UNAVAILABLE.
+class GlooEndpoint : public Endpoint {
  public:
   // INVALID_ARGUMENT: no such interface or host. UNAVAILABLE: it cannot be bound. Ignores SIGPIPE from now
   // on, in the whole process, unless the process handles it: gloo writes to sockets whose peer may be gone.
   static absl::StatusOr<std::unique_ptr<GlooEndpoint>> Listen(const GlooOptions& options);
-  virtual ~GlooEndpoint() = default;
-
-  virtual const std::string& address() const = 0;  // opaque bytes, for every peer and nobody else
-
-  // Connects with all ranks, once; `addresses` by rank, this rank's own included. Blocks until the last pair
-  // stands. INVALID_ARGUMENT for an address that is of another run or rank or none at all; DEADLINE_EXCEEDED
-  // or UNAVAILABLE naming the peer; the reason of Abort. Messages are received into buffers of `backend`,
-  // which outlives the communicator; the communicator may outlive the endpoint. Its destructor waits until
-  // what it sent has left, at most a minute, unless it was aborted.
-  virtual absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
-                                                                Backend& backend, absl::Time deadline) = 0;
-
-  // Once Connect has returned: connections that it dropped, for they did not say the hello of a peer.
-  virtual int strangers() const = 0;
-
-  // Ends Connect and every wait of the communicator at once with `reason`, and its peers' waits for this rank
-  // with UNAVAILABLE. The first reason stays.
-  virtual void Abort(absl::Status reason) = 0;
 };
 
 }  // namespace meshfill

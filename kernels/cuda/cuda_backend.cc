@@ -40,7 +40,7 @@ absl::StatusOr<DeviceStreams> StreamsOf(int device) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = streams->find(device);
   if (found != streams->end()) return found->second;
-  if (absl::Status status = KeepFreedMemory(device); !status.ok()) return status;
+  if (absl::Status status = SetUpPool(device); !status.ok()) return status;
   absl::StatusOr<std::shared_ptr<CudaStream>> retire = CudaStream::Make(device);
   if (!retire.ok()) return retire.status();
   return streams->emplace(device, DeviceStreams{*std::move(retire)}).first->second;

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -89,6 +90,14 @@ absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice& device) {
   size_t free_bytes = 0, total_bytes = 0;
   if (cudaError_t error = cudaMemGetInfo(&free_bytes, &total_bytes); error != cudaSuccess) {
     return LaunchStatus("asking for free memory", error);
+  }
+  // What the pool has been given back and keeps is free, too.
+  cudaMemPool_t pool;
+  uint64_t kept = 0, used = 0;
+  if (cudaDeviceGetDefaultMemPool(&pool, device.ordinal) == cudaSuccess &&
+      cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &kept) == cudaSuccess &&
+      cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used) == cudaSuccess && kept > used) {
+    free_bytes += kept - used;
   }
   return static_cast<int64_t>(free_bytes);
 }

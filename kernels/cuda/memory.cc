@@ -74,12 +74,30 @@ void CudaAllocation::AddUser(std::shared_ptr<CudaStream> stream) {
   users_.push_back(std::move(stream));
 }
 
-absl::Status KeepFreedMemory(int device) {
+absl::Status SetUpPool(int device) {
   absl::StatusOr<cudaMemPool_t> pool = Pool(device);
   if (!pool.ok()) return pool.status();
   uint64_t threshold = UINT64_MAX;
-  return LaunchStatus("setting up the memory pool",
-                      cudaMemPoolSetAttribute(*pool, cudaMemPoolAttrReleaseThreshold, &threshold));
+  if (cudaError_t error = cudaMemPoolSetAttribute(*pool, cudaMemPoolAttrReleaseThreshold, &threshold);
+      error != cudaSuccess) {
+    return LaunchStatus("setting up the memory pool", error);
+  }
+  int devices = 0;
+  if (cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess) {
+    return LaunchStatus("counting the devices", error);
+  }
+  for (int peer = 0; peer < devices; ++peer) {
+    int reachable = 0;
+    if (peer == device || cudaDeviceCanAccessPeer(&reachable, peer, device) != cudaSuccess || reachable == 0)
+      continue;
+    cudaMemAccessDesc access = {};
+    access.location = {.type = cudaMemLocationTypeDevice, .id = peer};
+    access.flags = cudaMemAccessFlagsProtReadWrite;
+    if (cudaError_t error = cudaMemPoolSetAccess(*pool, &access, 1); error != cudaSuccess) {
+      return LaunchStatus("opening the memory pool to a peer", error);
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace meshfill

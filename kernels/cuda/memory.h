@@ -53,8 +53,9 @@ class CudaAllocation {
   std::vector<std::shared_ptr<CudaStream>> users_ ABSL_GUARDED_BY(mutex_);  // others than the owner
 };
 
-// Freed memory stays with the process from now on. Once for each device.
-absl::Status KeepFreedMemory(int device);
+// The device's pool keeps what is freed from now on, and its peers copy from it without a detour through the
+// host where they can reach it. Once for each device.
+absl::Status SetUpPool(int device);
 
 }  // namespace meshfill
 

@@ -7,10 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "engine/comm/gloo.h"
+#include "engine/comm/nccl.h"
 #include "engine/free_memory.h"
-#include "engine/pool_profile.h"
-#include "kernels/cpu/cpu_backend.h"
-#include "kernels/peak.h"
 #include "server/log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
@@ -19,8 +17,10 @@
 namespace meshfill {
 namespace {
 
-constexpr double kPeakMeasureSeconds = 0.2;
+// Of a GPU: for NCCL's CTAs, beside which attention runs on the others.
+constexpr int kNcclMultiprocessors = 8;
 constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
+constexpr absl::Duration kNcclConnectTimeout = absl::Seconds(60);  // it tries out the links
 
 // The leader ends a run that stands still long before this; it bounds a wait where the leader is gone too.
 absl::Duration WaitTimeout(const Plan& plan) {
@@ -32,6 +32,25 @@ uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
   hash.Add(part.epoch);
   hash.Add(part.number);
   return hash.Finish();
+}
+
+std::vector<std::unique_ptr<CountingBackend>> Counting(std::vector<std::unique_ptr<Backend>> backends) {
+  std::vector<std::unique_ptr<CountingBackend>> counting;
+  for (std::unique_ptr<Backend>& backend : backends) {
+    counting.push_back(std::make_unique<CountingBackend>(std::move(backend)));
+  }
+  return counting;
+}
+
+// NCCL has one rank on a GPU.
+absl::Status CheckDevices(const std::vector<CudaDevice>& of_rank) {
+  for (size_t rank = 1; rank < of_rank.size(); ++rank) {
+    if (of_rank[rank].ordinal != of_rank[rank - 1].ordinal) continue;
+    return absl::InvalidArgumentError(absl::StrCat("pool.worker.ranks is ", of_rank.size(),
+                                                   ", more than this machine has GPUs; lower it, or "
+                                                   "choose the device cpu"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -56,22 +75,18 @@ class RankHost::ActiveRun {
   // step.
   absl::Status Reserve() {
     const int64_t bytes = part_.reserve_bytes;
+    if (!host_.pool_.devices.empty()) return ReserveOnDevices(bytes / static_cast<int64_t>(seats_.size()));
     if (const int64_t free = FreeMemoryBytes(); free > 0 && bytes > free) {
       return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
                                                         free, " are free; shorten the prompt or add ranks"));
     }
-    auto reservation = host_.backends_.front()->Allocate(static_cast<size_t>(bytes));
-    if (reservation.ok()) reservation_ = *std::move(reservation);
-    return reservation.status();
+    return ReserveOn(*host_.backends_.front(), bytes);
   }
 
   absl::StatusOr<std::vector<std::string>> Listen() {
     std::vector<std::string> addresses;
     for (size_t i = 0; i < seats_.size(); ++i) {
-      auto endpoint = GlooEndpoint::Listen({.listen = host_.options_.data_listen,
-                                            .rank = rank(i),
-                                            .ranks = part_.plan.ranks(),
-                                            .run = DataPlaneRun(part_)});
+      absl::StatusOr<std::unique_ptr<Endpoint>> endpoint = ListenFor(i);
       if (!endpoint.ok()) return endpoint.status();
       addresses.push_back((*endpoint)->address());
       const std::lock_guard<std::mutex> lock(mu_);
@@ -83,7 +98,7 @@ class RankHost::ActiveRun {
 
   void Start(std::vector<std::string> addresses) {
     addresses_ = std::move(addresses);
-    reservation_ = nullptr;
+    reservations_.clear();
     for (size_t i = 0; i < seats_.size(); ++i) {
       seats_[i].first_operation = host_.backends_[i]->operations();
       seats_[i].thread =
@@ -123,7 +138,7 @@ class RankHost::ActiveRun {
 
  private:
   struct Seat {
-    std::unique_ptr<GlooEndpoint> endpoint;
+    std::unique_ptr<Endpoint> endpoint;
     std::unique_ptr<Communicator> communicator;
     std::thread thread;
     std::atomic<int> layers_done{0};
@@ -133,17 +148,46 @@ class RankHost::ActiveRun {
   int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
   int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // of the plan
 
+  absl::Status ReserveOn(Backend& backend, int64_t bytes) {
+    absl::StatusOr<BufferRef> reservation = backend.Allocate(static_cast<size_t>(bytes));
+    if (reservation.ok()) reservations_.push_back(*std::move(reservation));
+    return reservation.status();
+  }
+
+  absl::Status ReserveOnDevices(int64_t bytes_each) {
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      if (absl::Status status = ReserveOn(*host_.backends_[i], bytes_each); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const {
+    const std::vector<CudaDevice>& devices = host_.pool_.devices;
+    if (!devices.empty()) {
+      return ListenNccl({.rank = rank(i),
+                         .ranks = part_.plan.ranks(),
+                         .device = devices[i].ordinal,
+                         .most_ctas = kNcclMultiprocessors});
+    }
+    return GlooEndpoint::Listen({.listen = host_.options_.data_listen,
+                                 .rank = rank(i),
+                                 .ranks = part_.plan.ranks(),
+                                 .run = DataPlaneRun(part_)});
+  }
+
   absl::StatusOr<RankOutput> RunSeat(size_t i) {
     Seat& seat = seats_[i];
     Backend& backend = *host_.backends_[i];
-    auto communicator = seat.endpoint->Connect(addresses_, backend, absl::Now() + kConnectTimeout);
+    const absl::Duration timeout = host_.pool_.devices.empty() ? kConnectTimeout : kNcclConnectTimeout;
+    auto communicator = seat.endpoint->Connect(addresses_, backend, absl::Now() + timeout);
     host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);
     backend.set_stop_token(&stop_);
+    TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0);
     absl::StatusOr<RankOutput> output =
         RunRank({.plan = part_.plan,
-                 .model = *host_.model_,
+                 .model = *host_.pool_.models[i],
                  .rank = rank(i),
                  .tokens = tokens_,
                  .backend = backend,
@@ -151,16 +195,17 @@ class RankHost::ActiveRun {
                  .wait_timeout = WaitTimeout(part_.plan),
                  .on_layer_done =
                      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                 .kv = nullptr});
+                 .kv = nullptr,
+                 .recorder = &recorder});
     backend.set_stop_token(nullptr);
     return output;
   }
 
   WorkerMachine::RunPart part_;
   RankHost& host_;
-  BufferRef reservation_;               // of the memory that the run will take; until it starts
-  std::vector<uint32_t> tokens_;        // [all tokens]; those of other workers' ranks are 0 and not read
-  std::vector<std::string> addresses_;  // by rank of the whole run
+  std::vector<BufferRef> reservations_;  // of the memory that the run will take; until it starts
+  std::vector<uint32_t> tokens_;         // [all tokens]; those of other workers' ranks are 0 and not read
+  std::vector<std::string> addresses_;   // by rank of the whole run
   StopToken stop_;
   std::mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
@@ -168,41 +213,33 @@ class RankHost::ActiveRun {
   std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
 };
 
-RankHost::RankHost(const Options& options, std::unique_ptr<Model> model, v1::ModelId model_id,
-                   std::vector<std::unique_ptr<CountingBackend>> backends, const Measured& measured,
+RankHost::RankHost(const Options& options, EmbeddedPool pool,
+                   std::vector<std::unique_ptr<CountingBackend>> backends, v1::ModelId model_id,
                    Listener& listener)
     : options_(options),
-      model_(std::move(model)),
+      pool_(std::move(pool)),
       model_id_(std::move(model_id)),
       backends_(std::move(backends)),
-      measured_(measured),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
 absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options, Listener& listener) {
-  const int threads = options.threads > 0
-                          ? options.threads
-                          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  auto model = Model::Load(options.model_path, options.dtype,
-                           [threads](const ModelShape& shape) { return MakeCpuBackend(shape.dtype, threads); });
-  if (!model.ok()) return model.status();
-  const ModelShape& shape = (*model)->shape();
-  auto identified = IdentifyModel(options.model_path, shape.dtype);
+  absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool({.model_path = options.model_path,
+                                                        .ranks = options.ranks,
+                                                        .device = options.device,
+                                                        .dtype = options.dtype,
+                                                        .peak_flops = options.peak_flops,
+                                                        .memory_budget_bytes = options.memory_bytes,
+                                                        .communication_multiprocessors = kNcclMultiprocessors,
+                                                        .threads = options.threads,
+                                                        .speed_profile_path = options.speed_profile_path});
+  if (!pool.ok()) return pool.status();
+  if (absl::Status status = CheckDevices(pool->devices); !status.ok()) return status;
+  auto identified = IdentifyModel(options.model_path, pool->models.front()->shape().dtype);
   if (!identified.ok()) return identified.status();
-
-  auto speed = CpuPoolSpeed(shape, threads, options.ranks, options.speed_profile_path);
-  if (!speed.ok()) return speed.status();
-  Measured measured{.speed = *speed, .peak_flops = options.peak_flops, .memory_bytes = options.memory_bytes};
-  if (measured.peak_flops == 0)
-    measured.peak_flops = MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
-  if (measured.memory_bytes == 0) measured.memory_bytes = DefaultMemoryBudgetBytes();
-  std::vector<std::unique_ptr<CountingBackend>> backends;
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    backends.push_back(
-        std::make_unique<CountingBackend>(MakeCpuBackend(shape.dtype, std::max(1, threads / options.ranks))));
-  }
-  return std::unique_ptr<RankHost>(new RankHost(options, *std::move(model), std::move(identified->id),
-                                                std::move(backends), measured, listener));
+  auto backends = Counting(std::exchange(pool->backends, {}));
+  return std::unique_ptr<RankHost>(
+      new RankHost(options, *std::move(pool), std::move(backends), std::move(identified->id), listener));
 }
 
 RankHost::~RankHost() {
@@ -225,11 +262,13 @@ RankHost::~RankHost() {
 void RankHost::Describe(v1::Join& offer) const {
   offer.set_backend(backends_.front()->name());
   offer.set_ranks(static_cast<uint32_t>(backends_.size()));
-  for (size_t i = 0; i < backends_.size(); ++i) offer.add_devices("cpu");
-  offer.set_memory_bytes(static_cast<uint64_t>(measured_.memory_bytes));
-  offer.set_peak_flops(measured_.peak_flops);
+  for (size_t i = 0; i < backends_.size(); ++i) {
+    offer.add_devices(pool_.devices.empty() ? "cpu" : pool_.devices[i].name);
+  }
+  offer.set_memory_bytes(static_cast<uint64_t>(pool_.memory_budget_bytes));
+  offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
-  *offer.mutable_speed() = ToProto(measured_.speed);
+  *offer.mutable_speed() = ToProto(pool_.speed);
 }
 
 void RankHost::Post(std::function<void()> work) {

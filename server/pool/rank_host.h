@@ -19,8 +19,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "engine/cost_model.h"
-#include "engine/model/model.h"
+#include "engine/device.h"
+#include "engine/embedded_pool.h"
 #include "engine/rank_runner.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/counting_backend.h"
@@ -33,6 +33,7 @@ class RankHost {
   struct Options {
     std::string model_path;
     std::optional<DType> dtype;
+    DeviceChoice device = DeviceChoice::kAuto;  // on GPUs: one for each rank, over NCCL
     int ranks = 1;
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
@@ -64,16 +65,10 @@ class RankHost {
   std::vector<WorkerMachine::RankProgress> progress() const;
 
  private:
-  struct Measured {
-    PoolSpeed speed;
-    double peak_flops = 0;
-    int64_t memory_bytes = 0;
-  };
   class ActiveRun;
 
-  RankHost(const Options& options, std::unique_ptr<Model> model, v1::ModelId model_id,
-           std::vector<std::unique_ptr<CountingBackend>> backends, const Measured& measured,
-           Listener& listener);
+  RankHost(const Options& options, EmbeddedPool pool, std::vector<std::unique_ptr<CountingBackend>> backends,
+           v1::ModelId model_id, Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
@@ -83,10 +78,9 @@ class RankHost {
   std::shared_ptr<ActiveRun> Current(uint64_t run) const;
 
   const Options options_;
-  const std::unique_ptr<Model> model_;
+  const EmbeddedPool pool_;  // but for its backends
   const v1::ModelId model_id_;
   const std::vector<std::unique_ptr<CountingBackend>> backends_;  // by rank of this worker
-  const Measured measured_;
   Listener& listener_;
   std::atomic<bool> told_of_strangers_{false};
 

@@ -48,7 +48,7 @@ std::atomic<int> devices{DevicesFromEnvironment()};
 std::atomic<int> driver_version{CUDART_VERSION};
 std::atomic<int> compute_major{9};
 std::atomic<size_t> memory_bytes{size_t{8} << 30};
-std::atomic<int> most_delay_microseconds{200};
+std::atomic<int> most_delay_microseconds{60};
 std::atomic<bool> broken{false};
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -315,6 +315,17 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   *pool = nullptr;
+  return Return(cudaSuccess);
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
+  *static_cast<uint64_t*>(value) = 0;  // it keeps nothing
+  return Return(cudaSuccess);
+}
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
+  return Return(cudaSuccess);
+}
+cudaError_t cudaDeviceCanAccessPeer(int* reachable, int, int) {
+  *reachable = 1;
   return Return(cudaSuccess);
 }
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return Return(cudaSuccess); }

@@ -1,0 +1,12 @@
+// What a build without NCCL answers.
+#include "engine/comm/nccl.h"
+
+namespace meshfill {
+
+absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions&) {
+  return absl::FailedPreconditionError(
+      "this build has no NCCL, which ranks on GPUs of several processes need; build it where nvcc and nccl.h "
+      "are");
+}
+
+}  // namespace meshfill

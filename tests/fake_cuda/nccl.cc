@@ -1,0 +1,124 @@
+// NCCL between ranks that are threads of one process: point-to-point in groups, init that takes its time,
+// abort.
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/comm/nccl_library.h"
+#include "tests/fake_cuda/fake_cuda.h"
+
+namespace meshfill {
+namespace {
+
+// Where the ranks of one id meet.
+struct Hub {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int joined = 0;
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> messages;  // by sender and receiver
+};
+
+struct Comm {
+  std::shared_ptr<Hub> hub;
+  int rank;
+  int ranks;
+  std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
+};
+
+Comm& Of(ncclComm_t comm) { return *reinterpret_cast<Comm*>(comm); }
+
+std::shared_ptr<Hub> HubOf(const ncclUniqueId& id) {
+  static std::mutex mutex;
+  static auto* const hubs = new std::map<uint64_t, std::shared_ptr<Hub>>;
+  uint64_t number;
+  std::memcpy(&number, id.internal, sizeof(number));
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<Hub>& hub = (*hubs)[number];
+  if (hub == nullptr) hub = std::make_shared<Hub>();
+  return hub;
+}
+
+ncclResult_t FakeSend(const void* from, size_t bytes, ncclDataType_t, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  const Comm self = Of(comm);
+  const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
+    const auto* data = static_cast<const char*>(FakeCuda::Memory(from));
+    const std::lock_guard<std::mutex> lock(self.hub->mutex);
+    self.hub->messages[{self.rank, peer}].emplace_back(data, data + bytes);
+    self.hub->changed.notify_all();
+  });
+  return error == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclResult_t FakeReceive(void* to, size_t bytes, ncclDataType_t, int peer, ncclComm_t comm,
+                         cudaStream_t stream) {
+  const Comm self = Of(comm);
+  const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
+    std::unique_lock<std::mutex> lock(self.hub->mutex);
+    auto& messages = self.hub->messages[{peer, self.rank}];
+    self.hub->changed.wait(lock, [&] { return *self.aborted || !messages.empty(); });
+    if (messages.empty()) return;  // aborted: the buffer holds anything
+    if (messages.front().size() == bytes) std::memcpy(FakeCuda::Memory(to), messages.front().data(), bytes);
+    messages.pop_front();
+  });
+  return error == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclResult_t FakeAbort(ncclComm_t comm) {
+  Comm* const self = &Of(comm);
+  {
+    const std::lock_guard<std::mutex> lock(self->hub->mutex);
+    *self->aborted = true;
+    self->hub->changed.notify_all();
+  }
+  delete self;
+  return ncclSuccess;
+}
+
+}  // namespace
+
+absl::StatusOr<const Nccl*> Nccl::Load() {
+  static constexpr Nccl kFake = {
+      .GetUniqueId =
+          [](ncclUniqueId* id) {
+            static std::atomic<uint64_t> last{0};
+            const uint64_t number = ++last;
+            *id = {};
+            std::memcpy(id->internal, &number, sizeof(number));
+            return ncclSuccess;
+          },
+      .CommInitRankConfig =
+          [](ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
+            if (config->blocking != 0) return ncclInvalidArgument;
+            auto* made = new Comm{HubOf(id), rank, ranks};
+            const std::lock_guard<std::mutex> lock(made->hub->mutex);
+            ++made->hub->joined;
+            *comm = reinterpret_cast<ncclComm_t>(made);
+            return ncclInProgress;
+          },
+      .CommGetAsyncError =
+          [](ncclComm_t comm, ncclResult_t* state) {
+            const std::lock_guard<std::mutex> lock(Of(comm).hub->mutex);
+            *state = Of(comm).hub->joined < Of(comm).ranks ? ncclInProgress : ncclSuccess;
+            return ncclSuccess;
+          },
+      .CommAbort = FakeAbort,
+      .CommFinalize = [](ncclComm_t) { return ncclInProgress; },
+      .CommDestroy = FakeAbort,
+      .GroupStart = [] { return ncclSuccess; },
+      .GroupEnd = [] { return ncclInProgress; },
+      .Send = FakeSend,
+      .Recv = FakeReceive,
+      .GetErrorString = [](ncclResult_t) { return "a fake error"; },
+      .GetLastError = [](ncclComm_t) { return ""; },
+  };
+  return &kFake;
+}
+
+}  // namespace meshfill
