@@ -21,6 +21,41 @@ TEST(Mesh, AssignsAsThePaperDraws) {  // Figure 1 (c)
   }
 }
 
+// Table 1, and Figures 3 and 4: rank 4 of 15 as 3×5.
+TEST(Mesh, MapsLocalToGlobalIndicesAsThePapersTable1) {
+  const Mesh mesh(Tile{.a = 3, .b = 5});
+  for (int i = 0; i < 15; ++i) {
+    for (int u = 0; u < 3; ++u) EXPECT_EQ(mesh.QChunk(i, u), 3 * (i / 3) + (i + u) % 3);
+    for (int u = 0; u < 5; ++u) EXPECT_EQ(mesh.KvChunk(i, u), (i + 3 * u) % 15);
+  }
+  const int q_chunks[] = {4, 5, 3}, kv_chunks[] = {4, 7, 10, 13, 1};
+  for (int u = 0; u < 3; ++u) EXPECT_EQ(mesh.QChunk(4, u), q_chunks[u]);
+  for (int v = 0; v < 5; ++v) EXPECT_EQ(mesh.KvChunk(4, v), kv_chunks[v]);
+  EXPECT_EQ(mesh.QReceiveFrom(4), 5);
+  EXPECT_EQ(mesh.QSendTo(4), 3);
+  EXPECT_EQ(mesh.KvReceiveFrom(4), 7);
+  EXPECT_EQ(mesh.KvSendTo(4), 1);
+}
+
+// Figure 7: 16 tokens in 4 striped chunks as 2×2. KV 1 and KV 2 are swapped, and of the 136 pairs that the
+// causal mask leaves, each rank computes a quarter, but for the few on the diagonals of its blocks.
+TEST(Mesh, BalancesTheCausalMaskOfFigure7) {
+  const Mesh mesh(Tile{.a = 2, .b = 2});
+  const int kv_order[] = {0, 2, 1, 3};
+  const int owners[2][4] = {{0, 0, 1, 1}, {2, 2, 3, 3}};
+  for (int q = 0; q < 4; ++q) {
+    for (int column = 0; column < 4; ++column) {
+      EXPECT_EQ(mesh.Owner(q, kv_order[column]), owners[q / 2][column]);
+    }
+  }
+  std::vector<int> pairs(4, 0);
+  for (int query = 0; query < 16; ++query) {
+    for (int key = 0; key <= query; ++key) ++pairs[mesh.Owner(query % 4, key % 4)];
+  }
+  // A block has 10 pairs where its queries may see keys of their own stripe, else 6.
+  EXPECT_EQ(pairs, (std::vector<int>{10 + 10 + 6 + 6, 6 + 6 + 10 + 6, 10 * 4, 10 + 10 + 10 + 6}));
+}
+
 TEST(Mesh, TilesCoverTheMatrixAndStartWithTheLocalBlock) {
   for (int n = 1; n <= 64; ++n) {
     for (Tile tile : TilesOf(n)) {
