@@ -93,7 +93,8 @@ void Leader::Refuse(Connection connection, const std::string& name, const std::s
   ++counters_.refusals;
   if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
   if (!refused_.emplace(name, reason).second) return;
-  Log(absl::StrCat("worker ", LogQuote(name), " refused: ", LogQuote(reason)));
+  Log(absl::StrCat(name.empty() ? "a stranger" : absl::StrCat("worker ", LogQuote(name)),
+                   " refused: ", LogQuote(reason)));
 }
 
 void Leader::OnJoin(Connection connection, const v1::Join& offer, uint64_t heard_epoch, absl::Time now) {

@@ -263,7 +263,7 @@ class PoolFaultsTest(PoolTestCase):
         babbler = self.worker_behind(
             lambda message: b"\x52" + message.data[1:] if message.kind == "Join" else None, "babbler")
         babbler.wait_for("refused this worker: it did not begin with Join")
-        self.leader.wait_for('worker "" refused: "it did not begin with Join')
+        self.leader.wait_for('a stranger refused: "it did not begin with Join')
         self.assertEqual(self.prefill(self.prompt, "--tile", "1x2")["plan"]["ranks"], 2)
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
         for connection in held:
