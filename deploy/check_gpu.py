@@ -15,6 +15,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MOST_COLUMNS = 80  # of a result in the table
 PART_SECONDS = 570  # of a part: what is left when it is over is not begun
 MODEL_8B = ["--arch", "llama", "--layers", "32", "--hidden", "4096", "--intermediate", "14336", "--heads", "32",
             "--kv-heads", "8", "--vocab", "128256", "--context", "1048576", "--dtype", "bf16"]
@@ -36,6 +37,9 @@ class Runner:
         self.device = device
         self.end = time.monotonic() + PART_SECONDS
         self.rows = []
+        # PyTorch's wheels have cuBLAS and NCCL, too, where CUDA's own folder has not.
+        wheels = sorted(map(str, pathlib.Path(sys.prefix).glob("lib/python3*/site-packages/nvidia/*/lib")))
+        self.libraries = ":".join([f"{self.folder}/lib", os.environ.get("LD_LIBRARY_PATH", ""), *wheels])
 
     def step(self, name, target, limit, body):
         begin = time.monotonic()
@@ -51,7 +55,8 @@ class Runner:
             except NotRun as reason:
                 result, verdict = f"not run: {reason}", "-"
             except (Failed, subprocess.TimeoutExpired, OSError, ValueError, KeyError) as error:
-                result, verdict = " ".join(str(error).split())[:110] or type(error).__name__, "NOT MET"
+                result, verdict = " ".join(str(error).split()) or type(error).__name__, "NOT MET"
+        result = result if len(result) <= MOST_COLUMNS else result[: MOST_COLUMNS - 1] + "…"
         seconds = time.monotonic() - begin
         self.rows.append((name, result, target, verdict, f"{seconds:.0f} s"))
         print(f"... {name}: {result} [{verdict}]", file=sys.stderr, flush=True)
@@ -61,22 +66,21 @@ class Runner:
         path = self.folder / "bin" / name
         if not path.exists():
             raise NotRun(f"{name} is not in the package")
-        libraries = f"{self.folder}/lib:{os.environ.get('LD_LIBRARY_PATH', '')}"
         done = subprocess.run(
             [*map(str, wrapper), path, *map(str, arguments)],
             capture_output=True, text=True, timeout=limit,
-            env={**os.environ, "LD_LIBRARY_PATH": libraries, "MESHFILL_PARITY_DIR": str(ROOT / "tests/parity"),
+            env={**os.environ, "LD_LIBRARY_PATH": self.libraries, "MESHFILL_PARITY_DIR": str(ROOT / "tests/parity"),
                  **(environment or {})},
         )
         if done.returncode == 77:
-            raise NotRun(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no device")
+            raise NotRun(done.stdout.strip().splitlines()[-1].removeprefix("not run: ") if done.stdout.strip() else "no device")
         if done.returncode not in statuses:
             tail = (done.stderr.strip() or done.stdout.strip()).splitlines()
             failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
             raise Failed(f"{name} ended with {done.returncode}: {(failed or tail or [''])[-1]}")
         return done.stdout if done.returncode == 0 else done.stderr
 
-    def test(self, name, limit, wrapper=(), arguments=(), count_errors=None):
+    def test(self, name, limit, wrapper=(), arguments=()):
         output = self.program(name, *arguments, limit=limit, wrapper=wrapper, environment={"MESHFILL_TEST_DEVICE": "cuda"})
         passed = [line for line in output.splitlines() if "[  PASSED  ]" in line]
         if not passed or " 0 test" in passed[-1]:
@@ -122,7 +126,7 @@ def refusal(run):
         error = run.program("meshfill", "bench", "gemm", "--device", "cuda", limit=limit, statuses=(2,),
                             environment={"CUDA_VISIBLE_DEVICES": ""})
         line = error.strip().splitlines()[-1] if error.strip() else ""
-        return line[:80], "GPU" in line or "device" in line
+        return line, "GPU" in line or "device" in line
 
     return body
 
@@ -183,7 +187,7 @@ def measure(run):
     seconds = {}
     try:
         if run.device:  # weights of 16 GB take the CPU a while: meanwhile the GPU is measured on other things
-            libraries = {**os.environ, "LD_LIBRARY_PATH": f"{run.folder}/lib"}
+            libraries = {**os.environ, "LD_LIBRARY_PATH": run.libraries}
             binary = run.folder / "bin/meshfill"
             writing = subprocess.Popen([binary, "make-model", *MODEL_8B, "--out", model], env=libraries, stdout=subprocess.DEVNULL)
             one_layer = [("1" if before == "--layers" else word) for before, word in zip([""] + MODEL_8B, MODEL_8B)]

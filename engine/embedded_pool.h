@@ -1,9 +1,8 @@
 // What the ranks of one process compute with: their backends, the weights where these read them, and what
 // both were measured to do.
 //
-// On the CPU the ranks share its cores and one copy of the weights. On GPUs they are dealt to the devices in
-// turn of blocks (with 4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank a
-// stream.
+// On the CPU the ranks share its cores and one copy of the weights. On GPUs neighbouring ranks share a device
+// (4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank a stream.
 #ifndef MESHFILL_ENGINE_EMBEDDED_POOL_H_
 #define MESHFILL_ENGINE_EMBEDDED_POOL_H_
 
