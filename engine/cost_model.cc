@@ -148,7 +148,7 @@ class AttentionPeak {
  public:
   AttentionPeak(const ModelShape& model, const PlanShape& shape, const Schedule& schedule)
       : schedule_(schedule),
-        shared_(shape.one_process),
+        shared_(shape.one_memory),
         adopt_(shape.partial_dtype == DType::kF32),
         q_bytes_(model.q_bytes(shape.layout.tokens())),
         kv_bytes_(shape.heads *
@@ -240,7 +240,7 @@ int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   const int64_t q = model.q_bytes(tokens);
   const int64_t own_kv = model.kv_bytes(keys);
   const int64_t kv = shape.heads * model.HeadSlice(shape.heads).kv_bytes(keys);
-  const int64_t copies = shape.one_process ? 0 : 1;
+  const int64_t copies = shape.one_memory ? 0 : 1;
   const int64_t q_to_heads = 2 * q + own_kv + copies * q;
   const int64_t kv_to_heads = q + own_kv + kv + copies * kv / 2;  // K, then V
   const int64_t o_to_tokens = model.partial_bytes(tokens, DType::kF32) + q + copies * q;
@@ -277,7 +277,7 @@ int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, in
 // LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
 // the groups' sums give all ranks' bytes in time O(n).
 CommBytes LargestLayerCommBytes(const ModelShape& model, const PlanShape& shape) {
-  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, one_process] = shape;
+  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, one_memory] = shape;
   const Mesh mesh(tile);
   const ModelShape slice = model.HeadSlice(heads);
   const TokenLayout groups = layout.Groups(heads);

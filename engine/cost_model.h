@@ -53,7 +53,7 @@ struct PlanShape {
   DType partial_dtype = DType::kF32;
   int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
   Links links;
-  bool one_process = true;  // ranks share a chunk's memory, however many hold it
+  bool one_memory = true;  // ranks are threads on one device: a chunk is there once, however many hold it
 };
 
 // Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated

@@ -209,7 +209,7 @@ class ShapePlanner {
                                  .partial_dtype = partial_dtype,
                                  .cached_tokens = request_.cached_tokens,
                                  .links = placed.links,
-                                 .one_process = request_.one_process};
+                                 .one_memory = request_.one_memory};
         if (!best.has_value() || MayGain(shape, *best)) TakeBetter(shape, placed.placement, best);
       }
     }
@@ -244,7 +244,7 @@ class ShapePlanner {
             .partial_dtype = plan.partial_dtype,
             .cached_tokens = request_.cached_tokens,
             .links = plan.predicted.links,
-            .one_process = request_.one_process};
+            .one_memory = request_.one_memory};
   }
 
   bool Over(const Prediction& predicted) const {

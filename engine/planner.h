@@ -33,7 +33,7 @@ struct PlanRequest {
   std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
-  bool one_process = true;          // ranks share memory (PlanShape)
+  bool one_memory = true;           // ranks share it (PlanShape)
   Topology topology = {};           // no seats: every link is that of the pool's speed
 };
 

@@ -89,6 +89,8 @@ class EmbeddedEngine : public PrefillEngine {
       return status;
     PlanRequest request = PlanRequestOf(options_, options, tokens);
     request.memory_budget_bytes = pool_.memory_budget_bytes;
+    request.one_memory =
+        pool_.models.front() == pool_.models.back();  // else chunks are copied between devices
     absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.speed, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;

@@ -105,7 +105,7 @@ class PlanCommand : public Command {
     request.cached_tokens = cached_tokens_;
     request.memory_budget_bytes = *budget;
     if (config.pool().control_listen().empty()) return request;
-    request.one_process = false;
+    request.one_memory = false;
     request.topology = LinksOf(config.pool());
     for (int seat = 0; seat < options.ranks; ++seat) {
       request.topology.node_of_seat.push_back(seat / ranks_per_host_.value_or(options.ranks));

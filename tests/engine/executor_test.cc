@@ -580,10 +580,9 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
     ASSERT_TRUE(executor.Run(ChunksOf(c, 0, backend), 0).ok());
     const int64_t predicted =
-        Predict(
-            c.model, PoolSpeed(),
-            {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_process = false},
-            c.plan.schedule)
+        Predict(c.model, PoolSpeed(),
+                {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_memory = false},
+                c.plan.schedule)
             .peak_bytes -
         BytesBesideAttention(c.model, layout->tokens());
     if (heads == 1) {

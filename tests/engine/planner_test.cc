@@ -581,7 +581,7 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
     PoolSpeed speed = kSlowLink;
     speed.attention_flops_per_second = std::exp2(Draw(random, 36, 46));
     PlanRequest request = {
-        .tokens = Draw<int64_t>(random, 1000, 100000), .ranks = Draw(random, 1, 32), .one_process = false};
+        .tokens = Draw<int64_t>(random, 1000, 100000), .ranks = Draw(random, 1, 32), .one_memory = false};
     const int node_seats = 1 << Draw(random, 0, 3);
     request.topology = SlowNodes(32 / node_seats, node_seats);
     if (Draw(random, 0, 1) == 0) {
@@ -613,7 +613,7 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
                                          .tile = plan.tile,
                                          .cached_tokens = request.cached_tokens,
                                          .links = links_of(row_first),
-                                         .one_process = false},
+                                         .one_memory = false},
                                         plan.schedule);
     EXPECT_LE(plan.predicted.seconds, unplaced.seconds * (1 + 1e-9));
     EXPECT_LE(LeastSeconds(model, speed,
