@@ -41,8 +41,8 @@ namespace meshfill {
 
 inline constexpr uint32_t kControlProtocol = 2;
 
-// What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and which
-// seats are on one host.
+// What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
+// which seats are on one host.
 struct PoolCapacity {
   int ranks = 0;
   PoolSpeed speed;
