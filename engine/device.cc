@@ -10,7 +10,8 @@ absl::StatusOr<DeviceChoice> ParseDevice(std::string_view name) {
   if (name == "auto") return DeviceChoice::kAuto;
   if (name == "cpu") return DeviceChoice::kCpu;
   if (name == "cuda") return DeviceChoice::kCuda;
-  return absl::InvalidArgumentError(absl::StrCat("'", std::string(name), "' is no device; choose one of auto, cpu, cuda"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", std::string(name), "' is no device; choose one of auto, cpu, cuda"));
 }
 
 absl::StatusOr<std::vector<CudaDevice>> ChooseDevices(DeviceChoice choice) {

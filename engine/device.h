@@ -14,8 +14,8 @@ enum class DeviceChoice { kAuto, kCpu, kCuda };
 
 absl::StatusOr<DeviceChoice> ParseDevice(std::string_view name);  // INVALID_ARGUMENT with the names there are
 
-// The CUDA devices to compute on; none: the CPU. kAuto takes what is usable. INVALID_ARGUMENT where kCuda was asked
-// for and there is none, with the reason and what to do.
+// The CUDA devices to compute on; none: the CPU. kAuto takes what is usable. INVALID_ARGUMENT where kCuda was
+// asked for and there is none, with the reason and what to do.
 absl::StatusOr<std::vector<CudaDevice>> ChooseDevices(DeviceChoice choice);
 
 }  // namespace meshfill

@@ -23,34 +23,34 @@
 namespace meshfill {
 
 struct EngineOptions {
-  std::string model_path;               // a Hugging Face folder
-  int ranks = 1;                        // 1 to 64
+  std::string model_path;                     // a Hugging Face folder
+  int ranks = 1;                              // 1 to 64
   DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
-  std::optional<DType> dtype;           // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
+  std::optional<DType> dtype;  // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
   ScheduleChoice schedule = ScheduleChoice::kAuto;
-  double peak_flops = 0;                // sum of the ranks' peak FLOP/s; 0: measured at load
-  int64_t memory_budget_bytes = 0;      // activations of one prefill; 0: 80 % of the memory that is free after load
+  double peak_flops = 0;                  // sum of the ranks' peak FLOP/s; 0: measured at load
+  int64_t memory_budget_bytes = 0;        // activations of one prefill; 0: 80 % of what is free after load
   int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
-  int threads = 0;                      // CPU threads of the pool; 0: one per core
-  std::string speed_profile_path;       // keeps the pool's measured speed (pool_profile.h); empty: measured at load
+  int threads = 0;                        // CPU threads of the pool; 0: one per core
+  std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
 };
 
 struct PrefillOptions {
-  std::optional<Tile> tile;             // default: the planner's choice
-  std::optional<int> heads;             // head groups; default: one with a tile, else the planner's choice
-  std::optional<LayoutKind> layout;     // default: the engine's
+  std::optional<Tile> tile;          // default: the planner's choice
+  std::optional<int> heads;          // head groups; default: one with a tile, else the planner's choice
+  std::optional<LayoutKind> layout;  // default: the engine's
   std::optional<int64_t> stripe;
-  std::string request_id;               // names the request in logs and errors
-  int top_k = 1;                        // best tokens reported; 1 to vocab
-  bool keep_kv = false;                 // keep K and V of every layer in the result
-  bool keep_timeline = false;           // record what every rank does when
+  std::string request_id;      // names the request in logs and errors
+  int top_k = 1;               // best tokens reported; 1 to vocab
+  bool keep_kv = false;        // keep K and V of every layer in the result
+  bool keep_timeline = false;  // record what every rank does when
 };
 
-// What a prompt of `tokens` is planned from: the engine's options where the request leaves them open. A layout
-// that both leave open is striped where the request fixes the tile or the stripe.
+// What a prompt of `tokens` is planned from: the engine's options where the request leaves them open. A
+// layout that both leave open is striped where the request fixes the tile or the stripe.
 PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens);
 
 // Called from the engine's threads; must return quickly.
@@ -67,16 +67,16 @@ struct TokenLogit {
 };
 
 struct PrefillResult {
-  std::vector<float> logits;            // [vocab], of the last token
-  std::vector<TokenLogit> top;          // by falling logit, ties by rising id
+  std::vector<float> logits;    // [vocab], of the last token
+  std::vector<TokenLogit> top;  // by falling logit, ties by rising id
   Plan plan;
-  double prefill_seconds = 0;           // wall time of the run
-  double attention_seconds = 0;         // of the rank that spent most
-  double comm_wait_seconds = 0;         // of the rank that waited most
-  CommBytes comm_bytes;                 // of the rank that sent most, over all layers
-  double mfu = 0;                       // whole model
+  double prefill_seconds = 0;    // wall time of the run
+  double attention_seconds = 0;  // of the rank that spent most
+  double comm_wait_seconds = 0;  // of the rank that waited most
+  CommBytes comm_bytes;          // of the rank that sent most, over all layers
+  double mfu = 0;                // whole model
   double attention_mfu = 0;
-  std::vector<RankStats> ranks;         // by rank
+  std::vector<RankStats> ranks;  // by rank
   std::optional<KvCache> kv;
   std::optional<Timeline> timeline;  // from the start of the run
 };
@@ -99,23 +99,24 @@ class PrefillEngine {
   static absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const EngineOptions& options);
 
   virtual const ModelShape& model() const = 0;
-  virtual const std::string& model_name() const = 0;   // the folder's base name
+  virtual const std::string& model_name() const = 0;  // the folder's base name
   virtual const std::string& backend_name() const = 0;
-  virtual int ranks() const = 0;                       // now; of a pool of processes perhaps 0
-  virtual double peak_flops() const = 0;               // sum over the ranks
+  virtual int ranks() const = 0;          // now; of a pool of processes perhaps 0
+  virtual double peak_flops() const = 0;  // sum over the ranks
 
   // The worker processes; none where the ranks are threads of this one.
   virtual std::vector<PoolMember> members() const { return {}; }
 
-  // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's context.
-  // FAILED_PRECONDITION: does not fit this pool's memory.
+  // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
+  // context. FAILED_PRECONDITION: does not fit this pool's memory.
   virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
 
-  // Runs one prompt; one at a time (callers queue). Blocks. Errors: those of MakePlan; INVALID_ARGUMENT for an id
-  // outside the vocabulary (its index named); CANCELLED soon after `stop` is raised; INTERNAL for NaN or Inf in the
-  // logits. `observer` and `stop` may be null. After any error the next call works.
-  virtual absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
-                                                PrefillObserver* observer, const StopToken* stop) = 0;
+  // Runs one prompt; one at a time (callers queue). Blocks. Errors: those of MakePlan; INVALID_ARGUMENT for
+  // an id outside the vocabulary (its index named); CANCELLED soon after `stop` is raised; INTERNAL for NaN
+  // or Inf in the logits. `observer` and `stop` may be null. After any error the next call works.
+  virtual absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens,
+                                                const PrefillOptions& options, PrefillObserver* observer,
+                                                const StopToken* stop) = 0;
 };
 
 }  // namespace meshfill

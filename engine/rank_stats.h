@@ -11,13 +11,13 @@
 namespace meshfill {
 
 struct RankStats {
-  double attention_seconds = 0;          // wall time inside attention, waits included, over all layers
-  double block_seconds = 0;              // of it: computing blocks
-  double merge_seconds = 0;              // of it: merging what arrived, and reordering it for head groups
+  double attention_seconds = 0;  // wall time inside attention, waits included, over all layers
+  double block_seconds = 0;      // of it: computing blocks
+  double merge_seconds = 0;      // of it: merging what arrived, and reordering it for head groups
   std::array<double, kCommOps> wait_seconds{};  // comm wait by CommOp: the thread stands still for a message
-  double total_seconds = 0;              // wall time of the rank's run
+  double total_seconds = 0;                     // wall time of the rank's run
   CommBytes sent;
-  int64_t blocks = 0;                    // attention blocks computed
+  int64_t blocks = 0;  // attention blocks computed
 
   double comm_wait_seconds() const {
     double sum = 0;

@@ -1,11 +1,11 @@
 // Which keys a query sees, stated by positions (DESIGN §3; Striped Attention §3, Mesh-Attention §3.7).
 //
-// Every layout deals stripes of `width` consecutive tokens to the ranks so that, on one rank, the stripes' positions
-// are an affine function of the local stripe's index. A chunk's positions are therefore three integers, and the mask
-// between any Q chunk and any KV chunk, of any layout, with a cached prefix or a sliding window, is two of these and
-// the window:
+// Every layout deals stripes of `width` consecutive tokens to the ranks so that, on one rank, the stripes'
+// positions are an affine function of the local stripe's index. A chunk's positions are therefore three
+// integers, and the mask between any Q chunk and any KV chunk, of any layout, with a cached prefix or a
+// sliding window, is two of these and the window:
 //
-//     visible(q, k)  ⇔  0 ≤ position(q) − position(k)  and  (window = 0  or  position(q) − position(k) < window)
+//     visible(q, k)  ⇔  0 ≤ d  and  (window = 0  or  d < window),  d = position(q) − position(k)
 //
 // Positions rise strictly with the slot, so whole tiles are classified by their corners:
 //
@@ -20,7 +20,8 @@
 
 namespace meshfill {
 
-// Absolute token positions of a chunk's slots: slot s stands at (base + stride · ⌊s / width⌋) · width + s mod width.
+// Absolute token positions of a chunk's slots: that of slot s is
+// (base + stride · ⌊s / width⌋) · width + s mod width.
 struct SlotPositions {
   int64_t base = 0;    // stripe index of local stripe 0
   int64_t stride = 1;  // stripes between neighbouring local stripes; ≥ 1
@@ -42,11 +43,11 @@ struct Band {
     return distance >= 0 && (window == 0 || distance < window);
   }
 
-  // Visibility of the non-empty tile [q_begin, q_end) × [k_begin, k_end) of local slots. kPartial may be answered
-  // for a tile that happens to be whole or hidden; never the reverse.
+  // Visibility of the non-empty tile [q_begin, q_end) × [k_begin, k_end) of local slots. kPartial may be
+  // answered for a tile that happens to be whole or hidden; never the reverse.
   constexpr TileVisibility Classify(int64_t q_begin, int64_t q_end, int64_t k_begin, int64_t k_end) const {
-    const int64_t nearest = q.At(q_begin) - k.At(k_end - 1);    // smallest distance in the tile
-    const int64_t farthest = q.At(q_end - 1) - k.At(k_begin);   // largest distance in the tile
+    const int64_t nearest = q.At(q_begin) - k.At(k_end - 1);   // smallest distance in the tile
+    const int64_t farthest = q.At(q_end - 1) - k.At(k_begin);  // largest distance in the tile
     if (farthest < 0 || (window != 0 && nearest >= window)) return TileVisibility::kHidden;
     if (nearest >= 0 && (window == 0 || farthest < window)) return TileVisibility::kWhole;
     return TileVisibility::kPartial;

@@ -15,9 +15,12 @@ constexpr size_t DTypeBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; 
 // "f32", "bf16", "f16": the names of the command line and of the config.
 constexpr const char* DTypeName(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "f32";
-    case DType::kBf16: return "bf16";
-    case DType::kF16: return "f16";
+    case DType::kF32:
+      return "f32";
+    case DType::kBf16:
+      return "bf16";
+    case DType::kF16:
+      return "f16";
   }
   return "?";
 }

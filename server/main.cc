@@ -15,8 +15,8 @@
 #include "server/commands/plan.h"
 #include "server/commands/prefill.h"
 #include "server/commands/serve.h"
-#include "server/commands/worker.h"
 #include "server/commands/simulate.h"
+#include "server/commands/worker.h"
 
 namespace meshfill {
 namespace {

@@ -1,5 +1,5 @@
-// `meshfill serve`: the front-end with its embedded pool, or as the leader of workers, from the first bind to the last
-// answer.
+// `meshfill serve`: the front-end with its embedded pool, or as the leader of workers, from the first bind to
+// the last answer.
 #ifndef MESHFILL_SERVER_SERVE_H_
 #define MESHFILL_SERVER_SERVE_H_
 

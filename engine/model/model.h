@@ -44,10 +44,9 @@ class EmbeddingTable;  // keeps the table's file mapped where operations read it
 class Model {
  public:
   // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise)
-  // and asks `make_backend` for a backend of it to pack the weights, when all else has been checked; an error of
-  // it is this one's. NOT_FOUND: no such folder or file.
-  // INVALID_ARGUMENT: anything in it is broken or not implemented; the message names the file, the tensor or
-  // key, and what to do.
+  // and asks `make_backend` for a backend of it to pack the weights, when all else has been checked; an error
+  // of it is this one's. NOT_FOUND: no such folder or file. INVALID_ARGUMENT: anything in it is broken or not
+  // implemented; the message names the file, the tensor or key, and what to do.
   static absl::StatusOr<std::unique_ptr<Model>> Load(
       const std::string& folder, std::optional<DType> dtype,
       const std::function<absl::StatusOr<std::unique_ptr<Backend>>(const ModelShape&)>& make_backend);

@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "engine/sim/cluster.h"
 #include "engine/placement.h"
+#include "engine/sim/cluster.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

@@ -6,10 +6,10 @@
 #include <string>
 
 #include "engine/mesh.h"
+#include "engine/placement.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/mesh_program.h"
-#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

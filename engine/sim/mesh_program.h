@@ -8,9 +8,9 @@
 #define MESHFILL_ENGINE_SIM_MESH_PROGRAM_H_
 
 #include "engine/backward_schedule.h"
+#include "engine/placement.h"
 #include "engine/schedule.h"
 #include "engine/sim/attention_job.h"
-#include "engine/placement.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {
@@ -20,7 +20,6 @@ enum class Buffers {
   kKeep,     // the caller's chunks stay, and so does every chunk that a tile of more than one row reuses: the
              // paper
 };
-
 
 // CheckHeadGroups has passed for `heads`, and CheckSchedule for the schedule.
 RankProgram MeshForwardProgram(const AttentionJob& job, int heads, const Schedule& schedule,

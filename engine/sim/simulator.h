@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/sim/cluster.h"
 #include "engine/placement.h"
+#include "engine/sim/cluster.h"
 #include "engine/sim/rank_program.h"
 #include "engine/timeline.h"
 

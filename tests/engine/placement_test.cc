@@ -1,7 +1,8 @@
+#include "engine/placement.h"
+
 #include <algorithm>
 #include <set>
 
-#include "engine/placement.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
 

@@ -1,4 +1,5 @@
-// The engine's contract besides its arithmetic: errors, cancel, progress, and that the next request is served.
+// The engine's contract besides its arithmetic: errors, cancel, progress, and that the next request is
+// served.
 #include "engine/prefill_engine.h"
 
 #include <gtest/gtest.h>

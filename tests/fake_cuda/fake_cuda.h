@@ -22,7 +22,7 @@ namespace meshfill {
 
 struct FakeCuda {
   // Before the first call of the runtime.
-  static void set_devices(int count);  // else MESHFILL_FAKE_DEVICES, or 1
+  static void set_devices(int count);             // else MESHFILL_FAKE_DEVICES, or 1
   static void set_driver_version(int version);    // 13000 is 13.0; 0: no driver
   static void set_compute_capability(int major);  // of all devices
   // At any time.
