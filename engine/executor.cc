@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/mesh.h"
+#include "engine/monotonic_time.h"
 #include "engine/timeline_recorder.h"
 
 namespace meshfill {
@@ -149,7 +150,7 @@ class LayerRun {
     absl::StatusOr<BufferRef> message = [&] {
       SpanTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
-      return transfer.pending->Wait(absl::Now() + wait_timeout_);
+      return transfer.pending->Wait(MonotonicNow() + wait_timeout_);
     }();
     if (recorder_ != nullptr && recorder_->keeps_spans()) {
       recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer.start),

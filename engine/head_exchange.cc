@@ -3,6 +3,8 @@
 #include <memory>
 #include <utility>
 
+#include "engine/monotonic_time.h"
+
 namespace meshfill {
 
 HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
@@ -117,7 +119,7 @@ absl::Status HeadExchange::AllToAll(const Moves& moves) {
     absl::StatusOr<BufferRef> message = [&] {
       SpanTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
-      return pending[step - 1]->Wait(absl::Now() + wait_timeout_);
+      return pending[step - 1]->Wait(MonotonicNow() + wait_timeout_);
     }();
     if (!message.ok()) return message.status();
     absl::Status status = moves.accept(rotated(-step), *std::move(message));

@@ -1,4 +1,5 @@
-// The time for timeouts: it runs forward at an even pace, also where somebody sets the machine's clock.
+// The time of every deadline, timeout and duration: it runs forward at an even pace, also where somebody sets
+// the machine's clock.
 #ifndef MESHFILL_ENGINE_MONOTONIC_TIME_H_
 #define MESHFILL_ENGINE_MONOTONIC_TIME_H_
 
@@ -11,6 +12,11 @@ namespace meshfill {
 // No time of day: only differences between two of them mean something, and only in this process.
 inline absl::Time MonotonicNow() {
   return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+}
+
+// For a condition variable to wait until. InfinitePast and InfiniteFuture are the clock's own ends.
+inline std::chrono::steady_clock::time_point ToSteadyTime(absl::Time monotonic) {
+  return std::chrono::steady_clock::time_point(absl::ToChronoNanoseconds(monotonic - absl::UnixEpoch()));
 }
 
 }  // namespace meshfill

@@ -11,7 +11,7 @@
 #include <limits>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 namespace {
@@ -19,7 +19,8 @@ namespace {
 // For poll(2): milliseconds until `deadline`, rounded up; −1: forever.
 int PollMilliseconds(absl::Time deadline) {
   if (deadline == absl::InfiniteFuture()) return -1;
-  const int64_t left = absl::ToInt64Milliseconds(absl::Ceil(deadline - absl::Now(), absl::Milliseconds(1)));
+  const int64_t left =
+      absl::ToInt64Milliseconds(absl::Ceil(deadline - MonotonicNow(), absl::Milliseconds(1)));
   return static_cast<int>(std::clamp<int64_t>(left, 0, std::numeric_limits<int>::max()));
 }
 
@@ -63,7 +64,7 @@ void CancelWatch::Watch() {
       if (read(signals_, &info, sizeof(info)) < 0) continue;
       if (++signals_seen > 1) _exit(1);
       Cancel(absl::CancelledError("cancelled"));
-    } else if (deadline_pending && absl::Now() >= deadline_) {
+    } else if (deadline_pending && MonotonicNow() >= deadline_) {
       Cancel(
           absl::DeadlineExceededError("the deadline passed before the prefill was done; allow more seconds"));
     }

@@ -9,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "engine/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 
 namespace meshfill {
@@ -45,7 +46,9 @@ class PrefillClient::Call {
     arguments.SetMaxReceiveMessageSize(-1);  // a result with all logits of a large vocabulary
     const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(
         grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments));
-    if (deadline != absl::InfiniteFuture()) context_.set_deadline(absl::ToChronoTime(deadline));
+    if (deadline != absl::InfiniteFuture()) {
+      context_.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - MonotonicNow())));
+    }
     header.set_token_count(tokens.size());
     const std::unique_ptr<PrefillStream> stream = stub->Prefill(&context_);
     Upload(std::move(header), tokens, *stream);

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 
@@ -23,7 +23,7 @@ LiveStreams::~LiveStreams() {
 void LiveStreams::Add(std::shared_ptr<Stream> stream) {
   const std::lock_guard<std::mutex> lock(mu_);
   Stream* key = stream.get();
-  streams_[key] = {std::move(stream), absl::Now() + upload_timeout_};
+  streams_[key] = {std::move(stream), MonotonicNow() + upload_timeout_};
   changed_.notify_all();
 }
 
@@ -31,7 +31,7 @@ void LiveStreams::OnMessage(Stream* stream) {
   const std::lock_guard<std::mutex> lock(mu_);
   // The watcher need not wake: it finds the later time when it looks at the earlier one.
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
-    entry->second.idle_at = absl::Now() + upload_timeout_;
+    entry->second.idle_at = MonotonicNow() + upload_timeout_;
   }
 }
 
@@ -54,7 +54,7 @@ void LiveStreams::Remove(Stream* stream) {
 
 bool LiveStreams::WaitUntilNone(absl::Time deadline) {
   std::unique_lock<std::mutex> lock(mu_);
-  while (!streams_.empty() && absl::Now() < deadline) changed_.wait_until(lock, absl::ToChronoTime(deadline));
+  while (!streams_.empty() && MonotonicNow() < deadline) changed_.wait_until(lock, ToSteadyTime(deadline));
   return streams_.empty();
 }
 
@@ -69,9 +69,9 @@ void LiveStreams::Watch() {
     std::vector<std::shared_ptr<Stream>> idle;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      if (!stopping_) changed_.wait_until(lock, absl::ToChronoTime(EarliestIdle()));
+      if (!stopping_) changed_.wait_until(lock, ToSteadyTime(EarliestIdle()));
       if (stopping_) return;
-      const absl::Time now = absl::Now();
+      const absl::Time now = MonotonicNow();
       for (auto& [key, entry] : streams_) {
         if (entry.idle_at > now) continue;
         entry.idle_at = absl::InfiniteFuture();

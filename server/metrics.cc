@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "prometheus/counter.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
@@ -81,7 +81,7 @@ class Metrics::Families {
   // Measures what is only known when asked, too.
   std::vector<prometheus::MetricFamily> Collect() {
     peak_memory_bytes.Set(PeakResidentBytes());
-    queue_oldest.Set(std::max(0.0, absl::ToDoubleSeconds(absl::Now() - OldestInQueue())));
+    queue_oldest.Set(std::max(0.0, absl::ToDoubleSeconds(MonotonicNow() - OldestInQueue())));
     return registry.Collect();
   }
 

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "server/status_details.h"
 
 namespace meshfill {
@@ -75,7 +75,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
                                   wait_seconds, max_wait_seconds),
                   wait_seconds - max_wait_seconds);
   }
-  const double left_seconds = absl::ToDoubleSeconds(request.deadline - absl::Now());
+  const double left_seconds = absl::ToDoubleSeconds(request.deadline - MonotonicNow());
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
   if (wait_seconds + request.predicted_seconds > left_seconds) {
@@ -96,7 +96,7 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   Job& job = *entry->second;
   job.phase = Phase::kWaiting;
   job.arrival = ++last_arrival_;
-  job.submitted_at = absl::Now();
+  job.submitted_at = MonotonicNow();
   job.tokens = std::move(tokens);
   job.options = options;
   job.options.request_id = job.request.id;
@@ -148,7 +148,7 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
     PublishCount();
     changed_.notify_all();
   }
-  const absl::Time now = absl::Now();
+  const absl::Time now = MonotonicNow();
   for (const auto& job : dropped) {
     if (job->waiter != nullptr)
       job->waiter->OnPrefillDone(reason, absl::ToDoubleSeconds(now - job->submitted_at));
@@ -166,7 +166,7 @@ void PrefillQueue::RunJobs() {
       ticket = NextTicket();
       job = jobs_.at(ticket).get();
       job->phase = Phase::kRunning;
-      const absl::Time now = absl::Now();
+      const absl::Time now = MonotonicNow();
       running_ = {
           .job = job, .begin = now, .last_layer_at = now, .layers_done = 0, .layers = engine_.model().layers};
       PublishCount();
@@ -177,7 +177,7 @@ void PrefillQueue::RunJobs() {
 
 // The job lives until it is erased here: whoever withdraws a running one only raises its stop token.
 void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = MonotonicNow();
   const double queue_seconds = absl::ToDoubleSeconds(begin - job.submitted_at);
   metrics_.OnPrefillStart(queue_seconds);
   ProgressObserver observer(*this);
@@ -206,7 +206,7 @@ void PrefillQueue::OnLayerDone(int layers_done, int layers) {
     const std::lock_guard<std::mutex> lock(mu_);
     running_.layers_done = layers_done;
     running_.layers = layers;
-    running_.last_layer_at = absl::Now();
+    running_.last_layer_at = MonotonicNow();
     seconds = absl::ToDoubleSeconds(running_.last_layer_at - running_.begin);
     waiter = running_.job->waiter;
   }
@@ -230,7 +230,7 @@ uint64_t PrefillQueue::NextTicket() const {
 // By the pace of the layers done so far; before the first one, by the prediction.
 double PrefillQueue::RunningRestSeconds() const {
   if (running_.job == nullptr || running_.job->stop.stopped()) return 0;
-  const absl::Time now = absl::Now();
+  const absl::Time now = MonotonicNow();
   if (running_.layers_done == 0) {
     return std::max(0.0,
                     running_.job->request.predicted_seconds - absl::ToDoubleSeconds(now - running_.begin));

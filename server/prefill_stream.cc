@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "server/log.h"
 #include "server/plan_proto.h"
 #include "server/result_proto.h"
@@ -22,8 +23,8 @@ constexpr size_t kMaxNameBytes = 128;  // of request_id and tenant
 
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
-  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture()
-                                                                  : absl::FromChrono(deadline);
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return MonotonicNow() + (absl::FromChrono(deadline) - absl::Now());
 }
 
 // Unique in this process by its count, and among servers and restarts by 64 random bits.
@@ -74,7 +75,7 @@ PrefillReactor* PrefillStream::Start(grpc::CallbackServerContext* context,
 }
 
 PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment)
-    : environment_(environment), context_(context), begin_(absl::Now()), deadline_(DeadlineOf(*context)) {}
+    : environment_(environment), context_(context), begin_(MonotonicNow()), deadline_(DeadlineOf(*context)) {}
 
 void PrefillStream::OnReadDone(bool ok) {
   const std::lock_guard<std::mutex> lock(mu_);
@@ -184,7 +185,7 @@ absl::Status PrefillStream::CancelReason() const {
   // A client gives up at its own deadline, a little before ours: gRPC rounds the timeout up on its way.
   const absl::Duration slack = absl::Milliseconds(100) + (deadline_ - begin_) / 100;
   const char* when = phase_ == Phase::kQueued ? "while the prefill waited or ran" : "during the upload";
-  const bool passed = absl::Now() >= deadline_ - slack;
+  const bool passed = MonotonicNow() >= deadline_ - slack;
   if (passed) return absl::DeadlineExceededError(absl::StrCat("the deadline passed ", when));
   return absl::CancelledError(absl::StrCat("cancelled by the client, or its connection is gone, ", when));
 }
@@ -231,7 +232,7 @@ void PrefillStream::End(const absl::Status& status) {
   tokens_ = {};
   environment_.live.UploadDone(this);
   if (status.ok()) {
-    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(absl::Now() - begin_));
+    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_));
   } else {
     accepted_.reset();
     progress_.reset();
@@ -249,7 +250,7 @@ void PrefillStream::LogEnd() const {
     absl::StrAppend(&line, " plan=", plan_.a(), "x", plan_.b(), " heads=", plan_.heads(),
                     " ranks=", plan_.ranks());
   }
-  absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(absl::Now() - begin_));
+  absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
   if (status_.ok()) {
     absl::StrAppendFormat(&line, " queue=%.3f prefill=%.3f", result_.seconds().queue(),
                           result_.seconds().prefill());

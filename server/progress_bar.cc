@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 namespace {
@@ -70,7 +70,7 @@ std::string RenderProgress(const PrefillProgress& progress, int width) {
   return absl::StrCat(kLabel, "[", drawn, "] ", facts);
 }
 
-ProgressBar::ProgressBar() : start_(absl::Now()) {
+ProgressBar::ProgressBar() : start_(MonotonicNow()) {
   if (isatty(STDERR_FILENO)) drawer_ = std::thread([this] { DrawUntilStopped(); });
 }
 
@@ -87,13 +87,13 @@ ProgressBar::~ProgressBar() {
 void ProgressBar::SetPrediction(double predicted_seconds) {
   const std::lock_guard<std::mutex> lock(mutex_);
   progress_.predicted_seconds = predicted_seconds;
-  start_ = absl::Now();
+  start_ = MonotonicNow();
 }
 
 void ProgressBar::SetLayersDone(int layers_done, int layers) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (layers_done > progress_.layers_done)
-    progress_.layer_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+    progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
   progress_.layers_done = layers_done;
   progress_.layers = layers;
 }
@@ -101,7 +101,7 @@ void ProgressBar::SetLayersDone(int layers_done, int layers) {
 void ProgressBar::DrawUntilStopped() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_.wait_for(lock, absl::ToChronoMilliseconds(kRedrawInterval), [this] { return stopped_; })) {
-    progress_.elapsed_seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+    progress_.elapsed_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
     std::fputs(absl::StrCat(kClearLine, RenderProgress(progress_, TerminalColumns() - 1)).c_str(), stderr);
     std::fflush(stderr);
   }

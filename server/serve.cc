@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "engine/monotonic_time.h"
 #include "engine/prefill_engine.h"
 #include "server/config.h"
 #include "server/front_end.h"
@@ -61,12 +61,12 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
 absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
   const auto& limit = config.limits().drain_timeout();
   const absl::Duration timeout = absl::Seconds(limit.seconds()) + absl::Nanoseconds(limit.nanos());
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = MonotonicNow() + timeout;
   front_end.StartDrain();
   Log("draining: new requests are refused, accepted ones finish; a second signal stops at once");
-  while (!front_end.WaitUntilIdle(absl::Now() + kPoll)) {
+  while (!front_end.WaitUntilIdle(MonotonicNow() + kPoll)) {
     if (signals.Wait(absl::ZeroDuration())) return absl::CancelledError("stopped by a second signal");
-    if (absl::Now() >= deadline) {
+    if (MonotonicNow() >= deadline) {
       return absl::DeadlineExceededError(absl::StrCat(
           "requests were still running after limits.drain_timeout of ", absl::FormatDuration(timeout)));
     }

@@ -15,10 +15,10 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo_pair.h"
 #include "engine/comm/gloo_rendezvous.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 namespace {
@@ -31,7 +31,7 @@ constexpr absl::Duration kCloseTimeout = absl::Seconds(1);
 // A wait that has begun does not heed a clock that is set.
 std::chrono::steady_clock::time_point SteadyTime(absl::Time deadline) {
   constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // far from where the clock's count ends
-  const absl::Duration left = std::clamp(deadline - absl::Now(), absl::ZeroDuration(), kLongest);
+  const absl::Duration left = std::clamp(deadline - MonotonicNow(), absl::ZeroDuration(), kLongest);
   return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(left);
 }
 

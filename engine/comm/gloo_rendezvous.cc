@@ -19,7 +19,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
 #include "engine/monotonic_time.h"
 
 namespace meshfill {
@@ -153,7 +152,6 @@ class Meeting {
   absl::StatusOr<std::vector<FileDescriptor>> Run(std::span<const std::string> addresses,
                                                   absl::Time deadline) {
     if (absl::Status status = ParseAddresses(addresses); !status.ok()) return status;
-    deadline = MonotonicNow() + (deadline - absl::Now());
     for (int peer = 0; peer < self_.rank; ++peer) {
       if (absl::Status status = StartConnecting(peer); !status.ok()) return status;
     }

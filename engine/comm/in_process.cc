@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "engine/monotonic_time.h"
 
 namespace meshfill {
 namespace {
@@ -61,7 +62,7 @@ class Exchange {
     std::unique_lock<std::mutex> lock(mutex_);
     Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
     const bool in_time = mailbox.changed.wait_until(
-        lock, absl::ToChronoTime(deadline), [&] { return aborted_ || mailbox.messages.contains(number); });
+        lock, ToSteadyTime(deadline), [&] { return aborted_ || mailbox.messages.contains(number); });
     if (aborted_) return AbortedOn(route);
     if (!in_time) {
       return absl::DeadlineExceededError(

@@ -12,8 +12,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "engine/comm/nccl_library.h"
+#include "engine/monotonic_time.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/stream.h"
 
@@ -95,7 +95,7 @@ class NcclComm {
         if (result == ncclSuccess) return absl::OkStatus();
         if (result != ncclInProgress) return Failure(what, result);
       }
-      if (absl::Now() >= deadline) {
+      if (MonotonicNow() >= deadline) {
         return absl::DeadlineExceededError(
             absl::StrCat("rank ", rank_, ": ", what, ": NCCL did not get there before the deadline"));
       }
@@ -118,8 +118,8 @@ class NcclComm {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (comm_ == nullptr) return;
     ncclResult_t state = connected_ ? nccl_.CommFinalize(comm_) : ncclSystemError;
-    const absl::Time deadline = absl::Now() + kEndTimeout;
-    while ((state == ncclSuccess || state == ncclInProgress) && absl::Now() < deadline) {
+    const absl::Time deadline = MonotonicNow() + kEndTimeout;
+    while ((state == ncclSuccess || state == ncclInProgress) && MonotonicNow() < deadline) {
       if (nccl_.CommGetAsyncError(comm_, &state) == ncclSuccess && state == ncclSuccess) break;
       absl::SleepFor(kPoll);
     }
@@ -176,7 +176,7 @@ class Watch {
       }
       const std::string what = transfers_.front().what;
       absl::Status status = comm_->Check(what);
-      if (status.ok() && absl::Now() >= transfers_.front().deadline) {
+      if (status.ok() && MonotonicNow() >= transfers_.front().deadline) {
         status = absl::DeadlineExceededError(absl::StrCat(what, ": nothing arrived before the deadline"));
       }
       if (!status.ok()) {
@@ -255,7 +255,7 @@ class NcclCommunicator : public Communicator {
       return status;
     CudaAllocation::Of(*message).AddUser(stream_);
     CudaAllocation::Of(**received).AddUser(stream_);
-    absl::Status status = comm_->Group(what, absl::Now() + kConnectTimeout, [&](ncclComm_t comm) {
+    absl::Status status = comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
       // Nothing is sent of nothing: the peer expects as little.
       ncclResult_t result = ncclSuccess;
       if (message->size_bytes() > 0) {

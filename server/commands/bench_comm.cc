@@ -9,9 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo.h"
+#include "engine/monotonic_time.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "nlohmann/json.hpp"
 #include "server/commands/flags.h"
@@ -42,7 +42,7 @@ class Ring {
     ring->communicators_.resize(options.ranks);
     absl::Status status = ring->OnEachRank([&ring = *ring](int rank) {
       auto communicator =
-          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], absl::Now() + kTimeout);
+          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], MonotonicNow() + kTimeout);
       if (!communicator.ok()) return communicator.status();
       ring.communicators_[rank] = *std::move(communicator);
       return absl::OkStatus();
@@ -53,7 +53,7 @@ class Ring {
 
   // Each rank sends its message on, `rounds` times. Seconds.
   absl::StatusOr<double> Run(int rounds) {
-    const absl::Time start = absl::Now();
+    const absl::Time start = MonotonicNow();
     absl::Status status = OnEachRank([&](int rank) {
       Communicator& communicator = *communicators_[rank];
       const int n = communicator.size();
@@ -61,14 +61,14 @@ class Ring {
         auto receive = communicator.SendReceive(CommOp::kRecvKv, (rank + 1) % n, messages_[rank],
                                                 (rank + n - 1) % n, messages_[rank]->size_bytes());
         if (!receive.ok()) return receive.status();
-        absl::StatusOr<BufferRef> message = (*receive)->Wait(absl::Now() + kTimeout);
+        absl::StatusOr<BufferRef> message = (*receive)->Wait(MonotonicNow() + kTimeout);
         if (!message.ok()) return message.status();
         messages_[rank] = *std::move(message);
       }
       return absl::OkStatus();
     });
     if (!status.ok()) return status;
-    return absl::ToDoubleSeconds(absl::Now() - start);
+    return absl::ToDoubleSeconds(MonotonicNow() - start);
   }
 
  private:
@@ -167,9 +167,9 @@ class BenchCommCommand : public Command {
     std::vector<double> speeds;
     uint64_t sum = 0;
     for (int repeat = 0; repeat < repeats_; ++repeat) {
-      const absl::Time start = absl::Now();
+      const absl::Time start = MonotonicNow();
       sum ^= Checksum(message.data(), message.size());
-      speeds.push_back(static_cast<double>(message.size()) / absl::ToDoubleSeconds(absl::Now() - start));
+      speeds.push_back(static_cast<double>(message.size()) / absl::ToDoubleSeconds(MonotonicNow() - start));
     }
     // Read the sum, so that it is computed.
     return sum == 1 ? 0 : Median(speeds);

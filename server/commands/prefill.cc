@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "engine/prefill_engine.h"
 #include "server/address.h"
 #include "server/cancel_watch.h"
@@ -160,7 +160,7 @@ class PrefillCommand : public Command {
   }
 
   absl::Time Deadline() const {
-    return deadline_seconds_ > 0 ? absl::Now() + absl::Seconds(deadline_seconds_) : absl::InfiniteFuture();
+    return deadline_seconds_ > 0 ? MonotonicNow() + absl::Seconds(deadline_seconds_) : absl::InfiniteFuture();
   }
 
   absl::StatusOr<Outcome> RunEmbedded(std::span<const uint32_t> tokens) {

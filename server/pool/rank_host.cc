@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "engine/comm/gloo.h"
 #include "engine/comm/nccl.h"
 #include "engine/free_memory.h"
+#include "engine/monotonic_time.h"
 #include "server/log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
@@ -179,7 +179,7 @@ class RankHost::ActiveRun {
     Seat& seat = seats_[i];
     Backend& backend = *host_.backends_[i];
     const absl::Duration timeout = host_.pool_.devices.empty() ? kConnectTimeout : kNcclConnectTimeout;
-    auto communicator = seat.endpoint->Connect(addresses_, backend, absl::Now() + timeout);
+    auto communicator = seat.endpoint->Connect(addresses_, backend, MonotonicNow() + timeout);
     host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);

@@ -18,9 +18,9 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "engine/comm/gloo.h"
 #include "engine/executor.h"
+#include "engine/monotonic_time.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
 #include "kernels/reference/reference_backend.h"
@@ -49,7 +49,7 @@ inline bool HasPattern(const Buffer& buffer, size_t size_bytes, uint64_t seed) {
   return true;
 }
 
-inline absl::Time Soon() { return absl::Now() + absl::Seconds(60); }
+inline absl::Time Soon() { return MonotonicNow() + absl::Seconds(60); }
 
 // Whether `status` has the code and names each of the words.
 inline void ExpectStatus(const absl::Status& status, absl::StatusCode code,

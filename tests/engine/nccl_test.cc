@@ -17,6 +17,7 @@
 #include "engine/comm/in_process.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/make_model.h"
+#include "engine/monotonic_time.h"
 #include "engine/prefill_engine.h"
 #include "engine/rank_runner.h"
 #include "tests/engine/test_device.h"
@@ -140,7 +141,8 @@ class NcclThreadsTest : public testing::Test {
     std::vector<std::thread> threads;
     for (size_t rank = 0; rank < endpoints.size(); ++rank) {
       threads.emplace_back([&, rank] {
-        auto communicator = endpoints[rank]->Connect(addresses_, *pool.backends[rank], absl::Now() + kSoon);
+        auto communicator =
+            endpoints[rank]->Connect(addresses_, *pool.backends[rank], MonotonicNow() + kSoon);
         ASSERT_TRUE(communicator.ok()) << communicator.status();
         body(static_cast<int>(rank), *pool.backends[rank], **communicator);
       });
@@ -181,7 +183,7 @@ TEST_F(NcclThreadsTest, AWaitForNothingEndsAtItsDeadline) {
     if (rank == 1) return;  // connects, and sends nothing
     auto pending = communicator.SendReceive(CommOp::kRecvKv, 1, *backend.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
-    auto received = (*pending)->Wait(absl::Now() + absl::Milliseconds(200));
+    auto received = (*pending)->Wait(MonotonicNow() + absl::Milliseconds(200));
     ASSERT_TRUE(received.ok()) << received.status();  // the device waits, the host goes on
     EXPECT_TRUE(backend.Finish().ok());
     const auto next = communicator.SendReceive(CommOp::kRecvKv, 1, *backend.Allocate(64), 1, 64);
@@ -198,7 +200,7 @@ TEST_F(NcclThreadsTest, AbortEndsWaitsWithItsReason) {
     if (rank == 1) return;
     auto pending = communicator.SendReceive(CommOp::kSendO, 1, *backend.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
-    ASSERT_TRUE((*pending)->Wait(absl::Now() + kSoon).ok());
+    ASSERT_TRUE((*pending)->Wait(MonotonicNow() + kSoon).ok());
     std::thread leader([&] {
       absl::SleepFor(absl::Milliseconds(100));
       endpoints[0]->Abort(absl::AbortedError("rank 1 is gone"));
@@ -214,16 +216,16 @@ TEST_F(NcclThreadsTest, ConnectWaitsForAllRanksUntilItsDeadlineOrAbort) {
   const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
   ASSERT_TRUE(pool.ok()) << pool.status();
   auto endpoints = Listen(2);
-  auto late = endpoints[0]->Connect(addresses_, *pool->backends[0], absl::Now() + absl::Milliseconds(200));
+  auto late = endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + absl::Milliseconds(200));
   EXPECT_TRUE(absl::IsDeadlineExceeded(late.status())) << late.status();
   endpoints = Listen(2);
   endpoints[0]->Abort(absl::AbortedError("never mind"));
-  EXPECT_EQ(endpoints[0]->Connect(addresses_, *pool->backends[0], absl::Now() + kSoon).status(),
+  EXPECT_EQ(endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + kSoon).status(),
             absl::AbortedError("never mind"));
   endpoints = Listen(2);
   addresses_[1] = "an address of gloo's";
   EXPECT_TRUE(absl::IsInvalidArgument(
-      endpoints[0]->Connect(addresses_, *pool->backends[0], absl::Now() + kSoon).status()));
+      endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + kSoon).status()));
 }
 
 // ---- Processes that share a GPU.
@@ -256,7 +258,7 @@ int RunChild(const std::string& folder, int rank, int ranks) {
   std::vector<std::string> addresses(ranks, rank == 0 ? "" : (*endpoint)->address());
   addresses[0].assign(std::istreambuf_iterator<char>(id_file), {});
   for (int other = 1; other < ranks; ++other) addresses[other] = "nccl:";
-  auto communicator = (*endpoint)->Connect(addresses, *pool->backends[0], absl::Now() + kSoon);
+  auto communicator = (*endpoint)->Connect(addresses, *pool->backends[0], MonotonicNow() + kSoon);
   if (!communicator.ok()) return fail(communicator.status());
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), ranks);
   if (!plan.ok()) return fail(plan.status());

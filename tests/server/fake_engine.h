@@ -14,8 +14,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "engine/monotonic_time.h"
 #include "engine/prefill_engine.h"
 
 namespace meshfill {
@@ -101,7 +101,7 @@ class FakeEngine final : public PrefillEngine {
                                         PrefillObserver* observer, const StopToken* stop) override {
     auto choice = MakePlan(tokens.size(), options);
     if (!choice.ok()) return choice.status();
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = MonotonicNow();
     Set([&] { first_ids_.push_back(tokens.front()); });
     for (int layer = 0; layer < shape_.layers; ++layer) {
       while (Held(layer) && !stop->stopped()) absl::SleepFor(absl::Milliseconds(1));
@@ -117,7 +117,7 @@ class FakeEngine final : public PrefillEngine {
       failure = std::exchange(fail_next_, absl::OkStatus());
     });
     if (!failure.ok()) return failure;
-    return Result(tokens, options, choice->plan, absl::ToDoubleSeconds(absl::Now() - begin));
+    return Result(tokens, options, choice->plan, absl::ToDoubleSeconds(MonotonicNow() - begin));
   }
 
  private:

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
@@ -181,9 +182,9 @@ class FrontEndTest : public testing::Test {
 
   // True as soon as the condition holds; false after 10 s.
   static bool Eventually(const std::function<bool()>& condition) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(10);
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
     while (!condition()) {
-      if (absl::Now() > deadline) return false;
+      if (MonotonicNow() > deadline) return false;
       absl::SleepFor(absl::Milliseconds(2));
     }
     return true;
@@ -596,11 +597,11 @@ TEST_F(FrontEndTest, DrainFinishesTheAcceptedAndRefusesTheNew) {
   const Reply refused = Prefill(Header(3), {1, 2, 3});
   EXPECT_EQ(refused.status.code(), absl::StatusCode::kUnavailable) << refused.status;
   EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_DRAINING);
-  EXPECT_FALSE(front_end_->WaitUntilIdle(absl::Now() + absl::Milliseconds(50)));
+  EXPECT_FALSE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Milliseconds(50)));
   engine_->Release();
   EXPECT_TRUE(running.Finish().status.ok());
   EXPECT_TRUE(waiting.Finish().status.ok());
-  EXPECT_TRUE(front_end_->WaitUntilIdle(absl::Now() + absl::Seconds(10)));
+  EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
 }
 
 TEST_F(FrontEndTest, StopEndsWhatIsLeft) {

@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "gtest/gtest.h"
 #include "tests/server/fake_engine.h"
 
@@ -160,7 +160,7 @@ TEST(MetricsTest, EveryFamilyHasAHelpText) {
 
 TEST(MetricsTest, TheOldestRequestAgesByItself) {
   Metrics metrics;
-  metrics.SetQueue({.requests = 1, .tokens = 10, .oldest = absl::Now() - absl::Seconds(90)});
+  metrics.SetQueue({.requests = 1, .tokens = 10, .oldest = MonotonicNow() - absl::Seconds(90)});
   EXPECT_NEAR(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 90, 5);
   metrics.SetQueue({});
   EXPECT_EQ(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 0);

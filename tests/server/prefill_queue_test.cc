@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "engine/monotonic_time.h"
 #include "gtest/gtest.h"
 #include "server/status_details.h"
 #include "tests/server/fake_engine.h"
@@ -165,10 +165,10 @@ TEST_F(PrefillQueueTest, BoundsPredictedWaitByPriority) {
 TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   MakeQueue();
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
-  const absl::Time deadline = absl::Now() + absl::Seconds(70);
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 20, .deadline = deadline}, 60, 60);
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 5, .deadline = deadline}), nullptr);
-  const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = absl::Now() - absl::Seconds(1)});
+  const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = MonotonicNow() - absl::Seconds(1)});
   EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 
@@ -226,7 +226,7 @@ TEST_F(PrefillQueueTest, PassedDeadlineIsNotRun) {
   auto running_waiter = std::make_shared<RecordingWaiter>();
   Submit(*running, 1, running_waiter);
   ASSERT_TRUE(engine_.WaitForBegun(1));
-  auto late = Reserve({.id = "2", .tokens = 3, .deadline = absl::Now() + absl::Milliseconds(20)});
+  auto late = Reserve({.id = "2", .tokens = 3, .deadline = MonotonicNow() + absl::Milliseconds(20)});
   auto late_waiter = std::make_shared<RecordingWaiter>();
   Submit(*late, 2, late_waiter);
   absl::SleepFor(absl::Milliseconds(30));
@@ -284,8 +284,8 @@ TEST_F(PrefillQueueTest, SnapshotShowsWhatRuns) {
   auto slot = Reserve({.id = "shown", .tokens = 3});
   auto waiter = std::make_shared<RecordingWaiter>();
   Submit(*slot, 1, waiter);
-  const absl::Time deadline = absl::Now() + absl::Seconds(10);
-  while (queue_->snapshot().running_layers_done < 2 && absl::Now() < deadline)
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+  while (queue_->snapshot().running_layers_done < 2 && MonotonicNow() < deadline)
     absl::SleepFor(absl::Milliseconds(1));
   EXPECT_EQ(queue_->snapshot().running_id, "shown");
   EXPECT_EQ(queue_->snapshot().running_layers_done, 2);
