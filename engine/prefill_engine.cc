@@ -5,6 +5,7 @@
 #include <chrono>
 #include <filesystem>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -142,6 +143,10 @@ class EmbeddedEngine : public PrefillEngine {
     StopToken run_stop(stop);
     std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
                                                     absl::StatusOr<RankOutput>(absl::UnknownError("")));
+    const auto stop_others = [&](int rank) {
+      run_stop.Stop();
+      communicators[rank]->Abort(outputs[rank].status());
+    };
     const auto run_rank = [&](int rank) {
       backends[rank]->set_stop_token(&run_stop);
       outputs[rank] = RunRank({.plan = plan,
@@ -156,14 +161,22 @@ class EmbeddedEngine : public PrefillEngine {
                                .recorder = &recorders[rank]});
       backends[rank]->set_stop_token(nullptr);
       if (outputs[rank].ok()) return;
-      run_stop.Stop();
-      communicators[rank]->Abort(outputs[rank].status());
+      stop_others(rank);
       backends[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
       if (backends[rank]->lost()) lost_ = true;
     };
     std::vector<std::thread> threads;
     threads.reserve(ranks);
-    for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
+    for (int rank = 0; rank < ranks; ++rank) {
+      try {
+        threads.emplace_back(run_rank, rank);
+      } catch (const std::system_error& error) {
+        outputs[rank] = absl::ResourceExhaustedError(
+            absl::StrCat("rank ", rank, ": no thread could be started for it (", error.what(),
+                         "); use fewer ranks, or raise the limits of threads and memory"));
+        stop_others(rank);
+      }
+    }
     for (std::thread& thread : threads) thread.join();
     return outputs;
   }

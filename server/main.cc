@@ -1,7 +1,11 @@
 // The binary `meshfill`: its subcommands, and how their errors end (DESIGN §9).
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <memory>
+#include <new>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -46,6 +50,23 @@ void PrintError(absl::string_view command, absl::string_view message) {
   std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(command.size()), command.data(), line.c_str());
 }
 
+// What no code can answer for, wherever it is thrown: the process ends as after any other error.
+[[noreturn]] void OnUncaughtException() {
+  try {
+    if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+    std::abort();  // a broken promise of our own
+  } catch (const std::bad_alloc&) {
+    PrintError("meshfill", "out of memory; use a shorter prompt, fewer ranks or more memory");
+  } catch (const std::system_error& error) {
+    PrintError("meshfill", absl::StrCat(error.what(),
+                                        ": a thread could not be started? use fewer ranks and threads, "
+                                        "or raise the limits of processes and memory"));
+  } catch (const std::exception& error) {
+    PrintError("meshfill", absl::StrCat("internal error: ", error.what(), "; please report it"));
+  }
+  std::_Exit(kExitFailed);
+}
+
 // "meshfill bench attention": the app and the subcommands below it that were parsed.
 std::string CommandPath(const CLI::App& app) {
   const std::vector<CLI::App*> parsed = app.get_subcommands();
@@ -79,6 +100,7 @@ int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
 }
 
 int Main(int argc, char** argv) {
+  std::set_terminate(OnUncaughtException);
   CLI::App app("Meshfill prefills very long prompts: sharded over ranks, with Mesh-Attention.", "meshfill");
   app.set_version_flag("--version", "meshfill " MESHFILL_VERSION);
   app.require_subcommand(1);

@@ -2,7 +2,10 @@
 // served.
 #include "engine/prefill_engine.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -151,6 +154,27 @@ TEST_F(PrefillEngineTest, StopsInTheMiddleOfALayer) {
   EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
   EXPECT_LT(returned_at - stopped_at, std::chrono::milliseconds(500));
   ExpectServes(*engine);
+}
+
+// The memory that is left holds no stack of a thread.
+TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "not run: a sanitizer takes more address space than a limit leaves";
+#endif
+  auto engine = PrefillEngine::Load({.model_path = folder_, .ranks = 16, .peak_flops = 1e12});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  rlimit tight = before;
+  tight.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE) + (4 << 20));
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
+  const auto result = (*engine)->Prefill(std::vector<uint32_t>(50, 7), {}, nullptr, nullptr);
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted) << result.status();
+  EXPECT_THAT(std::string(result.status().message()), testing::HasSubstr("no thread could be started"));
+  ExpectServes(**engine);
 }
 
 TEST_F(PrefillEngineTest, RefusesBadOptionsAndFolders) {

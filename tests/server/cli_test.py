@@ -341,6 +341,17 @@ class CliTest(CliTestCase):
         self.refuse("serve", "--config", self.tmp / "none.yaml", status=2, message=r"none\.yaml")
         self.refuse("serve", "--config", self.config, "--set", "pool.ranks=3", status=2, message=r"pool\.ranks|ranks")
 
+    @unittest.skipIf(b"san_init" in open(MESHFILL, "rb").read(), "a sanitizer takes more address space than a limit leaves")
+    def test_too_little_memory_for_threads_is_one_line(self):
+        for kib in (350_000, 450_000, 600_000):
+            with self.subTest(kib):
+                many = ["--ranks", "64", "--set", "pool.embedded.threads=64", "--set", "plan.profile_path="]
+                limited = ["bash", "-c", f'ulimit -v {kib}; exec "$@"', "bash", MESHFILL, "prefill", "--config", self.config,
+                           "--tokens", self.prompt, *many]
+                done = subprocess.run(limited, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertRegex(done.stderr, r"\Ameshfill[^\n]*(thread|memory)[^\n]*\n\Z")
+
     @unittest.skipIf(os.path.exists("/dev/nvidiactl"), "this machine has an NVIDIA driver")
     def test_cuda_without_a_gpu(self):
         cuda = ("--config", self.config, "--set", "pool.embedded.device=cuda", "--tokens", self.prompt)
