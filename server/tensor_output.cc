@@ -8,18 +8,6 @@
 namespace meshfill {
 namespace {
 
-ElementType ToElementType(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return ElementType::kF32;
-    case DType::kBf16:
-      return ElementType::kBf16;
-    case DType::kF16:
-      return ElementType::kF16;
-  }
-  return ElementType::kF32;
-}
-
 // Writes the tensors of `specs`, whose bytes are `data`, one for one.
 absl::Status WriteTensors(const std::string& path, std::span<const TensorSpec> specs,
                           std::span<const std::span<const std::byte>> data) {
@@ -44,8 +32,8 @@ absl::Status WriteKv(const std::string& path, const KvCache& kv) {
   std::vector<std::span<const std::byte>> data;
   for (size_t layer = 0; layer < kv.layers.size(); ++layer) {
     const std::vector<int64_t> shape = {kv.tokens, kv.kv_heads, kv.head_dim};
-    specs.push_back({absl::StrCat("layers.", layer, ".k"), ToElementType(kv.dtype), shape});
-    specs.push_back({absl::StrCat("layers.", layer, ".v"), ToElementType(kv.dtype), shape});
+    specs.push_back({absl::StrCat("layers.", layer, ".k"), ElementTypeOf(kv.dtype), shape});
+    specs.push_back({absl::StrCat("layers.", layer, ".v"), ElementTypeOf(kv.dtype), shape});
     data.emplace_back(kv.layers[layer].k);
     data.emplace_back(kv.layers[layer].v);
   }

@@ -52,18 +52,6 @@ const char* TorchName(DType dtype) {
   return "?";
 }
 
-ElementType ElementTypeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return ElementType::kF32;
-    case DType::kBf16:
-      return ElementType::kBf16;
-    case DType::kF16:
-      return ElementType::kF16;
-  }
-  return ElementType::kF32;
-}
-
 // In the spelling that every version of transformers reads.
 json ConfigJson(const MakeModelOptions& options) {
   constexpr int64_t kMultiple = 64;  // of the derived intermediate size

@@ -184,6 +184,19 @@ absl::Status CheckCoverage(const std::string& path, std::span<const HeaderEntry>
 
 const char* ElementTypeName(ElementType type) { return Info(type).name; }
 int64_t ElementTypeBytes(ElementType type) { return Info(type).bytes; }
+
+ElementType ElementTypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ElementType::kF32;
+    case DType::kBf16:
+      return ElementType::kBf16;
+    case DType::kF16:
+      return ElementType::kF16;
+  }
+  return ElementType::kF32;
+}
+
 std::string ShapeString(std::span<const int64_t> shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }

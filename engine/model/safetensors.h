@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/dtype.h"
 
 namespace meshfill {
 
@@ -44,6 +45,7 @@ enum class ElementType {
 };
 const char* ElementTypeName(ElementType type);  // as the format spells it: "BF16"
 int64_t ElementTypeBytes(ElementType type);
+ElementType ElementTypeOf(DType dtype);
 
 std::string ShapeString(std::span<const int64_t> shape);  // "[4, 8]"
 
