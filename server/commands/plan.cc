@@ -22,6 +22,9 @@
 namespace meshfill {
 namespace {
 
+constexpr int kMaxHostRanks = 64;
+constexpr int kMaxRanks = 4096;
+
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
   if (options.model_path.empty()) {
@@ -52,11 +55,16 @@ class PlanCommand : public Command {
         ->type_name("P")
         ->check(WholeNumber(0))
         ->capture_default_str();
-    AddRanksOption(*app_, ranks_);
-    app_->add_option("--ranks-per-host", ranks_per_host_,
-                     "Of a pool of workers: how many of the ranks are on one host (default: all)")
+    app_->add_option("--ranks", ranks_,
+                     absl::StrCat("Ranks that share the prompt: of an embedded pool 1 to ", kMaxHostRanks,
+                                  ", of a pool of workers 1 to ", kMaxRanks, " (default: the config's)"))
         ->type_name("N")
-        ->check(WholeNumber(1));
+        ->check(CLI::Range(1, kMaxRanks));
+    app_->add_option("--ranks-per-host", ranks_per_host_,
+                     "Of a pool of workers: how many of the ranks are on one host (default: all). Every host "
+                     "is taken to be as fast and as large as this machine")
+        ->type_name("N")
+        ->check(CLI::Range(1, kMaxHostRanks));
     AddTileOption(*app_, tile_);
     AddHeadsOption(*app_, heads_);
     AddJsonFlag(*app_, json_);
@@ -72,7 +80,14 @@ class PlanCommand : public Command {
     absl::StatusOr<v1::Config> config = config_.Load();
     if (!config.ok()) return config.status();
     EngineOptions options = ToEngineOptions(*config);
-    if (ranks_.has_value()) options.ranks = *ranks_;
+    const int ranks = ranks_.value_or(options.ranks);
+    const bool workers = !config->pool().control_listen().empty();
+    options.ranks = workers ? std::min(ranks, ranks_per_host_.value_or(ranks)) : ranks;  // on this machine
+    if (options.ranks > kMaxHostRanks) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--ranks ", ranks, ": one host has at most ", kMaxHostRanks, "; ",
+          workers ? "give --ranks-per-host" : "plan for workers with a config that has pool.control_listen"));
+    }
     absl::StatusOr<ModelShape> shape = ReadModelShape(options);
     if (!shape.ok()) return shape.status();
     if (cached_tokens_ + tokens_ > shape->context_tokens) {
@@ -83,7 +98,7 @@ class PlanCommand : public Command {
     }
     absl::StatusOr<PoolSpeed> speed = EmbeddedPoolSpeed(options, *shape);
     if (!speed.ok()) return speed.status();
-    const absl::StatusOr<PlanRequest> request = Request(*config, options);
+    const absl::StatusOr<PlanRequest> request = Request(*config, options, ranks);
     if (!request.ok()) return request.status();
     absl::StatusOr<PlanChoice> choice = MakePlan(*shape, *speed, *request);
     if (!choice.ok()) return choice.status();
@@ -97,19 +112,18 @@ class PlanCommand : public Command {
   }
 
  private:
-  // Of a pool of workers, each is taken to be as fast as a rank of an embedded pool here.
-  absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options) const {
-    const absl::StatusOr<int64_t> budget = EmbeddedPoolBudgetBytes(options);
+  // `host`: of one host, which this machine stands for.
+  absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& host, int ranks) const {
+    const absl::StatusOr<int64_t> budget = EmbeddedPoolBudgetBytes(host);
     if (!budget.ok()) return budget.status();
-    PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
+    PlanRequest request = PlanRequestOf(host, {.tile = tile_, .heads = heads_}, tokens_);
+    request.ranks = ranks;
     request.cached_tokens = cached_tokens_;
-    request.memory_budget_bytes = *budget;
+    request.memory_budget_bytes = *budget * ((ranks + host.ranks - 1) / host.ranks);
     if (config.pool().control_listen().empty()) return request;
     request.one_memory = false;
     request.topology = LinksOf(config.pool());
-    for (int seat = 0; seat < options.ranks; ++seat) {
-      request.topology.node_of_seat.push_back(seat / ranks_per_host_.value_or(options.ranks));
-    }
+    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / host.ranks);
     return request;
   }
 

@@ -1,6 +1,7 @@
 #include "server/pictures/assignment_picture.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,8 @@ constexpr double kNumberedCell = 24;  // cells of this size have a number each, 
 constexpr double kIndexedCell = 34;   // and from here on the chosen tile shows its local indices
 constexpr double kAxis = 44;          // room for the chunks' numbers
 constexpr double kSmallestText = 5;
+constexpr double kSmallestGrid = 3;   // cells smaller than this have no lines between them
+constexpr int kMostChunks = 20;       // that a list names one by one
 constexpr double kDigitWidth = 0.62;  // of a text's size
 
 // The matrix's columns are ordered by KV group, so that every rank's tile is in one piece.
@@ -74,7 +77,7 @@ class AssignmentPicture {
   }
 
   void DrawCells() {
-    for (int i = 1; i < ranks_; ++i) {
+    for (int i = 1; i < ranks_ && cell_ >= kSmallestGrid; ++i) {
       svg_.Line(left_ + i * cell_, top_, left_ + i * cell_, top_ + Side(), "grid");
       svg_.Line(left_, top_ + i * cell_, left_ + Side(), top_ + i * cell_, "grid");
     }
@@ -105,12 +108,13 @@ class AssignmentPicture {
   }
 
   void DrawAxes() {
-    const double size = std::min(12.0, cell_ * 0.62);
+    const double size = std::clamp(cell_ * 0.62, kSmallestText, 12.0);
+    const int every = static_cast<int>(std::ceil(kSmallestText / (cell_ * 0.62)));
     const auto style = [this](int chunk, bool q) {
       const bool needed = q ? chunk / a_ == chosen_ / a_ : chunk % a_ == chosen_ % a_;
       return std::string(needed ? "bold" : "muted");
     };
-    for (int i = 0; i < ranks_; ++i) {
+    for (int i = 0; i < ranks_; i += every) {
       const int kv_chunk = ChunkOfColumn(i);
       svg_.Text(left_ - 6, top_ + (i + 0.5) * cell_ + 0.36 * size, absl::StrCat(i),
                 absl::StrCat("end ", style(i, true)), size);
@@ -128,7 +132,8 @@ class AssignmentPicture {
     std::vector<int> chunks;
     chunks.reserve(count);
     for (int i = 0; i < count; ++i) chunks.push_back((mesh_.*chunk)(rank, i));
-    return absl::StrJoin(chunks, ", ");
+    if (count <= kMostChunks) return absl::StrJoin(chunks, ", ");
+    return absl::StrCat(chunks[0], ", ", chunks[1], ", ", chunks[2], " … ", chunks.back(), " (", count, ")");
   }
 
   double Explain(double x, double y) {

@@ -60,11 +60,19 @@ std::vector<Spans> Lines(const Spans& spans) {
   return lines;
 }
 
+// How many ranks have so many spans together that a viewer draws them at once.
+int RanksWithin(const Timeline& timeline) {
+  constexpr size_t kMostSpans = 24000;
+  constexpr int kLeastRanks = 8;
+  const size_t spans_of_a_rank = timeline.spans.size() / std::max(1, timeline.ranks) + 1;
+  return std::max(kLeastRanks, static_cast<int>(kMostSpans / spans_of_a_rank));
+}
+
 class TimelinePicture {
  public:
   TimelinePicture(const Timeline& timeline, const TimelineView& view, double x, double width, SvgWriter& svg)
       : timeline_(timeline),
-        drawn_(std::min(timeline.ranks, view.most_ranks)),
+        drawn_(std::min({timeline.ranks, view.most_ranks, RanksWithin(timeline)})),
         seconds_(std::max(view.seconds > 0 ? view.seconds : timeline.end_seconds(), 1e-12)),
         left_(x + kLabels),
         width_(width - kLabels),

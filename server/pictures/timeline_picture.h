@@ -13,8 +13,9 @@ namespace meshfill {
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg);
 
 struct TimelineView {
-  int most_ranks = 64;  // of more, so many evenly spaced ones are drawn
-  double seconds = 0;   // that the width stands for; 0: the timeline's own
+  int most_ranks =
+      64;  // of more, so many evenly spaced ones are drawn; fewer where each has thousands of spans
+  double seconds = 0;  // that the width stands for; 0: the timeline's own
 };
 
 // The same in two parts, for several timelines below each other.

@@ -186,6 +186,16 @@ class CliTest(CliTestCase):
         self.assertEqual(warm["predicted"]["comm_bytes"]["kv"], 129 * cold["predicted"]["comm_bytes"]["kv"])
         self.assertEqual(warm["predicted"]["comm_bytes"]["q"], cold["predicted"]["comm_bytes"]["q"])
 
+    def test_plan_for_more_workers_than_a_host_has_ranks(self):
+        config = self.tmp / "workers.yaml"
+        config.write_text(f"model: {{path: {self.model}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
+        workers = ["plan", "--config", config, "--tokens", 32768]
+        plan = json.loads(self.succeed(*workers, "--ranks", 256, "--ranks-per-host", 8, "--json"))
+        self.assertEqual(plan["heads"] * plan["a"] * plan["b"], 256)
+        self.refuse(*workers, "--ranks", 65, status=2, message=r"--ranks 65: one host has at most 64; give --ranks-per-host")
+        self.refuse(*workers, "--ranks", 4097, status=2, message=r"--ranks.*4096")
+        self.refuse("plan", "--config", self.config, "--tokens", 500, "--ranks", 65, status=2, message=r"--ranks 65.*64")
+
     def test_a_pools_speed_is_kept(self):
         profile = self.tmp / "kept" / "speed.json"
         kept = ["plan", "--config", self.config, "--tokens", 3000, "--json", "--set", f"plan.profile_path={profile}"]

@@ -12,6 +12,7 @@
 #include "nlohmann/json.hpp"
 #include "server/pictures/duration.h"
 #include "server/pictures/rank_colour.h"
+#include "server/pictures/schedule_picture.h"
 #include "server/pictures/simulation_picture.h"
 #include "server/pictures/svg_writer.h"
 #include "server/pictures/timeline_picture.h"
@@ -106,6 +107,7 @@ TEST(DrawTimeline, DrawsEveryRankUpToTheViewsAndEvenlySpacedOnesBeyond) {
   EXPECT_EQ(Count(some, "<g class=\"rank\">"), 64);
   for (const char* rank : {">rank 0<", ">rank 4<", ">rank 252<"}) EXPECT_EQ(Count(some, rank), 1) << rank;
   EXPECT_EQ(Count(Drawn(Blocks(8, 2), {.most_ranks = 2}), "<g class=\"rank\">"), 2);
+  EXPECT_EQ(Count(Drawn(Blocks(64, 999)), "<g class=\"rank\">"), 23);
 }
 
 TEST(DrawTimeline, LabelsBlocksThatHaveRoomAndJoinsThoseTooNarrowToSee) {
@@ -128,6 +130,38 @@ TEST(DrawTimeline, DrawsTransfersThatAreUnderWayAtOnceBelowEachOther) {
     return std::stod(drawn.substr(y));
   };
   EXPECT_NE(y_of("recv_q"), y_of("recv_kv"));
+}
+
+// As a ring of so many ranks has.
+Schedule Ring(int ranks) {
+  Schedule schedule{.tile = {.a = 1, .b = ranks}};
+  for (int v = 0; v < ranks; ++v) {
+    schedule.steps.push_back(
+        {.comm = v + 1 < ranks ? CommKind::kRecvKv : CommKind::kNone, .blocks = {BlockIndex{0, v}}});
+  }
+  return schedule;
+}
+
+std::string DrawnSchedule(const Schedule& schedule) {
+  SvgWriter svg;
+  const double end = DrawSchedule(schedule, 0, 0, 1176, svg);
+  return std::move(svg).Finish(1240, end, "a schedule");
+}
+
+TEST(DrawSchedule, LeavesOutTheMiddleOfALongOneAndAllOfTooWideTiles) {
+  const std::string whole = DrawnSchedule(Ring(64));
+  EXPECT_EQ(Count(whole, "<g class=\"step\">"), 64);
+  EXPECT_EQ(Count(whole, "left out"), 0);
+
+  const std::string longer = DrawnSchedule(Ring(256));
+  EXPECT_EQ(Count(longer, "<g class=\"step\">"), 62);
+  EXPECT_EQ(Count(longer, "steps 31 to 224 are left out"), 1);
+  EXPECT_EQ(Count(longer, ">step 30<") + Count(longer, ">step 225<") + Count(longer, ">step 255<"), 3);
+  EXPECT_EQ(Count(longer, "<title>step 255: no message; blocks (0,255)</title>"), 1);
+
+  const std::string wider = DrawnSchedule(Ring(600));
+  EXPECT_EQ(Count(wider, "<g class=\"step\">"), 0);
+  EXPECT_EQ(Count(wider, "steps 0 to 599 are left out"), 1);
 }
 
 TEST(SimulationSvg, PutsTheFastestFirstAndNamesWhatIsTooSlowToDraw) {
