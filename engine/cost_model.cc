@@ -4,8 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "engine/rank_runner.h"
-
 namespace meshfill {
 namespace {
 
@@ -70,7 +68,7 @@ double TokenWorkSeconds(const ModelShape& model, const PoolSpeed& speed, const T
   };
   const double flops = ProjectionFlopsPerToken(model) / model.layers;
   const auto layer = [&](double tokens) {
-    const double slices = std::ceil(tokens / static_cast<double>(kSliceTokens));
+    const double slices = std::ceil(tokens / static_cast<double>(speed.slice_tokens));
     return tokens * flops / speed.gemm_flops_per_second + slices * speed.slice_seconds;
   };
   const auto begin = [&](double tokens) { return tokens * speed.token_seconds; };
@@ -249,7 +247,8 @@ int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
 
 // Activations at their peak, over all ranks: the residual stream, the RoPE tables and the slice buffers of
 // each rank (rank_runner.h), which live throughout, and those of a layer's attention.
-int64_t PeakBytes(const ModelShape& model, const PlanShape& shape, const Schedule& schedule) {
+int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
+                  const Schedule& schedule) {
   const int64_t tokens = shape.layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
   const int64_t rope_tables = tokens * model.head_dim * 4;  // cos and sin of head_dim/2 angles each
@@ -259,7 +258,7 @@ int64_t PeakBytes(const ModelShape& model, const PlanShape& shape, const Schedul
                               std::max(q_width, model.intermediate);
   int64_t slice_tokens = 0;
   for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
-    slice_tokens += std::min(kSliceTokens, shape.layout.ChunkTokens(rank));
+    slice_tokens += std::min(most_slice_tokens, shape.layout.ChunkTokens(rank));
   }
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
   return residual + rope_tables + slices +
@@ -416,7 +415,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   });
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
-  predicted.peak_bytes = PeakBytes(model, shape, schedule);
+  predicted.peak_bytes = PeakBytes(model, speed.slice_tokens, shape, schedule);
   return predicted;
 }
 

@@ -24,7 +24,8 @@ const CudaDevice& CudaDeviceOf(std::span<const CudaDevice> devices, int rank, in
 // RESOURCE_EXHAUSTED: the weights do not fit, with the bytes that they need and that are free.
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaLoader(const CudaDevice& device, const ModelShape& shape);
 
-// Measured with the ranks of the first device running at once, and between the first two devices.
+// Of the first device, which its ranks share evenly: one of them keeps it busy. And between the first two
+// devices.
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
                                                std::span<const std::unique_ptr<Backend>> backends);
 

@@ -31,15 +31,10 @@ absl::StatusOr<double> MeasureLink(Backend& from, Backend& to) {
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
                                                std::span<const std::unique_ptr<Backend>> backends) {
   const int ranks = static_cast<int>(backends.size());
-  std::vector<Backend*> together;
-  while (static_cast<int>(together.size()) < ranks &&
-         CudaDeviceOf(devices, static_cast<int>(together.size()), ranks).ordinal == devices[0].ordinal) {
-    together.push_back(backends[together.size()].get());
-  }
-  const int on_first = static_cast<int>(together.size());
-  absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed(shape, together, on_first);
+  int on_first = 1;
+  while (on_first < ranks && CudaDeviceOf(devices, on_first, ranks).ordinal == devices[0].ordinal) ++on_first;
+  absl::StatusOr<PoolSpeed> speed = MeasurePoolSpeed(shape, *backends.front(), on_first);
   if (!speed.ok()) return speed;
-  speed->lone_rank_speedup = on_first;
   if (on_first == ranks) return speed;
   absl::StatusOr<double> link = MeasureLink(*backends[0], *backends[on_first]);
   if (!link.ok()) return link.status();

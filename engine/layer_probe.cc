@@ -8,13 +8,10 @@
 #include <vector>
 
 #include "engine/model/rope.h"
-#include "engine/rank_runner.h"
 
 namespace meshfill {
 namespace {
 
-constexpr double kTokenWorkFlops = 4e9;  // of the largest slice
-constexpr double kBlockFlops = 2e9;      // of the largest block
 constexpr int64_t kLmHeadElements = int64_t{8} << 20;
 
 // Multiples of 64, like stripes; small enough where work for one token is much.
@@ -22,14 +19,13 @@ int64_t Tokens(double wanted, int64_t least, int64_t most) {
   return std::clamp<int64_t>(static_cast<int64_t>(wanted) / 64 * 64, least, most);
 }
 
-ModelShape ProbedShape(const ModelShape& model) {
+ModelShape ProbedShape(const ModelShape& model, int64_t width) {
   ModelShape shape = model;
   const int group = model.q_heads / model.kv_heads;
   shape.layers = 1;
-  shape.hidden = std::min(model.hidden, kProbeWidth);
-  shape.intermediate = std::min(model.intermediate, 2 * kProbeWidth);
-  shape.kv_heads =
-      std::clamp(static_cast<int>(kProbeWidth / (int64_t{group} * model.head_dim)), 1, model.kv_heads);
+  shape.hidden = std::min(model.hidden, width);
+  shape.intermediate = std::min(model.intermediate, 2 * width);
+  shape.kv_heads = std::clamp(static_cast<int>(width / (int64_t{group} * model.head_dim)), 1, model.kv_heads);
   shape.q_heads = group * shape.kv_heads;
   shape.vocab = std::clamp<int64_t>(kLmHeadElements / shape.hidden, 1, std::max<int64_t>(1, model.vocab));
   return shape;
@@ -64,7 +60,7 @@ int64_t QkvWidth(const ModelShape& shape) { return shape.q_elements(1) + shape.k
 absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
                                                                      Backend& backend) {
   auto weights = std::make_shared<ProbeWeights>();
-  const ModelShape shape = ProbedShape(model);
+  const ModelShape shape = ProbedShape(model, backend.grain().probe_width);
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
   const struct {
@@ -94,11 +90,13 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& bac
     : weights_(std::move(weights)),
       shape_(weights_->shape),
       backend_(backend),
-      // Speed does not depend on more heads; measuring time does.
-      kv_heads_(std::min(shape_.kv_heads, 2)),
+      // A busy backend's speed does not depend on more heads; measuring time does.
+      kv_heads_(std::min(shape_.kv_heads, backend.grain().probe_kv_heads)),
       q_heads_(kv_heads_ * (shape_.q_heads / shape_.kv_heads)),
-      slice_tokens_(Tokens(kTokenWorkFlops / ProjectionFlopsPerToken(shape_), 128, kSliceTokens)),
-      block_tokens_(Tokens(std::sqrt(kBlockFlops / (2.0 * shape_.head_dim * q_heads_)), 256, 2048)),
+      slice_tokens_(Tokens(backend.grain().probe_flops / ProjectionFlopsPerToken(shape_), 128,
+                           backend.grain().slice_tokens)),
+      block_tokens_(Tokens(std::sqrt(backend.grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)),
+                           256, 2 * backend.grain().slice_tokens)),
       norm_weight_(shape_.hidden, 1.0f),
       rope_(slice_tokens_ * shape_.head_dim),
       ids_(slice_tokens_) {

@@ -1,7 +1,7 @@
 // The operations of a layer on made-up data, as one rank runs them: what pool_speed.h times.
 //
-// A model wider than kProbeWidth is probed with fewer heads and narrower matrices, so that a probe of any
-// model takes some milliseconds and some tens of megabytes.
+// A model wider than the backend's grain is probed with fewer heads and narrower matrices, so that a probe of
+// any model takes some milliseconds, and some tens of megabytes on the CPU, about a gigabyte on a GPU.
 #ifndef MESHFILL_ENGINE_LAYER_PROBE_H_
 #define MESHFILL_ENGINE_LAYER_PROBE_H_
 
@@ -16,7 +16,6 @@
 
 namespace meshfill {
 
-inline constexpr int64_t kProbeWidth = 2048;
 inline constexpr int kProbeSlices = 4;
 
 // One layer's weights and the LM head's; shared by the probes of a pool, as the ranks share a model.

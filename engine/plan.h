@@ -11,6 +11,7 @@
 #include "engine/placement.h"
 #include "engine/schedule.h"
 #include "engine/topology.h"
+#include "kernels/backend.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -44,8 +45,9 @@ struct Plan {
   TokenLayout layout;
   int heads = 1;  // head groups h; n = h·a·b
   Tile tile;
-  DType partial_dtype = DType::kF32;  // of partial outputs on the wire
-  Placement placement;                // empty: row-first
+  DType partial_dtype = DType::kF32;            // of partial outputs on the wire
+  int64_t slice_tokens = Grain().slice_tokens;  // whose projections and MLP a rank computes at a time
+  Placement placement;                          // empty: row-first
   Schedule schedule;
   Prediction predicted;
 

@@ -25,8 +25,8 @@ absl::Status CheckModelAndSpeed(const ModelShape& model, const PoolSpeed& speed)
   if (!(speed.gemm_flops_per_second > 0 && speed.attention_flops_per_second > 0 &&
         speed.merge_bytes_per_second > 0 && speed.link_bytes_per_second > 0 &&
         speed.lm_head_bytes_per_second > 0 && speed.lone_rank_speedup >= 1 &&
-        speed.link_latency_seconds >= 0 && speed.slice_seconds >= 0 && speed.block_row_seconds >= 0 &&
-        speed.token_seconds >= 0 && speed.start_seconds >= 0)) {
+        speed.link_latency_seconds >= 0 && speed.slice_tokens >= 1 && speed.slice_seconds >= 0 &&
+        speed.block_row_seconds >= 0 && speed.token_seconds >= 0 && speed.start_seconds >= 0)) {
     return absl::InvalidArgumentError("the pool's speeds must be positive: measure or configure them");
   }
   return absl::OkStatus();
@@ -230,6 +230,7 @@ class ShapePlanner {
                        .heads = shape.heads,
                        .tile = shape.tile,
                        .partial_dtype = shape.partial_dtype,
+                       .slice_tokens = speed_.slice_tokens,
                        .placement = placement,
                        .schedule = *schedule,
                        .predicted = predicted};

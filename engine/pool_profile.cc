@@ -39,6 +39,9 @@ constexpr struct {
     {"lone_rank_speedup", &PoolSpeed::lone_rank_speedup, true},
 };
 
+constexpr char kSliceTokens[] = "slice_tokens";
+constexpr uint64_t kMostSliceTokens = uint64_t{1} << 20;
+
 absl::Status Broken(const std::string& path, const std::string& what) {
   return absl::InvalidArgumentError(
       absl::StrCat(path, ": ", what, "; delete the file, or let the next measurement replace it"));
@@ -83,6 +86,14 @@ absl::StatusOr<PoolSpeed> ParseSpeed(const Json& object, const std::string& path
     }
     speed.*value = number;
   }
+  const auto slice = object.find(kSliceTokens);
+  if (slice == object.end() || !slice->is_number_unsigned())
+    return Broken(path, absl::StrCat("no whole number ", kSliceTokens));
+  const uint64_t slice_tokens = slice->get<uint64_t>();
+  if (slice_tokens < 1 || slice_tokens > kMostSliceTokens) {
+    return Broken(path, absl::StrCat(kSliceTokens, " is ", slice_tokens));
+  }
+  speed.slice_tokens = static_cast<int64_t>(slice_tokens);
   if (speed.lone_rank_speedup < 1) return Broken(path, "lone_rank_speedup is below 1");
   return speed;
 }
@@ -90,6 +101,7 @@ absl::StatusOr<PoolSpeed> ParseSpeed(const Json& object, const std::string& path
 Json SpeedJson(const PoolSpeed& speed) {
   Json object = Json::object();
   for (const auto& [name, value, is_rate] : kFields) object[name] = speed.*value;
+  object[kSliceTokens] = speed.slice_tokens;
   return object;
 }
 

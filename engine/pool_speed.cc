@@ -157,6 +157,7 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Ba
   }
   absl::StatusOr<PoolSpeed> speed = MeasureProbes(probes);
   if (!speed.ok()) return speed;
+  speed->slice_tokens = backends.front()->grain().slice_tokens;
   Share(std::min(1.0, static_cast<double>(backends.size()) / ranks), *speed);
   speed->start_seconds = StartSeconds(ranks);
   return speed;

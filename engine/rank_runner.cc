@@ -27,7 +27,7 @@ class Runner {
         config_(run.model.config()),
         backend_(run.backend),
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
-        slice_tokens_(std::min(kSliceTokens, chunk_tokens_)),
+        slice_tokens_(std::min(run.plan.slice_tokens, chunk_tokens_)),
         exchange_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,
                   run.recorder),
         executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,

@@ -1,12 +1,11 @@
 // One rank's part of a prefill: every layer of the transformer over this rank's tokens.
 //
-//     embed → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group → attention
-//     over the
-//             mesh → heads to tokens → [o, norm, MLP] by slices
+//     embed → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group → attention over
+//             the mesh → heads to tokens → [o, norm, MLP] by slices
 //           → on the rank that holds the last token: norm, LM head on that one row
 //
-// Everything but attention is local to a token, so it runs in slices of kSliceTokens and its intermediates
-// stay small whatever the chunk's length. The residual stream is f32.
+// Everything but attention is local to a token, so it runs in the plan's slices and its intermediates stay
+// small whatever the chunk's length. The residual stream is f32.
 #ifndef MESHFILL_ENGINE_RANK_RUNNER_H_
 #define MESHFILL_ENGINE_RANK_RUNNER_H_
 
@@ -26,9 +25,6 @@
 #include "kernels/backend.h"
 
 namespace meshfill {
-
-// Tokens whose projections and MLP are computed at a time.
-inline constexpr int64_t kSliceTokens = 1024;
 
 struct RankRun {
   const Plan& plan;

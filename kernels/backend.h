@@ -155,6 +155,15 @@ struct DeviceMessage {
   std::shared_ptr<const StreamPoint> ready;  // null: they are there
 };
 
+// How much a device takes on at a time: enough to be busy, little enough that what lies between operations stays small.
+struct Grain {
+  int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
+  // Of the operations that its speed is measured with (engine/layer_probe.h).
+  int64_t probe_width = 2048;
+  int probe_kv_heads = 2;
+  double probe_flops = 4e9;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -162,6 +171,7 @@ class Backend {
   // ---- The device.
   virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", "cuda/sm90"
   virtual DType dtype() const = 0;
+  virtual Grain grain() const { return {}; }
   // `size_bytes` may be 0. Contents are unspecified. RESOURCE_EXHAUSTED where memory is short, with the bytes needed.
   virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
   // Operations watch `stop` from now on; null: none. It must outlive its use here.

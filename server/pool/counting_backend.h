@@ -23,6 +23,7 @@ class CountingBackend final : public Backend {
   std::string name() const override { return backend_->name(); }
   DType dtype() const override { return backend_->dtype(); }
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return backend_->Allocate(size_bytes); }
+  Grain grain() const override { return backend_->grain(); }
   void set_stop_token(const StopToken* stop) override { backend_->set_stop_token(stop); }
   bool lost() const override { return backend_->lost(); }
 

@@ -12,6 +12,8 @@ constexpr double PoolSpeed::*kRates[] = {
 constexpr double PoolSpeed::*kSeconds[] = {&PoolSpeed::slice_seconds, &PoolSpeed::block_row_seconds,
                                            &PoolSpeed::token_seconds, &PoolSpeed::start_seconds};
 
+constexpr int64_t kMostSliceTokens = int64_t{1} << 20;
+
 }  // namespace
 
 v1::Speed ToProto(const PoolSpeed& speed) {
@@ -25,6 +27,7 @@ v1::Speed ToProto(const PoolSpeed& speed) {
   message.set_token_seconds(speed.token_seconds);
   message.set_start_seconds(speed.start_seconds);
   message.set_lone_rank_speedup(speed.lone_rank_speedup);
+  message.set_slice_tokens(static_cast<uint64_t>(speed.slice_tokens));
   return message;
 }
 
@@ -39,6 +42,7 @@ PoolSpeed FromProto(const v1::Speed& message) {
   speed.token_seconds = message.token_seconds();
   speed.start_seconds = message.start_seconds();
   speed.lone_rank_speedup = message.lone_rank_speedup();
+  speed.slice_tokens = static_cast<int64_t>(message.slice_tokens());
   return speed;
 }
 
@@ -46,13 +50,15 @@ bool IsPlausible(const PoolSpeed& speed) {
   return std::all_of(std::begin(kRates), std::end(kRates), [&](auto rate) { return speed.*rate > 0; }) &&
          std::all_of(std::begin(kSeconds), std::end(kSeconds),
                      [&](auto seconds) { return speed.*seconds >= 0 && std::isfinite(speed.*seconds); }) &&
-         speed.lone_rank_speedup >= 1 && std::isfinite(speed.lone_rank_speedup);
+         speed.lone_rank_speedup >= 1 && std::isfinite(speed.lone_rank_speedup) && speed.slice_tokens >= 1 &&
+         speed.slice_tokens <= kMostSliceTokens;
 }
 
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {
   PoolSpeed speed = left;
   for (auto rate : kRates) speed.*rate = std::min(left.*rate, right.*rate);
   for (auto seconds : kSeconds) speed.*seconds = std::max(left.*seconds, right.*seconds);
+  speed.slice_tokens = std::min(left.slice_tokens, right.slice_tokens);
   speed.lone_rank_speedup = 1;
   return speed;
 }

@@ -51,6 +51,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
     }
   }
   message.set_predicted_seconds(plan.predicted.seconds);
+  message.set_slice_tokens(static_cast<uint64_t>(plan.slice_tokens));
   message.mutable_seats()->Assign(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end());
   return message;
 }
@@ -68,6 +69,10 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
   if (message.tokens() > std::numeric_limits<int32_t>::max() ||
       message.stripe() > std::numeric_limits<int32_t>::max()) {
     return absl::InvalidArgumentError("a plan of more than 2^31 tokens");
+  }
+  if (message.slice_tokens() < 1 || message.slice_tokens() > std::numeric_limits<int32_t>::max()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a plan in slices of ", message.slice_tokens(), " tokens"));
   }
   const auto layout =
       TokenLayout::Make(*kind, static_cast<int>(message.ranks()), static_cast<int64_t>(message.tokens()),
@@ -94,6 +99,7 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
             .heads = static_cast<int>(message.heads()),
             .tile = tile,
             .partial_dtype = message.partial_dtype() == "bf16" ? DType::kBf16 : DType::kF32,
+            .slice_tokens = static_cast<int64_t>(message.slice_tokens()),
             .schedule = std::move(schedule),
             .predicted = {}};
   plan.predicted.seconds = message.predicted_seconds();
@@ -108,8 +114,8 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
   WordHash hash;
   for (int64_t word : {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
                        static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
-                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), int64_t{first_rank},
-                       static_cast<int64_t>(shards.size())}) {
+                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.slice_tokens,
+                       int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
     hash.Add(static_cast<uint64_t>(word));
   }
   for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));

@@ -120,6 +120,14 @@ TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
 }
 
+TEST_F(CudaEngineTest, PlansInSlicesOfTheDevices) {
+  const auto engine = Load(1);
+  ASSERT_NE(engine, nullptr);
+  const auto choice = engine->MakePlan(10'000, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.slice_tokens, 4096);
+}
+
 TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
   FakeCuda::set_devices(2);
   const auto engine = Load(4);

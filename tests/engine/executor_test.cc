@@ -21,87 +21,10 @@
 #include "kernels/reference/reference_backend.h"
 #include "tests/engine/random_schedule.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/watched_backend.h"
 
 namespace meshfill {
 namespace {
-
-// Memory that knows how much of it is alive. Its buffers may outlive it, on any thread.
-class CountedMemory {
- public:
-  BufferRef Allocate(size_t size_bytes) {
-    counts_->peak = std::max<int64_t>(counts_->peak, counts_->live += static_cast<int64_t>(size_bytes));
-    void* data = std::malloc(size_bytes + 1);
-    std::memset(data, 0xff, size_bytes);  // NaN, for whoever reads before it writes
-    return std::make_shared<Buffer>(data, size_bytes, [counts = counts_](void* data, size_t size_bytes) {
-      counts->live -= static_cast<int64_t>(size_bytes);
-      std::free(data);
-    });
-  }
-  int64_t peak_bytes() const { return counts_->peak; }
-  int64_t live_bytes() const { return counts_->live; }
-
- private:
-  struct Counts {
-    std::atomic<int64_t> live = 0;
-    std::atomic<int64_t> peak = 0;
-  };
-  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
-};
-
-// Forwards to the reference; counts, and lets a test look in before each block.
-class WatchedBackend : public Backend {
- public:
-  explicit WatchedBackend(DType dtype) : reference_(MakeReferenceBackend(dtype)) {}
-
-  std::function<absl::Status(int block)> before_block;  // may be null; an error is the block's
-  int blocks = 0;
-  int merges = 0;
-  int allocations = 0;
-  CountedMemory memory;
-
-  std::string name() const override { return "watched"; }
-  DType dtype() const override { return reference_->dtype(); }
-  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
-    ++allocations;
-    return memory.Allocate(size_bytes);
-  }
-  void set_stop_token(const StopToken* stop) override { reference_->set_stop_token(stop); }
-  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
-    if (before_block != nullptr) {
-      if (absl::Status status = before_block(blocks); !status.ok()) return status;
-    }
-    ++blocks;
-    return reference_->AttentionBlock(args);
-  }
-  absl::Status MergePartial(const MergePartialArgs& args) override {
-    ++merges;
-    return reference_->MergePartial(args);
-  }
-  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
-    return reference_->Convert(from, count, to_dtype, to);
-  }
-
-  // The executor calls nothing else.
-  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows>, int64_t) override {
-    return Unexpected();
-  }
-  absl::Status Embed(std::span<const uint32_t>, const void*, DType, int64_t, float*) override {
-    return Unexpected();
-  }
-  absl::Status RmsNorm(const float*, const float*, int64_t, int64_t, float, void*) override {
-    return Unexpected();
-  }
-  absl::Status Gemm(const GemmArgs&) override { return Unexpected(); }
-  absl::Status SplitQkv(const SplitQkvArgs&) override { return Unexpected(); }
-  absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
-  absl::Status SwiGlu(const void*, int64_t, int64_t, void*) override { return Unexpected(); }
-
- private:
-  static absl::Status Unexpected() {
-    return absl::InternalError("an operation that attention has no use for");
-  }
-  const std::unique_ptr<Backend> reference_;
-};
 
 // A prompt's Q, K and V of one layer, by token.
 struct Prompt {

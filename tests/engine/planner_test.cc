@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/rank_runner.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
 
@@ -264,7 +263,7 @@ TEST(MakePlan, PredictsOneRankExactly) {
 // What lives whatever the tile: residual, RoPE tables, slices, Q, KV.
 int64_t FixedBytes(const ModelShape& model, int64_t tokens, int ranks) {
   const int64_t element = model.dtype == DType::kF32 ? 4 : 2;
-  const int64_t slice = std::min<int64_t>(kSliceTokens, tokens / ranks) * ranks;
+  const int64_t slice = std::min<int64_t>(PoolSpeed().slice_tokens, tokens / ranks) * ranks;
   const int64_t qkv_or_gate_up = std::max<int64_t>((model.q_heads + 2 * model.kv_heads) * 64, 2 * 1024);
   return tokens * 512 * 4 + tokens * 64 * 4 + slice * (512 + qkv_or_gate_up + 1024) * element +
          tokens * (model.q_heads + 2 * model.kv_heads) * 64 * element;

@@ -26,6 +26,7 @@ PoolSpeed SpeedOf(double gemm_flops_per_second) {
   PoolSpeed speed;
   speed.gemm_flops_per_second = gemm_flops_per_second;
   speed.slice_seconds = 1e-4;
+  speed.slice_tokens = 4096;
   speed.lm_head_bytes_per_second = 5e9;
   return speed;
 }

@@ -4,8 +4,8 @@
 namespace meshfill {
 
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape&, std::span<const CudaDevice>,
-                                               std::span<const std::unique_ptr<Backend>>) {
-  return PoolSpeed{};
+                                               std::span<const std::unique_ptr<Backend>> backends) {
+  return PoolSpeed{.slice_tokens = backends.front()->grain().slice_tokens};
 }
 
 }  // namespace meshfill

@@ -395,11 +395,13 @@ TEST(OfferedSpeedTest, APoolIsAsFastAsItsSlowestPart) {
   right.attention_flops_per_second = 2;
   left.slice_seconds = 3;
   right.start_seconds = 4;
+  right.slice_tokens = 512;
   const PoolSpeed slower = SlowerOf(left, right);
   EXPECT_EQ(slower.gemm_flops_per_second, 1);
   EXPECT_EQ(slower.attention_flops_per_second, 2);
   EXPECT_EQ(slower.slice_seconds, 3);
   EXPECT_EQ(slower.start_seconds, 4);
+  EXPECT_EQ(slower.slice_tokens, 512);
   EXPECT_EQ(FromProto(ToProto(slower)), slower);
   EXPECT_TRUE(IsPlausible(slower));
   EXPECT_FALSE(IsPlausible(FromProto(v1::Speed())));

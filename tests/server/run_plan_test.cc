@@ -33,6 +33,7 @@ Plan RandomPlan(std::mt19937_64& random) {
                                 .partial_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16});
   EXPECT_TRUE(choice.ok()) << choice.status();
   Plan plan = choice->plan;
+  plan.slice_tokens = Draw<int64_t>(random, 1, 9000);
   if (Draw(random, 0, 1) == 0) {
     plan.placement = RowFirst(plan.ranks());
     std::shuffle(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end(), random);
@@ -56,6 +57,7 @@ TEST(RunPlanTest, APlanArrivesAsItWasSent) {
     EXPECT_EQ(arrived->heads, plan.heads);
     EXPECT_EQ(arrived->tile, plan.tile);
     EXPECT_EQ(arrived->partial_dtype, plan.partial_dtype);
+    EXPECT_EQ(arrived->slice_tokens, plan.slice_tokens);
     EXPECT_EQ(arrived->schedule, plan.schedule);
     EXPECT_EQ(arrived->placement.seat_of_rank, plan.placement.seat_of_rank);
     for (int rank = 0; rank < plan.ranks(); ++rank) EXPECT_EQ(arrived->RankAt(plan.SeatOf(rank)), rank);
@@ -100,6 +102,9 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
 
     Plan changed = plan;
     changed.partial_dtype = plan.partial_dtype == DType::kF32 ? DType::kBf16 : DType::kF32;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
+    changed = plan;
+    ++changed.slice_tokens;
     EXPECT_NE(RunHash(changed, 0, shards), hash);
     if (plan.ranks() > 1) {
       changed = plan;
