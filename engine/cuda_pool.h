@@ -29,6 +29,11 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCudaLoader(const CudaDevice& device
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
                                                std::span<const std::unique_ptr<Backend>> backends);
 
+// Runs each kind of operation once on each device. CUDA loads a kernel when it first runs, and for that may
+// wait for the device: which must not be while NCCL's kernels there wait for a peer.
+absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const CudaDevice> devices,
+                             std::span<const std::unique_ptr<Backend>> backends);
+
 // Of all devices in use: their data sheets' figure, or that of a large product where there is none.
 absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDevice> devices, int ranks, Backend& first);
 

@@ -28,6 +28,18 @@ absl::StatusOr<double> MeasureLink(Backend& from, Backend& to) {
 
 }  // namespace
 
+absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const CudaDevice> devices,
+                             std::span<const std::unique_ptr<Backend>> backends) {
+  const int ranks = static_cast<int>(backends.size());
+  for (int rank = 0; rank < ranks; ++rank) {
+    const bool first_there = rank == 0 || CudaDeviceOf(devices, rank, ranks).ordinal !=
+                                              CudaDeviceOf(devices, rank - 1, ranks).ordinal;
+    if (!first_there) continue;
+    if (absl::Status status = RunEachOperation(shape, *backends[rank]); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
                                                std::span<const std::unique_ptr<Backend>> backends) {
   const int ranks = static_cast<int>(backends.size());

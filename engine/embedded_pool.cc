@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 #include <thread>
 #include <utility>
 
@@ -29,6 +30,12 @@ absl::StatusOr<std::vector<CudaDevice>> Devices(const EngineOptions& options) {
     absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(options.device);
     if (!devices.ok()) return devices;
     for (CudaDevice& device : *devices) {
+      if (options.communication_multiprocessors >= device.traits.multiprocessors) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "GPU ", device.ordinal, " (", device.name, ") has ", device.traits.multiprocessors,
+            " multiprocessors, and attention is to leave ", options.communication_multiprocessors,
+            " of them to NCCL; lower pool.worker.attention_sm_margin"));
+      }
       device.traits.margin_multiprocessors = options.communication_multiprocessors;
     }
     return devices;
@@ -72,6 +79,14 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeCudaBackends(const std
   return backends;
 }
 
+absl::StatusOr<PoolSpeed> CudaPoolSpeed(const EngineOptions& options, const ModelShape& shape,
+                                        const std::vector<CudaDevice>& devices,
+                                        std::span<const std::unique_ptr<Backend>> backends) {
+  const auto used = std::span(devices).first(UsedCudaDevices(devices, options.ranks));
+  return KeptPoolSpeed(options.speed_profile_path, CudaPoolKey(shape, used, options.ranks),
+                       [&] { return MeasureCudaPoolSpeed(shape, devices, backends); });
+}
+
 absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
                                           const std::vector<CudaDevice>& devices) {
   EmbeddedPool pool;
@@ -92,8 +107,9 @@ absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(devices, options.ranks);
   if (!backends.ok()) return backends.status();
   pool.backends = *std::move(backends);
-  absl::StatusOr<PoolSpeed> speed =
-      MeasureCudaPoolSpeed(pool.models.front()->shape(), devices, pool.backends);
+  const ModelShape& shape = pool.models.front()->shape();
+  if (absl::Status status = LoadCudaKernels(shape, devices, pool.backends); !status.ok()) return status;
+  absl::StatusOr<PoolSpeed> speed = CudaPoolSpeed(options, shape, devices, pool.backends);
   if (!speed.ok()) return speed.status();
   pool.speed = *speed;
   absl::StatusOr<double> peak_flops = options.peak_flops > 0
@@ -124,7 +140,7 @@ absl::StatusOr<PoolSpeed> EmbeddedPoolSpeed(const EngineOptions& options, const 
     return CpuPoolSpeed(shape, Threads(options), options.ranks, options.speed_profile_path);
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(*devices, options.ranks);
   if (!backends.ok()) return backends.status();
-  return MeasureCudaPoolSpeed(shape, *devices, *backends);
+  return CudaPoolSpeed(options, shape, *devices, *backends);
 }
 
 absl::StatusOr<int64_t> EmbeddedPoolBudgetBytes(const EngineOptions& options) {

@@ -34,6 +34,7 @@ ModelShape ProbedShape(const ModelShape& model, int64_t width) {
 // Values in ±1 without structure. They repeat, which no operation notices.
 absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype) {
   constexpr int64_t kPeriod = 8191;
+  constexpr int64_t kMostPeriods = 128;  // uploaded at once
   std::minstd_rand random(1);
   std::uniform_real_distribution<float> uniform(-1, 1);
   std::vector<std::byte> period(kPeriod * DTypeBytes(dtype));
@@ -43,6 +44,10 @@ absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype)
     std::memcpy(&period[at], dtype == DType::kF32 ? static_cast<const void*>(&value) : &half,
                 DTypeBytes(dtype));
   }
+  const size_t one = period.size();
+  const auto periods = static_cast<size_t>(std::clamp<int64_t>(elements / kPeriod, 1, kMostPeriods));
+  period.resize(periods * one);
+  for (size_t at = one; at < period.size(); at += one) std::memcpy(&period[at], period.data(), one);
   absl::StatusOr<BufferRef> buffer = backend.Allocate(elements * DTypeBytes(dtype));
   if (!buffer.ok()) return buffer;
   auto* const bytes = (*buffer)->data<std::byte>();

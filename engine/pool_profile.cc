@@ -124,6 +124,12 @@ std::string ExecutableId() {
   return absl::StrCat("build ", bytes, ".", error ? 0 : written);
 }
 
+std::string ShapeKey(const ModelShape& model) {
+  return absl::StrCat(model.layers, " layers of ", model.hidden, " and ", model.intermediate, ", ",
+                      model.q_heads, ":", model.kv_heads, " heads of ", model.head_dim, ", vocabulary ",
+                      model.vocab, ", ", DTypeName(model.dtype));
+}
+
 }  // namespace
 
 std::string DefaultPoolProfilePath() {
@@ -138,10 +144,19 @@ std::string DefaultPoolProfilePath() {
 
 std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name, int threads, int ranks) {
   return absl::StrCat("CPU", ProcessorName(), ", ", sysconf(_SC_NPROCESSORS_ONLN), " cores, ", backend_name,
-                      ", ", ExecutableId(), "; ", model.layers, " layers of ", model.hidden, " and ",
-                      model.intermediate, ", ", model.q_heads, ":", model.kv_heads, " heads of ",
-                      model.head_dim, ", vocabulary ", model.vocab, ", ", DTypeName(model.dtype), "; ",
-                      threads, " threads, ", ranks, " ranks");
+                      ", ", ExecutableId(), "; ", ShapeKey(model), "; ", threads, " threads, ", ranks,
+                      " ranks");
+}
+
+std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> devices, int ranks) {
+  std::string key = "CUDA";
+  for (const CudaDevice& device : devices) {
+    const CudaDeviceTraits& traits = device.traits;
+    absl::StrAppend(&key, key == "CUDA" ? " " : " + ", device.name, " (", traits.compute_major, ".",
+                    traits.compute_minor, ", ", traits.multiprocessors, " less ",
+                    traits.margin_multiprocessors, ")");
+  }
+  return absl::StrCat(key, ", ", ExecutableId(), "; ", ShapeKey(model), "; ", ranks, " ranks");
 }
 
 absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key) {
@@ -189,23 +204,28 @@ absl::Status StorePoolProfile(const std::string& path, const std::string& key, c
   return absl::OkStatus();
 }
 
-absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
-                                       const std::string& path) {
-  if (path.empty()) return MeasureCpuPoolSpeed(model, threads, ranks);
+absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
+                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure) {
+  if (path.empty()) return measure();
   const auto warn = [](const absl::Status& status) {
     std::fprintf(stderr, "meshfill: %s\n", std::string(status.message()).c_str());
   };
-  const std::string key = CpuPoolKey(model, MakeCpuBackend(model.dtype, 1)->name(), threads, ranks);
   absl::StatusOr<std::optional<PoolSpeed>> kept = ReadPoolProfile(path, key);
   if (!kept.ok()) {
     warn(kept.status());
   } else if (kept->has_value()) {
     return **kept;
   }
-  absl::StatusOr<PoolSpeed> speed = MeasureCpuPoolSpeed(model, threads, ranks);
+  absl::StatusOr<PoolSpeed> speed = measure();
   if (!speed.ok()) return speed;
   if (absl::Status status = StorePoolProfile(path, key, *speed); !status.ok()) warn(status);
   return speed;
+}
+
+absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
+                                       const std::string& path) {
+  const std::string key = CpuPoolKey(model, MakeCpuBackend(model.dtype, 1)->name(), threads, ranks);
+  return KeptPoolSpeed(path, key, [&] { return MeasureCpuPoolSpeed(model, threads, ranks); });
 }
 
 }  // namespace meshfill

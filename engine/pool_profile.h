@@ -9,13 +9,16 @@
 #ifndef MESHFILL_ENGINE_POOL_PROFILE_H_
 #define MESHFILL_ENGINE_POOL_PROFILE_H_
 
+#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/cost_model.h"
 #include "engine/model_shape.h"
+#include "kernels/cuda/device.h"
 
 namespace meshfill {
 
@@ -38,8 +41,15 @@ absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path
 // Keeps the speed beside those of other pools; a file that cannot be read is replaced. Makes the folder.
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
 
+// Of a pool of ranks on these devices, those in use, with this executable.
+std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> devices, int ranks);
+
 // From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is
 // one line on standard error and no failure.
+absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
+                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure);
+
+// The same of a CPU pool.
 absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
                                        const std::string& path);
 

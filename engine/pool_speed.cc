@@ -163,6 +163,21 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Ba
   return speed;
 }
 
+absl::Status RunEachOperation(const ModelShape& model, Backend& backend) {
+  absl::StatusOr<std::shared_ptr<const ProbeWeights>> weights = MakeProbeWeights(model, backend);
+  if (!weights.ok()) return weights.status();
+  absl::StatusOr<std::unique_ptr<LayerProbe>> probe = LayerProbe::Make(*weights, backend);
+  if (!probe.ok()) return probe.status();
+  const int64_t slice = (*probe)->slice_tokens(), block = (*probe)->block_tokens();
+  for (const auto& [operation, tokens] :
+       {std::pair{&LayerProbe::Begin, slice}, std::pair{&LayerProbe::TokenWork, slice},
+        std::pair{&LayerProbe::Block, block}, std::pair{&LayerProbe::Merge, block},
+        std::pair{&LayerProbe::LmHead, int64_t{1}}}) {
+    if (absl::Status status = (probe->get()->*operation)(tokens); !status.ok()) return status;
+  }
+  return (*probe)->Finish();
+}
+
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks) {
   Backend* const only = &backend;
   return MeasurePoolSpeed(model, {&only, 1}, ranks);

@@ -6,6 +6,7 @@
 
 #include <span>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/cost_model.h"
 #include "engine/model_shape.h"
@@ -18,6 +19,9 @@ namespace meshfill {
 // are those of ranks in one process: a chunk is handed over by reference. Errors are a backend's own.
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
                                            int ranks);
+
+// Runs each of the operations that it measures once.
+absl::Status RunEachOperation(const ModelShape& model, Backend& backend);
 
 // Of a pool whose ranks together have one backend, of all its threads.
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks);

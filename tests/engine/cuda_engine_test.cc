@@ -128,6 +128,24 @@ TEST_F(CudaEngineTest, PlansInSlicesOfTheDevices) {
   EXPECT_EQ(choice->plan.slice_tokens, 4096);
 }
 
+TEST_F(CudaEngineTest, KeepsTheSpeedOfAPoolByItsDevicesAndModel) {
+  EngineOptions options = Options(2);
+  options.speed_profile_path = testing::TempDir() + "/cuda_engine_speed.json";
+  std::filesystem::remove(options.speed_profile_path);
+  FakeCuda::speed_measurements = 0;
+  ASSERT_TRUE(LoadStatus(options).ok());
+  ASSERT_TRUE(LoadStatus(options).ok());
+  EXPECT_EQ(FakeCuda::speed_measurements, 1);
+  FakeCuda::set_devices(2);  // a device for each rank
+  ASSERT_TRUE(LoadStatus(options).ok());
+  EXPECT_EQ(FakeCuda::speed_measurements, 2);
+  options.communication_multiprocessors = 1;
+  const auto engine = PrefillEngine::Load(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  EXPECT_EQ(FakeCuda::speed_measurements, 3);
+  EXPECT_EQ((*engine)->MakePlan(10'000, {})->plan.slice_tokens, 4096);
+}
+
 TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
   FakeCuda::set_devices(2);
   const auto engine = Load(4);

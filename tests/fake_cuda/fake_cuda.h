@@ -31,6 +31,8 @@ struct FakeCuda {
   static void BreakDevice();  // every call from now on fails, as after a fault
 
   static int64_t bytes_in_use();  // allocated and not yet freed by their calls
+  static inline int speed_measurements = 0;
+  static int nccl_communicators();  // of all ranks, that were begun so far
 
   // For the fakes of kernels and libraries: `run` in its turn on the stream.
   static cudaError_t Enqueue(cudaStream_t stream, std::function<void()> run);
