@@ -17,6 +17,9 @@ namespace {
 
 constexpr int kMaxRanks = 64;
 constexpr uint32_t kMaxThreads = 4096;
+constexpr uint32_t kNcclCtas = 8;
+constexpr uint32_t kMaxNcclCtas = 32;
+constexpr uint32_t kMaxAttentionMargin = 64;
 constexpr uint32_t kMaxStripe = 1u << 20;
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
@@ -50,6 +53,8 @@ void FillDefaults(v1::Config& config) {
   if (!worker.has_ranks()) worker.set_ranks(1);
   if (!worker.has_device()) worker.set_device("auto");
   if (!worker.has_data_listen()) worker.set_data_listen("127.0.0.1");
+  if (!worker.has_nccl_ctas()) worker.set_nccl_ctas(kNcclCtas);
+  if (!worker.has_attention_sm_margin()) worker.set_attention_sm_margin(worker.nccl_ctas());
   auto& queue = *config.mutable_queue();
   if (!queue.has_max_requests()) queue.set_max_requests(64);
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
@@ -125,6 +130,9 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
   check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
+  check.RequireRange(pool.worker().nccl_ctas(), 0, kMaxNcclCtas, "pool.worker.nccl_ctas");
+  check.RequireRange(pool.worker().attention_sm_margin(), 0, kMaxAttentionMargin,
+                     "pool.worker.attention_sm_margin");
   check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
   const v1::PoolSection::Tls& tls = pool.tls();
   const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);

@@ -41,6 +41,8 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .peak_flops = worker.peak_flops(),
           .memory_bytes = static_cast<int64_t>(worker.memory_bytes()),
           .data_listen = worker.data_listen(),
+          .nccl_ctas = static_cast<int>(worker.nccl_ctas()),
+          .attention_sm_margin = static_cast<int>(worker.attention_sm_margin()),
           .speed_profile_path = ToEngineOptions(config).speed_profile_path};
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -36,7 +37,7 @@ class NcclComm {
   absl::Status Init(int ranks, const ncclUniqueId& id, int most_ctas, absl::Time deadline) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    config.maxCTAs = most_ctas;
+    if (most_ctas > 0) config.maxCTAs = most_ctas;
     ncclComm_t comm = nullptr;
     const ncclResult_t begun = nccl_.CommInitRankConfig(&comm, ranks, id, rank_, &config);
     {
@@ -303,13 +304,64 @@ class NcclCommunicator : public Communicator {
   Watch watch_;
 };
 
+// A communicator between runs, and whose it is.
+struct KeptComm {
+  std::shared_ptr<NcclComm> comm;
+  std::shared_ptr<CudaStream> stream;
+  uint64_t name = 0;  // the same on all its ranks
+  uint64_t epoch = 0;
+  int rank = 0;
+  int ranks = 0;
+};
+
+uint64_t NameOf(const ncclUniqueId& id) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const char byte : id.internal) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
+  return std::max<uint64_t>(hash, 1);  // 0: none
+}
+
+}  // namespace
+
+struct NcclLinks::State {
+  ~State() { Drop(); }
+  // What a peer might still wait for is over: the run failed, or the next one has other ranks.
+  void Drop() {
+    if (last.comm != nullptr) last.comm->Abort(absl::AbortedError("its run is over"));
+    last = {};
+    keep = false;
+  }
+
+  KeptComm last;
+  bool keep = false;                     // of the last run
+  std::optional<ncclUniqueId> spare_id;  // rank 0's, that no communicator has been made with
+  int made = 0;
+};
+
+NcclLinks::NcclLinks() : state_(std::make_shared<State>()) {}
+NcclLinks::~NcclLinks() = default;
+void NcclLinks::Keep() { state_->keep = state_->last.comm != nullptr; }
+int NcclLinks::made() const { return state_->made; }
+
+namespace {
+
+// nccl:, the name of what is kept, and rank 0's id.
+std::string AddressOf(uint64_t kept, const ncclUniqueId* id) {
+  std::string address = kGreeting;
+  address.append(reinterpret_cast<const char*>(&kept), sizeof(kept));
+  if (id != nullptr) address.append(reinterpret_cast<const char*>(id), sizeof(*id));
+  return address;
+}
+
 class NcclEndpoint : public Endpoint {
  public:
-  NcclEndpoint(const Nccl& nccl, const NcclOptions& options, std::string address)
+  NcclEndpoint(const Nccl& nccl, const NcclOptions& options, KeptComm kept,
+               std::shared_ptr<NcclLinks::State> links, std::string address)
       : nccl_(nccl),
         options_(options),
         address_(std::move(address)),
-        comm_(std::make_shared<NcclComm>(nccl, options.rank)) {}
+        links_(std::move(links)),
+        kept_(std::move(kept)),
+        fresh_(std::make_shared<NcclComm>(nccl, options.rank)) {}
 
   const std::string& address() const override { return address_; }
 
@@ -319,52 +371,100 @@ class NcclEndpoint : public Endpoint {
       return absl::InvalidArgumentError(absl::StrCat("rank ", options_.rank, ": ", addresses.size(),
                                                      " addresses for ", options_.ranks, " ranks"));
     }
+    bool all_have_kept = kept_.comm != nullptr;
     for (size_t rank = 0; rank < addresses.size(); ++rank) {
       const size_t id_bytes = rank == 0 ? sizeof(ncclUniqueId) : 0;
       if (!absl::StartsWith(addresses[rank], kGreeting) ||
-          addresses[rank].size() != std::strlen(kGreeting) + id_bytes) {
+          addresses[rank].size() != kNameAt + sizeof(uint64_t) + id_bytes) {
         return absl::InvalidArgumentError(
             absl::StrCat("rank ", options_.rank, ": the address of rank ", rank,
                          " is not NCCL's; all workers of a pool need one kind of device"));
       }
+      uint64_t name = 0;
+      std::memcpy(&name, addresses[rank].data() + kNameAt, sizeof(name));
+      all_have_kept = all_have_kept && name == kept_.name;
+    }
+    if (all_have_kept) {
+      if (absl::Status status = kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting"));
+          !status.ok())
+        return status;
+      return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, backend, kept_.stream);
     }
     ncclUniqueId id;
-    std::memcpy(&id, addresses[0].data() + std::strlen(kGreeting), sizeof(id));
+    std::memcpy(&id, addresses[0].data() + kNameAt + sizeof(uint64_t), sizeof(id));
+    return Make(id, backend, deadline);
+  }
+
+  void Abort(absl::Status reason) override {
+    if (kept_.comm != nullptr) kept_.comm->Abort(reason);
+    fresh_->Abort(std::move(reason));
+  }
+
+ private:
+  static constexpr size_t kNameAt = sizeof(kGreeting) - 1;
+
+  absl::StatusOr<std::unique_ptr<Communicator>> Make(const ncclUniqueId& id, Backend& backend,
+                                                     absl::Time deadline) {
+    if (links_ != nullptr) {
+      links_->Drop();
+      links_->spare_id.reset();
+      ++links_->made;
+    }
     const ScopedCudaDevice scope(options_.device);
     absl::StatusOr<std::shared_ptr<CudaStream>> stream = CudaStream::Make(options_.device);
     if (!stream.ok()) return stream.status();
-    if (absl::Status status = comm_->Init(options_.ranks, id, options_.most_ctas, deadline); !status.ok())
+    if (absl::Status status = fresh_->Init(options_.ranks, id, options_.most_ctas, deadline); !status.ok())
       return status;
-    auto communicator =
-        std::make_unique<NcclCommunicator>(nccl_, options_, comm_, backend, *std::move(stream));
+    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, backend, *stream);
     if (absl::Status status = communicator->Greet(deadline); !status.ok()) return status;
+    if (links_ != nullptr) {
+      links_->last = {.comm = fresh_,
+                      .stream = *std::move(stream),
+                      .name = NameOf(id),
+                      .epoch = options_.epoch,
+                      .rank = options_.rank,
+                      .ranks = options_.ranks};
+    }
     return communicator;
   }
 
-  void Abort(absl::Status reason) override { comm_->Abort(std::move(reason)); }
-
- private:
   const Nccl& nccl_;
   const NcclOptions options_;
   const std::string address_;
-  const std::shared_ptr<NcclComm> comm_;
+  const std::shared_ptr<NcclLinks::State> links_;  // may be null
+  const KeptComm kept_;                            // of the run before; may be none
+  const std::shared_ptr<NcclComm> fresh_;
 };
+
+// What the links hold for this run; drops what is for no other. The id of a run that did not end well may
+// have been used by some of its ranks.
+KeptComm TakeKept(const NcclOptions& options, NcclLinks::State& links) {
+  const KeptComm& last = links.last;
+  const bool fits = links.keep && last.epoch == options.epoch && last.rank == options.rank &&
+                    last.ranks == options.ranks && last.comm->Check("between runs").ok();
+  if (!links.keep) links.spare_id.reset();
+  if (!fits) links.Drop();
+  links.keep = false;
+  return links.last;
+}
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options) {
   absl::StatusOr<const Nccl*> nccl = Nccl::Load();
   if (!nccl.ok()) return nccl.status();
-  std::string address = kGreeting;
-  if (options.rank == 0) {
-    ncclUniqueId id;
-    if (ncclResult_t result = (*nccl)->GetUniqueId(&id); result != ncclSuccess) {
+  const std::shared_ptr<NcclLinks::State> links = options.links == nullptr ? nullptr : options.links->state_;
+  KeptComm kept = links == nullptr ? KeptComm() : TakeKept(options, *links);
+  std::optional<ncclUniqueId> id = links == nullptr ? std::nullopt : links->spare_id;
+  if (options.rank == 0 && !id.has_value()) {
+    if (ncclResult_t result = (*nccl)->GetUniqueId(&id.emplace()); result != ncclSuccess) {
       return absl::UnavailableError(absl::StrCat("NCCL cannot listen: ", (*nccl)->GetErrorString(result),
                                                  "; set NCCL_SOCKET_IFNAME to an interface of this machine"));
     }
-    address.append(reinterpret_cast<const char*>(&id), sizeof(id));
+    if (links != nullptr) links->spare_id = id;
   }
-  return std::make_unique<NcclEndpoint>(**nccl, options, std::move(address));
+  std::string address = AddressOf(kept.name, options.rank == 0 ? &*id : nullptr);
+  return std::make_unique<NcclEndpoint>(**nccl, options, std::move(kept), links, std::move(address));
 }
 
 }  // namespace meshfill

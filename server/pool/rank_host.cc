@@ -6,7 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/gloo.h"
-#include "engine/comm/nccl.h"
 #include "engine/free_memory.h"
 #include "engine/monotonic_time.h"
 #include "server/log.h"
@@ -17,8 +16,6 @@
 namespace meshfill {
 namespace {
 
-// Of a GPU: for NCCL's CTAs, beside which attention runs on the others.
-constexpr int kNcclMultiprocessors = 8;
 constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
 constexpr absl::Duration kNcclConnectTimeout = absl::Seconds(60);  // it tries out the links
 
@@ -40,6 +37,12 @@ std::vector<std::unique_ptr<CountingBackend>> Counting(std::vector<std::unique_p
     counting.push_back(std::make_unique<CountingBackend>(std::move(backend)));
   }
   return counting;
+}
+
+std::vector<std::unique_ptr<NcclLinks>> MakeLinks(size_t gpus) {
+  std::vector<std::unique_ptr<NcclLinks>> links;
+  for (size_t i = 0; i < gpus; ++i) links.push_back(std::make_unique<NcclLinks>());
+  return links;
 }
 
 // NCCL has one rank on a GPU.
@@ -167,7 +170,9 @@ class RankHost::ActiveRun {
       return ListenNccl({.rank = rank(i),
                          .ranks = part_.plan.ranks(),
                          .device = devices[i].ordinal,
-                         .most_ctas = kNcclMultiprocessors});
+                         .most_ctas = host_.options_.nccl_ctas,
+                         .epoch = part_.epoch,
+                         .links = host_.links_[i].get()});
     }
     return GlooEndpoint::Listen({.listen = host_.options_.data_listen,
                                  .rank = rank(i),
@@ -220,19 +225,21 @@ RankHost::RankHost(const Options& options, EmbeddedPool pool,
       pool_(std::move(pool)),
       model_id_(std::move(model_id)),
       backends_(std::move(backends)),
+      links_(MakeLinks(pool_.devices.size())),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
 absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options, Listener& listener) {
-  absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool({.model_path = options.model_path,
-                                                        .ranks = options.ranks,
-                                                        .device = options.device,
-                                                        .dtype = options.dtype,
-                                                        .peak_flops = options.peak_flops,
-                                                        .memory_budget_bytes = options.memory_bytes,
-                                                        .communication_multiprocessors = kNcclMultiprocessors,
-                                                        .threads = options.threads,
-                                                        .speed_profile_path = options.speed_profile_path});
+  absl::StatusOr<EmbeddedPool> pool =
+      LoadEmbeddedPool({.model_path = options.model_path,
+                        .ranks = options.ranks,
+                        .device = options.device,
+                        .dtype = options.dtype,
+                        .peak_flops = options.peak_flops,
+                        .memory_budget_bytes = options.memory_bytes,
+                        .communication_multiprocessors = options.attention_sm_margin,
+                        .threads = options.threads,
+                        .speed_profile_path = options.speed_profile_path});
   if (!pool.ok()) return pool.status();
   if (absl::Status status = CheckDevices(pool->devices); !status.ok()) return status;
   auto identified = IdentifyModel(options.model_path, pool->models.front()->shape().dtype);
@@ -344,7 +351,15 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
 }
 
 void RankHost::Release(uint64_t run) {
-  Post([this, run] { LetGo(run); });
+  Post([this, run] {
+    LetGo(run);
+    KeepLinks();
+  });
+}
+
+// All ranks are done, those of other workers too: their communicators serve the next run.
+void RankHost::KeepLinks() {
+  for (const std::unique_ptr<NcclLinks>& links : links_) links->Keep();
 }
 
 // Waits for the ranks, then frees what they held.

@@ -19,6 +19,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "engine/comm/nccl.h"
 #include "engine/device.h"
 #include "engine/embedded_pool.h"
 #include "engine/rank_runner.h"
@@ -39,6 +40,8 @@ class RankHost {
     double peak_flops = 0;     // of all ranks together; 0: measured
     int64_t memory_bytes = 0;  // for the activations of one run; 0: 80 % of what is free after the load
     std::string data_listen = "127.0.0.1";
+    int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
+    int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
     std::string speed_profile_path;  // keeps this host's measured speed (pool_profile.h); empty: measured
   };
 
@@ -73,6 +76,7 @@ class RankHost {
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
   void LetGo(uint64_t run);
+  void KeepLinks();
   bool IsStopping(uint64_t run) const;
   void TellOfStrangers(int rank, int strangers);  // logs the first
   std::shared_ptr<ActiveRun> Current(uint64_t run) const;
@@ -81,6 +85,7 @@ class RankHost {
   const EmbeddedPool pool_;  // but for its backends
   const v1::ModelId model_id_;
   const std::vector<std::unique_ptr<CountingBackend>> backends_;  // by rank of this worker
+  const std::vector<std::unique_ptr<NcclLinks>> links_;           // likewise; empty on the CPU
   Listener& listener_;
   std::atomic<bool> told_of_strangers_{false};
 

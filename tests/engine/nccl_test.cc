@@ -126,7 +126,11 @@ class NcclThreadsTest : public testing::Test {
     std::vector<std::unique_ptr<Endpoint>> endpoints;
     addresses_.clear();
     for (int rank = 0; rank < ranks; ++rank) {
-      auto endpoint = ListenNccl({.rank = rank, .ranks = ranks, .device = devices_[rank].ordinal});
+      auto endpoint = ListenNccl({.rank = rank,
+                                  .ranks = ranks,
+                                  .device = devices_[rank].ordinal,
+                                  .epoch = epoch_,
+                                  .links = links_.empty() ? nullptr : links_[rank].get()});
       EXPECT_TRUE(endpoint.ok()) << endpoint.status();
       addresses_.push_back((*endpoint)->address());
       endpoints.push_back(*std::move(endpoint));
@@ -154,6 +158,8 @@ class NcclThreadsTest : public testing::Test {
   int ranks_ = 0;
   std::string folder_;
   std::vector<std::string> addresses_;
+  std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank; none: nothing is kept
+  uint64_t epoch_ = 1;
 };
 
 TEST_F(NcclThreadsTest, GiveTheBitsOfRanksInOneProcess) {
@@ -173,6 +179,59 @@ TEST_F(NcclThreadsTest, GiveTheBitsOfRanksInOneProcess) {
     });
     EXPECT_EQ(logits, expected);
   }
+}
+
+TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
+  const std::vector<float> expected = InProcessLogits(folder_, 2);
+  const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), 2);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_unique<NcclLinks>());
+  const auto run = [&] {
+    auto endpoints = Listen(2);
+    std::vector<float> logits;
+    OnRanks(*pool, endpoints, [&](int rank, Backend&, Communicator& communicator) {
+      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, rank, *plan, communicator);
+      ASSERT_TRUE(output.ok()) << output.status();
+      if (!output->logits.empty()) logits = output->logits;
+    });
+    EXPECT_EQ(logits, expected);
+  };
+  const auto keep = [&] {
+    for (const auto& links : links_) links->Keep();
+  };
+  const auto made = [&] { return std::vector<int>{links_[0]->made(), links_[1]->made()}; };
+  for (int round = 0; round < 3; ++round) {
+    run();
+    keep();
+    EXPECT_EQ(made(), std::vector<int>({1, 1}));
+  }
+  run();  // goes well, and is then told to have failed elsewhere
+  run();
+  EXPECT_EQ(made(), std::vector<int>({2, 2}));
+  keep();
+  ++epoch_;
+  run();
+  keep();
+  EXPECT_EQ(made(), std::vector<int>({3, 3}));
+  {  // a run that is stopped before it starts, of which one rank has not heard
+    auto endpoints = Listen(2);
+    endpoints[0]->Abort(absl::AbortedError("never mind"));
+    links_[1]->Keep();
+  }
+  run();
+  keep();
+  EXPECT_EQ(made(), std::vector<int>({4, 4}));
+  auto endpoints = Listen(2);  // one that is aborted on its way
+  OnRanks(*pool, endpoints, [&](int rank, Backend&, Communicator& communicator) {
+    communicator.Abort(absl::AbortedError("a rank is gone"));
+    EXPECT_FALSE(RunOn(*pool, rank, rank, *plan, communicator).ok());
+  });
+  EXPECT_EQ(made(), std::vector<int>({4, 4}));
+  keep();  // whatever is said of it
+  run();
+  EXPECT_EQ(made(), std::vector<int>({5, 5}));
 }
 
 TEST_F(NcclThreadsTest, AWaitForNothingEndsAtItsDeadline) {
@@ -257,7 +316,8 @@ int RunChild(const std::string& folder, int rank, int ranks) {
   std::ifstream id_file(id_path, std::ios::binary);
   std::vector<std::string> addresses(ranks, rank == 0 ? "" : (*endpoint)->address());
   addresses[0].assign(std::istreambuf_iterator<char>(id_file), {});
-  for (int other = 1; other < ranks; ++other) addresses[other] = "nccl:";
+  for (int other = 1; other < ranks; ++other)
+    addresses[other] = "nccl:" + std::string(8, '\0');  // keeps nothing
   auto communicator = (*endpoint)->Connect(addresses, *pool->backends[0], MonotonicNow() + kSoon);
   if (!communicator.ok()) return fail(communicator.status());
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), ranks);

@@ -81,7 +81,11 @@ ncclResult_t FakeAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 
+std::atomic<int> communicators{0};
+
 }  // namespace
+
+int FakeCuda::nccl_communicators() { return communicators; }
 
 absl::StatusOr<const Nccl*> Nccl::Load() {
   static constexpr Nccl kFake = {
@@ -96,6 +100,7 @@ absl::StatusOr<const Nccl*> Nccl::Load() {
       .CommInitRankConfig =
           [](ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
             if (config->blocking != 0) return ncclInvalidArgument;
+            ++communicators;
             auto* made = new Comm{HubOf(id), rank, ranks};
             const std::lock_guard<std::mutex> lock(made->hub->mutex);
             ++made->hub->joined;

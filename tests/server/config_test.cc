@@ -77,6 +77,18 @@ TEST_F(ConfigTest, DefaultsAreFilledIn) {
   EXPECT_EQ(config->limits().max_streams(), 128u);
 }
 
+TEST_F(ConfigTest, AttentionLeavesNcclWhatItMayTake) {
+  const auto margin = [&](const std::string& yaml) {
+    const auto config = Load(yaml);
+    EXPECT_TRUE(config.ok()) << config.status();
+    return config->pool().worker().attention_sm_margin();
+  };
+  EXPECT_EQ(margin(""), 8u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 4}}"), 4u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 0}}"), 0u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 4, attention_sm_margin: 0}}"), 0u);
+}
+
 TEST_F(ConfigTest, EmptyFilesAndEmptySectionsAreDefaults) {
   for (const char* yaml : {"", "# nothing\n", "---\n", "pool:\n  embedded:\n", "pool: {}\n"}) {
     const auto config = Load(yaml);
@@ -162,6 +174,10 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
             "FILE:3: pool.embedded.ranks: 65 is not between 1 and 64");
   EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 4\n", {"pool.embedded.ranks=0"}),
             "--set: pool.embedded.ranks: 0 is not between 1 and 64");
+  EXPECT_EQ(Refusal("pool:\n  worker:\n    nccl_ctas: 33\n"),
+            "FILE:3: pool.worker.nccl_ctas: 33 is not between 0 and 32");
+  EXPECT_NE(Refusal("pool: {worker: {attention_sm_margin: 65}}").find("65 is not between 0 and 64"),
+            std::string::npos);
   EXPECT_EQ(Refusal("plan: {layout: spiral}"),
             "FILE:1: plan.layout: \"spiral\" is not known; choose one of auto, striped, zigzag, contiguous");
   EXPECT_NE(Refusal("plan: {stripe: 0}").find("not between"), std::string::npos);
