@@ -19,7 +19,8 @@ namespace meshfill {
 namespace {
 
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS asks for on Hopper
-constexpr int64_t kTimedTokens = 1024;  // a whole slice of a prompt; shorter ones are not worth a timing
+// Multiples of it are timed: whole slices, and chunks of round length. Of other lengths there are too many.
+constexpr int64_t kTimedTokens = 1024;
 constexpr int kCandidates = 4;
 constexpr int kTimedRuns = 3;
 
@@ -222,7 +223,7 @@ class CublasGemm final : public CudaGemm {
     absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> candidates =
         product.Candidates(handle_, shape.alignment);
     if (!candidates.ok()) return candidates.status();
-    if (shape.tokens < kTimedTokens || candidates->size() == 1) return candidates->front();
+    if (shape.tokens % kTimedTokens != 0 || candidates->size() == 1) return candidates->front();
     // Into memory of its own: y may be accumulated into.
     absl::StatusOr<BufferRef> y =
         backend_.Allocate(shape.tokens * shape.out_features * DTypeBytes(shape.y_dtype));

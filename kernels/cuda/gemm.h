@@ -4,8 +4,9 @@
 // tokens].
 //
 // Which algorithm multiplies a shape is decided once for each device, when the shape is first met: the first
-// few that its heuristic names are timed where the product is long, else its first is taken. So all ranks on
-// a device multiply alike, and a process answers a request with the same bits however often it comes.
+// few that its heuristic names are timed where the product is long and of a round length, else its first is
+// taken. So all ranks on a device multiply alike, and a process answers a request with the same bits however
+// often it comes.
 #ifndef MESHFILL_KERNELS_CUDA_GEMM_H_
 #define MESHFILL_KERNELS_CUDA_GEMM_H_
 
