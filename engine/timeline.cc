@@ -21,4 +21,19 @@ double Timeline::end_seconds() const {
   return end;
 }
 
+double Timeline::idle_share() const {
+  double largest = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    double begin = end_seconds(), end = 0, busy = 0;
+    for (const Span& span : spans) {
+      if (span.rank != rank || span.layer < 0 || span.lane() != Lane::kCompute) continue;
+      begin = std::min(begin, span.start_seconds);
+      end = std::max(end, span.end_seconds);
+      busy += span.seconds();  // one lane's spans never overlap
+    }
+    if (end > begin) largest = std::max(largest, 1 - busy / (end - begin));
+  }
+  return largest;
+}
+
 }  // namespace meshfill

@@ -50,6 +50,10 @@ struct Timeline {
   int64_t dropped_spans = 0;  // what a recorder's bound left out
 
   double end_seconds() const;  // of the last span; 0 if there is none
+
+  // Of the time from a rank's first span of a layer to its last, in which it neither computed nor waited for
+  // a peer: its device had nothing to do. Of the rank with the largest share; 0 where no span is of a layer.
+  double idle_share() const;
 };
 
 }  // namespace meshfill

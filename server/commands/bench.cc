@@ -5,6 +5,7 @@
 #include "server/commands/bench_attention.h"
 #include "server/commands/bench_comm.h"
 #include "server/commands/bench_gemm.h"
+#include "server/commands/bench_layer.h"
 #include "server/commands/bench_plan.h"
 #include "server/commands/bench_prefill.h"
 #include "server/commands/bench_schedules.h"
@@ -20,6 +21,7 @@ class BenchCommand : public Command {
     benches_.push_back(AddBenchAttentionCommand(*app_));
     benches_.push_back(AddBenchCommCommand(*app_));
     benches_.push_back(AddBenchGemmCommand(*app_));
+    benches_.push_back(AddBenchLayerCommand(*app_));
     benches_.push_back(AddBenchPlanCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
     benches_.push_back(AddBenchSchedulesCommand(*app_));

@@ -8,7 +8,6 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
-#include "engine/model/make_model.h"
 
 namespace meshfill {
 namespace {
@@ -39,7 +38,9 @@ BenchModels::~BenchModels() {
   if (!parent_.empty()) std::filesystem::remove_all(parent_, ignored);
 }
 
-absl::Status BenchModels::Make() {
+absl::Status BenchModels::Make() { return Make(Models()); }
+
+absl::Status BenchModels::Make(std::span<const MakeModelOptions> models) {
   std::error_code error;
   std::string pattern = (std::filesystem::temp_directory_path(error) / "meshfill-bench-XXXXXX").string();
   if (error || mkdtemp(pattern.data()) == nullptr) {
@@ -48,7 +49,7 @@ absl::Status BenchModels::Make() {
                                                "; set TMPDIR to a folder that can be written"));
   }
   parent_ = pattern;
-  for (const MakeModelOptions& options : Models()) {
+  for (const MakeModelOptions& options : models) {
     const std::string folder =
         absl::StrCat(parent_, "/", options.hidden, "-", options.q_heads, "q", options.kv_heads, "kv-",
                      options.head_dim, options.sliding_window > 0 ? "-window" : "");

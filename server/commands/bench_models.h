@@ -2,10 +2,12 @@
 #ifndef MESHFILL_SERVER_COMMANDS_BENCH_MODELS_H_
 #define MESHFILL_SERVER_COMMANDS_BENCH_MODELS_H_
 
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "engine/model/make_model.h"
 
 namespace meshfill {
 
@@ -16,7 +18,8 @@ class BenchModels {
   BenchModels(const BenchModels&) = delete;
   BenchModels& operator=(const BenchModels&) = delete;
 
-  // Writes models that differ in width, GQA ratio, head_dim and sliding window.
+  // Writes these models, or some that differ in width, GQA ratio, head_dim and sliding window. Once.
+  absl::Status Make(std::span<const MakeModelOptions> models);
   absl::Status Make();
 
   const std::vector<std::string>& folders() const { return folders_; }

@@ -26,6 +26,7 @@ struct Contender {
   std::unique_ptr<PrefillEngine> engine;
   PrefillOptions options;
   std::vector<PrefillResult> runs;  // without their logits
+  double idle_share = 0;            // with --idle
 };
 
 template <typename T>
@@ -83,6 +84,8 @@ class BenchPrefillCommand : public Command {
         ->check(WholeNumber(1))
         ->capture_default_str();
     app_->add_option("--seed", seed_, "Of the random tokens")->capture_default_str();
+    app_->add_flag("--idle", idle_,
+                   "One more run of each plan: in what share of its layers' time a device had nothing to do");
     AddJsonFlag(*app_, json_);
   }
 
@@ -93,6 +96,7 @@ class BenchPrefillCommand : public Command {
       if (absl::Status status = AddContender(compare_->ranks(), compare_, 1); !status.ok()) return status;
     }
     if (absl::Status status = RunInTurns(); !status.ok()) return status;
+    if (absl::Status status = idle_ ? MeasureIdle() : absl::OkStatus(); !status.ok()) return status;
     std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
     return absl::OkStatus();
   }
@@ -112,9 +116,24 @@ class BenchPrefillCommand : public Command {
     return absl::OkStatus();
   }
 
+  std::vector<uint32_t> Prompt() const {
+    return RandomTokens(tokens_, contenders_.front().engine->model().vocab, seed_);
+  }
+
+  absl::Status MeasureIdle() {
+    const std::vector<uint32_t> tokens = Prompt();
+    for (Contender& contender : contenders_) {
+      PrefillOptions options = contender.options;
+      options.keep_timeline = true;
+      absl::StatusOr<PrefillResult> run = contender.engine->Prefill(tokens, options, nullptr, nullptr);
+      if (!run.ok()) return run.status();
+      contender.idle_share = run->timeline->idle_share();
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status RunInTurns() {
-    const std::vector<uint32_t> tokens =
-        RandomTokens(tokens_, contenders_.front().engine->model().vocab, seed_);
+    const std::vector<uint32_t> tokens = Prompt();
     const std::span<const uint32_t> warm_up =
         std::span(tokens).first(std::min<size_t>(tokens.size(), kWarmUpTokens));
     for (Contender& contender : contenders_) {
@@ -159,6 +178,7 @@ class BenchPrefillCommand : public Command {
                       {"tokens_per_second", TokensPerSecond(contender)},
                       {"comm_wait_share", Median(contender.runs, CommWaitShare)},
                       {"mfu", Median(contender.runs, Mfu)}});
+      if (idle_) runs.back()["idle_share"] = contender.idle_share;
     }
     nlohmann::ordered_json json = {{"tokens", tokens_},
                                    {"repeats", repeats_},
@@ -182,6 +202,11 @@ class BenchPrefillCommand : public Command {
                             FormatCount(TokensPerSecond(contender)),
                             100 * Median(contender.runs, CommWaitShare), 100 * Median(contender.runs, Mfu));
     }
+    for (const Contender& contender : contenders_) {
+      if (idle_)
+        absl::StrAppendFormat(&text, "\n%s: nothing to do for %.1f %% of the layers' time\n",
+                              contender.runs.front().plan.tile.DebugString(), 100 * contender.idle_share);
+    }
     if (contenders_.size() > 1)
       absl::StrAppendFormat(&text, "\nfirst over second: %.3f of its tokens/s\n", MedianRatio());
     absl::StrAppend(&text, "\npeak resident memory: ", FormatBytes(static_cast<double>(PeakResidentBytes())),
@@ -199,6 +224,7 @@ class BenchPrefillCommand : public Command {
   std::optional<int64_t> stripe_;
   int repeats_ = 3;
   uint64_t seed_ = 1;
+  bool idle_ = false;
   bool json_ = false;
   std::vector<Contender> contenders_;
 };

@@ -47,6 +47,24 @@ TEST(TimelineRecorder, KeepsUpToItsCapacityAndCountsTheRest) {
   EXPECT_EQ(std::tie(last.rank, last.layer, last.start_seconds), std::make_tuple(3, 7, 4.0));
 }
 
+TEST(Timeline, IsIdleWhereARankNeitherComputesNorWaits) {
+  Timeline timeline{.ranks = 2};
+  EXPECT_EQ(timeline.idle_share(), 0);
+  const auto add = [&](int rank, SpanKind kind, int layer, double start, double end) {
+    timeline.spans.push_back(
+        {.rank = rank, .kind = kind, .layer = layer, .start_seconds = start, .end_seconds = end});
+  };
+  add(0, SpanKind::kWork, -1, 0, 5);  // of no layer
+  add(0, SpanKind::kWork, 0, 10, 12);
+  add(0, SpanKind::kWait, 0, 12, 13);
+  add(0, SpanKind::kTransfer, 0, 10, 20);  // beside it
+  add(0, SpanKind::kWork, 1, 14, 18);
+  EXPECT_DOUBLE_EQ(timeline.idle_share(), 1.0 / 8);
+  add(1, SpanKind::kWork, 0, 10, 11);
+  add(1, SpanKind::kWork, 1, 13, 14);
+  EXPECT_DOUBLE_EQ(timeline.idle_share(), 0.5);
+}
+
 TEST(SpanTimer, AddsToTheSumWhatItRecords) {
   TimelineRecorder recorder(0, Clock::now());
   double seconds = 0;

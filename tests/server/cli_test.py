@@ -259,9 +259,22 @@ class CliTest(CliTestCase):
         bench = json.loads(out)
         self.assertEqual([run["ranks"] for run in bench["runs"]], [4, 1])
         self.assertGreater(bench["tokens_per_second_ratio"], 0)
+        self.assertNotIn("idle_share", bench["runs"][0])
         self.assertGreater(bench["peak_resident_bytes"], 1 << 20)
+        out = self.succeed("bench", "prefill", "--model", self.model, "--tokens", 600, "--repeats", 1, "--idle", "--json")
+        self.assertLess(json.loads(out)["runs"][0]["idle_share"], 0.5)
         out = self.succeed("bench", "attention", "--tokens", 500, "--repeats", 1, "--json")
         self.assertGreater(json.loads(out)["ratio"], 0)
+
+    def test_bench_layer_says_its_time_and_mfu(self):
+        shape = ("--tokens", 300, "--hidden", 64, "--intermediate", 96, "--q-heads", 4, "--kv-heads", 2, "--head-dim", 16)
+        layer = json.loads(self.succeed("bench", "layer", *shape, "--dtype", "f32", "--repeats", 1, "--json"))
+        self.assertEqual((layer["tokens"], layer["hidden"], layer["dtype"]), (300, 64, "f32"))
+        flops = 300 * 2 * (64 * 16 * 12 + 3 * 64 * 96) + 4 * 16 * 4 * 300 * 301 / 2
+        self.assertAlmostEqual(layer["flops_per_second"] * layer["seconds"] / flops, 1)
+        self.assertAlmostEqual(layer["mfu"], layer["flops_per_second"] / layer["peak_flops_per_second"])
+        self.assertLess(layer["attention_seconds"], layer["seconds"])
+        self.assertIn("MFU", self.succeed("bench", "layer", *shape, "--repeats", 1))
 
     # ---- What is wrong with the command line, and with its files.
 
@@ -271,7 +284,7 @@ class CliTest(CliTestCase):
         for command in commands:
             self.assertIn(command, self.succeed("--help"))
             self.assertIn("--help", self.succeed(command, "--help"))
-        for bench in ("attention", "prefill"):
+        for bench in ("attention", "layer", "prefill"):
             self.assertIn("--json", self.succeed("bench", bench, "--help"))
 
     def test_bad_usage(self):
@@ -279,8 +292,9 @@ class CliTest(CliTestCase):
         for arguments, message in (
             ([], r"serve, worker, prefill, plan, simulate, make-model, bench"),
             (["train"], r"'train' is no command"),
-            (["bench"], r"attention, comm, gemm, plan, prefill, schedules"),
+            (["bench"], r"attention, comm, gemm, layer, plan, prefill, schedules"),
             (["bench", "fft"], r"'fft' is no command"),
+            (["bench", "layer", "--q-heads", 4, "--kv-heads", 3, "--hidden", 64], r"key_value_heads"),
             (["--no-such-option"], r"no-such-option|serve, prefill"),
             (["serve"], r"--config"),
             (["worker"], r"--config"),
