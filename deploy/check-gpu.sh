@@ -2,14 +2,22 @@
 # Everything that only a GPU can tell, in one table: correctness of the kernels and of the engine on a device, and speed.
 #
 #   deploy/check-gpu.sh --build     here: builds what runs there, and collects it with its libraries: build/gpu/meshfill-gpu.tar.gz
-#   deploy/check-gpu.sh check       there: the gpu tests, compute-sanitizer, parity and independence, NCCL, refusals
-#   deploy/check-gpu.sh measure     there: attention against cuDNN's and PyTorch's, products, a layer, an 8B-shaped model's prefill
+#   deploy/check-gpu.sh all         there: checks, then measures, in a single call, the most important first
+#   deploy/check-gpu.sh check       there: the gpu tests, NCCL, refusals, compute-sanitizer
+#   deploy/check-gpu.sh measure     there: attention against cuDNN's and PyTorch's, products, a layer, an 8B-shaped model's
+#                                   prefill against transformers', NCCL's CTAs, the longest prompt that fits
 #
-# "There" is a bare machine with a driver, CUDA and PyTorch, and this tree with build/gpu in it. Each part stays below ten
-# minutes, each of its steps below a limit of its own; what was left out for lack of time or of a device says so.
-# Status: 0 all met, 1 something is not, 77 no device.
+# "There" is a bare machine with a driver, CUDA, Python and, for the comparisons, PyTorch. To it travel the files of this
+# repository and the package, 27 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
+# cuBLASLt and NCCL, which CUDA and PyTorch bring. Where the package is missing, it is built first, if there are nvcc, cmake
+# and ninja and the libraries of deploy/packages.txt.
+#
+# Each step has a limit of its own, and all of them together MESHFILL_GPU_MINUTES (9.5); what was left
+# out for lack of time, of a device or of PyTorch says so. Disk: 20 GB in TMPDIR, for the models.
+# Status: 0 all met, 1 something is not, or was left out, 77 no device.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+self=deploy/check-gpu.sh
 package=build/gpu/meshfill-gpu.tar.gz
 most_bytes=$((56 << 20))   # of the package: it travels with the tree, 64 MiB in all
 
@@ -36,13 +44,22 @@ build() {
   [ "$bytes" -le "$most_bytes" ] || { echo "check-gpu.sh: above $((most_bytes >> 20)) MiB: too large to travel" >&2; exit 1; }
 }
 
+build_where_missing() {
+  [ -f "$package" ] && return
+  for tool in nvcc cmake ninja; do
+    PATH=$PATH:/usr/local/cuda/bin command -v "$tool" >/dev/null ||
+      { echo "check-gpu.sh: no $package, and no $tool to build it; run deploy/check-gpu.sh --build where there is" >&2; exit 1; }
+  done
+  "$self" --build >&2 || { echo "check-gpu.sh: no $package, and it cannot be built here; bring it along" >&2; exit 1; }
+}
+
 case "${1:-}" in
   --build) build ;;
-  check | measure)
-    [ -f "$package" ] || { echo "check-gpu.sh: no $package; run deploy/check-gpu.sh --build first" >&2; exit 1; }
+  all | check | measure)
+    build_where_missing
     unpacked=${TMPDIR:-/tmp}/meshfill-gpu
     mkdir -p "$unpacked" && tar -C "$unpacked" -xzf "$package"
     exec python3 deploy/check_gpu.py "$1" "$unpacked"
     ;;
-  *) sed -n '2,11p' "$0" | cut -c3- >&2; exit 2 ;;
+  *) sed -n '2,/^set/p' "$self" | sed '$d' | cut -c3- >&2; exit 2 ;;
 esac

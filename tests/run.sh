@@ -19,7 +19,7 @@ if [ "$preset" = tsan ]; then
   echo "  tests that talk gRPC      ThreadSanitizer does not see its locks (tests/server/CMakeLists.txt, label grpc)"
 fi
 if ! nvidia-smi -L >/dev/null 2>&1; then
-  echo "  tests on a GPU            deploy/check-gpu.sh --build here, then check and measure on a machine with one (label gpu: not run)"
+  echo "  tests on a GPU            deploy/check-gpu.sh --build here, then all on a machine with one (label gpu: not run)"
 fi
 echo "  failures at length        tests/server/pool_churn.py, tests/server/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"
 echo "  the simulation's own test tests/server/planted_bugs/run.sh (builds it with 14 bugs in turn)"

@@ -1,0 +1,80 @@
+"""A pool of processes on one GPU, as check_gpu.py starts it: a front-end and workers that NCCL takes to be on hosts of
+their own (NCCL_HOSTID), so that it lets them share the device and moves their chunks over loopback."""
+import json
+import pathlib
+import random
+import re
+import struct
+import subprocess
+import time
+
+
+class Pool:
+    """Of `ranks` workers with a rank each; ends with the `with` block."""
+
+    def __init__(self, run, model, work, ranks, settings, deadline):
+        self.run, self.model, self.work = run, model, pathlib.Path(work)
+        self.ranks, self.settings, self.deadline = ranks, settings, deadline
+        self.processes = []
+
+    def __enter__(self):
+        try:
+            front_end = self.start("front-end", ["serve", "--set", "pool.control_listen=127.0.0.1:0", "--set",
+                                                 "listen=127.0.0.1:0", "--set", "metrics_listen="])
+            self.address = self.said(front_end, r" listening on (\S+:\d+)")
+            control = self.said(front_end, r"workers join at (\S+:\d+)")
+            workers = [
+                self.start(f"worker-{rank}", ["worker", "--join", control, *self.worker_settings(rank)],
+                           {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"})
+                for rank in range(self.ranks)
+            ]
+            for worker in workers:
+                self.said(worker, "joined the pool")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def worker_settings(self, rank):
+        settings = [f"pool.worker.name=worker-{rank}", f"pool.worker.device={self.run.device_kind}",
+                    "pool.worker.memory_bytes=8GiB", "pool.worker.peak_flops=1e15", *self.settings]
+        return [word for setting in settings for word in ("--set", setting)]
+
+    def start(self, name, arguments, environment=None):
+        config = self.work / "pool.yaml"
+        config.write_text(f"model: {{path: {self.model}}}\n")
+        command, *rest = arguments
+        log = self.work / f"{name}.log"
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [self.run.folder / "bin/meshfill", command, "--config", config, *rest], stdout=subprocess.DEVNULL,
+                stderr=errors, env={**self.run.environment(), **(environment or {})})
+        self.processes.append(process)
+        return process, log
+
+    def said(self, started, pattern):
+        process, log = started
+        while time.monotonic() < self.deadline:
+            if match := re.search(pattern, log.read_text()):
+                return match.group(match.lastindex or 0)
+            if process.poll() is not None:
+                break
+            time.sleep(0.05)
+        lines = log.read_text().strip().splitlines()
+        raise ValueError(f"{log.stem}: {lines[-1] if lines else 'says nothing'}")
+
+    def prefill(self, tokens, *arguments):
+        """What `meshfill prefill --json` says of a random prompt."""
+        prompt = self.work / f"{tokens}.u32le"
+        if not prompt.exists():
+            draw = random.Random(1)
+            prompt.write_bytes(struct.pack(f"<{tokens}I", *(draw.randrange(1000) for _ in range(tokens))))
+        output = self.run.program("meshfill", "prefill", "--server", self.address, "--tokens", prompt, "--format", "u32le",
+                                  "--json", *arguments, limit=max(1, self.deadline - time.monotonic()))
+        return json.loads(output)
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
