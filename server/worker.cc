@@ -86,6 +86,10 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
 
   // Some, once the worker is done.
   std::optional<absl::Status> Tick() {
+    if (host_->lost()) {
+      return absl::UnavailableError(
+          "a GPU of this worker has failed; start the worker anew, or see what the driver says");
+    }
     const std::vector<WorkerMachine::RankProgress> progress = host_->progress();
     const std::lock_guard<std::mutex> lock(mu_);
     machine_->OnTick(MonotonicNow(), progress);
@@ -116,6 +120,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
     DoActions();
   }
   void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
+    if (host_->lost()) return;  // the leader hears of it once: by the end of this process
     const std::lock_guard<std::mutex> lock(mu_);
     machine_->OnRankDone(run, rank, std::move(output));
     DoActions();

@@ -105,7 +105,7 @@ class RankHost::ActiveRun {
     for (size_t i = 0; i < seats_.size(); ++i) {
       seats_[i].first_operation = host_.backends_[i]->operations();
       seats_[i].thread =
-          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, seat(i), RunSeat(i)); });
+          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, seat(i), RunAndLook(i)); });
     }
     started_.store(true, std::memory_order_release);
   }
@@ -178,6 +178,18 @@ class RankHost::ActiveRun {
                                  .rank = rank(i),
                                  .ranks = part_.plan.ranks(),
                                  .run = DataPlaneRun(part_)});
+  }
+
+  // Whoever hears of the failure hears of a lost device, too.
+  absl::StatusOr<RankOutput> RunAndLook(size_t i) {
+    absl::StatusOr<RankOutput> output = RunSeat(i);
+    if (output.ok()) return output;
+    Backend& backend = *host_.backends_[i];
+    backend.Mark();  // fails where the device has
+    if (!backend.lost()) return output;
+    host_.lost_ = true;
+    return absl::UnavailableError(
+        absl::StrCat("a GPU has failed under rank ", seat(i), ": ", output.status().message()));
   }
 
   absl::StatusOr<RankOutput> RunSeat(size_t i) {
@@ -375,6 +387,8 @@ bool RankHost::IsStopping(uint64_t run) const {
   const std::lock_guard<std::mutex> lock(mu_);
   return stopping_ == run;
 }
+
+bool RankHost::lost() const { return lost_; }
 
 std::vector<WorkerMachine::RankProgress> RankHost::progress() const {
   std::shared_ptr<ActiveRun> run;

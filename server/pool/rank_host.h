@@ -66,6 +66,7 @@ class RankHost {
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
   std::vector<WorkerMachine::RankProgress> progress() const;
+  bool lost() const;  // a device has failed for good: no run will go well in this process
 
  private:
   class ActiveRun;
@@ -88,6 +89,7 @@ class RankHost {
   const std::vector<std::unique_ptr<NcclLinks>> links_;           // likewise; empty on the CPU
   Listener& listener_;
   std::atomic<bool> told_of_strangers_{false};
+  std::atomic<bool> lost_{false};
 
   mutable std::mutex mu_;
   std::condition_variable posted_;

@@ -89,7 +89,16 @@ class RankHostTest : public testing::Test {
     options_.attention_sm_margin = 1;
   }
 
-  WorkerMachine::RunPart Part(const ModelShape& shape) {
+  WorkerMachine::RunPart Part() {
+    const ModelShape shape = {.layers = 2,
+                              .hidden = 64,
+                              .intermediate = 64,
+                              .q_heads = 4,
+                              .kv_heads = 2,
+                              .head_dim = 16,
+                              .vocab = 100,
+                              .context_tokens = 4096,
+                              .dtype = DType::kBf16};
     const auto choice = MakePlan(shape, PoolSpeed{}, {.tokens = 300, .ranks = kRanks, .tile = Tile{1, 2}});
     EXPECT_TRUE(choice.ok()) << choice.status();
     WorkerMachine::RunPart part{
@@ -109,17 +118,8 @@ TEST_F(RankHostTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   Ear ear;
   const auto host = RankHost::Load(options_, ear);
   ASSERT_TRUE(host.ok()) << host.status();
-  const ModelShape shape = {.layers = 2,
-                            .hidden = 64,
-                            .intermediate = 64,
-                            .q_heads = 4,
-                            .kv_heads = 2,
-                            .head_dim = 16,
-                            .vocab = 100,
-                            .context_tokens = 4096,
-                            .dtype = DType::kBf16};
   const auto run_well = [&] {
-    (*host)->Prepare(Part(shape));
+    (*host)->Prepare(Part());
     (*host)->Start(run_, ear.Addresses(run_));
     const absl::Status ended = ear.Ended(run_);
     EXPECT_TRUE(ended.ok()) << ended;
@@ -130,7 +130,7 @@ TEST_F(RankHostTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   run_well();
   run_well();
   EXPECT_EQ(FakeCuda::nccl_communicators(), kRanks);
-  (*host)->Prepare(Part(shape));  // cancelled before it starts
+  (*host)->Prepare(Part());  // cancelled before it starts
   ear.Addresses(run_);
   (*host)->Stop(run_, "the request was cancelled");
   ear.Stopped(run_);
@@ -148,6 +148,22 @@ TEST_F(RankHostTest, RefusesAMarginThatLeavesNothingToAttention) {
   const absl::Status status = RankHost::Load(options_, ear).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_NE(status.message().find("pool.worker.attention_sm_margin"), std::string::npos) << status;
+}
+
+// Last: the device stays lost, as a real one does.
+TEST_F(RankHostTest, ZzSaysThatADeviceIsLost) {
+  Ear ear;
+  const auto host = RankHost::Load(options_, ear);
+  ASSERT_TRUE(host.ok()) << host.status();
+  (*host)->Prepare(Part());
+  const std::vector<std::string> addresses = ear.Addresses(run_);
+  EXPECT_FALSE((*host)->lost());
+  FakeCuda::BreakDevice();
+  (*host)->Start(run_, addresses);
+  EXPECT_TRUE(absl::IsUnavailable(ear.Ended(run_)));
+  EXPECT_TRUE((*host)->lost());
+  (*host)->Stop(run_, "a rank has failed");
+  ear.Stopped(run_);
 }
 
 }  // namespace
