@@ -130,10 +130,12 @@ class RankHost::ActiveRun {
     std::vector<WorkerMachine::RankProgress> all;
     if (!started_.load(std::memory_order_acquire)) return all;
     for (size_t i = 0; i < seats_.size(); ++i) {
+      const Seat& rank_seat = seats_[i];
       const uint64_t operations = host_.backends_[i]->operations();
+      if (rank_seat.connecting) rank_seat.connecting_reports += 2;
       all.push_back({.rank = seat(i),
-                     .layers_done = seats_[i].layers_done.load(std::memory_order_relaxed),
-                     .operations = operations - seats_[i].first_operation,
+                     .layers_done = rank_seat.layers_done.load(std::memory_order_relaxed),
+                     .operations = operations - rank_seat.first_operation + rank_seat.connecting_reports,
                      .computing = operations % 2 == 1});
     }
     return all;
@@ -146,6 +148,10 @@ class RankHost::ActiveRun {
     std::thread thread;
     std::atomic<int> layers_done{0};
     uint64_t first_operation = 0;
+    // NCCL takes seconds to connect, within a deadline of its own: meanwhile each report counts as an
+    // operation.
+    std::atomic<bool> connecting{false};
+    mutable std::atomic<uint64_t> connecting_reports{0};
   };
 
   int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
@@ -196,7 +202,9 @@ class RankHost::ActiveRun {
     Seat& seat = seats_[i];
     Backend& backend = *host_.backends_[i];
     const absl::Duration timeout = host_.pool_.devices.empty() ? kConnectTimeout : kNcclConnectTimeout;
+    seat.connecting = !host_.pool_.devices.empty();
     auto communicator = seat.endpoint->Connect(addresses_, backend, MonotonicNow() + timeout);
+    seat.connecting = false;
     host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);

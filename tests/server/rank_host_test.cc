@@ -89,7 +89,7 @@ class RankHostTest : public testing::Test {
     options_.attention_sm_margin = 1;
   }
 
-  WorkerMachine::RunPart Part() {
+  WorkerMachine::RunPart Part(int ranks = kRanks) {
     const ModelShape shape = {.layers = 2,
                               .hidden = 64,
                               .intermediate = 64,
@@ -99,11 +99,11 @@ class RankHostTest : public testing::Test {
                               .vocab = 100,
                               .context_tokens = 4096,
                               .dtype = DType::kBf16};
-    const auto choice = MakePlan(shape, PoolSpeed{}, {.tokens = 300, .ranks = kRanks, .tile = Tile{1, 2}});
+    const auto choice = MakePlan(shape, PoolSpeed{}, {.tokens = 300, .ranks = ranks, .tile = Tile{1, ranks}});
     EXPECT_TRUE(choice.ok()) << choice.status();
     WorkerMachine::RunPart part{
         .number = ++run_, .epoch = epoch_, .plan = choice->plan, .reserve_bytes = 1000, .shards = {}};
-    for (int rank = 0; rank < kRanks; ++rank) {
+    for (int rank = 0; rank < ranks; ++rank) {
       part.shards.emplace_back(part.plan.layout.ChunkTokens(rank), 7u);
     }
     return part;
@@ -140,6 +140,32 @@ TEST_F(RankHostTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   run_well();
   run_well();
   EXPECT_EQ(FakeCuda::nccl_communicators(), 3 * kRanks);
+}
+
+// The leader takes ranks that do not get on to hang, in less time than NCCL may take to connect.
+TEST_F(RankHostTest, GetsOnWhileItConnects) {
+  Ear ear;
+  const auto host = RankHost::Load(options_, ear);
+  ASSERT_TRUE(host.ok()) << host.status();
+  WorkerMachine::RunPart part = Part(2 * kRanks);  // of which others never come
+  part.shards.resize(kRanks);
+  (*host)->Prepare(std::move(part));
+  std::vector<std::string> addresses = ear.Addresses(run_);
+  addresses.resize(2 * kRanks, addresses.back());
+  (*host)->Start(run_, addresses);
+  std::vector<WorkerMachine::RankProgress> last;
+  for (int reports = 0; reports < 5;) {
+    const auto progress = (*host)->progress();
+    if (progress.empty()) continue;  // it has not started
+    for (size_t rank = 0; rank < last.size(); ++rank) {
+      EXPECT_FALSE(progress[rank].computing);
+      reports += progress[rank].operations > last[rank].operations ? 1 : 0;
+    }
+    last = progress;
+  }
+  (*host)->Stop(run_, "no more ranks came");
+  EXPECT_TRUE(absl::IsAborted(ear.Ended(run_)));
+  ear.Stopped(run_);
 }
 
 TEST_F(RankHostTest, RefusesAMarginThatLeavesNothingToAttention) {
