@@ -22,12 +22,12 @@ class BenchAttentionCommand : public Command {
                                       "Causal attention against the machine's register loop, or on a GPU")) {
     AddDeviceOption(*app_, device_)->description("cpu (default), cuda, or auto");
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
-    AddCount("--head-dim", options_.head_dim, "Width of a head, 1 to 256");
-    AddCount("--tokens", options_.tokens, "Queries and keys");
-    AddCount("--q-heads", options_.q_heads, "Query heads");
-    AddCount("--kv-heads", options_.kv_heads, "Key and value heads; divides --q-heads");
-    AddCount("--threads", options_.threads, "CPU threads");
-    AddCount("--repeats", options_.repeats, "Runs of each; medians are reported");
+    AddCount(*app_, "--head-dim", options_.head_dim, "Width of a head, 1 to 256");
+    AddCount(*app_, "--tokens", options_.tokens, "Queries and keys");
+    AddCount(*app_, "--q-heads", options_.q_heads, "Query heads");
+    AddCount(*app_, "--kv-heads", options_.kv_heads, "Key and value heads; divides --q-heads");
+    AddCount(*app_, "--threads", options_.threads, "CPU threads");
+    AddCount(*app_, "--repeats", options_.repeats, "Runs of each; medians are reported");
     app_->add_option("--target", options_.target,
                      "avx512_bf16, avx512, avx2 or portable (default: the widest that this machine has)")
         ->type_name("NAME");
@@ -67,11 +67,6 @@ class BenchAttentionCommand : public Command {
         FormatSeconds(result->seconds), peak > 0 ? 100 * flops / peak : 0.0);
     std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
     return absl::OkStatus();
-  }
-
-  template <typename T>
-  void AddCount(const std::string& name, T& value, const std::string& help) {
-    app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
   }
 
   std::string Json(const AttentionBenchResult& result) const {

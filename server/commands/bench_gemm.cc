@@ -22,11 +22,11 @@ class BenchGemmCommand : public Command {
                                       "A linear layer against the machine's register loop, or on a GPU")) {
     AddDeviceOption(*app_, device_)->description("cpu (default), cuda, or auto");
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseComputeDType, "NAME", "bf16 (default) or f32");
-    AddCount("--tokens", options_.tokens, "Rows that are multiplied");
-    AddCount("--in-features", options_.in_features, "Width of the input");
-    AddCount("--out-features", options_.out_features, "Width of the output");
-    AddCount("--threads", options_.threads, "CPU threads");
-    AddCount("--repeats", options_.repeats, "Runs of each; medians are reported");
+    AddCount(*app_, "--tokens", options_.tokens, "Rows that are multiplied");
+    AddCount(*app_, "--in-features", options_.in_features, "Width of the input");
+    AddCount(*app_, "--out-features", options_.out_features, "Width of the output");
+    AddCount(*app_, "--threads", options_.threads, "CPU threads");
+    AddCount(*app_, "--repeats", options_.repeats, "Runs of each; medians are reported");
     AddJsonFlag(*app_, json_);
   }
 
@@ -42,6 +42,9 @@ class BenchGemmCommand : public Command {
 
  private:
   absl::Status RunOnGpu(const CudaDevice& device) {
+    if (options_.dtype != DType::kBf16) {
+      return absl::InvalidArgumentError("--dtype f32: a GPU multiplies in bf16 alone; leave it out");
+    }
     absl::StatusOr<CudaGemmBenchResult> result = BenchCudaGemm({.tokens = options_.tokens,
                                                                 .in_features = options_.in_features,
                                                                 .out_features = options_.out_features,
@@ -66,11 +69,6 @@ class BenchGemmCommand : public Command {
         peak > 0 ? 100 * flops / peak : 0.0);
     std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
     return absl::OkStatus();
-  }
-
-  template <typename T>
-  void AddCount(const std::string& name, T& value, const std::string& help) {
-    app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
   }
 
   std::string Json(const GemmBenchResult& result) const {

@@ -43,16 +43,16 @@ class BenchLayerCommand : public Command {
       : Command(parent.add_subcommand("layer", "One whole layer of a model's shape, as one rank runs it")) {
     AddDeviceOption(*app_, engine_.device)->description("cpu (default), cuda, or auto");
     AddParsedOption(*app_, "--dtype", dtype_, ParseComputeDType, "NAME", "bf16 (default) or f32");
-    AddCount("--tokens", tokens_, "Tokens in the prompt");
-    AddCount("--hidden", model_.hidden, "Width of the residual stream");
-    AddCount("--intermediate", model_.intermediate, "Width of the MLP");
-    AddCount("--q-heads", model_.q_heads, "Query heads");
-    AddCount("--kv-heads", model_.kv_heads, "Key and value heads; divides --q-heads");
-    AddCount("--head-dim", model_.head_dim, "Width of a head");
+    AddCount(*app_, "--tokens", tokens_, "Tokens in the prompt");
+    AddCount(*app_, "--hidden", model_.hidden, "Width of the residual stream");
+    AddCount(*app_, "--intermediate", model_.intermediate, "Width of the MLP");
+    AddCount(*app_, "--q-heads", model_.q_heads, "Query heads");
+    AddCount(*app_, "--kv-heads", model_.kv_heads, "Key and value heads; divides --q-heads");
+    AddCount(*app_, "--head-dim", model_.head_dim, "Width of a head");
     app_->add_option("--threads", engine_.threads, "CPU threads (default: one per core)")
         ->type_name("N")
         ->check(WholeNumber(1));
-    AddCount("--repeats", repeats_, "Runs; the median is reported");
+    AddCount(*app_, "--repeats", repeats_, "Runs; the median is reported");
     AddJsonFlag(*app_, json_);
   }
 
@@ -88,11 +88,6 @@ class BenchLayerCommand : public Command {
     if (!pool.ok()) return pool.status();
     pool_ = *std::move(pool);
     return absl::OkStatus();
-  }
-
-  template <typename T>
-  void AddCount(const std::string& name, T& value, const std::string& help) {
-    app_->add_option(name, value, help)->type_name("N")->check(WholeNumber(1))->capture_default_str();
   }
 
   double Flops() const { return ModelFlops(pool_->model(), tokens_) - LmHeadFlops(pool_->model()); }

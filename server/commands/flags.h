@@ -36,6 +36,13 @@ CLI::Option* AddParsedOption(CLI::App& app, const std::string& name, Value& valu
   return app.add_option_function<std::string>(name, store, help)->type_name(type);
 }
 
+// A whole number above 0, with its default. A default of 0 means that it is derived, as `help` then says.
+template <typename T>
+CLI::Option* AddCount(CLI::App& app, const std::string& name, T& value, const std::string& help) {
+  CLI::Option* option = app.add_option(name, value, help)->type_name("N")->check(WholeNumber(1));
+  return value == 0 ? option : option->capture_default_str();
+}
+
 // --tile, --heads, --layout, --stripe, --dtype, with the same words in every command.
 CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile);
 CLI::Option* AddHeadsOption(CLI::App& app, std::optional<int>& heads);

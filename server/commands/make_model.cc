@@ -34,16 +34,16 @@ class MakeModelCommand : public Command {
     AddParsedOption(*app_, "--arch", options_.family, ParseFamily, "NAME", "llama, mistral, qwen2 or qwen3")
         ->required();
     app_->add_option("--out", folder_, "Folder to create")->type_name("DIR")->required();
-    AddCount("--layers", options_.layers, "Layers");
-    AddCount("--hidden", options_.hidden, "Width of the residual stream");
-    AddCount("--intermediate", options_.intermediate,
+    AddCount(*app_, "--layers", options_.layers, "Layers");
+    AddCount(*app_, "--hidden", options_.hidden, "Width of the residual stream");
+    AddCount(*app_, "--intermediate", options_.intermediate,
              "Width of the MLP (default: 8/3 of hidden, in multiples of 64)");
-    AddCount("--heads", options_.q_heads, "Query heads");
-    AddCount("--kv-heads", options_.kv_heads, "Key and value heads; divides --heads");
-    AddCount("--head-dim", options_.head_dim, "Width of a head (default: hidden / heads)");
-    AddCount("--vocab", options_.vocab, "Token ids");
-    AddCount("--context", options_.context_tokens, "Longest prompt, in tokens");
-    AddCount("--sliding-window", options_.sliding_window,
+    AddCount(*app_, "--heads", options_.q_heads, "Query heads");
+    AddCount(*app_, "--kv-heads", options_.kv_heads, "Key and value heads; divides --heads");
+    AddCount(*app_, "--head-dim", options_.head_dim, "Width of a head (default: hidden / heads)");
+    AddCount(*app_, "--vocab", options_.vocab, "Token ids");
+    AddCount(*app_, "--context", options_.context_tokens, "Longest prompt, in tokens");
+    AddCount(*app_, "--sliding-window", options_.sliding_window,
              "Keys that a query sees, mistral alone (default: all)");
     app_->add_option("--rope-theta", options_.rope_theta, "Base of the rotary embedding")
         ->check(PositiveNumber())
@@ -52,7 +52,8 @@ class MakeModelCommand : public Command {
     AddParsedOption(*app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
                     "Of the weights: bf16 (default), f16 or f32");
     app_->add_option("--seed", options_.seed, "Same options and seed: same bytes")->capture_default_str();
-    AddCount("--shard-bytes", options_.shard_bytes, "Largest file; a larger model is split, with an index");
+    AddCount(*app_, "--shard-bytes", options_.shard_bytes,
+             "Largest file; a larger model is split, with an index");
   }
 
   absl::Status Run() override {
@@ -62,13 +63,6 @@ class MakeModelCommand : public Command {
   }
 
  private:
-  // A whole number above 0. A default of 0 means that it is derived, as `help` then says.
-  template <typename T>
-  void AddCount(const std::string& name, T& value, const std::string& help) {
-    CLI::Option* option = app_->add_option(name, value, help)->check(WholeNumber(1))->type_name("N");
-    if (value != 0) option->capture_default_str();
-  }
-
   MakeModelOptions options_;
   std::string folder_;
 };
