@@ -1,8 +1,9 @@
 // One rank's part of a prefill: every layer of the transformer over this rank's tokens.
 //
-//     embed → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group → attention over
-//             the mesh → heads to tokens → [o, norm, MLP] by slices
-//           → on the rank that holds the last token: norm, LM head on that one row
+//     embed
+//     → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group
+//                       → attention over the mesh → heads to tokens → [o, norm, MLP] by slices
+//     → on the rank that holds the last token: norm, LM head on that one row
 //
 // Everything but attention is local to a token, so it runs in the plan's slices and its intermediates stay
 // small whatever the chunk's length. The residual stream is f32.
