@@ -99,7 +99,7 @@ class Runner {
     const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.head_dim / 2);
     rope_.reset(new float[2 * elements]);
     FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, rope_.get(),
-                   rope_.get() + elements);
+                   rope_.get() + elements, backend_.grain().host_threads);
     absl::StatusOr<BufferRef> tables = backend_.Place(rope_.get(), 2 * elements * sizeof(float));
     if (!tables.ok()) return tables.status();
     cos_ = PartOf(*tables, 0, elements * sizeof(float));

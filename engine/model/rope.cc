@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numbers>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 namespace meshfill {
@@ -82,17 +85,37 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) 
 }
 
 void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& positions, int64_t tokens,
-                    float* cos, float* sin) {
+                    float* cos, float* sin, int threads) {
+  constexpr int64_t kTokensOfAThread = 1024;  // 2 ms, many times what a thread takes to start
   const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim);
   const float scale = static_cast<float>(rope.attention_factor);
-  for (int64_t slot = 0; slot < tokens; ++slot) {
-    const float position = static_cast<float>(positions.At(slot));
-    for (const float frequency : frequencies) {
-      const float angle = position * frequency;
-      *cos++ = std::cos(angle) * scale;
-      *sin++ = std::sin(angle) * scale;
+  const auto fill = [&](int64_t begin, int64_t end) {
+    float* to_cos = cos + begin * std::ssize(frequencies);
+    float* to_sin = sin + begin * std::ssize(frequencies);
+    for (int64_t slot = begin; slot < end; ++slot) {
+      const float position = static_cast<float>(positions.At(slot));
+      for (const float frequency : frequencies) {
+        const float angle = position * frequency;
+        *to_cos++ = std::cos(angle) * scale;
+        *to_sin++ = std::sin(angle) * scale;
+      }
     }
+  };
+  const int64_t parts = std::clamp<int64_t>(tokens / kTokensOfAThread, 1, threads);
+  std::vector<std::thread> others;
+  others.reserve(parts);
+  int64_t begin = 0;
+  for (int64_t part = 1; part < parts; ++part) {
+    const int64_t end = tokens * part / parts;
+    try {
+      others.emplace_back(fill, begin, end);
+    } catch (const std::system_error&) {  // no thread is to be had: this one fills the rest
+      break;
+    }
+    begin = end;
   }
+  fill(begin, tokens);
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace meshfill

@@ -14,9 +14,10 @@ namespace meshfill {
 std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim);
 
 // Writes cos and sin of a chunk's slots, each [tokens, head_dim / 2], f32, times the scaling's attention
-// factor. The angle is the f32 product of position and frequency, as the published models round it.
+// factor. The angle is the f32 product of position and frequency, as the published models round it. Long
+// tables are filled by up to `threads` threads: one takes about 2 µs a token.
 void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& positions, int64_t tokens,
-                    float* cos, float* sin);
+                    float* cos, float* sin, int threads = 1);
 
 }  // namespace meshfill
 

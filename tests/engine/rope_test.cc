@@ -65,6 +65,17 @@ TEST(RopeTest, AgreesWithTransformers) {
   EXPECT_GE(cases, 6);
 }
 
+TEST(RopeTest, ThreadsFillTheSameTables) {
+  const SlotPositions positions{.base = 3, .stride = 5, .width = 64};
+  const int64_t tokens = 5000;
+  std::vector<float> tables[2];
+  for (int i = 0; i < 2; ++i) {
+    tables[i].assign(2 * tokens * 4, NAN);
+    FillRopeTables({}, 8, positions, tokens, tables[i].data(), tables[i].data() + tokens * 4, i == 0 ? 1 : 3);
+  }
+  EXPECT_EQ(tables[0], tables[1]);
+}
+
 // Row s of a chunk's table is the table of the token at its position, for the positions of any layout.
 TEST(RopeTest, TablesFollowTheLayout) {
   std::mt19937_64 random(TestSeed());
