@@ -134,11 +134,15 @@ class BenchPrefillCommand : public Command {
 
   absl::Status RunInTurns() {
     const std::vector<uint32_t> tokens = Prompt();
-    const std::span<const uint32_t> warm_up =
-        std::span(tokens).first(std::min<size_t>(tokens.size(), kWarmUpTokens));
     for (Contender& contender : contenders_) {
+      absl::StatusOr<PlanChoice> choice = contender.engine->MakePlan(tokens_, contender.options);
+      if (!choice.ok()) return choice.status();
+      // Whole slices: a GPU picks the algorithms of a shape when it first meets it.
+      const int64_t warm_up =
+          std::max(kWarmUpTokens, choice->plan.slice_tokens * int64_t{choice->plan.ranks()});
       absl::StatusOr<PrefillResult> run =
-          contender.engine->Prefill(warm_up, contender.options, nullptr, nullptr);
+          contender.engine->Prefill(std::span(tokens).first(std::min<size_t>(tokens.size(), warm_up)),
+                                    contender.options, nullptr, nullptr);
       if (!run.ok()) return run.status();
     }
     for (int repeat = 0; repeat < repeats_; ++repeat) {
