@@ -1,4 +1,5 @@
-// Predicts what a schedule costs: seconds, bytes, memory (Mesh-Attention §3.5, Figure 6; DESIGN §4).
+// Predicts what a schedule costs (Mesh-Attention §3.5, Figure 6; DESIGN §4): seconds here, bytes sent in
+// engine/comm_bytes.h, memory in engine/peak_bytes.h.
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
 // its communication and its blocks, and what the communication takes beyond its blocks is comm wait.
@@ -12,6 +13,7 @@
 #include "engine/mesh.h"
 #include "engine/model_shape.h"
 #include "engine/plan.h"
+#include "engine/plan_shape.h"
 #include "engine/schedule.h"
 #include "engine/topology.h"
 #include "kernels/backend.h"
@@ -47,23 +49,6 @@ struct PoolSpeed {
   bool operator==(const PoolSpeed&) const = default;
 };
 
-// A plan without its schedule. The head groups were found possible (ModelShape::CanSplitHeads) and divide the
-// layout's ranks; the tile is that of each of the meshes of ranks/heads.
-struct PlanShape {
-  TokenLayout layout;  // of the prompt
-  int heads = 1;
-  Tile tile;
-  DType partial_dtype = DType::kF32;
-  int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
-  Links links;
-  bool one_memory = true;  // ranks are threads on one device: a chunk is there once, however many hold it
-};
-
-// Bytes that `rank` sends in one layer: DESIGN §4 and head_exchange.h, exact for ragged chunks and replicated
-// KV heads too.
-CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
-                         DType partial_dtype, int rank, int64_t cached_tokens = 0);
-
 // The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
@@ -98,7 +83,6 @@ Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanSh
 // The same without bytes sent, which the schedule does not change.
 Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                 const Schedule& schedule);
-CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape);  // over all layers
 
 // No schedule of the shape is predicted to take less: its transfers go one by one, its blocks beside them.
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);

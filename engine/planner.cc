@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "engine/comm_bytes.h"
 #include "engine/optimal_schedule.h"
 
 namespace meshfill {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
+#include "engine/comm_bytes.h"
 #include "engine/cost_model.h"
 #include "engine/head_exchange.h"
 #include "engine/monotonic_time.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
-#include "engine/cost_model.h"
+#include "engine/comm_bytes.h"
 #include "engine/monotonic_time.h"
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"

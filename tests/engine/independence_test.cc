@@ -9,6 +9,7 @@
 #include <map>
 #include <random>
 
+#include "engine/comm_bytes.h"
 #include "engine/model/make_model.h"
 #include "engine/planner.h"
 #include "engine/prefill_engine.h"

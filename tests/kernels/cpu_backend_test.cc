@@ -23,7 +23,7 @@ class CpuBackendTest : public testing::TestWithParam<DType> {
   void ForRandomDraws(int draws, const Body& body) {
     for (int draw = 0; draw < draws; ++draw) {
       const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
       std::mt19937_64 random(seed);
       const std::vector<int64_t> targets = SimdTargets();
       const ScopedSimdTarget target(targets[Draw(random, 0, std::ssize(targets) - 1)]);

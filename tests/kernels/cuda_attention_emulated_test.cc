@@ -79,7 +79,7 @@ class CudaAttentionEmulatedTest : public testing::TestWithParam<bool> {
     ASSERT_EQ(error, "");
   }
   void ExpectMatches(const AttentionCase& shape) {
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ": ", shape.DebugString()));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
     const AttentionData before(shape, random_);
     AttentionData after = before;
     ASSERT_NO_FATAL_FAILURE(Run(shape, after));

@@ -57,7 +57,7 @@ class CudaAttentionTest : public testing::TestWithParam<CudaAttentionKernel> {
     lse.CopyTo(data.lse);
   }
   void ExpectMatches(const AttentionCase& shape) {
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ": ", shape.DebugString()));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
     const AttentionData before(shape, random_);
     AttentionData after = before;
     ASSERT_NO_FATAL_FAILURE(Run(shape, after, GetParam()));
@@ -96,7 +96,7 @@ TEST_P(CudaAttentionTest, ManyTilesAgreeWithTheOtherKernel) {
   for (const int head_dim : {64, 128, 256}) {
     AttentionCase shape{.head_dim = head_dim, .kv_heads = 4, .group = 4, .q_tokens = 4000, .k_tokens = 4100};
     shape.band.q.base = 100;
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ": ", shape.DebugString()));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
     const AttentionData before(shape, random_);
     AttentionData first = before, other = before;
     ASSERT_NO_FATAL_FAILURE(Run(shape, first, GetParam()));

@@ -42,7 +42,7 @@ class CudaAttentionTilesTest : public testing::Test {
 TEST_F(CudaAttentionTilesTest, VisibleKeysAreTheBands) {
   for (int draw = 0; draw < 200; ++draw) {
     const BlockShape shape = RandomShape();
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ", draw ", draw, ": ", DebugString(band_)));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ", draw ", draw, ": ", DebugString(band_)));
     for (uint32_t q = 0; q < shape.q_tokens; ++q) {
       const KeySlots visible = shape.VisibleKeys(q);
       for (uint32_t k = 0; k < shape.k_tokens; ++k) {
@@ -75,7 +75,7 @@ TEST_F(CudaAttentionTilesTest, KeyTilesHoldWhatTheQueriesSee) {
   constexpr uint32_t kRows = 32, kKeys = 16;
   for (int draw = 0; draw < 300; ++draw) {
     const BlockShape shape = RandomShape();
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ", draw ", draw, ": ", DebugString(band_)));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ", draw ", draw, ": ", DebugString(band_)));
     for (uint32_t begin = 0; begin < shape.q_tokens; begin += kRows) {
       const KeyTiles<kRows, kKeys> keys(shape, {.head = 0, .begin = begin});
       const uint32_t end = std::min(begin + kRows, shape.q_tokens);
@@ -105,7 +105,7 @@ TEST_F(CudaAttentionTilesTest, PersistentCtasShareTheTiles) {
   for (int draw = 0; draw < 200; ++draw) {
     const BlockShape shape = RandomShape();
     const auto ctas = static_cast<uint32_t>(Draw(random_, 1, 140));
-    SCOPED_TRACE(absl::StrCat("MESHFILL_TEST_SEED=", seed_, ", draw ", draw, ", ctas ", ctas));
+    SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ", draw ", draw, ", ctas ", ctas));
     const uint32_t tiles = QueryTiles<kRows>(shape);
     std::set<uint32_t> indices;
     std::set<std::pair<uint32_t, uint32_t>> seen;

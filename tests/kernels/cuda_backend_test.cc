@@ -66,7 +66,7 @@ class CudaBackendTest : public testing::Test {
     ASSERT_NE(backend_, nullptr);
     for (int draw = 0; draw < draws; ++draw) {
       const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
       std::mt19937_64 random(seed);
       body(random);
       if (HasFatalFailure()) return;

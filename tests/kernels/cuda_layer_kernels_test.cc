@@ -25,7 +25,7 @@ class CudaLayerKernelsTest : public testing::Test {
   void ForRandomDraws(int draws, const std::function<void()>& body) {
     for (int draw = 0; draw < draws; ++draw) {
       const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
       random_.seed(seed);
       body();
       if (HasFatalFailure()) return;

@@ -54,7 +54,7 @@ TEST_P(GemmTest, AgreesWithTheReference) {
   const auto reference = MakeReferenceBackend(GetParam());
   for (int draw = 0; draw < 40; ++draw) {
     const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
     std::mt19937_64 random(seed);
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
@@ -94,7 +94,7 @@ TEST_P(GemmTest, AgreesWithTheReference) {
 // The LM head: one token, many panels of output features, the last of them short.
 TEST_P(GemmTest, OneTokenOverManyOutputFeatures) {
   const uint64_t seed = TestSeed();
-  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
   ThreadPool pool(2);
   CpuGemm gemm(GetParam(), pool);
@@ -126,7 +126,7 @@ TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
     GTEST_SKIP() << "only AVX-512 promises this";
   }
   const uint64_t seed = TestSeed();
-  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
   const Layer layer(random, Draw(random, 300, 1300), 300);
   const int64_t tokens = 255;
@@ -179,7 +179,7 @@ TEST_P(GemmTest, TheSourcesMayGoAfterPacking) {
 // Ranks of one process share their weights, and multiply at the same time.
 TEST_P(GemmTest, OneWeightServesSeveralRanks) {
   const uint64_t seed = TestSeed();
-  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
   ThreadPool pool(2);
   CpuGemm gemm(GetParam(), pool);

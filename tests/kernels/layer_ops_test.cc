@@ -52,7 +52,7 @@ TEST_P(LayerOpsTest, EveryBfloat16WidensExactly) {
 
 TEST_P(LayerOpsTest, RoundsToNearestEvenWhateverTheBits) {
   const uint64_t seed = TestSeed();
-  SCOPED_TRACE(testing::Message() << "MESHFILL_TEST_SEED=" << seed);
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
   std::vector<float> values = {0.0f, -0.0f, kInfinity, -kInfinity, kNaN, -kNaN, 0x1p-149f, 0x1.fffffep127f};
   for (uint32_t upper = 0; upper < 1 << 16; upper += 7) {  // halfway, and next to it

@@ -13,9 +13,9 @@
 
 namespace meshfill {
 
-// A fresh seed at each run; MESHFILL_TEST_SEED replays one.
+// A fresh seed at each run; MESHFILL_SEED replays one.
 inline uint32_t TestSeed() {
-  const char* replay = std::getenv("MESHFILL_TEST_SEED");
+  const char* replay = std::getenv("MESHFILL_SEED");
   return replay != nullptr ? static_cast<uint32_t>(std::strtoul(replay, nullptr, 10))
                            : std::random_device()();
 }

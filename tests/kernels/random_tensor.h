@@ -17,9 +17,9 @@
 
 namespace meshfill {
 
-// Fresh for each run of a test, or MESHFILL_TEST_SEED. Print it with SCOPED_TRACE, so that a failure replays.
+// Fresh for each run of a test, or MESHFILL_SEED. Print it with SCOPED_TRACE, so that a failure replays.
 inline uint64_t TestSeed() {
-  const char* seed = std::getenv("MESHFILL_TEST_SEED");
+  const char* seed = std::getenv("MESHFILL_SEED");
   return seed != nullptr ? std::strtoull(seed, nullptr, 10) : std::random_device()();
 }
 

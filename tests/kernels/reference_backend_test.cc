@@ -27,7 +27,7 @@ class ReferenceBackendTest : public testing::Test {
   }
 
   const uint64_t seed_ = TestSeed();
-  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "MESHFILL_TEST_SEED=" << seed_};
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "MESHFILL_SEED=" << seed_};
   std::mt19937_64 random_{seed_};
   const std::unique_ptr<Backend> f32_ = MakeReferenceBackend(DType::kF32);
   const std::unique_ptr<Backend> bf16_ = MakeReferenceBackend(DType::kBf16);
