@@ -46,6 +46,15 @@ absl::StatusOr<std::vector<CudaDevice>> Devices(const EngineOptions& options) {
       "device cpu");
 }
 
+absl::StatusOr<EmbeddedPoolCapacity> CpuPoolCapacity(const EngineOptions& options, const ModelShape& shape) {
+  absl::StatusOr<PoolSpeed> speed =
+      CpuPoolSpeed(shape, Threads(options), options.ranks, options.speed_profile_path);
+  if (!speed.ok()) return speed.status();
+  const int64_t given = options.memory_budget_bytes;
+  return EmbeddedPoolCapacity{.speed = *speed,
+                              .memory_budget_bytes = given > 0 ? given : DefaultMemoryBudgetBytes()};
+}
+
 absl::StatusOr<EmbeddedPool> LoadCpuPool(const EngineOptions& options) {
   const int threads = Threads(options);
   absl::StatusOr<std::unique_ptr<Model>> model =
@@ -53,14 +62,12 @@ absl::StatusOr<EmbeddedPool> LoadCpuPool(const EngineOptions& options) {
                   [threads](const ModelShape& shape) { return MakeCpuBackend(shape.dtype, threads); });
   if (!model.ok()) return model.status();
   const ModelShape& shape = (*model)->shape();
-  absl::StatusOr<PoolSpeed> speed = CpuPoolSpeed(shape, threads, options.ranks, options.speed_profile_path);
-  if (!speed.ok()) return speed.status();
+  absl::StatusOr<EmbeddedPoolCapacity> capacity = CpuPoolCapacity(options, shape);
+  if (!capacity.ok()) return capacity.status();
   EmbeddedPool pool;
-  pool.speed = *speed;
+  pool.capacity = *capacity;
   pool.peak_flops = options.peak_flops > 0 ? options.peak_flops
                                            : MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
-  pool.memory_budget_bytes =
-      options.memory_budget_bytes > 0 ? options.memory_budget_bytes : DefaultMemoryBudgetBytes();
   pool.models.assign(options.ranks, *std::move(model));
   for (int rank = 0; rank < options.ranks; ++rank) {
     pool.backends.push_back(MakeCpuBackend(shape.dtype, std::max(1, threads / options.ranks)));
@@ -79,12 +86,20 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeCudaBackends(const std
   return backends;
 }
 
-absl::StatusOr<PoolSpeed> CudaPoolSpeed(const EngineOptions& options, const ModelShape& shape,
-                                        const std::vector<CudaDevice>& devices,
-                                        std::span<const std::unique_ptr<Backend>> backends) {
+absl::StatusOr<EmbeddedPoolCapacity> CudaPoolCapacity(const EngineOptions& options, const ModelShape& shape,
+                                                      const std::vector<CudaDevice>& devices,
+                                                      std::span<const std::unique_ptr<Backend>> backends) {
   const auto used = std::span(devices).first(UsedCudaDevices(devices, options.ranks));
-  return KeptPoolSpeed(options.speed_profile_path, CudaPoolKey(shape, used, options.ranks),
-                       [&] { return MeasureCudaPoolSpeed(shape, devices, backends); });
+  absl::StatusOr<PoolSpeed> speed =
+      KeptPoolSpeed(options.speed_profile_path, CudaPoolKey(shape, used, options.ranks),
+                    [&] { return MeasureCudaPoolSpeed(shape, devices, backends); });
+  if (!speed.ok()) return speed.status();
+  absl::StatusOr<int64_t> budget = options.memory_budget_bytes > 0
+                                       ? absl::StatusOr<int64_t>(options.memory_budget_bytes)
+                                       : CudaPoolBudgetBytes(devices, options.ranks);
+  if (!budget.ok()) return budget.status();
+  return EmbeddedPoolCapacity{
+      .speed = *speed, .memory_budget_bytes = *budget, .one_memory = used.size() == 1};
 }
 
 absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
@@ -109,19 +124,14 @@ absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
   pool.backends = *std::move(backends);
   const ModelShape& shape = pool.models.front()->shape();
   if (absl::Status status = LoadCudaKernels(shape, devices, pool.backends); !status.ok()) return status;
-  absl::StatusOr<PoolSpeed> speed = CudaPoolSpeed(options, shape, devices, pool.backends);
-  if (!speed.ok()) return speed.status();
-  pool.speed = *speed;
+  absl::StatusOr<EmbeddedPoolCapacity> capacity = CudaPoolCapacity(options, shape, devices, pool.backends);
+  if (!capacity.ok()) return capacity.status();
+  pool.capacity = *capacity;
   absl::StatusOr<double> peak_flops = options.peak_flops > 0
                                           ? absl::StatusOr<double>(options.peak_flops)
                                           : CudaPoolPeakFlops(devices, options.ranks, *pool.backends.front());
   if (!peak_flops.ok()) return peak_flops.status();
   pool.peak_flops = *peak_flops;
-  absl::StatusOr<int64_t> budget = options.memory_budget_bytes > 0
-                                       ? absl::StatusOr<int64_t>(options.memory_budget_bytes)
-                                       : CudaPoolBudgetBytes(devices, options.ranks);
-  if (!budget.ok()) return budget.status();
-  pool.memory_budget_bytes = *budget;
   return pool;
 }
 
@@ -133,22 +143,14 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
   return devices->empty() ? LoadCpuPool(options) : LoadCudaPool(options, *devices);
 }
 
-absl::StatusOr<PoolSpeed> EmbeddedPoolSpeed(const EngineOptions& options, const ModelShape& shape) {
+absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
+                                                            const ModelShape& shape) {
   absl::StatusOr<std::vector<CudaDevice>> devices = Devices(options);
   if (!devices.ok()) return devices.status();
-  if (devices->empty())
-    return CpuPoolSpeed(shape, Threads(options), options.ranks, options.speed_profile_path);
+  if (devices->empty()) return CpuPoolCapacity(options, shape);
   absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(*devices, options.ranks);
   if (!backends.ok()) return backends.status();
-  return CudaPoolSpeed(options, shape, *devices, *backends);
-}
-
-absl::StatusOr<int64_t> EmbeddedPoolBudgetBytes(const EngineOptions& options) {
-  if (options.memory_budget_bytes > 0) return options.memory_budget_bytes;
-  absl::StatusOr<std::vector<CudaDevice>> devices = Devices(options);
-  if (!devices.ok()) return devices.status();
-  if (devices->empty()) return DefaultMemoryBudgetBytes();
-  return CudaPoolBudgetBytes(*devices, options.ranks);
+  return CudaPoolCapacity(options, shape, *devices, *backends);
 }
 
 }  // namespace meshfill

@@ -19,13 +19,19 @@
 
 namespace meshfill {
 
+// What a plan asks of a pool.
+struct EmbeddedPoolCapacity {
+  PoolSpeed speed;
+  int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
+  bool one_memory = true;           // false: on several GPUs, between which chunks are copied
+};
+
 struct EmbeddedPool {
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
   std::vector<std::unique_ptr<Backend>> backends;    // by rank
   std::vector<CudaDevice> devices;                   // by rank; none: the CPU
-  PoolSpeed speed;
-  double peak_flops = 0;            // of all ranks together
-  int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
+  EmbeddedPoolCapacity capacity;
+  double peak_flops = 0;  // of all ranks together
 };
 
 // Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or
@@ -33,8 +39,8 @@ struct EmbeddedPool {
 absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options);
 
 // Of such a pool, without its weights.
-absl::StatusOr<PoolSpeed> EmbeddedPoolSpeed(const EngineOptions& options, const ModelShape& shape);
-absl::StatusOr<int64_t> EmbeddedPoolBudgetBytes(const EngineOptions& options);
+absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
+                                                            const ModelShape& shape);
 
 }  // namespace meshfill
 

@@ -89,10 +89,9 @@ class EmbeddedEngine : public PrefillEngine {
     if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok())
       return status;
     PlanRequest request = PlanRequestOf(options_, options, tokens);
-    request.memory_budget_bytes = pool_.memory_budget_bytes;
-    request.one_memory =
-        pool_.models.front() == pool_.models.back();  // else chunks are copied between devices
-    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.speed, request);
+    request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
+    request.one_memory = pool_.capacity.one_memory;
+    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.capacity.speed, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;
   }

@@ -96,15 +96,14 @@ class PlanCommand : public Command {
                                                 " is above the model's context of ", shape->context_tokens,
                                                 " tokens; plan a shorter prompt"));
     }
-    absl::StatusOr<PoolSpeed> speed = EmbeddedPoolSpeed(options, *shape);
-    if (!speed.ok()) return speed.status();
-    const absl::StatusOr<PlanRequest> request = Request(*config, options, ranks);
-    if (!request.ok()) return request.status();
-    absl::StatusOr<PlanChoice> choice = MakePlan(*shape, *speed, *request);
+    const absl::StatusOr<EmbeddedPoolCapacity> host = CapacityWithoutWeights(options, *shape);
+    if (!host.ok()) return host.status();
+    absl::StatusOr<PlanChoice> choice =
+        MakePlan(*shape, host->speed, Request(*config, options, *host, ranks));
     if (!choice.ok()) return choice.status();
     if (!svg_path_.empty()) {
       const std::string svg =
-          PlanSvg(choice->plan, PredictLayer(*shape, *speed, choice->plan, cached_tokens_));
+          PlanSvg(choice->plan, PredictLayer(*shape, host->speed, choice->plan, cached_tokens_));
       if (absl::Status status = WriteTextFile(svg_path_, svg); !status.ok()) return status;
     }
     std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
@@ -112,18 +111,18 @@ class PlanCommand : public Command {
   }
 
  private:
-  // `host`: of one host, which this machine stands for.
-  absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& host, int ranks) const {
-    const absl::StatusOr<int64_t> budget = EmbeddedPoolBudgetBytes(host);
-    if (!budget.ok()) return budget.status();
-    PlanRequest request = PlanRequestOf(host, {.tile = tile_, .heads = heads_}, tokens_);
+  // `options` and `host` are of one host, which this machine stands for.
+  PlanRequest Request(const v1::Config& config, const EngineOptions& options,
+                      const EmbeddedPoolCapacity& host, int ranks) const {
+    PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
     request.ranks = ranks;
     request.cached_tokens = cached_tokens_;
-    request.memory_budget_bytes = *budget * ((ranks + host.ranks - 1) / host.ranks);
+    request.memory_budget_bytes = host.memory_budget_bytes * ((ranks + options.ranks - 1) / options.ranks);
+    request.one_memory = host.one_memory;
     if (config.pool().control_listen().empty()) return request;
     request.one_memory = false;
     request.topology = LinksOf(config.pool());
-    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / host.ranks);
+    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
     return request;
   }
 

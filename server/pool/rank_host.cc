@@ -292,10 +292,10 @@ void RankHost::Describe(v1::Join& offer) const {
   for (size_t i = 0; i < backends_.size(); ++i) {
     offer.add_devices(pool_.devices.empty() ? "cpu" : pool_.devices[i].name);
   }
-  offer.set_memory_bytes(static_cast<uint64_t>(pool_.memory_budget_bytes));
+  offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
-  *offer.mutable_speed() = ToProto(pool_.speed);
+  *offer.mutable_speed() = ToProto(pool_.capacity.speed);
 }
 
 void RankHost::Post(std::function<void()> work) {
