@@ -91,6 +91,13 @@ struct PoolMember {
   int first_rank = -1;  // of the ranks that it has in the present run; −1: none
 };
 
+// What connects the ranks of a pool of processes, as plans have it.
+struct PoolLink {
+  std::string where;   // "between hosts", "on a host", "out of a host": its flows together
+  Link link;           // out of a host: no latency, and 0 bytes/s where nothing is shared
+  std::string source;  // given, measured, measured before (the pool changed), assumed
+};
+
 class PrefillEngine {
  public:
   virtual ~PrefillEngine() = default;
@@ -106,6 +113,8 @@ class PrefillEngine {
 
   // The worker processes; none where the ranks are threads of this one.
   virtual std::vector<PoolMember> members() const { return {}; }
+  // Those that they have.
+  virtual std::vector<PoolLink> links() const { return {}; }
 
   // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
   // context. FAILED_PRECONDITION: does not fit this pool's memory.

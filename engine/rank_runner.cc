@@ -34,6 +34,7 @@ class Runner {
                   run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
+    if (absl::Status status = ProbeLinks(); !status.ok()) return status;
     const auto start = std::chrono::steady_clock::now();
     if (run_.recorder != nullptr) run_.recorder->set_backend(backend_);
     if (absl::Status status = Prepare(); !status.ok()) return status;
@@ -60,6 +61,17 @@ class Runner {
 
   void SetRecordedLayer(int layer) {
     if (run_.recorder != nullptr) run_.recorder->set_layer(layer);
+  }
+
+  absl::Status ProbeLinks() {
+    const auto start = std::chrono::steady_clock::now();
+    for (const LinkProbe& probe : run_.probes) {
+      absl::StatusOr<std::optional<Link>> link = Probe(probe, run_.communicator, backend_, run_.wait_timeout);
+      if (!link.ok()) return link.status();
+      output_.links.push_back(*link);
+    }
+    output_.probe_seconds = run_.probes.empty() ? 0 : SecondsSince(start);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<BufferRef> Elements(int64_t count, DType dtype) {

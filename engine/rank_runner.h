@@ -12,12 +12,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
+#include "engine/comm/link_probe.h"
 #include "engine/kv_cache.h"
 #include "engine/model/model.h"
 #include "engine/plan.h"
@@ -38,11 +40,14 @@ struct RankRun {
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
   KvCache* kv;  // null, or sized for the whole prompt: this rank writes its tokens' rows
   TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
+  std::span<const LinkProbe> probes;     // before the first layer; the same on all ranks
 };
 
 struct RankOutput {
   RankStats stats;
-  std::vector<float> logits;  // [vocab] on the rank that holds the last token, else empty
+  std::vector<float> logits;               // [vocab] on the rank that holds the last token, else empty
+  std::vector<std::optional<Link>> links;  // by probe; none: this rank sat out
+  double probe_seconds = 0;                // that the probes took; no part of the stats
 };
 
 absl::StatusOr<RankOutput> RunRank(const RankRun& run);

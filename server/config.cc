@@ -44,11 +44,6 @@ void FillDefaults(v1::Config& config) {
   if (!pool.has_silence_timeout()) *pool.mutable_silence_timeout() = ToProto(absl::Milliseconds(1500));
   if (!pool.has_hang_timeout()) *pool.mutable_hang_timeout() = ToProto(absl::Seconds(2));
   if (!pool.has_empty_timeout()) *pool.mutable_empty_timeout() = ToProto(absl::Seconds(10));
-  if (!pool.has_link_bytes_per_second()) pool.set_link_bytes_per_second(1e9);
-  if (!pool.has_link_latency()) *pool.mutable_link_latency() = ToProto(absl::Microseconds(200));
-  if (!pool.has_host_link_bytes_per_second())
-    pool.set_host_link_bytes_per_second(pool.link_bytes_per_second());
-  if (!pool.has_host_link_latency()) *pool.mutable_host_link_latency() = pool.link_latency();
   auto& worker = *pool.mutable_worker();
   if (!worker.has_ranks()) worker.set_ranks(1);
   if (!worker.has_device()) worker.set_device("auto");
@@ -122,11 +117,13 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.RequirePositive(pool.silence_timeout(), "pool.silence_timeout");
   check.RequirePositive(pool.hang_timeout(), "pool.hang_timeout");
   check.RequirePositive(pool.empty_timeout(), "pool.empty_timeout");
-  check.RequirePositive(pool.link_latency(), "pool.link_latency");
-  check.Require(pool.link_bytes_per_second() > 0, "pool.link_bytes_per_second", "must be above 0");
+  check.Require(!pool.has_link_bytes_per_second() || pool.link_bytes_per_second() > 0,
+                "pool.link_bytes_per_second", "must be above 0");
   check.Require(pool.host_bytes_per_second() >= 0, "pool.host_bytes_per_second", "must not be below 0");
-  check.Require(pool.host_link_bytes_per_second() > 0, "pool.host_link_bytes_per_second", "must be above 0");
-  check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
+  check.Require(!pool.has_host_link_bytes_per_second() || pool.host_link_bytes_per_second() > 0,
+                "pool.host_link_bytes_per_second", "must be above 0");
+  if (pool.has_link_latency()) check.RequirePositive(pool.link_latency(), "pool.link_latency");
+  if (pool.has_host_link_latency()) check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
   check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
   check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");

@@ -178,6 +178,13 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
       worker.set_ranks(static_cast<uint32_t>(member.ranks));
       worker.set_first_rank(member.first_rank);
     }
+    for (const PoolLink& link : engine_->links()) {
+      v1::PoolStatus::Link& message = *status.add_links();
+      message.set_where(link.where);
+      message.set_bytes_per_second(link.link.bytes_per_second);
+      message.set_latency_seconds(link.link.latency_seconds);
+      message.set_source(link.source);
+    }
     status.set_queued_requests(static_cast<uint32_t>(queue.requests));
     status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
     status.set_running_request_id(queue.running_id);

@@ -142,7 +142,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
       } else if (auto* prepare = std::get_if<WorkerMachine::PrepareRun>(&action)) {
         host_->Prepare(std::move(prepare->part));
       } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
-        host_->Start(start->run, std::move(start->addresses));
+        host_->Start(start->run, std::move(start->addresses), std::move(start->probes));
       } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
         host_->Stop(stop->run, stop->reason);
       } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {

@@ -40,6 +40,7 @@ Leader::Leader(Options options, PoolPlanner planner)
     : options_(std::move(options)),
       planner_(std::move(planner)),
       weights_hash_(options_.model.weights_hash()),
+      survey_(options_.links),
       epoch_(options_.first_epoch) {}
 
 void Leader::OnConnected(Connection connection, absl::Time now) { strangers_[connection] = now; }
@@ -265,7 +266,7 @@ PoolCapacity Leader::capacity() const {
     }
     capacity.ranks += static_cast<int>(worker.offer.ranks());
   }
-  capacity.topology = options_.links;
+  capacity.topology = survey_.links();
   const std::vector<const Worker*> by_place = ByPlace();
   int host = -1;
   for (size_t i = 0; i < by_place.size(); ++i) {

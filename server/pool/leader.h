@@ -36,6 +36,7 @@
 #include "engine/cost_model.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/link_survey.h"
 
 namespace meshfill {
 
@@ -64,7 +65,7 @@ class Leader {
     v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
     int layers = 1;     // of the model
     int64_t vocab = 1;
-    Topology links;  // without seats: those are the workers'
+    ConfiguredLinks links;
     uint64_t first_epoch = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
     absl::Duration silence_timeout = absl::Milliseconds(1500);
@@ -86,7 +87,8 @@ class Leader {
     std::vector<float> logits;
     std::vector<RankStats> ranks;
     double peak_flops = 0;  // of the ranks that took part
-    double seconds = 0;     // of this run, from Prepare to the last RankDone
+    double seconds = 0;     // of this run, from Prepare to the last RankDone, without probes
+    bool probed = false;    // the run measured links, too
   };
 
   // ---- Actions, in the order in which they are to be done.
@@ -143,6 +145,7 @@ class Leader {
   uint64_t epoch() const { return epoch_; }
   // Of the workers that are there to stay.
   PoolCapacity capacity() const;
+  std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, membership_changed_); }
   double peak_flops() const;
   std::vector<WorkerView> workers() const;  // in the order of their ranks
   const Counters& counters() const { return counters_; }
@@ -164,6 +167,8 @@ class Leader {
     absl::Time moved_at;  // when `operations` last grew
     bool done = false;
     RankStats stats;
+    LinkSurvey::RankLinks links;
+    double probe_seconds = 0;
   };
   enum class Phase { kPreparing, kRunning, kStopping };
   struct ActiveRun {
@@ -179,6 +184,7 @@ class Leader {
     absl::Time deadline;  // of preparing and stopping
     absl::Duration hang_timeout;
     int layers_done = 0;
+    LinkSurvey::Probes probes;
     std::vector<float> logits;
   };
   struct LiveRequest {
@@ -212,6 +218,7 @@ class Leader {
   void BeginRun(Plan plan, const std::vector<const Worker*>& workers, absl::Time now);
   void SendPrepare(const Worker& worker, int first_rank, int ranks);
   void SendRun(absl::Time now);
+  void TakeLinks(Result& result);
   void CheckProgress(absl::Time now);
   void LetGoOfLeaving();
 
@@ -230,6 +237,7 @@ class Leader {
   std::map<Connection, Worker> workers_;
   std::set<std::pair<std::string, std::string>> refused_;  // name and reason, logged
   uint64_t weights_hash_;                                  // of the pool; 0: nobody has said yet
+  LinkSurvey survey_;
   uint64_t epoch_;
   bool membership_changed_ = true;  // since the epoch began
   uint64_t last_run_ = 0;

@@ -74,6 +74,7 @@ void Leader::BeginRun(Plan plan, const std::vector<const Worker*>& workers, absl
     ++epoch_;
     ++counters_.epochs;
     membership_changed_ = false;
+    survey_.AskAgain();
   }
   if (request_->attempts++ > 0) ++counters_.retries;
   const double blocks = std::max(1, plan.tile.ranks()) * static_cast<double>(options_.layers);
@@ -151,11 +152,21 @@ void Leader::OnPrepared(Worker& worker, const v1::Prepared& message, absl::Time 
 void Leader::SendRun(absl::Time now) {
   run_->phase = Phase::kRunning;
   for (Seat& seat : run_->seats) seat.moved_at = now;
+  std::map<std::string, int> host_numbers;
+  std::vector<int> host_of_rank;
+  for (int rank = 0; rank < run_->plan.ranks(); ++rank) {
+    const std::string& host = workers_.at(run_->seats[run_->plan.SeatOf(rank)].worker).offer.host();
+    host_of_rank.push_back(host_numbers.emplace(host, std::ssize(host_numbers)).first->second);
+  }
+  run_->probes = survey_.Ask(std::move(host_of_rank));
   for (const auto& [connection, first_rank] : run_->first_rank) {
     v1::Run& run = *AddMessage(connection, run_->epoch).mutable_run();
     run.set_run(run_->number);
     for (int rank = 0; rank < run_->plan.ranks(); ++rank) {
       run.add_addresses(run_->seats[run_->plan.SeatOf(rank)].address);
+    }
+    for (const LinkProbe& probe : run_->probes.pairs) {
+      run.add_probes()->mutable_peers()->Assign(probe.peer_of_rank.begin(), probe.peer_of_rank.end());
     }
   }
 }
@@ -195,6 +206,8 @@ void Leader::OnRankDone(const Worker& worker, const v1::RankDone& message, absl:
   }
   seat.done = true;
   seat.stats = FromProto(message.stats());
+  seat.links = FromProto(message.links());
+  seat.probe_seconds = message.probe_seconds();
   if (message.logits_size() > 0) run_->logits.assign(message.logits().begin(), message.logits().end());
   if (std::all_of(run_->seats.begin(), run_->seats.end(), [](const Seat& each) { return each.done; })) {
     FinishRun(now);
@@ -204,6 +217,7 @@ void Leader::OnRankDone(const Worker& worker, const v1::RankDone& message, absl:
 void Leader::FinishRun(absl::Time now) {
   Result result{.plan = std::move(run_->plan), .logits = std::move(run_->logits)};
   result.seconds = absl::ToDoubleSeconds(now - run_->begin);
+  TakeLinks(result);
   for (const Seat& seat : run_->seats) {
     result.ranks.push_back(seat.stats);
     const v1::Join& offer = workers_.at(seat.worker).offer;
@@ -222,6 +236,22 @@ void Leader::FinishRun(absl::Time now) {
   }
   LetGoOfLeaving();
   StartNext(now);
+}
+
+// What the run's ranks measured is for the plans to come; the time that it took is none of the request's.
+void Leader::TakeLinks(Result& result) {
+  if (run_->probes.pairs.empty()) return;
+  std::vector<LinkSurvey::RankLinks> by_rank;
+  double seconds = 0;
+  for (int rank = 0; rank < result.plan.ranks(); ++rank) {
+    Seat& seat = run_->seats[result.plan.SeatOf(rank)];
+    by_rank.push_back(std::move(seat.links));
+    if (seat.probe_seconds > seconds && seat.probe_seconds < result.seconds) seconds = seat.probe_seconds;
+  }
+  Log(absl::StrCat(survey_.Take(run_->probes, by_rank), "; it took ",
+                   absl::FormatDuration(absl::Seconds(seconds))));
+  result.seconds -= seconds;
+  result.probed = true;
 }
 
 void Leader::EndEpoch(const std::string& why, absl::Time now) {

@@ -26,7 +26,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.model = model.id;
   options.layers = model.shape.layers;
   options.vocab = model.shape.vocab;
-  options.links = LinksOf(pool);
+  options.links = ConfiguredLinksOf(pool);
   // Epochs of a leader that was started again are later than those before: the time of day says so, and
   // nothing else here asks for it. No pool has a new epoch every millisecond.
   options.first_epoch = static_cast<uint64_t>(absl::ToUnixMillis(absl::Now()));
@@ -98,6 +98,11 @@ std::vector<PoolMember> PoolEngine::members() const {
   return members;
 }
 
+std::vector<PoolLink> PoolEngine::links() const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return leader_.links();
+}
+
 absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOptions& options) const {
   PoolCapacity capacity;
   {
@@ -144,7 +149,9 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
   result.prefill_seconds = run->seconds;
   absl::Status status = SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result);
   if (!status.ok()) return status;
-  correction_.Observe(result.plan.predicted.seconds, run->seconds);
+  // A run that measured the links was planned without knowing them: it says nothing of the predictions to
+  // come.
+  if (!run->probed) correction_.Observe(result.plan.predicted.seconds, run->seconds);
   return result;
 }
 

@@ -42,6 +42,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   int ranks() const override;
   double peak_flops() const override;
   std::vector<PoolMember> members() const override;
+  std::vector<PoolLink> links() const override;
 
   // UNAVAILABLE: no workers.
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;

@@ -10,6 +10,7 @@ namespace meshfill {
 namespace {
 
 constexpr int kMostIdleRanks = 8;
+constexpr Link kAssumedLink = {.latency_seconds = 200e-6, .bytes_per_second = 1e9};
 
 absl::Status CheckRequest(const ModelShape& model, int64_t tokens, const PrefillOptions& options) {
   if (tokens > model.context_tokens) {
@@ -30,13 +31,25 @@ double Seconds(const google::protobuf::Duration& duration) {
 }  // namespace
 
 Topology LinksOf(const v1::PoolSection& pool) {
-  Topology links;
-  links.same_node = {.latency_seconds = Seconds(pool.host_link_latency()),
-                     .bytes_per_second = pool.host_link_bytes_per_second()};
-  links.between_nodes = {.latency_seconds = Seconds(pool.link_latency()),
-                         .bytes_per_second = pool.link_bytes_per_second()};
+  Link between = kAssumedLink;
+  if (pool.has_link_bytes_per_second()) between.bytes_per_second = pool.link_bytes_per_second();
+  if (pool.has_link_latency()) between.latency_seconds = Seconds(pool.link_latency());
+  Link on_host = between;
+  if (pool.has_host_link_bytes_per_second()) on_host.bytes_per_second = pool.host_link_bytes_per_second();
+  if (pool.has_host_link_latency()) on_host.latency_seconds = Seconds(pool.host_link_latency());
+
+  Topology links = {.same_node = on_host, .between_nodes = between};
   if (pool.host_bytes_per_second() > 0) links.node_bytes_per_second = pool.host_bytes_per_second();
   return links;
+}
+
+ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
+  ConfiguredLinks configured{.links = LinksOf(pool)};
+  const auto left_out = [&](LinkClass of) -> bool& { return configured.measure[static_cast<int>(of)]; };
+  left_out(LinkClass::kBetweenHosts) = !pool.has_link_bytes_per_second() && !pool.has_link_latency();
+  left_out(LinkClass::kOnHost) = !pool.has_host_link_bytes_per_second() && !pool.has_host_link_latency();
+  left_out(LinkClass::kOutOfHost) = !pool.has_host_bytes_per_second();
+  return configured;
 }
 
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,

@@ -7,11 +7,16 @@
 #include "engine/topology.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/pool/leader.h"
+#include "server/pool/link_survey.h"
 
 namespace meshfill {
 
-// Of a pool whose config says them: between its hosts and on one. Without seats.
+// Those that the config gives. What it leaves out is assumed: 1e9 bytes/s and 200us between hosts, the same
+// on a host, and nothing shared. Without seats.
 Topology LinksOf(const v1::PoolSection& pool);
+
+// The same, and which classes it leaves out: those with neither bytes/s nor latency.
+ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,

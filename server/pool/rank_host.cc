@@ -99,8 +99,9 @@ class RankHost::ActiveRun {
     return addresses;
   }
 
-  void Start(std::vector<std::string> addresses) {
+  void Start(std::vector<std::string> addresses, std::vector<LinkProbe> probes) {
     addresses_ = std::move(addresses);
+    probes_ = std::move(probes);
     reservations_.clear();
     for (size_t i = 0; i < seats_.size(); ++i) {
       seats_[i].first_operation = host_.backends_[i]->operations();
@@ -221,7 +222,8 @@ class RankHost::ActiveRun {
                  .on_layer_done =
                      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
                  .kv = nullptr,
-                 .recorder = &recorder});
+                 .recorder = &recorder,
+                 .probes = probes_});
     backend.set_stop_token(nullptr);
     return output;
   }
@@ -231,6 +233,7 @@ class RankHost::ActiveRun {
   std::vector<BufferRef> reservations_;  // of the memory that the run will take; until it starts
   std::vector<uint32_t> tokens_;         // [all tokens]; those of other workers' ranks are 0 and not read
   std::vector<std::string> addresses_;   // by rank of the whole run
+  std::vector<LinkProbe> probes_;        // of the whole run
   StopToken stop_;
   std::mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
@@ -347,10 +350,10 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
   return run->Listen();
 }
 
-void RankHost::Start(uint64_t run, std::vector<std::string> addresses) {
-  Post([this, run, addresses = std::move(addresses)]() mutable {
+void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes) {
+  Post([this, run, addresses = std::move(addresses), probes = std::move(probes)]() mutable {
     if (IsStopping(run)) return;  // its Stop comes next
-    if (auto current = Current(run)) current->Start(std::move(addresses));
+    if (auto current = Current(run)) current->Start(std::move(addresses), std::move(probes));
   });
 }
 

@@ -62,7 +62,7 @@ class RankHost {
   void Describe(v1::Join& offer) const;
 
   void Prepare(WorkerMachine::RunPart part);
-  void Start(uint64_t run, std::vector<std::string> addresses);
+  void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
   std::vector<WorkerMachine::RankProgress> progress() const;

@@ -171,6 +171,27 @@ RankStats FromProto(const v1::RankRunStats& message) {
   return stats;
 }
 
+MeasuredLinks ToProto(std::span<const std::optional<Link>> links) {
+  MeasuredLinks messages;
+  for (const std::optional<Link>& link : links) {
+    v1::MeasuredLink& message = *messages.Add();
+    if (!link.has_value()) continue;
+    message.set_bytes_per_second(link->bytes_per_second);
+    message.set_latency_seconds(link->latency_seconds);
+  }
+  return messages;
+}
+
+std::vector<std::optional<Link>> FromProto(const MeasuredLinks& messages) {
+  std::vector<std::optional<Link>> links;
+  for (const v1::MeasuredLink& message : messages) {
+    std::optional<Link>& link = links.emplace_back();
+    if (message.bytes_per_second() == 0 && message.latency_seconds() == 0) continue;
+    link = {.latency_seconds = message.latency_seconds(), .bytes_per_second = message.bytes_per_second()};
+  }
+  return links;
+}
+
 v1::Outcome ToOutcome(const absl::Status& status) {
   constexpr size_t kMostCharacters = 1024;
   v1::Outcome outcome;

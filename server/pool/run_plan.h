@@ -3,12 +3,14 @@
 #define MESHFILL_SERVER_POOL_RUN_PLAN_H_
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "engine/plan.h"
 #include "engine/rank_stats.h"
+#include "engine/topology.h"
 #include "meshfill/v1/control.pb.h"
 
 namespace meshfill {
@@ -26,6 +28,11 @@ std::vector<uint32_t> ShardOf(const TokenLayout& layout, int rank, std::span<con
 
 v1::RankRunStats ToProto(const RankStats& stats);
 RankStats FromProto(const v1::RankRunStats& message);
+
+// By probe; none: the rank sat out. Nothing is checked: that is LinkSurvey's.
+using MeasuredLinks = google::protobuf::RepeatedPtrField<v1::MeasuredLink>;
+MeasuredLinks ToProto(std::span<const std::optional<Link>> links);
+std::vector<std::optional<Link>> FromProto(const MeasuredLinks& messages);
 
 v1::Outcome ToOutcome(const absl::Status& status);
 absl::Status FromOutcome(const v1::Outcome& outcome);

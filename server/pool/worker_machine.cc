@@ -214,7 +214,14 @@ void WorkerMachine::OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::
 void WorkerMachine::OnRun(const v1::Run& message) {
   if (!run_.has_value() || run_->part.number != message.run() || run_->phase != Phase::kPrepared) return;
   run_->phase = Phase::kRunning;
-  actions_.push_back(StartRun{message.run(), {message.addresses().begin(), message.addresses().end()}});
+  StartRun start{message.run(), {message.addresses().begin(), message.addresses().end()}, {}};
+  for (const v1::LinkProbe& probe : message.probes()) {
+    start.probes.push_back({{probe.peers().begin(), probe.peers().end()}});
+    // All ranks are told the same: where it is no pairing, none takes part.
+    if (!IsPairing(start.probes.back(), run_->part.plan.ranks())) start.probes.clear();
+    if (start.probes.empty()) break;
+  }
+  actions_.push_back(std::move(start));
 }
 
 void WorkerMachine::OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) {
@@ -226,6 +233,8 @@ void WorkerMachine::OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput
   if (!output.ok()) return;
   *done.mutable_stats() = ToProto(output->stats);
   done.mutable_logits()->Add(output->logits.begin(), output->logits.end());
+  *done.mutable_links() = ToProto(output->links);
+  done.set_probe_seconds(output->probe_seconds);
 }
 
 void WorkerMachine::OnFinish(uint64_t run) {

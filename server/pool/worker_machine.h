@@ -81,6 +81,7 @@ class WorkerMachine {
   struct StartRun {  // → OnRankDone for each rank
     uint64_t run;
     std::vector<std::string> addresses;  // by rank of the whole run
+    std::vector<LinkProbe> probes;       // pairings of its ranks, for before the first layer
   };
   struct StopRun {  // at a block's boundary, whatever it is at; → OnRunStopped, then nothing more of this run
     uint64_t run;

@@ -228,11 +228,15 @@ TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {
   EXPECT_EQ(ToEngineOptions(*Load("")).partial_dtype, DType::kF32);
 }
 
-TEST_F(ConfigTest, ALinkInsideAHostIsThatBetweenHostsUnlessSaid) {
-  const auto config = Load("pool: {link_bytes_per_second: 5, link_latency: 3ms}");
+TEST_F(ConfigTest, LinksThatAreLeftOutStayUnset) {
+  const auto config = Load("pool: {host_bytes_per_second: 0}");
   ASSERT_TRUE(config.ok()) << config.status();
-  EXPECT_EQ(config->pool().host_link_bytes_per_second(), 5);
-  EXPECT_EQ(config->pool().host_link_latency().nanos(), 3'000'000);
+  EXPECT_TRUE(config->pool().has_host_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_link_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_link_latency());
+  EXPECT_FALSE(config->pool().has_host_link_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_host_link_latency());
+  EXPECT_EQ(Refusal("pool: {link_latency: 0s}"), "FILE:1: pool.link_latency: must be above 0s");
 }
 
 TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {

@@ -1,7 +1,9 @@
 #include "tests/server/pool_simulation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <limits>
 #include <mutex>
 #include <tuple>
 #include <utility>
@@ -21,6 +23,15 @@ constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every r
 constexpr absl::Duration kHungBound =
     absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
 constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
+
+// The network: what a flow moves, and what the flows out of a host do together.
+constexpr Link kOnHost = {.latency_seconds = 5e-5, .bytes_per_second = 2e9};
+constexpr Link kBetweenHosts = {.latency_seconds = 1e-3, .bytes_per_second = 1e8};
+constexpr double kOutOfHost = 1.5e8;
+constexpr Link kAssumed = {.latency_seconds = 2e-4, .bytes_per_second = 1e9};
+constexpr double kProbeSeconds = 0.02;
+
+int HostOf(int node) { return node / 2; }
 
 v1::ModelId SimulatedModel() {
   v1::ModelId model;
@@ -51,10 +62,15 @@ const ModelShape& SimulatedShape() {
 // Planning is pure: what one story has planned, the next need not plan again.
 absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t tokens,
                                           const PrefillOptions& options) {
+  using Key = std::tuple<int64_t, std::vector<int>, double, double, double>;
   static std::mutex mutex;
-  static std::map<std::pair<int, int64_t>, absl::StatusOr<PlanChoice>> plans;
+  static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
-  auto [entry, fresh] = plans.try_emplace({capacity.ranks, tokens}, absl::UnknownError("not planned"));
+  const Topology& links = capacity.topology;
+  auto [entry, fresh] =
+      plans.try_emplace(Key{tokens, links.node_of_seat, links.same_node.bytes_per_second,
+                            links.between_nodes.bytes_per_second, links.node_bytes_per_second},
+                        absl::UnknownError("not planned"));
   if (fresh) {
     EngineOptions defaults;
     defaults.stripe = 2;
@@ -142,6 +158,10 @@ void PoolSimulation::StartLeader() {
   options.vocab = kVocab;
   options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
   options.heartbeat_interval = 2 * kTick;
+  leader_measures_links_ = Chance(0.5);
+  options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
+  options.links.links.between_nodes = leader_measures_links_ ? kAssumed : kBetweenHosts;
+  options.links.measure.fill(leader_measures_links_);
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
   run_sent_ = 0;
   Note("leader starts");
@@ -174,7 +194,7 @@ void PoolSimulation::StartNode(int index) {
   offer.set_protocol(kControlProtocol);
   offer.set_build("simulated");
   offer.set_name(node.name);
-  offer.set_host(absl::StrCat("host", index / 2));
+  offer.set_host(absl::StrCat("host", HostOf(index)));
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
   offer.set_memory_bytes(static_cast<uint64_t>(kRankMemory * node.ranks));
   offer.set_peak_flops(1e12);
@@ -269,6 +289,7 @@ void PoolSimulation::DoLeaderActions() {
   for (const Leader::WorkerView& worker : leader_->workers()) {
     if (!names.insert(worker.offer->name()).second) Fail("two members of one name");
   }
+  CheckLinks(/*all_measured=*/false);
 }
 
 void PoolSimulation::DoNodeActions(int index) {
@@ -508,14 +529,77 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
     mesh->members.resize(start.addresses.size());
   }
   host.mesh = mesh;
+  CheckProbes(start.probes, *host.part);
+  host.probes = start.probes;
   for (size_t i = 0; i < host.addresses.size(); ++i) {
     const int rank = first + static_cast<int>(i);
     mesh->members[rank] = {
         .node = index, .incarnation = node.incarnation, .done = 0, .digest = Digest(*host.part, rank)};
     host.ranks.push_back({.rank = rank});
   }
-  for (size_t i = 0; i < host.addresses.size() && nodes_[index].machine != nullptr; ++i) {
-    BeginOperation(index, first + static_cast<int>(i));
+  const auto begin = [this, index, first, mesh] {
+    for (size_t i = 0; nodes_[index].host.mesh == mesh && i < nodes_[index].host.ranks.size(); ++i) {
+      if (!nodes_[index].host.ranks[i].over) BeginOperation(index, first + static_cast<int>(i));
+    }
+  };
+  if (host.probes.empty()) return begin();
+  After(absl::Seconds(kProbeSeconds * static_cast<double>(host.probes.size())), index, begin);
+}
+
+// Only what the leader does not know is measured, by ranks that have such a link.
+void PoolSimulation::CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part) {
+  const bool of_this_leader = part.epoch >= kEpochsOfALeader * leader_incarnation_;
+  if (!probes.empty() && of_this_leader && !leader_measures_links_) Fail("links that are given are measured");
+  const int ranks = part.plan.ranks();
+  for (const LinkProbe& probe : probes) {
+    int alone = 0;
+    for (size_t rank = 0; rank < probe.peer_of_rank.size(); ++rank) {
+      alone += probe.peer_of_rank[rank] == static_cast<int>(rank) ? 1 : 0;
+    }
+    if (!IsPairing(probe, ranks) || alone == ranks) Fail("a probe without pairs of ranks");
+  }
+}
+
+// By the virtual network; or nonsense, as long as there are faults.
+std::optional<meshfill::Link> PoolSimulation::MeasuredLink(const LinkProbe& probe, const Mesh& mesh,
+                                                           int rank) {
+  const auto leaves_host = [&](int of) {
+    return HostOf(mesh.members[of].node) != HostOf(mesh.members[probe.peer_of_rank[of]].node);
+  };
+  if (probe.peer_of_rank[rank] == rank) return std::nullopt;
+  if (!healed_ && Chance(0.1)) {
+    constexpr double kNonsense[] = {0, -1, std::numeric_limits<double>::quiet_NaN(),
+                                    std::numeric_limits<double>::infinity(), 1e300};
+    return meshfill::Link{.latency_seconds = kNonsense[Draw(1, 4)],
+                          .bytes_per_second = kNonsense[Draw(0, 4)]};
+  }
+  if (!leaves_host(rank)) return kOnHost;
+  int flows = 0;
+  for (size_t other = 0; other < mesh.members.size(); ++other) {
+    const bool same_host = HostOf(mesh.members[other].node) == HostOf(mesh.members[rank].node);
+    flows += same_host && leaves_host(static_cast<int>(other)) ? 1 : 0;
+  }
+  return meshfill::Link{.latency_seconds = kBetweenHosts.latency_seconds,
+                        .bytes_per_second = std::min(kBetweenHosts.bytes_per_second, kOutOfHost / flows)};
+}
+
+// The leader plans with what is so, or with what it began with; with the former after a run on all ranks.
+void PoolSimulation::CheckLinks(bool all_measured) {
+  const Topology links = leader_->capacity().topology;
+  const auto is = [](double value, double either, double other) {
+    return value == other || std::abs(value / either - 1) < 1e-9;
+  };
+  constexpr double kNothingShared = std::numeric_limits<double>::infinity();
+  if (!is(links.same_node.bytes_per_second, kOnHost.bytes_per_second, kAssumed.bytes_per_second) ||
+      !is(links.same_node.latency_seconds, kOnHost.latency_seconds, kAssumed.latency_seconds) ||
+      !is(links.between_nodes.bytes_per_second, kBetweenHosts.bytes_per_second, kAssumed.bytes_per_second) ||
+      !is(links.between_nodes.latency_seconds, kBetweenHosts.latency_seconds, kAssumed.latency_seconds) ||
+      !is(links.node_bytes_per_second, kOutOfHost, kNothingShared)) {
+    Fail("plans with links that nobody has");
+  }
+  for (const PoolLink& link : leader_->links()) {
+    const bool known = link.source == (leader_measures_links_ ? "measured" : "given");
+    if (all_measured && !known) Fail(absl::StrCat("the link ", link.where, " is ", link.source));
   }
 }
 
@@ -609,6 +693,8 @@ void PoolSimulation::FinishRank(int index, int rank) {
     node.host.ranks[rank - part.first_rank].over = true;
     RankOutput output;
     output.stats.blocks = static_cast<int64_t>(part.number);
+    for (const LinkProbe& probe : node.host.probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
+    output.probe_seconds = kProbeSeconds * static_cast<double>(node.host.probes.size());
     if (part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
       uint64_t sum = 0;
       for (const Mesh::Member& member : mesh->members) sum += member.digest;
@@ -698,6 +784,7 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
       if (stats.blocks != static_cast<int64_t>(run_sent_)) Fail("a result put together from two runs");
     }
     if (request.poisonous) Fail("a poisonous request has a result");
+    if (request.calm && result.plan.ranks() == leader_->capacity().ranks) CheckLinks(/*all_measured=*/true);
   } else {
     ++census_.errors;
     Note(absl::StrCat("error: ", answer.result.status().ToString()));

@@ -10,6 +10,9 @@
 // What is computed: each rank adds up a hash of its tokens and positions; the rank of the last token answers
 // with the sum over the mesh and the run's number as its logits. So a result of an incomplete or an old run
 // shows.
+//
+// What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
+// that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_SIMULATION_H_
 #define MESHFILL_TESTS_SERVER_POOL_SIMULATION_H_
 
@@ -86,6 +89,7 @@ class PoolSimulation {
   struct Host {
     std::optional<WorkerMachine::RunPart> part;
     std::vector<std::string> addresses;
+    std::vector<LinkProbe> probes;
     std::vector<HostRank> ranks;
     std::shared_ptr<Mesh> mesh;
   };
@@ -163,6 +167,9 @@ class PoolSimulation {
   void EndOperation(int node, int rank);
   void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
   void FinishRank(int node, int rank);
+  void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
+  std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
+  void CheckLinks(bool all_measured);
   void RankFails(const std::shared_ptr<Mesh>& mesh, int rank);
   uint64_t Digest(const WorkerMachine::RunPart& part, int rank) const;
   static uint64_t Mix(uint64_t token, uint64_t id);
@@ -196,6 +203,7 @@ class PoolSimulation {
 
   std::unique_ptr<Leader> leader_;  // null: dead
   int leader_incarnation_ = 0;
+  bool leader_measures_links_ = false;
   std::vector<Node> nodes_;
   std::map<uint64_t, Link> links_;
   uint64_t last_link_ = 0;

@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 import unittest
+import urllib.request
 
 from cli_harness import TIMEOUT_SECONDS, run
 from pool_harness import SILENCE_SECONDS, PoolTestCase
@@ -62,6 +63,31 @@ class PoolTest(PoolTestCase):
         again = self.tmp / "again.logits"
         self.succeed("prefill", "--server", self.address, *options, again)
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
+
+    def test_links_that_are_not_given_are_measured_once(self):
+        self.workers("a", "b")
+        files = [self.tmp / f"measured{i}.logits" for i in range(3)]
+        answers = [self.prefill(self.prompt, "--tile", "1x2", "--logits-out", file) for file in files[:2]]
+        number, unit, latency = self.leader.wait_for(
+            r"links measured: on a host (\S+) ([kMG])B/s, (\S+) [um]s; it took ").groups()
+        bytes_per_second = float(number) * {"k": 1e3, "M": 1e6, "G": 1e9}[unit]
+        self.assertTrue(1e6 < bytes_per_second < 1e12, bytes_per_second)
+        self.assertTrue(0 < float(latency) < 1000, latency)
+        self.assertEqual(self.logged("links measured"), 1)
+        status = json.load(urllib.request.urlopen(f"http://{self.metrics_address}/status.json", timeout=5))
+        (link,) = status["pool"]["links"]
+        self.assertEqual((link["where"], link["source"]), ("on a host", "measured"))
+        self.assertAlmostEqual(link["bytes_per_second"] / bytes_per_second, 1, places=2)
+
+        self.leader.end()
+        self.start_leader(f"pool.control_listen={self.control}", "pool.host_link_bytes_per_second=1e9")
+        self.leader.wait_for("joined from", count=2)
+        answers.append(self.prefill(self.prompt, "--tile", "1x2", "--logits-out", files[2]))
+        self.assertEqual(self.logged("links measured"), 0)
+        for answer in answers:
+            self.assertEqual(answer["comm_bytes"], answers[0]["comm_bytes"])
+        for file in files:
+            self.assertEqual(file.read_bytes(), files[0].read_bytes())
 
     def test_a_worker_dies_and_one_is_stopped_in_the_middle(self):
         prompt = self.tmp / "middle.bytes"
