@@ -249,7 +249,7 @@ void Leader::TakeLinks(Result& result) {
     if (seat.probe_seconds > seconds && seat.probe_seconds < result.seconds) seconds = seat.probe_seconds;
   }
   Log(absl::StrCat(survey_.Take(run_->probes, by_rank), "; it took ",
-                   absl::FormatDuration(absl::Seconds(seconds))));
+                   absl::FormatDuration(absl::Trunc(absl::Seconds(seconds), absl::Milliseconds(1)))));
   result.seconds -= seconds;
   result.probed = true;
 }
