@@ -120,7 +120,7 @@ TEST_F(RankHostTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   ASSERT_TRUE(host.ok()) << host.status();
   const auto run_well = [&] {
     (*host)->Prepare(Part());
-    (*host)->Start(run_, ear.Addresses(run_));
+    (*host)->Start(run_, ear.Addresses(run_), {});
     const absl::Status ended = ear.Ended(run_);
     EXPECT_TRUE(ended.ok()) << ended;
     (*host)->Release(run_);
@@ -152,7 +152,7 @@ TEST_F(RankHostTest, GetsOnWhileItConnects) {
   (*host)->Prepare(std::move(part));
   std::vector<std::string> addresses = ear.Addresses(run_);
   addresses.resize(2 * kRanks, addresses.back());
-  (*host)->Start(run_, addresses);
+  (*host)->Start(run_, addresses, {});
   std::vector<WorkerMachine::RankProgress> last;
   for (int reports = 0; reports < 5;) {
     const auto progress = (*host)->progress();
@@ -185,7 +185,7 @@ TEST_F(RankHostTest, ZzSaysThatADeviceIsLost) {
   const std::vector<std::string> addresses = ear.Addresses(run_);
   EXPECT_FALSE((*host)->lost());
   FakeCuda::BreakDevice();
-  (*host)->Start(run_, addresses);
+  (*host)->Start(run_, addresses, {});
   EXPECT_TRUE(absl::IsUnavailable(ear.Ended(run_)));
   EXPECT_TRUE((*host)->lost());
   (*host)->Stop(run_, "a rank has failed");
