@@ -22,7 +22,7 @@ if ! nvidia-smi -L >/dev/null 2>&1; then
   echo "  tests on a GPU            deploy/check-gpu.sh --build here, then all on a machine with one (label gpu: not run)"
 fi
 echo "  failures at length        tests/server/pool_churn.py, tests/server/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"
-echo "  the simulation's own test tests/server/planted_bugs/run.sh (builds it with 14 bugs in turn)"
+echo "  the simulation's own test tests/server/planted_bugs/run.sh (builds it with each of the bugs in turn)"
 echo "  slow links                tests/server/throttled_network.py (needs root)"
 echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"
 echo "  dashboards and alerts     deploy/check-dashboards.sh (installs prometheus)"
