@@ -95,7 +95,7 @@ struct PoolMember {
 struct PoolLink {
   std::string where;   // "between hosts", "on a host", "out of a host": its flows together
   Link link;           // out of a host: no latency, and 0 bytes/s where nothing is shared
-  std::string source;  // given, measured, measured before (the pool changed), assumed
+  std::string source;  // given (or its default), measured, measured before (the pool changed), assumed (until measured)
 };
 
 class PrefillEngine {

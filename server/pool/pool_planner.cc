@@ -45,6 +45,7 @@ Topology LinksOf(const v1::PoolSection& pool) {
 
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
   ConfiguredLinks configured{.links = LinksOf(pool)};
+  if (!pool.measure_links()) return configured;
   const auto left_out = [&](LinkClass of) -> bool& { return configured.measure[static_cast<int>(of)]; };
   left_out(LinkClass::kBetweenHosts) = !pool.has_link_bytes_per_second() && !pool.has_link_latency();
   left_out(LinkClass::kOnHost) = !pool.has_host_link_bytes_per_second() && !pool.has_host_link_latency();

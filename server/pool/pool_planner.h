@@ -15,7 +15,7 @@ namespace meshfill {
 // on a host, and nothing shared. Without seats.
 Topology LinksOf(const v1::PoolSection& pool);
 
-// The same, and which classes it leaves out: those with neither bytes/s nor latency.
+// The same, and which classes it leaves to be measured: those with neither bytes/s nor latency.
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,

@@ -369,6 +369,7 @@ class MeasuringLeaderTest : public LeaderTest {
   static Leader::Options LeftOut() {
     Leader::Options options = Options();
     v1::PoolSection pool;
+    pool.set_measure_links(true);
     pool.set_host_link_bytes_per_second(5e9);
     options.links = ConfiguredLinksOf(pool);
     return options;
@@ -472,8 +473,10 @@ TEST_F(MeasuringLeaderTest, ARunThatEndsEarlyLeavesTheLinksToTheNext) {
   EXPECT_EQ(planned_with_.back().between_nodes.bytes_per_second, 1e9);
 }
 
-TEST(LinksOfTest, WhatIsLeftOutIsMeasured) {
+TEST(LinksOfTest, WhatIsLeftOutIsMeasuredWhereAsked) {
   v1::PoolSection pool;
+  EXPECT_EQ(ConfiguredLinksOf(pool).measure, (std::array<bool, kLinkClasses>{}));
+  pool.set_measure_links(true);
   ConfiguredLinks links = ConfiguredLinksOf(pool);
   EXPECT_EQ(links.measure, (std::array<bool, kLinkClasses>{true, true, true}));
   EXPECT_EQ(links.links.between_nodes, (Link{.latency_seconds = 200e-6, .bytes_per_second = 1e9}));

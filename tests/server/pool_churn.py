@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """A pool of 8 worker processes under churn: requests while workers are killed, stopped and started again.
 
-Every request must be answered once, and rightly: with the bits of an undisturbed embedded pool under the same plan.
+Every request must be answered once, and rightly: as an undisturbed embedded pool does under the same plan
+(expected_logits.py). With --measured the pool measures its links.
 A kill must be noticed within 0.2 s, a stop within 2 s, and no client may wait for more than 5 s. Prints what it saw,
 and ends with 1 where one of these does not hold. Takes minutes; the ordinary tests do not run it.
 
-Usage: pool_churn.py PATH_OF_MESHFILL [--requests N] [--every SECONDS] [--seed N]
+Usage: pool_churn.py PATH_OF_MESHFILL [--requests N] [--every SECONDS] [--seed N] [--measured]
 """
 import argparse
 import json
@@ -19,7 +20,8 @@ import threading
 import time
 import urllib.request
 
-from cli_harness import MESHFILL, run
+from cli_harness import run
+from expected_logits import ExpectedLogits
 from pool_process import Process
 
 WORKERS = 8
@@ -39,9 +41,10 @@ class Churn:
         assert made.returncode == 0, made.stderr
         self.prompt = folder / "prompt.bytes"
         self.prompt.write_bytes(self.random.randbytes(TOKENS))
+        links = "  measure_links: true\n" if arguments.measured else ""
         (folder / "pool.yaml").write_text(
             f"model:\n  path: {model}\nlisten: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\n"
-            "pool:\n  control_listen: 127.0.0.1:0\n")
+            f"pool:\n  control_listen: 127.0.0.1:0\n{links}")
         (folder / "worker.yaml").write_text(
             f"model:\n  path: {model}\n"
             "pool:\n  worker:\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 1GiB\n")
@@ -52,7 +55,7 @@ class Churn:
         self.address = self.leader.wait_for(r"Z listening on (\S+:\d+)").group(1)
         self.control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
         self.workers = {}
-        self.expected = {}  # by plan: logits
+        self.expected = ExpectedLogits(folder / "embedded.yaml", self.prompt, folder)
         self.noticed = {signal.SIGKILL: [], signal.SIGSTOP: []}
         self.quit = threading.Event()
 
@@ -78,18 +81,6 @@ class Churn:
             self.start(name)
             self.workers[name].wait_for("joined the pool", seconds=30)
 
-    def logits_of(self, plan):
-        """Of an undisturbed run under this plan."""
-        key = tuple(plan[name] for name in ("ranks", "heads", "a", "b", "layout", "stripe"))
-        if key not in self.expected:
-            out = self.folder / "expected"
-            done = run("prefill", "--config", self.folder / "embedded.yaml", "--ranks", plan["ranks"], "--heads",
-                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--layout", plan["layout"], "--stripe",
-                       max(1, plan["stripe"]), "--tokens", self.prompt, "--format", "bytes", "--logits-out", out)
-            assert done.returncode == 0, done.stderr
-            self.expected[key] = out.read_bytes()
-        return self.expected[key]
-
     def run(self):
         for index in range(WORKERS):
             self.start(f"w{index}")
@@ -108,7 +99,7 @@ class Churn:
             if done.returncode != 0:
                 errors += 1
                 print(done.stderr.decode(), end="")
-            elif logits.read_bytes() != self.logits_of(json.loads(done.stdout)["plan"]):
+            elif not self.expected.is_right(json.loads(done.stdout)["plan"], logits):
                 wrong += 1
         self.quit.set()
         disturber.join()
@@ -129,7 +120,7 @@ class Churn:
         seconds.sort()
         print(f"{requests} requests: {errors} errors, {wrong} wrong, {answered} answers told; "
               f"{ended} epochs ended in a run")
-        print("plans (ranks, heads, a, b, layout, stripe): " + ", ".join(map(str, sorted(self.expected))))
+        print(self.expected)
         print(f"seconds of a request: median {seconds[len(seconds) // 2]:.2f}, "
               f"most {seconds[-1]:.2f} (limit {ANSWER_SECONDS})")
         good = errors == 0 and wrong == 0 and answered == requests and seconds[-1] <= ANSWER_SECONDS
@@ -148,6 +139,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--every", type=float, default=3, help="seconds between disturbances, on average")
+    parser.add_argument("--measured", action="store_true", help="let the pool measure its links")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}")

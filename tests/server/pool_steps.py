@@ -26,6 +26,7 @@ import time
 
 from cli_harness import MESHFILL, TIMEOUT_SECONDS, run
 from control_relay import ControlRelay
+from expected_logits import ExpectedLogits
 from pool_process import Process
 
 WORKERS, LAYERS = 8, 4
@@ -108,15 +109,14 @@ class Pool:
         self.prompt = self.write_prompt("prompt", TOKENS)
         self.cancel_prompt = self.write_prompt("long", CANCEL_TOKENS)
         self.next_prompt = self.write_prompt("next", NEXT_TOKENS)
-        # A greedy schedule is a function of the tile alone, so that a plan's bits are known by its shape.
         (folder / "pool.yaml").write_text(
-            f"model:\n  path: {self.model}\nlisten: 127.0.0.1:0\nmetrics_listen: ''\nplan:\n  schedule: greedy\n"
+            f"model:\n  path: {self.model}\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n"
             "pool:\n  control_listen: 127.0.0.1:0\n")
         (folder / "worker.yaml").write_text(
             f"model:\n  path: {self.model}\n"
             "pool:\n  worker:\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 1GiB\n")
         (folder / "embedded.yaml").write_text(
-            f"model:\n  path: {self.model}\nplan:\n  schedule: greedy\n"
+            f"model:\n  path: {self.model}\n"
             "pool:\n  embedded:\n    threads: 2\n    peak_flops: 1e11\n")
         self.leader = Process("serve", "--config", folder / "pool.yaml")
         self.address = self.leader.wait_for(r"Z listening on (\S+:\d+)").group(1)
@@ -126,7 +126,7 @@ class Pool:
         self.passed = []  # name, kind and time of messages, while no trap is set
         self.relays = {}
         self.workers = {}
-        self.expected = {}  # by plan: logits
+        self.expected = ExpectedLogits(folder / "embedded.yaml", self.prompt, folder)
         for index in range(WORKERS):
             name = f"w{index}"
             self.relays[name] = ControlRelay(self.control, lambda message, name=name: self.on_message(name, message))
@@ -163,18 +163,6 @@ class Pool:
 
     def losses(self, name):
         return sum(f'Z worker "{name}" is lost' in line for line in list(self.leader.lines))
-
-    def is_right(self, plan, logits):
-        """Against an undisturbed run under this plan."""
-        key = tuple(plan[name] for name in ("ranks", "heads", "a", "b", "layout", "stripe"))
-        if key not in self.expected:
-            out = self.folder / "expected"
-            done = run("prefill", "--config", self.folder / "embedded.yaml", "--ranks", plan["ranks"], "--heads",
-                       plan["heads"], "--tile", f'{plan["a"]}x{plan["b"]}', "--layout", plan["layout"], "--stripe",
-                       max(1, plan["stripe"]), "--tokens", self.prompt, "--format", "bytes", "--logits-out", out)
-            assert done.returncode == 0, done.stderr
-            self.expected[key] = out.read_bytes()
-        return logits.read_bytes() == self.expected[key]
 
     def heal(self, name):
         self.workers[name].end()
@@ -236,7 +224,7 @@ def strike(pool, step, number, tally):
     elif client.returncode != 0:
         tally.lost += 1
         print(error.decode(), end="")
-    elif not pool.is_right(json.loads(out)["plan"], logits):
+    elif not pool.expected.is_right(json.loads(out)["plan"], logits):
         tally.wrong += 1
     for name in {trap.victim, in_the_middle.victim} - {None}:
         pool.heal(name)

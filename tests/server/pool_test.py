@@ -65,6 +65,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
 
     def test_links_that_are_not_given_are_measured_once(self):
+        self.leader.end()
+        self.start_leader("pool.measure_links=true")
         self.workers("a", "b")
         files = [self.tmp / f"measured{i}.logits" for i in range(3)]
         answers = [self.prefill(self.prompt, "--tile", "1x2", "--logits-out", file) for file in files[:2]]
@@ -80,7 +82,7 @@ class PoolTest(PoolTestCase):
         self.assertAlmostEqual(link["bytes_per_second"] / bytes_per_second, 1, places=2)
 
         self.leader.end()
-        self.start_leader(f"pool.control_listen={self.control}", "pool.host_link_bytes_per_second=1e9")
+        self.start_leader(f"pool.control_listen={self.control}", "pool.measure_links=true", "pool.host_link_bytes_per_second=1e9")
         self.leader.wait_for("joined from", count=2)
         answers.append(self.prefill(self.prompt, "--tile", "1x2", "--logits-out", files[2]))
         self.assertEqual(self.logged("links measured"), 0)

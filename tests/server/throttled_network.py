@@ -118,7 +118,7 @@ class Pool:
             f"model:\n  path: {model}\n  dtype: bf16\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n"
             "plan:\n  partial_dtype: model\n  layout: striped\n"
             f"pool:\n  control_listen: {SUBNET}.1:0\n  tls:\n    insecure: true\n"
-            + ("" if self.measured else f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n")
+            + ("  measure_links: true\n" if self.measured else f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n")
             + "  hang_timeout: 20s\n")  # 16 processes share this machine's cores
         (folder / "worker.yaml").write_text(
             f"model:\n  path: {model}\n  dtype: bf16\npool:\n  tls:\n    insecure: true\n"
