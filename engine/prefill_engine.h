@@ -93,9 +93,10 @@ struct PoolMember {
 
 // What connects the ranks of a pool of processes, as plans have it.
 struct PoolLink {
-  std::string where;   // "between hosts", "on a host", "out of a host": its flows together
-  Link link;           // out of a host: no latency, and 0 bytes/s where nothing is shared
-  std::string source;  // given (or its default), measured, measured before (the pool changed), assumed (until measured)
+  std::string where;  // "between hosts", "on a host", "out of a host": its flows together
+  Link link;          // out of a host: no latency, and 0 bytes/s where nothing is shared
+  // given (or its default), measured, measured before (the pool changed), assumed (until measured)
+  std::string source;
 };
 
 class PrefillEngine {
