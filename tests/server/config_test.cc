@@ -126,10 +126,11 @@ TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
 }
 
 TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
-  EXPECT_EQ(Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
-            "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
-            "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
-            "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
+  EXPECT_EQ(
+      Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
+      "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
+      "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
+      "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
             "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
             "pool, queue");
