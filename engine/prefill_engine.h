@@ -1,4 +1,6 @@
-// A model on an embedded pool: ranks are threads of this process. What the server and the commands call.
+// The seam to whatever prefills prompts with one model: what the server and the commands call.
+// Implementations: an embedded pool (engine/embedded_engine.h) and a pool of workers
+// (server/pool/pool_engine.h).
 #ifndef MESHFILL_ENGINE_PREFILL_ENGINE_H_
 #define MESHFILL_ENGINE_PREFILL_ENGINE_H_
 
@@ -11,32 +13,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "engine/device.h"
-#include "engine/kv_cache.h"
-#include "engine/model_shape.h"
-#include "engine/plan.h"
-#include "engine/planner.h"
-#include "engine/rank_stats.h"
-#include "engine/timeline.h"
+#include "engine/kv/kv_cache.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/plan.h"
+#include "engine/plan/planner.h"
+#include "engine/run/rank_stats.h"
+#include "engine/schedule/timeline.h"
 #include "kernels/stop_token.h"
 
 namespace meshfill {
-
-struct EngineOptions {
-  std::string model_path;                     // a Hugging Face folder
-  int ranks = 1;                              // 1 to 64
-  DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
-  std::optional<DType> dtype;  // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
-  std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
-  int64_t stripe = 64;
-  std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
-  ScheduleChoice schedule = ScheduleChoice::kAuto;
-  double peak_flops = 0;                  // sum of the ranks' peak FLOP/s; 0: measured at load
-  int64_t memory_budget_bytes = 0;        // activations of one prefill; 0: 80 % of what is free after load
-  int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
-  int threads = 0;                        // CPU threads of the pool; 0: one per core
-  std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
-};
 
 struct PrefillOptions {
   std::optional<Tile> tile;          // default: the planner's choice
@@ -48,10 +33,6 @@ struct PrefillOptions {
   bool keep_kv = false;        // keep K and V of every layer in the result
   bool keep_timeline = false;  // record what every rank does when
 };
-
-// What a prompt of `tokens` is planned from: the engine's options where the request leaves them open. A
-// layout that both leave open is striped where the request fixes the tile or the stripe.
-PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens);
 
 // Called from the engine's threads; must return quickly.
 class PrefillObserver {
@@ -102,9 +83,6 @@ struct PoolLink {
 class PrefillEngine {
  public:
   virtual ~PrefillEngine() = default;
-
-  // INVALID_ARGUMENT: a broken model folder or options (what, where, what to do). NOT_FOUND: no such folder.
-  static absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const EngineOptions& options);
 
   virtual const ModelShape& model() const = 0;
   virtual const std::string& model_name() const = 0;  // the folder's base name

@@ -23,30 +23,6 @@ std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) 
 
 }  // namespace
 
-absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
-                                const PrefillOptions& options) {
-  if (tokens > model.context_tokens) {
-    return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name,
-                                              " is for ", model.context_tokens,
-                                              " at most; shorten the prompt"));
-  }
-  if (options.top_k < 1 || options.top_k > model.vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckTokenIds(const ModelShape& model, const std::string& model_name,
-                           std::span<const uint32_t> tokens) {
-  const int64_t vocab = model.vocab;
-  const auto bad = std::find_if(tokens.begin(), tokens.end(), [vocab](uint32_t id) { return id >= vocab; });
-  if (bad == tokens.end()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("token ", bad - tokens.begin(), " has id ", *bad,
-                                                 ", outside the vocabulary of ", vocab,
-                                                 "; use the tokenizer of model ", model_name));
-}
-
 absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
                               int top_k, PrefillResult& result) {
   for (const RankStats& stats : result.ranks) {

@@ -166,7 +166,7 @@ struct DeviceMessage {
 struct Grain {
   int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
   int host_threads = 1;         // for what the host does while the device waits
-  // Of the operations that its speed is measured with (engine/layer_probe.h).
+  // Of the operations that its speed is measured with (engine/speed/layer_probe.h).
   int64_t probe_width = 2048;
   int probe_kv_heads = 2;
   double probe_flops = 4e9;

@@ -14,13 +14,13 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "server/commands/bench.h"
-#include "server/commands/make_model.h"
-#include "server/commands/plan.h"
-#include "server/commands/prefill.h"
-#include "server/commands/serve.h"
-#include "server/commands/simulate.h"
-#include "server/commands/worker.h"
+#include "server/cli/commands/bench.h"
+#include "server/cli/commands/make_model.h"
+#include "server/cli/commands/plan.h"
+#include "server/cli/commands/prefill.h"
+#include "server/cli/commands/serve.h"
+#include "server/cli/commands/simulate.h"
+#include "server/cli/commands/worker.h"
 
 namespace meshfill {
 namespace {

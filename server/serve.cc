@@ -10,16 +10,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "engine/monotonic_time.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
-#include "server/config.h"
-#include "server/front_end.h"
-#include "server/http_pages.h"
-#include "server/log.h"
-#include "server/metrics.h"
+#include "server/api/front_end.h"
+#include "server/config/config.h"
+#include "server/observe/http_pages.h"
+#include "server/observe/log.h"
+#include "server/observe/metrics.h"
+#include "server/observe/status_page.h"
 #include "server/pool/pool_engine.h"
 #include "server/shutdown_signals.h"
-#include "server/status_page.h"
 
 namespace meshfill {
 namespace {
@@ -38,7 +39,7 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> StartPool(const v1::Config& confi
 
 // Loads an embedded pool, on a thread of its own so that a signal is heard meanwhile.
 absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, ShutdownSignals& signals) {
-  auto loading = std::async(std::launch::async, [&] { return PrefillEngine::Load(ToEngineOptions(config)); });
+  auto loading = std::async(std::launch::async, [&] { return LoadEmbeddedEngine(ToEngineOptions(config)); });
   while (loading.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
     if (!signals.Wait(kPoll)) continue;
     // Nothing has been accepted yet, and a load cannot be interrupted: leave without waiting for it.

@@ -10,7 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "engine/monotonic_time.h"
+#include "engine/comm/monotonic_time.h"
 
 namespace meshfill {
 namespace {

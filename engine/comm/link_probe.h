@@ -19,7 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
-#include "engine/topology.h"
+#include "engine/mesh/topology.h"
 #include "kernels/backend.h"
 
 namespace meshfill {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "engine/model/model_shape.h"
 #include "engine/model/rope_config.h"
-#include "engine/model_shape.h"
 
 namespace meshfill {
 

@@ -2,7 +2,7 @@
 // heads before, and back after (DESIGN §4). h = n is Ulysses.
 //
 // Rank p·h + i is member i of the head group at place p, and works on the i-th part of the heads. As in
-// engine/head_exchange.h an all-to-all of one tensor is h − 1 messages, each one h-th of what a rank will
+// engine/run/head_exchange.h an all-to-all of one tensor is h − 1 messages, each one h-th of what a rank will
 // hold, all under way at once; the tensors go in turn. KV heads fewer than the members are replicated: every
 // member gets at least one, and its bytes count.
 #ifndef MESHFILL_ENGINE_SIM_HEAD_GROUPS_H_

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "engine/placement.h"
+#include "engine/mesh/placement.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/rank_program.h"
 

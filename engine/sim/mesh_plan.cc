@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/backward_schedule.h"
-#include "engine/optimal_schedule.h"
-#include "engine/schedule.h"
+#include "engine/schedule/optimal_schedule.h"
+#include "engine/schedule/schedule.h"
+#include "engine/sim/backward_schedule.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_rings.h"

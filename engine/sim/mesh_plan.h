@@ -5,8 +5,8 @@
 
 #include <string>
 
-#include "engine/mesh.h"
-#include "engine/placement.h"
+#include "engine/mesh/mesh.h"
+#include "engine/mesh/placement.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/mesh_program.h"

@@ -1,16 +1,16 @@
-// Mesh-Attention as a program of the simulator: engine/executor.cc's order of messages and blocks, with the
-// bytes and FLOPs of each. Covers Ring (a = 1), pass-Q (b = 1), and both inside head groups (USP, Ulysses,
-// head × mesh).
+// Mesh-Attention as a program of the simulator: engine/run/executor.cc's order of messages and blocks, with
+// the bytes and FLOPs of each. Covers Ring (a = 1), pass-Q (b = 1), and both inside head groups (USP,
+// Ulysses, head × mesh).
 //
 // Bytes per rank: forward (a−1) Q + (b−1) KV + (a−1) O; backward (a−1) (OdOQ + dQ) + (b−1) (KV + dKV); with h
 // > 1 also (h−1)/h of Q, KV and O forward, of OdOQ, KV, dQ and dKV backward.
 #ifndef MESHFILL_ENGINE_SIM_MESH_PROGRAM_H_
 #define MESHFILL_ENGINE_SIM_MESH_PROGRAM_H_
 
-#include "engine/backward_schedule.h"
-#include "engine/placement.h"
-#include "engine/schedule.h"
+#include "engine/mesh/placement.h"
+#include "engine/schedule/schedule.h"
 #include "engine/sim/attention_job.h"
+#include "engine/sim/backward_schedule.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {

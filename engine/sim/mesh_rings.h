@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "engine/mesh.h"
+#include "engine/mesh/mesh.h"
 #include "engine/sim/head_groups.h"
 
 namespace meshfill::sim {

@@ -2,7 +2,7 @@
 // and no data.
 //
 // All strategies are symmetric: one list of actions serves all ranks, and a channel says for each rank whose
-// message it receives. As in engine/executor.h a step is kStart, kCompute, kWait; double rings keep two
+// message it receives. As in engine/run/executor.h a step is kStart, kCompute, kWait; double rings keep two
 // messages under way. Memory is that of the program's order: a buffer lives from its kStart (or first block)
 // until its last use.
 #ifndef MESHFILL_ENGINE_SIM_RANK_PROGRAM_H_

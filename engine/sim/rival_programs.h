@@ -2,7 +2,7 @@
 #ifndef MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 #define MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 
-#include "engine/placement.h"
+#include "engine/mesh/placement.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/rank_program.h"
 

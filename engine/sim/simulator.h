@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/placement.h"
+#include "engine/mesh/placement.h"
+#include "engine/schedule/timeline.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/rank_program.h"
-#include "engine/timeline.h"
 
 namespace meshfill::sim {
 

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/mesh.h"
-#include "engine/placement.h"
+#include "engine/mesh/mesh.h"
+#include "engine/mesh/placement.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"

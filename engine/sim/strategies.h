@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/placement.h"
+#include "engine/mesh/placement.h"
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
 #include "engine/sim/rank_program.h"

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "engine/mesh.h"
+#include "engine/mesh/mesh.h"
 #include "server/pictures/rank_colour.h"
 
 namespace meshfill {

@@ -5,12 +5,12 @@
 
 #include <string>
 
-#include "engine/plan.h"
-#include "engine/timeline.h"
+#include "engine/plan/plan.h"
+#include "engine/schedule/timeline.h"
 
 namespace meshfill {
 
-// `layer`: the predicted attention of one layer (engine/predicted_timeline.h).
+// `layer`: the predicted attention of one layer (engine/plan/predicted_timeline.h).
 std::string PlanSvg(const Plan& plan, const Timeline& layer);
 
 }  // namespace meshfill

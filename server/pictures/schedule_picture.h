@@ -3,7 +3,7 @@
 #ifndef MESHFILL_SERVER_PICTURES_SCHEDULE_PICTURE_H_
 #define MESHFILL_SERVER_PICTURES_SCHEDULE_PICTURE_H_
 
-#include "engine/schedule.h"
+#include "engine/schedule/schedule.h"
 #include "server/pictures/svg_writer.h"
 
 namespace meshfill {

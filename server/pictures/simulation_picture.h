@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/timeline.h"
+#include "engine/schedule/timeline.h"
 
 namespace meshfill {
 

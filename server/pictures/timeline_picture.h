@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "engine/timeline.h"
+#include "engine/schedule/timeline.h"
 #include "server/pictures/svg_writer.h"
 
 namespace meshfill {

@@ -8,7 +8,7 @@
 
 #include <string>
 
-#include "engine/timeline.h"
+#include "engine/schedule/timeline.h"
 
 namespace meshfill {
 

@@ -11,8 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/control.grpc.pb.h"
+#include "server/api/status_details.h"
 #include "server/pool/control_credentials.h"
-#include "server/status_details.h"
 
 namespace meshfill {
 

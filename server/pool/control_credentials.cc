@@ -5,7 +5,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "server/address.h"
+#include "server/config/address.h"
 
 namespace meshfill {
 namespace {

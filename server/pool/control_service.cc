@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/control.grpc.pb.h"
-#include "server/address.h"
+#include "server/config/address.h"
 #include "server/pool/control_credentials.h"
 
 namespace meshfill {

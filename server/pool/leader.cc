@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/log.h"
+#include "server/observe/log.h"
 #include "server/pool/offered_speed.h"
 
 namespace meshfill {

@@ -33,7 +33,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "engine/cost_model.h"
+#include "engine/plan/cost_model.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/link_survey.h"
@@ -130,7 +130,7 @@ class Leader {
 
   Leader(Options options, PoolPlanner planner);
 
-  // ---- Events. `now` never falls and never jumps: no time of day (engine/monotonic_time.h).
+  // ---- Events. `now` never falls and never jumps: no time of day (engine/comm/monotonic_time.h).
   void OnConnected(Connection connection, absl::Time now);
   void OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, absl::Time now);

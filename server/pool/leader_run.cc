@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/log.h"
+#include "server/observe/log.h"
 #include "server/pool/leader.h"
 #include "server/pool/run_plan.h"
 

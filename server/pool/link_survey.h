@@ -27,8 +27,8 @@
 #include <vector>
 
 #include "engine/comm/link_probe.h"
+#include "engine/mesh/topology.h"
 #include "engine/prefill_engine.h"
-#include "engine/topology.h"
 
 namespace meshfill {
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "engine/model_shape.h"
+#include "engine/model/model_shape.h"
 #include "kernels/dtype.h"
 #include "meshfill/v1/control.pb.h"
 

@@ -2,7 +2,7 @@
 #ifndef MESHFILL_SERVER_POOL_OFFERED_SPEED_H_
 #define MESHFILL_SERVER_POOL_OFFERED_SPEED_H_
 
-#include "engine/cost_model.h"
+#include "engine/plan/cost_model.h"
 #include "meshfill/v1/control.pb.h"
 
 namespace meshfill {

@@ -7,10 +7,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "engine/monotonic_time.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
-#include "server/config.h"
-#include "server/log.h"
+#include "server/config/config.h"
+#include "server/observe/log.h"
 #include "server/pool/pool_planner.h"
 
 namespace meshfill {

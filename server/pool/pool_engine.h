@@ -17,10 +17,11 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "engine/devices/engine_options.h"
+#include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
-#include "engine/speed_correction.h"
 #include "meshfill/v1/config.pb.h"
-#include "server/metrics.h"
+#include "server/observe/metrics.h"
 #include "server/pool/control_service.h"
 #include "server/pool/leader.h"
 #include "server/pool/model_id.h"

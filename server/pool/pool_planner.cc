@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "engine/prefill_request.h"
 
 namespace meshfill {
 namespace {

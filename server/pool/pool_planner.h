@@ -3,8 +3,9 @@
 #define MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 
 #include "absl/status/statusor.h"
+#include "engine/devices/engine_options.h"
+#include "engine/mesh/topology.h"
 #include "engine/prefill_engine.h"
-#include "engine/topology.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/pool/leader.h"
 #include "server/pool/link_survey.h"

@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/comm/gloo.h"
-#include "engine/free_memory.h"
-#include "engine/monotonic_time.h"
-#include "server/log.h"
+#include "engine/comm/gloo/gloo.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/devices/free_memory.h"
+#include "server/observe/log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/word_hash.h"

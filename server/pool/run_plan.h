@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/plan.h"
-#include "engine/rank_stats.h"
-#include "engine/topology.h"
+#include "engine/mesh/topology.h"
+#include "engine/plan/plan.h"
+#include "engine/run/rank_stats.h"
 #include "meshfill/v1/control.pb.h"
 
 namespace meshfill {

@@ -14,7 +14,7 @@ def read(path):
 
 
 def metric_names():
-    return set(re.findall(r'"(meshfill_[a-z_]+)"', read("server/metrics.cc")))
+    return set(re.findall(r'"(meshfill_[a-z_]+)"', read("server/observe/metrics.cc")))
 
 
 def without_suffix(name):

@@ -9,9 +9,10 @@
 #include <map>
 #include <random>
 
-#include "engine/comm_bytes.h"
+#include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
-#include "engine/planner.h"
+#include "engine/plan/comm_bytes.h"
+#include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"
 #include "tests/engine/test_device.h"
 
@@ -48,11 +49,11 @@ MakeModelOptions SmallModel(ModelFamily family) {
 
 std::unique_ptr<PrefillEngine> LoadEngine(const std::string& folder, int ranks, DType dtype = DType::kF32) {
   absl::StatusOr<std::unique_ptr<PrefillEngine>> engine =
-      PrefillEngine::Load({.model_path = folder,
-                           .ranks = ranks,
-                           .device = TestDevice(),
-                           .dtype = TestsOnCuda() ? DType::kBf16 : dtype,
-                           .peak_flops = 1e12});
+      LoadEmbeddedEngine({.model_path = folder,
+                          .ranks = ranks,
+                          .device = TestDevice(),
+                          .dtype = TestsOnCuda() ? DType::kBf16 : dtype,
+                          .peak_flops = 1e12});
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? *std::move(engine) : nullptr;
 }

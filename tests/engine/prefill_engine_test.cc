@@ -13,6 +13,7 @@
 #include <fstream>
 #include <thread>
 
+#include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
 
 namespace meshfill {
@@ -38,7 +39,7 @@ class PrefillEngineTest : public testing::Test {
   }
 
   static std::unique_ptr<PrefillEngine> Load(int64_t memory_budget_bytes = 0) {
-    auto engine = PrefillEngine::Load(
+    auto engine = LoadEmbeddedEngine(
         {.model_path = folder_, .ranks = 4, .peak_flops = 1e12, .memory_budget_bytes = memory_budget_bytes});
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
@@ -161,7 +162,7 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "not run: a sanitizer takes more address space than a limit leaves";
 #endif
-  auto engine = PrefillEngine::Load({.model_path = folder_, .ranks = 16, .peak_flops = 1e12});
+  auto engine = LoadEmbeddedEngine({.model_path = folder_, .ranks = 16, .peak_flops = 1e12});
   ASSERT_TRUE(engine.ok()) << engine.status();
   int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
@@ -178,11 +179,11 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
 }
 
 TEST_F(PrefillEngineTest, RefusesBadOptionsAndFolders) {
-  EXPECT_EQ(PrefillEngine::Load({.model_path = folder_, .ranks = 0}).status().code(),
+  EXPECT_EQ(LoadEmbeddedEngine({.model_path = folder_, .ranks = 0}).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(PrefillEngine::Load({.model_path = folder_, .ranks = 65}).status().code(),
+  EXPECT_EQ(LoadEmbeddedEngine({.model_path = folder_, .ranks = 65}).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(PrefillEngine::Load({.model_path = TempDir() + "/no_such_model"}).status().code(),
+  EXPECT_EQ(LoadEmbeddedEngine({.model_path = TempDir() + "/no_such_model"}).status().code(),
             absl::StatusCode::kNotFound);
 }
 

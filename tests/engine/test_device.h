@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "engine/device.h"
+#include "engine/devices/device.h"
 
 namespace meshfill {
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/comm/nccl_library.h"
+#include "engine/comm/nccl/nccl_library.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
 namespace meshfill {

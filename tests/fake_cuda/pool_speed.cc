@@ -1,5 +1,5 @@
 // In place of a measurement: the reference's speed is nobody's, and takes long to find out.
-#include "engine/cuda_pool.h"
+#include "engine/devices/cuda_pool.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
 namespace meshfill {

@@ -1,0 +1,96 @@
+// Sockets between the ranks of one run: who listens where, who may connect, and when all of them stand.
+//
+// Rank i connects to every lower rank and is connected to by every higher one:
+//
+//     client                                 server
+//       │──── Hello: run, both ranks, ────────►│  drops whoever does not know both secrets
+//       │     both endpoints' secrets          │
+//       │◄─── Welcome: the client's secret ────│
+//
+// No byte beyond these is read, so that the sockets are as new. Whatever else comes to the port costs one
+// descriptor for a few seconds at most, and never delays a peer.
+#ifndef MESHFILL_ENGINE_COMM_GLOO_GLOO_RENDEZVOUS_H_
+#define MESHFILL_ENGINE_COMM_GLOO_GLOO_RENDEZVOUS_H_
+
+#include <sys/socket.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+// Owns a descriptor.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.Release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~FileDescriptor();
+
+  bool valid() const { return fd_ >= 0; }
+  int get() const { return fd_; }
+  int Release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_ = -1;
+};
+
+struct SocketAddress {
+  sockaddr_storage storage = {};
+  socklen_t length = 0;
+
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+class GlooRendezvous {
+ public:
+  using Secret = std::array<uint8_t, 16>;
+
+  // `listen` is an interface, an address or a host name. INVALID_ARGUMENT where it is none of them, or all
+  // interfaces at once; UNAVAILABLE where it cannot be bound.
+  static absl::StatusOr<std::unique_ptr<GlooRendezvous>> Listen(const std::string& listen, int rank,
+                                                                int ranks, uint64_t run);
+
+  const std::string& address() const { return address_; }        // opaque bytes
+  const SocketAddress& interface() const { return interface_; }  // bound to, port 0
+
+  // A connected, non-blocking socket by rank, none for this rank itself; once. Errors name the peers.
+  absl::StatusOr<std::vector<FileDescriptor>> Connect(std::span<const std::string> addresses,
+                                                      absl::Time deadline);
+
+  int strangers() const { return strangers_; }  // connections that Connect dropped, once it returned
+
+  // Ends Connect, now or in future, with ABORTED; from any thread.
+  void Interrupt();
+
+ private:
+  GlooRendezvous(int rank, int ranks, uint64_t run) : rank_(rank), ranks_(ranks), run_(run) {}
+
+  const int rank_;
+  const int ranks_;
+  const uint64_t run_;
+  Secret secret_ = {};
+  SocketAddress interface_;
+  FileDescriptor listener_;
+  FileDescriptor interrupt_;  // an eventfd: readable once interrupted
+  std::string address_;
+  int strangers_ = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_COMM_GLOO_GLOO_RENDEZVOUS_H_

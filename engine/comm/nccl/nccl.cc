@@ -1,0 +1,470 @@
+#include "engine/comm/nccl/nccl.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/comm/nccl/nccl_library.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/stream.h"
+
+namespace meshfill {
+namespace {
+
+constexpr char kGreeting[] = "nccl:";
+constexpr absl::Duration kPoll = absl::Microseconds(50);   // of NCCL's state while a call is under way
+constexpr absl::Duration kWatch = absl::Milliseconds(20);  // of the transfers that the device is at
+constexpr absl::Duration kEndTimeout = absl::Seconds(10);  // for the last messages to leave
+
+// An NCCL communicator, which any thread may abort. Calls on it come from the rank's thread alone; abort may
+// meet one.
+class NcclComm {
+ public:
+  NcclComm(const Nccl& nccl, int rank) : nccl_(nccl), rank_(rank) {}
+  ~NcclComm() { Destroy(); }
+
+  // Of the device that is this thread's.
+  absl::Status Init(int ranks, const ncclUniqueId& id, int most_ctas, absl::Time deadline) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    if (most_ctas > 0) config.maxCTAs = most_ctas;
+    ncclComm_t comm = nullptr;
+    const ncclResult_t begun = nccl_.CommInitRankConfig(&comm, ranks, id, rank_, &config);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      comm_ = comm;
+      if (aborted_ && comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
+    }
+    absl::Status status = Settle(begun, "connecting", deadline);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    connected_ = status.ok();
+    return status;
+  }
+
+  // One group of calls: `body` makes them. Returns when NCCL has taken it up, not when the bytes have moved.
+  template <typename Body>
+  absl::Status Group(const std::string& what, absl::Time deadline, const Body& body) {
+    ncclResult_t result;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (aborted_) return reason_;
+      result = nccl_.GroupStart();
+      if (result == ncclSuccess) result = body(comm_);
+      const ncclResult_t ended = nccl_.GroupEnd();
+      if (result == ncclSuccess || result == ncclInProgress) result = ended;
+    }
+    return Settle(result, what, deadline);
+  }
+
+  // The state now: the reason of Abort, a failure that NCCL met meanwhile, or OK.
+  absl::Status Check(const std::string& what) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (aborted_) return reason_;
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &state);
+    if (asked != ncclSuccess) state = asked;
+    return state == ncclSuccess || state == ncclInProgress ? absl::OkStatus() : Failure(what, state);
+  }
+
+  // The kernels that wait for a peer end, with anything in their buffers.
+  void Abort(absl::Status reason) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(aborted_, true)) return;
+    reason_ = reason.ok() ? absl::AbortedError("aborted without a reason") : std::move(reason);
+    if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
+  }
+
+ private:
+  // Until a call that NCCL goes on with by itself is over.
+  absl::Status Settle(ncclResult_t result, const std::string& what, absl::Time deadline) {
+    while (result == ncclInProgress || result == ncclSuccess) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (aborted_) return reason_;
+        const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &result);
+        if (asked != ncclSuccess) result = asked;
+        if (result == ncclSuccess) return absl::OkStatus();
+        if (result != ncclInProgress) return Failure(what, result);
+      }
+      if (MonotonicNow() >= deadline) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("rank ", rank_, ": ", what, ": NCCL did not get there before the deadline"));
+      }
+      absl::SleepFor(kPoll);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return aborted_ ? reason_ : Failure(what, result);
+  }
+
+  absl::Status Failure(const std::string& what, ncclResult_t result) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const char* const detail = nccl_.GetLastError(comm_);
+    return absl::UnavailableError(
+        absl::StrCat("rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result),
+                     detail == nullptr || *detail == 0 ? "" : ": ", detail == nullptr ? "" : detail));
+  }
+
+  // What was sent leaves first; a peer that does not take it is not waited for.
+  void Destroy() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) return;
+    ncclResult_t state = connected_ ? nccl_.CommFinalize(comm_) : ncclSystemError;
+    const absl::Time deadline = MonotonicNow() + kEndTimeout;
+    while ((state == ncclSuccess || state == ncclInProgress) && MonotonicNow() < deadline) {
+      if (nccl_.CommGetAsyncError(comm_, &state) == ncclSuccess && state == ncclSuccess) break;
+      absl::SleepFor(kPoll);
+    }
+    state == ncclSuccess ? nccl_.CommDestroy(comm_) : nccl_.CommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+  const Nccl& nccl_;
+  const int rank_;
+  std::mutex mutex_;
+  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status reason_ ABSL_GUARDED_BY(mutex_);
+  ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool connected_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// Aborts when a transfer that was waited for is not over by its deadline, or NCCL has met an error.
+class Watch {
+ public:
+  explicit Watch(std::shared_ptr<NcclComm> comm) : comm_(std::move(comm)), thread_([this] { Work(); }) {}
+  ~Watch() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      quit_ = true;
+      changed_.notify_all();
+    }
+    thread_.join();
+  }
+
+  void Add(std::shared_ptr<const CudaPoint> end, std::string what, absl::Time deadline) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    transfers_.push_back({std::move(end), std::move(what), deadline});
+    changed_.notify_all();
+  }
+
+ private:
+  struct Transfer {
+    std::shared_ptr<const CudaPoint> end;
+    std::string what;
+    absl::Time deadline;
+  };
+
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!quit_) {
+      if (transfers_.empty()) {
+        changed_.wait(lock);
+        continue;
+      }
+      // In the order of the stream: the first is over before the others.
+      if (cudaEventQuery(transfers_.front().end->event()) != cudaErrorNotReady) {
+        transfers_.pop_front();
+        continue;
+      }
+      const std::string what = transfers_.front().what;
+      absl::Status status = comm_->Check(what);
+      if (status.ok() && MonotonicNow() >= transfers_.front().deadline) {
+        status = absl::DeadlineExceededError(absl::StrCat(what, ": nothing arrived before the deadline"));
+      }
+      if (!status.ok()) {
+        comm_->Abort(status);
+        transfers_.clear();
+        continue;
+      }
+      changed_.wait_for(lock, absl::ToChronoMilliseconds(kWatch));
+    }
+  }
+
+  const std::shared_ptr<NcclComm> comm_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool quit_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<Transfer> transfers_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;  // last
+};
+
+class NcclReceive : public PendingReceive {
+ public:
+  NcclReceive(std::shared_ptr<NcclComm> comm, Watch& watch, Backend& backend, DeviceMessage message,
+              std::string what)
+      : comm_(std::move(comm)),
+        watch_(watch),
+        backend_(backend),
+        message_(std::move(message)),
+        what_(std::move(what)) {}
+
+  absl::StatusOr<BufferRef> Wait(absl::Time deadline) override {
+    if (message_.buffer == nullptr) return absl::InternalError(absl::StrCat(what_, ": waited twice"));
+    if (absl::Status status = comm_->Check(what_); !status.ok()) return status;
+    watch_.Add(std::static_pointer_cast<const CudaPoint>(message_.ready), what_, deadline);
+    return backend_.TakeOver(std::exchange(message_, {}));
+  }
+
+ private:
+  const std::shared_ptr<NcclComm> comm_;
+  Watch& watch_;
+  Backend& backend_;
+  DeviceMessage message_;
+  const std::string what_;
+};
+
+class NcclCommunicator : public Communicator {
+ public:
+  NcclCommunicator(const Nccl& nccl, const NcclOptions& options, std::shared_ptr<NcclComm> comm,
+                   Backend& backend, std::shared_ptr<CudaStream> stream)
+      : nccl_(nccl),
+        options_(options),
+        comm_(std::move(comm)),
+        backend_(backend),
+        stream_(std::move(stream)),
+        watch_(comm_) {}
+
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.ranks; }
+
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
+                                                              size_t receive_bytes) override {
+    for (int peer : {to, from}) {
+      if (peer < 0 || peer >= size() || peer == rank()) {
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", CommOpName(op), " with rank ",
+                                                       peer, ", which is no other of the ", size(),
+                                                       " ranks"));
+      }
+    }
+    std::string what = absl::StrCat("rank ", rank(), ": ", CommOpName(op), " from rank ", from);
+    absl::StatusOr<BufferRef> received = backend_.Allocate(receive_bytes);
+    if (!received.ok()) return received.status();
+    const ScopedCudaDevice scope(options_.device);
+    // The message is written, and what is received into allocated, where the rank's own stream is now.
+    const std::shared_ptr<const StreamPoint> before = backend_.Mark();
+    if (before == nullptr) return absl::UnavailableError(absl::StrCat(what, ": the device has failed"));
+    if (absl::Status status = stream_->WaitFor(static_cast<const CudaPoint&>(*before)); !status.ok())
+      return status;
+    CudaAllocation::Of(*message).AddUser(stream_);
+    CudaAllocation::Of(**received).AddUser(stream_);
+    absl::Status status = comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
+      // Nothing is sent of nothing: the peer expects as little.
+      ncclResult_t result = ncclSuccess;
+      if (message->size_bytes() > 0) {
+        result = nccl_.Send(message->data(), message->size_bytes(), ncclInt8, to, comm, stream_->get());
+      }
+      if (receive_bytes > 0 && (result == ncclSuccess || result == ncclInProgress)) {
+        result = nccl_.Recv((*received)->data(), receive_bytes, ncclInt8, from, comm, stream_->get());
+      }
+      return result;
+    });
+    if (!status.ok()) return status;
+    absl::StatusOr<std::shared_ptr<const CudaPoint>> ready = stream_->Mark();
+    if (!ready.ok()) return ready.status();
+    return std::make_unique<NcclReceive>(
+        comm_, watch_, backend_, DeviceMessage{*std::move(received), *std::move(ready)}, std::move(what));
+  }
+
+  void Abort(absl::Status reason) override { comm_->Abort(std::move(reason)); }
+
+  // A byte to and from every other rank, so that the first step of a run finds its connections made.
+  absl::Status Greet(absl::Time deadline) {
+    for (int step = 1; step < size(); ++step) {
+      absl::StatusOr<BufferRef> byte = backend_.Allocate(1);
+      if (!byte.ok()) return byte.status();
+      absl::StatusOr<std::unique_ptr<PendingReceive>> pending =
+          SendReceive(CommOp::kAllToAll, (rank() + step) % size(), *std::move(byte),
+                      (rank() + size() - step) % size(), 1);
+      if (!pending.ok()) return pending.status();
+      if (absl::StatusOr<BufferRef> received = (*pending)->Wait(deadline); !received.ok())
+        return received.status();
+    }
+    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    return comm_->Check(absl::StrCat("rank ", rank(), ": connecting"));
+  }
+
+ private:
+  // Of a group's being taken up: a first one of two peers makes their connection.
+  static constexpr absl::Duration kConnectTimeout = absl::Seconds(60);
+
+  const Nccl& nccl_;
+  const NcclOptions options_;
+  const std::shared_ptr<NcclComm> comm_;
+  Backend& backend_;
+  const std::shared_ptr<CudaStream> stream_;
+  Watch watch_;
+};
+
+// A communicator between runs, and whose it is.
+struct KeptComm {
+  std::shared_ptr<NcclComm> comm;
+  std::shared_ptr<CudaStream> stream;
+  uint64_t name = 0;  // the same on all its ranks
+  uint64_t epoch = 0;
+  int rank = 0;
+  int ranks = 0;
+};
+
+uint64_t NameOf(const ncclUniqueId& id) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const char byte : id.internal) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
+  return std::max<uint64_t>(hash, 1);  // 0: none
+}
+
+}  // namespace
+
+struct NcclLinks::State {
+  ~State() { Drop(); }
+  // What a peer might still wait for is over: the run failed, or the next one has other ranks.
+  void Drop() {
+    if (last.comm != nullptr) last.comm->Abort(absl::AbortedError("its run is over"));
+    last = {};
+    keep = false;
+  }
+
+  KeptComm last;
+  bool keep = false;                     // of the last run
+  std::optional<ncclUniqueId> spare_id;  // rank 0's, that no communicator has been made with
+  int made = 0;
+};
+
+NcclLinks::NcclLinks() : state_(std::make_shared<State>()) {}
+NcclLinks::~NcclLinks() = default;
+void NcclLinks::Keep() { state_->keep = state_->last.comm != nullptr; }
+int NcclLinks::made() const { return state_->made; }
+
+namespace {
+
+// nccl:, the name of what is kept, and rank 0's id.
+std::string AddressOf(uint64_t kept, const ncclUniqueId* id) {
+  std::string address = kGreeting;
+  address.append(reinterpret_cast<const char*>(&kept), sizeof(kept));
+  if (id != nullptr) address.append(reinterpret_cast<const char*>(id), sizeof(*id));
+  return address;
+}
+
+class NcclEndpoint : public Endpoint {
+ public:
+  NcclEndpoint(const Nccl& nccl, const NcclOptions& options, KeptComm kept,
+               std::shared_ptr<NcclLinks::State> links, std::string address)
+      : nccl_(nccl),
+        options_(options),
+        address_(std::move(address)),
+        links_(std::move(links)),
+        kept_(std::move(kept)),
+        fresh_(std::make_shared<NcclComm>(nccl, options.rank)) {}
+
+  const std::string& address() const override { return address_; }
+
+  absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
+                                                        Backend& backend, absl::Time deadline) override {
+    if (static_cast<int>(addresses.size()) != options_.ranks) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", options_.rank, ": ", addresses.size(),
+                                                     " addresses for ", options_.ranks, " ranks"));
+    }
+    bool all_have_kept = kept_.comm != nullptr;
+    for (size_t rank = 0; rank < addresses.size(); ++rank) {
+      const size_t id_bytes = rank == 0 ? sizeof(ncclUniqueId) : 0;
+      if (!absl::StartsWith(addresses[rank], kGreeting) ||
+          addresses[rank].size() != kNameAt + sizeof(uint64_t) + id_bytes) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("rank ", options_.rank, ": the address of rank ", rank,
+                         " is not NCCL's; all workers of a pool need one kind of device"));
+      }
+      uint64_t name = 0;
+      std::memcpy(&name, addresses[rank].data() + kNameAt, sizeof(name));
+      all_have_kept = all_have_kept && name == kept_.name;
+    }
+    if (all_have_kept) {
+      if (absl::Status status = kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting"));
+          !status.ok())
+        return status;
+      return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, backend, kept_.stream);
+    }
+    ncclUniqueId id;
+    std::memcpy(&id, addresses[0].data() + kNameAt + sizeof(uint64_t), sizeof(id));
+    return Make(id, backend, deadline);
+  }
+
+  void Abort(absl::Status reason) override {
+    if (kept_.comm != nullptr) kept_.comm->Abort(reason);
+    fresh_->Abort(std::move(reason));
+  }
+
+ private:
+  static constexpr size_t kNameAt = sizeof(kGreeting) - 1;
+
+  absl::StatusOr<std::unique_ptr<Communicator>> Make(const ncclUniqueId& id, Backend& backend,
+                                                     absl::Time deadline) {
+    if (links_ != nullptr) {
+      links_->Drop();
+      links_->spare_id.reset();
+      ++links_->made;
+    }
+    const ScopedCudaDevice scope(options_.device);
+    absl::StatusOr<std::shared_ptr<CudaStream>> stream = CudaStream::Make(options_.device);
+    if (!stream.ok()) return stream.status();
+    if (absl::Status status = fresh_->Init(options_.ranks, id, options_.most_ctas, deadline); !status.ok())
+      return status;
+    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, backend, *stream);
+    if (absl::Status status = communicator->Greet(deadline); !status.ok()) return status;
+    if (links_ != nullptr) {
+      links_->last = {.comm = fresh_,
+                      .stream = *std::move(stream),
+                      .name = NameOf(id),
+                      .epoch = options_.epoch,
+                      .rank = options_.rank,
+                      .ranks = options_.ranks};
+    }
+    return communicator;
+  }
+
+  const Nccl& nccl_;
+  const NcclOptions options_;
+  const std::string address_;
+  const std::shared_ptr<NcclLinks::State> links_;  // may be null
+  const KeptComm kept_;                            // of the run before; may be none
+  const std::shared_ptr<NcclComm> fresh_;
+};
+
+// What the links hold for this run; drops what is for no other. The id of a run that did not end well may
+// have been used by some of its ranks.
+KeptComm TakeKept(const NcclOptions& options, NcclLinks::State& links) {
+  const KeptComm& last = links.last;
+  const bool fits = links.keep && last.epoch == options.epoch && last.rank == options.rank &&
+                    last.ranks == options.ranks && last.comm->Check("between runs").ok();
+  if (!links.keep) links.spare_id.reset();
+  if (!fits) links.Drop();
+  links.keep = false;
+  return links.last;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options) {
+  absl::StatusOr<const Nccl*> nccl = Nccl::Load();
+  if (!nccl.ok()) return nccl.status();
+  const std::shared_ptr<NcclLinks::State> links = options.links == nullptr ? nullptr : options.links->state_;
+  KeptComm kept = links == nullptr ? KeptComm() : TakeKept(options, *links);
+  std::optional<ncclUniqueId> id = links == nullptr ? std::nullopt : links->spare_id;
+  if (options.rank == 0 && !id.has_value()) {
+    if (ncclResult_t result = (*nccl)->GetUniqueId(&id.emplace()); result != ncclSuccess) {
+      return absl::UnavailableError(absl::StrCat("NCCL cannot listen: ", (*nccl)->GetErrorString(result),
+                                                 "; set NCCL_SOCKET_IFNAME to an interface of this machine"));
+    }
+    if (links != nullptr) links->spare_id = id;
+  }
+  std::string address = AddressOf(kept.name, options.rank == 0 ? &*id : nullptr);
+  return std::make_unique<NcclEndpoint>(**nccl, options, std::move(kept), links, std::move(address));
+}
+
+}  // namespace meshfill

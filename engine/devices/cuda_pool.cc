@@ -1,0 +1,101 @@
+#include "engine/devices/cuda_pool.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_backend.h"
+
+namespace meshfill {
+namespace {
+
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// In the dtype that a device computes in; the embedding may be twice as wide in the file.
+int64_t WeightBytes(const ModelShape& shape) {
+  const double layers = ProjectionFlopsPerToken(shape) / 2;
+  return static_cast<int64_t>(sizeof(BFloat16)) *
+         (static_cast<int64_t>(layers) + 2 * shape.vocab * shape.hidden);
+}
+
+// FLOP/s of a square product.
+absl::StatusOr<double> MeasureProduct(Backend& backend) {
+  constexpr int64_t kWidth = 4096;
+  constexpr int kRuns = 10;
+  const std::vector<BFloat16> ones(kWidth * kWidth, BFloat16::FromFloat(0.5f));
+  const WeightRows rows{.data = ones.data(), .dtype = DType::kBf16, .rows = kWidth};
+  absl::StatusOr<std::unique_ptr<PackedWeight>> weight = backend.PackWeight({&rows, 1}, kWidth);
+  if (!weight.ok()) return weight.status();
+  absl::StatusOr<BufferRef> x = backend.Place(ones.data(), ones.size() * sizeof(BFloat16));
+  if (!x.ok()) return x.status();
+  absl::StatusOr<BufferRef> y = backend.Allocate(ones.size() * sizeof(BFloat16));
+  if (!y.ok()) return y.status();
+  std::chrono::steady_clock::time_point start;
+  for (int run = -1; run < kRuns; ++run) {  // the first picks its algorithm
+    absl::Status status = backend.Gemm({.weight = weight->get(),
+                                        .x = (*x)->data(),
+                                        .tokens = kWidth,
+                                        .y = (*y)->data(),
+                                        .y_dtype = DType::kBf16});
+    if (!status.ok()) return status;
+    if (run >= 0 && run < kRuns - 1) continue;
+    if (status = backend.Finish(); !status.ok()) return status;
+    if (run < 0) start = std::chrono::steady_clock::now();
+  }
+  return kRuns * 2.0 * kWidth * kWidth * kWidth / SecondsSince(start);
+}
+
+}  // namespace
+
+int UsedCudaDevices(std::span<const CudaDevice> devices, int ranks) {
+  return std::min(ranks, static_cast<int>(devices.size()));
+}
+
+const CudaDevice& CudaDeviceOf(std::span<const CudaDevice> devices, int rank, int ranks) {
+  return devices[rank * UsedCudaDevices(devices, ranks) / ranks];
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCudaLoader(const CudaDevice& device, const ModelShape& shape) {
+  if (shape.head_dim % 8 != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device cuda: head_dim is ", shape.head_dim,
+                     ", of which it computes multiples of 8; choose the device cpu"));
+  }
+  absl::StatusOr<int64_t> free_bytes = FreeCudaMemoryBytes(device);
+  if (!free_bytes.ok()) return free_bytes.status();
+  if (WeightBytes(shape) > *free_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "GPU ", device.ordinal, " (", device.name, "): the weights need ", WeightBytes(shape), " bytes, and ",
+        *free_bytes, " of ", device.memory_bytes, " are free; use a GPU with more memory"));
+  }
+  return MakeCudaBackend(device);
+}
+
+absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDevice> devices, int ranks, Backend& first) {
+  double peak = 0;
+  for (const CudaDevice& device : devices.first(UsedCudaDevices(devices, ranks))) {
+    double flops = CudaPeakFlops(device.name);
+    if (flops == 0) {
+      absl::StatusOr<double> measured = MeasureProduct(first);
+      if (!measured.ok()) return measured;
+      flops = *measured;
+    }
+    peak += flops;
+  }
+  return peak;
+}
+
+absl::StatusOr<int64_t> CudaPoolBudgetBytes(std::span<const CudaDevice> devices, int ranks) {
+  int64_t bytes = 0;
+  for (const CudaDevice& device : devices.first(UsedCudaDevices(devices, ranks))) {
+    absl::StatusOr<int64_t> free_bytes = FreeCudaMemoryBytes(device);
+    if (!free_bytes.ok()) return free_bytes;
+    bytes += *free_bytes / 100 * 85;
+  }
+  return bytes;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,47 @@
+// What the ranks of one process compute with: their backends, the weights where these read them, and what
+// both were measured to do.
+//
+// On the CPU the ranks share its cores and one copy of the weights. On GPUs neighbouring ranks share a device
+// (4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank a stream.
+#ifndef MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
+#define MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/devices/device.h"
+#include "engine/devices/engine_options.h"
+#include "engine/model/model.h"
+#include "engine/plan/cost_model.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// What a plan asks of a pool.
+struct EmbeddedPoolCapacity {
+  PoolSpeed speed;
+  int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
+  bool one_memory = true;           // false: on several GPUs, between which chunks are copied
+};
+
+struct EmbeddedPool {
+  std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
+  std::vector<std::unique_ptr<Backend>> backends;    // by rank
+  std::vector<CudaDevice> devices;                   // by rank; none: the CPU
+  EmbeddedPoolCapacity capacity;
+  double peak_flops = 0;  // of all ranks together
+};
+
+// Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or
+// cannot compute this model; RESOURCE_EXHAUSTED where the weights do not fit, with the bytes they need.
+absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options);
+
+// Of such a pool, without its weights.
+absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
+                                                            const ModelShape& shape);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_

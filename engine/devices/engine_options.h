@@ -1,0 +1,34 @@
+// What an embedded pool is made of, and what its plans choose from.
+#ifndef MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_
+#define MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "engine/devices/device.h"
+#include "engine/mesh/layout.h"
+#include "engine/plan/planner.h"
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+struct EngineOptions {
+  std::string model_path;                     // a Hugging Face folder
+  int ranks = 1;                              // 1 to 64
+  DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
+  std::optional<DType> dtype;  // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
+  std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
+  int64_t stripe = 64;
+  std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
+  ScheduleChoice schedule = ScheduleChoice::kAuto;
+  double peak_flops = 0;                  // sum of the ranks' peak FLOP/s; 0: measured at load
+  int64_t memory_budget_bytes = 0;        // activations of one prefill; 0: 80 % of what is free after load
+  int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
+  int threads = 0;                        // CPU threads of the pool; 0: one per core
+  std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_

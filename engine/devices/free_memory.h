@@ -1,0 +1,19 @@
+// How much memory this process may still take.
+#ifndef MESHFILL_ENGINE_DEVICES_FREE_MEMORY_H_
+#define MESHFILL_ENGINE_DEVICES_FREE_MEMORY_H_
+
+#include <cstdint>
+
+namespace meshfill {
+
+// The smaller of the machine's available memory and what is left under the container's limit (cgroup v2). 0
+// where the system does not say.
+int64_t FreeMemoryBytes();
+
+// For the activations of one prefill where nobody set a limit: 80 % of what is free now. Of a pool, once its
+// model is loaded.
+int64_t DefaultMemoryBudgetBytes();
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_DEVICES_FREE_MEMORY_H_

@@ -1,0 +1,18 @@
+// A model on an embedded pool: ranks are threads of this process.
+#ifndef MESHFILL_ENGINE_EMBEDDED_ENGINE_H_
+#define MESHFILL_ENGINE_EMBEDDED_ENGINE_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "engine/devices/engine_options.h"
+#include "engine/prefill_engine.h"
+
+namespace meshfill {
+
+// INVALID_ARGUMENT: a broken model folder or options (what, where, what to do). NOT_FOUND: no such folder.
+absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(const EngineOptions& options);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_EMBEDDED_ENGINE_H_

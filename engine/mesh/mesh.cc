@@ -1,0 +1,23 @@
+#include "engine/mesh/mesh.h"
+
+namespace meshfill {
+
+std::vector<Tile> TilesOf(int ranks) {
+  std::vector<Tile> tiles;
+  for (int a = 1; a <= ranks; ++a) {
+    if (ranks % a == 0) tiles.push_back({.a = a, .b = ranks / a});
+  }
+  return tiles;
+}
+
+int Mesh::QChunk(int rank, int u) const { return tile_.a * (rank / tile_.a) + (rank + u) % tile_.a; }
+
+int Mesh::KvChunk(int rank, int v) const { return (rank + tile_.a * v) % ranks(); }
+
+// The Q chunk names the Q group, the KV chunk the place in it: Q groups are a consecutive ranks, KV groups
+// residues modulo a.
+int Mesh::Owner(int q_chunk, int kv_chunk) const {
+  return tile_.a * (q_chunk / tile_.a) + kv_chunk % tile_.a;
+}
+
+}  // namespace meshfill

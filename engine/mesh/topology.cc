@@ -1,0 +1,135 @@
+#include "engine/mesh/topology.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+// Messages that all ranks send at once, seen from the nodes.
+class Flows {
+ public:
+  Flows(const Topology& topology, int nodes) : topology_(topology), out_(nodes, 0), in_(nodes, 0) {}
+
+  void Add(int from_node, int to_node) {
+    if (from_node == to_node) {
+      inside_ = true;
+    } else {
+      most_ = std::max({most_, ++out_[from_node], ++in_[to_node]});
+    }
+  }
+
+  // Of the slowest.
+  Link Slowest() const {
+    Link link;
+    if (inside_) link = topology_.same_node;
+    if (most_ == 0) return link;
+    const Link& between = topology_.between_nodes;
+    return {.latency_seconds = std::max(link.latency_seconds, between.latency_seconds),
+            .bytes_per_second = std::min(
+                {link.bytes_per_second, between.bytes_per_second, topology_.node_bytes_per_second / most_})};
+  }
+
+ private:
+  const Topology& topology_;
+  std::vector<int> out_;  // flows, by node
+  std::vector<int> in_;
+  int most_ = 0;  // out of a node, or into it
+  bool inside_ = false;
+};
+
+// Each rank sends to the other members of its head group, one after the other; their flows share the nodes'
+// links.
+Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank, int nodes) {
+  if (heads == 1) return {};
+  std::vector<int64_t> out(nodes, 0);  // messages
+  std::vector<int> members(nodes, 0);  // of the head group at hand
+  int fewest_inside = heads;
+  for (size_t first = 0; first < node_of_rank.size(); first += heads) {
+    const auto group = node_of_rank.begin() + static_cast<ptrdiff_t>(first);
+    for (int i = 0; i < heads; ++i) ++members[group[i]];
+    for (int i = 0; i < heads; ++i) {
+      out[group[i]] += heads - members[group[i]];
+      fewest_inside = std::min(fewest_inside, members[group[i]]);
+    }
+    for (int i = 0; i < heads; ++i) members[group[i]] = 0;
+  }
+  if (fewest_inside == heads) return topology.same_node;
+  const Link& between = topology.between_nodes;
+  const double alone = (fewest_inside - 1) / topology.same_node.bytes_per_second +
+                       (heads - fewest_inside) / between.bytes_per_second;
+  const double shared =
+      static_cast<double>(*std::max_element(out.begin(), out.end())) / topology.node_bytes_per_second;
+  return {.latency_seconds = std::max(topology.same_node.latency_seconds, between.latency_seconds),
+          .bytes_per_second = (heads - 1) / std::max(alone, shared)};
+}
+
+}  // namespace
+
+absl::Status CheckTopology(const Topology& topology) {
+  for (const auto& [name, link] :
+       {std::pair{"inside a node", topology.same_node}, std::pair{"between nodes", topology.between_nodes}}) {
+    if (!(link.bytes_per_second > 0 && link.latency_seconds >= 0)) {
+      return absl::InvalidArgumentError(absl::StrCat("the link ", name, " has ", link.bytes_per_second,
+                                                     " bytes/s and ", link.latency_seconds,
+                                                     " s of latency; use more than 0, and 0 or more"));
+    }
+  }
+  if (!(topology.node_bytes_per_second > 0)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the flows of a node share ", topology.node_bytes_per_second, " bytes/s; use more than 0"));
+  }
+  std::set<int> left;  // nodes whose seats are behind
+  for (size_t seat = 1; seat < topology.node_of_seat.size(); ++seat) {
+    const int node = topology.node_of_seat[seat];
+    if (node != topology.node_of_seat[seat - 1]) left.insert(topology.node_of_seat[seat - 1]);
+    if (left.contains(node)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("node ", node, " has seat ", seat, " and others apart from it; sort seats by node"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+int SeatsPerNode(const Topology& topology, int seats) {
+  int common = 0;
+  int of_node = 0;
+  for (int seat = 0; seat < seats; ++seat) {
+    ++of_node;
+    if (seat + 1 < seats && topology.node_of_seat[seat + 1] == topology.node_of_seat[seat]) continue;
+    common = std::gcd(common, of_node);
+    of_node = 0;
+  }
+  return common;
+}
+
+Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement) {
+  const int ranks = heads * tile.ranks();
+  std::vector<int> node_of_rank(ranks);
+  std::vector<int> number(topology.node_of_seat.size(), -1);  // of nodes, by their first seat
+  int nodes = 0;
+  for (size_t seat = 0; seat < number.size(); ++seat) {
+    const bool same = seat > 0 && topology.node_of_seat[seat] == topology.node_of_seat[seat - 1];
+    number[seat] = same ? nodes - 1 : nodes++;
+  }
+  for (int rank = 0; rank < ranks; ++rank) node_of_rank[rank] = number[placement.seat_of_rank[rank]];
+
+  const Mesh mesh(tile);
+  Flows q(topology, nodes), kv(topology, nodes);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int member = rank % heads;
+    const int mesh_rank = rank / heads;
+    const auto add = [&](Flows& flows, int from) {
+      flows.Add(node_of_rank[from * heads + member], node_of_rank[rank]);
+    };
+    if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
+    if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
+  }
+  return {
+      .q = q.Slowest(), .kv = kv.Slowest(), .all_to_all = AllToAllLink(topology, heads, node_of_rank, nodes)};
+}
+
+}  // namespace meshfill

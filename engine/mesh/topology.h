@@ -1,0 +1,57 @@
+// What connects the seats of a pool, and so what the messages of a placed plan take.
+//
+//     one process     a chunk is handed over: PoolSpeed has that link, of an embedded pool
+//     one node        shared memory, loopback, NVLink: same_node
+//     between nodes   a flow runs at most at its own bandwidth, and the flows out of a node share the node's
+#ifndef MESHFILL_ENGINE_MESH_TOPOLOGY_H_
+#define MESHFILL_ENGINE_MESH_TOPOLOGY_H_
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "engine/mesh/mesh.h"
+#include "engine/mesh/placement.h"
+
+namespace meshfill {
+
+struct Link {
+  double latency_seconds = 0;
+  double bytes_per_second = std::numeric_limits<double>::infinity();
+
+  double Seconds(double bytes) const { return latency_seconds + bytes / bytes_per_second; }
+  bool operator==(const Link&) const = default;
+};
+
+struct Topology {
+  std::vector<int> node_of_seat;  // [seats], those of a node side by side
+  Link same_node;
+  Link between_nodes;                                                      // of one flow
+  double node_bytes_per_second = std::numeric_limits<double>::infinity();  // of a node's flows, each way
+  bool operator==(const Topology&) const = default;
+};
+
+// INVALID_ARGUMENT naming what is not positive, or a node whose seats are not side by side.
+absl::Status CheckTopology(const Topology& topology);
+
+// The seats that a box may fill on the first `seats`: the most that divide each node's share of them.
+int SeatsPerNode(const Topology& topology, int seats);
+
+// As a plan's messages find them when all ranks send at once: along Q rings, along KV rings, in the
+// all-to-alls of head groups. All ranks wait for the slowest.
+struct Links {
+  Link q;
+  Link kv;
+  Link all_to_all;
+
+  static Links Alike(Link link) { return {.q = link, .kv = link, .all_to_all = link}; }
+  bool operator==(const Links&) const = default;
+};
+
+// The topology has a seat for each rank of the placement.
+Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MESH_TOPOLOGY_H_

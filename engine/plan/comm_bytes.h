@@ -1,0 +1,26 @@
+// The bytes that ranks send, exactly: DESIGN §4 for equal chunks and one mesh, (a−1) Q + (b−1) KV + (a−1) O
+// chunks in a layer, and engine/run/head_exchange.h for the all-to-alls of head groups; for ragged chunks and
+// replicated KV heads too.
+#ifndef MESHFILL_ENGINE_PLAN_COMM_BYTES_H_
+#define MESHFILL_ENGINE_PLAN_COMM_BYTES_H_
+
+#include <cstdint>
+
+#include "engine/mesh/layout.h"
+#include "engine/mesh/mesh.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/plan.h"
+#include "engine/plan/plan_shape.h"
+
+namespace meshfill {
+
+// That `rank` sends in one layer.
+CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
+                         DType partial_dtype, int rank, int64_t cached_tokens = 0);
+
+// That the rank which sends most does over all layers. The schedule does not change it.
+CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PLAN_COMM_BYTES_H_

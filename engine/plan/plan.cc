@@ -1,0 +1,26 @@
+#include "engine/plan/plan.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+
+int Plan::SeatOf(int rank) const {
+  return placement.seat_of_rank.empty() ? rank : placement.seat_of_rank[rank];
+}
+
+int Plan::RankAt(int seat) const {
+  if (placement.seat_of_rank.empty()) return seat;
+  const auto& seats = placement.seat_of_rank;
+  return static_cast<int>(std::find(seats.begin(), seats.end(), seat) - seats.begin());
+}
+
+std::string Plan::DebugString() const {
+  return absl::StrCat(tile.DebugString(), ", ", heads, heads == 1 ? " head group, " : " head groups, ",
+                      layout.DebugString(), ", partial outputs in ", DTypeName(partial_dtype), ", ",
+                      placement.name.empty() ? "" : absl::StrCat(placement.name, ", "), schedule.steps.size(),
+                      " steps");
+}
+
+}  // namespace meshfill

@@ -1,0 +1,78 @@
+// The plan of one prefill (DESIGN §1): an immutable value, the same on every rank, that all of them act on.
+#ifndef MESHFILL_ENGINE_PLAN_PLAN_H_
+#define MESHFILL_ENGINE_PLAN_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/mesh/layout.h"
+#include "engine/mesh/mesh.h"
+#include "engine/mesh/placement.h"
+#include "engine/mesh/topology.h"
+#include "engine/schedule/schedule.h"
+#include "kernels/backend.h"
+#include "kernels/dtype.h"
+
+namespace meshfill {
+
+// How a plan's shapes are scheduled.
+enum class ScheduleChoice {
+  kAuto,    // as is predicted to take the least time
+  kGreedy,  // by Algorithm 2, as the paper has it
+};
+
+// Bytes that one rank sends, by operation.
+struct CommBytes {
+  int64_t q = 0;
+  int64_t kv = 0;
+  int64_t o = 0;  // partial outputs, with 4 bytes of LSE for each query and head
+  int64_t all_to_all = 0;
+  int64_t total() const { return q + kv + o + all_to_all; }
+  bool operator==(const CommBytes&) const = default;
+};
+
+struct Prediction {
+  double seconds = 0;            // of the whole prefill
+  double compute_seconds = 0;    // a rank's own
+  double comm_wait_seconds = 0;  // exposed communication
+  CommBytes comm_bytes;          // of the rank that sends most, over all layers
+  int64_t peak_bytes = 0;        // activations of all ranks at once; without weights
+  Links links;                   // that the seconds count with
+};
+
+struct Plan {
+  TokenLayout layout;
+  int heads = 1;  // head groups h; n = h·a·b
+  Tile tile;
+  DType partial_dtype = DType::kF32;            // of partial outputs on the wire
+  int64_t slice_tokens = Grain().slice_tokens;  // whose projections and MLP a rank computes at a time
+  Placement placement;                          // empty: row-first
+  Schedule schedule;
+  Prediction predicted;
+
+  int ranks() const { return layout.ranks(); }
+  int SeatOf(int rank) const;  // of the pool: which device runs the rank
+  int RankAt(int seat) const;  // its inverse; both in time O(ranks)
+  std::string DebugString() const;
+};
+
+// The best plan of one shape.
+struct PlanCandidate {
+  int ranks = 1;
+  int heads = 1;
+  Tile tile;
+  LayoutKind layout = LayoutKind::kStriped;
+  DType partial_dtype = DType::kF32;
+  std::string placement;  // its name; empty: row-first
+  Prediction predicted;
+};
+
+struct PlanChoice {
+  Plan plan;
+  std::vector<PlanCandidate> candidates;  // every shape that was considered, best first
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PLAN_PLAN_H_

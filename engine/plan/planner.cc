@@ -1,0 +1,341 @@
+#include "engine/plan/planner.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "engine/plan/comm_bytes.h"
+#include "engine/schedule/optimal_schedule.h"
+
+namespace meshfill {
+namespace {
+
+absl::Status CheckModelAndSpeed(const ModelShape& model, const PoolSpeed& speed) {
+  if (model.layers < 1 || model.q_heads < 1 || model.kv_heads < 1 || model.head_dim < 1 ||
+      model.q_heads % model.kv_heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot plan for a model of ", model.layers, " layers, ",
+                                                   model.q_heads, " query heads, ", model.kv_heads,
+                                                   " KV heads of ", model.head_dim));
+  }
+  if (!(speed.gemm_flops_per_second > 0 && speed.attention_flops_per_second > 0 &&
+        speed.merge_bytes_per_second > 0 && speed.link_bytes_per_second > 0 &&
+        speed.lm_head_bytes_per_second > 0 && speed.lone_rank_speedup >= 1 &&
+        speed.link_latency_seconds >= 0 && speed.slice_tokens >= 1 && speed.slice_seconds >= 0 &&
+        speed.block_row_seconds >= 0 && speed.token_seconds >= 0 && speed.start_seconds >= 0)) {
+    return absl::InvalidArgumentError("the pool's speeds must be positive: measure or configure them");
+  }
+  return absl::OkStatus();
+}
+
+// Every number of head groups that the model and the pool allow.
+std::vector<int> HeadGroupCounts(const ModelShape& model, int ranks) {
+  std::vector<int> counts;
+  for (int h = 1; h <= std::min(ranks, model.q_heads); ++h) {
+    if (ranks % h == 0 && model.CanSplitHeads(h)) counts.push_back(h);
+  }
+  return counts;
+}
+
+absl::Status CheckShape(const ModelShape& model, const PlanRequest& request) {
+  const int heads = request.heads.value_or(1);
+  const std::vector<int> possible = HeadGroupCounts(model, request.ranks);
+  if (std::find(possible.begin(), possible.end(), heads) == possible.end()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        heads, " head groups of ", request.ranks, " ranks cannot share ", model.q_heads, " query heads and ",
+        model.kv_heads, " KV heads; possible numbers of head groups: ", absl::StrJoin(possible, ", ")));
+  }
+  if (!request.tile.has_value()) return absl::OkStatus();
+  const auto [a, b] = *request.tile;
+  if (a >= 1 && b >= 1 && int64_t{a} * b * heads == request.ranks) return absl::OkStatus();
+  const std::string groups = heads == 1 ? "" : absl::StrCat(" with ", heads, " head groups");
+  return absl::InvalidArgumentError(absl::StrCat("tile ", request.tile->DebugString(), groups,
+                                                 " does not multiply to the ", request.ranks,
+                                                 " ranks of the pool"));
+}
+
+absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
+  if (absl::Status status = CheckShape(model, request); !status.ok()) return status;
+  if (request.partial_dtype.value_or(DType::kF32) != DType::kF32 && request.partial_dtype != DType::kBf16) {
+    return absl::InvalidArgumentError(absl::StrCat("partial outputs cannot travel in ",
+                                                   DTypeName(*request.partial_dtype), ": use f32 or bf16"));
+  }
+  if (!request.topology.node_of_seat.empty()) {
+    if (absl::Status status = CheckTopology(request.topology); !status.ok()) return status;
+    if (std::ssize(request.topology.node_of_seat) < request.ranks) {
+      return absl::InvalidArgumentError(absl::StrCat("a topology of ", request.topology.node_of_seat.size(),
+                                                     " seats for ", request.ranks,
+                                                     " ranks: give one for each"));
+    }
+  }
+  if (request.cached_tokens < 0 || request.cached_tokens + request.tokens >= int64_t{1} << 31) {
+    return absl::InvalidArgumentError(absl::StrCat(request.cached_tokens, " cached tokens before ",
+                                                   request.tokens, ": use 0 or more, below 2^31 together"));
+  }
+  if (request.memory_budget_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("memory budget of ", request.memory_budget_bytes, " bytes: use 0 for no limit"));
+  }
+  return absl::OkStatus();
+}
+
+// The layouts that a plan may have, those that win ties first.
+std::vector<TokenLayout> LayoutsOf(const PlanRequest& request) {
+  std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  if (request.layout.has_value()) kinds = {*request.layout};
+  std::vector<TokenLayout> layouts;
+  for (LayoutKind kind : kinds) {
+    layouts.push_back(TokenLayout::Make(kind, request.ranks, request.tokens, request.stripe).value());
+  }
+  return layouts;
+}
+
+std::vector<DType> PartialDTypesOf(const PlanRequest& request) {
+  if (request.partial_dtype.has_value()) return {*request.partial_dtype};
+  return {DType::kF32, DType::kBf16};
+}
+
+// Schedules depend on a tile and on costs that are small whole numbers: many plans share one.
+class Schedules {
+ public:
+  explicit Schedules(ScheduleChoice choice) : choice_(choice) {}
+
+  // Algorithm 2's first.
+  std::vector<const Schedule*> Of(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+    const OverlapCosts costs = OverlapCostsOf(model, speed, shape);
+    std::vector<const Schedule*> schedules = {&Made(greedy_, GreedySchedule, shape.tile, costs)};
+    if (choice_ == ScheduleChoice::kGreedy) return schedules;
+    schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, costs));
+    // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right
+    // if all transfers together hide too little, and one if they hide enough.
+    const OverlapCosts covered = CoveredBlocksOf(model, speed, shape);
+    if (covered != costs) schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, covered));
+    return schedules;
+  }
+
+ private:
+  using Key = std::tuple<int, int, int, int, int>;  // tile, costs
+  using Map = std::map<Key, Schedule>;
+
+  static const Schedule& Made(Map& made, Schedule (*make)(Tile, OverlapCosts), Tile tile,
+                              OverlapCosts costs) {
+    const Key key = {tile.a, tile.b, costs.c_q, costs.c_kv, costs.c_o};
+    auto found = made.find(key);
+    if (found == made.end()) found = made.emplace(key, make(tile, costs)).first;
+    return found->second;
+  }
+
+  const ScheduleChoice choice_;
+  Map greedy_;
+  Map optimal_;
+};
+
+// Where the ranks of a shape may sit, and the links that its messages then have.
+struct PlacedLinks {
+  Placement placement;
+  Links links;
+
+  bool NoFasterThan(const PlacedLinks& other) const {
+    const auto slower = [](const Link& link, const Link& than) {
+      return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
+    };
+    return slower(links.q, other.links.q) && slower(links.kv, other.links.kv) &&
+           slower(links.all_to_all, other.links.all_to_all);
+  }
+};
+
+// Ranks in the order of the seats.
+PlacedLinks RowFirstLinks(const PoolSpeed& speed, const PlanRequest& request, int heads, Tile tile) {
+  if (request.topology.node_of_seat.empty()) return {.placement = {}, .links = Links::Alike(speed.link())};
+  return {.placement = {}, .links = LinksOf(request.topology, heads, tile, RowFirst(request.ranks))};
+}
+
+// The boxes that may be faster than that, and than each other.
+std::vector<PlacedLinks> BoxedLinks(const PlanRequest& request, int heads, Tile tile,
+                                    const PlacedLinks& row_first) {
+  std::vector<PlacedLinks> kept;
+  const int seats_per_node = SeatsPerNode(request.topology, request.ranks);
+  for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), seats_per_node)) {
+    PlacedLinks placed = {.placement = std::move(placement), .links = {}};
+    placed.links = LinksOf(request.topology, heads, tile, placed.placement);
+    const auto no_better = [&](const PlacedLinks& other) { return placed.NoFasterThan(other); };
+    if (no_better(row_first) || std::any_of(kept.begin(), kept.end(), no_better)) continue;
+    std::erase_if(kept, [&](const PlacedLinks& other) { return other.NoFasterThan(placed); });
+    kept.push_back(std::move(placed));
+  }
+  return kept;
+}
+
+// Plans shapes.
+class ShapePlanner {
+ public:
+  ShapePlanner(const ModelShape& model, const PoolSpeed& speed, const PlanRequest& request)
+      : model_(model),
+        speed_(speed),
+        request_(request),
+        layouts_(LayoutsOf(request)),
+        schedules_(request.schedule) {}
+
+  // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
+  Plan Best(int heads, Tile tile) {
+    std::optional<Plan> best;
+    const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
+    TakeBetter(heads, tile, row_first, best);
+    if (!request_.topology.node_of_seat.empty()) {
+      PlanShape ideal = ShapeOf(*best);
+      ideal.links = Links::Alike(request_.topology.same_node);
+      if (MayGain(ideal, *best)) {
+        for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
+          TakeBetter(heads, tile, boxed, best);
+        }
+      }
+    }
+    best->predicted.comm_bytes = PrefillCommBytes(model_, ShapeOf(*best));
+    return *std::move(best);
+  }
+
+ private:
+  // In every layout and wire dtype.
+  void TakeBetter(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
+    for (const TokenLayout& layout : layouts_) {
+      for (DType partial_dtype : PartialDTypesOf(request_)) {
+        const PlanShape shape = {.layout = layout,
+                                 .heads = heads,
+                                 .tile = tile,
+                                 .partial_dtype = partial_dtype,
+                                 .cached_tokens = request_.cached_tokens,
+                                 .links = placed.links,
+                                 .one_memory = request_.one_memory};
+        if (!best.has_value() || MayGain(shape, *best)) TakeBetter(shape, placed.placement, best);
+      }
+    }
+  }
+
+  // Spares the schedules of a shape that none can make faster.
+  bool MayGain(const PlanShape& shape, const Plan& best) const {
+    return Over(best.predicted) ||
+           LeastSeconds(model_, speed_, shape) < best.predicted.seconds * (1 - kLeastGain);
+  }
+
+  void TakeBetter(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
+    std::optional<Plan> best_here;
+    for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
+      const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
+      if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
+      best_here = Plan{.layout = shape.layout,
+                       .heads = shape.heads,
+                       .tile = shape.tile,
+                       .partial_dtype = shape.partial_dtype,
+                       .slice_tokens = speed_.slice_tokens,
+                       .placement = placement,
+                       .schedule = *schedule,
+                       .predicted = predicted};
+    }
+    if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
+  }
+
+  PlanShape ShapeOf(const Plan& plan) const {
+    return {.layout = plan.layout,
+            .heads = plan.heads,
+            .tile = plan.tile,
+            .partial_dtype = plan.partial_dtype,
+            .cached_tokens = request_.cached_tokens,
+            .links = plan.predicted.links,
+            .one_memory = request_.one_memory};
+  }
+
+  bool Over(const Prediction& predicted) const {
+    return request_.memory_budget_bytes != 0 && predicted.peak_bytes > request_.memory_budget_bytes;
+  }
+
+  // Of the same shape's schedules.
+  std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const {
+    return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.peak_bytes};
+  }
+
+  bool IsBetter(const Prediction& predicted, const Prediction& best) const {
+    if (Over(predicted) || Over(best)) return OrderOf(predicted) < OrderOf(best);
+    return predicted.seconds < best.seconds * (1 - kLeastGain);
+  }
+
+  // Of another layout, wire dtype or placement: less is within the error of any prediction.
+  static constexpr double kLeastGain = 0.01;
+
+  const ModelShape& model_;
+  const PoolSpeed& speed_;
+  const PlanRequest& request_;
+  const std::vector<TokenLayout> layouts_;
+  Schedules schedules_;
+};
+
+// Smaller is better; no two shapes are equal.
+auto OrderOf(const Plan& plan) {
+  return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.peak_bytes,
+                         plan.heads, plan.tile.a);
+}
+
+// The shapes that the caller leaves open.
+std::vector<std::pair<int, Tile>> ShapesOf(const ModelShape& model, const PlanRequest& request) {
+  if (request.tile.has_value()) return {{request.heads.value_or(1), *request.tile}};
+  std::vector<std::pair<int, Tile>> shapes;
+  for (int heads : HeadGroupCounts(model, request.ranks)) {
+    if (request.heads.value_or(heads) != heads) continue;
+    for (Tile tile : TilesOf(request.ranks / heads)) shapes.emplace_back(heads, tile);
+  }
+  return shapes;
+}
+
+absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& request) {
+  const Plan& smallest = *std::min_element(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) {
+    return x.predicted.peak_bytes < y.predicted.peak_bytes;
+  });
+  return absl::FailedPreconditionError(
+      absl::StrCat("a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.peak_bytes,
+                   " bytes of activations on ", request.ranks, " ranks (", smallest.heads, " head group",
+                   smallest.heads == 1 ? "" : "s", " of ", smallest.tile.DebugString(),
+                   "), more than the memory budget of ", request.memory_budget_bytes,
+                   " bytes: send a shorter prompt or raise the budget"));
+}
+
+PlanCandidate CandidateOf(const Plan& plan) {
+  return {.ranks = plan.ranks(),
+          .heads = plan.heads,
+          .tile = plan.tile,
+          .layout = plan.layout.kind(),
+          .partial_dtype = plan.partial_dtype,
+          .placement = plan.placement.name,
+          .predicted = plan.predicted};
+}
+
+}  // namespace
+
+absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
+                                    const PlanRequest& request) {
+  if (absl::Status status = CheckModelAndSpeed(model, speed); !status.ok()) return status;
+  absl::StatusOr<TokenLayout> layout = TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped),
+                                                         request.ranks, request.tokens, request.stripe);
+  if (!layout.ok()) return layout.status();
+  if (absl::Status status = CheckRequest(model, request); !status.ok()) return status;
+
+  ShapePlanner planner(model, speed, request);
+  std::vector<Plan> plans;
+  for (auto [heads, tile] : ShapesOf(model, request)) plans.push_back(planner.Best(heads, tile));
+  if (const int64_t budget = request.memory_budget_bytes; budget != 0) {
+    const auto over = [budget](const Plan& plan) { return plan.predicted.peak_bytes > budget; };
+    if (std::all_of(plans.begin(), plans.end(), over)) return NothingFits(plans, request);
+    std::erase_if(plans, over);
+  }
+  std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
+
+  std::vector<PlanCandidate> candidates;
+  for (const Plan& plan : plans) candidates.push_back(CandidateOf(plan));
+  if (absl::Status status = CheckSchedule(plans.front().schedule); !status.ok()) return status;
+  return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
+}
+
+}  // namespace meshfill

@@ -1,0 +1,51 @@
+// Chooses the plan (Mesh-Attention Figure 6): each factorisation is scheduled and timed, the best taken.
+// Beyond the paper, a shape may have head groups (n = h·a·b), and is planned in every way that the caller
+// leaves open:
+//
+//     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
+//     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (DESIGN §5)
+//     placement    every box of ranks that fills a node: the ring that moves more stays inside it
+//     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
+//
+// The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
+// another gains 1 %. Of two schedules that tie, the one that needs less memory.
+#ifndef MESHFILL_ENGINE_PLAN_PLANNER_H_
+#define MESHFILL_ENGINE_PLAN_PLANNER_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/cost_model.h"
+#include "engine/plan/plan.h"
+
+namespace meshfill {
+
+struct PlanRequest {
+  int64_t tokens = 0;         // of the prompt
+  int64_t cached_tokens = 0;  // before it, whose keys and values are there already
+  int ranks = 1;
+  std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: as predicted to be fastest
+  int64_t stripe = 64;                                      // of the striped layout
+  std::optional<Tile> tile = std::nullopt;                  // fixed by the caller
+  std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
+  std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
+  ScheduleChoice schedule = ScheduleChoice::kAuto;
+  int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
+  bool one_memory = true;           // ranks share it (PlanShape)
+  Topology topology = {};           // no seats: every link is that of the pool's speed
+};
+
+// Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,
+// the ones that the caller's tile and head groups leave), by predicted seconds, then by bytes sent, then by
+// peak memory. The plan is the first; its schedule has passed CheckSchedule. INVALID_ARGUMENT: no tokens,
+// head groups that the heads or the ranks do not allow (the message has those that they do), a tile that does
+// not multiply to the ranks, bad options, a topology with fewer seats than ranks. FAILED_PRECONDITION: no
+// shape fits the memory budget (the message has the budget, and the smallest that would do with its shape).
+absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
+                                    const PlanRequest& request);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PLAN_PLANNER_H_

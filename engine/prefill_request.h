@@ -1,0 +1,30 @@
+// What a request asks of an engine: checked, and turned into what is planned.
+#ifndef MESHFILL_ENGINE_PREFILL_REQUEST_H_
+#define MESHFILL_ENGINE_PREFILL_REQUEST_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "engine/devices/engine_options.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/planner.h"
+#include "engine/prefill_engine.h"
+
+namespace meshfill {
+
+// What a prompt of `tokens` is planned from: the engine's options where the request leaves them open. A
+// layout that both leave open is striped where the request fixes the tile or the stripe.
+PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens);
+
+// OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k.
+absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
+                                const PrefillOptions& options);
+// INVALID_ARGUMENT: an id outside the vocabulary, its index named.
+absl::Status CheckTokenIds(const ModelShape& model, const std::string& model_name,
+                           std::span<const uint32_t> tokens);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_PREFILL_REQUEST_H_

@@ -1,0 +1,311 @@
+#include "engine/run/executor.h"
+
+#include <cmath>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/comm/monotonic_time.h"
+#include "engine/mesh/mesh.h"
+#include "engine/run/timeline_recorder.h"
+
+namespace meshfill {
+namespace {
+
+// A partial output in one buffer, so that it is one message: O [q_heads, tokens, head_dim] in `dtype`, then
+// LSE [q_heads, tokens] f32. Rows compute in f32; on the wire O may be bf16 (head_dim is even, which keeps
+// the LSE aligned).
+struct PartialView {
+  PartialView(Buffer& buffer, const ModelShape& model, int64_t tokens, DType dtype)
+      : rows(model.q_heads * tokens),
+        elements(model.q_elements(tokens)),
+        o(buffer.data()),
+        lse(reinterpret_cast<float*>(buffer.data<std::byte>() + elements * DTypeBytes(dtype))) {}
+
+  int64_t rows;
+  int64_t elements;
+  void* o;
+  float* lse;
+};
+
+// A received chunk, or this rank's own, and what still needs it.
+struct Chunk {
+  BufferRef buffer;
+  int blocks_left;
+  int sends_left;
+
+  void Release() {
+    if (blocks_left == 0 && sends_left == 0) buffer.reset();
+  }
+};
+
+// One row of the tile: O#u.
+struct Row {
+  BufferRef partial;  // f32; null until the row's first block or an adopted arrival
+  BufferRef arrived;  // in the wire's dtype: came before the row had a state to merge it into
+};
+
+// One layer on one rank.
+class LayerRun {
+ public:
+  LayerRun(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
+           absl::Duration wait_timeout, RankStats& stats, TimelineRecorder* recorder, LayerChunks own,
+           int64_t window)
+      : plan_(plan),
+        model_(model.HeadSlice(plan.heads)),
+        layout_(plan.layout.Groups(plan.heads)),
+        member_(rank % plan.heads),
+        rank_(rank / plan.heads),
+        mesh_(plan.tile),
+        backend_(backend),
+        communicator_(communicator),
+        wait_timeout_(wait_timeout),
+        stats_(stats),
+        recorder_(recorder),
+        window_(window),
+        scale_(1.0f / std::sqrt(static_cast<float>(model.head_dim))),
+        rows_(plan.tile.a) {
+    const auto [a, b] = plan.tile;
+    for (int u = 0; u < a; ++u)
+      q_.push_back({.buffer = nullptr, .blocks_left = b, .sends_left = u < a - 1 ? 1 : 0});
+    for (int v = 0; v < b; ++v)
+      kv_.push_back({.buffer = nullptr, .blocks_left = a, .sends_left = v < b - 1 ? 1 : 0});
+    q_[0].buffer = std::move(own.q);
+    kv_[0].buffer = std::move(own.kv);
+  }
+
+  absl::StatusOr<BufferRef> Run() {
+    for (const Step& step : plan_.schedule.steps) {
+      if (absl::Status status = RunStep(step); !status.ok()) return status;
+    }
+    return std::move(rows_[0].partial);
+  }
+
+ private:
+  // The communication of a step, under way.
+  struct Transfer {
+    CommOp op = CommOp::kRecvQ;
+    TimelineRecorder::Moment start;
+    std::unique_ptr<PendingReceive> pending;  // null: the step has none
+  };
+
+  absl::Status RunStep(const Step& step) {
+    absl::StatusOr<Transfer> transfer = Start(step.comm);
+    if (!transfer.ok()) return transfer.status();
+    for (const BlockIndex& block : step.blocks) {
+      if (absl::Status status = ComputeBlock(block); !status.ok()) return status;
+    }
+    if (transfer->pending == nullptr) return absl::OkStatus();
+    absl::StatusOr<BufferRef> message = WaitFor(*transfer);
+    if (!message.ok()) return message.status();
+    return Accept(step.comm, *std::move(message));
+  }
+
+  absl::StatusOr<Transfer> Start(CommKind comm) {
+    switch (comm) {
+      case CommKind::kNone:
+        return Transfer{};
+      case CommKind::kRecvQ: {
+        Chunk& chunk = q_[q_received_];
+        --chunk.sends_left;
+        absl::StatusOr<Transfer> transfer =
+            SendReceive(CommOp::kRecvQ, mesh_.QSendTo(rank_), chunk.buffer, stats_.sent.q,
+                        mesh_.QReceiveFrom(rank_), model_.q_bytes(QTokens(q_received_ + 1)));
+        chunk.Release();
+        return transfer;
+      }
+      case CommKind::kRecvKv: {
+        Chunk& chunk = kv_[kv_received_];
+        --chunk.sends_left;
+        absl::StatusOr<Transfer> transfer =
+            SendReceive(CommOp::kRecvKv, mesh_.KvSendTo(rank_), chunk.buffer, stats_.sent.kv,
+                        mesh_.KvReceiveFrom(rank_), model_.kv_bytes(KvTokens(kv_received_ + 1)));
+        chunk.Release();
+        return transfer;
+      }
+      case CommKind::kSendO: {
+        absl::StatusOr<BufferRef> message = WireForm(o_sent_ + 1);
+        if (!message.ok()) return message.status();
+        return SendReceive(CommOp::kSendO, mesh_.QSendTo(rank_), *std::move(message), stats_.sent.o,
+                           mesh_.QReceiveFrom(rank_),
+                           model_.partial_bytes(QTokens(ArrivingRow()), plan_.partial_dtype));
+      }
+    }
+    return absl::InternalError("unknown communication in a schedule");
+  }
+
+  absl::StatusOr<Transfer> SendReceive(CommOp op, int to, BufferRef message, int64_t& sent_bytes, int from,
+                                       int64_t receive_bytes) {
+    sent_bytes += static_cast<int64_t>(message->size_bytes());
+    TimelineRecorder::Moment start;
+    if (recorder_ != nullptr && recorder_->keeps_spans()) start = recorder_->Now();
+    absl::StatusOr<std::unique_ptr<PendingReceive>> pending = communicator_.SendReceive(
+        op, GlobalRank(to), std::move(message), GlobalRank(from), static_cast<size_t>(receive_bytes));
+    if (!pending.ok()) return pending.status();
+    return Transfer{.op = op, .start = std::move(start), .pending = *std::move(pending)};
+  }
+
+  absl::StatusOr<BufferRef> WaitFor(Transfer& transfer) {
+    const char* const name = CommOpName(transfer.op);
+    absl::StatusOr<BufferRef> message = [&] {
+      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)], recorder_,
+                      {.kind = SpanKind::kWait, .what = name});
+      return transfer.pending->Wait(MonotonicNow() + wait_timeout_);
+    }();
+    if (recorder_ != nullptr && recorder_->keeps_spans()) {
+      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer.start),
+                        recorder_->Now());
+    }
+    return message;
+  }
+
+  absl::Status Accept(CommKind comm, BufferRef message) {
+    switch (comm) {
+      case CommKind::kNone:
+        return absl::OkStatus();
+      case CommKind::kRecvQ:
+        q_[++q_received_].buffer = std::move(message);
+        return absl::OkStatus();
+      case CommKind::kRecvKv:
+        kv_[++kv_received_].buffer = std::move(message);
+        return absl::OkStatus();
+      case CommKind::kSendO: {
+        const int row = ArrivingRow();
+        ++o_sent_;
+        return AcceptPartial(row, std::move(message));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ComputeBlock(BlockIndex block) {
+    Chunk& q = q_[block.u];
+    Chunk& kv = kv_[block.v];
+    Row& row = rows_[block.u];
+    const int64_t q_tokens = QTokens(block.u);
+    const bool carry_in = row.partial != nullptr;
+    if (!carry_in) {
+      absl::StatusOr<BufferRef> partial = backend_.Allocate(model_.partial_bytes(q_tokens, DType::kF32));
+      if (!partial.ok()) return partial.status();
+      row.partial = *std::move(partial);
+    }
+    const PartialView state(*row.partial, model_, q_tokens, DType::kF32);
+    {
+      SpanTimer timer(&stats_.block_seconds, recorder_, {.what = "block", .block = block});
+      absl::Status status = backend_.AttentionBlock({
+          .q = q.buffer->data(),
+          .k = kv.buffer->data(),
+          .v = kv.buffer->data<std::byte>() + kv.buffer->size_bytes() / 2,
+          .q_tokens = q_tokens,
+          .k_tokens = KvTokens(block.v),
+          .q_heads = model_.q_heads,
+          .kv_heads = model_.kv_heads,
+          .head_dim = model_.head_dim,
+          .band = {.q = layout_.Positions(mesh_.QChunk(rank_, block.u)),
+                   .k = layout_.Positions(mesh_.KvChunk(rank_, block.v)),
+                   .window = window_},
+          .scale = scale_,
+          .carry_in = carry_in,
+          .o = static_cast<float*>(state.o),
+          .lse = state.lse,
+      });
+      if (!status.ok()) return status;
+    }
+    ++stats_.blocks;
+    --q.blocks_left;
+    --kv.blocks_left;
+    q.Release();
+    kv.Release();
+    if (row.arrived == nullptr) return absl::OkStatus();
+    return Merge(row, q_tokens, *std::exchange(row.arrived, nullptr));
+  }
+
+  // A partial that arrives for a row not yet begun becomes its state as it is, without a pass over it; in a
+  // narrower dtype it waits for the row's first block.
+  absl::Status AcceptPartial(int u, BufferRef message) {
+    Row& row = rows_[u];
+    if (row.partial != nullptr) return Merge(row, QTokens(u), *message);
+    (plan_.partial_dtype == DType::kF32 ? row.partial : row.arrived) = std::move(message);
+    return absl::OkStatus();
+  }
+
+  absl::Status Merge(Row& row, int64_t tokens, Buffer& message) {
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "merge"});
+    const PartialView state(*row.partial, model_, tokens, DType::kF32);
+    const PartialView other(message, model_, tokens, plan_.partial_dtype);
+    return backend_.MergePartial({.o = static_cast<float*>(state.o),
+                                  .lse = state.lse,
+                                  .other_o = other.o,
+                                  .other_dtype = plan_.partial_dtype,
+                                  .other_lse = other.lse,
+                                  .rows = state.rows,
+                                  .head_dim = model_.head_dim});
+  }
+
+  // O#u as it travels; this rank needs it no more.
+  absl::StatusOr<BufferRef> WireForm(int u) {
+    BufferRef partial = std::move(rows_[u].partial);
+    if (plan_.partial_dtype == DType::kF32) return partial;
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "convert"});
+    absl::StatusOr<BufferRef> message =
+        backend_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype));
+    if (!message.ok()) return message.status();
+    const PartialView from(*partial, model_, QTokens(u), DType::kF32);
+    const PartialView to(**message, model_, QTokens(u), plan_.partial_dtype);
+    absl::Status status =
+        backend_.Convert(static_cast<float*>(from.o), from.elements, plan_.partial_dtype, to.o);
+    if (!status.ok()) return status;
+    status = backend_.Convert(from.lse, from.rows, DType::kF32, to.lse);
+    if (!status.ok()) return status;
+    return message;
+  }
+
+  int ArrivingRow() const { return (o_sent_ + 2) % plan_.tile.a; }
+  int64_t QTokens(int u) const { return layout_.ChunkTokens(mesh_.QChunk(rank_, u)); }
+  int64_t KvTokens(int v) const { return layout_.ChunkTokens(mesh_.KvChunk(rank_, v)); }
+  int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
+
+  const Plan& plan_;
+  const ModelShape model_;    // with the heads of this mesh
+  const TokenLayout layout_;  // over the ranks of the mesh, which are head groups
+  const int member_;          // of its head group: which of the h meshes
+  const int rank_;            // in the mesh
+  const Mesh mesh_;
+  Backend& backend_;
+  Communicator& communicator_;
+  const absl::Duration wait_timeout_;
+  RankStats& stats_;
+  TimelineRecorder* const recorder_;
+  const int64_t window_;
+  const float scale_;
+
+  int q_received_ = 0;     // Recv Q that have ended; Q#0 … Q#q_received_ have been here
+  int kv_received_ = 0;    // Recv KV likewise
+  int o_sent_ = 0;         // Send O that have ended
+  std::vector<Chunk> q_;   // [a], by local index
+  std::vector<Chunk> kv_;  // [b]
+  std::vector<Row> rows_;  // [a]
+};
+
+}  // namespace
+
+AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+                                     Communicator& communicator, absl::Duration wait_timeout,
+                                     RankStats& stats, TimelineRecorder* recorder)
+    : plan_(plan),
+      model_(model),
+      rank_(rank),
+      backend_(backend),
+      communicator_(communicator),
+      wait_timeout_(wait_timeout),
+      stats_(stats),
+      recorder_(recorder) {}
+
+absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window) {
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
+  return LayerRun(plan_, model_, rank_, backend_, communicator_, wait_timeout_, stats_, recorder_,
+                  std::move(chunks), window)
+      .Run();
+}
+
+}  // namespace meshfill

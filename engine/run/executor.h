@@ -1,0 +1,57 @@
+// Runs a plan's schedule for one layer's attention on one rank: Mesh-Attention's Algorithm 1 in the order of
+// its Algorithm 2.
+//
+// With h head groups there are h meshes of n/h ranks side by side: rank m·h + k is rank m of mesh k, which
+// attends with one slice of the heads (ModelShape::HeadSlice) over the tokens of the groups
+// (TokenLayout::Groups). head_exchange.h brings the chunks into this form and the outputs back.
+#ifndef MESHFILL_ENGINE_RUN_EXECUTOR_H_
+#define MESHFILL_ENGINE_RUN_EXECUTOR_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/comm/communicator.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/plan.h"
+#include "engine/run/rank_stats.h"
+#include "engine/run/timeline_recorder.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// The chunks of one layer on one rank: of all heads and its own tokens, or of the heads of its mesh and the
+// tokens of its head group.
+struct LayerChunks {
+  BufferRef q;   // [q_heads, chunk_tokens, head_dim], compute dtype
+  BufferRef kv;  // K [kv_heads, chunk_tokens, head_dim], then V likewise, compute dtype
+};
+
+class AttentionExecutor {
+ public:
+  // All arguments outlive the executor. The plan's schedule has passed CheckSchedule. `model` has all heads.
+  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+                    Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
+                    TimelineRecorder* recorder = nullptr);
+
+  // Attention of one layer over chunks of the mesh's heads and the group's tokens; `window` is this layer's
+  // sliding window (0: none). Returns O#0: this rank's finished output, [q_heads, chunk_tokens, head_dim] of
+  // those heads and tokens, f32, with its LSE, [q_heads, chunk_tokens], f32, behind it. Chunks are released
+  // as soon as their last block has run and their last send has left. Deterministic: merges happen in the
+  // schedule's order. On an error, this rank's peers wait until the caller aborts the communicator.
+  absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window);
+
+ private:
+  const Plan& plan_;
+  const ModelShape& model_;
+  const int rank_;
+  Backend& backend_;
+  Communicator& communicator_;
+  const absl::Duration wait_timeout_;
+  RankStats& stats_;
+  TimelineRecorder* const recorder_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_RUN_EXECUTOR_H_

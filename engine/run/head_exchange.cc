@@ -1,0 +1,148 @@
+#include "engine/run/head_exchange.h"
+
+#include <memory>
+#include <utility>
+
+#include "engine/comm/monotonic_time.h"
+
+namespace meshfill {
+
+HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+                           Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
+                           TimelineRecorder* recorder)
+    : model_(model),
+      slice_(model.HeadSlice(plan.heads)),
+      heads_(plan.heads),
+      member_(rank % plan.heads),
+      first_rank_(rank - rank % plan.heads),
+      members_(plan.layout.Members(rank / plan.heads, plan.heads)),
+      backend_(backend),
+      communicator_(communicator),
+      wait_timeout_(wait_timeout),
+      stats_(stats),
+      recorder_(recorder) {}
+
+absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
+  if (heads_ == 1) return own;
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
+  absl::StatusOr<BufferRef> q = backend_.Allocate(slice_.q_bytes(members_.tokens()));
+  if (!q.ok()) return q.status();
+  absl::Status status = TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, (*q)->data());
+  if (!status.ok()) return status;
+
+  const size_t own_half = own.kv->size_bytes() / 2;
+  const BufferRef k = PartOf(own.kv, 0, own_half), v = PartOf(own.kv, own_half, own_half);
+  own.kv.reset();
+  absl::StatusOr<BufferRef> kv = backend_.Allocate(slice_.kv_bytes(members_.tokens()));
+  if (!kv.ok()) return kv.status();
+  auto* const halves = (*kv)->data<std::byte>();
+  status = TensorToHeads(k, model_.kv_heads, slice_.kv_heads, halves);
+  if (!status.ok()) return status;
+  status = TensorToHeads(v, model_.kv_heads, slice_.kv_heads, halves + (*kv)->size_bytes() / 2);
+  if (!status.ok()) return status;
+  return LayerChunks{.q = *std::move(q), .kv = *std::move(kv)};
+}
+
+absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
+  if (heads_ == 1) return LayerOutput{.parts = {std::move(mesh_output)}, .dtype = DType::kF32};
+  SpanTimer timer(&stats_.attention_seconds, recorder_);
+  LayerOutput output{.parts = std::vector<BufferRef>(heads_), .dtype = model_.dtype};
+  const absl::Status status = AllToAll({
+      .send = [&](int member) -> absl::StatusOr<BufferRef> {
+        absl::StatusOr<BufferRef> message = backend_.Allocate(slice_.q_bytes(MemberTokens(member)));
+        if (!message.ok()) return message.status();
+        absl::Status copied = Copy({.from = mesh_output->data(),
+                                    .from_rows = GroupRows(member, DType::kF32),
+                                    .to = (*message)->data(),
+                                    .to_rows = MemberRows(member, model_.dtype),
+                                    .heads = slice_.q_heads,
+                                    .tokens = MemberTokens(member),
+                                    .head_dim = model_.head_dim});
+        if (!copied.ok()) return copied;
+        return message;
+      },
+      .receive_bytes = [&](int) { return slice_.q_bytes(MemberTokens(member_)); },
+      .accept =
+          [&](int member, BufferRef message) {
+            output.parts[member] = std::move(message);
+            return absl::OkStatus();
+          },
+  });
+  if (!status.ok()) return status;
+  return output;
+}
+
+absl::Status HeadExchange::TensorToHeads(BufferRef tensor, int all_heads, int heads, void* to) {
+  const auto tensor_bytes = [this](int64_t tokens, int64_t tensor_heads) {
+    return tokens * tensor_heads * model_.head_dim * static_cast<int64_t>(DTypeBytes(model_.dtype));
+  };
+  return AllToAll({
+      .send = [&](int member) -> absl::StatusOr<BufferRef> {
+        const int64_t first_head = int64_t{member} * all_heads / heads_;
+        const int64_t tokens = MemberTokens(member_);
+        return PartOf(tensor, tensor_bytes(tokens, first_head), tensor_bytes(tokens, heads));
+      },
+      .receive_bytes = [&](int member) { return tensor_bytes(MemberTokens(member), heads); },
+      .accept =
+          [&](int member, BufferRef message) {
+            return Copy({.from = message->data(),
+                         .from_rows = MemberRows(member, model_.dtype),
+                         .to = to,
+                         .to_rows = GroupRows(member, model_.dtype),
+                         .heads = heads,
+                         .tokens = MemberTokens(member),
+                         .head_dim = model_.head_dim});
+          },
+  });
+}
+
+absl::Status HeadExchange::AllToAll(const Moves& moves) {
+  const char* const name = CommOpName(CommOp::kAllToAll);
+  SpanTimer under_way(nullptr, recorder_, {.kind = SpanKind::kTransfer, .what = name});
+  const auto rotated = [this](int by) { return (member_ + by + heads_) % heads_; };
+  std::vector<std::unique_ptr<PendingReceive>> pending;
+  for (int step = 1; step < heads_; ++step) {
+    const int to = rotated(step), from = rotated(-step);
+    absl::StatusOr<BufferRef> message = moves.send(to);
+    if (!message.ok()) return message.status();
+    stats_.sent.all_to_all += static_cast<int64_t>((*message)->size_bytes());
+    absl::StatusOr<std::unique_ptr<PendingReceive>> receive =
+        communicator_.SendReceive(CommOp::kAllToAll, first_rank_ + to, *std::move(message),
+                                  first_rank_ + from, static_cast<size_t>(moves.receive_bytes(from)));
+    if (!receive.ok()) return receive.status();
+    pending.push_back(*std::move(receive));
+  }
+  absl::StatusOr<BufferRef> own = moves.send(member_);
+  if (!own.ok()) return own.status();
+  if (absl::Status status = moves.accept(member_, *std::move(own)); !status.ok()) return status;
+  for (int step = 1; step < heads_; ++step) {
+    absl::StatusOr<BufferRef> message = [&] {
+      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)], recorder_,
+                      {.kind = SpanKind::kWait, .what = name});
+      return pending[step - 1]->Wait(MonotonicNow() + wait_timeout_);
+    }();
+    if (!message.ok()) return message.status();
+    absl::Status status = moves.accept(rotated(-step), *std::move(message));
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HeadExchange::Copy(const CopyHeadsArgs& args) {
+  SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "reorder"});
+  return backend_.CopyHeads(args);
+}
+
+HeadRows HeadExchange::MemberRows(int member, DType dtype) const {
+  return {
+      .dtype = dtype, .head_stride = MemberTokens(member) * model_.head_dim, .slot_stride = model_.head_dim};
+}
+
+HeadRows HeadExchange::GroupRows(int member, DType dtype) const {
+  return {.dtype = dtype,
+          .head_stride = members_.tokens() * model_.head_dim,
+          .slot_stride = model_.head_dim,
+          .slots = members_.Positions(member)};
+}
+
+}  // namespace meshfill

@@ -1,0 +1,57 @@
+// One rank's part of a prefill: every layer of the transformer over this rank's tokens.
+//
+//     embed
+//     → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group
+//                       → attention over the mesh → heads to tokens → [o, norm, MLP] by slices
+//     → on the rank that holds the last token: norm, LM head on that one row
+//
+// Everything but attention is local to a token, so it runs in the plan's slices and its intermediates stay
+// small whatever the chunk's length. The residual stream is f32.
+#ifndef MESHFILL_ENGINE_RUN_RANK_RUNNER_H_
+#define MESHFILL_ENGINE_RUN_RANK_RUNNER_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/comm/communicator.h"
+#include "engine/comm/link_probe.h"
+#include "engine/kv/kv_cache.h"
+#include "engine/model/model.h"
+#include "engine/plan/plan.h"
+#include "engine/run/rank_stats.h"
+#include "engine/run/timeline_recorder.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+struct RankRun {
+  const Plan& plan;
+  const Model& model;
+  int rank;
+  std::span<const uint32_t> tokens;  // the whole prompt
+  Backend& backend;
+  Communicator& communicator;
+  absl::Duration wait_timeout;
+  std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
+  KvCache* kv;  // null, or sized for the whole prompt: this rank writes its tokens' rows
+  TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
+  std::span<const LinkProbe> probes;     // before the first layer; the same on all ranks
+};
+
+struct RankOutput {
+  RankStats stats;
+  std::vector<float> logits;               // [vocab] on the rank that holds the last token, else empty
+  std::vector<std::optional<Link>> links;  // by probe; none: this rank sat out
+  double probe_seconds = 0;                // that the probes took; no part of the stats
+};
+
+absl::StatusOr<RankOutput> RunRank(const RankRun& run);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_RUN_RANK_RUNNER_H_

@@ -1,0 +1,163 @@
+// Records one rank's spans while it runs. Memory is bounded: beyond its capacity spans are counted, not kept.
+//
+// Used from the rank's own thread alone. Where no recorder is given, a SpanTimer is an ordinary stopwatch.
+//
+// A backend that queues its operations is timed on its device: a span begins and ends at points of the stream
+// (Backend::Mark), and its seconds are known once these have been passed: Settle adds them up then.
+#ifndef MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
+#define MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/schedule/timeline.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+class TimelineRecorder {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static constexpr size_t kCapacity = size_t{1} << 18;  // spans of one rank, 16 MiB
+
+  // A moment of the rank: by the host's clock, or a point of its backend's stream.
+  struct Moment {
+    Clock::time_point host;
+    std::shared_ptr<const StreamPoint> device;  // null: the operations called before have run
+  };
+
+  // Spans are timed from `origin`, the same for all ranks of a run.
+  TimelineRecorder(int rank, Clock::time_point origin, size_t capacity = kCapacity)
+      : rank_(rank), origin_(origin), capacity_(capacity) {}
+
+  // Moments are the backend's from now on; it has nothing queued, and outlives the last Settle.
+  void set_backend(Backend& backend) {
+    first_ = {Clock::now(), backend.Mark()};
+    backend_ = first_.device == nullptr ? nullptr : &backend;
+  }
+  void set_layer(int layer) { layer_ = layer; }  // of the spans to come; -1: none
+  bool keeps_spans() const { return capacity_ > 0; }
+
+  Moment Now() const { return {Clock::now(), backend_ == nullptr ? nullptr : backend_->Mark()}; }
+
+  // Fills in rank, layer and times.
+  void Record(Span span, Clock::time_point start, Clock::time_point end) {
+    span.rank = rank_;
+    span.layer = layer_;
+    Keep(span, start, end);
+  }
+
+  // Records `span`, if there is one, and adds its seconds to `*seconds`, if not null: now, or in Settle.
+  void Record(std::optional<Span> span, double* seconds, Moment start, Moment end) {
+    if (start.device != nullptr && end.device != nullptr) {
+      if (span.has_value()) span->rank = rank_, span->layer = layer_;
+      unsettled_.push_back({std::move(span), seconds, std::move(start.device), std::move(end.device)});
+      return;
+    }
+    if (seconds != nullptr) *seconds += std::chrono::duration<double>(end.host - start.host).count();
+    if (span.has_value()) Record(*span, start.host, end.host);
+  }
+
+  // After the backend's Finish.
+  void Settle() {
+    for (Unsettled& each : unsettled_) {
+      const double start = each.start->SecondsSince(*first_.device),
+                   end = each.end->SecondsSince(*first_.device);
+      if (each.seconds != nullptr) *each.seconds += each.end->SecondsSince(*each.start);
+      if (each.span.has_value()) Keep(*each.span, first_.host + ToClock(start), first_.host + ToClock(end));
+    }
+    unsettled_.clear();
+  }
+
+  // Moves what was recorded to the end of `timeline`.
+  void AppendTo(Timeline& timeline) && {
+    timeline.spans.insert(timeline.spans.end(), spans_.begin(), spans_.end());
+    timeline.dropped_spans += dropped_;
+    spans_ = {};
+    dropped_ = 0;
+  }
+
+ private:
+  struct Unsettled {
+    std::optional<Span> span;
+    double* seconds;
+    std::shared_ptr<const StreamPoint> start, end;
+  };
+
+  static Clock::duration ToClock(double seconds) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  }
+
+  void Keep(Span span, Clock::time_point start, Clock::time_point end) {
+    if (spans_.size() == capacity_) {
+      ++dropped_;
+      return;
+    }
+    span.start_seconds = std::chrono::duration<double>(start - origin_).count();
+    span.end_seconds = std::chrono::duration<double>(end - origin_).count();
+    spans_.push_back(span);
+  }
+
+  const int rank_;
+  const Clock::time_point origin_;
+  const size_t capacity_;
+  Backend* backend_ = nullptr;  // null: the host's clock tells all
+  Moment first_;                // of the backend
+  std::vector<Unsettled> unsettled_;
+  int layer_ = -1;
+  std::vector<Span> spans_;
+  int64_t dropped_ = 0;
+};
+
+// Of one run, a recorder for each rank.
+inline Timeline CollectTimeline(std::vector<TimelineRecorder> recorders) {
+  Timeline timeline{.ranks = static_cast<int>(recorders.size())};
+  for (TimelineRecorder& recorder : recorders) std::move(recorder).AppendTo(timeline);
+  return timeline;
+}
+
+// Times its scope: adds to `*seconds` and records `span`, each if there is one, by the same two moments.
+class SpanTimer {
+ public:
+  SpanTimer(double* seconds, TimelineRecorder* recorder, Span span)
+      : SpanTimer(seconds, recorder,
+                  recorder != nullptr && recorder->keeps_spans() ? std::optional<Span>(span) : std::nullopt) {
+  }
+  SpanTimer(double* seconds, TimelineRecorder* recorder) : SpanTimer(seconds, recorder, std::nullopt) {}
+  ~SpanTimer() {
+    if (seconds_ == nullptr && !span_.has_value()) return;
+    TimelineRecorder::Moment end = Now();
+    if (recorder_ != nullptr) {
+      recorder_->Record(span_, seconds_, std::move(start_), std::move(end));
+    } else {
+      *seconds_ += std::chrono::duration<double>(end.host - start_.host).count();
+    }
+  }
+  SpanTimer(const SpanTimer&) = delete;
+  SpanTimer& operator=(const SpanTimer&) = delete;
+
+ private:
+  SpanTimer(double* seconds, TimelineRecorder* recorder, std::optional<Span> span)
+      : seconds_(seconds), recorder_(recorder), span_(std::move(span)), start_(Now()) {}
+
+  TimelineRecorder::Moment Now() const {
+    if (seconds_ == nullptr && !span_.has_value()) return {};
+    if (recorder_ == nullptr) return {.host = TimelineRecorder::Clock::now(), .device = nullptr};
+    return recorder_->Now();
+  }
+
+  double* const seconds_;
+  TimelineRecorder* const recorder_;
+  const std::optional<Span> span_;
+  TimelineRecorder::Moment start_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_

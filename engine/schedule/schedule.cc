@@ -1,0 +1,97 @@
+#include "engine/schedule/schedule.h"
+
+#include <cstdint>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+// Algorithm 2's state. In a row, blocks become ready and are computed by rising v: one number holds it.
+class GreedyScheduler {
+ public:
+  GreedyScheduler(Tile tile, OverlapCosts costs) : costs_(costs), computed_(tile.a, 0) {
+    schedule_.tile = tile;
+  }
+
+  Schedule Run() && {
+    const auto [a, b] = schedule_.tile;
+    while (q_chunks_ < a || kv_chunks_ < b) Receive();
+    for (int row = 1; row < a; ++row) {
+      while (computed_[row] < b) Append(CommKind::kNone, 1);
+      Append(CommKind::kSendO, costs_.c_o);
+    }
+    while (computed_[0] < b) Append(CommKind::kNone, 1);
+    return std::move(schedule_);
+  }
+
+ private:
+  // One communication of the first phase: the one that unlocks more blocks for its cost; Recv KV where they
+  // tie.
+  void Receive() {
+    const int64_t n_q = q_chunks_ < schedule_.tile.a ? kv_chunks_ : 0;
+    const int64_t n_kv = kv_chunks_ < schedule_.tile.b ? q_chunks_ : 0;
+    if (n_q * costs_.c_kv > n_kv * costs_.c_q) {
+      Append(CommKind::kRecvQ, costs_.c_q);
+      ++q_chunks_;
+    } else {
+      Append(CommKind::kRecvKv, costs_.c_kv);
+      ++kv_chunks_;
+    }
+  }
+
+  // A step with ComputeBlocks(max_blocks): ready blocks in row-first order, row 0 last, since no rank waits
+  // for it.
+  void Append(CommKind comm, int max_blocks) {
+    Step step{.comm = comm, .blocks = {}};
+    const auto take_row = [&](int u) {
+      while (static_cast<int>(step.blocks.size()) < max_blocks && computed_[u] < kv_chunks_) {
+        step.blocks.push_back({.u = u, .v = computed_[u]++});
+      }
+    };
+    while (first_row_ < q_chunks_ && computed_[first_row_] == schedule_.tile.b) ++first_row_;
+    for (int u = first_row_; u < q_chunks_; ++u) {
+      if (static_cast<int>(step.blocks.size()) == max_blocks) break;
+      take_row(u);
+    }
+    take_row(0);
+    schedule_.steps.push_back(std::move(step));
+  }
+
+  const OverlapCosts costs_;
+  Schedule schedule_;
+  int q_chunks_ = 1;           // Q#0 … that have arrived in earlier steps
+  int kv_chunks_ = 1;          // KV#0 … likewise
+  int first_row_ = 1;          // rows 1 … first_row_ − 1 are whole
+  std::vector<int> computed_;  // blocks computed, by row
+};
+
+}  // namespace
+
+const char* CommName(CommKind kind) {
+  switch (kind) {
+    case CommKind::kNone:
+      return "none";
+    case CommKind::kRecvQ:
+      return "q";
+    case CommKind::kRecvKv:
+      return "kv";
+    case CommKind::kSendO:
+      return "o";
+  }
+  return "?";
+}
+
+std::string Schedule::DebugString() const {
+  std::string text = tile.DebugString();
+  for (const Step& step : steps) {
+    absl::StrAppend(&text, " | ", CommName(step.comm), ":");
+    for (const BlockIndex& block : step.blocks) absl::StrAppend(&text, " (", block.u, ",", block.v, ")");
+  }
+  return text;
+}
+
+Schedule GreedySchedule(Tile tile, OverlapCosts costs) { return GreedyScheduler(tile, costs).Run(); }
+
+}  // namespace meshfill

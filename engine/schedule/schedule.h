@@ -1,0 +1,69 @@
+// A schedule: what each rank computes while which chunk moves (Mesh-Attention §3.4, §3.5, Algorithm 2).
+//
+// One schedule serves all ranks: it names chunks by local index (mesh.h), and every rank runs its steps in
+// lockstep order. A step starts at most one communication, computes its blocks while that is under way, and
+// ends when both are done. The k-th Recv Q (from 0) sends Q#k and receives Q#k+1; Recv KV likewise; the k-th
+// Send O sends O#k+1 and receives O#(k+2) mod a, merging it into the rank's own. For a tile 3×3
+// with c_Q = c_O = 1 and c_KV = 2, Algorithm 2 yields
+//
+//     step    0      1      2      3      4      5      6      7
+//     comm    q      kv     q      kv     none   o      o      none
+//     blocks  (0,0)  (1,0)  (1,1)  (2,0)  (1,2)  (2,2)  (0,1)  (0,2)
+//                                  (2,1)
+//
+// A step costs max(communication, its blocks); bytes per rank are DESIGN §4's (a−1) Q + (b−1) KV + (a−1) O.
+#ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
+#define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "engine/mesh/mesh.h"
+
+namespace meshfill {
+
+enum class CommKind { kNone, kRecvQ, kRecvKv, kSendO };
+const char* CommName(CommKind kind);  // "none", "q", "kv", "o": the names of plan --json
+
+struct BlockIndex {
+  int u = 0;  // row: Q#u, O#u
+  int v = 0;  // column: KV#v
+  bool operator==(const BlockIndex&) const = default;
+};
+
+struct Step {
+  CommKind comm = CommKind::kNone;
+  std::vector<BlockIndex> blocks;
+  bool operator==(const Step&) const = default;
+};
+
+struct Schedule {
+  Tile tile;
+  std::vector<Step> steps;
+
+  std::string DebugString() const;
+  bool operator==(const Schedule&) const = default;
+};
+
+// How many block computations hide the transfer of one chunk; each ≥ 1 (Mesh-Attention §3.5).
+struct OverlapCosts {
+  int c_q = 1;
+  int c_kv = 1;
+  int c_o = 1;
+  bool operator==(const OverlapCosts&) const = default;
+};
+
+// Algorithm 2. The tile and the costs are positive.
+Schedule GreedySchedule(Tile tile, OverlapCosts costs);
+
+// The gate that every schedule passes before it runs. INTERNAL naming the step and what is wrong unless
+//  - every block of the tile is computed exactly once, after its Q and its KV arrived in an earlier step;
+//  - there are exactly a−1 Recv Q, b−1 Recv KV and a−1 Send O: on every rank, sends and receives match;
+//  - the k-th Send O comes after all blocks of row k+1, and after the Send O whose arrival it carries on;
+//  - no step is idle (no communication and no block).
+absl::Status CheckSchedule(const Schedule& schedule);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_

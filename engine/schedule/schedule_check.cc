@@ -1,0 +1,127 @@
+// CheckSchedule: runs a schedule on paper. Knows schedule.h's rules and nothing of how schedules are made.
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/schedule/schedule.h"
+
+namespace meshfill {
+namespace {
+
+// What one rank holds as the steps go by. A step's communication uses what was there when the step began, and
+// what it delivers is there when the step has ended.
+class ScheduleChecker {
+ public:
+  explicit ScheduleChecker(const Schedule& schedule)
+      : schedule_(schedule), a_(schedule.tile.a), b_(schedule.tile.b) {}
+
+  absl::Status Run() {
+    if (a_ < 1 || b_ < 1) return absl::InternalError(absl::StrCat("schedule of a tile ", a_, "x", b_));
+    computed_.assign(a_, std::vector<bool>(b_, false));
+    row_blocks_.assign(a_, 0);
+    for (step_ = 0; step_ < static_cast<int>(schedule_.steps.size()); ++step_) {
+      if (absl::Status status = CheckStep(schedule_.steps[step_]); !status.ok()) return status;
+    }
+    return CheckEnd();
+  }
+
+ private:
+  absl::Status CheckStep(const Step& step) {
+    if (step.comm == CommKind::kNone && step.blocks.empty()) return Refuse("is idle");
+    if (absl::Status status = CheckStart(step.comm); !status.ok()) return status;
+    for (const BlockIndex& block : step.blocks) {
+      if (absl::Status status = CheckBlock(block); !status.ok()) return status;
+    }
+    switch (step.comm) {
+      case CommKind::kNone:
+        break;
+      case CommKind::kRecvQ:
+        ++q_received_;
+        break;
+      case CommKind::kRecvKv:
+        ++kv_received_;
+        break;
+      case CommKind::kSendO:
+        ++o_sent_;
+        break;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckStart(CommKind comm) const {
+    switch (comm) {
+      case CommKind::kNone:
+        return absl::OkStatus();
+      case CommKind::kRecvQ:
+        if (q_received_ == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
+        return absl::OkStatus();
+      case CommKind::kRecvKv:
+        if (kv_received_ == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
+        return absl::OkStatus();
+      case CommKind::kSendO: {
+        // What arrived for row k+1 came with the Send O before, which an earlier step has ended: steps run in
+        // turn.
+        const int row = o_sent_ + 1;
+        if (row > a_ - 1) return Refuse("sends an O chunk beyond the tile's rows");
+        if (row_blocks_[row] != b_) {
+          return Refuse(
+              absl::StrCat("sends O#", row, " with ", row_blocks_[row], " of ", b_, " blocks computed"));
+        }
+        return absl::OkStatus();
+      }
+    }
+    return Refuse("has an unknown communication");
+  }
+
+  absl::Status CheckBlock(BlockIndex block) {
+    const auto [u, v] = block;
+    const auto refuse = [&](const char* why) {
+      return Refuse(absl::StrCat("block (", u, ",", v, ") ", why));
+    };
+    if (u < 0 || u >= a_ || v < 0 || v >= b_) return refuse("is outside the tile");
+    if (u > q_received_) return refuse("needs a Q chunk that has not arrived");
+    if (v > kv_received_) return refuse("needs a KV chunk that has not arrived");
+    if (computed_[u][v]) return refuse("is computed twice");
+    computed_[u][v] = true;
+    ++row_blocks_[u];
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckEnd() const {
+    const auto refuse = [this](const auto&... why) {
+      return absl::InternalError(
+          absl::StrCat("schedule ", schedule_.tile.DebugString(), " ends with ", why...));
+    };
+    if (q_received_ != a_ - 1) return refuse(q_received_, " Recv Q, not ", a_ - 1);
+    if (kv_received_ != b_ - 1) return refuse(kv_received_, " Recv KV, not ", b_ - 1);
+    if (o_sent_ != a_ - 1) return refuse(o_sent_, " Send O, not ", a_ - 1);
+    for (int u = 0; u < a_; ++u) {
+      for (int v = 0; v < b_; ++v) {
+        if (!computed_[u][v]) return refuse("block (", u, ",", v, ") never computed");
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Refuse(std::string_view why) const {
+    return absl::InternalError(
+        absl::StrCat("schedule ", schedule_.tile.DebugString(), ", step ", step_, ": ", std::string(why)));
+  }
+
+  const Schedule& schedule_;
+  const int a_;
+  const int b_;
+  int step_ = 0;
+  int q_received_ = 0;
+  int kv_received_ = 0;
+  int o_sent_ = 0;
+  std::vector<std::vector<bool>> computed_;  // [a][b]
+  std::vector<int> row_blocks_;              // [a]
+};
+
+}  // namespace
+
+absl::Status CheckSchedule(const Schedule& schedule) { return ScheduleChecker(schedule).Run(); }
+
+}  // namespace meshfill

@@ -1,0 +1,287 @@
+#include "engine/speed/layer_probe.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "engine/model/rope.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kLmHeadElements = int64_t{8} << 20;
+
+// Multiples of 64, like stripes; small enough where work for one token is much.
+int64_t Tokens(double wanted, int64_t least, int64_t most) {
+  return std::clamp<int64_t>(static_cast<int64_t>(wanted) / 64 * 64, least, most);
+}
+
+ModelShape ProbedShape(const ModelShape& model, int64_t width) {
+  ModelShape shape = model;
+  const int group = model.q_heads / model.kv_heads;
+  shape.layers = 1;
+  shape.hidden = std::min(model.hidden, width);
+  shape.intermediate = std::min(model.intermediate, 2 * width);
+  shape.kv_heads = std::clamp(static_cast<int>(width / (int64_t{group} * model.head_dim)), 1, model.kv_heads);
+  shape.q_heads = group * shape.kv_heads;
+  shape.vocab = std::clamp<int64_t>(kLmHeadElements / shape.hidden, 1, std::max<int64_t>(1, model.vocab));
+  return shape;
+}
+
+// Values in ±1 without structure. They repeat, which no operation notices.
+absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype) {
+  constexpr int64_t kPeriod = 8191;
+  constexpr int64_t kMostPeriods = 128;  // uploaded at once
+  std::minstd_rand random(1);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<std::byte> period(kPeriod * DTypeBytes(dtype));
+  for (size_t at = 0; at < period.size(); at += DTypeBytes(dtype)) {
+    const float value = uniform(random);
+    const BFloat16 half = BFloat16::FromFloat(value);
+    std::memcpy(&period[at], dtype == DType::kF32 ? static_cast<const void*>(&value) : &half,
+                DTypeBytes(dtype));
+  }
+  const size_t one = period.size();
+  const auto periods = static_cast<size_t>(std::clamp<int64_t>(elements / kPeriod, 1, kMostPeriods));
+  period.resize(periods * one);
+  for (size_t at = one; at < period.size(); at += one) std::memcpy(&period[at], period.data(), one);
+  absl::StatusOr<BufferRef> buffer = backend.Allocate(elements * DTypeBytes(dtype));
+  if (!buffer.ok()) return buffer;
+  auto* const bytes = (*buffer)->data<std::byte>();
+  for (size_t at = 0; at < (*buffer)->size_bytes(); at += period.size()) {
+    const size_t part = std::min(period.size(), (*buffer)->size_bytes() - at);
+    if (absl::Status status = backend.Upload(period.data(), part, bytes + at); !status.ok()) return status;
+  }
+  return buffer;
+}
+
+int64_t QkvWidth(const ModelShape& shape) { return shape.q_elements(1) + shape.kv_elements(1); }
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
+                                                                     Backend& backend) {
+  auto weights = std::make_shared<ProbeWeights>();
+  const ModelShape shape = ProbedShape(model, backend.grain().probe_width);
+  weights->shape = shape;
+  weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
+  const struct {
+    std::unique_ptr<PackedWeight>* weight;
+    int64_t rows;
+    int64_t width;
+  } matrices[] = {
+      {&weights->qkv, QkvWidth(shape), shape.hidden},
+      {&weights->o, shape.hidden, shape.q_elements(1)},
+      {&weights->gate_up, 2 * shape.intermediate, shape.hidden},
+      {&weights->down, shape.hidden, shape.intermediate},
+      {&weights->lm_head, shape.vocab, shape.hidden},
+  };
+  for (const auto& [weight, rows, width] : matrices) {
+    absl::StatusOr<BufferRef> values = Noise(backend, rows * width, shape.dtype);
+    if (!values.ok()) return values.status();
+    const WeightRows source{.data = (*values)->data(), .dtype = shape.dtype, .rows = rows};
+    absl::StatusOr<std::unique_ptr<PackedWeight>> packed = backend.PackWeight({&source, 1}, width);
+    if (!packed.ok()) return packed.status();
+    *weight = *std::move(packed);
+    if (weight == &weights->lm_head) weights->embedding = *std::move(values);
+  }
+  return std::shared_ptr<const ProbeWeights>(std::move(weights));
+}
+
+LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& backend)
+    : weights_(std::move(weights)),
+      shape_(weights_->shape),
+      backend_(backend),
+      // A busy backend's speed does not depend on more heads; measuring time does.
+      kv_heads_(std::min(shape_.kv_heads, backend.grain().probe_kv_heads)),
+      q_heads_(kv_heads_ * (shape_.q_heads / shape_.kv_heads)),
+      slice_tokens_(Tokens(backend.grain().probe_flops / ProjectionFlopsPerToken(shape_), 128,
+                           backend.grain().slice_tokens)),
+      block_tokens_(Tokens(std::sqrt(backend.grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)),
+                           256, 2 * backend.grain().slice_tokens)),
+      norm_weight_(shape_.hidden, 1.0f),
+      rope_(slice_tokens_ * shape_.head_dim),
+      ids_(slice_tokens_) {
+  for (size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<uint32_t>(i * 7919 % shape_.vocab);
+}
+
+absl::StatusOr<std::unique_ptr<LayerProbe>> LayerProbe::Make(std::shared_ptr<const ProbeWeights> weights,
+                                                             Backend& backend) {
+  std::unique_ptr<LayerProbe> probe(new LayerProbe(std::move(weights), backend));
+  if (absl::Status status = probe->Prepare(); !status.ok()) return status;
+  return probe;
+}
+
+absl::Status LayerProbe::Prepare() {
+  const int64_t q_width = shape_.q_elements(1);
+  const int64_t block_q = block_tokens_ * q_heads_ * shape_.head_dim;
+  const int64_t block_state = block_q + block_tokens_ * q_heads_;
+  const struct {
+    BufferRef* buffer;
+    int64_t elements;
+    DType dtype;
+  } buffers[] = {
+      {&residual_, kProbeSlices * slice_tokens_ * shape_.hidden, DType::kF32},
+      {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
+      {&wide_, slice_tokens_ * std::max(QkvWidth(shape_), 2 * shape_.intermediate), shape_.dtype},
+      {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
+      {&chunk_q_, kProbeSlices * shape_.q_elements(slice_tokens_), shape_.dtype},
+      {&chunk_kv_, kProbeSlices * shape_.kv_elements(slice_tokens_), shape_.dtype},
+      {&attended_, kProbeSlices * shape_.q_elements(slice_tokens_), DType::kF32},
+      {&block_q_, block_q, shape_.dtype},
+      {&block_kv_, 2 * block_tokens_ * kv_heads_ * shape_.head_dim, shape_.dtype},
+      {&state_, block_state, DType::kF32},
+      {&other_state_, block_state, DType::kF32},
+      {&logits_, shape_.vocab, DType::kF32},
+  };
+  for (const auto& [buffer, elements, dtype] : buffers) {
+    absl::StatusOr<BufferRef> noise = Noise(backend_, elements, dtype);
+    if (!noise.ok()) return noise.status();
+    *buffer = *std::move(noise);
+  }
+  absl::StatusOr<BufferRef> norm = backend_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float));
+  if (!norm.ok()) return norm.status();
+  placed_norm_weight_ = *std::move(norm);
+  return PlaceRopeTables(slice_tokens_);
+}
+
+absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
+  const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
+  FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, rope_.data(),
+                 rope_.data() + elements);
+  absl::StatusOr<BufferRef> tables = backend_.Place(rope_.data(), 2 * elements * sizeof(float));
+  if (!tables.ok()) return tables.status();
+  cos_ = PartOf(*tables, 0, elements * sizeof(float));
+  sin_ = PartOf(*tables, elements * sizeof(float), elements * sizeof(float));
+  return absl::OkStatus();
+}
+
+absl::Status LayerProbe::Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y,
+                              bool accumulate) {
+  return backend_.Gemm({.weight = &weight,
+                        .x = x->data(),
+                        .tokens = tokens,
+                        .y = y,
+                        .y_dtype = accumulate ? DType::kF32 : shape_.dtype,
+                        .accumulate = accumulate});
+}
+
+absl::Status LayerProbe::TokenWork(int64_t tokens) {
+  const int64_t slice = std::exchange(slice_, (slice_ + 1) % kProbeSlices);
+  const int64_t element_bytes = static_cast<int64_t>(DTypeBytes(shape_.dtype));
+  float* const residual = residual_->data<float>() + slice * slice_tokens_ * shape_.hidden;
+  const float* const attended = attended_->data<float>() + slice * shape_.q_elements(slice_tokens_);
+  std::byte* const q = chunk_q_->data<std::byte>() + slice * shape_.q_elements(slice_tokens_) * element_bytes;
+  const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
+  std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
+  const auto norm = [&] {
+    return backend_.RmsNorm(residual, placed_norm_weight_->data<float>(), tokens, shape_.hidden, 1e-5f,
+                            normed_->data());
+  };
+  const auto split = [&] {
+    return backend_.SplitQkv({.qkv = wide_->data(),
+                              .tokens = tokens,
+                              .slot_begin = 0,
+                              .chunk_tokens = tokens,
+                              .q_heads = shape_.q_heads,
+                              .kv_heads = shape_.kv_heads,
+                              .head_dim = shape_.head_dim,
+                              .rope_cos = cos_->data<float>(),
+                              .rope_sin = sin_->data<float>(),
+                              .q = q,
+                              .k = k,
+                              .v = k + kv_bytes / 2});
+  };
+  const auto gather = [&] {
+    return backend_.CopyHeads({.from = attended,
+                               .from_rows = {.dtype = DType::kF32,
+                                             .head_stride = tokens * shape_.head_dim,
+                                             .slot_stride = shape_.head_dim},
+                               .to = narrow_->data(),
+                               .to_rows = {.dtype = shape_.dtype,
+                                           .head_stride = shape_.head_dim,
+                                           .slot_stride = shape_.q_elements(1)},
+                               .heads = shape_.q_heads,
+                               .tokens = tokens,
+                               .head_dim = shape_.head_dim});
+  };
+  if (absl::Status status = norm(); !status.ok()) return status;
+  if (absl::Status status = Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false); !status.ok())
+    return status;
+  if (absl::Status status = split(); !status.ok()) return status;
+  if (absl::Status status = gather(); !status.ok()) return status;
+  if (absl::Status status = Gemm(*weights_->o, narrow_, tokens, residual, true); !status.ok()) return status;
+  if (absl::Status status = norm(); !status.ok()) return status;
+  if (absl::Status status = Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false); !status.ok())
+    return status;
+  if (absl::Status status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
+      !status.ok())
+    return status;
+  return Gemm(*weights_->down, narrow_, tokens, residual, true);
+}
+
+double LayerProbe::TokenFlops(int64_t tokens) const {
+  return static_cast<double>(tokens) * ProjectionFlopsPerToken(shape_);
+}
+
+absl::Status LayerProbe::Block(int64_t tokens) {
+  return backend_.AttentionBlock({
+      .q = block_q_->data(),
+      .k = block_kv_->data(),
+      .v = block_kv_->data<std::byte>() + block_kv_->size_bytes() / 2,
+      .q_tokens = tokens,
+      .k_tokens = tokens,
+      .q_heads = q_heads_,
+      .kv_heads = kv_heads_,
+      .head_dim = shape_.head_dim,
+      .band = {.q = {.base = 0, .stride = 1, .width = 64}, .k = {.base = 0, .stride = 1, .width = 64}},
+      .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
+      .carry_in = true,
+      .o = state_->data<float>(),
+      .lse = state_->data<float>() + block_tokens_ * q_heads_ * shape_.head_dim,
+  });
+}
+
+double LayerProbe::BlockFlops(int64_t tokens) const {
+  return 4.0 * shape_.head_dim * q_heads_ * VisiblePairs(tokens, 0);
+}
+
+double LayerProbe::BlockRows(int64_t tokens) const { return static_cast<double>(tokens * q_heads_); }
+
+absl::Status LayerProbe::Merge(int64_t tokens) {
+  const int64_t lse_begin = block_tokens_ * q_heads_ * shape_.head_dim;
+  return backend_.MergePartial({.o = state_->data<float>(),
+                                .lse = state_->data<float>() + lse_begin,
+                                .other_o = other_state_->data(),
+                                .other_dtype = DType::kF32,
+                                .other_lse = other_state_->data<float>() + lse_begin,
+                                .rows = tokens * q_heads_,
+                                .head_dim = shape_.head_dim});
+}
+
+double LayerProbe::MergeBytes(int64_t tokens) const {
+  return static_cast<double>(tokens * q_heads_ * (shape_.head_dim + 1)) * sizeof(float);
+}
+
+absl::Status LayerProbe::Begin(int64_t tokens) {
+  if (absl::Status status = PlaceRopeTables(tokens); !status.ok()) return status;
+  return backend_.Embed({ids_.data(), static_cast<size_t>(tokens)}, weights_->embedding->data(), shape_.dtype,
+                        shape_.hidden, residual_->data<float>());
+}
+
+absl::Status LayerProbe::LmHead(int64_t) {
+  return backend_.Gemm({.weight = weights_->lm_head.get(),
+                        .x = normed_->data(),
+                        .tokens = 1,
+                        .y = logits_->data(),
+                        .y_dtype = DType::kF32});
+}
+
+double LayerProbe::LmHeadBytes() const {
+  return static_cast<double>(shape_.vocab * shape_.hidden) * static_cast<double>(DTypeBytes(shape_.dtype));
+}
+
+}  // namespace meshfill

@@ -1,0 +1,58 @@
+// Measured speeds of pools, kept on disk, so that a start need not measure and the same pool plans the same.
+//
+//     {"version": 1, "pools": [{"pool": "<what was measured>", "speed": {"gemm_flops_per_second": 1e11, …}},
+//     …]}
+//
+// The file holds the kMaxKeptPools pools that were stored last. A pool's key has all that its speed depends
+// on: machine, backend, this build, the model's shape, threads and ranks; another key is another pool. Files
+// are replaced whole, by renaming: readers never see half of one, and of two writers at once one wins.
+#ifndef MESHFILL_ENGINE_SPEED_POOL_PROFILE_H_
+#define MESHFILL_ENGINE_SPEED_POOL_PROFILE_H_
+
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/cost_model.h"
+#include "kernels/cuda/device.h"
+
+namespace meshfill {
+
+inline constexpr int kPoolProfileVersion = 1;
+inline constexpr int kMaxKeptPools = 64;
+inline constexpr int64_t kMaxPoolProfileBytes = int64_t{1} << 20;
+
+// $XDG_CACHE_HOME/meshfill/pool_speed.json, else $HOME/.cache/meshfill/pool_speed.json; empty where neither
+// is set.
+std::string DefaultPoolProfilePath();
+
+// Of a CPU pool on this machine with this executable.
+std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name, int threads, int ranks);
+
+// The speed under `key`; none where the file is not there or lacks the key. INVALID_ARGUMENT: a file that is
+// no profile of this version, is too long, or has a speed that no pool has (the message names the file and
+// says what to do).
+absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key);
+
+// Keeps the speed beside those of other pools; a file that cannot be read is replaced. Makes the folder.
+absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
+
+// Of a pool of ranks on these devices, those in use, with this executable.
+std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> devices, int ranks);
+
+// From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is
+// one line on standard error and no failure.
+absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
+                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure);
+
+// The same of a CPU pool.
+absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
+                                       const std::string& path);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_SPEED_POOL_PROFILE_H_

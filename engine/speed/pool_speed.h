@@ -1,0 +1,48 @@
+// Measures what the planner predicts from: this pool's compute, at load (Mesh-Attention §3.5 profiles c_Q,
+// c_KV, c_O). Each part of a prefill is run as a rank runs it, at two sizes or more: a line through them says
+// what a part costs by itself and by its work.
+#ifndef MESHFILL_ENGINE_SPEED_POOL_SPEED_H_
+#define MESHFILL_ENGINE_SPEED_POOL_SPEED_H_
+
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/model/model_shape.h"
+#include "engine/plan/cost_model.h"
+#include "kernels/backend.h"
+
+namespace meshfill {
+
+// `backends` are as many as run at once, each as a rank of the pool has it; its `ranks` ranks share them
+// equally where they are more. Takes some tenths of a second; wide models are measured narrower. The links
+// are those of ranks in one process: a chunk is handed over by reference. Errors are a backend's own.
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
+                                           int ranks);
+
+// Runs each of the operations that it measures once.
+absl::Status RunEachOperation(const ModelShape& model, Backend& backend);
+
+// Of a pool whose ranks together have one backend, of all its threads.
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks);
+
+// Of a pool of `ranks` CPU ranks that share `threads` threads, as PrefillEngine makes it.
+absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks);
+
+// Seconds = fixed + per_unit · units.
+struct CostLine {
+  double fixed = 0;
+  double per_unit = 0;
+};
+struct CostSample {
+  double units = 0;
+  double seconds = 0;
+};
+
+// The line with the least squares of relative errors, neither part below 0. At least one sample; all
+// positive.
+CostLine FitCostLine(std::span<const CostSample> samples);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_SPEED_POOL_SPEED_H_

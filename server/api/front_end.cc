@@ -1,0 +1,266 @@
+#include "server/api/front_end.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/live_streams.h"
+#include "server/api/plan_proto.h"
+#include "server/api/prefill_queue.h"
+#include "server/api/prefill_stream.h"
+#include "server/api/status_details.h"
+#include "server/config/address.h"
+#include "server/config/config.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that are on their way to clients
+constexpr int kReflectionThreads = 8;                        // gRPC's reflection blocks a thread a stream
+constexpr int kMaxMetadataBytes = 16 << 10;
+
+PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
+  return {.max_requests = queue.max_requests(),
+          .max_tokens = static_cast<int64_t>(queue.max_tokens()),
+          .max_wait = ToDuration(queue.max_wait())};
+}
+
+// A stream that is refused before anything is read of it.
+class RefusedStream final : public PrefillReactor {
+ public:
+  explicit RefusedStream(const absl::Status& status) { Finish(ToGrpcStatus(status)); }
+  void OnDone() override { delete this; }
+};
+
+// Bounds what one client can make the channel do.
+void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder) {
+  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes()));
+  builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
+  // A small compressed message may stand for gigabytes, which this gRPC allocates before it looks at its
+  // limit.
+  for (int algorithm = GRPC_COMPRESS_NONE + 1; algorithm < GRPC_COMPRESS_ALGORITHMS_COUNT; ++algorithm) {
+    builder.SetCompressionAlgorithmSupportStatus(static_cast<grpc_compression_algorithm>(algorithm), false);
+  }
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_streams()));
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
+  // Finds peers that are gone without a word; a queued client may be silent for an hour.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // Clients may ping every 10 s; two faster ones end their connection.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.SetResourceQuota(grpc::ResourceQuota("meshfill").SetMaxThreads(kReflectionThreads));
+  builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
+}
+
+}  // namespace
+
+class FrontEnd::Service final : public v1::PrefillService::CallbackService {
+ public:
+  Service(const v1::Config& config, Metrics& metrics)
+      : queue_limits_(QueueLimits(config.queue())),
+        embedded_ranks_(
+            config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
+        metrics_(metrics),
+        live_(ToDuration(config.limits().upload_timeout())) {
+    metrics_.SetPool(PoolState::kLoading, embedded_ranks_);
+  }
+
+  absl::Status Listen(const v1::Config& config) {
+    auto address = ResolveFreeAddress(config.listen());
+    if (!address.ok()) return address.status();
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    grpc::ServerBuilder builder;
+    LimitChannel(config.limits(), builder);
+    int port = 0;
+    builder.AddListeningPort(address->DebugString(), grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(this);
+    server_ = builder.BuildAndStart();
+    if (server_ == nullptr || port == 0) {
+      return absl::UnavailableError(
+          absl::StrCat("cannot listen on ", address->DebugString(), "; choose another port"));
+    }
+    address->port = static_cast<uint16_t>(port);
+    address_ = address->DebugString();
+    SetHealth(false);
+    return absl::OkStatus();
+  }
+
+  void Open(std::unique_ptr<PrefillEngine> engine) {
+    engine_ = std::move(engine);
+    queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
+    if (engine_->ranks() > 0) metrics_.SetPool(PoolState::kReady, engine_->ranks());
+    metrics_.SetPeakFlops(engine_->peak_flops());
+    state_.store(PoolState::kReady, std::memory_order_release);
+    Refresh();
+  }
+
+  void Refresh() {
+    if (state_.load(std::memory_order_acquire) == PoolState::kReady) SetHealth(engine_->ranks() > 0);
+  }
+
+  void StartDrain() {
+    SetHealth(false);
+    if (queue_ != nullptr) queue_->Drain();
+    if (members().empty()) metrics_.SetPool(PoolState::kDraining, ranks());
+    state_.store(PoolState::kDraining, std::memory_order_release);
+  }
+
+  bool WaitUntilIdle(absl::Time deadline) { return live_.WaitUntilNone(deadline); }
+
+  void Stop() {
+    if (server_ == nullptr) return;
+    StartDrain();
+    if (queue_ != nullptr)
+      queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
+    server_->Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
+    live_.WaitUntilNone(absl::InfiniteFuture());
+    queue_.reset();
+    server_.reset();
+  }
+
+  const std::string& address() const { return address_; }
+
+  PrefillReactor* Prefill(grpc::CallbackServerContext* context) override {
+    if (auto status = CheckOpen(); !status.ok()) {
+      metrics_.OnRequestDone(status.code());
+      return new RefusedStream(status);
+    }
+    return PrefillStream::Start(context, {*engine_, *queue_, live_, metrics_});
+  }
+
+  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const v1::PlanRequest* request,
+                                 v1::PlanReply* reply) override {
+    auto* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(MakePlan(*request, reply)));
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const v1::GetPoolRequest* request,
+                                    v1::PoolStatus* status) override {
+    *status = pool_status();
+    auto* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+
+  v1::PoolStatus pool_status() const {
+    v1::PoolStatus status;
+    const PoolState state = state_.load(std::memory_order_acquire);
+    status.set_ranks(static_cast<uint32_t>(ranks()));
+    status.set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
+    status.set_state(state == PoolState::kLoading ? v1::PoolStatus::STATE_LOADING
+                     : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
+                                                  : v1::PoolStatus::STATE_DRAINING);
+    if (state == PoolState::kLoading || engine_ == nullptr) return status;
+    status.set_model(engine_->model_name());
+    status.set_backend(engine_->backend_name());
+    status.set_peak_flops(engine_->peak_flops());
+    status.set_context_tokens(engine_->model().context_tokens);
+    status.set_vocab(engine_->model().vocab);
+    const PrefillQueue::Snapshot queue = queue_->snapshot();
+    for (const PoolMember& member : members()) {
+      v1::PoolStatus::Worker& worker = *status.add_workers();
+      worker.set_name(member.name);
+      worker.set_host(member.host);
+      worker.set_backend(member.backend);
+      worker.set_state(member.state);
+      worker.set_ranks(static_cast<uint32_t>(member.ranks));
+      worker.set_first_rank(member.first_rank);
+    }
+    for (const PoolLink& link : engine_->links()) {
+      v1::PoolStatus::Link& message = *status.add_links();
+      message.set_where(link.where);
+      message.set_bytes_per_second(link.link.bytes_per_second);
+      message.set_latency_seconds(link.link.latency_seconds);
+      message.set_source(link.source);
+    }
+    status.set_queued_requests(static_cast<uint32_t>(queue.requests));
+    status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
+    status.set_running_request_id(queue.running_id);
+    status.set_running_layers_done(queue.running_layers_done);
+    status.set_running_layers(queue.running_layers);
+    return status;
+  }
+
+ private:
+  absl::Status CheckOpen() const {
+    switch (state_.load(std::memory_order_acquire)) {
+      case PoolState::kLoading:
+        return absl::UnavailableError("the server is loading its model; try again soon");
+      case PoolState::kDraining:
+        return absl::UnavailableError("the server is draining; try another one");
+      case PoolState::kReady:
+        break;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MakePlan(const v1::PlanRequest& request, v1::PlanReply* reply) const {
+    if (auto status = CheckOpen(); !status.ok()) return status;
+    if (!request.model().empty() && request.model() != engine_->model_name()) {
+      return absl::NotFoundError(absl::StrCat("model \"", request.model().substr(0, 128),
+                                              "\" is not served here; name \"", engine_->model_name(),
+                                              "\" or none"));
+    }
+    const auto options = ToPrefillOptions(request.plan());
+    if (!options.ok()) return options.status();
+    const uint64_t most = std::numeric_limits<int64_t>::max();
+    const auto choice =
+        engine_->MakePlan(static_cast<int64_t>(std::min<uint64_t>(request.token_count(), most)), *options);
+    if (!choice.ok()) return choice.status();
+    *reply = ToProto(*choice);
+    return absl::OkStatus();
+  }
+
+  bool has_engine() const {
+    return state_.load(std::memory_order_acquire) != PoolState::kLoading && engine_ != nullptr;
+  }
+  int ranks() const { return has_engine() ? engine_->ranks() : embedded_ranks_; }
+  std::vector<PoolMember> members() const {
+    return has_engine() ? engine_->members() : std::vector<PoolMember>();
+  }
+
+  void SetHealth(bool ready) {
+    server_->GetHealthCheckService()->SetServingStatus(v1::PrefillService::service_full_name(), ready);
+  }
+
+  const PrefillQueue::Limits queue_limits_;
+  const int embedded_ranks_;
+  Metrics& metrics_;
+  LiveStreams live_;
+  std::atomic<PoolState> state_{PoolState::kLoading};  // engine_ and queue_ are set before it leaves kLoading
+  std::unique_ptr<PrefillEngine> engine_;
+  std::unique_ptr<PrefillQueue> queue_;
+  std::unique_ptr<grpc::Server> server_;
+  std::string address_;
+};
+
+FrontEnd::FrontEnd(std::unique_ptr<Service> service) : service_(std::move(service)) {}
+FrontEnd::~FrontEnd() { Stop(); }
+
+absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& config, Metrics& metrics) {
+  auto service = std::make_unique<Service>(config, metrics);
+  if (auto status = service->Listen(config); !status.ok()) return status;
+  return std::unique_ptr<FrontEnd>(new FrontEnd(std::move(service)));
+}
+
+const std::string& FrontEnd::address() const { return service_->address(); }
+v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
+void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine) { service_->Open(std::move(engine)); }
+void FrontEnd::Refresh() { service_->Refresh(); }
+void FrontEnd::StartDrain() { service_->StartDrain(); }
+bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }
+void FrontEnd::Stop() { service_->Stop(); }
+
+}  // namespace meshfill

@@ -1,0 +1,87 @@
+#include "server/api/plan_proto.h"
+
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "server/api/result_proto.h"
+
+namespace meshfill {
+namespace {
+
+v1::PlanReply::Prediction ToProto(const Prediction& prediction) {
+  v1::PlanReply::Prediction message;
+  message.set_seconds(prediction.seconds);
+  message.set_compute_seconds(prediction.compute_seconds);
+  message.set_comm_wait_seconds(prediction.comm_wait_seconds);
+  *message.mutable_comm_bytes() = ToProto(prediction.comm_bytes);
+  message.set_peak_bytes(prediction.peak_bytes);
+  return message;
+}
+
+}  // namespace
+
+absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options) {
+  constexpr uint32_t kMost = std::numeric_limits<int16_t>::max();  // far above any pool
+  PrefillOptions result;
+  if (options.has_tile()) {
+    const uint32_t a = options.tile().a(), b = options.tile().b();
+    if (a == 0 || b == 0 || a > kMost || b > kMost) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("plan.tile is ", a, "x", b, "; a and b must be between 1 and the pool's ranks"));
+    }
+    result.tile = Tile{static_cast<int>(a), static_cast<int>(b)};
+  }
+  if (options.heads() > kMost) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("plan.heads is ", options.heads(), "; it must not be above the pool's ranks"));
+  }
+  if (options.heads() != 0) result.heads = static_cast<int>(options.heads());
+  if (options.stripe() != 0) result.stripe = options.stripe();
+  switch (options.layout()) {
+    case v1::LAYOUT_UNSPECIFIED:
+      break;
+    case v1::LAYOUT_STRIPED:
+      result.layout = LayoutKind::kStriped;
+      break;
+    case v1::LAYOUT_ZIGZAG:
+      result.layout = LayoutKind::kZigzag;
+      break;
+    case v1::LAYOUT_CONTIGUOUS:
+      result.layout = LayoutKind::kContiguous;
+      break;
+    default:
+      return absl::InvalidArgumentError(
+          absl::StrCat("plan.layout is ", static_cast<int>(options.layout()),
+                       ", which is no layout; use striped, zigzag or contiguous"));
+  }
+  return result;
+}
+
+v1::PlanReply ToProto(const PlanChoice& choice) {
+  v1::PlanReply message;
+  *message.mutable_plan() = ToProto(choice.plan);
+  for (const Step& step : choice.plan.schedule.steps) {
+    auto& step_message = *message.add_steps();
+    step_message.set_comm(CommName(step.comm));
+    for (const BlockIndex& block : step.blocks) {
+      auto& block_message = *step_message.add_blocks();
+      block_message.set_u(block.u);
+      block_message.set_v(block.v);
+    }
+  }
+  *message.mutable_predicted() = ToProto(choice.plan.predicted);
+  for (const PlanCandidate& candidate : choice.candidates) {
+    auto& candidate_message = *message.add_candidates();
+    candidate_message.set_a(candidate.tile.a);
+    candidate_message.set_b(candidate.tile.b);
+    candidate_message.set_heads(candidate.heads);
+    *candidate_message.mutable_predicted() = ToProto(candidate.predicted);
+    candidate_message.set_ranks(candidate.ranks);
+    candidate_message.set_layout(ToProto(candidate.layout));
+    candidate_message.set_partial_dtype(DTypeName(candidate.partial_dtype));
+    candidate_message.set_placement(candidate.placement);
+  }
+  return message;
+}
+
+}  // namespace meshfill

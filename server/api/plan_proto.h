@@ -1,0 +1,19 @@
+// Between the API's plan messages and the engine's values.
+#ifndef MESHFILL_SERVER_API_PLAN_PROTO_H_
+#define MESHFILL_SERVER_API_PLAN_PROTO_H_
+
+#include "absl/status/statusor.h"
+#include "engine/prefill_engine.h"
+#include "meshfill/v1/prefill.pb.h"
+
+namespace meshfill {
+
+// INVALID_ARGUMENT for a value that no plan can have: a tile without rows or columns, an unknown layout.
+// Whether a plan fits the pool is the engine's to say.
+absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options);
+
+v1::PlanReply ToProto(const PlanChoice& choice);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_PLAN_PROTO_H_

@@ -1,0 +1,309 @@
+#include "server/api/prefill_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/comm/monotonic_time.h"
+#include "server/api/status_details.h"
+
+namespace meshfill {
+
+class PrefillQueue::ProgressObserver final : public PrefillObserver {
+ public:
+  explicit ProgressObserver(PrefillQueue& queue) : queue_(queue) {}
+  void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(layers_done, layers); }
+
+ private:
+  PrefillQueue& queue_;
+};
+
+absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
+                                               std::shared_ptr<Waiter> waiter) {
+  return queue_.Submit(ticket_, std::move(tokens), options, std::move(waiter));
+}
+
+PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics)
+    : engine_(engine), limits_(limits), metrics_(metrics), runner_([this] { RunJobs(); }) {
+  metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
+}
+
+PrefillQueue::~PrefillQueue() {
+  StopAll(absl::UnavailableError("the server is shutting down; try another one"));
+  runner_.join();
+}
+
+absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (draining_) return absl::UnavailableError("the server is draining; try another one");
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->request.id != request.id) continue;
+    return absl::AlreadyExistsError(absl::StrCat(
+        "request_id \"", request.id, "\" is in use by a live request; wait for its end or choose another"));
+  }
+  if (auto status = CheckRoom(request); !status.ok()) return status;
+  const uint64_t ticket = ++last_ticket_;
+  auto job = std::make_unique<Job>();
+  job->request = request;
+  jobs_.emplace(ticket, std::move(job));
+  PublishCount();
+  return std::make_unique<Slot>(*this, ticket);
+}
+
+absl::Status PrefillQueue::CheckRoom(const Request& request) const {
+  const auto refuse = [](const std::string& message, double retry_seconds) {
+    return WithRetryAfter(absl::ResourceExhaustedError(message), absl::Seconds(std::max(1.0, retry_seconds)));
+  };
+  const Snapshot count = Count();
+  if (count.requests + 1 > limits_.max_requests) {
+    return refuse(absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
+                               limits_.max_requests, "); try again later"),
+                  SecondsUntilRoom(request));
+  }
+  if (count.tokens + request.tokens > limits_.max_tokens) {
+    return refuse(
+        absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", count.tokens,
+                     " in it (queue.max_tokens is ", limits_.max_tokens, "); ",
+                     request.tokens > limits_.max_tokens ? "send a shorter prompt" : "try again later"),
+        SecondsUntilRoom(request));
+  }
+  const double wait_seconds = PredictedWaitSeconds(request.priority);
+  const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
+  if (wait_seconds > max_wait_seconds) {
+    return refuse(absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
+                                  wait_seconds, max_wait_seconds),
+                  wait_seconds - max_wait_seconds);
+  }
+  const double left_seconds = absl::ToDoubleSeconds(request.deadline - MonotonicNow());
+  if (left_seconds <= 0)
+    return absl::DeadlineExceededError("the deadline passed before the request was read");
+  if (wait_seconds + request.predicted_seconds > left_seconds) {
+    return refuse(
+        absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and %.3g s of "
+                        "prefill; allow more time, or try again later",
+                        left_seconds, wait_seconds, request.predicted_seconds),
+        wait_seconds);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
+                                         const PrefillOptions& options, std::shared_ptr<Waiter> waiter) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  const auto entry = jobs_.find(ticket);
+  if (entry == jobs_.end()) return stop_reason_;  // StopAll dropped the upload
+  Job& job = *entry->second;
+  job.phase = Phase::kWaiting;
+  job.arrival = ++last_arrival_;
+  job.submitted_at = MonotonicNow();
+  job.tokens = std::move(tokens);
+  job.options = options;
+  job.options.request_id = job.request.id;
+  job.waiter = std::move(waiter);
+  int before = running_.job != nullptr ? 1 : 0;
+  for (const auto& [other_ticket, other] : jobs_) {
+    if (other->phase == Phase::kWaiting && Before(*other, job)) ++before;
+  }
+  changed_.notify_all();
+  return before;
+}
+
+void PrefillQueue::Withdraw(uint64_t ticket) {
+  std::unique_ptr<Job> gone;  // freed after the lock
+  const std::lock_guard<std::mutex> lock(mu_);
+  const auto entry = jobs_.find(ticket);
+  if (entry == jobs_.end()) return;
+  if (entry->second->phase == Phase::kRunning) {
+    entry->second->stop.Stop();
+    return;
+  }
+  gone = std::move(entry->second);
+  jobs_.erase(entry);
+  PublishCount();
+}
+
+void PrefillQueue::Drain() {
+  const std::lock_guard<std::mutex> lock(mu_);
+  draining_ = true;
+}
+
+void PrefillQueue::StopAll(const absl::Status& reason) {
+  std::vector<std::unique_ptr<Job>> dropped;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (stopping_) return;
+    draining_ = stopping_ = true;
+    stop_reason_ = reason;
+    for (auto entry = jobs_.begin(); entry != jobs_.end();) {
+      if (entry->second->phase == Phase::kRunning) {
+        entry->second->stop_reason = reason;
+        entry->second->stop.Stop();
+        ++entry;
+        continue;
+      }
+      dropped.push_back(std::move(entry->second));
+      entry = jobs_.erase(entry);
+    }
+    PublishCount();
+    changed_.notify_all();
+  }
+  const absl::Time now = MonotonicNow();
+  for (const auto& job : dropped) {
+    if (job->waiter != nullptr)
+      job->waiter->OnPrefillDone(reason, absl::ToDoubleSeconds(now - job->submitted_at));
+  }
+}
+
+void PrefillQueue::RunJobs() {
+  while (true) {
+    uint64_t ticket = 0;
+    Job* job = nullptr;
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      while (!stopping_ && NextTicket() == 0) changed_.wait(lock);
+      if (stopping_) return;
+      ticket = NextTicket();
+      job = jobs_.at(ticket).get();
+      job->phase = Phase::kRunning;
+      const absl::Time now = MonotonicNow();
+      running_ = {
+          .job = job, .begin = now, .last_layer_at = now, .layers_done = 0, .layers = engine_.model().layers};
+      PublishCount();
+    }
+    RunJob(ticket, *job);
+  }
+}
+
+// The job lives until it is erased here: whoever withdraws a running one only raises its stop token.
+void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
+  const absl::Time begin = MonotonicNow();
+  const double queue_seconds = absl::ToDoubleSeconds(begin - job.submitted_at);
+  metrics_.OnPrefillStart(queue_seconds);
+  ProgressObserver observer(*this);
+  absl::StatusOr<PrefillResult> result =
+      begin < job.request.deadline ? engine_.Prefill(job.tokens, job.options, &observer, &job.stop)
+                                   : absl::DeadlineExceededError(absl::StrFormat(
+                                         "the deadline passed after %.3g s in the queue", queue_seconds));
+  if (result.ok()) metrics_.OnPrefillDone(*result);
+
+  std::unique_ptr<Job> done;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    done = std::move(jobs_.at(ticket));
+    jobs_.erase(ticket);
+    running_ = {};
+    PublishCount();
+    if (!result.ok() && !done->stop_reason.ok()) result = done->stop_reason;
+  }
+  done->waiter->OnPrefillDone(std::move(result), queue_seconds);
+}
+
+void PrefillQueue::OnLayerDone(int layers_done, int layers) {
+  std::shared_ptr<Waiter> waiter;
+  double seconds = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mu_);
+    running_.layers_done = layers_done;
+    running_.layers = layers;
+    running_.last_layer_at = MonotonicNow();
+    seconds = absl::ToDoubleSeconds(running_.last_layer_at - running_.begin);
+    waiter = running_.job->waiter;
+  }
+  waiter->OnLayerDone(layers_done, layers, seconds);
+}
+
+bool PrefillQueue::Before(const Job& left, const Job& right) {
+  if (left.request.priority != right.request.priority) return left.request.priority > right.request.priority;
+  return left.arrival < right.arrival;
+}
+
+uint64_t PrefillQueue::NextTicket() const {
+  uint64_t best = 0;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase != Phase::kWaiting) continue;
+    if (best == 0 || Before(*job, *jobs_.at(best))) best = ticket;
+  }
+  return best;
+}
+
+// By the pace of the layers done so far; before the first one, by the prediction.
+double PrefillQueue::RunningRestSeconds() const {
+  if (running_.job == nullptr || running_.job->stop.stopped()) return 0;
+  const absl::Time now = MonotonicNow();
+  if (running_.layers_done == 0) {
+    return std::max(0.0,
+                    running_.job->request.predicted_seconds - absl::ToDoubleSeconds(now - running_.begin));
+  }
+  const double layer_seconds =
+      absl::ToDoubleSeconds(running_.last_layer_at - running_.begin) / running_.layers_done;
+  const double rest = layer_seconds * (running_.layers - running_.layers_done);
+  return std::max(0.0, rest - absl::ToDoubleSeconds(now - running_.last_layer_at));
+}
+
+double PrefillQueue::PredictedWaitSeconds(int priority) const {
+  double seconds = RunningRestSeconds();
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase != Phase::kRunning && job->request.priority >= priority)
+      seconds += job->request.predicted_seconds;
+  }
+  return seconds;
+}
+
+// A place gets free when its prefill begins. Uploads are taken in order of their headers, after what waits.
+double PrefillQueue::SecondsUntilRoom(const Request& request) const {
+  std::vector<const Job*> order;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase != Phase::kRunning) order.push_back(job.get());
+  }
+  std::stable_sort(order.begin(), order.end(), [](const Job* left, const Job* right) {
+    if (left->phase != right->phase) return left->phase == Phase::kWaiting;
+    return Before(*left, *right);
+  });
+  Snapshot count = Count();
+  double seconds = RunningRestSeconds();
+  for (const Job* job : order) {
+    --count.requests;
+    count.tokens -= job->request.tokens;
+    if (count.requests < limits_.max_requests && count.tokens + request.tokens <= limits_.max_tokens) break;
+    seconds += job->request.predicted_seconds;
+  }
+  return seconds;
+}
+
+PrefillQueue::Snapshot PrefillQueue::Count() const {
+  Snapshot count;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase == Phase::kRunning) continue;
+    ++count.requests;
+    count.tokens += job->request.tokens;
+  }
+  return count;
+}
+
+void PrefillQueue::PublishCount() {
+  QueueLoad load;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase == Phase::kRunning) {
+      load.running_tokens += job->request.tokens;
+      continue;
+    }
+    ++load.requests;
+    load.tokens += job->request.tokens;
+    if (job->phase == Phase::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
+  }
+  metrics_.SetQueue(load);
+}
+
+PrefillQueue::Snapshot PrefillQueue::snapshot() const {
+  const std::lock_guard<std::mutex> lock(mu_);
+  Snapshot snapshot = Count();
+  if (running_.job != nullptr) {
+    snapshot.running_id = running_.job->request.id;
+    snapshot.running_layers_done = running_.layers_done;
+    snapshot.running_layers = running_.layers;
+  }
+  return snapshot;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,302 @@
+#include "server/api/prefill_stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <new>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "engine/comm/monotonic_time.h"
+#include "server/api/plan_proto.h"
+#include "server/api/result_proto.h"
+#include "server/api/status_details.h"
+#include "server/observe/log.h"
+
+namespace meshfill {
+namespace {
+
+constexpr size_t kMaxNameBytes = 128;  // of request_id and tenant
+
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const auto deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return MonotonicNow() + (absl::FromChrono(deadline) - absl::Now());
+}
+
+// Unique in this process by its count, and among servers and restarts by 64 random bits.
+std::string NewRequestId() {
+  static const uint64_t process = [] {
+    std::random_device random;
+    return (uint64_t{random()} << 32) | random();
+  }();
+  static std::atomic<uint64_t> count{0};
+  return absl::StrFormat("mf-%016x-%d", process, ++count);
+}
+
+// What can be said of a header by itself and by the model that is served.
+absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& engine) {
+  if (header.request_id().size() > kMaxNameBytes || header.tenant().size() > kMaxNameBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("request_id has ", header.request_id().size(),
+                                                   " characters and tenant ", header.tenant().size(),
+                                                   "; at most ", kMaxNameBytes, " are allowed"));
+  }
+  if (!header.model().empty() && header.model() != engine.model_name()) {
+    return absl::NotFoundError(absl::StrCat("model \"", header.model().substr(0, kMaxNameBytes),
+                                            "\" is not served here; name \"", engine.model_name(),
+                                            "\" or none"));
+  }
+  if (!header.kv_target().empty()) {
+    return absl::InvalidArgumentError(
+        "kv_target is set, but this server hands no KV cache on yet; leave it empty");
+  }
+  if (header.token_count() == 0) {
+    return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
+  }
+  if (header.top_k() > engine.model().vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_k is ", header.top_k(), ", above the vocabulary of ", engine.model().vocab));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+PrefillReactor* PrefillStream::Start(grpc::CallbackServerContext* context,
+                                     const StreamEnvironment& environment) {
+  std::shared_ptr<PrefillStream> stream(new PrefillStream(context, environment));
+  stream->self_ = stream;
+  environment.live.Add(stream);
+  stream->StartRead(&stream->incoming_);
+  return stream.get();
+}
+
+PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment)
+    : environment_(environment), context_(context), begin_(MonotonicNow()), deadline_(DeadlineOf(*context)) {}
+
+void PrefillStream::OnReadDone(bool ok) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (phase_ == Phase::kEnded) return;
+  if (!ok) {  // half-closed, or the connection is gone
+    const absl::Status status = context_->IsCancelled() ? CancelReason() : FinishUpload();
+    status.ok() ? Pump() : End(status);
+    return;
+  }
+  environment_.live.OnMessage(this);
+  if (const absl::Status status = TakeMessage(); !status.ok()) {
+    End(status);
+    return;
+  }
+  StartRead(&incoming_);
+}
+
+absl::Status PrefillStream::TakeMessage() {
+  const bool has_header = phase_ != Phase::kHeader;
+  switch (incoming_.part_case()) {
+    case v1::PrefillRequest::kHeader:
+      if (has_header) return absl::InvalidArgumentError("a second header; send one, before the tokens");
+      return TakeHeader();
+    case v1::PrefillRequest::kTokens:
+      if (!has_header) return absl::InvalidArgumentError("tokens before the header; send the header first");
+      return TakeTokens();
+    case v1::PrefillRequest::PART_NOT_SET:
+      break;
+  }
+  return absl::InvalidArgumentError("a message with neither header nor tokens");
+}
+
+absl::Status PrefillStream::TakeHeader() {
+  header_ = std::move(*incoming_.mutable_header());
+  if (auto status = CheckHeader(header_, environment_.engine); !status.ok()) return status;
+  if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
+
+  auto options = ToPrefillOptions(header_.plan());
+  if (!options.ok()) return options.status();
+  options_ = *options;
+  options_.keep_timeline = true;  // for the status page
+  options_.top_k = std::max<int>(1, static_cast<int>(header_.top_k()));
+  const uint64_t most = std::numeric_limits<int64_t>::max();
+  const auto token_count = static_cast<int64_t>(std::min<uint64_t>(header_.token_count(), most));
+  const auto choice = environment_.engine.MakePlan(token_count, options_);
+  if (!choice.ok()) return choice.status();
+  plan_ = ToProto(choice->plan);
+  predicted_seconds_ = choice->plan.predicted.seconds;
+
+  auto slot = environment_.queue.Reserve({.id = header_.request_id(),
+                                          .tokens = token_count,
+                                          .priority = header_.priority(),
+                                          .predicted_seconds = predicted_seconds_,
+                                          .deadline = deadline_});
+  if (!slot.ok()) return slot.status();
+  slot_ = *std::move(slot);
+  try {
+    tokens_.reserve(token_count);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no memory for ", token_count, " token ids; send fewer"));
+  }
+  phase_ = Phase::kTokens;
+  return absl::OkStatus();
+}
+
+absl::Status PrefillStream::TakeTokens() {
+  const auto& ids = incoming_.tokens().ids();
+  if (tokens_.size() + ids.size() > header_.token_count()) {
+    return absl::InvalidArgumentError(absl::StrCat("the header announced ", header_.token_count(),
+                                                   " tokens, but ", tokens_.size() + ids.size(),
+                                                   " have come; announce the real count"));
+  }
+  const int64_t vocab = environment_.engine.model().vocab;
+  const auto bad = std::find_if(ids.begin(), ids.end(), [vocab](uint32_t id) { return id >= vocab; });
+  if (bad != ids.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("token ", tokens_.size() + (bad - ids.begin()), " has id ",
+                                                   *bad, ", outside the vocabulary of ", vocab,
+                                                   "; ids go from 0 to ", vocab - 1));
+  }
+  tokens_.insert(tokens_.end(), ids.begin(), ids.end());
+  return absl::OkStatus();
+}
+
+absl::Status PrefillStream::FinishUpload() {
+  if (phase_ == Phase::kHeader) {
+    return absl::InvalidArgumentError("the stream ended without a header; send a header, then the tokens");
+  }
+  if (tokens_.size() != header_.token_count()) {
+    return absl::InvalidArgumentError(absl::StrCat("the header announced ", header_.token_count(),
+                                                   " tokens, but only ", tokens_.size(),
+                                                   " came; announce the real count"));
+  }
+  environment_.live.UploadDone(this);
+  const auto before = slot_->Submit(std::move(tokens_), options_, shared_from_this());
+  if (!before.ok()) return before.status();
+  phase_ = Phase::kQueued;
+  accepted_.emplace();
+  accepted_->set_request_id(header_.request_id());
+  accepted_->set_queue_position(static_cast<uint32_t>(*before));
+  accepted_->set_predicted_seconds(predicted_seconds_);
+  *accepted_->mutable_plan() = plan_;
+  return absl::OkStatus();
+}
+
+absl::Status PrefillStream::CancelReason() const {
+  // A client gives up at its own deadline, a little before ours: gRPC rounds the timeout up on its way.
+  const absl::Duration slack = absl::Milliseconds(100) + (deadline_ - begin_) / 100;
+  const char* when = phase_ == Phase::kQueued ? "while the prefill waited or ran" : "during the upload";
+  const bool passed = MonotonicNow() >= deadline_ - slack;
+  if (passed) return absl::DeadlineExceededError(absl::StrCat("the deadline passed ", when));
+  return absl::CancelledError(absl::StrCat("cancelled by the client, or its connection is gone, ", when));
+}
+
+void PrefillStream::OnCancel() {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (phase_ != Phase::kEnded) End(CancelReason());
+}
+
+void PrefillStream::OnUploadIdle() {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;
+  End(absl::DeadlineExceededError(absl::StrCat("no message for ",
+                                               absl::FormatDuration(environment_.live.upload_timeout()),
+                                               " (limits.upload_timeout) after ", tokens_.size(), " of ",
+                                               header_.token_count(), " tokens; upload without pauses")));
+}
+
+void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_since_begin) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (phase_ == Phase::kEnded) return;
+  progress_.emplace();
+  progress_->set_layers_done(layers_done);
+  progress_->set_layers(layers);
+  progress_->set_seconds(seconds_since_begin);
+  Pump();
+}
+
+void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  if (phase_ == Phase::kEnded) return;
+  if (result.ok()) {
+    result_ = ToProto(*result, header_.request_id());
+    result_.mutable_seconds()->set_queue(queue_seconds);
+    if (header_.return_logits()) result_.mutable_logits()->Add(result->logits.begin(), result->logits.end());
+  }
+  End(result.status());
+}
+
+void PrefillStream::End(const absl::Status& status) {
+  phase_ = Phase::kEnded;
+  status_ = status;
+  slot_.reset();
+  tokens_ = {};
+  environment_.live.UploadDone(this);
+  if (status.ok()) {
+    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_));
+  } else {
+    accepted_.reset();
+    progress_.reset();
+  }
+  environment_.metrics.OnRequestDone(status.code());
+  LogEnd();
+  Pump();
+}
+
+void PrefillStream::LogEnd() const {
+  std::string line = absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxNameBytes)),
+                                  " tenant=", LogQuote(header_.tenant().substr(0, kMaxNameBytes)),
+                                  " tokens=", header_.token_count());
+  if (plan_.ranks() > 0) {
+    absl::StrAppend(&line, " plan=", plan_.a(), "x", plan_.b(), " heads=", plan_.heads(),
+                    " ranks=", plan_.ranks());
+  }
+  absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
+  if (status_.ok()) {
+    absl::StrAppendFormat(&line, " queue=%.3f prefill=%.3f", result_.seconds().queue(),
+                          result_.seconds().prefill());
+  }
+  absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
+  if (!status_.ok()) absl::StrAppend(&line, " message=", LogQuote(status_.message()));
+  Log(line);
+}
+
+void PrefillStream::Pump() {
+  if (writing_ || finished_) return;
+  if (accepted_.has_value()) {
+    *outgoing_.mutable_accepted() = *std::move(accepted_);
+    accepted_.reset();
+  } else if (progress_.has_value()) {
+    *outgoing_.mutable_progress() = *std::move(progress_);
+    progress_.reset();
+  } else if (phase_ == Phase::kEnded) {
+    finished_ = true;
+    if (!status_.ok()) {
+      Finish(ToGrpcStatus(status_));
+      return;
+    }
+    *outgoing_.mutable_result() = std::move(result_);
+    StartWriteAndFinish(&outgoing_, grpc::WriteOptions(), grpc::Status::OK);
+    return;
+  } else {
+    return;
+  }
+  writing_ = true;
+  StartWrite(&outgoing_);
+}
+
+void PrefillStream::OnWriteDone(bool ok) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  writing_ = false;
+  if (!ok && phase_ != Phase::kEnded) {
+    End(CancelReason());  // nobody reads any more
+    return;
+  }
+  Pump();
+}
+
+void PrefillStream::OnDone() {
+  environment_.live.Remove(this);
+  self_.reset();  // may destroy this
+}
+
+}  // namespace meshfill

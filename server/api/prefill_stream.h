@@ -1,0 +1,105 @@
+// One Prefill stream: reads header and tokens, waits in the queue, writes Accepted, Progress and Result.
+//
+//     header ──► tokens… ──► half-close ──► queued, runs ──► ended
+//        └──────────┴────────────┴───────────────┴────────────► ended, by the first of: a refusal, the upload
+//                                                                timeout, cancel, disconnect, the deadline
+//
+// A reactor of gRPC's callback API: no thread waits for a client. Progress that the client is too slow to
+// read is replaced by newer progress, so that a stream holds one message at most beside its result.
+#ifndef MESHFILL_SERVER_API_PREFILL_STREAM_H_
+#define MESHFILL_SERVER_API_PREFILL_STREAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "engine/prefill_engine.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
+#include "meshfill/v1/prefill.pb.h"
+#include "server/api/live_streams.h"
+#include "server/api/prefill_queue.h"
+#include "server/observe/metrics.h"
+
+namespace meshfill {
+
+using PrefillReactor = grpc::ServerBidiReactor<v1::PrefillRequest, v1::PrefillEvent>;
+
+// What all streams of a front-end share; it outlives them.
+struct StreamEnvironment {
+  const PrefillEngine& engine;
+  PrefillQueue& queue;
+  LiveStreams& live;
+  Metrics& metrics;
+};
+
+class PrefillStream final : public PrefillReactor,
+                            public PrefillQueue::Waiter,
+                            public LiveStreams::Stream,
+                            public std::enable_shared_from_this<PrefillStream> {
+ public:
+  // The reactor of a new stream; it lives until gRPC, the queue and the watch of idle uploads have all let go
+  // of it.
+  static PrefillReactor* Start(grpc::CallbackServerContext* context, const StreamEnvironment& environment);
+
+  // gRPC's reactions.
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+
+  void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override;
+  void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override;
+  void OnUploadIdle() override;
+
+ private:
+  enum class Phase { kHeader, kTokens, kQueued, kEnded };
+
+  PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment);
+
+  absl::Status TakeMessage() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CancelReason() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  // Ends the request, once: gives its place and its memory back, counts and logs it, and answers.
+  void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LogEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Starts the next write, or the finish, if none is under way.
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const StreamEnvironment environment_;
+  grpc::CallbackServerContext* const context_;  // until OnDone
+  const absl::Time begin_;
+  const absl::Time deadline_;
+  std::shared_ptr<PrefillStream> self_;  // gRPC's share, given up in OnDone
+
+  v1::PrefillRequest incoming_;  // gRPC's while a read is under way, and handled under mu_
+  v1::PrefillEvent outgoing_;    // gRPC's while a write is under way
+
+  std::mutex mu_;
+  Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
+  v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
+  PrefillOptions options_ ABSL_GUARDED_BY(mu_);
+  std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
+  std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
+  std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
+  std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest
+  v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK
+  v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
+  double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool finished_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_PREFILL_STREAM_H_

@@ -1,0 +1,59 @@
+#include "server/api/result_proto.h"
+
+namespace meshfill {
+
+v1::Layout ToProto(LayoutKind layout) {
+  switch (layout) {
+    case LayoutKind::kStriped:
+      return v1::LAYOUT_STRIPED;
+    case LayoutKind::kZigzag:
+      return v1::LAYOUT_ZIGZAG;
+    case LayoutKind::kContiguous:
+      return v1::LAYOUT_CONTIGUOUS;
+  }
+  return v1::LAYOUT_UNSPECIFIED;
+}
+
+v1::PlanSummary ToProto(const Plan& plan) {
+  v1::PlanSummary summary;
+  summary.set_ranks(static_cast<uint32_t>(plan.ranks()));
+  summary.set_heads(static_cast<uint32_t>(plan.heads));
+  summary.set_a(static_cast<uint32_t>(plan.tile.a));
+  summary.set_b(static_cast<uint32_t>(plan.tile.b));
+  summary.set_layout(ToProto(plan.layout.kind()));
+  summary.set_stripe(static_cast<uint64_t>(plan.layout.stripe()));
+  summary.set_partial_dtype(DTypeName(plan.partial_dtype));
+  summary.set_placement(plan.placement.name);
+  return summary;
+}
+
+v1::CommBytes ToProto(const CommBytes& bytes) {
+  v1::CommBytes message;
+  message.set_q(static_cast<uint64_t>(bytes.q));
+  message.set_kv(static_cast<uint64_t>(bytes.kv));
+  message.set_o(static_cast<uint64_t>(bytes.o));
+  message.set_all_to_all(static_cast<uint64_t>(bytes.all_to_all));
+  return message;
+}
+
+v1::PrefillResult ToProto(const PrefillResult& result, const std::string& request_id) {
+  v1::PrefillResult message;
+  message.set_request_id(request_id);
+  message.set_tokens(static_cast<uint64_t>(result.plan.layout.tokens()));
+  message.set_first_token(result.top.front().token);
+  for (const TokenLogit& best : result.top) {
+    v1::TokenLogit& entry = *message.add_top();
+    entry.set_token(best.token);
+    entry.set_logit(best.logit);
+  }
+  *message.mutable_plan() = ToProto(result.plan);
+  v1::PrefillResult::Seconds& seconds = *message.mutable_seconds();
+  seconds.set_prefill(result.prefill_seconds);
+  seconds.set_attention(result.attention_seconds);
+  seconds.set_comm_wait(result.comm_wait_seconds);
+  *message.mutable_comm_bytes() = ToProto(result.comm_bytes);
+  message.set_mfu(result.mfu);
+  return message;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,23 @@
+// The engine's values as messages of the API.
+#ifndef MESHFILL_SERVER_API_RESULT_PROTO_H_
+#define MESHFILL_SERVER_API_RESULT_PROTO_H_
+
+#include <string>
+
+#include "engine/mesh/layout.h"
+#include "engine/plan/plan.h"
+#include "engine/prefill_engine.h"
+#include "meshfill/v1/prefill.pb.h"
+
+namespace meshfill {
+
+v1::Layout ToProto(LayoutKind layout);
+v1::PlanSummary ToProto(const Plan& plan);
+v1::CommBytes ToProto(const CommBytes& bytes);
+
+// Without the logits, which a caller copies where they are wanted, and with no time in a queue.
+v1::PrefillResult ToProto(const PrefillResult& result, const std::string& request_id);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_RESULT_PROTO_H_

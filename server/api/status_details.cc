@@ -1,0 +1,67 @@
+#include "server/api/status_details.h"
+
+#include <string>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/string_view.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::string_view kRetryInfoUrl = "type.googleapis.com/google.rpc.RetryInfo";
+constexpr size_t kMaxMessageBytes = 1024;
+
+// Cut between characters: a client may refuse a trailer that is not UTF-8.
+std::string CutMessage(absl::string_view message) {
+  if (message.size() <= kMaxMessageBytes) return std::string(message);
+  size_t size = kMaxMessageBytes;
+  while (size > 0 && (static_cast<unsigned char>(message[size]) & 0xc0) == 0x80) --size;
+  return std::string(message.substr(0, size));
+}
+
+}  // namespace
+
+absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
+  google::rpc::RetryInfo info;
+  absl::Duration rest;
+  info.mutable_retry_delay()->set_seconds(absl::IDivDuration(delay, absl::Seconds(1), &rest));
+  info.mutable_retry_delay()->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  status.SetPayload(kRetryInfoUrl, absl::Cord(info.SerializeAsString()));
+  return status;
+}
+
+std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
+  const auto payload = status.GetPayload(kRetryInfoUrl);
+  google::rpc::RetryInfo info;
+  if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
+  return absl::Seconds(info.retry_delay().seconds()) + absl::Nanoseconds(info.retry_delay().nanos());
+}
+
+grpc::Status ToGrpcStatus(const absl::Status& status) {
+  const std::string message = CutMessage(status.message());
+  google::rpc::Status details;
+  status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+    auto& detail = *details.add_details();
+    detail.set_type_url(std::string(url));
+    detail.set_value(std::string(payload));
+  });
+  const auto code = static_cast<grpc::StatusCode>(status.code());
+  if (details.details().empty()) return grpc::Status(code, message);
+  details.set_code(static_cast<int>(code));
+  details.set_message(message);
+  return grpc::Status(code, message, details.SerializeAsString());
+}
+
+absl::Status FromGrpcStatus(const grpc::Status& status) {
+  absl::Status result(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  google::rpc::Status details;
+  if (details.ParseFromString(status.error_details())) {
+    for (const auto& detail : details.details())
+      result.SetPayload(detail.type_url(), absl::Cord(detail.value()));
+  }
+  return result;
+}
+
+}  // namespace meshfill

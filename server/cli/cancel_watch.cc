@@ -1,0 +1,83 @@
+#include "server/cli/cancel_watch.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "engine/comm/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+// For poll(2): milliseconds until `deadline`, rounded up; −1: forever.
+int PollMilliseconds(absl::Time deadline) {
+  if (deadline == absl::InfiniteFuture()) return -1;
+  const int64_t left =
+      absl::ToInt64Milliseconds(absl::Ceil(deadline - MonotonicNow(), absl::Milliseconds(1)));
+  return static_cast<int>(std::clamp<int64_t>(left, 0, std::numeric_limits<int>::max()));
+}
+
+}  // namespace
+
+CancelWatch::CancelWatch(absl::Time deadline, std::function<void()> cancel)
+    : deadline_(deadline), cancel_(std::move(cancel)) {
+  sigset_t mask;
+  sigemptyset(&mask);
+  sigaddset(&mask, SIGINT);
+  sigaddset(&mask, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &mask, &old_mask_);
+  signals_ = signalfd(-1, &mask, SFD_CLOEXEC);
+  quit_ = eventfd(0, EFD_CLOEXEC);
+  thread_ = std::thread([this] { Watch(); });
+}
+
+CancelWatch::~CancelWatch() {
+  eventfd_write(quit_, 1);
+  thread_.join();
+  close(signals_);
+  close(quit_);
+  pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+}
+
+absl::Status CancelWatch::status() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return status_;
+}
+
+void CancelWatch::Watch() {
+  int signals_seen = 0;
+  while (true) {
+    std::array<pollfd, 2> wanted = {{{quit_, POLLIN, 0}, {signals_, POLLIN, 0}}};
+    const bool deadline_pending = status().ok();
+    const int ready = poll(wanted.data(), wanted.size(), deadline_pending ? PollMilliseconds(deadline_) : -1);
+    if (ready < 0) continue;  // EINTR
+    if (wanted[0].revents != 0) return;
+    if (wanted[1].revents != 0) {
+      signalfd_siginfo info;
+      if (read(signals_, &info, sizeof(info)) < 0) continue;
+      if (++signals_seen > 1) _exit(1);
+      Cancel(absl::CancelledError("cancelled"));
+    } else if (deadline_pending && MonotonicNow() >= deadline_) {
+      Cancel(
+          absl::DeadlineExceededError("the deadline passed before the prefill was done; allow more seconds"));
+    }
+  }
+}
+
+void CancelWatch::Cancel(absl::Status reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!status_.ok()) return;
+    status_ = std::move(reason);
+  }
+  cancel_();
+}
+
+}  // namespace meshfill

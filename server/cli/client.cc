@@ -1,0 +1,108 @@
+#include "server/cli/client.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "engine/comm/monotonic_time.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
+
+namespace meshfill {
+namespace {
+
+// A varint has at most 5 bytes: a chunk stays far below gRPC's default limit of 4 MiB a message.
+constexpr size_t kChunkTokens = 65536;
+
+using PrefillStream = grpc::ClientReaderWriter<v1::PrefillRequest, v1::PrefillEvent>;
+
+// False where the call has ended already: its status tells why.
+bool Upload(v1::PrefillHeader header, std::span<const uint32_t> tokens, PrefillStream& stream) {
+  v1::PrefillRequest request;
+  *request.mutable_header() = std::move(header);
+  if (!stream.Write(request)) return false;
+  while (!tokens.empty()) {
+    const std::span<const uint32_t> chunk = tokens.first(std::min(tokens.size(), kChunkTokens));
+    request.mutable_tokens()->mutable_ids()->Assign(chunk.begin(), chunk.end());
+    if (!stream.Write(request)) return false;
+    tokens = tokens.subspan(chunk.size());
+  }
+  return stream.WritesDone();
+}
+
+}  // namespace
+
+class PrefillClient::Call {
+ public:
+  explicit Call(const std::string& address) : address_(address) {}
+
+  absl::StatusOr<v1::PrefillResult> Run(v1::PrefillHeader header, std::span<const uint32_t> tokens,
+                                        absl::Time deadline, PrefillEvents& events) {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);  // a result with all logits of a large vocabulary
+    const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(
+        grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments));
+    if (deadline != absl::InfiniteFuture()) {
+      context_.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - MonotonicNow())));
+    }
+    header.set_token_count(tokens.size());
+    const std::unique_ptr<PrefillStream> stream = stub->Prefill(&context_);
+    Upload(std::move(header), tokens, *stream);
+
+    std::optional<v1::PrefillResult> result;
+    v1::PrefillEvent event;
+    while (stream->Read(&event)) {
+      switch (event.event_case()) {
+        case v1::PrefillEvent::kAccepted:
+          events.OnAccepted(event.accepted());
+          break;
+        case v1::PrefillEvent::kProgress:
+          events.OnProgress(event.progress());
+          break;
+        case v1::PrefillEvent::kResult:
+          result = std::move(*event.mutable_result());
+          break;
+        case v1::PrefillEvent::EVENT_NOT_SET:
+          break;
+      }
+    }
+    if (grpc::Status status = stream->Finish(); !status.ok()) return ServerError(status);
+    if (!result.has_value()) {
+      return absl::InternalError(
+          absl::StrCat("server ", address_, " ended the call without a result; see its log"));
+    }
+    return *std::move(result);
+  }
+
+  void Cancel() { context_.TryCancel(); }
+
+ private:
+  absl::Status ServerError(const grpc::Status& status) const {
+    const auto code = static_cast<absl::StatusCode>(status.error_code());
+    std::string message = absl::StrCat("server ", address_, ": ", status.error_message());
+    if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
+      absl::StrAppend(&message, "; is `meshfill serve` listening there?");
+    }
+    return absl::Status(code, message);
+  }
+
+  const std::string address_;
+  grpc::ClientContext context_;
+};
+
+PrefillClient::PrefillClient(const std::string& address) : call_(std::make_unique<Call>(address)) {}
+PrefillClient::~PrefillClient() = default;
+
+absl::StatusOr<v1::PrefillResult> PrefillClient::Prefill(v1::PrefillHeader header,
+                                                         std::span<const uint32_t> tokens,
+                                                         absl::Time deadline, PrefillEvents& events) {
+  return call_->Run(std::move(header), tokens, deadline, events);
+}
+
+void PrefillClient::Cancel() { call_->Cancel(); }
+
+}  // namespace meshfill

@@ -1,0 +1,45 @@
+// A client of a Meshfill server's PrefillService: what `meshfill prefill --server` runs.
+#ifndef MESHFILL_SERVER_CLI_CLIENT_H_
+#define MESHFILL_SERVER_CLI_CLIENT_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "meshfill/v1/prefill.pb.h"
+
+namespace meshfill {
+
+// Called from the thread that called PrefillClient::Prefill.
+class PrefillEvents {
+ public:
+  virtual ~PrefillEvents() = default;
+  virtual void OnAccepted(const v1::Accepted& accepted) = 0;
+  virtual void OnProgress(const v1::Progress& progress) = 0;
+};
+
+class PrefillClient {
+ public:
+  // `address` is HOST:PORT. Starts nothing: Prefill connects, without TLS.
+  explicit PrefillClient(const std::string& address);
+  ~PrefillClient();
+
+  // Sends one prompt and waits for its result; blocks; call it once. The header's token_count is filled in
+  // here. Errors: the server's own status, with the address; UNAVAILABLE where nothing listens there.
+  absl::StatusOr<v1::PrefillResult> Prefill(v1::PrefillHeader header, std::span<const uint32_t> tokens,
+                                            absl::Time deadline, PrefillEvents& events);
+
+  // Ends Prefill with CANCELLED, also one that has not begun. From any thread.
+  void Cancel();
+
+ private:
+  class Call;  // keeps gRPC's headers out of this one
+  std::unique_ptr<Call> call_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CLI_CLIENT_H_

@@ -1,0 +1,145 @@
+#include "server/cli/commands/plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "engine/devices/embedded_pool.h"
+#include "engine/model/model_config.h"
+#include "engine/plan/planner.h"
+#include "engine/plan/predicted_timeline.h"
+#include "engine/prefill_request.h"
+#include "server/cli/commands/flags.h"
+#include "server/cli/output_file.h"
+#include "server/cli/result_json.h"
+#include "server/cli/result_text.h"
+#include "server/config/config.h"
+#include "server/pictures/plan_picture.h"
+#include "server/pool/pool_planner.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxHostRanks = 64;
+constexpr int kMaxRanks = 4096;
+
+// The model's numbers from its config.json alone: a plan needs no weights.
+absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
+  if (options.model_path.empty()) {
+    return absl::InvalidArgumentError("the config has no model.path; set it, or give --set model.path=DIR");
+  }
+  const std::string path = absl::StrCat(options.model_path, "/config.json");
+  std::ifstream file(path, std::ios::binary);
+  if (!file)
+    return absl::NotFoundError(absl::StrCat(path, ": cannot be read; give a Hugging Face model folder"));
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  absl::StatusOr<ModelConfig> config = ModelConfig::Parse(text, path);
+  if (!config.ok()) return config.status();
+  ModelShape shape = config->shape;
+  shape.dtype = options.dtype.value_or(shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16);
+  return shape;
+}
+
+class PlanCommand : public Command {
+ public:
+  explicit PlanCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("plan", "Show what a prefill would run, and how long it would take")) {
+    config_.AddTo(*app_)->required();
+    app_->add_option("--tokens", tokens_, "Tokens in the prompt")
+        ->type_name("N")
+        ->check(WholeNumber(1))
+        ->required();
+    app_->add_option("--cached", cached_tokens_, "Tokens before it whose keys and values are there already")
+        ->type_name("P")
+        ->check(WholeNumber(0))
+        ->capture_default_str();
+    app_->add_option("--ranks", ranks_,
+                     absl::StrCat("Ranks that share the prompt: of an embedded pool 1 to ", kMaxHostRanks,
+                                  ", of a pool of workers 1 to ", kMaxRanks, " (default: the config's)"))
+        ->type_name("N")
+        ->check(CLI::Range(1, kMaxRanks));
+    app_->add_option("--ranks-per-host", ranks_per_host_,
+                     "Of a pool of workers: how many of the ranks are on one host (default: all). Every host "
+                     "is taken to be as fast and as large as this machine")
+        ->type_name("N")
+        ->check(CLI::Range(1, kMaxHostRanks));
+    AddTileOption(*app_, tile_);
+    AddHeadsOption(*app_, heads_);
+    AddJsonFlag(*app_, json_);
+    app_->add_option("--svg", svg_path_,
+                     "Draw the plan: who computes what, in which steps, how long it takes")
+        ->type_name("FILE");
+  }
+
+  absl::Status Run() override {
+    if (!svg_path_.empty()) {
+      if (absl::Status status = CheckOutputPath(svg_path_); !status.ok()) return status;
+    }
+    absl::StatusOr<v1::Config> config = config_.Load();
+    if (!config.ok()) return config.status();
+    EngineOptions options = ToEngineOptions(*config);
+    const int ranks = ranks_.value_or(options.ranks);
+    const bool workers = !config->pool().control_listen().empty();
+    options.ranks = workers ? std::min(ranks, ranks_per_host_.value_or(ranks)) : ranks;  // on this machine
+    if (options.ranks > kMaxHostRanks) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--ranks ", ranks, ": one host has at most ", kMaxHostRanks, "; ",
+          workers ? "give --ranks-per-host" : "plan for workers with a config that has pool.control_listen"));
+    }
+    absl::StatusOr<ModelShape> shape = ReadModelShape(options);
+    if (!shape.ok()) return shape.status();
+    if (cached_tokens_ + tokens_ > shape->context_tokens) {
+      const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
+      return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
+                                                " is above the model's context of ", shape->context_tokens,
+                                                " tokens; plan a shorter prompt"));
+    }
+    const absl::StatusOr<EmbeddedPoolCapacity> host = CapacityWithoutWeights(options, *shape);
+    if (!host.ok()) return host.status();
+    absl::StatusOr<PlanChoice> choice =
+        MakePlan(*shape, host->speed, Request(*config, options, *host, ranks));
+    if (!choice.ok()) return choice.status();
+    if (!svg_path_.empty()) {
+      const std::string svg =
+          PlanSvg(choice->plan, PredictLayer(*shape, host->speed, choice->plan, cached_tokens_));
+      if (absl::Status status = WriteTextFile(svg_path_, svg); !status.ok()) return status;
+    }
+    std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  // `options` and `host` are of one host, which this machine stands for.
+  PlanRequest Request(const v1::Config& config, const EngineOptions& options,
+                      const EmbeddedPoolCapacity& host, int ranks) const {
+    PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
+    request.ranks = ranks;
+    request.cached_tokens = cached_tokens_;
+    request.memory_budget_bytes = host.memory_budget_bytes * ((ranks + options.ranks - 1) / options.ranks);
+    request.one_memory = host.one_memory;
+    if (config.pool().control_listen().empty()) return request;
+    request.one_memory = false;
+    request.topology = LinksOf(config.pool());
+    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
+    return request;
+  }
+
+  ConfigFlags config_;
+  int64_t tokens_ = 0;
+  int64_t cached_tokens_ = 0;
+  std::optional<int> ranks_;
+  std::optional<int> ranks_per_host_;
+  std::optional<Tile> tile_;
+  std::optional<int> heads_;
+  bool json_ = false;
+  std::string svg_path_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddPlanCommand(CLI::App& parent) { return std::make_unique<PlanCommand>(parent); }
+
+}  // namespace meshfill

@@ -1,0 +1,289 @@
+#include "server/cli/commands/prefill.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/embedded_engine.h"
+#include "engine/prefill_engine.h"
+#include "server/api/result_proto.h"
+#include "server/cli/cancel_watch.h"
+#include "server/cli/client.h"
+#include "server/cli/commands/flags.h"
+#include "server/cli/output_file.h"
+#include "server/cli/progress_bar.h"
+#include "server/cli/result_json.h"
+#include "server/cli/result_text.h"
+#include "server/cli/tensor_output.h"
+#include "server/cli/token_file.h"
+#include "server/config/address.h"
+#include "server/config/config.h"
+#include "server/pictures/trace_json.h"
+
+namespace meshfill {
+namespace {
+
+// Events of a server's answer, or layers of an embedded run, onto the bar.
+class BarEvents : public PrefillEvents, public PrefillObserver {
+ public:
+  explicit BarEvents(ProgressBar& bar) : bar_(bar) {}
+  void OnAccepted(const v1::Accepted& accepted) override { bar_.SetPrediction(accepted.predicted_seconds()); }
+  void OnProgress(const v1::Progress& progress) override {
+    bar_.SetLayersDone(static_cast<int>(progress.layers_done()), static_cast<int>(progress.layers()));
+  }
+  void OnLayerDone(int layers_done, int layers) override { bar_.SetLayersDone(layers_done, layers); }
+
+ private:
+  ProgressBar& bar_;
+};
+
+absl::StatusOr<std::string> ParseServerAddress(const std::string& text) {
+  if (absl::StatusOr<HostPort> address = ParseHostPort(text); !address.ok()) return address.status();
+  return text;
+}
+
+std::string RandomRequestId() {
+  std::random_device random;
+  return absl::StrFormat("%08x%08x", random(), random());
+}
+
+class PrefillCommand : public Command {
+ public:
+  explicit PrefillCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("prefill", "Prefill one prompt and print its first token")) {
+    DeclareWhereToRun();
+    DeclarePrompt();
+    DeclarePlan();
+    DeclareRequest();
+    DeclareOutput();
+  }
+
+  absl::Status Run() override {
+    if (server_.empty() && config_.path.empty()) {
+      return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE");
+    }
+    if (!server_.empty() && !trace_path_.empty()) {
+      return absl::InvalidArgumentError(
+          "--trace-out shows the ranks of an embedded pool; give --config FILE instead of --server");
+    }
+    for (const std::string& path : {logits_path_, kv_path_, trace_path_}) {
+      if (path.empty()) continue;
+      if (absl::Status status = CheckOutputPath(path); !status.ok()) return status;
+    }
+    absl::StatusOr<std::vector<uint32_t>> tokens = ReadTokens(tokens_path_, format_);
+    if (!tokens.ok()) return tokens.status();
+    absl::StatusOr<Outcome> outcome = server_.empty() ? RunEmbedded(*tokens) : RunOnServer(*tokens);
+    if (!outcome.ok()) return outcome.status();
+    return Deliver(*outcome);
+  }
+
+ private:
+  struct Outcome {
+    v1::PrefillResult result;
+    std::optional<KvCache> kv;
+    std::optional<Timeline> timeline;
+  };
+
+  void DeclareWhereToRun() {
+    CLI::Option* server = AddParsedOption(*app_, "--server", server_, ParseServerAddress, "HOST:PORT",
+                                          "Run on the server that listens there")
+                              ->group("Where to run");
+    CLI::Option* config = config_.AddTo(*app_)->group("Where to run")->excludes(server);
+    app_->get_option("--set")->group("Where to run")->needs(config);
+    app_->add_option("--model", model_path_, "Model folder (default: the config's)")
+        ->type_name("DIR")
+        ->group("Where to run")
+        ->needs(config);
+    AddRanksOption(*app_, ranks_)->group("Where to run")->needs(config);
+    AddDTypeOption(*app_, dtype_)->group("Where to run")->needs(config);
+  }
+
+  void DeclareRequest() {
+    CLI::Option* server = app_->get_option("--server");
+    app_->add_option("--deadline", deadline_seconds_, "Give up after so many seconds")
+        ->type_name("SECONDS")
+        ->check(PositiveNumber())
+        ->group("Request");
+    app_->add_option("--request-id", request_id_, "Its name in results and logs (default: a new one)")
+        ->type_name("ID")
+        ->group("Request");
+    app_->add_option("--tenant", tenant_, "For the server's log")
+        ->type_name("NAME")
+        ->needs(server)
+        ->group("Request");
+    app_->add_option("--priority", priority_, "Higher runs first (default: 0)")
+        ->type_name("N")
+        ->needs(server)
+        ->group("Request");
+  }
+
+  void DeclarePrompt() {
+    app_->add_option("--tokens", tokens_path_, "File of the prompt's token ids; - is standard input")
+        ->type_name("FILE")
+        ->required()
+        ->group("Prompt");
+    AddParsedOption(*app_, "--format", format_, ParseTokenFormat, "NAME",
+                    "ids: decimal, between white space (default); u32le: raw; bytes: each byte is an id")
+        ->group("Prompt");
+  }
+
+  void DeclarePlan() {
+    AddTileOption(*app_, options_.tile)->group("Plan");
+    AddHeadsOption(*app_, options_.heads)->group("Plan");
+    AddLayoutOption(*app_, options_.layout)->group("Plan");
+    AddStripeOption(*app_, options_.stripe)->group("Plan");
+  }
+
+  void DeclareOutput() {
+    app_->add_option("--top-k", options_.top_k, "Best tokens to report")
+        ->type_name("K")
+        ->check(WholeNumber(1))
+        ->capture_default_str()
+        ->group("Output");
+    app_->add_option("--logits-out", logits_path_, "Write the last token's logits, safetensors")
+        ->type_name("FILE")
+        ->group("Output");
+    app_->add_option("--kv-out", kv_path_,
+                     "Write the KV cache in token order, safetensors; embedded pool alone")
+        ->type_name("FILE")
+        ->group("Output")
+        ->excludes(app_->get_option("--server"));
+    app_->add_option("--trace-out", trace_path_,
+                     "Write what every rank did when, for ui.perfetto.dev; embedded pool alone")
+        ->type_name("FILE")
+        ->group("Output");
+    AddJsonFlag(*app_, json_)->group("Output");
+  }
+
+  absl::Time Deadline() const {
+    return deadline_seconds_ > 0 ? MonotonicNow() + absl::Seconds(deadline_seconds_) : absl::InfiniteFuture();
+  }
+
+  absl::StatusOr<Outcome> RunEmbedded(std::span<const uint32_t> tokens) {
+    absl::StatusOr<v1::Config> config = config_.Load();
+    if (!config.ok()) return config.status();
+    EngineOptions engine_options = ToEngineOptions(*config);
+    if (!model_path_.empty()) engine_options.model_path = model_path_;
+    if (ranks_.has_value()) engine_options.ranks = *ranks_;
+    if (dtype_.has_value()) engine_options.dtype = dtype_;
+    if (engine_options.model_path.empty()) {
+      return absl::InvalidArgumentError("the config has no model.path; set it, or give --model DIR");
+    }
+
+    StopToken stop;
+    CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });
+    absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = LoadEmbeddedEngine(engine_options);
+    if (!engine.ok()) return engine.status();
+    options_.keep_kv = !kv_path_.empty();
+    options_.keep_timeline = !trace_path_.empty();
+    absl::StatusOr<PrefillResult> result = RunWithBar(**engine, tokens, stop);
+    if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
+      return reason;
+    if (!result.ok()) return result.status();
+
+    Outcome outcome{.result = ToProto(*result, request_id_.empty() ? RandomRequestId() : request_id_),
+                    .kv = std::move(result->kv),
+                    .timeline = std::move(result->timeline)};
+    if (!logits_path_.empty())
+      outcome.result.mutable_logits()->Assign(result->logits.begin(), result->logits.end());
+    return outcome;
+  }
+
+  absl::StatusOr<PrefillResult> RunWithBar(PrefillEngine& engine, std::span<const uint32_t> tokens,
+                                           const StopToken& stop) {
+    absl::StatusOr<PlanChoice> choice = engine.MakePlan(static_cast<int64_t>(tokens.size()), options_);
+    if (!choice.ok()) return choice.status();
+    ProgressBar bar;
+    bar.SetPrediction(choice->plan.predicted.seconds);
+    bar.SetLayersDone(0, engine.model().layers);
+    BarEvents events(bar);
+    return engine.Prefill(tokens, options_, &events, &stop);
+  }
+
+  absl::StatusOr<Outcome> RunOnServer(std::span<const uint32_t> tokens) {
+    const absl::Time deadline = Deadline();
+    PrefillClient client(server_);
+    CancelWatch watch(absl::InfiniteFuture(), [&client] { client.Cancel(); });
+    ProgressBar bar;
+    BarEvents events(bar);
+    absl::StatusOr<v1::PrefillResult> result = client.Prefill(Header(), tokens, deadline, events);
+    if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
+      return reason;
+    if (!result.ok()) return result.status();
+    return Outcome{.result = *std::move(result), .kv = std::nullopt, .timeline = std::nullopt};
+  }
+
+  v1::PrefillHeader Header() const {
+    v1::PrefillHeader header;
+    header.set_request_id(request_id_);
+    header.set_tenant(tenant_);
+    header.set_priority(priority_);
+    header.set_top_k(static_cast<uint32_t>(options_.top_k));
+    header.set_return_logits(!logits_path_.empty());
+    v1::PlanOptions& plan = *header.mutable_plan();
+    if (options_.tile.has_value()) {
+      plan.mutable_tile()->set_a(static_cast<uint32_t>(options_.tile->a));
+      plan.mutable_tile()->set_b(static_cast<uint32_t>(options_.tile->b));
+    }
+    if (options_.heads.has_value()) plan.set_heads(static_cast<uint32_t>(*options_.heads));
+    if (options_.layout.has_value()) plan.set_layout(ToProto(*options_.layout));
+    if (options_.stripe.has_value()) plan.set_stripe(static_cast<uint32_t>(*options_.stripe));
+    return header;
+  }
+
+  absl::Status WriteTrace(const Timeline& timeline) const {
+    if (timeline.dropped_spans > 0) {
+      std::fprintf(stderr,
+                   "meshfill prefill: %s lacks the last %lld spans of the run: a trace has its bounds\n",
+                   trace_path_.c_str(), static_cast<long long>(timeline.dropped_spans));
+    }
+    return WriteTextFile(trace_path_, TraceJson(timeline));
+  }
+
+  absl::Status Deliver(const Outcome& outcome) const {
+    if (!logits_path_.empty()) {
+      const std::span<const float> logits(outcome.result.logits().data(), outcome.result.logits_size());
+      if (absl::Status status = WriteLogits(logits_path_, logits); !status.ok()) return status;
+    }
+    if (!kv_path_.empty()) {
+      if (absl::Status status = WriteKv(kv_path_, *outcome.kv); !status.ok()) return status;
+    }
+    if (!trace_path_.empty()) {
+      if (absl::Status status = WriteTrace(*outcome.timeline); !status.ok()) return status;
+    }
+    const std::string text =
+        json_ ? absl::StrCat(PrefillJson(outcome.result), "\n") : PrefillText(outcome.result);
+    std::fputs(text.c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+  std::string server_;
+  ConfigFlags config_;
+  std::string model_path_;
+  std::optional<int> ranks_;
+  std::optional<DType> dtype_;
+  double deadline_seconds_ = 0;  // 0: none
+  std::string request_id_;
+  std::string tenant_;
+  int32_t priority_ = 0;
+  std::string tokens_path_;
+  TokenFormat format_ = TokenFormat::kIds;
+  PrefillOptions options_;
+  std::string logits_path_;
+  std::string kv_path_;
+  std::string trace_path_;
+  bool json_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddPrefillCommand(CLI::App& parent) {
+  return std::make_unique<PrefillCommand>(parent);
+}
+
+}  // namespace meshfill

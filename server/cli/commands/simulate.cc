@@ -1,0 +1,95 @@
+#include "server/cli/commands/simulate.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/sim/simulator.h"
+#include "server/cli/commands/flags.h"
+#include "server/cli/output_file.h"
+#include "server/cli/scenario.h"
+#include "server/cli/simulation_report.h"
+#include "server/pictures/simulation_picture.h"
+
+namespace meshfill {
+namespace {
+
+class SimulateCommand : public Command {
+ public:
+  explicit SimulateCommand(CLI::App& parent)
+      : Command(parent.add_subcommand("simulate", "Simulate attention on a cluster, strategy by strategy")) {
+    app_->add_option("--scenario", scenario_, "Scenario, e.g. configs/scenarios/h100_nodes.yaml")
+        ->type_name("F")
+        ->required();
+    AddJsonFlag(*app_, json_);
+    app_->add_option("--svg", svg_path_,
+                     "Draw the strategies' timelines, on the most GPUs up to 64 of the scenario")
+        ->type_name("FILE");
+  }
+
+  absl::Status Run() override {
+    if (!svg_path_.empty()) {
+      if (absl::Status status = CheckOutputPath(svg_path_); !status.ok()) return status;
+    }
+    const absl::StatusOr<Scenario> scenario = LoadScenario(scenario_);
+    if (!scenario.ok()) return scenario.status();
+    const absl::StatusOr<SimulationReport> report = RunScenario(*scenario);
+    if (!report.ok()) return report.status();
+    if (!svg_path_.empty()) {
+      if (absl::Status status = Draw(*report); !status.ok()) return status;
+    }
+    const std::string text =
+        json_ ? absl::StrCat(SimulationJson(*scenario, *report), "\n") : SimulationText(*scenario, *report);
+    std::fputs(text.c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  // The most GPUs whose steps are still wide enough to see, else the fewest; the first of equals.
+  static std::vector<Comparison>::const_iterator Drawn(const std::vector<Comparison>& comparisons) {
+    constexpr int kMostGpus = 64;
+    return std::max_element(comparisons.begin(), comparisons.end(),
+                            [](const Comparison& a, const Comparison& b) {
+                              const auto rank = [](int gpus) { return gpus <= kMostGpus ? gpus : -gpus; };
+                              return rank(a.gpus) < rank(b.gpus);
+                            });
+  }
+
+  // The first pass of every strategy that applies.
+  absl::Status Draw(const SimulationReport& report) const {
+    if (report.comparisons.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(scenario_, ": compares no strategies; there is nothing to draw"));
+    }
+    const Comparison& comparison = *Drawn(report.comparisons);
+    std::vector<SimulatedStrategy> strategies;
+    for (const sim::StrategyResult& result : comparison.results) {
+      if (result.passes.empty()) continue;
+      const sim::PassResult& pass = result.passes.front();
+      absl::StatusOr<sim::Simulation> simulation =
+          sim::Simulate(pass.program, pass.placement, report.cluster, sim::Recording::kTimeline);
+      if (!simulation.ok()) return simulation.status();
+      strategies.push_back({.name = sim::StrategyName(result.kind),
+                            .settings = pass.settings,
+                            .timeline = std::move(simulation->timeline)});
+    }
+    const std::string title = absl::StrCat("Simulated attention of ", comparison.job.tokens, " tokens on ",
+                                           comparison.gpus, " GPUs: one layer");
+    return WriteTextFile(svg_path_, SimulationSvg(title, std::move(strategies)));
+  }
+
+  std::string scenario_;
+  bool json_ = false;
+  std::string svg_path_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddSimulateCommand(CLI::App& parent) {
+  return std::make_unique<SimulateCommand>(parent);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,41 @@
+#include "server/cli/commands/worker.h"
+
+#include <string>
+
+#include "server/cli/commands/flags.h"
+#include "server/config/address.h"
+#include "server/worker.h"
+
+namespace meshfill {
+namespace {
+
+class WorkerCommand : public Command {
+ public:
+  explicit WorkerCommand(CLI::App& parent)
+      : Command(
+            parent.add_subcommand("worker", "Join a server and compute for it: one process of its pool")) {
+    config_.AddTo(*app_)->required();
+    app_->add_option("--join", join_, "Where the server takes workers: its pool.control_listen")
+        ->type_name("HOST:PORT")
+        ->required();
+  }
+
+  absl::Status Run() override {
+    absl::StatusOr<v1::Config> config = config_.Load();
+    if (!config.ok()) return config.status();
+    if (const auto address = ParseHostPort(join_); !address.ok()) return address.status();
+    return RunWorker(*config, join_);
+  }
+
+ private:
+  ConfigFlags config_;
+  std::string join_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddWorkerCommand(CLI::App& parent) {
+  return std::make_unique<WorkerCommand>(parent);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,112 @@
+#include "server/cli/progress_bar.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/comm/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kRedrawInterval = absl::Milliseconds(200);
+constexpr int kLongestBar = 40;  // columns
+constexpr char kClearLine[] = "\r\x1b[K";
+
+// Of the whole prefill: by the pace of the layers that are done, else as predicted; 0 where nothing is known.
+double ExpectedSeconds(const PrefillProgress& progress) {
+  if (progress.layers_done == 0) return progress.predicted_seconds;
+  return progress.layer_seconds * progress.layers / progress.layers_done;
+}
+
+// Done share of the prefill, in [0, 1]. Time alone never claims a layer that has not been reported.
+double DoneShare(const PrefillProgress& progress) {
+  const double expected = ExpectedSeconds(progress);
+  const double claimed = expected > 0 ? progress.elapsed_seconds / expected : 0;
+  if (progress.layers == 0) return std::min(claimed, 0.99);
+  const double layer = 1.0 / progress.layers;
+  return std::clamp(claimed, progress.layers_done * layer,
+                    std::min((progress.layers_done + 0.99) * layer, 1.0));
+}
+
+int TerminalColumns() {
+  winsize size{};
+  if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+}  // namespace
+
+std::string FormatSeconds(double seconds) {
+  if (seconds < 0.9995) return absl::StrFormat("%.0f ms", seconds * 1e3);
+  if (seconds < 99.95) return absl::StrFormat("%.1f s", seconds);
+  const int64_t whole = std::llround(seconds);
+  if (whole < 3600) return absl::StrFormat("%d min %02d s", whole / 60, whole % 60);
+  return absl::StrFormat("%d h %02d min", whole / 3600, whole / 60 % 60);
+}
+
+std::string RenderProgress(const PrefillProgress& progress, int width) {
+  const double share = DoneShare(progress);
+  const double expected = ExpectedSeconds(progress);
+  std::string facts;
+  if (progress.layers > 0) absl::StrAppend(&facts, progress.layers_done, "/", progress.layers, " layers  ");
+  if (expected > 0) absl::StrAppendFormat(&facts, "%3d %%  ", static_cast<int>(100 * share + 1e-9));
+  absl::StrAppend(&facts, FormatSeconds(progress.elapsed_seconds));
+  const double remaining = expected - progress.elapsed_seconds;
+  if (remaining > 0) absl::StrAppend(&facts, ", ", FormatSeconds(remaining), " left");
+
+  constexpr absl::string_view kLabel = "prefill ";
+  const int room = width - static_cast<int>(kLabel.size() + facts.size()) - 3;  // brackets and a space
+  const int bar = std::min(room, kLongestBar);
+  if (bar < 5) return facts.substr(0, static_cast<size_t>(std::max(width, 0)));
+  const int filled = static_cast<int>(share * bar);
+  std::string drawn(static_cast<size_t>(filled), '=');
+  if (filled < bar) absl::StrAppend(&drawn, ">", std::string(static_cast<size_t>(bar - filled - 1), ' '));
+  return absl::StrCat(kLabel, "[", drawn, "] ", facts);
+}
+
+ProgressBar::ProgressBar() : start_(MonotonicNow()) {
+  if (isatty(STDERR_FILENO)) drawer_ = std::thread([this] { DrawUntilStopped(); });
+}
+
+ProgressBar::~ProgressBar() {
+  if (!drawer_.joinable()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+  }
+  stop_.notify_all();
+  drawer_.join();
+}
+
+void ProgressBar::SetPrediction(double predicted_seconds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  progress_.predicted_seconds = predicted_seconds;
+  start_ = MonotonicNow();
+}
+
+void ProgressBar::SetLayersDone(int layers_done, int layers) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (layers_done > progress_.layers_done)
+    progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
+  progress_.layers_done = layers_done;
+  progress_.layers = layers;
+}
+
+void ProgressBar::DrawUntilStopped() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_.wait_for(lock, absl::ToChronoMilliseconds(kRedrawInterval), [this] { return stopped_; })) {
+    progress_.elapsed_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
+    std::fputs(absl::StrCat(kClearLine, RenderProgress(progress_, TerminalColumns() - 1)).c_str(), stderr);
+    std::fflush(stderr);
+  }
+  std::fputs(kClearLine, stderr);
+  std::fflush(stderr);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,54 @@
+// A progress bar on a terminal: layers done, percent, elapsed and remaining time, redrawn in place.
+#ifndef MESHFILL_SERVER_CLI_PROGRESS_BAR_H_
+#define MESHFILL_SERVER_CLI_PROGRESS_BAR_H_
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+struct PrefillProgress {
+  int layers_done = 0;
+  int layers = 0;  // 0: not known yet
+  double elapsed_seconds = 0;
+  double layer_seconds = 0;      // elapsed when the last of layers_done was done
+  double predicted_seconds = 0;  // of the whole prefill; 0: unknown. Used until the first layer is done.
+};
+
+// "prefill [=====>      ] 12/32 layers  38 %  12 s, 20 s left", at most `width` columns.
+std::string RenderProgress(const PrefillProgress& progress, int width);
+
+// "820 ms", "12.3 s", "4 min 05 s", "2 h 03 min": three figures at most.
+std::string FormatSeconds(double seconds);
+
+// Draws on standard error while it lives, several times a second, and leaves a clean line behind. Draws
+// nothing where standard error is no terminal. Any thread may report progress.
+class ProgressBar {
+ public:
+  ProgressBar();
+  ~ProgressBar();
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+
+  void SetPrediction(double predicted_seconds);  // the prefill begins
+  void SetLayersDone(int layers_done, int layers);
+
+ private:
+  void DrawUntilStopped();
+
+  std::mutex mutex_;
+  PrefillProgress progress_ ABSL_GUARDED_BY(mutex_);
+  absl::Time start_ ABSL_GUARDED_BY(mutex_);
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::condition_variable stop_;  // stopped_ has been set
+  std::thread drawer_;            // not started where nothing is drawn
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CLI_PROGRESS_BAR_H_

@@ -1,0 +1,101 @@
+#include "server/cli/result_json.h"
+
+#include <utility>
+
+#include "nlohmann/json.hpp"
+
+namespace meshfill {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Ids and names that a client chose may be any bytes: what is no UTF-8 is replaced, never thrown on.
+std::string Dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+Json CommBytesJson(const CommBytes& bytes) {
+  return {{"q", bytes.q}, {"kv", bytes.kv}, {"o", bytes.o}, {"all_to_all", bytes.all_to_all}};
+}
+
+void AddPrediction(const Prediction& predicted, Json& json) {
+  json["seconds"] = predicted.seconds;
+  json["compute_seconds"] = predicted.compute_seconds;
+  json["comm_wait_seconds"] = predicted.comm_wait_seconds;
+  json["comm_bytes"] = CommBytesJson(predicted.comm_bytes);
+  json["peak_bytes"] = predicted.peak_bytes;
+}
+
+}  // namespace
+
+std::string PrefillJson(const v1::PrefillResult& result) {
+  Json top = Json::array();
+  for (const v1::TokenLogit& best : result.top())
+    top.push_back({{"token", best.token()}, {"logit", best.logit()}});
+  const v1::PlanSummary& plan = result.plan();
+  const v1::PrefillResult::Seconds& seconds = result.seconds();
+  const v1::CommBytes& bytes = result.comm_bytes();
+  return Dump({{"request_id", result.request_id()},
+               {"tokens", result.tokens()},
+               {"first_token", result.first_token()},
+               {"top", std::move(top)},
+               {"plan",
+                {{"ranks", plan.ranks()},
+                 {"heads", plan.heads()},
+                 {"a", plan.a()},
+                 {"b", plan.b()},
+                 {"layout", LayoutName(plan.layout())},
+                 {"stripe", plan.stripe()}}},
+               {"seconds",
+                {{"queue", seconds.queue()},
+                 {"prefill", seconds.prefill()},
+                 {"attention", seconds.attention()},
+                 {"comm_wait", seconds.comm_wait()}}},
+               {"comm_bytes",
+                {{"q", bytes.q()}, {"kv", bytes.kv()}, {"o", bytes.o()}, {"all_to_all", bytes.all_to_all()}}},
+               {"mfu", result.mfu()}});
+}
+
+std::string PlanJson(const PlanChoice& choice) {
+  const Plan& plan = choice.plan;
+  Json steps = Json::array();
+  for (const Step& step : plan.schedule.steps) {
+    Json blocks = Json::array();
+    for (const BlockIndex& block : step.blocks) blocks.push_back(Json::array({block.u, block.v}));
+    steps.push_back({{"comm", CommName(step.comm)}, {"blocks", std::move(blocks)}});
+  }
+  Json candidates = Json::array();
+  for (const PlanCandidate& candidate : choice.candidates) {
+    Json entry = {{"a", candidate.tile.a}, {"b", candidate.tile.b}, {"heads", candidate.heads}};
+    AddPrediction(candidate.predicted, entry);
+    entry["ranks"] = candidate.ranks;
+    entry["layout"] = LayoutName(candidate.layout);
+    entry["partial_dtype"] = DTypeName(candidate.partial_dtype);
+    entry["placement"] = candidate.placement.empty() ? "row-first" : candidate.placement;
+    candidates.push_back(std::move(entry));
+  }
+  Json predicted = Json::object();
+  AddPrediction(plan.predicted, predicted);
+  return Dump({{"ranks", plan.ranks()},
+               {"heads", plan.heads},
+               {"a", plan.tile.a},
+               {"b", plan.tile.b},
+               {"layout", LayoutName(plan.layout.kind())},
+               {"stripe", plan.layout.stripe()},
+               {"steps", std::move(steps)},
+               {"predicted", std::move(predicted)},
+               {"candidates", std::move(candidates)}});
+}
+
+const char* LayoutName(v1::Layout layout) {
+  switch (layout) {
+    case v1::LAYOUT_STRIPED:
+      return "striped";
+    case v1::LAYOUT_ZIGZAG:
+      return "zigzag";
+    case v1::LAYOUT_CONTIGUOUS:
+      return "contiguous";
+    default:
+      return "unspecified";
+  }
+}
+
+}  // namespace meshfill

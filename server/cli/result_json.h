@@ -1,0 +1,24 @@
+// The JSON of the command line (DESIGN §9): the same for an embedded pool and for a server's answer.
+#ifndef MESHFILL_SERVER_CLI_RESULT_JSON_H_
+#define MESHFILL_SERVER_CLI_RESULT_JSON_H_
+
+#include <string>
+
+#include "engine/plan/plan.h"
+#include "meshfill/v1/prefill.pb.h"
+
+namespace meshfill {
+
+// One object on one line, without a newline, its keys in DESIGN §9's order. Floats are written so that they
+// read back to the same bits. `prefill --json`: the logits are not part of it.
+std::string PrefillJson(const v1::PrefillResult& result);
+
+// `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first.
+std::string PlanJson(const PlanChoice& choice);
+
+// "striped", "zigzag", "contiguous".
+const char* LayoutName(v1::Layout layout);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CLI_RESULT_JSON_H_

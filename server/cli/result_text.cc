@@ -1,0 +1,183 @@
+#include "server/cli/result_text.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "server/cli/progress_bar.h"
+#include "server/cli/result_json.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kLabelColumns = 16;
+
+void AppendLine(absl::string_view label, absl::string_view value, std::string& text) {
+  absl::StrAppendFormat(&text, "%-*s%s\n", kLabelColumns, label, value);
+}
+
+std::string PercentOf(double part, double whole) {
+  return absl::StrFormat("%.1f %%", whole > 0 ? 100 * part / whole : 0);
+}
+
+std::string Blocks(const Step& step) {
+  std::string blocks;
+  for (const BlockIndex& block : step.blocks) absl::StrAppend(&blocks, "(", block.u, ",", block.v, ")");
+  return blocks.empty() ? "." : blocks;
+}
+
+// Pads `cells` to the widest of them.
+void AlignColumn(std::vector<std::string>& cells) {
+  size_t width = 0;
+  for (const std::string& cell : cells) width = std::max(width, cell.size());
+  for (std::string& cell : cells) cell.resize(width, ' ');
+}
+
+// One row a step, so that large tiles stay readable:
+//
+//     step  comm  blocks computed meanwhile
+//     0     kv    (0,0)
+//     1     q     (0,1)
+std::string ScheduleText(const Schedule& schedule) {
+  std::vector<std::string> number = {"step"};
+  std::vector<std::string> comm = {"comm"};
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    number.push_back(absl::StrCat(i));
+    comm.push_back(schedule.steps[i].comm == CommKind::kNone ? "." : CommName(schedule.steps[i].comm));
+  }
+  AlignColumn(number);
+  AlignColumn(comm);
+  std::string text = absl::StrCat(number[0], "  ", comm[0], "  blocks (Q#u,KV#v) computed meanwhile\n");
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    absl::StrAppend(&text, number[i + 1], "  ", comm[i + 1], "  ", Blocks(schedule.steps[i]), "\n");
+  }
+  return text;
+}
+
+// What is not as usual: partial outputs in f32, ranks in the order of the seats.
+std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view placement) {
+  return absl::StrCat(partial_dtype == "bf16" ? ", partial outputs in bf16" : "",
+                      placement.empty() ? "" : absl::StrCat(", ", placement, " on a host"));
+}
+
+std::string ShapeName(int heads, Tile tile) {
+  return heads == 1 ? tile.DebugString() : absl::StrCat(heads, "*", tile.DebugString());
+}
+
+// A wire dtype or a placement is a column only where some candidate has another than the usual one.
+std::string CandidatesText(const PlanChoice& choice) {
+  const auto any = [&choice](auto&& unusual) {
+    return std::any_of(choice.candidates.begin(), choice.candidates.end(), unusual);
+  };
+  const bool wire = any([](const PlanCandidate& each) { return each.partial_dtype != DType::kF32; });
+  const bool placed = any([](const PlanCandidate& each) { return !each.placement.empty(); });
+  const bool fewer = any([&](const PlanCandidate& each) { return each.ranks != choice.plan.ranks(); });
+  const auto row = [&](absl::string_view ranks, absl::string_view shape, absl::string_view layout,
+                       absl::string_view dtype, absl::string_view placement) {
+    std::string text;
+    if (fewer) absl::StrAppendFormat(&text, "%-6s", ranks);
+    absl::StrAppendFormat(&text, "%-15s%-12s", shape, layout);
+    if (wire) absl::StrAppendFormat(&text, "%-6s", dtype);
+    if (placed) absl::StrAppendFormat(&text, "%-12s", placement);
+    return text;
+  };
+  std::string text = absl::StrCat(
+      row("ranks", "heads*tile", "layout", "wire", "on a host"),
+      absl::StrFormat("%10s  %10s  %10s  %10s  %10s\n", "seconds", "compute", "comm wait", "sent", "peak"));
+  for (const PlanCandidate& candidate : choice.candidates) {
+    const Prediction& predicted = candidate.predicted;
+    const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads &&
+                        candidate.ranks == choice.plan.ranks();
+    const absl::string_view box = candidate.placement;
+    absl::StrAppend(&text, row(absl::StrCat(candidate.ranks), ShapeName(candidate.heads, candidate.tile),
+                               LayoutName(candidate.layout), DTypeName(candidate.partial_dtype),
+                               box.empty() ? "in order" : box));
+    absl::StrAppendFormat(
+        &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds),
+        FormatSeconds(predicted.compute_seconds), FormatSeconds(predicted.comm_wait_seconds),
+        FormatBytes(static_cast<double>(predicted.comm_bytes.total())),
+        FormatBytes(static_cast<double>(predicted.peak_bytes)), chosen ? "  <- chosen" : "");
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string FormatBytes(double bytes) {
+  constexpr std::array<const char*, 5> kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < kUnits.size()) {
+    bytes /= 1024;
+    ++unit;
+  }
+  return absl::StrFormat(unit == 0 ? "%.0f %s" : "%.1f %s", bytes, kUnits[unit]);
+}
+
+std::string FormatCount(double count) {
+  std::string digits = absl::StrFormat("%.0f", count);
+  for (size_t end = digits.size(); end > 3; end -= 3) digits.insert(end - 3, 1, ',');
+  return digits;
+}
+
+std::string PrefillText(const v1::PrefillResult& result) {
+  const v1::PrefillResult::Seconds& seconds = result.seconds();
+  const v1::PlanSummary& plan = result.plan();
+  const v1::CommBytes& bytes = result.comm_bytes();
+  std::string top;
+  for (const v1::TokenLogit& best : result.top()) {
+    absl::StrAppendFormat(&top, "%s%u (%.4g)", top.empty() ? "" : "  ", best.token(), best.logit());
+  }
+  const double tokens = static_cast<double>(result.tokens());
+  const double sent = static_cast<double>(bytes.q() + bytes.kv() + bytes.o() + bytes.all_to_all());
+
+  std::string text;
+  AppendLine("request", result.request_id(), text);
+  AppendLine("first token", absl::StrCat(result.first_token()), text);
+  AppendLine("top (logit)", top, text);
+  AppendLine("tokens", FormatCount(tokens), text);
+  AppendLine("TTFT",
+             absl::StrFormat("%s (queue %s, prefill %s)", FormatSeconds(seconds.queue() + seconds.prefill()),
+                             FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
+             text);
+  AppendLine("tokens/s", FormatCount(seconds.prefill() > 0 ? tokens / seconds.prefill() : 0), text);
+  AppendLine("comm wait",
+             absl::StrFormat("%s, %s of attention (%s)", FormatSeconds(seconds.comm_wait()),
+                             PercentOf(seconds.comm_wait(), seconds.attention()),
+                             FormatSeconds(seconds.attention())),
+             text);
+  AppendLine("MFU", PercentOf(result.mfu(), 1), text);
+  AppendLine("plan",
+             absl::StrFormat("%u ranks: %u head group%s of %ux%u, %s, stripes of %u tokens%s", plan.ranks(),
+                             plan.heads(), plan.heads() == 1 ? "" : "s", plan.a(), plan.b(),
+                             LayoutName(plan.layout()), plan.stripe(),
+                             WireAndPlacement(plan.partial_dtype(), plan.placement())),
+             text);
+  AppendLine("sent by a rank",
+             absl::StrFormat(
+                 "%s (Q %s, KV %s, O %s)", FormatBytes(sent), FormatBytes(static_cast<double>(bytes.q())),
+                 FormatBytes(static_cast<double>(bytes.kv())), FormatBytes(static_cast<double>(bytes.o()))),
+             text);
+  return text;
+}
+
+std::string PlanText(const PlanChoice& choice) {
+  const Plan& plan = choice.plan;
+  std::string text;
+  AppendLine("tokens", FormatCount(static_cast<double>(plan.layout.tokens())), text);
+  AppendLine("plan",
+             absl::StrFormat("%d ranks: %d head group%s of %s, %s, stripes of %d tokens%s", plan.ranks(),
+                             plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
+                             LayoutName(plan.layout.kind()), plan.layout.stripe(),
+                             WireAndPlacement(DTypeName(plan.partial_dtype), plan.placement.name)),
+             text);
+  AppendLine("predicted",
+             absl::StrFormat("%s, of it %s comm wait", FormatSeconds(plan.predicted.seconds),
+                             FormatSeconds(plan.predicted.comm_wait_seconds)),
+             text);
+  return absl::StrCat(text, "\n", ScheduleText(plan.schedule), "\n", CandidatesText(choice));
+}
+
+}  // namespace meshfill

@@ -1,0 +1,22 @@
+// What a person reads after a command: the prefill's answer and figures, the plan's table and schedule.
+#ifndef MESHFILL_SERVER_CLI_RESULT_TEXT_H_
+#define MESHFILL_SERVER_CLI_RESULT_TEXT_H_
+
+#include <string>
+
+#include "engine/plan/plan.h"
+#include "meshfill/v1/prefill.pb.h"
+
+namespace meshfill {
+
+std::string PrefillText(const v1::PrefillResult& result);
+
+// The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates.
+std::string PlanText(const PlanChoice& choice);
+
+std::string FormatBytes(double bytes);  // "3.2 MiB"
+std::string FormatCount(double count);  // "1,048,576"
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CLI_RESULT_TEXT_H_

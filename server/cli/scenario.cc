@@ -1,0 +1,220 @@
+#include "server/cli/scenario.h"
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "engine/sim/paper_fit.h"
+#include "meshfill/v1/scenario.pb.h"
+#include "server/config/config_yaml.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxGpus = 4096;
+
+double Seconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
+}
+
+// "16, 32" as its words.
+std::vector<std::string> Words(const std::string& list) {
+  std::vector<std::string> words;
+  for (absl::string_view word : absl::StrSplit(list, ',')) {
+    word = absl::StripAsciiWhitespace(word);
+    if (!word.empty()) words.emplace_back(word);
+  }
+  return words;
+}
+
+class ScenarioReader {
+ public:
+  explicit ScenarioReader(const std::string& path) : path_(path) {}
+
+  absl::StatusOr<Scenario> Read() {
+    std::ifstream file(path_, std::ios::binary);
+    if (!file)
+      return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
+    const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    if (absl::Status status = ReadYaml(path_, text, &source_, &origins_); !status.ok()) return status;
+    for (auto read :
+         {&ScenarioReader::ReadReport, &ScenarioReader::ReadCluster, &ScenarioReader::ReadStrategies}) {
+      if (absl::Status status = (this->*read)(); !status.ok()) return status;
+    }
+    if (absl::Status status = scenario_.report == Scenario::Report::kStrategies ? ReadJob() : ReadPaper();
+        !status.ok()) {
+      return status;
+    }
+    return std::move(scenario_);
+  }
+
+ private:
+  absl::Status Refuse(const std::string& key, const std::string& problem) const {
+    const auto origin = origins_.find(key);
+    return absl::InvalidArgumentError(
+        absl::StrCat(origin == origins_.end() ? path_ : origin->second, ": ", key, ": ", problem));
+  }
+
+  absl::Status ReadReport() {
+    if (!source_.has_report() || source_.report() == "strategies") return absl::OkStatus();
+    if (source_.report() != "mesh_attention_paper") {
+      return Refuse("report",
+                    absl::StrCat("\"", source_.report(),
+                                 "\" is not known; choose one of strategies, mesh_attention_paper"));
+    }
+    scenario_.report = Scenario::Report::kMeshAttentionPaper;
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadCluster() {
+    const auto& section = source_.cluster();
+    sim::Cluster& cluster = scenario_.cluster;
+    cluster.gpus_per_node = section.has_gpus_per_node() ? static_cast<int>(section.gpus_per_node()) : 8;
+    if (!section.fitted_to().empty()) {
+      if (absl::Status status = FitCluster(); !status.ok()) return status;
+    } else {
+      cluster.same_node = LinkOf(section.same_node());
+      cluster.between_nodes = LinkOf(section.between_nodes());
+      if (section.node_bytes_per_second() != 0)
+        cluster.node_bytes_per_second = section.node_bytes_per_second();
+      cluster.attention_flops_per_second = section.attention_flops_per_second();
+    }
+    cluster.block_overhead_seconds = Seconds(section.block_overhead());
+    const auto& variation = section.variation();
+    cluster.variation = {
+        .straggler_share = variation.straggler_share(),
+        .straggler_slowdown = variation.has_straggler_slowdown() ? variation.straggler_slowdown() : 1,
+        .jitter = variation.jitter(),
+        .seed = variation.has_seed() ? variation.seed() : 1};
+    if (absl::Status status = sim::CheckCluster(cluster); !status.ok()) {
+      return Refuse("cluster", std::string(absl::StripPrefix(status.message(), "cluster: ")));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status FitCluster() {
+    const auto& section = source_.cluster();
+    if (section.has_between_nodes() || section.same_node().has_latency() ||
+        section.node_bytes_per_second() != 0 || section.attention_flops_per_second() != 0) {
+      return Refuse("cluster.fitted_to",
+                    "leave out the latencies, between_nodes, node_bytes_per_second and "
+                    "attention_flops_per_second: they are fitted");
+    }
+    auto table = ReadTable("cluster.fitted_to", section.fitted_to());
+    if (!table.ok()) return table.status();
+    auto cluster = sim::FitPaperCluster(
+        *table, {.gpus_per_node = scenario_.cluster.gpus_per_node,
+                 .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()});
+    if (!cluster.ok()) return Refuse("cluster", std::string(cluster.status().message()));
+    scenario_.cluster = *std::move(cluster);
+    return absl::OkStatus();
+  }
+
+  static sim::Link LinkOf(const v1::Scenario::ClusterSection::Link& link) {
+    return {.latency_seconds = Seconds(link.latency()),
+            .flow_bytes_per_second = link.flow_bytes_per_second()};
+  }
+
+  absl::Status ReadStrategies() {
+    for (const std::string& word : Words(source_.strategies())) {
+      auto kind = sim::ParseStrategy(word);
+      if (!kind.ok()) return Refuse("strategies", std::string(kind.status().message()));
+      scenario_.strategies.push_back(*kind);
+    }
+    if (!scenario_.strategies.empty()) return absl::OkStatus();
+    const auto all = sim::AllStrategies();
+    scenario_.strategies.assign(all.begin(), all.end());
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadJob() {
+    const auto& attention = source_.attention();
+    sim::AttentionJob& job = scenario_.job;
+    constexpr uint64_t kMaxTokens = uint64_t{1} << 31;
+    if (attention.tokens() >= kMaxTokens || attention.q_heads() > 1u << 16 ||
+        attention.head_dim() > 1u << 16) {
+      return Refuse("attention", "too large: below 2^31 tokens, at most 65536 heads of at most 65536");
+    }
+    job.tokens = static_cast<int64_t>(attention.tokens());
+    job.q_heads = static_cast<int>(attention.q_heads());
+    job.kv_heads = static_cast<int>(attention.kv_heads());
+    job.head_dim = static_cast<int>(attention.head_dim());
+    if (attention.has_mask() && attention.mask() != "causal" && attention.mask() != "full") {
+      return Refuse("attention.mask", "must be causal or full");
+    }
+    job.causal = attention.mask() != "full";
+    for (const auto& [key, name, fallback, bytes] :
+         {std::tuple{"dtype", attention.dtype(), 2, &job.wire.element},
+          std::tuple{"partial_dtype", attention.partial_dtype(), 4, &job.wire.partial},
+          std::tuple{"gradient_dtype", attention.gradient_dtype(), 4, &job.wire.gradient}}) {
+      if (!name.empty() && name != "bf16" && name != "f32") {
+        return Refuse(absl::StrCat("attention.", key), "must be bf16 or f32");
+      }
+      *bytes = name.empty() ? fallback : name == "bf16" ? 2 : 4;
+    }
+    if (absl::Status status = sim::CheckJob(job); !status.ok()) {
+      return Refuse("attention", std::string(status.message()));
+    }
+    return ReadGpusAndPasses();
+  }
+
+  absl::Status ReadGpusAndPasses() {
+    for (const std::string& word : Words(source_.gpus())) {
+      int gpus = 0;
+      if (!absl::SimpleAtoi(word, &gpus) || gpus < 1 || gpus > kMaxGpus) {
+        return Refuse("gpus", absl::StrCat("\"", word, "\" is no number from 1 to ", kMaxGpus));
+      }
+      scenario_.gpus.push_back(gpus);
+    }
+    if (scenario_.gpus.empty()) return Refuse("gpus", "is missing; write e.g. gpus: 16, 32, 64");
+    scenario_.passes = {sim::Pass::kForward};
+    if (source_.has_passes() && source_.passes() == "forward_backward") {
+      scenario_.passes.push_back(sim::Pass::kBackward);
+    } else if (source_.has_passes() && source_.passes() != "forward") {
+      return Refuse("passes", "must be forward or forward_backward");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadPaper() {
+    const auto& paper = source_.paper();
+    for (const auto& [key, file, cells] :
+         {std::tuple{"paper.throughput", paper.throughput(), &scenario_.throughput},
+          std::tuple{"paper.mfu", paper.mfu(), &scenario_.mfu},
+          std::tuple{"paper.memory", paper.memory(), &scenario_.memory}}) {
+      if (file.empty()) return Refuse(key, "is missing; name the table's CSV file");
+      auto table = ReadTable(key, file);
+      if (!table.ok()) return table.status();
+      *cells = *std::move(table);
+    }
+    return absl::OkStatus();
+  }
+
+  // A table beside the scenario.
+  absl::StatusOr<std::vector<sim::PaperCell>> ReadTable(const std::string& key,
+                                                        const std::string& file) const {
+    auto table = sim::ReadPaperTable((std::filesystem::path(path_).parent_path() / file).string());
+    if (!table.ok())
+      return absl::Status(table.status().code(),
+                          Refuse(key, std::string(table.status().message())).message());
+    return table;
+  }
+
+  const std::string path_;
+  v1::Scenario source_;
+  KeyOrigins origins_;
+  Scenario scenario_;
+};
+
+}  // namespace
+
+absl::StatusOr<Scenario> LoadScenario(const std::string& path) { return ScenarioReader(path).Read(); }
+
+}  // namespace meshfill

@@ -1,0 +1,73 @@
+#include "server/config/address.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+
+std::string HostPort::DebugString() const {
+  const bool ipv6 = host.find(':') != std::string::npos;
+  return ipv6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
+}
+
+absl::StatusOr<HostPort> ParseHostPort(absl::string_view text) {
+  const std::string address(text);
+  const auto error = absl::InvalidArgumentError(
+      absl::StrCat("\"", address, "\" is no HOST:PORT; write e.g. 127.0.0.1:50051"));
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos || colon == 0) return error;
+  std::string host = address.substr(0, colon);
+  if (host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  } else if (host.find(':') != std::string::npos) {
+    return error;
+  }
+  const std::string port_text = address.substr(colon + 1);
+  uint32_t port = 0;
+  if (host.empty() || port_text.find_first_not_of("0123456789") != std::string::npos ||
+      !absl::SimpleAtoi(port_text, &port) || port > 65535) {
+    return error;
+  }
+  return HostPort{host, static_cast<uint16_t>(port)};
+}
+
+absl::StatusOr<HostPort> ResolveFreeAddress(absl::string_view text) {
+  auto address = ParseHostPort(text);
+  if (!address.ok()) return address.status();
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(address->port);
+  if (const int code = getaddrinfo(address->host.c_str(), port.c_str(), &hints, &found); code != 0) {
+    return absl::UnavailableError(
+        absl::StrCat(address->DebugString(), ": ", gai_strerror(code), "; check the host"));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
+
+  char numeric[NI_MAXHOST];
+  getnameinfo(found->ai_addr, found->ai_addrlen, numeric, sizeof(numeric), nullptr, 0, NI_NUMERICHOST);
+  address->host = numeric;
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int reuse = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+  const bool bound = bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 1) == 0;
+  const int error = errno;
+  close(fd);
+  if (!bound) {
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address->DebugString(), ": ",
+                                               std::strerror(error),
+                                               "; choose another port or stop who holds it"));
+  }
+  return address;
+}
+
+}  // namespace meshfill

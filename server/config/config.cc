@@ -1,0 +1,227 @@
+#include "server/config/config.h"
+
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <sstream>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "engine/speed/pool_profile.h"
+#include "server/config/address.h"
+#include "server/config/config_yaml.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxRanks = 64;
+constexpr uint32_t kMaxThreads = 4096;
+constexpr uint32_t kNcclCtas = 8;
+constexpr uint32_t kMaxNcclCtas = 32;
+constexpr uint32_t kMaxAttentionMargin = 64;
+constexpr uint32_t kMaxStripe = 1u << 20;
+constexpr uint64_t kMinMessageBytes = 64 << 10;
+constexpr uint64_t kMaxMessageBytes = 1 << 30;
+
+google::protobuf::Duration ToProto(absl::Duration duration) {
+  google::protobuf::Duration message;
+  absl::Duration rest;
+  message.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
+  message.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  return message;
+}
+
+void FillDefaults(v1::Config& config) {
+  if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
+  if (!config.has_metrics_listen()) config.set_metrics_listen("127.0.0.1:9464");
+  auto& model = *config.mutable_model();
+  if (!model.has_dtype()) model.set_dtype("auto");
+  auto& embedded = *config.mutable_pool()->mutable_embedded();
+  if (!embedded.has_ranks()) embedded.set_ranks(1);
+  if (!embedded.has_device()) embedded.set_device("auto");
+  auto& pool = *config.mutable_pool();
+  if (!pool.has_silence_timeout()) *pool.mutable_silence_timeout() = ToProto(absl::Milliseconds(1500));
+  if (!pool.has_hang_timeout()) *pool.mutable_hang_timeout() = ToProto(absl::Seconds(2));
+  if (!pool.has_empty_timeout()) *pool.mutable_empty_timeout() = ToProto(absl::Seconds(10));
+  auto& worker = *pool.mutable_worker();
+  if (!worker.has_ranks()) worker.set_ranks(1);
+  if (!worker.has_device()) worker.set_device("auto");
+  if (!worker.has_data_listen()) worker.set_data_listen("127.0.0.1");
+  if (!worker.has_nccl_ctas()) worker.set_nccl_ctas(kNcclCtas);
+  if (!worker.has_attention_sm_margin()) worker.set_attention_sm_margin(worker.nccl_ctas());
+  auto& queue = *config.mutable_queue();
+  if (!queue.has_max_requests()) queue.set_max_requests(64);
+  if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
+  if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
+  auto& plan = *config.mutable_plan();
+  if (!plan.has_layout()) plan.set_layout("auto");
+  if (!plan.has_stripe()) plan.set_stripe(64);
+  if (!plan.has_partial_dtype()) plan.set_partial_dtype("f32");
+  if (!plan.has_schedule()) plan.set_schedule("auto");
+  auto& limits = *config.mutable_limits();
+  if (!limits.has_upload_timeout()) limits.mutable_upload_timeout()->set_seconds(30);
+  if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
+  if (!limits.has_max_streams()) limits.set_max_streams(128);
+  if (!limits.has_max_message_bytes()) limits.set_max_message_bytes(4 << 20);
+}
+
+// Collects the first problem of a config's values, named by where its key was set.
+class Checker {
+ public:
+  explicit Checker(const KeyOrigins& origins) : origins_(origins) {}
+
+  void Require(bool good, const std::string& path, const std::string& problem) {
+    if (good || !status_.ok()) return;
+    const auto origin = origins_.find(path);
+    status_ = absl::InvalidArgumentError(
+        absl::StrCat(origin == origins_.end() ? "config" : origin->second, ": ", path, ": ", problem));
+  }
+  void RequireRange(uint64_t value, uint64_t least, uint64_t most, const std::string& path) {
+    Require(least <= value && value <= most, path,
+            absl::StrCat(value, " is not between ", least, " and ", most));
+  }
+  void RequireOneOf(const std::string& value, std::initializer_list<absl::string_view> names,
+                    const std::string& path) {
+    std::string list;
+    bool found = false;
+    for (absl::string_view name : names) {
+      absl::StrAppend(&list, list.empty() ? "" : ", ", std::string(name));
+      found = found || name == value;
+    }
+    Require(found, path, absl::StrCat("\"", value, "\" is not known; choose one of ", list));
+  }
+  void RequireAddress(const std::string& value, const std::string& path) {
+    const auto address = ParseHostPort(value);
+    Require(address.ok(), path, std::string(address.status().message()));
+  }
+  void RequirePositive(const google::protobuf::Duration& value, const std::string& path) {
+    Require(value.seconds() > 0 || value.nanos() > 0, path, "must be above 0s");
+  }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const KeyOrigins& origins_;
+  absl::Status status_;
+};
+
+// What leader and workers of a pool of processes need.
+void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checker& check) {
+  const auto embedded = origins.lower_bound("pool.embedded");
+  const bool has_embedded = embedded != origins.end() && absl::StartsWith(embedded->first, "pool.embedded");
+  if (!pool.control_listen().empty()) {
+    check.RequireAddress(pool.control_listen(), "pool.control_listen");
+    check.Require(!has_embedded, "pool.control_listen",
+                  "the pool is of workers that join, or embedded; leave out control_listen or pool.embedded");
+  }
+  check.RequirePositive(pool.silence_timeout(), "pool.silence_timeout");
+  check.RequirePositive(pool.hang_timeout(), "pool.hang_timeout");
+  check.RequirePositive(pool.empty_timeout(), "pool.empty_timeout");
+  check.Require(!pool.has_link_bytes_per_second() || pool.link_bytes_per_second() > 0,
+                "pool.link_bytes_per_second", "must be above 0");
+  check.Require(pool.host_bytes_per_second() >= 0, "pool.host_bytes_per_second", "must not be below 0");
+  check.Require(!pool.has_host_link_bytes_per_second() || pool.host_link_bytes_per_second() > 0,
+                "pool.host_link_bytes_per_second", "must be above 0");
+  if (pool.has_link_latency()) check.RequirePositive(pool.link_latency(), "pool.link_latency");
+  if (pool.has_host_link_latency()) check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
+  check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
+  check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
+  check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
+  check.RequireRange(pool.worker().nccl_ctas(), 0, kMaxNcclCtas, "pool.worker.nccl_ctas");
+  check.RequireRange(pool.worker().attention_sm_margin(), 0, kMaxAttentionMargin,
+                     "pool.worker.attention_sm_margin");
+  check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
+  const v1::PoolSection::Tls& tls = pool.tls();
+  const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);
+  check.Require(files == 0 || files == 3, "pool.tls", "TLS needs all of cert, key and ca");
+}
+
+absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
+  Checker check(origins);
+  check.RequireAddress(config.listen(), "listen");
+  if (!config.metrics_listen().empty()) check.RequireAddress(config.metrics_listen(), "metrics_listen");
+  check.RequireOneOf(config.model().dtype(), {"auto", "bf16", "f32"}, "model.dtype");
+
+  ValidatePool(config.pool(), origins, check);
+  const auto& embedded = config.pool().embedded();
+  check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
+  check.RequireOneOf(embedded.device(), {"auto", "cpu", "cuda"}, "pool.embedded.device");
+  check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
+  check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
+
+  check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
+  check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
+  check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
+  check.RequireOneOf(config.plan().layout(), {"auto", "striped", "zigzag", "contiguous"}, "plan.layout");
+  check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
+  check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model", "auto"}, "plan.partial_dtype");
+  check.Require(config.plan().partial_dtype() != "model" || config.model().dtype() != "auto",
+                "plan.partial_dtype", "model needs a model.dtype of bf16 or f32 instead of auto");
+  check.RequireOneOf(config.plan().schedule(), {"auto", "greedy"}, "plan.schedule");
+  check.RequirePositive(config.limits().upload_timeout(), "limits.upload_timeout");
+  check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
+  check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
+                     "limits.max_message_bytes");
+  return check.status();
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  std::error_code error;
+  std::ifstream file(path, std::ios::binary);
+  if (!file || std::filesystem::is_directory(path, error)) {
+    return absl::NotFoundError(
+        absl::StrCat(path, ": cannot be read; name a configuration file, e.g. configs/local.yaml"));
+  }
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides) {
+  v1::Config config;
+  KeyOrigins origins;
+  if (!path.empty()) {
+    const auto text = ReadFile(path);
+    if (!text.ok()) return text.status();
+    if (auto status = ReadYaml(path, *text, &config, &origins); !status.ok()) return status;
+  }
+  for (const std::string& assignment : overrides) {
+    if (auto status = ReadOverride(assignment, &config, &origins); !status.ok()) return status;
+  }
+  FillDefaults(config);
+  if (auto status = Validate(config, origins); !status.ok()) return status;
+  return config;
+}
+
+absl::Duration ToDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+EngineOptions ToEngineOptions(const v1::Config& config) {
+  const auto& embedded = config.pool().embedded();
+  EngineOptions options;
+  options.model_path = config.model().path();
+  options.ranks = static_cast<int>(embedded.ranks());
+  options.device = ParseDevice(embedded.device()).value();  // one of the names: LoadConfig checked it
+  if (config.model().dtype() != "auto") {
+    options.dtype = config.model().dtype() == "bf16" ? DType::kBf16 : DType::kF32;
+  }
+  options.layout = std::nullopt;
+  if (const std::string& layout = config.plan().layout(); layout != "auto")
+    options.layout = ParseLayout(layout).value();  // one of the names: LoadConfig checked it
+  options.stripe = config.plan().stripe();
+  if (config.plan().partial_dtype() == "model")
+    options.partial_dtype = *options.dtype;  // LoadConfig: it is set
+  if (config.plan().partial_dtype() == "auto") options.partial_dtype = std::nullopt;
+  if (config.plan().schedule() == "greedy") options.schedule = ScheduleChoice::kGreedy;
+  options.speed_profile_path =
+      config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();
+  options.peak_flops = embedded.peak_flops();
+  options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
+  options.threads = static_cast<int>(embedded.threads());
+  return options;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,34 @@
+// The server's configuration: YAML in, a complete and valid v1::Config out (DESIGN §12).
+//
+// The schema, its defaults and its ranges stand in proto/meshfill/v1/config.proto. After LoadConfig every
+// field that has a default is set, and every value is in its range, so that readers need no checks of their
+// own.
+#ifndef MESHFILL_SERVER_CONFIG_CONFIG_H_
+#define MESHFILL_SERVER_CONFIG_CONFIG_H_
+
+#include <span>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/devices/engine_options.h"
+#include "meshfill/v1/config.pb.h"
+
+namespace meshfill {
+
+// Reads `path` (empty: defaults alone), then applies `overrides` in order, each "pool.embedded.ranks=4" (as
+// --set). NOT_FOUND: no such file. INVALID_ARGUMENT: an unknown, duplicate, badly typed or out-of-range key,
+// in one line:
+//     configs/local.yaml:7: pool.embeded: unknown key; did you mean embedded? known keys here:
+//     control_listen, embedded
+// `model.path` may be empty: who needs a model says so.
+absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {});
+
+absl::Duration ToDuration(const google::protobuf::Duration& duration);
+
+// Of a config that LoadConfig returned.
+EngineOptions ToEngineOptions(const v1::Config& config);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CONFIG_CONFIG_H_

@@ -1,0 +1,206 @@
+#include "server/config/config_yaml.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "google/protobuf/duration.pb.h"
+#include "server/config/config_units.h"
+#include "yaml-cpp/yaml.h"
+
+namespace meshfill {
+namespace {
+
+using google::protobuf::Descriptor;
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+
+absl::Status KeyError(const std::string& origin, const std::string& path, absl::string_view problem) {
+  return absl::InvalidArgumentError(absl::StrCat(origin, ": ", path.empty() ? "" : path + ": ", problem));
+}
+
+bool IsDuration(const FieldDescriptor& field) {
+  return field.cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE &&
+         field.message_type() == google::protobuf::Duration::descriptor();
+}
+
+bool IsSection(const FieldDescriptor& field) {
+  return field.cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE && !IsDuration(field);
+}
+
+std::string Child(const std::string& path, const std::string& key) {
+  return path.empty() ? key : path + "." + key;
+}
+
+// Levenshtein's: insertions, deletions and replacements from one word to the other.
+size_t EditDistance(absl::string_view from, absl::string_view to) {
+  std::vector<size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), 0);
+  for (size_t i = 0; i < from.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i + 1);
+    for (size_t j = 0; j < to.size(); ++j) {
+      const size_t replaced = diagonal + (from[i] == to[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
+std::string UnknownKey(const Descriptor& section, const std::string& key) {
+  std::vector<std::string> known;
+  for (int i = 0; i < section.field_count(); ++i) known.emplace_back(section.field(i)->name());
+  std::sort(known.begin(), known.end());
+  const auto closest = std::min_element(known.begin(), known.end(), [&](const auto& left, const auto& right) {
+    return EditDistance(key, left) < EditDistance(key, right);
+  });
+  const bool similar = EditDistance(key, *closest) <= std::max<size_t>(2, key.size() / 3);
+  return absl::StrCat("unknown key; ", similar ? absl::StrCat("did you mean ", *closest, "? ") : "",
+                      "known keys here: ", absl::StrJoin(known, ", "));
+}
+
+// `path` is of a field that holds a single value. `quoted`: written as a YAML string.
+absl::Status SetValue(const std::string& text, bool quoted, const FieldDescriptor& field,
+                      const std::string& origin, const std::string& path, Message* message) {
+  const auto* reflection = message->GetReflection();
+  if (IsDuration(field)) {
+    const auto duration = ParseDuration(text);
+    if (!duration.ok()) return KeyError(origin, path, duration.status().message());
+    auto* value = static_cast<google::protobuf::Duration*>(reflection->MutableMessage(message, &field));
+    absl::Duration rest;
+    value->set_seconds(absl::IDivDuration(*duration, absl::Seconds(1), &rest));
+    value->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+    return absl::OkStatus();
+  }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_STRING) {
+    reflection->SetString(message, &field, text);
+    return absl::OkStatus();
+  }
+  if (absl::EndsWith(field.name(), "_bytes")) {
+    const auto bytes = ParseByteSize(text);
+    if (!bytes.ok()) return KeyError(origin, path, bytes.status().message());
+    reflection->SetUInt64(message, &field, *bytes);
+    return absl::OkStatus();
+  }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_DOUBLE) {
+    double number = 0;
+    if (quoted || !absl::SimpleAtod(text, &number) || !std::isfinite(number)) {
+      return KeyError(origin, path, absl::StrCat("\"", text, "\" is no number; write e.g. 2.5e12"));
+    }
+    reflection->SetDouble(message, &field, number);
+    return absl::OkStatus();
+  }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_BOOL) {
+    if (quoted || (text != "true" && text != "false")) {
+      return KeyError(origin, path, absl::StrCat("\"", text, "\" is neither true nor false"));
+    }
+    reflection->SetBool(message, &field, text == "true");
+    return absl::OkStatus();
+  }
+  const bool narrow = field.cpp_type() == FieldDescriptor::CPPTYPE_UINT32;
+  const uint64_t largest =
+      narrow ? std::numeric_limits<uint32_t>::max() : std::numeric_limits<uint64_t>::max();
+  uint64_t number = 0;
+  if (quoted || !absl::SimpleAtoi(text, &number) || number > largest) {
+    return KeyError(origin, path, absl::StrCat("\"", text, "\" is no whole number from 0 to ", largest));
+  }
+  narrow ? reflection->SetUInt32(message, &field, static_cast<uint32_t>(number))
+         : reflection->SetUInt64(message, &field, number);
+  return absl::OkStatus();
+}
+
+class YamlReader {
+ public:
+  YamlReader(const std::string& file_name, KeyOrigins* origins) : file_name_(file_name), origins_(origins) {}
+
+  absl::Status ReadSection(const YAML::Node& node, const std::string& path, Message* message) {
+    if (node.IsNull()) return absl::OkStatus();  // a section whose keys are all commented out
+    if (!node.IsMap())
+      return KeyError(Origin(node), path, "must be a map of keys, \"key: value\" on lines of its own");
+    std::set<std::string> seen;
+    for (const auto& entry : node) {
+      if (!entry.first.IsScalar()) return KeyError(Origin(entry.first), path, "a key must be a single word");
+      const std::string& key = entry.first.Scalar();
+      const std::string origin = Origin(entry.first);
+      const FieldDescriptor* field = message->GetDescriptor()->FindFieldByName(key);
+      if (field == nullptr)
+        return KeyError(origin, Child(path, key), UnknownKey(*message->GetDescriptor(), key));
+      if (!seen.insert(key).second)
+        return KeyError(origin, Child(path, key), "duplicate key; keep one of them");
+      if (auto status = ReadField(entry.second, *field, origin, Child(path, key), message); !status.ok())
+        return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status ReadField(const YAML::Node& node, const FieldDescriptor& field, const std::string& origin,
+                         const std::string& path, Message* message) {
+    (*origins_)[path] = origin;
+    if (IsSection(field))
+      return ReadSection(node, path, message->GetReflection()->MutableMessage(message, &field));
+    if (!node.IsScalar()) return KeyError(origin, path, "must be a single value, \"key: value\"");
+    return SetValue(node.Scalar(), /*quoted=*/node.Tag() == "!", field, origin, path, message);
+  }
+
+  std::string Origin(const YAML::Node& node) const {
+    return absl::StrCat(file_name_, ":", node.Mark().line + 1);
+  }
+
+  const std::string& file_name_;
+  KeyOrigins* origins_;
+};
+
+}  // namespace
+
+absl::Status ReadYaml(const std::string& file_name, const std::string& text, Message* message,
+                      KeyOrigins* origins) {
+  try {
+    const std::vector<YAML::Node> documents = YAML::LoadAll(text);
+    if (documents.size() > 1) {
+      return KeyError(absl::StrCat(file_name, ":", documents[1].Mark().line + 1), "",
+                      "a second YAML document; keep one");
+    }
+    if (documents.empty()) return absl::OkStatus();
+    return YamlReader(file_name, origins).ReadSection(documents[0], "", message);
+  } catch (const YAML::Exception& error) {
+    return KeyError(absl::StrCat(file_name, ":", error.mark.line + 1), "",
+                    absl::StrCat("not YAML: ", error.msg));
+  }
+}
+
+absl::Status ReadOverride(const std::string& assignment, Message* message, KeyOrigins* origins) {
+  const std::string origin = "--set";
+  const size_t equals = assignment.find('=');
+  if (equals == std::string::npos) {
+    return KeyError(origin, assignment, "no value; write path=value, e.g. pool.embedded.ranks=4");
+  }
+  const std::vector<std::string> keys = absl::StrSplit(assignment.substr(0, equals), '.');
+  std::string path;
+  for (const std::string& key : keys) {
+    path = Child(path, key);
+    const FieldDescriptor* field = message->GetDescriptor()->FindFieldByName(key);
+    if (field == nullptr) return KeyError(origin, path, UnknownKey(*message->GetDescriptor(), key));
+    const bool last = &key == &keys.back();
+    if (IsSection(*field) && last) return KeyError(origin, path, "is a section; set one of its keys");
+    if (!IsSection(*field) && !last)
+      return KeyError(origin, path, "is a single value and has no keys of its own");
+    (*origins)[path] = origin;
+    if (last) return SetValue(assignment.substr(equals + 1), /*quoted=*/false, *field, origin, path, message);
+    message = message->GetReflection()->MutableMessage(message, field);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace meshfill

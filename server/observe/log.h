@@ -1,0 +1,21 @@
+// The server's log: one line for each event, on standard error.
+#ifndef MESHFILL_SERVER_OBSERVE_LOG_H_
+#define MESHFILL_SERVER_OBSERVE_LOG_H_
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace meshfill {
+
+// Writes "2026-01-31T12:00:00.123Z LINE". Lines of several threads never mix. `line` holds no line break;
+// text that came from outside is quoted with LogQuote.
+void Log(absl::string_view line);
+
+// The text with everything escaped that could break or forge a line: "a\nb" becomes "a\\nb", in double
+// quotes.
+std::string LogQuote(absl::string_view text);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_OBSERVE_LOG_H_

@@ -1,0 +1,343 @@
+#include "server/observe/metrics.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/comm/monotonic_time.h"
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+
+namespace meshfill {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+
+constexpr const char* kWorkerStates[] = {"ready", "preparing", "running", "stopping", "draining"};
+constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
+constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
+
+const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1, 0.5, 1,   2.5,  5,    10,
+                                                  30,    60,   120, 300, 600, 1200, 1800, 3600};
+// Long prompts take minutes: the last bucket is an hour.
+const Histogram::BucketBoundaries kPrefillBuckets = {0.1, 0.25, 0.5, 1,   2.5, 5,    10,   20,
+                                                     30,  60,   120, 300, 600, 1200, 1800, 3600};
+
+Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+Family<Gauge>& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const char* help,
+                        const Histogram::BucketBoundaries& buckets) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add({}, buckets);
+}
+
+std::array<std::pair<const char*, int64_t>, 4> ByOperation(const CommBytes& bytes) {
+  return {{{"q", bytes.q}, {"kv", bytes.kv}, {"o", bytes.o}, {"all_to_all", bytes.all_to_all}}};
+}
+
+void CountBytes(const CommBytes& bytes, Family<Counter>& family) {
+  for (const auto& [op, count] : ByOperation(bytes)) {
+    family.Add({{"op", op}}).Increment(static_cast<double>(count));
+  }
+}
+
+double PeakResidentBytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace
+
+const char* PoolStateName(PoolState state) {
+  switch (state) {
+    case PoolState::kLoading:
+      return "loading";
+    case PoolState::kReady:
+      return "ready";
+    case PoolState::kDraining:
+      return "draining";
+  }
+  return "?";
+}
+
+// Every family of the registry, named once.
+class Metrics::Families {
+ public:
+  // Measures what is only known when asked, too.
+  std::vector<prometheus::MetricFamily> Collect() {
+    peak_memory_bytes.Set(PeakResidentBytes());
+    queue_oldest.Set(std::max(0.0, absl::ToDoubleSeconds(MonotonicNow() - OldestInQueue())));
+    return registry.Collect();
+  }
+
+  // A rank's counters, at 0 until its first prefill: a rate needs a sample before it.
+  void AddRank(int rank) {
+    const std::string label = std::to_string(rank);
+    for (Family<Counter>* family : {&attention, &attention_compute, &busy}) family->Add({{"rank", label}});
+    for (int op = 0; op < kCommOps; ++op) {
+      comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}});
+    }
+  }
+
+  prometheus::Registry registry;
+
+  Family<Counter>& requests =
+      AddCounter(registry, "meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
+  Gauge& queue_requests =
+      AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
+          .Add({});
+  Gauge& queue_tokens = AddGauge(registry, "meshfill_queue_tokens",
+                                 "Prompt tokens of the requests that wait or upload. Scale on this.")
+                            .Add({});
+  Gauge& queue_oldest =
+      AddGauge(registry, "meshfill_queue_oldest_seconds",
+               "How long the oldest request has waited since its upload was complete; 0: none waits.")
+          .Add({});
+  Gauge& queue_max_tokens =
+      AddGauge(registry, "meshfill_queue_max_tokens", "The queue's bound in tokens (queue.max_tokens).")
+          .Add({});
+  Gauge& queue_max_wait = AddGauge(registry, "meshfill_queue_max_wait_seconds",
+                                   "The queue's bound on the predicted wait (queue.max_wait).")
+                              .Add({});
+  Gauge& running_tokens =
+      AddGauge(registry, "meshfill_running_tokens", "Prompt tokens of the prefill that runs; 0: idle.")
+          .Add({});
+  Histogram& queue_wait = AddHistogram(registry, "meshfill_queue_wait_seconds",
+                                       "From a complete upload to the prefill's begin.", kWaitBuckets);
+  Histogram& ttft =
+      AddHistogram(registry, "meshfill_ttft_seconds",
+                   "Time to first token: from a request's begin to its result.", kPrefillBuckets);
+  Histogram& prefill =
+      AddHistogram(registry, "meshfill_prefill_seconds", "Wall time of finished prefills.", kPrefillBuckets);
+  Counter& prompt_tokens =
+      AddCounter(registry, "meshfill_prompt_tokens_total", "Prompt tokens of finished prefills.").Add({});
+  Family<Counter>& comm_wait = AddCounter(
+      registry, "meshfill_comm_wait_seconds_total",
+      "Exposed communication: time in which a rank stood still for a chunk, by rank and operation.");
+  Family<Counter>& attention_compute =
+      AddCounter(registry, "meshfill_attention_compute_seconds_total",
+                 "Time in which a rank computed attention blocks and merged partial outputs, by rank.");
+  Family<Counter>& attention = AddCounter(
+      registry, "meshfill_attention_seconds_total",
+      "Wall time of a rank's attention, by rank: compute, comm wait, and what is left of it, idle.");
+  Family<Counter>& busy = AddCounter(registry, "meshfill_rank_busy_seconds_total",
+                                     "Wall time of a rank's prefills less its comm wait, by rank.");
+  Family<Counter>& comm_bytes = AddCounter(registry, "meshfill_comm_bytes_total",
+                                           "Bytes that all ranks sent to each other, by what they carried.");
+  Family<Counter>& rank_comm_bytes =
+      AddCounter(registry, "meshfill_largest_rank_comm_bytes_total",
+                 "Bytes sent by the rank that sent most in each prefill, by what they carried.");
+  Family<Counter>& predicted_comm_bytes =
+      AddCounter(registry, "meshfill_predicted_comm_bytes_total",
+                 "What the plan's formula says the rank that sends most sends, by what it carries.");
+  Gauge& overlap = AddGauge(registry, "meshfill_overlap_ratio",
+                            "Of the last prefill: share of the ranks' attention time that did not wait for "
+                            "communication (1: all hidden).")
+                       .Add({});
+  Gauge& mfu = AddGauge(registry, "meshfill_mfu",
+                        "Of the last prefill: model FLOPs done / (seconds x sum of the ranks' peak FLOP/s).")
+                   .Add({});
+  Gauge& attention_mfu = AddGauge(registry, "meshfill_attention_mfu",
+                                  "Of the last prefill: MFU within attention, unmasked pairs only.")
+                             .Add({});
+  Gauge& predicted =
+      AddGauge(registry, "meshfill_predicted_seconds", "Of the last prefill: the plan's prediction.").Add({});
+  Counter& predicted_total = AddCounter(registry, "meshfill_predicted_prefill_seconds_total",
+                                        "What the plans predicted for all finished prefills, to be held "
+                                        "against meshfill_prefill_seconds_sum.")
+                                 .Add({});
+  Gauge& prediction_ratio =
+      AddGauge(registry, "meshfill_prediction_ratio",
+               "Of the last prefill: real seconds / predicted seconds (above 1: slower than predicted).")
+          .Add({});
+  Gauge& straggler_spread = AddGauge(registry, "meshfill_straggler_spread_seconds",
+                                     "Of the last prefill: busy time of the busiest rank less that of the "
+                                     "least busy one, waits not counted.")
+                                .Add({});
+  Gauge& peak_flops = AddGauge(registry, "meshfill_peak_flops_per_second",
+                               "Peak FLOP/s of all ranks together, to which MFU refers; 0: not known yet.")
+                          .Add({});
+  Gauge& peak_memory_bytes =
+      AddGauge(registry, "meshfill_peak_memory_bytes", "Largest resident memory of this process so far.")
+          .Add({});
+  Gauge& predicted_peak_bytes =
+      AddGauge(registry, "meshfill_predicted_peak_bytes",
+               "Of the last prefill: what the plan predicted for the activations of a process's ranks.")
+          .Add({});
+  Counter& epochs =
+      AddCounter(registry, "meshfill_epochs_total",
+                 "Memberships of the pool that ran requests: a worker that joins, leaves or is lost "
+                 "begins a new one.")
+          .Add({});
+  Counter& worker_joins = AddCounter(registry, "meshfill_worker_joins_total", "Workers that joined.").Add({});
+  Counter& worker_losses =
+      AddCounter(registry, "meshfill_worker_losses_total",
+                 "Workers that were lost: dead, cut off, silent or hung. Those that drained are not counted.")
+          .Add({});
+  Counter& worker_refusals =
+      AddCounter(registry, "meshfill_worker_refusals_total",
+                 "Workers that were refused: another model or version, a name that is taken.")
+          .Add({});
+  Counter& retries = AddCounter(registry, "meshfill_requests_retried_total",
+                                "Runs begun again for a request whose epoch ended.")
+                         .Add({});
+  Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
+  Family<Gauge>& plan_info =
+      AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
+
+  mutable std::mutex mu;  // guards what follows
+  absl::Time oldest_in_queue = absl::InfiniteFuture();
+  std::shared_ptr<const PrefillReport> last_prefill;
+  prometheus::Labels plan_labels;
+  Gauge* plan_gauge = nullptr;
+
+ private:
+  absl::Time OldestInQueue() const {
+    const std::lock_guard<std::mutex> lock(mu);
+    return oldest_in_queue;
+  }
+};
+
+Metrics::Metrics() : families_(std::make_unique<Families>()) {
+  Families& f = *families_;
+  AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
+      .Add({{"version", MESHFILL_VERSION}})
+      .Set(1);
+  for (int code = 0; code < kStatusCodes; ++code) {
+    f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
+  }
+  for (const auto& [op, bytes] : ByOperation({})) {
+    for (Family<Counter>* family : {&f.comm_bytes, &f.rank_comm_bytes, &f.predicted_comm_bytes}) {
+      family->Add({{"op", op}});
+    }
+  }
+  for (PoolState state : kPoolStates) f.ranks.Add({{"state", PoolStateName(state)}});
+}
+
+Metrics::~Metrics() = default;
+
+std::string Metrics::Text() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
+
+void Metrics::SetPool(PoolState state, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank) families_->AddRank(rank);
+  for (PoolState each : kPoolStates) {
+    families_->ranks.Add({{"state", PoolStateName(each)}}).Set(each == state ? ranks : 0);
+  }
+}
+
+void Metrics::SetWorkers(const PoolLoad& load) {
+  Families& f = *families_;
+  int total = 0;
+  for (const char* state : kWorkerStates) {
+    const auto found = load.ranks_by_state.find(state);
+    const int ranks = found == load.ranks_by_state.end() ? 0 : found->second;
+    f.ranks.Add({{"state", state}}).Set(ranks);
+    total += ranks;
+  }
+  for (int rank = 0; rank < total; ++rank) f.AddRank(rank);
+  const auto raise = [](Counter& counter, uint64_t total) {
+    counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
+  };
+  raise(f.epochs, load.epochs);
+  raise(f.worker_joins, load.joins);
+  raise(f.worker_losses, load.losses);
+  raise(f.worker_refusals, load.refusals);
+  raise(f.retries, load.retries);
+}
+
+void Metrics::SetPeakFlops(double flops_per_second) { families_->peak_flops.Set(flops_per_second); }
+
+void Metrics::SetQueueLimits(int64_t max_tokens, absl::Duration max_wait) {
+  families_->queue_max_tokens.Set(static_cast<double>(max_tokens));
+  families_->queue_max_wait.Set(absl::ToDoubleSeconds(max_wait));
+}
+
+void Metrics::SetQueue(const QueueLoad& load) {
+  families_->queue_requests.Set(static_cast<double>(load.requests));
+  families_->queue_tokens.Set(static_cast<double>(load.tokens));
+  families_->running_tokens.Set(static_cast<double>(load.running_tokens));
+  const std::lock_guard<std::mutex> lock(families_->mu);
+  families_->oldest_in_queue = load.oldest;
+}
+
+std::shared_ptr<const PrefillReport> Metrics::last_prefill() const {
+  const std::lock_guard<std::mutex> lock(families_->mu);
+  return families_->last_prefill;
+}
+
+void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
+
+void Metrics::OnPrefillDone(const PrefillResult& result) {
+  Families& f = *families_;
+  f.prefill.Observe(result.prefill_seconds);
+  f.prompt_tokens.Increment(static_cast<double>(result.plan.layout.tokens()));
+  f.mfu.Set(result.mfu);
+  f.attention_mfu.Set(result.attention_mfu);
+  f.predicted.Set(result.plan.predicted.seconds);
+  f.predicted_peak_bytes.Set(static_cast<double>(result.plan.predicted.peak_bytes));
+  f.predicted_total.Increment(result.plan.predicted.seconds);
+  CountBytes(result.comm_bytes, f.rank_comm_bytes);
+  CountBytes(result.plan.predicted.comm_bytes, f.predicted_comm_bytes);
+  if (result.plan.predicted.seconds > 0) {
+    f.prediction_ratio.Set(result.prefill_seconds / result.plan.predicted.seconds);
+  }
+
+  double attention_seconds = 0, wait_seconds = 0, busiest = 0, least_busy = 0;
+  for (size_t rank = 0; rank < result.ranks.size(); ++rank) {
+    const RankStats& stats = result.ranks[rank];
+    const std::string label = std::to_string(rank);
+    for (int op = 0; op < kCommOps; ++op) {
+      f.comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}})
+          .Increment(stats.wait_seconds[op]);
+    }
+    f.attention_compute.Add({{"rank", label}}).Increment(stats.block_seconds + stats.merge_seconds);
+    f.attention.Add({{"rank", label}}).Increment(stats.attention_seconds);
+    CountBytes(stats.sent, f.comm_bytes);
+    attention_seconds += stats.attention_seconds;
+    wait_seconds += stats.comm_wait_seconds();
+    const double busy = stats.total_seconds - stats.comm_wait_seconds();
+    f.busy.Add({{"rank", label}}).Increment(busy);
+    busiest = rank == 0 ? busy : std::max(busiest, busy);
+    least_busy = rank == 0 ? busy : std::min(least_busy, busy);
+  }
+  f.overlap.Set(attention_seconds > 0 ? 1 - wait_seconds / attention_seconds : 1);
+  f.straggler_spread.Set(busiest - least_busy);
+
+  const prometheus::Labels labels = {{"ranks", std::to_string(result.plan.ranks())},
+                                     {"heads", std::to_string(result.plan.heads)},
+                                     {"a", std::to_string(result.plan.tile.a)},
+                                     {"b", std::to_string(result.plan.tile.b)},
+                                     {"layout", LayoutName(result.plan.layout.kind())},
+                                     {"stripe", std::to_string(result.plan.layout.stripe())}};
+  const std::lock_guard<std::mutex> lock(f.mu);
+  const int64_t number = f.last_prefill == nullptr ? 1 : f.last_prefill->number + 1;
+  f.last_prefill = std::make_shared<PrefillReport>(MakePrefillReport(result, number));
+  if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
+  if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
+  f.plan_gauge = &f.plan_info.Add(labels);
+  f.plan_gauge->Set(1);
+  f.plan_labels = labels;
+}
+
+void Metrics::OnRequestDone(absl::StatusCode code) {
+  families_->requests.Add({{"code", absl::StatusCodeToString(code)}}).Increment();
+}
+
+void Metrics::OnFirstToken(double seconds) { families_->ttft.Observe(seconds); }
+
+}  // namespace meshfill

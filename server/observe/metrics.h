@@ -1,0 +1,68 @@
+// The server's Prometheus metrics (DESIGN §11): what each name means stands in its help text, in metrics.cc.
+//
+// Thread-safe. Label values come from fixed sets (status codes, operations, ranks of the pool, states), never
+// from clients; the plan's labels are those of the one plan used last.
+#ifndef MESHFILL_SERVER_OBSERVE_METRICS_H_
+#define MESHFILL_SERVER_OBSERVE_METRICS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "engine/prefill_engine.h"
+#include "server/observe/prefill_report.h"
+
+namespace meshfill {
+
+enum class PoolState { kLoading, kReady, kDraining };
+const char* PoolStateName(PoolState state);  // "loading", "ready", "draining"
+
+// What is in the queue now.
+struct QueueLoad {
+  int64_t requests = 0;  // that wait or upload
+  int64_t tokens = 0;
+  int64_t running_tokens = 0;
+  absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
+};
+
+// A pool of worker processes.
+struct PoolLoad {
+  std::map<std::string, int> ranks_by_state;  // of the workers' states; a state that is left out has none
+  uint64_t epochs = 0;                        // this and the rest: since the start
+  uint64_t joins = 0;
+  uint64_t losses = 0;
+  uint64_t refusals = 0;
+  uint64_t retries = 0;
+};
+
+class Metrics {
+ public:
+  Metrics();
+  ~Metrics();
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  std::string Text() const;  // what /metrics answers, in Prometheus' text format
+  std::shared_ptr<const PrefillReport> last_prefill() const;  // null before the first one
+
+  void SetPool(PoolState state, int ranks);  // all ranks are in `state`
+  void SetWorkers(const PoolLoad& load);     // in place of SetPool where workers join
+  void SetPeakFlops(double flops_per_second);
+  void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
+  void SetQueue(const QueueLoad& load);
+  void OnPrefillStart(double queue_seconds);
+  void OnPrefillDone(const PrefillResult& result);
+  void OnRequestDone(absl::StatusCode code);
+  void OnFirstToken(double seconds);  // TTFT: from the stream's begin to its result
+
+ private:
+  class Families;  // keeps Prometheus' headers out of this one
+  std::unique_ptr<Families> families_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_OBSERVE_METRICS_H_

@@ -1,0 +1,73 @@
+#include "server/observe/status_page.h"
+
+#include <utility>
+
+#include "google/protobuf/util/json_util.h"
+#include "nlohmann/json.hpp"
+
+namespace meshfill {
+namespace {
+
+constexpr char kEmptySvg[] = R"(<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>)";
+
+using Json = nlohmann::ordered_json;
+
+Json PoolJson(const v1::PoolStatus& pool) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  const auto status = google::protobuf::util::MessageToJsonString(pool, &text, options);
+  return status.ok() ? Json::parse(text, nullptr, /*allow_exceptions=*/false) : Json::object();
+}
+
+Json RankJson(const RankStats& stats) {
+  Json waits = Json::object();
+  for (int op = 0; op < kCommOps; ++op) waits[CommOpName(static_cast<CommOp>(op))] = stats.wait_seconds[op];
+  return {{"total_seconds", stats.total_seconds},
+          {"attention_seconds", stats.attention_seconds},
+          {"block_seconds", stats.block_seconds},
+          {"merge_seconds", stats.merge_seconds},
+          {"wait_seconds", std::move(waits)}};
+}
+
+Json ReportJson(const PrefillReport& report) {
+  const Plan& plan = report.plan;
+  Json ranks = Json::array();
+  for (const RankStats& stats : report.ranks) ranks.push_back(RankJson(stats));
+  return {{"number", report.number},
+          {"tokens", plan.layout.tokens()},
+          {"prefill_seconds", report.prefill_seconds},
+          {"predicted_seconds", plan.predicted.seconds},
+          {"mfu", report.mfu},
+          {"attention_mfu", report.attention_mfu},
+          {"plan",
+           {{"ranks", plan.ranks()},
+            {"heads", plan.heads},
+            {"a", plan.tile.a},
+            {"b", plan.tile.b},
+            {"layout", LayoutName(plan.layout.kind())},
+            {"stripe", plan.layout.stripe()}}},
+          {"ranks", std::move(ranks)}};
+}
+
+}  // namespace
+
+std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last) {
+  const Json status = {{"pool", PoolJson(pool)},
+                       {"last_prefill", last == nullptr ? Json() : ReportJson(*last)}};
+  return status.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status, const Metrics& metrics) {
+  return {{"/", "text/html; charset=utf-8", [] { return std::string(kStatusPageHtml); }},
+          {"/status.json", "application/json",
+           [pool_status = std::move(pool_status), &metrics] {
+             return StatusJson(pool_status(), metrics.last_prefill().get());
+           }},
+          {"/last_prefill.svg", "image/svg+xml", [&metrics] {
+             const auto last = metrics.last_prefill();
+             return last == nullptr ? std::string(kEmptySvg) : PrefillReportSvg(*last);
+           }}};
+}
+
+}  // namespace meshfill

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The README's two commands on a bare Debian 12: a debootstrap chroot with nothing but git and apt, a clone of HEAD, then
+# tests/run.sh, deploy/run-local.sh, and tests/run.sh once more. Prints what each took; ends with the first that fails.
+#
+#   tests/deploy/check-bare-debian.sh
+#
+# Needs root, debootstrap (installed where it is missing), a Debian mirror, about 4 GB under TMPDIR, and the time of a whole
+# build. MESHFILL_MIRROR names another mirror.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[ "$(id -u)" -eq 0 ] || { echo "check-bare-debian.sh: needs root, for a chroot" >&2; exit 1; }
+command -v debootstrap >/dev/null || deploy/install-packages.sh debootstrap
+
+root=$(mktemp -d)
+mounts=(proc sys dev)
+finish() {
+  for mount in "${mounts[@]}"; do umount -R -l "$root/$mount" 2>/dev/null || true; done
+  rm -rf --one-file-system "$root"
+}
+trap finish EXIT
+in_chroot() {
+  env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot "$root" /bin/bash -c "cd /meshfill && $1"
+}
+timed() {
+  local start=$SECONDS
+  printf '\n== %s\n' "$1"
+  in_chroot "$1"
+  times+=("$(printf '%4d min %02d s  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) "$1")")
+}
+
+debootstrap --variant=minbase --include=git,ca-certificates bookworm "$root" \
+  "${MESHFILL_MIRROR:-http://deb.debian.org/debian}" >/dev/null
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+printf "127.0.0.1 localhost\n" >"$root/etc/hosts"  # as the installer writes it
+for mount in "${mounts[@]}"; do
+  mount --rbind "/$mount" "$root/$mount"
+  mount --make-rslave "$root/$mount"
+done
+git bundle create -q "$root/meshfill.bundle" HEAD
+mkdir "$root/meshfill"
+in_chroot "git clone -q /meshfill.bundle ."
+
+times=()
+timed tests/run.sh
+timed deploy/run-local.sh
+timed tests/run.sh
+printf '\nOn a bare Debian 12:\n'
+printf '%s\n' "${times[@]}"

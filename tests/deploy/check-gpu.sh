@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can tell, in one table: correctness of the kernels and of the engine on a device, and speed.
+#
+#   tests/deploy/check-gpu.sh --build     here: builds what runs there, and collects it with its libraries: build/gpu/meshfill-gpu.tar.gz
+#   tests/deploy/check-gpu.sh all         there: checks, then measures, in a single call, the most important first
+#   tests/deploy/check-gpu.sh check       there: the gpu tests, NCCL, refusals, compute-sanitizer
+#   tests/deploy/check-gpu.sh measure     there: attention against cuDNN's and PyTorch's, products, a layer, an 8B-shaped model's
+#                                   prefill against transformers', NCCL's CTAs, the longest prompt that fits
+#
+# "There" is a bare machine with a driver, CUDA, Python and, for the comparisons, PyTorch. To it travel the files of this
+# repository and the package, 27 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
+# cuBLASLt and NCCL, which CUDA and PyTorch bring. Where the package is missing, it is built first, if there are nvcc, cmake
+# and ninja and the libraries of deploy/packages.txt.
+#
+# Each step has a limit of its own, and all of them together MESHFILL_GPU_MINUTES (9.5); what was left
+# out for lack of time, of a device or of PyTorch says so. Disk: 20 GB in TMPDIR, for the models.
+# Status: 0 all met, 1 something is not, or was left out, 77 no device.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+self=tests/deploy/check-gpu.sh
+package=build/gpu/meshfill-gpu.tar.gz
+most_bytes=$((56 << 20))   # of the package: it travels with the tree, 64 MiB in all
+
+build() {
+  local binaries=(server/meshfill tests/kernels/cuda_attention_test tests/kernels/cuda_backend_test
+                  tests/engine/parity_test tests/engine/independence_test tests/engine/nccl_test)
+  local folder=${MESHFILL_BUILD:-build/release} stage
+  [ -n "${MESHFILL_BUILD:-}" ] || cmake --preset release -DMESHFILL_CUDA=ON >/dev/null
+  cmake --build "$folder" --parallel "$(nproc)" --target meshfill cuda_attention_test cuda_backend_test parity_test independence_test nccl_test
+  stage=$(mktemp -d)
+  trap 'rm -rf "$stage"' RETURN
+  mkdir -p "$stage/bin" "$stage/lib" build/gpu
+  for binary in "${binaries[@]}"; do
+    strip -o "$stage/bin/$(basename "$binary")" "$folder/$binary"
+  done
+  # What a bare machine may lack: all but the C and C++ runtimes.
+  ldd "$stage"/bin/* | awk '$2 == "=>" && $3 ~ /^\// {print $3}' | sort -u |
+    grep -vE '/(libc|libm|libdl|librt|libpthread|libresolv|libgcc_s|libstdc\+\+|ld-linux[^/]*)\.so' |
+    xargs -I{} cp -L {} "$stage/lib/"
+  tar -C "$stage" -czf "$package" bin lib
+  local bytes
+  bytes=$(stat -c %s "$package")
+  echo "$package: $((bytes >> 20)) MiB, $(ls "$stage/bin" | wc -l) programs, $(ls "$stage/lib" | wc -l) libraries"
+  [ "$bytes" -le "$most_bytes" ] || { echo "check-gpu.sh: above $((most_bytes >> 20)) MiB: too large to travel" >&2; exit 1; }
+}
+
+build_where_missing() {
+  [ -f "$package" ] && return
+  for tool in nvcc cmake ninja; do
+    PATH=$PATH:/usr/local/cuda/bin command -v "$tool" >/dev/null ||
+      { echo "check-gpu.sh: no $package, and no $tool to build it; run tests/deploy/check-gpu.sh --build where there is" >&2; exit 1; }
+  done
+  "$self" --build >&2 || { echo "check-gpu.sh: no $package, and it cannot be built here; bring it along" >&2; exit 1; }
+}
+
+case "${1:-}" in
+  --build) build ;;
+  all | check | measure)
+    build_where_missing
+    unpacked=${TMPDIR:-/tmp}/meshfill-gpu
+    mkdir -p "$unpacked" && tar -C "$unpacked" -xzf "$package"
+    exec python3 tests/deploy/check_gpu.py "$1" "$unpacked"
+    ;;
+  *) sed -n '2,/^set/p' "$self" | sed '$d' | cut -c3- >&2; exit 2 ;;
+esac

@@ -1,0 +1,191 @@
+#include "engine/comm/in_process.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/comm/monotonic_time.h"
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+BufferRef MakeBuffer(size_t size_bytes) {
+  return std::make_shared<Buffer>(::operator new(size_bytes), size_bytes,
+                                  [](void* data, size_t) { ::operator delete(data); });
+}
+
+BufferRef NumberBuffer(int64_t number) {
+  BufferRef buffer = MakeBuffer(sizeof(number));
+  *buffer->data<int64_t>() = number;
+  return buffer;
+}
+
+absl::Time Soon() { return MonotonicNow() + absl::Seconds(30); }
+
+void RunRanks(int ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Whether `message` names each of the words.
+void ExpectNames(const absl::Status& status, const std::vector<std::string>& words) {
+  for (const std::string& word : words) EXPECT_NE(status.message().find(word), std::string::npos) << status;
+}
+
+TEST(InProcess, HandsOverTheReference) {
+  auto ranks = MakeInProcessCommunicators(2);
+  EXPECT_EQ(ranks[1]->rank(), 1);
+  EXPECT_EQ(ranks[1]->size(), 2);
+  BufferRef from0 = NumberBuffer(10);
+  BufferRef from1 = NumberBuffer(11);
+  auto receive0 = ranks[0]->SendReceive(CommOp::kRecvQ, 1, from0, 1, 8);
+  auto receive1 = ranks[1]->SendReceive(CommOp::kRecvQ, 0, from1, 0, 8);
+  ASSERT_TRUE(receive0.ok() && receive1.ok());
+  EXPECT_EQ((*receive0)->Wait(Soon()).value(), from1);
+  EXPECT_EQ((*receive1)->Wait(Soon()).value(), from0);
+  EXPECT_EQ(from0.use_count(), 1) << "the exchange keeps a message that was taken";
+}
+
+TEST(InProcess, MatchesInTheOrderOfCallsForEachOperation) {
+  auto ranks = MakeInProcessCommunicators(2);
+  std::vector<std::unique_ptr<PendingReceive>> receives;
+  for (int i = 0; i < 3; ++i) {
+    receives.push_back(ranks[0]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(i), 1, 8).value());
+  }
+  auto other = ranks[0]->SendReceive(CommOp::kSendO, 1, NumberBuffer(0), 1, 8).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kSendO, 0, NumberBuffer(99), 0, 8).ok());
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvKv, 0, NumberBuffer(100 + i), 0, 8).ok());
+  }
+  for (int i : {2, 0, 1}) {  // waited for in any order
+    EXPECT_EQ(*receives[i]->Wait(Soon()).value()->data<int64_t>(), 100 + i);
+  }
+  EXPECT_EQ(*other->Wait(Soon()).value()->data<int64_t>(), 99);
+}
+
+TEST(InProcess, CarriesEmptyMessages) {
+  auto ranks = MakeInProcessCommunicators(2);
+  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, MakeBuffer(0), 1, 0).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 0, MakeBuffer(0), 0, 0).ok());
+  EXPECT_EQ(receive->Wait(Soon()).value()->size_bytes(), 0u);
+}
+
+// Every rank passes numbers round a ring of a random stride; each must see its neighbour's, in order.
+TEST(InProcess, RingsOfThreads) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int draw = 0; draw < 30; ++draw) {
+    const int n = Draw(random, 2, 16);
+    const int stride = Draw(random, 1, n - 1);
+    const int rounds = Draw(random, 1, 50);
+    auto ranks = MakeInProcessCommunicators(n);
+    std::vector<int> wrong(n, 0);
+    RunRanks(n, [&](int rank) {
+      const int to = (rank + stride) % n;
+      const int from = (rank + n - stride) % n;
+      for (int64_t round = 0; round < rounds; ++round) {
+        const auto op = static_cast<CommOp>(round % kCommOps);
+        auto receive = ranks[rank]->SendReceive(op, to, NumberBuffer(rank * 1000 + round), from, 8);
+        const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
+        if (!message.ok() || *(*message)->data<int64_t>() != from * 1000 + round) ++wrong[rank];
+      }
+    });
+    ASSERT_EQ(wrong, std::vector<int>(n, 0)) << "seed " << seed << ", draw " << draw;
+  }
+}
+
+TEST(InProcess, AWaitEndsAtItsDeadlineAndNamesWhoWaitsForWhom) {
+  auto ranks = MakeInProcessCommunicators(4);
+  auto receive = ranks[2]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(0), 3, 8).value();
+  const absl::Time start = MonotonicNow();
+  const absl::Status status = receive->Wait(start + absl::Milliseconds(30)).status();
+  EXPECT_GE(MonotonicNow() - start, absl::Milliseconds(30));
+  EXPECT_LT(MonotonicNow() - start, absl::Seconds(10));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  ExpectNames(status, {"rank 2", "recv_kv", "rank 3"});
+}
+
+TEST(InProcess, AbortWakesEveryRankWithTheFirstReason) {
+  constexpr int kRanks = 8;
+  auto ranks = MakeInProcessCommunicators(kRanks);
+  std::vector<absl::Status> ends(kRanks);
+  const absl::Time start = MonotonicNow();
+  RunRanks(kRanks, [&](int rank) {
+    if (rank == 0) {  // never sends
+      absl::SleepFor(absl::Milliseconds(20));
+      ranks[0]->Abort(absl::CancelledError("the client left"));
+      ranks[0]->Abort(absl::InternalError("a later reason"));
+      return;
+    }
+    while (ends[rank].ok()) {
+      auto receive = ranks[rank]->SendReceive(CommOp::kSendO, (rank + 1) % kRanks, NumberBuffer(rank),
+                                              (rank + kRanks - 1) % kRanks, 8);
+      ends[rank] =
+          receive.ok() ? (*receive)->Wait(MonotonicNow() + absl::Seconds(60)).status() : receive.status();
+    }
+  });
+  EXPECT_LT(MonotonicNow() - start, absl::Seconds(20));
+  for (int rank = 1; rank < kRanks; ++rank) {
+    EXPECT_EQ(ends[rank].code(), absl::StatusCode::kCancelled);
+    ExpectNames(ends[rank], {"rank " + std::to_string(rank), "send_o", "the client left"});
+  }
+  const absl::Status after = ranks[3]->SendReceive(CommOp::kRecvQ, 4, NumberBuffer(0), 4, 8).status();
+  EXPECT_EQ(after.code(), absl::StatusCode::kCancelled);
+}
+
+TEST(InProcess, AbortFreesWhatNobodyTook) {
+  auto ranks = MakeInProcessCommunicators(2);
+  BufferRef message = NumberBuffer(0);
+  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, message, 1, 8);
+  EXPECT_EQ(message.use_count(), 2);
+  ranks[1]->Abort(absl::AbortedError("over"));
+  EXPECT_EQ(message.use_count(), 1);
+}
+
+TEST(InProcess, ReceivesAfterThePeerIsGone) {
+  auto ranks = MakeInProcessCommunicators(2);
+  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 0, NumberBuffer(5), 0, 8).ok());
+  ranks[1].reset();
+  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, NumberBuffer(4), 1, 8).value();
+  ranks[0].reset();
+  EXPECT_EQ(*receive->Wait(Soon()).value()->data<int64_t>(), 5);
+}
+
+TEST(InProcess, RefusesMisuse) {
+  auto ranks = MakeInProcessCommunicators(3);
+  const auto code = [&](int to, BufferRef message, int from) {
+    return ranks[1]->SendReceive(CommOp::kRecvQ, to, std::move(message), from, 8).status().code();
+  };
+  EXPECT_EQ(code(1, NumberBuffer(0), 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, NumberBuffer(0), 1), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(3, NumberBuffer(0), 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, NumberBuffer(0), -1), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, nullptr, 0), absl::StatusCode::kInvalidArgument);
+
+  auto receive = ranks[0]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(0), 2, 16).value();
+  ASSERT_TRUE(ranks[2]->SendReceive(CommOp::kRecvKv, 0, NumberBuffer(0), 1, 8).ok());
+  const absl::Status wrong_size = receive->Wait(Soon()).status();
+  EXPECT_EQ(wrong_size.code(), absl::StatusCode::kInternal);
+  ExpectNames(wrong_size, {"rank 0", "rank 2", "8 bytes", "16"});
+  EXPECT_EQ(receive->Wait(Soon()).status().code(), absl::StatusCode::kInternal) << "waited twice";
+}
+
+TEST(InProcess, MailboxesAreBounded) {
+  auto ranks = MakeInProcessCommunicators(2);
+  absl::Status status;
+  int sent = 0;
+  for (; status.ok() && sent < 100000; ++sent) {
+    status = ranks[0]->SendReceive(CommOp::kRecvQ, 1, MakeBuffer(0), 1, 0).status();
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_GT(sent, 64) << "a ring of 64 ranks must fit";
+  ExpectNames(status, {"rank 0", "rank 1", "recv_q"});
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,226 @@
+// The engine on GPUs that the host plays: what it refuses and why, cancel, waits by the device's clock, a
+// device that fails. That its answers are right: parity_test and independence_test, linked with the same
+// fake.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/embedded_engine.h"
+#include "engine/model/make_model.h"
+#include "engine/prefill_engine.h"
+#include "tests/fake_cuda/fake_cuda.h"
+
+namespace meshfill {
+namespace {
+
+constexpr size_t kMemoryBytes = size_t{1} << 30;
+
+class CudaEngineTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { folder_ = MakeTestModel("plain", 16); }
+  void SetUp() override { FakeCuda::set_memory_bytes(kMemoryBytes); }
+  void TearDown() override {
+    FakeCuda::set_devices(1);
+    FakeCuda::set_driver_version(CUDART_VERSION);
+    FakeCuda::set_compute_capability(9);
+  }
+
+  static std::string MakeTestModel(const std::string& name, int head_dim) {
+    const std::string folder = testing::TempDir() + "/cuda_engine_" + name;
+    std::filesystem::remove_all(folder);
+    const absl::Status status = MakeModel({.layers = 3,
+                                           .hidden = 64,
+                                           .intermediate = 64,
+                                           .q_heads = 4,
+                                           .kv_heads = 2,
+                                           .head_dim = head_dim,
+                                           .vocab = 100,
+                                           .context_tokens = 1 << 20,
+                                           .dtype = DType::kBf16},
+                                          folder);
+    EXPECT_TRUE(status.ok()) << status;
+    return folder;
+  }
+
+  static EngineOptions Options(int ranks) {
+    return {.model_path = folder_, .ranks = ranks, .device = DeviceChoice::kCuda, .peak_flops = 1e12};
+  }
+  static std::unique_ptr<PrefillEngine> Load(int ranks) {
+    auto engine = LoadEmbeddedEngine(Options(ranks));
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+  static absl::Status LoadStatus(const EngineOptions& options) {
+    return LoadEmbeddedEngine(options).status();
+  }
+
+  static std::string folder_;
+};
+std::string CudaEngineTest::folder_;
+
+bool Says(const absl::Status& status, const std::string& text) {
+  return std::string(status.message()).find(text) != std::string::npos;
+}
+
+TEST_F(CudaEngineTest, SaysWhyThereIsNoDevice) {
+  FakeCuda::set_driver_version(0);
+  absl::Status status = LoadStatus(Options(1));
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "no NVIDIA driver")) << status;
+  FakeCuda::set_driver_version(12040);
+  status = LoadStatus(Options(1));
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "CUDA 12.4") && Says(status, "needs CUDA 13."))
+      << status;
+  FakeCuda::set_driver_version(CUDART_VERSION);
+  FakeCuda::set_devices(0);
+  status = LoadStatus(Options(1));
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "no NVIDIA GPU is visible")) << status;
+  FakeCuda::set_devices(1);
+  FakeCuda::set_compute_capability(7);
+  status = LoadStatus(Options(1));
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "Fake GPU (7.0)")) << status;
+}
+
+TEST_F(CudaEngineTest, AutoTakesTheGpuAndLeavesF32ToTheCpu) {
+  EngineOptions options = Options(2);
+  options.device = DeviceChoice::kAuto;
+  const auto on_gpu = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(on_gpu.ok()) << on_gpu.status();
+  EXPECT_EQ((*on_gpu)->backend_name(), "cuda/sm90");
+  EXPECT_EQ((*on_gpu)->model().dtype, DType::kBf16);
+  options.dtype = DType::kF32;
+  const auto on_cpu = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(on_cpu.ok()) << on_cpu.status();
+  EXPECT_EQ((*on_cpu)->backend_name().rfind("cpu/", 0), 0u);
+}
+
+TEST_F(CudaEngineTest, RefusesWhatItsKernelsDoNotCompute) {
+  EngineOptions options = Options(1);
+  options.dtype = DType::kF32;
+  absl::Status status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "bf16")) << status;
+  options = Options(1);
+  options.model_path = MakeTestModel("odd", 20);
+  status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "head_dim is 20")) << status;
+}
+
+TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
+  FakeCuda::set_memory_bytes(100'000);
+  absl::Status status = LoadStatus(Options(1));
+  // 3 · (64·128 + 64·64 + 3·64·64) + 2 · 100·64 weights of two bytes.
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "need 173056 bytes")) << status;
+  FakeCuda::set_memory_bytes(kMemoryBytes);
+  const auto engine = Load(2);
+  ASSERT_NE(engine, nullptr);
+  const std::vector<uint32_t> prompt(1 << 20, 1);
+  status = engine->Prefill(prompt, {}, nullptr, nullptr).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+}
+
+TEST_F(CudaEngineTest, PlansInSlicesOfTheDevices) {
+  const auto engine = Load(1);
+  ASSERT_NE(engine, nullptr);
+  const auto choice = engine->MakePlan(10'000, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.slice_tokens, 4096);
+}
+
+TEST_F(CudaEngineTest, KeepsTheSpeedOfAPoolByItsDevicesAndModel) {
+  EngineOptions options = Options(2);
+  options.speed_profile_path = testing::TempDir() + "/cuda_engine_speed.json";
+  std::filesystem::remove(options.speed_profile_path);
+  FakeCuda::speed_measurements = 0;
+  ASSERT_TRUE(LoadStatus(options).ok());
+  ASSERT_TRUE(LoadStatus(options).ok());
+  EXPECT_EQ(FakeCuda::speed_measurements, 1);
+  FakeCuda::set_devices(2);  // a device for each rank
+  ASSERT_TRUE(LoadStatus(options).ok());
+  EXPECT_EQ(FakeCuda::speed_measurements, 2);
+  options.communication_multiprocessors = 1;
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  EXPECT_EQ(FakeCuda::speed_measurements, 3);
+  EXPECT_EQ((*engine)->MakePlan(10'000, {})->plan.slice_tokens, 4096);
+}
+
+TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
+  FakeCuda::set_devices(2);
+  const auto engine = Load(4);
+  ASSERT_NE(engine, nullptr);
+  std::vector<uint32_t> prompt(700);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
+  const int64_t before = FakeCuda::bytes_in_use();
+  const auto result = engine->Prefill(
+      prompt, {.tile = Tile{2, 2}, .stripe = 64, .keep_kv = true, .keep_timeline = true}, nullptr, nullptr);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+  EXPECT_GT(result->comm_wait_seconds, 0);
+  for (const RankStats& rank : result->ranks) {
+    EXPECT_GT(rank.block_seconds, 0);
+    EXPECT_LE(rank.block_seconds + rank.merge_seconds + rank.comm_wait_seconds(),
+              rank.attention_seconds * 1.001);
+    EXPECT_LE(rank.attention_seconds, rank.total_seconds);
+  }
+  // What one rank does is one after the other, by its device's clock.
+  ASSERT_TRUE(result->timeline.has_value());
+  for (int rank = 0; rank < 4; ++rank) {
+    double end = 0;
+    int blocks = 0;
+    for (const Span& span : result->timeline->spans) {
+      if (span.rank != rank || span.lane() != Lane::kCompute) continue;
+      EXPECT_GE(span.start_seconds, end - 1e-4) << span.Name();
+      end = span.end_seconds;
+      blocks += span.block.has_value() ? 1 : 0;
+    }
+    EXPECT_EQ(blocks, 3 * 4);
+    EXPECT_LE(end, result->prefill_seconds + 1e-3);
+  }
+}
+
+// Stops once a layer is done.
+class StopAfterALayer : public PrefillObserver {
+ public:
+  explicit StopAfterALayer(StopToken& stop) : stop_(stop) {}
+  void OnLayerDone(int, int) override { stop_.Stop(); }
+
+ private:
+  StopToken& stop_;
+};
+
+TEST_F(CudaEngineTest, ACancelledPrefillLeavesNothingBehind) {
+  const auto engine = Load(4);
+  ASSERT_NE(engine, nullptr);
+  const std::vector<uint32_t> prompt(500, 3);
+  const int64_t before = FakeCuda::bytes_in_use();
+  for (int round = 0; round < 3; ++round) {
+    StopToken stop;
+    StopAfterALayer observer(stop);
+    const auto stopped = engine->Prefill(prompt, {.keep_kv = true}, &observer, &stop);
+    EXPECT_TRUE(absl::IsCancelled(stopped.status())) << stopped.status();
+    EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+    EXPECT_TRUE(engine->Prefill(prompt, {}, nullptr, nullptr).ok());
+  }
+}
+
+// Last: the device stays lost, as a real one does.
+TEST_F(CudaEngineTest, ZzALostDeviceIsSaidAndTheEngineNoLongerReady) {
+  const auto engine = Load(2);
+  ASSERT_NE(engine, nullptr);
+  EXPECT_EQ(engine->ranks(), 2);
+  class BreakAfterALayer : public PrefillObserver {
+    void OnLayerDone(int, int) override { FakeCuda::BreakDevice(); }
+  } observer;
+  const std::vector<uint32_t> prompt(300, 3);
+  const absl::Status status = engine->Prefill(prompt, {}, &observer, nullptr).status();
+  EXPECT_TRUE(absl::IsUnavailable(status) && Says(status, "Fake GPU") && Says(status, "has failed"))
+      << status;
+  EXPECT_EQ(engine->ranks(), 0);
+  EXPECT_TRUE(absl::IsUnavailable(engine->Prefill(prompt, {}, nullptr, nullptr).status()));
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,118 @@
+#include "engine/mesh/topology.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+constexpr Link kInside = {.latency_seconds = 1e-6, .bytes_per_second = 100e9};
+constexpr Link kBetween = {.latency_seconds = 1e-5, .bytes_per_second = 4e9};
+
+Topology Nodes(std::vector<int> sizes, double node_bytes_per_second) {
+  Topology topology = {
+      .same_node = kInside, .between_nodes = kBetween, .node_bytes_per_second = node_bytes_per_second};
+  for (size_t node = 0; node < sizes.size(); ++node) {
+    topology.node_of_seat.insert(topology.node_of_seat.end(), sizes[node], static_cast<int>(node));
+  }
+  return topology;
+}
+
+TEST(Topology, RowFirstKeepsQRingsInANodeAndABoxTheKvRings) {
+  const Topology topology = Nodes({4, 4}, 8e9);
+  const Links row_first = LinksOf(topology, 1, {.a = 4, .b = 2}, RowFirst(8));
+  EXPECT_EQ(row_first.q, kInside);
+  EXPECT_EQ(row_first.kv.latency_seconds, kBetween.latency_seconds);
+  EXPECT_EQ(row_first.kv.bytes_per_second, 2e9);  // four flows leave each node
+
+  const Grid grid = MeshGrid(1, {.a = 4, .b = 2});
+  const Links boxed =
+      LinksOf(topology, 1, {.a = 4, .b = 2}, Boxed(grid, {.planes = 1, .rows = 2, .columns = 2}));
+  EXPECT_EQ(boxed.kv, kInside);
+  EXPECT_EQ(boxed.q.bytes_per_second, 4e9);  // two flows leave: each at its own speed
+}
+
+TEST(Topology, AllToAllsShareTheNodesLink) {
+  const Topology topology = Nodes({2, 2}, 8e9);
+  EXPECT_EQ(LinksOf(topology, 2, {.a = 1, .b = 2}, RowFirst(4)).all_to_all, kInside);
+  const Links apart = LinksOf(topology, 4, {.a = 1, .b = 1}, RowFirst(4));
+  // Of three messages of a rank, one stays and two leave; four leave a node.
+  EXPECT_DOUBLE_EQ(apart.all_to_all.bytes_per_second, 3 / (1 / 100e9 + 2 / 4e9));
+  const Links shared = LinksOf(Nodes({2, 2}, 1e9), 4, {.a = 1, .b = 1}, RowFirst(4));
+  EXPECT_DOUBLE_EQ(shared.all_to_all.bytes_per_second, 3 / (4 / 1e9));
+}
+
+// Every message that the mesh sends, one by one.
+TEST(Topology, LinksAreThoseOfTheSlowestMessage) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int draw = 0; draw < 300; ++draw) {
+    const int heads = Draw(random, 1, 3);
+    const Tile tile = {.a = Draw(random, 1, 4), .b = Draw(random, 1, 4)};
+    const int ranks = heads * tile.ranks();
+    std::vector<int> sizes;
+    for (int seats = 0; seats < ranks; seats += sizes.back()) sizes.push_back(Draw(random, 1, 5));
+    const Topology topology = Nodes(sizes, 1e9 * Draw(random, 1, 20));
+    Placement placement = RowFirst(ranks);
+    std::shuffle(placement.seat_of_rank.begin(), placement.seat_of_rank.end(), random);
+    const auto node = [&](int rank) { return topology.node_of_seat[placement.seat_of_rank[rank]]; };
+    const auto expected = [&](auto&& from) {
+      std::map<int, int> out, in;
+      bool inside = false;
+      int most = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (node(from(rank)) == node(rank)) {
+          inside = true;
+        } else {
+          most = std::max({most, ++out[node(from(rank))], ++in[node(rank)]});
+        }
+      }
+      Link link;
+      if (inside) link = kInside;
+      if (most > 0) {
+        link.latency_seconds = kBetween.latency_seconds;
+        link.bytes_per_second = std::min(kBetween.bytes_per_second, topology.node_bytes_per_second / most);
+      }
+      return link;
+    };
+    const Links links = LinksOf(topology, heads, tile, placement);
+    const Mesh mesh(tile);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw);
+    if (tile.a > 1) {
+      EXPECT_EQ(links.q,
+                expected([&](int rank) { return mesh.QReceiveFrom(rank / heads) * heads + rank % heads; }));
+    }
+    if (tile.b > 1) {
+      EXPECT_EQ(links.kv,
+                expected([&](int rank) { return mesh.KvReceiveFrom(rank / heads) * heads + rank % heads; }));
+    }
+  }
+}
+
+TEST(Topology, BoxesFillWhatDividesEveryNode) {
+  EXPECT_EQ(SeatsPerNode(Nodes({8, 8}, 1), 16), 8);
+  EXPECT_EQ(SeatsPerNode(Nodes({8, 8}, 1), 12), 4);
+  EXPECT_EQ(SeatsPerNode(Nodes({3, 2}, 1), 5), 1);
+  EXPECT_EQ(SeatsPerNode(Nodes({8}, 1), 6), 6);
+}
+
+TEST(Topology, IsRefusedWithTheReason) {
+  EXPECT_TRUE(CheckTopology(Nodes({2, 2}, 1)).ok());
+  const auto message = [](const Topology& topology) {
+    return std::string(CheckTopology(topology).message());
+  };
+  Topology slow = Nodes({2}, 1);
+  slow.same_node.bytes_per_second = 0;
+  EXPECT_NE(message(slow).find("inside a node has 0 bytes/s"), std::string::npos) << message(slow);
+  EXPECT_NE(message(Nodes({2}, 0)).find("share 0 bytes/s"), std::string::npos);
+  Topology mixed = Nodes({2, 2}, 1);
+  mixed.node_of_seat = {0, 1, 0};
+  EXPECT_NE(message(mixed).find("node 0 has seat 2"), std::string::npos) << message(mixed);
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,333 @@
+#include "engine/model/model.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "engine/model/make_model.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/engine/model/hf_folder.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr char kLayer1[] = "model.layers.1.";
+
+absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& folder,
+                                            std::optional<DType> dtype = std::nullopt) {
+  return Model::Load(folder, dtype,
+                     [](const ModelShape& shape) { return MakeReferenceBackend(shape.dtype); });
+}
+
+// A small good model as a folder in memory.
+HfFolder Good(ModelFamily family = ModelFamily::kLlama, DType dtype = DType::kF32, bool tied = false) {
+  const TempFolder folder;
+  MakeModelOptions options;
+  options.family = family;
+  options.hidden = 16;
+  options.intermediate = 24;
+  options.q_heads = 4;
+  options.kv_heads = 2;
+  options.head_dim = 6;
+  options.vocab = 11;
+  options.tied_embeddings = tied;
+  options.dtype = dtype;
+  const absl::Status made = MakeModel(options, folder.path());
+  EXPECT_TRUE(made.ok()) << made;
+  return HfFolder::Read(folder.path());
+}
+
+// Rows and bias of a packed f32 weight, read back by multiplying: row r of the answer is output feature r,
+// [out_features, in_features + 1], the bias last.
+std::vector<std::vector<float>> Unpack(const PackedWeight& weight) {
+  const int64_t in = weight.in_features(), out = weight.out_features();
+  std::vector<float> x((in + 1) * in, 0.0f), y((in + 1) * out);
+  for (int64_t i = 0; i < in; ++i) x[i * in + i] = 1;  // the unit vectors, then zero
+  const std::unique_ptr<Backend> backend = MakeReferenceBackend(DType::kF32);
+  EXPECT_TRUE(backend->Gemm({&weight, x.data(), in + 1, y.data(), DType::kF32}).ok());
+  std::vector<std::vector<float>> rows(out, std::vector<float>(in + 1));
+  for (int64_t o = 0; o < out; ++o) {
+    rows[o][in] = y[in * out + o];
+    for (int64_t i = 0; i < in; ++i) rows[o][i] = y[i * out + o];
+  }
+  return rows;
+}
+
+// `packed` holds the named linear layers of `folder`, stacked in this order.
+void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
+                   const std::vector<std::string>& names) {
+  const std::vector<std::vector<float>> rows = Unpack(packed);
+  size_t row = 0;
+  for (const std::string& name : names) {
+    SCOPED_TRACE(name);
+    const HfTensor& matrix = folder.tensors.at(name + ".weight");
+    const auto bias = folder.tensors.find(name + ".bias");
+    const std::vector<float> expected = matrix.Floats();
+    const size_t in = static_cast<size_t>(matrix.shape[1]);
+    ASSERT_EQ(packed.in_features(), matrix.shape[1]);
+    for (int64_t o = 0; o < matrix.shape[0]; ++o, ++row) {
+      ASSERT_LT(row, rows.size());
+      const float b = bias == folder.tensors.end() ? 0 : bias->second.Floats()[o];
+      ASSERT_EQ(rows[row][in], b) << "bias of row " << o;
+      for (size_t i = 0; i < in; ++i) {
+        ASSERT_NEAR(rows[row][i], expected[o * in + i] + b, 1e-6) << "row " << o;
+      }
+    }
+  }
+  EXPECT_EQ(row, rows.size());
+}
+
+void ExpectHolds(const Model& model, const HfFolder& folder) {
+  const std::string embedding(
+      static_cast<const char*>(model.embedding()),
+      model.shape().vocab * model.shape().hidden * DTypeBytes(model.embedding_dtype()));
+  const HfTensor& table = folder.tensors.at("model.embed_tokens.weight");
+  EXPECT_EQ(embedding, std::string(reinterpret_cast<const char*>(table.bytes.data()), table.bytes.size()));
+  EXPECT_EQ(model.final_norm().values(), folder.tensors.at("model.norm.weight").Floats());
+  ExpectStacked(model.lm_head(), folder,
+                {folder.tensors.contains("lm_head.weight") ? "lm_head" : "model.embed_tokens"});
+  ASSERT_EQ(model.layers().size(), static_cast<size_t>(model.shape().layers));
+  for (size_t i = 0; i < model.layers().size(); ++i) {
+    const LayerWeights& layer = model.layers()[i];
+    const std::string prefix = "model.layers." + std::to_string(i) + ".";
+    SCOPED_TRACE(prefix);
+    EXPECT_EQ(layer.attention_norm.values(), folder.tensors.at(prefix + "input_layernorm.weight").Floats());
+    EXPECT_EQ(layer.mlp_norm.values(),
+              folder.tensors.at(prefix + "post_attention_layernorm.weight").Floats());
+    const bool qk_norm = model.config().qk_norm;
+    using Floats = std::vector<float>;
+    EXPECT_EQ(layer.q_norm.values(),
+              qk_norm ? folder.tensors.at(prefix + "self_attn.q_norm.weight").Floats() : Floats());
+    EXPECT_EQ(layer.k_norm.values(),
+              qk_norm ? folder.tensors.at(prefix + "self_attn.k_norm.weight").Floats() : Floats());
+    ExpectStacked(*layer.qkv, folder,
+                  {prefix + "self_attn.q_proj", prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"});
+    ExpectStacked(*layer.o, folder, {prefix + "self_attn.o_proj"});
+    ExpectStacked(*layer.gate_up, folder, {prefix + "mlp.gate_proj", prefix + "mlp.up_proj"});
+    ExpectStacked(*layer.down, folder, {prefix + "mlp.down_proj"});
+  }
+}
+
+TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
+  for (const ModelFamily family :
+       {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    for (const DType dtype : {DType::kF32, DType::kBf16, DType::kF16}) {
+      for (const bool tied : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family) << ", " << DTypeName(dtype)
+                                        << (tied ? ", tied" : ""));
+        const TempFolder folder;
+        const HfFolder good = Good(family, dtype, tied);
+        good.Write(folder.path());
+        const auto model = Load(folder.path(), DType::kF32);
+        ASSERT_TRUE(model.ok()) << model.status();
+        ExpectHolds(**model, good);
+      }
+    }
+  }
+}
+
+// All biases at once, in f16, MQA; and shards with an index.
+TEST(ModelTest, HoldsTheWeightsOfPublishedFolders) {
+  for (const std::string name :
+       {"llama_biases_mqa", "mistral_sharded_head_dim_32", "qwen3_bias_layer_types"}) {
+    SCOPED_TRACE(name);
+    const std::string folder = std::string(MESHFILL_PARITY_DIR) + "/goldens/" + name;
+    const auto model = Load(folder, DType::kF32);
+    ASSERT_TRUE(model.ok()) << model.status();
+    ExpectHolds(**model, HfFolder::Read(folder));
+  }
+}
+
+TEST(ModelTest, ComputesInF32OnlyWhereAllMatricesAreF32) {
+  const auto dtype_of = [](const HfFolder& content, std::optional<DType> asked) {
+    const TempFolder folder;
+    content.Write(folder.path());
+    const auto model = Load(folder.path(), asked);
+    EXPECT_TRUE(model.ok()) << model.status();
+    return (*model)->shape().dtype;
+  };
+  EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kF32), std::nullopt), DType::kF32);
+  EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kBf16), std::nullopt), DType::kBf16);
+  EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kF16), std::nullopt), DType::kBf16);
+  EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kBf16), DType::kF32), DType::kF32);
+  EXPECT_EQ(dtype_of(Good(ModelFamily::kLlama, DType::kF32), DType::kBf16), DType::kBf16);
+  HfFolder mixed = Good(ModelFamily::kLlama, DType::kBf16);
+  for (auto& [name, tensor] : mixed.tensors) {
+    if (tensor.shape.size() == 1) {
+      tensor = {ElementType::kF32, tensor.shape, std::vector<std::byte>(2 * tensor.bytes.size())};
+    }
+  }
+  EXPECT_EQ(dtype_of(mixed, std::nullopt), DType::kBf16);
+}
+
+TEST(ModelTest, AcceptsATiedHeadThatIsTheEmbedding) {
+  const TempFolder folder;
+  HfFolder content = Good(ModelFamily::kLlama, DType::kF32, /*tied=*/true);
+  content.tensors["lm_head.weight"] = content.tensors.at("model.embed_tokens.weight");
+  content.Write(folder.path());
+  const auto model = Load(folder.path());
+  EXPECT_TRUE(model.ok()) << model.status();
+}
+
+TEST(ModelTest, AcceptsTheRopeFrequenciesOfOldExports) {
+  const TempFolder folder;
+  HfFolder content = Good();
+  content.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = {
+      ElementType::kF32, {3}, std::vector<std::byte>(12)};
+  content.Write(folder.path());
+  const auto model = Load(folder.path());
+  EXPECT_TRUE(model.ok()) << model.status();
+}
+
+// The header of a file may have any length, and so its tensors may lie at odd addresses.
+TEST(ModelTest, ReadsUnalignedFiles) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    const TempFolder folder;
+    const HfFolder content = Good(ModelFamily::kQwen2, dtype);
+    content.Write(folder.path());
+    std::string file = ReadWholeFile(folder / "model.safetensors");
+    uint64_t header = 0;
+    std::memcpy(&header, file.data(), sizeof(header));
+    file.insert(sizeof(header) + header, " ");
+    ++header;
+    std::memcpy(file.data(), &header, sizeof(header));
+    folder.Write("model.safetensors", file);
+    const auto model = Load(folder.path(), DType::kF32);
+    ASSERT_TRUE(model.ok()) << model.status();
+    ExpectHolds(**model, content);
+  }
+}
+
+struct BadModel {
+  std::string what;
+  std::function<void(HfFolder&)> damage;
+  std::vector<std::string> named;
+};
+
+void Reshape(HfFolder& folder, const std::string& name, std::vector<int64_t> shape) {
+  HfTensor& tensor = folder.tensors.at(name);
+  int64_t bytes = ElementTypeBytes(tensor.type);
+  for (const int64_t extent : shape) bytes *= extent;
+  tensor.shape = std::move(shape);
+  tensor.bytes.resize(static_cast<size_t>(bytes));
+}
+
+std::vector<BadModel> BadModels() {
+  const std::string layer = kLayer1;
+  std::vector<BadModel> bad = {
+      {"a tensor too many",
+       [](HfFolder& f) {
+         f.tensors["model.layers.2.mlp.up_proj.weight"] = {ElementType::kF32, {0}, {}};
+       },
+       {"\"model.layers.2.mlp.up_proj.weight\"", "not in the model"}},
+      {"a bias that the config does not have",
+       [layer](HfFolder& f) {
+         f.tensors[layer + "self_attn.q_proj.bias"] = {ElementType::kF32, {24}, std::vector<std::byte>(96)};
+       },
+       {layer + "self_attn.q_proj.bias", "not in the model"}},
+      {"K as wide as Q",
+       [layer](HfFolder& f) {
+         Reshape(f, layer + "self_attn.k_proj.weight", {24, 16});
+       },
+       {layer + "self_attn.k_proj.weight", "[24, 16]", "[12, 16]"}},
+      {"a matrix on its side",
+       [layer](HfFolder& f) {
+         Reshape(f, layer + "mlp.down_proj.weight", {24, 16});
+       },
+       {layer + "mlp.down_proj.weight", "[24, 16]", "[16, 24]"}},
+      {"a norm in two dimensions",
+       [](HfFolder& f) {
+         Reshape(f, "model.norm.weight", {16, 1});
+       },
+       {"\"model.norm.weight\"", "[16, 1]", "[16]"}},
+      {"another vocabulary",
+       [](HfFolder& f) { f.config["vocab_size"] = 12; },
+       {"\"model.embed_tokens.weight\"", "[11, 16]", "[12, 16]"}},
+      {"another head_dim",
+       [](HfFolder& f) { f.config["head_dim"] = 4; },
+       {"q_proj.weight", "[24, 16]", "[16, 16]"}},
+      {"more layers",
+       [](HfFolder& f) { f.config["num_hidden_layers"] = 3; },
+       {"\"model.layers.2.input_layernorm.weight\"", "missing"}},
+      {"fewer layers",
+       [](HfFolder& f) { f.config["num_hidden_layers"] = 1; },
+       {"\"model.layers.1.", "not in the model"}},
+      {"biases that are not there",
+       [](HfFolder& f) { f.config["mlp_bias"] = true; },
+       {"gate_proj.bias", "missing"}},
+      {"integers",
+       [layer](HfFolder& f) { f.tensors.at(layer + "mlp.up_proj.weight").type = ElementType::kI32; },
+       {layer + "mlp.up_proj.weight", "I32", "BF16"}},
+      {"a tied head of its own",
+       [](HfFolder& f) {
+         f.config["tie_word_embeddings"] = true;
+         f.tensors.at("lm_head.weight").bytes[3] ^= std::byte{1};
+       },
+       {"\"lm_head.weight\"", "tie_word_embeddings"}},
+      {"an unknown config key",
+       [](HfFolder& f) { f.config["logit_scale"] = 0.5; },
+       {"config.json", "\"logit_scale\"", "0.5"}},
+  };
+  for (const std::string name :
+       {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+        "model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight"}) {
+    bad.push_back(
+        {"no " + name, [name](HfFolder& f) { f.tensors.erase(name); }, {"\"" + name + "\"", "missing"}});
+  }
+  return bad;
+}
+
+TEST(ModelTest, RefusesBrokenModelsByName) {
+  const HfFolder good = Good();
+  for (const BadModel& bad : BadModels()) {
+    SCOPED_TRACE(bad.what);
+    const TempFolder folder;
+    HfFolder content = good;
+    bad.damage(content);
+    content.Write(folder.path());
+    const auto model = Load(folder.path());
+    ASSERT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
+    const std::string message(model.status().message());
+    EXPECT_THAT(message, HasSubstr(folder.path()));
+    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
+    EXPECT_EQ(message.find('\n'), std::string::npos);
+  }
+}
+
+TEST(ModelTest, MissingPartsAreNotFound) {
+  const TempFolder folder;
+  EXPECT_EQ(Load(folder / "none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Load(folder.path()).status().code(), absl::StatusCode::kNotFound);
+  Good().Write(folder.path());
+  std::filesystem::remove(folder / "config.json");
+  const auto model = Load(folder.path());
+  EXPECT_EQ(model.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(model.status().message()), HasSubstr("config.json"));
+}
+
+TEST(ModelTest, RefusesCutWeightsAndBrokenConfigs) {
+  const TempFolder folder;
+  Good().Write(folder.path());
+  const std::string weights = ReadWholeFile(folder / "model.safetensors");
+  folder.Write("model.safetensors", weights.substr(0, weights.size() - 1));
+  EXPECT_EQ(Load(folder.path()).status().code(), absl::StatusCode::kInvalidArgument);
+  folder.Write("model.safetensors", weights);
+  folder.Write("config.json", "{\"model_type\": ");
+  const auto model = Load(folder.path());
+  EXPECT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(model.status().message()), HasSubstr("config.json"));
+}
+
+}  // namespace
+}  // namespace meshfill

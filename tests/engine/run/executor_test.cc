@@ -1,0 +1,557 @@
+#include "engine/run/executor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/comm/in_process.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/plan/comm_bytes.h"
+#include "engine/plan/cost_model.h"
+#include "engine/run/head_exchange.h"
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/engine/random_seed.h"
+#include "tests/engine/run/watched_backend.h"
+#include "tests/engine/schedule/random_schedule.h"
+
+namespace meshfill {
+namespace {
+
+// A prompt's Q, K and V of one layer, by token.
+struct Prompt {
+  std::vector<float> q;  // [q_heads, tokens, head_dim]
+  std::vector<float> k;  // [kv_heads, tokens, head_dim]
+  std::vector<float> v;  // [kv_heads, tokens, head_dim]
+};
+
+struct Case {
+  Plan plan;
+  ModelShape model;
+  int64_t window;
+  Prompt prompt;
+
+  int64_t tokens() const { return plan.layout.tokens(); }
+
+  // What a rank attends with: all of the prompt's heads and its own tokens, unless there are head groups.
+  ModelShape slice() const { return model.HeadSlice(plan.heads); }
+  TokenLayout groups() const { return plan.layout.Groups(plan.heads); }
+  int64_t chunk_tokens(int rank) const { return groups().ChunkTokens(rank / plan.heads); }
+  int64_t token_at(int rank, int64_t slot) const { return groups().TokenAt(rank / plan.heads, slot); }
+  int first_head(int rank, int heads) const { return rank % plan.heads * heads / plan.heads; }  // of so many
+
+  std::string DebugString() const {
+    return plan.DebugString() + ", " + plan.schedule.DebugString() + ", " + std::to_string(model.q_heads) +
+           "/" + std::to_string(model.kv_heads) + " heads of " + std::to_string(model.head_dim) +
+           ", window " + std::to_string(window);
+  }
+};
+
+Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DType partial_dtype,
+              int64_t window, int heads = 1) {
+  const auto cost = [&random] { return Draw(random, 1, 4); };
+  Schedule schedule = Draw(random, 0, 1)
+                          ? RandomSchedule(random, tile)
+                          : GreedySchedule(tile, {.c_q = cost(), .c_kv = cost(), .c_o = cost()});
+  const int kv_heads = heads == 3 ? 1 : Draw(random, 1, 2);  // splits or replicates
+  Case c = {.plan = {.layout = layout,
+                     .heads = heads,
+                     .tile = tile,
+                     .partial_dtype = partial_dtype,
+                     .schedule = std::move(schedule),
+                     .predicted = {}},
+            .model = {.layers = 1,
+                      .q_heads = kv_heads * heads * Draw(random, 1, 3),
+                      .kv_heads = kv_heads,
+                      .head_dim = 2 * Draw(random, 1, 6),
+                      .dtype = DType::kF32},
+            .window = window,
+            .prompt = {}};
+  std::normal_distribution<float> normal;
+  for (auto [values, heads] :
+       {std::pair(&c.prompt.q, c.model.q_heads), std::pair(&c.prompt.k, c.model.kv_heads),
+        std::pair(&c.prompt.v, c.model.kv_heads)}) {
+    values->resize(heads * c.tokens() * c.model.head_dim);
+    std::generate(values->begin(), values->end(), [&] { return 2 * normal(random); });
+  }
+  return c;
+}
+
+Case DrawCase(std::mt19937_64& random) {
+  const int heads = Draw(random, 0, 1) ? 1 : Draw(random, 2, 3);
+  const std::vector<Tile> tiles = TilesOf(Draw(random, 1, 16 / heads));
+  const int n = heads * tiles.front().ranks();
+  const int64_t most_tokens = Draw(random, 0, 3) == 0 ? n : 90;  // fewer tokens than ranks, too
+  const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
+                                        Draw<int64_t>(random, 1, most_tokens), Draw<int64_t>(random, 1, 9));
+  return MakeCase(random, *layout, tiles[Draw<size_t>(random, 0, tiles.size() - 1)], DType::kF32,
+                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0, heads);
+}
+
+// Attention by its definition, in double: [q_heads, tokens, head_dim].
+std::vector<double> DirectAttention(const Case& c) {
+  const auto& [q, k, v] = c.prompt;
+  const int64_t tokens = c.tokens();
+  const int d = c.model.head_dim;
+  std::vector<double> o(q.size());
+  for (int head = 0; head < c.model.q_heads; ++head) {
+    const int64_t kv_head = head / (c.model.q_heads / c.model.kv_heads);
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, i - c.window + 1);
+      std::vector<double> scores;
+      for (int64_t j = first; j <= i; ++j) {
+        double dot = 0;
+        for (int x = 0; x < d; ++x)
+          dot += double{q[(head * tokens + i) * d + x]} * k[(kv_head * tokens + j) * d + x];
+        scores.push_back(dot / std::sqrt(d));
+      }
+      const double max = *std::max_element(scores.begin(), scores.end());
+      double sum = 0;
+      for (double score : scores) sum += std::exp(score - max);
+      for (int64_t j = first; j <= i; ++j) {
+        const double weight = std::exp(scores[j - first] - max) / sum;
+        for (int x = 0; x < d; ++x)
+          o[(head * tokens + i) * d + x] += weight * v[(kv_head * tokens + j) * d + x];
+      }
+    }
+  }
+  return o;
+}
+
+// This rank's rows of one tensor, by slot: `heads` of them from `first_head` on.
+void Deal(const Case& c, int rank, const std::vector<float>& from, int first_head, int heads, float* to) {
+  const int d = c.model.head_dim;
+  const int64_t chunk_tokens = c.chunk_tokens(rank);
+  for (int head = 0; head < heads; ++head) {
+    for (int64_t slot = 0; slot < chunk_tokens; ++slot) {
+      const int64_t row = (first_head + head) * c.tokens() + c.token_at(rank, slot);
+      std::copy_n(&from[row * d], d, to + (head * chunk_tokens + slot) * d);
+    }
+  }
+}
+
+LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
+  const int64_t chunk_tokens = c.chunk_tokens(rank);
+  const ModelShape slice = c.slice();
+  LayerChunks chunks = {.q = backend.Allocate(slice.q_bytes(chunk_tokens)).value(),
+                        .kv = backend.Allocate(slice.kv_bytes(chunk_tokens)).value()};
+  const int q_head = c.first_head(rank, c.model.q_heads), kv_head = c.first_head(rank, c.model.kv_heads);
+  auto* const kv = chunks.kv->data<float>();
+  Deal(c, rank, c.prompt.q, q_head, slice.q_heads, chunks.q->data<float>());
+  Deal(c, rank, c.prompt.k, kv_head, slice.kv_heads, kv);
+  Deal(c, rank, c.prompt.v, kv_head, slice.kv_heads, kv + chunks.kv->size_bytes() / 8);
+  return chunks;
+}
+
+struct RankEnd {
+  absl::Status status;
+  std::vector<float> o;  // [q_heads, chunk_tokens, head_dim]
+  RankStats stats;
+};
+
+// Runs each rank on its thread as its caller would: whoever fails aborts the others. `prepare` may set up a
+// backend.
+std::vector<RankEnd> RunMesh(const Case& c, absl::Duration wait_timeout, int layers,
+                             const std::function<void(int rank, WatchedBackend&)>& prepare) {
+  const int n = c.plan.ranks();
+  auto communicators = MakeInProcessCommunicators(n);
+  std::vector<RankEnd> ends(n);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      RankEnd& end = ends[rank];
+      WatchedBackend backend(DType::kF32);
+      if (prepare != nullptr) prepare(rank, backend);
+      AttentionExecutor executor(c.plan, c.model, rank, backend, *communicators[rank], wait_timeout,
+                                 end.stats);
+      for (int layer = 0; layer < layers && end.status.ok(); ++layer) {
+        absl::StatusOr<BufferRef> o = executor.Run(ChunksOf(c, rank, backend), c.window);
+        end.status = o.status();
+        if (!o.ok()) continue;
+        const float* data = (*o)->data<float>();
+        end.o.assign(data, data + c.slice().q_elements(c.chunk_tokens(rank)));
+      }
+      if (!end.status.ok()) communicators[rank]->Abort(end.status);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return ends;
+}
+
+std::vector<RankEnd> RunMesh(const Case& c) { return RunMesh(c, absl::Seconds(60), 1, nullptr); }
+
+double LargestError(const Case& c, const std::vector<RankEnd>& ends) {
+  const std::vector<double> expected = DirectAttention(c);
+  const int d = c.model.head_dim;
+  double largest = 0;
+  for (int rank = 0; rank < c.plan.ranks(); ++rank) {
+    if (!ends[rank].status.ok()) return std::numeric_limits<double>::infinity();
+    const int64_t chunk_tokens = c.chunk_tokens(rank);
+    for (int64_t i = 0; i < c.slice().q_elements(chunk_tokens); ++i) {
+      const int64_t head = c.first_head(rank, c.model.q_heads) + i / (chunk_tokens * d);
+      const int64_t token = c.token_at(rank, i / d % chunk_tokens);
+      const double error = std::abs(ends[rank].o[i] - expected[(head * c.tokens() + token) * d + i % d]);
+      largest = std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(largest, error);
+    }
+  }
+  return largest;
+}
+
+TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 150; ++i) {
+    const Case c = DrawCase(random);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString());
+    const std::vector<RankEnd> ends = RunMesh(c);
+    for (const RankEnd& end : ends) ASSERT_TRUE(end.status.ok()) << end.status;
+    ASSERT_LT(LargestError(c, ends), 1e-5);
+    for (int rank = 0; rank < c.plan.ranks(); ++rank) {
+      const RankStats& stats = ends[rank].stats;
+      CommBytes expected =
+          LayerCommBytes(c.model, c.plan.layout, c.plan.heads, c.plan.tile, c.plan.partial_dtype, rank);
+      expected.all_to_all = 0;  // not the executor's
+      ASSERT_EQ(stats.sent, expected);
+      ASSERT_EQ(stats.blocks, c.plan.tile.ranks());
+      ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
+                stats.attention_seconds);
+    }
+  }
+}
+
+TEST(AttentionExecutor, GivesTheSameBitsTwice) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 20; ++i) {
+    const Case c = DrawCase(random);
+    const std::vector<RankEnd> once = RunMesh(c);
+    const std::vector<RankEnd> twice = RunMesh(c);
+    for (int rank = 0; rank < c.plan.ranks(); ++rank) {
+      ASSERT_EQ(once[rank].o, twice[rank].o) << "seed " << seed << ": " << c.DebugString();
+    }
+  }
+}
+
+TEST(AttentionExecutor, SendsPartialOutputsInBf16) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (Tile tile : {Tile{2, 2}, Tile{4, 1}, Tile{3, 2}, Tile{2, 4}, Tile{8, 2}}) {
+    const auto layout =
+        TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), Draw<int64_t>(random, 1, 100), 4);
+    const Case c = MakeCase(random, *layout, tile, DType::kBf16, 0);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    const std::vector<RankEnd> ends = RunMesh(c);
+    EXPECT_LT(LargestError(c, ends), 0.1);  // of values up to about 8, at 2^-9 a rounding and a − 1 of them
+    for (int rank = 0; rank < tile.ranks(); ++rank) {
+      EXPECT_EQ(ends[rank].stats.sent, LayerCommBytes(c.model, *layout, 1, tile, DType::kBf16, rank));
+    }
+  }
+}
+
+TEST(AttentionExecutor, RunsLayersOneAfterTheOther) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 6, 50, 3);
+  const Case c = MakeCase(random, *layout, {.a = 3, .b = 2}, DType::kF32, 0);
+  const std::vector<RankEnd> ends = RunMesh(c, absl::Seconds(60), 5, nullptr);
+  EXPECT_LT(LargestError(c, ends), 1e-5) << "seed " << seed;
+  EXPECT_EQ(ends[4].stats.blocks, 5 * 6);
+  EXPECT_EQ(ends[4].stats.sent.kv, 5 * LayerCommBytes(c.model, *layout, 1, c.plan.tile, DType::kF32, 4).kv);
+}
+
+// ---- Ends before the end. Waits could last a minute here; a test that ends within seconds was ended.
+
+void ExpectPrompt(absl::Time start) { EXPECT_LT(MonotonicNow() - start, absl::Seconds(20)); }
+
+TEST(AttentionExecutor, AFailedRankEndsAllRanks) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (Tile tile : {Tile{2, 2}, Tile{1, 6}, Tile{6, 1}, Tile{4, 4}}) {
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 200, 4);
+    const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    const absl::Time start = MonotonicNow();
+    const int failing_rank = Draw(random, 0, tile.ranks() - 1);
+    // In the first of three layers: every output needs every rank's KV chunk, so that no rank can finish the
+    // second.
+    const int failing_block = Draw(random, 0, tile.ranks() - 1);
+    const auto ends = RunMesh(c, absl::Minutes(1), 3, [&](int rank, WatchedBackend& backend) {
+      if (rank != failing_rank) return;
+      backend.before_block = [=](int block) {
+        return block == failing_block ? absl::DataLossError("this rank's memory broke") : absl::OkStatus();
+      };
+    });
+    ExpectPrompt(start);
+    for (const RankEnd& end : ends) {
+      EXPECT_EQ(end.status.code(), absl::StatusCode::kDataLoss) << end.status;
+      EXPECT_NE(end.status.message().find("this rank's memory broke"), std::string::npos) << end.status;
+    }
+  }
+}
+
+TEST(AttentionExecutor, AStopEndsAllRanks) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (Tile tile : {Tile{2, 2}, Tile{3, 4}}) {
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 200, 4);
+    const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
+    StopToken stop;
+    const absl::Time start = MonotonicNow();
+    const auto ends = RunMesh(c, absl::Minutes(1), 3, [&](int rank, WatchedBackend& backend) {
+      backend.set_stop_token(&stop);
+      if (rank != 1) return;
+      backend.before_block = [&stop](int block) {
+        if (block == 2) stop.Stop();
+        return absl::OkStatus();
+      };
+    });
+    ExpectPrompt(start);
+    for (const RankEnd& end : ends) {
+      EXPECT_EQ(end.status.code(), absl::StatusCode::kCancelled) << "seed " << seed << ": " << end.status;
+    }
+  }
+}
+
+TEST(AttentionExecutor, AWaitForASilentRankHasADeadline) {
+  std::mt19937_64 random(1);
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 2, 20, 4);
+  const Case c = MakeCase(random, *layout, {.a = 1, .b = 2}, DType::kF32, 0);
+  auto communicators = MakeInProcessCommunicators(2);  // rank 1 never runs
+  WatchedBackend backend(DType::kF32);
+  RankStats stats;
+  AttentionExecutor executor(c.plan, c.model, 0, backend, *communicators[0], absl::Milliseconds(40), stats);
+  const absl::Status status = executor.Run(ChunksOf(c, 0, backend), 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_NE(status.message().find("rank 0: recv_kv from rank 1"), std::string::npos) << status;
+  EXPECT_GE(stats.wait_seconds[static_cast<int>(CommOp::kRecvKv)], 0.04);
+  EXPECT_EQ(stats.wait_seconds[static_cast<int>(CommOp::kRecvQ)], 0);
+}
+
+// ---- Lifetimes, on one rank alone whose peers answer at once and drop what they get.
+
+class EchoCommunicator : public Communicator {
+ public:
+  EchoCommunicator(int size, CountedMemory partials) : size_(size), partials_(std::move(partials)) {}
+  std::vector<std::weak_ptr<Buffer>> received_q;  // what peers sent, in order
+  std::vector<std::weak_ptr<Buffer>> received_kv;
+
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int, BufferRef message, int,
+                                                              size_t receive_bytes) override {
+    message.reset();  // the peer has it now, and gives one of its own
+    BufferRef answer = (op == CommOp::kSendO ? partials_ : chunks_).Allocate(receive_bytes);
+    if (op == CommOp::kRecvQ) received_q.push_back(answer);
+    if (op == CommOp::kRecvKv) received_kv.push_back(answer);
+    return std::make_unique<Answer>(std::move(answer));
+  }
+  void Abort(absl::Status) override {}
+
+ private:
+  struct Answer : PendingReceive {
+    explicit Answer(BufferRef message) : message(std::move(message)) {}
+    absl::StatusOr<BufferRef> Wait(absl::Time) override { return std::move(message); }
+    BufferRef message;
+  };
+  const int size_;
+  CountedMemory partials_;  // where the partial outputs of peers lie
+  CountedMemory chunks_;
+};
+
+// When each block begins, exactly the chunks are alive that have arrived and that a later block or send still
+// needs.
+TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 40; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 5), .b = Draw(random, 1, 5)};
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 2 * tile.ranks(), 1);
+    const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    EchoCommunicator communicator(tile.ranks(), CountedMemory());
+    WatchedBackend backend(DType::kF32);
+    LayerChunks chunks = ChunksOf(c, 0, backend);
+    communicator.received_q.push_back(chunks.q);  // #0 is the rank's own
+    communicator.received_kv.push_back(chunks.kv);
+
+    struct Use {
+      BlockIndex block;
+      int q_sends;  // begun when the block begins
+      int kv_sends;
+    };
+    std::vector<Use> uses;
+    int q_sends = 0;
+    int kv_sends = 0;
+    for (const Step& step : c.plan.schedule.steps) {
+      q_sends += step.comm == CommKind::kRecvQ;
+      kv_sends += step.comm == CommKind::kRecvKv;
+      for (BlockIndex block : step.blocks) uses.push_back({block, q_sends, kv_sends});
+    }
+    backend.before_block = [&](int now) {
+      const auto needed = [&](auto&& uses_chunk) {
+        return std::any_of(uses.begin() + now, uses.end(), uses_chunk);
+      };
+      for (int u = 0; u < static_cast<int>(communicator.received_q.size()); ++u) {
+        const bool to_send = u < tile.a - 1 && u >= uses[now].q_sends;
+        EXPECT_EQ(!communicator.received_q[u].expired(),
+                  to_send || needed([u](const Use& use) { return use.block.u == u; }))
+            << "Q#" << u << " at block " << now;
+      }
+      for (int v = 0; v < static_cast<int>(communicator.received_kv.size()); ++v) {
+        const bool to_send = v < tile.b - 1 && v >= uses[now].kv_sends;
+        EXPECT_EQ(!communicator.received_kv[v].expired(),
+                  to_send || needed([v](const Use& use) { return use.block.v == v; }))
+            << "KV#" << v << " at block " << now;
+      }
+      return absl::OkStatus();
+    };
+    RankStats stats;
+    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
+    EXPECT_EQ(backend.blocks, tile.ranks());
+  }
+}
+
+// The planner's peak counts as many partial outputs as the executor holds. Chunks are equal here, so that one
+// rank holds its share; a ring holds one O and nothing else beyond what all plans hold.
+TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 100; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 6), .b = Draw(random, 1, 4)};
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 2 * tile.ranks(), 1);
+    const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const Case c = MakeCase(random, *layout, tile, wire, 0);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    WatchedBackend chunk_backend(DType::kF32);
+    WatchedBackend backend(DType::kF32);
+    EchoCommunicator communicator(tile.ranks(), backend.memory);
+    RankStats stats;
+    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    {
+      const auto o = executor.Run(ChunksOf(c, 0, chunk_backend), 0);
+      ASSERT_TRUE(o.ok()) << o.status();
+      EXPECT_EQ(backend.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
+    }
+    const auto predicted = [&](const Schedule& schedule) {
+      return Predict(c.model, PoolSpeed(), {.layout = *layout, .tile = schedule.tile, .partial_dtype = wire},
+                     schedule)
+          .peak_bytes;
+    };
+    const int64_t ring_peak = predicted(GreedySchedule({.a = 1, .b = tile.ranks()}, {}));
+    const int64_t one_o = c.model.partial_bytes(layout->tokens(), DType::kF32);
+    EXPECT_EQ(backend.memory.peak_bytes() * tile.ranks(), predicted(c.plan.schedule) - ring_peak + one_o);
+  }
+}
+
+// A peer elsewhere: what leaves stays in memory to the end of its step, what arrives has a buffer from the
+// step's start.
+class CopyingCommunicator : public Communicator {
+ public:
+  CopyingCommunicator(int size, CountedMemory memory) : size_(size), memory_(std::move(memory)) {}
+
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp, int, BufferRef message, int,
+                                                              size_t receive_bytes) override {
+    return std::make_unique<Transfer>(std::move(message), memory_.Allocate(receive_bytes));
+  }
+  void Abort(absl::Status) override {}
+
+ private:
+  struct Transfer : PendingReceive {
+    Transfer(BufferRef leaves, BufferRef arrives) : leaves(std::move(leaves)), arrives(std::move(arrives)) {}
+    absl::StatusOr<BufferRef> Wait(absl::Time) override {
+      leaves.reset();
+      return std::move(arrives);
+    }
+    BufferRef leaves;
+    BufferRef arrives;
+  };
+  const int size_;
+  CountedMemory memory_;
+};
+
+// Of what the model has no width for, RoPE tables and slices are left.
+int64_t BytesBesideAttention(const ModelShape& model, int64_t tokens) {
+  return tokens * (model.head_dim + 2 * model.q_elements(1) + model.kv_elements(1)) * 4;
+}
+
+// Between processes the planner counts chunks too, and what is on its way. Of equal chunks, one rank holds
+// its share.
+TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 300; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 6), .b = Draw(random, 1, 6)};
+    const int heads = Draw(random, 1, 3);
+    const int ranks = heads * tile.ranks();
+    const auto layout = TokenLayout::Make(LayoutKind::kStriped, ranks, 2 * ranks, 1);
+    const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
+    const Case c = MakeCase(random, *layout, tile, wire, 0, heads);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
+    WatchedBackend backend(DType::kF32);
+    CopyingCommunicator communicator(ranks, backend.memory);
+    RankStats stats;
+    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    ASSERT_TRUE(executor.Run(ChunksOf(c, 0, backend), 0).ok());
+    const int64_t predicted =
+        Predict(c.model, PoolSpeed(),
+                {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_memory = false},
+                c.plan.schedule)
+            .peak_bytes -
+        BytesBesideAttention(c.model, layout->tokens());
+    if (heads == 1) {
+      EXPECT_EQ(backend.memory.peak_bytes() * ranks, predicted);
+      continue;
+    }
+    EXPECT_LE(backend.memory.peak_bytes() * ranks, predicted);
+    WatchedBackend around(DType::kF32);
+    CopyingCommunicator exchanging(ranks, around.memory);
+    HeadExchange exchange(c.plan, c.model, 0, around, exchanging, absl::Seconds(1), stats);
+    const auto own = [&](int64_t bytes) { return around.memory.Allocate(static_cast<size_t>(bytes)); };
+    ASSERT_TRUE(exchange.ToHeads({.q = own(c.model.q_bytes(2)), .kv = own(c.model.kv_bytes(2))}).ok());
+    ASSERT_TRUE(exchange.ToTokens(own(c.slice().partial_bytes(2 * heads, DType::kF32))).ok());
+    EXPECT_LE(around.memory.peak_bytes() * ranks, predicted);
+  }
+}
+
+// A partial that arrives for a row not yet begun is that row's state: no allocation for the row, no merge.
+TEST(AttentionExecutor, AdoptsPartialsOfRowsNotYetBegun) {
+  std::mt19937_64 random(1);
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 6, 1);
+  Case c = MakeCase(random, *layout, {.a = 3, .b = 1}, DType::kF32, 0);
+  c.plan.schedule = {.tile = {.a = 3, .b = 1},
+                     .steps = {{.comm = CommKind::kRecvQ, .blocks = {}},
+                               {.comm = CommKind::kRecvQ, .blocks = {{1, 0}}},
+                               {.comm = CommKind::kSendO, .blocks = {}},  // O#2 arrives, not begun
+                               {.comm = CommKind::kNone, .blocks = {{2, 0}}},
+                               {.comm = CommKind::kSendO, .blocks = {}},  // O#0 arrives, not begun
+                               {.comm = CommKind::kNone, .blocks = {{0, 0}}}}};
+  ASSERT_TRUE(CheckSchedule(c.plan.schedule).ok());
+  EchoCommunicator communicator(3, CountedMemory());
+  WatchedBackend backend(DType::kF32);
+  LayerChunks chunks = ChunksOf(c, 0, backend);
+  backend.allocations = 0;
+  RankStats stats;
+  AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+  ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
+  EXPECT_EQ(backend.merges, 0);
+  EXPECT_EQ(backend.allocations, 1) << "of row 1 alone";
+  EXPECT_LT(LargestError(c, RunMesh(c)), 1e-5);
+
+  c.plan.partial_dtype = DType::kBf16;  // cannot be adopted, must still be counted
+  EXPECT_LT(LargestError(c, RunMesh(c)), 0.1);
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,330 @@
+#include "engine/run/head_exchange.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/comm/in_process.h"
+#include "engine/comm/monotonic_time.h"
+#include "engine/plan/comm_bytes.h"
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+struct Case {
+  Plan plan;
+  ModelShape model;
+
+  int h() const { return plan.heads; }
+  std::string DebugString() const {
+    return plan.DebugString() + ", " + std::to_string(model.q_heads) + "/" + std::to_string(model.kv_heads) +
+           " heads, " + DTypeName(model.dtype);
+  }
+};
+
+// One ring in each mesh: the exchange knows no tile.
+Case MakeCase(const TokenLayout& layout, int heads, int q_heads, int kv_heads, DType dtype) {
+  return {.plan = {.layout = layout,
+                   .heads = heads,
+                   .tile = {.a = 1, .b = layout.ranks() / heads},
+                   .schedule = {},
+                   .predicted = {}},
+          .model = {.layers = 1, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = 4, .dtype = dtype}};
+}
+
+Case DrawCase(std::mt19937_64& random) {
+  const int heads = Draw(random, 2, 6);
+  const int n = heads * Draw(random, 1, 3);
+  const int64_t most_tokens = Draw(random, 0, 2) == 0 ? n : 200;  // fewer tokens than ranks, too
+  const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
+                                        Draw<int64_t>(random, 1, most_tokens), Draw<int64_t>(random, 1, 20));
+  int kv_heads = heads * Draw(random, 1, 2);                               // a multiple of h
+  if (Draw(random, 0, 1)) kv_heads = std::gcd(heads, Draw(random, 1, 6));  // or a divisor
+  return MakeCase(*layout, heads, std::lcm(kv_heads, heads) * Draw(random, 1, 2), kv_heads,
+                  Draw(random, 0, 1) ? DType::kBf16 : DType::kF32);
+}
+
+// Values of its own for each row, exact in bf16: the bits of the row's number, six in each.
+float Value(int tensor, int head, int64_t token, int x) {
+  const int64_t row = (head * 256 + token) * 4 + tensor;
+  return static_cast<float>((row >> (6 * x)) & 63);
+}
+
+enum Tensor { kQ, kK, kV, kO };
+
+float Load(const void* data, DType dtype, int64_t index) {
+  return dtype == DType::kF32 ? static_cast<const float*>(data)[index]
+                              : static_cast<const BFloat16*>(data)[index].ToFloat();
+}
+
+void Store(void* data, DType dtype, int64_t index, float value) {
+  if (dtype == DType::kF32) {
+    static_cast<float*>(data)[index] = value;
+  } else {
+    static_cast<BFloat16*>(data)[index] = BFloat16::FromFloat(value);
+  }
+}
+
+// Rows of `heads`, then of `tokens`, as [heads, tokens, head_dim].
+void Fill(Tensor tensor, const std::vector<int>& heads, const std::vector<int64_t>& tokens, DType dtype,
+          void* data) {
+  int64_t index = 0;
+  for (int head : heads) {
+    for (int64_t token : tokens) {
+      for (int x = 0; x < 4; ++x) Store(data, dtype, index++, Value(tensor, head, token, x));
+    }
+  }
+}
+
+void ExpectFilled(Tensor tensor, const std::vector<int>& heads, const std::vector<int64_t>& tokens,
+                  DType dtype, const void* data) {
+  int64_t index = 0;
+  for (int head : heads) {
+    for (int64_t token : tokens) {
+      for (int x = 0; x < 4; ++x, ++index) {
+        ASSERT_EQ(Load(data, dtype, index), Value(tensor, head, token, x))
+            << "tensor " << tensor << ", head " << head << ", token " << token;
+      }
+    }
+  }
+}
+
+std::vector<int> Heads(int count) {
+  std::vector<int> heads(count);
+  std::iota(heads.begin(), heads.end(), 0);
+  return heads;
+}
+
+// From attention's definition: query head q attends KV head q / (q_heads / kv_heads).
+std::vector<int> QueryHeads(const Case& c, int member) {
+  std::vector<int> heads(c.model.q_heads / c.h());
+  std::iota(heads.begin(), heads.end(), member * static_cast<int>(heads.size()));
+  return heads;
+}
+
+std::vector<int> KvHeads(const Case& c, int member) {
+  std::vector<int> heads;
+  for (int head : QueryHeads(c, member)) heads.push_back(head / (c.model.q_heads / c.model.kv_heads));
+  heads.erase(std::unique(heads.begin(), heads.end()), heads.end());
+  return heads;
+}
+
+std::vector<int64_t> Tokens(const Case& c, int rank) {
+  std::vector<int64_t> tokens;
+  for (int64_t slot = 0; slot < c.plan.layout.ChunkTokens(rank); ++slot)
+    tokens.push_back(c.plan.layout.TokenAt(rank, slot));
+  return tokens;
+}
+
+std::vector<int64_t> GroupTokens(const Case& c, int rank) {
+  std::vector<int64_t> tokens;
+  for (int member = 0; member < c.h(); ++member) {
+    const std::vector<int64_t> own = Tokens(c, rank / c.h() * c.h() + member);
+    tokens.insert(tokens.end(), own.begin(), own.end());
+  }
+  std::sort(tokens.begin(), tokens.end());
+  return tokens;
+}
+
+LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
+  const std::vector<int64_t> tokens = Tokens(c, rank);
+  const auto count = std::ssize(tokens);
+  LayerChunks chunks = {.q = backend.Allocate(c.model.q_bytes(count)).value(),
+                        .kv = backend.Allocate(c.model.kv_bytes(count)).value()};
+  auto* const k = chunks.kv->data<std::byte>();
+  Fill(kQ, Heads(c.model.q_heads), tokens, c.model.dtype, chunks.q->data());
+  Fill(kK, Heads(c.model.kv_heads), tokens, c.model.dtype, k);
+  Fill(kV, Heads(c.model.kv_heads), tokens, c.model.dtype, k + chunks.kv->size_bytes() / 2);
+  return chunks;
+}
+
+// Every rank on its thread, as its caller would; whoever fails aborts the others.
+std::vector<absl::Status> RunRanks(
+    const Case& c, const std::function<absl::Status(int rank, Backend&, HeadExchange&, RankStats&)>& run) {
+  const int n = c.plan.ranks();
+  auto communicators = MakeInProcessCommunicators(n);
+  std::vector<absl::Status> ends(n);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto backend = MakeReferenceBackend(c.model.dtype);
+      RankStats stats;
+      HeadExchange exchange(c.plan, c.model, rank, *backend, *communicators[rank], absl::Seconds(60), stats);
+      ends[rank] = run(rank, *backend, exchange, stats);
+      if (!ends[rank].ok()) communicators[rank]->Abort(ends[rank]);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return ends;
+}
+
+TEST(HeadExchange, TradesTokensForHeadsAndBack) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 100; ++i) {
+    const Case c = DrawCase(random);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString());
+    const DType dtype = c.model.dtype;
+    const auto ends = RunRanks(c, [&](int rank, Backend& backend, HeadExchange& exchange, RankStats& stats) {
+      const int member = rank % c.h();
+      const std::vector<int64_t> group_tokens = GroupTokens(c, rank);
+      absl::StatusOr<LayerChunks> chunks = exchange.ToHeads(ChunksOf(c, rank, backend));
+      if (!chunks.ok()) return chunks.status();
+      const std::vector<int> kv_heads = KvHeads(c, member);
+      const auto* const kv = chunks->kv->data<std::byte>();
+      EXPECT_EQ(chunks->kv->size_bytes(), 2 * kv_heads.size() * group_tokens.size() * 4 * DTypeBytes(dtype));
+      ExpectFilled(kQ, QueryHeads(c, member), group_tokens, dtype, chunks->q->data());
+      ExpectFilled(kK, kv_heads, group_tokens, dtype, kv);
+      ExpectFilled(kV, kv_heads, group_tokens, dtype, kv + chunks->kv->size_bytes() / 2);
+
+      const ModelShape slice = c.model.HeadSlice(c.h());
+      absl::StatusOr<BufferRef> o =
+          backend.Allocate(slice.partial_bytes(std::ssize(group_tokens), DType::kF32));
+      if (!o.ok()) return o.status();
+      Fill(kO, QueryHeads(c, member), group_tokens, DType::kF32, (*o)->data());
+      absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
+      if (!output.ok()) return output.status();
+      EXPECT_EQ(output->dtype, dtype);
+      EXPECT_EQ(std::ssize(output->parts), c.h());
+      for (int part = 0; part < c.h(); ++part) {
+        const std::vector<int> heads = QueryHeads(c, part);
+        const std::vector<int64_t> tokens = Tokens(c, rank);
+        EXPECT_EQ(output->parts[part]->size_bytes(), heads.size() * tokens.size() * 4 * DTypeBytes(dtype));
+        ExpectFilled(kO, heads, tokens, dtype, output->parts[part]->data());
+      }
+
+      CommBytes expected =
+          LayerCommBytes(c.model, c.plan.layout, c.h(), c.plan.tile, c.plan.partial_dtype, rank);
+      EXPECT_EQ(stats.sent, (CommBytes{.all_to_all = expected.all_to_all}));
+      EXPECT_LE(stats.merge_seconds + stats.comm_wait_seconds(), stats.attention_seconds);
+      EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[static_cast<int>(CommOp::kAllToAll)]);
+      return absl::OkStatus();
+    });
+    for (const absl::Status& end : ends) ASSERT_TRUE(end.ok()) << end;
+    if (HasFailure()) return;
+  }
+}
+
+TEST(HeadExchange, RoundsOutputsOnceToTheComputeDtype) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 2, 2, 1);
+  const Case c = MakeCase(*layout, 2, 2, 2, DType::kBf16);
+  const auto ends = RunRanks(c, [&](int, Backend& backend, HeadExchange& exchange, RankStats&) {
+    absl::StatusOr<BufferRef> o = backend.Allocate(c.model.HeadSlice(2).partial_bytes(2, DType::kF32));
+    if (!o.ok()) return o.status();
+    std::fill_n((*o)->data<float>(), 2 * 4 + 2, 1 + 0x1p-8f + 0x1p-20f);  // just above the middle of two bf16
+    absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
+    if (!output.ok()) return output.status();
+    for (const BufferRef& part : output->parts) {
+      for (int x = 0; x < 4; ++x) EXPECT_EQ(part->data<BFloat16>()[x].ToFloat(), 1 + 0x1p-7f);
+    }
+    return absl::OkStatus();
+  });
+  for (const absl::Status& end : ends) EXPECT_TRUE(end.ok()) << end;
+}
+
+TEST(HeadExchange, WithoutHeadGroupsPassesBuffersOn) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
+  const Case c = MakeCase(*layout, 1, 4, 2, DType::kBf16);
+  auto communicators = MakeInProcessCommunicators(3);
+  const auto backend = MakeReferenceBackend(DType::kBf16);
+  RankStats stats;
+  HeadExchange exchange(c.plan, c.model, 1, *backend, *communicators[1], absl::Seconds(1), stats);
+  const LayerChunks own = ChunksOf(c, 1, *backend);
+  const auto chunks = exchange.ToHeads(own);
+  ASSERT_TRUE(chunks.ok()) << chunks.status();
+  EXPECT_EQ(chunks->q, own.q);
+  EXPECT_EQ(chunks->kv, own.kv);
+  const auto output = exchange.ToTokens(own.q);
+  ASSERT_TRUE(output.ok()) << output.status();
+  EXPECT_EQ(output->parts, std::vector<BufferRef>{own.q});
+  EXPECT_EQ(output->dtype, DType::kF32);
+  EXPECT_EQ(stats.sent, CommBytes{});
+}
+
+// Peers of this rank that answer at once, drop what they get, and look at each message.
+class EchoCommunicator : public Communicator {
+ public:
+  EchoCommunicator(int size, Backend& backend) : size_(size), backend_(backend) {}
+  std::function<void(int message)> on_send;
+  int messages = 0;
+
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp, int, BufferRef message, int,
+                                                              size_t receive_bytes) override {
+    message.reset();
+    if (on_send != nullptr) on_send(messages);
+    ++messages;
+    absl::StatusOr<BufferRef> answer = backend_.Allocate(receive_bytes);
+    if (!answer.ok()) return answer.status();
+    return std::make_unique<Answer>(*std::move(answer));
+  }
+  void Abort(absl::Status) override {}
+
+ private:
+  struct Answer : PendingReceive {
+    explicit Answer(BufferRef message) : message(std::move(message)) {}
+    absl::StatusOr<BufferRef> Wait(absl::Time) override { return std::move(message); }
+    BufferRef message;
+  };
+  const int size_;
+  Backend& backend_;
+};
+
+// The planner's peak counts on it: Q of all heads has gone when KV moves.
+TEST(HeadExchange, ReleasesChunksOnceTheyHaveMoved) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
+  const Case c = MakeCase(*layout, 3, 6, 3, DType::kF32);
+  const auto backend = MakeReferenceBackend(DType::kF32);
+  EchoCommunicator communicator(3, *backend);
+  RankStats stats;
+  HeadExchange exchange(c.plan, c.model, 0, *backend, communicator, absl::Seconds(1), stats);
+  LayerChunks own = ChunksOf(c, 0, *backend);
+  const std::weak_ptr<Buffer> q = own.q, kv = own.kv;
+  communicator.on_send = [&](int message) {  // two of Q, two of K, two of V
+    EXPECT_EQ(q.expired(), message >= 2) << message;
+    EXPECT_FALSE(kv.expired()) << message;
+  };
+  ASSERT_TRUE(exchange.ToHeads(std::move(own)).ok());
+  EXPECT_EQ(communicator.messages, 6);
+  EXPECT_TRUE(kv.expired());
+}
+
+TEST(HeadExchange, AWaitForASilentMemberHasADeadline) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 40, 2);
+  const Case c = MakeCase(*layout, 2, 2, 2, DType::kF32);
+  auto communicators = MakeInProcessCommunicators(4);  // rank 3 never runs
+  const auto backend = MakeReferenceBackend(DType::kF32);
+  RankStats stats;
+  HeadExchange exchange(c.plan, c.model, 2, *backend, *communicators[2], absl::Milliseconds(40), stats);
+  const absl::Status status = exchange.ToHeads(ChunksOf(c, 2, *backend)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_NE(status.message().find("rank 2: all_to_all from rank 3"), std::string::npos) << status;
+  EXPECT_GE(stats.wait_seconds[static_cast<int>(CommOp::kAllToAll)], 0.04);
+}
+
+TEST(HeadExchange, AFailedMemberEndsItsGroup) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
+  const Case c = MakeCase(*layout, 3, 3, 3, DType::kF32);
+  const absl::Time start = MonotonicNow();
+  const auto ends = RunRanks(c, [&](int rank, Backend& backend, HeadExchange& exchange, RankStats&) {
+    if (rank == 1) return absl::DataLossError("this rank's memory broke");
+    return exchange.ToHeads(ChunksOf(c, rank, backend)).status();
+  });
+  EXPECT_LT(MonotonicNow() - start, absl::Seconds(20));
+  for (const absl::Status& end : ends) {
+    EXPECT_EQ(end.code(), absl::StatusCode::kDataLoss) << end;
+    EXPECT_NE(end.message().find("this rank's memory broke"), std::string::npos) << end;
+  }
+}
+
+}  // namespace
+}  // namespace meshfill

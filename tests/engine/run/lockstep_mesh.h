@@ -1,0 +1,152 @@
+// Runs a schedule on all ranks of a mesh in lockstep, with names instead of data: each chunk carries its
+// global index, each partial output the KV chunks that it has seen. Written from the paper's operations
+// (Mesh-Attention §3.4), apart from the schedule checker and the executor.
+#ifndef MESHFILL_TESTS_ENGINE_RUN_LOCKSTEP_MESH_H_
+#define MESHFILL_TESTS_ENGINE_RUN_LOCKSTEP_MESH_H_
+
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "engine/mesh/mesh.h"
+#include "engine/schedule/schedule.h"
+
+namespace meshfill {
+
+class LockstepMesh {
+ public:
+  explicit LockstepMesh(Tile tile) : mesh_(tile) {
+    for (int rank = 0; rank < mesh_.ranks(); ++rank)
+      ranks_[rank] = {.q = {{0, rank}}, .kv = {{0, rank}}, .o = {}};
+  }
+
+  // What goes wrong first; empty: every block was computed once by its owner, and every output is whole at
+  // home.
+  std::string Run(const Schedule& schedule) {
+    for (const Step& step : schedule.steps) {
+      const std::map<int, Message> sent = Send(step.comm);
+      for (const BlockIndex& block : step.blocks) Compute(block);
+      Receive(step.comm, sent);
+      if (!error_.empty()) return error_;
+    }
+    CheckOutputs();
+    return error_;
+  }
+
+ private:
+  struct Partial {
+    int q_chunk = 0;
+    std::set<int> kv_chunks;
+  };
+  struct Rank {
+    std::map<int, int> q;      // Q#u → global index of the chunk that lies there
+    std::map<int, int> kv;     // KV#v → likewise
+    std::map<int, Partial> o;  // O#u
+  };
+  struct Message {
+    int chunk = 0;
+    Partial partial;
+  };
+
+  void Fail(std::string what) {
+    if (error_.empty()) error_ = std::move(what);
+  }
+
+  std::map<int, Message> Send(CommKind comm) {
+    std::map<int, Message> sent;  // by receiver
+    for (auto& [rank, state] : ranks_) {
+      switch (comm) {
+        case CommKind::kNone:
+          break;
+        case CommKind::kRecvQ:
+          if (!state.q.contains(recv_q_)) Fail("sends a Q chunk that it has not");
+          sent[mesh_.QSendTo(rank)].chunk = state.q[recv_q_];
+          break;
+        case CommKind::kRecvKv:
+          if (!state.kv.contains(recv_kv_)) Fail("sends a KV chunk that it has not");
+          sent[mesh_.KvSendTo(rank)].chunk = state.kv[recv_kv_];
+          break;
+        case CommKind::kSendO: {
+          const int row = send_o_ + 1;
+          // Its own b columns, and b of each rank that the partial has passed.
+          if (state.o[row].kv_chunks.size() != static_cast<size_t>(mesh_.tile().b) * (send_o_ + 1)) {
+            Fail("sends an O chunk that is not whole");
+          }
+          sent[mesh_.QSendTo(rank)].partial = state.o[row];
+          state.o.erase(row);
+          break;
+        }
+      }
+    }
+    return sent;
+  }
+
+  void Compute(BlockIndex block) {
+    for (auto& [rank, state] : ranks_) {
+      if (!state.q.contains(block.u) || !state.kv.contains(block.v))
+        return Fail("computes with a chunk that it has not");
+      const int q = state.q[block.u];
+      const int kv = state.kv[block.v];
+      if (mesh_.Owner(q, kv) != rank) Fail("computes a block of another rank");
+      if (!computed_.emplace(q, kv).second) Fail("computes a block twice");
+      Partial& partial = state.o.emplace(block.u, Partial{.q_chunk = q, .kv_chunks = {}}).first->second;
+      if (!partial.kv_chunks.insert(kv).second) Fail("counts a block twice in an output");
+    }
+  }
+
+  void Receive(CommKind comm, const std::map<int, Message>& sent) {
+    for (const auto& [rank, message] : sent) {
+      Rank& state = ranks_[rank];
+      if (comm == CommKind::kRecvQ) state.q[recv_q_ + 1] = message.chunk;
+      if (comm == CommKind::kRecvKv) state.kv[recv_kv_ + 1] = message.chunk;
+      if (comm == CommKind::kSendO) Reduce(rank, (send_o_ + 2) % mesh_.tile().a, message.partial);
+    }
+    if (comm == CommKind::kRecvQ && ++recv_q_ >= mesh_.tile().a)
+      Fail("receives more Q chunks than the tile has");
+    if (comm == CommKind::kRecvKv && ++recv_kv_ >= mesh_.tile().b)
+      Fail("receives more KV chunks than the tile has");
+    if (comm == CommKind::kSendO && ++send_o_ >= mesh_.tile().a)
+      Fail("sends more O chunks than the tile has");
+    for (const auto& [rank, state] : ranks_) {
+      for (const auto& [u, chunk] : state.q) {
+        if (chunk != mesh_.QChunk(rank, u)) Fail("a Q chunk lies at the wrong local index");
+      }
+      for (const auto& [v, chunk] : state.kv) {
+        if (chunk != mesh_.KvChunk(rank, v)) Fail("a KV chunk lies at the wrong local index");
+      }
+    }
+  }
+
+  void Reduce(int rank, int row, const Partial& partial) {
+    if (partial.q_chunk != mesh_.QChunk(rank, row)) Fail("a partial output arrives at the wrong row");
+    Partial& into =
+        ranks_[rank].o.emplace(row, Partial{.q_chunk = partial.q_chunk, .kv_chunks = {}}).first->second;
+    for (int kv : partial.kv_chunks) {
+      if (!into.kv_chunks.insert(kv).second) Fail("reduces a block twice");
+    }
+  }
+
+  void CheckOutputs() {
+    const size_t n = mesh_.ranks();
+    if (computed_.size() != n * n) Fail("leaves blocks out");
+    for (auto& [rank, state] : ranks_) {
+      if (state.o.size() != 1 || state.o[0].q_chunk != rank || state.o[0].kv_chunks.size() != n) {
+        Fail("ends with an output that is not whole");
+      }
+    }
+    if (recv_q_ != mesh_.tile().a - 1 || recv_kv_ != mesh_.tile().b - 1) Fail("leaves a chunk out");
+  }
+
+  const Mesh mesh_;
+  std::map<int, Rank> ranks_;
+  std::set<std::pair<int, int>> computed_;  // (Q chunk, KV chunk), of all ranks
+  int recv_q_ = 0;
+  int recv_kv_ = 0;
+  int send_o_ = 0;
+  std::string error_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_ENGINE_RUN_LOCKSTEP_MESH_H_

@@ -1,0 +1,63 @@
+#include "engine/run/rank_runner.h"
+
+#include <string>
+#include <vector>
+
+#include "engine/comm/in_process.h"
+#include "engine/model/make_model.h"
+#include "engine/plan/planner.h"
+#include "gtest/gtest.h"
+#include "tests/engine/run/watched_backend.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+// The slices are the plan's, whatever backend gave it its figure, and the memory is what the plan states for
+// them.
+TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
+  const TempFolder folder;
+  const std::string path = folder / "model";
+  ASSERT_TRUE(MakeModel({.layers = 2,
+                         .hidden = 32,
+                         .intermediate = 96,
+                         .q_heads = 2,
+                         .kv_heads = 1,
+                         .head_dim = 16,
+                         .vocab = 40,
+                         .dtype = DType::kF32},
+                        path)
+                  .ok());
+  const auto model = Model::Load(
+      path, DType::kF32, [](const ModelShape&) { return std::make_unique<WatchedBackend>(DType::kF32); });
+  ASSERT_TRUE(model.ok()) << model.status();
+  const std::vector<uint32_t> prompt(300, 7);
+  std::vector<float> logits;
+  for (const int64_t slice_tokens : {1024, 100, 7, 1}) {
+    const PoolSpeed speed = {.slice_tokens = slice_tokens};
+    const auto choice = MakePlan((*model)->shape(), speed, {.tokens = 300});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->plan.slice_tokens, slice_tokens);
+    WatchedBackend backend(DType::kF32);
+    Backend* const only = &backend;
+    const auto communicators = MakeInProcessCommunicators({&only, 1});
+    const auto output = RunRank({.plan = choice->plan,
+                                 .model = **model,
+                                 .rank = 0,
+                                 .tokens = prompt,
+                                 .backend = backend,
+                                 .communicator = *communicators.front(),
+                                 .wait_timeout = absl::Seconds(10),
+                                 .on_layer_done = [](int) {},
+                                 .kv = nullptr});
+    ASSERT_TRUE(output.ok()) << output.status();
+    EXPECT_EQ(backend.most_product_tokens, std::min<int64_t>(slice_tokens, 300));
+    const int64_t rope_tables = 300 * 16 * 4;  // in the rank's own memory, where a backend reads the host's
+    EXPECT_EQ(backend.memory.peak_bytes() + rope_tables, choice->plan.predicted.peak_bytes);
+    if (logits.empty()) logits = output->logits;
+    EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
+  }
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,104 @@
+// The reference, and what a rank does with it: counts operations and memory.
+#ifndef MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_
+#define MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "kernels/reference/reference_backend.h"
+
+namespace meshfill {
+
+// Memory that knows how much of it is alive. Its buffers may outlive it, on any thread.
+class CountedMemory {
+ public:
+  BufferRef Allocate(size_t size_bytes) {
+    counts_->peak = std::max<int64_t>(counts_->peak, counts_->live += static_cast<int64_t>(size_bytes));
+    void* data = std::malloc(size_bytes + 1);
+    std::memset(data, 0xff, size_bytes);  // NaN, for whoever reads before it writes
+    return std::make_shared<Buffer>(data, size_bytes, [counts = counts_](void* data, size_t size_bytes) {
+      counts->live -= static_cast<int64_t>(size_bytes);
+      std::free(data);
+    });
+  }
+  int64_t peak_bytes() const { return counts_->peak; }
+  int64_t live_bytes() const { return counts_->live; }
+
+ private:
+  struct Counts {
+    std::atomic<int64_t> live = 0;
+    std::atomic<int64_t> peak = 0;
+  };
+  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
+};
+
+// Forwards to the reference; counts, and lets a test look in before each block.
+class WatchedBackend : public Backend {
+ public:
+  explicit WatchedBackend(DType dtype) : reference_(MakeReferenceBackend(dtype)) {}
+
+  std::function<absl::Status(int block)> before_block;  // may be null; an error is the block's
+  int blocks = 0;
+  int merges = 0;
+  int allocations = 0;
+  int64_t most_product_tokens = 0;
+  CountedMemory memory;
+
+  std::string name() const override { return "watched"; }
+  DType dtype() const override { return reference_->dtype(); }
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
+    ++allocations;
+    return memory.Allocate(size_bytes);
+  }
+  void set_stop_token(const StopToken* stop) override { reference_->set_stop_token(stop); }
+  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
+    if (before_block != nullptr) {
+      if (absl::Status status = before_block(blocks); !status.ok()) return status;
+    }
+    ++blocks;
+    return reference_->AttentionBlock(args);
+  }
+  absl::Status MergePartial(const MergePartialArgs& args) override {
+    ++merges;
+    return reference_->MergePartial(args);
+  }
+  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
+    return reference_->Convert(from, count, to_dtype, to);
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    return reference_->PackWeight(rows, in_features);
+  }
+  absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
+                     float* x) override {
+    return reference_->Embed(ids, table, table_dtype, width, x);
+  }
+  absl::Status RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
+                       void* y) override {
+    return reference_->RmsNorm(x, weight, tokens, width, eps, y);
+  }
+  absl::Status Gemm(const GemmArgs& args) override {
+    most_product_tokens = std::max(most_product_tokens, args.tokens);
+    return reference_->Gemm(args);
+  }
+  absl::Status SplitQkv(const SplitQkvArgs& args) override { return reference_->SplitQkv(args); }
+  absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
+  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    return reference_->SwiGlu(x, tokens, width, y);
+  }
+
+ private:
+  const std::unique_ptr<Backend> reference_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_

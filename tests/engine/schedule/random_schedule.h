@@ -1,0 +1,51 @@
+// Valid schedules of no particular merit: at each step a random communication that may start, or none, and a
+// random choice of the blocks that are ready. They reach orders that the greedy algorithm never takes.
+#ifndef MESHFILL_TESTS_ENGINE_SCHEDULE_RANDOM_SCHEDULE_H_
+#define MESHFILL_TESTS_ENGINE_SCHEDULE_RANDOM_SCHEDULE_H_
+
+#include <algorithm>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "engine/schedule/schedule.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+
+inline Schedule RandomSchedule(std::mt19937_64& random, Tile tile) {
+  Schedule schedule = {.tile = tile, .steps = {}};
+  std::vector<BlockIndex> missing;
+  for (int u = 0; u < tile.a; ++u) {
+    for (int v = 0; v < tile.b; ++v) missing.push_back({.u = u, .v = v});
+  }
+  int q = 0;
+  int kv = 0;
+  int o = 0;
+  while (!missing.empty() || q < tile.a - 1 || kv < tile.b - 1 || o < tile.a - 1) {
+    std::vector<CommKind> startable = {CommKind::kNone};
+    if (q < tile.a - 1) startable.push_back(CommKind::kRecvQ);
+    if (kv < tile.b - 1) startable.push_back(CommKind::kRecvKv);
+    const bool row_whole =
+        std::none_of(missing.begin(), missing.end(), [&](BlockIndex b) { return b.u == o + 1; });
+    if (o < tile.a - 1 && row_whole) startable.push_back(CommKind::kSendO);
+    Step step = {.comm = startable[Draw<size_t>(random, 0, startable.size() - 1)], .blocks = {}};
+
+    std::shuffle(missing.begin(), missing.end(), random);
+    const size_t most_blocks = Draw<size_t>(random, 0, 3);
+    std::erase_if(missing, [&](BlockIndex block) {
+      if (block.u > q || block.v > kv || step.blocks.size() >= most_blocks) return false;
+      step.blocks.push_back(block);
+      return true;
+    });
+    q += step.comm == CommKind::kRecvQ;
+    kv += step.comm == CommKind::kRecvKv;
+    o += step.comm == CommKind::kSendO;
+    if (step != Step{}) schedule.steps.push_back(std::move(step));
+  }
+  return schedule;
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_ENGINE_SCHEDULE_RANDOM_SCHEDULE_H_

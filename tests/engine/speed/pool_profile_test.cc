@@ -1,0 +1,132 @@
+#include "engine/speed/pool_profile.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "gtest/gtest.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+constexpr ModelShape kModel{.layers = 2,
+                            .hidden = 64,
+                            .intermediate = 128,
+                            .q_heads = 4,
+                            .kv_heads = 2,
+                            .head_dim = 16,
+                            .vocab = 100,
+                            .context_tokens = 4096,
+                            .dtype = DType::kF32};
+
+PoolSpeed SpeedOf(double gemm_flops_per_second) {
+  PoolSpeed speed;
+  speed.gemm_flops_per_second = gemm_flops_per_second;
+  speed.slice_seconds = 1e-4;
+  speed.slice_tokens = 4096;
+  speed.lm_head_bytes_per_second = 5e9;
+  return speed;
+}
+
+std::string Contents(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+TEST(PoolProfile, KeepsTheSpeedOfEachPool) {
+  const TempFolder folder;
+  const std::string path = folder / "new/folder/speed.json";
+  EXPECT_EQ(ReadPoolProfile(path, "a").value(), std::nullopt);
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  ASSERT_TRUE(StorePoolProfile(path, "b", SpeedOf(2e9)).ok());
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(3e9)).ok());
+  EXPECT_EQ(ReadPoolProfile(path, "a").value(), SpeedOf(3e9));
+  EXPECT_EQ(ReadPoolProfile(path, "b").value(), SpeedOf(2e9));
+  EXPECT_EQ(ReadPoolProfile(path, "c").value(), std::nullopt);
+}
+
+TEST(PoolProfile, ForgetsThePoolsThatWereStoredFirst) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  for (int pool = 0; pool <= kMaxKeptPools; ++pool) {
+    ASSERT_TRUE(StorePoolProfile(path, std::to_string(pool), SpeedOf(1e9 + pool)).ok());
+  }
+  EXPECT_EQ(ReadPoolProfile(path, "0").value(), std::nullopt);
+  EXPECT_EQ(ReadPoolProfile(path, "1").value(), SpeedOf(1e9 + 1));
+  EXPECT_LT(Contents(path).size(), static_cast<size_t>(kMaxPoolProfileBytes));
+}
+
+TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  const std::string good = Contents(path);
+  const auto changed = [&good](const std::string& from, const std::string& to) {
+    std::string text = good;
+    const size_t at = text.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    return text.replace(at, from.size(), to);
+  };
+  const std::pair<std::string, std::string> cases[] = {
+      {"", "no JSON object"},
+      {good.substr(0, good.size() / 2), "no JSON object"},
+      {"[]", "no JSON object"},
+      {changed("\"version\": 1", "\"version\": 99"), "version"},
+      {changed("\"slice_seconds\"", "\"slices\""), "slice_seconds"},
+      {changed("1000000000.0", "-1.0"), "gemm_flops_per_second"},
+      {changed("1000000000.0", "0.0"), "gemm_flops_per_second"},
+      {changed("1000000000.0", "\"fast\""), "gemm_flops_per_second"},
+      {std::string(static_cast<size_t>(kMaxPoolProfileBytes) + 1, ' '), "bytes"},
+  };
+  for (const auto& [text, message] : cases) {
+    std::ofstream(path) << text;
+    const absl::Status status = ReadPoolProfile(path, "a").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << message;
+    EXPECT_NE(status.message().find(message), std::string::npos) << status;
+    EXPECT_NE(status.message().find(path), std::string::npos) << status;
+    ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(2e9)).ok());
+    EXPECT_EQ(ReadPoolProfile(path, "a").value(), SpeedOf(2e9));
+  }
+}
+
+TEST(PoolProfile, AnotherPoolHasAnotherKey) {
+  const std::string key = CpuPoolKey(kModel, "cpu/x", 2, 4);
+  EXPECT_EQ(CpuPoolKey(kModel, "cpu/x", 2, 4), key);
+  ModelShape wider = kModel;
+  wider.hidden *= 2;
+  EXPECT_NE(CpuPoolKey(wider, "cpu/x", 2, 4), key);
+  EXPECT_NE(CpuPoolKey(kModel, "cpu/y", 2, 4), key);
+  EXPECT_NE(CpuPoolKey(kModel, "cpu/x", 1, 4), key);
+  EXPECT_NE(CpuPoolKey(kModel, "cpu/x", 2, 2), key);
+}
+
+TEST(PoolProfile, APoolIsMeasuredOnce) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  const auto first = CpuPoolSpeed(kModel, 1, 2, path);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto second = CpuPoolSpeed(kModel, 1, 2, path);
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(*second, *first);  // no two measurements are equal
+}
+
+TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
+  const auto speed = CpuPoolSpeed(kModel, 1, 2, "/proc/no/such/speed.json");
+  ASSERT_TRUE(speed.ok()) << speed.status();
+}
+
+TEST(PoolProfile, LiesInTheUsersCache) {
+  setenv("XDG_CACHE_HOME", "/somewhere", 1);
+  EXPECT_EQ(DefaultPoolProfilePath(), "/somewhere/meshfill/pool_speed.json");
+  unsetenv("XDG_CACHE_HOME");
+  setenv("HOME", "/home/user", 1);
+  EXPECT_EQ(DefaultPoolProfilePath(), "/home/user/.cache/meshfill/pool_speed.json");
+  unsetenv("HOME");
+  EXPECT_EQ(DefaultPoolProfilePath(), "");
+}
+
+}  // namespace
+}  // namespace meshfill

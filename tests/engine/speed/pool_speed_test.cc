@@ -1,0 +1,74 @@
+#include "engine/speed/pool_speed.h"
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "engine/plan/planner.h"
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_backend.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+TEST(FitCostLine, FindsTheLineThatSamplesLieOn) {
+  std::mt19937_64 random(TestSeed());
+  std::uniform_real_distribution<double> exponent(-9, 0);
+  for (int draw = 0; draw < 200; ++draw) {
+    const CostLine line = {.fixed = std::pow(10, exponent(random)),
+                           .per_unit = std::pow(10, exponent(random))};
+    std::vector<CostSample> samples;
+    for (const double units : {1.0, 4.0, 16.0}) {
+      const double scaled = units * line.fixed / line.per_unit;
+      samples.push_back({.units = scaled, .seconds = line.fixed + line.per_unit * scaled});
+    }
+    const CostLine found = FitCostLine(samples);
+    EXPECT_NEAR(found.fixed, line.fixed, 1e-6 * line.fixed);
+    EXPECT_NEAR(found.per_unit, line.per_unit, 1e-6 * line.per_unit);
+  }
+}
+
+TEST(FitCostLine, NoPartIsNegative) {
+  // Larger pieces are less efficient: a line through them would begin below 0.
+  const CostSample growing[] = {{1, 1}, {2, 3}, {4, 9}};
+  const CostLine through_zero = FitCostLine(growing);
+  EXPECT_EQ(through_zero.fixed, 0);
+  EXPECT_GT(through_zero.per_unit, 0);
+  // Noise: the larger piece was faster.
+  const CostSample falling[] = {{1, 3}, {2, 2}, {4, 1}};
+  const CostLine constant = FitCostLine(falling);
+  EXPECT_GT(constant.fixed, 0);
+  EXPECT_EQ(constant.per_unit, 0);
+}
+
+TEST(FitCostLine, OneSampleIsARate) {
+  const CostSample one[] = {{4, 2}};
+  const CostLine line = FitCostLine(one);
+  EXPECT_EQ(line.fixed, 0);
+  EXPECT_DOUBLE_EQ(line.per_unit, 0.5);
+}
+
+TEST(MeasureCpuPoolSpeed, RanksThatShareThreadsHaveTheirShare) {
+  const ModelShape model{.layers = 2,
+                         .hidden = 128,
+                         .intermediate = 256,
+                         .q_heads = 4,
+                         .kv_heads = 2,
+                         .head_dim = 32,
+                         .vocab = 256,
+                         .context_tokens = 4096,
+                         .dtype = DType::kF32};
+  for (const int ranks : {1, 2, 3, 8}) {
+    const auto speed = MeasureCpuPoolSpeed(model, 2, ranks);
+    ASSERT_TRUE(speed.ok()) << speed.status();
+    EXPECT_DOUBLE_EQ(speed->lone_rank_speedup, std::max(1.0, ranks / 2.0));
+    const auto choice = MakePlan(model, *speed, {.tokens = 1000, .ranks = ranks});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_GT(choice->plan.predicted.seconds, 0);
+    EXPECT_TRUE(std::isfinite(choice->plan.predicted.seconds));
+  }
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,730 @@
+#include "server/api/front_end.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "engine/comm/monotonic_time.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/status_details.h"
+#include "server/config/config.h"
+#include "tests/server/fake_engine.h"
+
+namespace meshfill {
+namespace {
+
+constexpr char kHealthCheck[] = "/grpc.health.v1.Health/Check";
+constexpr char kReflection[] = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+
+struct Reply {
+  absl::Status status;
+  std::optional<v1::Accepted> accepted;
+  std::vector<v1::Progress> progress;
+  std::optional<v1::PrefillResult> result;
+};
+
+v1::PrefillHeader Header(uint64_t token_count) {
+  v1::PrefillHeader header;
+  header.set_token_count(token_count);
+  return header;
+}
+
+// One Prefill stream of a client.
+class Call {
+ public:
+  explicit Call(v1::PrefillService::Stub& stub, absl::Duration timeout = absl::Seconds(60)) {
+    context_.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    stream_ = stub.Prefill(&context_);
+  }
+
+  Call& Send(const v1::PrefillHeader& header) {
+    v1::PrefillRequest request;
+    *request.mutable_header() = header;
+    stream_->Write(request);  // fails where the server has refused already: the status tells
+    return *this;
+  }
+  Call& Send(const std::vector<uint32_t>& ids) {
+    v1::PrefillRequest request;
+    request.mutable_tokens()->mutable_ids()->Add(ids.begin(), ids.end());
+    stream_->Write(request);
+    return *this;
+  }
+  Call& HalfClose() {
+    stream_->WritesDone();
+    return *this;
+  }
+  v1::PrefillEvent ReadEvent() {
+    v1::PrefillEvent event;
+    EXPECT_TRUE(stream_->Read(&event));
+    return event;
+  }
+  // Reads to the end; checks that events come in their order.
+  Reply Finish() {
+    Reply reply;
+    v1::PrefillEvent event;
+    while (stream_->Read(&event)) {
+      EXPECT_FALSE(reply.result.has_value()) << "an event after the result";
+      if (event.has_accepted()) {
+        EXPECT_FALSE(reply.accepted.has_value() || !reply.progress.empty()) << "Accepted is not first";
+        reply.accepted = event.accepted();
+      } else if (event.has_progress()) {
+        reply.progress.push_back(event.progress());
+      } else {
+        reply.result = event.result();
+      }
+    }
+    reply.status = FromGrpcStatus(stream_->Finish());
+    return reply;
+  }
+  grpc::ClientContext& context() { return context_; }
+
+ private:
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::PrefillRequest, v1::PrefillEvent>> stream_;
+};
+
+class FrontEndTest : public testing::Test {
+ protected:
+  void StartServer(std::vector<std::string> overrides = {}, bool open = true, int layers = 4) {
+    overrides.insert(overrides.begin(), {"listen=127.0.0.1:0", "pool.embedded.ranks=4"});
+    const auto config = LoadConfig("", overrides);
+    ASSERT_TRUE(config.ok()) << config.status();
+    auto front_end = FrontEnd::Start(*config, metrics_);
+    ASSERT_TRUE(front_end.ok()) << front_end.status();
+    front_end_ = *std::move(front_end);
+    auto engine = std::make_unique<FakeEngine>(layers);
+    engine_ = engine.get();
+    if (open) {
+      front_end_->Open(std::move(engine));
+    } else {
+      engine_owner_ = std::move(engine);
+    }
+    channel_ = NewChannel();
+    stub_ = v1::PrefillService::NewStub(channel_);
+  }
+
+  std::shared_ptr<grpc::Channel> NewChannel() {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
+    return grpc::CreateCustomChannel(front_end_->address(), grpc::InsecureChannelCredentials(), arguments);
+  }
+
+  Reply Prefill(const v1::PrefillHeader& header, const std::vector<uint32_t>& ids) {
+    return Call(*stub_).Send(header).Send(ids).HalfClose().Finish();
+  }
+
+  void ExpectGoodRequestIsServed() {
+    const std::vector<uint32_t> ids = {250, 3, 9};
+    const Reply reply = Prefill(Header(3), ids);
+    ASSERT_TRUE(reply.status.ok()) << reply.status;
+    ASSERT_TRUE(reply.result.has_value());
+    EXPECT_EQ(reply.result->first_token(), FakeEngine::FirstToken(ids));
+  }
+
+  // Calls any method by its wire bytes; sends one message, reads one.
+  std::pair<grpc::Status, std::string> CallRaw(const std::string& method, const std::string& request) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(10)));
+    grpc::CompletionQueue queue;
+    grpc::GenericStub stub(channel_);
+    auto call = stub.PrepareCall(&context, method, &queue);
+    void* tag = nullptr;
+    bool ok = false;
+    call->StartCall(nullptr);
+    queue.Next(&tag, &ok);
+    const grpc::Slice slice(request);
+    call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
+    queue.Next(&tag, &ok);
+    call->WritesDone(nullptr);
+    queue.Next(&tag, &ok);
+    grpc::ByteBuffer answer;
+    call->Read(&answer, nullptr);
+    queue.Next(&tag, &ok);
+    grpc::Status status;
+    call->Finish(&status, nullptr);
+    queue.Next(&tag, &ok);
+    std::vector<grpc::Slice> slices;
+    std::string bytes;
+    if (answer.Dump(&slices).ok()) {
+      for (const grpc::Slice& part : slices)
+        bytes.append(reinterpret_cast<const char*>(part.begin()), part.size());
+    }
+    return {status, bytes};
+  }
+
+  // The health of a service: 1 SERVING, 2 NOT_SERVING (grpc.health.v1); -1: an error.
+  int Health(const std::string& service) {
+    const std::string request =
+        service.empty() ? "" : std::string("\n") + static_cast<char>(service.size()) + service;
+    const auto [status, answer] = CallRaw(kHealthCheck, request);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    return answer.size() == 2 && answer[0] == 8 ? answer[1] : -1;
+  }
+
+  v1::PoolStatus GetPool() {
+    grpc::ClientContext context;
+    v1::PoolStatus pool;
+    EXPECT_TRUE(stub_->GetPool(&context, {}, &pool).ok());
+    return pool;
+  }
+
+  // True as soon as the condition holds; false after 10 s.
+  static bool Eventually(const std::function<bool()>& condition) {
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+    while (!condition()) {
+      if (MonotonicNow() > deadline) return false;
+      absl::SleepFor(absl::Milliseconds(2));
+    }
+    return true;
+  }
+
+  bool HasMetric(const std::string& line) { return metrics_.Text().find(line + "\n") != std::string::npos; }
+
+  Metrics metrics_;
+  std::unique_ptr<PrefillEngine> engine_owner_;
+  FakeEngine* engine_ = nullptr;
+  std::unique_ptr<FrontEnd> front_end_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::PrefillService::Stub> stub_;
+};
+
+// ---- The good way.
+
+TEST_F(FrontEndTest, AnswersAPrompt) {
+  StartServer();
+  v1::PrefillHeader header = Header(6);
+  header.set_request_id("my-request");
+  header.set_model("fake-model");
+  header.set_top_k(3);
+  header.set_return_logits(true);
+  const Reply reply = Call(*stub_)
+                          .Send(header)
+                          .Send({1, 2})
+                          .Send(std::vector<uint32_t>{})
+                          .Send({3, 4, 5, 255})
+                          .HalfClose()
+                          .Finish();
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  ASSERT_TRUE(reply.accepted.has_value());
+  EXPECT_EQ(reply.accepted->request_id(), "my-request");
+  EXPECT_EQ(reply.accepted->queue_position(), 0u);
+  EXPECT_DOUBLE_EQ(reply.accepted->predicted_seconds(), 0.001);
+  EXPECT_EQ(reply.accepted->plan().ranks(), 4u);
+  ASSERT_FALSE(reply.progress.empty());
+  EXPECT_EQ(reply.progress.back().layers_done(), 4u);
+  EXPECT_EQ(reply.progress.back().layers(), 4u);
+
+  const v1::PrefillResult& result = *reply.result;
+  EXPECT_EQ(result.request_id(), "my-request");
+  EXPECT_EQ(result.tokens(), 6u);
+  EXPECT_EQ(result.first_token(), (1u + 2 + 3 + 4 + 5 + 255) % 256);
+  ASSERT_EQ(result.top_size(), 3);
+  EXPECT_EQ(result.top(0).token(), result.first_token());
+  EXPECT_EQ(result.plan().layout(), v1::LAYOUT_STRIPED);
+  EXPECT_EQ(result.plan().a(), 2u);
+  EXPECT_EQ(result.plan().stripe(),
+            static_cast<uint64_t>(TokenLayout::Make(LayoutKind::kStriped, 4, 6, 64)->stripe()));
+  EXPECT_GE(result.seconds().queue(), 0);
+  EXPECT_DOUBLE_EQ(result.seconds().attention(), 0.5);
+  EXPECT_EQ(result.comm_bytes().kv(), 2u);
+  EXPECT_EQ(result.logits_size(), FakeEngine::kVocab);
+  EXPECT_TRUE(HasMetric("meshfill_requests_total{code=\"OK\"} 1"));
+}
+
+TEST_F(FrontEndTest, ChoosesRequestIdsThatAreUnique) {
+  StartServer();
+  const Reply one = Prefill(Header(1), {1}), two = Prefill(Header(1), {1});
+  ASSERT_TRUE(one.status.ok() && two.status.ok());
+  EXPECT_FALSE(one.accepted->request_id().empty());
+  EXPECT_NE(one.accepted->request_id(), two.accepted->request_id());
+  EXPECT_EQ(one.result->request_id(), one.accepted->request_id());
+  EXPECT_EQ(one.result->logits_size(), 0);
+}
+
+TEST_F(FrontEndTest, PassesPlanOverridesOn) {
+  StartServer();
+  v1::PrefillHeader header = Header(3);
+  header.mutable_plan()->mutable_tile()->set_a(1);
+  header.mutable_plan()->mutable_tile()->set_b(4);
+  header.mutable_plan()->set_layout(v1::LAYOUT_ZIGZAG);
+  const Reply reply = Prefill(header, {1, 2, 3});
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  EXPECT_EQ(reply.result->plan().a(), 1u);
+  EXPECT_EQ(reply.result->plan().b(), 4u);
+  EXPECT_EQ(reply.result->plan().heads(), 1u);
+  EXPECT_EQ(reply.result->plan().layout(), v1::LAYOUT_ZIGZAG);
+}
+
+TEST_F(FrontEndTest, TakesFourMillionIds) {
+  StartServer();
+  constexpr size_t kTokens = 4'000'000, kChunk = 65'536;
+  const uint32_t seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  std::vector<uint32_t> ids(kTokens);
+  for (uint32_t& id : ids) id = random() % FakeEngine::kVocab;
+  Call call(*stub_);
+  call.Send(Header(kTokens));
+  for (size_t begin = 0; begin < kTokens; begin += kChunk) {
+    call.Send(std::vector<uint32_t>(ids.begin() + begin, ids.begin() + std::min(begin + kChunk, kTokens)));
+  }
+  const Reply reply = call.HalfClose().Finish();
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  EXPECT_EQ(reply.result->tokens(), kTokens);
+  EXPECT_EQ(reply.result->first_token(), std::accumulate(ids.begin(), ids.end(), uint64_t{0}) % 256);
+}
+
+TEST_F(FrontEndTest, CoalescesProgressForAClientThatDoesNotRead) {
+  constexpr int kLayers = 200'000;  // far more events than HTTP/2's windows hold
+  StartServer({}, /*open=*/true, kLayers);
+  Call call(*stub_);
+  call.Send(Header(2)).Send({1, 2}).HalfClose();
+  ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == 1; }));
+  const Reply reply = call.Finish();
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  ASSERT_TRUE(reply.result.has_value());
+  ASSERT_FALSE(reply.progress.empty());
+  EXPECT_LT(reply.progress.size(), kLayers / 2u);
+  for (size_t i = 1; i < reply.progress.size(); ++i) {
+    EXPECT_LT(reply.progress[i - 1].layers_done(), reply.progress[i].layers_done());
+  }
+  EXPECT_EQ(reply.progress.back().layers_done(), static_cast<uint32_t>(kLayers));
+}
+
+// ---- Bad input: each row of the API's table, and the next good request is served.
+
+struct BadRequest {
+  std::string name;
+  std::function<Reply(Call& call)> send;
+  absl::StatusCode code;
+  std::string message;  // part of it
+};
+
+Reply SendHeader(Call& call, const std::function<void(v1::PrefillHeader&)>& change) {
+  v1::PrefillHeader header = Header(3);
+  change(header);
+  return call.Send(header).Send({1, 2, 3}).HalfClose().Finish();
+}
+
+std::vector<BadRequest> BadRequests() {
+  using absl::StatusCode;
+  const auto header = [](std::function<void(v1::PrefillHeader&)> change) {
+    return [change](Call& call) { return SendHeader(call, change); };
+  };
+  return {
+      {"nothing", [](Call& call) { return call.HalfClose().Finish(); }, StatusCode::kInvalidArgument,
+       "without a header"},
+      {"tokens first", [](Call& call) { return call.Send({1}).HalfClose().Finish(); },
+       StatusCode::kInvalidArgument, "tokens before the header"},
+      {"two headers",
+       [](Call& call) { return call.Send(Header(1)).Send(Header(1)).Send({1}).HalfClose().Finish(); },
+       StatusCode::kInvalidArgument, "a second header"},
+      {"no tokens", [](Call& call) { return call.Send(Header(0)).HalfClose().Finish(); },
+       StatusCode::kInvalidArgument, "token_count is 0"},
+      {"too few",
+       [](Call& call) {
+         return call.Send(Header(4)).Send({1, 2, 3}).HalfClose().Finish();
+       },
+       StatusCode::kInvalidArgument, "announced 4 tokens, but only 3 came"},
+      {"too many, refused without half-close",
+       [](Call& call) {
+         return call.Send(Header(4)).Send({1, 2, 3}).Send({4, 5}).Finish();
+       },
+       StatusCode::kInvalidArgument, "announced 4 tokens, but 5 have come"},
+      {"id outside the vocabulary, refused without half-close",
+       [](Call& call) {
+         return call.Send(Header(9)).Send({1, 255}).Send({3, 256, 999}).Finish();
+       },
+       StatusCode::kInvalidArgument, "token 3 has id 256, outside the vocabulary of 256"},
+      {"largest id", [](Call& call) { return call.Send(Header(1)).Send({UINT32_MAX}).Finish(); },
+       StatusCode::kInvalidArgument, "token 0 has id 4294967295, outside the vocabulary of 256"},
+      {"unknown model", header([](auto& h) { h.set_model("other"); }), StatusCode::kNotFound,
+       "model \"other\" is not served here"},
+      {"longer than the context",
+       [](Call& call) { return call.Send(Header(FakeEngine::kContext + 1)).Finish(); },
+       StatusCode::kOutOfRange, "context"},
+      {"absurdly long", [](Call& call) { return call.Send(Header(UINT64_MAX)).Finish(); },
+       StatusCode::kOutOfRange, "context"},
+      {"more than the memory",
+       [](Call& call) { return call.Send(Header(FakeEngine::kMemoryTokens + 1)).Finish(); },
+       StatusCode::kFailedPrecondition, "memory"},
+      {"top_k", header([](auto& h) { h.set_top_k(257); }), StatusCode::kInvalidArgument, "top_k is 257"},
+      {"empty tile", header([](auto& h) { h.mutable_plan()->mutable_tile(); }), StatusCode::kInvalidArgument,
+       "0x0"},
+      {"huge tile", header([](auto& h) {
+         h.mutable_plan()->mutable_tile()->set_a(1u << 31);
+         h.mutable_plan()->mutable_tile()->set_b(2);
+       }),
+       StatusCode::kInvalidArgument, "2147483648x2"},
+      {"tile that does not multiply to the ranks", header([](auto& h) {
+         h.mutable_plan()->mutable_tile()->set_a(3);
+         h.mutable_plan()->mutable_tile()->set_b(2);
+       }),
+       StatusCode::kInvalidArgument, "does not multiply"},
+      {"layout", header([](auto& h) { h.mutable_plan()->set_layout(static_cast<v1::Layout>(17)); }),
+       StatusCode::kInvalidArgument, "plan.layout is 17"},
+      {"kv_target", header([](auto& h) { h.set_kv_target("host:1"); }), StatusCode::kInvalidArgument,
+       "kv_target"},
+      {"long request_id", header([](auto& h) { h.set_request_id(std::string(129, 'x')); }),
+       StatusCode::kInvalidArgument, "request_id has 129"},
+      {"long tenant", header([](auto& h) { h.set_tenant(std::string(129, 'x')); }),
+       StatusCode::kInvalidArgument, "tenant 129"},
+      {"message above the limit",
+       [](Call& call) { return call.Send(Header(9)).Send(std::vector<uint32_t>(5 << 20, 1)).Finish(); },
+       StatusCode::kResourceExhausted, ""},
+  };
+}
+
+TEST_F(FrontEndTest, RefusesBadRequestsAndServesTheNextGoodOne) {
+  StartServer();
+  for (const BadRequest& bad : BadRequests()) {
+    SCOPED_TRACE(bad.name);
+    Call call(*stub_);
+    const Reply reply = bad.send(call);
+    EXPECT_EQ(reply.status.code(), bad.code) << reply.status;
+    EXPECT_NE(std::string(reply.status.message()).find(bad.message), std::string::npos) << reply.status;
+    EXPECT_FALSE(reply.accepted.has_value() || reply.result.has_value());
+    ExpectGoodRequestIsServed();
+    EXPECT_EQ(GetPool().queued_requests(), 0u);
+    EXPECT_EQ(GetPool().queued_tokens(), 0u);
+  }
+}
+
+TEST_F(FrontEndTest, PassesTheEnginesErrorsOn) {
+  StartServer();
+  engine_->FailNext(absl::InternalError("NaN in the logits of token 2"));
+  const Reply reply = Prefill(Header(3), {1, 2, 3});
+  EXPECT_EQ(reply.status.code(), absl::StatusCode::kInternal);
+  EXPECT_NE(std::string(reply.status.message()).find("NaN"), std::string::npos);
+  EXPECT_TRUE(reply.accepted.has_value());
+  EXPECT_FALSE(reply.result.has_value());
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, RefusesALiveIdAgain) {
+  StartServer();
+  engine_->Hold();
+  v1::PrefillHeader header = Header(3);
+  header.set_request_id("same");
+  Call first(*stub_);
+  first.Send(header).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  const Reply again = Prefill(header, {4, 5, 6});
+  EXPECT_EQ(again.status.code(), absl::StatusCode::kAlreadyExists) << again.status;
+  engine_->Release();
+  EXPECT_TRUE(first.Finish().status.ok());
+  EXPECT_TRUE(Prefill(header, {4, 5, 6}).status.ok());  // no longer live
+}
+
+TEST_F(FrontEndTest, EndsUploadsThatStandStill) {
+  StartServer({"limits.upload_timeout=150ms"});
+  Call silent(*stub_), stalled(*stub_);
+  stalled.Send(Header(3)).Send({1, 2});
+  for (Call* call : {&silent, &stalled}) {
+    const Reply reply = call->Finish();
+    EXPECT_EQ(reply.status.code(), absl::StatusCode::kDeadlineExceeded) << reply.status;
+    EXPECT_NE(std::string(reply.status.message()).find("limits.upload_timeout"), std::string::npos)
+        << reply.status;
+  }
+  // Neither a slow but steady upload nor a long prefill is meant.
+  engine_->Hold();
+  Call steady(*stub_);
+  steady.Send(Header(3));
+  for (uint32_t id : {1u, 2u, 3u}) {
+    absl::SleepFor(absl::Milliseconds(80));
+    steady.Send({id});
+  }
+  steady.HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  absl::SleepFor(absl::Milliseconds(300));
+  engine_->Release();
+  EXPECT_TRUE(steady.Finish().status.ok());
+}
+
+TEST_F(FrontEndTest, RefusesCompressedMessages) {
+  StartServer();
+  grpc::ClientContext context;
+  context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+  auto stream = stub_->Prefill(&context);
+  v1::PrefillRequest request;
+  *request.mutable_header() = Header(200);
+  request.mutable_header()->set_tenant(
+      std::string(100, 'a'));  // compresses well, so that it is sent compressed
+  stream->Write(request);
+  stream->WritesDone();
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNIMPLEMENTED);
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, BoundsTheStreamsOfAConnection) {
+  StartServer({"limits.max_streams=2"});
+  Call one(*stub_), two(*stub_);
+  one.Send(Header(3)).Send({1});
+  two.Send(Header(3)).Send({1});
+  ASSERT_TRUE(Eventually([&] { return HasMetric("meshfill_queue_requests 2"); }));
+  Call three(*stub_, absl::Milliseconds(200));  // waits in the client for a free stream
+  EXPECT_EQ(three.Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish().status.code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(HasMetric("meshfill_requests_total{code=\"DEADLINE_EXCEEDED\"} 0")) << "it reached the server";
+  one.context().TryCancel();
+  EXPECT_EQ(one.Finish().status.code(), absl::StatusCode::kCancelled);
+  ExpectGoodRequestIsServed();
+  EXPECT_TRUE(two.Send({2, 3}).HalfClose().Finish().status.ok());
+}
+
+// ---- Cancel, disconnect, deadline.
+
+TEST_F(FrontEndTest, CancelStopsWhatRuns) {
+  StartServer();
+  engine_->Hold();
+  Call call(*stub_);
+  call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  call.context().TryCancel();
+  EXPECT_TRUE(engine_->WaitForStopped(1));
+  EXPECT_EQ(call.Finish().status.code(), absl::StatusCode::kCancelled);
+  engine_->Release();
+  ExpectGoodRequestIsServed();
+  EXPECT_TRUE(HasMetric("meshfill_requests_total{code=\"CANCELLED\"} 1"));
+}
+
+TEST_F(FrontEndTest, CancelLeavesTheQueueAtOnce) {
+  StartServer();
+  engine_->Hold();
+  Call running(*stub_), waiting(*stub_), uploading(*stub_);
+  running.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  waiting.Send(Header(3)).Send({2, 2, 3}).HalfClose();
+  EXPECT_EQ(waiting.ReadEvent().accepted().queue_position(), 1u);
+  uploading.Send(Header(1000)).Send({1});
+  ASSERT_TRUE(Eventually([&] { return GetPool().queued_tokens() == 1003; }));
+  waiting.context().TryCancel();
+  uploading.context().TryCancel();
+  EXPECT_TRUE(Eventually([&] { return GetPool().queued_requests() == 0; }));
+  EXPECT_EQ(GetPool().queued_tokens(), 0u);
+  engine_->Release();
+  EXPECT_TRUE(running.Finish().status.ok());
+  EXPECT_EQ(engine_->first_ids(), std::vector<uint32_t>{1});
+}
+
+TEST_F(FrontEndTest, DisconnectStopsWhatRuns) {
+  StartServer();
+  engine_->Hold();
+  {
+    auto channel = NewChannel();
+    auto stub = v1::PrefillService::NewStub(channel);
+    Call call(*stub);
+    call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+    ASSERT_TRUE(engine_->WaitForBegun(1));
+  }  // stream, stub and connection go without a word
+  EXPECT_TRUE(engine_->WaitForStopped(1));
+  engine_->Release();
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, DeadlineStopsWhatRuns) {
+  StartServer();
+  engine_->Hold();
+  Call call(*stub_, absl::Milliseconds(200));
+  call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  EXPECT_TRUE(engine_->WaitForStopped(1));
+  EXPECT_EQ(call.Finish().status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(Eventually([&] { return HasMetric("meshfill_requests_total{code=\"DEADLINE_EXCEEDED\"} 1"); }));
+  engine_->Release();
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
+  StartServer();
+  engine_->PredictSeconds(100);
+  const Reply reply = Call(*stub_, absl::Seconds(10)).Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish();
+  EXPECT_EQ(reply.status.code(), absl::StatusCode::kResourceExhausted) << reply.status;
+  EXPECT_TRUE(RetryAfter(reply.status).has_value()) << reply.status;
+  engine_->PredictSeconds(0.001);
+  ExpectGoodRequestIsServed();
+}
+
+// ---- Full, draining, loading.
+
+TEST_F(FrontEndTest, FullQueueSaysWhenToTryAgain) {
+  for (const char* limit : {"queue.max_requests=1", "queue.max_tokens=10", "queue.max_wait=100s"}) {
+    SCOPED_TRACE(limit);
+    StartServer({limit});
+    engine_->Hold(0);
+    engine_->PredictSeconds(60);
+    Call running(*stub_, absl::Hours(1)), waiting(*stub_, absl::Hours(1));
+    running.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+    ASSERT_TRUE(engine_->WaitForBegun(1));
+    waiting.Send(Header(8)).Send({1, 2, 3, 4, 5, 6, 7, 8}).HalfClose();
+    EXPECT_TRUE(waiting.ReadEvent().has_accepted());
+    const Reply refused = Call(*stub_, absl::Hours(1)).Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish();
+    EXPECT_EQ(refused.status.code(), absl::StatusCode::kResourceExhausted) << refused.status;
+    const auto retry = RetryAfter(refused.status);
+    ASSERT_TRUE(retry.has_value()) << refused.status;
+    EXPECT_GT(*retry, absl::Seconds(10));
+    EXPECT_LE(*retry, absl::Seconds(60));
+    engine_->PredictSeconds(0.001);
+    engine_->Release();
+    EXPECT_TRUE(running.Finish().status.ok());
+    EXPECT_TRUE(waiting.Finish().status.ok());
+    ExpectGoodRequestIsServed();
+    front_end_.reset();
+  }
+}
+
+TEST_F(FrontEndTest, DrainFinishesTheAcceptedAndRefusesTheNew) {
+  StartServer();
+  engine_->Hold();
+  Call running(*stub_), waiting(*stub_);
+  running.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  waiting.Send(Header(3)).Send({2, 2, 3}).HalfClose();
+  EXPECT_TRUE(waiting.ReadEvent().has_accepted());
+  front_end_->StartDrain();
+  const Reply refused = Prefill(Header(3), {1, 2, 3});
+  EXPECT_EQ(refused.status.code(), absl::StatusCode::kUnavailable) << refused.status;
+  EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_DRAINING);
+  EXPECT_FALSE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Milliseconds(50)));
+  engine_->Release();
+  EXPECT_TRUE(running.Finish().status.ok());
+  EXPECT_TRUE(waiting.Finish().status.ok());
+  EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
+}
+
+TEST_F(FrontEndTest, StopEndsWhatIsLeft) {
+  StartServer();
+  engine_->Hold();
+  Call running(*stub_), waiting(*stub_), uploading(*stub_);
+  running.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  waiting.Send(Header(3)).Send({2, 2, 3}).HalfClose();
+  EXPECT_TRUE(waiting.ReadEvent().has_accepted());
+  uploading.Send(Header(3)).Send({1});
+  std::thread stop([&] { front_end_->Stop(); });
+  EXPECT_EQ(running.Finish().status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(waiting.Finish().status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_FALSE(uploading.Finish().status.ok());
+  stop.join();
+}
+
+TEST_F(FrontEndTest, HealthFollowsTheState) {
+  StartServer({}, /*open=*/false);
+  const std::string service = "meshfill.v1.PrefillService";
+  EXPECT_EQ(Health(""), 1);
+  EXPECT_EQ(Health(service), 2);
+  EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_LOADING);
+  EXPECT_EQ(Prefill(Header(1), {1}).status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"loading\"} 4"));
+
+  front_end_->Open(std::move(engine_owner_));
+  EXPECT_EQ(Health(""), 1);
+  EXPECT_EQ(Health(service), 1);
+  EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_READY);
+  EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"loading\"} 0"));
+  EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"ready\"} 4"));
+  ExpectGoodRequestIsServed();
+
+  front_end_->StartDrain();
+  EXPECT_EQ(Health(""), 1);
+  EXPECT_EQ(Health(service), 2);
+  EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"draining\"} 4"));
+}
+
+// ---- What else there is to ask.
+
+TEST_F(FrontEndTest, ReflectionListsTheService) {
+  StartServer();
+  const auto [status, answer] =
+      CallRaw(kReflection, "\x3a\x01*");  // ServerReflectionRequest.list_services = "*"
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_NE(answer.find("meshfill.v1.PrefillService"), std::string::npos);
+  EXPECT_NE(answer.find("grpc.health.v1.Health"), std::string::npos);
+}
+
+TEST_F(FrontEndTest, PlanSaysWhatWouldRun) {
+  StartServer();
+  v1::PlanRequest request;
+  request.set_token_count(1000);
+  v1::PlanReply reply;
+  grpc::ClientContext context;
+  const grpc::Status status = stub_->Plan(&context, request, &reply);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(reply.plan().a(), 2u);
+  ASSERT_EQ(reply.steps_size(), 2);
+  EXPECT_EQ(reply.steps(0).comm(), "q");
+  EXPECT_EQ(reply.steps(1).comm(), "none");
+  EXPECT_EQ(reply.steps(1).blocks(0).u(), 1u);
+  EXPECT_DOUBLE_EQ(reply.predicted().seconds(), 0.001);
+  ASSERT_EQ(reply.candidates_size(), 1);
+  EXPECT_EQ(reply.candidates(0).b(), 2u);
+
+  const std::vector<std::pair<std::function<void(v1::PlanRequest&)>, grpc::StatusCode>> bad = {
+      {[](auto& r) { r.set_token_count(0); }, grpc::StatusCode::INVALID_ARGUMENT},
+      {[](auto& r) { r.set_token_count(UINT64_MAX); }, grpc::StatusCode::OUT_OF_RANGE},
+      {[](auto& r) { r.set_model("other"); }, grpc::StatusCode::NOT_FOUND},
+      {[](auto& r) { r.mutable_plan()->mutable_tile(); }, grpc::StatusCode::INVALID_ARGUMENT},
+  };
+  for (const auto& [change, code] : bad) {
+    v1::PlanRequest changed = request;
+    change(changed);
+    grpc::ClientContext bad_context;
+    EXPECT_EQ(stub_->Plan(&bad_context, changed, &reply).error_code(), code);
+  }
+}
+
+TEST_F(FrontEndTest, PoolSaysWhatRunsAndWaits) {
+  StartServer();
+  engine_->Hold(2);
+  v1::PrefillHeader header = Header(3);
+  header.set_request_id("running");
+  Call running(*stub_), waiting(*stub_);
+  running.Send(header).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  waiting.Send(Header(2)).Send({2, 2}).HalfClose();
+  EXPECT_TRUE(waiting.ReadEvent().has_accepted());
+  ASSERT_TRUE(Eventually([&] { return GetPool().running_layers_done() == 2; }));
+  const v1::PoolStatus pool = GetPool();
+  EXPECT_EQ(pool.running_request_id(), "running");
+  EXPECT_EQ(pool.running_layers(), 4u);
+  EXPECT_EQ(pool.queued_requests(), 1u);
+  EXPECT_EQ(pool.queued_tokens(), 2u);
+  EXPECT_EQ(pool.model(), "fake-model");
+  EXPECT_EQ(pool.backend(), "fake/none");
+  EXPECT_EQ(pool.ranks(), 4u);
+  EXPECT_EQ(pool.vocab(), 256u);
+  EXPECT_EQ(pool.context_tokens(), static_cast<uint64_t>(FakeEngine::kContext));
+  EXPECT_TRUE(HasMetric("meshfill_queue_requests 1"));
+  EXPECT_TRUE(HasMetric("meshfill_queue_tokens 2"));
+  engine_->Release();
+  EXPECT_TRUE(running.Finish().status.ok());
+  EXPECT_TRUE(waiting.Finish().status.ok());
+}
+
+TEST_F(FrontEndTest, PortInUseIsSaid) {
+  StartServer();
+  const auto config = LoadConfig("", std::vector<std::string>{"listen=" + front_end_->address()});
+  ASSERT_TRUE(config.ok());
+  Metrics other_metrics;
+  const auto other = FrontEnd::Start(*config, other_metrics);
+  EXPECT_EQ(other.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(other.status().message()).find(front_end_->address()), std::string::npos)
+      << other.status();
+  EXPECT_NE(std::string(other.status().message()).find("in use"), std::string::npos) << other.status();
+  ExpectGoodRequestIsServed();
+}
+
+}  // namespace
+}  // namespace meshfill

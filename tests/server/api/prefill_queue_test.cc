@@ -1,0 +1,298 @@
+#include "server/api/prefill_queue.h"
+
+#include <future>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/comm/monotonic_time.h"
+#include "gtest/gtest.h"
+#include "server/api/status_details.h"
+#include "tests/server/fake_engine.h"
+
+namespace meshfill {
+namespace {
+
+class RecordingWaiter final : public PrefillQueue::Waiter {
+ public:
+  void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override {
+    EXPECT_EQ(layers_done, layers_ + 1);
+    EXPECT_GE(seconds_since_begin, 0);
+    layers_ = layers_done;
+  }
+  void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override {
+    result_ = std::move(result);
+    queue_seconds_ = queue_seconds;
+    done_.set_value();  // throws where it is called twice
+  }
+  const absl::StatusOr<PrefillResult>& Result() {
+    EXPECT_EQ(ended_.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    return *result_;
+  }
+  bool done() const { return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+  double queue_seconds() const { return queue_seconds_; }
+  int layers() const { return layers_; }
+
+ private:
+  std::optional<absl::StatusOr<PrefillResult>> result_;
+  double queue_seconds_ = 0;
+  int layers_ = 0;
+  std::promise<void> done_;
+  std::future<void> ended_ = done_.get_future();
+};
+
+class PrefillQueueTest : public testing::Test {
+ protected:
+  using Request = PrefillQueue::Request;
+
+  void MakeQueue(const PrefillQueue::Limits& limits = {}) {
+    queue_ = std::make_unique<PrefillQueue>(engine_, limits, metrics_);
+  }
+
+  std::unique_ptr<PrefillQueue::Slot> Reserve(const Request& request) {
+    auto slot = queue_->Reserve(request);
+    EXPECT_TRUE(slot.ok()) << slot.status();
+    return slot.ok() ? *std::move(slot) : nullptr;
+  }
+
+  static int Submit(PrefillQueue::Slot& slot, uint32_t first_id,
+                    const std::shared_ptr<RecordingWaiter>& waiter) {
+    const auto before = slot.Submit({first_id, 1, 2}, {}, waiter);
+    EXPECT_TRUE(before.ok()) << before.status();
+    return before.value_or(-1);
+  }
+
+  void ExpectRefusedWithRetry(const Request& request, double least_seconds, double most_seconds) {
+    const auto slot = queue_->Reserve(request);
+    ASSERT_EQ(slot.status().code(), absl::StatusCode::kResourceExhausted) << slot.status();
+    const auto retry = RetryAfter(slot.status());
+    ASSERT_TRUE(retry.has_value()) << slot.status();
+    EXPECT_GE(*retry, absl::Seconds(least_seconds)) << slot.status();
+    EXPECT_LE(*retry, absl::Seconds(most_seconds)) << slot.status();
+  }
+
+  FakeEngine engine_;
+  Metrics metrics_;
+  std::unique_ptr<PrefillQueue> queue_;
+};
+
+TEST_F(PrefillQueueTest, RunsWhatIsSubmitted) {
+  MakeQueue();
+  auto slot = Reserve({.id = "a", .tokens = 3});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  EXPECT_EQ(Submit(*slot, 7, waiter), 0);
+  ASSERT_TRUE(waiter->Result().ok()) << waiter->Result().status();
+  EXPECT_EQ(waiter->Result()->top.front().token, 10u);
+  EXPECT_EQ(waiter->layers(), 4);
+  EXPECT_GE(waiter->queue_seconds(), 0);
+  EXPECT_EQ(queue_->snapshot().requests, 0);
+}
+
+TEST_F(PrefillQueueTest, OrdersByPriorityThenArrival) {
+  const uint32_t seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  MakeQueue();
+  engine_.Hold();
+  auto blocker = Reserve({.id = "blocker", .tokens = 3});
+  auto first = std::make_shared<RecordingWaiter>();
+  Submit(*blocker, 255, first);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+
+  constexpr int kRequests = 30;
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  std::vector<std::pair<int, uint32_t>> expected;  // (−priority, first id): ids rise with arrival
+  for (uint32_t id = 0; id < kRequests; ++id) {
+    const int priority = static_cast<int>(random() % 5) - 2;
+    slots.push_back(Reserve({.id = std::to_string(id), .tokens = 3, .priority = priority}));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    const auto ahead = std::count_if(expected.begin(), expected.end(),
+                                     [&](const auto& other) { return other.first <= -priority; });
+    EXPECT_EQ(Submit(*slots.back(), id, waiters.back()), 1 + ahead);
+    expected.emplace_back(-priority, id);
+  }
+  std::sort(expected.begin(), expected.end());
+  engine_.Release();
+  for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+  const std::vector<uint32_t> order = engine_.first_ids();
+  ASSERT_EQ(order.size(), kRequests + 1u);
+  for (int i = 0; i < kRequests; ++i) EXPECT_EQ(order[i + 1], expected[i].second) << "position " << i;
+}
+
+TEST_F(PrefillQueueTest, BoundsRequestsIncludingUploads) {
+  MakeQueue({.max_requests = 2});
+  auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 20});
+  auto two = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 30});
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 1,
+                         1);  // nothing runs: the first place is free as soon as it begins
+  one.reset();                // given back
+  EXPECT_NE(Reserve({.id = "3", .tokens = 3}), nullptr);
+}
+
+TEST_F(PrefillQueueTest, RetryIsTheRestOfWhatRuns) {
+  MakeQueue({.max_requests = 1});
+  engine_.Hold(0);
+  auto running = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 100});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto waiting = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 10});
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 90, 100);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+}
+
+TEST_F(PrefillQueueTest, BoundsTokens) {
+  MakeQueue({.max_tokens = 100});
+  auto one = Reserve({.id = "1", .tokens = 60});
+  ExpectRefusedWithRetry({.id = "2", .tokens = 41}, 1, 1);
+  auto two = Reserve({.id = "2", .tokens = 40});
+  EXPECT_EQ(queue_->snapshot().tokens, 100);
+  EXPECT_EQ(queue_->snapshot().requests, 2);
+  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
+}
+
+TEST_F(PrefillQueueTest, BoundsPredictedWaitByPriority) {
+  MakeQueue({.max_wait = absl::Seconds(50)});
+  auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
+  ExpectRefusedWithRetry({.id = "2", .tokens = 3}, 10, 10);
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1}), nullptr);  // would go before it
+}
+
+TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
+  MakeQueue();
+  auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
+  ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 20, .deadline = deadline}, 60, 60);
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 5, .deadline = deadline}), nullptr);
+  const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = MonotonicNow() - absl::Seconds(1)});
+  EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(PrefillQueueTest, RefusesLiveIdsUntilTheyEnd) {
+  MakeQueue();
+  auto slot = Reserve({.id = "same", .tokens = 3});
+  EXPECT_EQ(queue_->Reserve({.id = "same", .tokens = 4}).status().code(), absl::StatusCode::kAlreadyExists);
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*slot, 1, waiter);
+  ASSERT_TRUE(waiter->Result().ok());
+  EXPECT_NE(Reserve({.id = "same", .tokens = 4}), nullptr);
+}
+
+TEST_F(PrefillQueueTest, WithdrawnWhileItWaitsNeverRuns) {
+  MakeQueue();
+  engine_.Hold();
+  auto running = Reserve({.id = "1", .tokens = 3});
+  auto running_waiter = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, running_waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto waiting = Reserve({.id = "2", .tokens = 3});
+  auto waiting_waiter = std::make_shared<RecordingWaiter>();
+  EXPECT_EQ(Submit(*waiting, 2, waiting_waiter), 1);
+  waiting.reset();
+  EXPECT_EQ(queue_->snapshot().requests, 0);
+  EXPECT_EQ(waiting_waiter.use_count(), 1) << "the queue still holds the waiter";
+  engine_.Release();
+  EXPECT_TRUE(running_waiter->Result().ok());
+  EXPECT_EQ(engine_.first_ids(), std::vector<uint32_t>{1});
+  EXPECT_FALSE(waiting_waiter->done());
+}
+
+TEST_F(PrefillQueueTest, WithdrawnWhileItRunsIsStopped) {
+  MakeQueue();
+  engine_.Hold();
+  auto slot = Reserve({.id = "1", .tokens = 3});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*slot, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  slot.reset();
+  EXPECT_TRUE(engine_.WaitForStopped(1));
+  EXPECT_EQ(waiter->Result().status().code(), absl::StatusCode::kCancelled);
+
+  engine_.Release();
+  auto next = Reserve({.id = "2", .tokens = 3});
+  auto next_waiter = std::make_shared<RecordingWaiter>();
+  Submit(*next, 2, next_waiter);
+  EXPECT_TRUE(next_waiter->Result().ok());
+}
+
+TEST_F(PrefillQueueTest, PassedDeadlineIsNotRun) {
+  MakeQueue();
+  engine_.Hold();
+  auto running = Reserve({.id = "1", .tokens = 3});
+  auto running_waiter = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, running_waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto late = Reserve({.id = "2", .tokens = 3, .deadline = MonotonicNow() + absl::Milliseconds(20)});
+  auto late_waiter = std::make_shared<RecordingWaiter>();
+  Submit(*late, 2, late_waiter);
+  absl::SleepFor(absl::Milliseconds(30));
+  engine_.Release();
+  EXPECT_EQ(late_waiter->Result().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(engine_.first_ids(), std::vector<uint32_t>{1});
+}
+
+TEST_F(PrefillQueueTest, EngineErrorsReachTheWaiterAndTheNextRuns) {
+  MakeQueue();
+  engine_.FailNext(absl::InternalError("NaN in the logits"));
+  for (const bool good : {false, true}) {
+    auto slot = Reserve({.id = "1", .tokens = 3});
+    auto waiter = std::make_shared<RecordingWaiter>();
+    Submit(*slot, 1, waiter);
+    EXPECT_EQ(waiter->Result().ok(), good);
+    EXPECT_EQ(waiter->Result().status().code(), good ? absl::StatusCode::kOk : absl::StatusCode::kInternal);
+  }
+}
+
+TEST_F(PrefillQueueTest, DrainRefusesTheNewAndFinishesTheAccepted) {
+  MakeQueue();
+  engine_.Hold();
+  auto running = Reserve({.id = "1", .tokens = 3});
+  auto uploading = Reserve({.id = "2", .tokens = 3});
+  auto one = std::make_shared<RecordingWaiter>(), two = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, one);
+  queue_->Drain();
+  EXPECT_EQ(queue_->Reserve({.id = "3", .tokens = 3}).status().code(), absl::StatusCode::kUnavailable);
+  Submit(*uploading, 2, two);
+  engine_.Release();
+  EXPECT_TRUE(one->Result().ok());
+  EXPECT_TRUE(two->Result().ok());
+}
+
+TEST_F(PrefillQueueTest, StopAllEndsEverythingWithItsReason) {
+  MakeQueue();
+  engine_.Hold();
+  auto running = Reserve({.id = "1", .tokens = 3}), waiting = Reserve({.id = "2", .tokens = 3}),
+       uploading = Reserve({.id = "3", .tokens = 3});
+  auto one = std::make_shared<RecordingWaiter>(), two = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, one);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  Submit(*waiting, 2, two);
+  queue_->StopAll(absl::UnavailableError("going away"));
+  EXPECT_EQ(one->Result().status(), absl::UnavailableError("going away"));
+  EXPECT_EQ(two->Result().status(), absl::UnavailableError("going away"));
+  EXPECT_EQ(uploading->Submit({1}, {}, std::make_shared<RecordingWaiter>()).status(),
+            absl::UnavailableError("going away"));
+}
+
+TEST_F(PrefillQueueTest, SnapshotShowsWhatRuns) {
+  MakeQueue();
+  engine_.Hold(2);
+  auto slot = Reserve({.id = "shown", .tokens = 3});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*slot, 1, waiter);
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+  while (queue_->snapshot().running_layers_done < 2 && MonotonicNow() < deadline)
+    absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_EQ(queue_->snapshot().running_id, "shown");
+  EXPECT_EQ(queue_->snapshot().running_layers_done, 2);
+  EXPECT_EQ(queue_->snapshot().running_layers, 4);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+}
+
+}  // namespace
+}  // namespace meshfill

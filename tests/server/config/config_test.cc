@@ -1,0 +1,268 @@
+#include "server/config/config.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "engine/devices/engine_options.h"
+#include "engine/speed/pool_profile.h"
+#include "gtest/gtest.h"
+
+namespace meshfill {
+namespace {
+
+class ConfigTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    path_ = testing::TempDir() + "/config_test_" +
+            testing::UnitTest::GetInstance()->current_test_info()->name() + ".yaml";
+  }
+  void TearDown() override { std::filesystem::remove(path_); }
+
+  absl::StatusOr<v1::Config> Load(const std::string& yaml, const std::vector<std::string>& overrides = {}) {
+    std::ofstream(path_) << yaml;
+    return LoadConfig(path_, overrides);
+  }
+
+  // The message of the refusal, without the file's folder.
+  std::string Refusal(const std::string& yaml, const std::vector<std::string>& overrides = {}) {
+    const auto config = Load(yaml, overrides);
+    if (config.ok()) return "accepted";
+    EXPECT_EQ(config.status().code(), absl::StatusCode::kInvalidArgument) << config.status();
+    std::string message(config.status().message());
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+    if (message.rfind(path_, 0) == 0) message = "FILE" + message.substr(path_.size());
+    return message;
+  }
+
+  std::string path_;
+};
+
+TEST_F(ConfigTest, EveryExampleLoads) {
+  int examples = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(MESHFILL_CONFIGS)) {
+    if (entry.path().extension() != ".yaml") continue;
+    const auto config = LoadConfig(entry.path());
+    EXPECT_TRUE(config.ok()) << config.status();
+    ++examples;
+  }
+  EXPECT_GE(examples, 1);
+}
+
+TEST_F(ConfigTest, LocalExampleSaysWhatItSets) {
+  const auto config = LoadConfig(std::string(MESHFILL_CONFIGS) + "/local.yaml");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->model().path(), "build/demo-model");
+  EXPECT_EQ(config->pool().embedded().ranks(), 4u);
+  EXPECT_EQ(config->limits().max_message_bytes(), 4u << 20);
+  EXPECT_EQ(config->queue().max_wait().seconds(), 3600);
+}
+
+TEST_F(ConfigTest, DefaultsAreFilledIn) {
+  const auto config = LoadConfig("");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->listen(), "127.0.0.1:50051");
+  EXPECT_EQ(config->metrics_listen(), "127.0.0.1:9464");
+  EXPECT_EQ(config->model().path(), "");
+  EXPECT_EQ(config->pool().embedded().ranks(), 1u);
+  EXPECT_EQ(config->pool().embedded().device(), "auto");
+  EXPECT_EQ(config->queue().max_requests(), 64u);
+  EXPECT_EQ(config->queue().max_tokens(), 16777216u);
+  EXPECT_EQ(config->plan().layout(), "auto");
+  EXPECT_EQ(config->plan().partial_dtype(), "f32");  // no accuracy is lost unasked
+  EXPECT_EQ(config->plan().stripe(), 64u);
+  EXPECT_EQ(config->limits().upload_timeout().seconds(), 30);
+  EXPECT_EQ(config->limits().drain_timeout().seconds(), 3600);
+  EXPECT_EQ(config->limits().max_streams(), 128u);
+}
+
+TEST_F(ConfigTest, AttentionLeavesNcclWhatItMayTake) {
+  const auto margin = [&](const std::string& yaml) {
+    const auto config = Load(yaml);
+    EXPECT_TRUE(config.ok()) << config.status();
+    return config->pool().worker().attention_sm_margin();
+  };
+  EXPECT_EQ(margin(""), 8u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 4}}"), 4u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 0}}"), 0u);
+  EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 4, attention_sm_margin: 0}}"), 0u);
+}
+
+TEST_F(ConfigTest, EmptyFilesAndEmptySectionsAreDefaults) {
+  for (const char* yaml : {"", "# nothing\n", "---\n", "pool:\n  embedded:\n", "pool: {}\n"}) {
+    const auto config = Load(yaml);
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->pool().embedded().ranks(), 1u);
+  }
+}
+
+TEST_F(ConfigTest, ExplicitEmptyMetricsListenTurnsMetricsOff) {
+  EXPECT_EQ(Load("metrics_listen: \"\"\n")->metrics_listen(), "");
+  EXPECT_EQ(Load("", {"metrics_listen="})->metrics_listen(), "");
+}
+
+TEST_F(ConfigTest, UnitsAreRead) {
+  const auto config = Load(
+      "pool: {embedded: {memory_bytes: 1.5GiB}}\n"
+      "queue: {max_wait: 1h30m}\n"
+      "limits: {upload_timeout: 250ms, max_message_bytes: 8MB}\n");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->pool().embedded().memory_bytes(), 3ull << 29);
+  EXPECT_EQ(config->queue().max_wait().seconds(), 5400);
+  EXPECT_EQ(config->limits().upload_timeout().seconds(), 0);
+  EXPECT_EQ(config->limits().upload_timeout().nanos(), 250000000);
+  EXPECT_EQ(config->limits().max_message_bytes(), 8000000u);
+}
+
+TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
+  const auto config =
+      Load("pool:\n  embedded:\n    ranks: 2\n",
+           {"pool.embedded.ranks=3", "pool.embedded.ranks=5", "model.path=/a=b", "queue.max_wait=2m"});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->pool().embedded().ranks(), 5u);
+  EXPECT_EQ(config->model().path(), "/a=b");
+  EXPECT_EQ(config->queue().max_wait().seconds(), 120);
+}
+
+TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
+  EXPECT_EQ(
+      Refusal("listen: 127.0.0.1:0\n\npool:\n  embeded:\n    ranks: 2\n"),
+      "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
+      "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
+      "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
+  EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
+            "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
+            "pool, queue");
+  EXPECT_EQ(
+      Refusal("", {"pool.embedded.rank=2"}),
+      "--set: pool.embedded.rank: unknown key; did you mean ranks? known keys here: device, memory_bytes, "
+      "peak_flops, ranks, threads");
+}
+
+TEST_F(ConfigTest, DuplicateKeysAreRefused) {
+  EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 2\n    ranks: 2\n"),
+            "FILE:4: pool.embedded.ranks: duplicate key; keep one of them");
+  EXPECT_EQ(Refusal("plan: {stripe: 1}\nqueue:\nplan: {stripe: 1}\n"),
+            "FILE:3: plan: duplicate key; keep one of them");
+}
+
+TEST_F(ConfigTest, BadlyTypedValuesAreRefused) {
+  EXPECT_EQ(Refusal("pool: {embedded: {ranks: many}}"),
+            "FILE:1: pool.embedded.ranks: \"many\" is no whole number from 0 to 4294967295");
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: \"4\"}}").find("is no whole number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: -1}}").find("is no whole number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: 4294967296}}").find("is no whole number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: 1.5}}").find("is no whole number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: [1]}}").find("must be a single value"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {ranks: }}").find("must be a single value"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {peak_flops: inf}}").find("is no number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: 3").find("must be a map"), std::string::npos);
+  EXPECT_NE(Refusal("- a\n- b\n").find("must be a map"), std::string::npos);
+  EXPECT_NE(Refusal("queue: {max_wait: 30}").find("no duration with a unit"), std::string::npos);
+  EXPECT_NE(Refusal("queue: {max_wait: -3s}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("queue: {max_wait: inf}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("limits: {max_message_bytes: 4194304}").find("no byte size with a unit"),
+            std::string::npos);
+  EXPECT_NE(Refusal("limits: {max_message_bytes: 9000000TiB}").find("8 EiB"), std::string::npos);
+  EXPECT_NE(Refusal("", {"pool=3"}).find("is a section"), std::string::npos);
+  EXPECT_NE(Refusal("", {"listen.port=3"}).find("is a single value"), std::string::npos);
+  EXPECT_NE(Refusal("", {"listen"}).find("no value"), std::string::npos);
+}
+
+TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
+  EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 65\n"),
+            "FILE:3: pool.embedded.ranks: 65 is not between 1 and 64");
+  EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 4\n", {"pool.embedded.ranks=0"}),
+            "--set: pool.embedded.ranks: 0 is not between 1 and 64");
+  EXPECT_EQ(Refusal("pool:\n  worker:\n    nccl_ctas: 33\n"),
+            "FILE:3: pool.worker.nccl_ctas: 33 is not between 0 and 32");
+  EXPECT_NE(Refusal("pool: {worker: {attention_sm_margin: 65}}").find("65 is not between 0 and 64"),
+            std::string::npos);
+  EXPECT_EQ(Refusal("plan: {layout: spiral}"),
+            "FILE:1: plan.layout: \"spiral\" is not known; choose one of auto, striped, zigzag, contiguous");
+  EXPECT_NE(Refusal("plan: {stripe: 0}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
+  EXPECT_EQ(Refusal("plan: {schedule: fast}"),
+            "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
+  EXPECT_NE(Refusal("model: {dtype: fp8}").find("choose one of auto, bf16, f32"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
+  EXPECT_EQ(Refusal("pool: {link_bytes_per_second: 0}"),
+            "FILE:1: pool.link_bytes_per_second: must be above 0");
+  EXPECT_EQ(Refusal("pool: {host_link_bytes_per_second: 0}"),
+            "FILE:1: pool.host_link_bytes_per_second: must be above 0");
+  EXPECT_EQ(Refusal("pool: {host_bytes_per_second: -1}"),
+            "FILE:1: pool.host_bytes_per_second: must not be below 0");
+  EXPECT_NE(Refusal("pool: {control_listen: nowhere}").find("no HOST:PORT"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {control_listen: \"0.0.0.0:1\", embedded: {ranks: 2}}").find("or embedded"),
+            std::string::npos);
+  EXPECT_NE(Refusal("pool: {tls: {cert: a.pem}}").find("all of cert, key and ca"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {tls: {insecure: 1}}").find("neither true nor false"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {worker: {ranks: 65}}").find("between 1 and 64"), std::string::npos);
+  EXPECT_NE(Refusal("queue: {max_requests: 0}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("limits: {upload_timeout: 0s}").find("above 0s"), std::string::npos);
+  EXPECT_NE(Refusal("limits: {max_message_bytes: 2GiB}").find("not between"), std::string::npos);
+  for (const char* address :
+       {"", "50051", "host", "host:", ":1", "host:65536", "host:-1", "::1:5", "host:1x"}) {
+    EXPECT_NE(Refusal(std::string("listen: \"") + address + "\"\n").find("no HOST:PORT"), std::string::npos)
+        << address;
+  }
+}
+
+TEST_F(ConfigTest, TextThatIsNotYamlIsRefusedWithItsLine) {
+  EXPECT_EQ(Refusal("listen: a\npool: {embedded: \n").rfind("FILE:3: not YAML: ", 0), 0u);
+  EXPECT_NE(Refusal("listen: 127.0.0.1:1\n---\nlisten: 127.0.0.1:2\n").find("second YAML document"),
+            std::string::npos);
+}
+
+TEST_F(ConfigTest, MissingFileIsNamed) {
+  const auto config = LoadConfig("/nonexistent/meshfill.yaml");
+  EXPECT_EQ(config.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(config.status().message().find("/nonexistent/meshfill.yaml: "), 0u);
+  EXPECT_EQ(LoadConfig(testing::TempDir()).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {
+  const EngineOptions options = ToEngineOptions(*Load("plan: {layout: auto, partial_dtype: auto}"));
+  EXPECT_EQ(options.layout, std::nullopt);
+  EXPECT_EQ(options.partial_dtype, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("")).partial_dtype, DType::kF32);
+}
+
+TEST_F(ConfigTest, LinksThatAreLeftOutStayUnset) {
+  const auto config = Load("pool: {host_bytes_per_second: 0}");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_TRUE(config->pool().has_host_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_link_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_link_latency());
+  EXPECT_FALSE(config->pool().has_host_link_bytes_per_second());
+  EXPECT_FALSE(config->pool().has_host_link_latency());
+  EXPECT_EQ(Refusal("pool: {link_latency: 0s}"), "FILE:1: pool.link_latency: must be above 0s");
+}
+
+TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
+  const auto config = Load(
+      "model: {path: m, dtype: bf16}\n"
+      "pool: {embedded: {ranks: 6, threads: 3, peak_flops: 1e12, memory_bytes: 2GiB}}\n"
+      "plan: {layout: zigzag, stripe: 16, partial_dtype: model, schedule: greedy, profile_path: p.json}\n");
+  ASSERT_TRUE(config.ok()) << config.status();
+  const EngineOptions options = ToEngineOptions(*config);
+  EXPECT_EQ(options.model_path, "m");
+  EXPECT_EQ(options.ranks, 6);
+  EXPECT_EQ(options.dtype, DType::kBf16);
+  EXPECT_EQ(options.layout, LayoutKind::kZigzag);
+  EXPECT_EQ(options.stripe, 16);
+  EXPECT_EQ(options.partial_dtype, DType::kBf16);
+  EXPECT_EQ(options.schedule, ScheduleChoice::kGreedy);
+  EXPECT_EQ(options.peak_flops, 1e12);
+  EXPECT_EQ(options.memory_budget_bytes, 2ll << 30);
+  EXPECT_EQ(options.threads, 3);
+  EXPECT_EQ(options.speed_profile_path, "p.json");
+  EXPECT_EQ(ToEngineOptions(*Load("plan: {profile_path: \'\'}")).speed_profile_path, "");
+  EXPECT_EQ(ToEngineOptions(*Load("")).speed_profile_path, DefaultPoolProfilePath());
+  EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);
+}
+
+}  // namespace
+}  // namespace meshfill

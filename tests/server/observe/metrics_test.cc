@@ -1,0 +1,183 @@
+#include "server/observe/metrics.h"
+
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "engine/comm/monotonic_time.h"
+#include "gtest/gtest.h"
+#include "tests/server/fake_engine.h"
+
+namespace meshfill {
+namespace {
+
+// Samples of the text format: "name{labels}" to value.
+std::map<std::string, double> Samples(const std::string& text) {
+  std::map<std::string, double> samples;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.empty() || line.front() == '#') continue;
+    const size_t space = line.rfind(' ');
+    EXPECT_TRUE(samples.emplace(line.substr(0, space), std::stod(line.substr(space + 1))).second) << line;
+  }
+  return samples;
+}
+
+PrefillResult RunOnce(FakeEngine& engine, int64_t tokens, const PrefillOptions& options = {}) {
+  class Ignore final : public PrefillObserver {
+    void OnLayerDone(int, int) override {}
+  } observer;
+  StopToken stop;
+  const std::vector<uint32_t> ids(tokens, 1);
+  auto result = engine.Prefill(ids, options, &observer, &stop);
+  EXPECT_TRUE(result.ok()) << result.status();
+  result->prefill_seconds = 2;
+  result->plan.predicted.peak_bytes = 3 << 20;
+  return *std::move(result);
+}
+
+TEST(MetricsTest, TellsAPrefill) {
+  Metrics metrics;
+  FakeEngine engine;
+  engine.PredictSeconds(1.6);
+  metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
+  metrics.SetPeakFlops(2e12);
+  metrics.SetQueueLimits(8192, absl::Minutes(5));
+  metrics.SetQueue({.requests = 3, .tokens = 4096, .running_tokens = 1000});
+  metrics.OnPrefillStart(0.02);
+  metrics.OnPrefillDone(RunOnce(engine, 1000));
+  metrics.OnFirstToken(2.25);
+  metrics.OnRequestDone(absl::StatusCode::kOk);
+  metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
+
+  const std::string text = metrics.Text();
+  const auto samples = Samples(text);
+  const std::map<std::string, double> expected = {
+      {"meshfill_requests_total{code=\"OK\"}", 1},
+      {"meshfill_requests_total{code=\"RESOURCE_EXHAUSTED\"}", 1},
+      {"meshfill_requests_total{code=\"INTERNAL\"}", 0},
+      {"meshfill_queue_requests", 3},
+      {"meshfill_queue_tokens", 4096},
+      {"meshfill_queue_max_tokens", 8192},
+      {"meshfill_queue_max_wait_seconds", 300},
+      {"meshfill_queue_oldest_seconds", 0},
+      {"meshfill_running_tokens", 1000},
+      {"meshfill_queue_wait_seconds_count", 1},
+      {"meshfill_queue_wait_seconds_bucket{le=\"0.01\"}", 0},
+      {"meshfill_queue_wait_seconds_bucket{le=\"0.1\"}", 1},
+      {"meshfill_ttft_seconds_sum", 2.25},
+      {"meshfill_ttft_seconds_bucket{le=\"0.1\"}", 0},
+      {"meshfill_ttft_seconds_bucket{le=\"3600\"}", 1},
+      {"meshfill_prefill_seconds_sum", 2},
+      {"meshfill_prompt_tokens_total", 1000},
+      {"meshfill_comm_wait_seconds_total{op=\"recv_q\",rank=\"0\"}", 0.125},
+      {"meshfill_comm_wait_seconds_total{op=\"recv_kv\",rank=\"3\"}", 0.25},
+      {"meshfill_comm_wait_seconds_total{op=\"send_o\",rank=\"1\"}", 0.0625},
+      {"meshfill_comm_wait_seconds_total{op=\"all_to_all\",rank=\"2\"}", 0},
+      {"meshfill_attention_compute_seconds_total{rank=\"3\"}", 1.25},
+      {"meshfill_attention_seconds_total{rank=\"1\"}", 2},
+      {"meshfill_rank_busy_seconds_total{rank=\"2\"}", 5 - 0.4375},
+      {"meshfill_largest_rank_comm_bytes_total{op=\"kv\"}", 2},
+      {"meshfill_predicted_comm_bytes_total{op=\"o\"}", 0},
+      {"meshfill_predicted_prefill_seconds_total", 1.6},
+      {"meshfill_peak_flops_per_second", 2e12},
+      {"meshfill_comm_bytes_total{op=\"q\"}", 40},
+      {"meshfill_comm_bytes_total{op=\"kv\"}", 80},
+      {"meshfill_comm_bytes_total{op=\"o\"}", 120},
+      {"meshfill_comm_bytes_total{op=\"all_to_all\"}", 160},
+      {"meshfill_overlap_ratio", 1 - 0.4375 / 2},
+      {"meshfill_mfu", 0.5},
+      {"meshfill_attention_mfu", 0.25},
+      {"meshfill_predicted_seconds", 1.6},
+      {"meshfill_predicted_peak_bytes", 3 << 20},
+      {"meshfill_prediction_ratio", 1.25},
+      {"meshfill_straggler_spread_seconds", 3},
+      {"meshfill_ranks{state=\"ready\"}", 4},
+      {"meshfill_ranks{state=\"loading\"}", 0},
+      {"meshfill_build_info{version=\"" MESHFILL_VERSION "\"}", 1},
+  };
+  for (const auto& [name, value] : expected) {
+    ASSERT_TRUE(samples.contains(name)) << name << " is missing in\n" << text;
+    EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
+  }
+  EXPECT_GT(samples.at("meshfill_peak_memory_bytes"), 1 << 20);
+}
+
+TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
+  Metrics metrics;
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 10));
+  const auto once = Samples(metrics.Text());
+  metrics.OnPrefillDone(RunOnce(engine, 10));
+  const auto twice = Samples(metrics.Text());
+  EXPECT_EQ(once.size(), twice.size());
+  for (const char* name : {"meshfill_prompt_tokens_total", "meshfill_prefill_seconds_count",
+                           "meshfill_comm_bytes_total{op=\"kv\"}",
+                           "meshfill_comm_wait_seconds_total{op=\"recv_q\",rank=\"2\"}"}) {
+    EXPECT_GT(once.at(name), 0) << name;
+    EXPECT_DOUBLE_EQ(twice.at(name), 2 * once.at(name)) << name;
+  }
+}
+
+TEST(MetricsTest, PlanInfoHasOneSeriesOnly) {
+  Metrics metrics;
+  FakeEngine engine;
+  std::set<std::string> seen;
+  for (const Tile tile : {Tile{1, 4}, Tile{2, 2}, Tile{2, 2}, Tile{4, 1}}) {
+    metrics.OnPrefillDone(RunOnce(engine, 1000, {.tile = tile}));
+    int series = 0;
+    for (const auto& [name, value] : Samples(metrics.Text())) {
+      if (name.rfind("meshfill_plan_info{", 0) != 0) continue;
+      ++series;
+      seen.insert(name);
+      EXPECT_EQ(value, 1);
+      EXPECT_NE(name.find("a=\"" + std::to_string(tile.a) + "\""), std::string::npos) << name;
+      EXPECT_NE(name.find("b=\"" + std::to_string(tile.b) + "\""), std::string::npos) << name;
+      EXPECT_NE(name.find("layout=\"striped\""), std::string::npos) << name;
+    }
+    EXPECT_EQ(series, 1);
+  }
+  EXPECT_EQ(seen.size(), 3u);
+}
+
+TEST(MetricsTest, EveryFamilyHasAHelpText) {
+  Metrics metrics;
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 10));
+  const std::string text = metrics.Text();
+  for (const auto& [name, value] : Samples(text)) {
+    std::string family = name.substr(0, name.find('{'));
+    EXPECT_EQ(family.rfind("meshfill_", 0), 0u) << family;
+    for (const std::string suffix : {"_bucket", "_sum", "_count"}) {
+      if (family.ends_with(suffix)) family.resize(family.size() - suffix.size());
+    }
+    const size_t help = text.find("# HELP " + family + " ");
+    ASSERT_NE(help, std::string::npos) << family;
+    EXPECT_GT(text.find('\n', help) - help, family.size() + 20) << family;
+  }
+}
+
+TEST(MetricsTest, TheOldestRequestAgesByItself) {
+  Metrics metrics;
+  metrics.SetQueue({.requests = 1, .tokens = 10, .oldest = MonotonicNow() - absl::Seconds(90)});
+  EXPECT_NEAR(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 90, 5);
+  metrics.SetQueue({});
+  EXPECT_EQ(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 0);
+}
+
+TEST(MetricsTest, KeepsAReportOfTheLastPrefill) {
+  Metrics metrics;
+  EXPECT_EQ(metrics.last_prefill(), nullptr);
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 1000));
+  const auto first = metrics.last_prefill();
+  metrics.OnPrefillDone(RunOnce(engine, 70, {.tile = Tile{1, 4}}));
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->plan.layout.tokens(), 1000);  // who holds an old report keeps it
+  EXPECT_EQ(metrics.last_prefill()->plan.tile, (Tile{1, 4}));
+  EXPECT_EQ(metrics.last_prefill()->ranks.size(), size_t{FakeEngine::kRanks});
+}
+
+}  // namespace
+}  // namespace meshfill

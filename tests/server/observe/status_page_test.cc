@@ -1,0 +1,63 @@
+#include "server/observe/status_page.h"
+
+#include <string>
+
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "tests/server/fake_engine.h"
+
+namespace meshfill {
+namespace {
+
+PrefillResult RunOnce(FakeEngine& engine, const PrefillOptions& options) {
+  class Ignore final : public PrefillObserver {
+    void OnLayerDone(int, int) override {}
+  } observer;
+  StopToken stop;
+  auto result = engine.Prefill(std::vector<uint32_t>(1000, 1), options, &observer, &stop);
+  EXPECT_TRUE(result.ok()) << result.status();
+  return *std::move(result);
+}
+
+TEST(StatusJsonTest, SaysThePoolAndNoPrefillYet) {
+  v1::PoolStatus pool;
+  pool.set_state(v1::PoolStatus::STATE_READY);
+  pool.set_ranks(4);
+  pool.set_queued_tokens(1 << 20);
+  pool.set_running_request_id("</script>\"\n");  // ids are the clients' choice
+  const auto status = nlohmann::json::parse(StatusJson(pool, nullptr));
+  EXPECT_TRUE(status.at("last_prefill").is_null());
+  EXPECT_EQ(status.at("pool").at("state"), "STATE_READY");
+  EXPECT_EQ(status.at("pool").at("ranks"), 4);
+  EXPECT_EQ(status.at("pool").at("running_request_id"), "</script>\"\n");
+  EXPECT_EQ(status.at("pool").at("queued_tokens"), "1048576");  // 64 bits, as protobuf's JSON form has them
+}
+
+TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
+  Metrics metrics;
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, {.tile = Tile{4, 1}}));
+  const auto last = nlohmann::json::parse(StatusJson({}, metrics.last_prefill().get())).at("last_prefill");
+  EXPECT_EQ(last.at("tokens"), 1000);
+  EXPECT_EQ(last.at("mfu"), 0.5);
+  EXPECT_EQ(last.at("plan").at("a"), 4);
+  EXPECT_EQ(last.at("plan").at("layout"), "striped");
+  ASSERT_EQ(last.at("ranks").size(), size_t{FakeEngine::kRanks});
+  EXPECT_EQ(last.at("ranks")[3].at("total_seconds"), 6);
+  EXPECT_EQ(last.at("ranks")[1].at("wait_seconds"),
+            (nlohmann::json{{"recv_q", 0.125}, {"recv_kv", 0.25}, {"send_o", 0.0625}, {"all_to_all", 0}}));
+}
+
+TEST(StatusPagesTest, ThePageLoadsNothingFromOutside) {
+  Metrics metrics;
+  const auto pages = StatusPages([] { return v1::PoolStatus(); }, metrics);
+  ASSERT_EQ(pages.front().path, "/");
+  const std::string html = pages.front().body();
+  EXPECT_EQ(html.rfind("<!doctype html>", 0), 0u);
+  EXPECT_NE(html.find("width=device-width"), std::string::npos);
+  EXPECT_EQ(html.find("://"), std::string::npos);
+  for (const HttpPage& page : pages) EXPECT_FALSE(page.body().empty()) << page.path;
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,556 @@
+// The leader's words and times, event by event; what it does when everything fails at once is
+// pool_simulation_test's.
+#include "server/pool/leader.h"
+
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/devices/engine_options.h"
+#include "gtest/gtest.h"
+#include "server/pool/offered_speed.h"
+#include "server/pool/pool_planner.h"
+#include "server/pool/run_plan.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kVocab = 5;
+
+ModelShape Shape() {
+  return {.layers = 2,
+          .hidden = 64,
+          .intermediate = 128,
+          .q_heads = 8,
+          .kv_heads = 8,
+          .head_dim = 8,
+          .vocab = kVocab,
+          .context_tokens = 1 << 20};
+}
+
+v1::Join Offer(const std::string& name, uint32_t ranks = 1) {
+  v1::Join offer;
+  offer.set_protocol(kControlProtocol);
+  offer.set_build("b1");
+  offer.set_name(name);
+  offer.set_host("host");
+  offer.set_ranks(ranks);
+  offer.set_peak_flops(1e12);
+  offer.mutable_model()->set_name("m");
+  offer.mutable_model()->set_config_hash(1);
+  offer.mutable_model()->set_weights_hash(2);
+  offer.mutable_model()->set_dtype("f32");
+  *offer.mutable_speed() = ToProto(PoolSpeed{});
+  return offer;
+}
+
+class LeaderTest : public testing::Test {
+ protected:
+  explicit LeaderTest(const Leader::Options& options = Options())
+      : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
+          planned_with_.push_back(capacity.topology);
+          return PlanForPool(Shape(), EngineOptions(), capacity, tokens, options);
+        }) {}
+
+  static Leader::Options Options() {
+    Leader::Options options;
+    options.build = "b1";
+    options.model = Offer("").model();
+    options.model.set_weights_hash(0);
+    options.layers = Shape().layers;
+    options.vocab = kVocab;
+    return options;
+  }
+
+  void Do() {
+    for (Leader::Action& action : leader_.TakeActions()) {
+      if (auto* send = std::get_if<Leader::Send>(&action)) {
+        if (!send->message.has_heartbeat()) sent_[send->to].push_back(send->message);
+      } else if (auto* close = std::get_if<Leader::Close>(&action)) {
+        closed_.push_back(close->connection);
+      } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
+        answers_.push_back(answer->result);
+      } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
+        log_.push_back(line->text);
+      }
+    }
+  }
+  void Say(Leader::Connection from, v1::WorkerMessage message) {
+    leader_.OnMessage(from, message, now_);
+    Do();
+  }
+  // The reason of the refusal; empty: welcome.
+  std::string Join(Leader::Connection connection, const v1::Join& offer) {
+    leader_.OnConnected(connection, now_);
+    v1::WorkerMessage message;
+    *message.mutable_join() = offer;
+    Say(connection, message);
+    return sent_[connection].back().refused().reason();
+  }
+  // Time passes; all workers but `silent` say that they live.
+  void Pass(absl::Duration time, std::vector<Leader::Connection> alive, bool computing = false) {
+    for (const absl::Time end = now_ + time; now_ < end; now_ += absl::Milliseconds(50)) {
+      for (Leader::Connection connection : alive) {
+        v1::WorkerMessage message = OfRun();
+        v1::WorkerProgress& progress = *message.mutable_progress();
+        if (computing) {
+          progress.set_run(run_);
+          progress.add_ranks()->set_rank(static_cast<uint32_t>(connection - 1));
+          progress.mutable_ranks(0)->set_computing(true);
+        }
+        Say(connection, message);
+      }
+      leader_.OnTick(now_);
+      Do();
+    }
+  }
+  v1::WorkerMessage OfRun() const {
+    v1::WorkerMessage message;
+    message.set_epoch(leader_.epoch());
+    return message;
+  }
+  void Submit(std::vector<uint32_t> tokens) {
+    tokens_ = std::move(tokens);
+    leader_.Submit({.id = "r7", .tokens = tokens_, .options = {}}, now_);
+    Do();
+  }
+  // Workers 1, 2, … with one rank each answer the newest Prepare.
+  void Prepare(const std::vector<Leader::Connection>& workers) {
+    for (Leader::Connection connection : workers) {
+      const v1::Prepare* prepare = nullptr;
+      for (const v1::LeaderMessage& message : sent_[connection]) {
+        if (message.has_prepare()) prepare = &message.prepare();
+      }
+      ASSERT_NE(prepare, nullptr);
+      run_ = prepare->run();
+      const auto plan = FromRunPlan(prepare->plan());
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const int rank = static_cast<int>(prepare->first_rank());
+      const std::vector<std::vector<uint32_t>> shards = {ShardOf(plan->layout, rank, tokens_)};
+      v1::WorkerMessage message = OfRun();
+      message.mutable_prepared()->set_run(run_);
+      message.mutable_prepared()->add_addresses("a");
+      message.mutable_prepared()->set_hash(RunHash(*plan, rank, shards));
+      Say(connection, message);
+    }
+  }
+  // `links`: what it measured, in the order of the probes.
+  void RankDone(Leader::Connection connection, uint32_t rank, int logits,
+                const std::vector<std::optional<Link>>& links = {}, double probe_seconds = 0) {
+    v1::WorkerMessage message = OfRun();
+    *message.mutable_rank_done()->mutable_links() = ToProto(links);
+    message.mutable_rank_done()->set_probe_seconds(probe_seconds);
+    message.mutable_rank_done()->set_run(run_);
+    message.mutable_rank_done()->set_rank(rank);
+    for (int i = 0; i < logits; ++i) message.mutable_rank_done()->add_logits(static_cast<float>(i));
+    Say(connection, message);
+  }
+  void Stopped(Leader::Connection connection) {
+    v1::WorkerMessage message = OfRun();
+    message.mutable_stopped()->set_run(run_);
+    Say(connection, message);
+  }
+
+  absl::Time now_ = absl::UnixEpoch();
+  std::vector<Topology> planned_with_;
+  Leader leader_;
+  std::map<Leader::Connection, std::vector<v1::LeaderMessage>> sent_;
+  std::vector<Leader::Connection> closed_;
+  std::vector<absl::StatusOr<Leader::Result>> answers_;
+  std::vector<std::string> log_;
+  std::vector<uint32_t> tokens_;
+  uint64_t run_ = 0;
+};
+
+TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
+  ASSERT_EQ(Join(1, Offer("a")), "");
+  auto refusal = [&, connection = Leader::Connection{10}](auto change) mutable {
+    v1::Join offer = Offer("b");
+    change(offer);
+    const std::string reason = Join(++connection, offer);
+    EXPECT_EQ(closed_.back(), connection);
+    return reason;
+  };
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_protocol(9); }), "protocol 9"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_build("b2"); }), "build is b2"));
+  EXPECT_TRUE(
+      has(refusal([](v1::Join& offer) { offer.mutable_model()->set_config_hash(9); }), "config.json"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_model()->set_weights_hash(9); }), "weights"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_model()->set_dtype("bf16"); }), "bf16"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_name(""); }), "name"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_ranks(0); }), "ranks"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_ranks(65); }), "ranks"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.clear_speed(); }), "fast"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_name("a"); }), "named a is in the pool"));
+  EXPECT_TRUE(sent_[20].back().refused().retry()) << "the other one may be about to go";
+  EXPECT_FALSE(sent_[11].back().refused().retry());
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+  EXPECT_EQ(leader_.counters().refusals, 10u);
+}
+
+TEST_F(LeaderTest, LogsARefusalOnceAndTakesNoWordFromStrangers) {
+  v1::Join other = Offer("b");
+  other.set_build("b2");
+  for (Leader::Connection connection = 1; connection <= 5; ++connection) Join(connection, other);
+  EXPECT_EQ(log_.size(), 1u);
+  leader_.OnConnected(6, now_);
+  v1::WorkerMessage junk;
+  junk.mutable_stopped()->set_run(1);
+  Say(6, junk);
+  EXPECT_EQ(closed_.back(), 6u);
+  leader_.OnConnected(7, now_);
+  Pass(absl::Seconds(6), {});
+  EXPECT_EQ(closed_.back(), 7u) << "a connection that never joins";
+}
+
+TEST_F(LeaderTest, StrangersHearWhyTheyGoAndAreLoggedOnce) {
+  v1::WorkerMessage junk;
+  junk.mutable_stopped()->set_run(1);
+  for (Leader::Connection connection = 1; connection <= 5; ++connection) {
+    leader_.OnConnected(connection, now_);
+    Say(connection, junk);
+    EXPECT_NE(sent_[connection].back().refused().reason(), "");
+    leader_.OnConnected(connection + 10, now_);
+  }
+  EXPECT_EQ(log_.size(), 1u);
+  Pass(absl::Seconds(6), {});
+  EXPECT_NE(sent_[11].back().refused().reason().find("no Join"), std::string::npos);
+  EXPECT_EQ(closed_.size(), 10u);
+  EXPECT_EQ(log_.size(), 2u);
+}
+
+TEST_F(LeaderTest, AWorkerThatHasHeardOfALaterEpochIsRefused) {
+  v1::WorkerMessage message;
+  *message.mutable_join() = Offer("a");
+  message.set_epoch(leader_.epoch());
+  leader_.OnConnected(1, now_);
+  Say(1, message);
+  EXPECT_TRUE(sent_[1].back().has_welcome());
+  *message.mutable_join() = Offer("b");
+  message.set_epoch(leader_.epoch() + 5);
+  leader_.OnConnected(2, now_);
+  Say(2, message);
+  EXPECT_NE(sent_[2].back().refused().reason().find("epoch 6"), std::string::npos)
+      << sent_[2].back().refused().reason();
+  EXPECT_FALSE(sent_[2].back().refused().retry());
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+}
+
+TEST_F(LeaderTest, WordsOfAnotherEpochOrRunCountForNothing) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  v1::WorkerMessage done = OfRun();
+  done.mutable_rank_done()->set_run(run_);
+  for (int i = 0; i < kVocab; ++i) done.mutable_rank_done()->add_logits(0);
+  v1::WorkerMessage late = done;
+  late.set_epoch(leader_.epoch() - 1);
+  Say(1, late);
+  late = done;
+  late.mutable_rank_done()->set_run(run_ + 1);
+  Say(1, late);
+  EXPECT_TRUE(answers_.empty());
+  EXPECT_EQ(leader_.capacity().ranks, 1) << "what is late is no offence";
+  Say(1, done);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok());
+
+  done.set_epoch(leader_.epoch() + 1);
+  Say(1, done);
+  EXPECT_EQ(leader_.capacity().ranks, 0) << "an epoch that is not yet: it is no worker of this pool";
+  EXPECT_NE(log_.back().find("speaks of epoch"), std::string::npos) << log_.back();
+}
+
+TEST_F(LeaderTest, AnEmptyPoolForgetsItsWeights) {
+  Join(1, Offer("a"));
+  leader_.OnDisconnected(1, now_);
+  v1::Join other = Offer("b");
+  other.mutable_model()->set_weights_hash(9);
+  EXPECT_EQ(Join(2, other), "");
+}
+
+TEST_F(LeaderTest, SilentWorkersAreLostWithinTwoSeconds) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  Pass(absl::Milliseconds(1400), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  Pass(absl::Milliseconds(600), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+  EXPECT_EQ(leader_.counters().losses, 1u);
+}
+
+TEST_F(LeaderTest, AWorkerThatTalksButDoesNotComputeIsLost) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  Pass(absl::Milliseconds(1900), {1}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+  Pass(absl::Milliseconds(300), {1}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 0);
+}
+
+TEST_F(LeaderTest, AnswersOnceAllRanksAreDone) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1, 2});
+  RankDone(2, 1, kVocab);
+  EXPECT_TRUE(answers_.empty());
+  RankDone(2, 0, kVocab);  // of another's rank
+  EXPECT_TRUE(answers_.empty());
+  RankDone(1, 0, 0);
+  ASSERT_EQ(answers_.size(), 1u);
+  ASSERT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(answers_[0]->logits.size(), static_cast<size_t>(kVocab));
+  EXPECT_EQ(answers_[0]->peak_flops, 2e12);
+  EXPECT_TRUE(sent_[1].back().has_finish());
+  EXPECT_TRUE(sent_[2].back().has_finish());
+}
+
+TEST_F(LeaderTest, ARequestThatEndsTwoEpochsIsPoisonousByItsId) {
+  for (Leader::Connection connection = 1; connection <= 3; ++connection) {
+    Join(connection, Offer(absl::StrCat("w", connection)));
+  }
+  Submit(std::vector<uint32_t>(300, 1));
+  Prepare({1, 2, 3});
+  leader_.OnDisconnected(3, now_);
+  Do();
+  EXPECT_TRUE(answers_.empty());
+  EXPECT_TRUE(sent_[1].back().has_abort());
+  Stopped(1);
+  EXPECT_FALSE(sent_[1].back().has_prepare()) << "another has not stopped yet";
+  Stopped(2);
+  Prepare({1, 2});
+  leader_.OnDisconnected(2, now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kInternal);
+  EXPECT_NE(answers_[0].status().message().find("request r7 "), absl::string_view::npos)
+      << answers_[0].status();
+  Stopped(1);
+  EXPECT_TRUE(leader_.idle());
+}
+
+TEST_F(LeaderTest, AFailureOfTheRequestItselfIsItsAnswer) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  v1::WorkerMessage message = OfRun();
+  message.mutable_rank_done()->set_run(run_);
+  *message.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::ResourceExhaustedError("no memory"));
+  Say(1, message);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(answers_[0].status().message().find("worker a: rank 0: no memory"), absl::string_view::npos);
+  Stopped(1);
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+}
+
+TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
+  Submit({1});
+  Pass(absl::Milliseconds(9900), {});
+  EXPECT_TRUE(answers_.empty());
+  Pass(absl::Milliseconds(200), {});
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
+}
+
+// Links that the configuration leaves out.
+class MeasuringLeaderTest : public LeaderTest {
+ protected:
+  MeasuringLeaderTest() : LeaderTest(LeftOut()) {}
+
+  static Leader::Options LeftOut() {
+    Leader::Options options = Options();
+    v1::PoolSection pool;
+    pool.set_measure_links(true);
+    pool.set_host_link_bytes_per_second(5e9);
+    options.links = ConfiguredLinksOf(pool);
+    return options;
+  }
+  // A run on workers 1, 2, …, each on its own host, that say the same.
+  void RunOn(int workers, const std::vector<std::optional<Link>>& links, double probe_seconds = 0) {
+    Submit(std::vector<uint32_t>(100 * workers, 1));
+    std::vector<Leader::Connection> connections;
+    for (int i = 1; i <= workers; ++i) connections.push_back(i);
+    Prepare(connections);
+    Pass(absl::Milliseconds(500), connections);
+    for (int i = 1; i <= workers; ++i) {
+      const bool last = i == workers;
+      RankDone(i, static_cast<uint32_t>(i - 1), last ? kVocab : 0, links, probe_seconds);
+    }
+    ASSERT_FALSE(answers_.empty());
+    ASSERT_TRUE(answers_.back().ok()) << answers_.back().status();
+  }
+  void JoinOnItsOwnHost(Leader::Connection connection) {
+    v1::Join offer = Offer(absl::StrCat("w", connection));
+    offer.set_host(absl::StrCat("host", connection));
+    ASSERT_EQ(Join(connection, offer), "");
+  }
+  // In the newest Run.
+  int ProbesAsked(Leader::Connection connection) {
+    int probes = -1;
+    for (const v1::LeaderMessage& message : sent_[connection]) {
+      if (message.has_run()) probes = message.run().probes_size();
+    }
+    return probes;
+  }
+
+  static constexpr Link kSlow = {.latency_seconds = 3e-3, .bytes_per_second = 7e6};
+};
+
+TEST_F(MeasuringLeaderTest, AsksInTheFirstRunAndPlansTheNextWithTheAnswer) {
+  JoinOnItsOwnHost(1);
+  JoinOnItsOwnHost(2);
+  RunOn(2, {kSlow}, 0.2);
+  EXPECT_EQ(ProbesAsked(1), 1);
+  EXPECT_EQ(ProbesAsked(2), 1);
+  EXPECT_EQ(planned_with_.back().between_nodes.bytes_per_second, 1e9) << "assumed";
+  EXPECT_EQ(log_.back(), "links measured: between hosts 7 MB/s, 3 ms; it took 200ms");
+  EXPECT_TRUE(answers_.back()->probed);
+  EXPECT_NEAR(answers_.back()->seconds, 0.3, 1e-9) << "without what the probes took";
+  EXPECT_EQ(leader_.links().front().source, "measured");
+
+  RunOn(2, {});
+  EXPECT_EQ(ProbesAsked(1), 0);
+  EXPECT_EQ(planned_with_.back().between_nodes, kSlow);
+  EXPECT_EQ(planned_with_.back().same_node.bytes_per_second, 5e9) << "as given";
+  EXPECT_FALSE(answers_.back()->probed);
+  EXPECT_NEAR(answers_.back()->seconds, 0.5, 1e-9);
+}
+
+TEST_F(MeasuringLeaderTest, AsksAgainOnceThePoolChanged) {
+  JoinOnItsOwnHost(1);
+  JoinOnItsOwnHost(2);
+  RunOn(2, {kSlow});
+  JoinOnItsOwnHost(3);
+  EXPECT_EQ(leader_.links().front().source, "measured before");
+  RunOn(3, {Link{.latency_seconds = 1e-3, .bytes_per_second = 9e6}});
+  EXPECT_EQ(ProbesAsked(3), 1);
+  EXPECT_EQ(planned_with_.back().between_nodes, kSlow) << "until then";
+  EXPECT_EQ(leader_.capacity().topology.between_nodes.bytes_per_second, 9e6);
+  leader_.OnDisconnected(3, now_);
+  RunOn(2, {kSlow});
+  EXPECT_EQ(ProbesAsked(1), 1);
+}
+
+TEST_F(MeasuringLeaderTest, WhoSaysNothingOrNonsenseIsAskedAgain) {
+  JoinOnItsOwnHost(1);
+  JoinOnItsOwnHost(2);
+  RunOn(2, {});
+  EXPECT_EQ(log_.back(), "no figure that a link can have: between hosts; it took 0");
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (const double time : {nan, -1.0, 1e300}) {
+    RunOn(2, {Link{.latency_seconds = nan, .bytes_per_second = -1}, kSlow, kSlow}, time);
+    EXPECT_EQ(ProbesAsked(1), 1);
+    EXPECT_NEAR(answers_.back()->seconds, 0.5, 1e-9);
+    EXPECT_EQ(leader_.capacity().topology.between_nodes.bytes_per_second, 1e9);
+  }
+}
+
+TEST_F(MeasuringLeaderTest, ARunThatEndsEarlyLeavesTheLinksToTheNext) {
+  JoinOnItsOwnHost(1);
+  JoinOnItsOwnHost(2);
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1, 2});
+  EXPECT_EQ(ProbesAsked(1), 1);
+  RankDone(1, 0, 0, {kSlow});
+  v1::WorkerMessage failed = OfRun();
+  failed.mutable_rank_done()->set_run(run_);
+  failed.mutable_rank_done()->set_rank(1);
+  *failed.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::UnavailableError("measuring the link"));
+  Say(2, failed);
+  Stopped(1);
+  Stopped(2);
+  Prepare({1, 2});
+  EXPECT_EQ(ProbesAsked(1), 1);
+  EXPECT_EQ(planned_with_.back().between_nodes.bytes_per_second, 1e9);
+}
+
+TEST(LinksOfTest, WhatIsLeftOutIsMeasuredWhereAsked) {
+  v1::PoolSection pool;
+  EXPECT_EQ(ConfiguredLinksOf(pool).measure, (std::array<bool, kLinkClasses>{}));
+  pool.set_measure_links(true);
+  ConfiguredLinks links = ConfiguredLinksOf(pool);
+  EXPECT_EQ(links.measure, (std::array<bool, kLinkClasses>{true, true, true}));
+  EXPECT_EQ(links.links.between_nodes, (Link{.latency_seconds = 200e-6, .bytes_per_second = 1e9}));
+  EXPECT_EQ(links.links.same_node, links.links.between_nodes);
+
+  pool.mutable_link_latency()->set_nanos(3'000'000);
+  links = ConfiguredLinksOf(pool);
+  EXPECT_EQ(links.measure, (std::array<bool, kLinkClasses>{false, true, true})) << "one of both says all";
+  EXPECT_EQ(links.links.between_nodes, (Link{.latency_seconds = 3e-3, .bytes_per_second = 1e9}));
+  EXPECT_EQ(links.links.same_node, links.links.between_nodes) << "until measured";
+
+  pool.set_host_link_bytes_per_second(2e9);
+  pool.set_host_bytes_per_second(0);
+  links = ConfiguredLinksOf(pool);
+  EXPECT_EQ(links.measure, (std::array<bool, kLinkClasses>{}));
+  EXPECT_EQ(links.links.same_node, (Link{.latency_seconds = 3e-3, .bytes_per_second = 2e9}));
+  EXPECT_EQ(links.links.node_bytes_per_second, std::numeric_limits<double>::infinity())
+      << "nothing is shared";
+}
+
+// What is left is planned anew: all ranks, or fewer with the rest idle, whatever is predicted to be faster.
+TEST(PoolPlannerTest, PlansOverWhoIsLeft) {
+  for (int ranks = 1; ranks <= 16; ++ranks) {
+    const PoolCapacity capacity{.ranks = ranks};
+    const auto best = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    ASSERT_TRUE(best.ok()) << best.status();
+    EXPECT_LE(best->plan.ranks(), ranks);
+    EXPECT_GE(best->plan.ranks(), ranks - ranks / 4);
+    for (const PlanCandidate& candidate : best->candidates) {
+      EXPECT_LE(best->plan.predicted.seconds, candidate.predicted.seconds);
+    }
+    for (int fewer = ranks; fewer >= ranks - ranks / 4; --fewer) {
+      const auto choice = MakePlan(Shape(), PoolSpeed{}, {.tokens = 4096, .ranks = fewer});
+      ASSERT_TRUE(choice.ok()) << choice.status();
+      EXPECT_LE(best->plan.predicted.seconds, choice->plan.predicted.seconds) << fewer << " of " << ranks;
+    }
+  }
+}
+
+TEST(PoolPlannerTest, AFixedTileIsForAllRanks) {
+  PrefillOptions options;
+  options.tile = Tile{2, 2};
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 4}, 100, options)->plan.tile, (Tile{2, 2}));
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 5}, 100, options).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(PoolPlannerTest, MemoryIsWhatTheTightestRankHas) {
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 4, .rank_memory_bytes = 1000}, 4096, {})
+                .status()
+                .code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 0}, 4096, {}).status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+TEST(OfferedSpeedTest, APoolIsAsFastAsItsSlowestPart) {
+  PoolSpeed left, right;
+  left.gemm_flops_per_second = 1;
+  right.attention_flops_per_second = 2;
+  left.slice_seconds = 3;
+  right.start_seconds = 4;
+  right.slice_tokens = 512;
+  const PoolSpeed slower = SlowerOf(left, right);
+  EXPECT_EQ(slower.gemm_flops_per_second, 1);
+  EXPECT_EQ(slower.attention_flops_per_second, 2);
+  EXPECT_EQ(slower.slice_seconds, 3);
+  EXPECT_EQ(slower.start_seconds, 4);
+  EXPECT_EQ(slower.slice_tokens, 512);
+  EXPECT_EQ(FromProto(ToProto(slower)), slower);
+  EXPECT_TRUE(IsPlausible(slower));
+  EXPECT_FALSE(IsPlausible(FromProto(v1::Speed())));
+}
+
+}  // namespace
+}  // namespace meshfill

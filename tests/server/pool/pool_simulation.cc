@@ -1,0 +1,914 @@
+#include "tests/server/pool/pool_simulation.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "engine/devices/engine_options.h"
+#include "server/pool/offered_speed.h"
+#include "server/pool/pool_planner.h"
+
+namespace meshfill {
+namespace {
+
+constexpr uint32_t kPoison = 666;            // an id that kills whoever computes with it
+constexpr uint64_t kEpochsOfALeader = 1000;  // more than one has in a story
+constexpr absl::Duration kTick = absl::Milliseconds(250);
+constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every request has its answer
+constexpr absl::Duration kHungBound =
+    absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
+constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
+
+// The network: what a flow moves, and what the flows out of a host do together.
+constexpr Link kOnHost = {.latency_seconds = 5e-5, .bytes_per_second = 2e9};
+constexpr Link kBetweenHosts = {.latency_seconds = 1e-3, .bytes_per_second = 1e8};
+constexpr double kOutOfHost = 1.5e8;
+constexpr Link kAssumed = {.latency_seconds = 2e-4, .bytes_per_second = 1e9};
+constexpr double kProbeSeconds = 0.02;
+
+int HostOf(int node) { return node / 2; }
+
+v1::ModelId SimulatedModel() {
+  v1::ModelId model;
+  model.set_name("simulated");
+  model.set_config_hash(7);
+  model.set_weights_hash(8);
+  model.set_dtype("f32");
+  return model;
+}
+
+v1::Speed SimulatedSpeed() {
+  return ToProto(PoolSpeed{
+      .gemm_flops_per_second = 1e9, .attention_flops_per_second = 1e9, .merge_bytes_per_second = 1e9});
+}
+
+const ModelShape& SimulatedShape() {
+  static const ModelShape shape{.layers = 3,
+                                .hidden = 64,
+                                .intermediate = 128,
+                                .q_heads = 4,
+                                .kv_heads = 2,
+                                .head_dim = 16,
+                                .vocab = 4,
+                                .context_tokens = 1 << 20};
+  return shape;
+}
+
+// Planning is pure: what one story has planned, the next need not plan again.
+absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t tokens,
+                                          const PrefillOptions& options) {
+  using Key = std::tuple<int64_t, std::vector<int>, double, double, double>;
+  static std::mutex mutex;
+  static std::map<Key, absl::StatusOr<PlanChoice>> plans;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Topology& links = capacity.topology;
+  auto [entry, fresh] =
+      plans.try_emplace(Key{tokens, links.node_of_seat, links.same_node.bytes_per_second,
+                            links.between_nodes.bytes_per_second, links.node_bytes_per_second},
+                        absl::UnknownError("not planned"));
+  if (fresh) {
+    EngineOptions defaults;
+    defaults.stripe = 2;
+    entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options);
+  }
+  return entry->second;
+}
+
+}  // namespace
+
+PoolSimulation::PoolSimulation(uint64_t seed, bool verbose) : seed_(seed), verbose_(verbose), random_(seed) {}
+PoolSimulation::~PoolSimulation() = default;
+
+std::string PoolSimulation::Run() {
+  nodes_.resize(Draw(1, 8));
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    nodes_[i].name = absl::StrCat("w", i);
+    nodes_[i].ranks = Chance(0.3) ? 2 : 1;
+  }
+  requests_left_ = Draw(3, 8);
+  chaos_ends_ = now_ + DrawMs(3000, 8000);
+  for (int i = Draw(0, 4); i > 0; --i) {
+    const auto step = static_cast<Step>(Draw(0, kSteps - 1));
+    crash_plan_[{Draw(0, static_cast<int>(nodes_.size()) - 1), step}] = Draw(1, 4);
+  }
+  StartLeader();
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    After(DrawMs(0, 300), -1, [this, i] { StartNode(static_cast<int>(i)); });
+  }
+  After(DrawMs(200, 1000), -1, [this] { SubmitNext(); });
+  After(DrawMs(0, 500), -1, [this] { Chaos(); });
+  At(chaos_ends_, -1, [this] { Heal(); });
+
+  const absl::Time bound = now_ + absl::Minutes(10);
+  while (failure_.empty() && !final_answered_) {
+    if (events_.empty() || now_ > bound) {
+      Fail("the story does not end");
+      break;
+    }
+    std::pop_heap(events_.begin(), events_.end(), Later());
+    Event event = std::move(events_.back());
+    events_.pop_back();
+    now_ = event.when;
+    if (event.node >= 0 && nodes_[event.node].frozen_until > now_) {  // a stopped process: later, in order
+      event.when = nodes_[event.node].frozen_until;
+      events_.push_back(std::move(event));
+      std::push_heap(events_.begin(), events_.end(), Later());
+      continue;
+    }
+    event.what();
+    if (request_.has_value() && now_ - request_->submitted_at > kPatience) Fail("a request has no answer");
+  }
+  return failure_;
+}
+
+void PoolSimulation::At(absl::Time when, int node, std::function<void()> what) {
+  events_.push_back({std::max(when, now_), ++last_order_, node, std::move(what)});
+  std::push_heap(events_.begin(), events_.end(), Later());
+}
+
+void PoolSimulation::Fail(const std::string& what) {
+  if (failure_.empty())
+    failure_ = absl::StrCat("at ", absl::FormatDuration(now_ - absl::UnixEpoch()), ": ", what);
+}
+
+void PoolSimulation::Note(const std::string& what) const {
+  if (!verbose_) return;
+  std::printf("%9.3f %s\n", absl::ToDoubleSeconds(now_ - absl::UnixEpoch()), what.c_str());
+}
+
+absl::Duration PoolSimulation::Latency() {
+  const int kind = Draw(0, 99);
+  if (kind < 90) return absl::Microseconds(Draw(100, 5000));
+  return kind < 99 ? DrawMs(5, 100) : DrawMs(100, 900);
+}
+
+// ---- Machines.
+
+void PoolSimulation::StartLeader() {
+  Leader::Options options;
+  options.build = "simulated";
+  options.model = SimulatedModel();
+  if (Chance(0.5)) options.model.set_weights_hash(0);
+  options.layers = kLayers;
+  options.vocab = kVocab;
+  options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
+  options.heartbeat_interval = 2 * kTick;
+  leader_measures_links_ = Chance(0.5);
+  options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
+  options.links.links.between_nodes = leader_measures_links_ ? kAssumed : kBetweenHosts;
+  options.links.measure.fill(leader_measures_links_);
+  leader_ = std::make_unique<Leader>(options, RememberedPlan);
+  run_sent_ = 0;
+  Note("leader starts");
+  After(DrawMs(0, 250), -1, [this, incarnation = leader_incarnation_] { TickLeader(incarnation); });
+}
+
+void PoolSimulation::CrashLeader() {
+  if (leader_ == nullptr) return;
+  Note("leader crashes");
+  leader_.reset();
+  for (auto& [id, link] : links_) {
+    if (link.open_at_leader) CutLink(id, false, Chance(0.8));
+  }
+  if (request_.has_value()) {  // its client sees the connection break
+    ++census_.answers;
+    ++census_.errors;
+    request_.reset();
+    After(DrawMs(100, 500), -1, [this] { SubmitNext(); });
+  }
+  After(DrawMs(100, 2000), -1, [this] { StartLeader(); });
+}
+
+void PoolSimulation::StartNode(int index) {
+  Node& node = nodes_[index];
+  if (node.machine != nullptr) return;
+  ++node.incarnation;
+  WorkerMachine::Options options;
+  options.progress_interval = 2 * kTick;
+  v1::Join& offer = options.offer;
+  offer.set_protocol(kControlProtocol);
+  offer.set_build("simulated");
+  offer.set_name(node.name);
+  offer.set_host(absl::StrCat("host", HostOf(index)));
+  offer.set_ranks(static_cast<uint32_t>(node.ranks));
+  offer.set_memory_bytes(static_cast<uint64_t>(kRankMemory * node.ranks));
+  offer.set_peak_flops(1e12);
+  *offer.mutable_model() = SimulatedModel();
+  *offer.mutable_speed() = SimulatedSpeed();
+  node.machine = std::make_unique<WorkerMachine>(options);
+  node.machine->Start(now_);
+  Note(absl::StrCat(node.name, " starts"));
+  After(DrawMs(0, 250), index,
+        [this, index, incarnation = node.incarnation] { TickNode(index, incarnation); });
+}
+
+void PoolSimulation::CrashNode(int index, bool half_open) {
+  Node& node = nodes_[index];
+  if (node.machine == nullptr) return;
+  Note(absl::StrCat(node.name, " dies", half_open ? " without a word" : ""));
+  node.machine.reset();
+  node.frozen_until = node.compute_frozen_until = absl::InfinitePast();
+  if (node.link != 0) CutLink(std::exchange(node.link, 0), !half_open, false);
+  if (const std::shared_ptr<Mesh> mesh = node.host.mesh) {
+    mesh->broken = true;
+    for (size_t rank = 0; rank < mesh->members.size(); ++rank) {
+      const Mesh::Member& member = mesh->members[rank];
+      if (member.node < 0 || member.node == index || Chance(0.5)) continue;
+      After(DrawMs(1, 20), member.node, [this, mesh, rank] { RankFails(mesh, static_cast<int>(rank)); });
+    }
+  }
+  node.host = {};
+  After(healed_ ? DrawMs(10, 500) : DrawMs(10, 3000), -1, [this, index] { StartNode(index); });
+}
+
+bool PoolSimulation::MayCrashAt(int index, Step step) {
+  const auto plan = crash_plan_.find({index, step});
+  if (plan == crash_plan_.end() || healed_ || --plan->second > 0) return false;
+  crash_plan_.erase(plan);
+  Fault(absl::ZeroDuration());
+  CrashNode(index, Chance(0.2));
+  return true;
+}
+
+void PoolSimulation::TickLeader(int incarnation) {
+  if (leader_ == nullptr || incarnation != leader_incarnation_) return;
+  leader_->OnTick(now_);
+  DoLeaderActions();
+  CheckHungRanksAreLost();
+  After(kTick, -1, [this, incarnation] { TickLeader(incarnation); });
+}
+
+// A rank that is stuck in one operation is out of the pool, however lively its process is.
+void PoolSimulation::CheckHungRanksAreLost() {
+  for (const Node& node : nodes_) {
+    if (node.machine == nullptr || node.link == 0) continue;
+    const Link& link = links_[node.link];
+    if (!link.open_at_leader || link.leader_incarnation != leader_incarnation_) continue;
+    for (const HostRank& rank : node.host.ranks) {
+      if (rank.computing && now_ - rank.computing_since > kHungBound) {
+        Fail(absl::StrCat(node.name, " hangs in compute and is still in the pool"));
+      }
+    }
+  }
+}
+
+void PoolSimulation::TickNode(int index, int incarnation) {
+  Node& node = nodes_[index];
+  if (node.machine == nullptr || node.incarnation != incarnation) return;
+  std::vector<WorkerMachine::RankProgress> progress;
+  for (const HostRank& rank : node.host.ranks) {
+    progress.push_back({.rank = rank.rank,
+                        .layers_done = rank.operations / 4,
+                        .operations = static_cast<uint64_t>(rank.operations),
+                        .computing = rank.computing});
+  }
+  node.machine->OnTick(now_, progress);
+  DoNodeActions(index);
+  After(kTick, index, [this, index, incarnation] { TickNode(index, incarnation); });
+}
+
+void PoolSimulation::DoLeaderActions() {
+  for (Leader::Action& action : leader_->TakeActions()) {
+    if (auto* send = std::get_if<Leader::Send>(&action)) {
+      if (send->message.has_prepare()) run_sent_ = send->message.prepare().run();
+      DeliverToNode(send->to, std::move(send->message));
+    } else if (auto* close = std::get_if<Leader::Close>(&action)) {
+      CloseAtLeader(close->connection);
+    } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
+      OnAnswer(*answer);
+    } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
+      Note(absl::StrCat("leader: ", line->text));
+    }
+  }
+  std::set<std::string> names;
+  for (const Leader::WorkerView& worker : leader_->workers()) {
+    if (!names.insert(worker.offer->name()).second) Fail("two members of one name");
+  }
+  CheckLinks(/*all_measured=*/false);
+}
+
+void PoolSimulation::DoNodeActions(int index) {
+  Node& node = nodes_[index];
+  const int incarnation = node.incarnation;
+  for (WorkerMachine::Action& action : node.machine->TakeActions()) {
+    if (auto* connect = std::get_if<WorkerMachine::Connect>(&action)) {
+      Connect(index, connect->connection);
+    } else if (std::get_if<WorkerMachine::Disconnect>(&action) != nullptr) {
+      if (node.link != 0) CloseAtNode(std::exchange(node.link, 0));
+    } else if (auto* send = std::get_if<WorkerMachine::Send>(&action)) {
+      const v1::WorkerMessage& message = send->message;
+      if (message.has_join() && MayCrashAt(index, Step::kJoin)) return;
+      if (message.has_prepared() && MayCrashAt(index, Step::kPrepared)) return;
+      if (message.has_rank_done() && MayCrashAt(index, Step::kRankDone)) return;
+      if (message.has_stopped() && MayCrashAt(index, Step::kStopped)) return;
+      if (node.link != 0) DeliverToLeader(node.link, std::move(send->message));
+    } else if (auto* prepare = std::get_if<WorkerMachine::PrepareRun>(&action)) {
+      PrepareHost(index, std::move(prepare->part));
+    } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
+      StartHost(index, *start);
+    } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
+      StopHost(index, stop->run);
+    } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
+      if (!node.host.part.has_value() || node.host.part->number != release->run) Fail("releases another run");
+      node.host = {};
+    } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
+      if (!exit->status.ok()) Fail(absl::StrCat(node.name, " gave up: ", exit->status.message()));
+      return CrashNode(index, false);  // drained; it is started again later
+    } else if (auto* line = std::get_if<WorkerMachine::LogLine>(&action)) {
+      Note(absl::StrCat(node.name, ": ", line->text));
+    }
+    if (node.machine == nullptr || node.incarnation != incarnation) return;
+  }
+  const int64_t reserved = node.machine->reserved_bytes();
+  if (reserved < 0 || reserved > kRankMemory * node.ranks) Fail("reserves more memory than there is");
+  if (node.host.part.has_value() && reserved != node.host.part->reserve_bytes) {
+    Fail("a run holds memory that is not reserved");
+  }
+}
+
+// ---- Network.
+
+void PoolSimulation::Connect(int index, uint64_t connection) {
+  Node& node = nodes_[index];
+  const uint64_t id = ++last_link_;
+  node.link = id;
+  links_[id] = {.node = index,
+                .node_incarnation = node.incarnation,
+                .node_connection = connection,
+                .leader_incarnation = leader_incarnation_,
+                .to_leader = now_,
+                .to_node = now_};
+  if (leader_ == nullptr) return CutLink(id, false, true);
+  Link& link = links_[id];
+  link.to_leader = std::max(now_ + Latency(), node.partitioned_until);
+  At(link.to_leader, -1, [this, id] {
+    const Link& link = links_[id];
+    if (link.cut || leader_ == nullptr || link.leader_incarnation != leader_incarnation_) return;
+    leader_->OnConnected(id, now_);
+  });
+}
+
+// What is under way is lost; who is not told learns it from silence.
+void PoolSimulation::CutLink(uint64_t id, bool tell_leader, bool tell_node) {
+  links_[id].cut = true;
+  if (tell_leader) {
+    After(DrawMs(0, 50), -1, [this, id] {
+      Link& link = links_[id];
+      if (!link.open_at_leader || leader_ == nullptr || link.leader_incarnation != leader_incarnation_)
+        return;
+      link.open_at_leader = false;
+      leader_->OnDisconnected(id, now_);
+      DoLeaderActions();
+    });
+  }
+  if (tell_node) {
+    const int index = links_[id].node;
+    After(DrawMs(0, 50), index, [this, id, index] {
+      Link& link = links_[id];
+      Node& node = nodes_[index];
+      if (!link.open_at_node || node.machine == nullptr || node.incarnation != link.node_incarnation) return;
+      CloseAtNode(id);
+      if (node.link == id) node.link = 0;
+      node.machine->OnDisconnected(link.node_connection, absl::UnavailableError("cut"), now_);
+      DoNodeActions(index);
+    });
+  }
+}
+
+// The other side hears of it after what was sent before, unless the link is cut.
+void PoolSimulation::CloseAtNode(uint64_t id) {
+  Link& link = links_[id];
+  if (!link.open_at_node) return;
+  link.open_at_node = false;
+  if (link.cut) return;
+  link.to_leader = std::max({link.to_leader, now_ + Latency(), nodes_[link.node].partitioned_until});
+  At(link.to_leader, -1, [this, id] {
+    Link& link = links_[id];
+    if (link.cut || !link.open_at_leader || leader_ == nullptr ||
+        link.leader_incarnation != leader_incarnation_)
+      return;
+    link.open_at_leader = false;
+    leader_->OnDisconnected(id, now_);
+    DoLeaderActions();
+  });
+}
+
+void PoolSimulation::CloseAtLeader(uint64_t id) {
+  Link& link = links_[id];
+  if (!link.open_at_leader) return;
+  link.open_at_leader = false;
+  if (link.cut) return;
+  link.to_node = std::max({link.to_node, now_ + Latency(), nodes_[link.node].partitioned_until});
+  const int index = link.node;
+  At(link.to_node, index, [this, id, index] {
+    Link& link = links_[id];
+    Node& node = nodes_[index];
+    if (link.cut || !link.open_at_node || node.machine == nullptr ||
+        node.incarnation != link.node_incarnation)
+      return;
+    link.open_at_node = false;
+    if (node.link == id) node.link = 0;
+    node.machine->OnDisconnected(link.node_connection, absl::UnavailableError("closed by the leader"), now_);
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::DeliverToNode(uint64_t id, v1::LeaderMessage message) {
+  Link& link = links_[id];
+  if (link.cut || !link.open_at_leader) return;
+  const int index = link.node;
+  const bool twice = Chance(0.02);
+  if (message.has_shard() && message.shard().ids_size() > 0 && !healed_ && Chance(0.003)) {
+    Note("a shard is corrupted");
+    Fault(absl::ZeroDuration());
+    message.mutable_shard()->set_ids(0, message.shard().ids(0) ^ 1);
+  }
+  for (int copy = 0; copy < (twice ? 2 : 1); ++copy) {
+    const absl::Duration delay = copy == 0 ? Latency() : DrawMs(1, 300);
+    const absl::Time arrival = std::max(now_ + delay, nodes_[index].partitioned_until);
+    // A late copy does not hold up what comes after the first.
+    const absl::Time when =
+        copy == 0 ? (link.to_node = std::max(link.to_node, arrival)) : std::max(link.to_node, arrival);
+    At(when, index, [this, id, index, message] {
+      Link& link = links_[id];
+      Node& node = nodes_[index];
+      if (link.cut || !link.open_at_node || node.machine == nullptr ||
+          node.incarnation != link.node_incarnation)
+        return;
+      if (message.has_prepare() && MayCrashAt(index, Step::kPrepare)) return;
+      if (message.has_shard() && MayCrashAt(index, Step::kShard)) return;
+      if (message.has_run() && MayCrashAt(index, Step::kRun)) return;
+      if (message.has_finish() && MayCrashAt(index, Step::kFinish)) return;
+      if (message.has_abort() && MayCrashAt(index, Step::kAbort)) return;
+      node.machine->OnMessage(link.node_connection, message, now_);
+      DoNodeActions(index);
+    });
+  }
+}
+
+void PoolSimulation::DeliverToLeader(uint64_t id, v1::WorkerMessage message) {
+  Link& link = links_[id];
+  if (link.cut || !link.open_at_node) return;
+  const bool twice = Chance(0.02);
+  for (int copy = 0; copy < (twice ? 2 : 1); ++copy) {
+    const absl::Duration delay = copy == 0 ? Latency() : DrawMs(1, 300);
+    const absl::Time arrival = std::max(now_ + delay, nodes_[link.node].partitioned_until);
+    const absl::Time when =
+        copy == 0 ? (link.to_leader = std::max(link.to_leader, arrival)) : std::max(link.to_leader, arrival);
+    At(when, -1, [this, id, message] {
+      Link& link = links_[id];
+      if (link.cut || !link.open_at_leader || leader_ == nullptr ||
+          link.leader_incarnation != leader_incarnation_)
+        return;
+      leader_->OnMessage(id, message, now_);
+      DoLeaderActions();
+    });
+  }
+}
+
+// ---- Computing.
+
+uint64_t PoolSimulation::Mix(uint64_t token, uint64_t id) {
+  uint64_t hash = token * 0x9E3779B97F4A7C15u + id + 1;
+  hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9u;
+  return hash ^ (hash >> 31);
+}
+
+uint64_t PoolSimulation::Digest(const WorkerMachine::RunPart& part, int rank) const {
+  const SlotPositions positions = part.plan.layout.Positions(rank);
+  const std::vector<uint32_t>& shard = part.shards[rank - part.first_rank];
+  uint64_t sum = 0;
+  for (size_t slot = 0; slot < shard.size(); ++slot) sum += Mix(positions.At(slot), shard[slot]);
+  return sum;
+}
+
+void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
+  if (MayCrashAt(index, Step::kHostPrepare)) return;
+  Node& node = nodes_[index];
+  if (node.host.part.has_value()) return Fail(absl::StrCat(node.name, " has two runs at once"));
+  node.host.part = std::move(part);
+  const uint64_t run = node.host.part->number;
+  After(DrawMs(0, 30), index, [this, index, run, incarnation = node.incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation || !node.host.part.has_value() ||
+        node.host.part->number != run) {
+      return;
+    }
+    if (!healed_ && Chance(0.005)) {
+      Fault(absl::ZeroDuration());
+      node.machine->OnRunPrepared(run, absl::ResourceExhaustedError("no memory"));
+      return DoNodeActions(index);
+    }
+    for (size_t i = 0; i < node.host.part->shards.size(); ++i) {
+      node.host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
+    }
+    node.machine->OnRunPrepared(run, node.host.addresses);
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) {
+  Node& node = nodes_[index];
+  Host& host = node.host;
+  if (!host.part.has_value() || host.part->number != start.run)
+    return Fail("starts a run that is not prepared");
+  const int first = host.part->first_rank;
+  if (static_cast<int>(start.addresses.size()) != host.part->plan.ranks())
+    return Fail("not every rank has an address");
+  for (size_t i = 0; i < host.addresses.size(); ++i) {
+    if (start.addresses[first + i] != host.addresses[i]) return Fail("a run with an address of another run");
+  }
+  std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
+  if (mesh == nullptr) {
+    mesh = std::make_shared<Mesh>();
+    mesh->members.resize(start.addresses.size());
+  }
+  host.mesh = mesh;
+  CheckProbes(start.probes, *host.part);
+  host.probes = start.probes;
+  for (size_t i = 0; i < host.addresses.size(); ++i) {
+    const int rank = first + static_cast<int>(i);
+    mesh->members[rank] = {
+        .node = index, .incarnation = node.incarnation, .done = 0, .digest = Digest(*host.part, rank)};
+    host.ranks.push_back({.rank = rank});
+  }
+  const auto begin = [this, index, first, mesh] {
+    for (size_t i = 0; nodes_[index].host.mesh == mesh && i < nodes_[index].host.ranks.size(); ++i) {
+      if (!nodes_[index].host.ranks[i].over) BeginOperation(index, first + static_cast<int>(i));
+    }
+  };
+  if (host.probes.empty()) return begin();
+  After(absl::Seconds(kProbeSeconds * static_cast<double>(host.probes.size())), index, begin);
+}
+
+// Only what the leader does not know is measured, by ranks that have such a link.
+void PoolSimulation::CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part) {
+  const bool of_this_leader = part.epoch >= kEpochsOfALeader * leader_incarnation_;
+  if (!probes.empty() && of_this_leader && !leader_measures_links_) Fail("links that are given are measured");
+  const int ranks = part.plan.ranks();
+  for (const LinkProbe& probe : probes) {
+    int alone = 0;
+    for (size_t rank = 0; rank < probe.peer_of_rank.size(); ++rank) {
+      alone += probe.peer_of_rank[rank] == static_cast<int>(rank) ? 1 : 0;
+    }
+    if (!IsPairing(probe, ranks) || alone == ranks) Fail("a probe without pairs of ranks");
+  }
+}
+
+// By the virtual network; or nonsense, as long as there are faults.
+std::optional<meshfill::Link> PoolSimulation::MeasuredLink(const LinkProbe& probe, const Mesh& mesh,
+                                                           int rank) {
+  const auto leaves_host = [&](int of) {
+    return HostOf(mesh.members[of].node) != HostOf(mesh.members[probe.peer_of_rank[of]].node);
+  };
+  if (probe.peer_of_rank[rank] == rank) return std::nullopt;
+  if (!healed_ && Chance(0.1)) {
+    constexpr double kNonsense[] = {0, -1, std::numeric_limits<double>::quiet_NaN(),
+                                    std::numeric_limits<double>::infinity(), 1e300};
+    return meshfill::Link{.latency_seconds = kNonsense[Draw(1, 4)],
+                          .bytes_per_second = kNonsense[Draw(0, 4)]};
+  }
+  if (!leaves_host(rank)) return kOnHost;
+  int flows = 0;
+  for (size_t other = 0; other < mesh.members.size(); ++other) {
+    const bool same_host = HostOf(mesh.members[other].node) == HostOf(mesh.members[rank].node);
+    flows += same_host && leaves_host(static_cast<int>(other)) ? 1 : 0;
+  }
+  return meshfill::Link{.latency_seconds = kBetweenHosts.latency_seconds,
+                        .bytes_per_second = std::min(kBetweenHosts.bytes_per_second, kOutOfHost / flows)};
+}
+
+// The leader plans with what is so, or with what it began with; with the former after a run on all ranks.
+void PoolSimulation::CheckLinks(bool all_measured) {
+  const Topology links = leader_->capacity().topology;
+  const auto is = [](double value, double either, double other) {
+    return value == other || std::abs(value / either - 1) < 1e-9;
+  };
+  constexpr double kNothingShared = std::numeric_limits<double>::infinity();
+  if (!is(links.same_node.bytes_per_second, kOnHost.bytes_per_second, kAssumed.bytes_per_second) ||
+      !is(links.same_node.latency_seconds, kOnHost.latency_seconds, kAssumed.latency_seconds) ||
+      !is(links.between_nodes.bytes_per_second, kBetweenHosts.bytes_per_second, kAssumed.bytes_per_second) ||
+      !is(links.between_nodes.latency_seconds, kBetweenHosts.latency_seconds, kAssumed.latency_seconds) ||
+      !is(links.node_bytes_per_second, kOutOfHost, kNothingShared)) {
+    Fail("plans with links that nobody has");
+  }
+  for (const PoolLink& link : leader_->links()) {
+    const bool known = link.source == (leader_measures_links_ ? "measured" : "given");
+    if (all_measured && !known) Fail(absl::StrCat("the link ", link.where, " is ", link.source));
+  }
+}
+
+void PoolSimulation::StopHost(int index, uint64_t run) {
+  Node& node = nodes_[index];
+  if (!node.host.part.has_value() || node.host.part->number != run) return Fail("stops another run");
+  const absl::Time when = std::max(now_ + DrawMs(0, 60), node.compute_frozen_until);
+  At(when, index, [this, index, run, incarnation = node.incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation) return;
+    if (!node.host.part.has_value() || node.host.part->number != run)
+      return Fail("a run that was stopped is gone");
+    node.host = {};
+    node.machine->OnRunStopped(run, now_);
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::BeginOperation(int index, int rank) {
+  Node& node = nodes_[index];
+  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  state.computing = true;
+  state.computing_since = now_;
+  const absl::Time when =
+      std::max(now_ + (Chance(0.01) ? DrawMs(100, 900) : DrawMs(1, 40)), node.compute_frozen_until);
+  At(when, index, [this, index, rank, mesh = node.host.mesh, incarnation = node.incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
+    EndOperation(index, rank);
+  });
+}
+
+void PoolSimulation::EndOperation(int index, int rank) {
+  Node& node = nodes_[index];
+  if (node.compute_frozen_until > now_) {  // frozen in the middle
+    At(node.compute_frozen_until, index,
+       [this, index, rank, mesh = node.host.mesh, incarnation = node.incarnation] {
+         Node& node = nodes_[index];
+         if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
+         EndOperation(index, rank);
+       });
+    return;
+  }
+  const auto& shard = node.host.part->shards[rank - node.host.part->first_rank];
+  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
+    const bool its_run = request_.has_value() && node.host.part->number > request_->runs_before &&
+                         node.host.part->epoch >= kEpochsOfALeader * leader_incarnation_;
+    if (its_run && ++request_->deaths > 2) Fail("a poisonous request ends a third epoch");
+    return CrashNode(index, false);
+  }
+  if (MayCrashAt(index, Step::kCompute)) return;
+  state.computing = false;
+  ++state.operations;
+  const std::shared_ptr<Mesh> mesh = node.host.mesh;
+  mesh->members[rank].done = state.operations;
+  PassBarrier(mesh, state.operations);
+}
+
+// Each operation needs what every rank did in the one before.
+void PoolSimulation::PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation) {
+  absl::Time apart_until = absl::InfinitePast();
+  for (const Mesh::Member& member : mesh->members) {
+    if (member.node < 0 || member.done < operation) return;
+    apart_until = std::max(apart_until, nodes_[member.node].data_partitioned_until);
+  }
+  if (mesh->broken) return;
+  if (apart_until > now_ && mesh->members.size() > 1) {
+    At(apart_until, -1, [this, mesh, operation] { PassBarrier(mesh, operation); });
+    return;
+  }
+  const std::vector<Mesh::Member> members = mesh->members;
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    const Mesh::Member& member = members[rank];
+    if (nodes_[member.node].incarnation != member.incarnation || nodes_[member.node].host.mesh != mesh)
+      continue;
+    if (operation < kOperations) {
+      BeginOperation(member.node, static_cast<int>(rank));
+    } else {
+      FinishRank(member.node, static_cast<int>(rank));
+    }
+  }
+}
+
+void PoolSimulation::FinishRank(int index, int rank) {
+  const std::shared_ptr<Mesh> mesh = nodes_[index].host.mesh;
+  After(DrawMs(0, 30), index, [this, index, rank, mesh, incarnation = nodes_[index].incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
+    const WorkerMachine::RunPart& part = *node.host.part;
+    node.host.ranks[rank - part.first_rank].over = true;
+    RankOutput output;
+    output.stats.blocks = static_cast<int64_t>(part.number);
+    for (const LinkProbe& probe : node.host.probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
+    output.probe_seconds = kProbeSeconds * static_cast<double>(node.host.probes.size());
+    if (part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
+      uint64_t sum = 0;
+      for (const Mesh::Member& member : mesh->members) sum += member.digest;
+      output.logits = {static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
+                       static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(part.number)};
+    }
+    node.machine->OnRankDone(part.number, rank, std::move(output));
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::RankFails(const std::shared_ptr<Mesh>& mesh, int rank) {
+  const Mesh::Member& member = mesh->members[rank];
+  Node& node = nodes_[member.node];
+  if (node.machine == nullptr || node.incarnation != member.incarnation || node.host.mesh != mesh) return;
+  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  if (std::exchange(state.over, true)) return;
+  state.computing = false;
+  node.machine->OnRankDone(node.host.part->number, rank, absl::UnavailableError("a peer is gone"));
+  DoNodeActions(member.node);
+}
+
+// ---- Clients and chaos.
+
+void PoolSimulation::SubmitNext() {
+  if (request_.has_value()) return;
+  if (leader_ == nullptr) return After(DrawMs(50, 200), -1, [this] { SubmitNext(); });
+  if (requests_left_ <= 0 && !healed_) return After(DrawMs(100, 300), -1, [this] { SubmitNext(); });
+  const bool last = requests_left_-- <= 0;
+  if (last && !CalmSince(now_ - kSettle)) {
+    ++requests_left_;
+    return After(DrawMs(100, 1000), -1, [this] { SubmitNext(); });
+  }
+  constexpr int kLengths[] = {1, 3, 8, 17, 40};
+  ClientRequest request;
+  request.tokens.resize(kLengths[Draw(0, 4)]);
+  for (uint32_t& id : request.tokens) id = static_cast<uint32_t>(Draw(0, 255));
+  request.poisonous = !last && !healed_ && Chance(0.1);
+  if (request.poisonous) request.tokens[Draw(0, static_cast<int>(request.tokens.size()) - 1)] = kPoison;
+  if (request.poisonous) Fault(absl::ZeroDuration());
+  request.calm = last;
+  request.submitted_at = now_;
+  request.runs_before = run_sent_;
+  request_ = std::move(request);
+  Note(absl::StrCat("submit ", request_->tokens.size(), " tokens", request_->poisonous ? ", poisonous" : "",
+                    last ? ", the last" : ""));
+  if (last) {
+    std::string missing;
+    std::set<std::string> members;
+    for (const Leader::WorkerView& worker : leader_->workers()) members.insert(worker.offer->name());
+    for (const Node& node : nodes_) {
+      if (!members.contains(node.name)) absl::StrAppend(&missing, " ", node.name);
+    }
+    if (!missing.empty()) Fail(absl::StrCat("the pool did not heal: without", missing));
+  }
+  const uint64_t expected_ticket =
+      leader_->Submit({.id = "r", .tokens = request_->tokens, .options = {}}, now_);
+  if (request_.has_value()) request_->ticket = expected_ticket;
+  DoLeaderActions();
+  if (last || !request_.has_value() || !Chance(0.15)) return;
+  After(DrawMs(0, 600), -1, [this, ticket = request_->ticket, incarnation = leader_incarnation_] {
+    if (leader_ == nullptr || incarnation != leader_incarnation_) return;
+    if (request_.has_value() && request_->ticket == ticket) request_->cancelled = true;
+    leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
+    DoLeaderActions();
+  });
+}
+
+void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
+  if (!request_.has_value() || answer.ticket != request_->ticket)
+    return Fail("an answer to nobody, or a second one");
+  ++census_.answers;
+  const ClientRequest request = *std::exchange(request_, std::nullopt);
+  if (answer.result.ok()) {
+    ++census_.results;
+    const Leader::Result& result = *answer.result;
+    Note(absl::StrCat("result of run ", static_cast<int>(result.logits[3]), " on ", result.plan.ranks(),
+                      " ranks"));
+    uint64_t sum = 0;
+    for (size_t token = 0; token < request.tokens.size(); ++token) sum += Mix(token, request.tokens[token]);
+    const std::vector<float> expected = {
+        static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
+        static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(run_sent_)};
+    if (result.logits != expected) Fail("a wrong result, or one of an old run");
+    if (result.ranks.size() != static_cast<size_t>(result.plan.ranks())) Fail("a partial result");
+    for (const RankStats& stats : result.ranks) {
+      if (stats.blocks != static_cast<int64_t>(run_sent_)) Fail("a result put together from two runs");
+    }
+    if (request.poisonous) Fail("a poisonous request has a result");
+    if (request.calm && result.plan.ranks() == leader_->capacity().ranks) CheckLinks(/*all_measured=*/true);
+  } else {
+    ++census_.errors;
+    Note(absl::StrCat("error: ", answer.result.status().ToString()));
+    const absl::StatusCode code = answer.result.status().code();
+    if (code == absl::StatusCode::kCancelled) ++census_.cancelled;
+    if (code == absl::StatusCode::kCancelled && !request.cancelled) Fail("cancelled, but not by its client");
+    if (code == absl::StatusCode::kInternal) ++census_.poisoned;
+    const bool known = code == absl::StatusCode::kCancelled || code == absl::StatusCode::kInternal ||
+                       code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kResourceExhausted;
+    if (!known) Fail(absl::StrCat("an error that nothing explains: ", answer.result.status().ToString()));
+    if (request.calm) Fail(absl::StrCat("an error in a healthy pool: ", answer.result.status().ToString()));
+  }
+  if (!request.calm) return After(DrawMs(1, 500), -1, [this] { SubmitNext(); });
+  census_.losses += static_cast<int>(leader_->counters().losses);
+  census_.retries += static_cast<int>(leader_->counters().retries);
+  After(absl::Seconds(2), -1, [this] { CheckEnd(); });
+}
+
+void PoolSimulation::Fault(absl::Duration duration) {
+  last_fault_end_ = std::max(last_fault_end_, now_ + duration);
+}
+
+void PoolSimulation::Chaos() {
+  if (healed_) return;
+  const int index = Draw(0, static_cast<int>(nodes_.size()) - 1);
+  Node& node = nodes_[index];
+  const absl::Duration duration = Chance(0.5) ? DrawMs(50, 800) : DrawMs(800, 6000);
+  const absl::Time until = now_ + duration;
+  switch (Draw(0, 11)) {
+    case 0:
+    case 1:
+      CrashNode(index, Chance(0.3));
+      break;
+    case 2:
+      Note(absl::StrCat(node.name, " is stopped"));
+      node.frozen_until = until;
+      break;
+    case 3:
+      Note(absl::StrCat(node.name, " freezes in compute"));
+      node.compute_frozen_until = until + DrawMs(0, 4000);
+      break;
+    case 4:
+      Note(absl::StrCat(node.name, " is cut off"));
+      node.partitioned_until = until;
+      break;
+    case 5:
+      Note(absl::StrCat(node.name, " is cut off from its peers"));
+      node.data_partitioned_until = until;
+      break;
+    case 6:
+      if (node.link != 0) {
+        Note(absl::StrCat(node.name, "'s stream is cut"));
+        const int told = Draw(0, 3);
+        CutLink(node.link, (told & 1) != 0, (told & 2) != 0);
+      }
+      break;
+    case 7:
+      if (Chance(0.3)) CrashLeader();
+      break;
+    case 8:
+      if (node.machine != nullptr) {
+        Note(absl::StrCat(node.name, " drains"));
+        node.machine->Drain(now_);
+        DoNodeActions(index);
+      }
+      break;
+    case 9: {  // another worker of this name knocks
+      const uint64_t id = ++last_link_;
+      links_[id] = {.node = index,
+                    .node_incarnation = -1,
+                    .leader_incarnation = leader_incarnation_,
+                    .open_at_node = false,
+                    .to_leader = now_,
+                    .to_node = now_};
+      if (leader_ == nullptr) break;
+      v1::WorkerMessage message;
+      v1::Join& offer = *message.mutable_join();
+      offer.set_protocol(kControlProtocol);
+      offer.set_build("simulated");
+      offer.set_name(node.name);
+      offer.set_ranks(1);
+      *offer.mutable_model() = SimulatedModel();
+      *offer.mutable_speed() = SimulatedSpeed();
+      leader_->OnConnected(id, now_);
+      leader_->OnMessage(id, message, now_);
+      DoLeaderActions();
+      After(DrawMs(0, 500), -1, [this, id, incarnation = leader_incarnation_] {
+        if (leader_ == nullptr || incarnation != leader_incarnation_) return;
+        links_[id].open_at_leader = false;
+        leader_->OnDisconnected(id, now_);
+        DoLeaderActions();
+      });
+      break;
+    }
+    default:
+      break;  // a quiet while
+  }
+  Fault(duration);
+  After(DrawMs(20, 1500), -1, [this] { Chaos(); });
+}
+
+void PoolSimulation::Heal() {
+  healed_ = true;
+  Note("no faults from now on");
+  for (Node& node : nodes_) {
+    for (absl::Time* until : {&node.frozen_until, &node.compute_frozen_until, &node.partitioned_until,
+                              &node.data_partitioned_until}) {
+      if (*until > now_) Fault(*until - now_);
+    }
+  }
+  Fault(absl::ZeroDuration());
+}
+
+void PoolSimulation::CheckEnd() {
+  if (!leader_->idle()) Fail("the leader is busy with nothing");
+  for (const Node& node : nodes_) {
+    if (node.machine == nullptr || !node.machine->member())
+      Fail(absl::StrCat(node.name, " is no member at the end"));
+    if (node.machine != nullptr && node.machine->reserved_bytes() != 0)
+      Fail("memory is still reserved at the end");
+    if (node.host.part.has_value()) Fail("a host still holds a run at the end");
+  }
+  final_answered_ = true;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,225 @@
+// A pool in virtual time: one leader and up to eight workers, the real state machines, on a network and
+// machines that fail. Everything that happens is drawn from one seed, so a failing seed replays.
+//
+// What fails: streams (cut, or half-open, so that one side learns it late), messages (late, twice; in order
+// within one stream), partitions of the control and of the data plane, workers (killed at named steps,
+// stopped, frozen in compute, short of memory, with a wrong shard) that come back under their name, workers
+// with a name that is taken, and the leader (killed and started again). Faults last for a while; then the
+// pool must heal.
+//
+// What is computed: each rank adds up a hash of its tokens and positions; the rank of the last token answers
+// with the sum over the mesh and the run's number as its logits. So a result of an incomplete or an old run
+// shows.
+//
+// What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
+// that fail. Half of the leaders are given the links instead.
+#ifndef MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
+#define MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "server/pool/leader.h"
+#include "server/pool/worker_machine.h"
+
+namespace meshfill {
+
+class PoolSimulation {
+ public:
+  explicit PoolSimulation(uint64_t seed, bool verbose = false);
+  ~PoolSimulation();
+
+  // Runs the whole story. Empty, or the first invariant that broke.
+  std::string Run();
+
+  // Totals that show that the story had what it is for.
+  struct Census {
+    int answers = 0, results = 0, errors = 0, retries = 0, losses = 0, poisoned = 0, cancelled = 0;
+  };
+  const Census& census() const { return census_; }
+
+ private:
+  static constexpr int kLayers = 3;
+  static constexpr int kOperations = 2 * kLayers;  // of a rank in a run
+  static constexpr int kVocab = 4;
+  static constexpr int64_t kRankMemory = 1 << 30;
+
+  // Steps of a worker at which it can be killed.
+  enum class Step {
+    kJoin,
+    kPrepare,
+    kShard,
+    kHostPrepare,
+    kPrepared,
+    kRun,
+    kCompute,
+    kRankDone,
+    kFinish,
+    kAbort,
+    kStopped
+  };
+  static constexpr int kSteps = 11;
+
+  struct Mesh {  // the ranks of one run that have started, by the run's addresses
+    struct Member {
+      int node = -1;  // -1: not started yet
+      int incarnation = 0;
+      int done = 0;  // operations
+      uint64_t digest = 0;
+    };
+    std::vector<Member> members;  // by rank
+    bool broken = false;          // a member died
+  };
+  struct HostRank {
+    int rank = 0;
+    int operations = 0;  // begun and ended
+    bool computing = false;
+    absl::Time computing_since;
+    bool over = false;
+  };
+  struct Host {
+    std::optional<WorkerMachine::RunPart> part;
+    std::vector<std::string> addresses;
+    std::vector<LinkProbe> probes;
+    std::vector<HostRank> ranks;
+    std::shared_ptr<Mesh> mesh;
+  };
+  struct Node {
+    std::string name;
+    int ranks = 1;
+    int incarnation = 0;
+    std::unique_ptr<WorkerMachine> machine;  // null: dead
+    Host host;
+    uint64_t link = 0;                  // 0: none
+    absl::Time frozen_until;            // stopped: nothing happens
+    absl::Time compute_frozen_until;    // its host does nothing, the control plane lives
+    absl::Time partitioned_until;       // from the leader
+    absl::Time data_partitioned_until;  // from its peers
+  };
+  struct Link {
+    int node = 0;
+    int node_incarnation = 0;
+    uint64_t node_connection = 0;
+    int leader_incarnation = 0;
+    bool open_at_node = true;
+    bool open_at_leader = true;
+    bool cut = false;               // nothing arrives any more
+    absl::Time to_leader, to_node;  // the last arrival: streams keep their order
+  };
+  struct ClientRequest {
+    Leader::Ticket ticket = 0;
+    std::vector<uint32_t> tokens;
+    bool poisonous = false;
+    bool calm = false;  // no fault since it was submitted, and well before
+    bool cancelled = false;
+    uint64_t runs_before = 0;  // of this leader
+    int deaths = 0;            // in its runs, by its poison
+    absl::Time submitted_at;
+  };
+
+  // ---- Time.
+  void At(absl::Time when, int node, std::function<void()> what);  // node −1: not a worker's
+  void After(absl::Duration delay, int node, std::function<void()> what) {
+    At(now_ + delay, node, std::move(what));
+  }
+  void Fail(const std::string& what);
+  void Note(const std::string& what) const;
+
+  int Draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_); }
+  bool Chance(double probability) { return std::bernoulli_distribution(probability)(random_); }
+  absl::Duration DrawMs(int low, int high) { return absl::Milliseconds(Draw(low, high)); }
+  absl::Duration Latency();
+
+  // ---- Machines.
+  void StartLeader();
+  void CrashLeader();
+  void StartNode(int node);
+  void CrashNode(int node, bool half_open);
+  void TickLeader(int incarnation);
+  void CheckHungRanksAreLost();
+  void TickNode(int node, int incarnation);
+  void DoLeaderActions();
+  void DoNodeActions(int node);
+  bool MayCrashAt(int node, Step step);
+
+  // ---- Network.
+  void Connect(int node, uint64_t connection);
+  void CutLink(uint64_t link, bool tell_leader, bool tell_node);
+  void CloseAtNode(uint64_t link);
+  void CloseAtLeader(uint64_t link);
+  void DeliverToNode(uint64_t link, v1::LeaderMessage message);
+  void DeliverToLeader(uint64_t link, v1::WorkerMessage message);
+
+  // ---- Computing.
+  void PrepareHost(int node, WorkerMachine::RunPart part);
+  void StartHost(int node, const WorkerMachine::StartRun& start);
+  void StopHost(int node, uint64_t run);
+  void BeginOperation(int node, int rank);
+  void EndOperation(int node, int rank);
+  void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
+  void FinishRank(int node, int rank);
+  void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
+  std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
+  void CheckLinks(bool all_measured);
+  void RankFails(const std::shared_ptr<Mesh>& mesh, int rank);
+  uint64_t Digest(const WorkerMachine::RunPart& part, int rank) const;
+  static uint64_t Mix(uint64_t token, uint64_t id);
+
+  // ---- Clients and chaos.
+  void SubmitNext();
+  void OnAnswer(const Leader::Answer& answer);
+  void Chaos();
+  void Heal();
+  void CheckEnd();
+  bool CalmSince(absl::Time since) const { return last_fault_end_ < since; }
+  void Fault(absl::Duration duration);
+
+  const uint64_t seed_;
+  const bool verbose_;
+  std::mt19937_64 random_;
+  absl::Time now_ = absl::UnixEpoch();
+  struct Event {
+    absl::Time when;
+    uint64_t order;
+    int node;
+    std::function<void()> what;
+  };
+  struct Later {
+    bool operator()(const Event& left, const Event& right) const {
+      return left.when != right.when ? left.when > right.when : left.order > right.order;
+    }
+  };
+  std::vector<Event> events_;  // a heap
+  uint64_t last_order_ = 0;
+
+  std::unique_ptr<Leader> leader_;  // null: dead
+  int leader_incarnation_ = 0;
+  bool leader_measures_links_ = false;
+  std::vector<Node> nodes_;
+  std::map<uint64_t, Link> links_;
+  uint64_t last_link_ = 0;
+  std::map<std::string, std::shared_ptr<Mesh>> meshes_;  // by the run's addresses
+  std::map<std::pair<int, Step>, int> crash_plan_;       // → how many passes until the crash
+  uint64_t run_sent_ = 0;                                // the newest run of the leader
+  std::optional<ClientRequest> request_;
+  int requests_left_ = 0;
+  absl::Time chaos_ends_;
+  absl::Time last_fault_end_ = absl::InfinitePast();
+  bool healed_ = false;
+  bool final_answered_ = false;
+  std::string failure_;
+  Census census_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_

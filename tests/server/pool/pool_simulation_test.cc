@@ -1,0 +1,85 @@
+// Many stories of a pool that fails and heals (pool_simulation.h). MESHFILL_SEED=n replays one of them and
+// tells it; MESHFILL_SEEDS=n tries so many; MESHFILL_FIRST_SEED=n starts there instead of at a random one.
+#include "tests/server/pool/pool_simulation.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "gtest/gtest.h"
+
+namespace meshfill {
+namespace {
+
+constexpr uint64_t kSeeds = 2000;
+
+uint64_t Environment(const char* name, uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
+  if (std::getenv("MESHFILL_SEED") != nullptr) {
+    PoolSimulation story(Environment("MESHFILL_SEED", 0), /*verbose=*/true);
+    EXPECT_EQ(story.Run(), "");
+    return;
+  }
+  const uint64_t seeds = Environment("MESHFILL_SEEDS", kSeeds);
+  const uint64_t first = Environment("MESHFILL_FIRST_SEED", std::random_device{}());
+  std::printf("seeds %llu to %llu\n", static_cast<unsigned long long>(first),
+              static_cast<unsigned long long>(first + seeds - 1));
+  std::atomic<uint64_t> next{0};
+  std::mutex mutex;
+  int failures = 0;
+  PoolSimulation::Census total;
+  const auto tell = [&] {
+    for (uint64_t i = next++; i < seeds; i = next++) {
+      PoolSimulation story(first + i);
+      const std::string failure = story.Run();
+      const std::lock_guard<std::mutex> lock(mutex);
+      const PoolSimulation::Census& census = story.census();
+      total.answers += census.answers;
+      total.results += census.results;
+      total.errors += census.errors;
+      total.retries += census.retries;
+      total.losses += census.losses;
+      total.poisoned += census.poisoned;
+      total.cancelled += census.cancelled;
+      if (failure.empty()) continue;
+      if (++failures <= 5) {
+        ADD_FAILURE() << "seed " << first + i << ": " << failure
+                      << " (replay with MESHFILL_SEED=" << first + i << ")";
+      }
+      if (failures > 50) return;
+    }
+  };
+  std::thread other(tell);
+  tell();
+  other.join();
+  std::printf(
+      "%d answers: %d results, %d errors (%d cancelled, %d poisonous); %d workers lost, %d runs begun "
+      "again\n",
+      total.answers, total.results, total.errors, total.cancelled, total.poisoned, total.losses,
+      total.retries);
+  // The stories have in them what they are for.
+  if (failures > 0) return;
+  const int share = static_cast<int>(seeds / 20);
+  EXPECT_GT(total.results, 20 * share);
+  EXPECT_GT(total.retries, share);
+  EXPECT_GT(total.losses, share);
+  EXPECT_GT(total.cancelled, share);
+  EXPECT_GT(total.poisoned, share / 2);
+}
+
+TEST(PoolSimulationTest, ASeedReplays) {
+  PoolSimulation one(42), again(42);
+  EXPECT_EQ(one.Run(), again.Run());
+  EXPECT_EQ(one.census().answers, again.census().answers);
+  EXPECT_EQ(one.census().losses, again.census().losses);
+}
+
+}  // namespace
+}  // namespace meshfill

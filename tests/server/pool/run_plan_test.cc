@@ -1,0 +1,178 @@
+#include "server/pool/run_plan.h"
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/plan/planner.h"
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+ModelShape Shape() {
+  return {.layers = 2,
+          .hidden = 64,
+          .intermediate = 128,
+          .q_heads = 8,
+          .kv_heads = 2,
+          .head_dim = 8,
+          .vocab = 100,
+          .context_tokens = 1 << 20};
+}
+
+Plan RandomPlan(std::mt19937_64& random) {
+  const LayoutKind kinds[] = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  const auto choice = MakePlan(Shape(), PoolSpeed{},
+                               {.tokens = Draw<int64_t>(random, 1, 500),
+                                .ranks = Draw(random, 1, 12),
+                                .layout = kinds[Draw(random, 0, 2)],
+                                .stripe = Draw<int64_t>(random, 1, 20),
+                                .partial_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16});
+  EXPECT_TRUE(choice.ok()) << choice.status();
+  Plan plan = choice->plan;
+  plan.slice_tokens = Draw<int64_t>(random, 1, 9000);
+  if (Draw(random, 0, 1) == 0) {
+    plan.placement = RowFirst(plan.ranks());
+    std::shuffle(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end(), random);
+  }
+  return plan;
+}
+
+std::vector<uint32_t> RandomTokens(std::mt19937_64& random, int64_t count) {
+  std::vector<uint32_t> tokens(count);
+  for (uint32_t& id : tokens) id = Draw<uint32_t>(random, 0, 99);
+  return tokens;
+}
+
+TEST(RunPlanTest, APlanArrivesAsItWasSent) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 200; ++round) {
+    const Plan plan = RandomPlan(random);
+    const auto arrived = FromRunPlan(ToRunPlan(plan));
+    ASSERT_TRUE(arrived.ok()) << arrived.status() << " " << plan.DebugString();
+    EXPECT_EQ(arrived->layout, plan.layout);
+    EXPECT_EQ(arrived->heads, plan.heads);
+    EXPECT_EQ(arrived->tile, plan.tile);
+    EXPECT_EQ(arrived->partial_dtype, plan.partial_dtype);
+    EXPECT_EQ(arrived->slice_tokens, plan.slice_tokens);
+    EXPECT_EQ(arrived->schedule, plan.schedule);
+    EXPECT_EQ(arrived->placement.seat_of_rank, plan.placement.seat_of_rank);
+    for (int rank = 0; rank < plan.ranks(); ++rank) EXPECT_EQ(arrived->RankAt(plan.SeatOf(rank)), rank);
+    EXPECT_EQ(arrived->predicted.seconds, plan.predicted.seconds);
+  }
+}
+
+TEST(RunPlanTest, ShardsHoldEveryTokenOnce) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 100; ++round) {
+    const Plan plan = RandomPlan(random);
+    const std::vector<uint32_t> tokens = RandomTokens(random, plan.layout.tokens());
+    std::vector<int> seen(tokens.size(), 0);
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      const std::vector<uint32_t> shard = ShardOf(plan.layout, rank, tokens);
+      ASSERT_EQ(static_cast<int64_t>(shard.size()), plan.layout.ChunkTokens(rank));
+      for (size_t slot = 0; slot < shard.size(); ++slot) {
+        const int64_t token = plan.layout.TokenAt(rank, static_cast<int64_t>(slot));
+        EXPECT_EQ(shard[slot], tokens[token]);
+        ++seen[token];
+      }
+    }
+    EXPECT_EQ(seen, std::vector<int>(tokens.size(), 1));
+  }
+}
+
+TEST(RunPlanTest, TheHashSeesEveryChange) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 100; ++round) {
+    const Plan plan = RandomPlan(random);
+    const std::vector<uint32_t> tokens = RandomTokens(random, plan.layout.tokens());
+    std::vector<std::vector<uint32_t>> shards;
+    for (int rank = 0; rank < plan.ranks(); ++rank) shards.push_back(ShardOf(plan.layout, rank, tokens));
+    const uint64_t hash = RunHash(plan, 0, shards);
+    EXPECT_EQ(RunHash(*FromRunPlan(ToRunPlan(plan)), 0, shards), hash);
+    EXPECT_NE(RunHash(plan, 1, shards), hash);
+
+    std::vector<std::vector<uint32_t>> other = shards;
+    std::vector<uint32_t>& shard = other[plan.layout.RankOf(0)];
+    shard[Draw<size_t>(random, 0, shard.size() - 1)] ^= 1u << Draw(random, 0, 31);
+    EXPECT_NE(RunHash(plan, 0, other), hash);
+
+    Plan changed = plan;
+    changed.partial_dtype = plan.partial_dtype == DType::kF32 ? DType::kBf16 : DType::kF32;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
+    changed = plan;
+    ++changed.slice_tokens;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
+    if (plan.ranks() > 1) {
+      changed = plan;
+      changed.placement = RowFirst(plan.ranks());
+      for (int rank = 0; rank < plan.ranks(); ++rank) {
+        changed.placement.seat_of_rank[rank] = (plan.SeatOf(rank) + 1) % plan.ranks();
+      }
+      EXPECT_NE(RunHash(changed, 0, shards), hash);
+    }
+    changed = plan;
+    changed.schedule.steps.back().blocks.push_back({0, 0});
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
+  }
+}
+
+TEST(RunPlanTest, WhatIsNoPlanIsRefused) {
+  std::mt19937_64 random(TestSeed());
+  const v1::RunPlan good = ToRunPlan(RandomPlan(random));
+  const auto refused = [&](auto change) {
+    v1::RunPlan plan = good;
+    change(plan);
+    return !FromRunPlan(plan).ok();
+  };
+  EXPECT_FALSE(refused([](v1::RunPlan&) {}));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_layout("diagonal"); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_ranks(plan.ranks() + 1); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_a(0); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_heads(1u << 31); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_tokens(0); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_tokens(uint64_t{1} << 40); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.clear_steps(); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.add_seats(plan.ranks()); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.clear_seats();
+    for (uint32_t rank = 0; rank <= plan.ranks(); ++rank) plan.add_seats(rank);
+  }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.clear_seats();
+    for (uint32_t rank = 0; rank < plan.ranks(); ++rank) plan.add_seats(rank == 0 ? 1 : rank);
+  }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.mutable_steps(0)->set_comm("kiss"); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.mutable_steps(0)->add_blocks(1u << 31);
+    plan.mutable_steps(0)->add_blocks(0);
+  }));
+}
+
+TEST(RunPlanTest, StatsAndOutcomesArriveAsTheyWereSent) {
+  RankStats stats;
+  stats.attention_seconds = 1;
+  stats.block_seconds = 2;
+  stats.merge_seconds = 3;
+  stats.wait_seconds = {4, 5, 6, 7};
+  stats.total_seconds = 8;
+  stats.sent = {.q = 9, .kv = 10, .o = 11, .all_to_all = 12};
+  stats.blocks = 13;
+  const RankStats arrived = FromProto(ToProto(stats));
+  EXPECT_EQ(arrived.attention_seconds, 1);
+  EXPECT_EQ(arrived.block_seconds, 2);
+  EXPECT_EQ(arrived.merge_seconds, 3);
+  EXPECT_EQ(arrived.wait_seconds, stats.wait_seconds);
+  EXPECT_EQ(arrived.total_seconds, 8);
+  EXPECT_EQ(arrived.sent, stats.sent);
+  EXPECT_EQ(arrived.blocks, 13);
+  const absl::Status status = absl::DataLossError("a byte \xFF is gone");
+  EXPECT_EQ(FromOutcome(ToOutcome(status)), status);
+  EXPECT_TRUE(FromOutcome(ToOutcome(absl::OkStatus())).ok());
+}
+
+}  // namespace
+}  // namespace meshfill
