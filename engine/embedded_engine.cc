@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <filesystem>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -17,6 +16,8 @@
 #include "engine/prefill_summary.h"
 #include "engine/run/rank_runner.h"
 #include "engine/run/timeline_recorder.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -44,13 +45,13 @@ class LayerProgress {
       : remaining_(layers, ranks), observer_(observer) {}
 
   void RankFinished(int layer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (--remaining_[layer] > 0 || observer_ == nullptr) return;
     observer_->OnLayerDone(layer + 1, static_cast<int>(remaining_.size()));
   }
 
  private:
-  std::mutex mutex_;
+  Mutex mu_;
   std::vector<int> remaining_;  // ranks that have not finished the layer
   PrefillObserver* const observer_;
 };
@@ -87,8 +88,7 @@ class EmbeddedEngine : public PrefillEngine {
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
     const ModelShape& shape = model();
-    if (absl::Status status = CheckPromptOptions(shape, model_name_, tokens, options); !status.ok())
-      return status;
+    RETURN_IF_ERROR(CheckPromptOptions(shape, model_name_, tokens, options));
     PlanRequest request = PlanRequestOf(options_, options, tokens);
     request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
     request.one_memory = pool_.capacity.one_memory;
@@ -99,12 +99,11 @@ class EmbeddedEngine : public PrefillEngine {
 
   absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
                                         PrefillObserver* observer, const StopToken* stop) override {
-    absl::StatusOr<PlanChoice> choice = MakePlan(static_cast<int64_t>(tokens.size()), options);
-    if (!choice.ok()) return choice.status();
-    if (absl::Status status = CheckTokenIds(model(), model_name_, tokens); !status.ok()) return status;
-    if (absl::Status status = CheckSchedule(choice->plan.schedule); !status.ok()) return status;
+    ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(static_cast<int64_t>(tokens.size()), options));
+    RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, tokens));
+    RETURN_IF_ERROR(CheckSchedule(choice.plan.schedule));
 
-    PrefillResult result{.plan = std::move(choice->plan)};
+    PrefillResult result{.plan = std::move(choice.plan)};
     if (options.keep_kv) {
       const ModelShape& shape = model();
       result.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, static_cast<int64_t>(tokens.size()),
@@ -118,14 +117,13 @@ class EmbeddedEngine : public PrefillEngine {
         result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, recorders, observer, stop);
     result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
-    if (absl::Status cause = FirstCause(outputs); !cause.ok()) return cause;
+    RETURN_IF_ERROR(FirstCause(outputs));
     for (absl::StatusOr<RankOutput>& output : outputs) {
       result.ranks.push_back(output->stats);
       if (!output->logits.empty()) result.logits = std::move(output->logits);
     }
     correction_.Observe(result.plan.predicted.seconds, result.prefill_seconds);
-    absl::Status status = SummarisePrefill(model(), model_name_, pool_.peak_flops, options.top_k, result);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(SummarisePrefill(model(), model_name_, pool_.peak_flops, options.top_k, result));
     if (options.keep_timeline) result.timeline = CollectTimeline(std::move(recorders));
     return result;
   }
@@ -192,10 +190,9 @@ class EmbeddedEngine : public PrefillEngine {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(const EngineOptions& options) {
-  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(options);
-  if (!pool.ok()) return pool.status();
-  return std::make_unique<EmbeddedEngine>(options, *std::move(pool));
+  RETURN_IF_ERROR(CheckOptions(options));
+  ASSIGN_OR_RETURN(EmbeddedPool pool, LoadEmbeddedPool(options));
+  return std::make_unique<EmbeddedEngine>(options, std::move(pool));
 }
 
 }  // namespace meshfill

@@ -10,9 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
 #include "server/observe/http_pages.h"
@@ -103,12 +104,11 @@ absl::Status Serve(const v1::Config& config) {
   }
 
   const bool embedded = config.pool().control_listen().empty();
-  auto engine = embedded ? Load(config, signals) : StartPool(config, metrics);
-  if (!engine.ok()) return engine.status();
-  Log(embedded ? absl::StrCat("ready: model ", (*engine)->model_name(), " on ", (*engine)->ranks(),
-                              " ranks of ", (*engine)->backend_name())
-               : absl::StrCat("model ", (*engine)->model_name(), " waits for workers"));
-  (*front_end)->Open(*std::move(engine));
+  ASSIGN_OR_RETURN(auto engine, embedded ? Load(config, signals) : StartPool(config, metrics));
+  Log(embedded ? absl::StrCat("ready: model ", engine->model_name(), " on ", engine->ranks(), " ranks of ",
+                              engine->backend_name())
+               : absl::StrCat("model ", engine->model_name(), " waits for workers"));
+  (*front_end)->Open(std::move(engine));
 
   while (!signals.Wait(kPoll)) (*front_end)->Refresh();
   absl::Status drained = Drain(config, **front_end, signals);

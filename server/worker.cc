@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <variant>
@@ -12,8 +11,10 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/devices/engine_options.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "server/config/config.h"
 #include "server/observe/log.h"
 #include "server/pool/control_client.h"
@@ -68,16 +69,14 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
   }
 
   absl::Status Start(const v1::Config& config, const std::string& join) {
-    auto client = ControlClient::Make(join, config.pool().tls(), *this);
-    if (!client.ok()) return client.status();
-    client_ = *std::move(client);
-    auto host = RankHost::Load(HostOptions(config), *this);
-    if (!host.ok()) return host.status();
-    host_ = *std::move(host);
+    ASSIGN_OR_RETURN(auto client, ControlClient::Make(join, config.pool().tls(), *this));
+    client_ = std::move(client);
+    ASSIGN_OR_RETURN(auto host, RankHost::Load(HostOptions(config), *this));
+    host_ = std::move(host);
     const v1::Join offer = MakeOffer(config, *host_);
     Log(absl::StrCat("loaded model ", offer.model().name(), ": ", offer.ranks(), " ranks of ",
                      offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     // The leader, who hears of all workers, notices first where the network is at fault.
     const absl::Duration silence_timeout = 2 * ToDuration(config.pool().silence_timeout());
     machine_.emplace(WorkerMachine::Options{.offer = offer, .silence_timeout = silence_timeout});
@@ -92,42 +91,42 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
           "a GPU of this worker has failed; start the worker anew, or see what the driver says");
     }
     const std::vector<WorkerMachine::RankProgress> progress = host_->progress();
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnTick(MonotonicNow(), progress);
     DoActions();
     return exit_;
   }
 
   void Drain() {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->Drain(MonotonicNow());
     DoActions();
   }
 
  private:
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnMessage(connection, message, MonotonicNow());
     DoActions();
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnDisconnected(connection, why, MonotonicNow());
     DoActions();
   }
   void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnRunPrepared(run, std::move(addresses));
     DoActions();
   }
   void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
     if (host_->lost()) return;  // the leader hears of it once: by the end of this process
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnRankDone(run, rank, std::move(output));
     DoActions();
   }
   void OnRunStopped(uint64_t run) override {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     machine_->OnRunStopped(run, MonotonicNow());
     DoActions();
   }
@@ -158,7 +157,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
 
   std::unique_ptr<ControlClient> client_;
   std::unique_ptr<RankHost> host_;
-  std::mutex mu_;
+  Mutex mu_;
   std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
 };
@@ -172,7 +171,7 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
   ShutdownSignals signals;
   WorkerProcess worker;
-  if (absl::Status status = worker.Start(config, join); !status.ok()) return status;
+  RETURN_IF_ERROR(worker.Start(config, join));
   bool draining = false;
   while (true) {
     if (const std::optional<absl::Status> exit = worker.Tick()) {

@@ -28,7 +28,7 @@ class PendingReceive {
   virtual ~PendingReceive() = default;
   // Blocks until the message is there. DEADLINE_EXCEEDED, ABORTED or what the peer failed with, naming the
   // rank, the operation and the peer. `deadline`, as everywhere, is by MonotonicNow
-  // (engine/comm/monotonic_time.h).
+  // (kernels/monotonic_time.h).
   virtual absl::StatusOr<BufferRef> Wait(absl::Time deadline) = 0;
 };
 

@@ -1,16 +1,16 @@
 #include "engine/comm/in_process.h"
 
 #include <compare>
-#include <condition_variable>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -34,12 +34,12 @@ struct Route {
 // Where the ranks of one run meet. Messages and receives of a route are numbered in the order of their calls,
 // and equal numbers belong together.
 //
-// std::mutex and the abort reason as plain fields, not absl::Mutex and absl::Status: ThreadSanitizer does not
+// Mutex and the abort reason as plain fields, not absl::Mutex and absl::Status: ThreadSanitizer does not
 // see the synchronisation inside a prebuilt Abseil.
 class Exchange {
  public:
   absl::Status Send(const Route& route, DeviceMessage message) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (aborted_) return AbortedOn(route);
     Mailbox& mailbox = mailboxes_[route];
     if (mailbox.messages.size() >= kMailboxMessages) {
@@ -48,37 +48,36 @@ class Exchange {
                                                        " messages of ", CommOpName(route.op)));
     }
     mailbox.messages.emplace(mailbox.sent++, std::move(message));
-    mailbox.changed.notify_all();
+    mailbox.changed.NotifyAll();
     return absl::OkStatus();
   }
 
   // The number of the next receive on this route.
   int64_t StartReceive(const Route& route) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     return mailboxes_[route].receives++;
   }
 
   absl::StatusOr<DeviceMessage> Receive(const Route& route, int64_t number, absl::Time deadline) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    MutexLock lock(mu_);
     Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
-    const bool in_time = mailbox.changed.wait_until(
-        lock, ToSteadyTime(deadline), [&] { return aborted_ || mailbox.messages.contains(number); });
-    if (aborted_) return AbortedOn(route);
-    if (!in_time) {
+    while (!aborted_ && !mailbox.messages.contains(number)) {
+      if (mailbox.changed.WaitUntil(mu_, deadline) || aborted_ || mailbox.messages.contains(number)) continue;
       return absl::DeadlineExceededError(
           absl::StrCat(route.DebugString(), ": nothing arrived before the deadline"));
     }
+    if (aborted_) return AbortedOn(route);
     return std::move(mailbox.messages.extract(number).mapped());
   }
 
   void Abort(const absl::Status& reason) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (std::exchange(aborted_, true)) return;
     abort_code_ = reason.ok() ? absl::StatusCode::kAborted : reason.code();
     abort_message_ = reason.ok() ? "aborted without a reason" : std::string(reason.message());
     for (auto& [route, mailbox] : mailboxes_) {
       mailbox.messages.clear();
-      mailbox.changed.notify_all();
+      mailbox.changed.NotifyAll();
     }
   }
 
@@ -87,18 +86,18 @@ class Exchange {
     int64_t sent = 0;
     int64_t receives = 0;
     std::map<int64_t, DeviceMessage> messages;  // by number
-    std::condition_variable changed;
+    CondVar changed;
   };
 
-  absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return absl::Status(abort_code_, absl::StrCat(route.DebugString(), ": ", abort_message_));
   }
 
-  std::mutex mutex_;
-  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::StatusCode abort_code_ ABSL_GUARDED_BY(mutex_) = absl::StatusCode::kOk;
-  std::string abort_message_ ABSL_GUARDED_BY(mutex_);
-  std::map<Route, Mailbox> mailboxes_ ABSL_GUARDED_BY(mutex_);
+  Mutex mu_;
+  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
+  absl::StatusCode abort_code_ ABSL_GUARDED_BY(mu_) = absl::StatusCode::kOk;
+  std::string abort_message_ ABSL_GUARDED_BY(mu_);
+  std::map<Route, Mailbox> mailboxes_ ABSL_GUARDED_BY(mu_);
 };
 
 class InProcessReceive : public PendingReceive {
@@ -114,14 +113,13 @@ class InProcessReceive : public PendingReceive {
   absl::StatusOr<BufferRef> Wait(absl::Time deadline) override {
     if (std::exchange(waited_, true))
       return absl::InternalError(absl::StrCat(route_.DebugString(), ": waited twice"));
-    absl::StatusOr<DeviceMessage> message = exchange_->Receive(route_, number_, deadline);
-    if (!message.ok()) return message.status();
-    if (message->buffer->size_bytes() != receive_bytes_) {
-      return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", message->buffer->size_bytes(),
+    ASSIGN_OR_RETURN(DeviceMessage message, exchange_->Receive(route_, number_, deadline));
+    if (message.buffer->size_bytes() != receive_bytes_) {
+      return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", message.buffer->size_bytes(),
                                               " bytes arrived, ", receive_bytes_, " were expected"));
     }
-    if (backend_ == nullptr) return std::move(message->buffer);
-    return backend_->TakeOver(*std::move(message));
+    if (backend_ == nullptr) return std::move(message.buffer);
+    return backend_->TakeOver(std::move(message));
   }
 
  private:
@@ -155,10 +153,8 @@ class InProcessCommunicator : public Communicator {
       return absl::InvalidArgumentError(
           absl::StrCat("rank ", rank_, ": ", CommOpName(op), " to rank ", to, " without a message"));
     }
-    absl::StatusOr<DeviceMessage> fetched = FetchTo(to, std::move(message));
-    if (!fetched.ok()) return fetched.status();
-    absl::Status status = exchange_->Send({.from = rank_, .to = to, .op = op}, *std::move(fetched));
-    if (!status.ok()) return status;
+    ASSIGN_OR_RETURN(DeviceMessage fetched, FetchTo(to, std::move(message)));
+    RETURN_IF_ERROR(exchange_->Send({.from = rank_, .to = to, .op = op}, std::move(fetched)));
     return std::make_unique<InProcessReceive>(exchange_, backends_.empty() ? nullptr : backends_[rank_],
                                               Route{.from = from, .to = rank_, .op = op}, receive_bytes);
   }

@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -28,15 +29,13 @@ class Prober {
       : peer_(peer), communicator_(communicator), backend_(backend), wait_timeout_(wait_timeout) {}
 
   absl::StatusOr<Link> Measure() {
-    absl::StatusOr<double> latency = SmallMessageSeconds();
-    if (!latency.ok()) return latency.status();
+    ASSIGN_OR_RETURN(double latency, SmallMessageSeconds());
     for (size_t bytes = kFirstBytes;; bytes *= kGrowth) {
-      const absl::StatusOr<double> seconds = BestSeconds(bytes);
-      if (!seconds.ok()) return seconds.status();
-      if (*seconds < kEnough && bytes < kMostBytes) continue;
+      ASSIGN_OR_RETURN(const double seconds, BestSeconds(bytes));
+      if (seconds < kEnough && bytes < kMostBytes) continue;
       // What a message takes beyond its latency, which itself is measured and may be off.
-      const double moving = std::max(*seconds - *latency, *seconds / 2);
-      return Link{.latency_seconds = *latency, .bytes_per_second = static_cast<double>(bytes) / moving};
+      const double moving = std::max(seconds - latency, seconds / 2);
+      return Link{.latency_seconds = latency, .bytes_per_second = static_cast<double>(bytes) / moving};
     }
   }
 
@@ -46,9 +45,8 @@ class Prober {
     std::array<double, kSmallMessages> seconds;
     if (absl::StatusOr<double> begun = AgreedSeconds(sizeof(double)); !begun.ok()) return begun.status();
     for (double& each : seconds) {
-      absl::StatusOr<double> agreed = AgreedSeconds(sizeof(double));
-      if (!agreed.ok()) return agreed.status();
-      each = *agreed;
+      ASSIGN_OR_RETURN(double agreed, AgreedSeconds(sizeof(double)));
+      each = agreed;
     }
     std::nth_element(seconds.begin(), seconds.begin() + kSmallMessages / 2, seconds.end());
     return seconds[kSmallMessages / 2];
@@ -58,47 +56,38 @@ class Prober {
   absl::StatusOr<double> BestSeconds(size_t bytes) {
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i < 3 && (i < 2 || best < kEnough); ++i) {
-      const absl::StatusOr<double> seconds = AgreedSeconds(bytes);
-      if (!seconds.ok()) return seconds.status();
-      best = std::min(best, *seconds);
+      ASSIGN_OR_RETURN(const double seconds, AgreedSeconds(bytes));
+      best = std::min(best, seconds);
     }
     return best;
   }
 
   // Of a message each way.
   absl::StatusOr<double> AgreedSeconds(size_t bytes) {
-    absl::StatusOr<BufferRef> message = backend_.Allocate(bytes);
-    if (!message.ok()) return message.status();
+    ASSIGN_OR_RETURN(BufferRef message, backend_.Allocate(bytes));
     const std::vector<std::byte> zeros(bytes);
-    if (absl::Status status = backend_.Upload(zeros.data(), bytes, (*message)->data()); !status.ok())
-      return status;
+    RETURN_IF_ERROR(backend_.Upload(zeros.data(), bytes, message->data()));
     double mine = 0;
-    if (absl::StatusOr<BufferRef> received = Exchange(*std::move(message), mine); !received.ok())
+    if (absl::StatusOr<BufferRef> received = Exchange(std::move(message), mine); !received.ok())
       return received.status();
 
-    absl::StatusOr<BufferRef> told = backend_.Allocate(sizeof(double));
-    if (!told.ok()) return told.status();
-    if (absl::Status status = backend_.Upload(&mine, sizeof(double), (*told)->data()); !status.ok())
-      return status;
+    ASSIGN_OR_RETURN(BufferRef told, backend_.Allocate(sizeof(double)));
+    RETURN_IF_ERROR(backend_.Upload(&mine, sizeof(double), told->data()));
     double ignored = 0, theirs = 0;
-    absl::StatusOr<BufferRef> heard = Exchange(*std::move(told), ignored);
-    if (!heard.ok()) return heard.status();
-    if (absl::Status status = backend_.Download((*heard)->data(), sizeof(double), &theirs); !status.ok())
-      return status;
+    ASSIGN_OR_RETURN(BufferRef heard, Exchange(std::move(told), ignored));
+    RETURN_IF_ERROR(backend_.Download(heard->data(), sizeof(double), &theirs));
     return std::min(mine, theirs);
   }
 
   // Sends the message and receives one as large.
   absl::StatusOr<BufferRef> Exchange(BufferRef message, double& seconds) {
     const size_t bytes = message->size_bytes();
-    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    RETURN_IF_ERROR(backend_.Finish());
     const auto start = std::chrono::steady_clock::now();
-    absl::StatusOr<std::unique_ptr<PendingReceive>> pending =
-        communicator_.SendReceive(kOp, peer_, std::move(message), peer_, bytes);
-    if (!pending.ok()) return pending.status();
-    absl::StatusOr<BufferRef> received = (*pending)->Wait(MonotonicNow() + wait_timeout_);
-    if (!received.ok()) return received.status();
-    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
+                     communicator_.SendReceive(kOp, peer_, std::move(message), peer_, bytes));
+    ASSIGN_OR_RETURN(BufferRef received, pending->Wait(MonotonicNow() + wait_timeout_));
+    RETURN_IF_ERROR(backend_.Finish());
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     return received;
   }

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -27,22 +28,15 @@ absl::StatusOr<double> MeasureProduct(Backend& backend) {
   constexpr int kRuns = 10;
   const std::vector<BFloat16> ones(kWidth * kWidth, BFloat16::FromFloat(0.5f));
   const WeightRows rows{.data = ones.data(), .dtype = DType::kBf16, .rows = kWidth};
-  absl::StatusOr<std::unique_ptr<PackedWeight>> weight = backend.PackWeight({&rows, 1}, kWidth);
-  if (!weight.ok()) return weight.status();
-  absl::StatusOr<BufferRef> x = backend.Place(ones.data(), ones.size() * sizeof(BFloat16));
-  if (!x.ok()) return x.status();
-  absl::StatusOr<BufferRef> y = backend.Allocate(ones.size() * sizeof(BFloat16));
-  if (!y.ok()) return y.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, backend.PackWeight({&rows, 1}, kWidth));
+  ASSIGN_OR_RETURN(BufferRef x, backend.Place(ones.data(), ones.size() * sizeof(BFloat16)));
+  ASSIGN_OR_RETURN(BufferRef y, backend.Allocate(ones.size() * sizeof(BFloat16)));
   std::chrono::steady_clock::time_point start;
   for (int run = -1; run < kRuns; ++run) {  // the first picks its algorithm
-    absl::Status status = backend.Gemm({.weight = weight->get(),
-                                        .x = (*x)->data(),
-                                        .tokens = kWidth,
-                                        .y = (*y)->data(),
-                                        .y_dtype = DType::kBf16});
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(backend.Gemm(
+        {.weight = weight.get(), .x = x->data(), .tokens = kWidth, .y = y->data(), .y_dtype = DType::kBf16}));
     if (run >= 0 && run < kRuns - 1) continue;
-    if (status = backend.Finish(); !status.ok()) return status;
+    RETURN_IF_ERROR(backend.Finish());
     if (run < 0) start = std::chrono::steady_clock::now();
   }
   return kRuns * 2.0 * kWidth * kWidth * kWidth / SecondsSince(start);
@@ -64,12 +58,11 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCudaLoader(const CudaDevice& device
         absl::StrCat("device cuda: head_dim is ", shape.head_dim,
                      ", of which it computes multiples of 8; choose the device cpu"));
   }
-  absl::StatusOr<int64_t> free_bytes = FreeCudaMemoryBytes(device);
-  if (!free_bytes.ok()) return free_bytes.status();
-  if (WeightBytes(shape) > *free_bytes) {
+  ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(device));
+  if (WeightBytes(shape) > free_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "GPU ", device.ordinal, " (", device.name, "): the weights need ", WeightBytes(shape), " bytes, and ",
-        *free_bytes, " of ", device.memory_bytes, " are free; use a GPU with more memory"));
+        free_bytes, " of ", device.memory_bytes, " are free; use a GPU with more memory"));
   }
   return MakeCudaBackend(device);
 }
@@ -79,9 +72,8 @@ absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDevice> devices, in
   for (const CudaDevice& device : devices.first(UsedCudaDevices(devices, ranks))) {
     double flops = CudaPeakFlops(device.name);
     if (flops == 0) {
-      absl::StatusOr<double> measured = MeasureProduct(first);
-      if (!measured.ok()) return measured;
-      flops = *measured;
+      ASSIGN_OR_RETURN(double measured, MeasureProduct(first));
+      flops = measured;
     }
     peak += flops;
   }
@@ -91,9 +83,8 @@ absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDevice> devices, in
 absl::StatusOr<int64_t> CudaPoolBudgetBytes(std::span<const CudaDevice> devices, int ranks) {
   int64_t bytes = 0;
   for (const CudaDevice& device : devices.first(UsedCudaDevices(devices, ranks))) {
-    absl::StatusOr<int64_t> free_bytes = FreeCudaMemoryBytes(device);
-    if (!free_bytes.ok()) return free_bytes;
-    bytes += *free_bytes / 100 * 85;
+    ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(device));
+    bytes += free_bytes / 100 * 85;
   }
   return bytes;
 }

@@ -13,6 +13,7 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/peak.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -27,9 +28,8 @@ int Threads(const EngineOptions& options) {
 // Where f32 is asked for, auto means the CPU.
 absl::StatusOr<std::vector<CudaDevice>> Devices(const EngineOptions& options) {
   if (options.dtype != DType::kF32) {
-    absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(options.device);
-    if (!devices.ok()) return devices;
-    for (CudaDevice& device : *devices) {
+    ASSIGN_OR_RETURN(std::vector<CudaDevice> devices, ChooseDevices(options.device));
+    for (CudaDevice& device : devices) {
       if (options.communication_multiprocessors >= device.traits.multiprocessors) {
         return absl::InvalidArgumentError(absl::StrCat(
             "GPU ", device.ordinal, " (", device.name, ") has ", device.traits.multiprocessors,
@@ -47,28 +47,26 @@ absl::StatusOr<std::vector<CudaDevice>> Devices(const EngineOptions& options) {
 }
 
 absl::StatusOr<EmbeddedPoolCapacity> CpuPoolCapacity(const EngineOptions& options, const ModelShape& shape) {
-  absl::StatusOr<PoolSpeed> speed =
-      CpuPoolSpeed(shape, Threads(options), options.ranks, options.speed_profile_path);
-  if (!speed.ok()) return speed.status();
+  ASSIGN_OR_RETURN(PoolSpeed speed,
+                   CpuPoolSpeed(shape, Threads(options), options.ranks, options.speed_profile_path));
   const int64_t given = options.memory_budget_bytes;
-  return EmbeddedPoolCapacity{.speed = *speed,
+  return EmbeddedPoolCapacity{.speed = speed,
                               .memory_budget_bytes = given > 0 ? given : DefaultMemoryBudgetBytes()};
 }
 
 absl::StatusOr<EmbeddedPool> LoadCpuPool(const EngineOptions& options) {
   const int threads = Threads(options);
-  absl::StatusOr<std::unique_ptr<Model>> model =
-      Model::Load(options.model_path, options.dtype,
-                  [threads](const ModelShape& shape) { return MakeCpuBackend(shape.dtype, threads); });
-  if (!model.ok()) return model.status();
-  const ModelShape& shape = (*model)->shape();
-  absl::StatusOr<EmbeddedPoolCapacity> capacity = CpuPoolCapacity(options, shape);
-  if (!capacity.ok()) return capacity.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<Model> model,
+                   Model::Load(options.model_path, options.dtype, [threads](const ModelShape& shape) {
+                     return MakeCpuBackend(shape.dtype, threads);
+                   }));
+  const ModelShape& shape = model->shape();
+  ASSIGN_OR_RETURN(EmbeddedPoolCapacity capacity, CpuPoolCapacity(options, shape));
   EmbeddedPool pool;
-  pool.capacity = *capacity;
+  pool.capacity = capacity;
   pool.peak_flops = options.peak_flops > 0 ? options.peak_flops
                                            : MeasurePeakFlops(shape.dtype, threads, kPeakMeasureSeconds);
-  pool.models.assign(options.ranks, *std::move(model));
+  pool.models.assign(options.ranks, std::move(model));
   for (int rank = 0; rank < options.ranks; ++rank) {
     pool.backends.push_back(MakeCpuBackend(shape.dtype, std::max(1, threads / options.ranks)));
   }
@@ -79,9 +77,8 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeCudaBackends(const std
                                                                        int ranks) {
   std::vector<std::unique_ptr<Backend>> backends;
   for (int rank = 0; rank < ranks; ++rank) {
-    absl::StatusOr<std::unique_ptr<Backend>> backend = MakeCudaBackend(CudaDeviceOf(devices, rank, ranks));
-    if (!backend.ok()) return backend.status();
-    backends.push_back(*std::move(backend));
+    ASSIGN_OR_RETURN(std::unique_ptr<Backend> backend, MakeCudaBackend(CudaDeviceOf(devices, rank, ranks)));
+    backends.push_back(std::move(backend));
   }
   return backends;
 }
@@ -90,16 +87,13 @@ absl::StatusOr<EmbeddedPoolCapacity> CudaPoolCapacity(const EngineOptions& optio
                                                       const std::vector<CudaDevice>& devices,
                                                       std::span<const std::unique_ptr<Backend>> backends) {
   const auto used = std::span(devices).first(UsedCudaDevices(devices, options.ranks));
-  absl::StatusOr<PoolSpeed> speed =
-      KeptPoolSpeed(options.speed_profile_path, CudaPoolKey(shape, used, options.ranks),
-                    [&] { return MeasureCudaPoolSpeed(shape, devices, backends); });
-  if (!speed.ok()) return speed.status();
-  absl::StatusOr<int64_t> budget = options.memory_budget_bytes > 0
+  ASSIGN_OR_RETURN(PoolSpeed speed,
+                   KeptPoolSpeed(options.speed_profile_path, CudaPoolKey(shape, used, options.ranks),
+                                 [&] { return MeasureCudaPoolSpeed(shape, devices, backends); }));
+  ASSIGN_OR_RETURN(int64_t budget, options.memory_budget_bytes > 0
                                        ? absl::StatusOr<int64_t>(options.memory_budget_bytes)
-                                       : CudaPoolBudgetBytes(devices, options.ranks);
-  if (!budget.ok()) return budget.status();
-  return EmbeddedPoolCapacity{
-      .speed = *speed, .memory_budget_bytes = *budget, .one_memory = used.size() == 1};
+                                       : CudaPoolBudgetBytes(devices, options.ranks));
+  return EmbeddedPoolCapacity{.speed = speed, .memory_budget_bytes = budget, .one_memory = used.size() == 1};
 }
 
 absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
@@ -110,47 +104,41 @@ absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
     const CudaDevice& device = CudaDeviceOf(devices, rank, options.ranks);
     std::shared_ptr<const Model>& model = of_device[device.ordinal];
     if (model == nullptr) {
-      absl::StatusOr<std::unique_ptr<Model>> loaded =
-          Model::Load(options.model_path, DType::kBf16,
-                      [&device](const ModelShape& shape) { return MakeCudaLoader(device, shape); });
-      if (!loaded.ok()) return loaded.status();
-      model = *std::move(loaded);
+      ASSIGN_OR_RETURN(std::unique_ptr<Model> loaded,
+                       Model::Load(options.model_path, DType::kBf16, [&device](const ModelShape& shape) {
+                         return MakeCudaLoader(device, shape);
+                       }));
+      model = std::move(loaded);
     }
     pool.models.push_back(model);
     pool.devices.push_back(device);
   }
-  absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(devices, options.ranks);
-  if (!backends.ok()) return backends.status();
-  pool.backends = *std::move(backends);
+  ASSIGN_OR_RETURN(std::vector<std::unique_ptr<Backend>> backends, MakeCudaBackends(devices, options.ranks));
+  pool.backends = std::move(backends);
   const ModelShape& shape = pool.models.front()->shape();
-  if (absl::Status status = LoadCudaKernels(shape, devices, pool.backends); !status.ok()) return status;
-  absl::StatusOr<EmbeddedPoolCapacity> capacity = CudaPoolCapacity(options, shape, devices, pool.backends);
-  if (!capacity.ok()) return capacity.status();
-  pool.capacity = *capacity;
-  absl::StatusOr<double> peak_flops = options.peak_flops > 0
-                                          ? absl::StatusOr<double>(options.peak_flops)
-                                          : CudaPoolPeakFlops(devices, options.ranks, *pool.backends.front());
-  if (!peak_flops.ok()) return peak_flops.status();
-  pool.peak_flops = *peak_flops;
+  RETURN_IF_ERROR(LoadCudaKernels(shape, devices, pool.backends));
+  ASSIGN_OR_RETURN(EmbeddedPoolCapacity capacity, CudaPoolCapacity(options, shape, devices, pool.backends));
+  pool.capacity = capacity;
+  ASSIGN_OR_RETURN(double peak_flops, options.peak_flops > 0 ? absl::StatusOr<double>(options.peak_flops)
+                                                             : CudaPoolPeakFlops(devices, options.ranks,
+                                                                                 *pool.backends.front()));
+  pool.peak_flops = peak_flops;
   return pool;
 }
 
 }  // namespace
 
 absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
-  absl::StatusOr<std::vector<CudaDevice>> devices = Devices(options);
-  if (!devices.ok()) return devices.status();
-  return devices->empty() ? LoadCpuPool(options) : LoadCudaPool(options, *devices);
+  ASSIGN_OR_RETURN(std::vector<CudaDevice> devices, Devices(options));
+  return devices.empty() ? LoadCpuPool(options) : LoadCudaPool(options, devices);
 }
 
 absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
                                                             const ModelShape& shape) {
-  absl::StatusOr<std::vector<CudaDevice>> devices = Devices(options);
-  if (!devices.ok()) return devices.status();
-  if (devices->empty()) return CpuPoolCapacity(options, shape);
-  absl::StatusOr<std::vector<std::unique_ptr<Backend>>> backends = MakeCudaBackends(*devices, options.ranks);
-  if (!backends.ok()) return backends.status();
-  return CudaPoolCapacity(options, shape, *devices, *backends);
+  ASSIGN_OR_RETURN(std::vector<CudaDevice> devices, Devices(options));
+  if (devices.empty()) return CpuPoolCapacity(options, shape);
+  ASSIGN_OR_RETURN(std::vector<std::unique_ptr<Backend>> backends, MakeCudaBackends(devices, options.ranks));
+  return CudaPoolCapacity(options, shape, devices, backends);
 }
 
 }  // namespace meshfill

@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/model/safetensors_writer.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -175,7 +176,7 @@ absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert c
       slice[i] = convert(static_cast<float>(value));
     }
     const std::span<const Element> written(slice.data(), count);
-    if (absl::Status status = writer.Append(std::as_bytes(written)); !status.ok()) return status;
+    RETURN_IF_ERROR(writer.Append(std::as_bytes(written)));
   }
   return absl::OkStatus();
 }
@@ -231,15 +232,12 @@ absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tens
                         const MakeModelOptions& options) {
   std::vector<TensorSpec> specs;
   for (const RandomTensor& tensor : tensors) specs.push_back(tensor.spec);
-  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path.string(), specs);
-  if (!writer.ok()) return writer.status();
+  ASSIGN_OR_RETURN(SafetensorsWriter writer, SafetensorsWriter::Create(path.string(), specs));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const uint64_t stream = Mix(Mix(options.seed) + first_tensor + i + 1);
-    if (absl::Status status = AppendTensor(tensors[i], options.dtype, stream, *writer); !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(AppendTensor(tensors[i], options.dtype, stream, writer));
   }
-  return writer->Finish();
+  return writer.Finish();
 }
 
 absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> tensors,
@@ -252,9 +250,7 @@ absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> 
     const std::string name = absl::StrFormat("model-%05d-of-%05d.safetensors", i + 1, shards.size());
     const std::span<const RandomTensor> dealt =
         tensors.subspan(shards[i].begin, shards[i].end - shards[i].begin);
-    if (absl::Status status = WriteShard(folder / name, dealt, shards[i].begin, options); !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(WriteShard(folder / name, dealt, shards[i].begin, options));
     for (const RandomTensor& tensor : dealt) {
       weight_map[tensor.spec.name] = name;
       total_bytes += tensor.spec.size_bytes();
@@ -288,15 +284,14 @@ absl::Status CreateFolder(const fs::path& folder) {
 }  // namespace
 
 absl::Status MakeModel(const MakeModelOptions& options, const std::string& folder) {
-  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckOptions(options));
   // Through the parser, so that what is made can be loaded.
   const std::string text = ConfigJson(options).dump(2) + "\n";
-  const absl::StatusOr<ModelConfig> config = ModelConfig::Parse(text, "the model to make");
-  if (!config.ok()) return config.status();
+  ASSIGN_OR_RETURN(const ModelConfig config, ModelConfig::Parse(text, "the model to make"));
 
-  if (absl::Status status = CreateFolder(folder); !status.ok()) return status;
-  if (absl::Status status = WriteText(fs::path(folder) / "config.json", text); !status.ok()) return status;
-  return WriteWeights(folder, ListTensors(*config, options.dtype), options);
+  RETURN_IF_ERROR(CreateFolder(folder));
+  RETURN_IF_ERROR(WriteText(fs::path(folder) / "config.json", text));
+  return WriteWeights(folder, ListTensors(config, options.dtype), options);
 }
 
 }  // namespace meshfill

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/safetensors_folder.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
@@ -26,10 +27,9 @@ class EmbeddingTable {
     }
   }
   absl::Status PlaceOn(Backend& backend, std::span<const std::byte> bytes) {
-    absl::StatusOr<BufferRef> placed =
-        backend.Place(copy_.empty() ? bytes.data() : copy_.data(), bytes.size());
-    if (!placed.ok()) return placed.status();
-    placed_ = *std::move(placed);
+    ASSIGN_OR_RETURN(BufferRef placed,
+                     backend.Place(copy_.empty() ? bytes.data() : copy_.data(), bytes.size()));
+    placed_ = std::move(placed);
     return absl::OkStatus();
   }
   const void* data() const { return placed_->data(); }
@@ -47,10 +47,9 @@ absl::StatusOr<PlacedVector> PlacedVector::Make(Backend& backend, std::vector<fl
   PlacedVector vector;
   vector.values_ = std::move(values);
   if (vector.values_.empty()) return vector;
-  absl::StatusOr<BufferRef> placed =
-      backend.Place(vector.values_.data(), vector.values_.size() * sizeof(float));
-  if (!placed.ok()) return placed.status();
-  vector.placed_ = *std::move(placed);
+  ASSIGN_OR_RETURN(BufferRef placed,
+                   backend.Place(vector.values_.data(), vector.values_.size() * sizeof(float)));
+  vector.placed_ = std::move(placed);
   return vector;
 }
 
@@ -224,9 +223,8 @@ absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& ten
       {&weights.q_norm, tensors.q_norm},
       {&weights.k_norm, tensors.k_norm}};
   for (const auto& [vector, tensor] : vectors) {
-    absl::StatusOr<PlacedVector> placed = PlacedVector::Make(backend, ToFloats(tensor));
-    if (!placed.ok()) return placed.status();
-    *vector = *std::move(placed);
+    ASSIGN_OR_RETURN(PlacedVector placed, PlacedVector::Make(backend, ToFloats(tensor)));
+    *vector = std::move(placed);
   }
   const struct {
     std::unique_ptr<PackedWeight>* packed;
@@ -238,9 +236,8 @@ absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& ten
       {&weights.down, {tensors.down}},
   };
   for (const auto& [packed, linears] : stacks) {
-    absl::StatusOr<std::unique_ptr<PackedWeight>> weight = Pack(backend, linears);
-    if (!weight.ok()) return weight.status();
-    *packed = *std::move(weight);
+    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, Pack(backend, linears));
+    *packed = std::move(weight);
   }
   return weights;
 }
@@ -275,52 +272,42 @@ DType Model::embedding_dtype() const { return embedding_->dtype(); }
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     const std::string& folder, std::optional<DType> dtype,
     const std::function<absl::StatusOr<std::unique_ptr<Backend>>(const ModelShape&)>& make_backend) {
-  const absl::StatusOr<SafetensorsFolder> weights = SafetensorsFolder::Open(folder);
-  if (!weights.ok()) return weights.status();
+  ASSIGN_OR_RETURN(const SafetensorsFolder weights, SafetensorsFolder::Open(folder));
   const std::string config_path = (std::filesystem::path(folder) / "config.json").string();
-  const absl::StatusOr<std::string> config_text = ReadJsonText(config_path);
-  if (!config_text.ok()) return config_text.status();
-  absl::StatusOr<ModelConfig> config = ModelConfig::Parse(*config_text, config_path);
-  if (!config.ok()) return config.status();
+  ASSIGN_OR_RETURN(const std::string config_text, ReadJsonText(config_path));
+  ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(config_text, config_path));
 
   // Everything is found and checked before the first byte is packed.
-  TensorFinder finder(*weights);
+  TensorFinder finder(weights);
   const Weight embedding =
-      finder.Find("model.embed_tokens.weight", {config->shape.vocab, config->shape.hidden});
+      finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
   std::vector<LayerTensors> layers;
-  layers.reserve(static_cast<size_t>(config->shape.layers));
-  for (int layer = 0; layer < config->shape.layers; ++layer) {
-    layers.push_back(FindLayer(finder, *config, layer));
+  layers.reserve(static_cast<size_t>(config.shape.layers));
+  for (int layer = 0; layer < config.shape.layers; ++layer) {
+    layers.push_back(FindLayer(finder, config, layer));
   }
-  const Weight final_norm = finder.Find("model.norm.weight", {config->shape.hidden});
-  const absl::StatusOr<Weight> lm_head = FindLmHead(finder, *weights, *config, embedding);
-  if (absl::Status status = finder.Finish(); !status.ok()) return status;
+  const Weight final_norm = finder.Find("model.norm.weight", {config.shape.hidden});
+  const absl::StatusOr<Weight> lm_head = FindLmHead(finder, weights, config, embedding);
+  RETURN_IF_ERROR(finder.Finish());
   if (!lm_head.ok()) return lm_head.status();
 
   std::unique_ptr<Model> model(new Model);
-  model->config_ = *std::move(config);
+  model->config_ = std::move(config);
   model->config_.shape.dtype = dtype.value_or(finder.all_f32() ? DType::kF32 : DType::kBf16);
-  const absl::StatusOr<std::unique_ptr<Backend>> made = make_backend(model->config_.shape);
-  if (!made.ok()) return made.status();
-  Backend* const backend = made->get();
+  ASSIGN_OR_RETURN(const std::unique_ptr<Backend> made, make_backend(model->config_.shape));
+  Backend* const backend = made.get();
   for (const LayerTensors& tensors : layers) {
-    absl::StatusOr<LayerWeights> layer = PackLayer(*backend, tensors);
-    if (!layer.ok()) return layer.status();
-    model->layers_.push_back(*std::move(layer));
+    ASSIGN_OR_RETURN(LayerWeights layer, PackLayer(*backend, tensors));
+    model->layers_.push_back(std::move(layer));
   }
   const Linear head[] = {{*lm_head, {}}};
-  absl::StatusOr<std::unique_ptr<PackedWeight>> packed_head = Pack(*backend, head);
-  if (!packed_head.ok()) return packed_head.status();
-  model->lm_head_ = *std::move(packed_head);
-  absl::StatusOr<PlacedVector> placed_norm = PlacedVector::Make(*backend, ToFloats(final_norm));
-  if (!placed_norm.ok()) return placed_norm.status();
-  model->final_norm_ = *std::move(placed_norm);
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed_head, Pack(*backend, head));
+  model->lm_head_ = std::move(packed_head);
+  ASSIGN_OR_RETURN(PlacedVector placed_norm, PlacedVector::Make(*backend, ToFloats(final_norm)));
+  model->final_norm_ = std::move(placed_norm);
   model->embedding_ = std::make_unique<EmbeddingTable>(*embedding.entry, embedding.dtype);
-  if (absl::Status status = model->embedding_->PlaceOn(*backend, embedding.entry->tensor.bytes);
-      !status.ok()) {
-    return status;
-  }
-  if (absl::Status status = backend->Finish(); !status.ok()) return status;
+  RETURN_IF_ERROR(model->embedding_->PlaceOn(*backend, embedding.entry->tensor.bytes));
+  RETURN_IF_ERROR(backend->Finish());
   model->embedding_->DropResidentPages();  // of the packed tensors beside it, too
   return model;
 }

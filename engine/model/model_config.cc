@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/json_keys.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -275,9 +276,8 @@ void ParseWindows(JsonKeys& keys, ModelConfig& config) {
 
 absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::string_view path) {
   const std::string file(path);
-  const absl::StatusOr<json> object = ParseJsonObject(text, file);
-  if (!object.ok()) return object.status();
-  JsonKeys keys(*object, file);
+  ASSIGN_OR_RETURN(const json object, ParseJsonObject(text, file));
+  JsonKeys keys(object, file);
   const Family* family = ParseFamily(keys);
   if (family == nullptr) return keys.Finish();
 
@@ -286,10 +286,8 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::strin
   ParseShape(keys, *family, config.shape);
   ParseFlags(keys, config);
   ParseWindows(keys, config);
-  if (absl::Status status = ParseRope(keys, file, config.shape.context_tokens, config.rope); !status.ok()) {
-    return status;
-  }
-  if (absl::Status status = keys.Finish(kIgnoredKeys); !status.ok()) return status;
+  RETURN_IF_ERROR(ParseRope(keys, file, config.shape.context_tokens, config.rope));
+  RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));
   return config;
 }
 

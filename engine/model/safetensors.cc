@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -221,7 +222,7 @@ absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(con
   if (data == MAP_FAILED) return absl::ErrnoToStatus(map_error, absl::StrCat(path, ": cannot be mapped"));
 
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile(path, static_cast<const std::byte*>(data), size));
-  if (absl::Status status = file->ReadHeader(); !status.ok()) return status;
+  RETURN_IF_ERROR(file->ReadHeader());
   return file;
 }
 
@@ -238,27 +239,23 @@ absl::Status SafetensorsFile::ReadHeader() {
   }
   const std::string_view text(reinterpret_cast<const char*>(data_) + kLengthBytes, header_bytes);
   if (text.empty() || text.front() != '{') return BrokenFile(path_, "its header does not begin with '{'");
-  absl::StatusOr<json> header = ParseJsonObject(text, path_);
-  if (!header.ok()) return header.status();
+  ASSIGN_OR_RETURN(json header, ParseJsonObject(text, path_));
 
   std::vector<HeaderEntry> entries;
-  for (const auto& [name, value] : header->items()) {
+  for (const auto& [name, value] : header.items()) {
     if (name == kMetadataKey) {
-      if (absl::Status status = CheckMetadata(path_, value); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckMetadata(path_, value));
       continue;
     }
-    absl::StatusOr<HeaderEntry> entry = ParseEntry(path_, name, value);
-    if (!entry.ok()) return entry.status();
-    entries.push_back(*std::move(entry));
+    ASSIGN_OR_RETURN(HeaderEntry entry, ParseEntry(path_, name, value));
+    entries.push_back(std::move(entry));
   }
   std::sort(entries.begin(), entries.end(), [](const HeaderEntry& x, const HeaderEntry& y) {
     return std::pair(x.begin, x.end) < std::pair(y.begin, y.end);
   });
   const std::span<const std::byte> data(data_ + kLengthBytes + header_bytes,
                                         size_bytes_ - kLengthBytes - header_bytes);
-  if (absl::Status status = CheckCoverage(path_, entries, static_cast<int64_t>(data.size())); !status.ok()) {
-    return status;
-  }
+  RETURN_IF_ERROR(CheckCoverage(path_, entries, static_cast<int64_t>(data.size())));
   for (HeaderEntry& entry : entries) {
     tensors_[std::move(entry.name)] = {entry.type, std::move(entry.shape),
                                        data.subspan(entry.begin, entry.end - entry.begin)};

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -29,12 +30,10 @@ bool IsPlainBasename(std::string_view name) {
 
 // Tensor name → shard, as model.safetensors.index.json says.
 absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& path) {
-  absl::StatusOr<std::string> text = ReadJsonText(path);
-  if (!text.ok()) return text.status();
-  absl::StatusOr<json> index = ParseJsonObject(*text, path);
-  if (!index.ok()) return index.status();
-  const auto weight_map = index->find("weight_map");
-  if (weight_map == index->end() || !weight_map->is_object()) {
+  ASSIGN_OR_RETURN(std::string text, ReadJsonText(path));
+  ASSIGN_OR_RETURN(json index, ParseJsonObject(text, path));
+  const auto weight_map = index.find("weight_map");
+  if (weight_map == index.end() || !weight_map->is_object()) {
     return BrokenIndex(path, "has no object \"weight_map\"");
   }
   std::map<std::string, std::string> shard_of;
@@ -62,9 +61,8 @@ absl::StatusOr<SafetensorsFolder> SafetensorsFolder::Open(const std::string& fol
   result.path_ = folder;
 
   if (fs::exists(single, error)) {
-    absl::StatusOr<std::shared_ptr<const SafetensorsFile>> file = SafetensorsFile::Open(single.string());
-    if (!file.ok()) return file.status();
-    for (const auto& [name, tensor] : (*file)->tensors()) result.entries_[name] = {tensor, *file};
+    ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> file, SafetensorsFile::Open(single.string()));
+    for (const auto& [name, tensor] : file->tensors()) result.entries_[name] = {tensor, file};
     return result;
   }
   if (!fs::exists(index, error)) {
@@ -73,16 +71,14 @@ absl::StatusOr<SafetensorsFolder> SafetensorsFolder::Open(const std::string& fol
                      "convert the weights to safetensors"));
   }
 
-  absl::StatusOr<std::map<std::string, std::string>> shard_of = ReadIndex(index.string());
-  if (!shard_of.ok()) return shard_of.status();
+  ASSIGN_OR_RETURN(auto shard_of, ReadIndex(index.string()));
   std::map<std::string, std::shared_ptr<const SafetensorsFile>> files;
-  for (const auto& [name, shard] : *shard_of) {
+  for (const auto& [name, shard] : shard_of) {
     std::shared_ptr<const SafetensorsFile>& file = files[shard];
     if (file == nullptr) {
-      absl::StatusOr<std::shared_ptr<const SafetensorsFile>> opened =
-          SafetensorsFile::Open((fs::path(folder) / shard).string());
-      if (!opened.ok()) return opened.status();
-      file = *std::move(opened);
+      ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> opened,
+                       SafetensorsFile::Open((fs::path(folder) / shard).string()));
+      file = std::move(opened);
     }
     const TensorView* tensor = file->Find(name);
     if (tensor == nullptr) {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "engine/plan/comm_bytes.h"
 #include "engine/schedule/optimal_schedule.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -60,13 +61,13 @@ absl::Status CheckShape(const ModelShape& model, const PlanRequest& request) {
 }
 
 absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
-  if (absl::Status status = CheckShape(model, request); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckShape(model, request));
   if (request.partial_dtype.value_or(DType::kF32) != DType::kF32 && request.partial_dtype != DType::kBf16) {
     return absl::InvalidArgumentError(absl::StrCat("partial outputs cannot travel in ",
                                                    DTypeName(*request.partial_dtype), ": use f32 or bf16"));
   }
   if (!request.topology.node_of_seat.empty()) {
-    if (absl::Status status = CheckTopology(request.topology); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckTopology(request.topology));
     if (std::ssize(request.topology.node_of_seat) < request.ranks) {
       return absl::InvalidArgumentError(absl::StrCat("a topology of ", request.topology.node_of_seat.size(),
                                                      " seats for ", request.ranks,
@@ -316,11 +317,10 @@ PlanCandidate CandidateOf(const Plan& plan) {
 
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request) {
-  if (absl::Status status = CheckModelAndSpeed(model, speed); !status.ok()) return status;
-  absl::StatusOr<TokenLayout> layout = TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped),
-                                                         request.ranks, request.tokens, request.stripe);
-  if (!layout.ok()) return layout.status();
-  if (absl::Status status = CheckRequest(model, request); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckModelAndSpeed(model, speed));
+  ASSIGN_OR_RETURN(TokenLayout layout, TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped),
+                                                         request.ranks, request.tokens, request.stripe));
+  RETURN_IF_ERROR(CheckRequest(model, request));
 
   ShapePlanner planner(model, speed, request);
   std::vector<Plan> plans;
@@ -334,7 +334,7 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
 
   std::vector<PlanCandidate> candidates;
   for (const Plan& plan : plans) candidates.push_back(CandidateOf(plan));
-  if (absl::Status status = CheckSchedule(plans.front().schedule); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckSchedule(plans.front().schedule));
   return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
 }
 

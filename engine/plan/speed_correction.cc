@@ -3,17 +3,19 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/mutex.h"
+
 namespace meshfill {
 
 void SpeedCorrection::Observe(double predicted, double measured) {
   if (!(predicted > 0 && measured > 0)) return;
   const double ratio = std::clamp(measured / predicted, 1 / kMostRatio, kMostRatio);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   factor_ = std::clamp(factor_ * std::pow(ratio, kStep), 1 / kMostFactor, kMostFactor);
 }
 
 double SpeedCorrection::factor() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   return factor_;
 }
 

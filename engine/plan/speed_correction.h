@@ -3,10 +3,9 @@
 #ifndef MESHFILL_ENGINE_PLAN_SPEED_CORRECTION_H_
 #define MESHFILL_ENGINE_PLAN_SPEED_CORRECTION_H_
 
-#include <mutex>
-
 #include "absl/base/thread_annotations.h"
 #include "engine/plan/plan.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -27,8 +26,8 @@ class SpeedCorrection {
   static constexpr double kMostFactor = 8;
 
  private:
-  mutable std::mutex mutex_;
-  double factor_ ABSL_GUARDED_BY(mutex_) = 1;
+  mutable Mutex mu_;
+  double factor_ ABSL_GUARDED_BY(mu_) = 1;
 };
 
 }  // namespace meshfill

@@ -5,9 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/comm/monotonic_time.h"
 #include "engine/mesh/mesh.h"
 #include "engine/run/timeline_recorder.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -76,7 +77,7 @@ class LayerRun {
 
   absl::StatusOr<BufferRef> Run() {
     for (const Step& step : plan_.schedule.steps) {
-      if (absl::Status status = RunStep(step); !status.ok()) return status;
+      RETURN_IF_ERROR(RunStep(step));
     }
     return std::move(rows_[0].partial);
   }
@@ -90,15 +91,13 @@ class LayerRun {
   };
 
   absl::Status RunStep(const Step& step) {
-    absl::StatusOr<Transfer> transfer = Start(step.comm);
-    if (!transfer.ok()) return transfer.status();
+    ASSIGN_OR_RETURN(Transfer transfer, Start(step.comm));
     for (const BlockIndex& block : step.blocks) {
-      if (absl::Status status = ComputeBlock(block); !status.ok()) return status;
+      RETURN_IF_ERROR(ComputeBlock(block));
     }
-    if (transfer->pending == nullptr) return absl::OkStatus();
-    absl::StatusOr<BufferRef> message = WaitFor(*transfer);
-    if (!message.ok()) return message.status();
-    return Accept(step.comm, *std::move(message));
+    if (transfer.pending == nullptr) return absl::OkStatus();
+    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer));
+    return Accept(step.comm, std::move(message));
   }
 
   absl::StatusOr<Transfer> Start(CommKind comm) {
@@ -124,9 +123,8 @@ class LayerRun {
         return transfer;
       }
       case CommKind::kSendO: {
-        absl::StatusOr<BufferRef> message = WireForm(o_sent_ + 1);
-        if (!message.ok()) return message.status();
-        return SendReceive(CommOp::kSendO, mesh_.QSendTo(rank_), *std::move(message), stats_.sent.o,
+        ASSIGN_OR_RETURN(BufferRef message, WireForm(o_sent_ + 1));
+        return SendReceive(CommOp::kSendO, mesh_.QSendTo(rank_), std::move(message), stats_.sent.o,
                            mesh_.QReceiveFrom(rank_),
                            model_.partial_bytes(QTokens(ArrivingRow()), plan_.partial_dtype));
       }
@@ -139,10 +137,10 @@ class LayerRun {
     sent_bytes += static_cast<int64_t>(message->size_bytes());
     TimelineRecorder::Moment start;
     if (recorder_ != nullptr && recorder_->keeps_spans()) start = recorder_->Now();
-    absl::StatusOr<std::unique_ptr<PendingReceive>> pending = communicator_.SendReceive(
-        op, GlobalRank(to), std::move(message), GlobalRank(from), static_cast<size_t>(receive_bytes));
-    if (!pending.ok()) return pending.status();
-    return Transfer{.op = op, .start = std::move(start), .pending = *std::move(pending)};
+    ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
+                     communicator_.SendReceive(op, GlobalRank(to), std::move(message), GlobalRank(from),
+                                               static_cast<size_t>(receive_bytes)));
+    return Transfer{.op = op, .start = std::move(start), .pending = std::move(pending)};
   }
 
   absl::StatusOr<BufferRef> WaitFor(Transfer& transfer) {
@@ -185,14 +183,13 @@ class LayerRun {
     const int64_t q_tokens = QTokens(block.u);
     const bool carry_in = row.partial != nullptr;
     if (!carry_in) {
-      absl::StatusOr<BufferRef> partial = backend_.Allocate(model_.partial_bytes(q_tokens, DType::kF32));
-      if (!partial.ok()) return partial.status();
-      row.partial = *std::move(partial);
+      ASSIGN_OR_RETURN(BufferRef partial, backend_.Allocate(model_.partial_bytes(q_tokens, DType::kF32)));
+      row.partial = std::move(partial);
     }
     const PartialView state(*row.partial, model_, q_tokens, DType::kF32);
     {
       SpanTimer timer(&stats_.block_seconds, recorder_, {.what = "block", .block = block});
-      absl::Status status = backend_.AttentionBlock({
+      RETURN_IF_ERROR(backend_.AttentionBlock({
           .q = q.buffer->data(),
           .k = kv.buffer->data(),
           .v = kv.buffer->data<std::byte>() + kv.buffer->size_bytes() / 2,
@@ -208,8 +205,7 @@ class LayerRun {
           .carry_in = carry_in,
           .o = static_cast<float*>(state.o),
           .lse = state.lse,
-      });
-      if (!status.ok()) return status;
+      }));
     }
     ++stats_.blocks;
     --q.blocks_left;
@@ -247,16 +243,12 @@ class LayerRun {
     BufferRef partial = std::move(rows_[u].partial);
     if (plan_.partial_dtype == DType::kF32) return partial;
     SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "convert"});
-    absl::StatusOr<BufferRef> message =
-        backend_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype));
-    if (!message.ok()) return message.status();
+    ASSIGN_OR_RETURN(BufferRef message,
+                     backend_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype)));
     const PartialView from(*partial, model_, QTokens(u), DType::kF32);
-    const PartialView to(**message, model_, QTokens(u), plan_.partial_dtype);
-    absl::Status status =
-        backend_.Convert(static_cast<float*>(from.o), from.elements, plan_.partial_dtype, to.o);
-    if (!status.ok()) return status;
-    status = backend_.Convert(from.lse, from.rows, DType::kF32, to.lse);
-    if (!status.ok()) return status;
+    const PartialView to(*message, model_, QTokens(u), plan_.partial_dtype);
+    RETURN_IF_ERROR(backend_.Convert(static_cast<float*>(from.o), from.elements, plan_.partial_dtype, to.o));
+    RETURN_IF_ERROR(backend_.Convert(from.lse, from.rows, DType::kF32, to.lse));
     return message;
   }
 

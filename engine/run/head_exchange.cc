@@ -3,7 +3,8 @@
 #include <memory>
 #include <utility>
 
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
@@ -25,22 +26,17 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
 absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
   if (heads_ == 1) return own;
   SpanTimer timer(&stats_.attention_seconds, recorder_);
-  absl::StatusOr<BufferRef> q = backend_.Allocate(slice_.q_bytes(members_.tokens()));
-  if (!q.ok()) return q.status();
-  absl::Status status = TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, (*q)->data());
-  if (!status.ok()) return status;
+  ASSIGN_OR_RETURN(BufferRef q, backend_.Allocate(slice_.q_bytes(members_.tokens())));
+  RETURN_IF_ERROR(TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, q->data()));
 
   const size_t own_half = own.kv->size_bytes() / 2;
   const BufferRef k = PartOf(own.kv, 0, own_half), v = PartOf(own.kv, own_half, own_half);
   own.kv.reset();
-  absl::StatusOr<BufferRef> kv = backend_.Allocate(slice_.kv_bytes(members_.tokens()));
-  if (!kv.ok()) return kv.status();
-  auto* const halves = (*kv)->data<std::byte>();
-  status = TensorToHeads(k, model_.kv_heads, slice_.kv_heads, halves);
-  if (!status.ok()) return status;
-  status = TensorToHeads(v, model_.kv_heads, slice_.kv_heads, halves + (*kv)->size_bytes() / 2);
-  if (!status.ok()) return status;
-  return LayerChunks{.q = *std::move(q), .kv = *std::move(kv)};
+  ASSIGN_OR_RETURN(BufferRef kv, backend_.Allocate(slice_.kv_bytes(members_.tokens())));
+  auto* const halves = kv->data<std::byte>();
+  RETURN_IF_ERROR(TensorToHeads(k, model_.kv_heads, slice_.kv_heads, halves));
+  RETURN_IF_ERROR(TensorToHeads(v, model_.kv_heads, slice_.kv_heads, halves + kv->size_bytes() / 2));
+  return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
 }
 
 absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
@@ -49,16 +45,14 @@ absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
   LayerOutput output{.parts = std::vector<BufferRef>(heads_), .dtype = model_.dtype};
   const absl::Status status = AllToAll({
       .send = [&](int member) -> absl::StatusOr<BufferRef> {
-        absl::StatusOr<BufferRef> message = backend_.Allocate(slice_.q_bytes(MemberTokens(member)));
-        if (!message.ok()) return message.status();
-        absl::Status copied = Copy({.from = mesh_output->data(),
-                                    .from_rows = GroupRows(member, DType::kF32),
-                                    .to = (*message)->data(),
-                                    .to_rows = MemberRows(member, model_.dtype),
-                                    .heads = slice_.q_heads,
-                                    .tokens = MemberTokens(member),
-                                    .head_dim = model_.head_dim});
-        if (!copied.ok()) return copied;
+        ASSIGN_OR_RETURN(BufferRef message, backend_.Allocate(slice_.q_bytes(MemberTokens(member))));
+        RETURN_IF_ERROR(Copy({.from = mesh_output->data(),
+                              .from_rows = GroupRows(member, DType::kF32),
+                              .to = message->data(),
+                              .to_rows = MemberRows(member, model_.dtype),
+                              .heads = slice_.q_heads,
+                              .tokens = MemberTokens(member),
+                              .head_dim = model_.head_dim}));
         return message;
       },
       .receive_bytes = [&](int) { return slice_.q_bytes(MemberTokens(member_)); },
@@ -103,27 +97,23 @@ absl::Status HeadExchange::AllToAll(const Moves& moves) {
   std::vector<std::unique_ptr<PendingReceive>> pending;
   for (int step = 1; step < heads_; ++step) {
     const int to = rotated(step), from = rotated(-step);
-    absl::StatusOr<BufferRef> message = moves.send(to);
-    if (!message.ok()) return message.status();
-    stats_.sent.all_to_all += static_cast<int64_t>((*message)->size_bytes());
-    absl::StatusOr<std::unique_ptr<PendingReceive>> receive =
-        communicator_.SendReceive(CommOp::kAllToAll, first_rank_ + to, *std::move(message),
-                                  first_rank_ + from, static_cast<size_t>(moves.receive_bytes(from)));
-    if (!receive.ok()) return receive.status();
-    pending.push_back(*std::move(receive));
+    ASSIGN_OR_RETURN(BufferRef message, moves.send(to));
+    stats_.sent.all_to_all += static_cast<int64_t>(message->size_bytes());
+    ASSIGN_OR_RETURN(
+        std::unique_ptr<PendingReceive> receive,
+        communicator_.SendReceive(CommOp::kAllToAll, first_rank_ + to, std::move(message), first_rank_ + from,
+                                  static_cast<size_t>(moves.receive_bytes(from))));
+    pending.push_back(std::move(receive));
   }
-  absl::StatusOr<BufferRef> own = moves.send(member_);
-  if (!own.ok()) return own.status();
-  if (absl::Status status = moves.accept(member_, *std::move(own)); !status.ok()) return status;
+  ASSIGN_OR_RETURN(BufferRef own, moves.send(member_));
+  RETURN_IF_ERROR(moves.accept(member_, std::move(own)));
   for (int step = 1; step < heads_; ++step) {
-    absl::StatusOr<BufferRef> message = [&] {
+    ASSIGN_OR_RETURN(BufferRef message, [&] {
       SpanTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
       return pending[step - 1]->Wait(MonotonicNow() + wait_timeout_);
-    }();
-    if (!message.ok()) return message.status();
-    absl::Status status = moves.accept(rotated(-step), *std::move(message));
-    if (!status.ok()) return status;
+    }());
+    RETURN_IF_ERROR(moves.accept(rotated(-step), std::move(message)));
   }
   return absl::OkStatus();
 }

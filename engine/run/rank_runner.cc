@@ -10,6 +10,7 @@
 #include "engine/run/executor.h"
 #include "engine/run/head_exchange.h"
 #include "engine/run/timeline_recorder.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -34,18 +35,18 @@ class Runner {
                   run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
-    if (absl::Status status = ProbeLinks(); !status.ok()) return status;
+    RETURN_IF_ERROR(ProbeLinks());
     const auto start = std::chrono::steady_clock::now();
     if (run_.recorder != nullptr) run_.recorder->set_backend(backend_);
-    if (absl::Status status = Prepare(); !status.ok()) return status;
+    RETURN_IF_ERROR(Prepare());
     for (int layer = 0; layer < shape_.layers; ++layer) {
       SetRecordedLayer(layer);
-      if (absl::Status status = RunLayer(layer); !status.ok()) return status;
+      RETURN_IF_ERROR(RunLayer(layer));
       run_.on_layer_done(layer);
     }
     SetRecordedLayer(-1);
-    if (absl::Status status = LmHead(); !status.ok()) return status;
-    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    RETURN_IF_ERROR(LmHead());
+    RETURN_IF_ERROR(backend_.Finish());
     if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
     return std::move(output_);
@@ -66,9 +67,9 @@ class Runner {
   absl::Status ProbeLinks() {
     const auto start = std::chrono::steady_clock::now();
     for (const LinkProbe& probe : run_.probes) {
-      absl::StatusOr<std::optional<Link>> link = Probe(probe, run_.communicator, backend_, run_.wait_timeout);
-      if (!link.ok()) return link.status();
-      output_.links.push_back(*link);
+      ASSIGN_OR_RETURN(std::optional<Link> link,
+                       Probe(probe, run_.communicator, backend_, run_.wait_timeout));
+      output_.links.push_back(link);
     }
     output_.probe_seconds = run_.probes.empty() ? 0 : SecondsSince(start);
     return absl::OkStatus();
@@ -95,12 +96,11 @@ class Runner {
         {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
     };
     for (const auto& [buffer, elements, dtype] : buffers) {
-      absl::StatusOr<BufferRef> allocated = Elements(elements, dtype);
-      if (!allocated.ok()) return allocated.status();
-      *buffer = *std::move(allocated);
+      ASSIGN_OR_RETURN(BufferRef allocated, Elements(elements, dtype));
+      *buffer = std::move(allocated);
     }
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
-    if (absl::Status status = PlaceRopeTables(positions); !status.ok()) return status;
+    RETURN_IF_ERROR(PlaceRopeTables(positions));
     std::vector<uint32_t> ids(chunk_tokens_);
     for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
     return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
@@ -112,25 +112,22 @@ class Runner {
     rope_.reset(new float[2 * elements]);
     FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, rope_.get(),
                    rope_.get() + elements, backend_.grain().host_threads);
-    absl::StatusOr<BufferRef> tables = backend_.Place(rope_.get(), 2 * elements * sizeof(float));
-    if (!tables.ok()) return tables.status();
-    cos_ = PartOf(*tables, 0, elements * sizeof(float));
-    sin_ = PartOf(*tables, elements * sizeof(float), elements * sizeof(float));
+    ASSIGN_OR_RETURN(BufferRef tables, backend_.Place(rope_.get(), 2 * elements * sizeof(float)));
+    cos_ = PartOf(tables, 0, elements * sizeof(float));
+    sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));
     return absl::OkStatus();
   }
 
   absl::Status RunLayer(int layer) {
     const LayerWeights& weights = run_.model.layers()[layer];
-    absl::StatusOr<LayerChunks> chunks = Project(weights);
-    if (!chunks.ok()) return chunks.status();
+    ASSIGN_OR_RETURN(LayerChunks chunks, Project(weights));
     if (run_.kv != nullptr) {
-      if (absl::Status status = KeepKv(*chunks->kv, run_.kv->layers[layer]); !status.ok()) return status;
+      RETURN_IF_ERROR(KeepKv(*chunks.kv, run_.kv->layers[layer]));
     }
-    absl::StatusOr<LayerOutput> attended = Attend(*std::move(chunks), config_.layer_window[layer]);
-    if (!attended.ok()) return attended.status();
+    ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), config_.layer_window[layer]));
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
       const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
-      if (absl::Status status = OutputAndMlp(weights, *attended, begin, tokens); !status.ok()) return status;
+      RETURN_IF_ERROR(OutputAndMlp(weights, attended, begin, tokens));
     }
     return absl::OkStatus();
   }
@@ -138,21 +135,17 @@ class Runner {
   // Norm, q k v, RoPE: the chunks that move.
   absl::StatusOr<LayerChunks> Project(const LayerWeights& weights) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "projections"});
-    absl::StatusOr<BufferRef> q = Elements(shape_.q_elements(chunk_tokens_), shape_.dtype);
-    if (!q.ok()) return q.status();
-    absl::StatusOr<BufferRef> kv = Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype);
-    if (!kv.ok()) return kv.status();
+    ASSIGN_OR_RETURN(BufferRef q, Elements(shape_.q_elements(chunk_tokens_), shape_.dtype));
+    ASSIGN_OR_RETURN(BufferRef kv, Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype));
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
       const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
-      absl::Status status = Norm(weights.attention_norm, begin, tokens);
-      if (!status.ok()) return status;
-      status = backend_.Gemm({.weight = weights.qkv.get(),
-                              .x = normed_->data(),
-                              .tokens = tokens,
-                              .y = wide_->data(),
-                              .y_dtype = shape_.dtype});
-      if (!status.ok()) return status;
-      status = backend_.SplitQkv({
+      RETURN_IF_ERROR(Norm(weights.attention_norm, begin, tokens));
+      RETURN_IF_ERROR(backend_.Gemm({.weight = weights.qkv.get(),
+                                     .x = normed_->data(),
+                                     .tokens = tokens,
+                                     .y = wide_->data(),
+                                     .y_dtype = shape_.dtype}));
+      RETURN_IF_ERROR(backend_.SplitQkv({
           .qkv = wide_->data(),
           .tokens = tokens,
           .slot_begin = begin,
@@ -165,21 +158,18 @@ class Runner {
           .norm_eps = config_.norm_eps,
           .rope_cos = cos_->data<float>(),
           .rope_sin = sin_->data<float>(),
-          .q = (*q)->data(),
-          .k = (*kv)->data(),
-          .v = (*kv)->data<std::byte>() + (*kv)->size_bytes() / 2,
-      });
-      if (!status.ok()) return status;
+          .q = q->data(),
+          .k = kv->data(),
+          .v = kv->data<std::byte>() + kv->size_bytes() / 2,
+      }));
     }
-    return LayerChunks{.q = *std::move(q), .kv = *std::move(kv)};
+    return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
   }
 
   absl::StatusOr<LayerOutput> Attend(LayerChunks chunks, int64_t window) {
-    absl::StatusOr<LayerChunks> mesh_chunks = exchange_.ToHeads(std::move(chunks));
-    if (!mesh_chunks.ok()) return mesh_chunks.status();
-    absl::StatusOr<BufferRef> mesh_output = executor_.Run(*std::move(mesh_chunks), window);
-    if (!mesh_output.ok()) return mesh_output.status();
-    return exchange_.ToTokens(*std::move(mesh_output));
+    ASSIGN_OR_RETURN(LayerChunks mesh_chunks, exchange_.ToHeads(std::move(chunks)));
+    ASSIGN_OR_RETURN(BufferRef mesh_output, executor_.Run(std::move(mesh_chunks), window));
+    return exchange_.ToTokens(std::move(mesh_output));
   }
 
   absl::Status Norm(const PlacedVector& weight, int64_t begin, int64_t tokens) {
@@ -190,25 +180,22 @@ class Runner {
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
   absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
                             int64_t tokens) {
-    if (absl::Status status = Output(weights, attended, begin, tokens); !status.ok()) return status;
+    RETURN_IF_ERROR(Output(weights, attended, begin, tokens));
     SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
-    absl::Status status = Norm(weights.mlp_norm, begin, tokens);
-    if (!status.ok()) return status;
-    status = backend_.Gemm({.weight = weights.gate_up.get(),
-                            .x = normed_->data(),
-                            .tokens = tokens,
-                            .y = wide_->data(),
-                            .y_dtype = shape_.dtype});
-    if (!status.ok()) return status;
-    status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(Norm(weights.mlp_norm, begin, tokens));
+    RETURN_IF_ERROR(backend_.Gemm({.weight = weights.gate_up.get(),
+                                   .x = normed_->data(),
+                                   .tokens = tokens,
+                                   .y = wide_->data(),
+                                   .y_dtype = shape_.dtype}));
+    RETURN_IF_ERROR(backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
     return AddToResidual(*weights.down, begin, tokens);
   }
 
   absl::Status Output(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
                       int64_t tokens) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
-    if (absl::Status status = GatherAttended(attended, begin, tokens); !status.ok()) return status;
+    RETURN_IF_ERROR(GatherAttended(attended, begin, tokens));
     return AddToResidual(*weights.o, begin, tokens);
   }
 
@@ -218,19 +205,18 @@ class Runner {
     const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
     auto* to = narrow_->data<std::byte>();
     for (const BufferRef& part : attended.parts) {
-      absl::Status status = backend_.CopyHeads({.from = part->data(),
-                                                .from_rows = {.dtype = attended.dtype,
-                                                              .head_stride = chunk_tokens_ * shape_.head_dim,
-                                                              .slot_stride = shape_.head_dim,
-                                                              .slots = {.base = begin}},
-                                                .to = std::exchange(to, to + part_bytes),
-                                                .to_rows = {.dtype = shape_.dtype,
-                                                            .head_stride = shape_.head_dim,
-                                                            .slot_stride = shape_.q_elements(1)},
-                                                .heads = part_heads,
-                                                .tokens = tokens,
-                                                .head_dim = shape_.head_dim});
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(backend_.CopyHeads({.from = part->data(),
+                                          .from_rows = {.dtype = attended.dtype,
+                                                        .head_stride = chunk_tokens_ * shape_.head_dim,
+                                                        .slot_stride = shape_.head_dim,
+                                                        .slots = {.base = begin}},
+                                          .to = std::exchange(to, to + part_bytes),
+                                          .to_rows = {.dtype = shape_.dtype,
+                                                      .head_stride = shape_.head_dim,
+                                                      .slot_stride = shape_.q_elements(1)},
+                                          .heads = part_heads,
+                                          .tokens = tokens,
+                                          .head_dim = shape_.head_dim}));
     }
     return absl::OkStatus();
   }
@@ -251,7 +237,7 @@ class Runner {
     const std::pair<const std::byte*, std::vector<std::byte>*> tensors[] = {
         {halves, &layer.k}, {halves + kv.size_bytes() / 2, &layer.v}};
     for (const auto& [from, to] : tensors) {
-      absl::Status status =
+      RETURN_IF_ERROR(
           backend_.CopyHeadsToHost({.from = from,
                                     .from_rows = {.dtype = shape_.dtype,
                                                   .head_stride = chunk_tokens_ * shape_.head_dim,
@@ -263,8 +249,7 @@ class Runner {
                                                 .slots = run_.plan.layout.Positions(run_.rank)},
                                     .heads = shape_.kv_heads,
                                     .tokens = chunk_tokens_,
-                                    .head_dim = shape_.head_dim});
-      if (!status.ok()) return status;
+                                    .head_dim = shape_.head_dim}));
     }
     return absl::OkStatus();
   }
@@ -274,18 +259,15 @@ class Runner {
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
-    absl::Status status = Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1);
-    if (!status.ok()) return status;
-    absl::StatusOr<BufferRef> logits = Elements(shape_.vocab, DType::kF32);
-    if (!logits.ok()) return logits.status();
-    status = backend_.Gemm({.weight = &run_.model.lm_head(),
-                            .x = normed_->data(),
-                            .tokens = 1,
-                            .y = (*logits)->data(),
-                            .y_dtype = DType::kF32});
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1));
+    ASSIGN_OR_RETURN(BufferRef logits, Elements(shape_.vocab, DType::kF32));
+    RETURN_IF_ERROR(backend_.Gemm({.weight = &run_.model.lm_head(),
+                                   .x = normed_->data(),
+                                   .tokens = 1,
+                                   .y = logits->data(),
+                                   .y_dtype = DType::kF32}));
     output_.logits.resize(shape_.vocab);
-    return backend_.Download((*logits)->data(), (*logits)->size_bytes(), output_.logits.data());
+    return backend_.Download(logits->data(), logits->size_bytes(), output_.logits.data());
   }
 
   const RankRun& run_;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/schedule/schedule.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -21,7 +22,7 @@ class ScheduleChecker {
     computed_.assign(a_, std::vector<bool>(b_, false));
     row_blocks_.assign(a_, 0);
     for (step_ = 0; step_ < static_cast<int>(schedule_.steps.size()); ++step_) {
-      if (absl::Status status = CheckStep(schedule_.steps[step_]); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckStep(schedule_.steps[step_]));
     }
     return CheckEnd();
   }
@@ -29,9 +30,9 @@ class ScheduleChecker {
  private:
   absl::Status CheckStep(const Step& step) {
     if (step.comm == CommKind::kNone && step.blocks.empty()) return Refuse("is idle");
-    if (absl::Status status = CheckStart(step.comm); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckStart(step.comm));
     for (const BlockIndex& block : step.blocks) {
-      if (absl::Status status = CheckBlock(block); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckBlock(block));
     }
     switch (step.comm) {
       case CommKind::kNone:
@@ -75,7 +76,7 @@ class ScheduleChecker {
   }
 
   absl::Status CheckBlock(BlockIndex block) {
-    const auto [u, v] = block;
+    const int u = block.u, v = block.v;
     const auto refuse = [&](const char* why) {
       return Refuse(absl::StrCat("block (", u, ",", v, ") ", why));
     };

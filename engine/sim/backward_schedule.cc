@@ -59,7 +59,7 @@ class BackwardScheduler {
   }
 
   BackwardSchedule Run() && {
-    const auto [a, b] = tile_;
+    const int a = tile_.a, b = tile_.b;
     while (q_chunks_ < a || kv_chunks_ < b) Receive();
     int dq_sent = 0;
     int dkv_sent = 0;

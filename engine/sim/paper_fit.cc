@@ -8,6 +8,7 @@
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_plan.h"
 #include "engine/sim/nelder_mead.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
 namespace {
@@ -112,7 +113,7 @@ absl::StatusOr<Cluster> FitPaperCluster(std::span<const PaperCell> throughput,
       .same_node = {.latency_seconds = 1e-3, .flow_bytes_per_second = assumptions.same_node_bytes_per_second},
       .between_nodes = {.latency_seconds = 1e-3, .flow_bytes_per_second = 1e9},
       .attention_flops_per_second = 100e12};
-  if (absl::Status status = CheckCluster(start); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckCluster(start));
   Cluster cluster = FitRing(throughput, start);
   cluster.node_bytes_per_second = FitNodeLink(throughput, cluster);
   return cluster;

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/sim/mesh_plan.h"
 #include "engine/sim/simulator.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
 namespace {
@@ -16,10 +17,9 @@ constexpr double kGib = 1024.0 * 1024 * 1024;
 
 absl::StatusOr<double> SimulatedSeconds(const AttentionJob& job, Pass pass, const MeshPlan& plan,
                                         Profile profile, const Cluster& cluster) {
-  absl::StatusOr<Simulation> simulation =
-      Simulate(MeshProgram(job, pass, plan, cluster, profile), plan.placement, cluster);
-  if (!simulation.ok()) return simulation.status();
-  return simulation->seconds;
+  ASSIGN_OR_RETURN(Simulation simulation,
+                   Simulate(MeshProgram(job, pass, plan, cluster, profile), plan.placement, cluster));
+  return simulation.seconds;
 }
 
 absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Cluster& cluster) {
@@ -28,12 +28,10 @@ absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Clust
   const MeshPlan ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
   for (Pass pass : {Pass::kForward, Pass::kBackward}) {
     const MeshPlan mesh = PaperMeshPlan(job, pass, cell.gpus, cluster);
-    absl::StatusOr<double> ring_seconds = SimulatedSeconds(job, pass, ring, Profile::kShared, cluster);
-    if (!ring_seconds.ok()) return ring_seconds.status();
-    absl::StatusOr<double> mesh_seconds = SimulatedSeconds(job, pass, mesh, Profile::kIsolated, cluster);
-    if (!mesh_seconds.ok()) return mesh_seconds.status();
-    row.ring_seconds += *ring_seconds;
-    row.mesh_seconds += *mesh_seconds;
+    ASSIGN_OR_RETURN(double ring_seconds, SimulatedSeconds(job, pass, ring, Profile::kShared, cluster));
+    ASSIGN_OR_RETURN(double mesh_seconds, SimulatedSeconds(job, pass, mesh, Profile::kIsolated, cluster));
+    row.ring_seconds += ring_seconds;
+    row.mesh_seconds += mesh_seconds;
     absl::StrAppend(&row.mesh_tiles, row.mesh_tiles.empty() ? "" : " / ", mesh.tile.DebugString());
   }
   return row;
@@ -72,10 +70,9 @@ absl::StatusOr<MemoryRow> MemoryRowOf(const PaperCell& cell, const Cluster& clus
   }
   row.nearest_tile = nearest.DebugString();
   for (Pass pass : {Pass::kForward, Pass::kBackward}) {
-    absl::StatusOr<double> seconds =
-        SimulatedSeconds(job, pass, row_first(nearest), Profile::kIsolated, cluster);
-    if (!seconds.ok()) return seconds.status();
-    row.nearest_seconds += *seconds;
+    ASSIGN_OR_RETURN(double seconds,
+                     SimulatedSeconds(job, pass, row_first(nearest), Profile::kIsolated, cluster));
+    row.nearest_seconds += seconds;
   }
   return row;
 }
@@ -90,9 +87,8 @@ absl::StatusOr<ThroughputTable> ReproduceThroughput(std::span<const PaperCell> t
   ThroughputTable table;
   int most_gpus = 0;
   for (const PaperCell& cell : throughput) {
-    absl::StatusOr<ThroughputRow> row = ThroughputRowOf(cell, cluster);
-    if (!row.ok()) return row.status();
-    table.rows.push_back(*std::move(row));
+    ASSIGN_OR_RETURN(ThroughputRow row, ThroughputRowOf(cell, cluster));
+    table.rows.push_back(std::move(row));
     most_gpus = std::max(most_gpus, cell.gpus);
   }
   double squares = 0;
@@ -153,9 +149,8 @@ absl::StatusOr<std::vector<MemoryRow>> ReproduceMemory(std::span<const PaperCell
                                                        const Cluster& cluster) {
   std::vector<MemoryRow> rows;
   for (const PaperCell& cell : memory) {
-    absl::StatusOr<MemoryRow> row = MemoryRowOf(cell, cluster);
-    if (!row.ok()) return row.status();
-    rows.push_back(*std::move(row));
+    ASSIGN_OR_RETURN(MemoryRow row, MemoryRowOf(cell, cluster));
+    rows.push_back(std::move(row));
   }
   return rows;
 }

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/sim/network.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
 namespace {
@@ -235,7 +236,7 @@ class Simulator {
 
 absl::StatusOr<Simulation> Simulate(const RankProgram& program, const Placement& placement,
                                     const Cluster& cluster, Recording recording) {
-  if (absl::Status status = CheckCluster(cluster); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckCluster(cluster));
   if (static_cast<int>(placement.seat_of_rank.size()) != program.ranks) {
     return absl::InvalidArgumentError(absl::StrCat("a placement of ", placement.seat_of_rank.size(),
                                                    " ranks for a program of ", program.ranks));

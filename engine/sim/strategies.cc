@@ -12,6 +12,7 @@
 #include "engine/sim/mesh_lanes.h"
 #include "engine/sim/mesh_plan.h"
 #include "engine/sim/rival_programs.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
 namespace {
@@ -299,16 +300,15 @@ bool IsRunnable(StrategyKind kind) {
 
 absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const AttentionJob& job, Pass pass,
                                                       int ranks, const Cluster& cluster, int shortlist_size) {
-  if (absl::Status status = CheckJob(job); !status.ok()) return status;
-  if (absl::Status status = CheckCluster(cluster); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckJob(job));
+  RETURN_IF_ERROR(CheckCluster(cluster));
   if (ranks < 1) return absl::InvalidArgumentError(absl::StrCat(ranks, " ranks; at least 1 is needed"));
   Shortlist shortlist(cluster, shortlist_size);
   Variants(job, pass, ranks, cluster, shortlist).AddAll(kind);
   std::optional<PassResult> best;
   for (const Variant& variant : shortlist.variants()) {
-    absl::StatusOr<Simulation> simulation = Simulate(variant.program, variant.placement, cluster);
-    if (!simulation.ok()) return simulation.status();
-    if (!best.has_value() || simulation->seconds < best->seconds) best = Summary(variant, *simulation);
+    ASSIGN_OR_RETURN(Simulation simulation, Simulate(variant.program, variant.placement, cluster));
+    if (!best.has_value() || simulation.seconds < best->seconds) best = Summary(variant, simulation);
   }
   return best;
 }
@@ -321,13 +321,12 @@ absl::StatusOr<std::vector<StrategyResult>> CompareStrategies(std::span<const St
   for (StrategyKind kind : kinds) {
     StrategyResult result{.kind = kind, .passes = {}};
     for (Pass pass : passes) {
-      absl::StatusOr<std::optional<PassResult>> one = RunStrategy(kind, job, pass, ranks, cluster);
-      if (!one.ok()) return one.status();
-      if (!one->has_value()) {
+      ASSIGN_OR_RETURN(std::optional<PassResult> one, RunStrategy(kind, job, pass, ranks, cluster));
+      if (!one.has_value()) {
         result.passes.clear();
         break;
       }
-      result.passes.push_back(**std::move(one));
+      result.passes.push_back(*std::move(one));
     }
     results.push_back(std::move(result));
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/model/rope.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -48,12 +49,11 @@ absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype)
   const auto periods = static_cast<size_t>(std::clamp<int64_t>(elements / kPeriod, 1, kMostPeriods));
   period.resize(periods * one);
   for (size_t at = one; at < period.size(); at += one) std::memcpy(&period[at], period.data(), one);
-  absl::StatusOr<BufferRef> buffer = backend.Allocate(elements * DTypeBytes(dtype));
-  if (!buffer.ok()) return buffer;
-  auto* const bytes = (*buffer)->data<std::byte>();
-  for (size_t at = 0; at < (*buffer)->size_bytes(); at += period.size()) {
-    const size_t part = std::min(period.size(), (*buffer)->size_bytes() - at);
-    if (absl::Status status = backend.Upload(period.data(), part, bytes + at); !status.ok()) return status;
+  ASSIGN_OR_RETURN(BufferRef buffer, backend.Allocate(elements * DTypeBytes(dtype)));
+  auto* const bytes = buffer->data<std::byte>();
+  for (size_t at = 0; at < buffer->size_bytes(); at += period.size()) {
+    const size_t part = std::min(period.size(), buffer->size_bytes() - at);
+    RETURN_IF_ERROR(backend.Upload(period.data(), part, bytes + at));
   }
   return buffer;
 }
@@ -80,13 +80,11 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
       {&weights->lm_head, shape.vocab, shape.hidden},
   };
   for (const auto& [weight, rows, width] : matrices) {
-    absl::StatusOr<BufferRef> values = Noise(backend, rows * width, shape.dtype);
-    if (!values.ok()) return values.status();
-    const WeightRows source{.data = (*values)->data(), .dtype = shape.dtype, .rows = rows};
-    absl::StatusOr<std::unique_ptr<PackedWeight>> packed = backend.PackWeight({&source, 1}, width);
-    if (!packed.ok()) return packed.status();
-    *weight = *std::move(packed);
-    if (weight == &weights->lm_head) weights->embedding = *std::move(values);
+    ASSIGN_OR_RETURN(BufferRef values, Noise(backend, rows * width, shape.dtype));
+    const WeightRows source{.data = values->data(), .dtype = shape.dtype, .rows = rows};
+    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed, backend.PackWeight({&source, 1}, width));
+    *weight = std::move(packed);
+    if (weight == &weights->lm_head) weights->embedding = std::move(values);
   }
   return std::shared_ptr<const ProbeWeights>(std::move(weights));
 }
@@ -111,7 +109,7 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& bac
 absl::StatusOr<std::unique_ptr<LayerProbe>> LayerProbe::Make(std::shared_ptr<const ProbeWeights> weights,
                                                              Backend& backend) {
   std::unique_ptr<LayerProbe> probe(new LayerProbe(std::move(weights), backend));
-  if (absl::Status status = probe->Prepare(); !status.ok()) return status;
+  RETURN_IF_ERROR(probe->Prepare());
   return probe;
 }
 
@@ -138,13 +136,11 @@ absl::Status LayerProbe::Prepare() {
       {&logits_, shape_.vocab, DType::kF32},
   };
   for (const auto& [buffer, elements, dtype] : buffers) {
-    absl::StatusOr<BufferRef> noise = Noise(backend_, elements, dtype);
-    if (!noise.ok()) return noise.status();
-    *buffer = *std::move(noise);
+    ASSIGN_OR_RETURN(BufferRef noise, Noise(backend_, elements, dtype));
+    *buffer = std::move(noise);
   }
-  absl::StatusOr<BufferRef> norm = backend_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float));
-  if (!norm.ok()) return norm.status();
-  placed_norm_weight_ = *std::move(norm);
+  ASSIGN_OR_RETURN(BufferRef norm, backend_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float)));
+  placed_norm_weight_ = std::move(norm);
   return PlaceRopeTables(slice_tokens_);
 }
 
@@ -152,10 +148,9 @@ absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
   const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
   FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, rope_.data(),
                  rope_.data() + elements);
-  absl::StatusOr<BufferRef> tables = backend_.Place(rope_.data(), 2 * elements * sizeof(float));
-  if (!tables.ok()) return tables.status();
-  cos_ = PartOf(*tables, 0, elements * sizeof(float));
-  sin_ = PartOf(*tables, elements * sizeof(float), elements * sizeof(float));
+  ASSIGN_OR_RETURN(BufferRef tables, backend_.Place(rope_.data(), 2 * elements * sizeof(float)));
+  cos_ = PartOf(tables, 0, elements * sizeof(float));
+  sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));
   return absl::OkStatus();
 }
 
@@ -208,18 +203,14 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
                                .tokens = tokens,
                                .head_dim = shape_.head_dim});
   };
-  if (absl::Status status = norm(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false); !status.ok())
-    return status;
-  if (absl::Status status = split(); !status.ok()) return status;
-  if (absl::Status status = gather(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->o, narrow_, tokens, residual, true); !status.ok()) return status;
-  if (absl::Status status = norm(); !status.ok()) return status;
-  if (absl::Status status = Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false); !status.ok())
-    return status;
-  if (absl::Status status = backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data());
-      !status.ok())
-    return status;
+  RETURN_IF_ERROR(norm());
+  RETURN_IF_ERROR(Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false));
+  RETURN_IF_ERROR(split());
+  RETURN_IF_ERROR(gather());
+  RETURN_IF_ERROR(Gemm(*weights_->o, narrow_, tokens, residual, true));
+  RETURN_IF_ERROR(norm());
+  RETURN_IF_ERROR(Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false));
+  RETURN_IF_ERROR(backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
   return Gemm(*weights_->down, narrow_, tokens, residual, true);
 }
 
@@ -267,7 +258,7 @@ double LayerProbe::MergeBytes(int64_t tokens) const {
 }
 
 absl::Status LayerProbe::Begin(int64_t tokens) {
-  if (absl::Status status = PlaceRopeTables(tokens); !status.ok()) return status;
+  RETURN_IF_ERROR(PlaceRopeTables(tokens));
   return backend_.Embed({ids_.data(), static_cast<size_t>(tokens)}, weights_->embedding->data(), shape_.dtype,
                         shape_.hidden, residual_->data<float>());
 }

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/speed/pool_speed.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 
 namespace meshfill {
@@ -160,14 +161,12 @@ std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> dev
 }
 
 absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key) {
-  absl::StatusOr<Json> object = ReadObject(path);
-  if (!object.ok()) return object.status();
-  if (object->is_null()) return std::nullopt;
-  for (const Json& pool : (*object)["pools"]) {
+  ASSIGN_OR_RETURN(Json object, ReadObject(path));
+  if (object.is_null()) return std::nullopt;
+  for (const Json& pool : object["pools"]) {
     if (pool["pool"] != key) continue;
-    absl::StatusOr<PoolSpeed> speed = ParseSpeed(pool["speed"], path);
-    if (!speed.ok()) return speed.status();
-    return *speed;
+    ASSIGN_OR_RETURN(PoolSpeed speed, ParseSpeed(pool["speed"], path));
+    return speed;
   }
   return std::nullopt;
 }
@@ -216,9 +215,8 @@ absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::stri
   } else if (kept->has_value()) {
     return **kept;
   }
-  absl::StatusOr<PoolSpeed> speed = measure();
-  if (!speed.ok()) return speed;
-  if (absl::Status status = StorePoolProfile(path, key, *speed); !status.ok()) warn(status);
+  ASSIGN_OR_RETURN(PoolSpeed speed, measure());
+  if (absl::Status status = StorePoolProfile(path, key, speed); !status.ok()) warn(status);
   return speed;
 }
 

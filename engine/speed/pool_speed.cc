@@ -10,6 +10,7 @@
 
 #include "engine/speed/layer_probe.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -62,10 +63,9 @@ absl::StatusOr<CostLine> MeasureLine(Probes probes, Operation operation, std::sp
   std::vector<CostSample> samples;
   const LayerProbe& probe = *probes.front();
   for (const int64_t tokens : sizes) {
-    absl::StatusOr<double> seconds = SecondsTogether(probes, operation, tokens);
-    if (!seconds.ok()) return seconds.status();
+    ASSIGN_OR_RETURN(double seconds, SecondsTogether(probes, operation, tokens));
     const double divisor = per == nullptr ? 1 : (probe.*per)(tokens);
-    samples.push_back({.units = (probe.*units)(tokens) / divisor, .seconds = *seconds / divisor});
+    samples.push_back({.units = (probe.*units)(tokens) / divisor, .seconds = seconds / divisor});
   }
   return FitCostLine(samples);
 }
@@ -86,29 +86,24 @@ absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
   const LayerProbe& probe = *probes.front();
   const int64_t slice = probe.slice_tokens();
   const int64_t block = probe.block_tokens();
-  absl::StatusOr<CostLine> token_work =
-      MeasureLine(probes, &LayerProbe::TokenWork, std::vector<int64_t>{slice / 8, slice / 2, slice},
-                  &LayerProbe::TokenFlops);
-  if (!token_work.ok()) return token_work.status();
-  absl::StatusOr<CostLine> attention =
-      MeasureLine(probes, &LayerProbe::Block, std::vector<int64_t>{block / 4, block / 2, block},
-                  &LayerProbe::BlockFlops, &LayerProbe::BlockRows);
-  if (!attention.ok()) return attention.status();
-  absl::StatusOr<double> merge = SecondsTogether(probes, &LayerProbe::Merge, block);
-  if (!merge.ok()) return merge.status();
-  absl::StatusOr<double> begin = SecondsTogether(probes, &LayerProbe::Begin, slice);
-  if (!begin.ok()) return begin.status();
-  absl::StatusOr<double> lm_head = SecondsTogether(probes.first(1), &LayerProbe::LmHead, 1);
-  if (!lm_head.ok()) return lm_head.status();
-  return PoolSpeed{.gemm_flops_per_second = RateOf(*token_work),
-                   .attention_flops_per_second = RateOf(*attention),
-                   .merge_bytes_per_second = probe.MergeBytes(block) / *merge,
+  ASSIGN_OR_RETURN(CostLine token_work,
+                   MeasureLine(probes, &LayerProbe::TokenWork,
+                               std::vector<int64_t>{slice / 8, slice / 2, slice}, &LayerProbe::TokenFlops));
+  ASSIGN_OR_RETURN(CostLine attention,
+                   MeasureLine(probes, &LayerProbe::Block, std::vector<int64_t>{block / 4, block / 2, block},
+                               &LayerProbe::BlockFlops, &LayerProbe::BlockRows));
+  ASSIGN_OR_RETURN(double merge, SecondsTogether(probes, &LayerProbe::Merge, block));
+  ASSIGN_OR_RETURN(double begin, SecondsTogether(probes, &LayerProbe::Begin, slice));
+  ASSIGN_OR_RETURN(double lm_head, SecondsTogether(probes.first(1), &LayerProbe::LmHead, 1));
+  return PoolSpeed{.gemm_flops_per_second = RateOf(token_work),
+                   .attention_flops_per_second = RateOf(attention),
+                   .merge_bytes_per_second = probe.MergeBytes(block) / merge,
                    .link_bytes_per_second = kHandoverBytesPerSecond,
                    .link_latency_seconds = kHandoverSeconds,
-                   .slice_seconds = token_work->fixed * probe.layer_scale(),
-                   .block_row_seconds = attention->fixed,
-                   .token_seconds = *begin / static_cast<double>(slice),
-                   .lm_head_bytes_per_second = probe.LmHeadBytes() / *lm_head};
+                   .slice_seconds = token_work.fixed * probe.layer_scale(),
+                   .block_row_seconds = attention.fixed,
+                   .token_seconds = begin / static_cast<double>(slice),
+                   .lm_head_bytes_per_second = probe.LmHeadBytes() / lm_head};
 }
 
 // A rank has `share` of a backend while all ranks run, and all of it while the others wait.
@@ -147,35 +142,30 @@ CostLine FitCostLine(std::span<const CostSample> samples) {
 
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
                                            int ranks) {
-  absl::StatusOr<std::shared_ptr<const ProbeWeights>> weights = MakeProbeWeights(model, *backends.front());
-  if (!weights.ok()) return weights.status();
+  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, *backends.front()));
   std::vector<std::unique_ptr<LayerProbe>> probes;
   for (Backend* backend : backends) {
-    absl::StatusOr<std::unique_ptr<LayerProbe>> probe = LayerProbe::Make(*weights, *backend);
-    if (!probe.ok()) return probe.status();
-    probes.push_back(*std::move(probe));
+    ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, *backend));
+    probes.push_back(std::move(probe));
   }
-  absl::StatusOr<PoolSpeed> speed = MeasureProbes(probes);
-  if (!speed.ok()) return speed;
-  speed->slice_tokens = backends.front()->grain().slice_tokens;
-  Share(std::min(1.0, static_cast<double>(backends.size()) / ranks), *speed);
-  speed->start_seconds = StartSeconds(ranks);
+  ASSIGN_OR_RETURN(PoolSpeed speed, MeasureProbes(probes));
+  speed.slice_tokens = backends.front()->grain().slice_tokens;
+  Share(std::min(1.0, static_cast<double>(backends.size()) / ranks), speed);
+  speed.start_seconds = StartSeconds(ranks);
   return speed;
 }
 
 absl::Status RunEachOperation(const ModelShape& model, Backend& backend) {
-  absl::StatusOr<std::shared_ptr<const ProbeWeights>> weights = MakeProbeWeights(model, backend);
-  if (!weights.ok()) return weights.status();
-  absl::StatusOr<std::unique_ptr<LayerProbe>> probe = LayerProbe::Make(*weights, backend);
-  if (!probe.ok()) return probe.status();
-  const int64_t slice = (*probe)->slice_tokens(), block = (*probe)->block_tokens();
+  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, backend));
+  ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, backend));
+  const int64_t slice = probe->slice_tokens(), block = probe->block_tokens();
   for (const auto& [operation, tokens] :
        {std::pair{&LayerProbe::Begin, slice}, std::pair{&LayerProbe::TokenWork, slice},
         std::pair{&LayerProbe::Block, block}, std::pair{&LayerProbe::Merge, block},
         std::pair{&LayerProbe::LmHead, int64_t{1}}}) {
-    if (absl::Status status = (probe->get()->*operation)(tokens); !status.ok()) return status;
+    RETURN_IF_ERROR((probe.get()->*operation)(tokens));
   }
-  return (*probe)->Finish();
+  return probe->Finish();
 }
 
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks) {

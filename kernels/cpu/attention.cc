@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "kernels/cpu/attention_kernel.h"
 #include "kernels/cpu/attention_ranges.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -326,9 +327,8 @@ absl::Status CpuAttentionBlock(const AttentionBlockArgs& args, DType dtype, cons
   const AttentionRun run(args, dtype, kernel, tiling, stop);
   std::vector<Scratch> scratch;
   for (int worker = 0; worker < pool.threads(); ++worker) {
-    absl::StatusOr<Scratch> allocated = AllocateScratch(kernel, tiling, args.head_dim);
-    if (!allocated.ok()) return allocated.status();
-    scratch.push_back(*std::move(allocated));
+    ASSIGN_OR_RETURN(Scratch allocated, AllocateScratch(kernel, tiling, args.head_dim));
+    scratch.push_back(std::move(allocated));
   }
   pool.ParallelFor(run.tasks(), [&](int64_t task, int worker) { run.RunTask(task, scratch[worker]); });
   if (run.stopped()) return absl::CancelledError("attention: stopped");

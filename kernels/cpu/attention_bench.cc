@@ -13,6 +13,7 @@
 #include "kernels/cpu/bench_sample.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/peak.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -37,7 +38,7 @@ absl::Status CheckOptions(const AttentionBenchOptions& options) {
 }  // namespace
 
 absl::StatusOr<AttentionBenchResult> BenchAttention(const AttentionBenchOptions& options) {
-  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckOptions(options));
   const std::string target = options.target.empty() ? SupportedAttentionTargets().front() : options.target;
   const int64_t q_elements = options.tokens * options.q_heads * options.head_dim;
   const int64_t kv_elements = options.tokens * options.kv_heads * options.head_dim;
@@ -67,8 +68,7 @@ absl::StatusOr<AttentionBenchResult> BenchAttention(const AttentionBenchOptions&
   std::vector<double> seconds, speeds, peaks, ratios;
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto start = std::chrono::steady_clock::now();
-    absl::Status status = CpuAttentionBlock(args, options.dtype, target, pool, nullptr);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(CpuAttentionBlock(args, options.dtype, target, pool, nullptr));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     seconds.push_back(elapsed.count());
     speeds.push_back(flops / elapsed.count());

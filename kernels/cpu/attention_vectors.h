@@ -47,15 +47,41 @@ struct Vectors {
     return lanes;
   }
 
+  // Lane i of the result is lane lanes[i] of `first`, or of `second` behind it.
+#ifdef __clang__  // which shuffles by constants alone, and only analyses this code (preset thread-safety)
+  template <typename Vector>
+  static Vector Shuffle(Vector first, Vector second, Ints lanes) {
+    Vector shuffled;
+    for (int i = 0; i < kLanes; ++i) {
+      const int lane = lanes[i] % (2 * kLanes);
+      shuffled[i] = lane < kLanes ? first[lane] : second[lane - kLanes];
+    }
+    return shuffled;
+  }
+  template <typename Vector>
+  static Vector Shuffle(Vector v, Ints lanes) {
+    return Shuffle(v, v, lanes);
+  }
+#else
+  template <typename Vector>
+  static Vector Shuffle(Vector first, Vector second, Ints lanes) {
+    return __builtin_shuffle(first, second, lanes);
+  }
+  template <typename Vector>
+  static Vector Shuffle(Vector v, Ints lanes) {
+    return __builtin_shuffle(v, lanes);
+  }
+#endif
+
   // All lanes hold the result.
   static Floats ReduceMax(Floats v) {
 #pragma GCC unroll 4
-    for (int half = kLanes / 2; half > 0; half /= 2) v = Max(v, __builtin_shuffle(v, LaneNumbers() ^ half));
+    for (int half = kLanes / 2; half > 0; half /= 2) v = Max(v, Shuffle(v, LaneNumbers() ^ half));
     return v;
   }
   static Floats ReduceSum(Floats v) {
 #pragma GCC unroll 4
-    for (int half = kLanes / 2; half > 0; half /= 2) v += __builtin_shuffle(v, LaneNumbers() ^ half);
+    for (int half = kLanes / 2; half > 0; half /= 2) v += Shuffle(v, LaneNumbers() ^ half);
     return v;
   }
 
@@ -68,8 +94,8 @@ struct Vectors {
       Words next[kLanes];
 #pragma GCC unroll 8
       for (int i = 0; i < kLanes / 2; ++i) {
-        next[2 * i] = __builtin_shuffle(rows[i], rows[i + kLanes / 2], low);
-        next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + kLanes / 2], high);
+        next[2 * i] = Shuffle(rows[i], rows[i + kLanes / 2], low);
+        next[2 * i + 1] = Shuffle(rows[i], rows[i + kLanes / 2], high);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) rows[i] = next[i];

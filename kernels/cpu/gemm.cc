@@ -13,6 +13,7 @@
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/cpu/onednn.h"
 #include "kernels/cpu/packed_matrix.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -104,8 +105,8 @@ class CpuGemm::Impl {
     std::vector<Piece> pieces = args.tokens == 1
                                     ? CutColumns(weight.out_features())
                                     : CutTokens(args.tokens, weight.out_features(), pool_.threads());
-    if (absl::Status status = Prepare(args, weight, pieces); !status.ok()) return status;
-    if (absl::Status status = Reserve(pieces, args.y_dtype); !status.ok()) return status;
+    RETURN_IF_ERROR(Prepare(args, weight, pieces));
+    RETURN_IF_ERROR(Reserve(pieces, args.y_dtype));
     pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
       if (stop != nullptr && stop->stopped()) return;
       workers_[worker].status.Update(RunPiece(args, weight, pieces[task], workers_[worker]));
@@ -168,9 +169,8 @@ class CpuGemm::Impl {
       for (auto [buffer, bytes] :
            {std::pair(&worker.scratchpad, scratchpad_bytes), {&worker.x, x_bytes}, {&worker.y, y_bytes}}) {
         if (*buffer != nullptr && (*buffer)->size_bytes() >= bytes) continue;
-        absl::StatusOr<BufferRef> larger = AllocateHostMemory(bytes);
-        if (!larger.ok()) return larger.status();
-        *buffer = *std::move(larger);
+        ASSIGN_OR_RETURN(BufferRef larger, AllocateHostMemory(bytes));
+        *buffer = std::move(larger);
       }
     }
     return absl::OkStatus();

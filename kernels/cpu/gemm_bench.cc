@@ -13,6 +13,7 @@
 #include "kernels/cpu/bench_sample.h"
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/peak.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -40,16 +41,15 @@ absl::Status CheckOptions(const GemmBenchOptions& options) {
 }  // namespace
 
 absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
-  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckOptions(options));
   std::mt19937 random(1);
   const std::vector<char> x = RandomTensor(options.tokens * options.in_features, options.dtype, random);
   const std::vector<char> w = RandomTensor(options.out_features * options.in_features, options.dtype, random);
   std::vector<char> y(options.tokens * options.out_features * DTypeBytes(options.dtype));
   const std::unique_ptr<Backend> backend = MakeCpuBackend(options.dtype, options.threads);
   const WeightRows rows{.data = w.data(), .dtype = options.dtype, .rows = options.out_features};
-  const auto weight = backend->PackWeight({&rows, 1}, options.in_features);
-  if (!weight.ok()) return weight.status();
-  const GemmArgs args{.weight = weight->get(),
+  ASSIGN_OR_RETURN(const auto weight, backend->PackWeight({&rows, 1}, options.in_features));
+  const GemmArgs args{.weight = weight.get(),
                       .x = x.data(),
                       .tokens = options.tokens,
                       .y = y.data(),
@@ -57,11 +57,11 @@ absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
   const double flops = 2.0 * static_cast<double>(options.tokens) * static_cast<double>(options.in_features) *
                        static_cast<double>(options.out_features);
 
-  if (absl::Status status = backend->Gemm(args); !status.ok()) return status;  // builds its primitives
+  RETURN_IF_ERROR(backend->Gemm(args));  // builds its primitives
   std::vector<double> seconds, speeds, peaks, ratios;
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto start = std::chrono::steady_clock::now();
-    if (absl::Status status = backend->Gemm(args); !status.ok()) return status;
+    RETURN_IF_ERROR(backend->Gemm(args));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     seconds.push_back(elapsed.count());
     speeds.push_back(flops / elapsed.count());

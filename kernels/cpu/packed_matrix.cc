@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -61,12 +62,10 @@ struct Staging {
 };
 
 absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dtype, DType multiply_dtype) {
-  absl::StatusOr<BufferRef> rounded = AllocateHostMemory(panel_elements * DTypeBytes(compute_dtype));
-  if (!rounded.ok()) return rounded.status();
-  if (multiply_dtype == compute_dtype) return Staging{*rounded, *rounded, {}};
-  absl::StatusOr<BufferRef> widened = AllocateHostMemory(panel_elements * DTypeBytes(multiply_dtype));
-  if (!widened.ok()) return widened.status();
-  return Staging{*std::move(rounded), *std::move(widened), {}};
+  ASSIGN_OR_RETURN(BufferRef rounded, AllocateHostMemory(panel_elements * DTypeBytes(compute_dtype)));
+  if (multiply_dtype == compute_dtype) return Staging{rounded, rounded, {}};
+  ASSIGN_OR_RETURN(BufferRef widened, AllocateHostMemory(panel_elements * DTypeBytes(multiply_dtype)));
+  return Staging{std::move(rounded), std::move(widened), {}};
 }
 
 absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t columns, DType dtype,
@@ -115,17 +114,15 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightR
   } catch (const dnnl::error& error) {
     return OneDnnError("choosing a weight's layout", error);
   }
-  absl::StatusOr<BufferRef> elements = AllocateHostMemory(layout.get_size());
-  if (!elements.ok()) return elements.status();
+  ASSIGN_OR_RETURN(BufferRef elements, AllocateHostMemory(layout.get_size()));
   std::vector<Staging> staging;
   for (int worker = 0; worker < pool.threads(); ++worker) {
-    auto allocated =
-        AllocateStaging(std::min(kPanelFeatures, out_features) * in_features, compute_dtype, dtype);
-    if (!allocated.ok()) return allocated.status();
-    staging.push_back(*std::move(allocated));
+    ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
+                                                     compute_dtype, dtype));
+    staging.push_back(std::move(allocated));
   }
 
-  auto packed = std::make_unique<PackedMatrix>(layout, dtype, *std::move(elements), StackBias(rows));
+  auto packed = std::make_unique<PackedMatrix>(layout, dtype, std::move(elements), StackBias(rows));
   pool.ParallelFor((out_features + kPanelFeatures - 1) / kPanelFeatures, [&](int64_t panel, int worker) {
     const int64_t begin = panel * kPanelFeatures, columns = std::min(kPanelFeatures, out_features - begin);
     Staging& mine = staging[worker];

@@ -1,5 +1,7 @@
 #include "kernels/cpu/thread_pool.h"
 
+#include "kernels/mutex.h"
+
 namespace meshfill {
 
 ThreadPool::ThreadPool(int threads) {
@@ -11,10 +13,10 @@ ThreadPool::ThreadPool(int threads) {
 
 ThreadPool::~ThreadPool() {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mu_);
     quit_ = true;
   }
-  start_.notify_all();
+  start_.NotifyAll();
   for (std::thread& worker : workers_) worker.join();
 }
 
@@ -24,17 +26,17 @@ void ThreadPool::ParallelFor(int64_t tasks, const Body& body) {
     return;
   }
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mu_);
     body_ = &body;
     tasks_ = tasks;
     ++run_;
     next_task_.store(0, std::memory_order_relaxed);
   }
-  start_.notify_all();
+  start_.NotifyAll();
   DrawTasks(body, tasks, 0);
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mu_);
   body_ = nullptr;  // closed: late workers stay out
-  left_.wait(lock, [this] { return joined_ == 0; });
+  while (joined_ > 0) left_.Wait(mu_);
 }
 
 void ThreadPool::DrawTasks(const Body& body, int64_t tasks, int worker) {
@@ -47,18 +49,18 @@ void ThreadPool::DrawTasks(const Body& body, int64_t tasks, int worker) {
 
 void ThreadPool::WorkerLoop(int worker) {
   int64_t last_run = 0;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mu_);
   for (;;) {
-    start_.wait(lock, [&] { return quit_ || (body_ != nullptr && run_ != last_run); });
+    while (!quit_ && (body_ == nullptr || run_ == last_run)) start_.Wait(mu_);
     if (quit_) return;
     last_run = run_;
     const Body& body = *body_;
     const int64_t tasks = tasks_;
     ++joined_;
-    lock.unlock();
+    lock.Unlock();
     DrawTasks(body, tasks, worker);
-    lock.lock();
-    if (--joined_ == 0) left_.notify_one();
+    lock.Lock();
+    if (--joined_ == 0) left_.NotifyOne();
   }
 }
 

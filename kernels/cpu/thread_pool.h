@@ -3,14 +3,13 @@
 #define MESHFILL_KERNELS_CPU_THREAD_POOL_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -38,16 +37,16 @@ class ThreadPool {
   void WorkerLoop(int worker);
   void DrawTasks(const Body& body, int64_t tasks, int worker);
 
-  // std::mutex rather than absl::Mutex: ThreadSanitizer does not see through the latter where the
+  // Mutex rather than absl::Mutex: ThreadSanitizer does not see through the latter where the
   // distribution built it without instrumentation.
-  std::mutex mutex_;
-  std::condition_variable start_;                       // a run is open, or quit_
-  std::condition_variable left_;                        // the last worker left a closed run
-  const Body* body_ ABSL_GUARDED_BY(mutex_) = nullptr;  // the open run's; null: none is open
-  int64_t tasks_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t run_ ABSL_GUARDED_BY(mutex_) = 0;  // counts runs, so that no worker joins one twice
-  int joined_ ABSL_GUARDED_BY(mutex_) = 0;   // workers inside the run, the caller not counted
-  bool quit_ ABSL_GUARDED_BY(mutex_) = false;
+  Mutex mu_;
+  CondVar start_;                                    // a run is open, or quit_
+  CondVar left_;                                     // the last worker left a closed run
+  const Body* body_ ABSL_GUARDED_BY(mu_) = nullptr;  // the open run's; null: none is open
+  int64_t tasks_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t run_ ABSL_GUARDED_BY(mu_) = 0;  // counts runs, so that no worker joins one twice
+  int joined_ ABSL_GUARDED_BY(mu_) = 0;   // workers inside the run, the caller not counted
+  bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::atomic<int64_t> next_task_{0};
   std::vector<std::thread> workers_;  // last: they use all of the above
 };

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/attention_launch.h"
 #include "kernels/cuda/attention_params.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -49,7 +50,7 @@ absl::Status CheckArgs(const AttentionBlockArgs& args, DType dtype) {
 
 absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, const CudaDeviceTraits& device,
                                 CUstream_st* stream, CudaAttentionKernel kernel) {
-  if (absl::Status status = CheckArgs(args, dtype); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckArgs(args, dtype));
   const bool has_sm90 = device.compute_major == 9 && device.compute_minor == 0;
   if (device.compute_major < 8 || (kernel == CudaAttentionKernel::kSm90 && !has_sm90)) {
     return absl::FailedPreconditionError(absl::StrCat(

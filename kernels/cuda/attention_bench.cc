@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch_status.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -46,11 +47,10 @@ absl::StatusOr<DeviceMemory> RandomTensor(int64_t elements, DType dtype, std::mt
     const int magnitude = std::max(((bf16 & 0x7fff) << 3) - (112 << 10), 0);
     element = dtype == DType::kBf16 ? bf16 : static_cast<uint16_t>((bf16 & 0x8000) | magnitude);
   }
-  absl::StatusOr<DeviceMemory> tensor = Allocate(2 * elements);
-  if (!tensor.ok()) return tensor.status();
+  ASSIGN_OR_RETURN(DeviceMemory tensor, Allocate(2 * elements));
   for (int64_t begin = 0; begin < elements; begin += kPeriod) {
     const size_t bytes = 2 * std::min(elements - begin, kPeriod);
-    char* to = static_cast<char*>(tensor->get()) + 2 * begin;
+    char* to = static_cast<char*>(tensor.get()) + 2 * begin;
     if (cudaError_t error = cudaMemcpy(to, period.data(), bytes, cudaMemcpyHostToDevice);
         error != cudaSuccess) {
       return LaunchStatus("bench attention: copying the inputs", error);
@@ -62,10 +62,7 @@ absl::StatusOr<DeviceMemory> RandomTensor(int64_t elements, DType dtype, std::mt
 absl::StatusOr<double> TimeOnce(const AttentionBlockArgs& args, const CudaAttentionBenchOptions& options,
                                 const CudaDeviceTraits& device, cudaEvent_t begin, cudaEvent_t end) {
   cudaEventRecord(begin, nullptr);
-  if (absl::Status status = CudaAttentionBlock(args, options.dtype, device, nullptr, options.kernel);
-      !status.ok()) {
-    return status;
-  }
+  RETURN_IF_ERROR(CudaAttentionBlock(args, options.dtype, device, nullptr, options.kernel));
   cudaEventRecord(end, nullptr);
   if (cudaError_t error = cudaEventSynchronize(end); error != cudaSuccess) {
     return LaunchStatus("bench attention", error);
@@ -87,18 +84,13 @@ absl::StatusOr<CudaAttentionBenchResult> BenchCudaAttention(const CudaAttentionB
   }
   const int64_t q_rows = options.tokens * options.q_heads, kv_rows = options.tokens * options.kv_heads;
   std::mt19937 random(1);
-  absl::StatusOr<DeviceMemory> q = RandomTensor(q_rows * options.head_dim, options.dtype, random);
-  if (!q.ok()) return q.status();
-  absl::StatusOr<DeviceMemory> k = RandomTensor(kv_rows * options.head_dim, options.dtype, random);
-  if (!k.ok()) return k.status();
-  absl::StatusOr<DeviceMemory> v = RandomTensor(kv_rows * options.head_dim, options.dtype, random);
-  if (!v.ok()) return v.status();
-  absl::StatusOr<DeviceMemory> o = Allocate(q_rows * options.head_dim * 4);
-  if (!o.ok()) return o.status();
-  absl::StatusOr<DeviceMemory> lse = Allocate(q_rows * 4);
-  if (!lse.ok()) return lse.status();
-  cudaMemset(o->get(), 0, q_rows * options.head_dim * 4);  // a carried state of zeros
-  cudaMemset(lse->get(), 0, q_rows * 4);
+  ASSIGN_OR_RETURN(DeviceMemory q, RandomTensor(q_rows * options.head_dim, options.dtype, random));
+  ASSIGN_OR_RETURN(DeviceMemory k, RandomTensor(kv_rows * options.head_dim, options.dtype, random));
+  ASSIGN_OR_RETURN(DeviceMemory v, RandomTensor(kv_rows * options.head_dim, options.dtype, random));
+  ASSIGN_OR_RETURN(DeviceMemory o, Allocate(q_rows * options.head_dim * 4));
+  ASSIGN_OR_RETURN(DeviceMemory lse, Allocate(q_rows * 4));
+  cudaMemset(o.get(), 0, q_rows * options.head_dim * 4);  // a carried state of zeros
+  cudaMemset(lse.get(), 0, q_rows * 4);
 
   Event begin, end;
   for (Event* event : {&begin, &end}) {
@@ -108,9 +100,9 @@ absl::StatusOr<CudaAttentionBenchResult> BenchCudaAttention(const CudaAttentionB
     }
     event->reset(created);
   }
-  const AttentionBlockArgs args{.q = q->get(),
-                                .k = k->get(),
-                                .v = v->get(),
+  const AttentionBlockArgs args{.q = q.get(),
+                                .k = k.get(),
+                                .v = v.get(),
                                 .q_tokens = options.tokens,
                                 .k_tokens = options.tokens,
                                 .q_heads = options.q_heads,
@@ -119,14 +111,13 @@ absl::StatusOr<CudaAttentionBenchResult> BenchCudaAttention(const CudaAttentionB
                                 .band = {.q = {.base = options.causal ? 0 : options.tokens}},
                                 .scale = 1.0f / std::sqrt(static_cast<float>(options.head_dim)),
                                 .carry_in = options.carry_in,
-                                .o = static_cast<float*>(o->get()),
-                                .lse = static_cast<float*>(lse->get())};
+                                .o = static_cast<float*>(o.get()),
+                                .lse = static_cast<float*>(lse.get())};
   constexpr int kWarmUps = 3;
   std::vector<double> seconds;
   for (int repeat = -kWarmUps; repeat < options.repeats; ++repeat) {
-    const absl::StatusOr<double> once = TimeOnce(args, options, device, begin.get(), end.get());
-    if (!once.ok()) return once.status();
-    if (repeat >= 0) seconds.push_back(*once);
+    ASSIGN_OR_RETURN(const double once, TimeOnce(args, options, device, begin.get(), end.get()));
+    if (repeat >= 0) seconds.push_back(once);
   }
   std::sort(seconds.begin(), seconds.end());
   const double tokens = static_cast<double>(options.tokens);

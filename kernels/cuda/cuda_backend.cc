@@ -3,7 +3,6 @@
 #include <chrono>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,6 +15,8 @@
 #include "kernels/cuda/layer_ops.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/stream.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -35,15 +36,14 @@ struct DeviceStreams {
 };
 
 absl::StatusOr<DeviceStreams> StreamsOf(int device) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const streams = new std::map<int, DeviceStreams>;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const MutexLock lock(mutex);
   const auto found = streams->find(device);
   if (found != streams->end()) return found->second;
-  if (absl::Status status = SetUpPool(device); !status.ok()) return status;
-  absl::StatusOr<std::shared_ptr<CudaStream>> retire = CudaStream::Make(device);
-  if (!retire.ok()) return retire.status();
-  return streams->emplace(device, DeviceStreams{*std::move(retire)}).first->second;
+  RETURN_IF_ERROR(SetUpPool(device));
+  ASSIGN_OR_RETURN(std::shared_ptr<CudaStream> retire, CudaStream::Make(device));
+  return streams->emplace(device, DeviceStreams{std::move(retire)}).first->second;
 }
 
 // In slices of 1024 tokens the first product of an 8B model's layer has 192 tiles of 256 × 128 for an H100's
@@ -58,9 +58,8 @@ class CudaBackend final : public Backend {
       : device_(device), stream_(std::move(stream)), copies_(std::move(copies)), shared_(std::move(shared)) {}
 
   absl::Status Start() {
-    absl::StatusOr<std::unique_ptr<CudaGemm>> gemm = CudaGemm::Make(*this, stream_);
-    if (!gemm.ok()) return gemm.status();
-    gemm_ = *std::move(gemm);
+    ASSIGN_OR_RETURN(std::unique_ptr<CudaGemm> gemm, CudaGemm::Make(*this, stream_));
+    gemm_ = std::move(gemm);
     return absl::OkStatus();
   }
 
@@ -93,9 +92,8 @@ class CudaBackend final : public Backend {
   }
 
   absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
-    absl::StatusOr<BufferRef> buffer = Allocate(size_bytes);
-    if (!buffer.ok()) return buffer;
-    if (absl::Status status = Upload(host, size_bytes, (*buffer)->data()); !status.ok()) return status;
+    ASSIGN_OR_RETURN(BufferRef buffer, Allocate(size_bytes));
+    RETURN_IF_ERROR(Upload(host, size_bytes, buffer->data()));
     return buffer;
   }
 
@@ -125,9 +123,8 @@ class CudaBackend final : public Backend {
   absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override {
     if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
     CudaAllocation::Of(*message.buffer).AddUser(stream_);
-    absl::Status status =
-        Do("take over", [&] { return stream_->WaitFor(static_cast<const CudaPoint&>(*message.ready)); });
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(
+        Do("take over", [&] { return stream_->WaitFor(static_cast<const CudaPoint&>(*message.ready)); }));
     return std::move(message.buffer);
   }
 
@@ -141,10 +138,9 @@ class CudaBackend final : public Backend {
 
   absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
                      float* x) override {
-    absl::StatusOr<BufferRef> on_device = Place(ids.data(), ids.size_bytes());
-    if (!on_device.ok()) return on_device.status();
+    ASSIGN_OR_RETURN(BufferRef on_device, Place(ids.data(), ids.size_bytes()));
     return Do("embed", [&] {
-      return LaunchEmbed((*on_device)->data<uint32_t>(), std::ssize(ids), table, table_dtype, width, x,
+      return LaunchEmbed(on_device->data<uint32_t>(), std::ssize(ids), table, table_dtype, width, x,
                          stream_->get());
     });
   }
@@ -159,7 +155,7 @@ class CudaBackend final : public Backend {
   absl::Status Gemm(const GemmArgs& args) override {
     const bool marks = ++products_ % kProductsPerMark == 0;
     if (marks) {
-      if (absl::Status status = HoldBack(); !status.ok()) return status;
+      RETURN_IF_ERROR(HoldBack());
     }
     absl::Status status = Do("gemm", [&] { return gemm_->Run(args); });
     return status.ok() && marks ? SetMark() : status;
@@ -170,7 +166,7 @@ class CudaBackend final : public Backend {
   }
 
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
-    if (absl::Status status = HoldBack(); !status.ok()) return status;
+    RETURN_IF_ERROR(HoldBack());
     absl::Status status = Do("attention block", [&] {
       return CudaAttentionBlock(args, DType::kBf16, device_.traits, stream_->get());
     });
@@ -189,15 +185,14 @@ class CudaBackend final : public Backend {
   absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override {
     const int64_t slot_elements = int64_t{args.heads} * args.head_dim;
     const size_t slot_bytes = slot_elements * DTypeBytes(args.to_rows.dtype);
-    absl::StatusOr<BufferRef> gathered = Allocate(args.tokens * slot_bytes);
-    if (!gathered.ok()) return gathered.status();
+    ASSIGN_OR_RETURN(BufferRef gathered, Allocate(args.tokens * slot_bytes));
     CopyHeadsArgs gather = args;
-    gather.to = (*gathered)->data();
+    gather.to = gathered->data();
     gather.to_rows = {
         .dtype = args.to_rows.dtype, .head_stride = args.head_dim, .slot_stride = slot_elements};
-    if (absl::Status status = CopyHeads(gather); !status.ok()) return status;
+    RETURN_IF_ERROR(CopyHeads(gather));
     return Do("copy to the host", [&] {
-      return CopyStripes((*gathered)->data<std::byte>(), args.to_rows.slots, args.tokens, slot_bytes,
+      return CopyStripes(gathered->data<std::byte>(), args.to_rows.slots, args.tokens, slot_bytes,
                          static_cast<std::byte*>(args.to));
     });
   }
@@ -255,7 +250,7 @@ class CudaBackend final : public Backend {
 
   absl::Status HoldBack() {
     while (marks_.size() >= kMarksAhead) {
-      if (absl::Status status = WaitOnHost(*marks_.front(), stop_); !status.ok()) return status;
+      RETURN_IF_ERROR(WaitOnHost(*marks_.front(), stop_));
       marks_.pop_front();
     }
     return absl::OkStatus();
@@ -272,19 +267,14 @@ class CudaBackend final : public Backend {
   absl::StatusOr<DeviceMessage> FetchFrom(int from, const DeviceMessage& message) {
     const ScopedCudaDevice scope(device_.ordinal);
     const size_t size_bytes = message.buffer->size_bytes();
-    absl::StatusOr<BufferRef> copy = CudaAllocation::Allocate(size_bytes, copies_, shared_.retire);
-    if (!copy.ok()) return copy.status();
-    if (absl::Status status = copies_->WaitFor(static_cast<const CudaPoint&>(*message.ready)); !status.ok()) {
-      return status;
-    }
+    ASSIGN_OR_RETURN(BufferRef copy, CudaAllocation::Allocate(size_bytes, copies_, shared_.retire));
+    RETURN_IF_ERROR(copies_->WaitFor(static_cast<const CudaPoint&>(*message.ready)));
     CudaAllocation::Of(*message.buffer).AddUser(copies_);
-    absl::Status status = LaunchStatus(
-        "copying from a peer", cudaMemcpyPeerAsync((*copy)->data(), device_.ordinal, message.buffer->data(),
-                                                   from, size_bytes, copies_->get()));
-    if (!status.ok()) return status;
-    absl::StatusOr<std::shared_ptr<const CudaPoint>> ready = copies_->Mark();
-    if (!ready.ok()) return ready.status();
-    return DeviceMessage{*std::move(copy), *std::move(ready)};
+    RETURN_IF_ERROR(LaunchStatus("copying from a peer",
+                                 cudaMemcpyPeerAsync(copy->data(), device_.ordinal, message.buffer->data(),
+                                                     from, size_bytes, copies_->get())));
+    ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, copies_->Mark());
+    return DeviceMessage{std::move(copy), std::move(ready)};
   }
 
   // Slot s, slot_bytes long, to its position (band.h): stripes of `width` slots are as far apart as `stride`
@@ -322,15 +312,12 @@ class CudaBackend final : public Backend {
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaDevice& device) {
   const ScopedCudaDevice scope(device.ordinal);
-  absl::StatusOr<DeviceStreams> shared = StreamsOf(device.ordinal);
-  if (!shared.ok()) return shared.status();
-  absl::StatusOr<std::shared_ptr<CudaStream>> stream = CudaStream::Make(device.ordinal);
-  if (!stream.ok()) return stream.status();
-  absl::StatusOr<std::shared_ptr<CudaStream>> copies = CudaStream::Make(device.ordinal);
-  if (!copies.ok()) return copies.status();
+  ASSIGN_OR_RETURN(DeviceStreams shared, StreamsOf(device.ordinal));
+  ASSIGN_OR_RETURN(std::shared_ptr<CudaStream> stream, CudaStream::Make(device.ordinal));
+  ASSIGN_OR_RETURN(std::shared_ptr<CudaStream> copies, CudaStream::Make(device.ordinal));
   auto backend =
-      std::make_unique<CudaBackend>(device, *std::move(stream), *std::move(copies), *std::move(shared));
-  if (absl::Status status = backend->Start(); !status.ok()) return status;
+      std::make_unique<CudaBackend>(device, std::move(stream), std::move(copies), std::move(shared));
+  RETURN_IF_ERROR(backend->Start());
   return backend;
 }
 

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch_status.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -41,18 +42,17 @@ absl::StatusOr<CudaDevice> ReadDevice(int ordinal) {
   if (cudaError_t error = cudaGetDeviceProperties(&properties, ordinal); error != cudaSuccess) {
     return LaunchStatus("reading the device's properties", error);
   }
-  absl::StatusOr<CudaDeviceTraits> traits = ReadCudaDeviceTraits(ordinal);
-  if (!traits.ok()) return traits.status();
+  ASSIGN_OR_RETURN(CudaDeviceTraits traits, ReadCudaDeviceTraits(ordinal));
   return CudaDevice{.ordinal = ordinal,
                     .name = properties.name,
-                    .traits = *traits,
+                    .traits = traits,
                     .memory_bytes = static_cast<int64_t>(properties.totalGlobalMem)};
 }
 
 }  // namespace
 
 absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() {
-  if (absl::Status status = CheckDriver(); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckDriver());
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
@@ -67,14 +67,13 @@ absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() {
   std::vector<CudaDevice> devices;
   std::string refused;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
-    absl::StatusOr<CudaDevice> device = ReadDevice(ordinal);
-    if (!device.ok()) return device.status();
-    if (device->traits.compute_major >= 8) {
-      devices.push_back(*std::move(device));
+    ASSIGN_OR_RETURN(CudaDevice device, ReadDevice(ordinal));
+    if (device.traits.compute_major >= 8) {
+      devices.push_back(std::move(device));
       continue;
     }
-    absl::StrAppend(&refused, refused.empty() ? "" : ", ", device->name, " (", device->traits.compute_major,
-                    ".", device->traits.compute_minor, ")");
+    absl::StrAppend(&refused, refused.empty() ? "" : ", ", device.name, " (", device.traits.compute_major,
+                    ".", device.traits.compute_minor, ")");
   }
   if (devices.empty()) {
     return absl::FailedPreconditionError(

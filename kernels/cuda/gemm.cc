@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -14,6 +13,8 @@
 #include "kernels/cuda/cublaslt_library.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -54,7 +55,7 @@ class ChosenAlgorithms {
   // Chosen by the first who asks; others wait for it.
   template <typename Choose>
   absl::StatusOr<cublasLtMatmulAlgo_t> Of(const Shape& shape, const Choose& choose) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     const auto found = algorithms_.find(shape);
     if (found != algorithms_.end()) return found->second;
     absl::StatusOr<cublasLtMatmulAlgo_t> algorithm = choose();
@@ -63,8 +64,8 @@ class ChosenAlgorithms {
   }
 
  private:
-  std::mutex mutex_;
-  std::map<Shape, cublasLtMatmulAlgo_t> algorithms_ ABSL_GUARDED_BY(mutex_);
+  Mutex mu_;
+  std::map<Shape, cublasLtMatmulAlgo_t> algorithms_ ABSL_GUARDED_BY(mu_);
 };
 
 // The largest power of two that divides all addresses, 256 at most.
@@ -185,13 +186,12 @@ class CublasGemm final : public CudaGemm {
     weight->matrix = *std::move(matrix);
     int64_t first = 0;
     for (const WeightRows& source : rows) {
-      absl::Status status =
-          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features);
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(
+          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features));
       first += source.rows;
     }
     if (!bias) return weight;
-    if (absl::Status status = UploadBias(rows, out_features, *weight); !status.ok()) return status;
+    RETURN_IF_ERROR(UploadBias(rows, out_features, *weight));
     return weight;
   }
 
@@ -209,28 +209,27 @@ class CublasGemm final : public CudaGemm {
                       .bias = bias != nullptr,
                       .alignment = AlignmentOf({weight.matrix->data(), args.x, args.y, bias_data})};
     Product product(lt_, shape, bias_data);
-    if (absl::Status status = product.status(); !status.ok()) return status;
-    absl::StatusOr<cublasLtMatmulAlgo_t> algorithm =
-        ChosenAlgorithms::Get().Of(shape, [&] { return Choose(shape, product, weight, args.x); });
-    if (!algorithm.ok()) return algorithm.status();
-    return product.Run(handle_, *algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
+    RETURN_IF_ERROR(product.status());
+    ASSIGN_OR_RETURN(cublasLtMatmulAlgo_t algorithm, ChosenAlgorithms::Get().Of(shape, [&] {
+      return Choose(shape, product, weight, args.x);
+    }));
+    return product.Run(handle_, algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
                        workspace_->data(), stream_->get());
   }
 
  private:
   absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Shape& shape, Product& product, const CudaWeight& weight,
                                               const void* x) {
-    absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> candidates =
-        product.Candidates(handle_, shape.alignment);
-    if (!candidates.ok()) return candidates.status();
-    if (shape.tokens % kTimedTokens != 0 || candidates->size() == 1) return candidates->front();
+    ASSIGN_OR_RETURN(std::vector<cublasLtMatmulAlgo_t> candidates,
+                     product.Candidates(handle_, shape.alignment));
+    if (shape.tokens % kTimedTokens != 0 || candidates.size() == 1) return candidates.front();
     // Into memory of its own: y may be accumulated into.
     absl::StatusOr<BufferRef> y =
         backend_.Allocate(shape.tokens * shape.out_features * DTypeBytes(shape.y_dtype));
-    if (!y.ok()) return candidates->front();  // short of memory: no reason to fail
+    if (!y.ok()) return candidates.front();  // short of memory: no reason to fail
     double least_seconds = std::numeric_limits<double>::infinity();
-    cublasLtMatmulAlgo_t fastest = candidates->front();
-    for (const cublasLtMatmulAlgo_t& candidate : *candidates) {
+    cublasLtMatmulAlgo_t fastest = candidates.front();
+    for (const cublasLtMatmulAlgo_t& candidate : candidates) {
       absl::StatusOr<double> seconds = Time([&] {
         return product.Run(handle_, candidate, weight.matrix->data(), x, shape.accumulate, (*y)->data(),
                            workspace_->data(), stream_->get());
@@ -245,13 +244,13 @@ class CublasGemm final : public CudaGemm {
   // Of one run, after one that warms up.
   template <typename Enqueue>
   absl::StatusOr<double> Time(const Enqueue& enqueue) {
-    if (absl::Status status = enqueue(); !status.ok()) return status;
+    RETURN_IF_ERROR(enqueue());
     const std::shared_ptr<const StreamPoint> begin = backend_.Mark();
     for (int run = 0; run < kTimedRuns; ++run) {
-      if (absl::Status status = enqueue(); !status.ok()) return status;
+      RETURN_IF_ERROR(enqueue());
     }
     const std::shared_ptr<const StreamPoint> end = backend_.Mark();
-    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    RETURN_IF_ERROR(backend_.Finish());
     return begin == nullptr || end == nullptr ? 0 : end->SecondsSince(*begin) / kTimedRuns;
   }
 
@@ -259,11 +258,9 @@ class CublasGemm final : public CudaGemm {
   absl::Status UploadRows(const WeightRows& source, int64_t in_features, BFloat16* to) {
     const int64_t count = source.rows * in_features;
     if (source.dtype == DType::kBf16) return backend_.Upload(source.data, count * sizeof(BFloat16), to);
-    absl::StatusOr<BufferRef> raw = backend_.Allocate(count * DTypeBytes(source.dtype));
-    if (!raw.ok()) return raw.status();
-    absl::Status status = backend_.Upload(source.data, (*raw)->size_bytes(), (*raw)->data());
-    if (!status.ok()) return status;
-    return LaunchConvert((*raw)->data(), source.dtype, count, DType::kBf16, to, stream_->get());
+    ASSIGN_OR_RETURN(BufferRef raw, backend_.Allocate(count * DTypeBytes(source.dtype)));
+    RETURN_IF_ERROR(backend_.Upload(source.data, raw->size_bytes(), raw->data()));
+    return LaunchConvert(raw->data(), source.dtype, count, DType::kBf16, to, stream_->get());
   }
 
   absl::Status UploadBias(std::span<const WeightRows> rows, int64_t out_features, CudaWeight& weight) {
@@ -273,14 +270,11 @@ class CublasGemm final : public CudaGemm {
       if (source.bias != nullptr) std::copy_n(source.bias, source.rows, all.begin() + first);
       first += source.rows;
     }
-    absl::StatusOr<BufferRef> f32 = backend_.Allocate(out_features * sizeof(float));
-    if (!f32.ok()) return f32.status();
-    absl::StatusOr<BufferRef> bf16 = backend_.Allocate(out_features * sizeof(BFloat16));
-    if (!bf16.ok()) return bf16.status();
-    weight.bias_f32 = *std::move(f32);
-    weight.bias_bf16 = *std::move(bf16);
-    absl::Status status = backend_.Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data());
-    if (!status.ok()) return status;
+    ASSIGN_OR_RETURN(BufferRef f32, backend_.Allocate(out_features * sizeof(float)));
+    ASSIGN_OR_RETURN(BufferRef bf16, backend_.Allocate(out_features * sizeof(BFloat16)));
+    weight.bias_f32 = std::move(f32);
+    weight.bias_bf16 = std::move(bf16);
+    RETURN_IF_ERROR(backend_.Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data()));
     return LaunchConvert(weight.bias_f32->data(), DType::kF32, out_features, DType::kBf16,
                          weight.bias_bf16->data(), stream_->get());
   }
@@ -294,14 +288,14 @@ class CublasGemm final : public CudaGemm {
 
 // One for each device: making it takes long and memory.
 absl::StatusOr<cublasLtHandle_t> HandleOf(const CublasLt& lt, int device) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static auto* const handles = new std::map<int, cublasLtHandle_t>;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const MutexLock lock(mutex);
   const auto found = handles->find(device);
   if (found != handles->end()) return found->second;
   const ScopedCudaDevice scope(device);
   cublasLtHandle_t handle = nullptr;
-  if (absl::Status status = lt.ToStatus("starting", lt.Create(&handle)); !status.ok()) return status;
+  RETURN_IF_ERROR(lt.ToStatus("starting", lt.Create(&handle)));
   handles->emplace(device, handle);
   return handle;
 }
@@ -310,13 +304,10 @@ absl::StatusOr<cublasLtHandle_t> HandleOf(const CublasLt& lt, int device) {
 
 absl::StatusOr<std::unique_ptr<CudaGemm>> CudaGemm::Make(Backend& backend,
                                                          std::shared_ptr<CudaStream> stream) {
-  absl::StatusOr<const CublasLt*> lt = CublasLt::Load();
-  if (!lt.ok()) return lt.status();
-  absl::StatusOr<cublasLtHandle_t> handle = HandleOf(**lt, stream->device());
-  if (!handle.ok()) return handle.status();
-  absl::StatusOr<BufferRef> workspace = backend.Allocate(kWorkspaceBytes);
-  if (!workspace.ok()) return workspace.status();
-  return std::make_unique<CublasGemm>(**lt, *handle, backend, std::move(stream), *std::move(workspace));
+  ASSIGN_OR_RETURN(const CublasLt* lt, CublasLt::Load());
+  ASSIGN_OR_RETURN(cublasLtHandle_t handle, HandleOf(*lt, stream->device()));
+  ASSIGN_OR_RETURN(BufferRef workspace, backend.Allocate(kWorkspaceBytes));
+  return std::make_unique<CublasGemm>(*lt, handle, backend, std::move(stream), std::move(workspace));
 }
 
 }  // namespace meshfill

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/cuda/cuda_backend.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -23,30 +24,25 @@ std::vector<BFloat16> RandomElements(int64_t count) {
 
 absl::StatusOr<CudaGemmBenchResult> BenchCudaGemm(const CudaGemmBenchOptions& options,
                                                   const CudaDevice& device) {
-  absl::StatusOr<std::unique_ptr<Backend>> made = MakeCudaBackend(device);
-  if (!made.ok()) return made.status();
-  Backend& backend = **made;
+  ASSIGN_OR_RETURN(std::unique_ptr<Backend> made, MakeCudaBackend(device));
+  Backend& backend = *made;
   const std::vector<BFloat16> matrix = RandomElements(options.out_features * options.in_features);
   const std::vector<BFloat16> inputs = RandomElements(options.tokens * options.in_features);
   const WeightRows rows{.data = matrix.data(), .dtype = DType::kBf16, .rows = options.out_features};
-  absl::StatusOr<std::unique_ptr<PackedWeight>> weight = backend.PackWeight({&rows, 1}, options.in_features);
-  if (!weight.ok()) return weight.status();
-  absl::StatusOr<BufferRef> x = backend.Place(inputs.data(), inputs.size() * sizeof(BFloat16));
-  if (!x.ok()) return x.status();
-  absl::StatusOr<BufferRef> y = backend.Allocate(options.tokens * options.out_features * sizeof(BFloat16));
-  if (!y.ok()) return y.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, backend.PackWeight({&rows, 1}, options.in_features));
+  ASSIGN_OR_RETURN(BufferRef x, backend.Place(inputs.data(), inputs.size() * sizeof(BFloat16)));
+  ASSIGN_OR_RETURN(BufferRef y, backend.Allocate(options.tokens * options.out_features * sizeof(BFloat16)));
 
   std::vector<std::shared_ptr<const StreamPoint>> points;
   for (int repeat = -1; repeat < options.repeats; ++repeat) {
-    absl::Status status = backend.Gemm({.weight = weight->get(),
-                                        .x = (*x)->data(),
-                                        .tokens = options.tokens,
-                                        .y = (*y)->data(),
-                                        .y_dtype = DType::kBf16});
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(backend.Gemm({.weight = weight.get(),
+                                  .x = x->data(),
+                                  .tokens = options.tokens,
+                                  .y = y->data(),
+                                  .y_dtype = DType::kBf16}));
     points.push_back(backend.Mark());
   }
-  if (absl::Status status = backend.Finish(); !status.ok()) return status;
+  RETURN_IF_ERROR(backend.Finish());
   std::vector<double> seconds;
   for (size_t i = 1; i < points.size(); ++i) seconds.push_back(points[i]->SecondsSince(*points[i - 1]));
   std::nth_element(seconds.begin(), seconds.begin() + options.repeats / 2, seconds.end());

@@ -6,6 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch_status.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -55,7 +57,7 @@ absl::StatusOr<BufferRef> CudaAllocation::Allocate(size_t size_bytes, std::share
 // A failure here is the device's, which its next operation reports.
 CudaAllocation::~CudaAllocation() {
   if (data_ == nullptr) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   const CudaStream* freeing = owner_.get();
   if (!users_.empty()) {
     freeing = retire_.get();
@@ -69,16 +71,15 @@ CudaAllocation::~CudaAllocation() {
 }
 
 void CudaAllocation::AddUser(std::shared_ptr<CudaStream> stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   if (stream == owner_ || std::find(users_.begin(), users_.end(), stream) != users_.end()) return;
   users_.push_back(std::move(stream));
 }
 
 absl::Status SetUpPool(int device) {
-  absl::StatusOr<cudaMemPool_t> pool = Pool(device);
-  if (!pool.ok()) return pool.status();
+  ASSIGN_OR_RETURN(cudaMemPool_t pool, Pool(device));
   uint64_t threshold = UINT64_MAX;
-  if (cudaError_t error = cudaMemPoolSetAttribute(*pool, cudaMemPoolAttrReleaseThreshold, &threshold);
+  if (cudaError_t error = cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold);
       error != cudaSuccess) {
     return LaunchStatus("setting up the memory pool", error);
   }
@@ -93,7 +94,7 @@ absl::Status SetUpPool(int device) {
     cudaMemAccessDesc access = {};
     access.location = {.type = cudaMemLocationTypeDevice, .id = peer};
     access.flags = cudaMemAccessFlagsProtReadWrite;
-    if (cudaError_t error = cudaMemPoolSetAccess(*pool, &access, 1); error != cudaSuccess) {
+    if (cudaError_t error = cudaMemPoolSetAccess(pool, &access, 1); error != cudaSuccess) {
       return LaunchStatus("opening the memory pool to a peer", error);
     }
   }

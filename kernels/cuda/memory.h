@@ -5,13 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "kernels/buffer.h"
 #include "kernels/cuda/stream.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -49,8 +49,8 @@ class CudaAllocation {
   void* const data_;
   const std::shared_ptr<CudaStream> owner_;
   const std::shared_ptr<CudaStream> retire_;
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<CudaStream>> users_ ABSL_GUARDED_BY(mutex_);  // others than the owner
+  Mutex mu_;
+  std::vector<std::shared_ptr<CudaStream>> users_ ABSL_GUARDED_BY(mu_);  // others than the owner
 };
 
 // The device's pool keeps what is freed from now on, and its peers copy from it without a detour through the

@@ -10,6 +10,7 @@
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
@@ -76,22 +77,21 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   }
 
   absl::Status Listen(const v1::Config& config) {
-    auto address = ResolveFreeAddress(config.listen());
-    if (!address.ok()) return address.status();
+    ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(config.listen()));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     int port = 0;
-    builder.AddListeningPort(address->DebugString(), grpc::InsecureServerCredentials(), &port);
+    builder.AddListeningPort(address.DebugString(), grpc::InsecureServerCredentials(), &port);
     builder.RegisterService(this);
     server_ = builder.BuildAndStart();
     if (server_ == nullptr || port == 0) {
       return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", address->DebugString(), "; choose another port"));
+          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
     }
-    address->port = static_cast<uint16_t>(port);
-    address_ = address->DebugString();
+    address.port = static_cast<uint16_t>(port);
+    address_ = address.DebugString();
     SetHealth(false);
     return absl::OkStatus();
   }
@@ -207,19 +207,18 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   }
 
   absl::Status MakePlan(const v1::PlanRequest& request, v1::PlanReply* reply) const {
-    if (auto status = CheckOpen(); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckOpen());
     if (!request.model().empty() && request.model() != engine_->model_name()) {
       return absl::NotFoundError(absl::StrCat("model \"", request.model().substr(0, 128),
                                               "\" is not served here; name \"", engine_->model_name(),
                                               "\" or none"));
     }
-    const auto options = ToPrefillOptions(request.plan());
-    if (!options.ok()) return options.status();
+    ASSIGN_OR_RETURN(const auto options, ToPrefillOptions(request.plan()));
     const uint64_t most = std::numeric_limits<int64_t>::max();
-    const auto choice =
-        engine_->MakePlan(static_cast<int64_t>(std::min<uint64_t>(request.token_count(), most)), *options);
-    if (!choice.ok()) return choice.status();
-    *reply = ToProto(*choice);
+    ASSIGN_OR_RETURN(
+        const auto choice,
+        engine_->MakePlan(static_cast<int64_t>(std::min<uint64_t>(request.token_count(), most)), options));
+    *reply = ToProto(choice);
     return absl::OkStatus();
   }
 
@@ -251,7 +250,7 @@ FrontEnd::~FrontEnd() { Stop(); }
 
 absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& config, Metrics& metrics) {
   auto service = std::make_unique<Service>(config, metrics);
-  if (auto status = service->Listen(config); !status.ok()) return status;
+  RETURN_IF_ERROR(service->Listen(config));
   return std::unique_ptr<FrontEnd>(new FrontEnd(std::move(service)));
 }
 

@@ -4,7 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -13,22 +14,22 @@ LiveStreams::LiveStreams(absl::Duration upload_timeout)
 
 LiveStreams::~LiveStreams() {
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     stopping_ = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   watcher_.join();
 }
 
 void LiveStreams::Add(std::shared_ptr<Stream> stream) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   Stream* key = stream.get();
   streams_[key] = {std::move(stream), MonotonicNow() + upload_timeout_};
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void LiveStreams::OnMessage(Stream* stream) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   // The watcher need not wake: it finds the later time when it looks at the earlier one.
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
     entry->second.idle_at = MonotonicNow() + upload_timeout_;
@@ -36,7 +37,7 @@ void LiveStreams::OnMessage(Stream* stream) {
 }
 
 void LiveStreams::UploadDone(Stream* stream) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
     entry->second.idle_at = absl::InfiniteFuture();
   }
@@ -44,17 +45,17 @@ void LiveStreams::UploadDone(Stream* stream) {
 
 void LiveStreams::Remove(Stream* stream) {
   std::shared_ptr<Stream> last;  // dropped after the lock
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
   last = std::move(entry->second.stream);
   streams_.erase(entry);
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 bool LiveStreams::WaitUntilNone(absl::Time deadline) {
-  std::unique_lock<std::mutex> lock(mu_);
-  while (!streams_.empty() && MonotonicNow() < deadline) changed_.wait_until(lock, ToSteadyTime(deadline));
+  MutexLock lock(mu_);
+  while (!streams_.empty() && MonotonicNow() < deadline) changed_.WaitUntil(mu_, deadline);
   return streams_.empty();
 }
 
@@ -68,8 +69,8 @@ void LiveStreams::Watch() {
   while (true) {
     std::vector<std::shared_ptr<Stream>> idle;
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      if (!stopping_) changed_.wait_until(lock, ToSteadyTime(EarliestIdle()));
+      MutexLock lock(mu_);
+      if (!stopping_) changed_.WaitUntil(mu_, EarliestIdle());
       if (stopping_) return;
       const absl::Time now = MonotonicNow();
       for (auto& [key, entry] : streams_) {

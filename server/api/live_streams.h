@@ -6,14 +6,13 @@
 #ifndef MESHFILL_SERVER_API_LIVE_STREAMS_H_
 #define MESHFILL_SERVER_API_LIVE_STREAMS_H_
 
-#include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/time/time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -49,8 +48,8 @@ class LiveStreams {
   absl::Time EarliestIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const absl::Duration upload_timeout_;
-  std::mutex mu_;
-  std::condition_variable changed_;
+  Mutex mu_;
+  CondVar changed_;
   std::map<Stream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread watcher_;

@@ -5,7 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "server/api/status_details.h"
 
 namespace meshfill {
@@ -35,14 +37,14 @@ PrefillQueue::~PrefillQueue() {
 }
 
 absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
   for (const auto& [ticket, job] : jobs_) {
     if (job->request.id != request.id) continue;
     return absl::AlreadyExistsError(absl::StrCat(
         "request_id \"", request.id, "\" is in use by a live request; wait for its end or choose another"));
   }
-  if (auto status = CheckRoom(request); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckRoom(request));
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
   job->request = request;
@@ -90,7 +92,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
 
 absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
                                          const PrefillOptions& options, std::shared_ptr<Waiter> waiter) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return stop_reason_;  // StopAll dropped the upload
   Job& job = *entry->second;
@@ -105,13 +107,13 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   for (const auto& [other_ticket, other] : jobs_) {
     if (other->phase == Phase::kWaiting && Before(*other, job)) ++before;
   }
-  changed_.notify_all();
+  changed_.NotifyAll();
   return before;
 }
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
   std::unique_ptr<Job> gone;  // freed after the lock
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
   if (entry->second->phase == Phase::kRunning) {
@@ -124,14 +126,14 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
 }
 
 void PrefillQueue::Drain() {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   draining_ = true;
 }
 
 void PrefillQueue::StopAll(const absl::Status& reason) {
   std::vector<std::unique_ptr<Job>> dropped;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     if (stopping_) return;
     draining_ = stopping_ = true;
     stop_reason_ = reason;
@@ -146,7 +148,7 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
       entry = jobs_.erase(entry);
     }
     PublishCount();
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   const absl::Time now = MonotonicNow();
   for (const auto& job : dropped) {
@@ -160,8 +162,8 @@ void PrefillQueue::RunJobs() {
     uint64_t ticket = 0;
     Job* job = nullptr;
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      while (!stopping_ && NextTicket() == 0) changed_.wait(lock);
+      MutexLock lock(mu_);
+      while (!stopping_ && NextTicket() == 0) changed_.Wait(mu_);
       if (stopping_) return;
       ticket = NextTicket();
       job = jobs_.at(ticket).get();
@@ -189,7 +191,7 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
 
   std::unique_ptr<Job> done;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     done = std::move(jobs_.at(ticket));
     jobs_.erase(ticket);
     running_ = {};
@@ -203,7 +205,7 @@ void PrefillQueue::OnLayerDone(int layers_done, int layers) {
   std::shared_ptr<Waiter> waiter;
   double seconds = 0;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     running_.layers_done = layers_done;
     running_.layers = layers;
     running_.last_layer_at = MonotonicNow();
@@ -296,7 +298,7 @@ void PrefillQueue::PublishCount() {
 }
 
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   Snapshot snapshot = Count();
   if (running_.job != nullptr) {
     snapshot.running_id = running_.job->request.id;

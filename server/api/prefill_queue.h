@@ -14,11 +14,9 @@
 #ifndef MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 #define MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +25,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "kernels/mutex.h"
 #include "kernels/stop_token.h"
 #include "server/observe/metrics.h"
 
@@ -145,8 +144,8 @@ class PrefillQueue {
   const Limits limits_;
   Metrics& metrics_;
 
-  mutable std::mutex mu_;
-  std::condition_variable changed_;
+  mutable Mutex mu_;
+  CondVar changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
   Running running_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;

@@ -10,7 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "server/api/plan_proto.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
@@ -78,7 +80,7 @@ PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamE
     : environment_(environment), context_(context), begin_(MonotonicNow()), deadline_(DeadlineOf(*context)) {}
 
 void PrefillStream::OnReadDone(bool ok) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
   if (!ok) {  // half-closed, or the connection is gone
     const absl::Status status = context_->IsCancelled() ? CancelReason() : FinishUpload();
@@ -110,28 +112,25 @@ absl::Status PrefillStream::TakeMessage() {
 
 absl::Status PrefillStream::TakeHeader() {
   header_ = std::move(*incoming_.mutable_header());
-  if (auto status = CheckHeader(header_, environment_.engine); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
-  auto options = ToPrefillOptions(header_.plan());
-  if (!options.ok()) return options.status();
-  options_ = *options;
+  ASSIGN_OR_RETURN(auto options, ToPrefillOptions(header_.plan()));
+  options_ = options;
   options_.keep_timeline = true;  // for the status page
   options_.top_k = std::max<int>(1, static_cast<int>(header_.top_k()));
   const uint64_t most = std::numeric_limits<int64_t>::max();
   const auto token_count = static_cast<int64_t>(std::min<uint64_t>(header_.token_count(), most));
-  const auto choice = environment_.engine.MakePlan(token_count, options_);
-  if (!choice.ok()) return choice.status();
-  plan_ = ToProto(choice->plan);
-  predicted_seconds_ = choice->plan.predicted.seconds;
+  ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
+  plan_ = ToProto(choice.plan);
+  predicted_seconds_ = choice.plan.predicted.seconds;
 
-  auto slot = environment_.queue.Reserve({.id = header_.request_id(),
-                                          .tokens = token_count,
-                                          .priority = header_.priority(),
-                                          .predicted_seconds = predicted_seconds_,
-                                          .deadline = deadline_});
-  if (!slot.ok()) return slot.status();
-  slot_ = *std::move(slot);
+  ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
+                                                          .tokens = token_count,
+                                                          .priority = header_.priority(),
+                                                          .predicted_seconds = predicted_seconds_,
+                                                          .deadline = deadline_}));
+  slot_ = std::move(slot);
   try {
     tokens_.reserve(token_count);
   } catch (const std::bad_alloc&) {
@@ -170,12 +169,11 @@ absl::Status PrefillStream::FinishUpload() {
                                                    " came; announce the real count"));
   }
   environment_.live.UploadDone(this);
-  const auto before = slot_->Submit(std::move(tokens_), options_, shared_from_this());
-  if (!before.ok()) return before.status();
+  ASSIGN_OR_RETURN(const auto before, slot_->Submit(std::move(tokens_), options_, shared_from_this()));
   phase_ = Phase::kQueued;
   accepted_.emplace();
   accepted_->set_request_id(header_.request_id());
-  accepted_->set_queue_position(static_cast<uint32_t>(*before));
+  accepted_->set_queue_position(static_cast<uint32_t>(before));
   accepted_->set_predicted_seconds(predicted_seconds_);
   *accepted_->mutable_plan() = plan_;
   return absl::OkStatus();
@@ -191,12 +189,12 @@ absl::Status PrefillStream::CancelReason() const {
 }
 
 void PrefillStream::OnCancel() {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (phase_ != Phase::kEnded) End(CancelReason());
 }
 
 void PrefillStream::OnUploadIdle() {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;
   End(absl::DeadlineExceededError(absl::StrCat("no message for ",
                                                absl::FormatDuration(environment_.live.upload_timeout()),
@@ -205,7 +203,7 @@ void PrefillStream::OnUploadIdle() {
 }
 
 void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_since_begin) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
   progress_.emplace();
   progress_->set_layers_done(layers_done);
@@ -215,7 +213,7 @@ void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_sinc
 }
 
 void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
   if (result.ok()) {
     result_ = ToProto(*result, header_.request_id());
@@ -285,7 +283,7 @@ void PrefillStream::Pump() {
 }
 
 void PrefillStream::OnWriteDone(bool ok) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   writing_ = false;
   if (!ok && phase_ != Phase::kEnded) {
     End(CancelReason());  // nobody reads any more

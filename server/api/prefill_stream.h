@@ -11,7 +11,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,6 +21,7 @@
 #include "engine/prefill_engine.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
+#include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
 #include "server/api/live_streams.h"
 #include "server/api/prefill_queue.h"
@@ -84,7 +84,7 @@ class PrefillStream final : public PrefillReactor,
   v1::PrefillRequest incoming_;  // gRPC's while a read is under way, and handled under mu_
   v1::PrefillEvent outgoing_;    // gRPC's while a write is under way
 
-  std::mutex mu_;
+  Mutex mu_;
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);

@@ -11,7 +11,8 @@
 #include <limits>
 #include <utility>
 
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 namespace {
@@ -47,7 +48,7 @@ CancelWatch::~CancelWatch() {
 }
 
 absl::Status CancelWatch::status() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   return status_;
 }
 
@@ -73,7 +74,7 @@ void CancelWatch::Watch() {
 
 void CancelWatch::Cancel(absl::Status reason) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (!status_.ok()) return;
     status_ = std::move(reason);
   }

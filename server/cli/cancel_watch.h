@@ -4,13 +4,13 @@
 
 #include <csignal>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -37,8 +37,8 @@ class CancelWatch {
   sigset_t old_mask_;
   int signals_ = -1;  // signalfd of SIGINT and SIGTERM
   int quit_ = -1;     // eventfd that ends the thread
-  mutable std::mutex mutex_;
-  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  mutable Mutex mu_;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };
 

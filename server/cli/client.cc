@@ -9,7 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 
 namespace meshfill {

@@ -9,7 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 namespace {
@@ -77,21 +78,21 @@ ProgressBar::ProgressBar() : start_(MonotonicNow()) {
 ProgressBar::~ProgressBar() {
   if (!drawer_.joinable()) return;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     stopped_ = true;
   }
-  stop_.notify_all();
+  stop_.NotifyAll();
   drawer_.join();
 }
 
 void ProgressBar::SetPrediction(double predicted_seconds) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   progress_.predicted_seconds = predicted_seconds;
   start_ = MonotonicNow();
 }
 
 void ProgressBar::SetLayersDone(int layers_done, int layers) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   if (layers_done > progress_.layers_done)
     progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
   progress_.layers_done = layers_done;
@@ -99,8 +100,9 @@ void ProgressBar::SetLayersDone(int layers_done, int layers) {
 }
 
 void ProgressBar::DrawUntilStopped() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_.wait_for(lock, absl::ToChronoMilliseconds(kRedrawInterval), [this] { return stopped_; })) {
+  MutexLock lock(mu_);
+  while (!stopped_) {
+    if (stop_.WaitFor(mu_, kRedrawInterval)) continue;
     progress_.elapsed_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
     std::fputs(absl::StrCat(kClearLine, RenderProgress(progress_, TerminalColumns() - 1)).c_str(), stderr);
     std::fflush(stderr);

@@ -2,13 +2,12 @@
 #ifndef MESHFILL_SERVER_CLI_PROGRESS_BAR_H_
 #define MESHFILL_SERVER_CLI_PROGRESS_BAR_H_
 
-#include <condition_variable>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/time/time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 
@@ -41,12 +40,12 @@ class ProgressBar {
  private:
   void DrawUntilStopped();
 
-  std::mutex mutex_;
-  PrefillProgress progress_ ABSL_GUARDED_BY(mutex_);
-  absl::Time start_ ABSL_GUARDED_BY(mutex_);
-  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::condition_variable stop_;  // stopped_ has been set
-  std::thread drawer_;            // not started where nothing is drawn
+  Mutex mu_;
+  PrefillProgress progress_ ABSL_GUARDED_BY(mu_);
+  absl::Time start_ ABSL_GUARDED_BY(mu_);
+  bool stopped_ ABSL_GUARDED_BY(mu_) = false;
+  CondVar stop_;        // stopped_ has been set
+  std::thread drawer_;  // not started where nothing is drawn
 };
 
 }  // namespace meshfill

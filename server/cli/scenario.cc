@@ -12,6 +12,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "engine/sim/paper_fit.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/scenario.pb.h"
 #include "server/config/config_yaml.h"
 
@@ -43,15 +44,12 @@ class ScenarioReader {
     if (!file)
       return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
     const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-    if (absl::Status status = ReadYaml(path_, text, &source_, &origins_); !status.ok()) return status;
+    RETURN_IF_ERROR(ReadYaml(path_, text, &source_, &origins_));
     for (auto read :
          {&ScenarioReader::ReadReport, &ScenarioReader::ReadCluster, &ScenarioReader::ReadStrategies}) {
-      if (absl::Status status = (this->*read)(); !status.ok()) return status;
+      RETURN_IF_ERROR((this->*read)());
     }
-    if (absl::Status status = scenario_.report == Scenario::Report::kStrategies ? ReadJob() : ReadPaper();
-        !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(scenario_.report == Scenario::Report::kStrategies ? ReadJob() : ReadPaper());
     return std::move(scenario_);
   }
 
@@ -78,7 +76,7 @@ class ScenarioReader {
     sim::Cluster& cluster = scenario_.cluster;
     cluster.gpus_per_node = section.has_gpus_per_node() ? static_cast<int>(section.gpus_per_node()) : 8;
     if (!section.fitted_to().empty()) {
-      if (absl::Status status = FitCluster(); !status.ok()) return status;
+      RETURN_IF_ERROR(FitCluster());
     } else {
       cluster.same_node = LinkOf(section.same_node());
       cluster.between_nodes = LinkOf(section.between_nodes());
@@ -107,11 +105,10 @@ class ScenarioReader {
                     "leave out the latencies, between_nodes, node_bytes_per_second and "
                     "attention_flops_per_second: they are fitted");
     }
-    auto table = ReadTable("cluster.fitted_to", section.fitted_to());
-    if (!table.ok()) return table.status();
+    ASSIGN_OR_RETURN(auto table, ReadTable("cluster.fitted_to", section.fitted_to()));
     auto cluster = sim::FitPaperCluster(
-        *table, {.gpus_per_node = scenario_.cluster.gpus_per_node,
-                 .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()});
+        table, {.gpus_per_node = scenario_.cluster.gpus_per_node,
+                .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()});
     if (!cluster.ok()) return Refuse("cluster", std::string(cluster.status().message()));
     scenario_.cluster = *std::move(cluster);
     return absl::OkStatus();
@@ -190,9 +187,8 @@ class ScenarioReader {
           std::tuple{"paper.mfu", paper.mfu(), &scenario_.mfu},
           std::tuple{"paper.memory", paper.memory(), &scenario_.memory}}) {
       if (file.empty()) return Refuse(key, "is missing; name the table's CSV file");
-      auto table = ReadTable(key, file);
-      if (!table.ok()) return table.status();
-      *cells = *std::move(table);
+      ASSIGN_OR_RETURN(auto table, ReadTable(key, file));
+      *cells = std::move(table);
     }
     return absl::OkStatus();
   }

@@ -3,30 +3,27 @@
 #include <utility>
 
 #include "engine/sim/paper_fit.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
 
 absl::StatusOr<Comparison> Compare(const Scenario& scenario, const sim::AttentionJob& job,
                                    std::span<const sim::Pass> passes, int gpus) {
-  auto results = sim::CompareStrategies(scenario.strategies, job, passes, gpus, scenario.cluster);
-  if (!results.ok()) return results.status();
-  return Comparison{.job = job, .gpus = gpus, .results = *std::move(results)};
+  ASSIGN_OR_RETURN(auto results,
+                   sim::CompareStrategies(scenario.strategies, job, passes, gpus, scenario.cluster));
+  return Comparison{.job = job, .gpus = gpus, .results = std::move(results)};
 }
 
 absl::Status ReproducePaper(const Scenario& scenario, SimulationReport& report) {
-  auto throughput = sim::ReproduceThroughput(scenario.throughput, scenario.cluster);
-  if (!throughput.ok()) return throughput.status();
-  report.throughput = *std::move(throughput);
-  auto flat = sim::ReproduceThroughput(scenario.throughput, sim::Flat(scenario.cluster));
-  if (!flat.ok()) return flat.status();
-  report.flat_throughput = *std::move(flat);
-  auto utilisation = sim::ReproduceUtilisation(scenario.throughput, scenario.mfu);
-  if (!utilisation.ok()) return utilisation.status();
-  report.utilisation = *utilisation;
-  auto memory = sim::ReproduceMemory(scenario.memory, scenario.cluster);
-  if (!memory.ok()) return memory.status();
-  report.memory = *std::move(memory);
+  ASSIGN_OR_RETURN(auto throughput, sim::ReproduceThroughput(scenario.throughput, scenario.cluster));
+  report.throughput = std::move(throughput);
+  ASSIGN_OR_RETURN(auto flat, sim::ReproduceThroughput(scenario.throughput, sim::Flat(scenario.cluster)));
+  report.flat_throughput = std::move(flat);
+  ASSIGN_OR_RETURN(auto utilisation, sim::ReproduceUtilisation(scenario.throughput, scenario.mfu));
+  report.utilisation = utilisation;
+  ASSIGN_OR_RETURN(auto memory, sim::ReproduceMemory(scenario.memory, scenario.cluster));
+  report.memory = std::move(memory);
   return absl::OkStatus();
 }
 
@@ -55,18 +52,16 @@ absl::StatusOr<SimulationReport> RunScenario(const Scenario& scenario) {
   SimulationReport report{.cluster = scenario.cluster};
   if (scenario.report == Scenario::Report::kStrategies) {
     for (int gpus : scenario.gpus) {
-      auto comparison = Compare(scenario, scenario.job, scenario.passes, gpus);
-      if (!comparison.ok()) return comparison.status();
-      report.comparisons.push_back(*std::move(comparison));
+      ASSIGN_OR_RETURN(auto comparison, Compare(scenario, scenario.job, scenario.passes, gpus));
+      report.comparisons.push_back(std::move(comparison));
     }
     return report;
   }
-  if (absl::Status status = ReproducePaper(scenario, report); !status.ok()) return status;
+  RETURN_IF_ERROR(ReproducePaper(scenario, report));
   constexpr sim::Pass kPasses[] = {sim::Pass::kForward, sim::Pass::kBackward};
   for (const sim::PaperCell& cell : scenario.throughput) {
-    auto comparison = Compare(scenario, sim::PaperJob(cell), kPasses, cell.gpus);
-    if (!comparison.ok()) return comparison.status();
-    report.comparisons.push_back(*std::move(comparison));
+    ASSIGN_OR_RETURN(auto comparison, Compare(scenario, sim::PaperJob(cell), kPasses, cell.gpus));
+    report.comparisons.push_back(std::move(comparison));
   }
   return report;
 }

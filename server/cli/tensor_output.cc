@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/safetensors_writer.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -11,12 +12,11 @@ namespace {
 // Writes the tensors of `specs`, whose bytes are `data`, one for one.
 absl::Status WriteTensors(const std::string& path, std::span<const TensorSpec> specs,
                           std::span<const std::span<const std::byte>> data) {
-  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path, specs);
-  if (!writer.ok()) return writer.status();
+  ASSIGN_OR_RETURN(SafetensorsWriter writer, SafetensorsWriter::Create(path, specs));
   for (const std::span<const std::byte> bytes : data) {
-    if (absl::Status status = writer->Append(bytes); !status.ok()) return status;
+    RETURN_IF_ERROR(writer.Append(bytes));
   }
-  return writer->Finish();
+  return writer.Finish();
 }
 
 }  // namespace

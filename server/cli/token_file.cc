@@ -11,6 +11,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -42,7 +43,7 @@ absl::StatusOr<TokenFormat> ParseTokenFormat(absl::string_view name) {
 absl::Status TokenDecoder::Decode(absl::string_view bytes) {
   switch (format_) {
     case TokenFormat::kIds:
-      if (absl::Status status = DecodeIds(bytes); !status.ok()) return status;
+      RETURN_IF_ERROR(DecodeIds(bytes));
       break;
     case TokenFormat::kU32le:
       DecodeU32le(bytes);
@@ -101,7 +102,7 @@ void TokenDecoder::DecodeU32le(absl::string_view bytes) {
 
 absl::StatusOr<std::vector<uint32_t>> TokenDecoder::Finish() {
   if (format_ == TokenFormat::kIds) {
-    if (absl::Status status = Decode("\n"); !status.ok()) return status;  // ends an id at the end of the file
+    RETURN_IF_ERROR(Decode("\n"));  // ends an id at the end of the file
   }
   if (partial_length_ != 0) {
     return absl::InvalidArgumentError(
@@ -130,7 +131,7 @@ absl::StatusOr<std::vector<uint32_t>> ReadTokens(const std::string& path, TokenF
     if (size < 0) return ReadError(name, errno);
     if (size == 0) return decoder.Finish();
     const absl::string_view piece(buffer.data(), static_cast<size_t>(size));
-    if (absl::Status status = decoder.Decode(piece); !status.ok()) return status;
+    RETURN_IF_ERROR(decoder.Decode(piece));
   }
 }
 

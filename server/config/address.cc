@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
@@ -40,22 +41,21 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view text) {
 }
 
 absl::StatusOr<HostPort> ResolveFreeAddress(absl::string_view text) {
-  auto address = ParseHostPort(text);
-  if (!address.ok()) return address.status();
+  ASSIGN_OR_RETURN(auto address, ParseHostPort(text));
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  const std::string port = std::to_string(address->port);
-  if (const int code = getaddrinfo(address->host.c_str(), port.c_str(), &hints, &found); code != 0) {
+  const std::string port = std::to_string(address.port);
+  if (const int code = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found); code != 0) {
     return absl::UnavailableError(
-        absl::StrCat(address->DebugString(), ": ", gai_strerror(code), "; check the host"));
+        absl::StrCat(address.DebugString(), ": ", gai_strerror(code), "; check the host"));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
 
   char numeric[NI_MAXHOST];
   getnameinfo(found->ai_addr, found->ai_addrlen, numeric, sizeof(numeric), nullptr, 0, NI_NUMERICHOST);
-  address->host = numeric;
+  address.host = numeric;
   const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int reuse = 1;
   setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
@@ -63,7 +63,7 @@ absl::StatusOr<HostPort> ResolveFreeAddress(absl::string_view text) {
   const int error = errno;
   close(fd);
   if (!bound) {
-    return absl::UnavailableError(absl::StrCat("cannot listen on ", address->DebugString(), ": ",
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.DebugString(), ": ",
                                                std::strerror(error),
                                                "; choose another port or stop who holds it"));
   }

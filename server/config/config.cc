@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "engine/speed/pool_profile.h"
+#include "kernels/return_if_error.h"
 #include "server/config/address.h"
 #include "server/config/config_yaml.h"
 
@@ -183,15 +184,14 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
   v1::Config config;
   KeyOrigins origins;
   if (!path.empty()) {
-    const auto text = ReadFile(path);
-    if (!text.ok()) return text.status();
-    if (auto status = ReadYaml(path, *text, &config, &origins); !status.ok()) return status;
+    ASSIGN_OR_RETURN(const auto text, ReadFile(path));
+    RETURN_IF_ERROR(ReadYaml(path, text, &config, &origins));
   }
   for (const std::string& assignment : overrides) {
-    if (auto status = ReadOverride(assignment, &config, &origins); !status.ok()) return status;
+    RETURN_IF_ERROR(ReadOverride(assignment, &config, &origins));
   }
   FillDefaults(config);
-  if (auto status = Validate(config, origins); !status.ok()) return status;
+  RETURN_IF_ERROR(Validate(config, origins));
   return config;
 }
 

@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "google/protobuf/duration.pb.h"
+#include "kernels/return_if_error.h"
 #include "server/config/config_units.h"
 #include "yaml-cpp/yaml.h"
 
@@ -138,8 +139,7 @@ class YamlReader {
         return KeyError(origin, Child(path, key), UnknownKey(*message->GetDescriptor(), key));
       if (!seen.insert(key).second)
         return KeyError(origin, Child(path, key), "duplicate key; keep one of them");
-      if (auto status = ReadField(entry.second, *field, origin, Child(path, key), message); !status.ok())
-        return status;
+      RETURN_IF_ERROR(ReadField(entry.second, *field, origin, Child(path, key), message));
     }
     return absl::OkStatus();
   }

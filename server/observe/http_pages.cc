@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "civetweb.h"
+#include "kernels/return_if_error.h"
 #include "server/config/address.h"
 
 namespace meshfill {
@@ -83,14 +84,13 @@ HttpPages::~HttpPages() = default;
 
 absl::StatusOr<std::unique_ptr<HttpPages>> HttpPages::Listen(const std::string& address,
                                                              std::vector<HttpPage> pages) {
-  auto resolved = ResolveFreeAddress(address);
-  if (!resolved.ok()) return resolved.status();
+  ASSIGN_OR_RETURN(auto resolved, ResolveFreeAddress(address));
   auto server = std::make_unique<Server>(std::move(pages));
-  resolved->port = server->Start(resolved->DebugString());
-  if (resolved->port == 0) {
+  resolved.port = server->Start(resolved.DebugString());
+  if (resolved.port == 0) {
     return absl::UnavailableError(absl::StrCat("cannot serve pages on ", address, "; choose another port"));
   }
-  return std::unique_ptr<HttpPages>(new HttpPages(std::move(server), resolved->DebugString()));
+  return std::unique_ptr<HttpPages>(new HttpPages(std::move(server), resolved.DebugString()));
 }
 
 }  // namespace meshfill

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <mutex>
 #include <utility>
 #include <vector>
 
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 #include "prometheus/counter.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
@@ -200,7 +200,7 @@ class Metrics::Families {
   Family<Gauge>& plan_info =
       AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
 
-  mutable std::mutex mu;  // guards what follows
+  mutable Mutex mu;  // guards what follows
   absl::Time oldest_in_queue = absl::InfiniteFuture();
   std::shared_ptr<const PrefillReport> last_prefill;
   prometheus::Labels plan_labels;
@@ -208,7 +208,7 @@ class Metrics::Families {
 
  private:
   absl::Time OldestInQueue() const {
-    const std::lock_guard<std::mutex> lock(mu);
+    const MutexLock lock(mu);
     return oldest_in_queue;
   }
 };
@@ -271,12 +271,12 @@ void Metrics::SetQueue(const QueueLoad& load) {
   families_->queue_requests.Set(static_cast<double>(load.requests));
   families_->queue_tokens.Set(static_cast<double>(load.tokens));
   families_->running_tokens.Set(static_cast<double>(load.running_tokens));
-  const std::lock_guard<std::mutex> lock(families_->mu);
+  const MutexLock lock(families_->mu);
   families_->oldest_in_queue = load.oldest;
 }
 
 std::shared_ptr<const PrefillReport> Metrics::last_prefill() const {
-  const std::lock_guard<std::mutex> lock(families_->mu);
+  const MutexLock lock(families_->mu);
   return families_->last_prefill;
 }
 
@@ -324,7 +324,7 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
                                      {"b", std::to_string(result.plan.tile.b)},
                                      {"layout", LayoutName(result.plan.layout.kind())},
                                      {"stripe", std::to_string(result.plan.layout.stripe())}};
-  const std::lock_guard<std::mutex> lock(f.mu);
+  const MutexLock lock(f.mu);
   const int64_t number = f.last_prefill == nullptr ? 1 : f.last_prefill->number + 1;
   f.last_prefill = std::make_shared<PrefillReport>(MakePrefillReport(result, number));
   if (f.plan_gauge != nullptr && labels == f.plan_labels) return;

@@ -1,15 +1,15 @@
 #include "server/pool/control_client.h"
 
-#include <condition_variable>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/api/status_details.h"
 #include "server/pool/control_credentials.h"
@@ -22,21 +22,21 @@ class ControlClient::Impl {
       : address_(std::move(address)), credentials_(std::move(credentials)), listener_(listener) {}
 
   ~Impl() {
-    std::unique_lock<std::mutex> lock(mu_);
+    MutexLock lock(mu_);
     for (const auto& [connection, stream] : streams_) stream->Cancel();
-    gone_.wait(lock, [this] { return streams_.empty(); });
+    while (!streams_.empty()) gone_.Wait(mu_);
   }
 
   void Connect(Connection connection) {
     auto stream = std::make_shared<Stream>(*this, connection);
     {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       streams_[connection] = stream;
       newest_ = stream;
     }
     stream->Start(MakeChannel());
     std::vector<std::shared_ptr<Stream>> ended;  // destroyed after the lock
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     ended.swap(ended_);
   }
 
@@ -47,7 +47,7 @@ class ControlClient::Impl {
   void Send(v1::WorkerMessage message) {
     std::shared_ptr<Stream> stream;
     {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       stream = newest_;
     }
     if (stream != nullptr) stream->Enqueue(std::move(message));
@@ -65,13 +65,13 @@ class ControlClient::Impl {
       AddHold();  // for writes from outside of a reaction, until the reads end
       StartRead(&incoming_);
       StartCall();
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       started_ = true;
       Pump();
     }
     void Cancel() { context_.TryCancel(); }
     void Enqueue(v1::WorkerMessage message) {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       if (ended_) return;
       outbox_.push_back(std::move(message));
       Pump();
@@ -84,14 +84,14 @@ class ControlClient::Impl {
         return StartRead(&incoming_);
       }
       {
-        const std::lock_guard<std::mutex> lock(mu_);
+        const MutexLock lock(mu_);
         ended_ = true;
         outbox_.clear();
       }
       RemoveHold();
     }
     void OnWriteDone(bool ok) override {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       writing_ = false;
       if (!ok) outbox_.clear();
       Pump();
@@ -129,7 +129,7 @@ class ControlClient::Impl {
     v1::LeaderMessage incoming_;  // gRPC's while a read is under way
     bool heard_ = false;          // a message came; of gRPC's reactions, which come one after another
     v1::WorkerMessage outgoing_;  // gRPC's while a write is under way
-    std::mutex mu_;
+    Mutex mu_;
     std::deque<v1::WorkerMessage> outbox_ ABSL_GUARDED_BY(mu_);
     bool started_ ABSL_GUARDED_BY(mu_) = false;
     bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -148,25 +148,25 @@ class ControlClient::Impl {
   }
 
   std::shared_ptr<Stream> Find(Connection connection) {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     const auto entry = streams_.find(connection);
     return entry == streams_.end() ? nullptr : entry->second;
   }
 
   void Forget(Connection connection) {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     const auto entry = streams_.find(connection);
     if (newest_ == entry->second) newest_ = nullptr;
     ended_.push_back(std::move(entry->second));
     streams_.erase(entry);
-    gone_.notify_all();
+    gone_.NotifyAll();
   }
 
   const std::string address_;
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
   Listener& listener_;
-  std::mutex mu_;
-  std::condition_variable gone_;
+  Mutex mu_;
+  CondVar gone_;
   std::map<Connection, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Stream> newest_ ABSL_GUARDED_BY(mu_);
   // With the last channel, gRPC joins the threads that call back: so none is destroyed on such a thread, in
@@ -180,10 +180,9 @@ ControlClient::~ControlClient() = default;
 absl::StatusOr<std::unique_ptr<ControlClient>> ControlClient::Make(const std::string& address,
                                                                    const v1::PoolSection::Tls& tls,
                                                                    Listener& listener) {
-  auto credentials = ControlChannelCredentials(tls, address);
-  if (!credentials.ok()) return credentials.status();
+  ASSIGN_OR_RETURN(auto credentials, ControlChannelCredentials(tls, address));
   return std::unique_ptr<ControlClient>(
-      new ControlClient(std::make_unique<Impl>(address, *std::move(credentials), listener)));
+      new ControlClient(std::make_unique<Impl>(address, std::move(credentials), listener)));
 }
 
 void ControlClient::Connect(Connection connection) { impl_->Connect(connection); }

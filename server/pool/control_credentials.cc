@@ -5,6 +5,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 #include "server/config/address.h"
 
 namespace meshfill {
@@ -26,19 +27,15 @@ absl::StatusOr<std::string> ReadPem(const std::string& path, const char* field) 
 }
 
 absl::StatusOr<PemTexts> ReadPems(const v1::PoolSection::Tls& tls) {
-  auto cert = ReadPem(tls.cert(), "cert");
-  if (!cert.ok()) return cert.status();
-  auto key = ReadPem(tls.key(), "key");
-  if (!key.ok()) return key.status();
-  auto ca = ReadPem(tls.ca(), "ca");
-  if (!ca.ok()) return ca.status();
-  return PemTexts{*std::move(cert), *std::move(key), *std::move(ca)};
+  ASSIGN_OR_RETURN(auto cert, ReadPem(tls.cert(), "cert"));
+  ASSIGN_OR_RETURN(auto key, ReadPem(tls.key(), "key"));
+  ASSIGN_OR_RETURN(auto ca, ReadPem(tls.ca(), "ca"));
+  return PemTexts{std::move(cert), std::move(key), std::move(ca)};
 }
 
 absl::Status CheckPlainText(const v1::PoolSection::Tls& tls, const std::string& address) {
-  const auto host_port = ParseHostPort(address);
-  if (!host_port.ok()) return host_port.status();
-  const std::string& host = host_port->host;
+  ASSIGN_OR_RETURN(const auto host_port, ParseHostPort(address));
+  const std::string& host = host_port.host;
   const bool this_machine = host == "localhost" || host == "::1" || absl::StartsWith(host, "127.");
   if (this_machine || tls.insecure()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
@@ -52,27 +49,25 @@ absl::Status CheckPlainText(const v1::PoolSection::Tls& tls, const std::string& 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
     const v1::PoolSection::Tls& tls, const std::string& address) {
   if (tls.cert().empty()) {
-    if (absl::Status status = CheckPlainText(tls, address); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckPlainText(tls, address));
     return grpc::InsecureServerCredentials();
   }
-  auto pems = ReadPems(tls);
-  if (!pems.ok()) return pems.status();
+  ASSIGN_OR_RETURN(auto pems, ReadPems(tls));
   grpc::SslServerCredentialsOptions options(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  options.pem_root_certs = pems->ca;
-  options.pem_key_cert_pairs.push_back({pems->key, pems->cert});
+  options.pem_root_certs = pems.ca;
+  options.pem_key_cert_pairs.push_back({pems.key, pems.cert});
   return grpc::SslServerCredentials(options);
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
     const v1::PoolSection::Tls& tls, const std::string& address) {
   if (tls.cert().empty()) {
-    if (absl::Status status = CheckPlainText(tls, address); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckPlainText(tls, address));
     return grpc::InsecureChannelCredentials();
   }
-  auto pems = ReadPems(tls);
-  if (!pems.ok()) return pems.status();
+  ASSIGN_OR_RETURN(auto pems, ReadPems(tls));
   return grpc::SslCredentials(
-      {.pem_root_certs = pems->ca, .pem_private_key = pems->key, .pem_cert_chain = pems->cert});
+      {.pem_root_certs = pems.ca, .pem_private_key = pems.key, .pem_cert_chain = pems.cert});
 }
 
 }  // namespace meshfill

@@ -1,16 +1,16 @@
 #include "server/pool/control_service.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/config/address.h"
 #include "server/pool/control_credentials.h"
@@ -31,10 +31,8 @@ class ControlService::Service final : public v1::ControlService::CallbackService
   explicit Service(Listener& listener) : listener_(listener) {}
 
   absl::Status Listen(const v1::PoolSection& pool) {
-    auto credentials = ControlServerCredentials(pool.tls(), pool.control_listen());
-    if (!credentials.ok()) return credentials.status();
-    auto address = ResolveFreeAddress(pool.control_listen());
-    if (!address.ok()) return address.status();
+    ASSIGN_OR_RETURN(auto credentials, ControlServerCredentials(pool.tls(), pool.control_listen()));
+    ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(pool.control_listen()));
     grpc::ServerBuilder builder;
     builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
     builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
@@ -45,23 +43,23 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     int port = 0;
-    builder.AddListeningPort(address->DebugString(), *credentials, &port);
+    builder.AddListeningPort(address.DebugString(), credentials, &port);
     builder.RegisterService(this);
     server_ = builder.BuildAndStart();
     if (server_ == nullptr || port == 0) {
       return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", address->DebugString(), "; choose another port"));
+          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
     }
-    address->port = static_cast<uint16_t>(port);
-    address_ = address->DebugString();
+    address.port = static_cast<uint16_t>(port);
+    address_ = address.DebugString();
     return absl::OkStatus();
   }
 
   ~Service() override {
     if (server_ == nullptr) return;
     server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
-    std::unique_lock<std::mutex> lock(mu_);
-    gone_.wait(lock, [this] { return streams_.empty(); });
+    MutexLock lock(mu_);
+    while (!streams_.empty()) gone_.Wait(mu_);
   }
 
   const std::string& address() const { return address_; }
@@ -69,7 +67,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
   Reactor* Attach(grpc::CallbackServerContext* context) override {
     auto stream = std::make_shared<Stream>(*this);
     {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       stream->id_ = ++last_connection_;
       streams_[stream->id_] = stream;
     }
@@ -92,13 +90,13 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     explicit Stream(Service& service) : service_(service) {}
 
     void Enqueue(v1::LeaderMessage message) {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       if (closing_ || finished_) return;
       outbox_.push_back(std::move(message));
       Pump();
     }
     void CloseAfterWrites() {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       closing_ = true;
       Pump();
     }
@@ -109,7 +107,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
       StartRead(&incoming_);
     }
     void OnWriteDone(bool ok) override {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       writing_ = false;
       if (!ok) outbox_.clear();
       Pump();
@@ -123,7 +121,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
    private:
     void Disconnected() {
       {
-        const std::lock_guard<std::mutex> lock(mu_);
+        const MutexLock lock(mu_);
         closing_ = true;
         outbox_.clear();
         Pump();
@@ -147,7 +145,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     }
 
     Service& service_;
-    std::mutex mu_;
+    Mutex mu_;
     v1::LeaderMessage outgoing_;  // gRPC's while a write is under way
     std::deque<v1::LeaderMessage> outbox_ ABSL_GUARDED_BY(mu_);
     bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -157,24 +155,24 @@ class ControlService::Service final : public v1::ControlService::CallbackService
   };
 
   std::shared_ptr<Stream> Find(Connection connection) {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     const auto entry = streams_.find(connection);
     return entry == streams_.end() ? nullptr : entry->second;
   }
 
   void Forget(Connection connection) {
     std::shared_ptr<Stream> gone;  // destroyed after the lock
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     gone = std::move(streams_.at(connection));
     streams_.erase(connection);
-    gone_.notify_all();
+    gone_.NotifyAll();
   }
 
   Listener& listener_;
   std::unique_ptr<grpc::Server> server_;
   std::string address_;
-  std::mutex mu_;
-  std::condition_variable gone_;
+  Mutex mu_;
+  CondVar gone_;
   std::map<Connection, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   Connection last_connection_ ABSL_GUARDED_BY(mu_) = 0;
 };
@@ -185,7 +183,7 @@ ControlService::~ControlService() = default;
 absl::StatusOr<std::unique_ptr<ControlService>> ControlService::Start(const v1::PoolSection& pool,
                                                                       Listener& listener) {
   auto service = std::make_unique<Service>(listener);
-  if (auto status = service->Listen(pool); !status.ok()) return status;
+  RETURN_IF_ERROR(service->Listen(pool));
   return std::unique_ptr<ControlService>(new ControlService(std::move(service)));
 }
 

@@ -130,7 +130,7 @@ class Leader {
 
   Leader(Options options, PoolPlanner planner);
 
-  // ---- Events. `now` never falls and never jumps: no time of day (engine/comm/monotonic_time.h).
+  // ---- Events. `now` never falls and never jumps: no time of day (kernels/monotonic_time.h).
   void OnConnected(Connection connection, absl::Time now);
   void OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, absl::Time now);

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/model_config.h"
 #include "engine/model/safetensors_folder.h"
+#include "kernels/return_if_error.h"
 #include "server/pool/word_hash.h"
 
 namespace meshfill {
@@ -64,9 +65,8 @@ absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::op
     return absl::NotFoundError(
         absl::StrCat(path, ": cannot be read; set model.path to a Hugging Face folder"));
   }
-  auto config = ModelConfig::Parse(text.str(), path);
-  if (!config.ok()) return config.status();
-  IdentifiedModel model{.id = {}, .shape = config->shape};
+  ASSIGN_OR_RETURN(auto config, ModelConfig::Parse(text.str(), path));
+  IdentifiedModel model{.id = {}, .shape = config.shape};
   WordHash hash;
   AddText(text.str(), hash);
   model.id.set_config_hash(hash.Finish());
@@ -80,7 +80,7 @@ absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::op
     model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash(*weights)));
     model.shape.dtype = AllMatricesF32(*weights) ? DType::kF32 : DType::kBf16;
   } else {
-    model.shape.dtype = config->shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16;
+    model.shape.dtype = config.shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16;
   }
   if (dtype.has_value()) model.shape.dtype = *dtype;
   model.id.set_dtype(model.shape.dtype == DType::kF32 ? "f32" : "bf16");

@@ -7,9 +7,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "server/config/config.h"
 #include "server/observe/log.h"
 #include "server/pool/pool_planner.h"
@@ -17,8 +19,8 @@
 namespace meshfill {
 namespace {
 
-constexpr auto kTick = std::chrono::milliseconds(50);
-constexpr auto kStopPoll = std::chrono::milliseconds(10);
+constexpr absl::Duration kTick = absl::Milliseconds(50);
+constexpr absl::Duration kStopPoll = absl::Milliseconds(10);
 
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
@@ -49,14 +51,12 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
               }) {}
 
 absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Start(const v1::Config& config, Metrics& metrics) {
-  auto model = IdentifyModel(config.model().path(), ToEngineOptions(config).dtype);
-  if (!model.ok()) return model.status();
-  std::unique_ptr<PoolEngine> engine(new PoolEngine(config, *std::move(model), metrics));
-  auto control = ControlService::Start(config.pool(), *engine);
-  if (!control.ok()) return control.status();
+  ASSIGN_OR_RETURN(auto model, IdentifyModel(config.model().path(), ToEngineOptions(config).dtype));
+  std::unique_ptr<PoolEngine> engine(new PoolEngine(config, std::move(model), metrics));
+  ASSIGN_OR_RETURN(auto control, ControlService::Start(config.pool(), *engine));
   {
-    const std::lock_guard<std::mutex> lock(engine->mu_);
-    engine->control_ = *std::move(control);
+    const MutexLock lock(engine->mu_);
+    engine->control_ = std::move(control);
     engine->DoActions();  // of workers that were faster
   }
   engine->clock_ = std::thread([engine = engine.get()] { engine->Tick(); });
@@ -65,28 +65,28 @@ absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Start(const v1::Config& 
 
 PoolEngine::~PoolEngine() {
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     quit_ = true;
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
   if (clock_.joinable()) clock_.join();
   std::unique_ptr<ControlService> control;  // its end calls back in: without the mutex
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   control.swap(control_);
 }
 
 int PoolEngine::ranks() const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   return leader_.capacity().ranks;
 }
 
 double PoolEngine::peak_flops() const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   return leader_.peak_flops();
 }
 
 std::vector<PoolMember> PoolEngine::members() const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   std::vector<PoolMember> members;
   for (const Leader::WorkerView& worker : leader_.workers()) {
     members.push_back({.name = worker.offer->name(),
@@ -100,18 +100,17 @@ std::vector<PoolMember> PoolEngine::members() const {
 }
 
 std::vector<PoolLink> PoolEngine::links() const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   return leader_.links();
 }
 
 absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOptions& options) const {
   PoolCapacity capacity;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     capacity = leader_.capacity();
   }
-  if (absl::Status status = CheckPromptOptions(model_.shape, model_name(), tokens, options); !status.ok())
-    return status;
+  RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), tokens, options));
   return PlanFor(capacity, tokens, options);
 }
 
@@ -130,13 +129,12 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
     return absl::InvalidArgumentError(
         "a pool of processes does not return KV caches yet; use an embedded pool");
   }
-  if (absl::Status status = CheckPromptOptions(model_.shape, model_name(), count, options); !status.ok())
-    return status;
-  if (absl::Status status = CheckTokenIds(model_.shape, model_name(), tokens); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), count, options));
+  RETURN_IF_ERROR(CheckTokenIds(model_.shape, model_name(), tokens));
 
   absl::StatusOr<Leader::Result> run = absl::UnknownError("");
   {
-    std::unique_lock<std::mutex> lock(mu_);
+    MutexLock lock(mu_);
     waiting_.emplace();
     waiting_->ticket =
         leader_.Submit({.id = options.request_id, .tokens = tokens, .options = options}, MonotonicNow());
@@ -148,23 +146,22 @@ absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> toke
   PrefillResult result{.logits = std::move(run->logits), .top = {}, .plan = std::move(run->plan)};
   result.ranks = std::move(run->ranks);
   result.prefill_seconds = run->seconds;
-  absl::Status status = SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result));
   // A run that measured the links was planned without knowing them: it says nothing of the predictions to
   // come.
   if (!run->probed) correction_.Observe(result.plan.predicted.seconds, run->seconds);
   return result;
 }
 
-absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(std::unique_lock<std::mutex>& lock,
-                                                         PrefillObserver* observer, const StopToken* stop) {
+absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(MutexLock& lock, PrefillObserver* observer,
+                                                         const StopToken* stop) {
   int told = 0;
   while (!waiting_->result.has_value()) {
     if (waiting_->layers_done > told) {
       told = waiting_->layers_done;
-      lock.unlock();
+      lock.Unlock();
       if (observer != nullptr) observer->OnLayerDone(told, model_.shape.layers);
-      lock.lock();
+      lock.Lock();
       continue;
     }
     if (stop != nullptr && stop->stopped()) {
@@ -173,35 +170,35 @@ absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(std::unique_lock<std::m
       DoActions();
       continue;
     }
-    changed_.wait_for(lock, kStopPoll);
+    changed_.WaitFor(mu_, kStopPoll);
   }
   return *std::move(waiting_->result);
 }
 
 void PoolEngine::OnConnected(ControlService::Connection connection) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   leader_.OnConnected(connection, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   leader_.OnMessage(connection, message, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::OnDisconnected(ControlService::Connection connection) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   leader_.OnDisconnected(connection, MonotonicNow());
   DoActions();
 }
 
 void PoolEngine::Tick() {
-  std::unique_lock<std::mutex> lock(mu_);
+  MutexLock lock(mu_);
   while (!quit_) {
     leader_.OnTick(MonotonicNow());
     DoActions();
-    changed_.wait_for(lock, kTick);
+    changed_.WaitFor(mu_, kTick);
   }
 }
 
@@ -223,7 +220,7 @@ void PoolEngine::DoActions() {
     }
   }
   PublishMetrics();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void PoolEngine::PublishMetrics() {

@@ -6,9 +6,7 @@
 #ifndef MESHFILL_SERVER_POOL_POOL_ENGINE_H_
 #define MESHFILL_SERVER_POOL_POOL_ENGINE_H_
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +18,7 @@
 #include "engine/devices/engine_options.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
+#include "kernels/mutex.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/observe/metrics.h"
 #include "server/pool/control_service.h"
@@ -69,7 +68,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                      const PrefillOptions& options) const;
-  absl::StatusOr<Leader::Result> WaitForResult(std::unique_lock<std::mutex>& lock, PrefillObserver* observer,
+  absl::StatusOr<Leader::Result> WaitForResult(MutexLock& lock, PrefillObserver* observer,
                                                const StopToken* stop);
 
   const IdentifiedModel model_;
@@ -78,8 +77,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   const std::string backend_name_ = "pool";
   Metrics& metrics_;
 
-  mutable std::mutex mu_;
-  std::condition_variable changed_;
+  mutable Mutex mu_;
+  CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
   std::optional<Waiting> waiting_ ABSL_GUARDED_BY(mu_);
   bool quit_ ABSL_GUARDED_BY(mu_) = false;

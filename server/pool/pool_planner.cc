@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/prefill_request.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -57,7 +58,7 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options) {
-  if (absl::Status status = CheckRequest(model, tokens, options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckRequest(model, tokens, options));
   if (capacity.ranks == 0) {
     return absl::UnavailableError("the pool has no workers; start some, or try again later");
   }

@@ -6,8 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/gloo/gloo.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/devices/free_memory.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
@@ -89,12 +91,11 @@ class RankHost::ActiveRun {
   absl::StatusOr<std::vector<std::string>> Listen() {
     std::vector<std::string> addresses;
     for (size_t i = 0; i < seats_.size(); ++i) {
-      absl::StatusOr<std::unique_ptr<Endpoint>> endpoint = ListenFor(i);
-      if (!endpoint.ok()) return endpoint.status();
-      addresses.push_back((*endpoint)->address());
-      const std::lock_guard<std::mutex> lock(mu_);
+      ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint, ListenFor(i));
+      addresses.push_back(endpoint->address());
+      const MutexLock lock(mu_);
       if (!abort_reason_.ok()) return abort_reason_;
-      seats_[i].endpoint = *std::move(endpoint);
+      seats_[i].endpoint = std::move(endpoint);
     }
     return addresses;
   }
@@ -114,7 +115,7 @@ class RankHost::ActiveRun {
   // From any thread.
   void Abort(const absl::Status& reason) {
     stop_.Stop();
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     if (abort_reason_.ok()) abort_reason_ = reason;
     for (Seat& seat : seats_) {
       if (seat.endpoint != nullptr) seat.endpoint->Abort(abort_reason_);
@@ -166,7 +167,7 @@ class RankHost::ActiveRun {
 
   absl::Status ReserveOnDevices(int64_t bytes_each) {
     for (size_t i = 0; i < seats_.size(); ++i) {
-      if (absl::Status status = ReserveOn(*host_.backends_[i], bytes_each); !status.ok()) return status;
+      RETURN_IF_ERROR(ReserveOn(*host_.backends_[i], bytes_each));
     }
     return absl::OkStatus();
   }
@@ -235,7 +236,7 @@ class RankHost::ActiveRun {
   std::vector<std::string> addresses_;   // by rank of the whole run
   std::vector<LinkProbe> probes_;        // of the whole run
   StopToken stop_;
-  std::mutex mu_;
+  Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
@@ -253,32 +254,30 @@ RankHost::RankHost(const Options& options, EmbeddedPool pool,
       thread_([this] { Work(); }) {}
 
 absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options, Listener& listener) {
-  absl::StatusOr<EmbeddedPool> pool =
-      LoadEmbeddedPool({.model_path = options.model_path,
-                        .ranks = options.ranks,
-                        .device = options.device,
-                        .dtype = options.dtype,
-                        .peak_flops = options.peak_flops,
-                        .memory_budget_bytes = options.memory_bytes,
-                        .communication_multiprocessors = options.attention_sm_margin,
-                        .threads = options.threads,
-                        .speed_profile_path = options.speed_profile_path});
-  if (!pool.ok()) return pool.status();
-  if (absl::Status status = CheckDevices(pool->devices); !status.ok()) return status;
-  auto identified = IdentifyModel(options.model_path, pool->models.front()->shape().dtype);
-  if (!identified.ok()) return identified.status();
-  auto backends = Counting(std::exchange(pool->backends, {}));
+  ASSIGN_OR_RETURN(EmbeddedPool pool,
+                   LoadEmbeddedPool({.model_path = options.model_path,
+                                     .ranks = options.ranks,
+                                     .device = options.device,
+                                     .dtype = options.dtype,
+                                     .peak_flops = options.peak_flops,
+                                     .memory_budget_bytes = options.memory_bytes,
+                                     .communication_multiprocessors = options.attention_sm_margin,
+                                     .threads = options.threads,
+                                     .speed_profile_path = options.speed_profile_path}));
+  RETURN_IF_ERROR(CheckDevices(pool.devices));
+  ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
+  auto backends = Counting(std::exchange(pool.backends, {}));
   return std::unique_ptr<RankHost>(
-      new RankHost(options, *std::move(pool), std::move(backends), std::move(identified->id), listener));
+      new RankHost(options, std::move(pool), std::move(backends), std::move(identified.id), listener));
 }
 
 RankHost::~RankHost() {
   std::shared_ptr<ActiveRun> run;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     quit_ = true;
     run = run_;
-    posted_.notify_all();
+    posted_.NotifyAll();
   }
   const absl::Status reason = absl::CancelledError("the worker exits");
   if (run != nullptr) run->Abort(reason);
@@ -302,17 +301,17 @@ void RankHost::Describe(v1::Join& offer) const {
 }
 
 void RankHost::Post(std::function<void()> work) {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   work_.push_back(std::move(work));
-  posted_.notify_all();
+  posted_.NotifyAll();
 }
 
 void RankHost::Work() {
   while (true) {
     std::function<void()> work;
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      posted_.wait(lock, [this] { return quit_ || !work_.empty(); });
+      MutexLock lock(mu_);
+      while (!quit_ && work_.empty()) posted_.Wait(mu_);
       if (quit_) return;
       work = std::move(work_.front());
       work_.pop_front();
@@ -328,7 +327,7 @@ void RankHost::TellOfStrangers(int rank, int strangers) {
 }
 
 std::shared_ptr<RankHost::ActiveRun> RankHost::Current(uint64_t run) const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   return run_ != nullptr && run_->number() == run ? run_ : nullptr;
 }
 
@@ -342,11 +341,11 @@ void RankHost::Prepare(WorkerMachine::RunPart part) {
 absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::RunPart part) {
   auto run = std::make_shared<ActiveRun>(std::move(part), *this);
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     run_ = run;
     if (stopping_ == run->number()) return absl::CancelledError("stopped before it was prepared");
   }
-  if (absl::Status status = run->Reserve(); !status.ok()) return status;
+  RETURN_IF_ERROR(run->Reserve());
   return run->Listen();
 }
 
@@ -359,14 +358,14 @@ void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vect
 
 void RankHost::Stop(uint64_t run, const std::string& reason) {
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     stopping_ = run;
   }
   if (auto current = Current(run)) current->Abort(absl::AbortedError(reason));
   Post([this, run] {
     LetGo(run);
     {
-      const std::lock_guard<std::mutex> lock(mu_);
+      const MutexLock lock(mu_);
       stopping_ = 0;
     }
     listener_.OnRunStopped(run);
@@ -390,12 +389,12 @@ void RankHost::LetGo(uint64_t run) {
   std::shared_ptr<ActiveRun> current = Current(run);
   if (current == nullptr) return;
   current->Join();
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   run_ = nullptr;
 }
 
 bool RankHost::IsStopping(uint64_t run) const {
-  const std::lock_guard<std::mutex> lock(mu_);
+  const MutexLock lock(mu_);
   return stopping_ == run;
 }
 
@@ -404,7 +403,7 @@ bool RankHost::lost() const { return lost_; }
 std::vector<WorkerMachine::RankProgress> RankHost::progress() const {
   std::shared_ptr<ActiveRun> run;
   {
-    const std::lock_guard<std::mutex> lock(mu_);
+    const MutexLock lock(mu_);
     run = run_;
   }
   return run != nullptr ? run->progress() : std::vector<WorkerMachine::RankProgress>();

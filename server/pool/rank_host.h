@@ -7,11 +7,9 @@
 #define MESHFILL_SERVER_POOL_RANK_HOST_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -23,6 +21,7 @@
 #include "engine/devices/device.h"
 #include "engine/devices/embedded_pool.h"
 #include "engine/run/rank_runner.h"
+#include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/counting_backend.h"
 #include "server/pool/worker_machine.h"
@@ -91,8 +90,8 @@ class RankHost {
   std::atomic<bool> told_of_strangers_{false};
   std::atomic<bool> lost_{false};
 
-  mutable std::mutex mu_;
-  std::condition_variable posted_;
+  mutable Mutex mu_;
+  CondVar posted_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   uint64_t stopping_ ABSL_GUARDED_BY(mu_) = 0;  // the run that was told to stop and has not; 0: none

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 #include "server/pool/word_hash.h"
 
 namespace meshfill {
@@ -57,8 +58,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
 }
 
 absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
-  const auto kind = ParseLayout(message.layout());
-  if (!kind.ok()) return kind.status();
+  ASSIGN_OR_RETURN(const auto kind, ParseLayout(message.layout()));
   if (message.ranks() > kMaxRanks || message.heads() > kMaxRanks || message.a() > kMaxRanks ||
       message.b() > kMaxRanks || message.a() == 0 || message.b() == 0 ||
       uint64_t{message.heads()} * message.a() * message.b() != message.ranks()) {
@@ -74,16 +74,15 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
     return absl::InvalidArgumentError(
         absl::StrCat("a plan in slices of ", message.slice_tokens(), " tokens"));
   }
-  const auto layout =
-      TokenLayout::Make(*kind, static_cast<int>(message.ranks()), static_cast<int64_t>(message.tokens()),
-                        std::max<int64_t>(1, static_cast<int64_t>(message.stripe())));
-  if (!layout.ok()) return layout.status();
+  ASSIGN_OR_RETURN(
+      const auto layout,
+      TokenLayout::Make(kind, static_cast<int>(message.ranks()), static_cast<int64_t>(message.tokens()),
+                        std::max<int64_t>(1, static_cast<int64_t>(message.stripe()))));
   const Tile tile{static_cast<int>(message.a()), static_cast<int>(message.b())};
   Schedule schedule{.tile = tile, .steps = {}};
   for (const v1::RunPlan::Step& step_message : message.steps()) {
-    const auto comm = ParseComm(step_message.comm());
-    if (!comm.ok()) return comm.status();
-    Step step{.comm = *comm, .blocks = {}};
+    ASSIGN_OR_RETURN(const auto comm, ParseComm(step_message.comm()));
+    Step step{.comm = comm, .blocks = {}};
     for (int i = 0; i + 1 < step_message.blocks_size(); i += 2) {
       const uint32_t u = step_message.blocks(i), v = step_message.blocks(i + 1);
       if (u >= message.a() || v >= message.b()) {
@@ -94,8 +93,8 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
     }
     schedule.steps.push_back(std::move(step));
   }
-  if (absl::Status status = CheckSchedule(schedule); !status.ok()) return status;
-  Plan plan{.layout = *layout,
+  RETURN_IF_ERROR(CheckSchedule(schedule));
+  Plan plan{.layout = layout,
             .heads = static_cast<int>(message.heads()),
             .tile = tile,
             .partial_dtype = message.partial_dtype() == "bf16" ? DType::kBf16 : DType::kF32,

@@ -101,7 +101,7 @@ class WorkerMachine {
 
   explicit WorkerMachine(Options options) : options_(std::move(options)) {}
 
-  // ---- Events. `now` never falls and never jumps: no time of day (engine/comm/monotonic_time.h).
+  // ---- Events. `now` never falls and never jumps: no time of day (kernels/monotonic_time.h).
   void Start(absl::Time now);
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);

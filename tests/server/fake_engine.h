@@ -15,8 +15,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/prefill_engine.h"
+#include "kernels/monotonic_time.h"
 
 namespace meshfill {
 

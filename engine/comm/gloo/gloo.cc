@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <csignal>
 #include <cstddef>
 #include <exception>
+#include <iterator>
 #include <list>
-#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -18,7 +17,9 @@
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo_pair.h"
 #include "engine/comm/gloo/gloo_rendezvous.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -27,13 +28,6 @@ namespace {
 // sockets.
 constexpr absl::Duration kLinger = absl::Minutes(1);
 constexpr absl::Duration kCloseTimeout = absl::Seconds(1);
-
-// A wait that has begun does not heed a clock that is set.
-std::chrono::steady_clock::time_point SteadyTime(absl::Time deadline) {
-  constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // far from where the clock's count ends
-  const absl::Duration left = std::clamp(deadline - MonotonicNow(), absl::ZeroDuration(), kLongest);
-  return std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(left);
-}
 
 // What goes before each payload, as a message of its own. Both ends have one byte order.
 struct Header {
@@ -83,7 +77,7 @@ struct Message {
 // One rank's part of a run: its pairs, and what is under way on them.
 //
 // Three kinds of threads: the rank's own (SendReceive, Wait, Close), gloo's loop (OnEvents), anyone (Abort).
-// No lock of a pair is taken under mutex_. std::mutex and the abort reason as plain fields, as in
+// No lock of a pair is taken under mu_. Mutex and the abort reason as plain fields, as in
 // in_process.cc.
 class GlooRun {
  public:
@@ -114,11 +108,15 @@ class GlooRun {
   absl::Status StartReceive(Message& message);
   absl::Status StartSend(Message& message);
   void OnEvents();
-  void Reap() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Reap() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ShutDownPairs(int how);  // SHUT_WR, SHUT_RDWR
   bool Ended(Message& message) const;
+  // The message has ended, or never will.
+  bool WaitIsOver(Message& message) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return aborted_ || closed_ || lost_send_to_ >= 0 || Ended(message);
+  }
   absl::Status CheckHeader(const Message& message) const;
-  absl::Status AbortedIn(absl::string_view what) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status AbortedIn(absl::string_view what) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Lost(int peer, absl::string_view what);
   std::string Describe(CommOp op, absl::string_view direction, int peer) const {
     return absl::StrCat("rank ", options_.rank, ": ", CommOpName(op), " ", direction, " rank ", peer);
@@ -130,17 +128,17 @@ class GlooRun {
 
   std::vector<Counters> counters_;  // by peer; of the rank's thread alone
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::StatusCode abort_code_ ABSL_GUARDED_BY(mutex_) = absl::StatusCode::kOk;
-  std::string abort_message_ ABSL_GUARDED_BY(mutex_);
+  Mutex mu_;
+  CondVar changed_;
+  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
+  absl::StatusCode abort_code_ ABSL_GUARDED_BY(mu_) = absl::StatusCode::kOk;
+  std::string abort_message_ ABSL_GUARDED_BY(mu_);
   // Until they have left or come, whether or not anybody still waits.
-  std::list<std::shared_ptr<Message>> sends_ ABSL_GUARDED_BY(mutex_);
-  std::list<std::shared_ptr<Message>> receives_ ABSL_GUARDED_BY(mutex_);
-  int lost_send_to_ ABSL_GUARDED_BY(mutex_) = -1;  // a rank that went before it took what it was sent
-  bool standing_ ABSL_GUARDED_BY(mutex_) = false;  // pairs_ are complete
-  bool closed_ ABSL_GUARDED_BY(mutex_) = false;    // no more calls
+  std::list<std::shared_ptr<Message>> sends_ ABSL_GUARDED_BY(mu_);
+  std::list<std::shared_ptr<Message>> receives_ ABSL_GUARDED_BY(mu_);
+  int lost_send_to_ ABSL_GUARDED_BY(mu_) = -1;  // a rank that went before it took what it was sent
+  bool standing_ ABSL_GUARDED_BY(mu_) = false;  // pairs_ are complete
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;    // no more calls
 
   std::vector<GlooPair*> pairs_;          // by rank, null for this one; of context_; constant once standing
   std::shared_ptr<GlooContext> context_;  // last, so that the loop's thread ends first
@@ -170,7 +168,7 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDesc
     return absl::UnavailableError(
         absl::StrCat("rank ", options_.rank, ": gloo on ", options_.listen, ": ", error.what()));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   standing_ = true;
   return aborted_ ? AbortedIn(absl::StrCat("rank ", options_.rank, ": connecting")) : absl::OkStatus();
 }
@@ -178,23 +176,22 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDesc
 absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(CommOp op, int to, BufferRef message, int from,
                                                               size_t receive_bytes) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (aborted_) return AbortedIn(Describe(op, "from", from));
   }
-  absl::StatusOr<BufferRef> buffer = backend_->Allocate(receive_bytes);
-  if (!buffer.ok()) return buffer.status();
+  ASSIGN_OR_RETURN(BufferRef buffer, backend_->Allocate(receive_bytes));
   const int index = static_cast<int>(op);
   auto receive =
-      std::make_shared<Message>(context_, from, op, counters_[from].received[index]++, *std::move(buffer));
+      std::make_shared<Message>(context_, from, op, counters_[from].received[index]++, std::move(buffer));
   auto send = std::make_shared<Message>(context_, to, op, counters_[to].sent[index]++, std::move(message));
   // The receive first: the peer's message flows while ours is summed.
-  if (absl::Status status = StartReceive(*receive); !status.ok()) return status;
+  RETURN_IF_ERROR(StartReceive(*receive));
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     receives_.push_back(receive);
   }
-  if (absl::Status status = StartSend(*send); !status.ok()) return status;
-  std::lock_guard<std::mutex> lock(mutex_);
+  RETURN_IF_ERROR(StartSend(*send));
+  const MutexLock lock(mu_);
   sends_.push_back(std::move(send));
   Reap();
   return receive;
@@ -235,19 +232,17 @@ absl::Status GlooRun::StartSend(Message& message) {
 absl::StatusOr<BufferRef> GlooRun::Wait(Message& message, absl::Time deadline) {
   int lost_peer;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const bool in_time = changed_.wait_until(lock, SteadyTime(deadline), [&] {
-      return aborted_ || closed_ || lost_send_to_ >= 0 || Ended(message);
-    });
-    if (aborted_) return AbortedIn(Describe(message));
-    if (!in_time) {
+    MutexLock lock(mu_);
+    while (!WaitIsOver(message)) {
+      if (changed_.WaitUntil(mu_, deadline) || WaitIsOver(message)) continue;
       return absl::DeadlineExceededError(
           absl::StrCat(Describe(message), ": nothing whole arrived before the deadline"));
     }
+    if (aborted_) return AbortedIn(Describe(message));
     lost_peer = lost_send_to_ >= 0 && !pairs_[message.peer]->closed() ? lost_send_to_ : message.peer;
   }
   if (message.header_transfer.received()) {
-    if (absl::Status status = CheckHeader(message); !status.ok()) return status;
+    RETURN_IF_ERROR(CheckHeader(message));
   }
   if (!message.received()) return Lost(lost_peer, Describe(message));
   const Header& header = message.header;
@@ -285,19 +280,19 @@ absl::Status GlooRun::CheckHeader(const Message& message) const {
 }
 
 void GlooRun::OnEvents() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   Reap();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 // Lets go of what gloo has no more business with.
 void GlooRun::Reap() {
-  sends_.remove_if([&](const auto& send) {
-    if (send->sent()) return true;
-    if (!pairs_[send->peer]->closed()) return false;
-    lost_send_to_ = send->peer;
-    return true;
-  });
+  for (auto send = sends_.begin(); send != sends_.end();) {
+    const bool sent = (*send)->sent();
+    const bool lost = !sent && pairs_[(*send)->peer]->closed();
+    if (lost) lost_send_to_ = (*send)->peer;
+    send = sent || lost ? sends_.erase(send) : std::next(send);
+  }
   receives_.remove_if(
       [&](const auto& receive) { return receive->received() || pairs_[receive->peer]->closed(); });
 }
@@ -305,18 +300,18 @@ void GlooRun::Reap() {
 void GlooRun::Abort(const absl::Status& reason) {
   bool standing;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (std::exchange(aborted_, true)) return;
     abort_code_ = reason.ok() ? absl::StatusCode::kAborted : reason.code();
     abort_message_ = reason.ok() ? "aborted without a reason" : std::string(reason.message());
-    changed_.notify_all();
+    changed_.NotifyAll();
     standing = standing_;
   }
   if (standing) ShutDownPairs(SHUT_RDWR);
 }
 
 absl::Status GlooRun::AbortReason(absl::string_view while_doing) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   if (!aborted_) return absl::OkStatus();
   return AbortedIn(absl::StrCat("rank ", options_.rank, ": ", while_doing));
 }
@@ -325,28 +320,27 @@ absl::Status GlooRun::AbortReason(absl::string_view while_doing) {
 void GlooRun::Close() {
   bool aborted;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    MutexLock lock(mu_);
     if (std::exchange(closed_, true)) return;
-    changed_.notify_all();
+    changed_.NotifyAll();
     if (!standing_) return;
-    changed_.wait_for(lock, absl::ToChronoNanoseconds(kLinger), [&] {
-      Reap();
-      return aborted_ || sends_.empty();
-    });
+    const absl::Time linger_end = MonotonicNow() + kLinger;
+    Reap();
+    while (!aborted_ && !sends_.empty() && changed_.WaitUntil(mu_, linger_end)) Reap();
     aborted = aborted_;
   }
   ShutDownPairs(aborted ? SHUT_RDWR : SHUT_WR);
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, absl::ToChronoNanoseconds(kCloseTimeout), [&] {
-      return std::all_of(pairs_.begin(), pairs_.end(),
-                         [](const GlooPair* pair) { return pair == nullptr || pair->closed(); });
-    });
+    MutexLock lock(mu_);
+    const absl::Time close_end = MonotonicNow() + kCloseTimeout;
+    const auto closed = [](const GlooPair* pair) { return pair == nullptr || pair->closed(); };
+    while (!std::all_of(pairs_.begin(), pairs_.end(), closed) && changed_.WaitUntil(mu_, close_end)) {
+    }
   }
   for (GlooPair* pair : pairs_) {
     if (pair != nullptr) pair->Close();
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   sends_.clear();
   receives_.clear();
 }
@@ -363,7 +357,7 @@ absl::Status GlooRun::AbortedIn(absl::string_view what) const {
 
 // An abort breaks the connections too: then its reason is the one to tell.
 absl::Status GlooRun::Lost(int peer, absl::string_view what) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mu_);
   if (aborted_) return AbortedIn(what);
   const GlooPair& pair = *pairs_[peer];
   return absl::UnavailableError(absl::StrCat(what, ": the connection with rank ", peer,
@@ -408,10 +402,9 @@ class GlooCommunicator : public Communicator {
       return absl::InvalidArgumentError(
           absl::StrCat("rank ", rank(), ": ", CommOpName(op), " to rank ", to, " without a message"));
     }
-    absl::StatusOr<std::shared_ptr<Message>> receive =
-        run_->SendReceive(op, to, std::move(message), from, receive_bytes);
-    if (!receive.ok()) return receive.status();
-    return std::make_unique<GlooReceive>(run_, *std::move(receive));
+    ASSIGN_OR_RETURN(std::shared_ptr<Message> receive,
+                     run_->SendReceive(op, to, std::move(message), from, receive_bytes));
+    return std::make_unique<GlooReceive>(run_, std::move(receive));
   }
 
   void Abort(absl::Status reason) override { run_->Abort(reason); }
@@ -464,10 +457,9 @@ absl::StatusOr<std::unique_ptr<GlooEndpoint>> GlooEndpoint::Listen(const GlooOpt
   struct sigaction action = {};
   if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL)
     std::signal(SIGPIPE, SIG_IGN);
-  absl::StatusOr<std::unique_ptr<GlooRendezvous>> rendezvous =
-      GlooRendezvous::Listen(options.listen, options.rank, options.ranks, options.run);
-  if (!rendezvous.ok()) return rendezvous.status();
-  return std::make_unique<GlooEndpointImpl>(options, *std::move(rendezvous));
+  ASSIGN_OR_RETURN(std::unique_ptr<GlooRendezvous> rendezvous,
+                   GlooRendezvous::Listen(options.listen, options.rank, options.ranks, options.run));
+  return std::make_unique<GlooEndpointImpl>(options, std::move(rendezvous));
 }
 
 }  // namespace meshfill

@@ -19,7 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -151,12 +152,12 @@ class Meeting {
 
   absl::StatusOr<std::vector<FileDescriptor>> Run(std::span<const std::string> addresses,
                                                   absl::Time deadline) {
-    if (absl::Status status = ParseAddresses(addresses); !status.ok()) return status;
+    RETURN_IF_ERROR(ParseAddresses(addresses));
     for (int peer = 0; peer < self_.rank; ++peer) {
-      if (absl::Status status = StartConnecting(peer); !status.ok()) return status;
+      RETURN_IF_ERROR(StartConnecting(peer));
     }
     while (!MissingPeers().empty()) {
-      if (absl::Status status = Poll(deadline); !status.ok()) return status;
+      RETURN_IF_ERROR(Poll(deadline));
     }
     return std::move(sockets_);
   }
@@ -247,9 +248,8 @@ class Meeting {
     size_t next = 2;
     for (auto out = outgoing_.begin(); out != outgoing_.end();) {
       const bool ready = polled[next++].revents != 0;
-      absl::StatusOr<bool> done = ready ? Advance(*out) : false;
-      if (!done.ok()) return done.status();
-      out = *done ? outgoing_.erase(out) : std::next(out);
+      ASSIGN_OR_RETURN(bool done, ready ? Advance(*out) : false);
+      out = done ? outgoing_.erase(out) : std::next(out);
     }
     for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
       const bool ready = polled[next++].revents != 0;
@@ -359,9 +359,8 @@ FileDescriptor::~FileDescriptor() {
 
 absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const std::string& listen, int rank,
                                                                        int ranks, uint64_t run) {
-  absl::StatusOr<SocketAddress> interface = Resolve(listen);
-  if (!interface.ok()) return interface.status();
-  if (IsWildcard(*interface)) {
+  ASSIGN_OR_RETURN(SocketAddress interface, Resolve(listen));
+  if (IsWildcard(interface)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "data plane: \"", listen, "\" is every interface; name the one that carries the ranks' data"));
   }
@@ -370,15 +369,15 @@ absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const std
         absl::StrCat("data plane: cannot ", what, " ", listen, ": ", ErrnoText(errno)));
   };
   std::unique_ptr<GlooRendezvous> rendezvous(new GlooRendezvous(rank, ranks, run));
-  rendezvous->interface_ = *interface;
+  rendezvous->interface_ = interface;
   rendezvous->listener_ =
-      FileDescriptor(socket(interface->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+      FileDescriptor(socket(interface.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   rendezvous->interrupt_ = FileDescriptor(eventfd(0, EFD_CLOEXEC));
   const int listener = rendezvous->listener_.get();
   AddressBytes address = {.magic = kMagic, .run = run, .rank = static_cast<uint64_t>(rank)};
   socklen_t length = sizeof(address.socket);
   if (listener < 0 || !rendezvous->interrupt_.valid()) return unavailable("make a socket for");
-  if (bind(listener, interface->get(), interface->length) != 0) return unavailable("bind to");
+  if (bind(listener, interface.get(), interface.length) != 0) return unavailable("bind to");
   if (::listen(listener, kBacklog) != 0) return unavailable("listen on");
   if (getsockname(listener, reinterpret_cast<sockaddr*>(&address.socket), &length) != 0) {
     return unavailable("name the port on");

@@ -1,10 +1,8 @@
 #include "engine/comm/nccl/nccl.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -13,10 +11,12 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/comm/nccl/nccl_library.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/stream.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -41,12 +41,12 @@ class NcclComm {
     ncclComm_t comm = nullptr;
     const ncclResult_t begun = nccl_.CommInitRankConfig(&comm, ranks, id, rank_, &config);
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mu_);
       comm_ = comm;
       if (aborted_ && comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
     }
     absl::Status status = Settle(begun, "connecting", deadline);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     connected_ = status.ok();
     return status;
   }
@@ -56,7 +56,7 @@ class NcclComm {
   absl::Status Group(const std::string& what, absl::Time deadline, const Body& body) {
     ncclResult_t result;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mu_);
       if (aborted_) return reason_;
       result = nccl_.GroupStart();
       if (result == ncclSuccess) result = body(comm_);
@@ -68,7 +68,7 @@ class NcclComm {
 
   // The state now: the reason of Abort, a failure that NCCL met meanwhile, or OK.
   absl::Status Check(const std::string& what) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (aborted_) return reason_;
     ncclResult_t state = ncclSuccess;
     const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &state);
@@ -78,7 +78,7 @@ class NcclComm {
 
   // The kernels that wait for a peer end, with anything in their buffers.
   void Abort(absl::Status reason) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (std::exchange(aborted_, true)) return;
     reason_ = reason.ok() ? absl::AbortedError("aborted without a reason") : std::move(reason);
     if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
@@ -89,7 +89,7 @@ class NcclComm {
   absl::Status Settle(ncclResult_t result, const std::string& what, absl::Time deadline) {
     while (result == ncclInProgress || result == ncclSuccess) {
       {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const MutexLock lock(mu_);
         if (aborted_) return reason_;
         const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &result);
         if (asked != ncclSuccess) result = asked;
@@ -102,12 +102,12 @@ class NcclComm {
       }
       absl::SleepFor(kPoll);
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     return aborted_ ? reason_ : Failure(what, result);
   }
 
   absl::Status Failure(const std::string& what, ncclResult_t result) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const char* const detail = nccl_.GetLastError(comm_);
     return absl::UnavailableError(
         absl::StrCat("rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result),
@@ -116,7 +116,7 @@ class NcclComm {
 
   // What was sent leaves first; a peer that does not take it is not waited for.
   void Destroy() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     if (comm_ == nullptr) return;
     ncclResult_t state = connected_ ? nccl_.CommFinalize(comm_) : ncclSystemError;
     const absl::Time deadline = MonotonicNow() + kEndTimeout;
@@ -130,11 +130,11 @@ class NcclComm {
 
   const Nccl& nccl_;
   const int rank_;
-  std::mutex mutex_;
-  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status reason_ ABSL_GUARDED_BY(mutex_);
-  ncclComm_t comm_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  bool connected_ ABSL_GUARDED_BY(mutex_) = false;
+  Mutex mu_;
+  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status reason_ ABSL_GUARDED_BY(mu_);
+  ncclComm_t comm_ ABSL_GUARDED_BY(mu_) = nullptr;
+  bool connected_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 // Aborts when a transfer that was waited for is not over by its deadline, or NCCL has met an error.
@@ -143,17 +143,17 @@ class Watch {
   explicit Watch(std::shared_ptr<NcclComm> comm) : comm_(std::move(comm)), thread_([this] { Work(); }) {}
   ~Watch() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mu_);
       quit_ = true;
-      changed_.notify_all();
+      changed_.NotifyAll();
     }
     thread_.join();
   }
 
   void Add(std::shared_ptr<const CudaPoint> end, std::string what, absl::Time deadline) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mu_);
     transfers_.push_back({std::move(end), std::move(what), deadline});
-    changed_.notify_all();
+    changed_.NotifyAll();
   }
 
  private:
@@ -164,10 +164,10 @@ class Watch {
   };
 
   void Work() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    MutexLock lock(mu_);
     while (!quit_) {
       if (transfers_.empty()) {
-        changed_.wait(lock);
+        changed_.Wait(mu_);
         continue;
       }
       // In the order of the stream: the first is over before the others.
@@ -185,15 +185,15 @@ class Watch {
         transfers_.clear();
         continue;
       }
-      changed_.wait_for(lock, absl::ToChronoMilliseconds(kWatch));
+      changed_.WaitFor(mu_, kWatch);
     }
   }
 
   const std::shared_ptr<NcclComm> comm_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool quit_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<Transfer> transfers_ ABSL_GUARDED_BY(mutex_);
+  Mutex mu_;
+  CondVar changed_;
+  bool quit_ ABSL_GUARDED_BY(mu_) = false;
+  std::deque<Transfer> transfers_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;  // last
 };
 
@@ -209,7 +209,7 @@ class NcclReceive : public PendingReceive {
 
   absl::StatusOr<BufferRef> Wait(absl::Time deadline) override {
     if (message_.buffer == nullptr) return absl::InternalError(absl::StrCat(what_, ": waited twice"));
-    if (absl::Status status = comm_->Check(what_); !status.ok()) return status;
+    RETURN_IF_ERROR(comm_->Check(what_));
     watch_.Add(std::static_pointer_cast<const CudaPoint>(message_.ready), what_, deadline);
     return backend_.TakeOver(std::exchange(message_, {}));
   }
@@ -246,32 +246,28 @@ class NcclCommunicator : public Communicator {
       }
     }
     std::string what = absl::StrCat("rank ", rank(), ": ", CommOpName(op), " from rank ", from);
-    absl::StatusOr<BufferRef> received = backend_.Allocate(receive_bytes);
-    if (!received.ok()) return received.status();
+    ASSIGN_OR_RETURN(BufferRef received, backend_.Allocate(receive_bytes));
     const ScopedCudaDevice scope(options_.device);
     // The message is written, and what is received into allocated, where the rank's own stream is now.
     const std::shared_ptr<const StreamPoint> before = backend_.Mark();
     if (before == nullptr) return absl::UnavailableError(absl::StrCat(what, ": the device has failed"));
-    if (absl::Status status = stream_->WaitFor(static_cast<const CudaPoint&>(*before)); !status.ok())
-      return status;
+    RETURN_IF_ERROR(stream_->WaitFor(static_cast<const CudaPoint&>(*before)));
     CudaAllocation::Of(*message).AddUser(stream_);
-    CudaAllocation::Of(**received).AddUser(stream_);
-    absl::Status status = comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
+    CudaAllocation::Of(*received).AddUser(stream_);
+    RETURN_IF_ERROR(comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
       // Nothing is sent of nothing: the peer expects as little.
       ncclResult_t result = ncclSuccess;
       if (message->size_bytes() > 0) {
         result = nccl_.Send(message->data(), message->size_bytes(), ncclInt8, to, comm, stream_->get());
       }
       if (receive_bytes > 0 && (result == ncclSuccess || result == ncclInProgress)) {
-        result = nccl_.Recv((*received)->data(), receive_bytes, ncclInt8, from, comm, stream_->get());
+        result = nccl_.Recv(received->data(), receive_bytes, ncclInt8, from, comm, stream_->get());
       }
       return result;
-    });
-    if (!status.ok()) return status;
-    absl::StatusOr<std::shared_ptr<const CudaPoint>> ready = stream_->Mark();
-    if (!ready.ok()) return ready.status();
+    }));
+    ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, stream_->Mark());
     return std::make_unique<NcclReceive>(
-        comm_, watch_, backend_, DeviceMessage{*std::move(received), *std::move(ready)}, std::move(what));
+        comm_, watch_, backend_, DeviceMessage{std::move(received), std::move(ready)}, std::move(what));
   }
 
   void Abort(absl::Status reason) override { comm_->Abort(std::move(reason)); }
@@ -279,16 +275,14 @@ class NcclCommunicator : public Communicator {
   // A byte to and from every other rank, so that the first step of a run finds its connections made.
   absl::Status Greet(absl::Time deadline) {
     for (int step = 1; step < size(); ++step) {
-      absl::StatusOr<BufferRef> byte = backend_.Allocate(1);
-      if (!byte.ok()) return byte.status();
-      absl::StatusOr<std::unique_ptr<PendingReceive>> pending =
-          SendReceive(CommOp::kAllToAll, (rank() + step) % size(), *std::move(byte),
-                      (rank() + size() - step) % size(), 1);
-      if (!pending.ok()) return pending.status();
-      if (absl::StatusOr<BufferRef> received = (*pending)->Wait(deadline); !received.ok())
+      ASSIGN_OR_RETURN(BufferRef byte, backend_.Allocate(1));
+      ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
+                       SendReceive(CommOp::kAllToAll, (rank() + step) % size(), std::move(byte),
+                                   (rank() + size() - step) % size(), 1));
+      if (absl::StatusOr<BufferRef> received = pending->Wait(deadline); !received.ok())
         return received.status();
     }
-    if (absl::Status status = backend_.Finish(); !status.ok()) return status;
+    RETURN_IF_ERROR(backend_.Finish());
     return comm_->Check(absl::StrCat("rank ", rank(), ": connecting"));
   }
 
@@ -385,9 +379,7 @@ class NcclEndpoint : public Endpoint {
       all_have_kept = all_have_kept && name == kept_.name;
     }
     if (all_have_kept) {
-      if (absl::Status status = kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting"));
-          !status.ok())
-        return status;
+      RETURN_IF_ERROR(kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting")));
       return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, backend, kept_.stream);
     }
     ncclUniqueId id;
@@ -411,15 +403,13 @@ class NcclEndpoint : public Endpoint {
       ++links_->made;
     }
     const ScopedCudaDevice scope(options_.device);
-    absl::StatusOr<std::shared_ptr<CudaStream>> stream = CudaStream::Make(options_.device);
-    if (!stream.ok()) return stream.status();
-    if (absl::Status status = fresh_->Init(options_.ranks, id, options_.most_ctas, deadline); !status.ok())
-      return status;
-    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, backend, *stream);
-    if (absl::Status status = communicator->Greet(deadline); !status.ok()) return status;
+    ASSIGN_OR_RETURN(std::shared_ptr<CudaStream> stream, CudaStream::Make(options_.device));
+    RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
+    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, backend, stream);
+    RETURN_IF_ERROR(communicator->Greet(deadline));
     if (links_ != nullptr) {
       links_->last = {.comm = fresh_,
-                      .stream = *std::move(stream),
+                      .stream = std::move(stream),
                       .name = NameOf(id),
                       .epoch = options_.epoch,
                       .rank = options_.rank,
@@ -451,20 +441,19 @@ KeptComm TakeKept(const NcclOptions& options, NcclLinks::State& links) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options) {
-  absl::StatusOr<const Nccl*> nccl = Nccl::Load();
-  if (!nccl.ok()) return nccl.status();
+  ASSIGN_OR_RETURN(const Nccl* nccl, Nccl::Load());
   const std::shared_ptr<NcclLinks::State> links = options.links == nullptr ? nullptr : options.links->state_;
   KeptComm kept = links == nullptr ? KeptComm() : TakeKept(options, *links);
   std::optional<ncclUniqueId> id = links == nullptr ? std::nullopt : links->spare_id;
   if (options.rank == 0 && !id.has_value()) {
-    if (ncclResult_t result = (*nccl)->GetUniqueId(&id.emplace()); result != ncclSuccess) {
-      return absl::UnavailableError(absl::StrCat("NCCL cannot listen: ", (*nccl)->GetErrorString(result),
+    if (ncclResult_t result = nccl->GetUniqueId(&id.emplace()); result != ncclSuccess) {
+      return absl::UnavailableError(absl::StrCat("NCCL cannot listen: ", nccl->GetErrorString(result),
                                                  "; set NCCL_SOCKET_IFNAME to an interface of this machine"));
     }
     if (links != nullptr) links->spare_id = id;
   }
   std::string address = AddressOf(kept.name, options.rank == 0 ? &*id : nullptr);
-  return std::make_unique<NcclEndpoint>(**nccl, options, std::move(kept), links, std::move(address));
+  return std::make_unique<NcclEndpoint>(*nccl, options, std::move(kept), links, std::move(address));
 }
 
 }  // namespace meshfill

@@ -7,6 +7,7 @@
 #include "engine/devices/device.h"
 #include "kernels/cpu/attention_bench.h"
 #include "kernels/cuda/attention_bench.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
@@ -35,36 +36,33 @@ class BenchAttentionCommand : public Command {
   }
 
   absl::Status Run() override {
-    const absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(device_);
-    if (!devices.ok()) return devices.status();
-    if (!devices->empty()) return RunOnGpu(devices->front());
-    absl::StatusOr<AttentionBenchResult> result = BenchAttention(options_);
-    if (!result.ok()) return result.status();
-    std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
+    ASSIGN_OR_RETURN(const std::vector<CudaDevice> devices, ChooseDevices(device_));
+    if (!devices.empty()) return RunOnGpu(devices.front());
+    ASSIGN_OR_RETURN(AttentionBenchResult result, BenchAttention(options_));
+    std::fputs(json_ ? Json(result).c_str() : Text(result).c_str(), stdout);
     return absl::OkStatus();
   }
 
  private:
   absl::Status RunOnGpu(const CudaDevice& device) {
-    absl::StatusOr<CudaAttentionBenchResult> result = BenchCudaAttention({.dtype = options_.dtype,
+    ASSIGN_OR_RETURN(CudaAttentionBenchResult result, BenchCudaAttention({.dtype = options_.dtype,
                                                                           .head_dim = options_.head_dim,
                                                                           .q_heads = options_.q_heads,
                                                                           .kv_heads = options_.kv_heads,
                                                                           .tokens = options_.tokens,
                                                                           .repeats = options_.repeats},
-                                                                         device.traits);
-    if (!result.ok()) return result.status();
-    const double peak = CudaPeakFlops(device.name), flops = result->flops_per_second;
+                                                                         device.traits));
+    const double peak = CudaPeakFlops(device.name), flops = result.flops_per_second;
     const nlohmann::ordered_json json = {
-        {"target", device.name},      {"dtype", DTypeName(options_.dtype)}, {"head_dim", options_.head_dim},
-        {"tokens", options_.tokens},  {"q_heads", options_.q_heads},        {"kv_heads", options_.kv_heads},
-        {"seconds", result->seconds}, {"flops_per_second", flops},          {"peak_flops_per_second", peak}};
+        {"target", device.name},     {"dtype", DTypeName(options_.dtype)}, {"head_dim", options_.head_dim},
+        {"tokens", options_.tokens}, {"q_heads", options_.q_heads},        {"kv_heads", options_.kv_heads},
+        {"seconds", result.seconds}, {"flops_per_second", flops},          {"peak_flops_per_second", peak}};
     const std::string text = absl::StrFormat(
         "%s, %s, head_dim %d, %s tokens, %d query and %d KV heads\n"
         "attention       %.1f TFLOP/s (%s), %.1f %% of the data sheet's peak\n",
         device.name, DTypeName(options_.dtype), options_.head_dim,
         FormatCount(static_cast<double>(options_.tokens)), options_.q_heads, options_.kv_heads, flops / 1e12,
-        FormatSeconds(result->seconds), peak > 0 ? 100 * flops / peak : 0.0);
+        FormatSeconds(result.seconds), peak > 0 ? 100 * flops / peak : 0.0);
     std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
     return absl::OkStatus();
   }

@@ -11,8 +11,9 @@
 #include "absl/strings/str_format.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo.h"
-#include "engine/comm/monotonic_time.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/result_text.h"
@@ -29,22 +30,20 @@ class Ring {
   static absl::StatusOr<std::unique_ptr<Ring>> Make(GlooOptions options, size_t message_bytes) {
     std::unique_ptr<Ring> ring(new Ring());
     for (options.rank = 0; options.rank < options.ranks; ++options.rank) {
-      absl::StatusOr<std::unique_ptr<GlooEndpoint>> endpoint = GlooEndpoint::Listen(options);
-      if (!endpoint.ok()) return endpoint.status();
-      ring->addresses_.push_back((*endpoint)->address());
-      ring->endpoints_.push_back(*std::move(endpoint));
+      ASSIGN_OR_RETURN(std::unique_ptr<GlooEndpoint> endpoint, GlooEndpoint::Listen(options));
+      ring->addresses_.push_back(endpoint->address());
+      ring->endpoints_.push_back(std::move(endpoint));
       ring->backends_.push_back(MakeCpuBackend(DType::kF32, 1));
-      absl::StatusOr<BufferRef> message = ring->backends_.back()->Allocate(message_bytes);
-      if (!message.ok()) return message.status();
-      std::memset((*message)->data(), options.rank, message_bytes);
-      ring->messages_.push_back(*std::move(message));
+      ASSIGN_OR_RETURN(BufferRef message, ring->backends_.back()->Allocate(message_bytes));
+      std::memset(message->data(), options.rank, message_bytes);
+      ring->messages_.push_back(std::move(message));
     }
     ring->communicators_.resize(options.ranks);
     absl::Status status = ring->OnEachRank([&ring = *ring](int rank) {
-      auto communicator =
-          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], MonotonicNow() + kTimeout);
-      if (!communicator.ok()) return communicator.status();
-      ring.communicators_[rank] = *std::move(communicator);
+      ASSIGN_OR_RETURN(
+          auto communicator,
+          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], MonotonicNow() + kTimeout));
+      ring.communicators_[rank] = std::move(communicator);
       return absl::OkStatus();
     });
     if (!status.ok()) return status;
@@ -58,12 +57,11 @@ class Ring {
       Communicator& communicator = *communicators_[rank];
       const int n = communicator.size();
       for (int round = 0; round < rounds; ++round) {
-        auto receive = communicator.SendReceive(CommOp::kRecvKv, (rank + 1) % n, messages_[rank],
-                                                (rank + n - 1) % n, messages_[rank]->size_bytes());
-        if (!receive.ok()) return receive.status();
-        absl::StatusOr<BufferRef> message = (*receive)->Wait(MonotonicNow() + kTimeout);
-        if (!message.ok()) return message.status();
-        messages_[rank] = *std::move(message);
+        ASSIGN_OR_RETURN(auto receive,
+                         communicator.SendReceive(CommOp::kRecvKv, (rank + 1) % n, messages_[rank],
+                                                  (rank + n - 1) % n, messages_[rank]->size_bytes()));
+        ASSIGN_OR_RETURN(BufferRef message, receive->Wait(MonotonicNow() + kTimeout));
+        messages_[rank] = std::move(message);
       }
       return absl::OkStatus();
     });
@@ -133,19 +131,16 @@ class BenchCommCommand : public Command {
   absl::Status Run() override {
     if (message_bytes_ == 0) return absl::InvalidArgumentError("--bytes: a message of no bytes has no speed");
     options_.checksum = true;
-    absl::StatusOr<std::unique_ptr<Ring>> checked = Ring::Make(options_, message_bytes_);
-    if (!checked.ok()) return checked.status();
+    ASSIGN_OR_RETURN(std::unique_ptr<Ring> checked, Ring::Make(options_, message_bytes_));
     options_.checksum = false;
-    absl::StatusOr<std::unique_ptr<Ring>> unchecked = Ring::Make(options_, message_bytes_);
-    if (!unchecked.ok()) return unchecked.status();
+    ASSIGN_OR_RETURN(std::unique_ptr<Ring> unchecked, Ring::Make(options_, message_bytes_));
     std::vector<double> checked_speeds;
     std::vector<double> unchecked_speeds;
     for (int repeat = -1; repeat < repeats_; ++repeat) {  // the first is the warm-up
       for (auto [ring, speeds] :
-           {std::pair(checked->get(), &checked_speeds), std::pair(unchecked->get(), &unchecked_speeds)}) {
-        absl::StatusOr<double> seconds = ring->Run(rounds_);
-        if (!seconds.ok()) return seconds.status();
-        if (repeat >= 0) speeds->push_back(static_cast<double>(message_bytes_) * rounds_ / *seconds);
+           {std::pair(checked.get(), &checked_speeds), std::pair(unchecked.get(), &unchecked_speeds)}) {
+        ASSIGN_OR_RETURN(double seconds, ring->Run(rounds_));
+        if (repeat >= 0) speeds->push_back(static_cast<double>(message_bytes_) * rounds_ / seconds);
       }
     }
     const Speeds speeds = {.checked = Median(checked_speeds),

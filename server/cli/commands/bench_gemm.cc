@@ -7,6 +7,7 @@
 #include "engine/devices/device.h"
 #include "kernels/cpu/gemm_bench.h"
 #include "kernels/cuda/gemm_bench.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
@@ -31,12 +32,10 @@ class BenchGemmCommand : public Command {
   }
 
   absl::Status Run() override {
-    const absl::StatusOr<std::vector<CudaDevice>> devices = ChooseDevices(device_);
-    if (!devices.ok()) return devices.status();
-    if (!devices->empty()) return RunOnGpu(devices->front());
-    absl::StatusOr<GemmBenchResult> result = BenchGemm(options_);
-    if (!result.ok()) return result.status();
-    std::fputs(json_ ? Json(*result).c_str() : Text(*result).c_str(), stdout);
+    ASSIGN_OR_RETURN(const std::vector<CudaDevice> devices, ChooseDevices(device_));
+    if (!devices.empty()) return RunOnGpu(devices.front());
+    ASSIGN_OR_RETURN(GemmBenchResult result, BenchGemm(options_));
+    std::fputs(json_ ? Json(result).c_str() : Text(result).c_str(), stdout);
     return absl::OkStatus();
   }
 
@@ -45,19 +44,18 @@ class BenchGemmCommand : public Command {
     if (options_.dtype != DType::kBf16) {
       return absl::InvalidArgumentError("--dtype f32: a GPU multiplies in bf16 alone; leave it out");
     }
-    absl::StatusOr<CudaGemmBenchResult> result = BenchCudaGemm({.tokens = options_.tokens,
+    ASSIGN_OR_RETURN(CudaGemmBenchResult result, BenchCudaGemm({.tokens = options_.tokens,
                                                                 .in_features = options_.in_features,
                                                                 .out_features = options_.out_features,
                                                                 .repeats = options_.repeats},
-                                                               device);
-    if (!result.ok()) return result.status();
-    const double peak = CudaPeakFlops(device.name), flops = result->flops_per_second;
+                                                               device));
+    const double peak = CudaPeakFlops(device.name), flops = result.flops_per_second;
     const nlohmann::ordered_json json = {{"target", device.name},
                                          {"dtype", "bf16"},
                                          {"tokens", options_.tokens},
                                          {"in_features", options_.in_features},
                                          {"out_features", options_.out_features},
-                                         {"seconds", result->seconds},
+                                         {"seconds", result.seconds},
                                          {"flops_per_second", flops},
                                          {"peak_flops_per_second", peak}};
     const std::string text = absl::StrFormat(
@@ -65,7 +63,7 @@ class BenchGemmCommand : public Command {
         "linear layer    %.1f TFLOP/s (%s), %.1f %% of the data sheet's peak\n",
         device.name, FormatCount(static_cast<double>(options_.tokens)),
         FormatCount(static_cast<double>(options_.in_features)),
-        FormatCount(static_cast<double>(options_.out_features)), flops / 1e12, FormatSeconds(result->seconds),
+        FormatCount(static_cast<double>(options_.out_features)), flops / 1e12, FormatSeconds(result.seconds),
         peak > 0 ? 100 * flops / peak : 0.0);
     std::fputs(json_ ? absl::StrCat(json.dump(), "\n").c_str() : text.c_str(), stdout);
     return absl::OkStatus();

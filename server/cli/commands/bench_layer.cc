@@ -10,6 +10,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/bench_models.h"
 #include "server/cli/commands/flags.h"
@@ -58,14 +59,13 @@ class BenchLayerCommand : public Command {
   }
 
   absl::Status Run() override {
-    if (absl::Status status = Load(); !status.ok()) return status;
+    RETURN_IF_ERROR(Load());
     const std::vector<uint32_t> prompt(static_cast<size_t>(tokens_), 1);
     std::vector<LayerSeconds> runs;
     for (int run = -1; run < repeats_; ++run) {  // the first warms caches, and picks algorithms
-      absl::StatusOr<PrefillResult> result =
-          pool_->Prefill(prompt, {.keep_timeline = true}, nullptr, nullptr);
-      if (!result.ok()) return result.status();
-      if (run >= 0) runs.push_back(SecondsOf(*result->timeline));
+      ASSIGN_OR_RETURN(PrefillResult result,
+                       pool_->Prefill(prompt, {.keep_timeline = true}, nullptr, nullptr));
+      if (run >= 0) runs.push_back(SecondsOf(*result.timeline));
     }
     const auto middle = runs.begin() + static_cast<std::ptrdiff_t>(runs.size() / 2);
     std::nth_element(runs.begin(), middle, runs.end(),
@@ -82,12 +82,11 @@ class BenchLayerCommand : public Command {
     options.context_tokens = std::max(options.context_tokens, tokens_);
     options.dtype = dtype_;
     BenchModels models;
-    if (absl::Status status = models.Make({&options, 1}); !status.ok()) return status;
+    RETURN_IF_ERROR(models.Make({&options, 1}));
     engine_.model_path = models.folders().front();
     engine_.dtype = dtype_;
-    absl::StatusOr<std::unique_ptr<PrefillEngine>> pool = LoadEmbeddedEngine(engine_);
-    if (!pool.ok()) return pool.status();
-    pool_ = *std::move(pool);
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> pool, LoadEmbeddedEngine(engine_));
+    pool_ = std::move(pool);
     return absl::OkStatus();
   }
 

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -53,7 +54,7 @@ absl::Status BenchModels::Make(std::span<const MakeModelOptions> models) {
     const std::string folder =
         absl::StrCat(parent_, "/", options.hidden, "-", options.q_heads, "q", options.kv_heads, "kv-",
                      options.head_dim, options.sliding_window > 0 ? "-window" : "");
-    if (absl::Status status = MakeModel(options, folder); !status.ok()) return status;
+    RETURN_IF_ERROR(MakeModel(options, folder));
     folders_.push_back(folder);
   }
   return absl::OkStatus();

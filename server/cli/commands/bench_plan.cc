@@ -14,6 +14,7 @@
 #include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"
 #include "engine/speed/pool_speed.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/bench_models.h"
 #include "server/cli/commands/flags.h"
@@ -80,14 +81,13 @@ class BenchPlanCommand : public Command {
     if (threads_ == 0) threads_ = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     BenchModels models;
     if (model_.empty()) {
-      if (absl::Status status = models.Make(); !status.ok()) return status;
+      RETURN_IF_ERROR(models.Make());
     }
     const std::vector<std::string> folders =
         model_.empty() ? models.folders() : std::vector<std::string>{model_};
     std::mt19937_64 random(seed_);
     for (int i = 0; i < shapes_wanted_; ++i) {
-      absl::Status status = RunShape(folders[random() % folders.size()], random);
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(RunShape(folders[random() % folders.size()], random));
     }
     std::fputs(json_ ? Json().c_str() : Summary().c_str(), stdout);
     return absl::OkStatus();
@@ -106,25 +106,23 @@ class BenchPlanCommand : public Command {
                    .layout = static_cast<LayoutKind>(random() % 3),
                    .stripe = int64_t{16} << random() % 4,
                    .planners_choice = random() % 2 == 0};
-    absl::StatusOr<std::unique_ptr<PrefillEngine>> engine =
-        LoadEmbeddedEngine({.model_path = folder,
-                            .ranks = shape.ranks,
-                            .layout = shape.layout,
-                            .stripe = shape.stripe,
-                            .peak_flops = 1,  // nobody asks for MFU
-                            .threads = threads_});
-    if (!engine.ok()) return engine.status();
-    absl::StatusOr<PlanChoice> plans = PlanOf(**engine, shape);
-    if (!plans.ok()) return plans.status();
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine,
+                     LoadEmbeddedEngine({.model_path = folder,
+                                         .ranks = shape.ranks,
+                                         .layout = shape.layout,
+                                         .stripe = shape.stripe,
+                                         .peak_flops = 1,  // nobody asks for MFU
+                                         .threads = threads_}));
+    ASSIGN_OR_RETURN(PlanChoice plans, PlanOf(*engine, shape));
     const PlanCandidate& candidate =
-        plans->candidates[shape.planners_choice ? 0 : random() % plans->candidates.size()];
+        plans.candidates[shape.planners_choice ? 0 : random() % plans.candidates.size()];
     shape.heads = candidate.heads;
     shape.tile = candidate.tile;
-    if (absl::Status status = ComparePrediction(**engine, shape); !status.ok()) return status;
+    RETURN_IF_ERROR(ComparePrediction(*engine, shape));
     shapes_.push_back(shape);
     if (!json_) std::fputs(Line(shape).c_str(), stdout);
-    if (std::ssize(choices_) >= choices_wanted_ || plans->candidates.size() < 2) return absl::OkStatus();
-    return CompareChoice(**engine, *plans);
+    if (std::ssize(choices_) >= choices_wanted_ || plans.candidates.size() < 2) return absl::OkStatus();
+    return CompareChoice(*engine, plans);
   }
 
   // Of a prompt that is short enough.
@@ -150,9 +148,8 @@ class BenchPlanCommand : public Command {
       absl::StatusOr<double> seconds = Measured(engine, shape.tokens, shape.heads, shape.tile);
       if (seconds.ok()) seconds = Measured(engine, shape.tokens, shape.heads, shape.tile);
       if (!seconds.ok()) return seconds.status();
-      absl::StatusOr<double> after = Predicted(engine, shape);
-      if (!after.ok()) return after.status();
-      predicted.push_back((*before + *after) / 2);
+      ASSIGN_OR_RETURN(double after, Predicted(engine, shape));
+      predicted.push_back((*before + after) / 2);
       measured.push_back(*seconds);
       ratios.push_back(predicted.back() / measured.back());
       before = after;
@@ -164,17 +161,15 @@ class BenchPlanCommand : public Command {
   }
 
   absl::StatusOr<double> Predicted(const PrefillEngine& engine, const Shape& shape) const {
-    absl::StatusOr<PoolSpeed> speed = MeasureCpuPoolSpeed(engine.model(), threads_, shape.ranks);
-    if (!speed.ok()) return speed.status();
-    absl::StatusOr<PlanChoice> plan = MakePlan(engine.model(), *speed,
+    ASSIGN_OR_RETURN(PoolSpeed speed, MeasureCpuPoolSpeed(engine.model(), threads_, shape.ranks));
+    ASSIGN_OR_RETURN(PlanChoice plan, MakePlan(engine.model(), speed,
                                                {.tokens = shape.tokens,
                                                 .ranks = shape.ranks,
                                                 .layout = shape.layout,
                                                 .stripe = shape.stripe,
                                                 .tile = shape.tile,
-                                                .heads = shape.heads});
-    if (!plan.ok()) return plan.status();
-    return plan->plan.predicted.seconds;
+                                                .heads = shape.heads}));
+    return plan.plan.predicted.seconds;
   }
 
   static absl::StatusOr<double> Measured(PrefillEngine& engine, int64_t count, int heads, Tile tile) {
@@ -185,9 +180,8 @@ class BenchPlanCommand : public Command {
     PrefillOptions options;
     options.heads = heads;
     options.tile = tile;
-    absl::StatusOr<PrefillResult> run = engine.Prefill(tokens, options, nullptr, nullptr);
-    if (!run.ok()) return run.status();
-    return run->prefill_seconds;
+    ASSIGN_OR_RETURN(PrefillResult run, engine.Prefill(tokens, options, nullptr, nullptr));
+    return run.prefill_seconds;
   }
 
   // Every plan once in each turn. Plans are compared turn by turn: what drifts in the machine hits all.
@@ -197,9 +191,8 @@ class BenchPlanCommand : public Command {
     for (int repeat = 0; repeat < repeats_; ++repeat) {
       std::vector<double> turn;
       for (const PlanCandidate& candidate : plans.candidates) {
-        absl::StatusOr<double> seconds = Measured(engine, tokens, candidate.heads, candidate.tile);
-        if (!seconds.ok()) return seconds.status();
-        turn.push_back(*seconds);
+        ASSIGN_OR_RETURN(double seconds, Measured(engine, tokens, candidate.heads, candidate.tile));
+        turn.push_back(seconds);
       }
       for (size_t i = 0; i < turn.size(); ++i) relative[i].push_back(turn[i] / turn[0]);
     }

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
@@ -92,12 +93,12 @@ class BenchPrefillCommand : public Command {
 
   absl::Status Run() override {
     const int ranks = ranks_.value_or(heads_.value_or(1) * tile_.value_or(Tile()).ranks());
-    if (absl::Status status = AddContender(ranks, tile_, heads_); !status.ok()) return status;
+    RETURN_IF_ERROR(AddContender(ranks, tile_, heads_));
     if (compare_.has_value()) {
-      if (absl::Status status = AddContender(compare_->ranks(), compare_, 1); !status.ok()) return status;
+      RETURN_IF_ERROR(AddContender(compare_->ranks(), compare_, 1));
     }
-    if (absl::Status status = RunInTurns(); !status.ok()) return status;
-    if (absl::Status status = idle_ ? MeasureIdle() : absl::OkStatus(); !status.ok()) return status;
+    RETURN_IF_ERROR(RunInTurns());
+    RETURN_IF_ERROR(idle_ ? MeasureIdle() : absl::OkStatus());
     std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
     return absl::OkStatus();
   }
@@ -108,9 +109,8 @@ class BenchPrefillCommand : public Command {
     options.ranks = ranks;
     if (layout_.has_value()) options.layout = layout_;
     options.stripe = stripe_.value_or(options.stripe);
-    absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = LoadEmbeddedEngine(options);
-    if (!engine.ok()) return engine.status();
-    Contender contender{.engine = *std::move(engine), .options = {}, .runs = {}};
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(options));
+    Contender contender{.engine = std::move(engine), .options = {}, .runs = {}};
     contender.options.tile = tile;
     contender.options.heads = heads;
     contenders_.push_back(std::move(contender));
@@ -126,9 +126,8 @@ class BenchPrefillCommand : public Command {
     for (Contender& contender : contenders_) {
       PrefillOptions options = contender.options;
       options.keep_timeline = true;
-      absl::StatusOr<PrefillResult> run = contender.engine->Prefill(tokens, options, nullptr, nullptr);
-      if (!run.ok()) return run.status();
-      contender.idle_share = run->timeline->idle_share();
+      ASSIGN_OR_RETURN(PrefillResult run, contender.engine->Prefill(tokens, options, nullptr, nullptr));
+      contender.idle_share = run.timeline->idle_share();
     }
     return absl::OkStatus();
   }
@@ -136,23 +135,21 @@ class BenchPrefillCommand : public Command {
   absl::Status RunInTurns() {
     const std::vector<uint32_t> tokens = Prompt();
     for (Contender& contender : contenders_) {
-      absl::StatusOr<PlanChoice> choice = contender.engine->MakePlan(tokens_, contender.options);
-      if (!choice.ok()) return choice.status();
+      ASSIGN_OR_RETURN(PlanChoice choice, contender.engine->MakePlan(tokens_, contender.options));
       // Whole slices: a GPU picks the algorithms of a shape when it first meets it.
       const int64_t warm_up =
-          std::max(kWarmUpTokens, choice->plan.slice_tokens * int64_t{choice->plan.ranks()});
-      absl::StatusOr<PrefillResult> run =
+          std::max(kWarmUpTokens, choice.plan.slice_tokens * int64_t{choice.plan.ranks()});
+      ASSIGN_OR_RETURN(
+          PrefillResult run,
           contender.engine->Prefill(std::span(tokens).first(std::min<size_t>(tokens.size(), warm_up)),
-                                    contender.options, nullptr, nullptr);
-      if (!run.ok()) return run.status();
+                                    contender.options, nullptr, nullptr));
     }
     for (int repeat = 0; repeat < repeats_; ++repeat) {
       for (Contender& contender : contenders_) {
-        absl::StatusOr<PrefillResult> run =
-            contender.engine->Prefill(tokens, contender.options, nullptr, nullptr);
-        if (!run.ok()) return run.status();
-        run->logits = {};
-        contender.runs.push_back(*std::move(run));
+        ASSIGN_OR_RETURN(PrefillResult run,
+                         contender.engine->Prefill(tokens, contender.options, nullptr, nullptr));
+        run.logits = {};
+        contender.runs.push_back(std::move(run));
       }
     }
     return absl::OkStatus();

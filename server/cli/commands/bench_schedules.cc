@@ -13,6 +13,7 @@
 #include "engine/schedule/optimal_schedule.h"
 #include "engine/schedule/schedule_cost.h"
 #include "engine/schedule/schedule_search.h"
+#include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/result_text.h"
@@ -82,7 +83,7 @@ struct Comparison {
     const Schedule by_algorithm_2 = greedy(tile, costs);
     const Schedule least = optimal(tile, costs);
     for (const Schedule* schedule : {&exact, &by_algorithm_2, &least}) {
-      if (absl::Status status = CheckSchedule(*schedule); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckSchedule(*schedule));
     }
     const auto exact_time = static_cast<double>(TimeInBlocks(exact, costs));
     greedy_time.push_back(static_cast<double>(TimeInBlocks(by_algorithm_2, costs)) / exact_time);
@@ -162,7 +163,7 @@ class BenchSchedulesCommand : public Command {
     Comparison comparison;
     for (int a = 1; a <= side_; ++a) {
       for (int b = 1; b <= side_; ++b) {
-        if (absl::Status status = AddCosts({.a = a, .b = b}, comparison); !status.ok()) return status;
+        RETURN_IF_ERROR(AddCosts({.a = a, .b = b}, comparison));
       }
     }
     std::vector<PoolTiming> pools;
@@ -176,8 +177,7 @@ class BenchSchedulesCommand : public Command {
     for (int c_q = 1; c_q <= max_cost_; ++c_q) {
       for (int c_kv = 1; c_kv <= max_cost_; ++c_kv) {
         for (int c_o = 1; c_o <= max_cost_; ++c_o) {
-          absl::Status status = comparison.AddCase(tile, {.c_q = c_q, .c_kv = c_kv, .c_o = c_o});
-          if (!status.ok()) return status;
+          RETURN_IF_ERROR(comparison.AddCase(tile, {.c_q = c_q, .c_kv = c_kv, .c_o = c_o}));
         }
       }
     }

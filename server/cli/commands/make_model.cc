@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/make_model.h"
+#include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 
 namespace meshfill {
@@ -57,7 +58,7 @@ class MakeModelCommand : public Command {
   }
 
   absl::Status Run() override {
-    if (absl::Status status = MakeModel(options_, folder_); !status.ok()) return status;
+    RETURN_IF_ERROR(MakeModel(options_, folder_));
     std::printf("%s\n", folder_.c_str());
     return absl::OkStatus();
   }

@@ -12,6 +12,7 @@
 #include "engine/plan/planner.h"
 #include "engine/plan/predicted_timeline.h"
 #include "engine/prefill_request.h"
+#include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/output_file.h"
 #include "server/cli/result_json.h"
@@ -36,9 +37,8 @@ absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
   if (!file)
     return absl::NotFoundError(absl::StrCat(path, ": cannot be read; give a Hugging Face model folder"));
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  absl::StatusOr<ModelConfig> config = ModelConfig::Parse(text, path);
-  if (!config.ok()) return config.status();
-  ModelShape shape = config->shape;
+  ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(text, path));
+  ModelShape shape = config.shape;
   shape.dtype = options.dtype.value_or(shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16);
   return shape;
 }
@@ -76,38 +76,33 @@ class PlanCommand : public Command {
 
   absl::Status Run() override {
     if (!svg_path_.empty()) {
-      if (absl::Status status = CheckOutputPath(svg_path_); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
-    absl::StatusOr<v1::Config> config = config_.Load();
-    if (!config.ok()) return config.status();
-    EngineOptions options = ToEngineOptions(*config);
+    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    EngineOptions options = ToEngineOptions(config);
     const int ranks = ranks_.value_or(options.ranks);
-    const bool workers = !config->pool().control_listen().empty();
+    const bool workers = !config.pool().control_listen().empty();
     options.ranks = workers ? std::min(ranks, ranks_per_host_.value_or(ranks)) : ranks;  // on this machine
     if (options.ranks > kMaxHostRanks) {
       return absl::InvalidArgumentError(absl::StrCat(
           "--ranks ", ranks, ": one host has at most ", kMaxHostRanks, "; ",
           workers ? "give --ranks-per-host" : "plan for workers with a config that has pool.control_listen"));
     }
-    absl::StatusOr<ModelShape> shape = ReadModelShape(options);
-    if (!shape.ok()) return shape.status();
-    if (cached_tokens_ + tokens_ > shape->context_tokens) {
+    ASSIGN_OR_RETURN(ModelShape shape, ReadModelShape(options));
+    if (cached_tokens_ + tokens_ > shape.context_tokens) {
       const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
       return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
-                                                " is above the model's context of ", shape->context_tokens,
+                                                " is above the model's context of ", shape.context_tokens,
                                                 " tokens; plan a shorter prompt"));
     }
-    const absl::StatusOr<EmbeddedPoolCapacity> host = CapacityWithoutWeights(options, *shape);
-    if (!host.ok()) return host.status();
-    absl::StatusOr<PlanChoice> choice =
-        MakePlan(*shape, host->speed, Request(*config, options, *host, ranks));
-    if (!choice.ok()) return choice.status();
+    ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
+    ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(shape, host.speed, Request(config, options, host, ranks)));
     if (!svg_path_.empty()) {
       const std::string svg =
-          PlanSvg(choice->plan, PredictLayer(*shape, host->speed, choice->plan, cached_tokens_));
-      if (absl::Status status = WriteTextFile(svg_path_, svg); !status.ok()) return status;
+          PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan, cached_tokens_));
+      RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));
     }
-    std::fputs(json_ ? absl::StrCat(PlanJson(*choice), "\n").c_str() : PlanText(*choice).c_str(), stdout);
+    std::fputs(json_ ? absl::StrCat(PlanJson(choice), "\n").c_str() : PlanText(choice).c_str(), stdout);
     return absl::OkStatus();
   }
 

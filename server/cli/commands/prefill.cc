@@ -8,9 +8,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 #include "server/api/result_proto.h"
 #include "server/cli/cancel_watch.h"
 #include "server/cli/client.h"
@@ -73,13 +74,11 @@ class PrefillCommand : public Command {
     }
     for (const std::string& path : {logits_path_, kv_path_, trace_path_}) {
       if (path.empty()) continue;
-      if (absl::Status status = CheckOutputPath(path); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckOutputPath(path));
     }
-    absl::StatusOr<std::vector<uint32_t>> tokens = ReadTokens(tokens_path_, format_);
-    if (!tokens.ok()) return tokens.status();
-    absl::StatusOr<Outcome> outcome = server_.empty() ? RunEmbedded(*tokens) : RunOnServer(*tokens);
-    if (!outcome.ok()) return outcome.status();
-    return Deliver(*outcome);
+    ASSIGN_OR_RETURN(std::vector<uint32_t> tokens, ReadTokens(tokens_path_, format_));
+    ASSIGN_OR_RETURN(Outcome outcome, server_.empty() ? RunEmbedded(tokens) : RunOnServer(tokens));
+    return Deliver(outcome);
   }
 
  private:
@@ -165,9 +164,8 @@ class PrefillCommand : public Command {
   }
 
   absl::StatusOr<Outcome> RunEmbedded(std::span<const uint32_t> tokens) {
-    absl::StatusOr<v1::Config> config = config_.Load();
-    if (!config.ok()) return config.status();
-    EngineOptions engine_options = ToEngineOptions(*config);
+    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    EngineOptions engine_options = ToEngineOptions(config);
     if (!model_path_.empty()) engine_options.model_path = model_path_;
     if (ranks_.has_value()) engine_options.ranks = *ranks_;
     if (dtype_.has_value()) engine_options.dtype = dtype_;
@@ -177,11 +175,10 @@ class PrefillCommand : public Command {
 
     StopToken stop;
     CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });
-    absl::StatusOr<std::unique_ptr<PrefillEngine>> engine = LoadEmbeddedEngine(engine_options);
-    if (!engine.ok()) return engine.status();
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(engine_options));
     options_.keep_kv = !kv_path_.empty();
     options_.keep_timeline = !trace_path_.empty();
-    absl::StatusOr<PrefillResult> result = RunWithBar(**engine, tokens, stop);
+    absl::StatusOr<PrefillResult> result = RunWithBar(*engine, tokens, stop);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
@@ -196,10 +193,9 @@ class PrefillCommand : public Command {
 
   absl::StatusOr<PrefillResult> RunWithBar(PrefillEngine& engine, std::span<const uint32_t> tokens,
                                            const StopToken& stop) {
-    absl::StatusOr<PlanChoice> choice = engine.MakePlan(static_cast<int64_t>(tokens.size()), options_);
-    if (!choice.ok()) return choice.status();
+    ASSIGN_OR_RETURN(PlanChoice choice, engine.MakePlan(static_cast<int64_t>(tokens.size()), options_));
     ProgressBar bar;
-    bar.SetPrediction(choice->plan.predicted.seconds);
+    bar.SetPrediction(choice.plan.predicted.seconds);
     bar.SetLayersDone(0, engine.model().layers);
     BarEvents events(bar);
     return engine.Prefill(tokens, options_, &events, &stop);
@@ -248,13 +244,13 @@ class PrefillCommand : public Command {
   absl::Status Deliver(const Outcome& outcome) const {
     if (!logits_path_.empty()) {
       const std::span<const float> logits(outcome.result.logits().data(), outcome.result.logits_size());
-      if (absl::Status status = WriteLogits(logits_path_, logits); !status.ok()) return status;
+      RETURN_IF_ERROR(WriteLogits(logits_path_, logits));
     }
     if (!kv_path_.empty()) {
-      if (absl::Status status = WriteKv(kv_path_, *outcome.kv); !status.ok()) return status;
+      RETURN_IF_ERROR(WriteKv(kv_path_, *outcome.kv));
     }
     if (!trace_path_.empty()) {
-      if (absl::Status status = WriteTrace(*outcome.timeline); !status.ok()) return status;
+      RETURN_IF_ERROR(WriteTrace(*outcome.timeline));
     }
     const std::string text =
         json_ ? absl::StrCat(PrefillJson(outcome.result), "\n") : PrefillText(outcome.result);

@@ -1,5 +1,6 @@
 #include "server/cli/commands/serve.h"
 
+#include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 #include "server/serve.h"
 
@@ -15,9 +16,8 @@ class ServeCommand : public Command {
   }
 
   absl::Status Run() override {
-    absl::StatusOr<v1::Config> config = config_.Load();
-    if (!config.ok()) return config.status();
-    return Serve(*config);
+    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    return Serve(config);
   }
 
  private:

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/sim/simulator.h"
+#include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/output_file.h"
 #include "server/cli/scenario.h"
@@ -32,17 +33,15 @@ class SimulateCommand : public Command {
 
   absl::Status Run() override {
     if (!svg_path_.empty()) {
-      if (absl::Status status = CheckOutputPath(svg_path_); !status.ok()) return status;
+      RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
-    const absl::StatusOr<Scenario> scenario = LoadScenario(scenario_);
-    if (!scenario.ok()) return scenario.status();
-    const absl::StatusOr<SimulationReport> report = RunScenario(*scenario);
-    if (!report.ok()) return report.status();
+    ASSIGN_OR_RETURN(const Scenario scenario, LoadScenario(scenario_));
+    ASSIGN_OR_RETURN(const SimulationReport report, RunScenario(scenario));
     if (!svg_path_.empty()) {
-      if (absl::Status status = Draw(*report); !status.ok()) return status;
+      RETURN_IF_ERROR(Draw(report));
     }
     const std::string text =
-        json_ ? absl::StrCat(SimulationJson(*scenario, *report), "\n") : SimulationText(*scenario, *report);
+        json_ ? absl::StrCat(SimulationJson(scenario, report), "\n") : SimulationText(scenario, report);
     std::fputs(text.c_str(), stdout);
     return absl::OkStatus();
   }
@@ -69,12 +68,11 @@ class SimulateCommand : public Command {
     for (const sim::StrategyResult& result : comparison.results) {
       if (result.passes.empty()) continue;
       const sim::PassResult& pass = result.passes.front();
-      absl::StatusOr<sim::Simulation> simulation =
-          sim::Simulate(pass.program, pass.placement, report.cluster, sim::Recording::kTimeline);
-      if (!simulation.ok()) return simulation.status();
+      ASSIGN_OR_RETURN(sim::Simulation simulation, sim::Simulate(pass.program, pass.placement, report.cluster,
+                                                                 sim::Recording::kTimeline));
       strategies.push_back({.name = sim::StrategyName(result.kind),
                             .settings = pass.settings,
-                            .timeline = std::move(simulation->timeline)});
+                            .timeline = std::move(simulation.timeline)});
     }
     const std::string title = absl::StrCat("Simulated attention of ", comparison.job.tokens, " tokens on ",
                                            comparison.gpus, " GPUs: one layer");

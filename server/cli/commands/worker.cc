@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 #include "server/config/address.h"
 #include "server/worker.h"
@@ -21,10 +22,9 @@ class WorkerCommand : public Command {
   }
 
   absl::Status Run() override {
-    absl::StatusOr<v1::Config> config = config_.Load();
-    if (!config.ok()) return config.status();
+    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
     if (const auto address = ParseHostPort(join_); !address.ok()) return address.status();
-    return RunWorker(*config, join_);
+    return RunWorker(config, join_);
   }
 
  private:

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "engine/comm/monotonic_time.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "engine/comm/in_process.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/random_seed.h"
 

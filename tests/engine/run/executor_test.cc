@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/plan/comm_bytes.h"
 #include "engine/plan/cost_model.h"
 #include "engine/run/head_exchange.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/run/watched_backend.h"

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/plan/comm_bytes.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/engine/random_seed.h"
 

@@ -13,10 +13,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "engine/comm/monotonic_time.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/status_details.h"
 #include "server/config/config.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/comm/monotonic_time.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "server/api/status_details.h"
 #include "tests/server/fake_engine.h"
 

@@ -5,8 +5,8 @@
 #include <sstream>
 #include <string>
 
-#include "engine/comm/monotonic_time.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {

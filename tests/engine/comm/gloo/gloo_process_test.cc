@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "engine/comm/in_process.h"
-#include "engine/comm/monotonic_time.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/schedule/random_schedule.h"

@@ -19,10 +19,10 @@
 #include <vector>
 
 #include "engine/comm/gloo/gloo.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/run/executor.h"
 #include "gtest/gtest.h"
 #include "kernels/backend.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_backend.h"
 
 namespace meshfill {

@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
-#include "engine/comm/monotonic_time.h"
 #include "engine/devices/embedded_pool.h"
 #include "engine/devices/engine_options.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
 #include "engine/run/rank_runner.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/test_device.h"
 
 namespace meshfill {

@@ -1,7 +1,7 @@
 // The time of every deadline, timeout and duration: it runs forward at an even pace, also where somebody sets
 // the machine's clock.
-#ifndef MESHFILL_ENGINE_COMM_MONOTONIC_TIME_H_
-#define MESHFILL_ENGINE_COMM_MONOTONIC_TIME_H_
+#ifndef MESHFILL_KERNELS_MONOTONIC_TIME_H_
+#define MESHFILL_KERNELS_MONOTONIC_TIME_H_
 
 #include <chrono>
 
@@ -21,4 +21,4 @@ inline std::chrono::steady_clock::time_point ToSteadyTime(absl::Time monotonic) 
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_ENGINE_COMM_MONOTONIC_TIME_H_
+#endif  // MESHFILL_KERNELS_MONOTONIC_TIME_H_
