@@ -90,7 +90,7 @@ void Leader::Refuse(Connection connection, const std::string& name, const std::s
   v1::Refused& refused = *AddMessage(connection, epoch_).mutable_refused();
   refused.set_reason(reason);
   refused.set_retry(retry);
-  actions_.emplace_back(std::in_place_type<Close>, connection);
+  actions_.push_back(Close{connection});
   ++counters_.refusals;
   if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
   if (!refused_.emplace(name, reason).second) return;
@@ -191,7 +191,7 @@ void Leader::LetGoOfLeaving() {
       continue;
     }
     AddMessage(connection, epoch_).mutable_goodbye();
-    actions_.emplace_back(std::in_place_type<Close>, connection);
+    actions_.push_back(Close{connection});
     Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " left"));
     entry = workers_.erase(entry);
   }
@@ -204,7 +204,7 @@ void Leader::Lose(const std::set<Connection>& connections, const std::string& wh
     const auto entry = workers_.find(connection);
     const std::string name = entry->second.offer.name();
     workers_.erase(entry);
-    actions_.emplace_back(std::in_place_type<Close>, connection);
+    actions_.push_back(Close{connection});
     membership_changed_ = true;
     ++counters_.losses;
     Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",

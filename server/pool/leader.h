@@ -229,7 +229,7 @@ class Leader {
   bool IsOfRun(const v1::WorkerMessage& message, uint64_t run) const;
   void AnswerRequest(absl::StatusOr<Result> result);
   v1::LeaderMessage& AddMessage(Connection to, uint64_t epoch);
-  void Log(std::string text) { actions_.emplace_back(std::in_place_type<LogLine>, std::move(text)); }
+  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
 
   const Options options_;
   const PoolPlanner planner_;

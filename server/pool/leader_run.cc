@@ -44,7 +44,7 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
 }
 
 void Leader::AnswerRequest(absl::StatusOr<Result> result) {
-  actions_.emplace_back(std::in_place_type<Answer>, request_->ticket, std::move(result));
+  actions_.push_back(Answer{request_->ticket, std::move(result)});
   request_.reset();
 }
 
@@ -189,7 +189,7 @@ void Leader::OnProgress(const Worker& worker, const v1::WorkerProgress& message,
                        [](const Seat& a, const Seat& b) { return a.layers_done < b.layers_done; });
   if (last->layers_done <= run_->layers_done) return;
   run_->layers_done = last->layers_done;
-  actions_.emplace_back(std::in_place_type<LayersDone>, request_->ticket, run_->layers_done);
+  actions_.push_back(LayersDone{request_->ticket, run_->layers_done});
 }
 
 void Leader::OnRankDone(const Worker& worker, const v1::RankDone& message, absl::Time now) {
