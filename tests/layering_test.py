@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Dependencies between folders run one way: proto <- kernels <- engine <- server (DESIGN section 2).
+"""Dependencies run one way: proto <- kernels <- engine <- server, and one way inside engine/ and server/.
 
 Reads the includes of every source. The kernels know no proto; CUDA headers appear only under kernels/cuda and in the
-NCCL communicator.
+NCCL communicator. A folder holds at most 25 concepts: a header and its source count once.
 """
+import collections
 import pathlib
 import re
 import unittest
@@ -15,6 +16,35 @@ ALLOWED = {
     "engine": {"kernels"},
     "server": {"kernels", "engine", "meshfill", "google"},
 }
+# The inner order: a folder may include those that its line names. Nothing includes engine/sim but the commands.
+INNER = {
+    "engine/mesh": set(),
+    "engine/schedule": {"engine/mesh"},
+    "engine/model": set(),
+    "engine/comm": {"engine/mesh"},
+    "engine/comm/gloo": {"engine/comm"},
+    "engine/comm/nccl": {"engine/comm"},
+    "engine/plan": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm"},
+    "engine/speed": {"engine/model", "engine/plan"},
+    "engine/kv": {"engine/mesh"},
+    "engine/run": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv"},
+    "engine/devices": {"engine/mesh", "engine/model", "engine/plan", "engine/speed"},
+    "engine/sim": {"engine/mesh", "engine/schedule"},
+    "engine": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv", "engine/run",
+               "engine/devices"},
+    "server/config": set(),
+    "server/pictures": set(),
+    "server/observe": {"server/config", "server/pictures"},
+    "server/api": {"server/config", "server/observe"},
+    "server/pool": {"server/config", "server/observe", "server/api"},
+    "server/cli": {"server/config"},
+    "server/cli/commands": {"server/config", "server/observe", "server/pictures", "server/api", "server/pool", "server/cli",
+                            "server"},
+    "server": {"server/config", "server/observe", "server/api", "server/pool"},
+}
+# The binary's root, which knows the commands.
+ABOVE_ALL = {"server/main.cc"}
+MOST_CONCEPTS = 25
 INCLUDE = re.compile(r'^\s*#\s*include\s+["<]([^">]+)[">]', re.MULTILINE)
 CUDA_HEADER = re.compile(r"^(cuda|cublas|nccl|nvrtc|cudnn)")
 
@@ -26,6 +56,54 @@ def sources(folder):
 
 def includes(path):
     return INCLUDE.findall(path.read_text())
+
+
+def folder_of(name):
+    return name.rpartition("/")[0]
+
+
+def included():
+    """{file: [what it includes]} of engine/ and server/."""
+    return {str(path.relative_to(ROOT)): includes(path) for top in ("engine", "server") for path in sources(top)}
+
+
+def violations(files):
+    """The includes of `files`, {file: [includes]}, that INNER does not allow."""
+    found = []
+    for name, names in sorted(files.items()):
+        if name in ABOVE_ALL:
+            continue
+        folder = folder_of(name)
+        for include in names:
+            target = folder_of(include)
+            if target.split("/")[0] != name.split("/")[0] or target == folder:
+                continue
+            if target not in INNER.get(folder, set()):
+                found.append(f"{name} includes {include}")
+    return found
+
+
+def circle(order):
+    """A folder that reaches itself by `order`, {folder: {folders}}; None: there is none."""
+    for start in order:
+        reached, todo = set(), list(order[start])
+        while todo:
+            folder = todo.pop()
+            if folder == start:
+                return start
+            if folder not in reached:
+                reached.add(folder)
+                todo.extend(order.get(folder, ()))
+    return None
+
+
+def concepts(files):
+    """{folder: concepts} of source files."""
+    names = collections.defaultdict(set)
+    for name in files:
+        folder, _, base = name.rpartition("/")
+        names[folder].add(base.split(".")[0])
+    return {folder: len(each) for folder, each in names.items()}
 
 
 class LayeringTest(unittest.TestCase):
@@ -42,6 +120,30 @@ class LayeringTest(unittest.TestCase):
                     self.assertIn(top, allowed | {folder}, f"{path.relative_to(ROOT)} includes {include}")
         self.assertGreater(seen, 50, "the sources were not found")
 
+    def test_the_inner_order_is_kept(self):
+        self.assertEqual(violations(included()), [])
+
+    def test_the_inner_order_has_no_circle(self):
+        self.assertIsNone(circle(INNER))
+
+    def test_every_folder_has_its_line(self):
+        folders = {folder_of(name) for name in included()} - {"engine/comm/gloo/gloo_debian/gloo/common"}
+        self.assertEqual(folders, set(INNER))
+
+    def test_a_planted_violation_is_found(self):
+        planted = {"engine/comm/planted.cc": ["engine/comm/communicator.h", "engine/plan/planner.h", "kernels/dtype.h"]}
+        self.assertEqual(violations({**included(), **planted}), ["engine/comm/planted.cc includes engine/plan/planner.h"])
+        self.assertEqual(violations({"engine/mesh/planted.h": ["engine/prefill_engine.h"]}),
+                         ["engine/mesh/planted.h includes engine/prefill_engine.h"])
+        self.assertEqual(violations({"server/api/planted.cc": ["server/pool/leader.h", "engine/kv/kv_store.h"]}),
+                         ["server/api/planted.cc includes server/pool/leader.h"])
+        self.assertIn(circle({**INNER, "engine/mesh": {"engine/plan"}}), INNER)
+
+    def test_folders_stay_small(self):
+        for folder, count in concepts(included()).items():
+            self.assertLessEqual(count, MOST_CONCEPTS, folder)
+        self.assertEqual(concepts(["a/b.h", "a/b.cc", "a/c.h"]), {"a": 2})
+
     def test_kernels_and_engine_know_no_proto(self):
         for folder in ("kernels", "engine"):
             for path in sources(folder):
@@ -52,7 +154,7 @@ class LayeringTest(unittest.TestCase):
         for folder in ALLOWED:
             for path in sources(folder):
                 name = str(path.relative_to(ROOT))
-                if name.startswith("kernels/cuda/") or name.startswith("engine/comm/nccl"):
+                if name.startswith("kernels/cuda/") or name.startswith("engine/comm/nccl/"):
                     continue
                 for include in includes(path):
                     self.assertNotRegex(include, CUDA_HEADER, name)

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Shows that a change keeps every bit: two binaries, the same prompts under the same plans, the same bytes.
+
+Usage: tests/processes/same_bits.py OLD NEW [--cases N] [--seed S] [--scenarios]
+
+Each case draws a model (family, heads, layers, window), a dtype, ranks, head groups, tile, layout, stripe and length, and
+compares the files of --logits-out and --kv-out. One case in eight runs on AVX2, where valgrind is installed, which hides
+what is newer. Both binaries plan with the speeds that OLD measured. --scenarios compares the simulator's tables as well.
+Prints what differs; exits with 1 if anything does.
+"""
+import argparse
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+
+SCENARIOS = pathlib.Path(__file__).resolve().parent.parent.parent / "configs" / "scenarios"
+FAMILIES = {
+    "llama": [],
+    "mistral": ["--sliding-window", "96"],
+    "qwen2": [],
+    "qwen3": [],
+}
+SHAPES = [(4, 2, 64), (4, 4, 32), (6, 2, 64), (8, 1, 32), (6, 3, 128)]  # query heads, KV heads, head_dim
+
+
+def splits(ranks, q_heads, kv_heads):
+    """All (head groups, a, b) of so many ranks."""
+    for heads in range(1, ranks + 1):
+        if ranks % heads or q_heads % heads or kv_heads % heads:
+            continue
+        mesh = ranks // heads
+        yield from ((heads, a, mesh // a) for a in range(1, mesh + 1) if mesh % a == 0)
+
+
+def draw(rng, number):
+    q_heads, kv_heads, head_dim = rng.choice(SHAPES)
+    ranks = rng.choice([1, 2, 3, 4, 6, 8, 9, 12, 16])
+    heads, a, b = rng.choice(list(splits(ranks, q_heads, kv_heads)))
+    emulated = number % 8 == 7 and shutil.which("valgrind") is not None
+    return {
+        "family": rng.choice(list(FAMILIES)),
+        "shape": (q_heads, kv_heads, head_dim),
+        "layers": rng.choice([1, 2, 3]),
+        "dtype": rng.choice(["bf16", "f32"]),
+        "ranks": ranks,
+        "heads": heads,
+        "tile": f"{a}x{b}",
+        "layout": rng.choice(["striped", "striped", "zigzag", "contiguous"]),
+        "stripe": rng.choice([1, 16, 64, 128]),
+        "tokens": rng.randint(ranks, 300 if emulated else 3000),
+        "avx2": emulated,
+    }
+
+
+def make_model(binary, folder, case):
+    q_heads, kv_heads, head_dim = case["shape"]
+    name = f"{case['family']}-{q_heads}-{kv_heads}-{head_dim}-{case['layers']}"
+    path = folder / name
+    if not path.exists():
+        arguments = ["--arch", case["family"], "--layers", case["layers"], "--heads", q_heads, "--kv-heads", kv_heads]
+        arguments += ["--head-dim", head_dim, "--hidden", 192, "--vocab", 300, "--out", path, *FAMILIES[case["family"]]]
+        subprocess.run([binary, "make-model", *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def prefill(binary, folder, case, model, ids):
+    """The bytes of logits and KV, or what the binary said instead."""
+    outputs = [folder / "logits.safetensors", folder / "kv.safetensors"]
+    for output in outputs:
+        output.unlink(missing_ok=True)
+    command = ["valgrind", "--tool=none", "-q"] if case["avx2"] else []
+    command += [binary, "prefill", "--config", folder / "config.yaml", "--model", model, "--tokens", ids]
+    command += ["--dtype", case["dtype"], "--ranks", case["ranks"], "--heads", case["heads"], "--tile", case["tile"]]
+    command += ["--layout", case["layout"], "--json", "--logits-out", outputs[0], "--kv-out", outputs[1]]
+    if case["layout"] == "striped":
+        command += ["--stripe", case["stripe"]]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=600)
+    if result.returncode != 0:
+        return result.stderr
+    return [output.read_bytes() for output in outputs]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scenarios", action="store_true")
+    options = parser.parse_args()
+    differing = refused = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "config.yaml").write_text(
+            f"pool: {{embedded: {{peak_flops: 1e11}}}}\nplan: {{profile_path: {folder / 'speed.json'}}}\n"
+        )
+        for number in range(options.cases):
+            rng = random.Random(f"{options.seed}/{number}")
+            case = draw(rng, number)
+            model = make_model(options.old, folder, case)
+            ids = folder / "ids"
+            ids.write_text(" ".join(str(rng.randrange(300)) for _ in range(case["tokens"])))
+            old, new = (prefill(binary, folder, case, model, ids) for binary in (options.old, options.new))
+            if isinstance(old, str):
+                refused += 1
+            if old != new:
+                differing += 1
+                print(f"DIFFERS: {case}", *(text for text in (old, new) if isinstance(text, str)), sep="\n  ")
+        print(f"{options.cases} prefills, {refused} of them refused by the old binary: {differing} differ")
+        if options.scenarios:
+            for scenario in sorted(SCENARIOS.glob("*.yaml")):
+                command = ["simulate", "--scenario", str(scenario)]
+                old, new = (subprocess.run([b, *command], capture_output=True, check=False) for b in (options.old, options.new))
+                same = old.returncode == new.returncode and old.stdout == new.stdout
+                differing += not same
+                print(f"{scenario.name}: {'the same' if same else 'DIFFERS'}")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
