@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Documents and dashboards name what is really there: every metric, every alert, every key."""
+"""Documents and dashboards name what is really there: every metric, alert, key and path. Documents have short lines."""
 import pathlib
 import re
 import subprocess
@@ -7,6 +7,13 @@ import sys
 import unittest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "deploy"))
+import make_api_docs  # noqa: E402
+
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+COLUMNS = 100
+TOP_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", "build"}
+SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
 
 
 def read(path):
@@ -22,6 +29,73 @@ def without_suffix(name):
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
+def long_lines(text):
+    """Numbers of the lines above COLUMNS columns. Tables and code are lines like any other."""
+    return [number for number, line in enumerate(text.split("\n"), 1) if len(line) > COLUMNS]
+
+
+def code_of(text):
+    """Code spans, and lines of code: what is between back-quotes, fenced or indented by four."""
+    fenced = re.compile(r"^```.*?^```", re.M | re.S)
+    yield from (line for block in fenced.findall(text) for line in block.split("\n")[1:-1])
+    paragraphs = []
+    for line in fenced.sub("", text).split("\n"):
+        if line.startswith("    "):
+            yield line
+        else:
+            paragraphs.append(line)
+    yield from re.findall(r"`([^`]+)`", "\n".join(paragraphs))
+
+
+def missing_paths(text, root=ROOT, folders=frozenset(TOP_FOLDERS)):
+    """Paths of the repository in code that lead nowhere. Of `engine/<name>/x.h` or `docs/*.md` the folder counts."""
+    missing = []
+    for word in (word for code in code_of(text) for word in code.split()):
+        top, slash, _ = word.partition("/")
+        if not slash or not re.match(r"\.?\w", word) or "://" in word or top in ("build", ".."):
+            continue
+        if top not in folders and not SOURCE.search(word):
+            continue
+        plain = re.match(r"[\w./-]*", word)[0]
+        path = plain if plain == word else plain.rpartition("/")[0]
+        if not (root / path).exists():
+            missing.append(word)
+    return missing
+
+
+class ChecksTest(unittest.TestCase):
+    """The checks of this file find what is planted."""
+
+    def test_a_long_line_is_found_wherever_it_is(self):
+        self.assertEqual(long_lines("é" * 100 + "\n| " + "x " * 48 + "|\n"), [])
+        for line in ("x" * 101, "    " + "x" * 97, "| " + "x " * 49 + "|", "```\n" + "y" * 101 + "\n```"):
+            self.assertEqual(len(long_lines(f"short\n{line}\nshort\n")), 1, line)
+        self.assertEqual(long_lines("a\n" + "b" * 101 + "\nc\n" + "d" * 101), [2, 4])
+
+    def test_a_path_that_leads_nowhere_is_found(self):
+        there = "`engine/mesh/mesh.h`, `docs/`, `tests/run.sh all`, `docs/*.md`, `engine/<folder>/x.h`"
+        elsewhere = "`a/b`, `meshfill bench attention|gemm`, `/models/x.json`, `https://x.org/y.md`, `TFLOP/s`, engine/none.h"
+        self.assertEqual(missing_paths(f"{there}\n{elsewhere}\n    build/release/server/meshfill x\n"), [])
+        for text, path in (("see `engine/mesh.h`", "engine/mesh.h"), ("`src/mesh.cc`", "src/mesh.cc"),
+                           ("`tests/nothing.sh all`", "tests/nothing.sh"),
+                           ("`none/*`, `engine/none/*.h`", "engine/none/*.h"),
+                           ("a span `over\nengine/none.h` two lines", "engine/none.h"),
+                           ("text\n\n    deploy/none.sh --now\n", "deploy/none.sh"),
+                           ("```\ndeploy/none.sh\n```\n`docs/`", "deploy/none.sh")):
+            self.assertEqual(missing_paths(text), [path], text)
+
+
+    def test_generated_prose_is_wrapped(self):
+        for text in ("word " * 60 + "`code that stays whole` " * 9 + "end", "default: 16777216. " * 20,
+                     "x" * 90 + " see 12. - # + word"):
+            for first, line in enumerate(make_api_docs.wrapped(text.strip(), "  ").split("\n")):
+                self.assertLessEqual(len(line), COLUMNS)
+                self.assertEqual(line.count("`") % 2, 0, line)
+                if first:
+                    self.assertNotRegex(line, r"^  ([-+*>#]+|\d+[.)]) ")
+            self.assertEqual(make_api_docs.wrapped(text, "").split(), text.split())
+
+
 class DocsTest(unittest.TestCase):
     def test_generated_files_are_up_to_date(self):
         for script in ("deploy/make_api_docs.py", "deploy/grafana/make_dashboard.py", "docs/pictures/make_causal_balance.py"):
@@ -32,6 +106,14 @@ class DocsTest(unittest.TestCase):
         for path in ("docs/api.md", "docs/configuration.md"):
             self.assertGreater(len(re.findall(r"^- `[\w.]+`.*:", read(path), re.M)), 40, path)
             self.assertEqual(re.findall(r"^- `[\w.]+`.*: *\n(?!  )", read(path), re.M), [], path)
+
+    def test_lines_are_short(self):
+        for path in DOCUMENTS:
+            self.assertEqual(long_lines(read(path)), [], f"{path}: lines above {COLUMNS} columns")
+
+    def test_paths_lead_somewhere(self):
+        for path in DOCUMENTS:
+            self.assertEqual(missing_paths(read(path)), [], path)
 
     def test_every_metric_is_documented_and_no_other(self):
         documented = set(re.findall(r"^\| `(meshfill_\w+)`", read("docs/metrics.md"), re.M))
@@ -64,15 +146,23 @@ class DocsTest(unittest.TestCase):
 
     def test_keys_in_the_docs_are_keys_of_the_configuration(self):
         fields = set(re.findall(r"\b(\w+) = \d+;", read("proto/meshfill/v1/config.proto")))
-        for path in sorted((ROOT / "docs").glob("*.md")):
-            for key in re.findall(r"`((?:model|pool|queue|plan|limits)\.[a-z_.]+)\b", path.read_text()):
+        for path in DOCUMENTS:
+            for key in re.findall(r"`((?:model|pool|queue|plan|limits)\.[a-z_.]+)\b", read(path)):
                 for part in key.split("."):
-                    self.assertIn(part, fields, f"{path.name}: {key}")
+                    self.assertIn(part, fields, f"{path}: {key}")
 
     def test_links_lead_somewhere(self):
-        for path in sorted((ROOT / "docs").glob("*.md")):
-            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-                self.assertTrue((path.parent / target).exists(), f"{path.name}: {target}")
+        for path in DOCUMENTS:
+            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(path)):
+                self.assertTrue(((ROOT / path).parent / target).exists(), f"{path}: {target}")
+
+    def test_anchors_are_headings(self):
+        for path in DOCUMENTS:
+            for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", read(path)):
+                text = ((ROOT / path).parent / target if target else ROOT / path).read_text()
+                headings = re.findall(r"^#+ (.*)$", text, re.M)
+                anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                self.assertIn(anchor, anchors, f"{path}: {target}#{anchor}")
 
 
 if __name__ == "__main__":
