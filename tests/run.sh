@@ -21,6 +21,8 @@ fi
 if ! nvidia-smi -L >/dev/null 2>&1; then
   echo "  tests on a GPU            tests/deploy/check-gpu.sh --build here, then all on a machine with one (label gpu: not run)"
 fi
+echo "  locks, checked by clang   tests/thread-safety.sh (installs clang)"
+echo "  a change against a binary tests/processes/same_bits.py, tests/processes/same_speed.py"
 echo "  failures at length        tests/processes/pool_churn.py, tests/processes/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"
 echo "  the simulation's own test tests/server/pool/planted_bugs/run.sh (builds it with each of the bugs in turn)"
 echo "  slow links                tests/processes/throttled_network.py (needs root)"

@@ -37,9 +37,9 @@ def splits(ranks, q_heads, kv_heads):
 
 def draw(rng, number):
     q_heads, kv_heads, head_dim = rng.choice(SHAPES)
-    ranks = rng.choice([1, 2, 3, 4, 6, 8, 9, 12, 16])
-    heads, a, b = rng.choice(list(splits(ranks, q_heads, kv_heads)))
     emulated = number % 8 == 7 and shutil.which("valgrind") is not None
+    ranks = rng.choice([1, 2, 4] if emulated else [1, 2, 3, 4, 6, 8, 9, 12, 16])
+    heads, a, b = rng.choice(list(splits(ranks, q_heads, kv_heads)))
     return {
         "family": rng.choice(list(FAMILIES)),
         "shape": (q_heads, kv_heads, head_dim),
@@ -50,7 +50,7 @@ def draw(rng, number):
         "tile": f"{a}x{b}",
         "layout": rng.choice(["striped", "striped", "zigzag", "contiguous"]),
         "stripe": rng.choice([1, 16, 64, 128]),
-        "tokens": rng.randint(ranks, 300 if emulated else 3000),
+        "tokens": rng.randint(ranks, 80 if emulated else 2000),
         "avx2": emulated,
     }
 
@@ -71,10 +71,12 @@ def prefill(binary, folder, case, model, ids):
     outputs = [folder / "logits.safetensors", folder / "kv.safetensors"]
     for output in outputs:
         output.unlink(missing_ok=True)
-    command = ["valgrind", "--tool=none", "-q"] if case["avx2"] else []
+    command = ["valgrind", "--tool=none", "-q", "--fair-sched=yes"] if case["avx2"] else []
     command += [binary, "prefill", "--config", folder / "config.yaml", "--model", model, "--tokens", ids]
     command += ["--dtype", case["dtype"], "--ranks", case["ranks"], "--heads", case["heads"], "--tile", case["tile"]]
     command += ["--layout", case["layout"], "--json", "--logits-out", outputs[0], "--kv-out", outputs[1]]
+    if case["avx2"]:  # one thread at a time runs there
+        command += ["--set", "pool.embedded.threads=1"]
     if case["layout"] == "striped":
         command += ["--stripe", case["stripe"]]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=600)
