@@ -1,7 +1,7 @@
 // The seam to a network between ranks (DESIGN §6): asynchronous chunk transfer with a deadline on every wait.
 //
 // One Communicator belongs to one rank and one run, and is used from that rank's thread; Abort may come from
-// any thread. Messages between a pair of ranks match in the order of their calls, each operation for itself.
+// any thread. Messages between a pair of ranks match in the order of their calls, each traffic for itself.
 //
 // Cost per call: one message out, one message in. The in-process communicator hands over the reference (no
 // bytes are copied, a sent buffer must not be written again); others copy into a buffer of the backend's.
@@ -14,13 +14,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/mesh/traffic.h"
 #include "kernels/buffer.h"
 
 namespace meshfill {
-
-enum class CommOp { kRecvQ, kRecvKv, kSendO, kAllToAll };
-inline constexpr int kCommOps = 4;
-const char* CommOpName(CommOp op);  // "recv_q", "recv_kv", "send_o", "all_to_all": the names of the metrics
 
 // A receive under way. Wait once.
 class PendingReceive {
@@ -39,8 +36,9 @@ class Communicator {
   virtual int size() const = 0;
 
   // Starts sending `message` to `to` and receiving one of `receive_bytes` from `from`.
-  virtual absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message,
-                                                                      int from, size_t receive_bytes) = 0;
+  virtual absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to,
+                                                                      BufferRef message, int from,
+                                                                      size_t receive_bytes) = 0;
 
   // Ends every wait of every rank of this run with `reason`, now and in future. The first reason stays.
   virtual void Abort(absl::Status reason) = 0;

@@ -22,12 +22,12 @@ constexpr size_t kMailboxMessages = 1024;
 struct Route {
   int from;
   int to;
-  CommOp op;
+  Traffic traffic;
   auto operator<=>(const Route&) const = default;
 
   // As the receiver, the one that waits, sees it.
   std::string DebugString() const {
-    return absl::StrCat("rank ", to, ": ", CommOpName(op), " from rank ", from);
+    return absl::StrCat("rank ", to, ": ", OperationName(traffic), " from rank ", from);
   }
 };
 
@@ -45,7 +45,7 @@ class Exchange {
     if (mailbox.messages.size() >= kMailboxMessages) {
       return absl::ResourceExhaustedError(absl::StrCat("rank ", route.from, ": rank ", route.to,
                                                        " has not taken ", mailbox.messages.size(),
-                                                       " messages of ", CommOpName(route.op)));
+                                                       " messages of ", OperationName(route.traffic)));
     }
     mailbox.messages.emplace(mailbox.sent++, std::move(message));
     mailbox.changed.NotifyAll();
@@ -141,22 +141,24 @@ class InProcessCommunicator : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                              size_t receive_bytes) override {
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) override {
     for (int peer : {to, from}) {
       if (peer < 0 || peer >= size_ || peer == rank_) {
-        return absl::InvalidArgumentError(absl::StrCat("rank ", rank_, ": ", CommOpName(op), " with rank ",
-                                                       peer, ", which is no other of the ", size_, " ranks"));
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank_, ": ", OperationName(traffic),
+                                                       " with rank ", peer, ", which is no other of the ",
+                                                       size_, " ranks"));
       }
     }
     if (message == nullptr) {
       return absl::InvalidArgumentError(
-          absl::StrCat("rank ", rank_, ": ", CommOpName(op), " to rank ", to, " without a message"));
+          absl::StrCat("rank ", rank_, ": ", OperationName(traffic), " to rank ", to, " without a message"));
     }
     ASSIGN_OR_RETURN(DeviceMessage fetched, FetchTo(to, std::move(message)));
-    RETURN_IF_ERROR(exchange_->Send({.from = rank_, .to = to, .op = op}, std::move(fetched)));
+    RETURN_IF_ERROR(exchange_->Send({.from = rank_, .to = to, .traffic = traffic}, std::move(fetched)));
     return std::make_unique<InProcessReceive>(exchange_, backends_.empty() ? nullptr : backends_[rank_],
-                                              Route{.from = from, .to = rank_, .op = op}, receive_bytes);
+                                              Route{.from = from, .to = rank_, .traffic = traffic},
+                                              receive_bytes);
   }
 
   void Abort(absl::Status reason) override { exchange_->Abort(reason); }

@@ -128,8 +128,10 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
   }
-  return {
-      .q = q.Slowest(), .kv = kv.Slowest(), .all_to_all = AllToAllLink(topology, heads, node_of_rank, nodes)};
+  return {{Traffic::kQ, q.Slowest()},
+          {Traffic::kKv, kv.Slowest()},
+          {Traffic::kO, q.Slowest()},
+          {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
 }
 
 }  // namespace meshfill

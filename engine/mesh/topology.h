@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "engine/mesh/mesh.h"
 #include "engine/mesh/placement.h"
+#include "engine/mesh/traffic.h"
 
 namespace meshfill {
 
@@ -38,16 +39,9 @@ absl::Status CheckTopology(const Topology& topology);
 // The seats that a box may fill on the first `seats`: the most that divide each node's share of them.
 int SeatsPerNode(const Topology& topology, int seats);
 
-// As a plan's messages find them when all ranks send at once: along Q rings, along KV rings, in the
-// all-to-alls of head groups. All ranks wait for the slowest.
-struct Links {
-  Link q;
-  Link kv;
-  Link all_to_all;
-
-  static Links Alike(Link link) { return {.q = link, .kv = link, .all_to_all = link}; }
-  bool operator==(const Links&) const = default;
-};
+// Links as a plan's messages find them when all ranks send at once: Q and O along the Q rings, KV along the
+// KV rings, all-to-alls in head groups. All ranks wait for the slowest.
+using Links = PerTraffic<Link>;
 
 // The topology has a seat for each rank of the placement.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement);

@@ -43,10 +43,10 @@ CommBytes LargestLayerCommBytes(const ModelShape& model, const PlanShape& shape)
                                    ? 0
                                    : AllToAllBytes(slice, heads, layout.ChunkTokens(global_rank),
                                                    kv_layout.ChunkTokens(global_rank), chunk_tokens[rank]);
-    const CommBytes bytes = {.q = slice.q_bytes(q_tokens - last_q_tokens),
-                             .kv = slice.kv_bytes(kv_tokens - last_kv_tokens),
-                             .o = slice.partial_bytes(q_tokens - chunk_tokens[rank], partial_dtype),
-                             .all_to_all = all_to_all};
+    const CommBytes bytes = {{Traffic::kQ, slice.q_bytes(q_tokens - last_q_tokens)},
+                             {Traffic::kKv, slice.kv_bytes(kv_tokens - last_kv_tokens)},
+                             {Traffic::kO, slice.partial_bytes(q_tokens - chunk_tokens[rank], partial_dtype)},
+                             {Traffic::kAllToAll, all_to_all}};
     if (bytes.total() > largest.total()) largest = bytes;
   }
   return largest;
@@ -64,22 +64,20 @@ CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int
   const int mesh_rank = rank / heads;
   CommBytes bytes;
   for (int u = 0; u < tile.a - 1; ++u) {  // Q#0 … Q#a−2 and O#1 … O#a−1 leave
-    bytes.q += slice.q_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u)));
-    bytes.o += slice.partial_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u + 1)), partial_dtype);
+    bytes[Traffic::kQ] += slice.q_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u)));
+    bytes[Traffic::kO] +=
+        slice.partial_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u + 1)), partial_dtype);
   }
   for (int v = 0; v < tile.b - 1; ++v)
-    bytes.kv += slice.kv_bytes(kv_groups.ChunkTokens(mesh.KvChunk(mesh_rank, v)));
-  bytes.all_to_all = AllToAllBytes(slice, heads, layout.ChunkTokens(rank), kv_layout.ChunkTokens(rank),
-                                   groups.ChunkTokens(mesh_rank));
+    bytes[Traffic::kKv] += slice.kv_bytes(kv_groups.ChunkTokens(mesh.KvChunk(mesh_rank, v)));
+  bytes[Traffic::kAllToAll] = AllToAllBytes(slice, heads, layout.ChunkTokens(rank),
+                                            kv_layout.ChunkTokens(rank), groups.ChunkTokens(mesh_rank));
   return bytes;
 }
 
 CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape) {
   CommBytes bytes = LargestLayerCommBytes(model, shape);
-  bytes.q *= model.layers;
-  bytes.kv *= model.layers;
-  bytes.o *= model.layers;
-  bytes.all_to_all *= model.layers;
+  for (Traffic traffic : kPrefillTraffics) bytes[traffic] *= model.layers;
   return bytes;
 }
 

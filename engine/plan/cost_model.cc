@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "engine/plan/comm_bytes.h"
 #include "engine/plan/peak_bytes.h"
@@ -98,21 +99,14 @@ PlanShape MeshOf(const PlanShape& shape) {
 }
 
 // Of the longest chunk in one mesh.
-double TransferSeconds(const ModelShape& model, const PlanShape& mesh, CommKind comm) {
+PerTraffic<double> TransferSeconds(const ModelShape& model, const PlanShape& mesh) {
   const int64_t chunk = mesh.layout.LargestChunkTokens();
-  switch (comm) {
-    case CommKind::kNone:
-      return 0;
-    case CommKind::kRecvQ:
-      return mesh.links.q.Seconds(static_cast<double>(model.q_bytes(chunk)));
-    case CommKind::kRecvKv: {
-      const int64_t kv_chunk = KvLayout(mesh.layout, mesh.cached_tokens).LargestChunkTokens();
-      return mesh.links.kv.Seconds(static_cast<double>(model.kv_bytes(kv_chunk)));
-    }
-    case CommKind::kSendO:
-      return mesh.links.q.Seconds(static_cast<double>(model.partial_bytes(chunk, mesh.partial_dtype)));
-  }
-  return 0;
+  const int64_t kv_chunk = KvLayout(mesh.layout, mesh.cached_tokens).LargestChunkTokens();
+  const auto seconds = [&](Traffic traffic, int64_t bytes) {
+    return std::pair(traffic, mesh.links[traffic].Seconds(static_cast<double>(bytes)));
+  };
+  return {seconds(Traffic::kQ, model.q_bytes(chunk)), seconds(Traffic::kKv, model.kv_bytes(kv_chunk)),
+          seconds(Traffic::kO, model.partial_bytes(chunk, mesh.partial_dtype))};
 }
 
 // How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` has the heads of one mesh.
@@ -124,11 +118,12 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
   const double average = (block_seconds(model.sliding_window) * model.windowed_layers +
                           block_seconds(0) * (model.layers - model.windowed_layers)) /
                          model.layers;
-  const auto cost = [&](CommKind comm) {
-    const double blocks = round(TransferSeconds(model, mesh, comm) / average);
+  const PerTraffic<double> transfer = TransferSeconds(model, mesh);
+  const auto cost = [&](Traffic traffic) {
+    const double blocks = round(transfer[traffic] / average);
     return static_cast<int>(std::clamp<double>(blocks, 1, mesh.tile.ranks()));
   };
-  return {.c_q = cost(CommKind::kRecvQ), .c_kv = cost(CommKind::kRecvKv), .c_o = cost(CommKind::kSendO)};
+  return {.c_q = cost(Traffic::kQ), .c_kv = cost(Traffic::kKv), .c_o = cost(Traffic::kO)};
 }
 
 }  // namespace
@@ -143,18 +138,8 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
                         [](double blocks) { return std::floor(blocks); });
 }
 
-double AttentionSeconds::Transfer(CommKind comm) const {
-  switch (comm) {
-    case CommKind::kNone:
-      return 0;
-    case CommKind::kRecvQ:
-      return recv_q;
-    case CommKind::kRecvKv:
-      return recv_kv;
-    case CommKind::kSendO:
-      return send_o;
-  }
-  return 0;
+double AttentionSeconds::Transfer(std::optional<Traffic> comm) const {
+  return comm.has_value() ? transfer[*comm] : 0;
 }
 
 double AttentionSeconds::Compute(Tile tile) const {
@@ -170,7 +155,8 @@ double AttentionSeconds::Wait(const Schedule& schedule) const {
 }
 
 double AttentionSeconds::LeastWait(Tile tile) const {
-  const double transfers = (tile.a - 1) * (recv_q + send_o) + (tile.b - 1) * recv_kv;
+  const double transfers =
+      (tile.a - 1) * (transfer[Traffic::kQ] + transfer[Traffic::kO]) + (tile.b - 1) * transfer[Traffic::kKv];
   return to_heads + to_tokens + std::max(0.0, transfers - tile.ranks() * block);
 }
 
@@ -183,16 +169,14 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
   };
   const int64_t chunk = mesh.layout.LargestChunkTokens();
   AttentionSeconds seconds = {.block = BlockSeconds(slice, speed, mesh.layout, window, shape.cached_tokens),
-                              .recv_q = TransferSeconds(slice, mesh, CommKind::kRecvQ),
-                              .recv_kv = TransferSeconds(slice, mesh, CommKind::kRecvKv),
-                              .send_o = TransferSeconds(slice, mesh, CommKind::kSendO),
+                              .transfer = TransferSeconds(slice, mesh),
                               .merge = rework(slice.partial_bytes(chunk, shape.partial_dtype))};
   if (shape.heads == 1) return seconds;
   const TokenLayout kv_layout = KvLayout(shape.layout, shape.cached_tokens);
   const int64_t own_q_bytes = slice.q_bytes(shape.layout.LargestChunkTokens());
   const int64_t own_kv_bytes = slice.kv_bytes(kv_layout.LargestChunkTokens());
   const auto all_to_alls = [&](int count, int64_t bytes) {
-    const Link& link = shape.links.all_to_all;
+    const Link& link = shape.links[Traffic::kAllToAll];
     return count * link.latency_seconds +
            static_cast<double>((shape.heads - 1) * bytes) / link.bytes_per_second;
   };

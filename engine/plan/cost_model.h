@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "engine/mesh/layout.h"
 #include "engine/mesh/mesh.h"
@@ -59,16 +60,14 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
 // What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
 struct AttentionSeconds {
   double block = 0;
-  double recv_q = 0;  // of one chunk, and so on
-  double recv_kv = 0;
-  double send_o = 0;
-  double merge = 0;     // of one partial output that arrived
-  double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
+  PerTraffic<double> transfer;  // one Q, KV or O chunk
+  double merge = 0;             // of one partial output that arrived
+  double to_heads = 0;          // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
   double reorder_to_heads = 0;  // passes of memory that put what they bring in order
   double reorder_to_tokens = 0;
 
-  double Transfer(CommKind comm) const;
+  double Transfer(std::optional<Traffic> comm) const;
   double Compute(Tile tile) const;  // of the whole layer
   double Wait(const Schedule& schedule) const;
   double LeastWait(Tile tile) const;  // under any schedule

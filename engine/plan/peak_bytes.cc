@@ -49,15 +49,15 @@ class AttentionPeak {
     if (--uses == 0 && !shared_) live_ -= bytes;
   }
 
-  void Start(CommKind comm) {
-    if (comm == CommKind::kSendO && !adopt_) {
+  void Start(std::optional<Traffic> comm) {
+    if (comm == Traffic::kO && !adopt_) {
       Add(message_bytes_);
       live_ -= row_bytes_;
     }
     if (shared_) return;
-    if (comm == CommKind::kRecvQ) Add(q_bytes_);
-    if (comm == CommKind::kRecvKv) Add(kv_bytes_);
-    if (comm == CommKind::kSendO) Add(message_bytes_);
+    if (comm == Traffic::kQ) Add(q_bytes_);
+    if (comm == Traffic::kKv) Add(kv_bytes_);
+    if (comm == Traffic::kO) Add(message_bytes_);
   }
 
   void RunBlock(BlockIndex block) {
@@ -69,10 +69,10 @@ class AttentionPeak {
     Use(kv_uses_[block.v], kv_bytes_);
   }
 
-  void End(CommKind comm) {
-    if (comm == CommKind::kRecvQ) Use(q_uses_[q_received_++], q_bytes_);
-    if (comm == CommKind::kRecvKv) Use(kv_uses_[kv_received_++], kv_bytes_);
-    if (comm != CommKind::kSendO) return;
+  void End(std::optional<Traffic> comm) {
+    if (comm == Traffic::kQ) Use(q_uses_[q_received_++], q_bytes_);
+    if (comm == Traffic::kKv) Use(kv_uses_[kv_received_++], kv_bytes_);
+    if (comm != Traffic::kO) return;
     if (!shared_) live_ -= message_bytes_;  // what was sent
     Row& row = rows_[(++o_sent_ + 1) % schedule_.tile.a];
     if (row == Row::kBegun) {

@@ -10,6 +10,7 @@
 #include "engine/mesh/mesh.h"
 #include "engine/mesh/placement.h"
 #include "engine/mesh/topology.h"
+#include "engine/mesh/traffic.h"
 #include "engine/schedule/schedule.h"
 #include "kernels/backend.h"
 #include "kernels/dtype.h"
@@ -22,15 +23,8 @@ enum class ScheduleChoice {
   kGreedy,  // by Algorithm 2, as the paper has it
 };
 
-// Bytes that one rank sends, by operation.
-struct CommBytes {
-  int64_t q = 0;
-  int64_t kv = 0;
-  int64_t o = 0;  // partial outputs, with 4 bytes of LSE for each query and head
-  int64_t all_to_all = 0;
-  int64_t total() const { return q + kv + o + all_to_all; }
-  bool operator==(const CommBytes&) const = default;
-};
+// Bytes that one rank sends. Those of kO count 4 bytes of LSE for each query and head.
+using CommBytes = PerTraffic<int64_t>;
 
 struct Prediction {
   double seconds = 0;            // of the whole prefill

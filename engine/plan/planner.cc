@@ -145,8 +145,8 @@ struct PlacedLinks {
     const auto slower = [](const Link& link, const Link& than) {
       return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
     };
-    return slower(links.q, other.links.q) && slower(links.kv, other.links.kv) &&
-           slower(links.all_to_all, other.links.all_to_all);
+    return std::all_of(kPrefillTraffics.begin(), kPrefillTraffics.end(),
+                       [&](Traffic traffic) { return slower(links[traffic], other.links[traffic]); });
   }
 };
 

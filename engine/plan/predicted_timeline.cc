@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/comm/communicator.h"
+#include "engine/mesh/traffic.h"
 
 namespace meshfill {
 namespace {
@@ -24,16 +24,16 @@ class LayerSpans {
 
  private:
   void RunStep(const Step& step) {
-    const char* const name = OpName(step.comm);
+    const char* const name = step.comm.has_value() ? OperationName(*step.comm) : "";
     const double arrival = now_ + seconds_.Transfer(step.comm);
-    if (step.comm != CommKind::kNone) Add({.kind = SpanKind::kTransfer, .what = name}, now_, arrival);
+    if (step.comm.has_value()) Add({.kind = SpanKind::kTransfer, .what = name}, now_, arrival);
     for (const BlockIndex& block : step.blocks) Work({.what = "block", .block = block}, seconds_.block);
     if (arrival > now_) Wait(name, arrival);
-    if (step.comm == CommKind::kSendO) Work({.what = "merge"}, seconds_.merge);
+    if (step.comm == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
   }
 
   void AllToAll(double seconds) {
-    const char* const name = CommOpName(CommOp::kAllToAll);
+    const char* const name = OperationName(Traffic::kAllToAll);
     Add({.kind = SpanKind::kTransfer, .what = name}, now_, now_ + seconds);
     Wait(name, now_ + seconds);
   }
@@ -53,20 +53,6 @@ class LayerSpans {
     span.start_seconds = start;
     span.end_seconds = end;
     spans_.push_back(span);
-  }
-
-  static const char* OpName(CommKind comm) {
-    switch (comm) {
-      case CommKind::kNone:
-        return "";
-      case CommKind::kRecvQ:
-        return CommOpName(CommOp::kRecvQ);
-      case CommKind::kRecvKv:
-        return CommOpName(CommOp::kRecvKv);
-      case CommKind::kSendO:
-        return CommOpName(CommOp::kSendO);
-    }
-    return "";
   }
 
   const AttentionSeconds seconds_;

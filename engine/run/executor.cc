@@ -83,70 +83,77 @@ class LayerRun {
   }
 
  private:
-  // The communication of a step, under way.
+  // A communication under way.
   struct Transfer {
-    CommOp op = CommOp::kRecvQ;
+    Traffic traffic = Traffic::kQ;
     TimelineRecorder::Moment start;
-    std::unique_ptr<PendingReceive> pending;  // null: the step has none
+    std::unique_ptr<PendingReceive> pending;
   };
 
   absl::Status RunStep(const Step& step) {
-    ASSIGN_OR_RETURN(Transfer transfer, Start(step.comm));
+    if (!step.comm.has_value()) return ComputeBlocks(step);
+    ASSIGN_OR_RETURN(Transfer transfer, Start(*step.comm));
+    RETURN_IF_ERROR(ComputeBlocks(step));
+    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer));
+    return Accept(*step.comm, std::move(message));
+  }
+
+  absl::Status ComputeBlocks(const Step& step) {
     for (const BlockIndex& block : step.blocks) {
       RETURN_IF_ERROR(ComputeBlock(block));
     }
-    if (transfer.pending == nullptr) return absl::OkStatus();
-    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer));
-    return Accept(step.comm, std::move(message));
+    return absl::OkStatus();
   }
 
-  absl::StatusOr<Transfer> Start(CommKind comm) {
-    switch (comm) {
-      case CommKind::kNone:
-        return Transfer{};
-      case CommKind::kRecvQ: {
+  absl::StatusOr<Transfer> Start(Traffic traffic) {
+    switch (traffic) {
+      case Traffic::kQ: {
         Chunk& chunk = q_[q_received_];
         --chunk.sends_left;
         absl::StatusOr<Transfer> transfer =
-            SendReceive(CommOp::kRecvQ, mesh_.QSendTo(rank_), chunk.buffer, stats_.sent.q,
-                        mesh_.QReceiveFrom(rank_), model_.q_bytes(QTokens(q_received_ + 1)));
+            SendReceive(Traffic::kQ, mesh_.QSendTo(rank_), chunk.buffer, mesh_.QReceiveFrom(rank_),
+                        model_.q_bytes(QTokens(q_received_ + 1)));
         chunk.Release();
         return transfer;
       }
-      case CommKind::kRecvKv: {
+      case Traffic::kKv: {
         Chunk& chunk = kv_[kv_received_];
         --chunk.sends_left;
         absl::StatusOr<Transfer> transfer =
-            SendReceive(CommOp::kRecvKv, mesh_.KvSendTo(rank_), chunk.buffer, stats_.sent.kv,
-                        mesh_.KvReceiveFrom(rank_), model_.kv_bytes(KvTokens(kv_received_ + 1)));
+            SendReceive(Traffic::kKv, mesh_.KvSendTo(rank_), chunk.buffer, mesh_.KvReceiveFrom(rank_),
+                        model_.kv_bytes(KvTokens(kv_received_ + 1)));
         chunk.Release();
         return transfer;
       }
-      case CommKind::kSendO: {
+      case Traffic::kO: {
         ASSIGN_OR_RETURN(BufferRef message, WireForm(o_sent_ + 1));
-        return SendReceive(CommOp::kSendO, mesh_.QSendTo(rank_), std::move(message), stats_.sent.o,
-                           mesh_.QReceiveFrom(rank_),
+        return SendReceive(Traffic::kO, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
                            model_.partial_bytes(QTokens(ArrivingRow()), plan_.partial_dtype));
       }
+      case Traffic::kDq:
+      case Traffic::kDkv:
+      case Traffic::kAllToAll:
+      case Traffic::kGather:
+        break;
     }
     return absl::InternalError("unknown communication in a schedule");
   }
 
-  absl::StatusOr<Transfer> SendReceive(CommOp op, int to, BufferRef message, int64_t& sent_bytes, int from,
+  absl::StatusOr<Transfer> SendReceive(Traffic traffic, int to, BufferRef message, int from,
                                        int64_t receive_bytes) {
-    sent_bytes += static_cast<int64_t>(message->size_bytes());
+    stats_.sent[traffic] += static_cast<int64_t>(message->size_bytes());
     TimelineRecorder::Moment start;
     if (recorder_ != nullptr && recorder_->keeps_spans()) start = recorder_->Now();
     ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
-                     communicator_.SendReceive(op, GlobalRank(to), std::move(message), GlobalRank(from),
+                     communicator_.SendReceive(traffic, GlobalRank(to), std::move(message), GlobalRank(from),
                                                static_cast<size_t>(receive_bytes)));
-    return Transfer{.op = op, .start = std::move(start), .pending = std::move(pending)};
+    return Transfer{.traffic = traffic, .start = std::move(start), .pending = std::move(pending)};
   }
 
   absl::StatusOr<BufferRef> WaitFor(Transfer& transfer) {
-    const char* const name = CommOpName(transfer.op);
+    const char* const name = OperationName(transfer.traffic);
     absl::StatusOr<BufferRef> message = [&] {
-      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(transfer.op)], recorder_,
+      SpanTimer timer(&stats_.wait_seconds[transfer.traffic], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
       return transfer.pending->Wait(MonotonicNow() + wait_timeout_);
     }();
@@ -157,23 +164,26 @@ class LayerRun {
     return message;
   }
 
-  absl::Status Accept(CommKind comm, BufferRef message) {
-    switch (comm) {
-      case CommKind::kNone:
-        return absl::OkStatus();
-      case CommKind::kRecvQ:
+  absl::Status Accept(Traffic traffic, BufferRef message) {
+    switch (traffic) {
+      case Traffic::kQ:
         q_[++q_received_].buffer = std::move(message);
         return absl::OkStatus();
-      case CommKind::kRecvKv:
+      case Traffic::kKv:
         kv_[++kv_received_].buffer = std::move(message);
         return absl::OkStatus();
-      case CommKind::kSendO: {
+      case Traffic::kO: {
         const int row = ArrivingRow();
         ++o_sent_;
         return AcceptPartial(row, std::move(message));
       }
+      case Traffic::kDq:
+      case Traffic::kDkv:
+      case Traffic::kAllToAll:
+      case Traffic::kGather:
+        break;
     }
-    return absl::OkStatus();
+    return absl::InternalError("unknown communication in a schedule");
   }
 
   absl::Status ComputeBlock(BlockIndex block) {

@@ -91,25 +91,25 @@ absl::Status HeadExchange::TensorToHeads(BufferRef tensor, int all_heads, int he
 }
 
 absl::Status HeadExchange::AllToAll(const Moves& moves) {
-  const char* const name = CommOpName(CommOp::kAllToAll);
+  const char* const name = OperationName(Traffic::kAllToAll);
   SpanTimer under_way(nullptr, recorder_, {.kind = SpanKind::kTransfer, .what = name});
   const auto rotated = [this](int by) { return (member_ + by + heads_) % heads_; };
   std::vector<std::unique_ptr<PendingReceive>> pending;
   for (int step = 1; step < heads_; ++step) {
     const int to = rotated(step), from = rotated(-step);
     ASSIGN_OR_RETURN(BufferRef message, moves.send(to));
-    stats_.sent.all_to_all += static_cast<int64_t>(message->size_bytes());
+    stats_.sent[Traffic::kAllToAll] += static_cast<int64_t>(message->size_bytes());
     ASSIGN_OR_RETURN(
         std::unique_ptr<PendingReceive> receive,
-        communicator_.SendReceive(CommOp::kAllToAll, first_rank_ + to, std::move(message), first_rank_ + from,
-                                  static_cast<size_t>(moves.receive_bytes(from))));
+        communicator_.SendReceive(Traffic::kAllToAll, first_rank_ + to, std::move(message),
+                                  first_rank_ + from, static_cast<size_t>(moves.receive_bytes(from))));
     pending.push_back(std::move(receive));
   }
   ASSIGN_OR_RETURN(BufferRef own, moves.send(member_));
   RETURN_IF_ERROR(moves.accept(member_, std::move(own)));
   for (int step = 1; step < heads_; ++step) {
     ASSIGN_OR_RETURN(BufferRef message, [&] {
-      SpanTimer timer(&stats_.wait_seconds[static_cast<int>(CommOp::kAllToAll)], recorder_,
+      SpanTimer timer(&stats_.wait_seconds[Traffic::kAllToAll], recorder_,
                       {.kind = SpanKind::kWait, .what = name});
       return pending[step - 1]->Wait(MonotonicNow() + wait_timeout_);
     }());

@@ -2,28 +2,23 @@
 #ifndef MESHFILL_ENGINE_RUN_RANK_STATS_H_
 #define MESHFILL_ENGINE_RUN_RANK_STATS_H_
 
-#include <array>
 #include <cstdint>
 
-#include "engine/comm/communicator.h"
+#include "engine/mesh/traffic.h"
 #include "engine/plan/plan.h"
 
 namespace meshfill {
 
 struct RankStats {
-  double attention_seconds = 0;  // wall time inside attention, waits included, over all layers
-  double block_seconds = 0;      // of it: computing blocks
-  double merge_seconds = 0;      // of it: merging what arrived, and reordering it for head groups
-  std::array<double, kCommOps> wait_seconds{};  // comm wait by CommOp: the thread stands still for a message
-  double total_seconds = 0;                     // wall time of the rank's run
+  double attention_seconds = 0;     // wall time inside attention, waits included, over all layers
+  double block_seconds = 0;         // of it: computing blocks
+  double merge_seconds = 0;         // of it: merging what arrived, and reordering it for head groups
+  PerTraffic<double> wait_seconds;  // comm wait: the thread stands still for a message
+  double total_seconds = 0;         // wall time of the rank's run
   CommBytes sent;
   int64_t blocks = 0;  // attention blocks computed
 
-  double comm_wait_seconds() const {
-    double sum = 0;
-    for (double seconds : wait_seconds) sum += seconds;
-    return sum;
-  }
+  double comm_wait_seconds() const { return wait_seconds.total(); }
 };
 
 }  // namespace meshfill

@@ -39,23 +39,22 @@ class ReceiveLattice {
   }
 
  private:
-  CommKind Next(const RowFirstBuilder& builder, Preference preference) const {
+  Traffic Next(const RowFirstBuilder& builder, Preference preference) const {
     const Node here = {builder.q_chunks(), builder.kv_chunks()};
-    if (MaySendNow(builder, here)) return CommKind::kSendO;
-    if (here.q == a_) return CommKind::kRecvKv;
-    if (here.kv == b_) return CommKind::kRecvQ;
-    if (!StaysLeast(here, CommKind::kRecvQ)) return CommKind::kRecvKv;
-    if (!StaysLeast(here, CommKind::kRecvKv)) return CommKind::kRecvQ;
+    if (MaySendNow(builder, here)) return Traffic::kO;
+    if (here.q == a_) return Traffic::kKv;
+    if (here.kv == b_) return Traffic::kQ;
+    if (!StaysLeast(here, Traffic::kQ)) return Traffic::kKv;
+    if (!StaysLeast(here, Traffic::kKv)) return Traffic::kQ;
     switch (preference) {
       case Preference::kKv:
-        return CommKind::kRecvKv;
+        return Traffic::kKv;
       case Preference::kQ:
-        return CommKind::kRecvQ;
+        return Traffic::kQ;
       case Preference::kUnlocked:  // Algorithm 2: more blocks for the cost
-        return int64_t{here.kv} * costs_.c_kv > int64_t{here.q} * costs_.c_q ? CommKind::kRecvQ
-                                                                             : CommKind::kRecvKv;
+        return int64_t{here.kv} * costs_.c_kv > int64_t{here.q} * costs_.c_q ? Traffic::kQ : Traffic::kKv;
     }
-    return CommKind::kRecvKv;
+    return Traffic::kKv;
   }
 
   // Once all is here the Send O follow. Before, one may go if its row is whole and the Recv Q behind it still
@@ -65,18 +64,17 @@ class ReceiveLattice {
     if (here.q == a_) return true;
     const int row = builder.o_sent() + 1;
     if (row >= here.q || !builder.IsWhole(row)) return false;
-    return std::max(Shortfall(here, CommKind::kRecvQ, row), Shortfall({a_ - 1, b_}, CommKind::kRecvQ, row)) <=
-           exposed_;
+    return std::max(Shortfall(here, Traffic::kQ, row), Shortfall({a_ - 1, b_}, Traffic::kQ, row)) <= exposed_;
   }
 
-  bool StaysLeast(Node here, CommKind receive) const {
+  bool StaysLeast(Node here, Traffic receive) const {
     return Shortfall(here, receive, 0) <= exposed_ && Least(After(here, receive)) <= exposed_;
   }
 
   // The least that the worst step from here on leaves exposed.
   int64_t LeastFrom(Node here) const {
     int64_t least = here.q == a_ && here.kv == b_ ? 0 : INT64_MAX;
-    for (CommKind receive : {CommKind::kRecvQ, CommKind::kRecvKv}) {
+    for (Traffic receive : {Traffic::kQ, Traffic::kKv}) {
       const Node next = After(here, receive);
       if (next.q > a_ || next.kv > b_) continue;
       least = std::min(least, std::max(Shortfall(here, receive, 0), Least(next)));
@@ -86,7 +84,7 @@ class ReceiveLattice {
 
   // Blocks that are not ready when the receive starts and that nothing behind it hides, after `o_sent` Send
   // O.
-  int64_t Shortfall(Node here, CommKind receive, int o_sent) const {
+  int64_t Shortfall(Node here, Traffic receive, int o_sent) const {
     const Node next = After(here, receive);
     const int64_t hides = int64_t{a_ - next.q} * costs_.c_q + int64_t{b_ - next.kv} * costs_.c_kv;
     return WorstShortfall(here.q, here.kv, hides, o_sent);
@@ -111,8 +109,8 @@ class ReceiveLattice {
     return worst;
   }
 
-  static Node After(Node here, CommKind receive) {
-    return receive == CommKind::kRecvQ ? Node{here.q + 1, here.kv} : Node{here.q, here.kv + 1};
+  static Node After(Node here, Traffic receive) {
+    return receive == Traffic::kQ ? Node{here.q + 1, here.kv} : Node{here.q, here.kv + 1};
   }
 
   int64_t& Least(Node node) { return least_[static_cast<size_t>(node.q - 1) * b_ + (node.kv - 1)]; }

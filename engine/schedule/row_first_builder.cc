@@ -10,22 +10,22 @@ RowFirstBuilder::RowFirstBuilder(Tile tile, OverlapCosts costs) : costs_(costs),
   schedule_.tile = tile;
 }
 
-void RowFirstBuilder::Append(CommKind comm) {
-  if (comm == CommKind::kSendO && !IsWhole(o_sent_ + 1)) {
-    AppendStep(CommKind::kNone, schedule_.tile.b - computed_[o_sent_ + 1]);
+void RowFirstBuilder::Append(Traffic comm) {
+  if (comm == Traffic::kO && !IsWhole(o_sent_ + 1)) {
+    AppendStep(std::nullopt, schedule_.tile.b - computed_[o_sent_ + 1]);
   }
   AppendStep(comm, CommBlocks(comm, costs_));
-  q_chunks_ += comm == CommKind::kRecvQ ? 1 : 0;
-  kv_chunks_ += comm == CommKind::kRecvKv ? 1 : 0;
-  o_sent_ += comm == CommKind::kSendO ? 1 : 0;
+  q_chunks_ += comm == Traffic::kQ ? 1 : 0;
+  kv_chunks_ += comm == Traffic::kKv ? 1 : 0;
+  o_sent_ += comm == Traffic::kO ? 1 : 0;
 }
 
 Schedule RowFirstBuilder::Finish() && {
-  if (!IsWhole(0)) AppendStep(CommKind::kNone, schedule_.tile.b - computed_[0]);
+  if (!IsWhole(0)) AppendStep(std::nullopt, schedule_.tile.b - computed_[0]);
   return std::move(schedule_);
 }
 
-void RowFirstBuilder::AppendStep(CommKind comm, int64_t max_blocks) {
+void RowFirstBuilder::AppendStep(std::optional<Traffic> comm, int64_t max_blocks) {
   Step step{.comm = comm, .blocks = {}};
   while (first_row_ < q_chunks_ && IsWhole(first_row_)) ++first_row_;
   for (int row = first_row_; row < q_chunks_; ++row) TakeRow(row, max_blocks, step);

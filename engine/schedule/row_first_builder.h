@@ -27,13 +27,13 @@ class RowFirstBuilder {
 
   // The next communication, with as many ready blocks as it hides. A Send O comes after all KV and the row's
   // Q; if its row is not whole, a step that makes it so goes before.
-  void Append(CommKind comm);
+  void Append(Traffic comm);
 
   // After the last communication: with what is left of row 0.
   Schedule Finish() &&;
 
  private:
-  void AppendStep(CommKind comm, int64_t max_blocks);
+  void AppendStep(std::optional<Traffic> comm, int64_t max_blocks);
   void TakeRow(int row, int64_t max_blocks, Step& step);
 
   const OverlapCosts costs_;

@@ -19,10 +19,10 @@ class GreedyScheduler {
     const auto [a, b] = schedule_.tile;
     while (q_chunks_ < a || kv_chunks_ < b) Receive();
     for (int row = 1; row < a; ++row) {
-      while (computed_[row] < b) Append(CommKind::kNone, 1);
-      Append(CommKind::kSendO, costs_.c_o);
+      while (computed_[row] < b) Append(std::nullopt, 1);
+      Append(Traffic::kO, costs_.c_o);
     }
-    while (computed_[0] < b) Append(CommKind::kNone, 1);
+    while (computed_[0] < b) Append(std::nullopt, 1);
     return std::move(schedule_);
   }
 
@@ -33,17 +33,17 @@ class GreedyScheduler {
     const int64_t n_q = q_chunks_ < schedule_.tile.a ? kv_chunks_ : 0;
     const int64_t n_kv = kv_chunks_ < schedule_.tile.b ? q_chunks_ : 0;
     if (n_q * costs_.c_kv > n_kv * costs_.c_q) {
-      Append(CommKind::kRecvQ, costs_.c_q);
+      Append(Traffic::kQ, costs_.c_q);
       ++q_chunks_;
     } else {
-      Append(CommKind::kRecvKv, costs_.c_kv);
+      Append(Traffic::kKv, costs_.c_kv);
       ++kv_chunks_;
     }
   }
 
   // A step with ComputeBlocks(max_blocks): ready blocks in row-first order, row 0 last, since no rank waits
   // for it.
-  void Append(CommKind comm, int max_blocks) {
+  void Append(std::optional<Traffic> comm, int max_blocks) {
     Step step{.comm = comm, .blocks = {}};
     const auto take_row = [&](int u) {
       while (static_cast<int>(step.blocks.size()) < max_blocks && computed_[u] < kv_chunks_) {
@@ -69,19 +69,7 @@ class GreedyScheduler {
 
 }  // namespace
 
-const char* CommName(CommKind kind) {
-  switch (kind) {
-    case CommKind::kNone:
-      return "none";
-    case CommKind::kRecvQ:
-      return "q";
-    case CommKind::kRecvKv:
-      return "kv";
-    case CommKind::kSendO:
-      return "o";
-  }
-  return "?";
-}
+const char* CommName(std::optional<Traffic> comm) { return comm.has_value() ? TrafficName(*comm) : "none"; }
 
 std::string Schedule::DebugString() const {
   std::string text = tile.DebugString();

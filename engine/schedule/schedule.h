@@ -15,16 +15,15 @@
 #ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 #define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "engine/mesh/mesh.h"
+#include "engine/mesh/traffic.h"
 
 namespace meshfill {
-
-enum class CommKind { kNone, kRecvQ, kRecvKv, kSendO };
-const char* CommName(CommKind kind);  // "none", "q", "kv", "o": the names of plan --json
 
 struct BlockIndex {
   int u = 0;  // row: Q#u, O#u
@@ -33,10 +32,11 @@ struct BlockIndex {
 };
 
 struct Step {
-  CommKind comm = CommKind::kNone;
+  std::optional<Traffic> comm;  // nullopt: none; Recv Q, Recv KV and Send O by what they move
   std::vector<BlockIndex> blocks;
   bool operator==(const Step&) const = default;
 };
+const char* CommName(std::optional<Traffic> comm);  // "none", "q", "kv", "o": the names of plan --json
 
 struct Schedule {
   Tile tile;

@@ -29,38 +29,28 @@ class ScheduleChecker {
 
  private:
   absl::Status CheckStep(const Step& step) {
-    if (step.comm == CommKind::kNone && step.blocks.empty()) return Refuse("is idle");
-    RETURN_IF_ERROR(CheckStart(step.comm));
+    if (!step.comm.has_value() && step.blocks.empty()) return Refuse("is idle");
+    if (step.comm.has_value()) {
+      RETURN_IF_ERROR(CheckStart(*step.comm));
+    }
     for (const BlockIndex& block : step.blocks) {
       RETURN_IF_ERROR(CheckBlock(block));
     }
-    switch (step.comm) {
-      case CommKind::kNone:
-        break;
-      case CommKind::kRecvQ:
-        ++q_received_;
-        break;
-      case CommKind::kRecvKv:
-        ++kv_received_;
-        break;
-      case CommKind::kSendO:
-        ++o_sent_;
-        break;
-    }
+    q_received_ += step.comm == Traffic::kQ ? 1 : 0;
+    kv_received_ += step.comm == Traffic::kKv ? 1 : 0;
+    o_sent_ += step.comm == Traffic::kO ? 1 : 0;
     return absl::OkStatus();
   }
 
-  absl::Status CheckStart(CommKind comm) const {
+  absl::Status CheckStart(Traffic comm) const {
     switch (comm) {
-      case CommKind::kNone:
-        return absl::OkStatus();
-      case CommKind::kRecvQ:
+      case Traffic::kQ:
         if (q_received_ == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
         return absl::OkStatus();
-      case CommKind::kRecvKv:
+      case Traffic::kKv:
         if (kv_received_ == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
         return absl::OkStatus();
-      case CommKind::kSendO: {
+      case Traffic::kO: {
         // What arrived for row k+1 came with the Send O before, which an earlier step has ended: steps run in
         // turn.
         const int row = o_sent_ + 1;
@@ -71,6 +61,11 @@ class ScheduleChecker {
         }
         return absl::OkStatus();
       }
+      case Traffic::kDq:
+      case Traffic::kDkv:
+      case Traffic::kAllToAll:
+      case Traffic::kGather:
+        break;
     }
     return Refuse("has an unknown communication");
   }

@@ -50,24 +50,14 @@ class MemoryWalk {
     live_ -= q_.Use(block.u) * costs_.c_q + kv_.Use(block.v) * costs_.c_kv;
   }
 
-  void EndComm(CommKind comm) {
-    switch (comm) {
-      case CommKind::kNone:
-        return;
-      case CommKind::kRecvQ:
-        live_ -= q_.PassOnNext() * costs_.c_q;
-        return;
-      case CommKind::kRecvKv:
-        live_ -= kv_.PassOnNext() * costs_.c_kv;
-        return;
-      case CommKind::kSendO: {
-        const int arrived = (++o_sent_ + 1) % schedule_.tile.a;
-        live_ -= costs_.c_o;                       // what was sent
-        if (begun_[arrived]) live_ -= costs_.c_o;  // merged, else it becomes the row
-        begun_[arrived] = true;
-        return;
-      }
-    }
+  void EndComm(std::optional<Traffic> comm) {
+    if (comm == Traffic::kQ) live_ -= q_.PassOnNext() * costs_.c_q;
+    if (comm == Traffic::kKv) live_ -= kv_.PassOnNext() * costs_.c_kv;
+    if (comm != Traffic::kO) return;
+    const int arrived = (++o_sent_ + 1) % schedule_.tile.a;
+    live_ -= costs_.c_o;                       // what was sent
+    if (begun_[arrived]) live_ -= costs_.c_o;  // merged, else it becomes the row
+    begun_[arrived] = true;
   }
 
   const Schedule& schedule_;
@@ -82,18 +72,10 @@ class MemoryWalk {
 
 }  // namespace
 
-int CommBlocks(CommKind comm, OverlapCosts costs) {
-  switch (comm) {
-    case CommKind::kNone:
-      return 0;
-    case CommKind::kRecvQ:
-      return costs.c_q;
-    case CommKind::kRecvKv:
-      return costs.c_kv;
-    case CommKind::kSendO:
-      return costs.c_o;
-  }
-  return 0;
+int CommBlocks(std::optional<Traffic> comm, OverlapCosts costs) {
+  if (comm == Traffic::kQ) return costs.c_q;
+  if (comm == Traffic::kKv) return costs.c_kv;
+  return comm == Traffic::kO ? costs.c_o : 0;
 }
 
 int64_t TimeInBlocks(const Schedule& schedule, OverlapCosts costs) {

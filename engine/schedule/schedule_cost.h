@@ -9,7 +9,7 @@
 namespace meshfill {
 
 // Blocks that `comm` hides; 0 for none.
-int CommBlocks(CommKind comm, OverlapCosts costs);
+int CommBlocks(std::optional<Traffic> comm, OverlapCosts costs);
 
 // Σ max(communication, blocks) over the steps.
 int64_t TimeInBlocks(const Schedule& schedule, OverlapCosts costs);

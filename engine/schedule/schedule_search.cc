@@ -25,7 +25,7 @@ class OrderSearch {
             .hideable = CommTime(tile_, costs_),
             .computed = std::vector<int>(tile_.a, 0)});
     RowFirstBuilder builder(tile_, costs_);
-    for (CommKind comm : best_order_) builder.Append(comm);
+    for (Traffic comm : best_order_) builder.Append(comm);
     return std::move(builder).Finish();
   }
 
@@ -49,7 +49,7 @@ class OrderSearch {
       best_order_ = order_;
       return;
     }
-    for (CommKind comm : {CommKind::kRecvKv, CommKind::kRecvQ, CommKind::kSendO}) {
+    for (Traffic comm : {Traffic::kKv, Traffic::kQ, Traffic::kO}) {
       if (!MayStart(state, comm)) continue;
       order_.push_back(comm);
       Extend(After(state, comm));
@@ -57,14 +57,14 @@ class OrderSearch {
     }
   }
 
-  bool MayStart(const State& state, CommKind comm) const {
-    if (comm == CommKind::kRecvQ) return state.q_chunks < tile_.a;
-    if (comm == CommKind::kRecvKv) return state.kv_chunks < tile_.b;
+  bool MayStart(const State& state, Traffic comm) const {
+    if (comm == Traffic::kQ) return state.q_chunks < tile_.a;
+    if (comm == Traffic::kKv) return state.kv_chunks < tile_.b;
     return state.kv_chunks == tile_.b && state.o_sent + 1 < state.q_chunks;
   }
 
-  State After(State state, CommKind comm) const {
-    if (comm == CommKind::kSendO) {
+  State After(State state, Traffic comm) const {
+    if (comm == Traffic::kO) {
       int& row = state.computed[++state.o_sent];
       state.exposed += tile_.b - row;
       state.left -= tile_.b - row;
@@ -80,16 +80,16 @@ class OrderSearch {
     }
     state.left -= hides - room;
     state.hideable -= hides;
-    state.q_chunks += comm == CommKind::kRecvQ ? 1 : 0;
-    state.kv_chunks += comm == CommKind::kRecvKv ? 1 : 0;
+    state.q_chunks += comm == Traffic::kQ ? 1 : 0;
+    state.kv_chunks += comm == Traffic::kKv ? 1 : 0;
     return state;
   }
 
   const Tile tile_;
   const OverlapCosts costs_;
   const int64_t bound_;  // of the exposed blocks
-  std::vector<CommKind> order_;
-  std::vector<CommKind> best_order_;
+  std::vector<Traffic> order_;
+  std::vector<Traffic> best_order_;
   int64_t best_exposed_ = INT64_MAX;
 };
 

@@ -66,17 +66,17 @@ class BackwardScheduler {
     while (dq_sent < a - 1 || dkv_sent < b - 1) {
       const auto dq_valid = [&] { return dq_sent < a - 1 && rows_.left(dq_sent + 1) == 0; };
       const auto dkv_valid = [&] { return dkv_sent < b - 1 && columns_.left(dkv_sent + 1) == 0; };
-      while (!dq_valid() && !dkv_valid()) Append(BackwardComm::kNone, 1);
+      while (!dq_valid() && !dkv_valid()) Append(std::nullopt, 1);
       if (dq_valid()) {
-        Append(BackwardComm::kSendDq, costs_.c_dq);
+        Append(Traffic::kDq, costs_.c_dq);
         ++dq_sent;
       }
       if (dkv_valid()) {
-        Append(BackwardComm::kSendDkv, costs_.c_dkv);
+        Append(Traffic::kDkv, costs_.c_dkv);
         ++dkv_sent;
       }
     }
-    while (blocks_ < a * b) Append(BackwardComm::kNone, 1);
+    while (blocks_ < a * b) Append(std::nullopt, 1);
     return std::move(schedule_);
   }
 
@@ -86,18 +86,18 @@ class BackwardScheduler {
     const int64_t n_odoq = q_chunks_ < tile_.a ? kv_chunks_ : 0;
     const int64_t n_kv = kv_chunks_ < tile_.b ? q_chunks_ : 0;
     if (n_odoq * costs_.c_kv > n_kv * costs_.c_odoq) {
-      Append(BackwardComm::kRecvOdoq, costs_.c_odoq);
+      Append(Traffic::kQ, costs_.c_odoq);
       rows_.AddReady(q_chunks_++, kv_chunks_);
       for (int v = 0; v < kv_chunks_; ++v) columns_.AddReady(v, 1);
     } else {
-      Append(BackwardComm::kRecvKv, costs_.c_kv);
+      Append(Traffic::kKv, costs_.c_kv);
       columns_.AddReady(kv_chunks_++, q_chunks_);
       for (int u = 0; u < q_chunks_; ++u) rows_.AddReady(u, 1);
     }
   }
 
-  void Append(BackwardComm comm, int max_blocks) {
-    BackwardStep step{.comm = comm, .blocks = {}};
+  void Append(std::optional<Traffic> comm, int max_blocks) {
+    Step step{.comm = comm, .blocks = {}};
     while (static_cast<int>(step.blocks.size()) < max_blocks && blocks_ < q_chunks_ * kv_chunks_) {
       const BlockIndex block = ChooseNextBlock();
       computed_[block.u * tile_.b + block.v] = true;
@@ -158,7 +158,7 @@ class BackwardChecker {
         column_blocks_(tile_.b, 0) {}
 
   absl::Status Run() {
-    for (const BackwardStep& step : schedule_.steps) {
+    for (const Step& step : schedule_.steps) {
       if (std::optional<std::string> problem = ProblemOf(step); problem.has_value()) {
         return absl::InternalError(absl::StrCat("backward schedule ", tile_.DebugString(), ", step ",
                                                 &step - schedule_.steps.data(), ": ", *problem));
@@ -173,16 +173,14 @@ class BackwardChecker {
   }
 
  private:
-  std::optional<std::string> ProblemOf(const BackwardStep& step) {
-    if (step.comm == BackwardComm::kNone && step.blocks.empty()) return "is idle";
-    if (step.comm == BackwardComm::kRecvOdoq && q_received_ >= tile_.a - 1) return "receives a row too many";
-    if (step.comm == BackwardComm::kRecvKv && kv_received_ >= tile_.b - 1)
-      return "receives a column too many";
-    if (step.comm == BackwardComm::kSendDq &&
-        (dq_sent_ >= tile_.a - 1 || row_blocks_[dq_sent_ + 1] != tile_.b)) {
+  std::optional<std::string> ProblemOf(const Step& step) {
+    if (!step.comm.has_value() && step.blocks.empty()) return "is idle";
+    if (step.comm == Traffic::kQ && q_received_ >= tile_.a - 1) return "receives a row too many";
+    if (step.comm == Traffic::kKv && kv_received_ >= tile_.b - 1) return "receives a column too many";
+    if (step.comm == Traffic::kDq && (dq_sent_ >= tile_.a - 1 || row_blocks_[dq_sent_ + 1] != tile_.b)) {
       return "sends dQ of an unfinished row";
     }
-    if (step.comm == BackwardComm::kSendDkv &&
+    if (step.comm == Traffic::kDkv &&
         (dkv_sent_ >= tile_.b - 1 || column_blocks_[dkv_sent_ + 1] != tile_.a)) {
       return "sends dKV of an unfinished column";
     }
@@ -194,10 +192,10 @@ class BackwardChecker {
       ++row_blocks_[u];
       ++column_blocks_[v];
     }
-    q_received_ += step.comm == BackwardComm::kRecvOdoq;
-    kv_received_ += step.comm == BackwardComm::kRecvKv;
-    dq_sent_ += step.comm == BackwardComm::kSendDq;
-    dkv_sent_ += step.comm == BackwardComm::kSendDkv;
+    q_received_ += step.comm == Traffic::kQ;
+    kv_received_ += step.comm == Traffic::kKv;
+    dq_sent_ += step.comm == Traffic::kDq;
+    dkv_sent_ += step.comm == Traffic::kDkv;
     return std::nullopt;
   }
 
@@ -214,26 +212,10 @@ class BackwardChecker {
 
 }  // namespace
 
-const char* BackwardCommName(BackwardComm comm) {
-  switch (comm) {
-    case BackwardComm::kNone:
-      return "none";
-    case BackwardComm::kRecvOdoq:
-      return "odoq";
-    case BackwardComm::kRecvKv:
-      return "kv";
-    case BackwardComm::kSendDq:
-      return "dq";
-    case BackwardComm::kSendDkv:
-      return "dkv";
-  }
-  return "?";
-}
-
 std::string BackwardSchedule::DebugString() const {
   std::string text = tile.DebugString();
-  for (const BackwardStep& step : steps) {
-    absl::StrAppend(&text, " | ", BackwardCommName(step.comm), ":");
+  for (const Step& step : steps) {
+    absl::StrAppend(&text, " | ", CommName(step.comm), ":");
     for (const BlockIndex& block : step.blocks) absl::StrAppend(&text, " (", block.u, ",", block.v, ")");
   }
   return text;

@@ -21,18 +21,9 @@
 
 namespace meshfill {
 
-enum class BackwardComm { kNone, kRecvOdoq, kRecvKv, kSendDq, kSendDkv };
-const char* BackwardCommName(BackwardComm comm);  // "none", "odoq", "kv", "dq", "dkv"
-
-struct BackwardStep {
-  BackwardComm comm = BackwardComm::kNone;
-  std::vector<BlockIndex> blocks;
-  bool operator==(const BackwardStep&) const = default;
-};
-
 struct BackwardSchedule {
   Tile tile;
-  std::vector<BackwardStep> steps;
+  std::vector<Step> steps;  // of kQ (OdOQ), kKv, kDq and kDkv
 
   std::string DebugString() const;
   bool operator==(const BackwardSchedule&) const = default;

@@ -71,10 +71,10 @@ class LanesBuilder {
     const ChunkBytes& chunk = groups_.chunk();
     const bool forward = pass_ == Pass::kForward;
     groups_.Exchange(builder_, {rows_.receive_bytes, groups_.k_bytes(), groups_.k_bytes()});
-    rows_.receive_channel = builder_.AddChannel(Traffic::kRecvQ, q_from_);
-    rows_.return_channel = builder_.AddChannel(forward ? Traffic::kSendO : Traffic::kSendDq, q_from_);
-    columns_.receive_channel = builder_.AddChannel(Traffic::kRecvKv, kv_from_);
-    columns_.return_channel = builder_.AddChannel(Traffic::kSendDkv, kv_from_);
+    rows_.receive_channel = builder_.AddChannel(Traffic::kQ, q_from_);
+    rows_.return_channel = builder_.AddChannel(forward ? Traffic::kO : Traffic::kDq, q_from_);
+    columns_.receive_channel = builder_.AddChannel(Traffic::kKv, kv_from_);
+    columns_.return_channel = builder_.AddChannel(Traffic::kDkv, kv_from_);
     RunMesh();
     if (forward) {
       groups_.Exchange(builder_, {chunk.o_finished});

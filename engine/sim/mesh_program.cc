@@ -41,39 +41,39 @@ class ForwardBuilder {
   void RunMesh() {
     const ChunkBytes& chunk = groups_.chunk();
     const MeshRings rings = MeshRingsOf(groups_, schedule_.tile);
-    const int q_channel = builder_.AddChannel(Traffic::kRecvQ, rings.q_from);
-    const int kv_channel = builder_.AddChannel(Traffic::kRecvKv, rings.kv_from);
-    const int o_channel = builder_.AddChannel(Traffic::kSendO, rings.q_from);
+    const int q_channel = builder_.AddChannel(Traffic::kQ, rings.q_from);
+    const int kv_channel = builder_.AddChannel(Traffic::kKv, rings.kv_from);
+    const int o_channel = builder_.AddChannel(Traffic::kO, rings.q_from);
     // A ring reuses no KV chunk: it keeps the caller's own, and one at a time.
     const bool ring = a_ == 1;
     if (keep_ && ring) builder_.Take(chunk.kv);
     ChunkBuffers q(builder_, chunk.q, a_, schedule_.tile.b, keep_);
     ChunkBuffers kv(builder_, chunk.kv, schedule_.tile.b, a_, keep_ && !ring);
     for (const Step& step : schedule_.steps) {
-      if (step.comm == CommKind::kRecvQ) {
+      if (step.comm == Traffic::kQ) {
         q.StartReceive();
         builder_.Start(q_channel, chunk.q);
       }
-      if (step.comm == CommKind::kRecvKv) {
+      if (step.comm == Traffic::kKv) {
         kv.StartReceive();
         builder_.Start(kv_channel, chunk.kv);
       }
-      if (step.comm == CommKind::kSendO) StartSendO(o_channel);
+      if (step.comm == Traffic::kO) StartSendO(o_channel);
       for (const auto [u, v] : step.blocks) {
         TakeState(u);
         builder_.Compute(groups_.BlockFlops(Pass::kForward), 1);
         q.Use(u);
         kv.Use(v);
       }
-      if (step.comm == CommKind::kRecvQ) {
+      if (step.comm == Traffic::kQ) {
         builder_.Wait(q_channel);
         q.EndReceive();
       }
-      if (step.comm == CommKind::kRecvKv) {
+      if (step.comm == Traffic::kKv) {
         builder_.Wait(kv_channel);
         kv.EndReceive();
       }
-      if (step.comm == CommKind::kSendO) EndSendO(o_channel);
+      if (step.comm == Traffic::kO) EndSendO(o_channel);
     }
     q.GiveKept();
     kv.GiveKept();
@@ -139,55 +139,39 @@ class BackwardBuilder {
     const auto [a, b] = schedule_.tile;
     const ChunkBytes& chunk = groups_.chunk();
     const MeshRings rings = MeshRingsOf(groups_, schedule_.tile);
-    const int odoq_channel = builder_.AddChannel(Traffic::kRecvQ, rings.q_from);
-    const int kv_channel = builder_.AddChannel(Traffic::kRecvKv, rings.kv_from);
-    const int dq_channel = builder_.AddChannel(Traffic::kSendDq, rings.q_from);
-    const int dkv_channel = builder_.AddChannel(Traffic::kSendDkv, rings.kv_from);
+    const int odoq_channel = builder_.AddChannel(Traffic::kQ, rings.q_from);
+    const int kv_channel = builder_.AddChannel(Traffic::kKv, rings.kv_from);
+    const int dq_channel = builder_.AddChannel(Traffic::kDq, rings.q_from);
+    const int dkv_channel = builder_.AddChannel(Traffic::kDkv, rings.kv_from);
     ChunkBuffers odoq(builder_, chunk.odoq, a, b, /*keep=*/false);
     ChunkBuffers kv(builder_, chunk.kv, b, a, /*keep=*/false);
     builder_.Take(a * chunk.dq + b * chunk.dkv);
-    for (const BackwardStep& step : schedule_.steps) {
-      switch (step.comm) {
-        case BackwardComm::kNone:
-          break;
-        case BackwardComm::kRecvOdoq:
-          odoq.StartReceive();
-          builder_.Start(odoq_channel, chunk.odoq);
-          break;
-        case BackwardComm::kRecvKv:
-          kv.StartReceive();
-          builder_.Start(kv_channel, chunk.kv);
-          break;
-        case BackwardComm::kSendDq:
-          StartGradient(dq_channel, chunk.dq);
-          break;
-        case BackwardComm::kSendDkv:
-          StartGradient(dkv_channel, chunk.dkv);
-          break;
+    for (const Step& step : schedule_.steps) {
+      if (step.comm == Traffic::kQ) {
+        odoq.StartReceive();
+        builder_.Start(odoq_channel, chunk.odoq);
       }
+      if (step.comm == Traffic::kKv) {
+        kv.StartReceive();
+        builder_.Start(kv_channel, chunk.kv);
+      }
+      if (step.comm == Traffic::kDq) StartGradient(dq_channel, chunk.dq);
+      if (step.comm == Traffic::kDkv) StartGradient(dkv_channel, chunk.dkv);
       for (const auto [u, v] : step.blocks) {
         builder_.Compute(groups_.BlockFlops(Pass::kBackward), 1);
         odoq.Use(u);
         kv.Use(v);
       }
-      switch (step.comm) {
-        case BackwardComm::kNone:
-          break;
-        case BackwardComm::kRecvOdoq:
-          builder_.Wait(odoq_channel);
-          odoq.EndReceive();
-          break;
-        case BackwardComm::kRecvKv:
-          builder_.Wait(kv_channel);
-          kv.EndReceive();
-          break;
-        case BackwardComm::kSendDq:
-          EndGradient(dq_channel, chunk.dq);
-          break;
-        case BackwardComm::kSendDkv:
-          EndGradient(dkv_channel, chunk.dkv);
-          break;
+      if (step.comm == Traffic::kQ) {
+        builder_.Wait(odoq_channel);
+        odoq.EndReceive();
       }
+      if (step.comm == Traffic::kKv) {
+        builder_.Wait(kv_channel);
+        kv.EndReceive();
+      }
+      if (step.comm == Traffic::kDq) EndGradient(dq_channel, chunk.dq);
+      if (step.comm == Traffic::kDkv) EndGradient(dkv_channel, chunk.dkv);
     }
     builder_.Give(chunk.dq + chunk.dkv);  // dQ#0 and dKV#0
   }

@@ -4,33 +4,13 @@
 
 namespace meshfill::sim {
 
-const char* TrafficName(Traffic traffic) {
-  switch (traffic) {
-    case Traffic::kRecvQ:
-      return "recv_q";
-    case Traffic::kRecvKv:
-      return "recv_kv";
-    case Traffic::kSendO:
-      return "send_o";
-    case Traffic::kSendDq:
-      return "send_dq";
-    case Traffic::kSendDkv:
-      return "send_dkv";
-    case Traffic::kAllToAll:
-      return "all_to_all";
-    case Traffic::kGather:
-      return "gather";
-  }
-  return "?";
-}
-
 int ProgramBuilder::AddChannel(Traffic traffic, std::vector<int> from) {
   program_.channels.push_back({.traffic = traffic, .from = std::move(from)});
   return static_cast<int>(program_.channels.size()) - 1;
 }
 
 void ProgramBuilder::Start(int channel, int64_t bytes) {
-  program_.sent_bytes[static_cast<int>(program_.channels[channel].traffic)] += bytes;
+  program_.sent_bytes[program_.channels[channel].traffic] += bytes;
   program_.actions.push_back(
       {.kind = ActionKind::kStart, .channel = channel, .bytes = static_cast<double>(bytes)});
 }

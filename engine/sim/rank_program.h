@@ -8,20 +8,16 @@
 #ifndef MESHFILL_ENGINE_SIM_RANK_PROGRAM_H_
 #define MESHFILL_ENGINE_SIM_RANK_PROGRAM_H_
 
-#include <array>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "engine/mesh/traffic.h"
+
 namespace meshfill::sim {
 
-// What a message carries; waits are told apart by it.
-enum class Traffic { kRecvQ, kRecvKv, kSendO, kSendDq, kSendDkv, kAllToAll, kGather };
-inline constexpr int kTraffics = 7;
-const char* TrafficName(Traffic traffic);  // "recv_q", "recv_kv", "send_o", …: the names of the metrics
-
 struct Channel {
-  Traffic traffic = Traffic::kRecvQ;
+  Traffic traffic = Traffic::kQ;
   std::vector<int> from;  // [ranks]: a permutation; a rank that receives from itself pays nothing
 };
 
@@ -43,14 +39,8 @@ struct RankProgram {
   int ranks = 0;
   std::vector<Channel> channels;
   std::vector<Action> actions;
-  std::array<int64_t, kTraffics> sent_bytes{};  // by one rank, by Traffic
+  PerTraffic<int64_t> sent_bytes;  // by one rank
   int64_t peak_bytes = 0;
-
-  int64_t total_sent_bytes() const {
-    int64_t sum = 0;
-    for (int64_t bytes : sent_bytes) sum += bytes;
-    return sum;
-  }
 };
 
 class ProgramBuilder {

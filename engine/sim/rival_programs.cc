@@ -55,8 +55,8 @@ class DoubleRingBuilder {
  private:
   // `moving` bytes go round, `gradient` bytes follow one block behind (0: none), `resident` bytes stay.
   void Round(int64_t moving, int64_t gradient, int64_t resident) {
-    const Traffic data = ring_.moves_queries && pass_ == Pass::kBackward ? Traffic::kRecvQ : Traffic::kRecvKv;
-    const Traffic returned = data == Traffic::kRecvQ ? Traffic::kSendDq : Traffic::kSendDkv;
+    const Traffic data = ring_.moves_queries && pass_ == Pass::kBackward ? Traffic::kQ : Traffic::kKv;
+    const Traffic returned = data == Traffic::kQ ? Traffic::kDq : Traffic::kDkv;
     const int inner = builder_.AddChannel(data, inner_from_);
     const int outer = builder_.AddChannel(data, outer_from_);
     const int inner_gradient = builder_.AddChannel(returned, inner_from_);
@@ -135,7 +135,7 @@ RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pas
   const int place = builder.AddChannel(Traffic::kGather, start);
   builder.Start(place, team * chunk.kv);
   builder.Wait(place);
-  const int ring = builder.AddChannel(Traffic::kRecvKv, in_ring);
+  const int ring = builder.AddChannel(Traffic::kKv, in_ring);
   for (int hop = 0; hop < hops; ++hop) {
     if (hop + 1 < hops) builder.Start(ring, team * chunk.kv);
     builder.Compute(flops, team * team);
@@ -145,7 +145,7 @@ RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pas
     Collective(builder, gather, chunk.o, team);
     return std::move(builder).Build();
   }
-  const int gradients = builder.AddChannel(Traffic::kSendDkv, in_ring);
+  const int gradients = builder.AddChannel(Traffic::kDkv, in_ring);
   Collective(builder, gradients, team * chunk.dkv, hops);
   builder.Start(place, team * chunk.dkv);
   builder.Wait(place);
@@ -161,8 +161,8 @@ RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks) {
   const auto from = [&](int shift) {
     return Peers(ring, [&](int, int, int x) { return (x + shift + ranks) % ranks; });
   };
-  const int ahead = builder.AddChannel(Traffic::kRecvKv, from(1));
-  const int behind = builder.AddChannel(Traffic::kRecvKv, from(-1));
+  const int ahead = builder.AddChannel(Traffic::kKv, from(1));
+  const int behind = builder.AddChannel(Traffic::kKv, from(-1));
   // In use and arriving, of both ways.
   builder.Take(chunk.q + chunk.o_state + std::min(ranks, 4) * chunk.kv);
   int here = 1;  // chunks to compute with

@@ -187,9 +187,10 @@ class Simulator {
   // The message of `rank` on `channel` is through.
   void Arrive(int rank, int channel) {
     Pair& sent = channels_[channel].pairs[rank];
-    Record(
-        {.rank = rank, .kind = SpanKind::kTransfer, .what = TrafficName(program_.channels[channel].traffic)},
-        sent.left_at, now_);
+    Record({.rank = rank,
+            .kind = SpanKind::kTransfer,
+            .what = OperationName(program_.channels[channel].traffic)},
+           sent.left_at, now_);
     sent.busy = false;
     if (++sent.left < sent.started) Leave(rank, channel);
 
@@ -198,8 +199,8 @@ class Simulator {
     RankState& state = ranks_[receiver];
     if (!state.waiting || program_.actions[state.next_action].channel != channel) return;
     const Traffic traffic = program_.channels[channel].traffic;
-    result_.ranks[receiver].wait_seconds[static_cast<int>(traffic)] += Seconds(now_ - state.since);
-    Record({.rank = receiver, .kind = SpanKind::kWait, .what = TrafficName(traffic)}, state.since, now_);
+    result_.ranks[receiver].wait_seconds[traffic] += Seconds(now_ - state.since);
+    Record({.rank = receiver, .kind = SpanKind::kWait, .what = OperationName(traffic)}, state.since, now_);
     state.waiting = false;
     Advance(receiver);
   }
@@ -215,7 +216,7 @@ class Simulator {
     const Action& action = program_.actions[ranks_[rank].next_action];
     return absl::InternalError(absl::StrCat("simulated rank ", rank, " waits for ever at action ",
                                             ranks_[rank].next_action, " for ",
-                                            TrafficName(program_.channels[action.channel].traffic)));
+                                            OperationName(program_.channels[action.channel].traffic)));
   }
 
   const RankProgram& program_;

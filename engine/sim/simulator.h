@@ -20,21 +20,15 @@ namespace meshfill::sim {
 
 struct RankTimes {
   double compute_seconds = 0;
-  std::array<double, kTraffics> wait_seconds{};  // exposed communication, by Traffic
-  double total_seconds = 0;                      // until its last action
-
-  double total_wait_seconds() const {
-    double sum = 0;
-    for (double seconds : wait_seconds) sum += seconds;
-    return sum;
-  }
+  PerTraffic<double> wait_seconds;  // exposed communication
+  double total_seconds = 0;         // until its last action
 };
 
 struct Simulation {
   double seconds = 0;            // until the last rank has ended
   std::vector<RankTimes> ranks;  // by rank
   // Only if asked for. A transfer is its sender's, while the message is under way; waits and transfers are
-  // named by TrafficName.
+  // named by OperationName.
   Timeline timeline;
 };
 

@@ -216,7 +216,9 @@ PassResult Summary(const Variant& variant, const Simulation& simulation) {
   const double ranks = static_cast<double>(simulation.ranks.size());
   for (const RankTimes& times : simulation.ranks) {
     result.compute_seconds += times.compute_seconds / ranks;
-    for (int t = 0; t < kTraffics; ++t) result.wait_seconds[t] += times.wait_seconds[t] / ranks;
+    for (Traffic traffic : kAllTraffics) {
+      result.wait_seconds[traffic] += times.wait_seconds[traffic] / ranks;
+    }
   }
   return result;
 }

@@ -45,9 +45,9 @@ bool IsRunnable(StrategyKind kind);  // a plan of the executor, so that the plan
 struct PassResult {
   std::string settings;  // "4·8x8, box 2x4x1"
   double seconds = 0;
-  double compute_seconds = 0;                    // mean of the ranks
-  std::array<double, kTraffics> wait_seconds{};  // mean of the ranks
-  std::array<int64_t, kTraffics> sent_bytes{};   // of one rank
+  double compute_seconds = 0;       // mean of the ranks
+  PerTraffic<double> wait_seconds;  // mean of the ranks
+  PerTraffic<int64_t> sent_bytes;   // by one rank
   int64_t peak_bytes = 0;
   RankProgram program;  // what was simulated, so that it can be again, with a timeline
   Placement placement;

@@ -29,10 +29,10 @@ v1::PlanSummary ToProto(const Plan& plan) {
 
 v1::CommBytes ToProto(const CommBytes& bytes) {
   v1::CommBytes message;
-  message.set_q(static_cast<uint64_t>(bytes.q));
-  message.set_kv(static_cast<uint64_t>(bytes.kv));
-  message.set_o(static_cast<uint64_t>(bytes.o));
-  message.set_all_to_all(static_cast<uint64_t>(bytes.all_to_all));
+  message.set_q(static_cast<uint64_t>(bytes[Traffic::kQ]));
+  message.set_kv(static_cast<uint64_t>(bytes[Traffic::kKv]));
+  message.set_o(static_cast<uint64_t>(bytes[Traffic::kO]));
+  message.set_all_to_all(static_cast<uint64_t>(bytes[Traffic::kAllToAll]));
   return message;
 }
 

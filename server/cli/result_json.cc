@@ -13,7 +13,9 @@ using Json = nlohmann::ordered_json;
 std::string Dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
 Json CommBytesJson(const CommBytes& bytes) {
-  return {{"q", bytes.q}, {"kv", bytes.kv}, {"o", bytes.o}, {"all_to_all", bytes.all_to_all}};
+  Json json = Json::object();
+  for (Traffic traffic : kPrefillTraffics) json[TrafficName(traffic)] = bytes[traffic];
+  return json;
 }
 
 void AddPrediction(const Prediction& predicted, Json& json) {

@@ -46,7 +46,7 @@ std::string ScheduleText(const Schedule& schedule) {
   std::vector<std::string> comm = {"comm"};
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     number.push_back(absl::StrCat(i));
-    comm.push_back(schedule.steps[i].comm == CommKind::kNone ? "." : CommName(schedule.steps[i].comm));
+    comm.push_back(schedule.steps[i].comm.has_value() ? TrafficName(*schedule.steps[i].comm) : ".");
   }
   AlignColumn(number);
   AlignColumn(comm);

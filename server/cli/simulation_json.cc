@@ -25,10 +25,9 @@ Json ClusterJson(const sim::Cluster& cluster) {
 Json PassJson(const sim::PassResult& pass) {
   Json waits = Json::object();
   Json bytes = Json::object();
-  for (int t = 0; t < sim::kTraffics; ++t) {
-    const char* name = sim::TrafficName(static_cast<sim::Traffic>(t));
-    waits[name] = pass.wait_seconds[t];
-    bytes[name] = pass.sent_bytes[t];
+  for (Traffic traffic : kAllTraffics) {
+    waits[OperationName(traffic)] = pass.wait_seconds[traffic];
+    bytes[OperationName(traffic)] = pass.sent_bytes[traffic];
   }
   return {{"settings", pass.settings},
           {"seconds", pass.seconds},

@@ -45,13 +45,9 @@ Histogram& AddHistogram(prometheus::Registry& registry, const char* name, const 
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry).Add({}, buckets);
 }
 
-std::array<std::pair<const char*, int64_t>, 4> ByOperation(const CommBytes& bytes) {
-  return {{{"q", bytes.q}, {"kv", bytes.kv}, {"o", bytes.o}, {"all_to_all", bytes.all_to_all}}};
-}
-
 void CountBytes(const CommBytes& bytes, Family<Counter>& family) {
-  for (const auto& [op, count] : ByOperation(bytes)) {
-    family.Add({{"op", op}}).Increment(static_cast<double>(count));
+  for (Traffic traffic : kPrefillTraffics) {
+    family.Add({{"op", TrafficName(traffic)}}).Increment(static_cast<double>(bytes[traffic]));
   }
 }
 
@@ -89,8 +85,8 @@ class Metrics::Families {
   void AddRank(int rank) {
     const std::string label = std::to_string(rank);
     for (Family<Counter>* family : {&attention, &attention_compute, &busy}) family->Add({{"rank", label}});
-    for (int op = 0; op < kCommOps; ++op) {
-      comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}});
+    for (Traffic traffic : kPrefillTraffics) {
+      comm_wait.Add({{"rank", label}, {"op", OperationName(traffic)}});
     }
   }
 
@@ -221,9 +217,9 @@ Metrics::Metrics() : families_(std::make_unique<Families>()) {
   for (int code = 0; code < kStatusCodes; ++code) {
     f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
   }
-  for (const auto& [op, bytes] : ByOperation({})) {
+  for (Traffic traffic : kPrefillTraffics) {
     for (Family<Counter>* family : {&f.comm_bytes, &f.rank_comm_bytes, &f.predicted_comm_bytes}) {
-      family->Add({{"op", op}});
+      family->Add({{"op", TrafficName(traffic)}});
     }
   }
   for (PoolState state : kPoolStates) f.ranks.Add({{"state", PoolStateName(state)}});
@@ -301,9 +297,9 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
   for (size_t rank = 0; rank < result.ranks.size(); ++rank) {
     const RankStats& stats = result.ranks[rank];
     const std::string label = std::to_string(rank);
-    for (int op = 0; op < kCommOps; ++op) {
-      f.comm_wait.Add({{"rank", label}, {"op", CommOpName(static_cast<CommOp>(op))}})
-          .Increment(stats.wait_seconds[op]);
+    for (Traffic traffic : kPrefillTraffics) {
+      f.comm_wait.Add({{"rank", label}, {"op", OperationName(traffic)}})
+          .Increment(stats.wait_seconds[traffic]);
     }
     f.attention_compute.Add({{"rank", label}}).Increment(stats.block_seconds + stats.merge_seconds);
     f.attention.Add({{"rank", label}}).Increment(stats.attention_seconds);

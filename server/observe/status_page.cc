@@ -22,7 +22,7 @@ Json PoolJson(const v1::PoolStatus& pool) {
 
 Json RankJson(const RankStats& stats) {
   Json waits = Json::object();
-  for (int op = 0; op < kCommOps; ++op) waits[CommOpName(static_cast<CommOp>(op))] = stats.wait_seconds[op];
+  for (Traffic traffic : kPrefillTraffics) waits[OperationName(traffic)] = stats.wait_seconds[traffic];
   return {{"total_seconds", stats.total_seconds},
           {"attention_seconds", stats.attention_seconds},
           {"block_seconds", stats.block_seconds},

@@ -24,32 +24,15 @@ constexpr int kMostCells = 16000;  // of all cards: a viewer draws so many at on
 
 enum class BlockState { kUntouched, kComputing, kDone };
 
-std::string CommText(CommKind comm, int index) {
-  switch (comm) {
-    case CommKind::kNone:
-      return "no message";
-    case CommKind::kRecvQ:
-      return absl::StrCat("Recv Q#", index);
-    case CommKind::kRecvKv:
-      return absl::StrCat("Recv KV#", index);
-    case CommKind::kSendO:
-      return absl::StrCat("Send O#", index);
-  }
-  return "";
+std::string CommText(std::optional<Traffic> comm, int index) {
+  if (comm == Traffic::kQ) return absl::StrCat("Recv Q#", index);
+  if (comm == Traffic::kKv) return absl::StrCat("Recv KV#", index);
+  if (comm == Traffic::kO) return absl::StrCat("Send O#", index);
+  return "no message";
 }
 
-absl::string_view CommClass(CommKind comm) {
-  switch (comm) {
-    case CommKind::kNone:
-      return "track";
-    case CommKind::kRecvQ:
-      return "recv_q";
-    case CommKind::kRecvKv:
-      return "recv_kv";
-    case CommKind::kSendO:
-      return "send_o";
-  }
-  return "";
+absl::string_view CommClass(std::optional<Traffic> comm) {
+  return comm.has_value() ? OperationName(*comm) : "track";
 }
 
 std::string BlocksText(const Step& step) {
@@ -113,8 +96,8 @@ class SchedulePicture {
     svg_.OpenGroup("step", absl::StrCat("step ", number, ": ", comm, "; blocks ", BlocksText(step)));
     svg_.Text(x, y + 12, absl::StrCat("step ", number), "muted", 11);
     svg_.Rect({x, y + 17, kSmallCard, 18}, CommClass(step.comm));
-    svg_.Text(x + kSmallCard / 2, y + 30, comm,
-              step.comm == CommKind::kNone ? "mid muted" : "mid bold on-colour", 11);
+    svg_.Text(x + kSmallCard / 2, y + 30, comm, step.comm.has_value() ? "mid bold on-colour" : "mid muted",
+              11);
     DrawTile(x + kMarks, y + kHead + kMarks);
     DrawMarks(x, y + kHead, step.comm, index);
     DrawFoot(step, x, y + CardHeight() - kFoot + 15);
@@ -137,15 +120,15 @@ class SchedulePicture {
 
   // The chunks that are here, beside their rows and columns: Q on the left, KV above, and O on the right as
   // it leaves.
-  void DrawMarks(double x, double y, CommKind comm, int index) {
+  void DrawMarks(double x, double y, std::optional<Traffic> comm, int index) {
     const double left = x + kMarks, top = y + kMarks;
     const auto q_mark = [&](int u) { return Box{x, top + u * row_ + 0.5, kMark, row_ - 1}; };
     const auto kv_mark = [&](int v) { return Box{left + v * column_ + 0.5, y, column_ - 1, kMark}; };
     for (int u = 0; u <= q_received_; ++u) svg_.Rect(q_mark(u), "recv_q");
     for (int v = 0; v <= kv_received_; ++v) svg_.Rect(kv_mark(v), "recv_kv");
-    if (comm == CommKind::kRecvQ) svg_.Rect(q_mark(index), "recv_q arriving");
-    if (comm == CommKind::kRecvKv) svg_.Rect(kv_mark(index), "recv_kv arriving");
-    if (comm != CommKind::kSendO) return;
+    if (comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
+    if (comm == Traffic::kKv) svg_.Rect(kv_mark(index), "recv_kv arriving");
+    if (comm != Traffic::kO) return;
     svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
   }
 
@@ -157,18 +140,10 @@ class SchedulePicture {
   }
 
   // The chunk that a communication of the next step to run is about.
-  int CommIndex(CommKind comm) const {
-    switch (comm) {
-      case CommKind::kNone:
-        return 0;
-      case CommKind::kRecvQ:
-        return q_received_ + 1;
-      case CommKind::kRecvKv:
-        return kv_received_ + 1;
-      case CommKind::kSendO:
-        return o_sent_ + 1;
-    }
-    return 0;
+  int CommIndex(std::optional<Traffic> comm) const {
+    if (comm == Traffic::kQ) return q_received_ + 1;
+    if (comm == Traffic::kKv) return kv_received_ + 1;
+    return comm == Traffic::kO ? o_sent_ + 1 : 0;
   }
 
   void Begin(int number) {
@@ -177,10 +152,10 @@ class SchedulePicture {
 
   void End(int number) {
     for (const auto [u, v] : schedule_.steps[number].blocks) Block(u, v) = BlockState::kDone;
-    const CommKind comm = schedule_.steps[number].comm;
-    q_received_ += comm == CommKind::kRecvQ ? 1 : 0;
-    kv_received_ += comm == CommKind::kRecvKv ? 1 : 0;
-    o_sent_ += comm == CommKind::kSendO ? 1 : 0;
+    const std::optional<Traffic> comm = schedule_.steps[number].comm;
+    q_received_ += comm == Traffic::kQ ? 1 : 0;
+    kv_received_ += comm == Traffic::kKv ? 1 : 0;
+    o_sent_ += comm == Traffic::kO ? 1 : 0;
   }
 
   BlockState& Block(int u, int v) { return state_[u * b_ + v]; }

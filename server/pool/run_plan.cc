@@ -13,9 +13,10 @@ namespace {
 
 constexpr uint32_t kMaxRanks = 4096;
 
-absl::StatusOr<CommKind> ParseComm(const std::string& name) {
-  for (CommKind kind : {CommKind::kNone, CommKind::kRecvQ, CommKind::kRecvKv, CommKind::kSendO}) {
-    if (name == CommName(kind)) return kind;
+absl::StatusOr<std::optional<Traffic>> ParseComm(const std::string& name) {
+  for (std::optional<Traffic> comm : {std::optional<Traffic>(), std::optional(Traffic::kQ),
+                                      std::optional(Traffic::kKv), std::optional(Traffic::kO)}) {
+    if (name == CommName(comm)) return comm;
   }
   return absl::InvalidArgumentError(absl::StrCat("a step of the plan communicates \"", name, "\""));
 }
@@ -119,7 +120,8 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
   }
   for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));
   for (const Step& step : plan.schedule.steps) {
-    hash.Add(static_cast<uint64_t>(step.comm) << 32 | step.blocks.size());
+    hash.Add(uint64_t{step.comm.has_value() ? static_cast<uint32_t>(*step.comm) + 1 : 0} << 32 |
+             step.blocks.size());
     for (const BlockIndex& block : step.blocks) {
       hash.Add(static_cast<uint64_t>(block.u) << 32 | static_cast<uint32_t>(block.v));
     }
@@ -143,12 +145,12 @@ v1::RankRunStats ToProto(const RankStats& stats) {
   message.set_attention_seconds(stats.attention_seconds);
   message.set_block_seconds(stats.block_seconds);
   message.set_merge_seconds(stats.merge_seconds);
-  for (double seconds : stats.wait_seconds) message.add_wait_seconds(seconds);
+  for (Traffic traffic : kPrefillTraffics) message.add_wait_seconds(stats.wait_seconds[traffic]);
   message.set_total_seconds(stats.total_seconds);
-  message.set_sent_q_bytes(static_cast<uint64_t>(stats.sent.q));
-  message.set_sent_kv_bytes(static_cast<uint64_t>(stats.sent.kv));
-  message.set_sent_o_bytes(static_cast<uint64_t>(stats.sent.o));
-  message.set_sent_all_to_all_bytes(static_cast<uint64_t>(stats.sent.all_to_all));
+  message.set_sent_q_bytes(static_cast<uint64_t>(stats.sent[Traffic::kQ]));
+  message.set_sent_kv_bytes(static_cast<uint64_t>(stats.sent[Traffic::kKv]));
+  message.set_sent_o_bytes(static_cast<uint64_t>(stats.sent[Traffic::kO]));
+  message.set_sent_all_to_all_bytes(static_cast<uint64_t>(stats.sent[Traffic::kAllToAll]));
   message.set_blocks(static_cast<uint64_t>(stats.blocks));
   return message;
 }
@@ -158,14 +160,13 @@ RankStats FromProto(const v1::RankRunStats& message) {
   stats.attention_seconds = message.attention_seconds();
   stats.block_seconds = message.block_seconds();
   stats.merge_seconds = message.merge_seconds();
-  for (int op = 0; op < std::min(kCommOps, message.wait_seconds_size()); ++op) {
-    stats.wait_seconds[op] = message.wait_seconds(op);
-  }
+  const int waits = std::min<int>(std::ssize(kPrefillTraffics), message.wait_seconds_size());
+  for (int i = 0; i < waits; ++i) stats.wait_seconds[kPrefillTraffics[i]] = message.wait_seconds(i);
   stats.total_seconds = message.total_seconds();
-  stats.sent = {.q = static_cast<int64_t>(message.sent_q_bytes()),
-                .kv = static_cast<int64_t>(message.sent_kv_bytes()),
-                .o = static_cast<int64_t>(message.sent_o_bytes()),
-                .all_to_all = static_cast<int64_t>(message.sent_all_to_all_bytes())};
+  stats.sent = {{Traffic::kQ, static_cast<int64_t>(message.sent_q_bytes())},
+                {Traffic::kKv, static_cast<int64_t>(message.sent_kv_bytes())},
+                {Traffic::kO, static_cast<int64_t>(message.sent_o_bytes())},
+                {Traffic::kAllToAll, static_cast<int64_t>(message.sent_all_to_all_bytes())}};
   stats.blocks = static_cast<int64_t>(message.blocks());
   return stats;
 }

@@ -111,10 +111,9 @@ void ExpectPlanWasRun(const PrefillResult& result, const ModelShape& model, cons
     const CommBytes layer =
         LayerCommBytes(model, plan.layout, plan.heads, plan.tile, plan.partial_dtype, rank);
     const CommBytes& sent = result.ranks[rank].sent;
-    EXPECT_EQ(sent.q, layer.q * model.layers) << what << " rank " << rank;
-    EXPECT_EQ(sent.kv, layer.kv * model.layers) << what << " rank " << rank;
-    EXPECT_EQ(sent.o, layer.o * model.layers) << what << " rank " << rank;
-    EXPECT_EQ(sent.all_to_all, layer.all_to_all * model.layers) << what << " rank " << rank;
+    for (Traffic traffic : kPrefillTraffics) {
+      EXPECT_EQ(sent[traffic], layer[traffic] * model.layers) << what << " rank " << rank;
+    }
     blocks += result.ranks[rank].blocks;
   }
   // Each of the h meshes of n/h ranks computes (n/h)² blocks.

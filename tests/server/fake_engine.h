@@ -92,7 +92,7 @@ class FakeEngine final : public PrefillEngine {
               .heads = heads,
               .tile = tile,
               .partial_dtype = DType::kF32,
-              .schedule = {tile, {{CommKind::kRecvQ, {{0, 0}}}, {CommKind::kNone, {{1, 0}}}}},
+              .schedule = {tile, {{Traffic::kQ, {{0, 0}}}, {std::nullopt, {{1, 0}}}}},
               .predicted = {.seconds = predicted_seconds_}};
     return PlanChoice{plan, {{.ranks = kRanks, .heads = heads, .tile = tile, .predicted = plan.predicted}}};
   }
@@ -130,7 +130,7 @@ class FakeEngine final : public PrefillEngine {
     result.prefill_seconds = seconds;
     result.attention_seconds = 0.5;
     result.comm_wait_seconds = 0.25;
-    result.comm_bytes = {.q = 1, .kv = 2, .o = 3, .all_to_all = 4};
+    result.comm_bytes = {{Traffic::kQ, 1}, {Traffic::kKv, 2}, {Traffic::kO, 3}, {Traffic::kAllToAll, 4}};
     result.mfu = 0.5;
     result.attention_mfu = 0.25;
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -138,9 +138,9 @@ class FakeEngine final : public PrefillEngine {
       stats.attention_seconds = 2;
       stats.block_seconds = 1;
       stats.merge_seconds = 0.25;
-      stats.wait_seconds = {0.125, 0.25, 0.0625, 0};
+      stats.wait_seconds = {{Traffic::kQ, 0.125}, {Traffic::kKv, 0.25}, {Traffic::kO, 0.0625}};
       stats.total_seconds = 3 + rank;
-      stats.sent = {.q = 10, .kv = 20, .o = 30, .all_to_all = 40};
+      stats.sent = {{Traffic::kQ, 10}, {Traffic::kKv, 20}, {Traffic::kO, 30}, {Traffic::kAllToAll, 40}};
       result.ranks.push_back(stats);
     }
     return result;

@@ -33,7 +33,7 @@ constexpr absl::Duration kCloseTimeout = absl::Seconds(1);
 struct Header {
   uint64_t run;
   uint64_t sequence;  // of this operation between this pair
-  uint32_t op;
+  uint32_t traffic;
   uint32_t from;
   uint64_t bytes;
   uint64_t has_checksum;
@@ -47,10 +47,10 @@ static_assert(std::has_unique_object_representations_v<Header> && std::is_standa
 // A message under way in either direction. gloo has pointers into it: it stays where it is until both
 // transfers ended, or the pair is closed.
 struct Message {
-  Message(const std::shared_ptr<GlooContext>& context, int peer, CommOp op, uint64_t sequence,
+  Message(const std::shared_ptr<GlooContext>& context, int peer, Traffic traffic, uint64_t sequence,
           BufferRef buffer)
       : peer(peer),
-        op(op),
+        traffic(traffic),
         sequence(sequence),
         payload(std::move(buffer)),
         header_transfer(context, &header, sizeof(header)),
@@ -62,11 +62,11 @@ struct Message {
   }
 
   // gloo matches sends and receives of a pair by slot.
-  uint64_t header_slot() const { return (sequence * kCommOps + static_cast<uint64_t>(op)) * 2; }
+  uint64_t header_slot() const { return (sequence * kTraffics + static_cast<uint64_t>(traffic)) * 2; }
   uint64_t payload_slot() const { return header_slot() + 1; }
 
   const int peer;
-  const CommOp op;
+  const Traffic traffic;
   const uint64_t sequence;
   const BufferRef payload;
   Header header = {};
@@ -89,7 +89,7 @@ class GlooRun {
   absl::Status Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets, Backend& backend);
 
   // A message to `to` leaves; the returned one, from `from`, is on its way.
-  absl::StatusOr<std::shared_ptr<Message>> SendReceive(CommOp op, int to, BufferRef message, int from,
+  absl::StatusOr<std::shared_ptr<Message>> SendReceive(Traffic traffic, int to, BufferRef message, int from,
                                                        size_t receive_bytes);
   absl::StatusOr<BufferRef> Wait(Message& message, absl::Time deadline);
 
@@ -101,8 +101,8 @@ class GlooRun {
 
  private:
   struct Counters {
-    uint64_t sent[kCommOps] = {};
-    uint64_t received[kCommOps] = {};
+    PerTraffic<uint64_t> sent;
+    PerTraffic<uint64_t> received;
   };
 
   absl::Status StartReceive(Message& message);
@@ -118,10 +118,12 @@ class GlooRun {
   absl::Status CheckHeader(const Message& message) const;
   absl::Status AbortedIn(absl::string_view what) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Lost(int peer, absl::string_view what);
-  std::string Describe(CommOp op, absl::string_view direction, int peer) const {
-    return absl::StrCat("rank ", options_.rank, ": ", CommOpName(op), " ", direction, " rank ", peer);
+  std::string Describe(Traffic traffic, absl::string_view direction, int peer) const {
+    return absl::StrCat("rank ", options_.rank, ": ", OperationName(traffic), " ", direction, " rank ", peer);
   }
-  std::string Describe(const Message& receive) const { return Describe(receive.op, "from", receive.peer); }
+  std::string Describe(const Message& receive) const {
+    return Describe(receive.traffic, "from", receive.peer);
+  }
 
   const GlooOptions options_;
   Backend* backend_ = nullptr;
@@ -173,17 +175,17 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDesc
   return aborted_ ? AbortedIn(absl::StrCat("rank ", options_.rank, ": connecting")) : absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                              size_t receive_bytes) {
+absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) {
   {
     const MutexLock lock(mu_);
-    if (aborted_) return AbortedIn(Describe(op, "from", from));
+    if (aborted_) return AbortedIn(Describe(traffic, "from", from));
   }
   ASSIGN_OR_RETURN(BufferRef buffer, backend_->Allocate(receive_bytes));
-  const int index = static_cast<int>(op);
-  auto receive =
-      std::make_shared<Message>(context_, from, op, counters_[from].received[index]++, std::move(buffer));
-  auto send = std::make_shared<Message>(context_, to, op, counters_[to].sent[index]++, std::move(message));
+  auto receive = std::make_shared<Message>(context_, from, traffic, counters_[from].received[traffic]++,
+                                           std::move(buffer));
+  auto send =
+      std::make_shared<Message>(context_, to, traffic, counters_[to].sent[traffic]++, std::move(message));
   // The receive first: the peer's message flows while ours is summed.
   RETURN_IF_ERROR(StartReceive(*receive));
   {
@@ -212,7 +214,7 @@ absl::Status GlooRun::StartSend(Message& message) {
   const size_t size_bytes = message.payload->size_bytes();
   message.header = {.run = options_.run,
                     .sequence = message.sequence,
-                    .op = static_cast<uint32_t>(message.op),
+                    .traffic = static_cast<uint32_t>(message.traffic),
                     .from = static_cast<uint32_t>(options_.rank),
                     .bytes = size_bytes,
                     .has_checksum = options_.checksum,
@@ -224,7 +226,7 @@ absl::Status GlooRun::StartSend(Message& message) {
     message.header_transfer.send(message.peer, message.header_slot(), 0, sizeof(Header));
     if (size_bytes > 0) message.payload_transfer.send(message.peer, message.payload_slot(), 0, size_bytes);
   } catch (const std::exception&) {
-    return Lost(message.peer, Describe(message.op, "to", message.peer));
+    return Lost(message.peer, Describe(message.traffic, "to", message.peer));
   }
   return absl::OkStatus();
 }
@@ -266,7 +268,8 @@ absl::Status GlooRun::CheckHeader(const Message& message) const {
                                             " is not what was sent (checksum)"));
   }
   if (header.run != options_.run || header.sequence != message.sequence ||
-      header.op != static_cast<uint32_t>(message.op) || header.from != static_cast<uint32_t>(message.peer)) {
+      header.traffic != static_cast<uint32_t>(message.traffic) ||
+      header.from != static_cast<uint32_t>(message.peer)) {
     return absl::InternalError(absl::StrCat(
         Describe(message), ": the ranks have diverged: message ", message.sequence, " of run ", options_.run,
         " was expected, message ", header.sequence, " of run ", header.run, " arrived"));
@@ -389,21 +392,21 @@ class GlooCommunicator : public Communicator {
   int rank() const override { return run_->options().rank; }
   int size() const override { return run_->options().ranks; }
 
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                              size_t receive_bytes) override {
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) override {
     for (int peer : {to, from}) {
       if (peer < 0 || peer >= size() || peer == rank()) {
-        return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", CommOpName(op), " with rank ",
-                                                       peer, ", which is no other of the ", size(),
-                                                       " ranks"));
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", OperationName(traffic),
+                                                       " with rank ", peer, ", which is no other of the ",
+                                                       size(), " ranks"));
       }
     }
     if (message == nullptr) {
       return absl::InvalidArgumentError(
-          absl::StrCat("rank ", rank(), ": ", CommOpName(op), " to rank ", to, " without a message"));
+          absl::StrCat("rank ", rank(), ": ", OperationName(traffic), " to rank ", to, " without a message"));
     }
     ASSIGN_OR_RETURN(std::shared_ptr<Message> receive,
-                     run_->SendReceive(op, to, std::move(message), from, receive_bytes));
+                     run_->SendReceive(traffic, to, std::move(message), from, receive_bytes));
     return std::make_unique<GlooReceive>(run_, std::move(receive));
   }
 

@@ -236,16 +236,16 @@ class NcclCommunicator : public Communicator {
   int rank() const override { return options_.rank; }
   int size() const override { return options_.ranks; }
 
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                              size_t receive_bytes) override {
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) override {
     for (int peer : {to, from}) {
       if (peer < 0 || peer >= size() || peer == rank()) {
-        return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", CommOpName(op), " with rank ",
-                                                       peer, ", which is no other of the ", size(),
-                                                       " ranks"));
+        return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", OperationName(traffic),
+                                                       " with rank ", peer, ", which is no other of the ",
+                                                       size(), " ranks"));
       }
     }
-    std::string what = absl::StrCat("rank ", rank(), ": ", CommOpName(op), " from rank ", from);
+    std::string what = absl::StrCat("rank ", rank(), ": ", OperationName(traffic), " from rank ", from);
     ASSIGN_OR_RETURN(BufferRef received, backend_.Allocate(receive_bytes));
     const ScopedCudaDevice scope(options_.device);
     // The message is written, and what is received into allocated, where the rank's own stream is now.
@@ -277,7 +277,7 @@ class NcclCommunicator : public Communicator {
     for (int step = 1; step < size(); ++step) {
       ASSIGN_OR_RETURN(BufferRef byte, backend_.Allocate(1));
       ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
-                       SendReceive(CommOp::kAllToAll, (rank() + step) % size(), std::move(byte),
+                       SendReceive(Traffic::kAllToAll, (rank() + step) % size(), std::move(byte),
                                    (rank() + size() - step) % size(), 1));
       if (absl::StatusOr<BufferRef> received = pending->Wait(deadline); !received.ok())
         return received.status();

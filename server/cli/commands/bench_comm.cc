@@ -58,7 +58,7 @@ class Ring {
       const int n = communicator.size();
       for (int round = 0; round < rounds; ++round) {
         ASSIGN_OR_RETURN(auto receive,
-                         communicator.SendReceive(CommOp::kRecvKv, (rank + 1) % n, messages_[rank],
+                         communicator.SendReceive(Traffic::kKv, (rank + 1) % n, messages_[rank],
                                                   (rank + n - 1) % n, messages_[rank]->size_bytes()));
         ASSIGN_OR_RETURN(BufferRef message, receive->Wait(MonotonicNow() + kTimeout));
         messages_[rank] = std::move(message);

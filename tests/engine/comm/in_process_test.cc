@@ -43,8 +43,8 @@ TEST(InProcess, HandsOverTheReference) {
   EXPECT_EQ(ranks[1]->size(), 2);
   BufferRef from0 = NumberBuffer(10);
   BufferRef from1 = NumberBuffer(11);
-  auto receive0 = ranks[0]->SendReceive(CommOp::kRecvQ, 1, from0, 1, 8);
-  auto receive1 = ranks[1]->SendReceive(CommOp::kRecvQ, 0, from1, 0, 8);
+  auto receive0 = ranks[0]->SendReceive(Traffic::kQ, 1, from0, 1, 8);
+  auto receive1 = ranks[1]->SendReceive(Traffic::kQ, 0, from1, 0, 8);
   ASSERT_TRUE(receive0.ok() && receive1.ok());
   EXPECT_EQ((*receive0)->Wait(Soon()).value(), from1);
   EXPECT_EQ((*receive1)->Wait(Soon()).value(), from0);
@@ -55,12 +55,12 @@ TEST(InProcess, MatchesInTheOrderOfCallsForEachOperation) {
   auto ranks = MakeInProcessCommunicators(2);
   std::vector<std::unique_ptr<PendingReceive>> receives;
   for (int i = 0; i < 3; ++i) {
-    receives.push_back(ranks[0]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(i), 1, 8).value());
+    receives.push_back(ranks[0]->SendReceive(Traffic::kKv, 1, NumberBuffer(i), 1, 8).value());
   }
-  auto other = ranks[0]->SendReceive(CommOp::kSendO, 1, NumberBuffer(0), 1, 8).value();
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kSendO, 0, NumberBuffer(99), 0, 8).ok());
+  auto other = ranks[0]->SendReceive(Traffic::kO, 1, NumberBuffer(0), 1, 8).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kO, 0, NumberBuffer(99), 0, 8).ok());
   for (int i = 0; i < 3; ++i) {
-    ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvKv, 0, NumberBuffer(100 + i), 0, 8).ok());
+    ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kKv, 0, NumberBuffer(100 + i), 0, 8).ok());
   }
   for (int i : {2, 0, 1}) {  // waited for in any order
     EXPECT_EQ(*receives[i]->Wait(Soon()).value()->data<int64_t>(), 100 + i);
@@ -70,8 +70,8 @@ TEST(InProcess, MatchesInTheOrderOfCallsForEachOperation) {
 
 TEST(InProcess, CarriesEmptyMessages) {
   auto ranks = MakeInProcessCommunicators(2);
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, MakeBuffer(0), 1, 0).value();
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 0, MakeBuffer(0), 0, 0).ok());
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, MakeBuffer(0), 1, 0).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, MakeBuffer(0), 0, 0).ok());
   EXPECT_EQ(receive->Wait(Soon()).value()->size_bytes(), 0u);
 }
 
@@ -89,7 +89,7 @@ TEST(InProcess, RingsOfThreads) {
       const int to = (rank + stride) % n;
       const int from = (rank + n - stride) % n;
       for (int64_t round = 0; round < rounds; ++round) {
-        const auto op = static_cast<CommOp>(round % kCommOps);
+        const auto op = kPrefillTraffics[round % std::ssize(kPrefillTraffics)];
         auto receive = ranks[rank]->SendReceive(op, to, NumberBuffer(rank * 1000 + round), from, 8);
         const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
         if (!message.ok() || *(*message)->data<int64_t>() != from * 1000 + round) ++wrong[rank];
@@ -101,7 +101,7 @@ TEST(InProcess, RingsOfThreads) {
 
 TEST(InProcess, AWaitEndsAtItsDeadlineAndNamesWhoWaitsForWhom) {
   auto ranks = MakeInProcessCommunicators(4);
-  auto receive = ranks[2]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(0), 3, 8).value();
+  auto receive = ranks[2]->SendReceive(Traffic::kKv, 1, NumberBuffer(0), 3, 8).value();
   const absl::Time start = MonotonicNow();
   const absl::Status status = receive->Wait(start + absl::Milliseconds(30)).status();
   EXPECT_GE(MonotonicNow() - start, absl::Milliseconds(30));
@@ -123,7 +123,7 @@ TEST(InProcess, AbortWakesEveryRankWithTheFirstReason) {
       return;
     }
     while (ends[rank].ok()) {
-      auto receive = ranks[rank]->SendReceive(CommOp::kSendO, (rank + 1) % kRanks, NumberBuffer(rank),
+      auto receive = ranks[rank]->SendReceive(Traffic::kO, (rank + 1) % kRanks, NumberBuffer(rank),
                                               (rank + kRanks - 1) % kRanks, 8);
       ends[rank] =
           receive.ok() ? (*receive)->Wait(MonotonicNow() + absl::Seconds(60)).status() : receive.status();
@@ -134,14 +134,14 @@ TEST(InProcess, AbortWakesEveryRankWithTheFirstReason) {
     EXPECT_EQ(ends[rank].code(), absl::StatusCode::kCancelled);
     ExpectNames(ends[rank], {"rank " + std::to_string(rank), "send_o", "the client left"});
   }
-  const absl::Status after = ranks[3]->SendReceive(CommOp::kRecvQ, 4, NumberBuffer(0), 4, 8).status();
+  const absl::Status after = ranks[3]->SendReceive(Traffic::kQ, 4, NumberBuffer(0), 4, 8).status();
   EXPECT_EQ(after.code(), absl::StatusCode::kCancelled);
 }
 
 TEST(InProcess, AbortFreesWhatNobodyTook) {
   auto ranks = MakeInProcessCommunicators(2);
   BufferRef message = NumberBuffer(0);
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, message, 1, 8);
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, message, 1, 8);
   EXPECT_EQ(message.use_count(), 2);
   ranks[1]->Abort(absl::AbortedError("over"));
   EXPECT_EQ(message.use_count(), 1);
@@ -149,9 +149,9 @@ TEST(InProcess, AbortFreesWhatNobodyTook) {
 
 TEST(InProcess, ReceivesAfterThePeerIsGone) {
   auto ranks = MakeInProcessCommunicators(2);
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 0, NumberBuffer(5), 0, 8).ok());
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, NumberBuffer(5), 0, 8).ok());
   ranks[1].reset();
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, NumberBuffer(4), 1, 8).value();
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, NumberBuffer(4), 1, 8).value();
   ranks[0].reset();
   EXPECT_EQ(*receive->Wait(Soon()).value()->data<int64_t>(), 5);
 }
@@ -159,7 +159,7 @@ TEST(InProcess, ReceivesAfterThePeerIsGone) {
 TEST(InProcess, RefusesMisuse) {
   auto ranks = MakeInProcessCommunicators(3);
   const auto code = [&](int to, BufferRef message, int from) {
-    return ranks[1]->SendReceive(CommOp::kRecvQ, to, std::move(message), from, 8).status().code();
+    return ranks[1]->SendReceive(Traffic::kQ, to, std::move(message), from, 8).status().code();
   };
   EXPECT_EQ(code(1, NumberBuffer(0), 0), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(0, NumberBuffer(0), 1), absl::StatusCode::kInvalidArgument);
@@ -167,8 +167,8 @@ TEST(InProcess, RefusesMisuse) {
   EXPECT_EQ(code(0, NumberBuffer(0), -1), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(0, nullptr, 0), absl::StatusCode::kInvalidArgument);
 
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvKv, 1, NumberBuffer(0), 2, 16).value();
-  ASSERT_TRUE(ranks[2]->SendReceive(CommOp::kRecvKv, 0, NumberBuffer(0), 1, 8).ok());
+  auto receive = ranks[0]->SendReceive(Traffic::kKv, 1, NumberBuffer(0), 2, 16).value();
+  ASSERT_TRUE(ranks[2]->SendReceive(Traffic::kKv, 0, NumberBuffer(0), 1, 8).ok());
   const absl::Status wrong_size = receive->Wait(Soon()).status();
   EXPECT_EQ(wrong_size.code(), absl::StatusCode::kInternal);
   ExpectNames(wrong_size, {"rank 0", "rank 2", "8 bytes", "16"});
@@ -180,7 +180,7 @@ TEST(InProcess, MailboxesAreBounded) {
   absl::Status status;
   int sent = 0;
   for (; status.ok() && sent < 100000; ++sent) {
-    status = ranks[0]->SendReceive(CommOp::kRecvQ, 1, MakeBuffer(0), 1, 0).status();
+    status = ranks[0]->SendReceive(Traffic::kQ, 1, MakeBuffer(0), 1, 0).status();
   }
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_GT(sent, 64) << "a ring of 64 ranks must fit";

@@ -23,10 +23,10 @@ class LinkedCommunicator : public Communicator {
 
   int rank() const override { return communicator_->rank(); }
   int size() const override { return communicator_->size(); }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int to, BufferRef message, int from,
-                                                              size_t receive_bytes) override {
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) override {
     moved_bytes_ += message->size_bytes();
-    auto pending = communicator_->SendReceive(op, to, std::move(message), from, receive_bytes);
+    auto pending = communicator_->SendReceive(traffic, to, std::move(message), from, receive_bytes);
     if (!pending.ok()) return pending.status();
     return std::make_unique<Late>(*std::move(pending), link_.Seconds(static_cast<double>(receive_bytes)));
   }
@@ -128,7 +128,7 @@ TEST(LinkProbeTest, MeasuresOverGlooAndLeavesItAsItWas) {
       EXPECT_LT((*link)->bytes_per_second, 1e12);
       EXPECT_GT((*link)->latency_seconds, 0);
       EXPECT_LT((*link)->latency_seconds, 1);
-      auto pending = communicator.SendReceive(CommOp::kRecvKv, (rank + n - 1) % n, PatternBuffer(1000, rank),
+      auto pending = communicator.SendReceive(Traffic::kKv, (rank + n - 1) % n, PatternBuffer(1000, rank),
                                               (rank + 1) % n, 1000);
       ASSERT_TRUE(pending.ok()) << pending.status();
       const auto received = (*pending)->Wait(Soon());

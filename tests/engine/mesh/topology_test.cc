@@ -25,25 +25,25 @@ Topology Nodes(std::vector<int> sizes, double node_bytes_per_second) {
 TEST(Topology, RowFirstKeepsQRingsInANodeAndABoxTheKvRings) {
   const Topology topology = Nodes({4, 4}, 8e9);
   const Links row_first = LinksOf(topology, 1, {.a = 4, .b = 2}, RowFirst(8));
-  EXPECT_EQ(row_first.q, kInside);
-  EXPECT_EQ(row_first.kv.latency_seconds, kBetween.latency_seconds);
-  EXPECT_EQ(row_first.kv.bytes_per_second, 2e9);  // four flows leave each node
+  EXPECT_EQ(row_first[Traffic::kQ], kInside);
+  EXPECT_EQ(row_first[Traffic::kKv].latency_seconds, kBetween.latency_seconds);
+  EXPECT_EQ(row_first[Traffic::kKv].bytes_per_second, 2e9);  // four flows leave each node
 
   const Grid grid = MeshGrid(1, {.a = 4, .b = 2});
   const Links boxed =
       LinksOf(topology, 1, {.a = 4, .b = 2}, Boxed(grid, {.planes = 1, .rows = 2, .columns = 2}));
-  EXPECT_EQ(boxed.kv, kInside);
-  EXPECT_EQ(boxed.q.bytes_per_second, 4e9);  // two flows leave: each at its own speed
+  EXPECT_EQ(boxed[Traffic::kKv], kInside);
+  EXPECT_EQ(boxed[Traffic::kQ].bytes_per_second, 4e9);  // two flows leave: each at its own speed
 }
 
 TEST(Topology, AllToAllsShareTheNodesLink) {
   const Topology topology = Nodes({2, 2}, 8e9);
-  EXPECT_EQ(LinksOf(topology, 2, {.a = 1, .b = 2}, RowFirst(4)).all_to_all, kInside);
+  EXPECT_EQ(LinksOf(topology, 2, {.a = 1, .b = 2}, RowFirst(4))[Traffic::kAllToAll], kInside);
   const Links apart = LinksOf(topology, 4, {.a = 1, .b = 1}, RowFirst(4));
   // Of three messages of a rank, one stays and two leave; four leave a node.
-  EXPECT_DOUBLE_EQ(apart.all_to_all.bytes_per_second, 3 / (1 / 100e9 + 2 / 4e9));
+  EXPECT_DOUBLE_EQ(apart[Traffic::kAllToAll].bytes_per_second, 3 / (1 / 100e9 + 2 / 4e9));
   const Links shared = LinksOf(Nodes({2, 2}, 1e9), 4, {.a = 1, .b = 1}, RowFirst(4));
-  EXPECT_DOUBLE_EQ(shared.all_to_all.bytes_per_second, 3 / (4 / 1e9));
+  EXPECT_DOUBLE_EQ(shared[Traffic::kAllToAll].bytes_per_second, 3 / (4 / 1e9));
 }
 
 // Every message that the mesh sends, one by one.
@@ -83,11 +83,11 @@ TEST(Topology, LinksAreThoseOfTheSlowestMessage) {
     const Mesh mesh(tile);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw);
     if (tile.a > 1) {
-      EXPECT_EQ(links.q,
+      EXPECT_EQ(links[Traffic::kQ],
                 expected([&](int rank) { return mesh.QReceiveFrom(rank / heads) * heads + rank % heads; }));
     }
     if (tile.b > 1) {
-      EXPECT_EQ(links.kv,
+      EXPECT_EQ(links[Traffic::kKv],
                 expected([&](int rank) { return mesh.KvReceiveFrom(rank / heads) * heads + rank % heads; }));
     }
   }

@@ -26,10 +26,10 @@ TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // DESIGN §4
         const int64_t rho = wire == DType::kF32 ? 2 : 1;  // wire bytes over Q's 2
         for (int rank = 0; rank < n; ++rank) {
           const CommBytes bytes = LayerCommBytes(model, *layout, 1, {.a = a, .b = b}, wire, rank);
-          ASSERT_EQ(bytes.q, (a - 1) * q_elements * 2);
-          ASSERT_EQ(bytes.kv, (b - 1) * q_elements * 2 * 2 / 4);  // (2/g)(b−1), g = 4
-          ASSERT_EQ(bytes.o, (a - 1) * (rho * q_elements * 2 + 4 * chunk * 8));
-          ASSERT_EQ(bytes.all_to_all, 0);
+          ASSERT_EQ(bytes[Traffic::kQ], (a - 1) * q_elements * 2);
+          ASSERT_EQ(bytes[Traffic::kKv], (b - 1) * q_elements * 2 * 2 / 4);  // (2/g)(b−1), g = 4
+          ASSERT_EQ(bytes[Traffic::kO], (a - 1) * (rho * q_elements * 2 + 4 * chunk * 8));
+          ASSERT_EQ(bytes[Traffic::kAllToAll], 0);
         }
       }
     }
@@ -79,24 +79,21 @@ TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
       const Mesh mesh(tile);
       for (int rank = 0; rank < n; ++rank) {
         const CommBytes bytes = LayerCommBytes(model, *layout, h, tile, DType::kBf16, rank);
-        sent.q += bytes.q;
-        sent.kv += bytes.kv;
-        sent.o += bytes.o;
-        sent.all_to_all += bytes.all_to_all;
+        for (Traffic traffic : kPrefillTraffics) sent[traffic] += bytes[traffic];
         const int64_t q_heads = std::ssize(QueryHeads(model, h, rank % h));
         const int64_t kv_heads = std::ssize(KvHeads(model, h, rank % h));
         for (int u = 1; u < tile.a; ++u) {
           const int64_t tokens = mesh_tokens(mesh.QChunk(rank / h, u));
-          needed.q += tokens * q_heads * 64 * 4;
-          needed.o += tokens * q_heads * (64 * 2 + 4);
+          needed[Traffic::kQ] += tokens * q_heads * 64 * 4;
+          needed[Traffic::kO] += tokens * q_heads * (64 * 2 + 4);
         }
         for (int v = 1; v < tile.b; ++v) {
-          needed.kv += mesh_tokens(mesh.KvChunk(rank / h, v)) * kv_heads * 64 * 2 * 4;
+          needed[Traffic::kKv] += mesh_tokens(mesh.KvChunk(rank / h, v)) * kv_heads * 64 * 2 * 4;
         }
         const int64_t own_tokens = layout->ChunkTokens(rank);
         const int64_t other_tokens = mesh_tokens(rank / h) - own_tokens;
-        needed.all_to_all += other_tokens * (q_heads + 2 * kv_heads) * 64 * 4;  // before the mesh
-        needed.all_to_all += own_tokens * (model.q_heads - q_heads) * 64 * 4;   // after it
+        needed[Traffic::kAllToAll] += other_tokens * (q_heads + 2 * kv_heads) * 64 * 4;  // before the mesh
+        needed[Traffic::kAllToAll] += own_tokens * (model.q_heads - q_heads) * 64 * 4;   // after it
       }
       ASSERT_EQ(sent, needed) << "seed " << seed << ": " << layout->DebugString() << ", " << h << " · "
                               << tile.DebugString() << ", " << model.kv_heads << " KV heads";

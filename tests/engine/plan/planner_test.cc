@@ -393,9 +393,9 @@ TEST(MakePlan, PredictsHeadGroups) {
               1e-9);
   EXPECT_NEAR(ulysses.comm_wait_seconds, model.layers * (4e-3 + 3 * (2 * q_chunk / 4 + kv_chunk / 2) / 1e9),
               1e-9);
-  EXPECT_EQ(
-      ulysses.comm_bytes,
-      (CommBytes{.all_to_all = static_cast<int64_t>(model.layers * 3 * (2 * q_chunk / 4 + kv_chunk / 2))}));
+  EXPECT_EQ(ulysses.comm_bytes,
+            (CommBytes{{Traffic::kAllToAll,
+                        static_cast<int64_t>(model.layers * 3 * (2 * q_chunk / 4 + kv_chunk / 2))}}));
 }
 
 // Where bytes decide: an all-to-all moves each Q once, a mesh moves √n − 1 of them.
@@ -464,13 +464,13 @@ TEST(MakePlan, KeepsTheRingThatMovesMoreInsideANode) {
   const auto by_rows = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
   ASSERT_TRUE(by_rows.ok()) << by_rows.status();
   EXPECT_TRUE(by_rows->plan.placement.seat_of_rank.empty()) << by_rows->plan.DebugString();
-  EXPECT_EQ(by_rows->plan.predicted.links.q, request.topology.same_node);
+  EXPECT_EQ(by_rows->plan.predicted.links[Traffic::kQ], request.topology.same_node);
   // After a long prefix the keys weigh more: a node holds a KV group.
   request.cached_tokens = 1 << 20;
   const auto by_columns = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
   ASSERT_TRUE(by_columns.ok()) << by_columns.status();
   EXPECT_EQ(by_columns->plan.placement.name, "box 1x4x1");
-  EXPECT_EQ(by_columns->plan.predicted.links.kv, request.topology.same_node);
+  EXPECT_EQ(by_columns->plan.predicted.links[Traffic::kKv], request.topology.same_node);
   EXPECT_EQ(by_columns->candidates.front().placement, "box 1x4x1");
 }
 

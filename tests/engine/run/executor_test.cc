@@ -219,7 +219,7 @@ TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
       const RankStats& stats = ends[rank].stats;
       CommBytes expected =
           LayerCommBytes(c.model, c.plan.layout, c.plan.heads, c.plan.tile, c.plan.partial_dtype, rank);
-      expected.all_to_all = 0;  // not the executor's
+      expected[Traffic::kAllToAll] = 0;  // not the executor's
       ASSERT_EQ(stats.sent, expected);
       ASSERT_EQ(stats.blocks, c.plan.tile.ranks());
       ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
@@ -265,7 +265,8 @@ TEST(AttentionExecutor, RunsLayersOneAfterTheOther) {
   const std::vector<RankEnd> ends = RunMesh(c, absl::Seconds(60), 5, nullptr);
   EXPECT_LT(LargestError(c, ends), 1e-5) << "seed " << seed;
   EXPECT_EQ(ends[4].stats.blocks, 5 * 6);
-  EXPECT_EQ(ends[4].stats.sent.kv, 5 * LayerCommBytes(c.model, *layout, 1, c.plan.tile, DType::kF32, 4).kv);
+  EXPECT_EQ(ends[4].stats.sent[Traffic::kKv],
+            5 * LayerCommBytes(c.model, *layout, 1, c.plan.tile, DType::kF32, 4)[Traffic::kKv]);
 }
 
 // ---- Ends before the end. Waits could last a minute here; a test that ends within seconds was ended.
@@ -332,8 +333,8 @@ TEST(AttentionExecutor, AWaitForASilentRankHasADeadline) {
   const absl::Status status = executor.Run(ChunksOf(c, 0, backend), 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_NE(status.message().find("rank 0: recv_kv from rank 1"), std::string::npos) << status;
-  EXPECT_GE(stats.wait_seconds[static_cast<int>(CommOp::kRecvKv)], 0.04);
-  EXPECT_EQ(stats.wait_seconds[static_cast<int>(CommOp::kRecvQ)], 0);
+  EXPECT_GE(stats.wait_seconds[Traffic::kKv], 0.04);
+  EXPECT_EQ(stats.wait_seconds[Traffic::kQ], 0);
 }
 
 // ---- Lifetimes, on one rank alone whose peers answer at once and drop what they get.
@@ -346,12 +347,12 @@ class EchoCommunicator : public Communicator {
 
   int rank() const override { return 0; }
   int size() const override { return size_; }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp op, int, BufferRef message, int,
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int, BufferRef message, int,
                                                               size_t receive_bytes) override {
     message.reset();  // the peer has it now, and gives one of its own
-    BufferRef answer = (op == CommOp::kSendO ? partials_ : chunks_).Allocate(receive_bytes);
-    if (op == CommOp::kRecvQ) received_q.push_back(answer);
-    if (op == CommOp::kRecvKv) received_kv.push_back(answer);
+    BufferRef answer = (traffic == Traffic::kO ? partials_ : chunks_).Allocate(receive_bytes);
+    if (traffic == Traffic::kQ) received_q.push_back(answer);
+    if (traffic == Traffic::kKv) received_kv.push_back(answer);
     return std::make_unique<Answer>(std::move(answer));
   }
   void Abort(absl::Status) override {}
@@ -392,8 +393,8 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
     int q_sends = 0;
     int kv_sends = 0;
     for (const Step& step : c.plan.schedule.steps) {
-      q_sends += step.comm == CommKind::kRecvQ;
-      kv_sends += step.comm == CommKind::kRecvKv;
+      q_sends += step.comm == Traffic::kQ;
+      kv_sends += step.comm == Traffic::kKv;
       for (BlockIndex block : step.blocks) uses.push_back({block, q_sends, kv_sends});
     }
     backend.before_block = [&](int now) {
@@ -461,7 +462,7 @@ class CopyingCommunicator : public Communicator {
 
   int rank() const override { return 0; }
   int size() const override { return size_; }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp, int, BufferRef message, int,
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic, int, BufferRef message, int,
                                                               size_t receive_bytes) override {
     return std::make_unique<Transfer>(std::move(message), memory_.Allocate(receive_bytes));
   }
@@ -531,12 +532,12 @@ TEST(AttentionExecutor, AdoptsPartialsOfRowsNotYetBegun) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 6, 1);
   Case c = MakeCase(random, *layout, {.a = 3, .b = 1}, DType::kF32, 0);
   c.plan.schedule = {.tile = {.a = 3, .b = 1},
-                     .steps = {{.comm = CommKind::kRecvQ, .blocks = {}},
-                               {.comm = CommKind::kRecvQ, .blocks = {{1, 0}}},
-                               {.comm = CommKind::kSendO, .blocks = {}},  // O#2 arrives, not begun
-                               {.comm = CommKind::kNone, .blocks = {{2, 0}}},
-                               {.comm = CommKind::kSendO, .blocks = {}},  // O#0 arrives, not begun
-                               {.comm = CommKind::kNone, .blocks = {{0, 0}}}}};
+                     .steps = {{.comm = Traffic::kQ, .blocks = {}},
+                               {.comm = Traffic::kQ, .blocks = {{1, 0}}},
+                               {.comm = Traffic::kO, .blocks = {}},  // O#2 arrives, not begun
+                               {.comm = std::nullopt, .blocks = {{2, 0}}},
+                               {.comm = Traffic::kO, .blocks = {}},  // O#0 arrives, not begun
+                               {.comm = std::nullopt, .blocks = {{0, 0}}}}};
   ASSERT_TRUE(CheckSchedule(c.plan.schedule).ok());
   EchoCommunicator communicator(3, CountedMemory());
   WatchedBackend backend(DType::kF32);

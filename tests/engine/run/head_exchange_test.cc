@@ -203,9 +203,9 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
 
       CommBytes expected =
           LayerCommBytes(c.model, c.plan.layout, c.h(), c.plan.tile, c.plan.partial_dtype, rank);
-      EXPECT_EQ(stats.sent, (CommBytes{.all_to_all = expected.all_to_all}));
+      EXPECT_EQ(stats.sent, (CommBytes{{Traffic::kAllToAll, expected[Traffic::kAllToAll]}}));
       EXPECT_LE(stats.merge_seconds + stats.comm_wait_seconds(), stats.attention_seconds);
-      EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[static_cast<int>(CommOp::kAllToAll)]);
+      EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[Traffic::kAllToAll]);
       return absl::OkStatus();
     });
     for (const absl::Status& end : ends) ASSERT_TRUE(end.ok()) << end;
@@ -258,7 +258,7 @@ class EchoCommunicator : public Communicator {
 
   int rank() const override { return 0; }
   int size() const override { return size_; }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(CommOp, int, BufferRef message, int,
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic, int, BufferRef message, int,
                                                               size_t receive_bytes) override {
     message.reset();
     if (on_send != nullptr) on_send(messages);
@@ -308,7 +308,7 @@ TEST(HeadExchange, AWaitForASilentMemberHasADeadline) {
   const absl::Status status = exchange.ToHeads(ChunksOf(c, 2, *backend)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_NE(status.message().find("rank 2: all_to_all from rank 3"), std::string::npos) << status;
-  EXPECT_GE(stats.wait_seconds[static_cast<int>(CommOp::kAllToAll)], 0.04);
+  EXPECT_GE(stats.wait_seconds[Traffic::kAllToAll], 0.04);
 }
 
 TEST(HeadExchange, AFailedMemberEndsItsGroup) {

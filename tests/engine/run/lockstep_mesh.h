@@ -53,30 +53,25 @@ class LockstepMesh {
     if (error_.empty()) error_ = std::move(what);
   }
 
-  std::map<int, Message> Send(CommKind comm) {
+  std::map<int, Message> Send(std::optional<Traffic> comm) {
     std::map<int, Message> sent;  // by receiver
     for (auto& [rank, state] : ranks_) {
-      switch (comm) {
-        case CommKind::kNone:
-          break;
-        case CommKind::kRecvQ:
-          if (!state.q.contains(recv_q_)) Fail("sends a Q chunk that it has not");
-          sent[mesh_.QSendTo(rank)].chunk = state.q[recv_q_];
-          break;
-        case CommKind::kRecvKv:
-          if (!state.kv.contains(recv_kv_)) Fail("sends a KV chunk that it has not");
-          sent[mesh_.KvSendTo(rank)].chunk = state.kv[recv_kv_];
-          break;
-        case CommKind::kSendO: {
-          const int row = send_o_ + 1;
-          // Its own b columns, and b of each rank that the partial has passed.
-          if (state.o[row].kv_chunks.size() != static_cast<size_t>(mesh_.tile().b) * (send_o_ + 1)) {
-            Fail("sends an O chunk that is not whole");
-          }
-          sent[mesh_.QSendTo(rank)].partial = state.o[row];
-          state.o.erase(row);
-          break;
+      if (comm == Traffic::kQ) {
+        if (!state.q.contains(recv_q_)) Fail("sends a Q chunk that it has not");
+        sent[mesh_.QSendTo(rank)].chunk = state.q[recv_q_];
+      }
+      if (comm == Traffic::kKv) {
+        if (!state.kv.contains(recv_kv_)) Fail("sends a KV chunk that it has not");
+        sent[mesh_.KvSendTo(rank)].chunk = state.kv[recv_kv_];
+      }
+      if (comm == Traffic::kO) {
+        const int row = send_o_ + 1;
+        // Its own b columns, and b of each rank that the partial has passed.
+        if (state.o[row].kv_chunks.size() != static_cast<size_t>(mesh_.tile().b) * (send_o_ + 1)) {
+          Fail("sends an O chunk that is not whole");
         }
+        sent[mesh_.QSendTo(rank)].partial = state.o[row];
+        state.o.erase(row);
       }
     }
     return sent;
@@ -95,19 +90,17 @@ class LockstepMesh {
     }
   }
 
-  void Receive(CommKind comm, const std::map<int, Message>& sent) {
+  void Receive(std::optional<Traffic> comm, const std::map<int, Message>& sent) {
     for (const auto& [rank, message] : sent) {
       Rank& state = ranks_[rank];
-      if (comm == CommKind::kRecvQ) state.q[recv_q_ + 1] = message.chunk;
-      if (comm == CommKind::kRecvKv) state.kv[recv_kv_ + 1] = message.chunk;
-      if (comm == CommKind::kSendO) Reduce(rank, (send_o_ + 2) % mesh_.tile().a, message.partial);
+      if (comm == Traffic::kQ) state.q[recv_q_ + 1] = message.chunk;
+      if (comm == Traffic::kKv) state.kv[recv_kv_ + 1] = message.chunk;
+      if (comm == Traffic::kO) Reduce(rank, (send_o_ + 2) % mesh_.tile().a, message.partial);
     }
-    if (comm == CommKind::kRecvQ && ++recv_q_ >= mesh_.tile().a)
-      Fail("receives more Q chunks than the tile has");
-    if (comm == CommKind::kRecvKv && ++recv_kv_ >= mesh_.tile().b)
+    if (comm == Traffic::kQ && ++recv_q_ >= mesh_.tile().a) Fail("receives more Q chunks than the tile has");
+    if (comm == Traffic::kKv && ++recv_kv_ >= mesh_.tile().b)
       Fail("receives more KV chunks than the tile has");
-    if (comm == CommKind::kSendO && ++send_o_ >= mesh_.tile().a)
-      Fail("sends more O chunks than the tile has");
+    if (comm == Traffic::kO && ++send_o_ >= mesh_.tile().a) Fail("sends more O chunks than the tile has");
     for (const auto& [rank, state] : ranks_) {
       for (const auto& [u, chunk] : state.q) {
         if (chunk != mesh_.QChunk(rank, u)) Fail("a Q chunk lies at the wrong local index");

@@ -23,12 +23,12 @@ inline Schedule RandomSchedule(std::mt19937_64& random, Tile tile) {
   int kv = 0;
   int o = 0;
   while (!missing.empty() || q < tile.a - 1 || kv < tile.b - 1 || o < tile.a - 1) {
-    std::vector<CommKind> startable = {CommKind::kNone};
-    if (q < tile.a - 1) startable.push_back(CommKind::kRecvQ);
-    if (kv < tile.b - 1) startable.push_back(CommKind::kRecvKv);
+    std::vector<std::optional<Traffic>> startable = {std::nullopt};
+    if (q < tile.a - 1) startable.push_back(Traffic::kQ);
+    if (kv < tile.b - 1) startable.push_back(Traffic::kKv);
     const bool row_whole =
         std::none_of(missing.begin(), missing.end(), [&](BlockIndex b) { return b.u == o + 1; });
-    if (o < tile.a - 1 && row_whole) startable.push_back(CommKind::kSendO);
+    if (o < tile.a - 1 && row_whole) startable.push_back(Traffic::kO);
     Step step = {.comm = startable[Draw<size_t>(random, 0, startable.size() - 1)], .blocks = {}};
 
     std::shuffle(missing.begin(), missing.end(), random);
@@ -38,9 +38,9 @@ inline Schedule RandomSchedule(std::mt19937_64& random, Tile tile) {
       step.blocks.push_back(block);
       return true;
     });
-    q += step.comm == CommKind::kRecvQ;
-    kv += step.comm == CommKind::kRecvKv;
-    o += step.comm == CommKind::kSendO;
+    q += step.comm == Traffic::kQ;
+    kv += step.comm == Traffic::kKv;
+    o += step.comm == Traffic::kO;
     if (step != Step{}) schedule.steps.push_back(std::move(step));
   }
   return schedule;

@@ -44,9 +44,9 @@ class PlainPeak {
       Transfer transfer = {.start = moment++};
       for (const BlockIndex& block : step.blocks) block_[block.u][block.v] = moment++;
       transfer.end = moment++;
-      if (step.comm == CommKind::kRecvQ) q_.push_back(transfer);
-      if (step.comm == CommKind::kRecvKv) kv_.push_back(transfer);
-      if (step.comm == CommKind::kSendO) o_.push_back(transfer);
+      if (step.comm == Traffic::kQ) q_.push_back(transfer);
+      if (step.comm == Traffic::kKv) kv_.push_back(transfer);
+      if (step.comm == Traffic::kO) o_.push_back(transfer);
     }
     live_.assign(moment, 0);
   }
@@ -84,8 +84,7 @@ TEST(TimeInBlocks, IsTheLongerOfEachStep) {
   // q 1, kv 2, q 1, kv 2, none 1, o 1, o 1, none 1
   EXPECT_EQ(TimeInBlocks(GreedySchedule({.a = 3, .b = 3}, costs), costs), 10);
   EXPECT_EQ(
-      TimeInBlocks({.tile = {}, .steps = {{.comm = CommKind::kRecvQ, .blocks = {{0, 0}, {0, 1}, {0, 2}}}}},
-                   costs),
+      TimeInBlocks({.tile = {}, .steps = {{.comm = Traffic::kQ, .blocks = {{0, 0}, {0, 1}, {0, 2}}}}}, costs),
       3);
 }
 

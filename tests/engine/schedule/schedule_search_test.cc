@@ -39,15 +39,16 @@ class EverySchedule {
       for (int v = 0; v <= state.kv; ++v) ready |= Bit(u, v) & ~state.computed;
     }
     int64_t least = INT64_MAX;
-    for (CommKind comm : {CommKind::kNone, CommKind::kRecvQ, CommKind::kRecvKv, CommKind::kSendO}) {
+    for (std::optional<Traffic> comm : {std::optional<Traffic>(), std::optional(Traffic::kQ),
+                                        std::optional(Traffic::kKv), std::optional(Traffic::kO)}) {
       if (!MayStart(state, comm)) continue;
       for (unsigned blocks = ready;; blocks = (blocks - 1) & ready) {
-        if (comm != CommKind::kNone || blocks != 0) {
+        if (comm != std::nullopt || blocks != 0) {
           const int64_t time = std::max(CommBlocks(comm, costs_), __builtin_popcount(blocks));
           least = std::min(least, Plus(time, LeastFrom({.computed = state.computed | blocks,
-                                                        .q = state.q + (comm == CommKind::kRecvQ),
-                                                        .kv = state.kv + (comm == CommKind::kRecvKv),
-                                                        .o = state.o + (comm == CommKind::kSendO)})));
+                                                        .q = state.q + (comm == Traffic::kQ),
+                                                        .kv = state.kv + (comm == Traffic::kKv),
+                                                        .o = state.o + (comm == Traffic::kO)})));
         }
         if (blocks == 0) break;
       }
@@ -55,21 +56,13 @@ class EverySchedule {
     return least_[state] = least;
   }
 
-  bool MayStart(const State& state, CommKind comm) const {
-    switch (comm) {
-      case CommKind::kNone:
-        return true;
-      case CommKind::kRecvQ:
-        return state.q < tile_.a - 1;
-      case CommKind::kRecvKv:
-        return state.kv < tile_.b - 1;
-      case CommKind::kSendO: {
-        if (state.o == tile_.a - 1) return false;
-        const unsigned row = Bit(state.o + 2, 0) - Bit(state.o + 1, 0);
-        return (state.computed & row) == row;
-      }
-    }
-    return false;
+  bool MayStart(const State& state, std::optional<Traffic> comm) const {
+    if (!comm.has_value()) return true;
+    if (comm == Traffic::kQ) return state.q < tile_.a - 1;
+    if (comm == Traffic::kKv) return state.kv < tile_.b - 1;
+    if (state.o == tile_.a - 1) return false;
+    const unsigned row = Bit(state.o + 2, 0) - Bit(state.o + 1, 0);
+    return (state.computed & row) == row;
   }
 
   static int64_t Plus(int64_t time, int64_t rest) { return rest == INT64_MAX ? rest : time + rest; }

@@ -12,7 +12,9 @@
 namespace meshfill {
 namespace {
 
-using enum CommKind;
+using enum Traffic;
+
+constexpr std::optional<Traffic> kComms[] = {std::nullopt, kQ, kKv, kO};
 
 // Algorithm 2 line by line, over a matrix of blocks.
 class PlainAlgorithm2 {
@@ -25,18 +27,18 @@ class PlainAlgorithm2 {
       const double n_q = q_ < tile_.a ? Reachable(q_ + 1, kv_) - Reachable(q_, kv_) : 0;
       const double n_kv = kv_ < tile_.b ? Reachable(q_, kv_ + 1) - Reachable(q_, kv_) : 0;
       if (n_q / costs_.c_q > n_kv / costs_.c_kv) {
-        Emit(kRecvQ, costs_.c_q);
+        Emit(kQ, costs_.c_q);
         ++q_;
       } else {
-        Emit(kRecvKv, costs_.c_kv);
+        Emit(kKv, costs_.c_kv);
         ++kv_;
       }
     }
     for (int sent = 0; sent < tile_.a - 1; ++sent) {
-      while (!RowDone(sent + 1)) Emit(kNone, 1);
-      Emit(kSendO, costs_.c_o);
+      while (!RowDone(sent + 1)) Emit(std::nullopt, 1);
+      Emit(kO, costs_.c_o);
     }
-    while (Remaining() > 0) Emit(kNone, 1);
+    while (Remaining() > 0) Emit(std::nullopt, 1);
     return schedule_;
   }
 
@@ -48,7 +50,7 @@ class PlainAlgorithm2 {
     for (const auto& row : done_) remaining += static_cast<int>(std::count(row.begin(), row.end(), false));
     return remaining;
   }
-  void Emit(CommKind comm, int blocks) {
+  void Emit(std::optional<Traffic> comm, int blocks) {
     schedule_.tile = tile_;
     Step step{.comm = comm, .blocks = {}};
     for (int i = 0; i < blocks; ++i) {
@@ -135,10 +137,10 @@ void ExpectRefused(const Schedule& schedule, const std::string& what) {
 // 2x2 with every dependency tight.
 Schedule Tight() {
   return {.tile = {.a = 2, .b = 2},
-          .steps = {{.comm = kRecvQ, .blocks = {{0, 0}}},
-                    {.comm = kRecvKv, .blocks = {{1, 0}}},
-                    {.comm = kNone, .blocks = {{1, 1}}},
-                    {.comm = kSendO, .blocks = {{0, 1}}}}};
+          .steps = {{.comm = kQ, .blocks = {{0, 0}}},
+                    {.comm = kKv, .blocks = {{1, 0}}},
+                    {.comm = std::nullopt, .blocks = {{1, 1}}},
+                    {.comm = kO, .blocks = {{0, 1}}}}};
 }
 
 TEST(CheckSchedule, AcceptsTheTightSchedule) { EXPECT_TRUE(CheckSchedule(Tight()).ok()); }
@@ -170,19 +172,19 @@ TEST(CheckSchedule, NamesWhatIsWrong) {
   ExpectRefused(broken, "step 2: sends O#1 with 1 of 2 blocks computed");
 
   broken = Tight();
-  broken.steps.push_back({.comm = kRecvQ, .blocks = {}});
+  broken.steps.push_back({.comm = kQ, .blocks = {}});
   ExpectRefused(broken, "step 4: receives a Q chunk beyond");
 
   broken = Tight();
-  broken.steps.push_back({.comm = kRecvKv, .blocks = {}});
+  broken.steps.push_back({.comm = kKv, .blocks = {}});
   ExpectRefused(broken, "step 4: receives a KV chunk beyond");
 
   broken = Tight();
-  broken.steps.push_back({.comm = kSendO, .blocks = {}});
+  broken.steps.push_back({.comm = kO, .blocks = {}});
   ExpectRefused(broken, "step 4: sends an O chunk beyond");
 
   broken = Tight();
-  broken.steps[3].comm = kNone;
+  broken.steps[3].comm = std::nullopt;
   ExpectRefused(broken, "0 Send O, not 1");
 
   broken = Tight();
@@ -198,13 +200,13 @@ TEST(CheckSchedule, NamesWhatIsWrong) {
   ExpectRefused(broken, "block (0,-1) is outside the tile");
 
   broken = {.tile = {.a = 2, .b = 1},
-            .steps = {{.comm = kSendO, .blocks = {{0, 0}}}, {.comm = kRecvQ, .blocks = {}}}};
+            .steps = {{.comm = kO, .blocks = {{0, 0}}}, {.comm = kQ, .blocks = {}}}};
   ExpectRefused(broken, "step 0: sends O#1");
 
-  broken = {.tile = {.a = 1, .b = 2}, .steps = {{.comm = kNone, .blocks = {{0, 0}}}}};
+  broken = {.tile = {.a = 1, .b = 2}, .steps = {{.comm = std::nullopt, .blocks = {{0, 0}}}}};
   ExpectRefused(broken, "0 Recv KV, not 1");
 
-  broken = {.tile = {.a = 2, .b = 1}, .steps = {{.comm = kNone, .blocks = {{0, 0}}}}};
+  broken = {.tile = {.a = 2, .b = 1}, .steps = {{.comm = std::nullopt, .blocks = {{0, 0}}}}};
   ExpectRefused(broken, "0 Recv Q, not 1");
 
   ExpectRefused({.tile = {.a = 0, .b = 1}, .steps = {}}, "0x1");
@@ -226,10 +228,10 @@ void Mutate(std::mt19937_64& random, Schedule& schedule) {
       std::swap(from.comm, to.comm);
       return;
     case 2:
-      from.comm = static_cast<CommKind>(Draw(random, 0, 3));
+      from.comm = kComms[Draw(random, 0, 3)];
       return;
     case 3:
-      schedule.steps.push_back({.comm = static_cast<CommKind>(Draw(random, 1, 3)), .blocks = {}});
+      schedule.steps.push_back({.comm = kComms[Draw(random, 1, 3)], .blocks = {}});
       return;
     default:
       break;

@@ -186,8 +186,8 @@ void ExpectAgreesWithStats(const Timeline& timeline, const std::vector<RankStats
       EXPECT_NEAR(seconds[name], stats_seconds, 0.01 * stats_seconds + 1e-9)
           << "rank " << rank << ": " << name;
     };
-    for (int op = 0; op < kCommOps; ++op) {
-      expect_near(std::string("wait ") + CommOpName(static_cast<CommOp>(op)), ranks[rank].wait_seconds[op]);
+    for (Traffic traffic : kPrefillTraffics) {
+      expect_near(std::string("wait ") + OperationName(traffic), ranks[rank].wait_seconds[traffic]);
     }
     expect_near("block", ranks[rank].block_seconds);
     EXPECT_NEAR(seconds["merge"] + seconds["convert"] + seconds["reorder"], ranks[rank].merge_seconds,

@@ -10,7 +10,7 @@
 namespace meshfill {
 namespace {
 
-using enum BackwardComm;
+using enum Traffic;
 
 // Algorithm 3 line by line, over a matrix of blocks.
 class PlainAlgorithm3 {
@@ -28,27 +28,27 @@ class PlainAlgorithm3 {
       const double n_odoq = q_ < a ? kv_ : 0;
       const double n_kv = kv_ < b ? q_ : 0;
       if (n_odoq / costs_.c_odoq > n_kv / costs_.c_kv) {
-        Emit(kRecvOdoq, costs_.c_odoq);
+        Emit(kQ, costs_.c_odoq);
         ++q_;
       } else {
-        Emit(kRecvKv, costs_.c_kv);
+        Emit(kKv, costs_.c_kv);
         ++kv_;
       }
     }
     int dq = 1;
     int dkv = 1;
     while (dq < a || dkv < b) {
-      while (!(dq < a && RowLeft(dq) == 0) && !(dkv < b && ColumnLeft(dkv) == 0)) Emit(kNone, 1);
+      while (!(dq < a && RowLeft(dq) == 0) && !(dkv < b && ColumnLeft(dkv) == 0)) Emit(std::nullopt, 1);
       if (dq < a && RowLeft(dq) == 0) {
-        Emit(kSendDq, costs_.c_dq);
+        Emit(kDq, costs_.c_dq);
         ++dq;
       }
       if (dkv < b && ColumnLeft(dkv) == 0) {
-        Emit(kSendDkv, costs_.c_dkv);
+        Emit(kDkv, costs_.c_dkv);
         ++dkv;
       }
     }
-    while (Choose().u >= 0) Emit(kNone, 1);
+    while (Choose().u >= 0) Emit(std::nullopt, 1);
     return schedule_;
   }
 
@@ -83,8 +83,8 @@ class PlainAlgorithm3 {
     return {-1, -1};
   }
 
-  void Emit(BackwardComm comm, int blocks) {
-    BackwardStep step{.comm = comm, .blocks = {}};
+  void Emit(std::optional<Traffic> comm, int blocks) {
+    Step step{.comm = comm, .blocks = {}};
     for (int i = 0; i < blocks; ++i) {
       const BlockIndex block = Choose();
       if (block.u < 0) break;
@@ -139,11 +139,11 @@ TEST(BackwardSchedule, AnyOrderPassesItsCheck) {
 TEST(BackwardSchedule, OrderChoosesTheLastTransfer) {
   const auto bare_steps = [](const BackwardSchedule& schedule) {
     return std::count_if(schedule.steps.begin(), schedule.steps.end(),
-                         [](const BackwardStep& step) { return step.blocks.empty(); });
+                         [](const Step& step) { return step.blocks.empty(); });
   };
   for (const Tile tile : {Tile{8, 4}, Tile{4, 8}, Tile{16, 16}}) {
     for (auto [order, last] :
-         {std::pair{BackwardOrder::kRowsFirst, kSendDkv}, std::pair{BackwardOrder::kColumnsFirst, kSendDq}}) {
+         {std::pair{BackwardOrder::kRowsFirst, kDkv}, std::pair{BackwardOrder::kColumnsFirst, kDq}}) {
       const BackwardSchedule schedule = GreedyBackwardSchedule(tile, {}, order);
       EXPECT_EQ(bare_steps(schedule), 1) << schedule.DebugString();
       EXPECT_EQ(schedule.steps.back().comm, last) << schedule.DebugString();
@@ -163,24 +163,23 @@ TEST(BackwardSchedule, CheckRefusesWhatCannotRun) {
     const BackwardSchedule good = GreedyBackwardSchedule(tile, RandomCosts(random));
 
     BackwardSchedule twice = good;
-    twice.steps.push_back({.comm = kNone, .blocks = {{0, 0}}});
+    twice.steps.push_back({.comm = std::nullopt, .blocks = {{0, 0}}});
     EXPECT_FALSE(CheckBackwardSchedule(twice).ok());
 
     BackwardSchedule missing = good;
     const auto with_blocks = std::find_if(missing.steps.rbegin(), missing.steps.rend(),
-                                          [](const BackwardStep& step) { return !step.blocks.empty(); });
+                                          [](const Step& step) { return !step.blocks.empty(); });
     with_blocks->blocks.pop_back();
     EXPECT_FALSE(CheckBackwardSchedule(missing).ok());
 
     BackwardSchedule early = good;  // the first gradient before anything is computed
-    const auto send = std::find_if(early.steps.begin(), early.steps.end(), [](const BackwardStep& step) {
-      return step.comm == kSendDq || step.comm == kSendDkv;
-    });
+    const auto send = std::find_if(early.steps.begin(), early.steps.end(),
+                                   [](const Step& step) { return step.comm == kDq || step.comm == kDkv; });
     std::swap(send->comm, early.steps.front().comm);
     EXPECT_FALSE(CheckBackwardSchedule(early).ok());
 
     BackwardSchedule too_many = good;
-    too_many.steps.push_back({.comm = kRecvKv, .blocks = {}});
+    too_many.steps.push_back({.comm = kKv, .blocks = {}});
     EXPECT_FALSE(CheckBackwardSchedule(too_many).ok());
   }
 }

@@ -30,7 +30,7 @@ RankProgram OneStep(int ranks, int distance, int64_t bytes, double seconds) {
   ProgramBuilder builder(ranks);
   std::vector<int> from(ranks);
   for (int rank = 0; rank < ranks; ++rank) from[rank] = (rank + distance) % ranks;
-  const int channel = builder.AddChannel(Traffic::kRecvKv, from);
+  const int channel = builder.AddChannel(Traffic::kKv, from);
   builder.Start(channel, bytes);
   builder.Compute(10 * seconds, 1);
   builder.Wait(channel);
@@ -49,9 +49,9 @@ TEST(Simulator, WaitsForWhatIsNotHidden) {
   // Ranks 1 and 3 receive between nodes, one flow each way: 0.5 + 2 s. The others inside: 0.2 s, hidden.
   EXPECT_DOUBLE_EQ(simulation->seconds, 2.5);
   for (int rank : {1, 3}) {
-    EXPECT_DOUBLE_EQ(simulation->ranks[rank].wait_seconds[static_cast<int>(Traffic::kRecvKv)], 1.5);
+    EXPECT_DOUBLE_EQ(simulation->ranks[rank].wait_seconds[Traffic::kKv], 1.5);
   }
-  for (int rank : {0, 2}) EXPECT_DOUBLE_EQ(simulation->ranks[rank].total_wait_seconds(), 0);
+  for (int rank : {0, 2}) EXPECT_DOUBLE_EQ(simulation->ranks[rank].wait_seconds.total(), 0);
   for (const RankTimes& rank : simulation->ranks) EXPECT_DOUBLE_EQ(rank.compute_seconds, 1.0);
 }
 
@@ -67,7 +67,7 @@ TEST(Simulator, FlowsOfANodeShareItsLink) {
 
 TEST(Simulator, MessagesOfAChannelGoOneByOne) {
   ProgramBuilder builder(4);
-  const int channel = builder.AddChannel(Traffic::kRecvQ, {2, 3, 0, 1});
+  const int channel = builder.AddChannel(Traffic::kQ, {2, 3, 0, 1});
   for (int message = 0; message < 3; ++message) builder.Start(channel, 75);
   for (int message = 0; message < 3; ++message) builder.Wait(channel);
   EXPECT_NEAR(SecondsOf(std::move(builder).Build(), RowFirst(4), SmallCluster()), 3 * (0.5 + 1.0), 1e-8);
@@ -75,7 +75,7 @@ TEST(Simulator, MessagesOfAChannelGoOneByOne) {
 
 TEST(Simulator, NamesARankThatWaitsForEver) {
   ProgramBuilder builder(2);
-  builder.Wait(builder.AddChannel(Traffic::kSendO, {1, 0}));
+  builder.Wait(builder.AddChannel(Traffic::kO, {1, 0}));
   const auto simulation = Simulate(std::move(builder).Build(), RowFirst(2), SmallCluster());
   EXPECT_EQ(simulation.status().code(), absl::StatusCode::kInternal);
   EXPECT_NE(simulation.status().message().find("send_o"), std::string::npos) << simulation.status();
@@ -233,7 +233,7 @@ TEST(Simulator, AccountsForEverySecondOfEveryRank) {
     const auto simulation = Simulate(run.program, run.placement, run.cluster, Recording::kTimeline);
     ASSERT_TRUE(simulation.ok()) << simulation.status();
     for (const RankTimes& rank : simulation->ranks) {
-      EXPECT_NEAR(rank.compute_seconds + rank.total_wait_seconds(), rank.total_seconds,
+      EXPECT_NEAR(rank.compute_seconds + rank.wait_seconds.total(), rank.total_seconds,
                   1e-6 * rank.total_seconds);
       EXPECT_LE(rank.total_seconds, simulation->seconds);
     }

@@ -30,8 +30,8 @@ int64_t Nd(const AttentionJob& job) { return job.tokens * job.q_heads * job.head
 
 int64_t SentBy(const AttentionJob& job, Pass pass, int heads, Tile tile) {
   const MeshPlan plan{.heads = heads, .tile = tile, .placement = RowFirst(heads * tile.ranks())};
-  const int64_t sent = MeshProgram(job, pass, plan, kCluster).total_sent_bytes();
-  EXPECT_EQ(sent, MeshLanesProgram(job, pass, plan, kCluster).total_sent_bytes());
+  const int64_t sent = MeshProgram(job, pass, plan, kCluster).sent_bytes.total();
+  EXPECT_EQ(sent, MeshLanesProgram(job, pass, plan, kCluster).sent_bytes.total());
   return sent;
 }
 
@@ -41,14 +41,14 @@ TEST(Table2, RingUlyssesMeshAndStarTrail) {
     const int64_t nd = Nd(job);
     const int ranks = static_cast<int>(n);
     EXPECT_EQ(SentBy(job, Pass::kForward, 1, {.a = 1, .b = ranks}), 2 * nd - 2 * nd / n) << "Ring";
-    EXPECT_EQ(TwoWayRingProgram(job, ranks).total_sent_bytes(), 2 * nd - 2 * nd / n) << "both ways";
+    EXPECT_EQ(TwoWayRingProgram(job, ranks).sent_bytes.total(), 2 * nd - 2 * nd / n) << "both ways";
     EXPECT_EQ(SentBy(job, Pass::kForward, ranks, {}), 4 * (n - 1) * nd / (n * n)) << "Ulysses";
     for (const Tile tile : TilesOf(ranks)) {
       EXPECT_EQ(SentBy(job, Pass::kForward, 1, tile), (2 * tile.a + 2 * tile.b - 4) * nd / n) << "Mesh";
     }
     for (int64_t team = 1; team * team <= n; team *= 2) {
       const StarTrail star{.ranks = ranks, .team = static_cast<int>(team)};
-      EXPECT_EQ(StarTrailProgram(job, star, Pass::kForward).total_sent_bytes(),
+      EXPECT_EQ(StarTrailProgram(job, star, Pass::kForward).sent_bytes.total(),
                 (4 * team - 4) * nd / n + 2 * nd / team)
           << "StarTrail";
     }
@@ -113,9 +113,8 @@ TEST(Volumes, DoubleRingPassesEveryChunkOnce) {
     const RankProgram program = DoubleRingProgram(job, ring, Pass::kForward);
     const int places = ring.windows * ring.window;
     const int64_t share = Nd(job) / ring.ranks();
-    EXPECT_EQ(program.sent_bytes[static_cast<int>(Traffic::kRecvKv)], (places - 1) * 2 * share);
-    EXPECT_EQ(program.sent_bytes[static_cast<int>(Traffic::kAllToAll)],
-              (ring.heads - 1) * (4 * share / ring.heads));
+    EXPECT_EQ(program.sent_bytes[Traffic::kKv], (places - 1) * 2 * share);
+    EXPECT_EQ(program.sent_bytes[Traffic::kAllToAll], (ring.heads - 1) * (4 * share / ring.heads));
     int blocks = 0;
     for (const Action& action : program.actions) blocks += action.blocks;
     EXPECT_EQ(blocks, places);

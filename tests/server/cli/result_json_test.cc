@@ -19,7 +19,7 @@ PrefillResult ExampleResult() {
   result.prefill_seconds = 0.8125;
   result.attention_seconds = 0.5;
   result.comm_wait_seconds = 0.0625;
-  result.comm_bytes = {.q = 1, .kv = 2, .o = 3, .all_to_all = 4};
+  result.comm_bytes = {{Traffic::kQ, 1}, {Traffic::kKv, 2}, {Traffic::kO, 3}, {Traffic::kAllToAll, 4}};
   result.mfu = 0.625;
   return result;
 }
@@ -70,11 +70,11 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                     .candidates = {}};
   choice.plan.tile = {1, 2};
   choice.plan.schedule = {.tile = {1, 2},
-                          .steps = {{CommKind::kRecvKv, {{0, 0}}}, {CommKind::kNone, {{0, 1}, {0, 0}}}}};
+                          .steps = {{Traffic::kKv, {{0, 0}}}, {std::nullopt, {{0, 1}, {0, 0}}}}};
   choice.plan.predicted = {.seconds = 1.5,
                            .compute_seconds = 1.25,
                            .comm_wait_seconds = 0.25,
-                           .comm_bytes = {.q = 0, .kv = 640, .o = 0, .all_to_all = 0},
+                           .comm_bytes = {{Traffic::kKv, 640}},
                            .peak_bytes = 4096};
   choice.candidates = {{.ranks = 2, .heads = 1, .tile = {1, 2}, .predicted = choice.plan.predicted},
                        {.ranks = 2,

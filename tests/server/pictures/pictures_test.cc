@@ -137,7 +137,7 @@ Schedule Ring(int ranks) {
   Schedule schedule{.tile = {.a = 1, .b = ranks}};
   for (int v = 0; v < ranks; ++v) {
     schedule.steps.push_back(
-        {.comm = v + 1 < ranks ? CommKind::kRecvKv : CommKind::kNone, .blocks = {BlockIndex{0, v}}});
+        {.comm = v + 1 < ranks ? std::optional(Traffic::kKv) : std::nullopt, .blocks = {BlockIndex{0, v}}});
   }
   return schedule;
 }

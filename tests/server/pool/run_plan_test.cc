@@ -157,9 +157,9 @@ TEST(RunPlanTest, StatsAndOutcomesArriveAsTheyWereSent) {
   stats.attention_seconds = 1;
   stats.block_seconds = 2;
   stats.merge_seconds = 3;
-  stats.wait_seconds = {4, 5, 6, 7};
+  stats.wait_seconds = {{Traffic::kQ, 4}, {Traffic::kKv, 5}, {Traffic::kO, 6}, {Traffic::kAllToAll, 7}};
   stats.total_seconds = 8;
-  stats.sent = {.q = 9, .kv = 10, .o = 11, .all_to_all = 12};
+  stats.sent = {{Traffic::kQ, 9}, {Traffic::kKv, 10}, {Traffic::kO, 11}, {Traffic::kAllToAll, 12}};
   stats.blocks = 13;
   const RankStats arrived = FromProto(ToProto(stats));
   EXPECT_EQ(arrived.attention_seconds, 1);

@@ -14,7 +14,7 @@ namespace {
 // One round on a ring: a message to the next rank, one from the rank before.
 absl::Status PassOn(Communicator& communicator, int rank, size_t size_bytes, absl::Time deadline) {
   const int n = communicator.size();
-  auto receive = communicator.SendReceive(CommOp::kRecvKv, (rank + 1) % n, PatternBuffer(size_bytes, rank),
+  auto receive = communicator.SendReceive(Traffic::kKv, (rank + 1) % n, PatternBuffer(size_bytes, rank),
                                           (rank + n - 1) % n, size_bytes);
   if (!receive.ok()) return receive.status();
   const auto message = (*receive)->Wait(deadline);
@@ -101,7 +101,7 @@ TEST(GlooProcesses, SurviveAStop) {
   EXPECT_EQ(processes.report(1).Read(1), "r");
   processes.Kill(1, SIGSTOP);
   processes.command(1).Write("g");
-  auto receive = processes.communicator().SendReceive(CommOp::kRecvQ, 1, PatternBuffer(8, 0), 1, 8).value();
+  auto receive = processes.communicator().SendReceive(Traffic::kQ, 1, PatternBuffer(8, 0), 1, 8).value();
   const absl::Time start = MonotonicNow();
   ExpectStatus(receive->Wait(start + absl::Milliseconds(100)).status(), absl::StatusCode::kDeadlineExceeded,
                {"rank 0", "recv_q", "rank 1"});
@@ -123,7 +123,7 @@ TEST(GlooProcesses, AKillOfAStoppedPeerIsNoticed) {
     });
     for (int rank : {1, 2}) EXPECT_EQ(processes.report(rank).Read(1), "r");
     auto receive =
-        processes.communicator().SendReceive(CommOp::kSendO, 1, PatternBuffer(8 << 20, 0), from, 8).value();
+        processes.communicator().SendReceive(Traffic::kO, 1, PatternBuffer(8 << 20, 0), from, 8).value();
     processes.Kill(1, SIGSTOP);
     std::thread kill([&] {
       absl::SleepFor(absl::Milliseconds(50));

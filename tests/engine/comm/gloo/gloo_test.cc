@@ -71,7 +71,7 @@ TEST(Gloo, RingsOfThreads) {
       const int to = (rank + stride) % n;
       const int from = (rank + n - stride) % n;
       for (size_t round = 0; round < sizes.size() && ends[rank].ok(); ++round) {
-        const auto op = static_cast<CommOp>(round % kCommOps);
+        const auto op = kPrefillTraffics[round % std::ssize(kPrefillTraffics)];
         auto receive = ranks[rank]->SendReceive(op, to, PatternBuffer(sizes[round], rank * 1000 + round),
                                                 from, sizes[round]);
         const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
@@ -91,12 +91,12 @@ TEST(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
   auto ranks = endpoints.ConnectAll();
   std::vector<std::unique_ptr<PendingReceive>> receives;
   for (int i = 0; i < 3; ++i) {
-    receives.push_back(ranks[0]->SendReceive(CommOp::kRecvKv, 1, PatternBuffer(8, i), 1, 8).value());
+    receives.push_back(ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(8, i), 1, 8).value());
   }
-  auto other = ranks[0]->SendReceive(CommOp::kSendO, 1, PatternBuffer(8, 0), 1, 8).value();
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kSendO, 0, PatternBuffer(8, 99), 0, 8).ok());
+  auto other = ranks[0]->SendReceive(Traffic::kO, 1, PatternBuffer(8, 0), 1, 8).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kO, 0, PatternBuffer(8, 99), 0, 8).ok());
   for (int i = 0; i < 3; ++i) {
-    ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvKv, 0, PatternBuffer(8, 100 + i), 0, 8).ok());
+    ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 100 + i), 0, 8).ok());
   }
   for (int i : {2, 0, 1}) {  // waited for in any order
     EXPECT_TRUE(HasPattern(**receives[i]->Wait(Soon()), 8, 100 + i));
@@ -111,8 +111,8 @@ TEST(Gloo, CarriesAMessageOf300MiB) {
   auto ranks = endpoints.ConnectAll();
   BufferRef message = MakeBuffer(size_bytes);
   for (size_t i = 0; i < size_bytes / 8; ++i) message->data<uint64_t>()[i] = i * 0x9e3779b97f4a7c15;
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, MakeBuffer(0), 1, size_bytes).value();
-  auto other = ranks[1]->SendReceive(CommOp::kRecvQ, 0, message, 0, 0).value();
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, MakeBuffer(0), 1, size_bytes).value();
+  auto other = ranks[1]->SendReceive(Traffic::kQ, 0, message, 0, 0).value();
   auto received = receive->Wait(Soon());
   ASSERT_TRUE(received.ok()) << received.status();
   EXPECT_EQ(std::memcmp((*received)->data(), message->data(), size_bytes), 0);
@@ -126,10 +126,10 @@ TEST(Gloo, HoldsAMessageUntilItHasLeft) {
   {
     BufferRef buffer = PatternBuffer(1 << 20, 5);
     message = buffer;
-    ASSERT_TRUE(ranks[0]->SendReceive(CommOp::kRecvQ, 1, std::move(buffer), 1, 1).ok());
+    ASSERT_TRUE(ranks[0]->SendReceive(Traffic::kQ, 1, std::move(buffer), 1, 1).ok());
   }
   EXPECT_FALSE(message.expired()) << "nobody has received it";
-  auto receive = ranks[1]->SendReceive(CommOp::kRecvQ, 0, PatternBuffer(1, 6), 0, 1 << 20).value();
+  auto receive = ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(1, 6), 0, 1 << 20).value();
   EXPECT_TRUE(HasPattern(**receive->Wait(Soon()), 1 << 20, 5));
   for (int i = 0; i < 1000 && !message.expired(); ++i) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_TRUE(message.expired());
@@ -139,15 +139,15 @@ TEST(Gloo, AnEndedRankStillDeliversWhatItSent) {
   GlooEndpoints endpoints(2);
   auto ranks = endpoints.ConnectAll();
   const size_t size_bytes = 20 << 20;
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 0, PatternBuffer(size_bytes, 5), 0, 1).ok());
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(size_bytes, 5), 0, 1).ok());
   std::thread end([&] { ranks[1].reset(); });
   absl::SleepFor(absl::Milliseconds(50));
-  auto receive = ranks[0]->SendReceive(CommOp::kRecvQ, 1, PatternBuffer(1, 4), 1, size_bytes).value();
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, PatternBuffer(1, 4), 1, size_bytes).value();
   const auto message = receive->Wait(Soon());
   end.join();
   ASSERT_TRUE(message.ok()) << message.status();
   EXPECT_TRUE(HasPattern(**message, size_bytes, 5));
-  auto late = ranks[0]->SendReceive(CommOp::kRecvKv, 1, PatternBuffer(1, 4), 1, 1);
+  auto late = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(1, 4), 1, 1);
   ExpectStatus(late.ok() ? (*late)->Wait(Soon()).status() : late.status(), absl::StatusCode::kUnavailable,
                {"rank 0", "recv_kv", "rank 1"});
 }
@@ -195,9 +195,9 @@ absl::Status SendCorrupted(bool checksum) {
   auto ranks = endpoints.ConnectAll();
   std::mt19937_64 random(TestSeed());
   BufferRef message = PatternBuffer(100000, 1);
-  auto sent = ranks[0]->SendReceive(CommOp::kRecvKv, 1, message, 1, 10).value();
+  auto sent = ranks[0]->SendReceive(Traffic::kKv, 1, message, 1, 10).value();
   message->data<uint8_t>()[Draw(random, 0, 99999)] ^= static_cast<uint8_t>(1 << Draw(random, 0, 7));
-  auto receive = ranks[1]->SendReceive(CommOp::kRecvKv, 0, PatternBuffer(10, 2), 0, 100000).value();
+  auto receive = ranks[1]->SendReceive(Traffic::kKv, 0, PatternBuffer(10, 2), 0, 100000).value();
   EXPECT_TRUE(sent->Wait(Soon()).ok()) << "the other direction is whole";
   return receive->Wait(Soon()).status();
 }
@@ -212,8 +212,8 @@ TEST(Gloo, FindsDivergedSizes) {
   for (auto [sent, expected] : {std::pair<size_t, size_t>{8, 16}, {16, 8}, {0, 8}, {8, 0}, {1 << 20, 8}}) {
     GlooEndpoints endpoints(2);
     auto ranks = endpoints.ConnectAll();
-    auto receive = ranks[0]->SendReceive(CommOp::kSendO, 1, PatternBuffer(4, 0), 1, expected).value();
-    ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kSendO, 0, PatternBuffer(sent, 0), 0, 4).ok());
+    auto receive = ranks[0]->SendReceive(Traffic::kO, 1, PatternBuffer(4, 0), 1, expected).value();
+    ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kO, 0, PatternBuffer(sent, 0), 0, 4).ok());
     ExpectStatus(receive->Wait(Soon()).status(), absl::StatusCode::kInternal,
                  {"rank 0", "rank 1", std::to_string(sent) + " bytes", std::to_string(expected)});
   }
@@ -223,7 +223,7 @@ TEST(Gloo, RefusesMisuse) {
   GlooEndpoints endpoints(3);
   auto ranks = endpoints.ConnectAll();
   const auto code = [&](int to, BufferRef message, int from) {
-    return ranks[1]->SendReceive(CommOp::kRecvQ, to, std::move(message), from, 8).status().code();
+    return ranks[1]->SendReceive(Traffic::kQ, to, std::move(message), from, 8).status().code();
   };
   EXPECT_EQ(code(1, PatternBuffer(8, 0), 0), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(0, PatternBuffer(8, 0), 1), absl::StatusCode::kInvalidArgument);
@@ -238,14 +238,14 @@ TEST(Gloo, RefusesMisuse) {
 TEST(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
   GlooEndpoints endpoints(3);
   auto ranks = endpoints.ConnectAll();
-  auto receive = ranks[2]->SendReceive(CommOp::kRecvKv, 0, PatternBuffer(8, 0), 1, 8).value();
+  auto receive = ranks[2]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 0), 1, 8).value();
   const absl::Time start = MonotonicNow();
   const absl::Status status = receive->Wait(start + absl::Milliseconds(50)).status();
   EXPECT_GE(MonotonicNow() - start, absl::Milliseconds(50));
   EXPECT_LT(MonotonicNow() - start, absl::Seconds(10));
   ExpectStatus(status, absl::StatusCode::kDeadlineExceeded, {"rank 2", "recv_kv", "rank 1"});
-  auto other = ranks[2]->SendReceive(CommOp::kRecvQ, 1, PatternBuffer(8, 1), 1, 8).value();
-  ASSERT_TRUE(ranks[1]->SendReceive(CommOp::kRecvQ, 2, PatternBuffer(8, 2), 2, 8).ok());
+  auto other = ranks[2]->SendReceive(Traffic::kQ, 1, PatternBuffer(8, 1), 1, 8).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 2, PatternBuffer(8, 2), 2, 8).ok());
   EXPECT_TRUE(HasPattern(**other->Wait(Soon()), 8, 2));
   for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
 }
@@ -267,7 +267,7 @@ TEST(Gloo, AbortFromAnyThreadEndsEveryWait) {
   RunRanks(kRanks, [&](int rank) {
     if (rank == 0) return;               // never sends
     const int from = rank == 2 ? 0 : 2;  // rank 2 sends to rank 0 only
-    auto receive = ranks[rank]->SendReceive(CommOp::kSendO, 0, PatternBuffer(8, 0), from, 8);
+    auto receive = ranks[rank]->SendReceive(Traffic::kO, 0, PatternBuffer(8, 0), from, 8);
     ++waiting;
     ends[rank] = receive.ok() ? (*receive)->Wait(Soon()).status() : receive.status();
     took[rank] = MonotonicNow() - start;
@@ -279,7 +279,7 @@ TEST(Gloo, AbortFromAnyThreadEndsEveryWait) {
                  {"rank " + std::to_string(rank), "send_o", "rank 2"});
   }
   for (absl::Duration duration : took) EXPECT_LT(duration, absl::Seconds(10));
-  EXPECT_EQ(ranks[2]->SendReceive(CommOp::kRecvQ, 3, PatternBuffer(8, 0), 3, 8).status().code(),
+  EXPECT_EQ(ranks[2]->SendReceive(Traffic::kQ, 3, PatternBuffer(8, 0), 3, 8).status().code(),
             absl::StatusCode::kCancelled);
   const absl::Time end = MonotonicNow();
   ranks[2].reset();  // with a message that nobody took
@@ -295,7 +295,7 @@ TEST(Gloo, RunsOneAfterTheOther) {
     auto ranks = endpoints.ConnectAll();
     std::vector<absl::Status> ends(4);
     RunRanks(4, [&](int rank) {
-      auto receive = ranks[rank]->SendReceive(CommOp::kRecvKv, rank ^ 1, PatternBuffer(8, run), rank ^ 1, 8);
+      auto receive = ranks[rank]->SendReceive(Traffic::kKv, rank ^ 1, PatternBuffer(8, run), rank ^ 1, 8);
       ends[rank] = receive.ok() ? (*receive)->Wait(Soon()).status() : receive.status();
       if (run % 2 == 1) ranks[rank]->Abort(absl::AbortedError("over"));
       ranks[rank].reset();
@@ -422,7 +422,7 @@ TEST(GlooConnect, StrangersNeitherGetInNorInTheWay) {
   EXPECT_GE(endpoints.endpoints[0]->strangers(), 100) << "who came before the peers was heard before them";
   std::vector<absl::Status> ends(3);
   RunRanks(3, [&](int rank) {
-    auto receive = ranks[rank]->SendReceive(CommOp::kRecvKv, (rank + 1) % 3, PatternBuffer(100000, rank),
+    auto receive = ranks[rank]->SendReceive(Traffic::kKv, (rank + 1) % 3, PatternBuffer(100000, rank),
                                             (rank + 2) % 3, 100000);
     const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
     ends[rank] = message.status();

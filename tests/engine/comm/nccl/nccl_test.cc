@@ -241,12 +241,12 @@ TEST_F(NcclThreadsTest, AWaitForNothingEndsAtItsDeadline) {
   auto endpoints = Listen(2);
   OnRanks(*pool, endpoints, [&](int rank, Backend& backend, Communicator& communicator) {
     if (rank == 1) return;  // connects, and sends nothing
-    auto pending = communicator.SendReceive(CommOp::kRecvKv, 1, *backend.Allocate(64), 1, 64);
+    auto pending = communicator.SendReceive(Traffic::kKv, 1, *backend.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
     auto received = (*pending)->Wait(MonotonicNow() + absl::Milliseconds(200));
     ASSERT_TRUE(received.ok()) << received.status();  // the device waits, the host goes on
     EXPECT_TRUE(backend.Finish().ok());
-    const auto next = communicator.SendReceive(CommOp::kRecvKv, 1, *backend.Allocate(64), 1, 64);
+    const auto next = communicator.SendReceive(Traffic::kKv, 1, *backend.Allocate(64), 1, 64);
     EXPECT_TRUE(absl::IsDeadlineExceeded(next.status())) << next.status();
     EXPECT_EQ(next.status().message(), "rank 0: recv_kv from rank 1: nothing arrived before the deadline");
   });
@@ -258,7 +258,7 @@ TEST_F(NcclThreadsTest, AbortEndsWaitsWithItsReason) {
   auto endpoints = Listen(2);
   OnRanks(*pool, endpoints, [&](int rank, Backend& backend, Communicator& communicator) {
     if (rank == 1) return;
-    auto pending = communicator.SendReceive(CommOp::kSendO, 1, *backend.Allocate(64), 1, 64);
+    auto pending = communicator.SendReceive(Traffic::kO, 1, *backend.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
     ASSERT_TRUE((*pending)->Wait(MonotonicNow() + kSoon).ok());
     std::thread leader([&] {
@@ -267,7 +267,7 @@ TEST_F(NcclThreadsTest, AbortEndsWaitsWithItsReason) {
     });
     EXPECT_TRUE(backend.Finish().ok());  // returns: what waited was ended
     leader.join();
-    const auto next = communicator.SendReceive(CommOp::kSendO, 1, *backend.Allocate(64), 1, 64);
+    const auto next = communicator.SendReceive(Traffic::kO, 1, *backend.Allocate(64), 1, 64);
     EXPECT_EQ(next.status(), absl::AbortedError("rank 1 is gone"));
   });
 }
