@@ -72,7 +72,7 @@ class EmbeddedEngine : public PrefillEngine {
       : options_(options),
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
-        backend_name_(pool_.backends.front()->name()) {
+        backend_name_(pool_.devices.front()->name()) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -134,34 +134,41 @@ class EmbeddedEngine : public PrefillEngine {
                                                    KvCache* kv, std::vector<TimelineRecorder>& recorders,
                                                    PrefillObserver* observer, const StopToken* stop) {
     const int ranks = options_.ranks;
-    std::vector<Backend*> backends;
-    for (const std::unique_ptr<Backend>& backend : pool_.backends) backends.push_back(backend.get());
-    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(backends);
-    LayerProgress progress(ranks, model().layers, observer);
     StopToken run_stop(stop);
     std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
                                                     absl::StatusOr<RankOutput>(absl::UnknownError("")));
+    std::vector<std::unique_ptr<Stream>> streams;
+    std::vector<Stream*> by_rank;
+    for (int rank = 0; rank < ranks; ++rank) {
+      absl::StatusOr<std::unique_ptr<Stream>> stream = pool_.devices[rank]->NewStream(&run_stop);
+      if (!stream.ok()) {
+        outputs[rank] = stream.status();
+        return outputs;
+      }
+      by_rank.push_back(stream->get());
+      streams.push_back(*std::move(stream));
+    }
+    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(by_rank);
+    LayerProgress progress(ranks, model().layers, observer);
     const auto stop_others = [&](int rank) {
       run_stop.Stop();
       communicators[rank]->Abort(outputs[rank].status());
     };
     const auto run_rank = [&](int rank) {
-      backends[rank]->set_stop_token(&run_stop);
       outputs[rank] = RunRank({.plan = plan,
                                .model = *pool_.models[rank],
                                .rank = rank,
                                .tokens = tokens,
-                               .backend = *backends[rank],
+                               .stream = *streams[rank],
                                .communicator = *communicators[rank],
                                .wait_timeout = WaitTimeout(plan),
                                .on_layer_done = [&progress](int layer) { progress.RankFinished(layer); },
                                .kv = kv,
                                .recorder = &recorders[rank]});
-      backends[rank]->set_stop_token(nullptr);
       if (outputs[rank].ok()) return;
       stop_others(rank);
-      backends[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
-      if (backends[rank]->lost()) lost_ = true;
+      streams[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
+      if (pool_.devices[rank]->lost()) lost_ = true;
     };
     std::vector<std::thread> threads;
     threads.reserve(ranks);

@@ -18,7 +18,7 @@ class Buffer {
   // `release` frees `data`; it runs once, on whichever thread drops the last reference.
   Buffer(void* data, size_t size_bytes, std::function<void(void*, size_t)> release)
       : data_(data), size_bytes_(size_bytes), release_(std::move(release)) {}
-  // `allocation` frees `data` when it goes; its type is its backend's own affair.
+  // `allocation` frees `data` when it goes; its type is its device's own affair.
   Buffer(void* data, size_t size_bytes, std::shared_ptr<void> allocation)
       : data_(data), size_bytes_(size_bytes), allocation_(std::move(allocation)) {}
   ~Buffer() {

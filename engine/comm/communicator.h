@@ -4,7 +4,7 @@
 // any thread. Messages between a pair of ranks match in the order of their calls, each traffic for itself.
 //
 // Cost per call: one message out, one message in. The in-process communicator hands over the reference (no
-// bytes are copied, a sent buffer must not be written again); others copy into a buffer of the backend's.
+// bytes are copied, a sent buffer must not be written again); others copy into a buffer of the rank's stream.
 #ifndef MESHFILL_ENGINE_COMM_COMMUNICATOR_H_
 #define MESHFILL_ENGINE_COMM_COMMUNICATOR_H_
 

@@ -16,7 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -28,10 +28,10 @@ class Endpoint {
 
   // Connects with all ranks, once; `addresses` by rank, this rank's own included. Blocks until the last pair
   // stands. INVALID_ARGUMENT for an address that is of another run, rank or kind, or none at all;
-  // DEADLINE_EXCEEDED or UNAVAILABLE; the reason of Abort. Messages are received into buffers of `backend`,
+  // DEADLINE_EXCEEDED or UNAVAILABLE; the reason of Abort. Messages are received into buffers of `stream`,
   // which outlives the communicator; the communicator may outlive the endpoint.
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
-                                                                Backend& backend, absl::Time deadline) = 0;
+                                                                Stream& stream, absl::Time deadline) = 0;
 
   // Once Connect has returned: connections that it dropped, for they did not say the hello of a peer.
   virtual int strangers() const { return 0; }

@@ -102,10 +102,10 @@ class Exchange {
 
 class InProcessReceive : public PendingReceive {
  public:
-  InProcessReceive(std::shared_ptr<Exchange> exchange, Backend* backend, const Route& route,
+  InProcessReceive(std::shared_ptr<Exchange> exchange, Stream* stream, const Route& route,
                    size_t receive_bytes)
       : exchange_(std::move(exchange)),
-        backend_(backend),
+        stream_(stream),
         route_(route),
         receive_bytes_(receive_bytes),
         number_(exchange_->StartReceive(route)) {}
@@ -118,13 +118,13 @@ class InProcessReceive : public PendingReceive {
       return absl::InternalError(absl::StrCat(route_.DebugString(), ": ", message.buffer->size_bytes(),
                                               " bytes arrived, ", receive_bytes_, " were expected"));
     }
-    if (backend_ == nullptr) return std::move(message.buffer);
-    return backend_->TakeOver(std::move(message));
+    if (stream_ == nullptr) return std::move(message.buffer);
+    return stream_->TakeOver(std::move(message));
   }
 
  private:
   const std::shared_ptr<Exchange> exchange_;
-  Backend* const backend_;  // null: the ranks' operations have run when their calls return
+  Stream* const stream_;  // null: the ranks' operations have run when their calls return
   const Route route_;
   const size_t receive_bytes_;
   const int64_t number_;
@@ -134,9 +134,8 @@ class InProcessReceive : public PendingReceive {
 class InProcessCommunicator : public Communicator {
  public:
   // The exchange is shared because ranks end in any order.
-  InProcessCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange,
-                        std::vector<Backend*> backends)
-      : rank_(rank), size_(size), exchange_(std::move(exchange)), backends_(std::move(backends)) {}
+  InProcessCommunicator(int rank, int size, std::shared_ptr<Exchange> exchange, std::vector<Stream*> streams)
+      : rank_(rank), size_(size), exchange_(std::move(exchange)), streams_(std::move(streams)) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -156,7 +155,7 @@ class InProcessCommunicator : public Communicator {
     }
     ASSIGN_OR_RETURN(DeviceMessage fetched, FetchTo(to, std::move(message)));
     RETURN_IF_ERROR(exchange_->Send({.from = rank_, .to = to, .traffic = traffic}, std::move(fetched)));
-    return std::make_unique<InProcessReceive>(exchange_, backends_.empty() ? nullptr : backends_[rank_],
+    return std::make_unique<InProcessReceive>(exchange_, streams_.empty() ? nullptr : streams_[rank_],
                                               Route{.from = from, .to = rank_, .traffic = traffic},
                                               receive_bytes);
   }
@@ -166,22 +165,21 @@ class InProcessCommunicator : public Communicator {
  private:
   // On the device of rank `to`.
   absl::StatusOr<DeviceMessage> FetchTo(int to, BufferRef message) {
-    if (backends_.empty()) return DeviceMessage{std::move(message), nullptr};
-    return backends_[to]->Fetch({std::move(message), backends_[rank_]->Mark()});
+    if (streams_.empty()) return DeviceMessage{std::move(message), nullptr};
+    return streams_[to]->Fetch({std::move(message), streams_[rank_]->Mark()});
   }
 
   const int rank_;
   const int size_;
   const std::shared_ptr<Exchange> exchange_;
-  const std::vector<Backend*> backends_;  // by rank, or none
+  const std::vector<Stream*> streams_;  // by rank, or none
 };
 
-std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks,
-                                                             const std::vector<Backend*>& backends) {
+std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks, const std::vector<Stream*>& streams) {
   auto exchange = std::make_shared<Exchange>();
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int rank = 0; rank < ranks; ++rank) {
-    communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange, backends));
+    communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange, streams));
   }
   return communicators;
 }
@@ -192,8 +190,8 @@ std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks)
   return MakeCommunicators(ranks, {});
 }
 
-std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Backend* const> backends) {
-  return MakeCommunicators(static_cast<int>(backends.size()), {backends.begin(), backends.end()});
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Stream* const> streams) {
+  return MakeCommunicators(static_cast<int>(streams.size()), {streams.begin(), streams.end()});
 }
 
 }  // namespace meshfill

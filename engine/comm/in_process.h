@@ -7,17 +7,17 @@
 #include <vector>
 
 #include "engine/comm/communicator.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
 // One communicator for each of `ranks` ranks, connected with each other; they may outlive one another.
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks);
 
-// The same for ranks whose backends may queue their operations; by rank, they outlive the communicators. A
+// The same for ranks whose streams may queue their operations; by rank, they outlive the communicators. A
 // message is sent when the operations called before have run, and a wait ends at once on the host: the
 // operations called after it wait on the device. Chunks on another device are copied there by the sender.
-std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Backend* const> backends);
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Stream* const> streams);
 
 }  // namespace meshfill
 

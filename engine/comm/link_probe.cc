@@ -25,8 +25,8 @@ constexpr Traffic kOp = Traffic::kKv;  // of all messages: no layer is under way
 
 class Prober {
  public:
-  Prober(int peer, Communicator& communicator, Backend& backend, absl::Duration wait_timeout)
-      : peer_(peer), communicator_(communicator), backend_(backend), wait_timeout_(wait_timeout) {}
+  Prober(int peer, Communicator& communicator, Stream& stream, absl::Duration wait_timeout)
+      : peer_(peer), communicator_(communicator), stream_(stream), wait_timeout_(wait_timeout) {}
 
   absl::StatusOr<Link> Measure() {
     ASSIGN_OR_RETURN(double latency, SmallMessageSeconds());
@@ -64,37 +64,37 @@ class Prober {
 
   // Of a message each way.
   absl::StatusOr<double> AgreedSeconds(size_t bytes) {
-    ASSIGN_OR_RETURN(BufferRef message, backend_.Allocate(bytes));
+    ASSIGN_OR_RETURN(BufferRef message, stream_.Allocate(bytes));
     const std::vector<std::byte> zeros(bytes);
-    RETURN_IF_ERROR(backend_.Upload(zeros.data(), bytes, message->data()));
+    RETURN_IF_ERROR(stream_.Upload(zeros.data(), bytes, message->data()));
     double mine = 0;
     if (absl::StatusOr<BufferRef> received = Exchange(std::move(message), mine); !received.ok())
       return received.status();
 
-    ASSIGN_OR_RETURN(BufferRef told, backend_.Allocate(sizeof(double)));
-    RETURN_IF_ERROR(backend_.Upload(&mine, sizeof(double), told->data()));
+    ASSIGN_OR_RETURN(BufferRef told, stream_.Allocate(sizeof(double)));
+    RETURN_IF_ERROR(stream_.Upload(&mine, sizeof(double), told->data()));
     double ignored = 0, theirs = 0;
     ASSIGN_OR_RETURN(BufferRef heard, Exchange(std::move(told), ignored));
-    RETURN_IF_ERROR(backend_.Download(heard->data(), sizeof(double), &theirs));
+    RETURN_IF_ERROR(stream_.Download(heard->data(), sizeof(double), &theirs));
     return std::min(mine, theirs);
   }
 
   // Sends the message and receives one as large.
   absl::StatusOr<BufferRef> Exchange(BufferRef message, double& seconds) {
     const size_t bytes = message->size_bytes();
-    RETURN_IF_ERROR(backend_.Finish());
+    RETURN_IF_ERROR(stream_.Finish());
     const auto start = std::chrono::steady_clock::now();
     ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
                      communicator_.SendReceive(kOp, peer_, std::move(message), peer_, bytes));
     ASSIGN_OR_RETURN(BufferRef received, pending->Wait(MonotonicNow() + wait_timeout_));
-    RETURN_IF_ERROR(backend_.Finish());
+    RETURN_IF_ERROR(stream_.Finish());
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     return received;
   }
 
   const int peer_;
   Communicator& communicator_;
-  Backend& backend_;
+  Stream& stream_;
   const absl::Duration wait_timeout_;
 };
 
@@ -109,11 +109,11 @@ bool IsPairing(const LinkProbe& probe, int ranks) {
   return true;
 }
 
-absl::StatusOr<std::optional<Link>> Probe(const LinkProbe& probe, Communicator& communicator,
-                                          Backend& backend, absl::Duration wait_timeout) {
+absl::StatusOr<std::optional<Link>> Probe(const LinkProbe& probe, Communicator& communicator, Stream& stream,
+                                          absl::Duration wait_timeout) {
   const int peer = probe.peer_of_rank[communicator.rank()];
   if (peer == communicator.rank()) return std::nullopt;
-  absl::StatusOr<Link> link = Prober(peer, communicator, backend, wait_timeout).Measure();
+  absl::StatusOr<Link> link = Prober(peer, communicator, stream, wait_timeout).Measure();
   if (!link.ok()) {
     return absl::Status(link.status().code(),
                         absl::StrCat("measuring the link with rank ", peer, ": ", link.status().message()));

@@ -20,7 +20,7 @@
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
 #include "engine/mesh/topology.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -35,9 +35,9 @@ struct LinkProbe {
 bool IsPairing(const LinkProbe& probe, int ranks);
 
 // This rank's part; none: it sits out. The probe is a pairing of the communicator's ranks. `wait_timeout` is
-// for each message. Errors: those of the communicator and of the backend's memory.
-absl::StatusOr<std::optional<Link>> Probe(const LinkProbe& probe, Communicator& communicator,
-                                          Backend& backend, absl::Duration wait_timeout);
+// for each message. Errors: those of the communicator and of the stream's memory.
+absl::StatusOr<std::optional<Link>> Probe(const LinkProbe& probe, Communicator& communicator, Stream& stream,
+                                          absl::Duration wait_timeout);
 
 }  // namespace meshfill
 

@@ -11,34 +11,33 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
-#include "kernels/backend.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
+#include "kernels/device.h"
 
 namespace meshfill {
 
-// Those of `devices` that `ranks` ranks use, and the one that `rank` is on.
-int UsedCudaDevices(std::span<const CudaDevice> devices, int ranks);
-const CudaDevice& CudaDeviceOf(std::span<const CudaDevice> devices, int rank, int ranks);
+// Those of `gpus` that `ranks` ranks use, and the one that `rank` is on.
+int UsedGpus(std::span<const CudaDeviceInfo> gpus, int ranks);
+const CudaDeviceInfo& GpuOf(std::span<const CudaDeviceInfo> gpus, int rank, int ranks);
 
-// A backend to load this model's weights with. INVALID_ARGUMENT: what CUDA's kernels do not compute.
-// RESOURCE_EXHAUSTED: the weights do not fit, with the bytes that they need and that are free.
-absl::StatusOr<std::unique_ptr<Backend>> MakeCudaLoader(const CudaDevice& device, const ModelShape& shape);
+// The device, where it has room for this model's weights. INVALID_ARGUMENT: what CUDA's kernels do not
+// compute. RESOURCE_EXHAUSTED: the weights do not fit, with the bytes that they need and that are free.
+absl::StatusOr<std::unique_ptr<Device>> MakeCudaDeviceFor(const ModelShape& shape, const CudaDeviceInfo& gpu);
 
 // Of the first device, which its ranks share evenly: one of them keeps it busy. And between the first two
 // devices.
-absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
-                                               std::span<const std::unique_ptr<Backend>> backends);
+absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape,
+                                               std::span<const std::shared_ptr<Device>> of_rank);
 
 // Runs each kind of operation once on each device. CUDA loads a kernel when it first runs, and for that may
 // wait for the device: which must not be while NCCL's kernels there wait for a peer.
-absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const CudaDevice> devices,
-                             std::span<const std::unique_ptr<Backend>> backends);
+absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const std::shared_ptr<Device>> of_rank);
 
 // Of all devices in use: their data sheets' figure, or that of a large product where there is none.
-absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDevice> devices, int ranks, Backend& first);
+absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDeviceInfo> gpus, int ranks, Device& first);
 
 // 85 % of what is free now on the devices in use: the rest is for pieces that do not fit together, and NCCL.
-absl::StatusOr<int64_t> CudaPoolBudgetBytes(std::span<const CudaDevice> devices, int ranks);
+absl::StatusOr<int64_t> CudaPoolBudgetBytes(std::span<const CudaDeviceInfo> gpus, int ranks);
 
 }  // namespace meshfill
 

@@ -4,21 +4,24 @@
 #include "engine/devices/cuda_pool.h"
 #include "engine/speed/pool_speed.h"
 #include "kernels/return_if_error.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 namespace {
 
 // Bytes per second from one device to another.
-absl::StatusOr<double> MeasureLink(Backend& from, Backend& to) {
+absl::StatusOr<double> MeasureLink(Device& first, Device& second) {
   constexpr size_t kBytes = size_t{64} << 20;
   constexpr int kRuns = 3;
-  ASSIGN_OR_RETURN(BufferRef chunk, from.Allocate(kBytes));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> from, first.NewStream(nullptr));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> to, second.NewStream(nullptr));
+  ASSIGN_OR_RETURN(BufferRef chunk, from->Allocate(kBytes));
   std::chrono::steady_clock::time_point start;
   for (int run = -1; run < kRuns; ++run) {  // the first opens the way
     if (run == 0) start = std::chrono::steady_clock::now();
-    ASSIGN_OR_RETURN(DeviceMessage message, to.Fetch({chunk, from.Mark()}));
-    ASSIGN_OR_RETURN(BufferRef taken, to.TakeOver(std::move(message)));
-    RETURN_IF_ERROR(to.Finish());
+    ASSIGN_OR_RETURN(DeviceMessage message, to->Fetch({chunk, from->Mark()}));
+    ASSIGN_OR_RETURN(BufferRef taken, to->TakeOver(std::move(message)));
+    RETURN_IF_ERROR(to->Finish());
   }
   return kRuns * static_cast<double>(kBytes) /
          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -26,26 +29,25 @@ absl::StatusOr<double> MeasureLink(Backend& from, Backend& to) {
 
 }  // namespace
 
-absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const CudaDevice> devices,
-                             std::span<const std::unique_ptr<Backend>> backends) {
-  const int ranks = static_cast<int>(backends.size());
+absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const std::shared_ptr<Device>> of_rank) {
+  const int ranks = static_cast<int>(of_rank.size());
   for (int rank = 0; rank < ranks; ++rank) {
-    const bool first_there = rank == 0 || CudaDeviceOf(devices, rank, ranks).ordinal !=
-                                              CudaDeviceOf(devices, rank - 1, ranks).ordinal;
-    if (!first_there) continue;
-    RETURN_IF_ERROR(RunEachOperation(shape, *backends[rank]));
+    if (rank > 0 && of_rank[rank] == of_rank[rank - 1]) continue;
+    ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, of_rank[rank]->NewStream(nullptr));
+    RETURN_IF_ERROR(RunEachOperation(shape, *stream));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, std::span<const CudaDevice> devices,
-                                               std::span<const std::unique_ptr<Backend>> backends) {
-  const int ranks = static_cast<int>(backends.size());
+absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape,
+                                               std::span<const std::shared_ptr<Device>> of_rank) {
+  const int ranks = static_cast<int>(of_rank.size());
   int on_first = 1;
-  while (on_first < ranks && CudaDeviceOf(devices, on_first, ranks).ordinal == devices[0].ordinal) ++on_first;
-  ASSIGN_OR_RETURN(PoolSpeed speed, MeasurePoolSpeed(shape, *backends.front(), on_first));
+  while (on_first < ranks && of_rank[on_first] == of_rank[0]) ++on_first;
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, of_rank[0]->NewStream(nullptr));
+  ASSIGN_OR_RETURN(PoolSpeed speed, MeasurePoolSpeed(shape, *stream, on_first));
   if (on_first == ranks) return speed;
-  ASSIGN_OR_RETURN(double link, MeasureLink(*backends[0], *backends[on_first]));
+  ASSIGN_OR_RETURN(double link, MeasureLink(*of_rank[0], *of_rank[on_first]));
   speed.link_bytes_per_second = link;
   return speed;
 }

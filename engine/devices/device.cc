@@ -14,11 +14,11 @@ absl::StatusOr<DeviceChoice> ParseDevice(std::string_view name) {
       absl::StrCat("'", std::string(name), "' is no device; choose one of auto, cpu, cuda"));
 }
 
-absl::StatusOr<std::vector<CudaDevice>> ChooseDevices(DeviceChoice choice) {
-  if (choice == DeviceChoice::kCpu) return std::vector<CudaDevice>();
-  absl::StatusOr<std::vector<CudaDevice>> devices = FindCudaDevices();
+absl::StatusOr<std::vector<CudaDeviceInfo>> ChooseDevices(DeviceChoice choice) {
+  if (choice == DeviceChoice::kCpu) return std::vector<CudaDeviceInfo>();
+  absl::StatusOr<std::vector<CudaDeviceInfo>> devices = FindCudaDevices();
   if (devices.ok()) return devices;
-  if (choice == DeviceChoice::kAuto) return std::vector<CudaDevice>();
+  if (choice == DeviceChoice::kAuto) return std::vector<CudaDeviceInfo>();
   return absl::InvalidArgumentError(
       absl::StrCat("device cuda: ", devices.status().message(), ", or choose the device cpu"));
 }

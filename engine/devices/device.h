@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 
@@ -16,7 +16,7 @@ absl::StatusOr<DeviceChoice> ParseDevice(std::string_view name);  // INVALID_ARG
 
 // The CUDA devices to compute on; none: the CPU. kAuto takes what is usable. INVALID_ARGUMENT where kCuda was
 // asked for and there is none, with the reason and what to do.
-absl::StatusOr<std::vector<CudaDevice>> ChooseDevices(DeviceChoice choice);
+absl::StatusOr<std::vector<CudaDeviceInfo>> ChooseDevices(DeviceChoice choice);
 
 }  // namespace meshfill
 

@@ -1,8 +1,8 @@
-// What the ranks of one process compute with: their backends, the weights where these read them, and what
+// What the ranks of one process compute with: their devices, the weights where these read them, and what
 // both were measured to do.
 //
 // On the CPU the ranks share its cores and one copy of the weights. On GPUs neighbouring ranks share a device
-// (4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank a stream.
+// (4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank of a run a stream.
 #ifndef MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
 #define MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
 
@@ -15,7 +15,7 @@
 #include "engine/devices/engine_options.h"
 #include "engine/model/model.h"
 #include "engine/plan/cost_model.h"
-#include "kernels/backend.h"
+#include "kernels/device.h"
 
 namespace meshfill {
 
@@ -28,8 +28,8 @@ struct EmbeddedPoolCapacity {
 
 struct EmbeddedPool {
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
-  std::vector<std::unique_ptr<Backend>> backends;    // by rank
-  std::vector<CudaDevice> devices;                   // by rank; none: the CPU
+  std::vector<std::shared_ptr<Device>> devices;      // by rank; shared likewise
+  std::vector<CudaDeviceInfo> gpus;                  // by rank; none: the CPU
   EmbeddedPoolCapacity capacity;
   double peak_flops = 0;  // of all ranks together
 };

@@ -26,9 +26,9 @@ class EmbeddingTable {
       copy_.assign(entry.tensor.bytes.begin(), entry.tensor.bytes.end());
     }
   }
-  absl::Status PlaceOn(Backend& backend, std::span<const std::byte> bytes) {
+  absl::Status PlaceOn(Device& device, std::span<const std::byte> bytes) {
     ASSIGN_OR_RETURN(BufferRef placed,
-                     backend.Place(copy_.empty() ? bytes.data() : copy_.data(), bytes.size()));
+                     device.Place(copy_.empty() ? bytes.data() : copy_.data(), bytes.size()));
     placed_ = std::move(placed);
     return absl::OkStatus();
   }
@@ -43,12 +43,12 @@ class EmbeddingTable {
   BufferRef placed_;
 };
 
-absl::StatusOr<PlacedVector> PlacedVector::Make(Backend& backend, std::vector<float> values) {
+absl::StatusOr<PlacedVector> PlacedVector::Make(Device& device, std::vector<float> values) {
   PlacedVector vector;
   vector.values_ = std::move(values);
   if (vector.values_.empty()) return vector;
   ASSIGN_OR_RETURN(BufferRef placed,
-                   backend.Place(vector.values_.data(), vector.values_.size() * sizeof(float)));
+                   device.Place(vector.values_.data(), vector.values_.size() * sizeof(float)));
   vector.placed_ = std::move(placed);
   return vector;
 }
@@ -194,9 +194,9 @@ std::vector<float> ToFloats(const Weight& weight) {
   return floats;
 }
 
-// Stacks the layers' rows into one packed weight. The backend's copy is the only one, but for what a file has
+// Stacks the layers' rows into one packed weight. The device's copy is the only one, but for what a file has
 // unaligned.
-absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Backend& backend, std::span<const Linear> linears) {
+absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<const Linear> linears) {
   std::vector<WeightRows> rows;
   std::vector<std::vector<float>> biases(linears.size());
   std::vector<std::vector<std::byte>> aligned(linears.size());
@@ -212,10 +212,10 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Backend& backend, std::span<c
     rows.push_back(
         {data, matrix.dtype, matrix.entry->tensor.shape[0], biases[i].empty() ? nullptr : biases[i].data()});
   }
-  return backend.PackWeight(rows, linears[0].matrix.entry->tensor.shape[1]);
+  return device.PackWeight(rows, linears[0].matrix.entry->tensor.shape[1]);
 }
 
-absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& tensors) {
+absl::StatusOr<LayerWeights> PackLayer(Device& device, const LayerTensors& tensors) {
   LayerWeights weights;
   const std::pair<PlacedVector*, const Weight&> vectors[] = {
       {&weights.attention_norm, tensors.attention_norm},
@@ -223,7 +223,7 @@ absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& ten
       {&weights.q_norm, tensors.q_norm},
       {&weights.k_norm, tensors.k_norm}};
   for (const auto& [vector, tensor] : vectors) {
-    ASSIGN_OR_RETURN(PlacedVector placed, PlacedVector::Make(backend, ToFloats(tensor)));
+    ASSIGN_OR_RETURN(PlacedVector placed, PlacedVector::Make(device, ToFloats(tensor)));
     *vector = std::move(placed);
   }
   const struct {
@@ -236,7 +236,7 @@ absl::StatusOr<LayerWeights> PackLayer(Backend& backend, const LayerTensors& ten
       {&weights.down, {tensors.down}},
   };
   for (const auto& [packed, linears] : stacks) {
-    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, Pack(backend, linears));
+    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, Pack(device, linears));
     *packed = std::move(weight);
   }
   return weights;
@@ -271,7 +271,7 @@ DType Model::embedding_dtype() const { return embedding_->dtype(); }
 
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     const std::string& folder, std::optional<DType> dtype,
-    const std::function<absl::StatusOr<std::unique_ptr<Backend>>(const ModelShape&)>& make_backend) {
+    const std::function<absl::StatusOr<Device*>(const ModelShape&)>& device_for) {
   ASSIGN_OR_RETURN(const SafetensorsFolder weights, SafetensorsFolder::Open(folder));
   const std::string config_path = (std::filesystem::path(folder) / "config.json").string();
   ASSIGN_OR_RETURN(const std::string config_text, ReadJsonText(config_path));
@@ -294,20 +294,18 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   std::unique_ptr<Model> model(new Model);
   model->config_ = std::move(config);
   model->config_.shape.dtype = dtype.value_or(finder.all_f32() ? DType::kF32 : DType::kBf16);
-  ASSIGN_OR_RETURN(const std::unique_ptr<Backend> made, make_backend(model->config_.shape));
-  Backend* const backend = made.get();
+  ASSIGN_OR_RETURN(Device* const device, device_for(model->config_.shape));
   for (const LayerTensors& tensors : layers) {
-    ASSIGN_OR_RETURN(LayerWeights layer, PackLayer(*backend, tensors));
+    ASSIGN_OR_RETURN(LayerWeights layer, PackLayer(*device, tensors));
     model->layers_.push_back(std::move(layer));
   }
   const Linear head[] = {{*lm_head, {}}};
-  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed_head, Pack(*backend, head));
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed_head, Pack(*device, head));
   model->lm_head_ = std::move(packed_head);
-  ASSIGN_OR_RETURN(PlacedVector placed_norm, PlacedVector::Make(*backend, ToFloats(final_norm)));
+  ASSIGN_OR_RETURN(PlacedVector placed_norm, PlacedVector::Make(*device, ToFloats(final_norm)));
   model->final_norm_ = std::move(placed_norm);
   model->embedding_ = std::make_unique<EmbeddingTable>(*embedding.entry, embedding.dtype);
-  RETURN_IF_ERROR(model->embedding_->PlaceOn(*backend, embedding.entry->tensor.bytes));
-  RETURN_IF_ERROR(backend->Finish());
+  RETURN_IF_ERROR(model->embedding_->PlaceOn(*device, embedding.entry->tensor.bytes));
   model->embedding_->DropResidentPages();  // of the packed tensors beside it, too
   return model;
 }

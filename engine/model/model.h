@@ -1,5 +1,5 @@
-// A loaded model: its config and its weights, packed once for a kind of backend and shared by the ranks of a
-// process.
+// A loaded model: its config and its weights, packed once on a device and shared by the ranks that compute
+// on it.
 #ifndef MESHFILL_ENGINE_MODEL_MODEL_H_
 #define MESHFILL_ENGINE_MODEL_MODEL_H_
 
@@ -11,7 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "engine/model/model_config.h"
-#include "kernels/backend.h"
+#include "kernels/device.h"
 
 namespace meshfill {
 
@@ -19,7 +19,7 @@ namespace meshfill {
 class PlacedVector {
  public:
   PlacedVector() = default;
-  static absl::StatusOr<PlacedVector> Make(Backend& backend, std::vector<float> values);
+  static absl::StatusOr<PlacedVector> Make(Device& device, std::vector<float> values);
 
   const std::vector<float>& values() const { return values_; }
   const float* data() const { return placed_ == nullptr ? nullptr : placed_->data<float>(); }  // null: empty
@@ -44,12 +44,12 @@ class EmbeddingTable;  // keeps the table's file mapped where operations read it
 class Model {
  public:
   // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise)
-  // and asks `make_backend` for a backend of it to pack the weights, when all else has been checked; an error
-  // of it is this one's. NOT_FOUND: no such folder or file. INVALID_ARGUMENT: anything in it is broken or not
-  // implemented; the message names the file, the tensor or key, and what to do.
+  // and asks `device_for` for the device of it that the weights are packed on, when all else has been
+  // checked; an error of it is this one's. NOT_FOUND: no such folder or file. INVALID_ARGUMENT: anything in
+  // it is broken or not implemented; the message names the file, the tensor or key, and what to do.
   static absl::StatusOr<std::unique_ptr<Model>> Load(
       const std::string& folder, std::optional<DType> dtype,
-      const std::function<absl::StatusOr<std::unique_ptr<Backend>>(const ModelShape&)>& make_backend);
+      const std::function<absl::StatusOr<Device*>(const ModelShape&)>& device_for);
   ~Model();
 
   const ModelConfig& config() const { return config_; }

@@ -17,7 +17,7 @@
 #include "engine/plan/plan.h"
 #include "engine/plan/plan_shape.h"
 #include "engine/schedule/schedule.h"
-#include "kernels/backend.h"
+#include "kernels/device.h"
 
 namespace meshfill {
 

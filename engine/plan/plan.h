@@ -12,7 +12,7 @@
 #include "engine/mesh/topology.h"
 #include "engine/mesh/traffic.h"
 #include "engine/schedule/schedule.h"
-#include "kernels/backend.h"
+#include "kernels/device.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {

@@ -49,7 +49,7 @@ struct Row {
 // One layer on one rank.
 class LayerRun {
  public:
-  LayerRun(const Plan& plan, const ModelShape& model, int rank, Backend& backend, Communicator& communicator,
+  LayerRun(const Plan& plan, const ModelShape& model, int rank, Stream& stream, Communicator& communicator,
            absl::Duration wait_timeout, RankStats& stats, TimelineRecorder* recorder, LayerChunks own,
            int64_t window)
       : plan_(plan),
@@ -58,7 +58,7 @@ class LayerRun {
         member_(rank % plan.heads),
         rank_(rank / plan.heads),
         mesh_(plan.tile),
-        backend_(backend),
+        stream_(stream),
         communicator_(communicator),
         wait_timeout_(wait_timeout),
         stats_(stats),
@@ -193,13 +193,13 @@ class LayerRun {
     const int64_t q_tokens = QTokens(block.u);
     const bool carry_in = row.partial != nullptr;
     if (!carry_in) {
-      ASSIGN_OR_RETURN(BufferRef partial, backend_.Allocate(model_.partial_bytes(q_tokens, DType::kF32)));
+      ASSIGN_OR_RETURN(BufferRef partial, stream_.Allocate(model_.partial_bytes(q_tokens, DType::kF32)));
       row.partial = std::move(partial);
     }
     const PartialView state(*row.partial, model_, q_tokens, DType::kF32);
     {
       SpanTimer timer(&stats_.block_seconds, recorder_, {.what = "block", .block = block});
-      RETURN_IF_ERROR(backend_.AttentionBlock({
+      RETURN_IF_ERROR(stream_.AttentionBlock({
           .q = q.buffer->data(),
           .k = kv.buffer->data(),
           .v = kv.buffer->data<std::byte>() + kv.buffer->size_bytes() / 2,
@@ -239,13 +239,13 @@ class LayerRun {
     SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "merge"});
     const PartialView state(*row.partial, model_, tokens, DType::kF32);
     const PartialView other(message, model_, tokens, plan_.partial_dtype);
-    return backend_.MergePartial({.o = static_cast<float*>(state.o),
-                                  .lse = state.lse,
-                                  .other_o = other.o,
-                                  .other_dtype = plan_.partial_dtype,
-                                  .other_lse = other.lse,
-                                  .rows = state.rows,
-                                  .head_dim = model_.head_dim});
+    return stream_.MergePartial({.o = static_cast<float*>(state.o),
+                                 .lse = state.lse,
+                                 .other_o = other.o,
+                                 .other_dtype = plan_.partial_dtype,
+                                 .other_lse = other.lse,
+                                 .rows = state.rows,
+                                 .head_dim = model_.head_dim});
   }
 
   // O#u as it travels; this rank needs it no more.
@@ -254,11 +254,11 @@ class LayerRun {
     if (plan_.partial_dtype == DType::kF32) return partial;
     SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "convert"});
     ASSIGN_OR_RETURN(BufferRef message,
-                     backend_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype)));
+                     stream_.Allocate(model_.partial_bytes(QTokens(u), plan_.partial_dtype)));
     const PartialView from(*partial, model_, QTokens(u), DType::kF32);
     const PartialView to(*message, model_, QTokens(u), plan_.partial_dtype);
-    RETURN_IF_ERROR(backend_.Convert(static_cast<float*>(from.o), from.elements, plan_.partial_dtype, to.o));
-    RETURN_IF_ERROR(backend_.Convert(from.lse, from.rows, DType::kF32, to.lse));
+    RETURN_IF_ERROR(stream_.Convert(static_cast<float*>(from.o), from.elements, plan_.partial_dtype, to.o));
+    RETURN_IF_ERROR(stream_.Convert(from.lse, from.rows, DType::kF32, to.lse));
     return message;
   }
 
@@ -273,7 +273,7 @@ class LayerRun {
   const int member_;          // of its head group: which of the h meshes
   const int rank_;            // in the mesh
   const Mesh mesh_;
-  Backend& backend_;
+  Stream& stream_;
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;
@@ -291,13 +291,13 @@ class LayerRun {
 
 }  // namespace
 
-AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Stream& stream,
                                      Communicator& communicator, absl::Duration wait_timeout,
                                      RankStats& stats, TimelineRecorder* recorder)
     : plan_(plan),
       model_(model),
       rank_(rank),
-      backend_(backend),
+      stream_(stream),
       communicator_(communicator),
       wait_timeout_(wait_timeout),
       stats_(stats),
@@ -305,7 +305,7 @@ AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, 
 
 absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window) {
   SpanTimer timer(&stats_.attention_seconds, recorder_);
-  return LayerRun(plan_, model_, rank_, backend_, communicator_, wait_timeout_, stats_, recorder_,
+  return LayerRun(plan_, model_, rank_, stream_, communicator_, wait_timeout_, stats_, recorder_,
                   std::move(chunks), window)
       .Run();
 }

@@ -16,7 +16,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "engine/run/timeline_recorder.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -30,7 +30,7 @@ struct LayerChunks {
 class AttentionExecutor {
  public:
   // All arguments outlive the executor. The plan's schedule has passed CheckSchedule. `model` has all heads.
-  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+  AttentionExecutor(const Plan& plan, const ModelShape& model, int rank, Stream& stream,
                     Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
                     TimelineRecorder* recorder = nullptr);
 
@@ -45,7 +45,7 @@ class AttentionExecutor {
   const Plan& plan_;
   const ModelShape& model_;
   const int rank_;
-  Backend& backend_;
+  Stream& stream_;
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;

@@ -8,7 +8,7 @@
 
 namespace meshfill {
 
-HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, Stream& stream,
                            Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
                            TimelineRecorder* recorder)
     : model_(model),
@@ -17,7 +17,7 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
       member_(rank % plan.heads),
       first_rank_(rank - rank % plan.heads),
       members_(plan.layout.Members(rank / plan.heads, plan.heads)),
-      backend_(backend),
+      stream_(stream),
       communicator_(communicator),
       wait_timeout_(wait_timeout),
       stats_(stats),
@@ -26,13 +26,13 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
 absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
   if (heads_ == 1) return own;
   SpanTimer timer(&stats_.attention_seconds, recorder_);
-  ASSIGN_OR_RETURN(BufferRef q, backend_.Allocate(slice_.q_bytes(members_.tokens())));
+  ASSIGN_OR_RETURN(BufferRef q, stream_.Allocate(slice_.q_bytes(members_.tokens())));
   RETURN_IF_ERROR(TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, q->data()));
 
   const size_t own_half = own.kv->size_bytes() / 2;
   const BufferRef k = PartOf(own.kv, 0, own_half), v = PartOf(own.kv, own_half, own_half);
   own.kv.reset();
-  ASSIGN_OR_RETURN(BufferRef kv, backend_.Allocate(slice_.kv_bytes(members_.tokens())));
+  ASSIGN_OR_RETURN(BufferRef kv, stream_.Allocate(slice_.kv_bytes(members_.tokens())));
   auto* const halves = kv->data<std::byte>();
   RETURN_IF_ERROR(TensorToHeads(k, model_.kv_heads, slice_.kv_heads, halves));
   RETURN_IF_ERROR(TensorToHeads(v, model_.kv_heads, slice_.kv_heads, halves + kv->size_bytes() / 2));
@@ -45,7 +45,7 @@ absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
   LayerOutput output{.parts = std::vector<BufferRef>(heads_), .dtype = model_.dtype};
   const absl::Status status = AllToAll({
       .send = [&](int member) -> absl::StatusOr<BufferRef> {
-        ASSIGN_OR_RETURN(BufferRef message, backend_.Allocate(slice_.q_bytes(MemberTokens(member))));
+        ASSIGN_OR_RETURN(BufferRef message, stream_.Allocate(slice_.q_bytes(MemberTokens(member))));
         RETURN_IF_ERROR(Copy({.from = mesh_output->data(),
                               .from_rows = GroupRows(member, DType::kF32),
                               .to = message->data(),
@@ -120,7 +120,7 @@ absl::Status HeadExchange::AllToAll(const Moves& moves) {
 
 absl::Status HeadExchange::Copy(const CopyHeadsArgs& args) {
   SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "reorder"});
-  return backend_.CopyHeads(args);
+  return stream_.CopyHeads(args);
 }
 
 HeadRows HeadExchange::MemberRows(int member, DType dtype) const {

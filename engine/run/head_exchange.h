@@ -29,7 +29,7 @@
 #include "engine/run/executor.h"
 #include "engine/run/rank_stats.h"
 #include "engine/run/timeline_recorder.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -42,7 +42,7 @@ struct LayerOutput {
 class HeadExchange {
  public:
   // All arguments outlive it. `model` has all heads and can be split into the plan's head groups.
-  HeadExchange(const Plan& plan, const ModelShape& model, int rank, Backend& backend,
+  HeadExchange(const Plan& plan, const ModelShape& model, int rank, Stream& stream,
                Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
                TimelineRecorder* recorder = nullptr);
 
@@ -77,7 +77,7 @@ class HeadExchange {
   const int member_;           // of the group
   const int first_rank_;       // of the group
   const TokenLayout members_;  // the group's tokens over its members
-  Backend& backend_;
+  Stream& stream_;
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;

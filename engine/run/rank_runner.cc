@@ -26,18 +26,18 @@ class Runner {
       : run_(run),
         shape_(run.model.shape()),
         config_(run.model.config()),
-        backend_(run.backend),
+        stream_(run.stream),
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
         slice_tokens_(std::min(run.plan.slice_tokens, chunk_tokens_)),
-        exchange_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,
+        exchange_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
                   run.recorder),
-        executor_(run.plan, shape_, run.rank, run.backend, run.communicator, run.wait_timeout, output_.stats,
+        executor_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
                   run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
     RETURN_IF_ERROR(ProbeLinks());
     const auto start = std::chrono::steady_clock::now();
-    if (run_.recorder != nullptr) run_.recorder->set_backend(backend_);
+    if (run_.recorder != nullptr) run_.recorder->set_stream(stream_);
     RETURN_IF_ERROR(Prepare());
     for (int layer = 0; layer < shape_.layers; ++layer) {
       SetRecordedLayer(layer);
@@ -46,7 +46,7 @@ class Runner {
     }
     SetRecordedLayer(-1);
     RETURN_IF_ERROR(LmHead());
-    RETURN_IF_ERROR(backend_.Finish());
+    RETURN_IF_ERROR(stream_.Finish());
     if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
     return std::move(output_);
@@ -67,8 +67,7 @@ class Runner {
   absl::Status ProbeLinks() {
     const auto start = std::chrono::steady_clock::now();
     for (const LinkProbe& probe : run_.probes) {
-      ASSIGN_OR_RETURN(std::optional<Link> link,
-                       Probe(probe, run_.communicator, backend_, run_.wait_timeout));
+      ASSIGN_OR_RETURN(std::optional<Link> link, Probe(probe, run_.communicator, stream_, run_.wait_timeout));
       output_.links.push_back(link);
     }
     output_.probe_seconds = run_.probes.empty() ? 0 : SecondsSince(start);
@@ -76,7 +75,7 @@ class Runner {
   }
 
   absl::StatusOr<BufferRef> Elements(int64_t count, DType dtype) {
-    return backend_.Allocate(static_cast<size_t>(count) * DTypeBytes(dtype));
+    return stream_.Allocate(static_cast<size_t>(count) * DTypeBytes(dtype));
   }
 
   // Slice buffers, the residual stream from the embedding, and the RoPE tables of this chunk's positions.
@@ -103,16 +102,16 @@ class Runner {
     RETURN_IF_ERROR(PlaceRopeTables(positions));
     std::vector<uint32_t> ids(chunk_tokens_);
     for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
-    return backend_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
-                          Residual(0));
+    return stream_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
+                         Residual(0));
   }
 
   absl::Status PlaceRopeTables(const SlotPositions& positions) {
     const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.head_dim / 2);
     rope_.reset(new float[2 * elements]);
     FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, rope_.get(),
-                   rope_.get() + elements, backend_.grain().host_threads);
-    ASSIGN_OR_RETURN(BufferRef tables, backend_.Place(rope_.get(), 2 * elements * sizeof(float)));
+                   rope_.get() + elements, stream_.device().grain().host_threads);
+    ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.get(), 2 * elements * sizeof(float)));
     cos_ = PartOf(tables, 0, elements * sizeof(float));
     sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));
     return absl::OkStatus();
@@ -140,12 +139,12 @@ class Runner {
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
       const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
       RETURN_IF_ERROR(Norm(weights.attention_norm, begin, tokens));
-      RETURN_IF_ERROR(backend_.Gemm({.weight = weights.qkv.get(),
-                                     .x = normed_->data(),
-                                     .tokens = tokens,
-                                     .y = wide_->data(),
-                                     .y_dtype = shape_.dtype}));
-      RETURN_IF_ERROR(backend_.SplitQkv({
+      RETURN_IF_ERROR(stream_.Gemm({.weight = weights.qkv.get(),
+                                    .x = normed_->data(),
+                                    .tokens = tokens,
+                                    .y = wide_->data(),
+                                    .y_dtype = shape_.dtype}));
+      RETURN_IF_ERROR(stream_.SplitQkv({
           .qkv = wide_->data(),
           .tokens = tokens,
           .slot_begin = begin,
@@ -173,8 +172,8 @@ class Runner {
   }
 
   absl::Status Norm(const PlacedVector& weight, int64_t begin, int64_t tokens) {
-    return backend_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps,
-                            normed_->data());
+    return stream_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps,
+                           normed_->data());
   }
 
   // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
@@ -183,12 +182,12 @@ class Runner {
     RETURN_IF_ERROR(Output(weights, attended, begin, tokens));
     SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
     RETURN_IF_ERROR(Norm(weights.mlp_norm, begin, tokens));
-    RETURN_IF_ERROR(backend_.Gemm({.weight = weights.gate_up.get(),
-                                   .x = normed_->data(),
-                                   .tokens = tokens,
-                                   .y = wide_->data(),
-                                   .y_dtype = shape_.dtype}));
-    RETURN_IF_ERROR(backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
+    RETURN_IF_ERROR(stream_.Gemm({.weight = weights.gate_up.get(),
+                                  .x = normed_->data(),
+                                  .tokens = tokens,
+                                  .y = wide_->data(),
+                                  .y_dtype = shape_.dtype}));
+    RETURN_IF_ERROR(stream_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
     return AddToResidual(*weights.down, begin, tokens);
   }
 
@@ -205,29 +204,29 @@ class Runner {
     const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
     auto* to = narrow_->data<std::byte>();
     for (const BufferRef& part : attended.parts) {
-      RETURN_IF_ERROR(backend_.CopyHeads({.from = part->data(),
-                                          .from_rows = {.dtype = attended.dtype,
-                                                        .head_stride = chunk_tokens_ * shape_.head_dim,
-                                                        .slot_stride = shape_.head_dim,
-                                                        .slots = {.base = begin}},
-                                          .to = std::exchange(to, to + part_bytes),
-                                          .to_rows = {.dtype = shape_.dtype,
-                                                      .head_stride = shape_.head_dim,
-                                                      .slot_stride = shape_.q_elements(1)},
-                                          .heads = part_heads,
-                                          .tokens = tokens,
-                                          .head_dim = shape_.head_dim}));
+      RETURN_IF_ERROR(stream_.CopyHeads({.from = part->data(),
+                                         .from_rows = {.dtype = attended.dtype,
+                                                       .head_stride = chunk_tokens_ * shape_.head_dim,
+                                                       .slot_stride = shape_.head_dim,
+                                                       .slots = {.base = begin}},
+                                         .to = std::exchange(to, to + part_bytes),
+                                         .to_rows = {.dtype = shape_.dtype,
+                                                     .head_stride = shape_.head_dim,
+                                                     .slot_stride = shape_.q_elements(1)},
+                                         .heads = part_heads,
+                                         .tokens = tokens,
+                                         .head_dim = shape_.head_dim}));
     }
     return absl::OkStatus();
   }
 
   absl::Status AddToResidual(const PackedWeight& weight, int64_t begin, int64_t tokens) {
-    return backend_.Gemm({.weight = &weight,
-                          .x = narrow_->data(),
-                          .tokens = tokens,
-                          .y = Residual(begin),
-                          .y_dtype = DType::kF32,
-                          .accumulate = true});
+    return stream_.Gemm({.weight = &weight,
+                         .x = narrow_->data(),
+                         .tokens = tokens,
+                         .y = Residual(begin),
+                         .y_dtype = DType::kF32,
+                         .accumulate = true});
   }
 
   // Copies this rank's K and V rows to their tokens' places.
@@ -238,18 +237,18 @@ class Runner {
         {halves, &layer.k}, {halves + kv.size_bytes() / 2, &layer.v}};
     for (const auto& [from, to] : tensors) {
       RETURN_IF_ERROR(
-          backend_.CopyHeadsToHost({.from = from,
-                                    .from_rows = {.dtype = shape_.dtype,
-                                                  .head_stride = chunk_tokens_ * shape_.head_dim,
-                                                  .slot_stride = shape_.head_dim},
-                                    .to = to->data(),
-                                    .to_rows = {.dtype = shape_.dtype,
-                                                .head_stride = shape_.head_dim,
-                                                .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
-                                                .slots = run_.plan.layout.Positions(run_.rank)},
-                                    .heads = shape_.kv_heads,
-                                    .tokens = chunk_tokens_,
-                                    .head_dim = shape_.head_dim}));
+          stream_.CopyHeadsToHost({.from = from,
+                                   .from_rows = {.dtype = shape_.dtype,
+                                                 .head_stride = chunk_tokens_ * shape_.head_dim,
+                                                 .slot_stride = shape_.head_dim},
+                                   .to = to->data(),
+                                   .to_rows = {.dtype = shape_.dtype,
+                                               .head_stride = shape_.head_dim,
+                                               .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
+                                               .slots = run_.plan.layout.Positions(run_.rank)},
+                                   .heads = shape_.kv_heads,
+                                   .tokens = chunk_tokens_,
+                                   .head_dim = shape_.head_dim}));
     }
     return absl::OkStatus();
   }
@@ -261,19 +260,19 @@ class Runner {
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
     RETURN_IF_ERROR(Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1));
     ASSIGN_OR_RETURN(BufferRef logits, Elements(shape_.vocab, DType::kF32));
-    RETURN_IF_ERROR(backend_.Gemm({.weight = &run_.model.lm_head(),
-                                   .x = normed_->data(),
-                                   .tokens = 1,
-                                   .y = logits->data(),
-                                   .y_dtype = DType::kF32}));
+    RETURN_IF_ERROR(stream_.Gemm({.weight = &run_.model.lm_head(),
+                                  .x = normed_->data(),
+                                  .tokens = 1,
+                                  .y = logits->data(),
+                                  .y_dtype = DType::kF32}));
     output_.logits.resize(shape_.vocab);
-    return backend_.Download(logits->data(), logits->size_bytes(), output_.logits.data());
+    return stream_.Download(logits->data(), logits->size_bytes(), output_.logits.data());
   }
 
   const RankRun& run_;
   const ModelShape& shape_;
   const ModelConfig& config_;
-  Backend& backend_;
+  Stream& stream_;
   const int64_t chunk_tokens_;
   const int64_t slice_tokens_;
   RankOutput output_;

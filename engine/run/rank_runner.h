@@ -25,7 +25,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "engine/run/timeline_recorder.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -34,7 +34,7 @@ struct RankRun {
   const Model& model;
   int rank;
   std::span<const uint32_t> tokens;  // the whole prompt
-  Backend& backend;
+  Stream& stream;
   Communicator& communicator;
   absl::Duration wait_timeout;
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0

@@ -2,8 +2,8 @@
 //
 // Used from the rank's own thread alone. Where no recorder is given, a SpanTimer is an ordinary stopwatch.
 //
-// A backend that queues its operations is timed on its device: a span begins and ends at points of the stream
-// (Backend::Mark), and its seconds are known once these have been passed: Settle adds them up then.
+// A stream that queues its operations is timed on its device: a span begins and ends at points of it
+// (Stream::Mark), and its seconds are known once these have been passed: Settle adds them up then.
 #ifndef MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
 #define MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
 
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "engine/schedule/timeline.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -26,7 +26,7 @@ class TimelineRecorder {
 
   static constexpr size_t kCapacity = size_t{1} << 18;  // spans of one rank, 16 MiB
 
-  // A moment of the rank: by the host's clock, or a point of its backend's stream.
+  // A moment of the rank: by the host's clock, or a point of its stream.
   struct Moment {
     Clock::time_point host;
     std::shared_ptr<const StreamPoint> device;  // null: the operations called before have run
@@ -36,15 +36,15 @@ class TimelineRecorder {
   TimelineRecorder(int rank, Clock::time_point origin, size_t capacity = kCapacity)
       : rank_(rank), origin_(origin), capacity_(capacity) {}
 
-  // Moments are the backend's from now on; it has nothing queued, and outlives the last Settle.
-  void set_backend(Backend& backend) {
-    first_ = {Clock::now(), backend.Mark()};
-    backend_ = first_.device == nullptr ? nullptr : &backend;
+  // Moments are the stream's from now on; it has nothing queued, and outlives the last Settle.
+  void set_stream(Stream& stream) {
+    first_ = {Clock::now(), stream.Mark()};
+    stream_ = first_.device == nullptr ? nullptr : &stream;
   }
   void set_layer(int layer) { layer_ = layer; }  // of the spans to come; -1: none
   bool keeps_spans() const { return capacity_ > 0; }
 
-  Moment Now() const { return {Clock::now(), backend_ == nullptr ? nullptr : backend_->Mark()}; }
+  Moment Now() const { return {Clock::now(), stream_ == nullptr ? nullptr : stream_->Mark()}; }
 
   // Fills in rank, layer and times.
   void Record(Span span, Clock::time_point start, Clock::time_point end) {
@@ -64,7 +64,7 @@ class TimelineRecorder {
     if (span.has_value()) Record(*span, start.host, end.host);
   }
 
-  // After the backend's Finish.
+  // After the stream's Finish.
   void Settle() {
     for (Unsettled& each : unsettled_) {
       const double start = each.start->SecondsSince(*first_.device),
@@ -107,8 +107,8 @@ class TimelineRecorder {
   const int rank_;
   const Clock::time_point origin_;
   const size_t capacity_;
-  Backend* backend_ = nullptr;  // null: the host's clock tells all
-  Moment first_;                // of the backend
+  Stream* stream_ = nullptr;  // null: the host's clock tells all
+  Moment first_;              // of the stream
   std::vector<Unsettled> unsettled_;
   int layer_ = -1;
   std::vector<Span> spans_;

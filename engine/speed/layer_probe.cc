@@ -33,7 +33,7 @@ ModelShape ProbedShape(const ModelShape& model, int64_t width) {
 }
 
 // Values in ±1 without structure. They repeat, which no operation notices.
-absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype) {
+absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
   constexpr int64_t kPeriod = 8191;
   constexpr int64_t kMostPeriods = 128;  // uploaded at once
   std::minstd_rand random(1);
@@ -49,11 +49,11 @@ absl::StatusOr<BufferRef> Noise(Backend& backend, int64_t elements, DType dtype)
   const auto periods = static_cast<size_t>(std::clamp<int64_t>(elements / kPeriod, 1, kMostPeriods));
   period.resize(periods * one);
   for (size_t at = one; at < period.size(); at += one) std::memcpy(&period[at], period.data(), one);
-  ASSIGN_OR_RETURN(BufferRef buffer, backend.Allocate(elements * DTypeBytes(dtype)));
+  ASSIGN_OR_RETURN(BufferRef buffer, stream.Allocate(elements * DTypeBytes(dtype)));
   auto* const bytes = buffer->data<std::byte>();
   for (size_t at = 0; at < buffer->size_bytes(); at += period.size()) {
     const size_t part = std::min(period.size(), buffer->size_bytes() - at);
-    RETURN_IF_ERROR(backend.Upload(period.data(), part, bytes + at));
+    RETURN_IF_ERROR(stream.Upload(period.data(), part, bytes + at));
   }
   return buffer;
 }
@@ -63,9 +63,10 @@ int64_t QkvWidth(const ModelShape& shape) { return shape.q_elements(1) + shape.k
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
-                                                                     Backend& backend) {
+                                                                     Stream& stream) {
   auto weights = std::make_shared<ProbeWeights>();
-  const ModelShape shape = ProbedShape(model, backend.grain().probe_width);
+  Device& device = stream.device();
+  const ModelShape shape = ProbedShape(model, device.grain().probe_width);
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
   const struct {
@@ -80,26 +81,28 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
       {&weights->lm_head, shape.vocab, shape.hidden},
   };
   for (const auto& [weight, rows, width] : matrices) {
-    ASSIGN_OR_RETURN(BufferRef values, Noise(backend, rows * width, shape.dtype));
+    ASSIGN_OR_RETURN(BufferRef values, Noise(stream, rows * width, shape.dtype));
+    RETURN_IF_ERROR(stream.Finish());  // the device packs what is there
     const WeightRows source{.data = values->data(), .dtype = shape.dtype, .rows = rows};
-    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed, backend.PackWeight({&source, 1}, width));
+    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed, device.PackWeight({&source, 1}, width));
     *weight = std::move(packed);
     if (weight == &weights->lm_head) weights->embedding = std::move(values);
   }
   return std::shared_ptr<const ProbeWeights>(std::move(weights));
 }
 
-LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& backend)
+LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stream)
     : weights_(std::move(weights)),
       shape_(weights_->shape),
-      backend_(backend),
-      // A busy backend's speed does not depend on more heads; measuring time does.
-      kv_heads_(std::min(shape_.kv_heads, backend.grain().probe_kv_heads)),
+      stream_(stream),
+      // A busy device's speed does not depend on more heads; measuring time does.
+      kv_heads_(std::min(shape_.kv_heads, stream.device().grain().probe_kv_heads)),
       q_heads_(kv_heads_ * (shape_.q_heads / shape_.kv_heads)),
-      slice_tokens_(Tokens(backend.grain().probe_flops / ProjectionFlopsPerToken(shape_), 128,
-                           backend.grain().slice_tokens)),
-      block_tokens_(Tokens(std::sqrt(backend.grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)),
-                           256, 2 * backend.grain().slice_tokens)),
+      slice_tokens_(Tokens(stream.device().grain().probe_flops / ProjectionFlopsPerToken(shape_), 128,
+                           stream.device().grain().slice_tokens)),
+      block_tokens_(
+          Tokens(std::sqrt(stream.device().grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)), 256,
+                 2 * stream.device().grain().slice_tokens)),
       norm_weight_(shape_.hidden, 1.0f),
       rope_(slice_tokens_ * shape_.head_dim),
       ids_(slice_tokens_) {
@@ -107,8 +110,8 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& bac
 }
 
 absl::StatusOr<std::unique_ptr<LayerProbe>> LayerProbe::Make(std::shared_ptr<const ProbeWeights> weights,
-                                                             Backend& backend) {
-  std::unique_ptr<LayerProbe> probe(new LayerProbe(std::move(weights), backend));
+                                                             Stream& stream) {
+  std::unique_ptr<LayerProbe> probe(new LayerProbe(std::move(weights), stream));
   RETURN_IF_ERROR(probe->Prepare());
   return probe;
 }
@@ -136,10 +139,10 @@ absl::Status LayerProbe::Prepare() {
       {&logits_, shape_.vocab, DType::kF32},
   };
   for (const auto& [buffer, elements, dtype] : buffers) {
-    ASSIGN_OR_RETURN(BufferRef noise, Noise(backend_, elements, dtype));
+    ASSIGN_OR_RETURN(BufferRef noise, Noise(stream_, elements, dtype));
     *buffer = std::move(noise);
   }
-  ASSIGN_OR_RETURN(BufferRef norm, backend_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float)));
+  ASSIGN_OR_RETURN(BufferRef norm, stream_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float)));
   placed_norm_weight_ = std::move(norm);
   return PlaceRopeTables(slice_tokens_);
 }
@@ -148,7 +151,7 @@ absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
   const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
   FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, rope_.data(),
                  rope_.data() + elements);
-  ASSIGN_OR_RETURN(BufferRef tables, backend_.Place(rope_.data(), 2 * elements * sizeof(float)));
+  ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.data(), 2 * elements * sizeof(float)));
   cos_ = PartOf(tables, 0, elements * sizeof(float));
   sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));
   return absl::OkStatus();
@@ -156,12 +159,12 @@ absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
 
 absl::Status LayerProbe::Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y,
                               bool accumulate) {
-  return backend_.Gemm({.weight = &weight,
-                        .x = x->data(),
-                        .tokens = tokens,
-                        .y = y,
-                        .y_dtype = accumulate ? DType::kF32 : shape_.dtype,
-                        .accumulate = accumulate});
+  return stream_.Gemm({.weight = &weight,
+                       .x = x->data(),
+                       .tokens = tokens,
+                       .y = y,
+                       .y_dtype = accumulate ? DType::kF32 : shape_.dtype,
+                       .accumulate = accumulate});
 }
 
 absl::Status LayerProbe::TokenWork(int64_t tokens) {
@@ -173,35 +176,35 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
   const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
   std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
   const auto norm = [&] {
-    return backend_.RmsNorm(residual, placed_norm_weight_->data<float>(), tokens, shape_.hidden, 1e-5f,
-                            normed_->data());
+    return stream_.RmsNorm(residual, placed_norm_weight_->data<float>(), tokens, shape_.hidden, 1e-5f,
+                           normed_->data());
   };
   const auto split = [&] {
-    return backend_.SplitQkv({.qkv = wide_->data(),
-                              .tokens = tokens,
-                              .slot_begin = 0,
-                              .chunk_tokens = tokens,
-                              .q_heads = shape_.q_heads,
-                              .kv_heads = shape_.kv_heads,
-                              .head_dim = shape_.head_dim,
-                              .rope_cos = cos_->data<float>(),
-                              .rope_sin = sin_->data<float>(),
-                              .q = q,
-                              .k = k,
-                              .v = k + kv_bytes / 2});
+    return stream_.SplitQkv({.qkv = wide_->data(),
+                             .tokens = tokens,
+                             .slot_begin = 0,
+                             .chunk_tokens = tokens,
+                             .q_heads = shape_.q_heads,
+                             .kv_heads = shape_.kv_heads,
+                             .head_dim = shape_.head_dim,
+                             .rope_cos = cos_->data<float>(),
+                             .rope_sin = sin_->data<float>(),
+                             .q = q,
+                             .k = k,
+                             .v = k + kv_bytes / 2});
   };
   const auto gather = [&] {
-    return backend_.CopyHeads({.from = attended,
-                               .from_rows = {.dtype = DType::kF32,
-                                             .head_stride = tokens * shape_.head_dim,
-                                             .slot_stride = shape_.head_dim},
-                               .to = narrow_->data(),
-                               .to_rows = {.dtype = shape_.dtype,
-                                           .head_stride = shape_.head_dim,
-                                           .slot_stride = shape_.q_elements(1)},
-                               .heads = shape_.q_heads,
-                               .tokens = tokens,
-                               .head_dim = shape_.head_dim});
+    return stream_.CopyHeads({.from = attended,
+                              .from_rows = {.dtype = DType::kF32,
+                                            .head_stride = tokens * shape_.head_dim,
+                                            .slot_stride = shape_.head_dim},
+                              .to = narrow_->data(),
+                              .to_rows = {.dtype = shape_.dtype,
+                                          .head_stride = shape_.head_dim,
+                                          .slot_stride = shape_.q_elements(1)},
+                              .heads = shape_.q_heads,
+                              .tokens = tokens,
+                              .head_dim = shape_.head_dim});
   };
   RETURN_IF_ERROR(norm());
   RETURN_IF_ERROR(Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false));
@@ -210,7 +213,7 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
   RETURN_IF_ERROR(Gemm(*weights_->o, narrow_, tokens, residual, true));
   RETURN_IF_ERROR(norm());
   RETURN_IF_ERROR(Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false));
-  RETURN_IF_ERROR(backend_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
+  RETURN_IF_ERROR(stream_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
   return Gemm(*weights_->down, narrow_, tokens, residual, true);
 }
 
@@ -219,7 +222,7 @@ double LayerProbe::TokenFlops(int64_t tokens) const {
 }
 
 absl::Status LayerProbe::Block(int64_t tokens) {
-  return backend_.AttentionBlock({
+  return stream_.AttentionBlock({
       .q = block_q_->data(),
       .k = block_kv_->data(),
       .v = block_kv_->data<std::byte>() + block_kv_->size_bytes() / 2,
@@ -244,13 +247,13 @@ double LayerProbe::BlockRows(int64_t tokens) const { return static_cast<double>(
 
 absl::Status LayerProbe::Merge(int64_t tokens) {
   const int64_t lse_begin = block_tokens_ * q_heads_ * shape_.head_dim;
-  return backend_.MergePartial({.o = state_->data<float>(),
-                                .lse = state_->data<float>() + lse_begin,
-                                .other_o = other_state_->data(),
-                                .other_dtype = DType::kF32,
-                                .other_lse = other_state_->data<float>() + lse_begin,
-                                .rows = tokens * q_heads_,
-                                .head_dim = shape_.head_dim});
+  return stream_.MergePartial({.o = state_->data<float>(),
+                               .lse = state_->data<float>() + lse_begin,
+                               .other_o = other_state_->data(),
+                               .other_dtype = DType::kF32,
+                               .other_lse = other_state_->data<float>() + lse_begin,
+                               .rows = tokens * q_heads_,
+                               .head_dim = shape_.head_dim});
 }
 
 double LayerProbe::MergeBytes(int64_t tokens) const {
@@ -259,16 +262,16 @@ double LayerProbe::MergeBytes(int64_t tokens) const {
 
 absl::Status LayerProbe::Begin(int64_t tokens) {
   RETURN_IF_ERROR(PlaceRopeTables(tokens));
-  return backend_.Embed({ids_.data(), static_cast<size_t>(tokens)}, weights_->embedding->data(), shape_.dtype,
-                        shape_.hidden, residual_->data<float>());
+  return stream_.Embed({ids_.data(), static_cast<size_t>(tokens)}, weights_->embedding->data(), shape_.dtype,
+                       shape_.hidden, residual_->data<float>());
 }
 
 absl::Status LayerProbe::LmHead(int64_t) {
-  return backend_.Gemm({.weight = weights_->lm_head.get(),
-                        .x = normed_->data(),
-                        .tokens = 1,
-                        .y = logits_->data(),
-                        .y_dtype = DType::kF32});
+  return stream_.Gemm({.weight = weights_->lm_head.get(),
+                       .x = normed_->data(),
+                       .tokens = 1,
+                       .y = logits_->data(),
+                       .y_dtype = DType::kF32});
 }
 
 double LayerProbe::LmHeadBytes() const {

@@ -1,6 +1,6 @@
 // The operations of a layer on made-up data, as one rank runs them: what pool_speed.h times.
 //
-// A model wider than the backend's grain is probed with fewer heads and narrower matrices, so that a probe of
+// A model wider than the device's grain is probed with fewer heads and narrower matrices, so that a probe of
 // any model takes some milliseconds, and some tens of megabytes on the CPU, about a gigabyte on a GPU.
 #ifndef MESHFILL_ENGINE_SPEED_LAYER_PROBE_H_
 #define MESHFILL_ENGINE_SPEED_LAYER_PROBE_H_
@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -30,15 +30,14 @@ struct ProbeWeights {
   BufferRef embedding;  // [shape.vocab, hidden], compute dtype
 };
 
-absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
-                                                                     Backend& backend);
+absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model, Stream& stream);
 
-// One rank's buffers. Called from one thread at a time; `backend` outlives it. Operations fail where the
-// backend does.
+// One rank's buffers. Called from one thread at a time; `stream` outlives it. Operations fail where the
+// device does.
 class LayerProbe {
  public:
   static absl::StatusOr<std::unique_ptr<LayerProbe>> Make(std::shared_ptr<const ProbeWeights> weights,
-                                                          Backend& backend);
+                                                          Stream& stream);
 
   int64_t slice_tokens() const { return slice_tokens_; }  // the most of TokenWork and Begin
   int64_t block_tokens() const { return block_tokens_; }  // the most of Block and Merge
@@ -67,17 +66,17 @@ class LayerProbe {
   double LmHeadBytes() const;
 
   // Until all of the above has run.
-  absl::Status Finish() { return backend_.Finish(); }
+  absl::Status Finish() { return stream_.Finish(); }
 
  private:
-  LayerProbe(std::shared_ptr<const ProbeWeights> weights, Backend& backend);
+  LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stream);
   absl::Status Prepare();
   absl::Status PlaceRopeTables(int64_t tokens);  // at least as many as a TokenWork that follows
   absl::Status Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y, bool accumulate);
 
   const std::shared_ptr<const ProbeWeights> weights_;
   const ModelShape& shape_;
-  Backend& backend_;
+  Stream& stream_;
   const int kv_heads_;  // of a block
   const int q_heads_;
   const int64_t slice_tokens_;

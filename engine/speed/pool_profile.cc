@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/speed/pool_speed.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 
@@ -149,9 +149,9 @@ std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name,
                       " ranks");
 }
 
-std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> devices, int ranks) {
+std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDeviceInfo> devices, int ranks) {
   std::string key = "CUDA";
-  for (const CudaDevice& device : devices) {
+  for (const CudaDeviceInfo& device : devices) {
     const CudaDeviceTraits& traits = device.traits;
     absl::StrAppend(&key, key == "CUDA" ? " " : " + ", device.name, " (", traits.compute_major, ".",
                     traits.compute_minor, ", ", traits.multiprocessors, " less ",
@@ -222,7 +222,7 @@ absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::stri
 
 absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
                                        const std::string& path) {
-  const std::string key = CpuPoolKey(model, MakeCpuBackend(model.dtype, 1)->name(), threads, ranks);
+  const std::string key = CpuPoolKey(model, MakeCpuDevice(model.dtype, 1)->name(), threads, ranks);
   return KeptPoolSpeed(path, key, [&] { return MeasureCpuPoolSpeed(model, threads, ranks); });
 }
 

@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 
@@ -42,7 +42,7 @@ absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
 
 // Of a pool of ranks on these devices, those in use, with this executable.
-std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDevice> devices, int ranks);
+std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDeviceInfo> devices, int ranks);
 
 // From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is
 // one line on standard error and no failure.

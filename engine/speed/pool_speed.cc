@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/speed/layer_probe.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -81,7 +81,7 @@ double StartSeconds(int ranks) {
   return SecondsSince(start);
 }
 
-// Of one backend among those that run at once.
+// Of one stream among those that run at once.
 absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
   const LayerProbe& probe = *probes.front();
   const int64_t slice = probe.slice_tokens();
@@ -106,7 +106,7 @@ absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
                    .lm_head_bytes_per_second = probe.LmHeadBytes() / lm_head};
 }
 
-// A rank has `share` of a backend while all ranks run, and all of it while the others wait.
+// A rank has `share` of a stream's speed while all ranks run, and all of it while the others wait.
 void Share(double share, PoolSpeed& speed) {
   speed.gemm_flops_per_second *= share;
   speed.attention_flops_per_second *= share;
@@ -140,24 +140,24 @@ CostLine FitCostLine(std::span<const CostSample> samples) {
   return line;
 }
 
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Stream* const> streams,
                                            int ranks) {
-  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, *backends.front()));
+  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, *streams.front()));
   std::vector<std::unique_ptr<LayerProbe>> probes;
-  for (Backend* backend : backends) {
-    ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, *backend));
+  for (Stream* stream : streams) {
+    ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, *stream));
     probes.push_back(std::move(probe));
   }
   ASSIGN_OR_RETURN(PoolSpeed speed, MeasureProbes(probes));
-  speed.slice_tokens = backends.front()->grain().slice_tokens;
-  Share(std::min(1.0, static_cast<double>(backends.size()) / ranks), speed);
+  speed.slice_tokens = streams.front()->device().grain().slice_tokens;
+  Share(std::min(1.0, static_cast<double>(streams.size()) / ranks), speed);
   speed.start_seconds = StartSeconds(ranks);
   return speed;
 }
 
-absl::Status RunEachOperation(const ModelShape& model, Backend& backend) {
-  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, backend));
-  ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, backend));
+absl::Status RunEachOperation(const ModelShape& model, Stream& stream) {
+  ASSIGN_OR_RETURN(std::shared_ptr<const ProbeWeights> weights, MakeProbeWeights(model, stream));
+  ASSIGN_OR_RETURN(std::unique_ptr<LayerProbe> probe, LayerProbe::Make(weights, stream));
   const int64_t slice = probe->slice_tokens(), block = probe->block_tokens();
   for (const auto& [operation, tokens] :
        {std::pair{&LayerProbe::Begin, slice}, std::pair{&LayerProbe::TokenWork, slice},
@@ -168,17 +168,19 @@ absl::Status RunEachOperation(const ModelShape& model, Backend& backend) {
   return probe->Finish();
 }
 
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks) {
-  Backend* const only = &backend;
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Stream& stream, int ranks) {
+  Stream* const only = &stream;
   return MeasurePoolSpeed(model, {&only, 1}, ranks);
 }
 
 absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks) {
-  std::vector<std::unique_ptr<Backend>> backends;
-  std::vector<Backend*> pointers;
+  const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, threads, ranks);
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<Stream*> pointers;
   for (int i = 0; i < std::min(threads, ranks); ++i) {
-    backends.push_back(MakeCpuBackend(model.dtype, std::max(1, threads / ranks)));
-    pointers.push_back(backends.back().get());
+    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(nullptr));
+    pointers.push_back(stream.get());
+    streams.push_back(std::move(stream));
   }
   return MeasurePoolSpeed(model, pointers, ranks);
 }

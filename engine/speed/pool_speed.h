@@ -10,21 +10,21 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
-// `backends` are as many as run at once, each as a rank of the pool has it; its `ranks` ranks share them
+// `streams` are as many as run at once, each as a rank of the pool has it; its `ranks` ranks share them
 // equally where they are more. Takes some tenths of a second; wide models are measured narrower. The links
-// are those of ranks in one process: a chunk is handed over by reference. Errors are a backend's own.
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Backend* const> backends,
+// are those of ranks in one process: a chunk is handed over by reference. Errors are the device's.
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Stream* const> streams,
                                            int ranks);
 
 // Runs each of the operations that it measures once.
-absl::Status RunEachOperation(const ModelShape& model, Backend& backend);
+absl::Status RunEachOperation(const ModelShape& model, Stream& stream);
 
-// Of a pool whose ranks together have one backend, of all its threads.
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Backend& backend, int ranks);
+// Of a pool whose ranks share one device, which one stream keeps busy.
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Stream& stream, int ranks);
 
 // Of a pool of `ranks` CPU ranks that share `threads` threads, as PrefillEngine makes it.
 absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks);

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/backend.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -14,7 +14,7 @@ namespace meshfill {
 // "portable". avx512_bf16 differs from avx512 for bf16 inputs only.
 std::vector<std::string> SupportedAttentionTargets();  // those that this machine can run
 
-// Backend::AttentionBlock for `dtype` inputs, f32 or bf16. `target` is one of SupportedAttentionTargets();
+// Stream::AttentionBlock for `dtype` inputs, f32 or bf16. `target` is one of SupportedAttentionTargets();
 // args.scale is positive. CANCELLED when `stop` (may be null) is raised: every thread looks at it before each
 // block of at most 256 keys, so within a few milliseconds. INVALID_ARGUMENT for another dtype, target or
 // scale, RESOURCE_EXHAUSTED where the scratch, about 1 MiB a thread, cannot be had. Same inputs and target:

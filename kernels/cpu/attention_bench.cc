@@ -8,12 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/backend.h"
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/bench_sample.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/peak.h"
 #include "kernels/return_if_error.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 namespace {

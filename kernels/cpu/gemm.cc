@@ -95,10 +95,6 @@ class CpuGemm::Impl {
   Impl(DType dtype, ThreadPool& pool)
       : dtype_(dtype), multiply_dtype_(MultiplyDType(dtype)), pool_(pool), workers_(pool.threads()) {}
 
-  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features) {
-    return PackMatrix(rows, in_features, dtype_, pool_);
-  }
-
   absl::Status Run(const GemmArgs& args, const StopToken* stop) {
     if (args.tokens == 0) return absl::OkStatus();
     const auto& weight = static_cast<const PackedMatrix&>(*args.weight);
@@ -221,11 +217,6 @@ class CpuGemm::Impl {
 
 CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(dtype, pool)) {}
 CpuGemm::~CpuGemm() = default;
-
-absl::StatusOr<std::unique_ptr<PackedWeight>> CpuGemm::Pack(std::span<const WeightRows> rows,
-                                                            int64_t in_features) {
-  return impl_->Pack(rows, in_features);
-}
 
 absl::Status CpuGemm::Run(const GemmArgs& args, const StopToken* stop) { return impl_->Run(args, stop); }
 

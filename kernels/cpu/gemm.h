@@ -8,14 +8,13 @@
 #define MESHFILL_KERNELS_CPU_GEMM_H_
 
 #include <memory>
-#include <span>
 
-#include "kernels/backend.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
-// Of one rank, and called from its thread alone. Weights may be shared with other ranks' instances of the
+// One team's, called by one thread at a time. Weights are shared with the instances of other teams of the
 // same dtype.
 class CpuGemm {
  public:
@@ -24,12 +23,8 @@ class CpuGemm {
   CpuGemm(const CpuGemm&) = delete;
   CpuGemm& operator=(const CpuGemm&) = delete;
 
-  // Backend::PackWeight. Panels of rows are converted and reordered one by one: no second copy of the whole
-  // matrix.
-  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features);
-
-  // Backend::Gemm, for weights that Pack made. CANCELLED when `stop` (may be null) is raised; looked at per
-  // tile.
+  // Stream::Gemm, for weights of PackMatrix (packed_matrix.h). CANCELLED when `stop` (may be null) is raised;
+  // looked at per tile.
   absl::Status Run(const GemmArgs& args, const StopToken* stop);
 
  private:

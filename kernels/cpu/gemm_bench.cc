@@ -8,12 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/backend.h"
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/bench_sample.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_device.h"
 #include "kernels/peak.h"
 #include "kernels/return_if_error.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 namespace {
@@ -46,9 +46,10 @@ absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
   const std::vector<char> x = RandomTensor(options.tokens * options.in_features, options.dtype, random);
   const std::vector<char> w = RandomTensor(options.out_features * options.in_features, options.dtype, random);
   std::vector<char> y(options.tokens * options.out_features * DTypeBytes(options.dtype));
-  const std::unique_ptr<Backend> backend = MakeCpuBackend(options.dtype, options.threads);
+  const std::unique_ptr<Device> device = MakeCpuDevice(options.dtype, options.threads);
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, device->NewStream(nullptr));
   const WeightRows rows{.data = w.data(), .dtype = options.dtype, .rows = options.out_features};
-  ASSIGN_OR_RETURN(const auto weight, backend->PackWeight({&rows, 1}, options.in_features));
+  ASSIGN_OR_RETURN(const auto weight, device->PackWeight({&rows, 1}, options.in_features));
   const GemmArgs args{.weight = weight.get(),
                       .x = x.data(),
                       .tokens = options.tokens,
@@ -57,11 +58,11 @@ absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
   const double flops = 2.0 * static_cast<double>(options.tokens) * static_cast<double>(options.in_features) *
                        static_cast<double>(options.out_features);
 
-  RETURN_IF_ERROR(backend->Gemm(args));  // builds its primitives
+  RETURN_IF_ERROR(stream->Gemm(args));  // builds its primitives
   std::vector<double> seconds, speeds, peaks, ratios;
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto start = std::chrono::steady_clock::now();
-    RETURN_IF_ERROR(backend->Gemm(args));
+    RETURN_IF_ERROR(stream->Gemm(args));
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     seconds.push_back(elapsed.count());
     speeds.push_back(flops / elapsed.count());

@@ -1,6 +1,6 @@
 // The rows of a layer's element-wise operations, vectorised for the machine at hand; one thread a call.
 //
-// Each function does what the Backend operation of its name means, for a range of rows or tokens, so that the
+// Each function does what the Stream operation of its name means, for a range of rows or tokens, so that the
 // caller can share the ranges out. Inputs of `dtype` (f32 or bf16, the compute dtype) are widened to f32,
 // computed there, and rounded once on the way out.
 #ifndef MESHFILL_KERNELS_CPU_LAYER_OPS_H_
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 

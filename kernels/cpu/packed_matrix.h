@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/backend.h"
 #include "kernels/cpu/onednn.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 

@@ -6,12 +6,19 @@ namespace meshfill {
 
 ThreadPool::ThreadPool(int threads) {
   workers_.reserve(threads - 1);
-  for (int worker = 1; worker < threads; ++worker) {
-    workers_.emplace_back([this, worker] { WorkerLoop(worker); });
+  try {
+    for (int worker = 1; worker < threads; ++worker) {
+      workers_.emplace_back([this, worker] { WorkerLoop(worker); });
+    }
+  } catch (...) {  // no thread is to be had: the caller's to say
+    Quit();
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { Quit(); }
+
+void ThreadPool::Quit() {
   {
     const MutexLock lock(mu_);
     quit_ = true;

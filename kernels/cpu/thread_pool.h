@@ -22,7 +22,8 @@ class ThreadPool {
  public:
   using Body = std::function<void(int64_t task, int worker)>;
 
-  explicit ThreadPool(int threads);  // ≥ 1, the caller's included
+  // ≥ 1 threads, the caller's included. Throws std::system_error where one cannot be started.
+  explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -34,6 +35,7 @@ class ThreadPool {
   void ParallelFor(int64_t tasks, const Body& body);
 
  private:
+  void Quit();  // ends and joins the workers
   void WorkerLoop(int worker);
   void DrawTasks(const Body& body, int64_t tasks, int worker);
 

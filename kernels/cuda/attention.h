@@ -1,4 +1,4 @@
-// Attention of one block on a CUDA device: AttentionBlockArgs with its semantics (kernels/backend.h), on
+// Attention of one block on a CUDA device: AttentionBlockArgs with its semantics (kernels/stream.h), on
 // device pointers.
 //
 // Two kernels (Mesh-Attention's blocks by FlashAttention's algorithm; scores never leave the chip):
@@ -11,9 +11,9 @@
 #define MESHFILL_KERNELS_CUDA_ATTENTION_H_
 
 #include "absl/status/status.h"
-#include "kernels/backend.h"
 #include "kernels/cuda/device_traits.h"
 #include "kernels/dtype.h"
+#include "kernels/stream.h"
 
 struct CUstream_st;
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <numbers>
 
-#include "kernels/backend.h"
 #include "kernels/cuda/attention_tiles.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 

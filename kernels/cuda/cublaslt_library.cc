@@ -29,6 +29,7 @@ absl::StatusOr<CublasLt> LoadNow() {
     if (function == nullptr) missing = name;
   };
   find(functions.Create, "cublasLtCreate");
+  find(functions.Destroy, "cublasLtDestroy");
   find(functions.GetStatusString, "cublasLtGetStatusString");
   find(functions.MatmulDescCreate, "cublasLtMatmulDescCreate");
   find(functions.MatmulDescDestroy, "cublasLtMatmulDescDestroy");

@@ -15,6 +15,7 @@ namespace meshfill {
 // The functions that are called, by the names of cublasLt.h without their prefix.
 struct CublasLt {
   decltype(&cublasLtCreate) Create;
+  decltype(&cublasLtDestroy) Destroy;
   decltype(&cublasLtGetStatusString) GetStatusString;
   decltype(&cublasLtMatmulDescCreate) MatmulDescCreate;
   decltype(&cublasLtMatmulDescDestroy) MatmulDescDestroy;

@@ -1,6 +1,6 @@
 #include <string_view>
 
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 namespace {

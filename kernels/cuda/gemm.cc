@@ -19,7 +19,6 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS asks for on Hopper
 // Multiples of it are timed: whole slices, and chunks of round length. Of other lengths there are too many.
 constexpr int64_t kTimedTokens = 1024;
 constexpr int kCandidates = 4;
@@ -35,7 +34,6 @@ class CudaWeight final : public PackedWeight {
 
 // What a shape's algorithm is chosen by.
 struct Shape {
-  int device;
   int64_t tokens, in_features, out_features;
   DType y_dtype;
   bool accumulate;
@@ -44,14 +42,9 @@ struct Shape {
   auto operator<=>(const Shape&) const = default;
 };
 
-// Of all ranks of the process.
+// Those of one device.
 class ChosenAlgorithms {
  public:
-  static ChosenAlgorithms& Get() {
-    static auto* const chosen = new ChosenAlgorithms;
-    return *chosen;
-  }
-
   // Chosen by the first who asks; others wait for it.
   template <typename Choose>
   absl::StatusOr<cublasLtMatmulAlgo_t> Of(const Shape& shape, const Choose& choose) {
@@ -112,7 +105,7 @@ class Product {
   absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> Candidates(cublasLtHandle_t handle, uint32_t alignment) {
     cublasLtMatmulPreference_t preference = nullptr;
     Try(lt_.MatmulPreferenceCreate(&preference));
-    Prefer(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes);
+    Prefer(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CudaGemm::kWorkspaceBytes);
     for (cublasLtMatmulPreferenceAttributes_t attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
@@ -135,8 +128,9 @@ class Product {
   absl::Status Run(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm, const void* weight,
                    const void* x, bool accumulate, void* y, void* workspace, cudaStream_t stream) {
     const float one = 1, beta = accumulate ? 1.0f : 0.0f;
-    return lt_.ToStatus("multiplying", lt_.Matmul(handle, operation_, &one, weight, weight_, x, x_, &beta, y,
-                                                  y_, y, y_, &algorithm, workspace, kWorkspaceBytes, stream));
+    return lt_.ToStatus("multiplying",
+                        lt_.Matmul(handle, operation_, &one, weight, weight_, x, x_, &beta, y, y_, y, y_,
+                                   &algorithm, workspace, CudaGemm::kWorkspaceBytes, stream));
   }
 
  private:
@@ -164,16 +158,11 @@ class Product {
 
 class CublasGemm final : public CudaGemm {
  public:
-  CublasGemm(const CublasLt& lt, cublasLtHandle_t handle, Backend& backend,
-             std::shared_ptr<CudaStream> stream, BufferRef workspace)
-      : lt_(lt),
-        handle_(handle),
-        backend_(backend),
-        stream_(std::move(stream)),
-        workspace_(std::move(workspace)) {}
+  CublasGemm(const CublasLt& lt, cublasLtHandle_t handle) : lt_(lt), handle_(handle) {}
+  ~CublasGemm() override { lt_.Destroy(handle_); }
 
-  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows,
-                                                     int64_t in_features) override {
+  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features,
+                                                     const CudaLane& lane) override {
     int64_t out_features = 0;
     bool bias = false;
     for (const WeightRows& source : rows) {
@@ -181,27 +170,24 @@ class CublasGemm final : public CudaGemm {
       bias = bias || source.bias != nullptr;
     }
     auto weight = std::make_unique<CudaWeight>(out_features, in_features);
-    absl::StatusOr<BufferRef> matrix = backend_.Allocate(out_features * in_features * sizeof(BFloat16));
-    if (!matrix.ok()) return matrix.status();
-    weight->matrix = *std::move(matrix);
+    ASSIGN_OR_RETURN(weight->matrix, lane.Allocate(out_features * in_features * sizeof(BFloat16)));
     int64_t first = 0;
     for (const WeightRows& source : rows) {
       RETURN_IF_ERROR(
-          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features));
+          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features, lane));
       first += source.rows;
     }
     if (!bias) return weight;
-    RETURN_IF_ERROR(UploadBias(rows, out_features, *weight));
+    RETURN_IF_ERROR(UploadBias(rows, out_features, *weight, lane));
     return weight;
   }
 
-  absl::Status Run(const GemmArgs& args) override {
+  absl::Status Run(const GemmArgs& args, const CudaLane& lane) override {
     if (args.tokens == 0) return absl::OkStatus();
     const auto& weight = static_cast<const CudaWeight&>(*args.weight);
     const BufferRef& bias = args.y_dtype == DType::kF32 ? weight.bias_f32 : weight.bias_bf16;
     const void* const bias_data = bias == nullptr ? nullptr : bias->data();
-    const Shape shape{.device = stream_->device(),
-                      .tokens = args.tokens,
+    const Shape shape{.tokens = args.tokens,
                       .in_features = weight.in_features(),
                       .out_features = weight.out_features(),
                       .y_dtype = args.y_dtype,
@@ -210,29 +196,28 @@ class CublasGemm final : public CudaGemm {
                       .alignment = AlignmentOf({weight.matrix->data(), args.x, args.y, bias_data})};
     Product product(lt_, shape, bias_data);
     RETURN_IF_ERROR(product.status());
-    ASSIGN_OR_RETURN(cublasLtMatmulAlgo_t algorithm, ChosenAlgorithms::Get().Of(shape, [&] {
-      return Choose(shape, product, weight, args.x);
-    }));
+    ASSIGN_OR_RETURN(cublasLtMatmulAlgo_t algorithm,
+                     chosen_.Of(shape, [&] { return Choose(shape, product, weight, args.x, lane); }));
     return product.Run(handle_, algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
-                       workspace_->data(), stream_->get());
+                       lane.workspace->data(), lane.queue->get());
   }
 
  private:
   absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Shape& shape, Product& product, const CudaWeight& weight,
-                                              const void* x) {
+                                              const void* x, const CudaLane& lane) {
     ASSIGN_OR_RETURN(std::vector<cublasLtMatmulAlgo_t> candidates,
                      product.Candidates(handle_, shape.alignment));
     if (shape.tokens % kTimedTokens != 0 || candidates.size() == 1) return candidates.front();
     // Into memory of its own: y may be accumulated into.
     absl::StatusOr<BufferRef> y =
-        backend_.Allocate(shape.tokens * shape.out_features * DTypeBytes(shape.y_dtype));
+        lane.Allocate(shape.tokens * shape.out_features * DTypeBytes(shape.y_dtype));
     if (!y.ok()) return candidates.front();  // short of memory: no reason to fail
     double least_seconds = std::numeric_limits<double>::infinity();
     cublasLtMatmulAlgo_t fastest = candidates.front();
     for (const cublasLtMatmulAlgo_t& candidate : candidates) {
-      absl::StatusOr<double> seconds = Time([&] {
+      absl::StatusOr<double> seconds = Time(*lane.queue, [&] {
         return product.Run(handle_, candidate, weight.matrix->data(), x, shape.accumulate, (*y)->data(),
-                           workspace_->data(), stream_->get());
+                           lane.workspace->data(), lane.queue->get());
       });
       if (!seconds.ok() || *seconds >= least_seconds) continue;  // one that fails is not the one
       least_seconds = *seconds;
@@ -243,71 +228,54 @@ class CublasGemm final : public CudaGemm {
 
   // Of one run, after one that warms up.
   template <typename Enqueue>
-  absl::StatusOr<double> Time(const Enqueue& enqueue) {
+  static absl::StatusOr<double> Time(CudaQueue& queue, const Enqueue& enqueue) {
     RETURN_IF_ERROR(enqueue());
-    const std::shared_ptr<const StreamPoint> begin = backend_.Mark();
+    ASSIGN_OR_RETURN(const std::shared_ptr<const CudaPoint> begin, queue.Mark());
     for (int run = 0; run < kTimedRuns; ++run) {
       RETURN_IF_ERROR(enqueue());
     }
-    const std::shared_ptr<const StreamPoint> end = backend_.Mark();
-    RETURN_IF_ERROR(backend_.Finish());
-    return begin == nullptr || end == nullptr ? 0 : end->SecondsSince(*begin) / kTimedRuns;
+    ASSIGN_OR_RETURN(const std::shared_ptr<const CudaPoint> end, queue.Mark());
+    RETURN_IF_ERROR(LaunchStatus("timing a product", cudaStreamSynchronize(queue.get())));
+    return end->SecondsSince(*begin) / kTimedRuns;
   }
 
   // Rows of the file's dtype, through memory of their own where they are rounded.
-  absl::Status UploadRows(const WeightRows& source, int64_t in_features, BFloat16* to) {
+  static absl::Status UploadRows(const WeightRows& source, int64_t in_features, BFloat16* to,
+                                 const CudaLane& lane) {
     const int64_t count = source.rows * in_features;
-    if (source.dtype == DType::kBf16) return backend_.Upload(source.data, count * sizeof(BFloat16), to);
-    ASSIGN_OR_RETURN(BufferRef raw, backend_.Allocate(count * DTypeBytes(source.dtype)));
-    RETURN_IF_ERROR(backend_.Upload(source.data, raw->size_bytes(), raw->data()));
-    return LaunchConvert(raw->data(), source.dtype, count, DType::kBf16, to, stream_->get());
+    if (source.dtype == DType::kBf16) return lane.queue->Upload(source.data, count * sizeof(BFloat16), to);
+    ASSIGN_OR_RETURN(BufferRef raw, lane.Allocate(count * DTypeBytes(source.dtype)));
+    RETURN_IF_ERROR(lane.queue->Upload(source.data, raw->size_bytes(), raw->data()));
+    return LaunchConvert(raw->data(), source.dtype, count, DType::kBf16, to, lane.queue->get());
   }
 
-  absl::Status UploadBias(std::span<const WeightRows> rows, int64_t out_features, CudaWeight& weight) {
+  static absl::Status UploadBias(std::span<const WeightRows> rows, int64_t out_features, CudaWeight& weight,
+                                 const CudaLane& lane) {
     std::vector<float> all(out_features);
     int64_t first = 0;
     for (const WeightRows& source : rows) {
       if (source.bias != nullptr) std::copy_n(source.bias, source.rows, all.begin() + first);
       first += source.rows;
     }
-    ASSIGN_OR_RETURN(BufferRef f32, backend_.Allocate(out_features * sizeof(float)));
-    ASSIGN_OR_RETURN(BufferRef bf16, backend_.Allocate(out_features * sizeof(BFloat16)));
-    weight.bias_f32 = std::move(f32);
-    weight.bias_bf16 = std::move(bf16);
-    RETURN_IF_ERROR(backend_.Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data()));
+    ASSIGN_OR_RETURN(weight.bias_f32, lane.Allocate(out_features * sizeof(float)));
+    ASSIGN_OR_RETURN(weight.bias_bf16, lane.Allocate(out_features * sizeof(BFloat16)));
+    RETURN_IF_ERROR(lane.queue->Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data()));
     return LaunchConvert(weight.bias_f32->data(), DType::kF32, out_features, DType::kBf16,
-                         weight.bias_bf16->data(), stream_->get());
+                         weight.bias_bf16->data(), lane.queue->get());
   }
 
   const CublasLt& lt_;
-  const cublasLtHandle_t handle_;  // of the device, never destroyed
-  Backend& backend_;
-  const std::shared_ptr<CudaStream> stream_;
-  const BufferRef workspace_;
+  const cublasLtHandle_t handle_;
+  ChosenAlgorithms chosen_;
 };
-
-// One for each device: making it takes long and memory.
-absl::StatusOr<cublasLtHandle_t> HandleOf(const CublasLt& lt, int device) {
-  static Mutex mutex;
-  static auto* const handles = new std::map<int, cublasLtHandle_t>;
-  const MutexLock lock(mutex);
-  const auto found = handles->find(device);
-  if (found != handles->end()) return found->second;
-  const ScopedCudaDevice scope(device);
-  cublasLtHandle_t handle = nullptr;
-  RETURN_IF_ERROR(lt.ToStatus("starting", lt.Create(&handle)));
-  handles->emplace(device, handle);
-  return handle;
-}
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<CudaGemm>> CudaGemm::Make(Backend& backend,
-                                                         std::shared_ptr<CudaStream> stream) {
+absl::StatusOr<std::unique_ptr<CudaGemm>> CudaGemm::Make() {
   ASSIGN_OR_RETURN(const CublasLt* lt, CublasLt::Load());
-  ASSIGN_OR_RETURN(cublasLtHandle_t handle, HandleOf(*lt, stream->device()));
-  ASSIGN_OR_RETURN(BufferRef workspace, backend.Allocate(kWorkspaceBytes));
-  return std::make_unique<CublasGemm>(*lt, handle, backend, std::move(stream), std::move(workspace));
+  cublasLtHandle_t handle = nullptr;
+  RETURN_IF_ERROR(lt->ToStatus("starting", lt->Create(&handle)));
+  return std::make_unique<CublasGemm>(*lt, handle);
 }
 
 }  // namespace meshfill

@@ -3,34 +3,37 @@
 // cuBLASLt thinks in columns: row-major y = x Wᵀ is its D = Aᵀ B with A = W, [in, out], and B = x, [in,
 // tokens].
 //
-// Which algorithm multiplies a shape is decided once for each device, when the shape is first met: the first
-// few that its heuristic names are timed where the product is long and of a round length, else its first is
-// taken. So all ranks on a device multiply alike, and a process answers a request with the same bits however
-// often it comes.
+// Which algorithm multiplies a shape is decided once, when the shape is first met: the first few that its
+// heuristic names are timed where the product is long and of a round length, else its first is taken. So all
+// streams of a device multiply alike, and a process answers a request with the same bits however often it
+// comes.
 #ifndef MESHFILL_KERNELS_CUDA_GEMM_H_
 #define MESHFILL_KERNELS_CUDA_GEMM_H_
 
 #include <memory>
 #include <span>
 
-#include "kernels/backend.h"
-#include "kernels/cuda/stream.h"
+#include "kernels/cuda/cuda_lane.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
-// Of one rank.
+// The products of one device. Thread-safe, but for the lanes: each is called with by one thread at a time.
 class CudaGemm {
  public:
-  static absl::StatusOr<std::unique_ptr<CudaGemm>> Make(Backend& backend, std::shared_ptr<CudaStream> stream);
+  static constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS asks for on Hopper
+
+  // For the thread's current device. Takes long, and memory.
+  static absl::StatusOr<std::unique_ptr<CudaGemm>> Make();
   virtual ~CudaGemm() = default;
 
-  // Backend::PackWeight. bf16 as the file has it, rounded where it has another dtype; biases in f32 and in
-  // bf16, of which the one in y's dtype is added.
+  // Device::PackWeight, enqueued. bf16 as the file has it, rounded where it has another dtype; biases in f32
+  // and in bf16, of which the one in y's dtype is added.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows,
-                                                             int64_t in_features) = 0;
+                                                             int64_t in_features, const CudaLane& lane) = 0;
 
-  // Backend::Gemm, for weights that Pack made on this device: enqueued.
-  virtual absl::Status Run(const GemmArgs& args) = 0;
+  // Stream::Gemm, for weights that Pack made: enqueued.
+  virtual absl::Status Run(const GemmArgs& args, const CudaLane& lane) = 0;
 };
 
 }  // namespace meshfill

@@ -6,8 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cuda/cuda_backend.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/return_if_error.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 namespace {
@@ -23,26 +24,26 @@ std::vector<BFloat16> RandomElements(int64_t count) {
 }  // namespace
 
 absl::StatusOr<CudaGemmBenchResult> BenchCudaGemm(const CudaGemmBenchOptions& options,
-                                                  const CudaDevice& device) {
-  ASSIGN_OR_RETURN(std::unique_ptr<Backend> made, MakeCudaBackend(device));
-  Backend& backend = *made;
+                                                  const CudaDeviceInfo& device) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<Device> made, MakeCudaDevice(device));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, made->NewStream(nullptr));
   const std::vector<BFloat16> matrix = RandomElements(options.out_features * options.in_features);
   const std::vector<BFloat16> inputs = RandomElements(options.tokens * options.in_features);
   const WeightRows rows{.data = matrix.data(), .dtype = DType::kBf16, .rows = options.out_features};
-  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, backend.PackWeight({&rows, 1}, options.in_features));
-  ASSIGN_OR_RETURN(BufferRef x, backend.Place(inputs.data(), inputs.size() * sizeof(BFloat16)));
-  ASSIGN_OR_RETURN(BufferRef y, backend.Allocate(options.tokens * options.out_features * sizeof(BFloat16)));
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, made->PackWeight({&rows, 1}, options.in_features));
+  ASSIGN_OR_RETURN(BufferRef x, stream->Place(inputs.data(), inputs.size() * sizeof(BFloat16)));
+  ASSIGN_OR_RETURN(BufferRef y, stream->Allocate(options.tokens * options.out_features * sizeof(BFloat16)));
 
   std::vector<std::shared_ptr<const StreamPoint>> points;
   for (int repeat = -1; repeat < options.repeats; ++repeat) {
-    RETURN_IF_ERROR(backend.Gemm({.weight = weight.get(),
+    RETURN_IF_ERROR(stream->Gemm({.weight = weight.get(),
                                   .x = x->data(),
                                   .tokens = options.tokens,
                                   .y = y->data(),
                                   .y_dtype = DType::kBf16}));
-    points.push_back(backend.Mark());
+    points.push_back(stream->Mark());
   }
-  RETURN_IF_ERROR(backend.Finish());
+  RETURN_IF_ERROR(stream->Finish());
   std::vector<double> seconds;
   for (size_t i = 1; i < points.size(); ++i) seconds.push_back(points[i]->SecondsSince(*points[i - 1]));
   std::nth_element(seconds.begin(), seconds.begin() + options.repeats / 2, seconds.end());

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 
@@ -23,7 +23,7 @@ struct CudaGemmBenchResult {
 
 // Random inputs, the same at every call. Errors are the backend's.
 absl::StatusOr<CudaGemmBenchResult> BenchCudaGemm(const CudaGemmBenchOptions& options,
-                                                  const CudaDevice& device);
+                                                  const CudaDeviceInfo& device);
 
 }  // namespace meshfill
 

@@ -11,9 +11,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/backend.h"
 #include "kernels/cuda/fragments.h"
 #include "kernels/dtype.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 

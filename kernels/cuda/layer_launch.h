@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 

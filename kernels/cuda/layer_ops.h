@@ -1,4 +1,4 @@
-// Launches of a layer's element-wise operations on a CUDA stream: Backend's operations (kernels/backend.h),
+// Launches of a layer's element-wise operations on a CUDA stream: Stream's operations (kernels/stream.h),
 // on device pointers, in bf16. Each enqueues one kernel and returns at once. INTERNAL where the driver
 // refuses the launch.
 #ifndef MESHFILL_KERNELS_CUDA_LAYER_OPS_H_
@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "kernels/backend.h"
 #include "kernels/dtype.h"
+#include "kernels/stream.h"
 
 struct CUstream_st;
 

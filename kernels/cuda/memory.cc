@@ -22,7 +22,7 @@ absl::StatusOr<cudaMemPool_t> Pool(int device) {
 
 // What the pool could not serve because others hold it, or because it lies in pieces of other sizes: once
 // everything has run and the pool has given back what it keeps, the driver has it.
-cudaError_t AllocateAfterTrim(void** data, size_t size_bytes, const CudaStream& stream) {
+cudaError_t AllocateAfterTrim(void** data, size_t size_bytes, const CudaQueue& stream) {
   cudaGetLastError();  // forget that it failed
   cudaDeviceSynchronize();
   if (absl::StatusOr<cudaMemPool_t> pool = Pool(stream.device()); pool.ok()) cudaMemPoolTrimTo(*pool, 0);
@@ -31,8 +31,8 @@ cudaError_t AllocateAfterTrim(void** data, size_t size_bytes, const CudaStream& 
 
 }  // namespace
 
-absl::StatusOr<BufferRef> CudaAllocation::Allocate(size_t size_bytes, std::shared_ptr<CudaStream> owner,
-                                                   std::shared_ptr<CudaStream> retire) {
+absl::StatusOr<BufferRef> CudaAllocation::Allocate(size_t size_bytes, std::shared_ptr<CudaQueue> owner,
+                                                   std::shared_ptr<CudaQueue> retire) {
   if (size_bytes == 0) {
     return std::make_shared<Buffer>(nullptr, 0,
                                     std::shared_ptr<void>(new CudaAllocation(nullptr, owner, retire)));
@@ -58,11 +58,11 @@ absl::StatusOr<BufferRef> CudaAllocation::Allocate(size_t size_bytes, std::share
 CudaAllocation::~CudaAllocation() {
   if (data_ == nullptr) return;
   const MutexLock lock(mu_);
-  const CudaStream* freeing = owner_.get();
+  const CudaQueue* freeing = owner_.get();
   if (!users_.empty()) {
     freeing = retire_.get();
     users_.push_back(owner_);
-    for (const std::shared_ptr<CudaStream>& user : users_) {
+    for (const std::shared_ptr<CudaQueue>& user : users_) {
       if (auto point = user->Mark(); point.ok()) (void)retire_->WaitFor(**point);
     }
   }
@@ -70,7 +70,7 @@ CudaAllocation::~CudaAllocation() {
   cudaFreeAsync(data_, freeing->get());
 }
 
-void CudaAllocation::AddUser(std::shared_ptr<CudaStream> stream) {
+void CudaAllocation::AddUser(std::shared_ptr<CudaQueue> stream) {
   const MutexLock lock(mu_);
   if (stream == owner_ || std::find(users_.begin(), users_.end(), stream) != users_.end()) return;
   users_.push_back(std::move(stream));

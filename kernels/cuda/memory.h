@@ -10,7 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "kernels/buffer.h"
-#include "kernels/cuda/stream.h"
+#include "kernels/cuda/queue.h"
 #include "kernels/mutex.h"
 
 namespace meshfill {
@@ -28,8 +28,8 @@ class CudaAllocation {
  public:
   // `retire`: a stream of the same device on which nothing runs but this. RESOURCE_EXHAUSTED where memory is
   // short, with the bytes needed and free.
-  static absl::StatusOr<BufferRef> Allocate(size_t size_bytes, std::shared_ptr<CudaStream> owner,
-                                            std::shared_ptr<CudaStream> retire);
+  static absl::StatusOr<BufferRef> Allocate(size_t size_bytes, std::shared_ptr<CudaQueue> owner,
+                                            std::shared_ptr<CudaQueue> retire);
   ~CudaAllocation();
   CudaAllocation(const CudaAllocation&) = delete;
   CudaAllocation& operator=(const CudaAllocation&) = delete;
@@ -40,17 +40,17 @@ class CudaAllocation {
 
   // Operations of `stream`, too, use the memory, from those called now to those called while it is held. Any
   // thread.
-  void AddUser(std::shared_ptr<CudaStream> stream);
+  void AddUser(std::shared_ptr<CudaQueue> stream);
 
  private:
-  CudaAllocation(void* data, std::shared_ptr<CudaStream> owner, std::shared_ptr<CudaStream> retire)
+  CudaAllocation(void* data, std::shared_ptr<CudaQueue> owner, std::shared_ptr<CudaQueue> retire)
       : data_(data), owner_(std::move(owner)), retire_(std::move(retire)) {}
 
   void* const data_;
-  const std::shared_ptr<CudaStream> owner_;
-  const std::shared_ptr<CudaStream> retire_;
+  const std::shared_ptr<CudaQueue> owner_;
+  const std::shared_ptr<CudaQueue> retire_;
   Mutex mu_;
-  std::vector<std::shared_ptr<CudaStream>> users_ ABSL_GUARDED_BY(mu_);  // others than the owner
+  std::vector<std::shared_ptr<CudaQueue>> users_ ABSL_GUARDED_BY(mu_);  // others than the owner
 };
 
 // The device's pool keeps what is freed from now on, and its peers copy from it without a detour through the

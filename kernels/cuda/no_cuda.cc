@@ -1,7 +1,7 @@
 // What a build without CUDA answers to those who ask for its devices.
 #include "kernels/cuda/attention_bench.h"
-#include "kernels/cuda/cuda_backend.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 namespace {
@@ -13,9 +13,9 @@ absl::Status NoCuda() {
 
 }  // namespace
 
-absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() { return NoCuda(); }
-absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice&) { return NoCuda(); }
-absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaDevice&) { return NoCuda(); }
+absl::StatusOr<std::vector<CudaDeviceInfo>> FindCudaDevices() { return NoCuda(); }
+absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDeviceInfo&) { return NoCuda(); }
+absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(const CudaDeviceInfo&) { return NoCuda(); }
 absl::StatusOr<CudaAttentionBenchResult> BenchCudaAttention(const CudaAttentionBenchOptions&,
                                                             const CudaDeviceTraits&) {
   return NoCuda();

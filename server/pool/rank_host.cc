@@ -11,6 +11,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
+#include "server/pool/counting_stream.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/word_hash.h"
@@ -33,14 +34,6 @@ uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
   return hash.Finish();
 }
 
-std::vector<std::unique_ptr<CountingBackend>> Counting(std::vector<std::unique_ptr<Backend>> backends) {
-  std::vector<std::unique_ptr<CountingBackend>> counting;
-  for (std::unique_ptr<Backend>& backend : backends) {
-    counting.push_back(std::make_unique<CountingBackend>(std::move(backend)));
-  }
-  return counting;
-}
-
 std::vector<std::unique_ptr<NcclLinks>> MakeLinks(size_t gpus) {
   std::vector<std::unique_ptr<NcclLinks>> links;
   for (size_t i = 0; i < gpus; ++i) links.push_back(std::make_unique<NcclLinks>());
@@ -48,7 +41,7 @@ std::vector<std::unique_ptr<NcclLinks>> MakeLinks(size_t gpus) {
 }
 
 // NCCL has one rank on a GPU.
-absl::Status CheckDevices(const std::vector<CudaDevice>& of_rank) {
+absl::Status CheckDevices(const std::vector<CudaDeviceInfo>& of_rank) {
   for (size_t rank = 1; rank < of_rank.size(); ++rank) {
     if (of_rank[rank].ordinal != of_rank[rank - 1].ordinal) continue;
     return absl::InvalidArgumentError(absl::StrCat("pool.worker.ranks is ", of_rank.size(),
@@ -80,12 +73,21 @@ class RankHost::ActiveRun {
   // step.
   absl::Status Reserve() {
     const int64_t bytes = part_.reserve_bytes;
-    if (!host_.pool_.devices.empty()) return ReserveOnDevices(bytes / static_cast<int64_t>(seats_.size()));
+    if (!host_.pool_.gpus.empty()) return ReserveOnDevices(bytes / static_cast<int64_t>(seats_.size()));
     if (const int64_t free = FreeMemoryBytes(); free > 0 && bytes > free) {
       return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
                                                         free, " are free; shorten the prompt or add ranks"));
     }
-    return ReserveOn(*host_.backends_.front(), bytes);
+    return ReserveOn(*host_.pool_.devices.front(), bytes);
+  }
+
+  // Each rank's stream, from now on: its progress is asked for before it runs.
+  absl::Status OpenStreams() {
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, host_.pool_.devices[i]->NewStream(&stop_));
+      seats_[i].stream = std::make_unique<CountingStream>(std::move(stream));
+    }
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::vector<std::string>> Listen() {
@@ -105,7 +107,6 @@ class RankHost::ActiveRun {
     probes_ = std::move(probes);
     reservations_.clear();
     for (size_t i = 0; i < seats_.size(); ++i) {
-      seats_[i].first_operation = host_.backends_[i]->operations();
       seats_[i].thread =
           std::thread([this, i] { host_.listener_.OnRankDone(part_.number, seat(i), RunAndLook(i)); });
     }
@@ -133,11 +134,11 @@ class RankHost::ActiveRun {
     if (!started_.load(std::memory_order_acquire)) return all;
     for (size_t i = 0; i < seats_.size(); ++i) {
       const Seat& rank_seat = seats_[i];
-      const uint64_t operations = host_.backends_[i]->operations();
+      const uint64_t operations = rank_seat.stream->operations();
       if (rank_seat.connecting) rank_seat.connecting_reports += 2;
       all.push_back({.rank = seat(i),
                      .layers_done = rank_seat.layers_done.load(std::memory_order_relaxed),
-                     .operations = operations - rank_seat.first_operation + rank_seat.connecting_reports,
+                     .operations = operations + rank_seat.connecting_reports,
                      .computing = operations % 2 == 1});
     }
     return all;
@@ -145,11 +146,11 @@ class RankHost::ActiveRun {
 
  private:
   struct Seat {
+    std::unique_ptr<CountingStream> stream;  // outlives the communicator
     std::unique_ptr<Endpoint> endpoint;
     std::unique_ptr<Communicator> communicator;
     std::thread thread;
     std::atomic<int> layers_done{0};
-    uint64_t first_operation = 0;
     // NCCL takes seconds to connect, within a deadline of its own: meanwhile each report counts as an
     // operation.
     std::atomic<bool> connecting{false};
@@ -159,25 +160,25 @@ class RankHost::ActiveRun {
   int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
   int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // of the plan
 
-  absl::Status ReserveOn(Backend& backend, int64_t bytes) {
-    absl::StatusOr<BufferRef> reservation = backend.Allocate(static_cast<size_t>(bytes));
+  absl::Status ReserveOn(Device& device, int64_t bytes) {
+    absl::StatusOr<BufferRef> reservation = device.Allocate(static_cast<size_t>(bytes));
     if (reservation.ok()) reservations_.push_back(*std::move(reservation));
     return reservation.status();
   }
 
   absl::Status ReserveOnDevices(int64_t bytes_each) {
     for (size_t i = 0; i < seats_.size(); ++i) {
-      RETURN_IF_ERROR(ReserveOn(*host_.backends_[i], bytes_each));
+      RETURN_IF_ERROR(ReserveOn(*host_.pool_.devices[i], bytes_each));
     }
     return absl::OkStatus();
   }
 
   absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const {
-    const std::vector<CudaDevice>& devices = host_.pool_.devices;
-    if (!devices.empty()) {
+    const std::vector<CudaDeviceInfo>& gpus = host_.pool_.gpus;
+    if (!gpus.empty()) {
       return ListenNccl({.rank = rank(i),
                          .ranks = part_.plan.ranks(),
-                         .device = devices[i].ordinal,
+                         .device = gpus[i].ordinal,
                          .most_ctas = host_.options_.nccl_ctas,
                          .epoch = part_.epoch,
                          .links = host_.links_[i].get()});
@@ -192,9 +193,8 @@ class RankHost::ActiveRun {
   absl::StatusOr<RankOutput> RunAndLook(size_t i) {
     absl::StatusOr<RankOutput> output = RunSeat(i);
     if (output.ok()) return output;
-    Backend& backend = *host_.backends_[i];
-    backend.Mark();  // fails where the device has
-    if (!backend.lost()) return output;
+    seats_[i].stream->Mark();  // fails where the device has
+    if (!host_.pool_.devices[i]->lost()) return output;
     host_.lost_ = true;
     return absl::UnavailableError(
         absl::StrCat("a GPU has failed under rank ", seat(i), ": ", output.status().message()));
@@ -202,22 +202,20 @@ class RankHost::ActiveRun {
 
   absl::StatusOr<RankOutput> RunSeat(size_t i) {
     Seat& seat = seats_[i];
-    Backend& backend = *host_.backends_[i];
-    const absl::Duration timeout = host_.pool_.devices.empty() ? kConnectTimeout : kNcclConnectTimeout;
-    seat.connecting = !host_.pool_.devices.empty();
-    auto communicator = seat.endpoint->Connect(addresses_, backend, MonotonicNow() + timeout);
+    const absl::Duration timeout = host_.pool_.gpus.empty() ? kConnectTimeout : kNcclConnectTimeout;
+    seat.connecting = !host_.pool_.gpus.empty();
+    auto communicator = seat.endpoint->Connect(addresses_, *seat.stream, MonotonicNow() + timeout);
     seat.connecting = false;
     host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);
-    backend.set_stop_token(&stop_);
     TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0);
     absl::StatusOr<RankOutput> output =
         RunRank({.plan = part_.plan,
                  .model = *host_.pool_.models[i],
                  .rank = rank(i),
                  .tokens = tokens_,
-                 .backend = backend,
+                 .stream = *seat.stream,
                  .communicator = *seat.communicator,
                  .wait_timeout = WaitTimeout(part_.plan),
                  .on_layer_done =
@@ -225,7 +223,6 @@ class RankHost::ActiveRun {
                  .kv = nullptr,
                  .recorder = &recorder,
                  .probes = probes_});
-    backend.set_stop_token(nullptr);
     return output;
   }
 
@@ -242,14 +239,11 @@ class RankHost::ActiveRun {
   std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
 };
 
-RankHost::RankHost(const Options& options, EmbeddedPool pool,
-                   std::vector<std::unique_ptr<CountingBackend>> backends, v1::ModelId model_id,
-                   Listener& listener)
+RankHost::RankHost(const Options& options, EmbeddedPool pool, v1::ModelId model_id, Listener& listener)
     : options_(options),
       pool_(std::move(pool)),
       model_id_(std::move(model_id)),
-      backends_(std::move(backends)),
-      links_(MakeLinks(pool_.devices.size())),
+      links_(MakeLinks(pool_.gpus.size())),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
@@ -264,11 +258,10 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .communication_multiprocessors = options.attention_sm_margin,
                                      .threads = options.threads,
                                      .speed_profile_path = options.speed_profile_path}));
-  RETURN_IF_ERROR(CheckDevices(pool.devices));
+  RETURN_IF_ERROR(CheckDevices(pool.gpus));
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
-  auto backends = Counting(std::exchange(pool.backends, {}));
   return std::unique_ptr<RankHost>(
-      new RankHost(options, std::move(pool), std::move(backends), std::move(identified.id), listener));
+      new RankHost(options, std::move(pool), std::move(identified.id), listener));
 }
 
 RankHost::~RankHost() {
@@ -289,10 +282,10 @@ RankHost::~RankHost() {
 }
 
 void RankHost::Describe(v1::Join& offer) const {
-  offer.set_backend(backends_.front()->name());
-  offer.set_ranks(static_cast<uint32_t>(backends_.size()));
-  for (size_t i = 0; i < backends_.size(); ++i) {
-    offer.add_devices(pool_.devices.empty() ? "cpu" : pool_.devices[i].name);
+  offer.set_backend(pool_.devices.front()->name());
+  offer.set_ranks(static_cast<uint32_t>(pool_.devices.size()));
+  for (size_t i = 0; i < pool_.devices.size(); ++i) {
+    offer.add_devices(pool_.gpus.empty() ? "cpu" : pool_.gpus[i].name);
   }
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_peak_flops(pool_.peak_flops);
@@ -346,6 +339,7 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
     if (stopping_ == run->number()) return absl::CancelledError("stopped before it was prepared");
   }
   RETURN_IF_ERROR(run->Reserve());
+  RETURN_IF_ERROR(run->OpenStreams());
   return run->Listen();
 }
 

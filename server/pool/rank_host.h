@@ -23,7 +23,6 @@
 #include "engine/run/rank_runner.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
-#include "server/pool/counting_backend.h"
 #include "server/pool/worker_machine.h"
 
 namespace meshfill {
@@ -57,7 +56,7 @@ class RankHost {
   static absl::StatusOr<std::unique_ptr<RankHost>> Load(const Options& options, Listener& listener);
   ~RankHost();  // stops what runs
 
-  // What this host offers: ranks, devices, backend, memory, speed, model.
+  // What this host offers: ranks, devices, memory, speed, model.
   void Describe(v1::Join& offer) const;
 
   void Prepare(WorkerMachine::RunPart part);
@@ -70,8 +69,7 @@ class RankHost {
  private:
   class ActiveRun;
 
-  RankHost(const Options& options, EmbeddedPool pool, std::vector<std::unique_ptr<CountingBackend>> backends,
-           v1::ModelId model_id, Listener& listener);
+  RankHost(const Options& options, EmbeddedPool pool, v1::ModelId model_id, Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
@@ -82,10 +80,9 @@ class RankHost {
   std::shared_ptr<ActiveRun> Current(uint64_t run) const;
 
   const Options options_;
-  const EmbeddedPool pool_;  // but for its backends
+  const EmbeddedPool pool_;
   const v1::ModelId model_id_;
-  const std::vector<std::unique_ptr<CountingBackend>> backends_;  // by rank of this worker
-  const std::vector<std::unique_ptr<NcclLinks>> links_;           // likewise; empty on the CPU
+  const std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank of this worker; empty on the CPU
   Listener& listener_;
   std::atomic<bool> told_of_strangers_{false};
   std::atomic<bool> lost_{false};

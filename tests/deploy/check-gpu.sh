@@ -22,11 +22,11 @@ package=build/gpu/meshfill-gpu.tar.gz
 most_bytes=$((56 << 20))   # of the package: it travels with the tree, 64 MiB in all
 
 build() {
-  local binaries=(server/meshfill tests/kernels/cuda_attention_test tests/kernels/cuda_backend_test
+  local binaries=(server/meshfill tests/kernels/cuda_attention_test tests/kernels/cuda_stream_test
                   tests/engine/parity_test tests/engine/independence_test tests/engine/nccl_test)
   local folder=${MESHFILL_BUILD:-build/release} stage
   [ -n "${MESHFILL_BUILD:-}" ] || cmake --preset release -DMESHFILL_CUDA=ON >/dev/null
-  cmake --build "$folder" --parallel "$(nproc)" --target meshfill cuda_attention_test cuda_backend_test parity_test independence_test nccl_test
+  cmake --build "$folder" --parallel "$(nproc)" --target meshfill cuda_attention_test cuda_stream_test parity_test independence_test nccl_test
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' RETURN
   mkdir -p "$stage/bin" "$stage/lib" build/gpu

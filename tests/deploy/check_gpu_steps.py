@@ -53,7 +53,7 @@ def refusal(run):
 
 def check_kernels(run):
     run.step("attention kernels", "all pass", 120, lambda limit: run.test("cuda_attention_test", limit))
-    run.step("backend, each operation", "all pass", 60, lambda limit: run.test("cuda_backend_test", limit))
+    run.step("stream, each operation", "all pass", 60, lambda limit: run.test("cuda_stream_test", limit))
     run.step("parity with transformers", "all pass", 120,
              lambda limit: run.test("parity_test", limit, arguments=["--gtest_filter=*HalfWeight*"]))
     run.step("independence, 1 to 8 ranks", "all pass", 120, lambda limit: run.test("independence_test", limit))
@@ -67,7 +67,7 @@ def check_nccl(run):
 
 def check_rest(run):
     run.step("no visible GPU is refused", "status 2", 20, refusal(run))
-    run.step("memcheck, backend", "clean", 120, sanitizer(run, "memcheck", "cuda_backend_test", "-*RefusesMoreMemory*"))
+    run.step("memcheck, stream", "clean", 120, sanitizer(run, "memcheck", "cuda_stream_test", "-*RefusesMoreMemory*"))
     run.step("memcheck, attention", "clean", 120, sanitizer(run, "memcheck", "cuda_attention_test", "-*Bench*:*Long*"))
     run.step("racecheck, attention", "clean", 120, sanitizer(run, "racecheck", "cuda_attention_test", "-*Bench*:*Long*"))
 

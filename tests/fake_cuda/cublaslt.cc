@@ -150,6 +150,7 @@ absl::StatusOr<const CublasLt*> CublasLt::Load() {
             *handle = nullptr;
             return CUBLAS_STATUS_SUCCESS;
           },
+      .Destroy = [](cublasLtHandle_t) { return CUBLAS_STATUS_SUCCESS; },
       .GetStatusString = [](cublasStatus_t) { return "a fake status"; },
       .MatmulDescCreate = [](cublasLtMatmulDesc_t* made, cublasComputeType_t,
                              cudaDataType_t) { return Make(made, Operation{}); },

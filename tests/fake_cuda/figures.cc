@@ -1,6 +1,6 @@
 // In place of figures of a device: the reference's speed is nobody's, and takes long to find out.
 #include "kernels/cuda/attention_bench.h"
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 

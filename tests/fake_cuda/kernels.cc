@@ -6,18 +6,18 @@
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
-#include "kernels/reference/reference_backend.h"
 #include "tests/fake_cuda/fake_cuda.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
 
 constexpr auto At = [](auto* pointer) { return FakeCuda::At(pointer); };
 
-// `run` gets a backend of its own: the reference keeps nothing between operations.
-absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::Status(Backend&)> run) {
+// `run` gets a stream of its own: the reference keeps nothing between operations.
+absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::Status(Stream&)> run) {
   return LaunchStatus(name, FakeCuda::Enqueue(stream, [run = std::move(run)] {
-                        const auto reference = MakeReferenceBackend(DType::kBf16);
+                        const LoneStream reference = ReferenceStream(DType::kBf16);
                         run(*reference).IgnoreError();  // it has no way to fail
                       }));
 }
@@ -27,7 +27,7 @@ absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::
 absl::Status LaunchEmbed(const uint32_t* ids, int64_t tokens, const void* table, DType table_dtype,
                          int64_t width, float* x, CUstream_st* stream) {
   if (tokens == 0) return absl::OkStatus();
-  return Enqueue("embed", stream, [=](Backend& reference) {
+  return Enqueue("embed", stream, [=](Stream& reference) {
     return reference.Embed({At(ids), static_cast<size_t>(tokens)}, At(table), table_dtype, width, At(x));
   });
 }
@@ -35,14 +35,14 @@ absl::Status LaunchEmbed(const uint32_t* ids, int64_t tokens, const void* table,
 absl::Status LaunchRmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
                            BFloat16* y, CUstream_st* stream) {
   if (tokens == 0) return absl::OkStatus();
-  return Enqueue("rms norm", stream, [=](Backend& reference) {
+  return Enqueue("rms norm", stream, [=](Stream& reference) {
     return reference.RmsNorm(At(x), At(weight), tokens, width, eps, At(y));
   });
 }
 
 absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
   if (args.tokens == 0) return absl::OkStatus();
-  return Enqueue("split qkv", stream, [args = args](Backend& reference) mutable {
+  return Enqueue("split qkv", stream, [args = args](Stream& reference) mutable {
     args.qkv = At(args.qkv), args.q = At(args.q), args.k = At(args.k), args.v = At(args.v);
     args.q_norm = At(args.q_norm), args.k_norm = At(args.k_norm);
     args.rope_cos = At(args.rope_cos), args.rope_sin = At(args.rope_sin);
@@ -52,7 +52,7 @@ absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
 
 absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* stream) {
   if (args.rows == 0) return absl::OkStatus();
-  return Enqueue("merge partial", stream, [args = args](Backend& reference) mutable {
+  return Enqueue("merge partial", stream, [args = args](Stream& reference) mutable {
     args.o = At(args.o), args.lse = At(args.lse);
     args.other_o = At(args.other_o), args.other_lse = At(args.other_lse);
     return reference.MergePartial(args);
@@ -61,7 +61,7 @@ absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* strea
 
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
   if (args.tokens == 0) return absl::OkStatus();
-  return Enqueue("copy heads", stream, [args = args](Backend& reference) mutable {
+  return Enqueue("copy heads", stream, [args = args](Stream& reference) mutable {
     args.from = At(args.from), args.to = At(args.to);
     return reference.CopyHeads(args);
   });
@@ -71,14 +71,14 @@ absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFlo
                           CUstream_st* stream) {
   if (tokens == 0) return absl::OkStatus();
   return Enqueue("swiglu", stream,
-                 [=](Backend& reference) { return reference.SwiGlu(At(x), tokens, width, At(y)); });
+                 [=](Stream& reference) { return reference.SwiGlu(At(x), tokens, width, At(y)); });
 }
 
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,
                            CUstream_st* stream) {
   if (count == 0) return absl::OkStatus();
   // One head of one element a slot: CopyHeads rounds as Convert does. f16 by way of the embedding.
-  return Enqueue("convert", stream, [=](Backend& reference) {
+  return Enqueue("convert", stream, [=](Stream& reference) {
     if (from_dtype == DType::kF16) {
       const uint32_t first[] = {0};
       std::vector<float> values(count);
@@ -108,7 +108,7 @@ absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, con
     return absl::InvalidArgumentError("fake cuda attention: an argument that the kernels refuse");
   }
   if (args.q_tokens == 0) return absl::OkStatus();
-  return Enqueue("attention", stream, [args = args](Backend& reference) mutable {
+  return Enqueue("attention", stream, [args = args](Stream& reference) mutable {
     if (args.k_tokens > 0) args.k = At(args.k), args.v = At(args.v);
     args.q = At(args.q), args.o = At(args.o), args.lse = At(args.lse);
     return reference.AttentionBlock(args);

@@ -4,15 +4,14 @@
 
 namespace meshfill {
 
-absl::Status LoadCudaKernels(const ModelShape&, std::span<const CudaDevice>,
-                             std::span<const std::unique_ptr<Backend>>) {
+absl::Status LoadCudaKernels(const ModelShape&, std::span<const std::shared_ptr<Device>>) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape&, std::span<const CudaDevice>,
-                                               std::span<const std::unique_ptr<Backend>> backends) {
+absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape&,
+                                               std::span<const std::shared_ptr<Device>> of_rank) {
   ++FakeCuda::speed_measurements;
-  return PoolSpeed{.lm_head_bytes_per_second = 1e12, .slice_tokens = backends.front()->grain().slice_tokens};
+  return PoolSpeed{.lm_head_bytes_per_second = 1e12, .slice_tokens = of_rank.front()->grain().slice_tokens};
 }
 
 }  // namespace meshfill

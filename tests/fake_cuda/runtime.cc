@@ -362,6 +362,12 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return Return(meshfill::Of(stream).Idle() ? cudaSuccess : cudaErrorNotReady);
 }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  const auto record = std::make_shared<meshfill::Record>();
+  const cudaError_t error = FakeCuda::Enqueue(stream, [record] { record->Pass(); });
+  if (error == cudaSuccess) record->Wait();
+  return error;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   std::shared_ptr<meshfill::Record> record = meshfill::Of(event).Latest();
   if (record == nullptr) return Return(cudaSuccess);  // never recorded: no wait

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/backend.h"
-#include "kernels/reference/reference_backend.h"
+#include "kernels/stream.h"
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_band.h"
 
 namespace meshfill {
@@ -113,7 +113,7 @@ inline AttentionCase RandomAttentionCase(std::mt19937& random, std::initializer_
 inline void ExpectReferenceState(const AttentionCase& shape, const AttentionData& before,
                                  const AttentionData& after) {
   AttentionData expected = before;
-  const std::unique_ptr<Backend> reference = MakeReferenceBackend(shape.dtype);
+  const LoneStream reference = ReferenceStream(shape.dtype);
   ASSERT_TRUE(reference->AttentionBlock(expected.Args(shape)).ok());
   const double tolerance = shape.dtype == DType::kBf16 ? 4e-3 : 5e-4;
   double error = 0, norm = 0;

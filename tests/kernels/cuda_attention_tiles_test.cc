@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/backend.h"
 #include "kernels/cuda/attention_params.h"
 #include "kernels/cuda/attention_sm80.cuh"
 #include "kernels/cuda/attention_sm90.cuh"
 #include "kernels/cuda/attention_tiles.h"
 #include "kernels/cuda/fragments.h"
+#include "kernels/stream.h"
 #include "tests/kernels/random_band.h"
 
 namespace meshfill {

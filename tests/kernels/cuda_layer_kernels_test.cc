@@ -10,8 +10,8 @@
 
 #include "kernels/cuda/layer_kernels.cuh"
 #include "kernels/cuda/layer_launch.h"
-#include "kernels/reference/reference_backend.h"
 #include "tests/kernels/cuda_emulator.h"
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -43,7 +43,7 @@ class CudaLayerKernelsTest : public testing::Test {
   }
 
   std::mt19937_64 random_;
-  const std::unique_ptr<Backend> reference_ = MakeReferenceBackend(DType::kBf16);
+  const LoneStream reference_ = ReferenceStream(DType::kBf16);
 };
 
 TEST(FitsVectors, WantsAlignedPointersAndStrides) {

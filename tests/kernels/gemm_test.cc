@@ -10,7 +10,8 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/reference/reference_backend.h"
+#include "kernels/cpu/packed_matrix.h"
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -51,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, GemmTest, testing::Values(DType::kF32, DType::k
                          [](const auto& param) { return DTypeName(param.param); });
 
 TEST_P(GemmTest, AgreesWithTheReference) {
-  const auto reference = MakeReferenceBackend(GetParam());
+  const LoneStream reference = ReferenceStream(GetParam());
   for (int draw = 0; draw < 40; ++draw) {
     const uint64_t seed = TestSeed();
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
@@ -59,8 +60,8 @@ TEST_P(GemmTest, AgreesWithTheReference) {
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Layer layer(random, Draw(random, 1, 300), 90);
-    const auto weight = gemm.Pack(layer.rows, layer.in_features);
-    const auto reference_weight = reference->PackWeight(layer.rows, layer.in_features);
+    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
+    const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     EXPECT_EQ((*weight)->out_features(), layer.out_features);
     EXPECT_EQ((*weight)->in_features(), layer.in_features);
@@ -98,11 +99,11 @@ TEST_P(GemmTest, OneTokenOverManyOutputFeatures) {
   std::mt19937_64 random(seed);
   ThreadPool pool(2);
   CpuGemm gemm(GetParam(), pool);
-  const auto reference = MakeReferenceBackend(GetParam());
+  const LoneStream reference = ReferenceStream(GetParam());
   for (const int64_t in_features : {int64_t{64}, Draw(random, 1, 99)}) {
     const Layer layer(random, in_features, 1500);
-    const auto weight = gemm.Pack(layer.rows, in_features);
-    const auto reference_weight = reference->PackWeight(layer.rows, in_features);
+    const auto weight = PackMatrix(layer.rows, in_features, GetParam(), pool);
+    const auto reference_weight = reference.device().PackWeight(layer.rows, in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     const Tensor x = Tensor::Normal(random, GetParam(), in_features);
     Tensor y(DType::kF32, layer.out_features), expected = y;
@@ -134,7 +135,7 @@ TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
   const auto run = [&](int threads, int64_t first, int64_t count) {
     ThreadPool pool(threads);
     CpuGemm gemm(GetParam(), pool);
-    const auto weight = gemm.Pack(layer.rows, layer.in_features);
+    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
     Tensor y(GetParam(), count * layer.out_features);
     EXPECT_TRUE(gemm.Run({.weight = weight->get(),
                           .x = x.data<std::byte>() + first * layer.in_features * DTypeBytes(GetParam()),
@@ -164,7 +165,7 @@ TEST_P(GemmTest, TheSourcesMayGoAfterPacking) {
   CpuGemm gemm(GetParam(), pool);
   std::vector<float> weights(8 * 4, 1.0f), bias(8, 0.5f);
   const WeightRows rows{.data = weights.data(), .dtype = DType::kF32, .rows = 8, .bias = bias.data()};
-  const auto weight = gemm.Pack({&rows, 1}, 4);
+  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), pool);
   std::fill(weights.begin(), weights.end(), 100.0f);
   std::fill(bias.begin(), bias.end(), 100.0f);
   Tensor x(GetParam(), 4), y(DType::kF32, 8);
@@ -184,7 +185,7 @@ TEST_P(GemmTest, OneWeightServesSeveralRanks) {
   ThreadPool pool(2);
   CpuGemm gemm(GetParam(), pool);
   const Layer layer(random, 65, 200);
-  const auto weight = gemm.Pack(layer.rows, layer.in_features);
+  const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
   ASSERT_TRUE(weight.ok()) << weight.status();
   const Tensor x = Tensor::Normal(random, GetParam(), 100 * layer.in_features);
   const auto run = [&](CpuGemm& mine) {
@@ -216,7 +217,7 @@ TEST_P(GemmTest, ARaisedStopTokenCancels) {
   CpuGemm gemm(GetParam(), pool);
   const Tensor zeros(DType::kF32, 16);
   const WeightRows rows{.data = zeros.data(), .dtype = DType::kF32, .rows = 4};
-  const auto weight = gemm.Pack({&rows, 1}, 4);
+  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), pool);
   Tensor x(GetParam(), 8), y(DType::kF32, 8);
   StopToken stop;
   stop.Stop();

@@ -17,7 +17,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// What random inputs do not reach, on every instruction set; CpuBackendTest has the operations on random
+// What random inputs do not reach, on every instruction set; CpuStreamTest has the operations on random
 // inputs.
 class LayerOpsTest : public testing::TestWithParam<int64_t> {
  private:

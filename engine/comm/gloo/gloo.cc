@@ -86,7 +86,7 @@ class GlooRun {
 
   const GlooOptions& options() const { return options_; }
 
-  absl::Status Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets, Backend& backend);
+  absl::Status Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets, Stream& stream);
 
   // A message to `to` leaves; the returned one, from `from`, is on its way.
   absl::StatusOr<std::shared_ptr<Message>> SendReceive(Traffic traffic, int to, BufferRef message, int from,
@@ -126,7 +126,7 @@ class GlooRun {
   }
 
   const GlooOptions options_;
-  Backend* backend_ = nullptr;
+  Stream* stream_ = nullptr;
 
   std::vector<Counters> counters_;  // by peer; of the rank's thread alone
 
@@ -147,8 +147,8 @@ class GlooRun {
 };
 
 absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets,
-                            Backend& backend) {
-  backend_ = &backend;
+                            Stream& stream) {
+  stream_ = &stream;
   gloo::transport::tcp::attr attr;
   attr.ai_family = interface.storage.ss_family;
   attr.ai_socktype = SOCK_STREAM;
@@ -181,7 +181,7 @@ absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(Traffic traffic, i
     const MutexLock lock(mu_);
     if (aborted_) return AbortedIn(Describe(traffic, "from", from));
   }
-  ASSIGN_OR_RETURN(BufferRef buffer, backend_->Allocate(receive_bytes));
+  ASSIGN_OR_RETURN(BufferRef buffer, stream_->Allocate(receive_bytes));
   auto receive = std::make_shared<Message>(context_, from, traffic, counters_[from].received[traffic]++,
                                            std::move(buffer));
   auto send =
@@ -424,14 +424,14 @@ class GlooEndpointImpl : public GlooEndpoint {
   const std::string& address() const override { return rendezvous_->address(); }
 
   absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
-                                                        Backend& backend, absl::Time deadline) override {
+                                                        Stream& stream, absl::Time deadline) override {
     if (std::exchange(connected_, true)) {
       return absl::InternalError(absl::StrCat("rank ", run_->options().rank, ": connected twice"));
     }
     absl::StatusOr<std::vector<FileDescriptor>> sockets = rendezvous_->Connect(addresses, deadline);
     absl::Status status = run_->AbortReason("connecting");
     if (status.ok()) status = sockets.status();
-    if (status.ok()) status = run_->Start(rendezvous_->interface(), *std::move(sockets), backend);
+    if (status.ok()) status = run_->Start(rendezvous_->interface(), *std::move(sockets), stream);
     if (status.ok()) return std::make_unique<GlooCommunicator>(run_);
     run_->Close();
     return status;

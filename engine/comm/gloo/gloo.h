@@ -22,7 +22,7 @@
 //   DEADLINE_EXCEEDED  nothing came; other waits go on
 // and the reason of Abort goes before all of them. A run in which a wait has failed is to be aborted.
 //
-// Cost of a message: its bytes cross the wire once, out of and into buffers of the backend (host memory),
+// Cost of a message: its bytes cross the wire once, out of and into buffers of the stream (host memory),
 // after one round trip in which the receiver says that it is ready; a checksum reads them once on each side,
 // on the rank's thread. Each rank has one thread for its sockets. Memory: what was sent is held until it has
 // left.
@@ -46,7 +46,7 @@ struct GlooOptions {
   bool checksum = true;  // of every payload that this rank sends
 };
 
-// Connect: what cannot be reached is named by its rank. Messages are received into buffers of the backend
+// Connect: what cannot be reached is named by its rank. Messages are received into buffers of the stream
 // (host memory). The communicator's destructor waits until what it sent has left, at most a minute, unless it
 // was aborted. Abort ends its peers' waits for this rank, too, with UNAVAILABLE.
 class GlooEndpoint : public Endpoint {

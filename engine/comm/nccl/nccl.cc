@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/comm/nccl/nccl_library.h"
 #include "kernels/cuda/memory.h"
-#include "kernels/cuda/stream.h"
+#include "kernels/cuda/queue.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -199,11 +199,11 @@ class Watch {
 
 class NcclReceive : public PendingReceive {
  public:
-  NcclReceive(std::shared_ptr<NcclComm> comm, Watch& watch, Backend& backend, DeviceMessage message,
+  NcclReceive(std::shared_ptr<NcclComm> comm, Watch& watch, Stream& stream, DeviceMessage message,
               std::string what)
       : comm_(std::move(comm)),
         watch_(watch),
-        backend_(backend),
+        stream_(stream),
         message_(std::move(message)),
         what_(std::move(what)) {}
 
@@ -211,13 +211,13 @@ class NcclReceive : public PendingReceive {
     if (message_.buffer == nullptr) return absl::InternalError(absl::StrCat(what_, ": waited twice"));
     RETURN_IF_ERROR(comm_->Check(what_));
     watch_.Add(std::static_pointer_cast<const CudaPoint>(message_.ready), what_, deadline);
-    return backend_.TakeOver(std::exchange(message_, {}));
+    return stream_.TakeOver(std::exchange(message_, {}));
   }
 
  private:
   const std::shared_ptr<NcclComm> comm_;
   Watch& watch_;
-  Backend& backend_;
+  Stream& stream_;
   DeviceMessage message_;
   const std::string what_;
 };
@@ -225,12 +225,12 @@ class NcclReceive : public PendingReceive {
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(const Nccl& nccl, const NcclOptions& options, std::shared_ptr<NcclComm> comm,
-                   Backend& backend, std::shared_ptr<CudaStream> stream)
+                   Stream& stream, std::shared_ptr<CudaQueue> queue)
       : nccl_(nccl),
         options_(options),
         comm_(std::move(comm)),
-        backend_(backend),
-        stream_(std::move(stream)),
+        stream_(stream),
+        queue_(std::move(queue)),
         watch_(comm_) {}
 
   int rank() const override { return options_.rank; }
@@ -246,28 +246,28 @@ class NcclCommunicator : public Communicator {
       }
     }
     std::string what = absl::StrCat("rank ", rank(), ": ", OperationName(traffic), " from rank ", from);
-    ASSIGN_OR_RETURN(BufferRef received, backend_.Allocate(receive_bytes));
+    ASSIGN_OR_RETURN(BufferRef received, stream_.Allocate(receive_bytes));
     const ScopedCudaDevice scope(options_.device);
     // The message is written, and what is received into allocated, where the rank's own stream is now.
-    const std::shared_ptr<const StreamPoint> before = backend_.Mark();
+    const std::shared_ptr<const StreamPoint> before = stream_.Mark();
     if (before == nullptr) return absl::UnavailableError(absl::StrCat(what, ": the device has failed"));
-    RETURN_IF_ERROR(stream_->WaitFor(static_cast<const CudaPoint&>(*before)));
-    CudaAllocation::Of(*message).AddUser(stream_);
-    CudaAllocation::Of(*received).AddUser(stream_);
+    RETURN_IF_ERROR(queue_->WaitFor(static_cast<const CudaPoint&>(*before)));
+    CudaAllocation::Of(*message).AddUser(queue_);
+    CudaAllocation::Of(*received).AddUser(queue_);
     RETURN_IF_ERROR(comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
       // Nothing is sent of nothing: the peer expects as little.
       ncclResult_t result = ncclSuccess;
       if (message->size_bytes() > 0) {
-        result = nccl_.Send(message->data(), message->size_bytes(), ncclInt8, to, comm, stream_->get());
+        result = nccl_.Send(message->data(), message->size_bytes(), ncclInt8, to, comm, queue_->get());
       }
       if (receive_bytes > 0 && (result == ncclSuccess || result == ncclInProgress)) {
-        result = nccl_.Recv(received->data(), receive_bytes, ncclInt8, from, comm, stream_->get());
+        result = nccl_.Recv(received->data(), receive_bytes, ncclInt8, from, comm, queue_->get());
       }
       return result;
     }));
-    ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, stream_->Mark());
+    ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, queue_->Mark());
     return std::make_unique<NcclReceive>(
-        comm_, watch_, backend_, DeviceMessage{std::move(received), std::move(ready)}, std::move(what));
+        comm_, watch_, stream_, DeviceMessage{std::move(received), std::move(ready)}, std::move(what));
   }
 
   void Abort(absl::Status reason) override { comm_->Abort(std::move(reason)); }
@@ -275,14 +275,14 @@ class NcclCommunicator : public Communicator {
   // A byte to and from every other rank, so that the first step of a run finds its connections made.
   absl::Status Greet(absl::Time deadline) {
     for (int step = 1; step < size(); ++step) {
-      ASSIGN_OR_RETURN(BufferRef byte, backend_.Allocate(1));
+      ASSIGN_OR_RETURN(BufferRef byte, stream_.Allocate(1));
       ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
                        SendReceive(Traffic::kAllToAll, (rank() + step) % size(), std::move(byte),
                                    (rank() + size() - step) % size(), 1));
       if (absl::StatusOr<BufferRef> received = pending->Wait(deadline); !received.ok())
         return received.status();
     }
-    RETURN_IF_ERROR(backend_.Finish());
+    RETURN_IF_ERROR(stream_.Finish());
     return comm_->Check(absl::StrCat("rank ", rank(), ": connecting"));
   }
 
@@ -293,15 +293,15 @@ class NcclCommunicator : public Communicator {
   const Nccl& nccl_;
   const NcclOptions options_;
   const std::shared_ptr<NcclComm> comm_;
-  Backend& backend_;
-  const std::shared_ptr<CudaStream> stream_;
+  Stream& stream_;
+  const std::shared_ptr<CudaQueue> queue_;
   Watch watch_;
 };
 
 // A communicator between runs, and whose it is.
 struct KeptComm {
   std::shared_ptr<NcclComm> comm;
-  std::shared_ptr<CudaStream> stream;
+  std::shared_ptr<CudaQueue> queue;
   uint64_t name = 0;  // the same on all its ranks
   uint64_t epoch = 0;
   int rank = 0;
@@ -360,7 +360,7 @@ class NcclEndpoint : public Endpoint {
   const std::string& address() const override { return address_; }
 
   absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string> addresses,
-                                                        Backend& backend, absl::Time deadline) override {
+                                                        Stream& stream, absl::Time deadline) override {
     if (static_cast<int>(addresses.size()) != options_.ranks) {
       return absl::InvalidArgumentError(absl::StrCat("rank ", options_.rank, ": ", addresses.size(),
                                                      " addresses for ", options_.ranks, " ranks"));
@@ -380,11 +380,11 @@ class NcclEndpoint : public Endpoint {
     }
     if (all_have_kept) {
       RETURN_IF_ERROR(kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting")));
-      return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, backend, kept_.stream);
+      return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, stream, kept_.queue);
     }
     ncclUniqueId id;
     std::memcpy(&id, addresses[0].data() + kNameAt + sizeof(uint64_t), sizeof(id));
-    return Make(id, backend, deadline);
+    return Make(id, stream, deadline);
   }
 
   void Abort(absl::Status reason) override {
@@ -395,7 +395,7 @@ class NcclEndpoint : public Endpoint {
  private:
   static constexpr size_t kNameAt = sizeof(kGreeting) - 1;
 
-  absl::StatusOr<std::unique_ptr<Communicator>> Make(const ncclUniqueId& id, Backend& backend,
+  absl::StatusOr<std::unique_ptr<Communicator>> Make(const ncclUniqueId& id, Stream& stream,
                                                      absl::Time deadline) {
     if (links_ != nullptr) {
       links_->Drop();
@@ -403,13 +403,13 @@ class NcclEndpoint : public Endpoint {
       ++links_->made;
     }
     const ScopedCudaDevice scope(options_.device);
-    ASSIGN_OR_RETURN(std::shared_ptr<CudaStream> stream, CudaStream::Make(options_.device));
+    ASSIGN_OR_RETURN(std::shared_ptr<CudaQueue> queue, CudaQueue::Make(options_.device));
     RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
-    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, backend, stream);
+    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, stream, queue);
     RETURN_IF_ERROR(communicator->Greet(deadline));
     if (links_ != nullptr) {
       links_->last = {.comm = fresh_,
-                      .stream = std::move(stream),
+                      .queue = std::move(queue),
                       .name = NameOf(id),
                       .epoch = options_.epoch,
                       .rank = options_.rank,

@@ -56,7 +56,7 @@ class NcclLinks {
 struct NcclOptions {
   int rank = 0;
   int ranks = 1;
-  int device = 0;     // of the rank's backend
+  int device = 0;     // the rank's
   int most_ctas = 8;  // that NCCL may take from the kernels beside it
                       // (CudaDeviceTraits::margin_multiprocessors); 0: as many as it likes
   uint64_t epoch = 0;

@@ -36,7 +36,7 @@ class BenchAttentionCommand : public Command {
   }
 
   absl::Status Run() override {
-    ASSIGN_OR_RETURN(const std::vector<CudaDevice> devices, ChooseDevices(device_));
+    ASSIGN_OR_RETURN(const std::vector<CudaDeviceInfo> devices, ChooseDevices(device_));
     if (!devices.empty()) return RunOnGpu(devices.front());
     ASSIGN_OR_RETURN(AttentionBenchResult result, BenchAttention(options_));
     std::fputs(json_ ? Json(result).c_str() : Text(result).c_str(), stdout);
@@ -44,7 +44,7 @@ class BenchAttentionCommand : public Command {
   }
 
  private:
-  absl::Status RunOnGpu(const CudaDevice& device) {
+  absl::Status RunOnGpu(const CudaDeviceInfo& device) {
     ASSIGN_OR_RETURN(CudaAttentionBenchResult result, BenchCudaAttention({.dtype = options_.dtype,
                                                                           .head_dim = options_.head_dim,
                                                                           .q_heads = options_.q_heads,

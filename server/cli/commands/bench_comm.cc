@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_device.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
@@ -33,8 +33,9 @@ class Ring {
       ASSIGN_OR_RETURN(std::unique_ptr<GlooEndpoint> endpoint, GlooEndpoint::Listen(options));
       ring->addresses_.push_back(endpoint->address());
       ring->endpoints_.push_back(std::move(endpoint));
-      ring->backends_.push_back(MakeCpuBackend(DType::kF32, 1));
-      ASSIGN_OR_RETURN(BufferRef message, ring->backends_.back()->Allocate(message_bytes));
+      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, ring->device_->NewStream(nullptr));
+      ring->streams_.push_back(std::move(stream));
+      ASSIGN_OR_RETURN(BufferRef message, ring->device_->Allocate(message_bytes));
       std::memset(message->data(), options.rank, message_bytes);
       ring->messages_.push_back(std::move(message));
     }
@@ -42,7 +43,7 @@ class Ring {
     absl::Status status = ring->OnEachRank([&ring = *ring](int rank) {
       ASSIGN_OR_RETURN(
           auto communicator,
-          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.backends_[rank], MonotonicNow() + kTimeout));
+          ring.endpoints_[rank]->Connect(ring.addresses_, *ring.streams_[rank], MonotonicNow() + kTimeout));
       ring.communicators_[rank] = std::move(communicator);
       return absl::OkStatus();
     });
@@ -90,7 +91,8 @@ class Ring {
     return absl::OkStatus();
   }
 
-  std::vector<std::unique_ptr<Backend>> backends_;
+  const std::unique_ptr<Device> device_ = MakeCpuDevice(DType::kF32, 1);
+  std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<std::unique_ptr<GlooEndpoint>> endpoints_;
   std::vector<std::string> addresses_;
   std::vector<std::unique_ptr<Communicator>> communicators_;

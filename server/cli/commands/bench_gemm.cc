@@ -32,7 +32,7 @@ class BenchGemmCommand : public Command {
   }
 
   absl::Status Run() override {
-    ASSIGN_OR_RETURN(const std::vector<CudaDevice> devices, ChooseDevices(device_));
+    ASSIGN_OR_RETURN(const std::vector<CudaDeviceInfo> devices, ChooseDevices(device_));
     if (!devices.empty()) return RunOnGpu(devices.front());
     ASSIGN_OR_RETURN(GemmBenchResult result, BenchGemm(options_));
     std::fputs(json_ ? Json(result).c_str() : Text(result).c_str(), stdout);
@@ -40,7 +40,7 @@ class BenchGemmCommand : public Command {
   }
 
  private:
-  absl::Status RunOnGpu(const CudaDevice& device) {
+  absl::Status RunOnGpu(const CudaDeviceInfo& device) {
     if (options_.dtype != DType::kBf16) {
       return absl::InvalidArgumentError("--dtype f32: a GPU multiplies in bf16 alone; leave it out");
     }

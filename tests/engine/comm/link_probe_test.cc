@@ -9,6 +9,7 @@
 #include "kernels/monotonic_time.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/random_seed.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
@@ -70,9 +71,9 @@ Measured MeasureWith(const LinkProbe& probe, std::vector<std::unique_ptr<Communi
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < communicators.size(); ++rank) {
     threads.emplace_back([&, rank] {
-      const auto backend = MakeReferenceBackend(DType::kF32);
+      const LoneStream stream = ReferenceStream(DType::kF32);
       LinkedCommunicator communicator(std::move(communicators[rank]), link);
-      measured.links[rank] = Probe(probe, communicator, *backend, kTimeout);
+      measured.links[rank] = Probe(probe, communicator, *stream, kTimeout);
       measured.moved_bytes[rank] = communicator.moved_bytes();
     });
   }
@@ -122,7 +123,7 @@ TEST(LinkProbeTest, MeasuresOverGlooAndLeavesItAsItWas) {
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
       Communicator& communicator = *communicators[rank];
-      const auto link = Probe({{1, 0, 3, 2}}, communicator, *run.backends[rank], kTimeout);
+      const auto link = Probe({{1, 0, 3, 2}}, communicator, *run.streams[rank], kTimeout);
       ASSERT_TRUE(link.ok()) << link.status();
       EXPECT_GT((*link)->bytes_per_second, 1e5);
       EXPECT_LT((*link)->bytes_per_second, 1e12);
@@ -141,14 +142,14 @@ TEST(LinkProbeTest, MeasuresOverGlooAndLeavesItAsItWas) {
 
 TEST(LinkProbeTest, EndsWithTheRunAndByItsDeadline) {
   std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(2);
-  const auto backend = MakeReferenceBackend(DType::kF32);
-  ExpectStatus(Probe({{1, 0}}, *communicators[0], *backend, absl::Milliseconds(20)).status(),
+  const LoneStream stream = ReferenceStream(DType::kF32);
+  ExpectStatus(Probe({{1, 0}}, *communicators[0], *stream, absl::Milliseconds(20)).status(),
                absl::StatusCode::kDeadlineExceeded, {"measuring the link with rank 1"});
   std::thread peer([&] {
     absl::SleepFor(absl::Milliseconds(20));
     communicators[1]->Abort(absl::AbortedError("the epoch ended"));
   });
-  ExpectStatus(Probe({{1, 0}}, *communicators[0], *backend, kTimeout).status(), absl::StatusCode::kAborted,
+  ExpectStatus(Probe({{1, 0}}, *communicators[0], *stream, kTimeout).status(), absl::StatusCode::kAborted,
                {"the epoch ended"});
   peer.join();
 }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/model/model.h"
-#include "kernels/reference/reference_backend.h"
+#include "kernels/reference/reference_device.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/temp_folder.h"
 
@@ -66,8 +66,11 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     options.tied_embeddings = true;
     if (family == ModelFamily::kMistral) options.sliding_window = 77;
     ASSERT_TRUE(MakeModel(options, folder.path()).ok());
-    const auto model = Model::Load(folder.path(), std::nullopt,
-                                   [](const ModelShape& shape) { return MakeReferenceBackend(shape.dtype); });
+    std::unique_ptr<Device> device;
+    const auto model = Model::Load(folder.path(), std::nullopt, [&](const ModelShape& shape) {
+      device = MakeReferenceDevice(shape.dtype);
+      return device.get();
+    });
     ASSERT_TRUE(model.ok()) << model.status();
     const ModelConfig& config = (*model)->config();
     EXPECT_EQ(config.family, family);

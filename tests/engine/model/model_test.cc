@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "engine/model/make_model.h"
-#include "kernels/reference/reference_backend.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/temp_folder.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
@@ -22,8 +22,11 @@ constexpr char kLayer1[] = "model.layers.1.";
 
 absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& folder,
                                             std::optional<DType> dtype = std::nullopt) {
-  return Model::Load(folder, dtype,
-                     [](const ModelShape& shape) { return MakeReferenceBackend(shape.dtype); });
+  std::unique_ptr<Device> device;  // the model may outlive it
+  return Model::Load(folder, dtype, [&](const ModelShape& shape) {
+    device = MakeReferenceDevice(shape.dtype);
+    return device.get();
+  });
 }
 
 // A small good model as a folder in memory.
@@ -50,8 +53,8 @@ std::vector<std::vector<float>> Unpack(const PackedWeight& weight) {
   const int64_t in = weight.in_features(), out = weight.out_features();
   std::vector<float> x((in + 1) * in, 0.0f), y((in + 1) * out);
   for (int64_t i = 0; i < in; ++i) x[i * in + i] = 1;  // the unit vectors, then zero
-  const std::unique_ptr<Backend> backend = MakeReferenceBackend(DType::kF32);
-  EXPECT_TRUE(backend->Gemm({&weight, x.data(), in + 1, y.data(), DType::kF32}).ok());
+  const LoneStream reference = ReferenceStream(DType::kF32);
+  EXPECT_TRUE(reference->Gemm({&weight, x.data(), in + 1, y.data(), DType::kF32}).ok());
   std::vector<std::vector<float>> rows(out, std::vector<float>(in + 1));
   for (int64_t o = 0; o < out; ++o) {
     rows[o][in] = y[in * out + o];

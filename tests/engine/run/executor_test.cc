@@ -19,9 +19,9 @@
 #include "engine/run/head_exchange.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "kernels/reference/reference_backend.h"
+#include "kernels/reference/reference_device.h"
 #include "tests/engine/random_seed.h"
-#include "tests/engine/run/watched_backend.h"
+#include "tests/engine/run/watched_stream.h"
 #include "tests/engine/schedule/random_schedule.h"
 
 namespace meshfill {
@@ -139,11 +139,11 @@ void Deal(const Case& c, int rank, const std::vector<float>& from, int first_hea
   }
 }
 
-LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
+LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
   const int64_t chunk_tokens = c.chunk_tokens(rank);
   const ModelShape slice = c.slice();
-  LayerChunks chunks = {.q = backend.Allocate(slice.q_bytes(chunk_tokens)).value(),
-                        .kv = backend.Allocate(slice.kv_bytes(chunk_tokens)).value()};
+  LayerChunks chunks = {.q = stream.Allocate(slice.q_bytes(chunk_tokens)).value(),
+                        .kv = stream.Allocate(slice.kv_bytes(chunk_tokens)).value()};
   const int q_head = c.first_head(rank, c.model.q_heads), kv_head = c.first_head(rank, c.model.kv_heads);
   auto* const kv = chunks.kv->data<float>();
   Deal(c, rank, c.prompt.q, q_head, slice.q_heads, chunks.q->data<float>());
@@ -159,9 +159,10 @@ struct RankEnd {
 };
 
 // Runs each rank on its thread as its caller would: whoever fails aborts the others. `prepare` may set up a
-// backend.
+// stream.
 std::vector<RankEnd> RunMesh(const Case& c, absl::Duration wait_timeout, int layers,
-                             const std::function<void(int rank, WatchedBackend&)>& prepare) {
+                             const std::function<void(int rank, WatchedStream&)>& prepare,
+                             const StopToken* stop = nullptr) {
   const int n = c.plan.ranks();
   auto communicators = MakeInProcessCommunicators(n);
   std::vector<RankEnd> ends(n);
@@ -169,12 +170,12 @@ std::vector<RankEnd> RunMesh(const Case& c, absl::Duration wait_timeout, int lay
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
       RankEnd& end = ends[rank];
-      WatchedBackend backend(DType::kF32);
-      if (prepare != nullptr) prepare(rank, backend);
-      AttentionExecutor executor(c.plan, c.model, rank, backend, *communicators[rank], wait_timeout,
+      WatchedStream stream(DType::kF32, stop);
+      if (prepare != nullptr) prepare(rank, stream);
+      AttentionExecutor executor(c.plan, c.model, rank, stream, *communicators[rank], wait_timeout,
                                  end.stats);
       for (int layer = 0; layer < layers && end.status.ok(); ++layer) {
-        absl::StatusOr<BufferRef> o = executor.Run(ChunksOf(c, rank, backend), c.window);
+        absl::StatusOr<BufferRef> o = executor.Run(ChunksOf(c, rank, stream), c.window);
         end.status = o.status();
         if (!o.ok()) continue;
         const float* data = (*o)->data<float>();
@@ -285,9 +286,9 @@ TEST(AttentionExecutor, AFailedRankEndsAllRanks) {
     // In the first of three layers: every output needs every rank's KV chunk, so that no rank can finish the
     // second.
     const int failing_block = Draw(random, 0, tile.ranks() - 1);
-    const auto ends = RunMesh(c, absl::Minutes(1), 3, [&](int rank, WatchedBackend& backend) {
+    const auto ends = RunMesh(c, absl::Minutes(1), 3, [&](int rank, WatchedStream& stream) {
       if (rank != failing_rank) return;
-      backend.before_block = [=](int block) {
+      stream.before_block = [=](int block) {
         return block == failing_block ? absl::DataLossError("this rank's memory broke") : absl::OkStatus();
       };
     });
@@ -307,14 +308,16 @@ TEST(AttentionExecutor, AStopEndsAllRanks) {
     const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
     StopToken stop;
     const absl::Time start = MonotonicNow();
-    const auto ends = RunMesh(c, absl::Minutes(1), 3, [&](int rank, WatchedBackend& backend) {
-      backend.set_stop_token(&stop);
-      if (rank != 1) return;
-      backend.before_block = [&stop](int block) {
-        if (block == 2) stop.Stop();
-        return absl::OkStatus();
-      };
-    });
+    const auto ends = RunMesh(
+        c, absl::Minutes(1), 3,
+        [&](int rank, WatchedStream& stream) {
+          if (rank != 1) return;
+          stream.before_block = [&stop](int block) {
+            if (block == 2) stop.Stop();
+            return absl::OkStatus();
+          };
+        },
+        &stop);
     ExpectPrompt(start);
     for (const RankEnd& end : ends) {
       EXPECT_EQ(end.status.code(), absl::StatusCode::kCancelled) << "seed " << seed << ": " << end.status;
@@ -327,10 +330,10 @@ TEST(AttentionExecutor, AWaitForASilentRankHasADeadline) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 2, 20, 4);
   const Case c = MakeCase(random, *layout, {.a = 1, .b = 2}, DType::kF32, 0);
   auto communicators = MakeInProcessCommunicators(2);  // rank 1 never runs
-  WatchedBackend backend(DType::kF32);
+  WatchedStream stream(DType::kF32);
   RankStats stats;
-  AttentionExecutor executor(c.plan, c.model, 0, backend, *communicators[0], absl::Milliseconds(40), stats);
-  const absl::Status status = executor.Run(ChunksOf(c, 0, backend), 0).status();
+  AttentionExecutor executor(c.plan, c.model, 0, stream, *communicators[0], absl::Milliseconds(40), stats);
+  const absl::Status status = executor.Run(ChunksOf(c, 0, stream), 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_NE(status.message().find("rank 0: recv_kv from rank 1"), std::string::npos) << status;
   EXPECT_GE(stats.wait_seconds[Traffic::kKv], 0.04);
@@ -379,8 +382,8 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
     const Case c = MakeCase(random, *layout, tile, DType::kF32, 0);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
     EchoCommunicator communicator(tile.ranks(), CountedMemory());
-    WatchedBackend backend(DType::kF32);
-    LayerChunks chunks = ChunksOf(c, 0, backend);
+    WatchedStream stream(DType::kF32);
+    LayerChunks chunks = ChunksOf(c, 0, stream);
     communicator.received_q.push_back(chunks.q);  // #0 is the rank's own
     communicator.received_kv.push_back(chunks.kv);
 
@@ -397,7 +400,7 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
       kv_sends += step.comm == Traffic::kKv;
       for (BlockIndex block : step.blocks) uses.push_back({block, q_sends, kv_sends});
     }
-    backend.before_block = [&](int now) {
+    stream.before_block = [&](int now) {
       const auto needed = [&](auto&& uses_chunk) {
         return std::any_of(uses.begin() + now, uses.end(), uses_chunk);
       };
@@ -416,9 +419,9 @@ TEST(AttentionExecutor, ReleasesChunksAfterTheirLastUse) {
       return absl::OkStatus();
     };
     RankStats stats;
-    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    AttentionExecutor executor(c.plan, c.model, 0, stream, communicator, absl::Seconds(1), stats);
     ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
-    EXPECT_EQ(backend.blocks, tile.ranks());
+    EXPECT_EQ(stream.blocks, tile.ranks());
   }
 }
 
@@ -433,15 +436,15 @@ TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
     const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
     const Case c = MakeCase(random, *layout, tile, wire, 0);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
-    WatchedBackend chunk_backend(DType::kF32);
-    WatchedBackend backend(DType::kF32);
-    EchoCommunicator communicator(tile.ranks(), backend.memory);
+    WatchedStream chunk_stream(DType::kF32);
+    WatchedStream stream(DType::kF32);
+    EchoCommunicator communicator(tile.ranks(), stream.memory);
     RankStats stats;
-    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+    AttentionExecutor executor(c.plan, c.model, 0, stream, communicator, absl::Seconds(1), stats);
     {
-      const auto o = executor.Run(ChunksOf(c, 0, chunk_backend), 0);
+      const auto o = executor.Run(ChunksOf(c, 0, chunk_stream), 0);
       ASSERT_TRUE(o.ok()) << o.status();
-      EXPECT_EQ(backend.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
+      EXPECT_EQ(stream.memory.live_bytes(), c.model.partial_bytes(2, DType::kF32)) << "O#0 alone is left";
     }
     const auto predicted = [&](const Schedule& schedule) {
       return Predict(c.model, PoolSpeed(), {.layout = *layout, .tile = schedule.tile, .partial_dtype = wire},
@@ -450,7 +453,7 @@ TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
     };
     const int64_t ring_peak = predicted(GreedySchedule({.a = 1, .b = tile.ranks()}, {}));
     const int64_t one_o = c.model.partial_bytes(layout->tokens(), DType::kF32);
-    EXPECT_EQ(backend.memory.peak_bytes() * tile.ranks(), predicted(c.plan.schedule) - ring_peak + one_o);
+    EXPECT_EQ(stream.memory.peak_bytes() * tile.ranks(), predicted(c.plan.schedule) - ring_peak + one_o);
   }
 }
 
@@ -500,11 +503,11 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
     const Case c = MakeCase(random, *layout, tile, wire, 0, heads);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
-    WatchedBackend backend(DType::kF32);
-    CopyingCommunicator communicator(ranks, backend.memory);
+    WatchedStream stream(DType::kF32);
+    CopyingCommunicator communicator(ranks, stream.memory);
     RankStats stats;
-    AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
-    ASSERT_TRUE(executor.Run(ChunksOf(c, 0, backend), 0).ok());
+    AttentionExecutor executor(c.plan, c.model, 0, stream, communicator, absl::Seconds(1), stats);
+    ASSERT_TRUE(executor.Run(ChunksOf(c, 0, stream), 0).ok());
     const int64_t predicted =
         Predict(c.model, PoolSpeed(),
                 {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_memory = false},
@@ -512,11 +515,11 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
             .peak_bytes -
         BytesBesideAttention(c.model, layout->tokens());
     if (heads == 1) {
-      EXPECT_EQ(backend.memory.peak_bytes() * ranks, predicted);
+      EXPECT_EQ(stream.memory.peak_bytes() * ranks, predicted);
       continue;
     }
-    EXPECT_LE(backend.memory.peak_bytes() * ranks, predicted);
-    WatchedBackend around(DType::kF32);
+    EXPECT_LE(stream.memory.peak_bytes() * ranks, predicted);
+    WatchedStream around(DType::kF32);
     CopyingCommunicator exchanging(ranks, around.memory);
     HeadExchange exchange(c.plan, c.model, 0, around, exchanging, absl::Seconds(1), stats);
     const auto own = [&](int64_t bytes) { return around.memory.Allocate(static_cast<size_t>(bytes)); };
@@ -540,14 +543,14 @@ TEST(AttentionExecutor, AdoptsPartialsOfRowsNotYetBegun) {
                                {.comm = std::nullopt, .blocks = {{0, 0}}}}};
   ASSERT_TRUE(CheckSchedule(c.plan.schedule).ok());
   EchoCommunicator communicator(3, CountedMemory());
-  WatchedBackend backend(DType::kF32);
-  LayerChunks chunks = ChunksOf(c, 0, backend);
-  backend.allocations = 0;
+  WatchedStream stream(DType::kF32);
+  LayerChunks chunks = ChunksOf(c, 0, stream);
+  stream.allocations = 0;
   RankStats stats;
-  AttentionExecutor executor(c.plan, c.model, 0, backend, communicator, absl::Seconds(1), stats);
+  AttentionExecutor executor(c.plan, c.model, 0, stream, communicator, absl::Seconds(1), stats);
   ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
-  EXPECT_EQ(backend.merges, 0);
-  EXPECT_EQ(backend.allocations, 1) << "of row 1 alone";
+  EXPECT_EQ(stream.merges, 0);
+  EXPECT_EQ(stream.allocations, 1) << "of row 1 alone";
   EXPECT_LT(LargestError(c, RunMesh(c)), 1e-5);
 
   c.plan.partial_dtype = DType::kBf16;  // cannot be adopted, must still be counted

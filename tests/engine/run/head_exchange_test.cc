@@ -13,8 +13,8 @@
 #include "engine/plan/comm_bytes.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "kernels/reference/reference_backend.h"
 #include "tests/engine/random_seed.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
@@ -134,11 +134,11 @@ std::vector<int64_t> GroupTokens(const Case& c, int rank) {
   return tokens;
 }
 
-LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
+LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
   const std::vector<int64_t> tokens = Tokens(c, rank);
   const auto count = std::ssize(tokens);
-  LayerChunks chunks = {.q = backend.Allocate(c.model.q_bytes(count)).value(),
-                        .kv = backend.Allocate(c.model.kv_bytes(count)).value()};
+  LayerChunks chunks = {.q = stream.Allocate(c.model.q_bytes(count)).value(),
+                        .kv = stream.Allocate(c.model.kv_bytes(count)).value()};
   auto* const k = chunks.kv->data<std::byte>();
   Fill(kQ, Heads(c.model.q_heads), tokens, c.model.dtype, chunks.q->data());
   Fill(kK, Heads(c.model.kv_heads), tokens, c.model.dtype, k);
@@ -148,17 +148,17 @@ LayerChunks ChunksOf(const Case& c, int rank, Backend& backend) {
 
 // Every rank on its thread, as its caller would; whoever fails aborts the others.
 std::vector<absl::Status> RunRanks(
-    const Case& c, const std::function<absl::Status(int rank, Backend&, HeadExchange&, RankStats&)>& run) {
+    const Case& c, const std::function<absl::Status(int rank, Stream&, HeadExchange&, RankStats&)>& run) {
   const int n = c.plan.ranks();
   auto communicators = MakeInProcessCommunicators(n);
   std::vector<absl::Status> ends(n);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
-      const auto backend = MakeReferenceBackend(c.model.dtype);
+      const LoneStream stream = ReferenceStream(c.model.dtype);
       RankStats stats;
-      HeadExchange exchange(c.plan, c.model, rank, *backend, *communicators[rank], absl::Seconds(60), stats);
-      ends[rank] = run(rank, *backend, exchange, stats);
+      HeadExchange exchange(c.plan, c.model, rank, *stream, *communicators[rank], absl::Seconds(60), stats);
+      ends[rank] = run(rank, *stream, exchange, stats);
       if (!ends[rank].ok()) communicators[rank]->Abort(ends[rank]);
     });
   }
@@ -173,10 +173,10 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
     const Case c = DrawCase(random);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString());
     const DType dtype = c.model.dtype;
-    const auto ends = RunRanks(c, [&](int rank, Backend& backend, HeadExchange& exchange, RankStats& stats) {
+    const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats& stats) {
       const int member = rank % c.h();
       const std::vector<int64_t> group_tokens = GroupTokens(c, rank);
-      absl::StatusOr<LayerChunks> chunks = exchange.ToHeads(ChunksOf(c, rank, backend));
+      absl::StatusOr<LayerChunks> chunks = exchange.ToHeads(ChunksOf(c, rank, stream));
       if (!chunks.ok()) return chunks.status();
       const std::vector<int> kv_heads = KvHeads(c, member);
       const auto* const kv = chunks->kv->data<std::byte>();
@@ -187,7 +187,7 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
 
       const ModelShape slice = c.model.HeadSlice(c.h());
       absl::StatusOr<BufferRef> o =
-          backend.Allocate(slice.partial_bytes(std::ssize(group_tokens), DType::kF32));
+          stream.Allocate(slice.partial_bytes(std::ssize(group_tokens), DType::kF32));
       if (!o.ok()) return o.status();
       Fill(kO, QueryHeads(c, member), group_tokens, DType::kF32, (*o)->data());
       absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
@@ -216,8 +216,8 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
 TEST(HeadExchange, RoundsOutputsOnceToTheComputeDtype) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 2, 2, 1);
   const Case c = MakeCase(*layout, 2, 2, 2, DType::kBf16);
-  const auto ends = RunRanks(c, [&](int, Backend& backend, HeadExchange& exchange, RankStats&) {
-    absl::StatusOr<BufferRef> o = backend.Allocate(c.model.HeadSlice(2).partial_bytes(2, DType::kF32));
+  const auto ends = RunRanks(c, [&](int, Stream& stream, HeadExchange& exchange, RankStats&) {
+    absl::StatusOr<BufferRef> o = stream.Allocate(c.model.HeadSlice(2).partial_bytes(2, DType::kF32));
     if (!o.ok()) return o.status();
     std::fill_n((*o)->data<float>(), 2 * 4 + 2, 1 + 0x1p-8f + 0x1p-20f);  // just above the middle of two bf16
     absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
@@ -234,10 +234,10 @@ TEST(HeadExchange, WithoutHeadGroupsPassesBuffersOn) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
   const Case c = MakeCase(*layout, 1, 4, 2, DType::kBf16);
   auto communicators = MakeInProcessCommunicators(3);
-  const auto backend = MakeReferenceBackend(DType::kBf16);
+  const LoneStream stream = ReferenceStream(DType::kBf16);
   RankStats stats;
-  HeadExchange exchange(c.plan, c.model, 1, *backend, *communicators[1], absl::Seconds(1), stats);
-  const LayerChunks own = ChunksOf(c, 1, *backend);
+  HeadExchange exchange(c.plan, c.model, 1, *stream, *communicators[1], absl::Seconds(1), stats);
+  const LayerChunks own = ChunksOf(c, 1, *stream);
   const auto chunks = exchange.ToHeads(own);
   ASSERT_TRUE(chunks.ok()) << chunks.status();
   EXPECT_EQ(chunks->q, own.q);
@@ -252,7 +252,7 @@ TEST(HeadExchange, WithoutHeadGroupsPassesBuffersOn) {
 // Peers of this rank that answer at once, drop what they get, and look at each message.
 class EchoCommunicator : public Communicator {
  public:
-  EchoCommunicator(int size, Backend& backend) : size_(size), backend_(backend) {}
+  EchoCommunicator(int size, Stream& stream) : size_(size), stream_(stream) {}
   std::function<void(int message)> on_send;
   int messages = 0;
 
@@ -263,7 +263,7 @@ class EchoCommunicator : public Communicator {
     message.reset();
     if (on_send != nullptr) on_send(messages);
     ++messages;
-    absl::StatusOr<BufferRef> answer = backend_.Allocate(receive_bytes);
+    absl::StatusOr<BufferRef> answer = stream_.Allocate(receive_bytes);
     if (!answer.ok()) return answer.status();
     return std::make_unique<Answer>(*std::move(answer));
   }
@@ -276,18 +276,18 @@ class EchoCommunicator : public Communicator {
     BufferRef message;
   };
   const int size_;
-  Backend& backend_;
+  Stream& stream_;
 };
 
 // The planner's peak counts on it: Q of all heads has gone when KV moves.
 TEST(HeadExchange, ReleasesChunksOnceTheyHaveMoved) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
   const Case c = MakeCase(*layout, 3, 6, 3, DType::kF32);
-  const auto backend = MakeReferenceBackend(DType::kF32);
-  EchoCommunicator communicator(3, *backend);
+  const LoneStream stream = ReferenceStream(DType::kF32);
+  EchoCommunicator communicator(3, *stream);
   RankStats stats;
-  HeadExchange exchange(c.plan, c.model, 0, *backend, communicator, absl::Seconds(1), stats);
-  LayerChunks own = ChunksOf(c, 0, *backend);
+  HeadExchange exchange(c.plan, c.model, 0, *stream, communicator, absl::Seconds(1), stats);
+  LayerChunks own = ChunksOf(c, 0, *stream);
   const std::weak_ptr<Buffer> q = own.q, kv = own.kv;
   communicator.on_send = [&](int message) {  // two of Q, two of K, two of V
     EXPECT_EQ(q.expired(), message >= 2) << message;
@@ -302,10 +302,10 @@ TEST(HeadExchange, AWaitForASilentMemberHasADeadline) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 40, 2);
   const Case c = MakeCase(*layout, 2, 2, 2, DType::kF32);
   auto communicators = MakeInProcessCommunicators(4);  // rank 3 never runs
-  const auto backend = MakeReferenceBackend(DType::kF32);
+  const LoneStream stream = ReferenceStream(DType::kF32);
   RankStats stats;
-  HeadExchange exchange(c.plan, c.model, 2, *backend, *communicators[2], absl::Milliseconds(40), stats);
-  const absl::Status status = exchange.ToHeads(ChunksOf(c, 2, *backend)).status();
+  HeadExchange exchange(c.plan, c.model, 2, *stream, *communicators[2], absl::Milliseconds(40), stats);
+  const absl::Status status = exchange.ToHeads(ChunksOf(c, 2, *stream)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_NE(status.message().find("rank 2: all_to_all from rank 3"), std::string::npos) << status;
   EXPECT_GE(stats.wait_seconds[Traffic::kAllToAll], 0.04);
@@ -315,9 +315,9 @@ TEST(HeadExchange, AFailedMemberEndsItsGroup) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 3, 30, 2);
   const Case c = MakeCase(*layout, 3, 3, 3, DType::kF32);
   const absl::Time start = MonotonicNow();
-  const auto ends = RunRanks(c, [&](int rank, Backend& backend, HeadExchange& exchange, RankStats&) {
+  const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats&) {
     if (rank == 1) return absl::DataLossError("this rank's memory broke");
-    return exchange.ToHeads(ChunksOf(c, rank, backend)).status();
+    return exchange.ToHeads(ChunksOf(c, rank, stream)).status();
   });
   EXPECT_LT(MonotonicNow() - start, absl::Seconds(20));
   for (const absl::Status& end : ends) {

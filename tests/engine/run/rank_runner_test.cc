@@ -7,13 +7,13 @@
 #include "engine/model/make_model.h"
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
-#include "tests/engine/run/watched_backend.h"
+#include "tests/engine/run/watched_stream.h"
 #include "tests/engine/temp_folder.h"
 
 namespace meshfill {
 namespace {
 
-// The slices are the plan's, whatever backend gave it its figure, and the memory is what the plan states for
+// The slices are the plan's, whatever device gave it its figure, and the memory is what the plan states for
 // them.
 TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
   const TempFolder folder;
@@ -28,8 +28,8 @@ TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
                          .dtype = DType::kF32},
                         path)
                   .ok());
-  const auto model = Model::Load(
-      path, DType::kF32, [](const ModelShape&) { return std::make_unique<WatchedBackend>(DType::kF32); });
+  const std::unique_ptr<Device> device = MakeReferenceDevice(DType::kF32);
+  const auto model = Model::Load(path, DType::kF32, [&](const ModelShape&) { return device.get(); });
   ASSERT_TRUE(model.ok()) << model.status();
   const std::vector<uint32_t> prompt(300, 7);
   std::vector<float> logits;
@@ -38,22 +38,22 @@ TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
     const auto choice = MakePlan((*model)->shape(), speed, {.tokens = 300});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_EQ(choice->plan.slice_tokens, slice_tokens);
-    WatchedBackend backend(DType::kF32);
-    Backend* const only = &backend;
+    WatchedStream stream(DType::kF32);
+    Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
     const auto output = RunRank({.plan = choice->plan,
                                  .model = **model,
                                  .rank = 0,
                                  .tokens = prompt,
-                                 .backend = backend,
+                                 .stream = stream,
                                  .communicator = *communicators.front(),
                                  .wait_timeout = absl::Seconds(10),
                                  .on_layer_done = [](int) {},
                                  .kv = nullptr});
     ASSERT_TRUE(output.ok()) << output.status();
-    EXPECT_EQ(backend.most_product_tokens, std::min<int64_t>(slice_tokens, 300));
-    const int64_t rope_tables = 300 * 16 * 4;  // in the rank's own memory, where a backend reads the host's
-    EXPECT_EQ(backend.memory.peak_bytes() + rope_tables, choice->plan.predicted.peak_bytes);
+    EXPECT_EQ(stream.most_product_tokens, std::min<int64_t>(slice_tokens, 300));
+    const int64_t rope_tables = 300 * 16 * 4;  // in the rank's own memory, where a device reads the host's
+    EXPECT_EQ(stream.memory.peak_bytes() + rope_tables, choice->plan.predicted.peak_bytes);
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
   }

@@ -6,7 +6,7 @@
 
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
-#include "kernels/cpu/cpu_backend.h"
+#include "kernels/cpu/cpu_device.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {

@@ -21,9 +21,9 @@
 #include "engine/comm/gloo/gloo.h"
 #include "engine/run/executor.h"
 #include "gtest/gtest.h"
-#include "kernels/backend.h"
 #include "kernels/monotonic_time.h"
-#include "kernels/reference/reference_backend.h"
+#include "kernels/stream.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 
@@ -65,12 +65,12 @@ struct GlooEndpoints {
     for (options.rank = 0; options.rank < ranks; ++options.rank) {
       endpoints.push_back(GlooEndpoint::Listen(options).value());
       addresses.push_back(endpoints.back()->address());
-      backends.push_back(MakeReferenceBackend(DType::kF32));
+      streams.push_back(ReferenceStream(DType::kF32));
     }
   }
 
   absl::StatusOr<std::unique_ptr<Communicator>> Connect(int rank, absl::Time deadline = Soon()) {
-    return endpoints[rank]->Connect(addresses, *backends[rank], deadline);
+    return endpoints[rank]->Connect(addresses, *streams[rank], deadline);
   }
 
   std::vector<std::unique_ptr<Communicator>> ConnectAll() {
@@ -83,7 +83,7 @@ struct GlooEndpoints {
     return communicators;
   }
 
-  std::vector<std::unique_ptr<Backend>> backends;  // outlive the communicators
+  std::vector<LoneStream> streams;  // outlive the communicators
   std::vector<std::unique_ptr<GlooEndpoint>> endpoints;
   std::vector<std::string> addresses;
 };
@@ -98,17 +98,17 @@ inline void RunRanks(int ranks, const std::function<void(int)>& body) {
 // Attention of one layer on one rank, over chunks drawn from `seed`: its output, empty where it failed.
 inline std::vector<float> RunExecutor(const Plan& plan, const ModelShape& model, uint64_t seed, int rank,
                                       Communicator& communicator) {
-  const auto backend = MakeReferenceBackend(DType::kF32);
+  const LoneStream stream = ReferenceStream(DType::kF32);
   const int64_t tokens = plan.layout.ChunkTokens(rank);
   const auto draw = [&](int64_t size_bytes, uint64_t chunk_seed) {
     std::mt19937_64 random(chunk_seed);
     std::normal_distribution<float> normal;
-    BufferRef buffer = backend->Allocate(static_cast<size_t>(size_bytes)).value();
+    BufferRef buffer = stream->Allocate(static_cast<size_t>(size_bytes)).value();
     std::generate_n(buffer->data<float>(), size_bytes / sizeof(float), [&] { return normal(random); });
     return buffer;
   };
   RankStats stats;
-  AttentionExecutor executor(plan, model, rank, *backend, communicator, absl::Seconds(60), stats);
+  AttentionExecutor executor(plan, model, rank, *stream, communicator, absl::Seconds(60), stats);
   const auto o = executor.Run({.q = draw(model.q_bytes(tokens), seed + 2 * rank),
                                .kv = draw(model.kv_bytes(tokens), seed + 2 * rank + 1)},
                               0);
@@ -170,7 +170,7 @@ class GlooProcesses {
     for (int rank = 1; rank < ranks; ++rank) {
       for (const std::string& address : addresses) children_[rank]->command.Write(address);
     }
-    communicator_ = endpoint_->Connect(addresses, *backend_, Soon()).value();
+    communicator_ = endpoint_->Connect(addresses, *stream_, Soon()).value();
   }
   ~GlooProcesses() {
     communicator_.reset();
@@ -208,14 +208,14 @@ class GlooProcesses {
     child.report.Write(endpoint->address());
     std::vector<std::string> addresses;
     for (int i = 0; i < ranks; ++i) addresses.push_back(child.command.Read(endpoint->address().size()));
-    const auto backend = MakeReferenceBackend(DType::kF32);
-    auto communicator = endpoint->Connect(addresses, *backend, Soon());
+    const LoneStream stream = ReferenceStream(DType::kF32);
+    auto communicator = endpoint->Connect(addresses, *stream, Soon());
     if (!communicator.ok()) return 99;
     return body(rank, **communicator, child.report, child.command);
   }
 
   std::vector<std::unique_ptr<Child>> children_;  // by rank
-  const std::unique_ptr<Backend> backend_ = MakeReferenceBackend(DType::kF32);
+  const LoneStream stream_ = ReferenceStream(DType::kF32);
   std::unique_ptr<GlooEndpoint> endpoint_;
   std::unique_ptr<Communicator> communicator_;
 };

@@ -354,7 +354,7 @@ TEST(GlooConnect, DropsARankOfAnotherRun) {
   std::memcpy(forged[0].data() + kRunOffset, &run, sizeof(run));
   absl::Status old_status;
   std::thread old_rank(
-      [&] { old_status = run4.endpoints[1]->Connect(forged, *run4.backends[1], Soon()).status(); });
+      [&] { old_status = run4.endpoints[1]->Connect(forged, *run4.streams[1], Soon()).status(); });
   const absl::Status status = run5.Connect(0, MonotonicNow() + absl::Milliseconds(300)).status();
   old_rank.join();
   ExpectStatus(status, absl::StatusCode::kDeadlineExceeded, {"rank 0", "rank 1"});

@@ -73,15 +73,22 @@ absl::StatusOr<Plan> PlanOf(const ModelShape& shape, int ranks) {
   return std::move(choice->plan);
 }
 
-absl::StatusOr<RankOutput> RunOn(const EmbeddedPool& pool, size_t backend, int rank, const Plan& plan,
-                                 Communicator& communicator) {
+// A stream for each rank of the pool.
+std::vector<std::unique_ptr<Stream>> StreamsOf(const EmbeddedPool& pool) {
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (const auto& device : pool.devices) streams.push_back(device->NewStream(nullptr).value());
+  return streams;
+}
+
+absl::StatusOr<RankOutput> RunOn(const EmbeddedPool& pool, size_t of_pool, Stream& stream, int rank,
+                                 const Plan& plan, Communicator& communicator) {
   const std::vector<uint32_t> prompt = Prompt();
   TimelineRecorder recorder(rank, TimelineRecorder::Clock::now(), 0);
   return RunRank({.plan = plan,
-                  .model = *pool.models[backend],
+                  .model = *pool.models[of_pool],
                   .rank = rank,
                   .tokens = prompt,
-                  .backend = *pool.backends[backend],
+                  .stream = stream,
                   .communicator = communicator,
                   .wait_timeout = kSoon,
                   .on_layer_done = [](int) {},
@@ -95,14 +102,16 @@ std::vector<float> InProcessLogits(const std::string& folder, int ranks) {
   if (!pool.ok()) return {};
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), ranks);
   EXPECT_TRUE(plan.ok()) << plan.status();
-  std::vector<Backend*> backends;
-  for (const auto& backend : pool->backends) backends.push_back(backend.get());
-  auto communicators = MakeInProcessCommunicators(backends);
+  const auto streams = StreamsOf(*pool);
+  std::vector<Stream*> by_rank;
+  for (const auto& stream : streams) by_rank.push_back(stream.get());
+  auto communicators = MakeInProcessCommunicators(by_rank);
   std::vector<float> logits;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
-      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, rank, *plan, *communicators[rank]);
+      absl::StatusOr<RankOutput> output =
+          RunOn(*pool, rank, *streams[rank], rank, *plan, *communicators[rank]);
       EXPECT_TRUE(output.ok()) << output.status();
       if (output.ok() && !output->logits.empty()) logits = output->logits;
     });
@@ -139,23 +148,23 @@ class NcclThreadsTest : public testing::Test {
     return endpoints;
   }
 
-  // body(rank, backend, communicator) on a thread for each rank.
+  // body(rank, stream, communicator) on a thread for each rank.
   template <typename Body>
   void OnRanks(const EmbeddedPool& pool, std::vector<std::unique_ptr<Endpoint>>& endpoints,
                const Body& body) {
+    const auto streams = StreamsOf(pool);
     std::vector<std::thread> threads;
     for (size_t rank = 0; rank < endpoints.size(); ++rank) {
       threads.emplace_back([&, rank] {
-        auto communicator =
-            endpoints[rank]->Connect(addresses_, *pool.backends[rank], MonotonicNow() + kSoon);
+        auto communicator = endpoints[rank]->Connect(addresses_, *streams[rank], MonotonicNow() + kSoon);
         ASSERT_TRUE(communicator.ok()) << communicator.status();
-        body(static_cast<int>(rank), *pool.backends[rank], **communicator);
+        body(static_cast<int>(rank), *streams[rank], **communicator);
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
 
-  std::vector<CudaDevice> devices_;
+  std::vector<CudaDeviceInfo> devices_;
   int ranks_ = 0;
   std::string folder_;
   std::vector<std::string> addresses_;
@@ -172,8 +181,8 @@ TEST_F(NcclThreadsTest, GiveTheBitsOfRanksInOneProcess) {
   for (int round = 0; round < 3; ++round) {
     auto endpoints = Listen(ranks_);
     std::vector<float> logits;
-    OnRanks(*pool, endpoints, [&](int rank, Backend&, Communicator& communicator) {
-      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, rank, *plan, communicator);
+    OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
+      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, stream, rank, *plan, communicator);
       ASSERT_TRUE(output.ok()) << output.status();
       EXPECT_GT(output->stats.block_seconds, 0);
       if (!output->logits.empty()) logits = output->logits;
@@ -192,8 +201,8 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
   const auto run = [&] {
     auto endpoints = Listen(2);
     std::vector<float> logits;
-    OnRanks(*pool, endpoints, [&](int rank, Backend&, Communicator& communicator) {
-      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, rank, *plan, communicator);
+    OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
+      absl::StatusOr<RankOutput> output = RunOn(*pool, rank, stream, rank, *plan, communicator);
       ASSERT_TRUE(output.ok()) << output.status();
       if (!output->logits.empty()) logits = output->logits;
     });
@@ -225,9 +234,9 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
   keep();
   EXPECT_EQ(made(), std::vector<int>({4, 4}));
   auto endpoints = Listen(2);  // one that is aborted on its way
-  OnRanks(*pool, endpoints, [&](int rank, Backend&, Communicator& communicator) {
+  OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
     communicator.Abort(absl::AbortedError("a rank is gone"));
-    EXPECT_FALSE(RunOn(*pool, rank, rank, *plan, communicator).ok());
+    EXPECT_FALSE(RunOn(*pool, rank, stream, rank, *plan, communicator).ok());
   });
   EXPECT_EQ(made(), std::vector<int>({4, 4}));
   keep();  // whatever is said of it
@@ -239,14 +248,14 @@ TEST_F(NcclThreadsTest, AWaitForNothingEndsAtItsDeadline) {
   const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
   ASSERT_TRUE(pool.ok()) << pool.status();
   auto endpoints = Listen(2);
-  OnRanks(*pool, endpoints, [&](int rank, Backend& backend, Communicator& communicator) {
+  OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
     if (rank == 1) return;  // connects, and sends nothing
-    auto pending = communicator.SendReceive(Traffic::kKv, 1, *backend.Allocate(64), 1, 64);
+    auto pending = communicator.SendReceive(Traffic::kKv, 1, *stream.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
     auto received = (*pending)->Wait(MonotonicNow() + absl::Milliseconds(200));
     ASSERT_TRUE(received.ok()) << received.status();  // the device waits, the host goes on
-    EXPECT_TRUE(backend.Finish().ok());
-    const auto next = communicator.SendReceive(Traffic::kKv, 1, *backend.Allocate(64), 1, 64);
+    EXPECT_TRUE(stream.Finish().ok());
+    const auto next = communicator.SendReceive(Traffic::kKv, 1, *stream.Allocate(64), 1, 64);
     EXPECT_TRUE(absl::IsDeadlineExceeded(next.status())) << next.status();
     EXPECT_EQ(next.status().message(), "rank 0: recv_kv from rank 1: nothing arrived before the deadline");
   });
@@ -256,18 +265,18 @@ TEST_F(NcclThreadsTest, AbortEndsWaitsWithItsReason) {
   const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
   ASSERT_TRUE(pool.ok()) << pool.status();
   auto endpoints = Listen(2);
-  OnRanks(*pool, endpoints, [&](int rank, Backend& backend, Communicator& communicator) {
+  OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
     if (rank == 1) return;
-    auto pending = communicator.SendReceive(Traffic::kO, 1, *backend.Allocate(64), 1, 64);
+    auto pending = communicator.SendReceive(Traffic::kO, 1, *stream.Allocate(64), 1, 64);
     ASSERT_TRUE(pending.ok()) << pending.status();
     ASSERT_TRUE((*pending)->Wait(MonotonicNow() + kSoon).ok());
     std::thread leader([&] {
       absl::SleepFor(absl::Milliseconds(100));
       endpoints[0]->Abort(absl::AbortedError("rank 1 is gone"));
     });
-    EXPECT_TRUE(backend.Finish().ok());  // returns: what waited was ended
+    EXPECT_TRUE(stream.Finish().ok());  // returns: what waited was ended
     leader.join();
-    const auto next = communicator.SendReceive(Traffic::kO, 1, *backend.Allocate(64), 1, 64);
+    const auto next = communicator.SendReceive(Traffic::kO, 1, *stream.Allocate(64), 1, 64);
     EXPECT_EQ(next.status(), absl::AbortedError("rank 1 is gone"));
   });
 }
@@ -275,17 +284,18 @@ TEST_F(NcclThreadsTest, AbortEndsWaitsWithItsReason) {
 TEST_F(NcclThreadsTest, ConnectWaitsForAllRanksUntilItsDeadlineOrAbort) {
   const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
   ASSERT_TRUE(pool.ok()) << pool.status();
+  const auto streams = StreamsOf(*pool);
   auto endpoints = Listen(2);
-  auto late = endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + absl::Milliseconds(200));
+  auto late = endpoints[0]->Connect(addresses_, *streams[0], MonotonicNow() + absl::Milliseconds(200));
   EXPECT_TRUE(absl::IsDeadlineExceeded(late.status())) << late.status();
   endpoints = Listen(2);
   endpoints[0]->Abort(absl::AbortedError("never mind"));
-  EXPECT_EQ(endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + kSoon).status(),
+  EXPECT_EQ(endpoints[0]->Connect(addresses_, *streams[0], MonotonicNow() + kSoon).status(),
             absl::AbortedError("never mind"));
   endpoints = Listen(2);
   addresses_[1] = "an address of gloo's";
   EXPECT_TRUE(absl::IsInvalidArgument(
-      endpoints[0]->Connect(addresses_, *pool->backends[0], MonotonicNow() + kSoon).status()));
+      endpoints[0]->Connect(addresses_, *streams[0], MonotonicNow() + kSoon).status()));
 }
 
 // ---- Processes that share a GPU.
@@ -319,11 +329,12 @@ int RunChild(const std::string& folder, int rank, int ranks) {
   addresses[0].assign(std::istreambuf_iterator<char>(id_file), {});
   for (int other = 1; other < ranks; ++other)
     addresses[other] = "nccl:" + std::string(8, '\0');  // keeps nothing
-  auto communicator = (*endpoint)->Connect(addresses, *pool->backends[0], MonotonicNow() + kSoon);
+  const auto streams = StreamsOf(*pool);
+  auto communicator = (*endpoint)->Connect(addresses, *streams[0], MonotonicNow() + kSoon);
   if (!communicator.ok()) return fail(communicator.status());
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), ranks);
   if (!plan.ok()) return fail(plan.status());
-  const absl::StatusOr<RankOutput> output = RunOn(*pool, 0, rank, *plan, **communicator);
+  const absl::StatusOr<RankOutput> output = RunOn(*pool, 0, *streams[0], rank, *plan, **communicator);
   if (!output.ok()) return fail(output.status());
   if (output->logits.empty()) return 0;
   std::ofstream(folder + "/logits", std::ios::binary)

@@ -1,8 +1,6 @@
-// The CUDA backend against the reference, operation by operation, on fresh random inputs and poisoned
+// CUDA's streams against the reference, operation by operation, on fresh random inputs and poisoned
 // outputs; and what it promises of streams and memory. Runs on a device, or ends with status 77: not run.
 // Linked with tests/fake_cuda it runs anywhere.
-#include "kernels/cuda/cuda_backend.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/reference/reference_backend.h"
+#include "kernels/cuda/cuda_device.h"
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -24,8 +23,8 @@ namespace {
 // A tensor's copy on the device.
 class OnDevice {
  public:
-  OnDevice(Backend& backend, const Tensor& tensor) : backend_(backend), tensor_(tensor) {
-    absl::StatusOr<BufferRef> buffer = backend.Place(tensor.data(), ByteCount());
+  OnDevice(Stream& stream, const Tensor& tensor) : stream_(stream), tensor_(tensor) {
+    absl::StatusOr<BufferRef> buffer = stream.Place(tensor.data(), ByteCount());
     EXPECT_TRUE(buffer.ok()) << buffer.status();
     if (buffer.ok()) buffer_ = *std::move(buffer);
   }
@@ -35,35 +34,45 @@ class OnDevice {
   }
   // After what was called before.
   Tensor Read() {
-    EXPECT_TRUE(backend_.Download(data(), ByteCount(), tensor_.data()).ok());
+    EXPECT_TRUE(stream_.Download(data(), ByteCount(), tensor_.data()).ok());
     return tensor_;
   }
 
  private:
   size_t ByteCount() const { return tensor_.count() * DTypeBytes(tensor_.dtype()); }
 
-  Backend& backend_;
+  Stream& stream_;
   Tensor tensor_;
   BufferRef buffer_;
 };
 
-class CudaBackendTest : public testing::Test {
+class CudaStreamTest : public testing::Test {
  protected:
-  void SetUp() override { backend_ = Make(); }
+  void SetUp() override {
+    device_ = MakeDevice();
+    ASSERT_NE(device_, nullptr);
+    stream_ = Make();
+  }
 
-  static std::unique_ptr<Backend> Make(size_t device = 0) {
-    const auto devices = FindCudaDevices();
-    EXPECT_TRUE(devices.ok()) << devices.status();
-    if (!devices.ok()) return nullptr;
-    auto backend = MakeCudaBackend((*devices)[device % devices->size()]);
-    EXPECT_TRUE(backend.ok()) << backend.status();
-    return backend.ok() ? *std::move(backend) : nullptr;
+  static std::unique_ptr<Device> MakeDevice(size_t index = 0) {
+    const auto infos = FindCudaDevices();
+    EXPECT_TRUE(infos.ok()) << infos.status();
+    if (!infos.ok()) return nullptr;
+    auto device = MakeCudaDevice((*infos)[index % infos->size()]);
+    EXPECT_TRUE(device.ok()) << device.status();
+    return device.ok() ? *std::move(device) : nullptr;
+  }
+  // Another rank on the device.
+  std::unique_ptr<Stream> Make(const StopToken* stop = nullptr) {
+    auto stream = device_->NewStream(stop);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    return stream.ok() ? *std::move(stream) : nullptr;
   }
 
   // Calls body(random) for some draws.
   template <typename Body>
   void ForRandomDraws(int draws, const Body& body) {
-    ASSERT_NE(backend_, nullptr);
+    ASSERT_NE(stream_, nullptr);
     for (int draw = 0; draw < draws; ++draw) {
       const uint64_t seed = TestSeed();
       SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
@@ -73,10 +82,11 @@ class CudaBackendTest : public testing::Test {
     }
   }
 
-  OnDevice Copy(const Tensor& tensor) { return OnDevice(*backend_, tensor); }
+  OnDevice Copy(const Tensor& tensor) { return OnDevice(*stream_, tensor); }
 
-  const std::unique_ptr<Backend> reference_ = MakeReferenceBackend(DType::kBf16);
-  std::unique_ptr<Backend> backend_;
+  const LoneStream reference_ = ReferenceStream(DType::kBf16);
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Stream> stream_;
 };
 
 #define ASSERT_OK(expression)                    \
@@ -85,13 +95,13 @@ class CudaBackendTest : public testing::Test {
     ASSERT_TRUE(ok_status.ok()) << ok_status;    \
   } while (false)
 
-TEST_F(CudaBackendTest, SaysWhatItIs) {
-  EXPECT_EQ(backend_->name().rfind("cuda/sm", 0), 0u) << backend_->name();
-  EXPECT_EQ(backend_->dtype(), DType::kBf16);
-  EXPECT_FALSE(backend_->lost());
+TEST_F(CudaStreamTest, SaysWhatItIs) {
+  EXPECT_EQ(device_->name().rfind("cuda/sm", 0), 0u) << device_->name();
+  EXPECT_EQ(device_->dtype(), DType::kBf16);
+  EXPECT_FALSE(device_->lost());
 }
 
-TEST_F(CudaBackendTest, Embed) {
+TEST_F(CudaStreamTest, Embed) {
   ForRandomDraws(10, [&](std::mt19937_64& random) {
     const int64_t vocab = Draw(random, 1, 50), width = Draw(random, 1, 700), tokens = Draw(random, 0, 300);
     const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
@@ -101,28 +111,28 @@ TEST_F(CudaBackendTest, Embed) {
     Tensor expected(DType::kF32, tokens * width);
     OnDevice got = Copy(expected), device_table = Copy(table);
     ASSERT_OK(reference_->Embed(ids, table.data(), dtype, width, expected.data<float>()));
-    ASSERT_OK(backend_->Embed(ids, device_table.data(), dtype, width, got.data<float>()));
+    ASSERT_OK(stream_->Embed(ids, device_table.data(), dtype, width, got.data<float>()));
     std::fill(ids.begin(), ids.end(), 0);  // the operation has them
     ExpectClose(got.Read(), expected, 0);
   });
 }
 
-TEST_F(CudaBackendTest, RmsNorm) {
+TEST_F(CudaStreamTest, RmsNorm) {
   ForRandomDraws(10, [&](std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 200), width = Draw(random, 1, 1500);
     const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, 3);
     const Tensor weight = Tensor::Normal(random, DType::kF32, width);
     Tensor expected(DType::kBf16, tokens * width);
     OnDevice got = Copy(expected), device_x = Copy(x), device_weight = Copy(weight);
-    ASSERT_OK(backend_->RmsNorm(device_x.data<float>(), device_weight.data<float>(), tokens, width, 1e-5f,
-                                got.data()));
+    ASSERT_OK(stream_->RmsNorm(device_x.data<float>(), device_weight.data<float>(), tokens, width, 1e-5f,
+                               got.data()));
     ASSERT_OK(
         reference_->RmsNorm(x.data<float>(), weight.data<float>(), tokens, width, 1e-5f, expected.data()));
     ExpectClose(got.Read(), expected, 4e-6);
   });
 }
 
-TEST_F(CudaBackendTest, Gemm) {
+TEST_F(CudaStreamTest, Gemm) {
   ForRandomDraws(12, [&](std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 3) == 0 ? 1 : Draw(random, 0, 150);
     const int64_t in = 8 * Draw(random, 1, 40);
@@ -147,9 +157,9 @@ TEST_F(CudaBackendTest, Gemm) {
                       .rows = matrices[part].count() / in,
                       .bias = bias ? biases[part].data<float>() : nullptr});
     }
-    auto packed = backend_->PackWeight(rows, in);
+    auto packed = device_->PackWeight(rows, in);
     ASSERT_TRUE(packed.ok()) << packed.status();
-    auto reference_packed = reference_->PackWeight(rows, in);
+    auto reference_packed = reference_.device().PackWeight(rows, in);
     ASSERT_TRUE(reference_packed.ok());
     EXPECT_EQ((*packed)->out_features(), out);
     EXPECT_EQ((*packed)->in_features(), in);
@@ -161,12 +171,12 @@ TEST_F(CudaBackendTest, Gemm) {
     Tensor expected =
         accumulate ? Tensor::Normal(random, y_dtype, tokens * out) : Tensor(y_dtype, tokens * out);
     OnDevice got = Copy(expected), device_x = Copy(x);
-    ASSERT_OK(backend_->Gemm({.weight = packed->get(),
-                              .x = device_x.data(),
-                              .tokens = tokens,
-                              .y = got.data(),
-                              .y_dtype = y_dtype,
-                              .accumulate = accumulate}));
+    ASSERT_OK(stream_->Gemm({.weight = packed->get(),
+                             .x = device_x.data(),
+                             .tokens = tokens,
+                             .y = got.data(),
+                             .y_dtype = y_dtype,
+                             .accumulate = accumulate}));
     ASSERT_OK(reference_->Gemm({.weight = reference_packed->get(),
                                 .x = x.data(),
                                 .tokens = tokens,
@@ -178,7 +188,7 @@ TEST_F(CudaBackendTest, Gemm) {
 }
 
 // Long enough that algorithms are timed; an accumulated y must not be touched by that.
-TEST_F(CudaBackendTest, GemmThatIsTimedGivesTheSameBitsAgain) {
+TEST_F(CudaStreamTest, GemmThatIsTimedGivesTheSameBitsAgain) {
   ForRandomDraws(1, [&](std::mt19937_64& random) {
     const int64_t tokens = 1024, in = 8 * Draw(random, 2, 5), out = 8 * Draw(random, 1, 4);
     const Tensor matrix = Tensor::Normal(random, DType::kBf16, out * in);
@@ -186,7 +196,7 @@ TEST_F(CudaBackendTest, GemmThatIsTimedGivesTheSameBitsAgain) {
     const Tensor before = Tensor::Normal(random, DType::kF32, tokens * out);
     const WeightRows rows{.data = matrix.data(), .dtype = DType::kBf16, .rows = out};
     Tensor expected = before;
-    auto reference_packed = reference_->PackWeight({&rows, 1}, in);
+    auto reference_packed = reference_.device().PackWeight({&rows, 1}, in);
     ASSERT_OK(reference_->Gemm({.weight = reference_packed->get(),
                                 .x = x.data(),
                                 .tokens = tokens,
@@ -195,9 +205,9 @@ TEST_F(CudaBackendTest, GemmThatIsTimedGivesTheSameBitsAgain) {
                                 .accumulate = true}));
     std::vector<Tensor> results;
     for (int time = 0; time < 3; ++time) {
-      const std::unique_ptr<Backend> rank = Make();  // another rank on the device
+      const std::unique_ptr<Stream> rank = Make();  // another rank on the device
       OnDevice got(*rank, before), device_x(*rank, x);
-      auto packed = rank->PackWeight({&rows, 1}, in);
+      auto packed = device_->PackWeight({&rows, 1}, in);
       ASSERT_TRUE(packed.ok()) << packed.status();
       ASSERT_OK(rank->Gemm({.weight = packed->get(),
                             .x = device_x.data(),
@@ -213,7 +223,7 @@ TEST_F(CudaBackendTest, GemmThatIsTimedGivesTheSameBitsAgain) {
   });
 }
 
-TEST_F(CudaBackendTest, SplitQkv) {
+TEST_F(CudaStreamTest, SplitQkv) {
   ForRandomDraws(15, [&](std::mt19937_64& random) {
     const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
     const int head_dim = 8 * static_cast<int>(Draw(random, 1, 32)), half = head_dim / 2;
@@ -260,14 +270,14 @@ TEST_F(CudaBackendTest, SplitQkv) {
     args.v = device_v.data();
     args.rope_cos = device_cos.data<float>(), args.rope_sin = device_sin.data<float>();
     if (norms) args.q_norm = device_q_norm.data<float>(), args.k_norm = device_k_norm.data<float>();
-    ASSERT_OK(backend_->SplitQkv(args));
+    ASSERT_OK(stream_->SplitQkv(args));
     ExpectClose(device_q.Read(), q, 1e-5);
     ExpectClose(device_k.Read(), k, 1e-5);
     ExpectClose(device_v.Read(), v, 0);
   });
 }
 
-TEST_F(CudaBackendTest, AttentionBlockWithCarriedState) {
+TEST_F(CudaStreamTest, AttentionBlockWithCarriedState) {
   ForRandomDraws(6, [&](std::mt19937_64& random) {
     const int kv_heads = Draw(random, 1, 2), q_heads = kv_heads * static_cast<int>(Draw(random, 1, 3));
     const int head_dim = 8 * static_cast<int>(Draw(random, 1, 16));
@@ -295,14 +305,14 @@ TEST_F(CudaBackendTest, AttentionBlockWithCarriedState) {
       ASSERT_OK(reference_->AttentionBlock(args));
       args.q = device_q.data(), args.k = device_k.data(), args.v = device_v.data();
       args.o = device_o.data<float>(), args.lse = device_lse.data<float>();
-      ASSERT_OK(backend_->AttentionBlock(args));
+      ASSERT_OK(stream_->AttentionBlock(args));
     }
     ExpectClose(device_o.Read(), o, 3e-2);
     ExpectClose(device_lse.Read(), lse, 3e-2);
   });
 }
 
-TEST_F(CudaBackendTest, MergePartial) {
+TEST_F(CudaStreamTest, MergePartial) {
   constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
   ForRandomDraws(15, [&](std::mt19937_64& random) {
     const int64_t rows = Draw(random, 0, 900);
@@ -331,7 +341,7 @@ TEST_F(CudaBackendTest, MergePartial) {
     ASSERT_OK(reference_->MergePartial(args));
     args.o = device_o.data<float>(), args.lse = device_lse.data<float>();
     args.other_o = device_other_o.data(), args.other_lse = device_other_lse.data<float>();
-    ASSERT_OK(backend_->MergePartial(args));
+    ASSERT_OK(stream_->MergePartial(args));
     ExpectClose(device_o.Read(), o, 1e-5);
     ExpectClose(device_lse.Read(), lse, 1e-6);
   });
@@ -351,7 +361,7 @@ std::pair<HeadRows, int64_t> DrawRows(std::mt19937_64& random, DType dtype, int 
   return {Draw(random, 0, 1) ? heads_outermost : slots_outermost, all_heads * all_slots * head_dim};
 }
 
-TEST_F(CudaBackendTest, CopyHeads) {
+TEST_F(CudaStreamTest, CopyHeads) {
   ForRandomDraws(30, [&](std::mt19937_64& random) {
     const int heads = static_cast<int>(Draw(random, 1, 9)), head_dim = static_cast<int>(Draw(random, 1, 200));
     const int64_t tokens = Draw(random, 0, 200);
@@ -371,12 +381,12 @@ TEST_F(CudaBackendTest, CopyHeads) {
                        .head_dim = head_dim};
     ASSERT_OK(reference_->CopyHeads(args));
     args.from = device_from.data(), args.to = got.data();
-    ASSERT_OK(backend_->CopyHeads(args));
+    ASSERT_OK(stream_->CopyHeads(args));
     EXPECT_TRUE(got.Read().SameBits(expected));
   });
 }
 
-TEST_F(CudaBackendTest, CopyHeadsToHost) {
+TEST_F(CudaStreamTest, CopyHeadsToHost) {
   ForRandomDraws(20, [&](std::mt19937_64& random) {
     const int heads = static_cast<int>(Draw(random, 1, 5)), head_dim = static_cast<int>(Draw(random, 1, 100));
     const int64_t tokens = Draw(random, 0, 200);
@@ -400,32 +410,32 @@ TEST_F(CudaBackendTest, CopyHeadsToHost) {
         .head_dim = head_dim};
     ASSERT_OK(reference_->CopyHeads(args));
     args.from = device_from.data(), args.to = got.data();
-    ASSERT_OK(backend_->CopyHeadsToHost(args));
-    ASSERT_OK(backend_->Finish());
+    ASSERT_OK(stream_->CopyHeadsToHost(args));
+    ASSERT_OK(stream_->Finish());
     EXPECT_TRUE(got.SameBits(expected));
   });
 }
 
-TEST_F(CudaBackendTest, SwiGlu) {
+TEST_F(CudaStreamTest, SwiGlu) {
   ForRandomDraws(10, [&](std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 100), width = Draw(random, 1, 1100);
     const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 4);
     Tensor expected(DType::kBf16, tokens * width);
     OnDevice got = Copy(expected), device_x = Copy(x);
-    ASSERT_OK(backend_->SwiGlu(device_x.data(), tokens, width, got.data()));
+    ASSERT_OK(stream_->SwiGlu(device_x.data(), tokens, width, got.data()));
     ASSERT_OK(reference_->SwiGlu(x.data(), tokens, width, expected.data()));
     ExpectClose(got.Read(), expected, 4e-6);
   });
 }
 
-TEST_F(CudaBackendTest, Convert) {
+TEST_F(CudaStreamTest, Convert) {
   ForRandomDraws(8, [&](std::mt19937_64& random) {
     const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 100000));
     OnDevice device_from = Copy(from);
     for (const DType to : {DType::kF32, DType::kBf16}) {
       Tensor expected(to, from.count());
       OnDevice got = Copy(expected);
-      ASSERT_OK(backend_->Convert(device_from.data<float>(), from.count(), to, got.data()));
+      ASSERT_OK(stream_->Convert(device_from.data<float>(), from.count(), to, got.data()));
       ASSERT_OK(reference_->Convert(from.data<float>(), from.count(), to, expected.data()));
       EXPECT_TRUE(got.Read().SameBits(expected));
     }
@@ -439,8 +449,8 @@ class Counter {
  public:
   static constexpr int64_t kWidth = 8;
 
-  Counter(Backend& backend, int64_t tokens)
-      : backend_(backend),
+  Counter(Stream& stream, int64_t tokens)
+      : stream_(stream),
         tokens_(tokens),
         zeros_(DType::kF32, tokens * kWidth),
         ones_(DType::kBf16, tokens * kWidth) {
@@ -448,13 +458,13 @@ class Counter {
     // y += x Wᵀ with eighths in W: every product adds a one.
     const std::vector<BFloat16> eighths(kWidth * kWidth, BFloat16::FromFloat(1.0f / kWidth));
     const WeightRows rows{.data = eighths.data(), .dtype = DType::kBf16, .rows = kWidth};
-    weight_ = *backend.PackWeight({&rows, 1}, kWidth);
-    ones_on_device_ = *backend.Place(ones_.data(), ones_.count() * sizeof(BFloat16));
+    weight_ = *stream.device().PackWeight({&rows, 1}, kWidth);
+    ones_on_device_ = *stream.Place(ones_.data(), ones_.count() * sizeof(BFloat16));
   }
   BufferRef Count(int times) {
-    BufferRef y = *backend_.Place(zeros_.data(), zeros_.count() * sizeof(float));
+    BufferRef y = *stream_.Place(zeros_.data(), zeros_.count() * sizeof(float));
     for (int time = 0; time < times; ++time) {
-      EXPECT_TRUE(backend_
+      EXPECT_TRUE(stream_
                       .Gemm({.weight = weight_.get(),
                              .x = ones_on_device_->data(),
                              .tokens = tokens_,
@@ -467,22 +477,23 @@ class Counter {
   }
 
  private:
-  Backend& backend_;
+  Stream& stream_;
   const int64_t tokens_;
   Tensor zeros_, ones_;
   std::unique_ptr<PackedWeight> weight_;
   BufferRef ones_on_device_;
 };
 
-void ExpectAll(Backend& backend, const BufferRef& buffer, float expected) {
+void ExpectAll(Stream& stream, const BufferRef& buffer, float expected) {
   std::vector<float> values(buffer->size_bytes() / sizeof(float));
-  ASSERT_OK(backend.Download(buffer->data(), buffer->size_bytes(), values.data()));
+  ASSERT_OK(stream.Download(buffer->data(), buffer->size_bytes(), values.data()));
   for (const float value : values) ASSERT_EQ(value, expected);
 }
 
-TEST_F(CudaBackendTest, ReceiversSeeWhatSendersHaveQueued) {
-  for (const size_t receiver_device : {0, 1}) {  // the second where there is one
-    const std::unique_ptr<Backend> sender = Make(0), receiver = Make(receiver_device);
+TEST_F(CudaStreamTest, ReceiversSeeWhatSendersHaveQueued) {
+  const LoneStream elsewhere(MakeDevice(1));  // on the second device where there is one
+  const std::unique_ptr<Stream> sender = Make(), here = Make();
+  for (Stream* const receiver : {here.get(), elsewhere.get()}) {
     Counter counter(*sender, 333);
     for (int round = 0; round < 12; ++round) {
       const int times = 3 + round;
@@ -503,17 +514,14 @@ TEST_F(CudaBackendTest, ReceiversSeeWhatSendersHaveQueued) {
   }
 }
 
-TEST_F(CudaBackendTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
-  const std::unique_ptr<Backend> reader = Make();
+TEST_F(CudaStreamTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
+  const std::unique_ptr<Stream> reader = Make();
   Counter counter(*reader, 200);
   for (int round = 0; round < 12; ++round) {
-    std::unique_ptr<Backend> owner = Make();
-    BufferRef shared;
-    {
-      Counter owned(*owner, 200);
-      shared = owned.Count(5);
-    }
-    auto taken = reader->TakeOver({shared, owner->Mark()});
+    auto owner = std::make_unique<LoneStream>(MakeDevice());
+    Counter owned(**owner, 200);  // its weight stays: it is the device's, not in the stream's order
+    BufferRef shared = owned.Count(5);
+    auto taken = reader->TakeOver({shared, (*owner)->Mark()});
     ASSERT_TRUE(taken.ok());
     const BufferRef slow = counter.Count(4);  // the reader's stream is busy
     auto copy = reader->Allocate(shared->size_bytes());
@@ -525,43 +533,55 @@ TEST_F(CudaBackendTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
   }
 }
 
-TEST_F(CudaBackendTest, MarksTellTheDevicesTime) {
-  Counter counter(*backend_, 100);
-  const auto begin = backend_->Mark();
+TEST_F(CudaStreamTest, MarksTellTheDevicesTime) {
+  Counter counter(*stream_, 100);
+  const auto begin = stream_->Mark();
   counter.Count(20);
-  const auto middle = backend_->Mark();
+  const auto middle = stream_->Mark();
   counter.Count(20);
-  const auto end = backend_->Mark();
-  ASSERT_OK(backend_->Finish());
+  const auto end = stream_->Mark();
+  ASSERT_OK(stream_->Finish());
   ASSERT_TRUE(begin != nullptr && middle != nullptr && end != nullptr);
   EXPECT_GT(middle->SecondsSince(*begin), 0);
   EXPECT_GT(end->SecondsSince(*middle), 0);
   EXPECT_NEAR(end->SecondsSince(*begin), end->SecondsSince(*middle) + middle->SecondsSince(*begin), 1e-4);
 }
 
-TEST_F(CudaBackendTest, AStopTokenEndsEveryOperation) {
+TEST_F(CudaStreamTest, AStopTokenEndsEveryOperation) {
   StopToken stop;
-  backend_->set_stop_token(&stop);
-  auto buffer = backend_->Allocate(4096);
+  const std::unique_ptr<Stream> stopped = Make(&stop);
+  auto buffer = stopped->Allocate(4096);
   ASSERT_TRUE(buffer.ok());
   float* const data = (*buffer)->data<float>();
   stop.Stop();
-  EXPECT_TRUE(absl::IsCancelled(backend_->RmsNorm(data, data, 1, 16, 0, data + 64)));
-  EXPECT_TRUE(absl::IsCancelled(backend_->Convert(data, 16, DType::kF32, data + 64)));
+  EXPECT_TRUE(absl::IsCancelled(stopped->RmsNorm(data, data, 1, 16, 0, data + 64)));
+  EXPECT_TRUE(absl::IsCancelled(stopped->Convert(data, 16, DType::kF32, data + 64)));
   AttentionBlockArgs block{.q_heads = 1, .kv_heads = 1, .head_dim = 8};
-  EXPECT_TRUE(absl::IsCancelled(backend_->AttentionBlock(block)));
-  backend_->set_stop_token(nullptr);
-  EXPECT_TRUE(backend_->Convert(data, 16, DType::kF32, data + 64).ok());
-  EXPECT_TRUE(backend_->Finish().ok());
+  EXPECT_TRUE(absl::IsCancelled(stopped->AttentionBlock(block)));
+  // A stream that was made without it goes on.
+  EXPECT_TRUE(stream_->Convert(data, 16, DType::kF32, data + 64).ok());
+  EXPECT_TRUE(stream_->Finish().ok());
 }
 
-TEST_F(CudaBackendTest, RefusesMoreMemoryThanThereIs) {
-  const auto refused = backend_->Allocate(size_t{1} << 46);
+TEST_F(CudaStreamTest, TheDevicesMemoryIsThereForEveryStream) {
+  const std::vector<float> values(1 << 16, 7);
+  const auto placed = device_->Place(values.data(), values.size() * sizeof(float));
+  ASSERT_TRUE(placed.ok()) << placed.status();
+  const auto raw = device_->Allocate(values.size() * sizeof(float));
+  ASSERT_TRUE(raw.ok()) << raw.status();
+  const std::unique_ptr<Stream> first = Make(), second = Make();
+  ExpectAll(*first, *placed, 7);
+  ASSERT_OK(second->Convert((*placed)->data<float>(), 1 << 16, DType::kF32, (*raw)->data()));
+  ExpectAll(*second, *raw, 7);
+}
+
+TEST_F(CudaStreamTest, RefusesMoreMemoryThanThereIs) {
+  const auto refused = stream_->Allocate(size_t{1} << 46);
   EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
   EXPECT_NE(refused.status().message().find("70368744177664 bytes"), std::string::npos) << refused.status();
-  EXPECT_FALSE(backend_->lost());
-  EXPECT_TRUE(backend_->Allocate(1 << 20).ok());
-  EXPECT_TRUE(backend_->Allocate(0).ok());
+  EXPECT_FALSE(device_->lost());
+  EXPECT_TRUE(stream_->Allocate(1 << 20).ok());
+  EXPECT_TRUE(stream_->Allocate(0).ok());
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The CUDA devices that this process may compute on. No CUDA header is needed to ask: a build without CUDA
 // answers that it has none (no_cuda.cc).
-#ifndef MESHFILL_KERNELS_CUDA_DEVICE_H_
-#define MESHFILL_KERNELS_CUDA_DEVICE_H_
+#ifndef MESHFILL_KERNELS_CUDA_DEVICE_INFO_H_
+#define MESHFILL_KERNELS_CUDA_DEVICE_INFO_H_
 
 #include <cstdint>
 #include <string>
@@ -12,7 +12,7 @@
 
 namespace meshfill {
 
-struct CudaDevice {
+struct CudaDeviceInfo {
   int ordinal = 0;
   std::string name;  // as the driver says it: "NVIDIA H100 80GB HBM3"
   CudaDeviceTraits traits;
@@ -22,10 +22,10 @@ struct CudaDevice {
 // Those with compute capability 8.0 or later, by their ordinals; at least one. FAILED_PRECONDITION says why
 // there is none: a build without CUDA, no driver, a driver older than the build's CUDA (both versions), no
 // GPU, or only older GPUs.
-absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices();
+absl::StatusOr<std::vector<CudaDeviceInfo>> FindCudaDevices();
 
 // Of a device that FindCudaDevices found, now.
-absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice& device);
+absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDeviceInfo& device);
 
 // Dense bf16 FLOP/s from the data sheet of the product with this name, against which MFU is stated; 0: not in
 // the table.
@@ -33,4 +33,4 @@ double CudaPeakFlops(const std::string& name);
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_CUDA_DEVICE_H_
+#endif  // MESHFILL_KERNELS_CUDA_DEVICE_INFO_H_

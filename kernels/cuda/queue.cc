@@ -1,4 +1,4 @@
-#include "kernels/cuda/stream.h"
+#include "kernels/cuda/queue.h"
 
 #include "kernels/cuda/launch_status.h"
 
@@ -20,16 +20,16 @@ double CudaPoint::SecondsSince(const StreamPoint& earlier) const {
   return error == cudaSuccess ? milliseconds / 1e3 : 0;
 }
 
-absl::StatusOr<std::shared_ptr<CudaStream>> CudaStream::Make(int device) {
+absl::StatusOr<std::shared_ptr<CudaQueue>> CudaQueue::Make(int device) {
   const ScopedCudaDevice scope(device);
   cudaStream_t stream;
   if (cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); error != cudaSuccess) {
     return LaunchStatus("making a stream", error);
   }
-  return std::shared_ptr<CudaStream>(new CudaStream(stream, device));
+  return std::shared_ptr<CudaQueue>(new CudaQueue(stream, device));
 }
 
-absl::StatusOr<std::shared_ptr<const CudaPoint>> CudaStream::Mark() {
+absl::StatusOr<std::shared_ptr<const CudaPoint>> CudaQueue::Mark() {
   const ScopedCudaDevice scope(device_);
   cudaEvent_t event;
   if (cudaError_t error = cudaEventCreateWithFlags(&event, cudaEventDefault); error != cudaSuccess) {
@@ -42,7 +42,11 @@ absl::StatusOr<std::shared_ptr<const CudaPoint>> CudaStream::Mark() {
   return point;
 }
 
-absl::Status CudaStream::WaitFor(const CudaPoint& point) {
+absl::Status CudaQueue::Upload(const void* host, size_t size_bytes, void* to) {
+  return LaunchStatus("upload", cudaMemcpyAsync(to, host, size_bytes, cudaMemcpyHostToDevice, stream_));
+}
+
+absl::Status CudaQueue::WaitFor(const CudaPoint& point) {
   const ScopedCudaDevice scope(device_);
   return LaunchStatus("waiting for an event", cudaStreamWaitEvent(stream_, point.event(), 0));
 }

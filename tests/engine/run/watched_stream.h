@@ -1,6 +1,6 @@
 // The reference, and what a rank does with it: counts operations and memory.
-#ifndef MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_
-#define MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_
+#ifndef MESHFILL_TESTS_ENGINE_RUN_WATCHED_STREAM_H_
+#define MESHFILL_TESTS_ENGINE_RUN_WATCHED_STREAM_H_
 
 #include <algorithm>
 #include <atomic>
@@ -9,10 +9,9 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <utility>
 
-#include "kernels/reference/reference_backend.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 
@@ -40,9 +39,10 @@ class CountedMemory {
 };
 
 // Forwards to the reference; counts, and lets a test look in before each block.
-class WatchedBackend : public Backend {
+class WatchedStream : public Stream {
  public:
-  explicit WatchedBackend(DType dtype) : reference_(MakeReferenceBackend(dtype)) {}
+  explicit WatchedStream(DType dtype, const StopToken* stop = nullptr)
+      : WatchedStream(ReferenceStream(dtype, stop)) {}
 
   std::function<absl::Status(int block)> before_block;  // may be null; an error is the block's
   int blocks = 0;
@@ -51,32 +51,28 @@ class WatchedBackend : public Backend {
   int64_t most_product_tokens = 0;
   CountedMemory memory;
 
-  std::string name() const override { return "watched"; }
-  DType dtype() const override { return reference_->dtype(); }
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
     ++allocations;
     return memory.Allocate(size_bytes);
   }
-  void set_stop_token(const StopToken* stop) override { reference_->set_stop_token(stop); }
-  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
-    if (before_block != nullptr) {
-      if (absl::Status status = before_block(blocks); !status.ok()) return status;
-    }
-    ++blocks;
-    return reference_->AttentionBlock(args);
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return reference_->Place(host, size_bytes);
   }
-  absl::Status MergePartial(const MergePartialArgs& args) override {
-    ++merges;
-    return reference_->MergePartial(args);
+  absl::Status Upload(const void* host, size_t size_bytes, void* to) override {
+    return reference_->Upload(host, size_bytes, to);
   }
-  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
-    return reference_->Convert(from, count, to_dtype, to);
+  absl::Status Download(const void* from, size_t size_bytes, void* host) override {
+    return reference_->Download(from, size_bytes, host);
+  }
+  std::shared_ptr<const StreamPoint> Mark() override { return reference_->Mark(); }
+  absl::Status Finish() override { return reference_->Finish(); }
+  absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override {
+    return reference_->Fetch(std::move(message));
+  }
+  absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override {
+    return reference_->TakeOver(std::move(message));
   }
 
-  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
-                                                           int64_t in_features) override {
-    return reference_->PackWeight(rows, in_features);
-  }
   absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
                      float* x) override {
     return reference_->Embed(ids, table, table_dtype, width, x);
@@ -90,15 +86,35 @@ class WatchedBackend : public Backend {
     return reference_->Gemm(args);
   }
   absl::Status SplitQkv(const SplitQkvArgs& args) override { return reference_->SplitQkv(args); }
+  absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
+    if (before_block != nullptr) {
+      if (absl::Status status = before_block(blocks); !status.ok()) return status;
+    }
+    ++blocks;
+    return reference_->AttentionBlock(args);
+  }
+  absl::Status MergePartial(const MergePartialArgs& args) override {
+    ++merges;
+    return reference_->MergePartial(args);
+  }
   absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
+  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override {
+    return reference_->CopyHeadsToHost(args);
+  }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->SwiGlu(x, tokens, width, y);
   }
+  absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
+    return reference_->Convert(from, count, to_dtype, to);
+  }
 
  private:
-  const std::unique_ptr<Backend> reference_;
+  explicit WatchedStream(LoneStream reference)
+      : Stream(reference.device()), reference_(std::move(reference)) {}
+
+  const LoneStream reference_;
 };
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_ENGINE_RUN_WATCHED_BACKEND_H_
+#endif  // MESHFILL_TESTS_ENGINE_RUN_WATCHED_STREAM_H_

@@ -1,65 +1,36 @@
-// The seam to a device: its memory and the operations of a transformer layer (DESIGN §6).
+// The ordered operations of one rank of one run on a device (DESIGN §6).
 //
-// One Backend serves one rank and is called from that rank's thread alone; it may use further threads inside.
-// Operations run in the order of their calls. Outputs never overlap inputs unless an operation says so.
-// Tensors are row-major, without padding between rows. `dtype()` is the compute dtype: f32 or bf16; softmax
-// state, accumulators, the residual stream and LSE are always f32. An operation returns CANCELLED once the
-// stop token is raised (its outputs are then unspecified), and otherwise fails only where the device fails:
-// shapes are the caller's to check.
+// A stream is called from its rank's thread alone; it may use further threads inside. Operations run in the
+// order of their calls. Outputs never overlap inputs unless an operation says so. Tensors are row-major,
+// without padding between rows. The device's `dtype()` is the compute dtype: f32 or bf16; softmax state,
+// accumulators, the residual stream and LSE are always f32. An operation returns CANCELLED once the stop
+// token that the stream was made with is raised (its outputs are then unspecified), and otherwise fails only
+// where the device fails: shapes are the caller's to check.
 //
-// Pointers in arguments are the device's: into buffers of Allocate, Place or TakeOver. Whether an operation
-// has run when its call returns is the backend's to choose:
+// Pointers in arguments are the device's: into buffers of Allocate, Place or TakeOver, or of the device's own
+// calls. Whether an operation has run when its call returns is the device's to choose:
 //     the CPU's    it has. Mark is null, Finish returns at once, host memory is device memory
 //     CUDA's       it is queued, a bounded number of operations ahead of the device, and reads the memory of
 //                  its arguments later. A buffer may be dropped meanwhile: it is freed behind the operations
 //                  that use it. A failure of the device shows in a later call, at the latest in Finish
 // So nothing on the host waits for the device between Embed and Finish, but to bound how far it runs ahead.
 //
-// Implementations: ReferenceBackend (kernels/reference: plain loops, the meaning of each operation),
-// CpuBackend (kernels/cpu) and CudaBackend (kernels/cuda). Same inputs, same implementation, same thread
-// count: same bits.
-#ifndef MESHFILL_KERNELS_BACKEND_H_
-#define MESHFILL_KERNELS_BACKEND_H_
+// No operation has a default: what wraps a stream and forgets one does not compile.
+#ifndef MESHFILL_KERNELS_STREAM_H_
+#define MESHFILL_KERNELS_STREAM_H_
 
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/band.h"
 #include "kernels/buffer.h"
+#include "kernels/device.h"
 #include "kernels/dtype.h"
-#include "kernels/stop_token.h"
 
 namespace meshfill {
-
-// A matrix of a linear layer, y = x Wᵀ + bias, in the form that its backend multiplies fastest. Immutable;
-// shared by all ranks of a process whose backends are of one kind.
-class PackedWeight {
- public:
-  virtual ~PackedWeight() = default;
-  int64_t out_features() const { return out_features_; }
-  int64_t in_features() const { return in_features_; }
-
- protected:
-  PackedWeight(int64_t out_features, int64_t in_features)
-      : out_features_(out_features), in_features_(in_features) {}
-
- private:
-  int64_t out_features_;
-  int64_t in_features_;
-};
-
-// Rows of a matrix as a file holds them; several of them stack into one PackedWeight (q, k, v; gate, up).
-struct WeightRows {
-  const void* data;  // [rows, in_features], dtype
-  DType dtype;
-  int64_t rows;
-  const float* bias = nullptr;  // [rows] or null
-};
 
 // y = x Wᵀ + bias.
 struct GemmArgs {
@@ -147,11 +118,11 @@ struct CopyHeadsArgs {
   int head_dim;
 };
 
-// A point between two operations of a backend that queues them.
+// A point between two operations of a stream that queues them.
 class StreamPoint {
  public:
   virtual ~StreamPoint() = default;
-  // On the device's clock; `earlier` is of the same backend, and Finish has been called since both.
+  // On the device's clock; `earlier` is of the same stream, and Finish has been called since both.
   virtual double SecondsSince(const StreamPoint& earlier) const = 0;
 };
 
@@ -161,58 +132,38 @@ struct DeviceMessage {
   std::shared_ptr<const StreamPoint> ready;  // null: they are there
 };
 
-// How much a device takes on at a time: enough to be busy, little enough that what lies between operations
-// stays small.
-struct Grain {
-  int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
-  int host_threads = 1;         // for what the host does while the device waits
-  // Of the operations that its speed is measured with (engine/speed/layer_probe.h).
-  int64_t probe_width = 2048;
-  int probe_kv_heads = 2;
-  double probe_flops = 4e9;
-};
-
-class Backend {
+class Stream {
  public:
-  virtual ~Backend() = default;
+  explicit Stream(Device& device) : device_(device) {}
+  virtual ~Stream() = default;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
 
-  // ---- The device.
-  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", "cuda/sm90"
-  virtual DType dtype() const = 0;
-  virtual Grain grain() const { return {}; }
+  Device& device() const { return device_; }
+
+  // ---- Memory, in the order of the operations.
   // `size_bytes` may be 0. Contents are unspecified. RESOURCE_EXHAUSTED where memory is short, with the bytes
   // needed.
   virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
-  // Operations watch `stop` from now on; null: none. It must outlive its use here.
-  virtual void set_stop_token(const StopToken* stop) = 0;
-  // True once the device has failed for good: every operation will, and the process has to be started anew.
-  virtual bool lost() const { return false; }
+  // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
+  virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
+  // Copies before later operations run; `host` may go when it returns.
+  virtual absl::Status Upload(const void* host, size_t size_bytes, void* to) = 0;
+  // Copies what earlier operations left; they have run when it returns.
+  virtual absl::Status Download(const void* from, size_t size_bytes, void* host) = 0;
 
   // ---- When operations run.
   // The point behind the operations called so far; null: they have run.
-  virtual std::shared_ptr<const StreamPoint> Mark() { return nullptr; }
+  virtual std::shared_ptr<const StreamPoint> Mark() = 0;
   // Returns when all operations called so far have run, with the failure of any of them.
-  virtual absl::Status Finish() { return absl::OkStatus(); }
+  virtual absl::Status Finish() = 0;
 
-  // ---- Host memory. `host` bytes as operations read them: where they are, or a copy. They outlive the
-  // buffer.
-  virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes);
-  // Copies before later operations run; `host` may go when it returns.
-  virtual absl::Status Upload(const void* host, size_t size_bytes, void* to);
-  // Copies what earlier operations left; they have run when it returns.
-  virtual absl::Status Download(const void* from, size_t size_bytes, void* host);
-
-  // ---- Hand-over between ranks of one process whose backends are of one kind. The sender marks; the message
-  // goes through Fetch of the receiver's backend, on the sender's thread, and then TakeOver, on the
-  // receiver's. Brings the message to this backend's device, where it is on another. Thread-safe.
-  virtual absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) { return message; }
+  // ---- Hand-over between ranks of one process whose devices are of one kind. The sender marks; the message
+  // goes through Fetch of the receiver's stream, on the sender's thread, and then TakeOver, on the
+  // receiver's. Brings the message to this stream's device, where it is on another. Thread-safe.
+  virtual absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) = 0;
   // Operations called from now on run when the contents are there. Nobody writes the buffer from now on.
-  virtual absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) { return std::move(message.buffer); }
-
-  // ---- Weights. The rows are stacked in order and converted to the compute dtype; the sources may go
-  // afterwards.
-  virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
-                                                                   int64_t in_features) = 0;
+  virtual absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) = 0;
 
   // ---- The operations of a layer.
   // x[t] = table[ids[t]] as f32. Ids are below the table's rows.
@@ -229,14 +180,17 @@ class Backend {
   virtual absl::Status CopyHeads(const CopyHeadsArgs& args) = 0;
   // The same with `to` in host memory and of the same dtype, slots outermost: [slots, heads, head_dim]. It is
   // there after Finish.
-  virtual absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) { return CopyHeads(args); }
+  virtual absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) = 0;
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
                               int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
   // Rounds to nearest even; the wire form of partial outputs. `to` is f32 (a copy) or bf16.
   virtual absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) = 0;
+
+ private:
+  Device& device_;
 };
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_BACKEND_H_
+#endif  // MESHFILL_KERNELS_STREAM_H_

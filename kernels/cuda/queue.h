@@ -1,9 +1,9 @@
-// A stream of operations on one CUDA device, and points in it.
+// A queue of operations on one CUDA device (a CUDA stream), and points in it.
 //
 // Everything that one rank waits for on the device is an event that has been recorded already: a wait on the
 // device always ends, whatever the hosts of other ranks do.
-#ifndef MESHFILL_KERNELS_CUDA_STREAM_H_
-#define MESHFILL_KERNELS_CUDA_STREAM_H_
+#ifndef MESHFILL_KERNELS_CUDA_QUEUE_H_
+#define MESHFILL_KERNELS_CUDA_QUEUE_H_
 
 #include <cuda_runtime_api.h>
 
@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/backend.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
@@ -46,22 +46,24 @@ class CudaPoint final : public StreamPoint {
 };
 
 // Any thread may call; operations of several threads come in any order.
-class CudaStream {
+class CudaQueue {
  public:
-  static absl::StatusOr<std::shared_ptr<CudaStream>> Make(int device);
-  ~CudaStream() { cudaStreamDestroy(stream_); }  // once what is queued has run
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
+  static absl::StatusOr<std::shared_ptr<CudaQueue>> Make(int device);
+  ~CudaQueue() { cudaStreamDestroy(stream_); }  // once what is queued has run
+  CudaQueue(const CudaQueue&) = delete;
+  CudaQueue& operator=(const CudaQueue&) = delete;
 
   cudaStream_t get() const { return stream_; }
   int device() const { return device_; }
 
   absl::StatusOr<std::shared_ptr<const CudaPoint>> Mark();
+  // From pageable memory the driver has read all of it when it returns.
+  absl::Status Upload(const void* host, size_t size_bytes, void* to);
   // What is queued from now on runs behind `point`, of any stream of any device.
   absl::Status WaitFor(const CudaPoint& point);
 
  private:
-  CudaStream(cudaStream_t stream, int device) : stream_(stream), device_(device) {}
+  CudaQueue(cudaStream_t stream, int device) : stream_(stream), device_(device) {}
 
   const cudaStream_t stream_;
   const int device_;
@@ -69,4 +71,4 @@ class CudaStream {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_CUDA_STREAM_H_
+#endif  // MESHFILL_KERNELS_CUDA_QUEUE_H_

@@ -1,4 +1,4 @@
-#include "kernels/cuda/device.h"
+#include "kernels/cuda/device_info.h"
 
 #include <cuda_runtime_api.h>
 
@@ -37,21 +37,21 @@ absl::Status CheckDriver() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<CudaDevice> ReadDevice(int ordinal) {
+absl::StatusOr<CudaDeviceInfo> ReadDevice(int ordinal) {
   cudaDeviceProp properties;
   if (cudaError_t error = cudaGetDeviceProperties(&properties, ordinal); error != cudaSuccess) {
     return LaunchStatus("reading the device's properties", error);
   }
   ASSIGN_OR_RETURN(CudaDeviceTraits traits, ReadCudaDeviceTraits(ordinal));
-  return CudaDevice{.ordinal = ordinal,
-                    .name = properties.name,
-                    .traits = traits,
-                    .memory_bytes = static_cast<int64_t>(properties.totalGlobalMem)};
+  return CudaDeviceInfo{.ordinal = ordinal,
+                        .name = properties.name,
+                        .traits = traits,
+                        .memory_bytes = static_cast<int64_t>(properties.totalGlobalMem)};
 }
 
 }  // namespace
 
-absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() {
+absl::StatusOr<std::vector<CudaDeviceInfo>> FindCudaDevices() {
   RETURN_IF_ERROR(CheckDriver());
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
@@ -64,10 +64,10 @@ absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() {
         absl::StrCat("the NVIDIA driver does not start: ", cudaGetErrorString(error), " (",
                      cudaGetErrorName(error), "); check nvidia-smi"));
   }
-  std::vector<CudaDevice> devices;
+  std::vector<CudaDeviceInfo> devices;
   std::string refused;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
-    ASSIGN_OR_RETURN(CudaDevice device, ReadDevice(ordinal));
+    ASSIGN_OR_RETURN(CudaDeviceInfo device, ReadDevice(ordinal));
     if (device.traits.compute_major >= 8) {
       devices.push_back(std::move(device));
       continue;
@@ -82,7 +82,7 @@ absl::StatusOr<std::vector<CudaDevice>> FindCudaDevices() {
   return devices;
 }
 
-absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDevice& device) {
+absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDeviceInfo& device) {
   if (cudaError_t error = cudaSetDevice(device.ordinal); error != cudaSuccess) {
     return LaunchStatus("choosing the device", error);
   }

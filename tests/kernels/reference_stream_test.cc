@@ -1,4 +1,3 @@
-#include "kernels/reference/reference_backend.h"
 
 #include <gtest/gtest.h>
 
@@ -8,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -16,7 +16,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The reference itself, against what is known in closed form.
-class ReferenceBackendTest : public testing::Test {
+class ReferenceStreamTest : public testing::Test {
  protected:
   // Normal numbers.
   std::vector<float> Normal(int64_t count, float scale = 1) {
@@ -29,8 +29,8 @@ class ReferenceBackendTest : public testing::Test {
   const uint64_t seed_ = TestSeed();
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "MESHFILL_SEED=" << seed_};
   std::mt19937_64 random_{seed_};
-  const std::unique_ptr<Backend> f32_ = MakeReferenceBackend(DType::kF32);
-  const std::unique_ptr<Backend> bf16_ = MakeReferenceBackend(DType::kBf16);
+  const LoneStream f32_ = ReferenceStream(DType::kF32);
+  const LoneStream bf16_ = ReferenceStream(DType::kBf16);
 };
 
 void ExpectNear(const std::vector<float>& got, const std::vector<float>& expected, double tolerance) {
@@ -43,12 +43,12 @@ void ExpectNear(const std::vector<float>& got, const std::vector<float>& expecte
 
 // ---- Linear layers.
 
-TEST_F(ReferenceBackendTest, GemmStacksItsSourcesAndAddsTheirBiases) {
+TEST_F(ReferenceStreamTest, GemmStacksItsSourcesAndAddsTheirBiases) {
   const std::vector<float> upper = {1, 2, 3, 4}, lower = {5, 6}, bias = {100, 200}, x = {1, 10, 0, -1};
   const std::vector<WeightRows> rows = {
       {.data = upper.data(), .dtype = DType::kF32, .rows = 2, .bias = bias.data()},
       {.data = lower.data(), .dtype = DType::kF32, .rows = 1}};
-  const auto weight = f32_->PackWeight(rows, 2);
+  const auto weight = f32_.device().PackWeight(rows, 2);
   ASSERT_TRUE(weight.ok()) << weight.status();
   std::vector<float> y(6, 1000);
   GemmArgs args{.weight = weight->get(), .x = x.data(), .tokens = 2, .y = y.data(), .y_dtype = DType::kF32};
@@ -59,11 +59,11 @@ TEST_F(ReferenceBackendTest, GemmStacksItsSourcesAndAddsTheirBiases) {
   EXPECT_EQ(y, (std::vector<float>{242, 486, 130, 196, 392, -12}));
 }
 
-TEST_F(ReferenceBackendTest, GemmIsLinear) {
+TEST_F(ReferenceStreamTest, GemmIsLinear) {
   const int64_t in = Draw(random_, 1, 50), out = Draw(random_, 1, 50);
   const std::vector<float> w = Normal(out * in), x = Normal(2 * in);
   const WeightRows rows{.data = w.data(), .dtype = DType::kF32, .rows = out};
-  const auto weight = f32_->PackWeight({&rows, 1}, in);
+  const auto weight = f32_.device().PackWeight({&rows, 1}, in);
   std::vector<float> both(x.begin(), x.begin() + in), y(2 * out), y_both(out);
   for (int64_t i = 0; i < in; ++i) both[i] = 2 * x[i] - 3 * x[in + i];
   for (auto [from, tokens, to] : {std::tuple(x.data(), 2, y.data()), {both.data(), 1, y_both.data()}}) {
@@ -76,7 +76,7 @@ TEST_F(ReferenceBackendTest, GemmIsLinear) {
 
 // ---- Norm, activation, movement.
 
-TEST_F(ReferenceBackendTest, RmsNormMakesTheRootMeanSquareOne) {
+TEST_F(ReferenceStreamTest, RmsNormMakesTheRootMeanSquareOne) {
   const int64_t width = Draw(random_, 1, 300);
   const std::vector<float> x = Normal(width, 7), ones(width, 1.0f);
   std::vector<float> y(width);
@@ -86,7 +86,7 @@ TEST_F(ReferenceBackendTest, RmsNormMakesTheRootMeanSquareOne) {
   EXPECT_NEAR(y[0] * x.back(), y.back() * x[0], 1e-4);  // in x's direction
 }
 
-TEST_F(ReferenceBackendTest, SwiGluAtKnownPoints) {
+TEST_F(ReferenceStreamTest, SwiGluAtKnownPoints) {
   const std::vector<float> x = {0, 1, -1, 60, 3, 2, 2, 0.5f};  // gates, then ups
   std::vector<float> y(4);
   ASSERT_TRUE(f32_->SwiGlu(x.data(), 1, 4, y.data()).ok());
@@ -94,7 +94,7 @@ TEST_F(ReferenceBackendTest, SwiGluAtKnownPoints) {
   ExpectNear(y, {0, 2 * e / (e + 1), -2 / (e + 1), 30}, 1e-6);
 }
 
-TEST_F(ReferenceBackendTest, Bf16OutputsAreRoundedOnceToNearestEven) {
+TEST_F(ReferenceStreamTest, Bf16OutputsAreRoundedOnceToNearestEven) {
   // 1 + 2^-8 is halfway between 1 and 1 + 2^-7; a little more rounds up.
   const std::vector<float> from = {1 + 0x1p-8f, 1 + 0x3p-8f, 1 + 0x1p-8f + 0x1p-20f, kInfinity};
   std::vector<BFloat16> to(4);
@@ -105,7 +105,7 @@ TEST_F(ReferenceBackendTest, Bf16OutputsAreRoundedOnceToNearestEven) {
   EXPECT_EQ(to[3].ToFloat(), kInfinity);
 }
 
-TEST_F(ReferenceBackendTest, EmbedMovesRows) {
+TEST_F(ReferenceStreamTest, EmbedMovesRows) {
   const std::vector<float> table = {0, 1, 10, 11, 20, 21};
   const std::vector<uint32_t> ids = {2, 0, 2};
   std::vector<float> x(6);
@@ -113,7 +113,7 @@ TEST_F(ReferenceBackendTest, EmbedMovesRows) {
   EXPECT_EQ(x, (std::vector<float>{20, 21, 0, 1, 20, 21}));
 }
 
-TEST_F(ReferenceBackendTest, CopyHeadsMovesRows) {
+TEST_F(ReferenceStreamTest, CopyHeadsMovesRows) {
   const std::vector<float> o = {0, 1, 2, 3, 4, 5, 6, 7};  // 2 heads, 4 slots, head_dim 1
   std::vector<float> y(4);
   const HeadRows slots_1_and_2 = {
@@ -151,7 +151,7 @@ TEST_F(ReferenceBackendTest, CopyHeadsMovesRows) {
 
 // ---- RoPE.
 
-class RopeTest : public ReferenceBackendTest {
+class RopeTest : public ReferenceStreamTest {
  protected:
   static constexpr int kHeadDim = 10;
 
@@ -239,7 +239,7 @@ struct Attention {
   }
 };
 
-class AttentionTest : public ReferenceBackendTest {
+class AttentionTest : public ReferenceStreamTest {
  protected:
   Attention RandomAttention() {
     Attention problem{.q_tokens = Draw(random_, 1, 20),

@@ -1,4 +1,4 @@
-#include "kernels/reference/reference_backend.h"
+#include "kernels/reference/reference_device.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/host_stream.h"
 
 namespace meshfill {
 namespace {
@@ -43,41 +44,10 @@ class ReferenceWeight final : public PackedWeight {
   std::vector<float> bias;  // [out]
 };
 
-class ReferenceBackend final : public Backend {
+class ReferenceStream final : public HostStream {
  public:
-  explicit ReferenceBackend(DType dtype) : dtype_(dtype) {}
-
-  std::string name() const override { return "reference"; }
-  DType dtype() const override { return dtype_; }
-  void set_stop_token(const StopToken* stop) override { stop_ = stop; }
-
-  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
-    void* data = std::malloc(size_bytes);
-    if (data == nullptr && size_bytes > 0) {
-      return absl::ResourceExhaustedError(absl::StrCat("host memory: ", size_bytes, " bytes were refused"));
-    }
-    return std::make_shared<Buffer>(data, size_bytes, [](void* allocated, size_t) { std::free(allocated); });
-  }
-
-  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
-                                                           int64_t in_features) override {
-    int64_t out_features = 0;
-    for (const WeightRows& source : rows) out_features += source.rows;
-    auto packed = std::make_unique<ReferenceWeight>(out_features, in_features);
-    int64_t first = 0;
-    for (const WeightRows& source : rows) {
-      for (int64_t i = 0; i < source.rows * in_features; ++i) {
-        const auto value = static_cast<float>(Load(source.data, source.dtype, i));
-        packed->w[first * in_features + i] =
-            dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;
-      }
-      for (int64_t row = 0; row < source.rows && source.bias != nullptr; ++row) {
-        packed->bias[first + row] = source.bias[row];
-      }
-      first += source.rows;
-    }
-    return packed;
-  }
+  ReferenceStream(Device& device, const StopToken* stop)
+      : HostStream(device), dtype_(device.dtype()), stop_(stop) {}
 
   absl::Status Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype, int64_t width,
                      float* x) override {
@@ -260,13 +230,60 @@ class ReferenceBackend final : public Backend {
   }
 
   const DType dtype_;
-  const StopToken* stop_ = nullptr;
+  const StopToken* const stop_;
+};
+
+class ReferenceDevice final : public Device {
+ public:
+  explicit ReferenceDevice(DType dtype) : dtype_(dtype) {}
+
+  std::string name() const override { return "reference"; }
+  DType dtype() const override { return dtype_; }
+  Grain grain() const override { return {}; }
+  bool lost() const override { return false; }
+
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
+    void* data = std::malloc(size_bytes);
+    if (data == nullptr && size_bytes > 0) {
+      return absl::ResourceExhaustedError(absl::StrCat("host memory: ", size_bytes, " bytes were refused"));
+    }
+    return std::make_shared<Buffer>(data, size_bytes, [](void* allocated, size_t) { std::free(allocated); });
+  }
+
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return PlaceOnHost(host, size_bytes);
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    int64_t out_features = 0;
+    for (const WeightRows& source : rows) out_features += source.rows;
+    auto packed = std::make_unique<ReferenceWeight>(out_features, in_features);
+    int64_t first = 0;
+    for (const WeightRows& source : rows) {
+      for (int64_t i = 0; i < source.rows * in_features; ++i) {
+        const auto value = static_cast<float>(Load(source.data, source.dtype, i));
+        packed->w[first * in_features + i] =
+            dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;
+      }
+      for (int64_t row = 0; row < source.rows && source.bias != nullptr; ++row) {
+        packed->bias[first + row] = source.bias[row];
+      }
+      first += source.rows;
+    }
+    return packed;
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
+    return std::make_unique<ReferenceStream>(*this, stop);
+  }
+
+ private:
+  const DType dtype_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> MakeReferenceBackend(DType dtype) {
-  return std::make_unique<ReferenceBackend>(dtype);
-}
+std::unique_ptr<Device> MakeReferenceDevice(DType dtype) { return std::make_unique<ReferenceDevice>(dtype); }
 
 }  // namespace meshfill

@@ -1,5 +1,3 @@
-#include "kernels/cpu/cpu_backend.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,7 +5,8 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/reference/reference_backend.h"
+#include "kernels/cpu/cpu_device.h"
+#include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
 #include "tests/kernels/simd_target.h"
 
@@ -16,7 +15,7 @@ namespace {
 
 // The CPU backend, on 1 to 3 threads and every instruction set, against the reference on the same random
 // inputs.
-class CpuBackendTest : public testing::TestWithParam<DType> {
+class CpuStreamTest : public testing::TestWithParam<DType> {
  protected:
   // Calls body(cpu, reference, random) for some draws.
   template <typename Body>
@@ -27,19 +26,19 @@ class CpuBackendTest : public testing::TestWithParam<DType> {
       std::mt19937_64 random(seed);
       const std::vector<int64_t> targets = SimdTargets();
       const ScopedSimdTarget target(targets[Draw(random, 0, std::ssize(targets) - 1)]);
-      const auto cpu = MakeCpuBackend(GetParam(), static_cast<int>(Draw(random, 1, 3)));
-      const auto reference = MakeReferenceBackend(GetParam());
+      const LoneStream cpu(MakeCpuDevice(GetParam(), static_cast<int>(Draw(random, 1, 3))));
+      const LoneStream reference = ReferenceStream(GetParam());
       body(*cpu, *reference, random);
       if (HasFatalFailure()) return;
     }
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, CpuBackendTest, testing::Values(DType::kF32, DType::kBf16),
+INSTANTIATE_TEST_SUITE_P(Dtypes, CpuStreamTest, testing::Values(DType::kF32, DType::kBf16),
                          [](const auto& param) { return DTypeName(param.param); });
 
-TEST_P(CpuBackendTest, Embed) {
-  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, Embed) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t vocab = Draw(random, 1, 50), width = Draw(random, 1, 700), tokens = Draw(random, 0, 900);
     const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
     const Tensor table = Tensor::Normal(random, dtype, vocab * width);
@@ -52,8 +51,8 @@ TEST_P(CpuBackendTest, Embed) {
   });
 }
 
-TEST_P(CpuBackendTest, RmsNorm) {
-  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, RmsNorm) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 400), width = Draw(random, 1, 1500);
     const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, 3);
     const Tensor weight = Tensor::Normal(random, DType::kF32, width);
@@ -66,8 +65,8 @@ TEST_P(CpuBackendTest, RmsNorm) {
   });
 }
 
-TEST_P(CpuBackendTest, SplitQkv) {
-  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, SplitQkv) {
+  ForRandomDraws(20, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
     const int head_dim = 2 * static_cast<int>(Draw(random, 1, 128)), half = head_dim / 2;
     const int64_t chunk_tokens = Draw(random, 0, 120);
@@ -127,8 +126,8 @@ TEST_P(CpuBackendTest, SplitQkv) {
   });
 }
 
-TEST_P(CpuBackendTest, AttentionBlockWithCarriedState) {
-  ForRandomDraws(6, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, AttentionBlockWithCarriedState) {
+  ForRandomDraws(6, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int kv_heads = Draw(random, 1, 2), q_heads = kv_heads * static_cast<int>(Draw(random, 1, 3));
     const int head_dim = Draw(random, 1, 96);
     const int64_t q_tokens = Draw(random, 1, 90), k_tokens = Draw(random, 1, 90);
@@ -168,9 +167,9 @@ TEST_P(CpuBackendTest, AttentionBlockWithCarriedState) {
   });
 }
 
-TEST_P(CpuBackendTest, MergePartial) {
+TEST_P(CpuStreamTest, MergePartial) {
   constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
-  ForRandomDraws(20, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+  ForRandomDraws(20, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t rows = Draw(random, 0, 3000);
     const int head_dim = Draw(random, 1, 256);
     const DType other_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
@@ -217,8 +216,8 @@ std::pair<HeadRows, int64_t> DrawRows(std::mt19937_64& random, DType dtype, int 
   return {Draw(random, 0, 1) ? heads_outermost : slots_outermost, all_heads * all_slots * head_dim};
 }
 
-TEST_P(CpuBackendTest, CopyHeads) {
-  ForRandomDraws(40, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, CopyHeads) {
+  ForRandomDraws(40, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int heads = Draw(random, 1, 9), head_dim = Draw(random, 1, 200);
     const int64_t tokens = Draw(random, 0, 300);
     const DType from_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
@@ -241,8 +240,8 @@ TEST_P(CpuBackendTest, CopyHeads) {
   });
 }
 
-TEST_P(CpuBackendTest, SwiGlu) {
-  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, SwiGlu) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
     const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
     Tensor got(GetParam(), tokens * width), expected = got;
@@ -253,8 +252,8 @@ TEST_P(CpuBackendTest, SwiGlu) {
   });
 }
 
-TEST_P(CpuBackendTest, Convert) {
-  ForRandomDraws(10, [&](Backend& cpu, Backend& reference, std::mt19937_64& random) {
+TEST_P(CpuStreamTest, Convert) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 300000));
     for (const DType to : {DType::kF32, DType::kBf16}) {
       Tensor got(to, from.count()), expected = got;
@@ -265,8 +264,8 @@ TEST_P(CpuBackendTest, Convert) {
   });
 }
 
-TEST_P(CpuBackendTest, AllocatesAlignedMemoryOfAnySize) {
-  const auto cpu = MakeCpuBackend(GetParam(), 1);
+TEST_P(CpuStreamTest, AllocatesAlignedMemoryOfAnySize) {
+  const auto cpu = MakeCpuDevice(GetParam(), 1);
   for (const size_t bytes : {0, 1, 63, 4096, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 3}) {
     const auto buffer = cpu->Allocate(bytes);
     ASSERT_TRUE(buffer.ok()) << buffer.status();
@@ -276,8 +275,8 @@ TEST_P(CpuBackendTest, AllocatesAlignedMemoryOfAnySize) {
   }
 }
 
-TEST_P(CpuBackendTest, MemoryThatIsNotToBeHadIsAnErrorThatNamesTheBytes) {
-  const auto cpu = MakeCpuBackend(GetParam(), 1);
+TEST_P(CpuStreamTest, MemoryThatIsNotToBeHadIsAnErrorThatNamesTheBytes) {
+  const auto cpu = MakeCpuDevice(GetParam(), 1);
   for (const size_t bytes : {size_t{1} << 50, size_t{1} << 62, std::numeric_limits<size_t>::max()}) {
     const absl::Status status = cpu->Allocate(bytes).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
@@ -285,8 +284,8 @@ TEST_P(CpuBackendTest, MemoryThatIsNotToBeHadIsAnErrorThatNamesTheBytes) {
   }
 }
 
-TEST_P(CpuBackendTest, ABufferOutlivesItsBackendAndDiesOnAnotherThread) {
-  auto cpu = MakeCpuBackend(GetParam(), 2);
+TEST_P(CpuStreamTest, ABufferOutlivesItsDeviceAndDiesOnAnotherThread) {
+  auto cpu = MakeCpuDevice(GetParam(), 2);
   BufferRef small = *cpu->Allocate(1000), large = *cpu->Allocate(8 << 20);
   cpu.reset();
   std::memset(small->data(), 1, small->size_bytes());
@@ -297,54 +296,80 @@ TEST_P(CpuBackendTest, ABufferOutlivesItsBackendAndDiesOnAnotherThread) {
   }).join();
 }
 
-// Every operation answers CANCELLED while the token is raised, and works again under another one.
-TEST_P(CpuBackendTest, ARaisedStopTokenCancels) {
-  const auto cpu = MakeCpuBackend(GetParam(), 2);
+// Every operation answers CANCELLED once the token is raised; a stream with another one works.
+TEST_P(CpuStreamTest, ARaisedStopTokenCancels) {
+  const auto device = MakeCpuDevice(GetParam(), 2);
   const DType dtype = GetParam();
   std::mt19937_64 random(1);
   const Tensor x = Tensor::Normal(random, DType::kF32, 64), weights = Tensor::Normal(random, dtype, 64);
   Tensor y(DType::kF32, 64), lse(DType::kF32, 64);
   const std::vector<uint32_t> ids = {0, 0};
   const WeightRows rows{.data = weights.data(), .dtype = dtype, .rows = 8};
-  const auto weight = cpu->PackWeight({&rows, 1}, 8);
+  const auto weight = device->PackWeight({&rows, 1}, 8);
   ASSERT_TRUE(weight.ok()) << weight.status();
-  const auto operations = [&] {
+  const auto operations = [&](Stream& cpu) {
     return std::vector<absl::Status>{
-        cpu->Embed(ids, x.data(), DType::kF32, 8, y.data<float>()),
-        cpu->RmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data()),
-        cpu->Gemm(
+        cpu.Embed(ids, x.data(), DType::kF32, 8, y.data<float>()),
+        cpu.RmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data()),
+        cpu.Gemm(
             {.weight = weight->get(), .x = weights.data(), .tokens = 2, .y = y.data(), .y_dtype = dtype}),
-        cpu->MergePartial({.o = y.data<float>(),
-                           .lse = lse.data<float>(),
-                           .other_o = x.data(),
-                           .other_dtype = DType::kF32,
-                           .other_lse = x.data<float>(),
-                           .rows = 2,
-                           .head_dim = 8}),
-        cpu->CopyHeads({.from = x.data(),
-                        .from_rows = {.dtype = DType::kF32, .head_stride = 16, .slot_stride = 8},
-                        .to = y.data(),
-                        .to_rows = {.dtype = dtype, .head_stride = 8, .slot_stride = 8},
-                        .heads = 1,
-                        .tokens = 2,
-                        .head_dim = 8}),
-        cpu->SwiGlu(weights.data(), 2, 8, y.data()),
-        cpu->Convert(x.data<float>(), 64, DType::kF32, y.data()),
+        cpu.MergePartial({.o = y.data<float>(),
+                          .lse = lse.data<float>(),
+                          .other_o = x.data(),
+                          .other_dtype = DType::kF32,
+                          .other_lse = x.data<float>(),
+                          .rows = 2,
+                          .head_dim = 8}),
+        cpu.CopyHeads({.from = x.data(),
+                       .from_rows = {.dtype = DType::kF32, .head_stride = 16, .slot_stride = 8},
+                       .to = y.data(),
+                       .to_rows = {.dtype = dtype, .head_stride = 8, .slot_stride = 8},
+                       .heads = 1,
+                       .tokens = 2,
+                       .head_dim = 8}),
+        cpu.SwiGlu(weights.data(), 2, 8, y.data()),
+        cpu.Convert(x.data<float>(), 64, DType::kF32, y.data()),
     };
   };
   StopToken stop, fresh;
-  cpu->set_stop_token(&stop);
-  for (const absl::Status& status : operations()) EXPECT_TRUE(status.ok()) << status;
+  auto stream = *device->NewStream(&stop);
+  for (const absl::Status& status : operations(*stream)) EXPECT_TRUE(status.ok()) << status;
   stop.Stop();
-  for (const absl::Status& status : operations())
+  for (const absl::Status& status : operations(*stream))
     EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
-  cpu->set_stop_token(&fresh);
-  for (const absl::Status& status : operations()) EXPECT_TRUE(status.ok()) << status;
+  stream = *device->NewStream(&fresh);
+  for (const absl::Status& status : operations(*stream)) EXPECT_TRUE(status.ok()) << status;
 }
 
-TEST(CpuBackend, SaysItsTarget) {
-  EXPECT_EQ(MakeCpuBackend(DType::kF32, 1)->name().rfind("cpu/", 0), 0u);
-  EXPECT_EQ(MakeCpuBackend(DType::kBf16, 1)->dtype(), DType::kBf16);
+// Streams of one device at once, and one after the other on the threads of the first.
+TEST(CpuDevice, StreamsComputeTheSameAtOnceAndInTurn) {
+  const auto device = MakeCpuDevice(DType::kF32, 4, 2);
+  std::mt19937_64 random(1);
+  const Tensor x = Tensor::Normal(random, DType::kF32, 64 * 32),
+               matrix = Tensor::Normal(random, DType::kF32, 32 * 48);
+  const WeightRows rows{.data = matrix.data(), .dtype = DType::kF32, .rows = 48};
+  const auto weight = device->PackWeight({&rows, 1}, 32);
+  ASSERT_TRUE(weight.ok()) << weight.status();
+  const auto multiply = [&](Tensor& y) {
+    const auto stream = *device->NewStream(nullptr);
+    EXPECT_TRUE(
+        stream
+            ->Gemm(
+                {.weight = weight->get(), .x = x.data(), .tokens = 64, .y = y.data(), .y_dtype = DType::kF32})
+            .ok());
+  };
+  Tensor first(DType::kF32, 64 * 48), second = first, third = first;
+  std::thread other(multiply, std::ref(first));
+  multiply(second);
+  other.join();
+  multiply(third);
+  EXPECT_TRUE(first.SameBits(second));
+  EXPECT_TRUE(first.SameBits(third));
+}
+
+TEST(CpuDevice, SaysItsTarget) {
+  EXPECT_EQ(MakeCpuDevice(DType::kF32, 1)->name().rfind("cpu/", 0), 0u);
+  EXPECT_EQ(MakeCpuDevice(DType::kBf16, 1)->dtype(), DType::kBf16);
 }
 
 }  // namespace

@@ -1,0 +1,92 @@
+#include "kernels/cpu/cpu_device.h"
+
+#include <algorithm>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/cpu_stream.h"
+#include "kernels/cpu/host_memory.h"
+#include "kernels/cpu/packed_matrix.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+class CpuDevice final : public Device {
+ public:
+  CpuDevice(DType dtype, int threads, int streams)
+      : dtype_(dtype),
+        target_(SupportedAttentionTargets().front()),
+        threads_(threads),
+        stream_threads_(std::max(1, threads / streams)) {
+    for (int i = 0; i < streams; ++i) idle_.push_back(std::make_unique<CpuTeam>(dtype_, stream_threads_));
+  }
+
+  std::string name() const override { return absl::StrCat("cpu/", target_); }
+  DType dtype() const override { return dtype_; }
+  Grain grain() const override { return {}; }
+  bool lost() const override { return false; }
+
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return AllocateHostMemory(size_bytes); }
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return PlaceOnHost(host, size_bytes);
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    const MutexLock lock(packing_mu_);
+    if (packers_ == nullptr) packers_ = std::make_unique<ThreadPool>(threads_);
+    return PackMatrix(rows, in_features, dtype_, *packers_);
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
+    ASSIGN_OR_RETURN(std::unique_ptr<CpuTeam> team, TakeTeam());
+    return std::make_unique<CpuStream>(*this, stop, target_, std::move(team),
+                                       [this](std::unique_ptr<CpuTeam> team) {
+                                         const MutexLock lock(mu_);
+                                         idle_.push_back(std::move(team));
+                                       });
+  }
+
+ private:
+  absl::StatusOr<std::unique_ptr<CpuTeam>> TakeTeam() {
+    {
+      const MutexLock lock(mu_);
+      if (!idle_.empty()) {
+        std::unique_ptr<CpuTeam> team = std::move(idle_.back());
+        idle_.pop_back();
+        return team;
+      }
+    }
+    try {
+      return std::make_unique<CpuTeam>(dtype_, stream_threads_);
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no thread could be started for a stream (", error.what(),
+                       "); use fewer ranks, or raise the limits of threads and memory"));
+    }
+  }
+
+  const DType dtype_;
+  const std::string target_;
+  const int threads_;
+  const int stream_threads_;
+  Mutex packing_mu_;
+  std::unique_ptr<ThreadPool> packers_ ABSL_GUARDED_BY(packing_mu_);  // from the first weight on
+  Mutex mu_;
+  std::vector<std::unique_ptr<CpuTeam>> idle_ ABSL_GUARDED_BY(mu_);  // those that no stream has
+};
+
+}  // namespace
+
+std::unique_ptr<Device> MakeCpuDevice(DType dtype, int threads, int streams) {
+  return std::make_unique<CpuDevice>(dtype, threads, streams);
+}
+
+}  // namespace meshfill

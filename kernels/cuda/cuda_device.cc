@@ -1,0 +1,130 @@
+#include "kernels/cuda/cuda_device.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_lane.h"
+#include "kernels/cuda/cuda_stream.h"
+#include "kernels/cuda/gemm.h"
+#include "kernels/cuda/health.h"
+#include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/queue.h"
+#include "kernels/mutex.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+// In slices of 1024 tokens the first product of an 8B model's layer has 192 tiles of 256 × 128 for an H100's
+// 132 multiprocessors, which is one wave and a half; in slices of 4096 it has 768, near six.
+constexpr Grain kGrain = {
+    .slice_tokens = 4096, .host_threads = 8, .probe_width = 4096, .probe_kv_heads = 8, .probe_flops = 2e12};
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(const CudaDeviceInfo& info, std::unique_ptr<CudaGemm> gemm, CudaLane loading)
+      : info_(info),
+        health_(absl::StrCat("GPU ", info.ordinal, " (", info.name, ")")),
+        gemm_(std::move(gemm)),
+        retire_(loading.retire),
+        loading_(std::move(loading)) {}
+
+  std::string name() const override {
+    return absl::StrCat("cuda/sm", info_.traits.compute_major, info_.traits.compute_minor);
+  }
+  DType dtype() const override { return DType::kBf16; }
+  Grain grain() const override { return kGrain; }
+  bool lost() const override { return health_.lost(); }
+
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
+    return Load([&](const CudaLane& lane) { return lane.Allocate(size_bytes); });
+  }
+
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return Load([&](const CudaLane& lane) -> absl::StatusOr<BufferRef> {
+      ASSIGN_OR_RETURN(BufferRef buffer, lane.Allocate(size_bytes));
+      RETURN_IF_ERROR(lane.queue->Upload(host, size_bytes, buffer->data()));
+      return buffer;
+    });
+  }
+
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    return Load([&](const CudaLane& lane) { return gemm_->Pack(rows, in_features, lane); });
+  }
+
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
+    ASSIGN_OR_RETURN(CudaLane lane, TakeLane());
+    return std::make_unique<CudaStream>(*this, CudaStream::Shared{info_, *gemm_, health_}, stop,
+                                        std::move(lane), [this](CudaLane used) {
+                                          const MutexLock lock(mu_);
+                                          idle_.push_back(std::move(used));
+                                        });
+  }
+
+ private:
+  // What `make(lane)` returns, once it is there for all streams.
+  template <typename Make>
+  auto Load(const Make& make) -> decltype(make(std::declval<const CudaLane&>())) {
+    const MutexLock lock(loading_mu_);
+    const ScopedCudaDevice scope(info_.ordinal);
+    auto made = make(loading_);
+    if (made.ok()) {
+      const cudaError_t error = cudaStreamSynchronize(loading_.queue->get());
+      if (error == cudaSuccess) return made;
+      return health_.Diagnose(LaunchStatus("loading", error), *loading_.queue);
+    }
+    if (absl::IsResourceExhausted(made.status())) return made;
+    return health_.Diagnose(made.status(), *loading_.queue);
+  }
+
+  absl::StatusOr<CudaLane> TakeLane() {
+    {
+      const MutexLock lock(mu_);
+      if (!idle_.empty()) {
+        CudaLane lane = std::move(idle_.back());
+        idle_.pop_back();
+        return lane;
+      }
+    }
+    const ScopedCudaDevice scope(info_.ordinal);
+    CudaLane lane{.retire = retire_};
+    ASSIGN_OR_RETURN(lane.queue, CudaQueue::Make(info_.ordinal));
+    ASSIGN_OR_RETURN(lane.copies, CudaQueue::Make(info_.ordinal));
+    absl::StatusOr<BufferRef> workspace = lane.Allocate(CudaGemm::kWorkspaceBytes);
+    if (!workspace.ok()) {
+      return absl::IsResourceExhausted(workspace.status())
+                 ? workspace.status()
+                 : health_.Diagnose(workspace.status(), *lane.queue);
+    }
+    lane.workspace = *std::move(workspace);
+    return lane;
+  }
+
+  const CudaDeviceInfo info_;
+  CudaHealth health_;
+  const std::unique_ptr<CudaGemm> gemm_;
+  const std::shared_ptr<CudaQueue> retire_;
+  Mutex loading_mu_;
+  const CudaLane loading_ ABSL_GUARDED_BY(loading_mu_);  // without a workspace
+  Mutex mu_;
+  std::vector<CudaLane> idle_ ABSL_GUARDED_BY(mu_);  // of streams that are gone
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(const CudaDeviceInfo& info) {
+  const ScopedCudaDevice scope(info.ordinal);
+  RETURN_IF_ERROR(SetUpPool(info.ordinal));
+  CudaLane loading;
+  ASSIGN_OR_RETURN(loading.retire, CudaQueue::Make(info.ordinal));
+  ASSIGN_OR_RETURN(loading.queue, CudaQueue::Make(info.ordinal));
+  ASSIGN_OR_RETURN(std::unique_ptr<CudaGemm> gemm, CudaGemm::Make());
+  return std::make_unique<CudaDevice>(info, std::move(gemm), std::move(loading));
+}
+
+}  // namespace meshfill

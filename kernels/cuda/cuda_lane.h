@@ -1,0 +1,26 @@
+// What a stream of a CUDA device computes with; the device keeps it for the next.
+#ifndef MESHFILL_KERNELS_CUDA_CUDA_LANE_H_
+#define MESHFILL_KERNELS_CUDA_CUDA_LANE_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/cuda/memory.h"
+#include "kernels/cuda/queue.h"
+
+namespace meshfill {
+
+struct CudaLane {
+  std::shared_ptr<CudaQueue> queue;   // computes
+  std::shared_ptr<CudaQueue> copies;  // brings messages from other devices
+  std::shared_ptr<CudaQueue> retire;  // the device's: frees what several queues used
+  BufferRef workspace;                // of products, CudaGemm::kWorkspaceBytes
+
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) const {
+    return CudaAllocation::Allocate(size_bytes, queue, retire);
+  }
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_CUDA_CUDA_LANE_H_

@@ -1,0 +1,227 @@
+#include "kernels/cuda/cuda_stream.h"
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/attention.h"
+#include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/layer_ops.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+// How far the host runs ahead of the device: two marks, of which an attention block sets one and so do so
+// many products. One is under way, and one is queued behind it: the device never waits for the host.
+constexpr size_t kMarksAhead = 2;
+constexpr int kProductsPerMark = 16;
+
+// A wait of the host for the device: awake at first, then in naps that cost no core.
+constexpr auto kAwake = std::chrono::microseconds(200);
+constexpr auto kNap = std::chrono::microseconds(50);
+
+bool Stopped(const StopToken* stop) { return stop != nullptr && stop->stopped(); }
+
+}  // namespace
+
+CudaStream::CudaStream(Device& device, const Shared& shared, const StopToken* stop, CudaLane lane,
+                       std::function<void(CudaLane)> done)
+    : Stream(device), shared_(shared), stop_(stop), lane_(std::move(lane)), done_(std::move(done)) {}
+
+CudaStream::~CudaStream() { done_(std::move(lane_)); }
+
+template <typename Enqueue>
+absl::Status CudaStream::Do(const char* operation, const Enqueue& enqueue) {
+  if (Stopped(stop_)) return absl::CancelledError(absl::StrCat(operation, ": stopped"));
+  const ScopedCudaDevice scope(shared_.info.ordinal);
+  absl::Status status = enqueue();
+  return status.ok() ? status : Diagnose(status);
+}
+
+absl::StatusOr<BufferRef> CudaStream::Allocate(size_t size_bytes) {
+  absl::StatusOr<BufferRef> buffer = lane_.Allocate(size_bytes);
+  if (!buffer.ok() && !absl::IsResourceExhausted(buffer.status())) return Diagnose(buffer.status());
+  return buffer;
+}
+
+std::shared_ptr<const StreamPoint> CudaStream::Mark() {
+  absl::StatusOr<std::shared_ptr<const CudaPoint>> point = lane_.queue->Mark();
+  if (point.ok()) return *std::move(point);
+  Diagnose(point.status()).IgnoreError();  // the next operation tells
+  return nullptr;
+}
+
+absl::Status CudaStream::Finish() {
+  absl::StatusOr<std::shared_ptr<const CudaPoint>> point = lane_.queue->Mark();
+  if (!point.ok()) return Diagnose(point.status());
+  marks_.clear();
+  return WaitOnHost(**point, nullptr);
+}
+
+absl::StatusOr<BufferRef> CudaStream::Place(const void* host, size_t size_bytes) {
+  ASSIGN_OR_RETURN(BufferRef buffer, Allocate(size_bytes));
+  RETURN_IF_ERROR(Upload(host, size_bytes, buffer->data()));
+  return buffer;
+}
+
+absl::Status CudaStream::Upload(const void* host, size_t size_bytes, void* to) {
+  return Do("upload", [&] { return lane_.queue->Upload(host, size_bytes, to); });
+}
+
+absl::Status CudaStream::Download(const void* from, size_t size_bytes, void* host) {
+  absl::Status status = Do("download", [&] {
+    return LaunchStatus("download", cudaMemcpyAsync(host, from, size_bytes, cudaMemcpyDeviceToHost, queue()));
+  });
+  return status.ok() ? Finish() : status;
+}
+
+absl::StatusOr<DeviceMessage> CudaStream::Fetch(DeviceMessage message) {
+  if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
+  const int from = static_cast<const CudaPoint&>(*message.ready).device();
+  if (from == shared_.info.ordinal || message.buffer->size_bytes() == 0) return message;
+  return FetchFrom(from, message);
+}
+
+absl::StatusOr<BufferRef> CudaStream::TakeOver(DeviceMessage message) {
+  if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
+  CudaAllocation::Of(*message.buffer).AddUser(lane_.queue);
+  RETURN_IF_ERROR(
+      Do("take over", [&] { return lane_.queue->WaitFor(static_cast<const CudaPoint&>(*message.ready)); }));
+  return std::move(message.buffer);
+}
+
+absl::Status CudaStream::Embed(std::span<const uint32_t> ids, const void* table, DType table_dtype,
+                               int64_t width, float* x) {
+  ASSIGN_OR_RETURN(BufferRef on_device, Place(ids.data(), ids.size_bytes()));
+  return Do("embed", [&] {
+    return LaunchEmbed(on_device->data<uint32_t>(), std::ssize(ids), table, table_dtype, width, x, queue());
+  });
+}
+
+absl::Status CudaStream::RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width,
+                                 float eps, void* y) {
+  return Do("rms norm",
+            [&] { return LaunchRmsNorm(x, weight, tokens, width, eps, static_cast<BFloat16*>(y), queue()); });
+}
+
+absl::Status CudaStream::Gemm(const GemmArgs& args) {
+  const bool marks = ++products_ % kProductsPerMark == 0;
+  if (marks) {
+    RETURN_IF_ERROR(HoldBack());
+  }
+  absl::Status status = Do("gemm", [&] { return shared_.gemm.Run(args, lane_); });
+  return status.ok() && marks ? SetMark() : status;
+}
+
+absl::Status CudaStream::SplitQkv(const SplitQkvArgs& args) {
+  return Do("split qkv", [&] { return LaunchSplitQkv(args, queue()); });
+}
+
+absl::Status CudaStream::AttentionBlock(const AttentionBlockArgs& args) {
+  RETURN_IF_ERROR(HoldBack());
+  absl::Status status = Do("attention block", [&] {
+    return CudaAttentionBlock(args, DType::kBf16, shared_.info.traits, queue());
+  });
+  return status.ok() ? SetMark() : status;
+}
+
+absl::Status CudaStream::MergePartial(const MergePartialArgs& args) {
+  return Do("merge partial", [&] { return LaunchMergePartial(args, queue()); });
+}
+
+absl::Status CudaStream::CopyHeads(const CopyHeadsArgs& args) {
+  return Do("copy heads", [&] { return LaunchCopyHeads(args, queue()); });
+}
+
+// Gathered on the device into [slots, heads, head_dim]; then whole stripes go where their positions are.
+absl::Status CudaStream::CopyHeadsToHost(const CopyHeadsArgs& args) {
+  const int64_t slot_elements = int64_t{args.heads} * args.head_dim;
+  const size_t slot_bytes = slot_elements * DTypeBytes(args.to_rows.dtype);
+  ASSIGN_OR_RETURN(BufferRef gathered, Allocate(args.tokens * slot_bytes));
+  CopyHeadsArgs gather = args;
+  gather.to = gathered->data();
+  gather.to_rows = {.dtype = args.to_rows.dtype, .head_stride = args.head_dim, .slot_stride = slot_elements};
+  RETURN_IF_ERROR(CopyHeads(gather));
+  return Do("copy to the host", [&] {
+    return CopyStripes(gathered->data<std::byte>(), args.to_rows.slots, args.tokens, slot_bytes,
+                       static_cast<std::byte*>(args.to));
+  });
+}
+
+absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) {
+  return Do("swiglu", [&] {
+    return LaunchSwiGlu(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y), queue());
+  });
+}
+
+absl::Status CudaStream::Convert(const float* from, int64_t count, DType to_dtype, void* to) {
+  return Do("convert", [&] { return LaunchConvert(from, DType::kF32, count, to_dtype, to, queue()); });
+}
+
+absl::Status CudaStream::WaitOnHost(const CudaPoint& point, const StopToken* stop) {
+  const auto start = std::chrono::steady_clock::now();
+  while (true) {
+    const cudaError_t passed = cudaEventQuery(point.event());
+    if (passed == cudaSuccess) return absl::OkStatus();
+    if (passed != cudaErrorNotReady) return Diagnose(LaunchStatus("waiting for the device", passed));
+    if (Stopped(stop)) return absl::CancelledError("waiting for the device: stopped");
+    if (std::chrono::steady_clock::now() - start < kAwake) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+}
+
+absl::Status CudaStream::HoldBack() {
+  while (marks_.size() >= kMarksAhead) {
+    RETURN_IF_ERROR(WaitOnHost(*marks_.front(), stop_));
+    marks_.pop_front();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStream::SetMark() {
+  absl::StatusOr<std::shared_ptr<const CudaPoint>> mark = lane_.queue->Mark();
+  if (!mark.ok()) return Diagnose(mark.status());
+  marks_.push_back(*std::move(mark));
+  return absl::OkStatus();
+}
+
+// By the copy engines, on a stream of this device's, so that neither rank's compute waits for it.
+absl::StatusOr<DeviceMessage> CudaStream::FetchFrom(int from, const DeviceMessage& message) {
+  const ScopedCudaDevice scope(shared_.info.ordinal);
+  const size_t size_bytes = message.buffer->size_bytes();
+  ASSIGN_OR_RETURN(BufferRef copy, CudaAllocation::Allocate(size_bytes, lane_.copies, lane_.retire));
+  RETURN_IF_ERROR(lane_.copies->WaitFor(static_cast<const CudaPoint&>(*message.ready)));
+  CudaAllocation::Of(*message.buffer).AddUser(lane_.copies);
+  RETURN_IF_ERROR(LaunchStatus("copying from a peer",
+                               cudaMemcpyPeerAsync(copy->data(), shared_.info.ordinal, message.buffer->data(),
+                                                   from, size_bytes, lane_.copies->get())));
+  ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, lane_.copies->Mark());
+  return DeviceMessage{std::move(copy), std::move(ready)};
+}
+
+// Slot s, slot_bytes long, to its position (band.h): stripes of `width` slots are as far apart as `stride`
+// of them.
+absl::Status CudaStream::CopyStripes(const std::byte* from, const SlotPositions& slots, int64_t tokens,
+                                     size_t slot_bytes, std::byte* to) {
+  const size_t stripe_bytes = slots.width * slot_bytes;
+  const int64_t whole = tokens / slots.width, rest = tokens % slots.width;
+  std::byte* const first = to + slots.At(0) * slot_bytes;
+  if (whole > 0) {
+    const cudaError_t error = cudaMemcpy2DAsync(first, slots.stride * stripe_bytes, from, stripe_bytes,
+                                                stripe_bytes, whole, cudaMemcpyDeviceToHost, queue());
+    if (error != cudaSuccess) return LaunchStatus("copying stripes", error);
+  }
+  if (rest == 0) return absl::OkStatus();
+  return LaunchStatus(
+      "copying the last stripe",
+      cudaMemcpyAsync(to + slots.At(whole * slots.width) * slot_bytes, from + whole * stripe_bytes,
+                      rest * slot_bytes, cudaMemcpyDeviceToHost, queue()));
+}
+
+}  // namespace meshfill

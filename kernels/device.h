@@ -1,0 +1,93 @@
+// A device of this process: its memory, the weights that it holds, what it is.
+//
+// Thread-safe, and shared by its streams (kernels/stream.h), on which alone anything is computed; it outlives
+// them. Buffers and weights may outlive it.
+//
+// Two kinds of memory. What the device gives lives long (weights, tables, a reservation): every stream may
+// use it once the call has returned, and it is dropped when no stream uses it any more. What a stream gives
+// (Stream::Allocate) lives between the operations of that stream: it is taken and freed in their order,
+// without a wait of the host or of the device, which a device that queues operations could not offer for all
+// its streams at once.
+//
+// Implementations: ReferenceDevice (kernels/reference: plain loops, the meaning of each operation), CpuDevice
+// (kernels/cpu) and CudaDevice (kernels/cuda). Same inputs, same implementation, same thread count: same
+// bits.
+#ifndef MESHFILL_KERNELS_DEVICE_H_
+#define MESHFILL_KERNELS_DEVICE_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "kernels/buffer.h"
+#include "kernels/dtype.h"
+#include "kernels/stop_token.h"
+
+namespace meshfill {
+
+class Stream;
+
+// A matrix of a linear layer, y = x Wᵀ + bias, in the form that its device multiplies fastest. Immutable;
+// shared by all streams of the device.
+class PackedWeight {
+ public:
+  virtual ~PackedWeight() = default;
+  int64_t out_features() const { return out_features_; }
+  int64_t in_features() const { return in_features_; }
+
+ protected:
+  PackedWeight(int64_t out_features, int64_t in_features)
+      : out_features_(out_features), in_features_(in_features) {}
+
+ private:
+  int64_t out_features_;
+  int64_t in_features_;
+};
+
+// Rows of a matrix as a file holds them; several of them stack into one PackedWeight (q, k, v; gate, up).
+struct WeightRows {
+  const void* data;  // [rows, in_features], dtype
+  DType dtype;
+  int64_t rows;
+  const float* bias = nullptr;  // [rows] or null
+};
+
+// How much a device takes on at a time: enough to be busy, little enough that what lies between operations
+// stays small.
+struct Grain {
+  int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
+  int host_threads = 1;         // for what the host does while the device waits
+  // Of the operations that its speed is measured with (engine/speed/layer_probe.h).
+  int64_t probe_width = 2048;
+  int probe_kv_heads = 2;
+  double probe_flops = 4e9;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", "cuda/sm90"
+  virtual DType dtype() const = 0;       // the compute dtype: f32 or bf16
+  virtual Grain grain() const = 0;
+  // True once the device has failed for good: every operation will, and the process has to be started anew.
+  virtual bool lost() const = 0;
+
+  // `size_bytes` may be 0. Contents are unspecified. RESOURCE_EXHAUSTED where memory is short, with the bytes
+  // needed.
+  virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
+  // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
+  virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
+  // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards.
+  virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                                   int64_t in_features) = 0;
+
+  // A stream for one rank of one run, which watches `stop`. The token may be null, and outlives the stream.
+  virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_DEVICE_H_
