@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "engine/model/layer_shape.h"
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"
@@ -18,9 +19,8 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
 
 // In the dtype that a device computes in; the embedding may be twice as wide in the file.
 int64_t WeightBytes(const ModelShape& shape) {
-  const double layers = ProjectionFlopsPerToken(shape) / 2;
-  return static_cast<int64_t>(sizeof(BFloat16)) *
-         (static_cast<int64_t>(layers) + 2 * shape.vocab * shape.hidden);
+  const int64_t layers = shape.layers * LayerMatrixElements(LayerShapeOf(shape));
+  return static_cast<int64_t>(sizeof(BFloat16)) * (layers + 2 * shape.vocab * shape.hidden);
 }
 
 // FLOP/s of a square product.

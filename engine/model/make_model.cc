@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/model/layer_shape.h"
 #include "engine/model/safetensors_writer.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
@@ -105,26 +106,17 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
     tensors.push_back({{name + ".weight", type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
     if (bias) tensors.push_back({{name + ".bias", type, {out}}, 0, kBiasDeviation});
   };
-  const int64_t q_width = int64_t{shape.q_heads} * shape.head_dim;
-  const int64_t kv_width = int64_t{shape.kv_heads} * shape.head_dim;
-
   const double embedding = config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1;
   tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
   for (int layer = 0; layer < shape.layers; ++layer) {
-    const std::string prefix = absl::StrCat("model.layers.", layer, ".");
-    norm(prefix + "input_layernorm.weight", shape.hidden);
-    linear(prefix + "self_attn.q_proj", q_width, shape.hidden, config.qkv_bias);
-    linear(prefix + "self_attn.k_proj", kv_width, shape.hidden, config.qkv_bias);
-    linear(prefix + "self_attn.v_proj", kv_width, shape.hidden, config.qkv_bias);
-    if (config.qk_norm) {
-      norm(prefix + "self_attn.q_norm.weight", shape.head_dim);
-      norm(prefix + "self_attn.k_norm.weight", shape.head_dim);
+    for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
+      const std::string name = absl::StrCat("model.layers.", layer, ".", tensor.name);
+      if (tensor.is_norm()) {
+        norm(name + ".weight", tensor.out_features);
+      } else {
+        linear(name, tensor.out_features, tensor.in_features, tensor.bias);
+      }
     }
-    linear(prefix + "self_attn.o_proj", shape.hidden, q_width, config.o_bias);
-    norm(prefix + "post_attention_layernorm.weight", shape.hidden);
-    linear(prefix + "mlp.gate_proj", shape.intermediate, shape.hidden, config.mlp_bias);
-    linear(prefix + "mlp.up_proj", shape.intermediate, shape.hidden, config.mlp_bias);
-    linear(prefix + "mlp.down_proj", shape.hidden, shape.intermediate, config.mlp_bias);
   }
   norm("model.norm.weight", shape.hidden);
   if (!config.tied_embeddings) linear("lm_head", shape.vocab, shape.hidden, /*bias=*/false);

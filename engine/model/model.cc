@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <set>
 #include <span>
 #include <utility>
@@ -43,16 +44,6 @@ class EmbeddingTable {
   BufferRef placed_;
 };
 
-absl::StatusOr<PlacedVector> PlacedVector::Make(Device& device, std::vector<float> values) {
-  PlacedVector vector;
-  vector.values_ = std::move(values);
-  if (vector.values_.empty()) return vector;
-  ASSIGN_OR_RETURN(BufferRef placed,
-                   device.Place(vector.values_.data(), vector.values_.size() * sizeof(float)));
-  vector.placed_ = std::move(placed);
-  return vector;
-}
-
 namespace {
 
 // A weight that has been found in the folder, of the expected shape.
@@ -67,10 +58,8 @@ struct Linear {
   Weight bias;
 };
 
-struct LayerTensors {
-  Weight attention_norm, mlp_norm, q_norm, k_norm;
-  Linear q, k, v, o, gate, up, down;
-};
+// What the folder has of one layer, by part; a norm is a linear layer without a bias.
+using FoundLayer = std::multimap<LayerPart, Linear>;
 
 // Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
 // error is kept, so that a caller asks once.
@@ -144,29 +133,16 @@ class TensorFinder {
   absl::Status status_;
 };
 
-LayerTensors FindLayer(TensorFinder& finder, const ModelConfig& config, int layer) {
-  const ModelShape& shape = config.shape;
-  const int64_t q_width = int64_t{shape.q_heads} * shape.head_dim;
-  const int64_t kv_width = int64_t{shape.kv_heads} * shape.head_dim;
-  const std::string prefix = absl::StrCat("model.layers.", layer, ".");
-  const std::string attention = prefix + "self_attn.";
-  const std::string mlp = prefix + "mlp.";
-
-  LayerTensors tensors;
-  tensors.attention_norm = finder.Find(prefix + "input_layernorm.weight", {shape.hidden});
-  tensors.mlp_norm = finder.Find(prefix + "post_attention_layernorm.weight", {shape.hidden});
-  if (config.qk_norm) {
-    tensors.q_norm = finder.Find(attention + "q_norm.weight", {shape.head_dim});
-    tensors.k_norm = finder.Find(attention + "k_norm.weight", {shape.head_dim});
+FoundLayer FindLayer(TensorFinder& finder, const ModelConfig& config, int layer) {
+  FoundLayer found;
+  for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
+    const std::string name = absl::StrCat("model.layers.", layer, ".", tensor.name);
+    found.emplace(tensor.part,
+                  tensor.is_norm()
+                      ? Linear{.matrix = finder.Find(name + ".weight", {tensor.out_features}), .bias = {}}
+                      : finder.FindLinear(name, tensor.out_features, tensor.in_features, tensor.bias));
   }
-  tensors.q = finder.FindLinear(attention + "q_proj", q_width, shape.hidden, config.qkv_bias);
-  tensors.k = finder.FindLinear(attention + "k_proj", kv_width, shape.hidden, config.qkv_bias);
-  tensors.v = finder.FindLinear(attention + "v_proj", kv_width, shape.hidden, config.qkv_bias);
-  tensors.o = finder.FindLinear(attention + "o_proj", shape.hidden, q_width, config.o_bias);
-  tensors.gate = finder.FindLinear(mlp + "gate_proj", shape.intermediate, shape.hidden, config.mlp_bias);
-  tensors.up = finder.FindLinear(mlp + "up_proj", shape.intermediate, shape.hidden, config.mlp_bias);
-  tensors.down = finder.FindLinear(mlp + "down_proj", shape.hidden, shape.intermediate, config.mlp_bias);
-  return tensors;
+  return found;
 }
 
 // A vector of the model (norm weight, bias) in f32; empty where the model has none.
@@ -215,29 +191,27 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<con
   return device.PackWeight(rows, linears[0].matrix.entry->tensor.shape[1]);
 }
 
-absl::StatusOr<LayerWeights> PackLayer(Device& device, const LayerTensors& tensors) {
+absl::StatusOr<LayerWeights> PackLayer(Device& device, const FoundLayer& found) {
   LayerWeights weights;
-  const std::pair<PlacedVector*, const Weight&> vectors[] = {
-      {&weights.attention_norm, tensors.attention_norm},
-      {&weights.mlp_norm, tensors.mlp_norm},
-      {&weights.q_norm, tensors.q_norm},
-      {&weights.k_norm, tensors.k_norm}};
-  for (const auto& [vector, tensor] : vectors) {
-    ASSIGN_OR_RETURN(PlacedVector placed, PlacedVector::Make(device, ToFloats(tensor)));
-    *vector = std::move(placed);
+  const std::pair<LayerPart, PlacedVector*> norms[] = {{LayerPart::kAttentionNorm, &weights.attention_norm},
+                                                       {LayerPart::kMlpNorm, &weights.mlp_norm},
+                                                       {LayerPart::kQNorm, &weights.q_norm},
+                                                       {LayerPart::kKNorm, &weights.k_norm}};
+  for (const auto& [part, vector] : norms) {
+    const auto norm = found.find(part);
+    if (norm == found.end()) continue;
+    ASSIGN_OR_RETURN(*vector, PlacedVector::Make(device, ToFloats(norm->second.matrix)));
   }
-  const struct {
-    std::unique_ptr<PackedWeight>* packed;
+  const std::pair<LayerPart, std::unique_ptr<PackedWeight>*> products[] = {
+      {LayerPart::kQkv, &weights.qkv},
+      {LayerPart::kO, &weights.o},
+      {LayerPart::kGateUp, &weights.gate_up},
+      {LayerPart::kDown, &weights.down}};
+  for (const auto& [part, packed] : products) {
     std::vector<Linear> linears;
-  } stacks[] = {
-      {&weights.qkv, {tensors.q, tensors.k, tensors.v}},
-      {&weights.o, {tensors.o}},
-      {&weights.gate_up, {tensors.gate, tensors.up}},
-      {&weights.down, {tensors.down}},
-  };
-  for (const auto& [packed, linears] : stacks) {
-    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, Pack(device, linears));
-    *packed = std::move(weight);
+    const auto [begin, end] = found.equal_range(part);
+    for (auto linear = begin; linear != end; ++linear) linears.push_back(linear->second);
+    ASSIGN_OR_RETURN(*packed, Pack(device, linears));
   }
   return weights;
 }
@@ -281,7 +255,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   TensorFinder finder(weights);
   const Weight embedding =
       finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
-  std::vector<LayerTensors> layers;
+  std::vector<FoundLayer> layers;
   layers.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {
     layers.push_back(FindLayer(finder, config, layer));
@@ -295,8 +269,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   model->config_ = std::move(config);
   model->config_.shape.dtype = dtype.value_or(finder.all_f32() ? DType::kF32 : DType::kBf16);
   ASSIGN_OR_RETURN(Device* const device, device_for(model->config_.shape));
-  for (const LayerTensors& tensors : layers) {
-    ASSIGN_OR_RETURN(LayerWeights layer, PackLayer(*device, tensors));
+  for (const FoundLayer& found : layers) {
+    ASSIGN_OR_RETURN(LayerWeights layer, PackLayer(*device, found));
     model->layers_.push_back(std::move(layer));
   }
   const Linear head[] = {{*lm_head, {}}};

@@ -10,34 +10,11 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "engine/model/layer.h"
 #include "engine/model/model_config.h"
 #include "kernels/device.h"
 
 namespace meshfill {
-
-// A short vector as the file has it, and where operations read it.
-class PlacedVector {
- public:
-  PlacedVector() = default;
-  static absl::StatusOr<PlacedVector> Make(Device& device, std::vector<float> values);
-
-  const std::vector<float>& values() const { return values_; }
-  const float* data() const { return placed_ == nullptr ? nullptr : placed_->data<float>(); }  // null: empty
-
- private:
-  std::vector<float> values_;
-  BufferRef placed_;
-};
-
-struct LayerWeights {
-  PlacedVector attention_norm;            // [hidden]: input_layernorm
-  PlacedVector mlp_norm;                  // [hidden]: post_attention_layernorm
-  PlacedVector q_norm, k_norm;            // [head_dim], or empty
-  std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
-  std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
-  std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked
-  std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]
-};
 
 class EmbeddingTable;  // keeps the table's file mapped where operations read it there
 

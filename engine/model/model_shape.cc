@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "engine/model/layer_shape.h"
+
 namespace meshfill {
 
 ModelShape ModelShape::HeadSlice(int h) const {
@@ -21,14 +23,11 @@ double VisiblePairs(int64_t tokens, int64_t window) {
 double AttentionFlops(const ModelShape& model, int64_t tokens) {
   const double pairs = model.windowed_layers * VisiblePairs(tokens, model.sliding_window) +
                        (model.layers - model.windowed_layers) * VisiblePairs(tokens, 0);
-  return 4.0 * model.head_dim * model.q_heads * pairs;
+  return LayerPairFlops(LayerShapeOf(model)) * pairs;
 }
 
 double ProjectionFlopsPerToken(const ModelShape& model) {
-  const double hidden = static_cast<double>(model.hidden);
-  const double qkv_and_o = hidden * model.head_dim * (2.0 * model.q_heads + 2.0 * model.kv_heads);
-  const double mlp = 3.0 * hidden * static_cast<double>(model.intermediate);
-  return 2.0 * model.layers * (qkv_and_o + mlp);
+  return model.layers * LayerTokenFlops(LayerShapeOf(model));
 }
 
 double LmHeadFlops(const ModelShape& model) {

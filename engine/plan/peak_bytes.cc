@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "engine/model/layer_shape.h"
+
 namespace meshfill {
 namespace {
 
@@ -122,10 +124,7 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   const int64_t tokens = shape.layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
   const int64_t rope_tables = tokens * model.head_dim * 4;  // cos and sin of head_dim/2 angles each
-  const int64_t q_width = model.q_elements(1);
-  const int64_t slice_width = model.hidden +
-                              std::max(q_width + model.kv_elements(1), 2 * model.intermediate) +
-                              std::max(q_width, model.intermediate);
+  const int64_t slice_width = SliceWidthsOf(LayerShapeOf(model)).all();
   int64_t slice_tokens = 0;
   for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
     slice_tokens += std::min(most_slice_tokens, shape.layout.ChunkTokens(rank));

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <memory>
 #include <utility>
+#include <vector>
 
+#include "engine/model/layer.h"
 #include "engine/model/rope.h"
 #include "engine/run/executor.h"
 #include "engine/run/head_exchange.h"
@@ -53,12 +55,7 @@ class Runner {
   }
 
  private:
-  // One slice's rows of a [tokens, width] buffer.
-  template <typename T = void>
-  T* Rows(const BufferRef& buffer, int64_t token, int64_t width, DType dtype) const {
-    return reinterpret_cast<T*>(buffer->data<std::byte>() + token * width * DTypeBytes(dtype));
-  }
-  float* Residual(int64_t token) const { return Rows<float>(x_, token, shape_.hidden, DType::kF32); }
+  float* Residual(int64_t token) const { return x_->data<float>() + token * shape_.hidden; }
 
   void SetRecordedLayer(int layer) {
     if (run_.recorder != nullptr) run_.recorder->set_layer(layer);
@@ -81,23 +78,8 @@ class Runner {
   // Slice buffers, the residual stream from the embedding, and the RoPE tables of this chunk's positions.
   absl::Status Prepare() {
     SpanTimer timer(nullptr, run_.recorder, {.what = "embed"});
-    const int64_t q_width = static_cast<int64_t>(shape_.q_heads) * shape_.head_dim;
-    const int64_t qkv_width = q_width + 2 * static_cast<int64_t>(shape_.kv_heads) * shape_.head_dim;
-    const struct {
-      BufferRef* buffer;
-      int64_t elements;
-      DType dtype;
-    } buffers[] = {
-        {&x_, chunk_tokens_ * shape_.hidden, DType::kF32},
-        {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
-        // A slice's projections and its MLP are never needed at the same time.
-        {&wide_, slice_tokens_ * std::max(qkv_width, 2 * shape_.intermediate), shape_.dtype},
-        {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
-    };
-    for (const auto& [buffer, elements, dtype] : buffers) {
-      ASSIGN_OR_RETURN(BufferRef allocated, Elements(elements, dtype));
-      *buffer = std::move(allocated);
-    }
+    ASSIGN_OR_RETURN(x_, Elements(chunk_tokens_ * shape_.hidden, DType::kF32));
+    ASSIGN_OR_RETURN(buffers_, LayerBuffers::Make(stream_, LayerShapeOf(shape_), slice_tokens_));
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
     RETURN_IF_ERROR(PlaceRopeTables(positions));
     std::vector<uint32_t> ids(chunk_tokens_);
@@ -117,51 +99,39 @@ class Runner {
     return absl::OkStatus();
   }
 
-  absl::Status RunLayer(int layer) {
-    const LayerWeights& weights = run_.model.layers()[layer];
-    ASSIGN_OR_RETURN(LayerChunks chunks, Project(weights));
+  absl::Status RunLayer(int index) {
+    const LayerShape shape = LayerShapeOf(config_, index);
+    const Layer layer(shape, run_.model.layers()[index], config_.norm_eps, buffers_, stream_);
+    ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer));
     if (run_.kv != nullptr) {
-      RETURN_IF_ERROR(KeepKv(*chunks.kv, run_.kv->layers[layer]));
+      RETURN_IF_ERROR(KeepKv(*chunks.kv, run_.kv->layers[index]));
     }
-    ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), config_.layer_window[layer]));
+    ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), shape.window));
+    return ForEachSlice([&](const ChunkSlice& slice) { return OutputAndMlp(layer, attended, slice); });
+  }
+
+  template <typename Body>
+  absl::Status ForEachSlice(const Body& body) const {
     for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
-      const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
-      RETURN_IF_ERROR(OutputAndMlp(weights, attended, begin, tokens));
+      RETURN_IF_ERROR(body(ChunkSlice{.begin = begin,
+                                      .tokens = std::min(slice_tokens_, chunk_tokens_ - begin),
+                                      .chunk_tokens = chunk_tokens_}));
     }
     return absl::OkStatus();
   }
 
-  // Norm, q k v, RoPE: the chunks that move.
-  absl::StatusOr<LayerChunks> Project(const LayerWeights& weights) {
+  // The chunks that move.
+  absl::StatusOr<LayerChunks> Project(const Layer& layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "projections"});
     ASSIGN_OR_RETURN(BufferRef q, Elements(shape_.q_elements(chunk_tokens_), shape_.dtype));
     ASSIGN_OR_RETURN(BufferRef kv, Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype));
-    for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
-      const int64_t tokens = std::min(slice_tokens_, chunk_tokens_ - begin);
-      RETURN_IF_ERROR(Norm(weights.attention_norm, begin, tokens));
-      RETURN_IF_ERROR(stream_.Gemm({.weight = weights.qkv.get(),
-                                    .x = normed_->data(),
-                                    .tokens = tokens,
-                                    .y = wide_->data(),
-                                    .y_dtype = shape_.dtype}));
-      RETURN_IF_ERROR(stream_.SplitQkv({
-          .qkv = wide_->data(),
-          .tokens = tokens,
-          .slot_begin = begin,
-          .chunk_tokens = chunk_tokens_,
-          .q_heads = shape_.q_heads,
-          .kv_heads = shape_.kv_heads,
-          .head_dim = shape_.head_dim,
-          .q_norm = weights.q_norm.data(),
-          .k_norm = weights.k_norm.data(),
-          .norm_eps = config_.norm_eps,
-          .rope_cos = cos_->data<float>(),
-          .rope_sin = sin_->data<float>(),
-          .q = q->data(),
-          .k = kv->data(),
-          .v = kv->data<std::byte>() + kv->size_bytes() / 2,
-      }));
-    }
+    const Layer::Heads heads = {.rope_cos = cos_->data<float>(),
+                                .rope_sin = sin_->data<float>(),
+                                .q = q->data(),
+                                .k = kv->data(),
+                                .v = kv->data<std::byte>() + kv->size_bytes() / 2};
+    RETURN_IF_ERROR(ForEachSlice(
+        [&](const ChunkSlice& slice) { return layer.Project(Residual(slice.begin), slice, heads); }));
     return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
   }
 
@@ -171,62 +141,17 @@ class Runner {
     return exchange_.ToTokens(std::move(mesh_output));
   }
 
-  absl::Status Norm(const PlacedVector& weight, int64_t begin, int64_t tokens) {
-    return stream_.RmsNorm(Residual(begin), weight.data(), tokens, shape_.hidden, config_.norm_eps,
-                           normed_->data());
-  }
-
-  // One slice after attention: x += o(attended); x += down(silu(gate) · up)(norm(x)).
-  absl::Status OutputAndMlp(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
-                            int64_t tokens) {
-    RETURN_IF_ERROR(Output(weights, attended, begin, tokens));
-    SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
-    RETURN_IF_ERROR(Norm(weights.mlp_norm, begin, tokens));
-    RETURN_IF_ERROR(stream_.Gemm({.weight = weights.gate_up.get(),
-                                  .x = normed_->data(),
-                                  .tokens = tokens,
-                                  .y = wide_->data(),
-                                  .y_dtype = shape_.dtype}));
-    RETURN_IF_ERROR(stream_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
-    return AddToResidual(*weights.down, begin, tokens);
-  }
-
-  absl::Status Output(const LayerWeights& weights, const LayerOutput& attended, int64_t begin,
-                      int64_t tokens) {
-    SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
-    RETURN_IF_ERROR(GatherAttended(attended, begin, tokens));
-    return AddToResidual(*weights.o, begin, tokens);
-  }
-
-  // A slice of the finished output in the order of the output projection: [tokens, q_heads·head_dim].
-  absl::Status GatherAttended(const LayerOutput& attended, int64_t begin, int64_t tokens) {
-    const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
-    const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
-    auto* to = narrow_->data<std::byte>();
-    for (const BufferRef& part : attended.parts) {
-      RETURN_IF_ERROR(stream_.CopyHeads({.from = part->data(),
-                                         .from_rows = {.dtype = attended.dtype,
-                                                       .head_stride = chunk_tokens_ * shape_.head_dim,
-                                                       .slot_stride = shape_.head_dim,
-                                                       .slots = {.base = begin}},
-                                         .to = std::exchange(to, to + part_bytes),
-                                         .to_rows = {.dtype = shape_.dtype,
-                                                     .head_stride = shape_.head_dim,
-                                                     .slot_stride = shape_.q_elements(1)},
-                                         .heads = part_heads,
-                                         .tokens = tokens,
-                                         .head_dim = shape_.head_dim}));
+  // One slice after attention.
+  absl::Status OutputAndMlp(const Layer& layer, const LayerOutput& attended, const ChunkSlice& slice) {
+    std::vector<const void*> parts;
+    for (const BufferRef& part : attended.parts) parts.push_back(part->data());
+    {
+      SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
+      RETURN_IF_ERROR(
+          layer.AddAttention({.parts = parts, .dtype = attended.dtype}, slice, Residual(slice.begin)));
     }
-    return absl::OkStatus();
-  }
-
-  absl::Status AddToResidual(const PackedWeight& weight, int64_t begin, int64_t tokens) {
-    return stream_.Gemm({.weight = &weight,
-                         .x = narrow_->data(),
-                         .tokens = tokens,
-                         .y = Residual(begin),
-                         .y_dtype = DType::kF32,
-                         .accumulate = true});
+    SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
+    return layer.AddMlp(slice.tokens, Residual(slice.begin));
   }
 
   // Copies this rank's K and V rows to their tokens' places.
@@ -258,10 +183,12 @@ class Runner {
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
-    RETURN_IF_ERROR(Norm(run_.model.final_norm(), run_.plan.layout.SlotOf(last_token), 1));
+    RETURN_IF_ERROR(stream_.RmsNorm(Residual(run_.plan.layout.SlotOf(last_token)),
+                                    run_.model.final_norm().data(), 1, shape_.hidden, config_.norm_eps,
+                                    buffers_.normed->data()));
     ASSIGN_OR_RETURN(BufferRef logits, Elements(shape_.vocab, DType::kF32));
     RETURN_IF_ERROR(stream_.Gemm({.weight = &run_.model.lm_head(),
-                                  .x = normed_->data(),
+                                  .x = buffers_.normed->data(),
                                   .tokens = 1,
                                   .y = logits->data(),
                                   .y_dtype = DType::kF32}));
@@ -282,9 +209,7 @@ class Runner {
   BufferRef x_;                    // [chunk_tokens, hidden], f32: the residual stream
   BufferRef cos_;                  // [chunk_tokens, head_dim/2], f32
   BufferRef sin_;                  // [chunk_tokens, head_dim/2], f32
-  BufferRef normed_;               // [slice_tokens, hidden], compute dtype
-  BufferRef wide_;  // [slice_tokens, max((q_heads + 2·kv_heads)·head_dim, 2·intermediate)], compute dtype
-  BufferRef narrow_;  // [slice_tokens, max(q_heads·head_dim, intermediate)], compute dtype
+  LayerBuffers buffers_;           // of a slice
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 namespace meshfill {
 namespace {
 
+constexpr float kNormEps = 1e-5f;
 constexpr int64_t kLmHeadElements = int64_t{8} << 20;
 
 // Multiples of 64, like stripes; small enough where work for one token is much.
@@ -58,8 +59,6 @@ absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
   return buffer;
 }
 
-int64_t QkvWidth(const ModelShape& shape) { return shape.q_elements(1) + shape.kv_elements(1); }
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
@@ -69,24 +68,27 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   const ModelShape shape = ProbedShape(model, device.grain().probe_width);
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
+  weights->layer_shape = LayerShapeOf(shape);
   const struct {
     std::unique_ptr<PackedWeight>* weight;
-    int64_t rows;
-    int64_t width;
+    ProductShape product;
   } matrices[] = {
-      {&weights->qkv, QkvWidth(shape), shape.hidden},
-      {&weights->o, shape.hidden, shape.q_elements(1)},
-      {&weights->gate_up, 2 * shape.intermediate, shape.hidden},
-      {&weights->down, shape.hidden, shape.intermediate},
-      {&weights->lm_head, shape.vocab, shape.hidden},
+      {&weights->layer.qkv, ProductOf(weights->layer_shape, LayerPart::kQkv)},
+      {&weights->layer.o, ProductOf(weights->layer_shape, LayerPart::kO)},
+      {&weights->layer.gate_up, ProductOf(weights->layer_shape, LayerPart::kGateUp)},
+      {&weights->layer.down, ProductOf(weights->layer_shape, LayerPart::kDown)},
+      {&weights->lm_head, {.out_features = shape.vocab, .in_features = shape.hidden}},
   };
-  for (const auto& [weight, rows, width] : matrices) {
-    ASSIGN_OR_RETURN(BufferRef values, Noise(stream, rows * width, shape.dtype));
+  for (const auto& [weight, product] : matrices) {
+    ASSIGN_OR_RETURN(BufferRef values,
+                     Noise(stream, product.out_features * product.in_features, shape.dtype));
     RETURN_IF_ERROR(stream.Finish());  // the device packs what is there
-    const WeightRows source{.data = values->data(), .dtype = shape.dtype, .rows = rows};
-    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> packed, device.PackWeight({&source, 1}, width));
-    *weight = std::move(packed);
+    const WeightRows source{.data = values->data(), .dtype = shape.dtype, .rows = product.out_features};
+    ASSIGN_OR_RETURN(*weight, device.PackWeight({&source, 1}, product.in_features));
     if (weight == &weights->lm_head) weights->embedding = std::move(values);
+  }
+  for (PlacedVector* const norm : {&weights->layer.attention_norm, &weights->layer.mlp_norm}) {
+    ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, std::vector<float>(shape.hidden, 1.0f)));
   }
   return std::shared_ptr<const ProbeWeights>(std::move(weights));
 }
@@ -103,7 +105,6 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stre
       block_tokens_(
           Tokens(std::sqrt(stream.device().grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)), 256,
                  2 * stream.device().grain().slice_tokens)),
-      norm_weight_(shape_.hidden, 1.0f),
       rope_(slice_tokens_ * shape_.head_dim),
       ids_(slice_tokens_) {
   for (size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<uint32_t>(i * 7919 % shape_.vocab);
@@ -117,7 +118,7 @@ absl::StatusOr<std::unique_ptr<LayerProbe>> LayerProbe::Make(std::shared_ptr<con
 }
 
 absl::Status LayerProbe::Prepare() {
-  const int64_t q_width = shape_.q_elements(1);
+  const SliceWidths widths = SliceWidthsOf(weights_->layer_shape);
   const int64_t block_q = block_tokens_ * q_heads_ * shape_.head_dim;
   const int64_t block_state = block_q + block_tokens_ * q_heads_;
   const struct {
@@ -126,9 +127,9 @@ absl::Status LayerProbe::Prepare() {
     DType dtype;
   } buffers[] = {
       {&residual_, kProbeSlices * slice_tokens_ * shape_.hidden, DType::kF32},
-      {&normed_, slice_tokens_ * shape_.hidden, shape_.dtype},
-      {&wide_, slice_tokens_ * std::max(QkvWidth(shape_), 2 * shape_.intermediate), shape_.dtype},
-      {&narrow_, slice_tokens_ * std::max(q_width, shape_.intermediate), shape_.dtype},
+      {&buffers_.normed, slice_tokens_ * widths.normed, shape_.dtype},
+      {&buffers_.wide, slice_tokens_ * widths.wide, shape_.dtype},
+      {&buffers_.narrow, slice_tokens_ * widths.narrow, shape_.dtype},
       {&chunk_q_, kProbeSlices * shape_.q_elements(slice_tokens_), shape_.dtype},
       {&chunk_kv_, kProbeSlices * shape_.kv_elements(slice_tokens_), shape_.dtype},
       {&attended_, kProbeSlices * shape_.q_elements(slice_tokens_), DType::kF32},
@@ -142,8 +143,6 @@ absl::Status LayerProbe::Prepare() {
     ASSIGN_OR_RETURN(BufferRef noise, Noise(stream_, elements, dtype));
     *buffer = std::move(noise);
   }
-  ASSIGN_OR_RETURN(BufferRef norm, stream_.Place(norm_weight_.data(), norm_weight_.size() * sizeof(float)));
-  placed_norm_weight_ = std::move(norm);
   return PlaceRopeTables(slice_tokens_);
 }
 
@@ -157,64 +156,24 @@ absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
   return absl::OkStatus();
 }
 
-absl::Status LayerProbe::Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y,
-                              bool accumulate) {
-  return stream_.Gemm({.weight = &weight,
-                       .x = x->data(),
-                       .tokens = tokens,
-                       .y = y,
-                       .y_dtype = accumulate ? DType::kF32 : shape_.dtype,
-                       .accumulate = accumulate});
-}
-
 absl::Status LayerProbe::TokenWork(int64_t tokens) {
   const int64_t slice = std::exchange(slice_, (slice_ + 1) % kProbeSlices);
   const int64_t element_bytes = static_cast<int64_t>(DTypeBytes(shape_.dtype));
   float* const residual = residual_->data<float>() + slice * slice_tokens_ * shape_.hidden;
-  const float* const attended = attended_->data<float>() + slice * shape_.q_elements(slice_tokens_);
+  const void* const attended = attended_->data<float>() + slice * shape_.q_elements(slice_tokens_);
   std::byte* const q = chunk_q_->data<std::byte>() + slice * shape_.q_elements(slice_tokens_) * element_bytes;
   const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
   std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
-  const auto norm = [&] {
-    return stream_.RmsNorm(residual, placed_norm_weight_->data<float>(), tokens, shape_.hidden, 1e-5f,
-                           normed_->data());
-  };
-  const auto split = [&] {
-    return stream_.SplitQkv({.qkv = wide_->data(),
-                             .tokens = tokens,
-                             .slot_begin = 0,
-                             .chunk_tokens = tokens,
-                             .q_heads = shape_.q_heads,
-                             .kv_heads = shape_.kv_heads,
-                             .head_dim = shape_.head_dim,
-                             .rope_cos = cos_->data<float>(),
-                             .rope_sin = sin_->data<float>(),
-                             .q = q,
-                             .k = k,
-                             .v = k + kv_bytes / 2});
-  };
-  const auto gather = [&] {
-    return stream_.CopyHeads({.from = attended,
-                              .from_rows = {.dtype = DType::kF32,
-                                            .head_stride = tokens * shape_.head_dim,
-                                            .slot_stride = shape_.head_dim},
-                              .to = narrow_->data(),
-                              .to_rows = {.dtype = shape_.dtype,
-                                          .head_stride = shape_.head_dim,
-                                          .slot_stride = shape_.q_elements(1)},
-                              .heads = shape_.q_heads,
-                              .tokens = tokens,
-                              .head_dim = shape_.head_dim});
-  };
-  RETURN_IF_ERROR(norm());
-  RETURN_IF_ERROR(Gemm(*weights_->qkv, normed_, tokens, wide_->data(), false));
-  RETURN_IF_ERROR(split());
-  RETURN_IF_ERROR(gather());
-  RETURN_IF_ERROR(Gemm(*weights_->o, narrow_, tokens, residual, true));
-  RETURN_IF_ERROR(norm());
-  RETURN_IF_ERROR(Gemm(*weights_->gate_up, normed_, tokens, wide_->data(), false));
-  RETURN_IF_ERROR(stream_.SwiGlu(wide_->data(), tokens, shape_.intermediate, narrow_->data()));
-  return Gemm(*weights_->down, narrow_, tokens, residual, true);
+  const Layer layer(weights_->layer_shape, weights_->layer, kNormEps, buffers_, stream_);
+  const ChunkSlice whole = {.begin = 0, .tokens = tokens, .chunk_tokens = tokens};
+  const Layer::Heads heads = {.rope_cos = cos_->data<float>(),
+                              .rope_sin = sin_->data<float>(),
+                              .q = q,
+                              .k = k,
+                              .v = k + kv_bytes / 2};
+  RETURN_IF_ERROR(layer.Project(residual, whole, heads));
+  RETURN_IF_ERROR(layer.AddAttention({.parts = {&attended, 1}, .dtype = DType::kF32}, whole, residual));
+  return layer.AddMlp(tokens, residual);
 }
 
 double LayerProbe::TokenFlops(int64_t tokens) const {
@@ -268,7 +227,7 @@ absl::Status LayerProbe::Begin(int64_t tokens) {
 
 absl::Status LayerProbe::LmHead(int64_t) {
   return stream_.Gemm({.weight = weights_->lm_head.get(),
-                       .x = normed_->data(),
+                       .x = buffers_.normed->data(),
                        .tokens = 1,
                        .y = logits_->data(),
                        .y_dtype = DType::kF32});

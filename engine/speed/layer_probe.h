@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/model/layer.h"
 #include "engine/model/model_shape.h"
 #include "kernels/stream.h"
 
@@ -22,10 +23,8 @@ inline constexpr int kProbeSlices = 4;
 struct ProbeWeights {
   ModelShape shape;    // as it is probed: one layer
   double layer_scale;  // weights of a layer of the real model over those of this one
-  std::unique_ptr<PackedWeight> qkv;
-  std::unique_ptr<PackedWeight> o;
-  std::unique_ptr<PackedWeight> gate_up;
-  std::unique_ptr<PackedWeight> down;
+  LayerShape layer_shape;
+  LayerWeights layer;
   std::unique_ptr<PackedWeight> lm_head;
   BufferRef embedding;  // [shape.vocab, hidden], compute dtype
 };
@@ -72,7 +71,6 @@ class LayerProbe {
   LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stream);
   absl::Status Prepare();
   absl::Status PlaceRopeTables(int64_t tokens);  // at least as many as a TokenWork that follows
-  absl::Status Gemm(const PackedWeight& weight, const BufferRef& x, int64_t tokens, void* y, bool accumulate);
 
   const std::shared_ptr<const ProbeWeights> weights_;
   const ModelShape& shape_;
@@ -82,15 +80,11 @@ class LayerProbe {
   const int64_t slice_tokens_;
   const int64_t block_tokens_;
 
-  int slice_ = 0;                   // of the next TokenWork
-  std::vector<float> norm_weight_;  // [hidden]
-  BufferRef placed_norm_weight_;
-  std::vector<float> rope_;       // cos, then sin, each [slice_tokens, head_dim/2]
-  std::vector<uint32_t> ids_;     // [slice_tokens]
-  BufferRef residual_;            // [kProbeSlices, slice_tokens, hidden], f32
-  BufferRef normed_;              // [slice_tokens, hidden], compute dtype
-  BufferRef wide_;                // [slice_tokens, max(q, k, v; gate, up)]
-  BufferRef narrow_;              // [slice_tokens, max(q; intermediate)]
+  int slice_ = 0;              // of the next TokenWork
+  std::vector<float> rope_;    // cos, then sin, each [slice_tokens, head_dim/2]
+  std::vector<uint32_t> ids_;  // [slice_tokens]
+  BufferRef residual_;         // [kProbeSlices, slice_tokens, hidden], f32
+  LayerBuffers buffers_;
   BufferRef cos_, sin_;           // rope_ as operations read it
   BufferRef chunk_q_, chunk_kv_;  // of each slice
   BufferRef attended_;            // [kProbeSlices, q_heads, slice_tokens, head_dim], f32

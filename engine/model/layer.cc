@@ -1,0 +1,107 @@
+#include "engine/model/layer.h"
+
+#include <cstddef>
+#include <utility>
+
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+
+absl::StatusOr<PlacedVector> PlacedVector::Make(Device& device, std::vector<float> values) {
+  PlacedVector vector;
+  vector.values_ = std::move(values);
+  if (vector.values_.empty()) return vector;
+  ASSIGN_OR_RETURN(vector.placed_,
+                   device.Place(vector.values_.data(), vector.values_.size() * sizeof(float)));
+  return vector;
+}
+
+absl::StatusOr<LayerBuffers> LayerBuffers::Make(Stream& stream, const LayerShape& shape,
+                                                int64_t slice_tokens) {
+  const SliceWidths widths = SliceWidthsOf(shape);
+  const auto allocate = [&](int64_t width) {
+    return stream.Allocate(static_cast<size_t>(slice_tokens * width) * DTypeBytes(shape.dtype));
+  };
+  LayerBuffers buffers;
+  ASSIGN_OR_RETURN(buffers.normed, allocate(widths.normed));
+  ASSIGN_OR_RETURN(buffers.wide, allocate(widths.wide));
+  ASSIGN_OR_RETURN(buffers.narrow, allocate(widths.narrow));
+  return buffers;
+}
+
+absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads& heads) const {
+  RETURN_IF_ERROR(Norm(x, weights_.attention_norm, slice.tokens));
+  RETURN_IF_ERROR(Multiply(*weights_.qkv, slice.tokens));
+  return stream_.SplitQkv({.qkv = buffers_.wide->data(),
+                           .tokens = slice.tokens,
+                           .slot_begin = slice.begin,
+                           .chunk_tokens = slice.chunk_tokens,
+                           .q_heads = shape_.q_heads,
+                           .kv_heads = shape_.kv_heads,
+                           .head_dim = shape_.head_dim,
+                           .q_norm = weights_.q_norm.data(),
+                           .k_norm = weights_.k_norm.data(),
+                           .norm_eps = norm_eps_,
+                           .rope_cos = heads.rope_cos,
+                           .rope_sin = heads.rope_sin,
+                           .q = heads.q,
+                           .k = heads.k,
+                           .v = heads.v});
+}
+
+absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const {
+  RETURN_IF_ERROR(Gather(attended, slice));
+  return AddProduct(*weights_.o, slice.tokens, x);
+}
+
+absl::Status Layer::AddMlp(int64_t tokens, float* x) const {
+  RETURN_IF_ERROR(Norm(x, weights_.mlp_norm, tokens));
+  RETURN_IF_ERROR(Multiply(*weights_.gate_up, tokens));
+  RETURN_IF_ERROR(
+      stream_.SwiGlu(buffers_.wide->data(), tokens, shape_.intermediate, buffers_.narrow->data()));
+  return AddProduct(*weights_.down, tokens, x);
+}
+
+absl::Status Layer::Norm(const float* x, const PlacedVector& weight, int64_t tokens) const {
+  return stream_.RmsNorm(x, weight.data(), tokens, shape_.hidden, norm_eps_, buffers_.normed->data());
+}
+
+absl::Status Layer::Multiply(const PackedWeight& weight, int64_t tokens) const {
+  return stream_.Gemm({.weight = &weight,
+                       .x = buffers_.normed->data(),
+                       .tokens = tokens,
+                       .y = buffers_.wide->data(),
+                       .y_dtype = shape_.dtype});
+}
+
+// In the order of the output projection: [tokens, q_heads·head_dim].
+absl::Status Layer::Gather(const Attended& attended, const ChunkSlice& slice) const {
+  const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
+  const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
+  auto* to = buffers_.narrow->data<std::byte>();
+  for (const void* part : attended.parts) {
+    RETURN_IF_ERROR(stream_.CopyHeads(
+        {.from = part,
+         .from_rows = {.dtype = attended.dtype,
+                       .head_stride = slice.chunk_tokens * shape_.head_dim,
+                       .slot_stride = shape_.head_dim,
+                       .slots = {.base = slice.begin}},
+         .to = std::exchange(to, to + part_bytes),
+         .to_rows = {.dtype = shape_.dtype, .head_stride = shape_.head_dim, .slot_stride = shape_.q_width()},
+         .heads = part_heads,
+         .tokens = slice.tokens,
+         .head_dim = shape_.head_dim}));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Layer::AddProduct(const PackedWeight& weight, int64_t tokens, float* x) const {
+  return stream_.Gemm({.weight = &weight,
+                       .x = buffers_.narrow->data(),
+                       .tokens = tokens,
+                       .y = x,
+                       .y_dtype = DType::kF32,
+                       .accumulate = true});
+}
+
+}  // namespace meshfill

@@ -1,0 +1,103 @@
+// One layer of a transformer around its attention, over a slice of a chunk's tokens:
+//
+//     q, k, v = heads(rope(norm(x) Wqkv))              Project
+//     x += attention(q, k, v) Wo                       AddAttention, of what the mesh has attended
+//     x += (silu(norm(x) Wgate) · norm(x) Wup) Wdown   AddMlp
+//
+// The runner computes a prefill with it, and the probe measures a pool with it (layer_shape.h has its sizes).
+#ifndef MESHFILL_ENGINE_MODEL_LAYER_H_
+#define MESHFILL_ENGINE_MODEL_LAYER_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/model/layer_shape.h"
+#include "kernels/stream.h"
+
+namespace meshfill {
+
+// A short vector as the file has it, and where operations read it.
+class PlacedVector {
+ public:
+  PlacedVector() = default;
+  static absl::StatusOr<PlacedVector> Make(Device& device, std::vector<float> values);
+
+  const std::vector<float>& values() const { return values_; }
+  const float* data() const { return placed_ == nullptr ? nullptr : placed_->data<float>(); }  // null: empty
+
+ private:
+  std::vector<float> values_;
+  BufferRef placed_;
+};
+
+struct LayerWeights {
+  PlacedVector attention_norm;            // [hidden]
+  PlacedVector mlp_norm;                  // [hidden]
+  PlacedVector q_norm, k_norm;            // [head_dim], or empty
+  std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
+  std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
+  std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked
+  std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]
+};
+
+// What a slice is computed in: [slice_tokens, width] each, compute dtype, SliceWidthsOf's widths. Every layer
+// uses it again.
+struct LayerBuffers {
+  static absl::StatusOr<LayerBuffers> Make(Stream& stream, const LayerShape& shape, int64_t slice_tokens);
+  BufferRef normed, wide, narrow;
+};
+
+// Tokens [begin, begin + tokens) of a chunk.
+struct ChunkSlice {
+  int64_t begin;
+  int64_t tokens;
+  int64_t chunk_tokens;
+};
+
+// A view: shape, weights, buffers and stream outlive it. Errors are the device's.
+class Layer {
+ public:
+  Layer(const LayerShape& shape, const LayerWeights& weights, float norm_eps, const LayerBuffers& buffers,
+        Stream& stream)
+      : shape_(shape), weights_(weights), norm_eps_(norm_eps), buffers_(buffers), stream_(stream) {}
+
+  // The chunk's heads, where Project writes the slice's.
+  struct Heads {
+    const float* rope_cos;  // [chunk_tokens, head_dim/2]
+    const float* rope_sin;
+    void* q;  // [q_heads, chunk_tokens, head_dim], compute dtype
+    void* k;  // [kv_heads, chunk_tokens, head_dim]
+    void* v;
+  };
+  // x: [tokens, hidden], the slice of the residual stream, f32.
+  absl::Status Project(const float* x, const ChunkSlice& slice, const Heads& heads) const;
+
+  // The chunk's attention: parts of as many query heads each, in order: [heads, chunk_tokens, head_dim].
+  struct Attended {
+    std::span<const void* const> parts;
+    DType dtype;
+  };
+  absl::Status AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const;
+
+  absl::Status AddMlp(int64_t tokens, float* x) const;
+
+ private:
+  absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;  // into normed
+  absl::Status Multiply(const PackedWeight& weight, int64_t tokens) const;              // normed into wide
+  absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;         // into narrow
+  absl::Status AddProduct(const PackedWeight& weight, int64_t tokens, float* x) const;  // of narrow
+
+  const LayerShape& shape_;
+  const LayerWeights& weights_;
+  const float norm_eps_;
+  const LayerBuffers& buffers_;
+  Stream& stream_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MODEL_LAYER_H_
