@@ -4,8 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <filesystem>
-#include <system_error>
-#include <thread>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +13,7 @@
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
+#include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
 #include "engine/run/timeline_recorder.h"
 #include "kernels/mutex.h"
@@ -23,11 +23,6 @@ namespace meshfill {
 namespace {
 
 constexpr int kMaxRanks = 64;
-
-// No peer of this process gets lost, so a wait this long is a bug: it ends the request, never the server.
-absl::Duration WaitTimeout(const Plan& plan) {
-  return absl::Seconds(60) + 20 * absl::Seconds(plan.predicted.seconds);
-}
 
 absl::Status CheckOptions(const EngineOptions& options) {
   if (options.ranks < 1 || options.ranks > kMaxRanks) {
@@ -97,102 +92,132 @@ class EmbeddedEngine : public PrefillEngine {
     return choice;
   }
 
-  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
-                                        PrefillObserver* observer, const StopToken* stop) override {
-    ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(static_cast<int64_t>(tokens.size()), options));
-    RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, tokens));
-    RETURN_IF_ERROR(CheckSchedule(choice.plan.schedule));
-
-    PrefillResult result{.plan = std::move(choice.plan)};
-    if (options.keep_kv) {
-      const ModelShape& shape = model();
-      result.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, static_cast<int64_t>(tokens.size()),
-                        shape.dtype);
-    }
-    const auto start = std::chrono::steady_clock::now();
-    std::vector<TimelineRecorder> recorders;
-    const size_t kept_spans = options.keep_timeline ? TimelineRecorder::kCapacity : 0;
-    for (int rank = 0; rank < options_.ranks; ++rank) recorders.emplace_back(rank, start, kept_spans);
-    std::vector<absl::StatusOr<RankOutput>> outputs = RunRanks(
-        result.plan, tokens, result.kv.has_value() ? &*result.kv : nullptr, recorders, observer, stop);
-    result.prefill_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-
-    RETURN_IF_ERROR(FirstCause(outputs));
-    for (absl::StatusOr<RankOutput>& output : outputs) {
-      result.ranks.push_back(output->stats);
-      if (!output->logits.empty()) result.logits = std::move(output->logits);
-    }
-    correction_.Observe(result.plan.predicted.seconds, result.prefill_seconds);
-    RETURN_IF_ERROR(SummarisePrefill(model(), model_name_, pool_.peak_flops, options.top_k, result));
-    if (options.keep_timeline) result.timeline = CollectTimeline(std::move(recorders));
-    return result;
-  }
+  absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
+                                                 PrefillObserver* observer) override;
 
  private:
-  // One thread for each rank. Where one fails, the others are stopped and woken.
-  std::vector<absl::StatusOr<RankOutput>> RunRanks(const Plan& plan, std::span<const uint32_t> tokens,
-                                                   KvCache* kv, std::vector<TimelineRecorder>& recorders,
-                                                   PrefillObserver* observer, const StopToken* stop) {
-    const int ranks = options_.ranks;
-    StopToken run_stop(stop);
-    std::vector<absl::StatusOr<RankOutput>> outputs(ranks,
-                                                    absl::StatusOr<RankOutput>(absl::UnknownError("")));
-    std::vector<std::unique_ptr<Stream>> streams;
-    std::vector<Stream*> by_rank;
-    for (int rank = 0; rank < ranks; ++rank) {
-      absl::StatusOr<std::unique_ptr<Stream>> stream = pool_.devices[rank]->NewStream(&run_stop);
-      if (!stream.ok()) {
-        outputs[rank] = stream.status();
-        return outputs;
-      }
-      by_rank.push_back(stream->get());
-      streams.push_back(*std::move(stream));
-    }
-    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(by_rank);
-    LayerProgress progress(ranks, model().layers, observer);
-    const auto stop_others = [&](int rank) {
-      run_stop.Stop();
-      communicators[rank]->Abort(outputs[rank].status());
-    };
-    const auto run_rank = [&](int rank) {
-      outputs[rank] = RunRank({.plan = plan,
-                               .model = *pool_.models[rank],
-                               .rank = rank,
-                               .tokens = tokens,
-                               .stream = *streams[rank],
-                               .communicator = *communicators[rank],
-                               .wait_timeout = WaitTimeout(plan),
-                               .on_layer_done = [&progress](int layer) { progress.RankFinished(layer); },
-                               .kv = kv,
-                               .recorder = &recorders[rank]});
-      if (outputs[rank].ok()) return;
-      stop_others(rank);
-      streams[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
-      if (pool_.devices[rank]->lost()) lost_ = true;
-    };
-    std::vector<std::thread> threads;
-    threads.reserve(ranks);
-    for (int rank = 0; rank < ranks; ++rank) {
-      try {
-        threads.emplace_back(run_rank, rank);
-      } catch (const std::system_error& error) {
-        outputs[rank] = absl::ResourceExhaustedError(
-            absl::StrCat("rank ", rank, ": no thread could be started for it (", error.what(),
-                         "); use fewer ranks, or raise the limits of threads and memory"));
-        stop_others(rank);
-      }
-    }
-    for (std::thread& thread : threads) thread.join();
-    return outputs;
-  }
+  class Run;
 
   const EngineOptions options_;
   const EmbeddedPool pool_;
   std::string model_name_;
   const std::string backend_name_;
   SpeedCorrection correction_;
-  std::atomic<bool> lost_{false};  // a device has failed for good
+  std::atomic<bool> lost_{false};     // a device has failed for good
+  std::atomic<bool> running_{false};  // a Run lives: its ranks have the memory
 };
+
+// One prompt on all ranks. Where a rank fails, the others are stopped and woken.
+class EmbeddedEngine::Run final : public Prefill {
+ public:
+  Run(EmbeddedEngine& engine, const PrefillRequest& request, Plan plan, PrefillObserver* observer)
+      : engine_(engine),
+        request_(request),
+        start_(std::chrono::steady_clock::now()),
+        progress_(engine.options_.ranks, engine.model().layers, observer),
+        result_{.plan = std::move(plan)},
+        outputs_(engine.options_.ranks, absl::StatusOr<RankOutput>(absl::UnknownError(""))),
+        ends_(engine.options_.ranks) {
+    if (request.options.keep_kv) {
+      const ModelShape& shape = engine.model();
+      result_.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, std::ssize(request.tokens),
+                         shape.dtype);
+    }
+    const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
+    for (int rank = 0; rank < engine.options_.ranks; ++rank) {
+      recorders_.emplace_back(rank, start_, kept_spans);
+    }
+  }
+
+  // Once, before anything else: each rank gets a stream and begins.
+  absl::Status Begin() {
+    std::vector<Stream*> by_rank;
+    for (const std::shared_ptr<Device>& device : engine_.pool_.devices) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(&stop_));
+      by_rank.push_back(stream.get());
+      streams_.push_back(std::move(stream));
+    }
+    communicators_ = MakeInProcessCommunicators(by_rank);
+    ranks_.Start(
+        engine_.options_.ranks, [this](int rank) { return RunOne(rank); },
+        [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
+    return absl::OkStatus();
+  }
+
+  ~Run() override {
+    Stop();
+    ranks_.Join();
+    engine_.running_ = false;
+  }
+
+  void Stop() override { stop_.Stop(); }
+
+  absl::StatusOr<PrefillResult> Wait() override {
+    ranks_.Join();
+    RETURN_IF_ERROR(FirstCause(outputs_));
+    const auto end = *std::max_element(ends_.begin(), ends_.end());
+    result_.prefill_seconds = std::chrono::duration<double>(end - start_).count();
+    for (absl::StatusOr<RankOutput>& output : outputs_) {
+      result_.ranks.push_back(output->stats);
+      if (!output->logits.empty()) result_.logits = std::move(output->logits);
+    }
+    engine_.correction_.Observe(result_.plan.predicted.seconds, result_.prefill_seconds);
+    RETURN_IF_ERROR(SummarisePrefill(engine_.model(), engine_.model_name_, engine_.pool_.peak_flops,
+                                     request_.options.top_k, result_));
+    if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));
+    return std::move(result_);
+  }
+
+ private:
+  absl::StatusOr<RankOutput> RunOne(int rank) {
+    return RunRank({.plan = result_.plan,
+                    .model = *engine_.pool_.models[rank],
+                    .rank = rank,
+                    .tokens = request_.tokens,
+                    .stream = *streams_[rank],
+                    .communicator = *communicators_[rank],
+                    .wait_timeout = PeerWaitTimeout(result_.plan),
+                    .on_layer_done = [this](int layer) { progress_.RankFinished(layer); },
+                    .kv = result_.kv.has_value() ? &*result_.kv : nullptr,
+                    .recorder = &recorders_[rank]});
+  }
+
+  void OnDone(int rank, absl::StatusOr<RankOutput> output) {
+    outputs_[rank] = std::move(output);
+    ends_[rank] = std::chrono::steady_clock::now();
+    if (outputs_[rank].ok()) return;
+    Stop();
+    communicators_[rank]->Abort(outputs_[rank].status());
+    streams_[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
+    if (engine_.pool_.devices[rank]->lost()) engine_.lost_ = true;
+  }
+
+  EmbeddedEngine& engine_;
+  const PrefillRequest request_;
+  const std::chrono::steady_clock::time_point start_;
+  StopToken stop_;
+  std::vector<std::unique_ptr<Stream>> streams_;  // by rank, as all that follows
+  std::vector<std::unique_ptr<Communicator>> communicators_;
+  LayerProgress progress_;
+  PrefillResult result_;
+  std::vector<TimelineRecorder> recorders_;
+  std::vector<absl::StatusOr<RankOutput>> outputs_;
+  std::vector<std::chrono::steady_clock::time_point> ends_;
+  LocalRanks ranks_;  // last: its threads use all of the above
+};
+
+absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequest& request,
+                                                               PrefillObserver* observer) {
+  ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(std::ssize(request.tokens), request.options));
+  RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
+  RETURN_IF_ERROR(CheckSchedule(choice.plan.schedule));
+  if (running_.exchange(true)) {
+    return absl::ResourceExhaustedError("an embedded pool runs one prefill at a time; wait for its end");
+  }
+  auto run = std::make_unique<Run>(*this, request, std::move(choice.plan), observer);
+  RETURN_IF_ERROR(run->Begin());
+  return run;
+}
 
 }  // namespace
 

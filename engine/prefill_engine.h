@@ -19,7 +19,6 @@
 #include "engine/plan/planner.h"
 #include "engine/run/rank_stats.h"
 #include "engine/schedule/timeline.h"
-#include "kernels/stop_token.h"
 
 namespace meshfill {
 
@@ -34,7 +33,12 @@ struct PrefillOptions {
   bool keep_timeline = false;  // record what every rank does when
 };
 
-// Called from the engine's threads; must return quickly.
+struct PrefillRequest {
+  std::span<const uint32_t> tokens;  // valid until the Prefill is destroyed
+  PrefillOptions options;
+};
+
+// Called from the engine's threads, perhaps before Start has returned; must return quickly.
 class PrefillObserver {
  public:
   virtual ~PrefillObserver() = default;
@@ -80,6 +84,18 @@ struct PoolLink {
   std::string source;
 };
 
+// A prompt that an engine works on. The engine outlives it.
+class Prefill {
+ public:
+  virtual ~Prefill() = default;  // stops it and waits for its end
+
+  // Blocks until the prompt is done. Once. CANCELLED: it was stopped. INTERNAL: NaN or Inf in the logits.
+  virtual absl::StatusOr<PrefillResult> Wait() = 0;
+  // Makes Wait return soon. From any thread, at any time, also twice or after the end.
+  virtual void Stop() = 0;
+};
+
+// The const methods may be called from any thread at any time.
 class PrefillEngine {
  public:
   virtual ~PrefillEngine() = default;
@@ -92,20 +108,26 @@ class PrefillEngine {
 
   // The worker processes; none where the ranks are threads of this one.
   virtual std::vector<PoolMember> members() const { return {}; }
-  // Those that they have.
+  // Links between the workers; empty for an embedded pool.
   virtual std::vector<PoolLink> links() const { return {}; }
 
-  // What Prefill would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
+  // The prefills that it runs at once. Callers queue.
+  virtual int capacity() const { return 1; }
+
+  // What Start would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
   // context. FAILED_PRECONDITION: does not fit this pool's memory.
   virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
 
-  // Runs one prompt; one at a time (callers queue). Blocks. Errors: those of MakePlan; INVALID_ARGUMENT for
-  // an id outside the vocabulary (its index named); CANCELLED soon after `stop` is raised; INTERNAL for NaN
-  // or Inf in the logits. `observer` and `stop` may be null. After any error the next call works.
-  virtual absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens,
-                                                const PrefillOptions& options, PrefillObserver* observer,
-                                                const StopToken* stop) = 0;
+  // Begins a prompt. Errors: those of MakePlan; INVALID_ARGUMENT for an id outside the vocabulary (its index
+  // named); RESOURCE_EXHAUSTED where `capacity` prefills live already. `observer` may be null; it lives as
+  // long as the prefill. After any error, here or of Wait, the next call works.
+  virtual absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
+                                                         PrefillObserver* observer) = 0;
 };
+
+// Runs one prompt from its start to its end, where nobody stops it.
+absl::StatusOr<PrefillResult> RunPrefill(PrefillEngine& engine, const PrefillRequest& request,
+                                         PrefillObserver* observer = nullptr);
 
 }  // namespace meshfill
 

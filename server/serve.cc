@@ -30,7 +30,7 @@ constexpr absl::Duration kPoll = absl::Milliseconds(50);
 
 // The leader of workers that join.
 absl::StatusOr<std::unique_ptr<PrefillEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
-  auto pool = PoolEngine::Start(config, metrics);
+  auto pool = PoolEngine::Listen(config, metrics);
   if (!pool.ok()) {
     return absl::Status(pool.status().code(), absl::StrCat("pool.control_listen: ", pool.status().message()));
   }

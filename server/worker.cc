@@ -64,7 +64,11 @@ v1::Join MakeOffer(const v1::Config& config, const RankHost& host) {
 class WorkerProcess final : private ControlClient::Listener, private RankHost::Listener {
  public:
   ~WorkerProcess() override {
-    client_.reset();  // both call back in
+    {
+      const MutexLock lock(mu_);
+      closing_ = true;  // what the two call from now on changes nothing
+    }
+    client_.reset();
     host_.reset();
   }
 
@@ -84,82 +88,74 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
     return absl::OkStatus();
   }
 
-  // Some, once the worker is done.
+  // The status to exit with, once the worker is done.
   std::optional<absl::Status> Tick() {
     if (host_->lost()) {
       return absl::UnavailableError(
           "a GPU of this worker has failed; start the worker anew, or see what the driver says");
     }
-    const std::vector<WorkerMachine::RankProgress> progress = host_->progress();
+    const WorkerMachine::ProgressOfRuns progress = host_->progress();
+    Handle([&](WorkerMachine& machine) { machine.OnTick(MonotonicNow(), progress); });
     const MutexLock lock(mu_);
-    machine_->OnTick(MonotonicNow(), progress);
-    DoActions();
     return exit_;
   }
 
   void Drain() {
-    const MutexLock lock(mu_);
-    machine_->Drain(MonotonicNow());
-    DoActions();
+    Handle([](WorkerMachine& machine) { machine.Drain(MonotonicNow()); });
   }
 
  private:
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
-    const MutexLock lock(mu_);
-    machine_->OnMessage(connection, message, MonotonicNow());
-    DoActions();
+    Handle([&](WorkerMachine& machine) { machine.OnMessage(connection, message, MonotonicNow()); });
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
-    const MutexLock lock(mu_);
-    machine_->OnDisconnected(connection, why, MonotonicNow());
-    DoActions();
+    Handle([&](WorkerMachine& machine) { machine.OnDisconnected(connection, why, MonotonicNow()); });
   }
   void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
-    const MutexLock lock(mu_);
-    machine_->OnRunPrepared(run, std::move(addresses));
-    DoActions();
+    Handle([&](WorkerMachine& machine) { machine.OnRunPrepared(run, std::move(addresses)); });
   }
   void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
-    if (host_->lost()) return;  // the leader hears of it once: by the end of this process
-    const MutexLock lock(mu_);
-    machine_->OnRankDone(run, rank, std::move(output));
-    DoActions();
+    Handle([&](WorkerMachine& machine) {
+      // The leader hears of a lost device once: by the end of this process.
+      if (!host_->lost()) machine.OnRankDone(run, rank, std::move(output));
+    });
   }
   void OnRunStopped(uint64_t run) override {
+    Handle([&](WorkerMachine& machine) { machine.OnRunStopped(run, MonotonicNow()); });
+  }
+
+  // The machine hears of an event, and what it wants is done.
+  template <typename Event>
+  void Handle(Event event) {
     const MutexLock lock(mu_);
-    machine_->OnRunStopped(run, MonotonicNow());
+    if (closing_) return;
+    event(*machine_);
     DoActions();
   }
 
   void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (WorkerMachine::Action& action : machine_->TakeActions()) {
-      if (auto* connect = std::get_if<WorkerMachine::Connect>(&action)) {
-        client_->Connect(connect->connection);
-      } else if (auto* disconnect = std::get_if<WorkerMachine::Disconnect>(&action)) {
-        client_->Disconnect(disconnect->connection);
-      } else if (auto* send = std::get_if<WorkerMachine::Send>(&action)) {
-        client_->Send(std::move(send->message));
-      } else if (auto* prepare = std::get_if<WorkerMachine::PrepareRun>(&action)) {
-        host_->Prepare(std::move(prepare->part));
-      } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
-        host_->Start(start->run, std::move(start->addresses), std::move(start->probes));
-      } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
-        host_->Stop(stop->run, stop->reason);
-      } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
-        host_->Release(release->run);
-      } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
-        exit_ = exit->status;
-      } else if (auto* line = std::get_if<WorkerMachine::LogLine>(&action)) {
-        Log(line->text);
-      }
+      std::visit([this](auto& each) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { Do(each); }, action);
     }
   }
+  void Do(WorkerMachine::Connect& connect) { client_->Connect(connect.connection); }
+  void Do(WorkerMachine::Disconnect& disconnect) { client_->Disconnect(disconnect.connection); }
+  void Do(WorkerMachine::Send& send) { client_->Send(std::move(send.message)); }
+  void Do(WorkerMachine::PrepareRun& prepare) { host_->Prepare(std::move(prepare.part)); }
+  void Do(WorkerMachine::StartRun& start) {
+    host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
+  }
+  void Do(WorkerMachine::StopRun& stop) { host_->Stop(stop.run, stop.reason); }
+  void Do(WorkerMachine::ReleaseRun& release) { host_->Release(release.run); }
+  void Do(WorkerMachine::Exit& exit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { exit_ = exit.status; }
+  void Do(WorkerMachine::LogLine& line) { Log(line.text); }
 
   std::unique_ptr<ControlClient> client_;
   std::unique_ptr<RankHost> host_;
   Mutex mu_;
   std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
+  bool closing_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace

@@ -33,6 +33,18 @@ PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
           .max_wait = ToDuration(queue.max_wait())};
 }
 
+const char* PhaseName(PrefillQueue::Phase phase) {
+  switch (phase) {
+    case PrefillQueue::Phase::kRunning:
+      return "running";
+    case PrefillQueue::Phase::kWaiting:
+      return "waiting";
+    case PrefillQueue::Phase::kUploading:
+      return "uploading";
+  }
+  return "?";
+}
+
 // A stream that is refused before anything is read of it.
 class RefusedStream final : public PrefillReactor {
  public:
@@ -187,9 +199,21 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     }
     status.set_queued_requests(static_cast<uint32_t>(queue.requests));
     status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
-    status.set_running_request_id(queue.running_id);
-    status.set_running_layers_done(queue.running_layers_done);
-    status.set_running_layers(queue.running_layers);
+    if (!queue.jobs.empty() && queue.jobs.front().phase == PrefillQueue::Phase::kRunning) {
+      status.set_running_request_id(queue.jobs.front().id);
+      status.set_running_layers_done(static_cast<uint32_t>(queue.jobs.front().layers_done));
+      status.set_running_layers(static_cast<uint32_t>(queue.jobs.front().layers));
+    }
+    for (const PrefillQueue::JobView& job : queue.jobs) {
+      v1::PoolStatus::Request& request = *status.add_requests();
+      request.set_id(job.id);
+      request.set_phase(PhaseName(job.phase));
+      request.set_tokens(static_cast<uint64_t>(job.tokens));
+      request.set_elapsed_seconds(job.elapsed_seconds);
+      request.set_predicted_rest_seconds(job.predicted_rest_seconds);
+      request.set_layers_done(static_cast<uint32_t>(job.layers_done));
+      request.set_layers(static_cast<uint32_t>(job.layers));
+    }
     return status;
   }
 

@@ -14,11 +14,25 @@ namespace meshfill {
 
 class PrefillQueue::ProgressObserver final : public PrefillObserver {
  public:
-  explicit ProgressObserver(PrefillQueue& queue) : queue_(queue) {}
-  void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(layers_done, layers); }
+  ProgressObserver(PrefillQueue& queue, Job& job) : queue_(queue), job_(job) {}
+  void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(job_, layers_done, layers); }
 
  private:
   PrefillQueue& queue_;
+  Job& job_;
+};
+
+// When the engine's places get free, in seconds from now.
+class PrefillQueue::Places {
+ public:
+  explicit Places(int places) : free_in_(std::max(1, places), 0.0) {}
+
+  double NextFree() const { return *std::min_element(free_in_.begin(), free_in_.end()); }
+  // Something of so many seconds takes the place that gets free next. Returns when it ends.
+  double Take(double seconds) { return *std::min_element(free_in_.begin(), free_in_.end()) += seconds; }
+
+ private:
+  std::vector<double> free_in_;
 };
 
 absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
@@ -27,13 +41,16 @@ absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, con
 }
 
 PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics)
-    : engine_(engine), limits_(limits), metrics_(metrics), runner_([this] { RunJobs(); }) {
+    : engine_(engine), limits_(limits), metrics_(metrics) {
   metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
+  for (int place = 0; place < engine_.capacity(); ++place) {
+    runners_.emplace_back([this] { RunJobs(); });
+  }
 }
 
 PrefillQueue::~PrefillQueue() {
   StopAll(absl::UnavailableError("the server is shutting down; try another one"));
-  runner_.join();
+  for (std::thread& runner : runners_) runner.join();
 }
 
 absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
@@ -48,6 +65,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
   job->request = request;
+  job->reserved_at = MonotonicNow();
   jobs_.emplace(ticket, std::move(job));
   PublishCount();
   return std::make_unique<Slot>(*this, ticket);
@@ -103,9 +121,10 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   job.options = options;
   job.options.request_id = job.request.id;
   job.waiter = std::move(waiter);
-  int before = running_.job != nullptr ? 1 : 0;
+  int before = 0;
   for (const auto& [other_ticket, other] : jobs_) {
-    if (other->phase == Phase::kWaiting && Before(*other, job)) ++before;
+    const bool waits_before = other->phase == Phase::kWaiting && Before(*other, job);
+    if (other->phase == Phase::kRunning || waits_before) ++before;
   }
   changed_.NotifyAll();
   return before;
@@ -116,10 +135,7 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
-  if (entry->second->phase == Phase::kRunning) {
-    entry->second->stop.Stop();
-    return;
-  }
+  if (entry->second->phase == Phase::kRunning) return StopRunning(*entry->second);
   gone = std::move(entry->second);
   jobs_.erase(entry);
   PublishCount();
@@ -140,7 +156,7 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
     for (auto entry = jobs_.begin(); entry != jobs_.end();) {
       if (entry->second->phase == Phase::kRunning) {
         entry->second->stop_reason = reason;
-        entry->second->stop.Stop();
+        StopRunning(*entry->second);
         ++entry;
         continue;
       }
@@ -157,6 +173,11 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
   }
 }
 
+void PrefillQueue::StopRunning(Job& job) {
+  job.stopped = true;
+  if (job.prefill != nullptr) job.prefill->Stop();
+}
+
 void PrefillQueue::RunJobs() {
   while (true) {
     uint64_t ticket = 0;
@@ -168,25 +189,22 @@ void PrefillQueue::RunJobs() {
       ticket = NextTicket();
       job = jobs_.at(ticket).get();
       job->phase = Phase::kRunning;
-      const absl::Time now = MonotonicNow();
-      running_ = {
-          .job = job, .begin = now, .last_layer_at = now, .layers_done = 0, .layers = engine_.model().layers};
+      job->begin = job->last_layer_at = MonotonicNow();
       PublishCount();
     }
     RunJob(ticket, *job);
   }
 }
 
-// The job lives until it is erased here: whoever withdraws a running one only raises its stop token.
+// The job lives until it is erased here: whoever withdraws a running one only stops its prefill.
 void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
-  const absl::Time begin = MonotonicNow();
-  const double queue_seconds = absl::ToDoubleSeconds(begin - job.submitted_at);
+  const absl::Time now = MonotonicNow();
+  const double queue_seconds = absl::ToDoubleSeconds(now - job.submitted_at);
   metrics_.OnPrefillStart(queue_seconds);
-  ProgressObserver observer(*this);
   absl::StatusOr<PrefillResult> result =
-      begin < job.request.deadline ? engine_.Prefill(job.tokens, job.options, &observer, &job.stop)
-                                   : absl::DeadlineExceededError(absl::StrFormat(
-                                         "the deadline passed after %.3g s in the queue", queue_seconds));
+      now < job.request.deadline ? RunOnEngine(job)
+                                 : absl::DeadlineExceededError(absl::StrFormat(
+                                       "the deadline passed after %.3g s in the queue", queue_seconds));
   if (result.ok()) metrics_.OnPrefillDone(*result);
 
   std::unique_ptr<Job> done;
@@ -194,23 +212,35 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
     const MutexLock lock(mu_);
     done = std::move(jobs_.at(ticket));
     jobs_.erase(ticket);
-    running_ = {};
     PublishCount();
     if (!result.ok() && !done->stop_reason.ok()) result = done->stop_reason;
   }
   done->waiter->OnPrefillDone(std::move(result), queue_seconds);
 }
 
-void PrefillQueue::OnLayerDone(int layers_done, int layers) {
+absl::StatusOr<PrefillResult> PrefillQueue::RunOnEngine(Job& job) {
+  ProgressObserver observer(*this, job);
+  ASSIGN_OR_RETURN(std::unique_ptr<Prefill> prefill, engine_.Start({job.tokens, job.options}, &observer));
+  {
+    const MutexLock lock(mu_);
+    job.prefill = prefill.get();
+    if (job.stopped) prefill->Stop();
+  }
+  absl::StatusOr<PrefillResult> result = prefill->Wait();
+  const MutexLock lock(mu_);
+  job.prefill = nullptr;
+  return result;
+}
+
+void PrefillQueue::OnLayerDone(Job& job, int layers_done, int layers) {
   std::shared_ptr<Waiter> waiter;
   double seconds = 0;
   {
     const MutexLock lock(mu_);
-    running_.layers_done = layers_done;
-    running_.layers = layers;
-    running_.last_layer_at = MonotonicNow();
-    seconds = absl::ToDoubleSeconds(running_.last_layer_at - running_.begin);
-    waiter = running_.job->waiter;
+    job.layers_done = layers_done;
+    job.last_layer_at = MonotonicNow();
+    seconds = absl::ToDoubleSeconds(job.last_layer_at - job.begin);
+    waiter = job.waiter;
   }
   waiter->OnLayerDone(layers_done, layers, seconds);
 }
@@ -230,30 +260,27 @@ uint64_t PrefillQueue::NextTicket() const {
 }
 
 // By the pace of the layers done so far; before the first one, by the prediction.
-double PrefillQueue::RunningRestSeconds() const {
-  if (running_.job == nullptr || running_.job->stop.stopped()) return 0;
+double PrefillQueue::RestSeconds(const Job& running) const {
+  if (running.stopped) return 0;
   const absl::Time now = MonotonicNow();
-  if (running_.layers_done == 0) {
-    return std::max(0.0,
-                    running_.job->request.predicted_seconds - absl::ToDoubleSeconds(now - running_.begin));
+  if (running.layers_done == 0) {
+    return std::max(0.0, running.request.predicted_seconds - absl::ToDoubleSeconds(now - running.begin));
   }
   const double layer_seconds =
-      absl::ToDoubleSeconds(running_.last_layer_at - running_.begin) / running_.layers_done;
-  const double rest = layer_seconds * (running_.layers - running_.layers_done);
-  return std::max(0.0, rest - absl::ToDoubleSeconds(now - running_.last_layer_at));
+      absl::ToDoubleSeconds(running.last_layer_at - running.begin) / running.layers_done;
+  const double rest = layer_seconds * (engine_.model().layers - running.layers_done);
+  return std::max(0.0, rest - absl::ToDoubleSeconds(now - running.last_layer_at));
 }
 
-double PrefillQueue::PredictedWaitSeconds(int priority) const {
-  double seconds = RunningRestSeconds();
+PrefillQueue::Places PrefillQueue::PlacesOfEngine() const {
+  Places places(engine_.capacity());
   for (const auto& [ticket, job] : jobs_) {
-    if (job->phase != Phase::kRunning && job->request.priority >= priority)
-      seconds += job->request.predicted_seconds;
+    if (job->phase == Phase::kRunning) places.Take(RestSeconds(*job));
   }
-  return seconds;
+  return places;
 }
 
-// A place gets free when its prefill begins. Uploads are taken in order of their headers, after what waits.
-double PrefillQueue::SecondsUntilRoom(const Request& request) const {
+std::vector<const PrefillQueue::Job*> PrefillQueue::Order() const {
   std::vector<const Job*> order;
   for (const auto& [ticket, job] : jobs_) {
     if (job->phase != Phase::kRunning) order.push_back(job.get());
@@ -262,15 +289,29 @@ double PrefillQueue::SecondsUntilRoom(const Request& request) const {
     if (left->phase != right->phase) return left->phase == Phase::kWaiting;
     return Before(*left, *right);
   });
+  return order;
+}
+
+double PrefillQueue::PredictedWaitSeconds(int priority) const {
+  Places places = PlacesOfEngine();
+  for (const Job* job : Order()) {
+    if (job->request.priority >= priority) places.Take(job->request.predicted_seconds);
+  }
+  return places.NextFree();
+}
+
+// A place in the queue gets free when its prefill begins. Uploads are taken in order of their headers, after
+// what waits.
+double PrefillQueue::SecondsUntilRoom(const Request& request) const {
   Snapshot count = Count();
-  double seconds = RunningRestSeconds();
-  for (const Job* job : order) {
+  Places places = PlacesOfEngine();
+  for (const Job* job : Order()) {
     --count.requests;
     count.tokens -= job->request.tokens;
     if (count.requests < limits_.max_requests && count.tokens + request.tokens <= limits_.max_tokens) break;
-    seconds += job->request.predicted_seconds;
+    places.Take(job->request.predicted_seconds);
   }
-  return seconds;
+  return places.NextFree();
 }
 
 PrefillQueue::Snapshot PrefillQueue::Count() const {
@@ -299,12 +340,28 @@ void PrefillQueue::PublishCount() {
 
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const MutexLock lock(mu_);
+  const absl::Time now = MonotonicNow();
   Snapshot snapshot = Count();
-  if (running_.job != nullptr) {
-    snapshot.running_id = running_.job->request.id;
-    snapshot.running_layers_done = running_.layers_done;
-    snapshot.running_layers = running_.layers;
+  const auto add = [&](const Job& job, absl::Time since, double rest_seconds) -> JobView& {
+    return snapshot.jobs.emplace_back(JobView{.id = job.request.id,
+                                              .phase = job.phase,
+                                              .tokens = job.request.tokens,
+                                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
+                                              .predicted_rest_seconds = rest_seconds});
+  };
+  std::vector<const Job*> running;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->phase == Phase::kRunning) running.push_back(job.get());
   }
+  std::sort(running.begin(), running.end(),
+            [](const Job* left, const Job* right) { return left->begin < right->begin; });
+  for (const Job* job : running) {
+    JobView& view = add(*job, job->begin, RestSeconds(*job));
+    view.layers_done = job->layers_done;
+    view.layers = engine_.model().layers;
+  }
+  Places places = PlacesOfEngine();
+  for (const Job* job : Order()) add(*job, job->reserved_at, places.Take(job->request.predicted_seconds));
   return snapshot;
 }
 

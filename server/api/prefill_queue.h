@@ -1,4 +1,4 @@
-// The queue of prefills: bounded, by priority and then by arrival, one prefill at a time on the engine.
+// The queue of prefills: bounded, by priority and then by arrival, as many at once as the engine takes.
 //
 //     Reserve (header)  ──►  Slot.Submit (upload complete)  ──►  runs  ──►  Waiter.OnPrefillDone
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
@@ -6,11 +6,11 @@
 //
 // A place is taken by the announced token count when the header comes, so that uploads are bounded too. What
 // waits and what uploads count towards the limits; what runs does not. The predicted wait of a new request is
-// the rest of the prefill that runs, and the predicted seconds of all with at least its priority that wait or
+// the time until the engine has a free place, after what runs and all with at least its priority that wait or
 // upload.
 //
-// Thread-safe. Waiters are called from the queue's thread or the engine's threads, never under the queue's
-// lock.
+// Thread-safe. Waiters are called from the queue's threads, one for each place of the engine, or the engine's
+// threads, never under the queue's lock.
 #ifndef MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 #define MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 
@@ -26,7 +26,6 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
-#include "kernels/stop_token.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -65,7 +64,7 @@ class PrefillQueue {
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
-    // Queues the complete prompt, once; returns the requests before it, the running one included. From now on
+    // Queues the complete prompt, once; returns the requests before it, running ones included. From now on
     // the waiter hears of the request's end, unless it is withdrawn while it waits. UNAVAILABLE after
     // StopAll.
     absl::StatusOr<int> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
@@ -76,12 +75,20 @@ class PrefillQueue {
     const uint64_t ticket_;
   };
 
-  struct Snapshot {
-    int64_t requests = 0;  // waiting and uploading
+  enum class Phase { kRunning, kWaiting, kUploading };
+  struct JobView {
+    std::string id;
+    Phase phase = Phase::kUploading;
     int64_t tokens = 0;
-    std::string running_id;  // empty: idle
-    int running_layers_done = 0;
-    int running_layers = 0;
+    double elapsed_seconds = 0;         // since its prefill began; before that, since its header came
+    double predicted_rest_seconds = 0;  // until its prefill ends
+    int layers_done = 0;                // by all ranks
+    int layers = 0;                     // of the model; 0: it does not run
+  };
+  struct Snapshot {
+    int64_t requests = 0;       // waiting and uploading
+    int64_t tokens = 0;         // of these
+    std::vector<JobView> jobs;  // those that run, then those that wait, by their turn, then uploads
   };
 
   // Both outlive the queue.
@@ -101,40 +108,45 @@ class PrefillQueue {
   Snapshot snapshot() const;
 
  private:
-  enum class Phase { kUploading, kWaiting, kRunning };
   struct Job {
     Request request;
     Phase phase = Phase::kUploading;
     uint64_t arrival = 0;  // order of Submit
+    absl::Time reserved_at;
     absl::Time submitted_at;
     std::vector<uint32_t> tokens;
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
-    StopToken stop;
-    absl::Status stop_reason;  // why `stop` is raised
-  };
-  struct Running {
-    Job* job = nullptr;  // null: idle
+
+    // While it runs.
     absl::Time begin;
     absl::Time last_layer_at;
     int layers_done = 0;
-    int layers = 0;
+    Prefill* prefill = nullptr;  // null: the engine has not begun it, or is done
+    bool stopped = false;
+    absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
   };
   class ProgressObserver;
 
   absl::StatusOr<int> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                              std::shared_ptr<Waiter> waiter);
   void Withdraw(uint64_t ticket);
-  void OnLayerDone(int layers_done, int layers);
+  void OnLayerDone(Job& job, int layers_done, int layers);
+  void StopRunning(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  void RunJobs();  // the queue's thread
+  void RunJobs();  // each of the queue's threads
   void RunJob(uint64_t ticket, Job& job);
+  absl::StatusOr<PrefillResult> RunOnEngine(Job& job);
   // The ticket of the best waiting job; 0: none.
   uint64_t NextTicket() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   static bool Before(const Job& left, const Job& right);
 
   absl::Status CheckRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  double RunningRestSeconds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  double RestSeconds(const Job& running) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What waits, by its turn, then what uploads.
+  std::vector<const Job*> Order() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  class Places;
+  Places PlacesOfEngine() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   double PredictedWaitSeconds(int priority) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   double SecondsUntilRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Snapshot Count() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -147,13 +159,12 @@ class PrefillQueue {
   mutable Mutex mu_;
   CondVar changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
-  Running running_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t last_arrival_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status stop_reason_ ABSL_GUARDED_BY(mu_);
-  std::thread runner_;  // last: it uses all of the above
+  std::vector<std::thread> runners_;  // one for each place of the engine; last: they use all of the above
 };
 
 }  // namespace meshfill

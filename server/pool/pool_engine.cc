@@ -1,7 +1,9 @@
 #include "server/pool/pool_engine.h"
 
 #include <chrono>
+#include <iterator>
 #include <map>
+#include <optional>
 #include <utility>
 #include <variant>
 
@@ -20,7 +22,6 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kTick = absl::Milliseconds(50);
-constexpr absl::Duration kStopPoll = absl::Milliseconds(10);
 
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
@@ -50,7 +51,7 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
                 return PlanFor(capacity, tokens, options);
               }) {}
 
-absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Start(const v1::Config& config, Metrics& metrics) {
+absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Listen(const v1::Config& config, Metrics& metrics) {
   ASSIGN_OR_RETURN(auto model, IdentifyModel(config.model().path(), ToEngineOptions(config).dtype));
   std::unique_ptr<PoolEngine> engine(new PoolEngine(config, std::move(model), metrics));
   ASSIGN_OR_RETURN(auto control, ControlService::Start(config.pool(), *engine));
@@ -121,58 +122,92 @@ absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int
   return choice;
 }
 
-absl::StatusOr<PrefillResult> PoolEngine::Prefill(std::span<const uint32_t> tokens,
-                                                  const PrefillOptions& options, PrefillObserver* observer,
-                                                  const StopToken* stop) {
-  const int64_t count = static_cast<int64_t>(tokens.size());
-  if (options.keep_kv) {
+// One request at the leader.
+class PoolEngine::Run final : public Prefill {
+ public:
+  Run(PoolEngine& engine, const PrefillRequest& request, PrefillObserver* observer)
+      : engine_(engine), request_(request), observer_(observer) {}
+
+  ~Run() override {
+    Stop();
+    const MutexLock lock(engine_.mu_);
+    engine_.runs_.erase(ticket_);
+  }
+
+  void Submit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) {
+    ticket_ = engine_.leader_.Submit(
+        {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options},
+        MonotonicNow());
+    engine_.runs_[ticket_] = this;
+    engine_.DoActions();
+  }
+  void OnAnswer(absl::StatusOr<Leader::Result> answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) {
+    answer_ = std::move(answer);
+  }
+  void OnLayersDone(int layers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) { layers_done_ = layers; }
+
+  // The leader answers at once and reads the tokens no more.
+  void Stop() override {
+    const MutexLock lock(engine_.mu_);
+    engine_.leader_.CancelRequest(ticket_, absl::CancelledError("the prefill was stopped"), MonotonicNow());
+    engine_.DoActions();
+  }
+
+  absl::StatusOr<PrefillResult> Wait() override {
+    ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
+    PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
+    result.ranks = std::move(run.ranks);
+    result.prefill_seconds = run.seconds;
+    RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,
+                                     request_.options.top_k, result));
+    // A run that measured the links was planned without knowing them: it says nothing of the predictions to
+    // come.
+    if (!run.probed) engine_.correction_.Observe(result.plan.predicted.seconds, run.seconds);
+    return result;
+  }
+
+ private:
+  absl::StatusOr<Leader::Result> WaitForAnswer() {
+    int told = 0;
+    MutexLock lock(engine_.mu_);
+    while (!answer_.has_value()) {
+      if (layers_done_ <= told) {
+        engine_.changed_.Wait(engine_.mu_);
+        continue;
+      }
+      told = layers_done_;
+      lock.Unlock();
+      if (observer_ != nullptr) observer_->OnLayerDone(told, engine_.model_.shape.layers);
+      lock.Lock();
+    }
+    return *std::move(answer_);
+  }
+
+  PoolEngine& engine_;
+  const PrefillRequest request_;
+  PrefillObserver* const observer_;
+  Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
+  int layers_done_ ABSL_GUARDED_BY(engine_.mu_) = 0;
+  std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
+};
+
+absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
+                                                           PrefillObserver* observer) {
+  if (request.options.keep_kv) {
     return absl::InvalidArgumentError(
         "a pool of processes does not return KV caches yet; use an embedded pool");
   }
-  RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), count, options));
-  RETURN_IF_ERROR(CheckTokenIds(model_.shape, model_name(), tokens));
-
-  absl::StatusOr<Leader::Result> run = absl::UnknownError("");
-  {
-    MutexLock lock(mu_);
-    waiting_.emplace();
-    waiting_->ticket =
-        leader_.Submit({.id = options.request_id, .tokens = tokens, .options = options}, MonotonicNow());
-    DoActions();
-    run = WaitForResult(lock, observer, stop);
-    waiting_.reset();
+  RETURN_IF_ERROR(
+      CheckPromptOptions(model_.shape, model_name(), std::ssize(request.tokens), request.options));
+  RETURN_IF_ERROR(CheckTokenIds(model_.shape, model_name(), request.tokens));
+  auto run = std::make_unique<Run>(*this, request, observer);
+  const MutexLock lock(mu_);
+  if (std::ssize(runs_) >= capacity()) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the pool runs ", capacity(), " prefills at a time; wait for the end of one"));
   }
-  if (!run.ok()) return run.status();
-  PrefillResult result{.logits = std::move(run->logits), .top = {}, .plan = std::move(run->plan)};
-  result.ranks = std::move(run->ranks);
-  result.prefill_seconds = run->seconds;
-  RETURN_IF_ERROR(SummarisePrefill(model_.shape, model_name(), run->peak_flops, options.top_k, result));
-  // A run that measured the links was planned without knowing them: it says nothing of the predictions to
-  // come.
-  if (!run->probed) correction_.Observe(result.plan.predicted.seconds, run->seconds);
-  return result;
-}
-
-absl::StatusOr<Leader::Result> PoolEngine::WaitForResult(MutexLock& lock, PrefillObserver* observer,
-                                                         const StopToken* stop) {
-  int told = 0;
-  while (!waiting_->result.has_value()) {
-    if (waiting_->layers_done > told) {
-      told = waiting_->layers_done;
-      lock.Unlock();
-      if (observer != nullptr) observer->OnLayerDone(told, model_.shape.layers);
-      lock.Lock();
-      continue;
-    }
-    if (stop != nullptr && stop->stopped()) {
-      leader_.CancelRequest(waiting_->ticket, absl::CancelledError("the prefill was stopped"),
-                            MonotonicNow());
-      DoActions();
-      continue;
-    }
-    changed_.WaitFor(mu_, kStopPoll);
-  }
-  return *std::move(waiting_->result);
+  run->Submit();
+  return run;
 }
 
 void PoolEngine::OnConnected(ControlService::Connection connection) {
@@ -202,22 +237,26 @@ void PoolEngine::Tick() {
   }
 }
 
+void PoolEngine::Do(Leader::Send& send) { control_->Send(send.to, std::move(send.message)); }
+void PoolEngine::Do(Leader::Close& close) { control_->Close(close.connection); }
+void PoolEngine::Do(Leader::LogLine& line) { Log(line.text); }
+
+void PoolEngine::Do(Leader::Answer& answer) {
+  const auto run = runs_.find(answer.ticket);
+  if (run != runs_.end()) run->second->OnAnswer(std::move(answer.result));
+}
+
+void PoolEngine::Do(Leader::LayersDone& done) {
+  const auto run = runs_.find(done.ticket);
+  if (run != runs_.end()) run->second->OnLayersDone(done.layers);
+}
+
 void PoolEngine::DoActions() {
   if (control_ == nullptr) return;  // they wait until it is there
   std::vector<Leader::Action> actions = leader_.TakeActions();
   if (actions.empty()) return;
   for (Leader::Action& action : actions) {
-    if (auto* send = std::get_if<Leader::Send>(&action)) {
-      control_->Send(send->to, std::move(send->message));
-    } else if (auto* close = std::get_if<Leader::Close>(&action)) {
-      control_->Close(close->connection);
-    } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
-      if (waiting_.has_value()) waiting_->result = std::move(answer->result);
-    } else if (auto* layers = std::get_if<Leader::LayersDone>(&action)) {
-      if (waiting_.has_value()) waiting_->layers_done = layers->layers;
-    } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
-      Log(line->text);
-    }
+    std::visit([this](auto& each) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { Do(each); }, action);
   }
   PublishMetrics();
   changed_.NotifyAll();

@@ -2,13 +2,12 @@
 //
 // Threads: gRPC's (the control streams' events), a clock's of its own, and the callers'. One mutex guards the
 // leader's state machine, whose actions are carried out under it in their order; all of them only queue.
-// Observers are called from the thread that called Prefill, without the mutex.
+// Observers are called from the thread that waits for the prefill, without the mutex.
 #ifndef MESHFILL_SERVER_POOL_POOL_ENGINE_H_
 #define MESHFILL_SERVER_POOL_POOL_ENGINE_H_
 
+#include <map>
 #include <memory>
-#include <optional>
-#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,7 +30,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
  public:
   // Reads the model's config and listens on pool.control_listen. `config` comes from LoadConfig; `metrics`
   // outlives the engine. Errors: those of IdentifyModel and of ControlService::Start.
-  static absl::StatusOr<std::unique_ptr<PoolEngine>> Start(const v1::Config& config, Metrics& metrics);
+  static absl::StatusOr<std::unique_ptr<PoolEngine>> Listen(const v1::Config& config, Metrics& metrics);
   ~PoolEngine() override;
 
   const std::string& control_address() const { return control_->address(); }
@@ -46,16 +45,13 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   // UNAVAILABLE: no workers.
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;
-  // UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that ended two epochs.
-  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
-                                        PrefillObserver* observer, const StopToken* stop) override;
+  // Wait's errors, too: UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that
+  // ended two epochs.
+  absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
+                                                 PrefillObserver* observer) override;
 
  private:
-  struct Waiting {  // who waits in Prefill
-    Leader::Ticket ticket = 0;
-    int layers_done = 0;
-    std::optional<absl::StatusOr<Leader::Result>> result;
-  };
+  class Run;
 
   PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics);
 
@@ -65,11 +61,14 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   void Tick();  // the clock's thread
   void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Do(Leader::Send& send) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Do(Leader::Close& close) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Do(Leader::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Do(Leader::LayersDone& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Do(Leader::LogLine& line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                      const PrefillOptions& options) const;
-  absl::StatusOr<Leader::Result> WaitForResult(MutexLock& lock, PrefillObserver* observer,
-                                               const StopToken* stop);
 
   const IdentifiedModel model_;
   const EngineOptions defaults_;
@@ -80,7 +79,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   mutable Mutex mu_;
   CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
-  std::optional<Waiting> waiting_ ABSL_GUARDED_BY(mu_);
+  std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // that live; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::unique_ptr<ControlService> control_;  // set once, under mu_
   std::thread clock_;

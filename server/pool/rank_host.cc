@@ -22,11 +22,6 @@ namespace {
 constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
 constexpr absl::Duration kNcclConnectTimeout = absl::Seconds(60);  // it tries out the links
 
-// The leader ends a run that stands still long before this; it bounds a wait where the leader is gone too.
-absl::Duration WaitTimeout(const Plan& plan) {
-  return absl::Seconds(60) + 20 * absl::Seconds(plan.predicted.seconds);
-}
-
 uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
   WordHash hash;
   hash.Add(part.epoch);
@@ -106,11 +101,12 @@ class RankHost::ActiveRun {
     addresses_ = std::move(addresses);
     probes_ = std::move(probes);
     reservations_.clear();
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      seats_[i].thread =
-          std::thread([this, i] { host_.listener_.OnRankDone(part_.number, seat(i), RunAndLook(i)); });
-    }
     started_.store(true, std::memory_order_release);
+    ranks_.Start(
+        static_cast<int>(seats_.size()), [this](int i) { return RunSeat(i); },
+        [this](int i, absl::StatusOr<RankOutput> output) {
+          host_.listener_.OnRankDone(part_.number, seat(i), BlameDevice(i, std::move(output)));
+        });
   }
 
   // From any thread.
@@ -123,11 +119,7 @@ class RankHost::ActiveRun {
     }
   }
 
-  void Join() {
-    for (Seat& seat : seats_) {
-      if (seat.thread.joinable()) seat.thread.join();
-    }
-  }
+  void Join() { ranks_.Join(); }
 
   std::vector<WorkerMachine::RankProgress> progress() const {
     std::vector<WorkerMachine::RankProgress> all;
@@ -149,7 +141,6 @@ class RankHost::ActiveRun {
     std::unique_ptr<CountingStream> stream;  // outlives the communicator
     std::unique_ptr<Endpoint> endpoint;
     std::unique_ptr<Communicator> communicator;
-    std::thread thread;
     std::atomic<int> layers_done{0};
     // NCCL takes seconds to connect, within a deadline of its own: meanwhile each report counts as an
     // operation.
@@ -189,9 +180,8 @@ class RankHost::ActiveRun {
                                  .run = DataPlaneRun(part_)});
   }
 
-  // Whoever hears of the failure hears of a lost device, too.
-  absl::StatusOr<RankOutput> RunAndLook(size_t i) {
-    absl::StatusOr<RankOutput> output = RunSeat(i);
+  // Says so where a rank failed because its device is lost.
+  absl::StatusOr<RankOutput> BlameDevice(size_t i, absl::StatusOr<RankOutput> output) {
     if (output.ok()) return output;
     seats_[i].stream->Mark();  // fails where the device has
     if (!host_.pool_.devices[i]->lost()) return output;
@@ -206,24 +196,22 @@ class RankHost::ActiveRun {
     seat.connecting = !host_.pool_.gpus.empty();
     auto communicator = seat.endpoint->Connect(addresses_, *seat.stream, MonotonicNow() + timeout);
     seat.connecting = false;
-    host_.TellOfStrangers(rank(i), seat.endpoint->strangers());
+    host_.LogRejectedPeers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);
     TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0);
-    absl::StatusOr<RankOutput> output =
-        RunRank({.plan = part_.plan,
-                 .model = *host_.pool_.models[i],
-                 .rank = rank(i),
-                 .tokens = tokens_,
-                 .stream = *seat.stream,
-                 .communicator = *seat.communicator,
-                 .wait_timeout = WaitTimeout(part_.plan),
-                 .on_layer_done =
-                     [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                 .kv = nullptr,
-                 .recorder = &recorder,
-                 .probes = probes_});
-    return output;
+    return RunRank({.plan = part_.plan,
+                    .model = *host_.pool_.models[i],
+                    .rank = rank(i),
+                    .tokens = tokens_,
+                    .stream = *seat.stream,
+                    .communicator = *seat.communicator,
+                    .wait_timeout = PeerWaitTimeout(part_.plan),
+                    .on_layer_done =
+                        [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
+                    .kv = nullptr,
+                    .recorder = &recorder,
+                    .probes = probes_});
   }
 
   WorkerMachine::RunPart part_;
@@ -232,11 +220,12 @@ class RankHost::ActiveRun {
   std::vector<uint32_t> tokens_;         // [all tokens]; those of other workers' ranks are 0 and not read
   std::vector<std::string> addresses_;   // by rank of the whole run
   std::vector<LinkProbe> probes_;        // of the whole run
-  StopToken stop_;
+  StopToken stop_;                       // of all streams
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
+  LocalRanks ranks_;         // last: its threads use all of the above
 };
 
 RankHost::RankHost(const Options& options, EmbeddedPool pool, v1::ModelId model_id, Listener& listener)
@@ -265,20 +254,18 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
 }
 
 RankHost::~RankHost() {
-  std::shared_ptr<ActiveRun> run;
   {
     const MutexLock lock(mu_);
     quit_ = true;
-    run = run_;
     posted_.NotifyAll();
   }
-  const absl::Status reason = absl::CancelledError("the worker exits");
-  if (run != nullptr) run->Abort(reason);
+  AbortAll();
   thread_.join();
-  run = std::exchange(run_, nullptr);
-  if (run == nullptr) return;
-  run->Abort(reason);
-  run->Join();
+  AbortAll();  // what the thread began meanwhile
+}
+
+void RankHost::AbortAll() {
+  for (const auto& run : Runs()) run->Abort(absl::CancelledError("the worker exits"));
 }
 
 void RankHost::Describe(v1::Join& offer) const {
@@ -313,15 +300,23 @@ void RankHost::Work() {
   }
 }
 
-void RankHost::TellOfStrangers(int rank, int strangers) {
-  if (strangers == 0 || told_of_strangers_.exchange(true)) return;
-  Log(absl::StrCat("refused ", strangers, " connections to the data port of rank ", rank,
+void RankHost::LogRejectedPeers(int rank, int rejected) {
+  if (rejected == 0 || rejected_peers_logged_.exchange(true)) return;
+  Log(absl::StrCat("refused ", rejected, " connections to the data port of rank ", rank,
                    ": they did not say the hello of a peer; later ones are not logged"));
 }
 
-std::shared_ptr<RankHost::ActiveRun> RankHost::Current(uint64_t run) const {
+std::shared_ptr<RankHost::ActiveRun> RankHost::Find(uint64_t run) const {
   const MutexLock lock(mu_);
-  return run_ != nullptr && run_->number() == run ? run_ : nullptr;
+  const auto entry = runs_.find(run);
+  return entry != runs_.end() ? entry->second : nullptr;
+}
+
+std::vector<std::shared_ptr<RankHost::ActiveRun>> RankHost::Runs() const {
+  const MutexLock lock(mu_);
+  std::vector<std::shared_ptr<ActiveRun>> runs;
+  for (const auto& [number, run] : runs_) runs.push_back(run);
+  return runs;
 }
 
 void RankHost::Prepare(WorkerMachine::RunPart part) {
@@ -335,8 +330,8 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
   auto run = std::make_shared<ActiveRun>(std::move(part), *this);
   {
     const MutexLock lock(mu_);
-    run_ = run;
-    if (stopping_ == run->number()) return absl::CancelledError("stopped before it was prepared");
+    runs_[run->number()] = run;
+    if (stopping_.contains(run->number())) return absl::CancelledError("stopped before it was prepared");
   }
   RETURN_IF_ERROR(run->Reserve());
   RETURN_IF_ERROR(run->OpenStreams());
@@ -346,21 +341,21 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
 void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes) {
   Post([this, run, addresses = std::move(addresses), probes = std::move(probes)]() mutable {
     if (IsStopping(run)) return;  // its Stop comes next
-    if (auto current = Current(run)) current->Start(std::move(addresses), std::move(probes));
+    if (auto current = Find(run)) current->Start(std::move(addresses), std::move(probes));
   });
 }
 
 void RankHost::Stop(uint64_t run, const std::string& reason) {
   {
     const MutexLock lock(mu_);
-    stopping_ = run;
+    stopping_.insert(run);
   }
-  if (auto current = Current(run)) current->Abort(absl::AbortedError(reason));
+  if (auto current = Find(run)) current->Abort(absl::AbortedError(reason));
   Post([this, run] {
-    LetGo(run);
+    EndRun(run);
     {
       const MutexLock lock(mu_);
-      stopping_ = 0;
+      stopping_.erase(run);
     }
     listener_.OnRunStopped(run);
   });
@@ -368,7 +363,7 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
 
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
-    LetGo(run);
+    EndRun(run);
     KeepLinks();
   });
 }
@@ -379,28 +374,25 @@ void RankHost::KeepLinks() {
 }
 
 // Waits for the ranks, then frees what they held.
-void RankHost::LetGo(uint64_t run) {
-  std::shared_ptr<ActiveRun> current = Current(run);
+void RankHost::EndRun(uint64_t run) {
+  std::shared_ptr<ActiveRun> current = Find(run);
   if (current == nullptr) return;
   current->Join();
   const MutexLock lock(mu_);
-  run_ = nullptr;
+  runs_.erase(run);
 }
 
 bool RankHost::IsStopping(uint64_t run) const {
   const MutexLock lock(mu_);
-  return stopping_ == run;
+  return stopping_.contains(run);
 }
 
 bool RankHost::lost() const { return lost_; }
 
-std::vector<WorkerMachine::RankProgress> RankHost::progress() const {
-  std::shared_ptr<ActiveRun> run;
-  {
-    const MutexLock lock(mu_);
-    run = run_;
-  }
-  return run != nullptr ? run->progress() : std::vector<WorkerMachine::RankProgress>();
+WorkerMachine::ProgressOfRuns RankHost::progress() const {
+  WorkerMachine::ProgressOfRuns progress;
+  for (const auto& run : Runs()) progress[run->number()] = run->progress();
+  return progress;
 }
 
 }  // namespace meshfill

@@ -3,14 +3,18 @@
 // Prepare, Start, Stop and Release return at once and are carried out in order by a thread of the host's own;
 // Stop also raises the run's stop token and aborts its communicators there and then, so that no wait outlives
 // it. Thread-safe.
+//
+// Runs know nothing of each other: each rank of each has a thread and a stream of its own.
 #ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
 #define MESHFILL_SERVER_POOL_RANK_HOST_H_
 
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +24,7 @@
 #include "engine/comm/nccl/nccl.h"
 #include "engine/devices/device.h"
 #include "engine/devices/embedded_pool.h"
+#include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
@@ -63,7 +68,7 @@ class RankHost {
   void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
-  std::vector<WorkerMachine::RankProgress> progress() const;
+  WorkerMachine::ProgressOfRuns progress() const;
   bool lost() const;  // a device has failed for good: no run will go well in this process
 
  private:
@@ -73,28 +78,30 @@ class RankHost {
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
-  void LetGo(uint64_t run);
+  void EndRun(uint64_t run);
+  void AbortAll();
   void KeepLinks();
   bool IsStopping(uint64_t run) const;
-  void TellOfStrangers(int rank, int strangers);  // logs the first
-  std::shared_ptr<ActiveRun> Current(uint64_t run) const;
+  void LogRejectedPeers(int rank, int rejected);        // once
+  std::shared_ptr<ActiveRun> Find(uint64_t run) const;  // null: unknown, or over
+  std::vector<std::shared_ptr<ActiveRun>> Runs() const;
 
   const Options options_;
   const EmbeddedPool pool_;
   const v1::ModelId model_id_;
   const std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank of this worker; empty on the CPU
   Listener& listener_;
-  std::atomic<bool> told_of_strangers_{false};
+  std::atomic<bool> rejected_peers_logged_{false};
   std::atomic<bool> lost_{false};
 
   mutable Mutex mu_;
   CondVar posted_;
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
-  uint64_t stopping_ ABSL_GUARDED_BY(mu_) = 0;  // the run that was told to stop and has not; 0: none
-  std::shared_ptr<ActiveRun> run_
-      ABSL_GUARDED_BY(mu_);  // shared: Stop and progress read it while it is let go
-  std::thread thread_;       // last: it uses all of the above
+  std::set<uint64_t> stopping_ ABSL_GUARDED_BY(mu_);  // runs that were told to stop and have not
+  // By number. Shared: Stop and progress read a run while it ends.
+  std::map<uint64_t, std::shared_ptr<ActiveRun>> runs_ ABSL_GUARDED_BY(mu_);
+  std::thread thread_;  // last: it uses all of the above
 };
 
 }  // namespace meshfill

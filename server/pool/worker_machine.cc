@@ -11,8 +11,19 @@ namespace meshfill {
 
 void WorkerMachine::Start(absl::Time now) { connect_at_ = now; }
 
-void WorkerMachine::OnTick(absl::Time now, const std::vector<RankProgress>& progress) {
-  if (link_ == Link::kAway && !run_.has_value() && now >= connect_at_) {
+int64_t WorkerMachine::reserved_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [number, run] : runs_) bytes += run.part.reserve_bytes;
+  return bytes;
+}
+
+WorkerMachine::ActiveRun* WorkerMachine::Find(uint64_t run, Phase phase) {
+  const auto entry = runs_.find(run);
+  return entry != runs_.end() && entry->second.phase == phase ? &entry->second : nullptr;
+}
+
+void WorkerMachine::OnTick(absl::Time now, const ProgressOfRuns& progress) {
+  if (link_ == Link::kAway && runs_.empty() && now >= connect_at_) {
     link_ = Link::kJoining;
     heard_at_ = now;
     last_run_ = 0;
@@ -29,16 +40,28 @@ void WorkerMachine::OnTick(absl::Time now, const std::vector<RankProgress>& prog
   }
   if (link_ != Link::kMember || now - last_progress_ < options_.progress_interval) return;
   last_progress_ = now;
-  v1::WorkerProgress& message = *AddMessage(run_.has_value() ? run_->part.epoch : epoch_).mutable_progress();
-  if (!run_.has_value() || run_->phase != Phase::kRunning) return;
-  message.set_run(run_->part.number);
-  for (const RankProgress& each : progress) {
-    v1::WorkerProgress::Rank& rank = *message.add_ranks();
-    rank.set_rank(static_cast<uint32_t>(each.rank));
-    rank.set_layers_done(static_cast<uint32_t>(each.layers_done));
-    rank.set_operations(each.operations);
-    rank.set_computing(each.computing);
+  SendProgress(progress);
+}
+
+// A message for each run that computes; without one, a sign of life.
+void WorkerMachine::SendProgress(const ProgressOfRuns& progress) {
+  bool computes = false;
+  for (const auto& [number, run] : runs_) {
+    if (run.phase != Phase::kRunning) continue;
+    computes = true;
+    v1::WorkerProgress& message = *AddMessage(run.part.epoch).mutable_progress();
+    message.set_run(number);
+    const auto ranks = progress.find(number);
+    if (ranks == progress.end()) continue;
+    for (const RankProgress& each : ranks->second) {
+      v1::WorkerProgress::Rank& rank = *message.add_ranks();
+      rank.set_rank(static_cast<uint32_t>(each.rank));
+      rank.set_layers_done(static_cast<uint32_t>(each.layers_done));
+      rank.set_operations(each.operations);
+      rank.set_computing(each.computing);
+    }
   }
+  if (!computes) AddMessage(epoch_).mutable_progress();
 }
 
 void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now) {
@@ -114,18 +137,19 @@ void WorkerMachine::Detach(const std::string& why, absl::Time now) {
   link_ = Link::kAway;
   backoff_ = std::clamp(2 * backoff_, options_.least_backoff, options_.most_backoff);
   connect_at_ = now + backoff_;
-  if (run_.has_value()) {
-    run_->confirm = false;
-    StopActiveRun("the leader is gone");
+  for (auto next = runs_.begin(); next != runs_.end();) {
+    const auto run = next++;  // it may be gone after this
+    run->second.confirm = false;
+    StopRunning(run->first, "the leader is gone");
   }
-  MayExit();
+  MaybeExit();
 }
 
 void WorkerMachine::Drain(absl::Time now) {
   if (draining_) return;
   draining_ = true;
   if (link_ == Link::kMember) AddMessage(epoch_).mutable_leave();
-  MayExit();
+  MaybeExit();
 }
 
 void WorkerMachine::OnGoodbye() {
@@ -133,18 +157,18 @@ void WorkerMachine::OnGoodbye() {
   link_ = Link::kAway;
   connect_at_ = absl::InfiniteFuture();
   actions_.push_back(Disconnect{connection_});
-  MayExit();
+  MaybeExit();
 }
 
 // A draining worker without a leader has nothing left to do once its host stands still.
-void WorkerMachine::MayExit() {
-  if (!draining_ || link_ != Link::kAway || run_.has_value()) return;
+void WorkerMachine::MaybeExit() {
+  if (!draining_ || link_ != Link::kAway || !runs_.empty()) return;
   link_ = Link::kExited;
   actions_.push_back(Exit{absl::OkStatus()});
 }
 
 void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
-  if (link_ != Link::kMember || message.run() <= last_run_ || run_.has_value()) return;
+  if (link_ != Link::kMember || message.run() <= last_run_) return;
   last_run_ = message.run();
   const uint64_t ranks = message.ranks();
   absl::StatusOr<Plan> plan = FromRunPlan(message.plan());
@@ -155,10 +179,12 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                                               " to a worker of ", options_.offer.ranks()));
   }
   const uint64_t offered = options_.offer.memory_bytes();
-  if (status.ok() && offered != 0 && message.reserve_bytes() > offered) {
-    status = absl::FailedPreconditionError(absl::StrCat("the run needs ", message.reserve_bytes(),
-                                                        " bytes, this worker has ", offered,
-                                                        "; shorten the prompt or add ranks"));
+  const uint64_t reserved = static_cast<uint64_t>(reserved_bytes());
+  if (status.ok() && offered != 0 && (reserved > offered || message.reserve_bytes() > offered - reserved)) {
+    status = absl::FailedPreconditionError(
+        absl::StrCat("the run needs ", message.reserve_bytes(), " bytes, this worker has ", offered,
+                     reserved > 0 ? absl::StrCat(", ", reserved, " of them in use by other runs") : "",
+                     "; shorten the prompt or add ranks"));
   }
   if (!status.ok()) {
     v1::WorkerMessage& reply = AddMessage(epoch);
@@ -166,68 +192,71 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
     *reply.mutable_prepared()->mutable_outcome() = ToOutcome(status);
     return;
   }
-  run_.emplace(ActiveRun{.part = {.number = message.run(),
-                                  .epoch = epoch,
-                                  .plan = *std::move(plan),
-                                  .first_rank = static_cast<int>(message.first_rank()),
-                                  .reserve_bytes = static_cast<int64_t>(message.reserve_bytes()),
-                                  .shards = std::vector<std::vector<uint32_t>>(ranks)}});
-  ShardsMayBeComplete();  // all chunks may be empty
+  ActiveRun run{.part = {.number = message.run(),
+                         .epoch = epoch,
+                         .plan = *std::move(plan),
+                         .first_rank = static_cast<int>(message.first_rank()),
+                         .reserve_bytes = static_cast<int64_t>(message.reserve_bytes()),
+                         .shards = std::vector<std::vector<uint32_t>>(ranks)}};
+  MaybePrepare(runs_.emplace(message.run(), std::move(run)).first->second);  // all chunks may be empty
 }
 
 void WorkerMachine::OnShard(const v1::Shard& message) {
-  if (!run_.has_value() || run_->part.number != message.run() || run_->phase != Phase::kReceiving) return;
-  const int64_t index = int64_t{message.rank()} - run_->part.first_rank;
-  if (index < 0 || index >= static_cast<int64_t>(run_->part.shards.size())) return;
-  std::vector<uint32_t>& shard = run_->part.shards[index];
+  ActiveRun* run = Find(message.run(), Phase::kReceiving);
+  if (run == nullptr) return;
+  const int64_t index = int64_t{message.rank()} - run->part.first_rank;
+  if (index < 0 || index >= static_cast<int64_t>(run->part.shards.size())) return;
+  std::vector<uint32_t>& shard = run->part.shards[index];
   if (message.begin() != shard.size()) return;  // it came before
   shard.insert(shard.end(), message.ids().begin(), message.ids().end());
-  ShardsMayBeComplete();
+  MaybePrepare(*run);
 }
 
-void WorkerMachine::ShardsMayBeComplete() {
-  RunPart& part = run_->part;
+void WorkerMachine::MaybePrepare(ActiveRun& run) {
+  RunPart& part = run.part;
   for (size_t i = 0; i < part.shards.size(); ++i) {
     const int rank = part.plan.RankAt(part.first_rank + static_cast<int>(i));
     const int64_t tokens = part.plan.layout.ChunkTokens(rank);
     if (static_cast<int64_t>(part.shards[i].size()) < tokens) return;
   }
-  run_->phase = Phase::kPreparing;
-  run_->hash = RunHash(part.plan, part.first_rank, part.shards);
+  run.phase = Phase::kPreparing;
+  run.hash = RunHash(part.plan, part.first_rank, part.shards);
   std::vector<std::vector<uint32_t>> shards = std::exchange(part.shards, {});
   PrepareRun& prepare = std::get<PrepareRun>(actions_.emplace_back(PrepareRun{part}));
   prepare.part.shards = std::move(shards);
 }
 
-void WorkerMachine::OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) {
-  if (!run_.has_value() || run_->part.number != run || run_->phase != Phase::kPreparing) return;
-  run_->phase = Phase::kPrepared;
-  v1::WorkerMessage& message = AddMessage(run_->part.epoch);
-  v1::Prepared& prepared = *message.mutable_prepared();
-  prepared.set_run(run);
+void WorkerMachine::OnRunPrepared(uint64_t number, absl::StatusOr<std::vector<std::string>> addresses) {
+  ActiveRun* run = Find(number, Phase::kPreparing);
+  if (run == nullptr) return;
+  run->phase = Phase::kPrepared;
+  v1::Prepared& prepared = *AddMessage(run->part.epoch).mutable_prepared();
+  prepared.set_run(number);
   *prepared.mutable_outcome() = ToOutcome(addresses.status());
   if (!addresses.ok()) return;  // the leader ends the run
   for (const std::string& address : *addresses) prepared.add_addresses(address);
-  prepared.set_hash(run_->hash);
+  prepared.set_hash(run->hash);
 }
 
 void WorkerMachine::OnRun(const v1::Run& message) {
-  if (!run_.has_value() || run_->part.number != message.run() || run_->phase != Phase::kPrepared) return;
-  run_->phase = Phase::kRunning;
+  ActiveRun* run = Find(message.run(), Phase::kPrepared);
+  if (run == nullptr) return;
+  run->phase = Phase::kRunning;
   StartRun start{message.run(), {message.addresses().begin(), message.addresses().end()}, {}};
   for (const v1::LinkProbe& probe : message.probes()) {
     start.probes.push_back({{probe.peers().begin(), probe.peers().end()}});
     // All ranks are told the same: where it is no pairing, none takes part.
-    if (!IsPairing(start.probes.back(), run_->part.plan.ranks())) start.probes.clear();
+    if (!IsPairing(start.probes.back(), run->part.plan.ranks())) start.probes.clear();
     if (start.probes.empty()) break;
   }
   actions_.push_back(std::move(start));
 }
 
-void WorkerMachine::OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) {
-  if (!run_.has_value() || run_->part.number != run || run_->phase != Phase::kRunning) return;
-  v1::RankDone& done = *AddMessage(run_->part.epoch).mutable_rank_done();
-  done.set_run(run);
+void WorkerMachine::OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOutput> output) {
+  const ActiveRun* run = Find(number, Phase::kRunning);
+  if (run == nullptr) return;
+  v1::RankDone& done = *AddMessage(run->part.epoch).mutable_rank_done();
+  done.set_run(number);
   done.set_rank(static_cast<uint32_t>(rank));
   *done.mutable_outcome() = ToOutcome(output.status());
   if (!output.ok()) return;
@@ -237,41 +266,44 @@ void WorkerMachine::OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput
   done.set_probe_seconds(output->probe_seconds);
 }
 
-void WorkerMachine::OnFinish(uint64_t run) {
-  if (!run_.has_value() || run_->part.number != run || run_->phase != Phase::kRunning) return;
-  actions_.push_back(ReleaseRun{run});
-  run_.reset();
-  MayExit();
+void WorkerMachine::OnFinish(uint64_t number) {
+  if (Find(number, Phase::kRunning) == nullptr) return;
+  actions_.push_back(ReleaseRun{number});
+  runs_.erase(number);
+  MaybeExit();
 }
 
-void WorkerMachine::OnStop(uint64_t run, uint64_t epoch, const std::string& reason) {
+void WorkerMachine::OnStop(uint64_t number, uint64_t epoch, const std::string& reason) {
   if (link_ != Link::kMember) return;
-  last_run_ = std::max(last_run_, run);
-  if (run_.has_value() && run_->part.number == run) {
-    run_->confirm = true;
-    return StopActiveRun(reason);
+  last_run_ = std::max(last_run_, number);
+  const auto run = runs_.find(number);
+  if (run != runs_.end()) {
+    run->second.confirm = true;
+    return StopRunning(number, reason);
   }
-  AddMessage(epoch).mutable_stopped()->set_run(run);  // it never began here, or is over
+  AddMessage(epoch).mutable_stopped()->set_run(number);  // it never began here, or is over
 }
 
-void WorkerMachine::StopActiveRun(const std::string& reason) {
-  if (run_->phase == Phase::kStopping) return;
-  const bool host_knows = run_->phase != Phase::kReceiving;
-  run_->phase = Phase::kStopping;
+void WorkerMachine::StopRunning(uint64_t number, const std::string& reason) {
+  ActiveRun& run = runs_.at(number);
+  if (run.phase == Phase::kStopping) return;
+  const bool host_knows = run.phase != Phase::kReceiving;
+  run.phase = Phase::kStopping;
   if (host_knows) {
-    actions_.push_back(StopRun{run_->part.number, reason});
+    actions_.push_back(StopRun{number, reason});
     return;
   }
-  if (run_->confirm) AddMessage(run_->part.epoch).mutable_stopped()->set_run(run_->part.number);
-  run_.reset();
+  if (run.confirm) AddMessage(run.part.epoch).mutable_stopped()->set_run(number);
+  runs_.erase(number);
 }
 
-void WorkerMachine::OnRunStopped(uint64_t run, absl::Time now) {
-  if (!run_.has_value() || run_->part.number != run) return;
-  if (run_->confirm) AddMessage(run_->part.epoch).mutable_stopped()->set_run(run);
-  run_.reset();
+void WorkerMachine::OnRunStopped(uint64_t number, absl::Time now) {
+  const auto run = runs_.find(number);
+  if (run == runs_.end()) return;
+  if (run->second.confirm) AddMessage(run->second.part.epoch).mutable_stopped()->set_run(number);
+  runs_.erase(run);
   if (link_ == Link::kAway) connect_at_ = std::max(connect_at_, now);
-  MayExit();
+  MaybeExit();
 }
 
 std::vector<WorkerMachine::Action> WorkerMachine::TakeActions() { return std::exchange(actions_, {}); }

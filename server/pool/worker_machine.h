@@ -1,4 +1,4 @@
-// A worker of a pool: its membership, and the part of a run that its ranks take.
+// A worker of a pool: its membership, and the parts of runs that its ranks take.
 //
 // A pure state machine like the leader (leader.h): events in, actions out, the same code under the real
 // control stream and in the simulation. Not thread-safe. What computes, the host (rank_host.h), obeys the run
@@ -7,21 +7,22 @@
 //     connection:  away ──Connect──► joining ──Welcome──► member ──Goodbye──► exit
 //                   ▲ backoff           │ Refused, silence    │ stream end, silence
 //                   └───────────────────┴────────────────────┘
-//     run:         none ──Prepare──► receiving ──last Shard──► preparing ──► prepared ──Run──► running
-//     ──Finish──► none
-//                                        └─────────── Cancel, Abort, loss of the leader ──────────► stopping
-//                                        ──► none
+//     a run:  ──Prepare──► receiving ──last Shard──► preparing ──► prepared ──Run──► running ──Finish──► over
+//                              └────────────┴── Cancel, Abort, loss of the leader ──┴──► stopping ──────►
+//                              over
 //
 // Invariants:
-//  - One run at a time; the host stands still before the worker joins again.
-//  - Memory is reserved from Prepare to Finish or to the host's OnRunStopped, and never beyond what was
-//  offered.
-//  - What is of another run is late and ignored, but Cancel and Abort are always confirmed.
+//  - Runs are kept by number and know nothing of each other; the leader says how many live at once.
+//  - The host stands still before the worker joins again.
+//  - Memory is reserved from Prepare to Finish or to the host's OnRunStopped, by all runs together never more
+//  than
+//    was offered.
+//  - What is of an unknown run is late and ignored, but Cancel and Abort are always confirmed.
 #ifndef MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
 #define MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
 
 #include <cstdint>
-#include <optional>
+#include <map>
 #include <string>
 #include <variant>
 #include <vector>
@@ -54,6 +55,8 @@ class WorkerMachine {
     uint64_t operations = 0;
     bool computing = false;
   };
+
+  using ProgressOfRuns = std::map<uint64_t, std::vector<RankProgress>>;  // by the run's number
 
   // The part of a run that this worker takes.
   struct RunPart {
@@ -105,18 +108,18 @@ class WorkerMachine {
   void Start(absl::Time now);
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
-  void OnTick(absl::Time now, const std::vector<RankProgress>& progress);  // a few times in a second
-  void Drain(absl::Time now);                                              // finish the run, leave, exit
+  void OnTick(absl::Time now, const ProgressOfRuns& progress);  // a few times in a second
+  void Drain(absl::Time now);                                   // finish the runs, leave, exit
 
   // Of the host.
-  void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses);
-  void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output);
-  void OnRunStopped(uint64_t run, absl::Time now);
+  void OnRunPrepared(uint64_t number, absl::StatusOr<std::vector<std::string>> addresses);
+  void OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOutput> output);
+  void OnRunStopped(uint64_t number, absl::Time now);
 
   std::vector<Action> TakeActions();
 
   bool member() const { return link_ == Link::kMember; }
-  int64_t reserved_bytes() const { return run_.has_value() ? run_->part.reserve_bytes : 0; }
+  int64_t reserved_bytes() const;  // by all runs
 
  private:
   enum class Link { kAway, kJoining, kMember, kExited };
@@ -131,15 +134,19 @@ class WorkerMachine {
   void OnRefused(const v1::Refused& refused, absl::Time now);
   void OnPrepare(const v1::Prepare& message, uint64_t epoch);
   void OnShard(const v1::Shard& message);
-  void ShardsMayBeComplete();
+  void MaybePrepare(ActiveRun& run);  // once its shards are complete
   void OnRun(const v1::Run& message);
-  void OnFinish(uint64_t run);
-  void OnStop(uint64_t run, uint64_t epoch, const std::string& reason);
+  void OnFinish(uint64_t number);
+  void OnStop(uint64_t number, uint64_t epoch, const std::string& reason);
   void OnGoodbye();
-  void StopActiveRun(const std::string& reason);
+  // The run if it is in this phase, else null.
+  ActiveRun* Find(uint64_t number, Phase phase);
+  // The run may be over at once: it is gone then.
+  void StopRunning(uint64_t number, const std::string& reason);
+  void SendProgress(const ProgressOfRuns& progress);
 
   void Detach(const std::string& why, absl::Time now);
-  void MayExit();
+  void MaybeExit();
   v1::WorkerMessage& AddMessage(uint64_t epoch);
   void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
 
@@ -152,9 +159,9 @@ class WorkerMachine {
   std::string last_trouble_;  // on the way in; logged
   bool draining_ = false;
   uint64_t epoch_ = 0;
-  uint64_t last_run_ = 0;  // of this connection
+  uint64_t last_run_ = 0;  // the newest of this connection
   absl::Time last_progress_ = absl::InfinitePast();
-  std::optional<ActiveRun> run_;
+  std::map<uint64_t, ActiveRun> runs_;  // by number
   std::vector<Action> actions_;
 };
 

@@ -144,16 +144,16 @@ TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
   const std::vector<uint32_t> prompt = RandomPrompt(TestsOnCuda() ? 300 : 1037, 300, random);
   const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
   ASSERT_NE(one, nullptr);
-  const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+  const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
   ASSERT_TRUE(expected.ok()) << expected.status();
   for (const int ranks : RankCounts()) {
     const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, ranks);
     ASSERT_NE(engine, nullptr);
     for (const Tile tile : TilesOf(ranks)) {
       for (const Spread& spread : kSpreads) {
-        const auto actual = engine->Prefill(
-            prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true},
-            nullptr, nullptr);
+        const auto actual = RunPrefill(
+            *engine,
+            {prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true}});
         ASSERT_TRUE(actual.ok()) << actual.status();
         EXPECT_EQ(actual->plan.tile, tile);
         ExpectSameAnswer(*actual, *expected, Describe(actual->plan));
@@ -182,16 +182,18 @@ TEST(IndependenceTest, EveryHeadGroupGivesOneRanksAnswer) {
     ASSERT_TRUE(one != nullptr && engine != nullptr);
     for (const int64_t tokens : {1, 5, 333}) {
       const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
-      const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+      const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
       ASSERT_TRUE(expected.ok()) << expected.status();
       for (const int h : {2, 3, 4, 6, 8}) {
         if (heads.ranks % h != 0 || !engine->model().CanSplitHeads(h)) continue;
         for (const Tile tile : TilesOf(heads.ranks / h)) {
           for (const Spread& spread : kSpreads) {
-            const auto actual = engine->Prefill(
-                prompt,
-                {.tile = tile, .heads = h, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true},
-                nullptr, nullptr);
+            const auto actual = RunPrefill(*engine, {prompt,
+                                                     {.tile = tile,
+                                                      .heads = h,
+                                                      .layout = spread.layout,
+                                                      .stripe = spread.stripe,
+                                                      .keep_kv = true}});
             ASSERT_TRUE(actual.ok()) << actual.status();
             ASSERT_EQ(actual->plan.heads, h);
             const std::string what = Describe(actual->plan) + ", " + std::to_string(heads.kv) + " KV heads";
@@ -239,9 +241,9 @@ TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
                                    .layout = static_cast<LayoutKind>(random() % 3),
                                    .stripe = 1 + static_cast<int64_t>(random() % 100),
                                    .keep_kv = true};
-      const auto expected = one->Prefill(prompt, {.keep_kv = true}, nullptr, nullptr);
+      const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
       ASSERT_TRUE(expected.ok()) << expected.status();
-      const auto actual = engine->Prefill(prompt, options, nullptr, nullptr);
+      const auto actual = RunPrefill(*engine, {prompt, options});
       ASSERT_TRUE(actual.ok()) << actual.status();
       const std::string what = Describe(actual->plan) + ", seed " + std::to_string(seed);
       ExpectSameAnswer(*actual, *expected, what);
@@ -263,8 +265,8 @@ TEST(IndependenceTest, TheSameRequestGivesTheSameBits) {
     }
     for (const auto& [heads, tile] : shapes) {
       const PrefillOptions options{.tile = tile, .heads = heads, .stripe = 16, .keep_kv = true};
-      const auto first = engine->Prefill(prompt, options, nullptr, nullptr);
-      const auto second = engine->Prefill(prompt, options, nullptr, nullptr);
+      const auto first = RunPrefill(*engine, {prompt, options});
+      const auto second = RunPrefill(*engine, {prompt, options});
       ASSERT_TRUE(first.ok() && second.ok());
       EXPECT_EQ(
           0, std::memcmp(first->logits.data(), second->logits.data(), first->logits.size() * sizeof(float)));

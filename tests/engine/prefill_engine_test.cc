@@ -15,6 +15,7 @@
 
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
+#include "tests/engine/stop_after_a_layer.h"
 
 namespace meshfill {
 namespace {
@@ -47,7 +48,7 @@ class PrefillEngineTest : public testing::Test {
 
   static void ExpectServes(PrefillEngine& engine) {
     const std::vector<uint32_t> prompt(50, 7);
-    const auto result = engine.Prefill(prompt, {}, nullptr, nullptr);
+    const auto result = RunPrefill(engine, {prompt, {}});
     EXPECT_TRUE(result.ok()) << result.status();
   }
 
@@ -57,16 +58,11 @@ std::string PrefillEngineTest::folder_;
 
 class RecordingObserver : public PrefillObserver {
  public:
-  explicit RecordingObserver(StopToken* stop = nullptr) : stop_(stop) {}
   void OnLayerDone(int layers_done, int layers) override {
     layers_done_.push_back(layers_done);
     EXPECT_EQ(layers, 3);
-    if (stop_ != nullptr) stop_->Stop();
   }
   std::vector<int> layers_done_;
-
- private:
-  StopToken* stop_;
 };
 
 TEST_F(PrefillEngineTest, ReportsProgressAndResult) {
@@ -75,7 +71,7 @@ TEST_F(PrefillEngineTest, ReportsProgressAndResult) {
   EXPECT_EQ(engine->ranks(), 4);
   RecordingObserver observer;
   const std::vector<uint32_t> prompt(777, 3);
-  const auto result = engine->Prefill(prompt, {.tile = Tile{2, 2}, .top_k = 5}, &observer, nullptr);
+  const auto result = RunPrefill(*engine, {prompt, {.tile = Tile{2, 2}, .top_k = 5}}, &observer);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(observer.layers_done_, (std::vector<int>{1, 2, 3}));
   EXPECT_EQ(result->plan.tile, (Tile{2, 2}));
@@ -113,7 +109,7 @@ TEST_F(PrefillEngineTest, RefusesBadRequestsByNameAndServesTheNext) {
       {good, {.top_k = 101}, absl::StatusCode::kInvalidArgument, "top_k"},
   };
   for (const auto& bad : cases) {
-    const auto result = engine->Prefill(bad.prompt, bad.options, nullptr, nullptr);
+    const auto result = RunPrefill(*engine, {bad.prompt, bad.options});
     EXPECT_EQ(result.status().code(), bad.code) << result.status();
     EXPECT_NE(result.status().message().find(bad.says), std::string::npos) << result.status();
     ExpectServes(*engine);
@@ -123,7 +119,7 @@ TEST_F(PrefillEngineTest, RefusesBadRequestsByNameAndServesTheNext) {
 TEST_F(PrefillEngineTest, RefusesWhatDoesNotFitInMemory) {
   const auto engine = Load(/*memory_budget_bytes=*/2 << 20);
   const std::vector<uint32_t> prompt(60000, 1);
-  const auto result = engine->Prefill(prompt, {}, nullptr, nullptr);
+  const auto result = RunPrefill(*engine, {prompt, {}});
   EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition) << result.status();
   ExpectServes(*engine);
 }
@@ -131,29 +127,38 @@ TEST_F(PrefillEngineTest, RefusesWhatDoesNotFitInMemory) {
 TEST_F(PrefillEngineTest, StopsSoonAfterAStopAndServesTheNext) {
   const auto engine = Load();
   const std::vector<uint32_t> prompt(60000, 1);
-  StopToken stop;
-  RecordingObserver observer(&stop);  // stops after the first layer
-  const auto result = engine->Prefill(prompt, {}, &observer, &stop);
+  StopAfterALayer observer;
+  const auto result = observer.Run(*engine, {prompt, {}});
   EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
-  EXPECT_EQ(observer.layers_done_, std::vector<int>{1});
+  EXPECT_EQ(observer.layers_done(), std::vector<int>{1});
   ExpectServes(*engine);
 }
 
 TEST_F(PrefillEngineTest, StopsInTheMiddleOfALayer) {
   const auto engine = Load();
   const std::vector<uint32_t> prompt(60000, 1);
-  StopToken stop;
-  std::chrono::steady_clock::time_point stopped_at;
-  std::thread stopper([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    stopped_at = std::chrono::steady_clock::now();
-    stop.Stop();
-  });
-  const auto result = engine->Prefill(prompt, {}, nullptr, &stop);
+  auto prefill = engine->Start({prompt, {}}, nullptr);
+  ASSERT_TRUE(prefill.ok()) << prefill.status();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const auto stopped_at = std::chrono::steady_clock::now();
+  (*prefill)->Stop();
+  const auto result = (*prefill)->Wait();
   const auto returned_at = std::chrono::steady_clock::now();
-  stopper.join();
+  prefill->reset();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
   EXPECT_LT(returned_at - stopped_at, std::chrono::milliseconds(500));
+  ExpectServes(*engine);
+}
+
+TEST_F(PrefillEngineTest, RunsAsManyAtOnceAsItsCapacitySays) {
+  const auto engine = Load();
+  const std::vector<uint32_t> prompt(60000, 1);
+  ASSERT_EQ(engine->capacity(), 1);
+  auto prefill = engine->Start({prompt, {}}, nullptr);
+  ASSERT_TRUE(prefill.ok()) << prefill.status();
+  const auto second = RunPrefill(*engine, {prompt, {}});
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted) << second.status();
+  prefill->reset();  // stops it
   ExpectServes(*engine);
 }
 
@@ -164,6 +169,7 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
 #endif
   auto engine = LoadEmbeddedEngine({.model_path = folder_, .ranks = 16, .peak_flops = 1e12});
   ASSERT_TRUE(engine.ok()) << engine.status();
+  const std::vector<uint32_t> prompt(50, 7);
   int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   rlimit before;
@@ -171,7 +177,7 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
   rlimit tight = before;
   tight.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE) + (4 << 20));
   ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
-  const auto result = (*engine)->Prefill(std::vector<uint32_t>(50, 7), {}, nullptr, nullptr);
+  const auto result = RunPrefill(**engine, {prompt, {}});
   ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
   EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted) << result.status();
   EXPECT_THAT(std::string(result.status().message()), testing::HasSubstr("no thread could be started"));

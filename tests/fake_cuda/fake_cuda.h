@@ -28,7 +28,8 @@ struct FakeCuda {
   // At any time.
   static void set_memory_bytes(size_t bytes);  // of each device
   static void set_most_delay_microseconds(int microseconds);
-  static void BreakDevice();  // every call from now on fails, as after a fault
+  static void BreakDevice();   // every call from now on fails, as after a fault
+  static void RepairDevice();  // a new process's device; no backend that was there when it broke may be used
 
   static int64_t bytes_in_use();  // allocated and not yet freed by their calls
   static inline int speed_measurements = 0;

@@ -226,6 +226,10 @@ void FakeCuda::set_compute_capability(int major) { compute_major = major; }
 void FakeCuda::set_memory_bytes(size_t bytes) { memory_bytes = bytes; }
 void FakeCuda::set_most_delay_microseconds(int microseconds) { most_delay_microseconds = microseconds; }
 void FakeCuda::BreakDevice() { broken = true; }
+void FakeCuda::RepairDevice() {
+  broken = false;
+  last_error = cudaSuccess;
+}
 int64_t FakeCuda::bytes_in_use() { return static_cast<int64_t>(TheMemory().in_use()); }
 
 cudaError_t FakeCuda::Enqueue(cudaStream_t stream, std::function<void()> run) {

@@ -1,10 +1,13 @@
-// An engine that computes nothing: prefills end when the test lets them, and obey the stop token.
+// An engine that computes nothing: prefills end when the test lets them, and obey Stop.
 #ifndef MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 #define MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 
+#include <atomic>
 #include <chrono>
 #include <climits>
 #include <condition_variable>
+#include <iterator>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <span>
@@ -27,7 +30,7 @@ class FakeEngine final : public PrefillEngine {
   static constexpr int64_t kContext = 1 << 23;
   static constexpr int64_t kMemoryTokens = 1 << 22;  // longer prompts do not fit
 
-  explicit FakeEngine(int layers = 4) {
+  explicit FakeEngine(int layers = 4, int capacity = 1) : capacity_(capacity) {
     shape_.layers = layers;
     shape_.vocab = kVocab;
     shape_.context_tokens = kContext;
@@ -97,30 +100,52 @@ class FakeEngine final : public PrefillEngine {
     return PlanChoice{plan, {{.ranks = kRanks, .heads = heads, .tile = tile, .predicted = plan.predicted}}};
   }
 
-  absl::StatusOr<PrefillResult> Prefill(std::span<const uint32_t> tokens, const PrefillOptions& options,
-                                        PrefillObserver* observer, const StopToken* stop) override {
-    auto choice = MakePlan(tokens.size(), options);
+  int capacity() const override { return capacity_; }
+
+  // The prefill runs in Wait.
+  absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
+                                                 PrefillObserver* observer) override {
+    auto choice = MakePlan(std::ssize(request.tokens), request.options);
     if (!choice.ok()) return choice.status();
-    const absl::Time begin = MonotonicNow();
-    Set([&] { first_ids_.push_back(tokens.front()); });
-    for (int layer = 0; layer < shape_.layers; ++layer) {
-      while (Held(layer) && !stop->stopped()) absl::SleepFor(absl::Milliseconds(1));
-      if (stop->stopped()) {
-        Set([&] { ++stopped_runs_; });
-        return absl::CancelledError("stopped");
-      }
-      observer->OnLayerDone(layer + 1, shape_.layers);
-    }
-    absl::Status failure;
-    Set([&] {
-      ++finished_runs_;
-      failure = std::exchange(fail_next_, absl::OkStatus());
-    });
-    if (!failure.ok()) return failure;
-    return Result(tokens, options, choice->plan, absl::ToDoubleSeconds(MonotonicNow() - begin));
+    Set([&] { first_ids_.push_back(request.tokens.front()); });
+    return std::make_unique<Run>(*this, request, choice->plan, observer);
   }
 
  private:
+  class Run final : public Prefill {
+   public:
+    Run(FakeEngine& engine, const PrefillRequest& request, const Plan& plan, PrefillObserver* observer)
+        : engine_(engine), request_(request), plan_(plan), observer_(observer) {}
+
+    absl::StatusOr<PrefillResult> Wait() override {
+      const absl::Time begin = MonotonicNow();
+      const int layers = engine_.shape_.layers;
+      for (int layer = 0; layer < layers; ++layer) {
+        while (engine_.Held(layer) && !stopped_) absl::SleepFor(absl::Milliseconds(1));
+        if (stopped_) {
+          engine_.Set([&] { ++engine_.stopped_runs_; });
+          return absl::CancelledError("stopped");
+        }
+        if (observer_ != nullptr) observer_->OnLayerDone(layer + 1, layers);
+      }
+      absl::Status failure;
+      engine_.Set([&] {
+        ++engine_.finished_runs_;
+        failure = std::exchange(engine_.fail_next_, absl::OkStatus());
+      });
+      if (!failure.ok()) return failure;
+      return Result(request_.tokens, request_.options, plan_, absl::ToDoubleSeconds(MonotonicNow() - begin));
+    }
+    void Stop() override { stopped_ = true; }
+
+   private:
+    FakeEngine& engine_;
+    const PrefillRequest request_;
+    const Plan plan_;
+    PrefillObserver* const observer_;
+    std::atomic<bool> stopped_{false};
+  };
+
   static PrefillResult Result(std::span<const uint32_t> tokens, const PrefillOptions& options,
                               const Plan& plan, double seconds) {
     PrefillResult result{.logits = std::vector<float>(kVocab, 0.5f), .top = {}, .plan = plan};
@@ -162,6 +187,7 @@ class FakeEngine final : public PrefillEngine {
     return layer >= hold_after_;
   }
 
+  const int capacity_;
   ModelShape shape_;
   const std::string model_name_ = "fake-model";
   const std::string backend_name_ = "fake/none";

@@ -63,8 +63,7 @@ class BenchLayerCommand : public Command {
     const std::vector<uint32_t> prompt(static_cast<size_t>(tokens_), 1);
     std::vector<LayerSeconds> runs;
     for (int run = -1; run < repeats_; ++run) {  // the first warms caches, and picks algorithms
-      ASSIGN_OR_RETURN(PrefillResult result,
-                       pool_->Prefill(prompt, {.keep_timeline = true}, nullptr, nullptr));
+      ASSIGN_OR_RETURN(PrefillResult result, RunPrefill(*pool_, {prompt, {.keep_timeline = true}}));
       if (run >= 0) runs.push_back(SecondsOf(*result.timeline));
     }
     const auto middle = runs.begin() + static_cast<std::ptrdiff_t>(runs.size() / 2);

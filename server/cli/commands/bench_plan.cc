@@ -180,7 +180,7 @@ class BenchPlanCommand : public Command {
     PrefillOptions options;
     options.heads = heads;
     options.tile = tile;
-    ASSIGN_OR_RETURN(PrefillResult run, engine.Prefill(tokens, options, nullptr, nullptr));
+    ASSIGN_OR_RETURN(PrefillResult run, RunPrefill(engine, {tokens, options}));
     return run.prefill_seconds;
   }
 

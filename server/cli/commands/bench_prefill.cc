@@ -126,7 +126,7 @@ class BenchPrefillCommand : public Command {
     for (Contender& contender : contenders_) {
       PrefillOptions options = contender.options;
       options.keep_timeline = true;
-      ASSIGN_OR_RETURN(PrefillResult run, contender.engine->Prefill(tokens, options, nullptr, nullptr));
+      ASSIGN_OR_RETURN(PrefillResult run, RunPrefill(*contender.engine, {tokens, options}));
       contender.idle_share = run.timeline->idle_share();
     }
     return absl::OkStatus();
@@ -141,13 +141,12 @@ class BenchPrefillCommand : public Command {
           std::max(kWarmUpTokens, choice.plan.slice_tokens * int64_t{choice.plan.ranks()});
       ASSIGN_OR_RETURN(
           PrefillResult run,
-          contender.engine->Prefill(std::span(tokens).first(std::min<size_t>(tokens.size(), warm_up)),
-                                    contender.options, nullptr, nullptr));
+          RunPrefill(*contender.engine,
+                     {std::span(tokens).first(std::min<size_t>(tokens.size(), warm_up)), contender.options}));
     }
     for (int repeat = 0; repeat < repeats_; ++repeat) {
       for (Contender& contender : contenders_) {
-        ASSIGN_OR_RETURN(PrefillResult run,
-                         contender.engine->Prefill(tokens, contender.options, nullptr, nullptr));
+        ASSIGN_OR_RETURN(PrefillResult run, RunPrefill(*contender.engine, {tokens, contender.options}));
         run.logits = {};
         contender.runs.push_back(std::move(run));
       }

@@ -6,11 +6,13 @@
 #include <random>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/api/result_proto.h"
 #include "server/cli/cancel_watch.h"
@@ -41,6 +43,34 @@ class BarEvents : public PrefillEvents, public PrefillObserver {
 
  private:
   ProgressBar& bar_;
+};
+
+// Stops a prefill that may not have begun yet.
+class StopSwitch {
+ public:
+  // From any thread.
+  void Stop() {
+    const MutexLock lock(mu_);
+    stopped_ = true;
+    if (prefill_ != nullptr) prefill_->Stop();
+  }
+  absl::StatusOr<PrefillResult> Wait(Prefill& prefill) {
+    Watch(&prefill);
+    absl::StatusOr<PrefillResult> result = prefill.Wait();
+    Watch(nullptr);
+    return result;
+  }
+
+ private:
+  void Watch(Prefill* prefill) {
+    const MutexLock lock(mu_);
+    prefill_ = prefill;
+    if (stopped_ && prefill_ != nullptr) prefill_->Stop();
+  }
+
+  Mutex mu_;
+  Prefill* prefill_ ABSL_GUARDED_BY(mu_) = nullptr;  // that runs now
+  bool stopped_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 absl::StatusOr<std::string> ParseServerAddress(const std::string& text) {
@@ -173,7 +203,7 @@ class PrefillCommand : public Command {
       return absl::InvalidArgumentError("the config has no model.path; set it, or give --model DIR");
     }
 
-    StopToken stop;
+    StopSwitch stop;
     CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });
     ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(engine_options));
     options_.keep_kv = !kv_path_.empty();
@@ -192,13 +222,14 @@ class PrefillCommand : public Command {
   }
 
   absl::StatusOr<PrefillResult> RunWithBar(PrefillEngine& engine, std::span<const uint32_t> tokens,
-                                           const StopToken& stop) {
+                                           StopSwitch& stop) {
     ASSIGN_OR_RETURN(PlanChoice choice, engine.MakePlan(static_cast<int64_t>(tokens.size()), options_));
     ProgressBar bar;
     bar.SetPrediction(choice.plan.predicted.seconds);
     bar.SetLayersDone(0, engine.model().layers);
     BarEvents events(bar);
-    return engine.Prefill(tokens, options_, &events, &stop);
+    ASSIGN_OR_RETURN(std::unique_ptr<Prefill> prefill, engine.Start({tokens, options_}, &events));
+    return stop.Wait(*prefill);
   }
 
   absl::StatusOr<Outcome> RunOnServer(std::span<const uint32_t> tokens) {

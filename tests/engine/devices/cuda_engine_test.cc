@@ -12,6 +12,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/stop_after_a_layer.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
 namespace meshfill {
@@ -24,6 +25,7 @@ class CudaEngineTest : public testing::Test {
   static void SetUpTestSuite() { folder_ = MakeTestModel("plain", 16); }
   void SetUp() override { FakeCuda::set_memory_bytes(kMemoryBytes); }
   void TearDown() override {
+    FakeCuda::RepairDevice();
     FakeCuda::set_devices(1);
     FakeCuda::set_driver_version(CUDART_VERSION);
     FakeCuda::set_compute_capability(9);
@@ -117,7 +119,7 @@ TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
   const auto engine = Load(2);
   ASSERT_NE(engine, nullptr);
   const std::vector<uint32_t> prompt(1 << 20, 1);
-  status = engine->Prefill(prompt, {}, nullptr, nullptr).status();
+  status = RunPrefill(*engine, {prompt, {}}).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
 }
 
@@ -154,8 +156,8 @@ TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
   std::vector<uint32_t> prompt(700);
   for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
   const int64_t before = FakeCuda::bytes_in_use();
-  const auto result = engine->Prefill(
-      prompt, {.tile = Tile{2, 2}, .stripe = 64, .keep_kv = true, .keep_timeline = true}, nullptr, nullptr);
+  const auto result = RunPrefill(
+      *engine, {prompt, {.tile = Tile{2, 2}, .stripe = 64, .keep_kv = true, .keep_timeline = true}});
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(FakeCuda::bytes_in_use(), before);
   EXPECT_GT(result->comm_wait_seconds, 0);
@@ -181,33 +183,21 @@ TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
   }
 }
 
-// Stops once a layer is done.
-class StopAfterALayer : public PrefillObserver {
- public:
-  explicit StopAfterALayer(StopToken& stop) : stop_(stop) {}
-  void OnLayerDone(int, int) override { stop_.Stop(); }
-
- private:
-  StopToken& stop_;
-};
-
 TEST_F(CudaEngineTest, ACancelledPrefillLeavesNothingBehind) {
   const auto engine = Load(4);
   ASSERT_NE(engine, nullptr);
   const std::vector<uint32_t> prompt(500, 3);
   const int64_t before = FakeCuda::bytes_in_use();
   for (int round = 0; round < 3; ++round) {
-    StopToken stop;
-    StopAfterALayer observer(stop);
-    const auto stopped = engine->Prefill(prompt, {.keep_kv = true}, &observer, &stop);
+    StopAfterALayer observer;
+    const auto stopped = observer.Run(*engine, {prompt, {.keep_kv = true}});
     EXPECT_TRUE(absl::IsCancelled(stopped.status())) << stopped.status();
     EXPECT_EQ(FakeCuda::bytes_in_use(), before);
-    EXPECT_TRUE(engine->Prefill(prompt, {}, nullptr, nullptr).ok());
+    EXPECT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
   }
 }
 
-// Last: the device stays lost, as a real one does.
-TEST_F(CudaEngineTest, ZzALostDeviceIsSaidAndTheEngineNoLongerReady) {
+TEST_F(CudaEngineTest, ALostDeviceIsSaidAndTheEngineNoLongerReady) {
   const auto engine = Load(2);
   ASSERT_NE(engine, nullptr);
   EXPECT_EQ(engine->ranks(), 2);
@@ -215,11 +205,11 @@ TEST_F(CudaEngineTest, ZzALostDeviceIsSaidAndTheEngineNoLongerReady) {
     void OnLayerDone(int, int) override { FakeCuda::BreakDevice(); }
   } observer;
   const std::vector<uint32_t> prompt(300, 3);
-  const absl::Status status = engine->Prefill(prompt, {}, &observer, nullptr).status();
+  const absl::Status status = RunPrefill(*engine, {prompt, {}}, &observer).status();
   EXPECT_TRUE(absl::IsUnavailable(status) && Says(status, "Fake GPU") && Says(status, "has failed"))
       << status;
   EXPECT_EQ(engine->ranks(), 0);
-  EXPECT_TRUE(absl::IsUnavailable(engine->Prefill(prompt, {}, nullptr, nullptr).status()));
+  EXPECT_TRUE(absl::IsUnavailable(RunPrefill(*engine, {prompt, {}}).status()));
 }
 
 }  // namespace

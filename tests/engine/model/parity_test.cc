@@ -167,7 +167,7 @@ void ComparePrefill(PrefillEngine& engine, const Shape& shape, const Golden& gol
   options.keep_kv = true;
   options.tile = shape.tile;
   options.heads = shape.heads;
-  const auto result = engine.Prefill(golden.tokens, options, nullptr, nullptr);
+  const auto result = RunPrefill(engine, {golden.tokens, options});
   ASSERT_TRUE(result.ok()) << result.status();
   if (f32) {
     EXPECT_LT(LargestError(result->logits, golden.logits), 1e-3 * Deviation(golden.logits));

@@ -150,9 +150,8 @@ class RunTimelineTest : public testing::Test {
 
   PrefillResult Run(int heads, Tile tile, int64_t tokens, bool keep_timeline) {
     const std::vector<uint32_t> prompt(tokens, 5);
-    auto result =
-        engine_->Prefill(prompt, {.tile = tile, .heads = heads, .stripe = 16, .keep_timeline = keep_timeline},
-                         nullptr, nullptr);
+    auto result = RunPrefill(
+        *engine_, {prompt, {.tile = tile, .heads = heads, .stripe = 16, .keep_timeline = keep_timeline}});
     EXPECT_TRUE(result.ok()) << result.status();
     return *std::move(result);
   }

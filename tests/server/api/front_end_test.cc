@@ -701,6 +701,16 @@ TEST_F(FrontEndTest, PoolSaysWhatRunsAndWaits) {
   EXPECT_EQ(pool.running_layers(), 4u);
   EXPECT_EQ(pool.queued_requests(), 1u);
   EXPECT_EQ(pool.queued_tokens(), 2u);
+  ASSERT_EQ(pool.requests_size(), 2);
+  EXPECT_EQ(pool.requests(0).id(), "running");
+  EXPECT_EQ(pool.requests(0).phase(), "running");
+  EXPECT_EQ(pool.requests(0).tokens(), 3u);
+  EXPECT_EQ(pool.requests(0).layers_done(), 2u);
+  EXPECT_EQ(pool.requests(0).layers(), 4u);
+  EXPECT_GT(pool.requests(0).elapsed_seconds(), 0);
+  EXPECT_EQ(pool.requests(1).phase(), "waiting");
+  EXPECT_EQ(pool.requests(1).tokens(), 2u);
+  EXPECT_GT(pool.requests(1).predicted_rest_seconds(), 0);
   EXPECT_EQ(pool.model(), "fake-model");
   EXPECT_EQ(pool.backend(), "fake/none");
   EXPECT_EQ(pool.ranks(), 4u);

@@ -278,20 +278,73 @@ TEST_F(PrefillQueueTest, StopAllEndsEverythingWithItsReason) {
             absl::UnavailableError("going away"));
 }
 
-TEST_F(PrefillQueueTest, SnapshotShowsWhatRuns) {
+TEST_F(PrefillQueueTest, SnapshotShowsWhatRunsAndWaits) {
   MakeQueue();
   engine_.Hold(2);
-  auto slot = Reserve({.id = "shown", .tokens = 3});
+  auto running = Reserve({.id = "runs", .tokens = 3, .predicted_seconds = 100});
   auto waiter = std::make_shared<RecordingWaiter>();
-  Submit(*slot, 1, waiter);
+  Submit(*running, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto uploading = Reserve({.id = "uploads", .tokens = 7, .predicted_seconds = 10});
+  auto waiting = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 20});
+  Submit(*waiting, 2, std::make_shared<RecordingWaiter>());
   const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
-  while (queue_->snapshot().running_layers_done < 2 && MonotonicNow() < deadline)
+  while (queue_->snapshot().jobs.front().layers_done < 2 && MonotonicNow() < deadline)
     absl::SleepFor(absl::Milliseconds(1));
-  EXPECT_EQ(queue_->snapshot().running_id, "shown");
-  EXPECT_EQ(queue_->snapshot().running_layers_done, 2);
-  EXPECT_EQ(queue_->snapshot().running_layers, 4);
+  const PrefillQueue::Snapshot snapshot = queue_->snapshot();
+  EXPECT_EQ(snapshot.requests, 2);
+  EXPECT_EQ(snapshot.tokens, 10);
+  ASSERT_EQ(snapshot.jobs.size(), 3u);
+  EXPECT_EQ(snapshot.jobs[0].id, "runs");
+  EXPECT_EQ(snapshot.jobs[0].phase, PrefillQueue::Phase::kRunning);
+  EXPECT_EQ(snapshot.jobs[0].layers_done, 2);
+  EXPECT_EQ(snapshot.jobs[0].layers, 4);
+  EXPECT_GT(snapshot.jobs[0].elapsed_seconds, 0);
+  EXPECT_EQ(snapshot.jobs[1].id, "waits");
+  EXPECT_EQ(snapshot.jobs[1].phase, PrefillQueue::Phase::kWaiting);
+  EXPECT_EQ(snapshot.jobs[1].tokens, 3);
+  EXPECT_GE(snapshot.jobs[1].predicted_rest_seconds, 20);
+  EXPECT_EQ(snapshot.jobs[2].id, "uploads");
+  EXPECT_EQ(snapshot.jobs[2].phase, PrefillQueue::Phase::kUploading);
+  EXPECT_NEAR(snapshot.jobs[2].predicted_rest_seconds, snapshot.jobs[1].predicted_rest_seconds + 10, 1e-9);
   engine_.Release();
   EXPECT_TRUE(waiter->Result().ok());
+}
+
+TEST(PrefillQueueCapacityTest, RunsAsManyAtOnceAsTheEngineTakes) {
+  FakeEngine engine(/*layers=*/4, /*capacity=*/2);
+  Metrics metrics;
+  PrefillQueue queue(engine, {.max_wait = absl::Seconds(50)}, metrics);
+  engine.Hold(1);
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  for (uint32_t id = 0; id < 3; ++id) {
+    auto slot = queue.Reserve({.id = std::to_string(id), .tokens = 3, .predicted_seconds = 1});
+    ASSERT_TRUE(slot.ok()) << slot.status();
+    slots.push_back(*std::move(slot));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    const auto before = slots.back()->Submit({id, 1, 2}, {}, waiters.back());
+    ASSERT_TRUE(before.ok()) << before.status();
+    if (id < 2) {
+      ASSERT_TRUE(engine.WaitForBegun(static_cast<int>(id) + 1));
+    } else {
+      EXPECT_EQ(*before, 2);
+    }
+  }
+  const PrefillQueue::Snapshot snapshot = queue.snapshot();
+  ASSERT_EQ(snapshot.jobs.size(), 3u);
+  EXPECT_EQ(snapshot.jobs[1].phase, PrefillQueue::Phase::kRunning);
+  EXPECT_EQ(snapshot.jobs[2].phase, PrefillQueue::Phase::kWaiting);
+  EXPECT_LT(snapshot.jobs[2].predicted_rest_seconds, 3) << "it has the first place that gets free";
+  EXPECT_EQ(engine.first_ids().size(), 2u);
+
+  slots[1].reset();  // stops one of the two; the third has its place
+  EXPECT_EQ(waiters[1]->Result().status().code(), absl::StatusCode::kCancelled);
+  ASSERT_TRUE(engine.WaitForBegun(3));
+  EXPECT_FALSE(waiters[0]->done());
+  engine.Release();
+  EXPECT_TRUE(waiters[0]->Result().ok());
+  EXPECT_TRUE(waiters[2]->Result().ok());
 }
 
 }  // namespace

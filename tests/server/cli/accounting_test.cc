@@ -56,7 +56,7 @@ class AccountingTest : public testing::Test {
     std::vector<uint32_t> tokens(kTokens);
     std::minstd_rand random(7);
     for (uint32_t& token : tokens) token = random() % 256;
-    auto result = engine_->Prefill(tokens, options, nullptr, nullptr);
+    auto result = RunPrefill(*engine_, {tokens, options});
     EXPECT_TRUE(result.ok()) << result.status();
     return *std::move(result);
   }

@@ -25,12 +25,8 @@ std::map<std::string, double> Samples(const std::string& text) {
 }
 
 PrefillResult RunOnce(FakeEngine& engine, int64_t tokens, const PrefillOptions& options = {}) {
-  class Ignore final : public PrefillObserver {
-    void OnLayerDone(int, int) override {}
-  } observer;
-  StopToken stop;
   const std::vector<uint32_t> ids(tokens, 1);
-  auto result = engine.Prefill(ids, options, &observer, &stop);
+  auto result = RunPrefill(engine, {ids, options});
   EXPECT_TRUE(result.ok()) << result.status();
   result->prefill_seconds = 2;
   result->plan.predicted.peak_bytes = 3 << 20;

@@ -10,11 +10,8 @@ namespace meshfill {
 namespace {
 
 PrefillResult RunOnce(FakeEngine& engine, const PrefillOptions& options) {
-  class Ignore final : public PrefillObserver {
-    void OnLayerDone(int, int) override {}
-  } observer;
-  StopToken stop;
-  auto result = engine.Prefill(std::vector<uint32_t>(1000, 1), options, &observer, &stop);
+  const std::vector<uint32_t> ids(1000, 1);
+  auto result = RunPrefill(engine, {ids, options});
   EXPECT_TRUE(result.ok()) << result.status();
   return *std::move(result);
 }

@@ -261,12 +261,12 @@ void PoolSimulation::CheckHungRanksAreLost() {
 void PoolSimulation::TickNode(int index, int incarnation) {
   Node& node = nodes_[index];
   if (node.machine == nullptr || node.incarnation != incarnation) return;
-  std::vector<WorkerMachine::RankProgress> progress;
+  WorkerMachine::ProgressOfRuns progress;
   for (const HostRank& rank : node.host.ranks) {
-    progress.push_back({.rank = rank.rank,
-                        .layers_done = rank.operations / 4,
-                        .operations = static_cast<uint64_t>(rank.operations),
-                        .computing = rank.computing});
+    progress[node.host.part->number].push_back({.rank = rank.rank,
+                                                .layers_done = rank.operations / 4,
+                                                .operations = static_cast<uint64_t>(rank.operations),
+                                                .computing = rank.computing});
   }
   node.machine->OnTick(now_, progress);
   DoNodeActions(index);

@@ -1,195 +1,193 @@
-// A worker's ranks on GPUs that the host plays (fake_cuda.h), over NCCL as it plays it.
+// A worker's ranks on the CPU, over gloo on the loopback device. On GPUs: rank_host_cuda_test.
 #include "server/pool/rank_host.h"
 
-#include <condition_variable>
-#include <filesystem>
-#include <map>
-#include <mutex>
+#include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "engine/model/make_model.h"
-#include "engine/plan/planner.h"
-#include "gtest/gtest.h"
-#include "tests/fake_cuda/fake_cuda.h"
+#include "engine/embedded_engine.h"
+#include "engine/prefill_engine.h"
+#include "tests/server/pool/rank_host_fixture.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int kRanks = 2;
-
-// Waits for what the host tells.
-class Ear final : public RankHost::Listener {
- public:
-  std::vector<std::string> Addresses(uint64_t run) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return addresses_.count(run) != 0; });
-    return addresses_[run];
-  }
-  // The first failure of the run's ranks, once all have ended.
-  absl::Status Ended(uint64_t run) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return ended_[run].size() == kRanks; });
-    for (const absl::Status& status : ended_[run]) {
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
-  }
-  void Stopped(uint64_t run) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return stopped_ == run; });
-  }
-
- private:
-  void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
-    EXPECT_TRUE(addresses.ok()) << addresses.status();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    addresses_[run] = *std::move(addresses);
-    changed_.notify_all();
-  }
-  void OnRankDone(uint64_t run, int, absl::StatusOr<RankOutput> output) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ended_[run].push_back(output.status());
-    changed_.notify_all();
-  }
-  void OnRunStopped(uint64_t run) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopped_ = run;
-    changed_.notify_all();
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<uint64_t, std::vector<std::string>> addresses_;
-  std::map<uint64_t, std::vector<absl::Status>> ended_;
-  uint64_t stopped_ = 0;
-};
-
-class RankHostTest : public testing::Test {
+class RankHostTest : public RankHostFixture {
  protected:
   void SetUp() override {
-    FakeCuda::set_devices(kRanks);
-    FakeCuda::set_memory_bytes(size_t{1} << 30);
-    options_.model_path = testing::TempDir() + "/rank_host_model";
-    std::filesystem::remove_all(options_.model_path);
-    const absl::Status made = MakeModel({.layers = 2,
-                                         .hidden = 64,
-                                         .intermediate = 64,
-                                         .q_heads = 4,
-                                         .kv_heads = 2,
-                                         .head_dim = 16,
-                                         .vocab = 100,
-                                         .context_tokens = 4096,
-                                         .dtype = DType::kBf16},
-                                        options_.model_path);
-    ASSERT_TRUE(made.ok()) << made;
-    options_.device = DeviceChoice::kCuda;
-    options_.ranks = kRanks;
-    options_.peak_flops = 1e12;
-    options_.attention_sm_margin = 1;
+    MakeTestModel("rank_host_model", DType::kF32);
+    options_.device = DeviceChoice::kCpu;
+    options_.threads = 2;
+    options_.memory_bytes = 1 << 28;
   }
-
-  WorkerMachine::RunPart Part(int ranks = kRanks) {
-    const ModelShape shape = {.layers = 2,
-                              .hidden = 64,
-                              .intermediate = 64,
-                              .q_heads = 4,
-                              .kv_heads = 2,
-                              .head_dim = 16,
-                              .vocab = 100,
-                              .context_tokens = 4096,
-                              .dtype = DType::kBf16};
-    const auto choice = MakePlan(shape, PoolSpeed{}, {.tokens = 300, .ranks = ranks, .tile = Tile{1, ranks}});
-    EXPECT_TRUE(choice.ok()) << choice.status();
-    WorkerMachine::RunPart part{
-        .number = ++run_, .epoch = epoch_, .plan = choice->plan, .reserve_bytes = 1000, .shards = {}};
-    for (int rank = 0; rank < ranks; ++rank) {
-      part.shards.emplace_back(part.plan.layout.ChunkTokens(rank), 7u);
-    }
-    return part;
+  std::unique_ptr<RankHost> Load(HostListener& listener) {
+    auto host = RankHost::Load(options_, listener);
+    EXPECT_TRUE(host.ok()) << host.status();
+    return host.ok() ? *std::move(host) : nullptr;
   }
-
-  RankHost::Options options_;
-  uint64_t run_ = 0;
-  uint64_t epoch_ = 1;
+  // The newest run, which is prepared, from Start to Release.
+  void RunWell(RankHost& host, HostListener& listener, uint64_t run) {
+    host.Start(run, listener.Addresses(run), {});
+    const absl::Status ended = listener.Ended(run, kRanks);
+    EXPECT_TRUE(ended.ok()) << ended;
+    host.Release(run);
+  }
 };
 
-TEST_F(RankHostTest, KeepsItsCommunicatorsUntilARunIsStopped) {
-  Ear ear;
-  const auto host = RankHost::Load(options_, ear);
-  ASSERT_TRUE(host.ok()) << host.status();
-  const auto run_well = [&] {
-    (*host)->Prepare(Part());
-    (*host)->Start(run_, ear.Addresses(run_), {});
-    const absl::Status ended = ear.Ended(run_);
-    EXPECT_TRUE(ended.ok()) << ended;
-    (*host)->Release(run_);
-  };
-  run_well();
-  EXPECT_EQ(FakeCuda::nccl_communicators(), kRanks);
-  run_well();
-  run_well();
-  EXPECT_EQ(FakeCuda::nccl_communicators(), kRanks);
-  (*host)->Prepare(Part());  // cancelled before it starts
-  ear.Addresses(run_);
-  (*host)->Stop(run_, "the request was cancelled");
-  ear.Stopped(run_);
-  run_well();
-  EXPECT_EQ(FakeCuda::nccl_communicators(), 2 * kRanks);
-  ++epoch_;
-  run_well();
-  run_well();
-  EXPECT_EQ(FakeCuda::nccl_communicators(), 3 * kRanks);
+TEST_F(RankHostTest, SaysWhatItOffers) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  v1::Join offer;
+  host->Describe(offer);
+  EXPECT_EQ(offer.ranks(), static_cast<uint32_t>(kRanks));
+  ASSERT_EQ(offer.devices_size(), kRanks);
+  EXPECT_EQ(offer.devices(0), "cpu");
+  EXPECT_EQ(offer.memory_bytes(), uint64_t{1} << 28);
+  EXPECT_EQ(offer.peak_flops(), 1e12);
+  EXPECT_EQ(offer.model().name(), "rank_host_model");
+  EXPECT_NE(offer.model().weights_hash(), 0u);
+  EXPECT_GT(offer.speed().gemm_flops_per_second(), 0);
+  EXPECT_FALSE(host->lost());
 }
 
-// The leader takes ranks that do not get on to hang, in less time than NCCL may take to connect.
-TEST_F(RankHostTest, GetsOnWhileItConnects) {
-  Ear ear;
-  const auto host = RankHost::Load(options_, ear);
-  ASSERT_TRUE(host.ok()) << host.status();
-  WorkerMachine::RunPart part = Part(2 * kRanks);  // of which others never come
-  part.shards.resize(kRanks);
-  (*host)->Prepare(std::move(part));
-  std::vector<std::string> addresses = ear.Addresses(run_);
-  addresses.resize(2 * kRanks, addresses.back());
-  (*host)->Start(run_, addresses, {});
-  std::vector<WorkerMachine::RankProgress> last;
-  for (int reports = 0; reports < 5;) {
-    const auto progress = (*host)->progress();
-    if (progress.empty()) continue;  // it has not started
-    for (size_t rank = 0; rank < last.size(); ++rank) {
-      EXPECT_FALSE(progress[rank].computing);
-      reports += progress[rank].operations > last[rank].operations ? 1 : 0;
-    }
-    last = progress;
+TEST_F(RankHostTest, RunsOneRunAfterAnother) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  for (int i = 0; i < 3; ++i) {
+    host->Prepare(Part());
+    RunWell(*host, listener, run_);
   }
-  (*host)->Stop(run_, "no more ranks came");
-  EXPECT_TRUE(absl::IsAborted(ear.Ended(run_)));
-  ear.Stopped(run_);
 }
 
-TEST_F(RankHostTest, RefusesAMarginThatLeavesNothingToAttention) {
-  Ear ear;
-  options_.attention_sm_margin = 4;  // all that the fake has
-  const absl::Status status = RankHost::Load(options_, ear).status();
-  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
-  EXPECT_NE(status.message().find("pool.worker.attention_sm_margin"), std::string::npos) << status;
+TEST_F(RankHostTest, TwoHostsComputeWhatOneProcessComputes) {
+  HostListener one, two;
+  const auto first = Load(one), second = Load(two);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  first->Prepare(Part(2 * kRanks));
+  WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
+  rest.number = --run_;
+  second->Prepare(std::move(rest));
+  std::vector<std::string> addresses = one.Addresses(run_);
+  for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  first->Start(run_, addresses, {});
+  second->Start(run_, addresses, {});
+  std::vector<float> logits;
+  for (HostListener* listener : {&one, &two}) {
+    for (const auto& output : listener->Outputs(run_, kRanks)) {
+      ASSERT_TRUE(output.ok()) << output.status();
+      EXPECT_GT(output->stats.sent.total(), 0);
+      if (output->logits.empty()) continue;
+      EXPECT_TRUE(logits.empty()) << "two ranks have the last token";
+      logits = output->logits;
+    }
+  }
+  first->Release(run_);
+  second->Release(run_);
+
+  const auto engine = LoadEmbeddedEngine(
+      {.model_path = options_.model_path, .ranks = 2 * kRanks, .peak_flops = 1e12, .threads = 2});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const std::vector<uint32_t> prompt(kTokens, 7);
+  const auto expected = RunPrefill(**engine, {prompt, {.tile = Tile{1, 2 * kRanks}}});
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  ASSERT_EQ(logits.size(), expected->logits.size());
+  for (size_t i = 0; i < logits.size(); ++i) EXPECT_NEAR(logits[i], expected->logits[i], 1e-4) << i;
 }
 
-// Last: the device stays lost, as a real one does.
-TEST_F(RankHostTest, ZzSaysThatADeviceIsLost) {
-  Ear ear;
-  const auto host = RankHost::Load(options_, ear);
-  ASSERT_TRUE(host.ok()) << host.status();
-  (*host)->Prepare(Part());
-  const std::vector<std::string> addresses = ear.Addresses(run_);
-  EXPECT_FALSE((*host)->lost());
-  FakeCuda::BreakDevice();
-  (*host)->Start(run_, addresses, {});
-  EXPECT_TRUE(absl::IsUnavailable(ear.Ended(run_)));
-  EXPECT_TRUE((*host)->lost());
-  (*host)->Stop(run_, "a rank has failed");
-  ear.Stopped(run_);
+TEST_F(RankHostTest, StopsRanksThatWaitForAPeerAndServesTheNextRun) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part(2 * kRanks));  // the other half never comes
+  std::vector<std::string> addresses = listener.Addresses(run_);
+  ASSERT_EQ(addresses.size(), static_cast<size_t>(kRanks));
+  addresses.resize(2 * kRanks, addresses.back());
+  host->Start(run_, addresses, {});
+  host->Stop(run_, "no more ranks came");
+  listener.Stopped(run_);
+  EXPECT_TRUE(host->progress().empty());
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
+}
+
+TEST_F(RankHostTest, StopsARunThatIsPreparedOrUnknown) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Stop(99, "it never came");
+  listener.Stopped(99);
+  host->Prepare(Part());
+  listener.Addresses(run_);
+  host->Stop(run_, "the request was cancelled");
+  host->Start(run_, {"a", "b"}, {});  // late
+  listener.Stopped(run_);
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
+}
+
+TEST_F(RankHostTest, KeepsRunsApart) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());
+  const uint64_t first = run_;
+  host->Prepare(Part());
+  const uint64_t second = run_;
+  listener.Addresses(first);
+  listener.Addresses(second);
+  EXPECT_EQ(host->progress().size(), 2u);
+  host->Stop(first, "the request was cancelled");
+  listener.Stopped(first);
+  RunWell(*host, listener, second);
+}
+
+TEST_F(RankHostTest, SaysWhatItsRanksAreAt) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());
+  const std::vector<std::string> addresses = listener.Addresses(run_);
+  EXPECT_TRUE(host->progress().at(run_).empty()) << "nothing has started";
+  host->Start(run_, addresses, {});
+  EXPECT_TRUE(listener.Ended(run_, kRanks).ok());
+  const std::vector<WorkerMachine::RankProgress> progress = host->progress().at(run_);
+  ASSERT_EQ(progress.size(), static_cast<size_t>(kRanks));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EXPECT_EQ(progress[rank].rank, rank);
+    EXPECT_EQ(progress[rank].layers_done, 2);
+    EXPECT_GT(progress[rank].operations, 0u);
+    EXPECT_FALSE(progress[rank].computing);
+  }
+  host->Release(run_);
+}
+
+TEST_F(RankHostTest, RefusesARunThatNeedsMoreMemoryThanIsFree) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  WorkerMachine::RunPart part = Part();
+  part.reserve_bytes = int64_t{1} << 50;
+  host->Prepare(std::move(part));
+  const absl::Status refused = listener.Prepared(run_).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  host->Stop(run_, "it was not prepared");
+  listener.Stopped(run_);
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
+}
+
+TEST_F(RankHostTest, EndsWithARunUnderWay) {
+  HostListener listener;
+  auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part(2 * kRanks));
+  std::vector<std::string> addresses = listener.Addresses(run_);
+  addresses.resize(2 * kRanks, addresses.back());
+  host->Start(run_, addresses, {});
+  host.reset();
 }
 
 }  // namespace
