@@ -18,7 +18,7 @@
 #include "server/config/config.h"
 #include "server/observe/log.h"
 #include "server/pool/control_client.h"
-#include "server/pool/leader.h"
+#include "server/pool/membership.h"
 #include "server/pool/rank_host.h"
 #include "server/pool/worker_machine.h"
 #include "server/shutdown_signals.h"

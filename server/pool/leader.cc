@@ -1,22 +1,30 @@
-// Membership: who joins, who is refused, who is lost. Runs are in leader_run.cc.
 #include "server/pool/leader.h"
 
 #include <algorithm>
-#include <limits>
-#include <tuple>
+#include <iterator>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "server/observe/log.h"
-#include "server/pool/offered_speed.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int kMaxPoolRanks = 1024;
-constexpr uint32_t kMaxWorkerRanks = 64;
-constexpr size_t kMaxNameCharacters = 128;
-constexpr size_t kMaxRememberedRefusals = 256;
+constexpr int kMaxEpochsEnded = 2;  // by one request's runs: then it is poisonous
+constexpr int kMaxAttempts = 6;     // runs of one request, those that ended before they began included
+
+Leader::WorkerState StateIn(RunCoordinator::Phase phase) {
+  switch (phase) {
+    case RunCoordinator::Phase::kPreparing:
+      return Leader::WorkerState::kPreparing;
+    case RunCoordinator::Phase::kRunning:
+      return Leader::WorkerState::kRunning;
+    case RunCoordinator::Phase::kStopping:
+      return Leader::WorkerState::kStopping;
+  }
+  return Leader::WorkerState::kReady;
+}
 
 }  // namespace
 
@@ -36,284 +44,283 @@ const char* WorkerStateName(Leader::WorkerState state) {
   return "?";
 }
 
-Leader::Leader(Options options, PoolPlanner planner)
-    : options_(std::move(options)),
+Leader::Leader(const Options& options, PoolPlanner planner)
+    : options_(options),
       planner_(std::move(planner)),
-      weights_hash_(options_.model.weights_hash()),
-      survey_(options_.links),
-      epoch_(options_.first_epoch) {}
+      members_({.build = options.build,
+                .model = options.model,
+                .first_epoch = options.first_epoch,
+                .silence_timeout = options.silence_timeout,
+                .join_timeout = options.join_timeout},
+               actions_),
+      survey_(options.links) {}
 
-void Leader::OnConnected(Connection connection, absl::Time now) { strangers_[connection] = now; }
+// ---- Workers.
+
+void Leader::OnConnected(Connection connection, absl::Time now) { members_.OnConnected(connection, now); }
 
 void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
-  const auto entry = workers_.find(connection);
-  if (entry == workers_.end()) {
-    if (!strangers_.contains(connection)) return;  // of a connection that was closed
-    if (message.has_join()) return OnJoin(connection, message.join(), message.epoch(), now);
-    return Refuse(connection, "", "it did not begin with Join; run the same version on both", false);
+  Membership::Worker* worker = members_.Find(connection);
+  if (worker == nullptr) {
+    if (members_.OnStrangersMessage(connection, message, now)) StartWaiting(now);
+    return;
   }
-  Worker& worker = entry->second;
-  worker.heard_at = now;
-  if (message.epoch() > epoch_) {
-    return Lose({connection}, absl::StrCat("it speaks of epoch ", message.epoch(), " in epoch ", epoch_),
-                now);
+  worker->heard_at = now;
+  if (message.epoch() > epoch()) {
+    return DropWorkers({connection},
+                       absl::StrCat("it speaks of epoch ", message.epoch(), " in epoch ", epoch()), now);
   }
+  if (message.has_leave()) {
+    members_.OnLeave(*worker);
+    return ForgetStoppedRuns();
+  }
+  if (LiveRun* run = RunOf(message); run != nullptr && run->coordinator.Has(connection)) {
+    Apply(run->coordinator.number(), OnRunMessage(connection, message, now), now);
+  }
+}
+
+Leader::LiveRun* Leader::RunOf(const v1::WorkerMessage& message) {
+  RunId number = 0;
+  if (message.has_prepared()) number = message.prepared().run();
+  if (message.has_progress()) number = message.progress().run();
+  if (message.has_rank_done()) number = message.rank_done().run();
+  if (message.has_stopped()) number = message.stopped().run();
+  const auto run = runs_.find(number);
+  if (run == runs_.end() || run->second.coordinator.epoch() != message.epoch()) return nullptr;
+  return &run->second;
+}
+
+RunCoordinator::Outcome Leader::OnRunMessage(Connection connection, const v1::WorkerMessage& message,
+                                             absl::Time now) {
+  RunCoordinator& run = RunOf(message)->coordinator;
   switch (message.body_case()) {
     case v1::WorkerMessage::kPrepared:
-      if (IsOfRun(message, message.prepared().run())) OnPrepared(worker, message.prepared(), now);
-      break;
+      return run.OnPrepared(connection, message.prepared(), now);
     case v1::WorkerMessage::kProgress:
-      if (IsOfRun(message, message.progress().run())) OnProgress(worker, message.progress(), now);
-      break;
+      return run.OnProgress(connection, message.progress(), now);
     case v1::WorkerMessage::kRankDone:
-      if (IsOfRun(message, message.rank_done().run())) OnRankDone(worker, message.rank_done(), now);
-      break;
+      return run.OnRankDone(connection, message.rank_done(), now);
     case v1::WorkerMessage::kStopped:
-      if (IsOfRun(message, message.stopped().run())) OnStopped(connection, now);
-      break;
-    case v1::WorkerMessage::kLeave:
-      OnLeave(worker);
-      break;
+      run.OnStopped(connection);
+      return {};
     case v1::WorkerMessage::kJoin:
+    case v1::WorkerMessage::kLeave:
     case v1::WorkerMessage::BODY_NOT_SET:
       break;
   }
+  return {};
 }
 
 void Leader::OnDisconnected(Connection connection, absl::Time now) {
-  strangers_.erase(connection);
-  if (workers_.contains(connection)) Lose({connection}, "its stream ended", now);
-}
-
-void Leader::Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry) {
-  strangers_.erase(connection);
-  v1::Refused& refused = *AddMessage(connection, epoch_).mutable_refused();
-  refused.set_reason(reason);
-  refused.set_retry(retry);
-  actions_.push_back(Close{connection});
-  ++counters_.refusals;
-  if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
-  if (!refused_.emplace(name, reason).second) return;
-  Log(absl::StrCat(name.empty() ? "a stranger" : absl::StrCat("worker ", LogQuote(name)),
-                   " refused: ", LogQuote(reason)));
-}
-
-void Leader::OnJoin(Connection connection, const v1::Join& offer, uint64_t heard_epoch, absl::Time now) {
-  bool retry = false;
-  if (const absl::Status status = CheckOffer(offer, heard_epoch, retry); !status.ok()) {
-    return Refuse(connection, offer.name().substr(0, kMaxNameCharacters), std::string(status.message()),
-                  retry);
-  }
-  strangers_.erase(connection);
-  std::erase_if(refused_, [&](const auto& refusal) { return refusal.first == offer.name(); });
-  if (weights_hash_ == 0) weights_hash_ = offer.model().weights_hash();
-  workers_[connection] = {.connection = connection, .offer = offer, .leaving = false, .heard_at = now};
-  membership_changed_ = true;
-  ++counters_.joins;
-  AddMessage(connection, epoch_).mutable_welcome();
-  Log(absl::StrCat("worker ", LogQuote(offer.name()), " joined from ", LogQuote(offer.host()), " with ",
-                   offer.ranks(), " ranks of ", LogQuote(offer.backend()), "; the pool has ",
-                   capacity().ranks, " ranks"));
-  StartNext(now);
-}
-
-absl::Status Leader::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const {
-  const v1::ModelId& model = offer.model();
-  if (offer.protocol() != kControlProtocol) {
-    return absl::FailedPreconditionError(absl::StrCat("the worker speaks control protocol ", offer.protocol(),
-                                                      ", this leader ", kControlProtocol,
-                                                      "; run the same version on both"));
-  }
-  if (offer.build() != options_.build) {
-    return absl::FailedPreconditionError(absl::StrCat("the worker's build is ", offer.build().substr(0, 128),
-                                                      ", this leader's ", options_.build,
-                                                      "; run the same version on both"));
-  }
-  if (offer.name().empty() || offer.name().size() > kMaxNameCharacters) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a worker's name has 1 to ", kMaxNameCharacters, " characters; set pool.worker.name"));
-  }
-  if (model.config_hash() != options_.model.config_hash()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the worker has model ", model.name().substr(0, 128), " with another config.json than ",
-                     options_.model.name(), " here; give both the same model.path"));
-  }
-  if (model.dtype() != options_.model.dtype()) {
-    return absl::FailedPreconditionError(absl::StrCat("the worker computes in ", model.dtype().substr(0, 16),
-                                                      ", this pool in ", options_.model.dtype(),
-                                                      "; give both the same model.dtype"));
-  }
-  if (weights_hash_ != 0 && model.weights_hash() != weights_hash_) {
-    return absl::FailedPreconditionError(absl::StrCat("the worker's weights of model ", options_.model.name(),
-                                                      " differ from the pool's; give all the same files"));
-  }
-  if (offer.ranks() < 1 || offer.ranks() > kMaxWorkerRanks) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a worker has 1 to ", kMaxWorkerRanks, " ranks, not ", offer.ranks()));
-  }
-  if (!IsPlausible(FromProto(offer.speed()))) {
-    return absl::InvalidArgumentError("the worker does not say how fast it is; run the same version on both");
-  }
-  if (heard_epoch > epoch_) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the worker has heard of epoch ", heard_epoch, ", this leader is in epoch ", epoch_,
-        ": it was in another pool, or this machine's clock was set back; start the worker again"));
-  }
-  retry = true;
-  int ranks = static_cast<int>(offer.ranks());
-  for (const auto& [connection, worker] : workers_) {
-    ranks += static_cast<int>(worker.offer.ranks());
-    if (worker.offer.name() == offer.name()) {
-      return absl::AlreadyExistsError(absl::StrCat("a worker named ", offer.name(),
-                                                   " is in the pool, from host ", worker.offer.host(),
-                                                   "; give each its own pool.worker.name"));
-    }
-  }
-  if (ranks > kMaxPoolRanks) {
-    return absl::ResourceExhaustedError(absl::StrCat("the pool is full: it takes ", kMaxPoolRanks, " ranks"));
-  }
-  return absl::OkStatus();
-}
-
-void Leader::OnLeave(Worker& worker) {
-  if (worker.leaving) return;
-  worker.leaving = true;
-  membership_changed_ = true;
-  Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " drains"));
-  LetGoOfLeaving();
-}
-
-void Leader::LetGoOfLeaving() {
-  for (auto entry = workers_.begin(); entry != workers_.end();) {
-    const auto& [connection, worker] = *entry;
-    if (!worker.leaving || InRun(connection)) {
-      ++entry;
-      continue;
-    }
-    AddMessage(connection, epoch_).mutable_goodbye();
-    actions_.push_back(Close{connection});
-    Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " left"));
-    entry = workers_.erase(entry);
-  }
-  if (workers_.empty()) weights_hash_ = options_.model.weights_hash();
-}
-
-void Leader::Lose(const std::set<Connection>& connections, const std::string& why, absl::Time now) {
-  std::string in_run;  // names
-  for (Connection connection : connections) {
-    const auto entry = workers_.find(connection);
-    const std::string name = entry->second.offer.name();
-    workers_.erase(entry);
-    actions_.push_back(Close{connection});
-    membership_changed_ = true;
-    ++counters_.losses;
-    Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",
-                     capacity().ranks, " ranks"));
-    if (!InRun(connection)) continue;
-    run_->unanswered.erase(connection);
-    absl::StrAppend(&in_run, in_run.empty() ? "" : ", ", name);
-  }
-  if (workers_.empty()) weights_hash_ = options_.model.weights_hash();
-  if (in_run.empty()) return;
-  if (run_->phase == Phase::kStopping) return StoppingMayBeOver(now);
-  EndEpoch(absl::StrCat("worker ", in_run, " is lost: ", why), now);
+  members_.OnStrangerGone(connection);
+  if (members_.Find(connection) != nullptr) DropWorkers({connection}, "its stream ended", now);
 }
 
 void Leader::OnTick(absl::Time now) {
-  std::vector<Connection> mute;
-  for (const auto& [connection, since] : strangers_) {
-    if (now - since >= options_.join_timeout) mute.push_back(connection);
+  members_.RefuseMute(now);
+  if (const std::set<Connection> silent = members_.Silent(now); !silent.empty()) {
+    DropWorkers(silent, absl::StrCat("silent for ", absl::FormatDuration(options_.silence_timeout)), now);
   }
-  for (Connection connection : mute) {
-    Refuse(connection, "", absl::StrCat("no Join came within ", absl::FormatDuration(options_.join_timeout)),
-           true);
+  RefuseHopeless(now);
+  std::vector<RunId> runs;
+  for (const auto& [number, run] : runs_) runs.push_back(number);
+  for (RunId number : runs) {
+    const auto run = runs_.find(number);  // another's complaint may have ended it
+    if (run != runs_.end()) Apply(number, run->second.coordinator.OnTick(now), now);
   }
-  std::set<Connection> silent;
-  for (const auto& [connection, worker] : workers_) {
-    if (now - worker.heard_at >= options_.silence_timeout) silent.insert(connection);
-  }
-  if (!silent.empty()) {
-    Lose(silent, absl::StrCat("silent for ", absl::FormatDuration(options_.silence_timeout)), now);
-  }
-  CheckProgress(now);
   if (now - last_heartbeat_ < options_.heartbeat_interval) return;
   last_heartbeat_ = now;
-  for (const auto& [connection, worker] : workers_) AddMessage(connection, epoch_).mutable_heartbeat();
-}
-
-std::vector<const Leader::Worker*> Leader::ByPlace() const {
-  std::vector<const Worker*> staying;
-  for (const auto& [connection, worker] : workers_) {
-    if (!worker.leaving) staying.push_back(&worker);
+  for (const auto& [connection, worker] : members_.all()) {
+    actions_.AddMessage(connection, epoch()).mutable_heartbeat();
   }
-  std::sort(staying.begin(), staying.end(), [](const Worker* left, const Worker* right) {
-    return std::tie(left->offer.host(), left->offer.name()) <
-           std::tie(right->offer.host(), right->offer.name());
-  });
-  return staying;
 }
 
-PoolCapacity Leader::capacity() const {
-  constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
-  PoolCapacity capacity;
-  int64_t tightest = kNoLimit;
-  for (const auto& [connection, worker] : workers_) {
-    if (worker.leaving) continue;
-    const PoolSpeed offered = FromProto(worker.offer.speed());
-    capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
-    if (worker.offer.memory_bytes() != 0) {
-      tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
+void Leader::DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now) {
+  std::map<RunId, std::string> runs;  // that they took part in, and the names of those who did
+  for (Connection connection : connections) {
+    const std::string name = members_.Remove(connection, why);
+    for (auto& [number, run] : runs_) {
+      if (!run.coordinator.Has(connection)) continue;
+      run.coordinator.OnWorkerLost(connection);
+      std::string& names = runs[number];
+      absl::StrAppend(&names, names.empty() ? "" : ", ", name);
     }
-    capacity.ranks += static_cast<int>(worker.offer.ranks());
   }
-  capacity.topology = survey_.links();
-  const std::vector<const Worker*> by_place = ByPlace();
-  int host = -1;
-  for (size_t i = 0; i < by_place.size(); ++i) {
-    if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;
-    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), by_place[i]->offer.ranks(),
-                                          host);
+  for (const auto& [number, names] : runs) {
+    EndEpoch(number, absl::StrCat("worker ", names, " is lost: ", why), now);
   }
-  if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
-  return capacity;
+  ForgetStoppedRuns();
+  StartWaiting(now);
 }
 
-double Leader::peak_flops() const {
-  double flops = 0;
-  for (const auto& [connection, worker] : workers_) {
-    if (!worker.leaving) flops += worker.offer.peak_flops();
+// ---- Requests.
+
+Leader::Ticket Leader::Submit(const Request& request, absl::Time now) {
+  const Ticket ticket = ++last_ticket_;
+  requests_.emplace(ticket, LiveRequest{.request = request, .waiting_since = now});
+  StartWaiting(now);
+  return ticket;
+}
+
+void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
+  const LiveRequest* request = FindRequest(ticket);
+  if (request == nullptr) return;
+  const auto run = runs_.find(request->run);
+  AnswerRequest(ticket, std::move(reason));
+  if (run == runs_.end()) return;
+  run->second.coordinator.Cancel(now);
+  ForgetStoppedRuns();
+  StartWaiting(now);
+}
+
+Leader::LiveRequest* Leader::FindRequest(Ticket ticket) {
+  const auto request = requests_.find(ticket);
+  return request != requests_.end() ? &request->second : nullptr;
+}
+
+void Leader::AnswerRequest(Ticket ticket, absl::StatusOr<Result> result) {
+  if (requests_.erase(ticket) > 0) actions_.Add(Answer{ticket, std::move(result)});
+}
+
+void Leader::RefuseHopeless(absl::Time now) {
+  std::vector<Ticket> hopeless;
+  for (const auto& [ticket, request] : requests_) {
+    const bool too_long = now - request.waiting_since >= options_.empty_timeout;
+    if (request.run == 0 && runs_.empty() && too_long) hopeless.push_back(ticket);
   }
-  return flops;
+  for (Ticket ticket : hopeless) {
+    AnswerRequest(ticket,
+                  absl::UnavailableError(absl::StrCat("the pool has no workers, and none joined within ",
+                                                      absl::FormatDuration(options_.empty_timeout),
+                                                      "; start some, or try again later")));
+  }
+}
+
+// ---- Runs.
+
+// The policy of what runs at once: the oldest requests, as many as the options allow. A run that is being
+// stopped counts.
+void Leader::StartWaiting(absl::Time now) {
+  while (std::ssize(runs_) < options_.runs_at_once) {
+    const auto next = std::find_if(requests_.begin(), requests_.end(),
+                                   [](const auto& request) { return request.second.run == 0; });
+    if (next == requests_.end() || members_.ByPlace().empty()) return;  // OnTick ends the wait for a worker
+    StartRun(next->first, now);
+  }
+}
+
+// Begins a run for the request, or answers it.
+void Leader::StartRun(Ticket ticket, absl::Time now) {
+  LiveRequest& request = requests_.at(ticket);
+  if (request.attempts >= kMaxAttempts) {
+    return AnswerRequest(
+        ticket, absl::UnavailableError(absl::StrCat("the pool lost workers in each of ", request.attempts,
+                                                    " attempts at this request; try again later")));
+  }
+  absl::StatusOr<PlanChoice> choice =
+      planner_(capacity(), std::ssize(request.request.tokens), request.request.options);
+  if (!choice.ok()) {
+    const bool shrunk = request.attempts > 0 && absl::IsInvalidArgument(choice.status());
+    return AnswerRequest(ticket, shrunk ? absl::UnavailableError(absl::StrCat(
+                                              "the pool lost workers and now ", choice.status().message()))
+                                        : choice.status());
+  }
+  if (members_.BeginRun()) survey_.AskAgain();
+  if (request.attempts++ > 0) ++retries_;
+  request.run = ++last_run_;
+  const RunCoordinator::Options options = {.layers = options_.layers,
+                                           .vocab = options_.vocab,
+                                           .hang_timeout = options_.hang_timeout,
+                                           .prepare_timeout = options_.prepare_timeout,
+                                           .stop_timeout = options_.stop_timeout};
+  runs_.emplace(last_run_, LiveRun{ticket, RunCoordinator(last_run_, epoch(), std::move(choice->plan),
+                                                          request.request.tokens, members_.ByPlace(), options,
+                                                          actions_, survey_, now)});
+}
+
+void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
+  std::visit([&](auto& what) { Do(run, what, now); }, outcome);
+  ForgetStoppedRuns();
+  StartWaiting(now);
+}
+
+void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
+  actions_.Add(LayersDone{runs_.at(run).ticket, done.layers});
+}
+
+void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time) {
+  const Ticket ticket = runs_.at(run).ticket;
+  runs_.erase(run);
+  AnswerRequest(ticket, std::move(completed.result));
+}
+
+void Leader::Do(RunId run, RunCoordinator::RequestFailed& failed, absl::Time now) {
+  AnswerRequest(runs_.at(run).ticket, failed.status);
+  runs_.at(run).coordinator.Cancel(now);
+}
+
+void Leader::Do(RunId run, RunCoordinator::RunFailed& failed, absl::Time now) {
+  EndEpoch(run, failed.why, now);
+}
+
+void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
+  DropWorkers(failed.workers, failed.why, now);
+}
+
+void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
+  auto& [ticket, run] = runs_.at(number);
+  if (run.phase() == RunCoordinator::Phase::kStopping) return;
+  const bool was_running = run.phase() == RunCoordinator::Phase::kRunning;
+  members_.EndEpoch();
+  actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)));
+  run.Abort(why, now);
+  LiveRequest* request = FindRequest(ticket);
+  if (request == nullptr) return;
+  request->waiting_since = now;
+  if (!was_running || ++request->epochs_ended < kMaxEpochsEnded) return;
+  AnswerRequest(ticket, absl::InternalError(absl::StrCat(
+                            "request ", request->request.id, " ended ", kMaxEpochsEnded,
+                            " epochs of the pool and is refused as poisonous; the last one: ", why)));
+}
+
+// Their requests wait again, and who drained for them may go.
+void Leader::ForgetStoppedRuns() {
+  for (auto run = runs_.begin(); run != runs_.end();) {
+    if (!run->second.coordinator.stopped()) {
+      ++run;
+      continue;
+    }
+    if (LiveRequest* request = FindRequest(run->second.ticket)) request->run = 0;
+    run = runs_.erase(run);
+  }
+  members_.ReleaseDrained([this](Connection connection) {
+    return std::any_of(runs_.begin(), runs_.end(),
+                       [&](const auto& run) { return run.second.coordinator.Has(connection); });
+  });
 }
 
 std::vector<Leader::WorkerView> Leader::workers() const {
-  std::vector<const Worker*> all = ByPlace();
-  for (const auto& [connection, worker] : workers_) {
+  std::vector<const Membership::Worker*> all = members_.ByPlace();
+  for (const auto& [connection, worker] : members_.all()) {
     if (worker.leaving) all.push_back(&worker);
   }
   std::vector<WorkerView> views;
-  for (const Worker* worker : all) {
+  for (const Membership::Worker* worker : all) {
     WorkerView view{
         .offer = &worker->offer, .state = WorkerState::kReady, .first_rank = -1, .ranks_in_use = 0};
-    if (InRun(worker->connection)) {
-      view.state = run_->phase == Phase::kPreparing ? WorkerState::kPreparing
-                   : run_->phase == Phase::kRunning ? WorkerState::kRunning
-                                                    : WorkerState::kStopping;
-      view.first_rank = run_->first_rank.at(worker->connection);
-      for (const Seat& seat : run_->seats) view.ranks_in_use += seat.worker == worker->connection ? 1 : 0;
+    const auto run = std::find_if(runs_.begin(), runs_.end(), [&](const auto& each) {
+      return each.second.coordinator.Has(worker->connection);
+    });
+    if (run != runs_.end()) {
+      const RunCoordinator& coordinator = run->second.coordinator;
+      view.state = StateIn(coordinator.phase());
+      view.first_rank = coordinator.first_rank(worker->connection);
+      view.ranks_in_use = coordinator.ranks(worker->connection);
     }
     if (worker->leaving) view.state = WorkerState::kDraining;
     views.push_back(view);
   }
   return views;
-}
-
-std::vector<Leader::Action> Leader::TakeActions() { return std::exchange(actions_, {}); }
-
-v1::LeaderMessage& Leader::AddMessage(Connection to, uint64_t epoch) {
-  Send& send = std::get<Send>(actions_.emplace_back(Send{.to = to, .message = {}}));
-  send.message.set_epoch(epoch);
-  return send.message;
 }
 
 }  // namespace meshfill

@@ -23,7 +23,7 @@ namespace {
 
 constexpr absl::Duration kTick = absl::Milliseconds(50);
 
-Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
+Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model, int runs_at_once) {
   const v1::PoolSection& pool = config.pool();
   Leader::Options options;
   options.build = absl::StrCat("meshfill ", MESHFILL_VERSION);
@@ -31,6 +31,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.layers = model.shape.layers;
   options.vocab = model.shape.vocab;
   options.links = ConfiguredLinksOf(pool);
+  options.runs_at_once = runs_at_once;
   // Epochs of a leader that was started again are later than those before: the time of day says so, and
   // nothing else here asks for it. No pool has a new epoch every millisecond.
   options.first_epoch = static_cast<uint64_t>(absl::ToUnixMillis(absl::Now()));
@@ -46,7 +47,7 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
     : model_(std::move(model)),
       defaults_(ToEngineOptions(config)),
       metrics_(metrics),
-      leader_(LeaderOptions(config, model_),
+      leader_(LeaderOptions(config, model_, kPrefillsAtOnce),
               [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
                 return PlanFor(capacity, tokens, options);
               }) {}
@@ -267,7 +268,7 @@ void PoolEngine::PublishMetrics() {
   for (const Leader::WorkerView& worker : leader_.workers()) {
     ranks[WorkerStateName(worker.state)] += static_cast<int>(worker.offer->ranks());
   }
-  const Leader::Counters& counters = leader_.counters();
+  const Leader::Counters counters = leader_.counters();
   metrics_.SetWorkers({.ranks_by_state = std::move(ranks),
                        .epochs = counters.epochs,
                        .joins = counters.joins,

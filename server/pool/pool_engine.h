@@ -40,6 +40,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   const std::string& backend_name() const override { return backend_name_; }
   int ranks() const override;
   double peak_flops() const override;
+  int capacity() const override { return kPrefillsAtOnce; }
   std::vector<PoolMember> members() const override;
   std::vector<PoolLink> links() const override;
 
@@ -51,6 +52,10 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
                                                  PrefillObserver* observer) override;
 
  private:
+  // The one place that says how many runs may live: the queue and the leader follow it. Workers could take
+  // more, but plans do not share memory and time between runs yet.
+  static constexpr int kPrefillsAtOnce = 1;
+
   class Run;
 
   PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics);

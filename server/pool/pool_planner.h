@@ -7,8 +7,8 @@
 #include "engine/mesh/topology.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"
-#include "server/pool/leader.h"
 #include "server/pool/link_survey.h"
+#include "server/pool/membership.h"
 
 namespace meshfill {
 

@@ -2,6 +2,7 @@
 // pool_simulation_test's.
 #include "server/pool/leader.h"
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <optional>
@@ -360,6 +361,92 @@ TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
   Pass(absl::Milliseconds(200), {});
   ASSERT_EQ(answers_.size(), 1u);
   EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
+}
+
+// A leader that runs two requests at once: a policy that no server sets yet.
+class TwoRunsLeaderTest : public LeaderTest {
+ protected:
+  TwoRunsLeaderTest() : LeaderTest(Two()) {}
+
+  static Leader::Options Two() {
+    Leader::Options options = Options();
+    options.runs_at_once = 2;
+    return options;
+  }
+  void SetUp() override {
+    Join(1, Offer("a"));
+    Join(2, Offer("b"));
+    Submit(std::vector<uint32_t>(200, 1));
+    Prepare({1, 2});
+    first_ = run_;
+    ticket_ = leader_.Submit({.id = "r8", .tokens = tokens_, .options = {}}, now_);
+    Do();
+    Prepare({1, 2});
+    second_ = run_;
+    ASSERT_EQ(second_, first_ + 1);
+  }
+  void Finish(uint64_t run) {
+    run_ = run;
+    RankDone(1, 0, 0);
+    RankDone(2, 1, kVocab);
+  }
+  int PreparesOf(Leader::Connection connection) {
+    return static_cast<int>(
+        std::count_if(sent_[connection].begin(), sent_[connection].end(),
+                      [](const v1::LeaderMessage& message) { return message.has_prepare(); }));
+  }
+
+  uint64_t first_ = 0, second_ = 0;
+  Leader::Ticket ticket_ = 0;  // of the second
+};
+
+TEST_F(TwoRunsLeaderTest, AThirdRequestWaitsForTheEndOfOne) {
+  leader_.Submit({.id = "r9", .tokens = tokens_, .options = {}}, now_);
+  Do();
+  EXPECT_EQ(PreparesOf(1), 2);
+  Finish(second_);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(PreparesOf(1), 3);
+  Prepare({1, 2});
+  EXPECT_EQ(run_, second_ + 1);
+  Finish(first_);
+  Finish(second_ + 1);
+  EXPECT_EQ(answers_.size(), 3u);
+  EXPECT_TRUE(leader_.idle());
+}
+
+TEST_F(TwoRunsLeaderTest, ACancelStopsOneRunAndNotTheOther) {
+  leader_.CancelRequest(ticket_, absl::CancelledError("the client left"), now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsCancelled(answers_[0].status()));
+  ASSERT_TRUE(sent_[1].back().has_cancel());
+  EXPECT_EQ(sent_[1].back().cancel().run(), second_);
+  Finish(first_);
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_TRUE(answers_[1].ok()) << answers_[1].status();
+  EXPECT_FALSE(leader_.idle());
+  run_ = second_;
+  Stopped(1);
+  Stopped(2);
+  EXPECT_TRUE(leader_.idle());
+}
+
+TEST_F(TwoRunsLeaderTest, ALostWorkerEndsEveryRunThatItTookPartIn) {
+  leader_.OnDisconnected(2, now_);
+  Do();
+  EXPECT_TRUE(answers_.empty());
+  v1::WorkerMessage stopped = OfRun();
+  for (const uint64_t run : {second_, first_}) {  // both begin again, over who is left, in a new epoch
+    stopped.mutable_stopped()->set_run(run);
+    Say(1, stopped);
+  }
+  EXPECT_EQ(PreparesOf(1), 4);
+  Prepare({1});
+  const uint64_t last = run_;
+  EXPECT_EQ(last, second_ + 2);
+  EXPECT_EQ(leader_.counters().retries, 2u);
 }
 
 // Links that the configuration leaves out.

@@ -1,0 +1,69 @@
+// What the leader wants done: actions in the order in which its parts asked for them.
+#ifndef MESHFILL_SERVER_POOL_LEADER_ACTIONS_H_
+#define MESHFILL_SERVER_POOL_LEADER_ACTIONS_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "engine/plan/plan.h"
+#include "engine/run/rank_stats.h"
+#include "meshfill/v1/control.pb.h"
+
+namespace meshfill {
+
+// What a complete run gave.
+struct RunResult {
+  Plan plan;
+  std::vector<float> logits;
+  std::vector<RankStats> ranks;
+  double peak_flops = 0;  // of the ranks that took part
+  double seconds = 0;     // of this run, from Prepare to the last RankDone, without probes
+  bool probed = false;    // the run measured links, too
+};
+
+class LeaderActions {
+ public:
+  using Connection = uint64_t;  // a worker's stream; numbers are never used again
+  using Ticket = uint64_t;      // a request; likewise
+
+  struct Send {
+    Connection to;
+    v1::LeaderMessage message;
+  };
+  struct Close {  // after what was sent; no event of this connection counts any more
+    Connection connection;
+  };
+  struct Answer {
+    Ticket ticket;
+    absl::StatusOr<RunResult> result;
+  };
+  struct LayersDone {  // by all ranks of the request's present run
+    Ticket ticket;
+    int layers;
+  };
+  struct LogLine {
+    std::string text;
+  };
+  using Action = std::variant<Send, Close, Answer, LayersDone, LogLine>;
+
+  // A message to fill in.
+  v1::LeaderMessage& AddMessage(Connection to, uint64_t epoch) {
+    Send& send = std::get<Send>(actions_.emplace_back(Send{.to = to, .message = {}}));
+    send.message.set_epoch(epoch);
+    return send.message;
+  }
+  void Add(Action action) { actions_.push_back(std::move(action)); }
+  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
+  std::vector<Action> Take() { return std::exchange(actions_, {}); }
+
+ private:
+  std::vector<Action> actions_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_LEADER_ACTIONS_H_

@@ -1,0 +1,247 @@
+#include "server/pool/membership.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "server/observe/log.h"
+#include "server/pool/offered_speed.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMaxPoolRanks = 1024;
+constexpr uint32_t kMaxWorkerRanks = 64;
+constexpr size_t kMaxNameCharacters = 128;
+constexpr size_t kMaxRememberedRefusals = 256;
+
+}  // namespace
+
+Membership::Membership(Options options, LeaderActions& actions)
+    : options_(std::move(options)),
+      actions_(actions),
+      weights_hash_(options_.model.weights_hash()),
+      epoch_(options_.first_epoch) {}
+
+bool Membership::OnStrangersMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
+  if (!strangers_.contains(connection)) return false;  // of a connection that was closed
+  if (!message.has_join()) {
+    Refuse(connection, "", "it did not begin with Join; run the same version on both", false);
+    return false;
+  }
+  const v1::Join& offer = message.join();
+  bool retry = false;
+  if (const absl::Status status = CheckOffer(offer, message.epoch(), retry); !status.ok()) {
+    Refuse(connection, offer.name().substr(0, kMaxNameCharacters), std::string(status.message()), retry);
+    return false;
+  }
+  strangers_.erase(connection);
+  std::erase_if(refused_, [&](const auto& refusal) { return refusal.first == offer.name(); });
+  if (weights_hash_ == 0) weights_hash_ = offer.model().weights_hash();
+  workers_[connection] = {.connection = connection, .offer = offer, .leaving = false, .heard_at = now};
+  changed_ = true;
+  ++counters_.joins;
+  actions_.AddMessage(connection, epoch_).mutable_welcome();
+  actions_.Log(absl::StrCat("worker ", LogQuote(offer.name()), " joined from ", LogQuote(offer.host()),
+                            " with ", offer.ranks(), " ranks of ", LogQuote(offer.backend()),
+                            "; the pool has ", ranks(), " ranks"));
+  return true;
+}
+
+void Membership::Refuse(Connection connection, const std::string& name, const std::string& reason,
+                        bool retry) {
+  strangers_.erase(connection);
+  v1::Refused& refused = *actions_.AddMessage(connection, epoch_).mutable_refused();
+  refused.set_reason(reason);
+  refused.set_retry(retry);
+  actions_.Add(LeaderActions::Close{connection});
+  ++counters_.refusals;
+  if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
+  if (!refused_.emplace(name, reason).second) return;
+  actions_.Log(absl::StrCat(name.empty() ? "a stranger" : absl::StrCat("worker ", LogQuote(name)),
+                            " refused: ", LogQuote(reason)));
+}
+
+absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const {
+  const v1::ModelId& model = offer.model();
+  if (offer.protocol() != kControlProtocol) {
+    return absl::FailedPreconditionError(absl::StrCat("the worker speaks control protocol ", offer.protocol(),
+                                                      ", this leader ", kControlProtocol,
+                                                      "; run the same version on both"));
+  }
+  if (offer.build() != options_.build) {
+    return absl::FailedPreconditionError(absl::StrCat("the worker's build is ", offer.build().substr(0, 128),
+                                                      ", this leader's ", options_.build,
+                                                      "; run the same version on both"));
+  }
+  if (offer.name().empty() || offer.name().size() > kMaxNameCharacters) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a worker's name has 1 to ", kMaxNameCharacters, " characters; set pool.worker.name"));
+  }
+  if (model.config_hash() != options_.model.config_hash()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the worker has model ", model.name().substr(0, 128), " with another config.json than ",
+                     options_.model.name(), " here; give both the same model.path"));
+  }
+  if (model.dtype() != options_.model.dtype()) {
+    return absl::FailedPreconditionError(absl::StrCat("the worker computes in ", model.dtype().substr(0, 16),
+                                                      ", this pool in ", options_.model.dtype(),
+                                                      "; give both the same model.dtype"));
+  }
+  if (weights_hash_ != 0 && model.weights_hash() != weights_hash_) {
+    return absl::FailedPreconditionError(absl::StrCat("the worker's weights of model ", options_.model.name(),
+                                                      " differ from the pool's; give all the same files"));
+  }
+  if (offer.ranks() < 1 || offer.ranks() > kMaxWorkerRanks) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a worker has 1 to ", kMaxWorkerRanks, " ranks, not ", offer.ranks()));
+  }
+  if (!IsPlausible(FromProto(offer.speed()))) {
+    return absl::InvalidArgumentError("the worker does not say how fast it is; run the same version on both");
+  }
+  if (heard_epoch > epoch_) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the worker has heard of epoch ", heard_epoch, ", this leader is in epoch ", epoch_,
+        ": it was in another pool, or this machine's clock was set back; start the worker again"));
+  }
+  retry = true;
+  int ranks = static_cast<int>(offer.ranks());
+  for (const auto& [connection, worker] : workers_) {
+    ranks += static_cast<int>(worker.offer.ranks());
+    if (worker.offer.name() == offer.name()) {
+      return absl::AlreadyExistsError(absl::StrCat("a worker named ", offer.name(),
+                                                   " is in the pool, from host ", worker.offer.host(),
+                                                   "; give each its own pool.worker.name"));
+    }
+  }
+  if (ranks > kMaxPoolRanks) {
+    return absl::ResourceExhaustedError(absl::StrCat("the pool is full: it takes ", kMaxPoolRanks, " ranks"));
+  }
+  return absl::OkStatus();
+}
+
+void Membership::RefuseMute(absl::Time now) {
+  std::vector<Connection> mute;
+  for (const auto& [connection, since] : strangers_) {
+    if (now - since >= options_.join_timeout) mute.push_back(connection);
+  }
+  for (Connection connection : mute) {
+    Refuse(connection, "", absl::StrCat("no Join came within ", absl::FormatDuration(options_.join_timeout)),
+           true);
+  }
+}
+
+void Membership::OnLeave(Worker& worker) {
+  if (worker.leaving) return;
+  worker.leaving = true;
+  changed_ = true;
+  actions_.Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " drains"));
+}
+
+void Membership::ReleaseDrained(const std::function<bool(Connection)>& is_busy) {
+  for (auto entry = workers_.begin(); entry != workers_.end();) {
+    const auto& [connection, worker] = *entry;
+    if (!worker.leaving || is_busy(connection)) {
+      ++entry;
+      continue;
+    }
+    actions_.AddMessage(connection, epoch_).mutable_goodbye();
+    actions_.Add(LeaderActions::Close{connection});
+    actions_.Log(absl::StrCat("worker ", LogQuote(worker.offer.name()), " left"));
+    entry = workers_.erase(entry);
+  }
+  ForgetWeightsWhereEmpty();
+}
+
+std::string Membership::Remove(Connection connection, const std::string& why) {
+  const auto entry = workers_.find(connection);
+  const std::string name = entry->second.offer.name();
+  workers_.erase(entry);
+  actions_.Add(LeaderActions::Close{connection});
+  changed_ = true;
+  ++counters_.losses;
+  actions_.Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",
+                            ranks(), " ranks"));
+  ForgetWeightsWhereEmpty();
+  return name;
+}
+
+// The next worker may bring others.
+void Membership::ForgetWeightsWhereEmpty() {
+  if (workers_.empty()) weights_hash_ = options_.model.weights_hash();
+}
+
+bool Membership::BeginRun() {
+  if (!changed_) return false;
+  ++epoch_;
+  ++counters_.epochs;
+  changed_ = false;
+  return true;
+}
+
+Membership::Worker* Membership::Find(Connection connection) {
+  const auto entry = workers_.find(connection);
+  return entry != workers_.end() ? &entry->second : nullptr;
+}
+
+std::set<Membership::Connection> Membership::Silent(absl::Time now) const {
+  std::set<Connection> silent;
+  for (const auto& [connection, worker] : workers_) {
+    if (now - worker.heard_at >= options_.silence_timeout) silent.insert(connection);
+  }
+  return silent;
+}
+
+std::vector<const Membership::Worker*> Membership::ByPlace() const {
+  std::vector<const Worker*> staying;
+  for (const auto& [connection, worker] : workers_) {
+    if (!worker.leaving) staying.push_back(&worker);
+  }
+  std::sort(staying.begin(), staying.end(), [](const Worker* left, const Worker* right) {
+    return std::tie(left->offer.host(), left->offer.name()) <
+           std::tie(right->offer.host(), right->offer.name());
+  });
+  return staying;
+}
+
+int Membership::ranks() const {
+  int ranks = 0;
+  for (const Worker* worker : ByPlace()) ranks += static_cast<int>(worker->offer.ranks());
+  return ranks;
+}
+
+PoolCapacity Membership::Capacity(const Topology& links) const {
+  constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+  PoolCapacity capacity;
+  int64_t tightest = kNoLimit;
+  for (const auto& [connection, worker] : workers_) {
+    if (worker.leaving) continue;
+    const PoolSpeed offered = FromProto(worker.offer.speed());
+    capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
+    if (worker.offer.memory_bytes() != 0) {
+      tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
+    }
+    capacity.ranks += static_cast<int>(worker.offer.ranks());
+  }
+  capacity.topology = links;
+  const std::vector<const Worker*> by_place = ByPlace();
+  int host = -1;
+  for (size_t i = 0; i < by_place.size(); ++i) {
+    if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;
+    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), by_place[i]->offer.ranks(),
+                                          host);
+  }
+  if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
+  return capacity;
+}
+
+double Membership::peak_flops() const {
+  double flops = 0;
+  for (const auto& [connection, worker] : workers_) {
+    if (!worker.leaving) flops += worker.offer.peak_flops();
+  }
+  return flops;
+}
+
+}  // namespace meshfill

@@ -1,0 +1,117 @@
+// Who is in the pool: workers that join, are refused, drain, leave or are lost, and the epoch, which is one
+// membership. What they compute is run_coordinator.h's.
+//
+// Part of the leader's state machine (leader.h): events with their time go in, actions come out. Not
+// thread-safe.
+//
+//     connected ──Join──► member ──Leave──► draining ──no run──► out (Goodbye)
+//         │ refused,        │ stream end, silence, a run's complaint │
+//         ▼ no Join         ▼                                        ▼
+//        out               out ◄─────────────────────────────────────┘
+#ifndef MESHFILL_SERVER_POOL_MEMBERSHIP_H_
+#define MESHFILL_SERVER_POOL_MEMBERSHIP_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "engine/plan/cost_model.h"
+#include "meshfill/v1/control.pb.h"
+#include "server/pool/leader_actions.h"
+
+namespace meshfill {
+
+inline constexpr uint32_t kControlProtocol = 3;
+
+// What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
+// which seats are on one host.
+struct PoolCapacity {
+  int ranks = 0;
+  PoolSpeed speed;
+  Topology topology;
+  int64_t rank_memory_bytes = 0;  // 0: no limit
+};
+
+class Membership {
+ public:
+  using Connection = LeaderActions::Connection;
+
+  struct Options {
+    std::string build;
+    v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
+    uint64_t first_epoch = 1;
+    absl::Duration silence_timeout;
+    absl::Duration join_timeout;  // from a connection to its Join
+  };
+  struct Worker {
+    Connection connection = 0;
+    v1::Join offer;
+    bool leaving = false;
+    absl::Time heard_at;
+  };
+  struct Counters {
+    uint64_t epochs = 0;
+    uint64_t joins = 0;
+    uint64_t losses = 0;  // streams that ended without Leave, silent and hung workers
+    uint64_t refusals = 0;
+  };
+
+  // `actions` outlives the membership.
+  Membership(Options options, LeaderActions& actions);
+
+  void OnConnected(Connection connection, absl::Time now) { strangers_[connection] = now; }
+  // Of a connection that has not joined. True: it has now.
+  bool OnStrangersMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
+  void OnStrangerGone(Connection connection) { strangers_.erase(connection); }
+  void OnLeave(Worker& worker);
+  // Refuses who is connected and has not joined in time.
+  void RefuseMute(absl::Time now);
+
+  // Takes a worker out of the pool. Returns its name.
+  std::string Remove(Connection connection, const std::string& why);
+  // Says Goodbye to draining workers that take part in no run.
+  void ReleaseDrained(const std::function<bool(Connection)>& is_busy);
+
+  // The next run begins in a new epoch.
+  void EndEpoch() { changed_ = true; }
+  // Before a run. True: a new epoch has begun.
+  bool BeginRun();
+  uint64_t epoch() const { return epoch_; }
+  bool changed() const { return changed_; }  // since the epoch began
+
+  Worker* Find(Connection connection);  // null: not a member
+  std::set<Connection> Silent(absl::Time now) const;
+  const std::map<Connection, Worker>& all() const { return workers_; }
+  std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
+  // Of the workers that are there to stay, whose links are these.
+  PoolCapacity Capacity(const Topology& links) const;
+  double peak_flops() const;
+  const Counters& counters() const { return counters_; }
+
+ private:
+  int ranks() const;  // of the workers that are there to stay
+  absl::Status CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const;
+  // Says why, closes, and logs each reason once for a name; the name of a stranger is empty.
+  void Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry);
+  void ForgetWeightsWhereEmpty();
+
+  const Options options_;
+  LeaderActions& actions_;
+  std::map<Connection, absl::Time> strangers_;  // connected, not joined: since when
+  std::map<Connection, Worker> workers_;
+  std::set<std::pair<std::string, std::string>> refused_;  // name and reason, logged
+  uint64_t weights_hash_;                                  // of the pool; 0: nobody has said yet
+  uint64_t epoch_;
+  bool changed_ = true;  // since the epoch began
+  Counters counters_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_MEMBERSHIP_H_

@@ -1,0 +1,260 @@
+#include "server/pool/run_coordinator.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/pool/run_plan.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kShardIds = 512 << 10;  // of a message: below 4 MiB at 3 to 5 bytes each
+constexpr double kSlowBlock = 10;     // times the predicted seconds of a block: hung
+constexpr double kPrepareSecondsPerToken = 1e-6;
+
+// What a rank fails with when others did: the network, a peer, an abort. Anything else is the request's own.
+bool IsRetryable(absl::StatusCode code) {
+  return code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kAborted ||
+         code == absl::StatusCode::kCancelled || code == absl::StatusCode::kDeadlineExceeded ||
+         code == absl::StatusCode::kDataLoss || code == absl::StatusCode::kUnknown;
+}
+
+absl::Status WithWorkerName(const std::string& worker, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat("worker ", worker, ": ", status.message()));
+}
+
+absl::Duration HangTimeout(const Plan& plan, const RunCoordinator::Options& options) {
+  const double blocks = std::max(1, plan.tile.ranks()) * static_cast<double>(options.layers);
+  const double block_seconds = std::min(plan.predicted.compute_seconds / blocks, 1e6);
+  return std::max(options.hang_timeout, absl::Seconds(kSlowBlock * block_seconds));
+}
+
+}  // namespace
+
+RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
+                               const std::vector<const Membership::Worker*>& workers, const Options& options,
+                               LeaderActions& actions, LinkSurvey& survey, absl::Time now)
+    : number_(number),
+      epoch_(epoch),
+      options_(options),
+      actions_(actions),
+      survey_(survey),
+      plan_(std::move(plan)),
+      begin_(now),
+      deadline_(now + options.prepare_timeout +
+                absl::Seconds(static_cast<double>(tokens.size()) * kPrepareSecondsPerToken)),
+      hang_timeout_(HangTimeout(plan_, options)) {
+  for (const Membership::Worker* worker : workers) {
+    const v1::Join& offer = worker->offer;
+    const int first = static_cast<int>(seats_.size());
+    const int count = std::min(static_cast<int>(offer.ranks()), plan_.ranks() - first);
+    if (count == 0) break;  // this worker and those after it are idle
+    seats_.resize(first + count, Seat{.worker = worker->connection, .moved_at = now});
+    Part& part = parts_[worker->connection];
+    part = {.name = offer.name(),
+            .host = offer.host(),
+            .rank_peak_flops = offer.peak_flops() / offer.ranks(),
+            .first_rank = first,
+            .ranks = count};
+    unanswered_.insert(worker->connection);
+    SendPrepare(worker->connection, part, tokens);
+  }
+}
+
+// The plan, then the tokens of this worker's ranks.
+void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens) {
+  v1::Prepare& prepare = *AddMessage(worker).mutable_prepare();
+  prepare.set_run(number_);
+  *prepare.mutable_plan() = ToRunPlan(plan_);
+  prepare.set_first_rank(static_cast<uint32_t>(part.first_rank));
+  prepare.set_ranks(static_cast<uint32_t>(part.ranks));
+  prepare.set_reserve_bytes(
+      static_cast<uint64_t>((plan_.predicted.peak_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
+  std::vector<std::vector<uint32_t>> shards;
+  for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
+    const std::vector<uint32_t>& ids = shards.emplace_back(ShardOf(plan_.layout, plan_.RankAt(seat), tokens));
+    for (size_t begin = 0; begin < ids.size(); begin += kShardIds) {
+      const size_t end = std::min(ids.size(), begin + kShardIds);
+      v1::Shard& shard = *AddMessage(worker).mutable_shard();
+      shard.set_run(number_);
+      shard.set_rank(static_cast<uint32_t>(seat));
+      shard.set_begin(begin);
+      shard.mutable_ids()->Add(ids.begin() + static_cast<ptrdiff_t>(begin),
+                               ids.begin() + static_cast<ptrdiff_t>(end));
+    }
+  }
+  part.expected_hash = RunHash(plan_, part.first_rank, shards);
+}
+
+RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::Prepared& message,
+                                                   absl::Time now) {
+  if (phase_ != Phase::kPreparing || !unanswered_.contains(worker)) return {};
+  const Part& part = parts_.at(worker);
+  if (const absl::Status status = FromOutcome(message.outcome()); !status.ok()) {
+    if (IsRetryable(status.code())) return WorkersFailed{{worker}, std::string(status.message())};
+    return RequestFailed{WithWorkerName(part.name, status)};
+  }
+  if (message.hash() != part.expected_hash || message.addresses_size() != part.ranks) {
+    return WorkersFailed{{worker}, "it prepared another run than the one it was sent"};
+  }
+  unanswered_.erase(worker);
+  for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
+  if (unanswered_.empty()) SendRun(now);
+  return {};
+}
+
+void RunCoordinator::SendRun(absl::Time now) {
+  phase_ = Phase::kRunning;
+  for (Seat& seat : seats_) seat.moved_at = now;
+  std::map<std::string, int> host_numbers;
+  std::vector<int> host_of_rank;
+  for (int rank = 0; rank < plan_.ranks(); ++rank) {
+    const std::string& host = parts_.at(seats_[plan_.SeatOf(rank)].worker).host;
+    host_of_rank.push_back(host_numbers.emplace(host, std::ssize(host_numbers)).first->second);
+  }
+  probes_ = survey_.Ask(std::move(host_of_rank));
+  for (const auto& [worker, part] : parts_) {
+    v1::Run& run = *AddMessage(worker).mutable_run();
+    run.set_run(number_);
+    for (int rank = 0; rank < plan_.ranks(); ++rank) {
+      run.add_addresses(seats_[plan_.SeatOf(rank)].address);
+    }
+    for (const LinkProbe& probe : probes_.pairs) {
+      run.add_probes()->mutable_peers()->Assign(probe.peer_of_rank.begin(), probe.peer_of_rank.end());
+    }
+  }
+}
+
+RunCoordinator::Outcome RunCoordinator::OnProgress(Connection worker, const v1::WorkerProgress& message,
+                                                   absl::Time now) {
+  if (phase_ != Phase::kRunning) return {};
+  for (const v1::WorkerProgress::Rank& rank : message.ranks()) {
+    if (rank.rank() >= seats_.size() || seats_[rank.rank()].worker != worker) continue;
+    Seat& seat = seats_[rank.rank()];
+    if (rank.operations() > seat.operations) {
+      seat.operations = rank.operations();
+      seat.moved_at = now;
+    }
+    seat.computing = rank.computing();
+    seat.layers_done =
+        std::max(seat.layers_done, std::min(static_cast<int>(rank.layers_done()), options_.layers));
+  }
+  const auto last = std::min_element(seats_.begin(), seats_.end(), [](const Seat& a, const Seat& b) {
+    return a.layers_done < b.layers_done;
+  });
+  if (last->layers_done <= layers_done_) return {};
+  layers_done_ = last->layers_done;
+  return LayersDone{layers_done_};
+}
+
+RunCoordinator::Outcome RunCoordinator::OnRankDone(Connection worker, const v1::RankDone& message,
+                                                   absl::Time now) {
+  if (phase_ != Phase::kRunning || message.rank() >= seats_.size()) return {};
+  Seat& seat = seats_[message.rank()];
+  if (seat.worker != worker || seat.done) return {};
+  if (const absl::Status status = FromOutcome(message.outcome()); !status.ok()) {
+    const absl::Status named = WithWorkerName(
+        parts_.at(worker).name,
+        absl::Status(status.code(), absl::StrCat("rank ", message.rank(), ": ", status.message())));
+    if (IsRetryable(status.code())) return RunFailed{std::string(named.message())};
+    return RequestFailed{named};
+  }
+  seat.done = true;
+  seat.stats = FromProto(message.stats());
+  seat.links = FromProto(message.links());
+  seat.probe_seconds = message.probe_seconds();
+  if (message.logits_size() > 0) logits_.assign(message.logits().begin(), message.logits().end());
+  if (!std::all_of(seats_.begin(), seats_.end(), [](const Seat& each) { return each.done; })) return {};
+  return Finish(now);
+}
+
+RunCoordinator::Outcome RunCoordinator::Finish(absl::Time now) {
+  RunResult result{.plan = std::move(plan_), .logits = std::move(logits_)};
+  result.seconds = absl::ToDoubleSeconds(now - begin_);
+  TakeLinks(result);
+  for (const Seat& seat : seats_) {
+    result.ranks.push_back(seat.stats);
+    result.peak_flops += parts_.at(seat.worker).rank_peak_flops;
+  }
+  for (const auto& [worker, part] : parts_) AddMessage(worker).mutable_finish()->set_run(number_);
+  if (std::ssize(result.logits) == options_.vocab) return Completed{std::move(result)};
+  return Completed{
+      absl::InternalError(absl::StrCat("the run ended with ", result.logits.size(), " logits instead of ",
+                                       options_.vocab, "; this is a bug of Meshfill: please report it"))};
+}
+
+// What the run's ranks measured is for the plans to come; the time that it took is none of the request's.
+void RunCoordinator::TakeLinks(RunResult& result) {
+  if (probes_.pairs.empty()) return;
+  std::vector<LinkSurvey::RankLinks> by_rank;
+  double seconds = 0;
+  for (int rank = 0; rank < result.plan.ranks(); ++rank) {
+    Seat& seat = seats_[result.plan.SeatOf(rank)];
+    by_rank.push_back(std::move(seat.links));
+    if (seat.probe_seconds > seconds && seat.probe_seconds < result.seconds) seconds = seat.probe_seconds;
+  }
+  actions_.Log(
+      absl::StrCat(survey_.Take(probes_, by_rank), "; it took ",
+                   absl::FormatDuration(absl::Trunc(absl::Seconds(seconds), absl::Milliseconds(1)))));
+  result.seconds -= seconds;
+  result.probed = true;
+}
+
+void RunCoordinator::Abort(const std::string& why, absl::Time now) {
+  if (phase_ == Phase::kStopping) return;
+  BeginStopping(now);
+  for (Connection worker : unanswered_) {
+    v1::Abort& abort = *AddMessage(worker).mutable_abort();
+    abort.set_run(number_);
+    abort.set_reason(why);
+  }
+}
+
+void RunCoordinator::Cancel(absl::Time now) {
+  if (phase_ == Phase::kStopping) return;
+  BeginStopping(now);
+  for (Connection worker : unanswered_) AddMessage(worker).mutable_cancel()->set_run(number_);
+}
+
+// Everybody who takes part and is still in the pool must confirm.
+void RunCoordinator::BeginStopping(absl::Time now) {
+  phase_ = Phase::kStopping;
+  deadline_ = now + options_.stop_timeout;
+  unanswered_.clear();
+  for (const auto& [worker, part] : parts_) unanswered_.insert(worker);
+}
+
+void RunCoordinator::OnStopped(Connection worker) {
+  if (phase_ == Phase::kStopping) unanswered_.erase(worker);
+}
+
+void RunCoordinator::OnWorkerLost(Connection worker) {
+  parts_.erase(worker);
+  unanswered_.erase(worker);
+}
+
+RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
+  if (phase_ != Phase::kRunning) {
+    if (now < deadline_) return {};
+    return WorkersFailed{
+        unanswered_, phase_ == Phase::kPreparing ? "it did not prepare in time" : "it did not stop in time"};
+  }
+  std::set<Connection> hung;
+  absl::Time last_move = absl::InfinitePast();
+  for (const Seat& seat : seats_) {
+    if (seat.done) continue;
+    last_move = std::max(last_move, seat.moved_at);
+    if (seat.computing && now - seat.moved_at >= hang_timeout_) hung.insert(seat.worker);
+  }
+  if (!hung.empty()) {
+    return WorkersFailed{
+        hung, absl::StrCat("its compute loop stood still for ", absl::FormatDuration(hang_timeout_))};
+  }
+  // All wait for each other and no stream has ended: chunks get lost between them.
+  if (now - last_move >= 2 * hang_timeout_) return RunFailed{"no rank gets on"};
+  return {};
+}
+
+}  // namespace meshfill

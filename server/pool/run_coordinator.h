@@ -1,0 +1,146 @@
+// One run at the leader: one attempt at one request, over the workers that are there when it begins.
+//
+// Part of the leader's state machine (leader.h): events with their time go in, messages to the workers come
+// out, and an outcome says what an event means beyond this run. A run knows nothing of other runs, nor of who
+// else is in the pool. Not thread-safe.
+//
+//                        all Prepared              all RankDone
+//     ──────► preparing ──────────────► running ────────────────► over   (Finish, Completed)
+//                 │ Abort, Cancel          │ Abort, Cancel
+//                 └────────► stopping ◄────┘
+//                               │ every worker has confirmed, or is lost
+//                               └────────────────────────────────► over
+#ifndef MESHFILL_SERVER_POOL_RUN_COORDINATOR_H_
+#define MESHFILL_SERVER_POOL_RUN_COORDINATOR_H_
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "engine/plan/plan.h"
+#include "engine/run/rank_stats.h"
+#include "meshfill/v1/control.pb.h"
+#include "server/pool/leader_actions.h"
+#include "server/pool/link_survey.h"
+#include "server/pool/membership.h"
+
+namespace meshfill {
+
+class RunCoordinator {
+ public:
+  using Connection = LeaderActions::Connection;
+
+  struct Options {
+    int layers = 1;  // of the model
+    int64_t vocab = 1;
+    absl::Duration hang_timeout;
+    absl::Duration prepare_timeout;  // and a second for each million tokens
+    absl::Duration stop_timeout;
+  };
+  enum class Phase { kPreparing, kRunning, kStopping };
+
+  // ---- What an event means beyond this run.
+  struct LayersDone {  // by all ranks
+    int layers;
+  };
+  struct Completed {  // the run is over
+    absl::StatusOr<RunResult> result;
+  };
+  struct RequestFailed {  // by its own fault: no other run would do better
+    absl::Status status;
+  };
+  struct RunFailed {  // by the fault of the network or a peer: another run may do better
+    std::string why;
+  };
+  struct WorkersFailed {  // they are to be taken out of the pool
+    std::set<Connection> workers;
+    std::string why;
+  };
+  using Outcome =
+      std::variant<std::monostate, LayersDone, Completed, RequestFailed, RunFailed, WorkersFailed>;
+
+  // Sends Prepare and the tokens to as many of `workers` as the plan has ranks for. `actions` and `survey`
+  // outlive the run; `options` are copied.
+  RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
+                 const std::vector<const Membership::Worker*>& workers, const Options& options,
+                 LeaderActions& actions, LinkSurvey& survey, absl::Time now);
+
+  // ---- Events. A message is of this run: its number and epoch are. `worker` takes part.
+  Outcome OnPrepared(Connection worker, const v1::Prepared& message, absl::Time now);
+  Outcome OnProgress(Connection worker, const v1::WorkerProgress& message, absl::Time now);
+  Outcome OnRankDone(Connection worker, const v1::RankDone& message, absl::Time now);
+  void OnStopped(Connection worker);
+  // It is out of the pool: no longer waited for. The caller aborts the run unless it stops already.
+  void OnWorkerLost(Connection worker);
+  // What takes too long.
+  Outcome OnTick(absl::Time now) const;
+
+  // Stop the run: because it failed, or because its answer is out. Nothing happens while it stops already.
+  void Abort(const std::string& why, absl::Time now);
+  void Cancel(absl::Time now);
+
+  uint64_t number() const { return number_; }
+  uint64_t epoch() const { return epoch_; }
+  Phase phase() const { return phase_; }
+  // It was stopped, and all who take part have confirmed it or are lost.
+  bool stopped() const { return phase_ == Phase::kStopping && unanswered_.empty(); }
+  bool Has(Connection worker) const { return parts_.contains(worker); }
+  int first_rank(Connection worker) const { return parts_.at(worker).first_rank; }
+  int ranks(Connection worker) const { return parts_.at(worker).ranks; }
+
+ private:
+  struct Part {  // of one worker
+    std::string name;
+    std::string host;
+    double rank_peak_flops = 0;
+    int first_rank = 0;
+    int ranks = 0;
+    uint64_t expected_hash = 0;
+  };
+  struct Seat {  // of one rank
+    Connection worker = 0;
+    std::string address;
+    int layers_done = 0;
+    uint64_t operations = 0;
+    bool computing = false;
+    absl::Time moved_at;  // when `operations` last grew
+    bool done = false;
+    RankStats stats;
+    LinkSurvey::RankLinks links;
+    double probe_seconds = 0;
+  };
+
+  void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens);
+  void SendRun(absl::Time now);
+  Outcome Finish(absl::Time now);
+  void TakeLinks(RunResult& result);
+  void BeginStopping(absl::Time now);
+  v1::LeaderMessage& AddMessage(Connection to) { return actions_.AddMessage(to, epoch_); }
+
+  const uint64_t number_;
+  const uint64_t epoch_;
+  const Options options_;
+  LeaderActions& actions_;
+  LinkSurvey& survey_;
+  Plan plan_;
+  const absl::Time begin_;
+  absl::Time deadline_;  // of preparing and stopping
+  absl::Duration hang_timeout_;
+  Phase phase_ = Phase::kPreparing;
+  std::vector<Seat> seats_;           // by rank
+  std::map<Connection, Part> parts_;  // of the workers that take part and are not lost
+  std::set<Connection> unanswered_;   // Prepare, or Cancel or Abort, not answered yet
+  int layers_done_ = 0;               // by all ranks
+  LinkSurvey::Probes probes_;
+  std::vector<float> logits_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_RUN_COORDINATOR_H_
