@@ -106,9 +106,9 @@ TEST(LayerCommBytes, OfACachedPrefixMoveWithTheKeysAlone) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4 * 64, 64);
   const CommBytes cold = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0);
   const CommBytes warm = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0, 4 * 64 * 9);
-  EXPECT_EQ(warm.kv, 10 * cold.kv);
-  EXPECT_EQ(warm.q, cold.q);
-  EXPECT_EQ(warm.o, cold.o);
+  EXPECT_EQ(warm[Traffic::kKv], 10 * cold[Traffic::kKv]);
+  EXPECT_EQ(warm[Traffic::kQ], cold[Traffic::kQ]);
+  EXPECT_EQ(warm[Traffic::kO], cold[Traffic::kO]);
 }
 
 // Of ragged chunks the rank that sends most is not the first one.
