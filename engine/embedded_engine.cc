@@ -170,10 +170,12 @@ class EmbeddedEngine::Run final : public Prefill {
 
  private:
   absl::StatusOr<RankOutput> RunOne(int rank) {
+    const std::vector<uint32_t> ids =
+        result_.plan.layout.Deal(rank, std::span<const uint32_t>(request_.tokens));
     return RunRank({.plan = result_.plan,
                     .model = *engine_.pool_.models[rank],
                     .rank = rank,
-                    .tokens = request_.tokens,
+                    .ids = ids,
                     .stream = *streams_[rank],
                     .communicator = *communicators_[rank],
                     .wait_timeout = PeerWaitTimeout(result_.plan),

@@ -10,7 +10,16 @@ namespace meshfill {
 
 enum class DType { kF32, kBf16, kF16 };
 
-constexpr size_t DTypeBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+constexpr size_t DTypeBytes(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return 4;
+    case DType::kBf16:
+    case DType::kF16:
+      return 2;
+  }
+  return 0;  // no value of the enum: nothing that is allocated by it is ever large enough to use
+}
 
 // "f32", "bf16", "f16": the names of the command line and of the config.
 constexpr const char* DTypeName(DType dtype) {

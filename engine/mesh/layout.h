@@ -13,8 +13,10 @@
 #define MESHFILL_ENGINE_MESH_LAYOUT_H_
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/band.h"
@@ -42,6 +44,15 @@ class TokenLayout {
   int64_t ChunkTokens(int rank) const;  // may be 0; Σ over ranks = tokens
   int64_t LargestChunkTokens() const;
   SlotPositions Positions(int rank) const;
+
+  // One rank's part, by slot, of what there is for each token: [ChunkTokens(rank)] of [tokens()].
+  template <typename T>
+  std::vector<T> Deal(int rank, std::span<const T> by_token) const {
+    const SlotPositions positions = Positions(rank);
+    std::vector<T> by_slot(ChunkTokens(rank));
+    for (size_t slot = 0; slot < by_slot.size(); ++slot) by_slot[slot] = by_token[positions.At(slot)];
+    return by_slot;
+  }
 
   // Head groups: ranks m·h … m·h + h−1 hold the stripes of group m, which are dealt as this layout deals, and
   // so are each group's tokens among its members. For h ≥ 1 that divides ranks():

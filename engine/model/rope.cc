@@ -84,8 +84,8 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) 
   return frequencies;
 }
 
-void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& positions, int64_t tokens,
-                    float* cos, float* sin, int threads) {
+void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t first, const SlotPositions& positions,
+                    int64_t tokens, float* cos, float* sin, int threads) {
   constexpr int64_t kTokensOfAThread = 1024;  // 2 ms, many times what a thread takes to start
   const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim);
   const float scale = static_cast<float>(rope.attention_factor);
@@ -93,7 +93,7 @@ void FillRopeTables(const RopeConfig& rope, int head_dim, const SlotPositions& p
     float* to_cos = cos + begin * std::ssize(frequencies);
     float* to_sin = sin + begin * std::ssize(frequencies);
     for (int64_t slot = begin; slot < end; ++slot) {
-      const float position = static_cast<float>(positions.At(slot));
+      const float position = static_cast<float>(first + positions.At(slot));
       for (const float frequency : frequencies) {
         const float angle = position * frequency;
         *to_cos++ = std::cos(angle) * scale;

@@ -190,7 +190,7 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
 
 Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                 const Schedule& schedule) {
-  Prediction predicted = {.links = shape.links};
+  Prediction predicted;
   predicted.compute_seconds = SecondsBesideAttention(model, speed, shape.layout);
   ForEachWindow(model, [&](int layers, int64_t window) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);

@@ -1,7 +1,8 @@
 #include "engine/plan/peak_bytes.h"
 
 #include <algorithm>
-#include <vector>
+
+#include "engine/schedule/schedule_walk.h"
 
 #include "engine/model/layer_shape.h"
 
@@ -14,89 +15,56 @@ namespace {
 // reference, however many hold it: Q and KV count once, and a partial output leaves as its receiver adopts
 // it. Elsewhere what arrives has a buffer from the start of its step, and what leaves keeps its own to the
 // step's end. A rank that runs ahead of its neighbour adds the O that the neighbour has yet to take.
-class AttentionPeak {
+class AttentionPeak : public ScheduleVisitor {
  public:
-  AttentionPeak(const ModelShape& model, const PlanShape& shape, const Schedule& schedule)
-      : schedule_(schedule),
-        shared_(shape.one_memory),
+  AttentionPeak(const ModelShape& model, const PlanShape& shape)
+      : shared_(shape.one_memory),
         adopt_(shape.partial_dtype == DType::kF32),
         q_bytes_(model.q_bytes(shape.layout.tokens())),
         kv_bytes_(shape.heads *
                   model.HeadSlice(shape.heads).kv_bytes(shape.cached_tokens + shape.layout.tokens())),
         row_bytes_(model.partial_bytes(shape.layout.tokens(), DType::kF32)),
-        message_bytes_(model.partial_bytes(shape.layout.tokens(), shape.partial_dtype)),
-        q_uses_(schedule.tile.a, schedule.tile.b + 1),
-        kv_uses_(schedule.tile.b, schedule.tile.a + 1),
-        rows_(schedule.tile.a, Row::kNone) {
-    --q_uses_.back();  // the last chunk is not passed on
-    --kv_uses_.back();
-  }
-
-  int64_t Run() {
+        message_bytes_(model.partial_bytes(shape.layout.tokens(), shape.partial_dtype)) {
     Add(q_bytes_ + kv_bytes_);
-    for (const Step& step : schedule_.steps) {
-      Start(step.comm);
-      for (const BlockIndex& block : step.blocks) RunBlock(block);
-      End(step.comm);
-    }
-    return peak_;
   }
 
- private:
-  enum class Row { kNone, kArrived, kBegun };  // kArrived: in a dtype that waits for the first block
+  int64_t peak() const { return peak_; }
 
-  void Add(int64_t bytes) { peak_ = std::max(peak_, live_ += bytes); }
-  // With the last use of a chunk that nobody else holds.
-  void Use(int& uses, int64_t bytes) {
-    if (--uses == 0 && !shared_) live_ -= bytes;
-  }
-
-  void Start(std::optional<Traffic> comm) {
-    if (comm == Traffic::kO && !adopt_) {
+  void Start(const Transfer& transfer) {
+    if (transfer.traffic == Traffic::kO && !adopt_) {
       Add(message_bytes_);
       live_ -= row_bytes_;
     }
     if (shared_) return;
-    if (comm == Traffic::kQ) Add(q_bytes_);
-    if (comm == Traffic::kKv) Add(kv_bytes_);
-    if (comm == Traffic::kO) Add(message_bytes_);
+    if (transfer.traffic == Traffic::kQ) Add(q_bytes_);
+    if (transfer.traffic == Traffic::kKv) Add(kv_bytes_);
+    if (transfer.traffic == Traffic::kO) Add(message_bytes_);
   }
 
-  void RunBlock(BlockIndex block) {
-    Row& row = rows_[block.u];
-    if (row != Row::kBegun) Add(row_bytes_);
-    if (row == Row::kArrived) live_ -= message_bytes_;
-    row = Row::kBegun;
-    Use(q_uses_[block.u], q_bytes_);
-    Use(kv_uses_[block.v], kv_bytes_);
+  // A partial that arrived is the row as it is, or waits for the first block in a dtype of its own.
+  void Block(BlockIndex, RowState row) {
+    if (row == RowState::kEmpty || (row == RowState::kArrived && !adopt_)) Add(row_bytes_);
+    if (row == RowState::kArrived && !adopt_) live_ -= message_bytes_;
   }
 
-  void End(std::optional<Traffic> comm) {
-    if (comm == Traffic::kQ) Use(q_uses_[q_received_++], q_bytes_);
-    if (comm == Traffic::kKv) Use(kv_uses_[kv_received_++], kv_bytes_);
-    if (comm != Traffic::kO) return;
+  void End(const Transfer& transfer, RowState row) {
+    if (transfer.traffic != Traffic::kO) return;
     if (!shared_) live_ -= message_bytes_;  // what was sent
-    Row& row = rows_[(++o_sent_ + 1) % schedule_.tile.a];
-    if (row == Row::kBegun) {
-      live_ -= message_bytes_;
-    } else {
-      row = adopt_ ? Row::kBegun : Row::kArrived;
-    }
+    if (row == RowState::kBegun) live_ -= message_bytes_;
   }
 
-  const Schedule& schedule_;
+  void FreeQ(int) { live_ -= shared_ ? 0 : q_bytes_; }  // others hold what is shared
+  void FreeKv(int) { live_ -= shared_ ? 0 : kv_bytes_; }
+
+ private:
+  void Add(int64_t bytes) { peak_ = std::max(peak_, live_ += bytes); }
+
   const bool shared_;
   const bool adopt_;
   const int64_t q_bytes_;  // of one chunk of all ranks
   const int64_t kv_bytes_;
   const int64_t row_bytes_;
   const int64_t message_bytes_;
-  std::vector<int> q_uses_;   // [a]: blocks and the send that a chunk is still needed for
-  std::vector<int> kv_uses_;  // [b]
-  std::vector<Row> rows_;     // [a]
-  int q_received_ = 0;
-  int kv_received_ = 0;
-  int o_sent_ = 0;
   int64_t live_ = 0;
   int64_t peak_ = 0;
 };
@@ -130,8 +98,9 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
     slice_tokens += std::min(most_slice_tokens, shape.layout.ChunkTokens(rank));
   }
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
-  return residual + rope_tables + slices +
-         std::max(AttentionPeak(model, shape, schedule).Run(), ExchangePeakBytes(model, shape));
+  AttentionPeak attention(model, shape);
+  Walk(schedule, attention);
+  return residual + rope_tables + slices + std::max(attention.peak(), ExchangePeakBytes(model, shape));
 }
 
 }  // namespace meshfill

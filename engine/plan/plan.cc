@@ -16,9 +16,14 @@ int Plan::RankAt(int seat) const {
   return static_cast<int>(std::find(seats.begin(), seats.end(), seat) - seats.begin());
 }
 
-std::string Plan::DebugString() const {
+std::string PlanShape::DebugString() const {
   return absl::StrCat(tile.DebugString(), ", ", heads, heads == 1 ? " head group, " : " head groups, ",
-                      layout.DebugString(), ", partial outputs in ", DTypeName(partial_dtype), ", ",
+                      layout.DebugString(), ", partial outputs in ", DTypeName(partial_dtype),
+                      cached_tokens == 0 ? "" : absl::StrCat(", after ", cached_tokens, " cached tokens"));
+}
+
+std::string Plan::DebugString() const {
+  return absl::StrCat(PlanShape::DebugString(), ", ",
                       placement.name.empty() ? "" : absl::StrCat(placement.name, ", "), schedule.steps.size(),
                       " steps");
 }

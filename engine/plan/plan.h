@@ -6,14 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/mesh/layout.h"
-#include "engine/mesh/mesh.h"
 #include "engine/mesh/placement.h"
-#include "engine/mesh/topology.h"
 #include "engine/mesh/traffic.h"
+#include "engine/plan/plan_shape.h"
 #include "engine/schedule/schedule.h"
 #include "kernels/device.h"
-#include "kernels/dtype.h"
 
 namespace meshfill {
 
@@ -32,32 +29,24 @@ struct Prediction {
   double comm_wait_seconds = 0;  // exposed communication
   CommBytes comm_bytes;          // of the rank that sends most, over all layers
   int64_t peak_bytes = 0;        // activations of all ranks at once; without weights
-  Links links;                   // that the seconds count with
+  bool operator==(const Prediction&) const = default;
 };
 
-struct Plan {
-  TokenLayout layout;
-  int heads = 1;  // head groups h; n = h·a·b
-  Tile tile;
-  DType partial_dtype = DType::kF32;            // of partial outputs on the wire
+// A shape, and what was decided for it.
+struct Plan : PlanShape {
   int64_t slice_tokens = Grain().slice_tokens;  // whose projections and MLP a rank computes at a time
   Placement placement;                          // empty: row-first
   Schedule schedule;
   Prediction predicted;
 
-  int ranks() const { return layout.ranks(); }
   int SeatOf(int rank) const;  // of the pool: which device runs the rank
   int RankAt(int seat) const;  // its inverse; both in time O(ranks)
   std::string DebugString() const;
+  bool operator==(const Plan&) const = default;
 };
 
-// The best plan of one shape.
-struct PlanCandidate {
-  int ranks = 1;
-  int heads = 1;
-  Tile tile;
-  LayoutKind layout = LayoutKind::kStriped;
-  DType partial_dtype = DType::kF32;
+// The best plan of one shape, without its schedule.
+struct PlanCandidate : PlanShape {
   std::string placement;  // its name; empty: row-first
   Prediction predicted;
 };

@@ -4,6 +4,7 @@
 #define MESHFILL_ENGINE_PLAN_PLAN_SHAPE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "engine/mesh/layout.h"
 #include "engine/mesh/mesh.h"
@@ -15,21 +16,28 @@ namespace meshfill {
 // The head groups were found possible (ModelShape::CanSplitHeads) and divide the layout's ranks; the tile is
 // that of each of the meshes of ranks/heads.
 struct PlanShape {
-  TokenLayout layout;  // of the prompt
+  TokenLayout layout;  // of the prompt's tokens: its queries
   int heads = 1;
   Tile tile;
   DType partial_dtype = DType::kF32;
   int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
-  Links links;
-  bool one_memory = true;  // ranks are threads on one device: a chunk is there once, however many hold it
+  Links links;                // assumed by predictions
+  bool one_memory = true;     // ranks are threads on one device: a chunk is there once, however many hold it
+
+  int ranks() const { return layout.ranks(); }
+  TokenLayout kv_layout() const;    // of the keys: cached_tokens and the prompt's
+  std::string DebugString() const;  // "2x2, 1 head group, striped(…), partial outputs in f32"
+  bool operator==(const PlanShape&) const = default;
 };
 
-// How the keys are dealt: those of a cached prefix like those of the prompt.
+// The layout of the keys where the queries have `layout`: a cached prefix is dealt like the prompt.
 inline TokenLayout KvLayout(const TokenLayout& layout, int64_t cached_tokens) {
   if (cached_tokens == 0) return layout;
   return TokenLayout::Make(layout.kind(), layout.ranks(), layout.tokens() + cached_tokens, layout.stripe())
       .value();
 }
+
+inline TokenLayout PlanShape::kv_layout() const { return KvLayout(layout, cached_tokens); }
 
 }  // namespace meshfill
 

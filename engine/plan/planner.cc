@@ -188,7 +188,7 @@ class ShapePlanner {
     const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
     TakeBetter(heads, tile, row_first, best);
     if (!request_.topology.node_of_seat.empty()) {
-      PlanShape ideal = ShapeOf(*best);
+      PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
       if (MayGain(ideal, *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
@@ -196,7 +196,7 @@ class ShapePlanner {
         }
       }
     }
-    best->predicted.comm_bytes = PrefillCommBytes(model_, ShapeOf(*best));
+    best->predicted.comm_bytes = PrefillCommBytes(model_, *best);
     return *std::move(best);
   }
 
@@ -228,26 +228,9 @@ class ShapePlanner {
     for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
       const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
-      best_here = Plan{.layout = shape.layout,
-                       .heads = shape.heads,
-                       .tile = shape.tile,
-                       .partial_dtype = shape.partial_dtype,
-                       .slice_tokens = speed_.slice_tokens,
-                       .placement = placement,
-                       .schedule = *schedule,
-                       .predicted = predicted};
+      best_here = Plan{shape, speed_.slice_tokens, placement, *schedule, predicted};
     }
     if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
-  }
-
-  PlanShape ShapeOf(const Plan& plan) const {
-    return {.layout = plan.layout,
-            .heads = plan.heads,
-            .tile = plan.tile,
-            .partial_dtype = plan.partial_dtype,
-            .cached_tokens = request_.cached_tokens,
-            .links = plan.predicted.links,
-            .one_memory = request_.one_memory};
   }
 
   bool Over(const Prediction& predicted) const {
@@ -303,23 +286,14 @@ absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& requ
                    " bytes: send a shorter prompt or raise the budget"));
 }
 
-PlanCandidate CandidateOf(const Plan& plan) {
-  return {.ranks = plan.ranks(),
-          .heads = plan.heads,
-          .tile = plan.tile,
-          .layout = plan.layout.kind(),
-          .partial_dtype = plan.partial_dtype,
-          .placement = plan.placement.name,
-          .predicted = plan.predicted};
-}
-
 }  // namespace
 
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request) {
   RETURN_IF_ERROR(CheckModelAndSpeed(model, speed));
-  ASSIGN_OR_RETURN(TokenLayout layout, TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped),
-                                                         request.ranks, request.tokens, request.stripe));
+  RETURN_IF_ERROR(TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped), request.ranks,
+                                    request.tokens, request.stripe)
+                      .status());
   RETURN_IF_ERROR(CheckRequest(model, request));
 
   ShapePlanner planner(model, speed, request);
@@ -333,7 +307,7 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
   std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
 
   std::vector<PlanCandidate> candidates;
-  for (const Plan& plan : plans) candidates.push_back(CandidateOf(plan));
+  for (const Plan& plan : plans) candidates.push_back({plan, plan.placement.name, plan.predicted});
   RETURN_IF_ERROR(CheckSchedule(plans.front().schedule));
   return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
 }

@@ -4,34 +4,37 @@
 #include <vector>
 
 #include "engine/mesh/traffic.h"
+#include "engine/schedule/schedule_walk.h"
 
 namespace meshfill {
 namespace {
 
 // Lays spans one after the other, for rank 0.
-class LayerSpans {
+class LayerSpans : public ScheduleVisitor {
  public:
   explicit LayerSpans(const AttentionSeconds& seconds) : seconds_(seconds) {}
 
   std::vector<Span> Run(const Schedule& schedule) {
     AllToAll(seconds_.to_heads);
     Work({.what = "reorder"}, seconds_.reorder_to_heads);
-    for (const Step& step : schedule.steps) RunStep(step);
+    Walk(schedule, *this);
     Work({.what = "reorder"}, seconds_.reorder_to_tokens);
     AllToAll(seconds_.to_tokens);
     return std::move(spans_);
   }
 
- private:
-  void RunStep(const Step& step) {
-    const char* const name = step.comm.has_value() ? OperationName(*step.comm) : "";
-    const double arrival = now_ + seconds_.Transfer(step.comm);
-    if (step.comm.has_value()) Add({.kind = SpanKind::kTransfer, .what = name}, now_, arrival);
-    for (const BlockIndex& block : step.blocks) Work({.what = "block", .block = block}, seconds_.block);
-    if (arrival > now_) Wait(name, arrival);
-    if (step.comm == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
+  // Visits the walk.
+  void Start(const Transfer& transfer) {
+    arrival_ = now_ + seconds_.Transfer(transfer.traffic);
+    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, arrival_);
+  }
+  void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.block); }
+  void End(const Transfer& transfer, RowState) {
+    if (arrival_ > now_) Wait(OperationName(transfer.traffic), arrival_);
+    if (transfer.traffic == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
   }
 
+ private:
   void AllToAll(double seconds) {
     const char* const name = OperationName(Traffic::kAllToAll);
     Add({.kind = SpanKind::kTransfer, .what = name}, now_, now_ + seconds);
@@ -57,22 +60,16 @@ class LayerSpans {
 
   const AttentionSeconds seconds_;
   double now_ = 0;
+  double arrival_ = 0;  // of the communication under way
   std::vector<Span> spans_;
 };
 
 }  // namespace
 
-Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan,
-                      int64_t cached_tokens) {
+Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan) {
   const int64_t window = model.windowed_layers == model.layers ? model.sliding_window : 0;
-  const PlanShape shape = {.layout = plan.layout,
-                           .heads = plan.heads,
-                           .tile = plan.tile,
-                           .partial_dtype = plan.partial_dtype,
-                           .cached_tokens = cached_tokens,
-                           .links = plan.predicted.links};
   const std::vector<Span> spans =
-      LayerSpans(AttentionSecondsOf(model, speed, shape, window)).Run(plan.schedule);
+      LayerSpans(AttentionSecondsOf(model, speed, plan, window)).Run(plan.schedule);
   Timeline timeline{.ranks = plan.ranks()};
   for (int rank = 0; rank < timeline.ranks; ++rank) {
     for (Span span : spans) {

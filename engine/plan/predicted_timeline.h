@@ -11,8 +11,7 @@ namespace meshfill {
 
 // The attention of one layer, one without a sliding window if there is one. All ranks are alike: the model
 // takes them to run in lockstep.
-Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan,
-                      int64_t cached_tokens = 0);
+Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan);
 
 }  // namespace meshfill
 

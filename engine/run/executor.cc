@@ -7,6 +7,7 @@
 
 #include "engine/mesh/mesh.h"
 #include "engine/run/timeline_recorder.h"
+#include "engine/schedule/schedule_walk.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 
@@ -29,17 +30,6 @@ struct PartialView {
   float* lse;
 };
 
-// A received chunk, or this rank's own, and what still needs it.
-struct Chunk {
-  BufferRef buffer;
-  int blocks_left;
-  int sends_left;
-
-  void Release() {
-    if (blocks_left == 0 && sends_left == 0) buffer.reset();
-  }
-};
-
 // One row of the tile: O#u.
 struct Row {
   BufferRef partial;  // f32; null until the row's first block or an adopted arrival
@@ -47,14 +37,15 @@ struct Row {
 };
 
 // One layer on one rank.
-class LayerRun {
+class LayerRun : public ScheduleVisitor {
  public:
   LayerRun(const Plan& plan, const ModelShape& model, int rank, Stream& stream, Communicator& communicator,
            absl::Duration wait_timeout, RankStats& stats, TimelineRecorder* recorder, LayerChunks own,
            int64_t window)
       : plan_(plan),
         model_(model.HeadSlice(plan.heads)),
-        layout_(plan.layout.Groups(plan.heads)),
+        q_layout_(plan.layout.Groups(plan.heads)),
+        kv_layout_(plan.kv_layout().Groups(plan.heads)),
         member_(rank % plan.heads),
         rank_(rank / plan.heads),
         mesh_(plan.tile),
@@ -65,130 +56,48 @@ class LayerRun {
         recorder_(recorder),
         window_(window),
         scale_(1.0f / std::sqrt(static_cast<float>(model.head_dim))),
+        q_(plan.tile.a),
+        kv_(plan.tile.b),
         rows_(plan.tile.a) {
-    const auto [a, b] = plan.tile;
-    for (int u = 0; u < a; ++u)
-      q_.push_back({.buffer = nullptr, .blocks_left = b, .sends_left = u < a - 1 ? 1 : 0});
-    for (int v = 0; v < b; ++v)
-      kv_.push_back({.buffer = nullptr, .blocks_left = a, .sends_left = v < b - 1 ? 1 : 0});
-    q_[0].buffer = std::move(own.q);
-    kv_[0].buffer = std::move(own.kv);
+    q_[0] = std::move(own.q);
+    kv_[0] = std::move(own.kv);
   }
 
   absl::StatusOr<BufferRef> Run() {
-    for (const Step& step : plan_.schedule.steps) {
-      RETURN_IF_ERROR(RunStep(step));
-    }
+    RETURN_IF_ERROR(Walk(plan_.schedule, *this));
     return std::move(rows_[0].partial);
   }
 
- private:
-  // A communication under way.
-  struct Transfer {
-    Traffic traffic = Traffic::kQ;
-    TimelineRecorder::Moment start;
-    std::unique_ptr<PendingReceive> pending;
-  };
+  // Visits the walk. The communicator holds what is under way.
+  static constexpr bool kHandsOver = true;
 
-  absl::Status RunStep(const Step& step) {
-    if (!step.comm.has_value()) return ComputeBlocks(step);
-    ASSIGN_OR_RETURN(Transfer transfer, Start(*step.comm));
-    RETURN_IF_ERROR(ComputeBlocks(step));
-    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer));
-    return Accept(*step.comm, std::move(message));
+  absl::Status Start(const Transfer& transfer) {
+    if (transfer.traffic == Traffic::kQ) {
+      return SendReceive(transfer, mesh_.QSendTo(rank_), q_[transfer.sent], mesh_.QReceiveFrom(rank_),
+                         model_.q_bytes(QTokens(transfer.received)));
+    }
+    if (transfer.traffic == Traffic::kKv) {
+      return SendReceive(transfer, mesh_.KvSendTo(rank_), kv_[transfer.sent], mesh_.KvReceiveFrom(rank_),
+                         model_.kv_bytes(KvTokens(transfer.received)));
+    }
+    ASSIGN_OR_RETURN(BufferRef message, WireForm(transfer.sent));
+    return SendReceive(transfer, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
+                       model_.partial_bytes(QTokens(transfer.received), plan_.partial_dtype));
   }
 
-  absl::Status ComputeBlocks(const Step& step) {
-    for (const BlockIndex& block : step.blocks) {
-      RETURN_IF_ERROR(ComputeBlock(block));
-    }
+  absl::Status End(const Transfer& transfer, RowState) {
+    const std::unique_ptr<PendingReceive> pending = std::move(pending_);
+    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer.traffic, *pending));
+    if (transfer.traffic == Traffic::kO) return AcceptPartial(transfer.received, std::move(message));
+    (transfer.traffic == Traffic::kQ ? q_ : kv_)[transfer.received] = std::move(message);
     return absl::OkStatus();
   }
 
-  absl::StatusOr<Transfer> Start(Traffic traffic) {
-    switch (traffic) {
-      case Traffic::kQ: {
-        Chunk& chunk = q_[q_received_];
-        --chunk.sends_left;
-        absl::StatusOr<Transfer> transfer =
-            SendReceive(Traffic::kQ, mesh_.QSendTo(rank_), chunk.buffer, mesh_.QReceiveFrom(rank_),
-                        model_.q_bytes(QTokens(q_received_ + 1)));
-        chunk.Release();
-        return transfer;
-      }
-      case Traffic::kKv: {
-        Chunk& chunk = kv_[kv_received_];
-        --chunk.sends_left;
-        absl::StatusOr<Transfer> transfer =
-            SendReceive(Traffic::kKv, mesh_.KvSendTo(rank_), chunk.buffer, mesh_.KvReceiveFrom(rank_),
-                        model_.kv_bytes(KvTokens(kv_received_ + 1)));
-        chunk.Release();
-        return transfer;
-      }
-      case Traffic::kO: {
-        ASSIGN_OR_RETURN(BufferRef message, WireForm(o_sent_ + 1));
-        return SendReceive(Traffic::kO, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
-                           model_.partial_bytes(QTokens(ArrivingRow()), plan_.partial_dtype));
-      }
-      case Traffic::kDq:
-      case Traffic::kDkv:
-      case Traffic::kAllToAll:
-      case Traffic::kGather:
-        break;
-    }
-    return absl::InternalError("unknown communication in a schedule");
-  }
+  void FreeQ(int u) { q_[u].reset(); }
+  void FreeKv(int v) { kv_[v].reset(); }
 
-  absl::StatusOr<Transfer> SendReceive(Traffic traffic, int to, BufferRef message, int from,
-                                       int64_t receive_bytes) {
-    stats_.sent[traffic] += static_cast<int64_t>(message->size_bytes());
-    TimelineRecorder::Moment start;
-    if (recorder_ != nullptr && recorder_->keeps_spans()) start = recorder_->Now();
-    ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
-                     communicator_.SendReceive(traffic, GlobalRank(to), std::move(message), GlobalRank(from),
-                                               static_cast<size_t>(receive_bytes)));
-    return Transfer{.traffic = traffic, .start = std::move(start), .pending = std::move(pending)};
-  }
-
-  absl::StatusOr<BufferRef> WaitFor(Transfer& transfer) {
-    const char* const name = OperationName(transfer.traffic);
-    absl::StatusOr<BufferRef> message = [&] {
-      SpanTimer timer(&stats_.wait_seconds[transfer.traffic], recorder_,
-                      {.kind = SpanKind::kWait, .what = name});
-      return transfer.pending->Wait(MonotonicNow() + wait_timeout_);
-    }();
-    if (recorder_ != nullptr && recorder_->keeps_spans()) {
-      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer.start),
-                        recorder_->Now());
-    }
-    return message;
-  }
-
-  absl::Status Accept(Traffic traffic, BufferRef message) {
-    switch (traffic) {
-      case Traffic::kQ:
-        q_[++q_received_].buffer = std::move(message);
-        return absl::OkStatus();
-      case Traffic::kKv:
-        kv_[++kv_received_].buffer = std::move(message);
-        return absl::OkStatus();
-      case Traffic::kO: {
-        const int row = ArrivingRow();
-        ++o_sent_;
-        return AcceptPartial(row, std::move(message));
-      }
-      case Traffic::kDq:
-      case Traffic::kDkv:
-      case Traffic::kAllToAll:
-      case Traffic::kGather:
-        break;
-    }
-    return absl::InternalError("unknown communication in a schedule");
-  }
-
-  absl::Status ComputeBlock(BlockIndex block) {
-    Chunk& q = q_[block.u];
-    Chunk& kv = kv_[block.v];
+  absl::Status Block(BlockIndex block, RowState) {
+    const Buffer& kv = *kv_[block.v];
     Row& row = rows_[block.u];
     const int64_t q_tokens = QTokens(block.u);
     const bool carry_in = row.partial != nullptr;
@@ -200,17 +109,18 @@ class LayerRun {
     {
       SpanTimer timer(&stats_.block_seconds, recorder_, {.what = "block", .block = block});
       RETURN_IF_ERROR(stream_.AttentionBlock({
-          .q = q.buffer->data(),
-          .k = kv.buffer->data(),
-          .v = kv.buffer->data<std::byte>() + kv.buffer->size_bytes() / 2,
+          .q = q_[block.u]->data(),
+          .k = kv.data(),
+          .v = kv.data<std::byte>() + kv.size_bytes() / 2,
           .q_tokens = q_tokens,
           .k_tokens = KvTokens(block.v),
           .q_heads = model_.q_heads,
           .kv_heads = model_.kv_heads,
           .head_dim = model_.head_dim,
-          .band = {.q = layout_.Positions(mesh_.QChunk(rank_, block.u)),
-                   .k = layout_.Positions(mesh_.KvChunk(rank_, block.v)),
-                   .window = window_},
+          .band = {.q = q_layout_.Positions(mesh_.QChunk(rank_, block.u)),
+                   .k = kv_layout_.Positions(mesh_.KvChunk(rank_, block.v)),
+                   .window = window_,
+                   .first_q = plan_.cached_tokens},
           .scale = scale_,
           .carry_in = carry_in,
           .o = static_cast<float*>(state.o),
@@ -218,12 +128,32 @@ class LayerRun {
       }));
     }
     ++stats_.blocks;
-    --q.blocks_left;
-    --kv.blocks_left;
-    q.Release();
-    kv.Release();
     if (row.arrived == nullptr) return absl::OkStatus();
     return Merge(row, q_tokens, *std::exchange(row.arrived, nullptr));
+  }
+
+ private:
+  absl::Status SendReceive(const Transfer& transfer, int to, BufferRef message, int from,
+                           int64_t receive_bytes) {
+    stats_.sent[transfer.traffic] += static_cast<int64_t>(message->size_bytes());
+    if (recorder_ != nullptr && recorder_->keeps_spans()) transfer_start_ = recorder_->Now();
+    ASSIGN_OR_RETURN(pending_,
+                     communicator_.SendReceive(transfer.traffic, GlobalRank(to), std::move(message),
+                                               GlobalRank(from), static_cast<size_t>(receive_bytes)));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<BufferRef> WaitFor(Traffic traffic, PendingReceive& pending) {
+    const char* const name = OperationName(traffic);
+    absl::StatusOr<BufferRef> message = [&] {
+      SpanTimer timer(&stats_.wait_seconds[traffic], recorder_, {.kind = SpanKind::kWait, .what = name});
+      return pending.Wait(MonotonicNow() + wait_timeout_);
+    }();
+    if (recorder_ != nullptr && recorder_->keeps_spans()) {
+      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer_start_),
+                        recorder_->Now());
+    }
+    return message;
   }
 
   // A partial that arrives for a row not yet begun becomes its state as it is, without a pass over it; in a
@@ -262,16 +192,16 @@ class LayerRun {
     return message;
   }
 
-  int ArrivingRow() const { return (o_sent_ + 2) % plan_.tile.a; }
-  int64_t QTokens(int u) const { return layout_.ChunkTokens(mesh_.QChunk(rank_, u)); }
-  int64_t KvTokens(int v) const { return layout_.ChunkTokens(mesh_.KvChunk(rank_, v)); }
+  int64_t QTokens(int u) const { return q_layout_.ChunkTokens(mesh_.QChunk(rank_, u)); }
+  int64_t KvTokens(int v) const { return kv_layout_.ChunkTokens(mesh_.KvChunk(rank_, v)); }
   int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
 
   const Plan& plan_;
-  const ModelShape model_;    // with the heads of this mesh
-  const TokenLayout layout_;  // over the ranks of the mesh, which are head groups
-  const int member_;          // of its head group: which of the h meshes
-  const int rank_;            // in the mesh
+  const ModelShape model_;       // with the heads of this mesh
+  const TokenLayout q_layout_;   // over the ranks of the mesh, which are head groups
+  const TokenLayout kv_layout_;  // likewise, of a cached prefix and the prompt
+  const int member_;             // of its head group: which of the h meshes
+  const int rank_;               // in the mesh
   const Mesh mesh_;
   Stream& stream_;
   Communicator& communicator_;
@@ -281,12 +211,11 @@ class LayerRun {
   const int64_t window_;
   const float scale_;
 
-  int q_received_ = 0;     // Recv Q that have ended; Q#0 … Q#q_received_ have been here
-  int kv_received_ = 0;    // Recv KV likewise
-  int o_sent_ = 0;         // Send O that have ended
-  std::vector<Chunk> q_;   // [a], by local index
-  std::vector<Chunk> kv_;  // [b]
-  std::vector<Row> rows_;  // [a]
+  std::vector<BufferRef> q_;                 // [a], by local index; null: not here yet, or no longer
+  std::vector<BufferRef> kv_;                // [b]
+  std::vector<Row> rows_;                    // [a]
+  std::unique_ptr<PendingReceive> pending_;  // of the step's communication
+  TimelineRecorder::Moment transfer_start_;  // kept where the recorder keeps spans
 };
 
 }  // namespace

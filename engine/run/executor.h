@@ -21,10 +21,11 @@
 namespace meshfill {
 
 // The chunks of one layer on one rank: of all heads and its own tokens, or of the heads of its mesh and the
-// tokens of its head group.
+// tokens of its head group. Queries are dealt by the plan's layout, keys by its kv_layout(): whoever calls
+// has put a cached prefix in its place.
 struct LayerChunks {
-  BufferRef q;   // [q_heads, chunk_tokens, head_dim], compute dtype
-  BufferRef kv;  // K [kv_heads, chunk_tokens, head_dim], then V likewise, compute dtype
+  BufferRef q;   // [q_heads, q_chunk_tokens, head_dim], compute dtype
+  BufferRef kv;  // K [kv_heads, kv_chunk_tokens, head_dim], then V likewise, compute dtype
 };
 
 class AttentionExecutor {

@@ -16,7 +16,8 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
       heads_(plan.heads),
       member_(rank % plan.heads),
       first_rank_(rank - rank % plan.heads),
-      members_(plan.layout.Members(rank / plan.heads, plan.heads)),
+      q_members_(plan.layout.Members(rank / plan.heads, plan.heads)),
+      kv_members_(plan.kv_layout().Members(rank / plan.heads, plan.heads)),
       stream_(stream),
       communicator_(communicator),
       wait_timeout_(wait_timeout),
@@ -26,16 +27,17 @@ HeadExchange::HeadExchange(const Plan& plan, const ModelShape& model, int rank, 
 absl::StatusOr<LayerChunks> HeadExchange::ToHeads(LayerChunks own) {
   if (heads_ == 1) return own;
   SpanTimer timer(&stats_.attention_seconds, recorder_);
-  ASSIGN_OR_RETURN(BufferRef q, stream_.Allocate(slice_.q_bytes(members_.tokens())));
-  RETURN_IF_ERROR(TensorToHeads(std::move(own.q), model_.q_heads, slice_.q_heads, q->data()));
+  ASSIGN_OR_RETURN(BufferRef q, stream_.Allocate(slice_.q_bytes(q_members_.tokens())));
+  RETURN_IF_ERROR(TensorToHeads(std::move(own.q), q_members_, model_.q_heads, slice_.q_heads, q->data()));
 
   const size_t own_half = own.kv->size_bytes() / 2;
   const BufferRef k = PartOf(own.kv, 0, own_half), v = PartOf(own.kv, own_half, own_half);
   own.kv.reset();
-  ASSIGN_OR_RETURN(BufferRef kv, stream_.Allocate(slice_.kv_bytes(members_.tokens())));
+  ASSIGN_OR_RETURN(BufferRef kv, stream_.Allocate(slice_.kv_bytes(kv_members_.tokens())));
   auto* const halves = kv->data<std::byte>();
-  RETURN_IF_ERROR(TensorToHeads(k, model_.kv_heads, slice_.kv_heads, halves));
-  RETURN_IF_ERROR(TensorToHeads(v, model_.kv_heads, slice_.kv_heads, halves + kv->size_bytes() / 2));
+  RETURN_IF_ERROR(TensorToHeads(k, kv_members_, model_.kv_heads, slice_.kv_heads, halves));
+  RETURN_IF_ERROR(
+      TensorToHeads(v, kv_members_, model_.kv_heads, slice_.kv_heads, halves + kv->size_bytes() / 2));
   return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
 }
 
@@ -45,17 +47,18 @@ absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
   LayerOutput output{.parts = std::vector<BufferRef>(heads_), .dtype = model_.dtype};
   const absl::Status status = AllToAll({
       .send = [&](int member) -> absl::StatusOr<BufferRef> {
-        ASSIGN_OR_RETURN(BufferRef message, stream_.Allocate(slice_.q_bytes(MemberTokens(member))));
+        const int64_t tokens = q_members_.ChunkTokens(member);
+        ASSIGN_OR_RETURN(BufferRef message, stream_.Allocate(slice_.q_bytes(tokens)));
         RETURN_IF_ERROR(Copy({.from = mesh_output->data(),
-                              .from_rows = GroupRows(member, DType::kF32),
+                              .from_rows = GroupRows(q_members_, member, DType::kF32),
                               .to = message->data(),
-                              .to_rows = MemberRows(member, model_.dtype),
+                              .to_rows = MemberRows(q_members_, member, model_.dtype),
                               .heads = slice_.q_heads,
-                              .tokens = MemberTokens(member),
+                              .tokens = tokens,
                               .head_dim = model_.head_dim}));
         return message;
       },
-      .receive_bytes = [&](int) { return slice_.q_bytes(MemberTokens(member_)); },
+      .receive_bytes = [&](int) { return slice_.q_bytes(q_members_.ChunkTokens(member_)); },
       .accept =
           [&](int member, BufferRef message) {
             output.parts[member] = std::move(message);
@@ -66,25 +69,26 @@ absl::StatusOr<LayerOutput> HeadExchange::ToTokens(BufferRef mesh_output) {
   return output;
 }
 
-absl::Status HeadExchange::TensorToHeads(BufferRef tensor, int all_heads, int heads, void* to) {
+absl::Status HeadExchange::TensorToHeads(BufferRef tensor, const TokenLayout& members, int all_heads,
+                                         int heads, void* to) {
   const auto tensor_bytes = [this](int64_t tokens, int64_t tensor_heads) {
     return tokens * tensor_heads * model_.head_dim * static_cast<int64_t>(DTypeBytes(model_.dtype));
   };
   return AllToAll({
       .send = [&](int member) -> absl::StatusOr<BufferRef> {
         const int64_t first_head = int64_t{member} * all_heads / heads_;
-        const int64_t tokens = MemberTokens(member_);
+        const int64_t tokens = members.ChunkTokens(member_);
         return PartOf(tensor, tensor_bytes(tokens, first_head), tensor_bytes(tokens, heads));
       },
-      .receive_bytes = [&](int member) { return tensor_bytes(MemberTokens(member), heads); },
+      .receive_bytes = [&](int member) { return tensor_bytes(members.ChunkTokens(member), heads); },
       .accept =
           [&](int member, BufferRef message) {
             return Copy({.from = message->data(),
-                         .from_rows = MemberRows(member, model_.dtype),
+                         .from_rows = MemberRows(members, member, model_.dtype),
                          .to = to,
-                         .to_rows = GroupRows(member, model_.dtype),
+                         .to_rows = GroupRows(members, member, model_.dtype),
                          .heads = heads,
-                         .tokens = MemberTokens(member),
+                         .tokens = members.ChunkTokens(member),
                          .head_dim = model_.head_dim});
           },
   });
@@ -123,16 +127,17 @@ absl::Status HeadExchange::Copy(const CopyHeadsArgs& args) {
   return stream_.CopyHeads(args);
 }
 
-HeadRows HeadExchange::MemberRows(int member, DType dtype) const {
-  return {
-      .dtype = dtype, .head_stride = MemberTokens(member) * model_.head_dim, .slot_stride = model_.head_dim};
+HeadRows HeadExchange::MemberRows(const TokenLayout& members, int member, DType dtype) const {
+  return {.dtype = dtype,
+          .head_stride = members.ChunkTokens(member) * model_.head_dim,
+          .slot_stride = model_.head_dim};
 }
 
-HeadRows HeadExchange::GroupRows(int member, DType dtype) const {
+HeadRows HeadExchange::GroupRows(const TokenLayout& members, int member, DType dtype) const {
   return {.dtype = dtype,
-          .head_stride = members_.tokens() * model_.head_dim,
+          .head_stride = members.tokens() * model_.head_dim,
           .slot_stride = model_.head_dim,
-          .slots = members_.Positions(member)};
+          .slots = members.Positions(member)};
 }
 
 }  // namespace meshfill

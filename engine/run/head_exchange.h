@@ -63,20 +63,24 @@ class HeadExchange {
   };
   absl::Status AllToAll(const Moves& moves);
 
-  // `tensor`: [all_heads, own tokens, head_dim]; `to`: [heads, group's tokens, head_dim].
-  absl::Status TensorToHeads(BufferRef tensor, int all_heads, int heads, void* to);
+  // `tensor`: [all_heads, own tokens, head_dim]; `to`: [heads, group's tokens, head_dim]; tokens are those
+  // that `members` deals.
+  absl::Status TensorToHeads(BufferRef tensor, const TokenLayout& members, int all_heads, int heads,
+                             void* to);
 
   absl::Status Copy(const CopyHeadsArgs& args);
-  HeadRows MemberRows(int member, DType dtype) const;  // of a message: [heads, member's tokens, head_dim]
-  HeadRows GroupRows(int member, DType dtype) const;   // of its tokens in [heads, group's tokens, head_dim]
-  int64_t MemberTokens(int member) const { return members_.ChunkTokens(member); }
+  // Rows of a message: [heads, member's tokens, head_dim].
+  HeadRows MemberRows(const TokenLayout& members, int member, DType dtype) const;
+  // Rows of its tokens in [heads, group's tokens, head_dim].
+  HeadRows GroupRows(const TokenLayout& members, int member, DType dtype) const;
 
   const ModelShape& model_;
-  const ModelShape slice_;     // with one member's heads
-  const int heads_;            // h
-  const int member_;           // of the group
-  const int first_rank_;       // of the group
-  const TokenLayout members_;  // the group's tokens over its members
+  const ModelShape slice_;        // with one member's heads
+  const int heads_;               // h
+  const int member_;              // of the group
+  const int first_rank_;          // of the group
+  const TokenLayout q_members_;   // the group's tokens over its members
+  const TokenLayout kv_members_;  // likewise, of a cached prefix and the prompt
   Stream& stream_;
   Communicator& communicator_;
   const absl::Duration wait_timeout_;

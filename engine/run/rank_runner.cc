@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "engine/model/layer.h"
 #include "engine/model/rope.h"
 #include "engine/run/executor.h"
@@ -37,6 +38,7 @@ class Runner {
                   run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
+    RETURN_IF_ERROR(CheckRun());
     RETURN_IF_ERROR(ProbeLinks());
     const auto start = std::chrono::steady_clock::now();
     if (run_.recorder != nullptr) run_.recorder->set_stream(stream_);
@@ -61,6 +63,17 @@ class Runner {
     if (run_.recorder != nullptr) run_.recorder->set_layer(layer);
   }
 
+  absl::Status CheckRun() const {
+    if (run_.plan.cached_tokens != 0) {
+      return absl::UnimplementedError(absl::StrCat("rank ", run_.rank, ": the plan has ",
+                                                   run_.plan.cached_tokens,
+                                                   " cached tokens, whose keys and values nothing supplies"));
+    }
+    if (std::ssize(run_.ids) == chunk_tokens_) return absl::OkStatus();
+    return absl::InternalError(
+        absl::StrCat("rank ", run_.rank, ": ", run_.ids.size(), " token ids for a chunk of ", chunk_tokens_));
+  }
+
   absl::Status ProbeLinks() {
     const auto start = std::chrono::steady_clock::now();
     for (const LinkProbe& probe : run_.probes) {
@@ -82,17 +95,15 @@ class Runner {
     ASSIGN_OR_RETURN(buffers_, LayerBuffers::Make(stream_, LayerShapeOf(shape_), slice_tokens_));
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
     RETURN_IF_ERROR(PlaceRopeTables(positions));
-    std::vector<uint32_t> ids(chunk_tokens_);
-    for (int64_t slot = 0; slot < chunk_tokens_; ++slot) ids[slot] = run_.tokens[positions.At(slot)];
-    return stream_.Embed(ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
+    return stream_.Embed(run_.ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
                          Residual(0));
   }
 
   absl::Status PlaceRopeTables(const SlotPositions& positions) {
     const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.head_dim / 2);
     rope_.reset(new float[2 * elements]);
-    FillRopeTables(config_.rope, shape_.head_dim, positions, chunk_tokens_, rope_.get(),
-                   rope_.get() + elements, stream_.device().grain().host_threads);
+    FillRopeTables(config_.rope, shape_.head_dim, run_.plan.cached_tokens, positions, chunk_tokens_,
+                   rope_.get(), rope_.get() + elements, stream_.device().grain().host_threads);
     ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.get(), 2 * elements * sizeof(float)));
     cos_ = PartOf(tables, 0, elements * sizeof(float));
     sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));

@@ -33,7 +33,7 @@ struct RankRun {
   const Plan& plan;
   const Model& model;
   int rank;
-  std::span<const uint32_t> tokens;  // the whole prompt
+  std::span<const uint32_t> ids;  // this rank's tokens, by slot
   Stream& stream;
   Communicator& communicator;
   absl::Duration wait_timeout;
@@ -50,6 +50,7 @@ struct RankOutput {
   double probe_seconds = 0;                // that the probes took; no part of the stats
 };
 
+// INTERNAL where the ids are not those of the rank's chunk. UNIMPLEMENTED for a plan with cached tokens.
 absl::StatusOr<RankOutput> RunRank(const RankRun& run);
 
 }  // namespace meshfill

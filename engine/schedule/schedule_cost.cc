@@ -1,71 +1,34 @@
 #include "engine/schedule/schedule_cost.h"
 
 #include <algorithm>
-#include <vector>
+
+#include "engine/schedule/schedule_walk.h"
 
 namespace meshfill {
 namespace {
 
-// Chunks of Q, or of KV: they arrive in turn, and each is passed on while the next arrives.
-class ChunkLives {
+class MemoryWalk : public ScheduleVisitor {
  public:
-  ChunkLives(int chunks, int blocks_each) : uses_left_(chunks, blocks_each + 1) {
-    --uses_left_.back();  // the last is not passed on
+  explicit MemoryWalk(OverlapCosts costs) : costs_(costs) { Add(costs_.c_q + costs_.c_kv); }
+
+  int64_t peak() const { return peak_; }
+
+  void Start(const Transfer& transfer) { Add(CommBlocks(transfer.traffic, costs_)); }
+  void Block(BlockIndex, RowState row) {
+    if (row == RowState::kEmpty) Add(costs_.c_o);
   }
-
-  // Each returns how many chunks that frees: 0 or 1.
-  int Use(int chunk) { return --uses_left_[chunk] == 0 ? 1 : 0; }
-  int PassOnNext() { return Use(passed_on_++); }
-
- private:
-  std::vector<int> uses_left_;  // blocks, and the send
-  int passed_on_ = 0;
-};
-
-class MemoryWalk {
- public:
-  MemoryWalk(const Schedule& schedule, OverlapCosts costs)
-      : schedule_(schedule),
-        costs_(costs),
-        q_(schedule.tile.a, schedule.tile.b),
-        kv_(schedule.tile.b, schedule.tile.a),
-        begun_(schedule.tile.a, false) {}
-
-  int64_t Run() {
-    Add(costs_.c_q + costs_.c_kv);  // the rank's own
-    for (const Step& step : schedule_.steps) {
-      Add(CommBlocks(step.comm, costs_));
-      for (const BlockIndex& block : step.blocks) RunBlock(block);
-      EndComm(step.comm);
-    }
-    return peak_;
+  void End(const Transfer& transfer, RowState row) {
+    if (transfer.traffic != Traffic::kO) return;
+    live_ -= costs_.c_o;                               // what was sent
+    if (row != RowState::kEmpty) live_ -= costs_.c_o;  // merged, else it becomes the row
   }
+  void FreeQ(int) { live_ -= costs_.c_q; }
+  void FreeKv(int) { live_ -= costs_.c_kv; }
 
  private:
   void Add(int64_t cost) { peak_ = std::max(peak_, live_ += cost); }
 
-  void RunBlock(BlockIndex block) {
-    if (!begun_[block.u]) Add(costs_.c_o);
-    begun_[block.u] = true;
-    live_ -= q_.Use(block.u) * costs_.c_q + kv_.Use(block.v) * costs_.c_kv;
-  }
-
-  void EndComm(std::optional<Traffic> comm) {
-    if (comm == Traffic::kQ) live_ -= q_.PassOnNext() * costs_.c_q;
-    if (comm == Traffic::kKv) live_ -= kv_.PassOnNext() * costs_.c_kv;
-    if (comm != Traffic::kO) return;
-    const int arrived = (++o_sent_ + 1) % schedule_.tile.a;
-    live_ -= costs_.c_o;                       // what was sent
-    if (begun_[arrived]) live_ -= costs_.c_o;  // merged, else it becomes the row
-    begun_[arrived] = true;
-  }
-
-  const Schedule& schedule_;
   const OverlapCosts costs_;
-  ChunkLives q_;
-  ChunkLives kv_;
-  std::vector<bool> begun_;  // [a]: O#u has its buffer
-  int o_sent_ = 0;
   int64_t live_ = 0;
   int64_t peak_ = 0;
 };
@@ -87,7 +50,9 @@ int64_t TimeInBlocks(const Schedule& schedule, OverlapCosts costs) {
 }
 
 int64_t PeakChunkCost(const Schedule& schedule, OverlapCosts costs) {
-  return MemoryWalk(schedule, costs).Run();
+  MemoryWalk walk(costs);
+  Walk(schedule, walk);
+  return walk.peak();
 }
 
 }  // namespace meshfill

@@ -1,8 +1,8 @@
 #include "engine/sim/mesh_program.h"
 
 #include <utility>
-#include <vector>
 
+#include "engine/schedule/schedule_walk.h"
 #include "engine/sim/chunk_buffers.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/mesh_rings.h"
@@ -10,15 +10,15 @@
 namespace meshfill::sim {
 namespace {
 
-class ForwardBuilder {
+class ForwardBuilder : public ScheduleVisitor {
  public:
   ForwardBuilder(const AttentionJob& job, int heads, const Schedule& schedule, Buffers buffers)
       : schedule_(schedule),
-        a_(schedule.tile.a),
         groups_(job, heads, schedule.tile.ranks()),
         builder_(groups_.ranks()),
-        keep_(buffers == Buffers::kKeep),
-        state_(a_, false) {}
+        ring_(schedule.tile.a == 1),
+        keep_q_(buffers == Buffers::kKeep),
+        keep_kv_(keep_q_ && !ring_) {}
 
   RankProgram Run() && {
     const ChunkBytes& share = groups_.share();
@@ -37,78 +37,72 @@ class ForwardBuilder {
     return std::move(builder_).Build();
   }
 
- private:
-  void RunMesh() {
-    const ChunkBytes& chunk = groups_.chunk();
-    const MeshRings rings = MeshRingsOf(groups_, schedule_.tile);
-    const int q_channel = builder_.AddChannel(Traffic::kQ, rings.q_from);
-    const int kv_channel = builder_.AddChannel(Traffic::kKv, rings.kv_from);
-    const int o_channel = builder_.AddChannel(Traffic::kO, rings.q_from);
-    // A ring reuses no KV chunk: it keeps the caller's own, and one at a time.
-    const bool ring = a_ == 1;
-    if (keep_ && ring) builder_.Take(chunk.kv);
-    ChunkBuffers q(builder_, chunk.q, a_, schedule_.tile.b, keep_);
-    ChunkBuffers kv(builder_, chunk.kv, schedule_.tile.b, a_, keep_ && !ring);
-    for (const Step& step : schedule_.steps) {
-      if (step.comm == Traffic::kQ) {
-        q.StartReceive();
-        builder_.Start(q_channel, chunk.q);
-      }
-      if (step.comm == Traffic::kKv) {
-        kv.StartReceive();
-        builder_.Start(kv_channel, chunk.kv);
-      }
-      if (step.comm == Traffic::kO) StartSendO(o_channel);
-      for (const auto [u, v] : step.blocks) {
-        TakeState(u);
-        builder_.Compute(groups_.BlockFlops(Pass::kForward), 1);
-        q.Use(u);
-        kv.Use(v);
-      }
-      if (step.comm == Traffic::kQ) {
-        builder_.Wait(q_channel);
-        q.EndReceive();
-      }
-      if (step.comm == Traffic::kKv) {
-        builder_.Wait(kv_channel);
-        kv.EndReceive();
-      }
-      if (step.comm == Traffic::kO) EndSendO(o_channel);
+  // Visits the walk.
+  void Start(const Transfer& transfer) {
+    const int64_t bytes = BytesOf(transfer.traffic);
+    builder_.Take(bytes);
+    if (transfer.traffic == Traffic::kO) {  // the row as it is sent, and the one that arrives
+      builder_.Give(groups_.chunk().o_state);
+      builder_.Take(bytes);
     }
-    q.GiveKept();
-    kv.GiveKept();
-    builder_.Give(chunk.o_state);  // O#0
-    if (keep_ && ring) builder_.Give(chunk.kv);
+    builder_.Start(channels_[transfer.traffic], bytes);
   }
 
-  void StartSendO(int channel) {
-    const ChunkBytes& chunk = groups_.chunk();
-    builder_.Take(chunk.o);  // the row as it is sent
-    builder_.Give(chunk.o_state);
-    builder_.Take(chunk.o);  // the row that arrives
-    builder_.Start(channel, chunk.o);
+  void Block(BlockIndex, RowState row) {
+    TakeState(row);
+    builder_.Compute(groups_.BlockFlops(Pass::kForward), 1);
   }
 
-  void EndSendO(int channel) {
-    builder_.Wait(channel);
-    TakeState((++o_sent_ + 1) % a_);  // merged into its row
+  void End(const Transfer& transfer, RowState row) {
+    builder_.Wait(channels_[transfer.traffic]);
+    if (transfer.traffic != Traffic::kO) return;
+    TakeState(row);  // merged into its row
     builder_.Give(2 * groups_.chunk().o);
   }
 
+  void FreeQ(int) {
+    if (!keep_q_) builder_.Give(groups_.chunk().q);
+  }
+  void FreeKv(int) {
+    if (!keep_kv_) builder_.Give(groups_.chunk().kv);
+  }
+
+ private:
+  void RunMesh() {
+    const ChunkBytes& chunk = groups_.chunk();
+    const auto [a, b] = schedule_.tile;
+    const MeshRings rings = MeshRingsOf(groups_, schedule_.tile);
+    channels_[Traffic::kQ] = builder_.AddChannel(Traffic::kQ, rings.q_from);
+    channels_[Traffic::kKv] = builder_.AddChannel(Traffic::kKv, rings.kv_from);
+    channels_[Traffic::kO] = builder_.AddChannel(Traffic::kO, rings.q_from);
+    // A ring reuses no KV chunk: it keeps the caller's own, and one at a time.
+    if (keep_q_ && ring_) builder_.Take(chunk.kv);
+    builder_.Take(chunk.q);
+    builder_.Take(chunk.kv);
+    Walk(schedule_, *this);
+    if (keep_q_) builder_.Give(a * chunk.q);
+    if (keep_kv_) builder_.Give(b * chunk.kv);
+    builder_.Give(chunk.o_state);  // O#0
+    if (keep_q_ && ring_) builder_.Give(chunk.kv);
+  }
+
+  int64_t BytesOf(Traffic traffic) const {
+    if (traffic == Traffic::kQ) return groups_.chunk().q;
+    return traffic == Traffic::kKv ? groups_.chunk().kv : groups_.chunk().o;
+  }
+
   // A row's accumulator, with its first block or the first partial output that arrives for it.
-  void TakeState(int row) {
-    if (state_[row]) return;
-    state_[row] = true;
-    builder_.Take(groups_.chunk().o_state);
+  void TakeState(RowState row) {
+    if (row == RowState::kEmpty) builder_.Take(groups_.chunk().o_state);
   }
 
   const Schedule& schedule_;
-  const int a_;
   const HeadGroups groups_;
   ProgramBuilder builder_;
-  const bool keep_;
-  std::vector<bool> state_;  // [a]: the row has an accumulator
-  int o_sent_ = 0;
+  const bool ring_;
+  const bool keep_q_;
+  const bool keep_kv_;
+  PerTraffic<int> channels_;
 };
 
 class BackwardBuilder {

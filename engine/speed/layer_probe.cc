@@ -148,8 +148,8 @@ absl::Status LayerProbe::Prepare() {
 
 absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
   const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
-  FillRopeTables({}, shape_.head_dim, {.base = 0, .stride = 1, .width = 64}, tokens, rope_.data(),
-                 rope_.data() + elements);
+  FillRopeTables({}, shape_.head_dim, /*first=*/0, {.base = 0, .stride = 1, .width = 64}, tokens,
+                 rope_.data(), rope_.data() + elements);
   ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.data(), 2 * elements * sizeof(float)));
   cos_ = PartOf(tables, 0, elements * sizeof(float));
   sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));

@@ -29,7 +29,7 @@ constexpr int64_t SlotsBefore(const SlotPositions& slots, int64_t position, int6
 }
 
 constexpr KeyRange VisibleKeys(const Band& band, int64_t q_slot, int64_t k_tokens) {
-  const int64_t position = band.q.At(q_slot);
+  const int64_t position = band.first_q + band.q.At(q_slot);
   return {.begin = band.window == 0 ? 0 : SlotsBefore(band.k, position - band.window + 1, k_tokens),
           .end = SlotsBefore(band.k, position + 1, k_tokens)};
 }

@@ -40,6 +40,8 @@ absl::Status CheckArgs(const AttentionBlockArgs& args, DType dtype) {
                    slots.width, "; use base >= 0, stride and width >= 1");
     }
   }
+  if (args.band.first_q < 0 || args.band.first_q > kLargest)
+    return error("the queries count from position ", args.band.first_q, "; use 0 to 2^31 - 1");
   if (!Aligned(args.q, 16) || !Aligned(args.k, 16) || !Aligned(args.v, 16) || !Aligned(args.o, 8)) {
     return error("q, k and v must begin at multiples of 16 bytes, o of 8");
   }

@@ -33,6 +33,7 @@ inline AttentionParams MakeAttentionParams(const AttentionBlockArgs& args, int64
                          .group = group,
                          .head_dim = static_cast<uint32_t>(args.head_dim),
                          .window = static_cast<uint32_t>(std::min(args.band.window, kNoWindow)),
+                         .first_q = static_cast<uint32_t>(args.band.first_q),
                          .q_slots = DeviceSlots::From(args.band.q),
                          .k_slots = DeviceSlots::From(args.band.k),
                          .section_heads = SectionHeads(args.q_heads, group, kv_bytes_per_head, l2_bytes)};

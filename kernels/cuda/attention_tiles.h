@@ -65,12 +65,13 @@ struct BlockShape {
   uint32_t group;     // query heads for each KV head
   uint32_t head_dim;  // a multiple of 8
   uint32_t window;    // 0: none
+  uint32_t first_q;   // position of the token that q_slots count from
   DeviceSlots q_slots;
   DeviceSlots k_slots;
   uint32_t section_heads;  // query heads whose keys and values share the L2 cache
 
   constexpr KeySlots VisibleKeys(uint32_t q_slot) const {
-    const uint32_t past = q_slots.At(q_slot) + 1;  // the first position that is hidden
+    const uint32_t past = first_q + q_slots.At(q_slot) + 1;  // the first position that is hidden
     return {window == 0 || past <= window ? 0 : k_slots.Before(past - window, k_tokens),
             k_slots.Before(past, k_tokens)};
   }

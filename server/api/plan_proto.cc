@@ -76,8 +76,8 @@ v1::PlanReply ToProto(const PlanChoice& choice) {
     candidate_message.set_b(candidate.tile.b);
     candidate_message.set_heads(candidate.heads);
     *candidate_message.mutable_predicted() = ToProto(candidate.predicted);
-    candidate_message.set_ranks(candidate.ranks);
-    candidate_message.set_layout(ToProto(candidate.layout));
+    candidate_message.set_ranks(candidate.ranks());
+    candidate_message.set_layout(ToProto(candidate.layout.kind()));
     candidate_message.set_partial_dtype(DTypeName(candidate.partial_dtype));
     candidate_message.set_placement(candidate.placement);
   }

@@ -68,8 +68,8 @@ std::string PlanJson(const PlanChoice& choice) {
   for (const PlanCandidate& candidate : choice.candidates) {
     Json entry = {{"a", candidate.tile.a}, {"b", candidate.tile.b}, {"heads", candidate.heads}};
     AddPrediction(candidate.predicted, entry);
-    entry["ranks"] = candidate.ranks;
-    entry["layout"] = LayoutName(candidate.layout);
+    entry["ranks"] = candidate.ranks();
+    entry["layout"] = LayoutName(candidate.layout.kind());
     entry["partial_dtype"] = DTypeName(candidate.partial_dtype);
     entry["placement"] = candidate.placement.empty() ? "row-first" : candidate.placement;
     candidates.push_back(std::move(entry));

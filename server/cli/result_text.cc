@@ -74,7 +74,7 @@ std::string CandidatesText(const PlanChoice& choice) {
   };
   const bool wire = any([](const PlanCandidate& each) { return each.partial_dtype != DType::kF32; });
   const bool placed = any([](const PlanCandidate& each) { return !each.placement.empty(); });
-  const bool fewer = any([&](const PlanCandidate& each) { return each.ranks != choice.plan.ranks(); });
+  const bool fewer = any([&](const PlanCandidate& each) { return each.ranks() != choice.plan.ranks(); });
   const auto row = [&](absl::string_view ranks, absl::string_view shape, absl::string_view layout,
                        absl::string_view dtype, absl::string_view placement) {
     std::string text;
@@ -90,10 +90,10 @@ std::string CandidatesText(const PlanChoice& choice) {
   for (const PlanCandidate& candidate : choice.candidates) {
     const Prediction& predicted = candidate.predicted;
     const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads &&
-                        candidate.ranks == choice.plan.ranks();
+                        candidate.ranks() == choice.plan.ranks();
     const absl::string_view box = candidate.placement;
-    absl::StrAppend(&text, row(absl::StrCat(candidate.ranks), ShapeName(candidate.heads, candidate.tile),
-                               LayoutName(candidate.layout), DTypeName(candidate.partial_dtype),
+    absl::StrAppend(&text, row(absl::StrCat(candidate.ranks()), ShapeName(candidate.heads, candidate.tile),
+                               LayoutName(candidate.layout.kind()), DTypeName(candidate.partial_dtype),
                                box.empty() ? "in order" : box));
     absl::StrAppendFormat(
         &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds),

@@ -52,15 +52,7 @@ absl::Status CheckDevices(const std::vector<CudaDeviceInfo>& of_rank) {
 class RankHost::ActiveRun {
  public:
   ActiveRun(WorkerMachine::RunPart part, RankHost& host)
-      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {
-    tokens_.resize(part_.plan.layout.tokens());
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      const SlotPositions positions = part_.plan.layout.Positions(rank(i));
-      const std::vector<uint32_t>& shard = part_.shards[i];
-      for (size_t slot = 0; slot < shard.size(); ++slot) tokens_[positions.At(slot)] = shard[slot];
-    }
-    part_.shards.clear();
-  }
+      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {}
 
   uint64_t number() const { return part_.number; }
 
@@ -203,7 +195,7 @@ class RankHost::ActiveRun {
     return RunRank({.plan = part_.plan,
                     .model = *host_.pool_.models[i],
                     .rank = rank(i),
-                    .tokens = tokens_,
+                    .ids = part_.shards[i],
                     .stream = *seat.stream,
                     .communicator = *seat.communicator,
                     .wait_timeout = PeerWaitTimeout(part_.plan),
@@ -217,7 +209,6 @@ class RankHost::ActiveRun {
   WorkerMachine::RunPart part_;
   RankHost& host_;
   std::vector<BufferRef> reservations_;  // of the memory that the run will take; until it starts
-  std::vector<uint32_t> tokens_;         // [all tokens]; those of other workers' ranks are 0 and not read
   std::vector<std::string> addresses_;   // by rank of the whole run
   std::vector<LinkProbe> probes_;        // of the whole run
   StopToken stop_;                       // of all streams

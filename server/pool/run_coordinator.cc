@@ -74,7 +74,7 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
       static_cast<uint64_t>((plan_.predicted.peak_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
-    const std::vector<uint32_t>& ids = shards.emplace_back(ShardOf(plan_.layout, plan_.RankAt(seat), tokens));
+    const std::vector<uint32_t>& ids = shards.emplace_back(plan_.layout.Deal(plan_.RankAt(seat), tokens));
     for (size_t begin = 0; begin < ids.size(); begin += kShardIds) {
       const size_t end = std::min(ids.size(), begin + kShardIds);
       v1::Shard& shard = *AddMessage(worker).mutable_shard();

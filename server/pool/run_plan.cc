@@ -21,6 +21,13 @@ absl::StatusOr<std::optional<Traffic>> ParseComm(const std::string& name) {
   return absl::InvalidArgumentError(absl::StrCat("a step of the plan communicates \"", name, "\""));
 }
 
+absl::StatusOr<DType> ParsePartialDType(const std::string& name) {
+  for (DType dtype : {DType::kF32, DType::kBf16}) {
+    if (name == DTypeName(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("a plan with partial outputs in \"", name, "\""));
+}
+
 // Of 0 to ranks − 1, or nothing.
 bool IsPermutation(const google::protobuf::RepeatedField<uint32_t>& seats, int ranks) {
   if (seats.empty()) return true;
@@ -43,7 +50,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
   message.set_heads(static_cast<uint32_t>(plan.heads));
   message.set_a(static_cast<uint32_t>(plan.tile.a));
   message.set_b(static_cast<uint32_t>(plan.tile.b));
-  message.set_partial_dtype(plan.partial_dtype == DType::kF32 ? "f32" : "bf16");
+  message.set_partial_dtype(DTypeName(plan.partial_dtype));
   for (const Step& step : plan.schedule.steps) {
     v1::RunPlan::Step& step_message = *message.add_steps();
     step_message.set_comm(CommName(step.comm));
@@ -52,6 +59,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
       step_message.add_blocks(static_cast<uint32_t>(block.v));
     }
   }
+  message.set_cached_tokens(static_cast<uint64_t>(plan.cached_tokens));
   message.set_predicted_seconds(plan.predicted.seconds);
   message.set_slice_tokens(static_cast<uint64_t>(plan.slice_tokens));
   message.mutable_seats()->Assign(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end());
@@ -68,6 +76,8 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
                                                    " ranks"));
   }
   if (message.tokens() > std::numeric_limits<int32_t>::max() ||
+      message.cached_tokens() > std::numeric_limits<int32_t>::max() ||
+      message.tokens() + message.cached_tokens() > std::numeric_limits<int32_t>::max() ||
       message.stripe() > std::numeric_limits<int32_t>::max()) {
     return absl::InvalidArgumentError("a plan of more than 2^31 tokens");
   }
@@ -75,16 +85,18 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
     return absl::InvalidArgumentError(
         absl::StrCat("a plan in slices of ", message.slice_tokens(), " tokens"));
   }
-  ASSIGN_OR_RETURN(
-      const auto layout,
-      TokenLayout::Make(kind, static_cast<int>(message.ranks()), static_cast<int64_t>(message.tokens()),
-                        std::max<int64_t>(1, static_cast<int64_t>(message.stripe()))));
+  ASSIGN_OR_RETURN(const auto layout, TokenLayout::Make(kind, static_cast<int>(message.ranks()),
+                                                        static_cast<int64_t>(message.tokens()),
+                                                        static_cast<int64_t>(message.stripe())));
   const Tile tile{static_cast<int>(message.a()), static_cast<int>(message.b())};
   Schedule schedule{.tile = tile, .steps = {}};
   for (const v1::RunPlan::Step& step_message : message.steps()) {
     ASSIGN_OR_RETURN(const auto comm, ParseComm(step_message.comm()));
+    if (step_message.blocks_size() % 2 != 0) {
+      return absl::InvalidArgumentError("a plan with a block that has a row and no column");
+    }
     Step step{.comm = comm, .blocks = {}};
-    for (int i = 0; i + 1 < step_message.blocks_size(); i += 2) {
+    for (int i = 0; i < step_message.blocks_size(); i += 2) {
       const uint32_t u = step_message.blocks(i), v = step_message.blocks(i + 1);
       if (u >= message.a() || v >= message.b()) {
         return absl::InvalidArgumentError(
@@ -95,13 +107,13 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
     schedule.steps.push_back(std::move(step));
   }
   RETURN_IF_ERROR(CheckSchedule(schedule));
-  Plan plan{.layout = layout,
-            .heads = static_cast<int>(message.heads()),
-            .tile = tile,
-            .partial_dtype = message.partial_dtype() == "bf16" ? DType::kBf16 : DType::kF32,
-            .slice_tokens = static_cast<int64_t>(message.slice_tokens()),
-            .schedule = std::move(schedule),
-            .predicted = {}};
+  ASSIGN_OR_RETURN(const DType partial_dtype, ParsePartialDType(message.partial_dtype()));
+  const PlanShape shape{.layout = layout,
+                        .heads = static_cast<int>(message.heads()),
+                        .tile = tile,
+                        .partial_dtype = partial_dtype,
+                        .cached_tokens = static_cast<int64_t>(message.cached_tokens())};
+  Plan plan{shape, static_cast<int64_t>(message.slice_tokens()), {}, std::move(schedule), {}};
   plan.predicted.seconds = message.predicted_seconds();
   if (!IsPermutation(message.seats(), plan.ranks())) {
     return absl::InvalidArgumentError("a plan that does not give each of its ranks a seat of its own");
@@ -114,8 +126,8 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
   WordHash hash;
   for (int64_t word : {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
                        static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
-                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.slice_tokens,
-                       int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
+                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.cached_tokens,
+                       plan.slice_tokens, int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
     hash.Add(static_cast<uint64_t>(word));
   }
   for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));
@@ -131,13 +143,6 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
     for (uint32_t id : shard) hash.Add(id);
   }
   return hash.Finish();
-}
-
-std::vector<uint32_t> ShardOf(const TokenLayout& layout, int rank, std::span<const uint32_t> tokens) {
-  const SlotPositions positions = layout.Positions(rank);
-  std::vector<uint32_t> shard(layout.ChunkTokens(rank));
-  for (size_t slot = 0; slot < shard.size(); ++slot) shard[slot] = tokens[positions.At(slot)];
-  return shard;
 }
 
 v1::RankRunStats ToProto(const RankStats& stats) {

@@ -23,9 +23,6 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message);
 // Of everything in the plan that ranks act on (no prediction), and of the tokens of ranks first_rank and on.
 uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards);
 
-// The tokens of one rank, by slot.
-std::vector<uint32_t> ShardOf(const TokenLayout& layout, int rank, std::span<const uint32_t> tokens);
-
 v1::RankRunStats ToProto(const RankStats& stats);
 RankStats FromProto(const v1::RankRunStats& message);
 

@@ -30,7 +30,7 @@ T Pick(std::mt19937& random, std::initializer_list<T> choices) {
 }
 
 // The band of Q chunk i and KV chunk j among n ranks: striped, zigzag, contiguous, or with a cached prefix;
-// one in three has a sliding window.
+// one in three has a sliding window, one in three a cached prefix of any length before its queries.
 inline Band RandomBand(std::mt19937& random, int64_t q_tokens, int64_t k_tokens) {
   const int64_t n = Draw(random, 1, 5), i = Draw(random, 0, n - 1), j = Draw(random, 0, n - 1);
   const int64_t chunk = std::max<int64_t>({q_tokens, k_tokens, 1});
@@ -56,6 +56,7 @@ inline Band RandomBand(std::mt19937& random, int64_t q_tokens, int64_t k_tokens)
       band.q = {.base = std::max<int64_t>(0, k_tokens - q_tokens)};
       break;
   }
+  if (Draw(random, 0, 2) == 0) band.first_q = Draw(random, 0, 2 * chunk);
   if (Draw(random, 0, 2) == 0) band.window = Draw(random, 1, 2 * n * chunk);
   return band;
 }
@@ -64,7 +65,8 @@ inline std::string DebugString(const Band& band) {
   const auto slots = [](const SlotPositions& s) {
     return absl::StrCat(s.base, "+", s.stride, "x of ", s.width);
   };
-  return absl::StrCat("q ", slots(band.q), ", k ", slots(band.k), ", window ", band.window);
+  return absl::StrCat("q ", slots(band.q), ", k ", slots(band.k), ", window ", band.window, ", first q ",
+                      band.first_q);
 }
 
 }  // namespace meshfill

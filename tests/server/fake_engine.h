@@ -91,13 +91,12 @@ class FakeEngine final : public PrefillEngine {
                                           options.stripe.value_or(64));
     if (!layout.ok()) return layout.status();
     const std::lock_guard<std::mutex> lock(mu_);
-    Plan plan{.layout = *layout,
-              .heads = heads,
-              .tile = tile,
-              .partial_dtype = DType::kF32,
-              .schedule = {tile, {{Traffic::kQ, {{0, 0}}}, {std::nullopt, {{1, 0}}}}},
-              .predicted = {.seconds = predicted_seconds_}};
-    return PlanChoice{plan, {{.ranks = kRanks, .heads = heads, .tile = tile, .predicted = plan.predicted}}};
+    Plan plan{{.layout = *layout, .heads = heads, .tile = tile},
+              Grain().slice_tokens,
+              {},
+              {tile, {{Traffic::kQ, {{0, 0}}}, {std::nullopt, {{1, 0}}}}},
+              {.seconds = predicted_seconds_}};
+    return PlanChoice{plan, {{plan, "", plan.predicted}}};
   }
 
   int capacity() const override { return capacity_; }

@@ -98,8 +98,7 @@ class PlanCommand : public Command {
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
     ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(shape, host.speed, Request(config, options, host, ranks)));
     if (!svg_path_.empty()) {
-      const std::string svg =
-          PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan, cached_tokens_));
+      const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));
     }
     std::fputs(json_ ? absl::StrCat(PlanJson(choice), "\n").c_str() : PlanText(choice).c_str(), stdout);

@@ -1,6 +1,9 @@
 #include "engine/mesh/layout.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <random>
+#include <span>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -147,6 +150,28 @@ TEST(TokenLayout, HugePromptsDoNotOverflow) {
       }
       EXPECT_EQ(sum, tokens);
     }
+  }
+}
+
+TEST(TokenLayout, DealsEveryTokenOnce) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 100; ++i) {
+    const auto layout = TokenLayout::Make(kKinds[Draw<size_t>(random, 0, 2)], Draw(random, 1, 12),
+                                          Draw<int64_t>(random, 1, 500), Draw<int64_t>(random, 1, 20));
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << layout->DebugString());
+    std::vector<uint32_t> ids(layout->tokens());
+    for (uint32_t& id : ids) id = Draw<uint32_t>(random, 0, 99);
+    std::vector<int> seen(ids.size(), 0);
+    for (int rank = 0; rank < layout->ranks(); ++rank) {
+      const std::vector<uint32_t> own = layout->Deal(rank, std::span<const uint32_t>(ids));
+      ASSERT_EQ(std::ssize(own), layout->ChunkTokens(rank));
+      for (int64_t slot = 0; slot < std::ssize(own); ++slot) {
+        EXPECT_EQ(own[slot], ids[layout->TokenAt(rank, slot)]);
+        ++seen[layout->TokenAt(rank, slot)];
+      }
+    }
+    EXPECT_EQ(seen, std::vector<int>(ids.size(), 1));
   }
 }
 

@@ -49,7 +49,7 @@ TEST(RopeTest, AgreesWithTransformers) {
 
     for (size_t p = 0; p < positions.size(); ++p) {
       std::vector<float> our_cos(half), our_sin(half);
-      FillRopeTables(config->rope, head_dim, {.base = positions[p]}, 1, our_cos.data(), our_sin.data());
+      FillRopeTables(config->rope, head_dim, 0, {.base = positions[p]}, 1, our_cos.data(), our_sin.data());
       for (size_t i = 0; i < half; ++i) {
         // Frequencies may differ in the last place, and a position multiplies that.
         const double tolerance =
@@ -65,13 +65,25 @@ TEST(RopeTest, AgreesWithTransformers) {
   EXPECT_GE(cases, 6);
 }
 
+TEST(RopeTest, PositionsCountFromTheFirst) {
+  const int64_t tokens = 40;
+  std::vector<float> after(2 * tokens * 4, NAN), whole(2 * (tokens + 1000) * 4, NAN);
+  FillRopeTables({}, 8, 1000, {}, tokens, after.data(), after.data() + tokens * 4);
+  FillRopeTables({}, 8, 0, {}, tokens + 1000, whole.data(), whole.data() + (tokens + 1000) * 4);
+  for (int64_t i = 0; i < tokens * 4; ++i) {
+    EXPECT_EQ(after[i], whole[1000 * 4 + i]);
+    EXPECT_EQ(after[tokens * 4 + i], whole[(tokens + 1000) * 4 + 1000 * 4 + i]);
+  }
+}
+
 TEST(RopeTest, ThreadsFillTheSameTables) {
   const SlotPositions positions{.base = 3, .stride = 5, .width = 64};
   const int64_t tokens = 5000;
   std::vector<float> tables[2];
   for (int i = 0; i < 2; ++i) {
     tables[i].assign(2 * tokens * 4, NAN);
-    FillRopeTables({}, 8, positions, tokens, tables[i].data(), tables[i].data() + tokens * 4, i == 0 ? 1 : 3);
+    FillRopeTables({}, 8, 0, positions, tokens, tables[i].data(), tables[i].data() + tokens * 4,
+                   i == 0 ? 1 : 3);
   }
   EXPECT_EQ(tables[0], tables[1]);
 }
@@ -90,7 +102,7 @@ TEST(RopeTest, TablesFollowTheLayout) {
     rope.attention_factor = Draw(random, 1, 3) / 2.0;
     const size_t half = static_cast<size_t>(head_dim) / 2;
     std::vector<float> cos(tokens * half, NAN), sin(tokens * half, NAN);
-    FillRopeTables(rope, head_dim, positions, tokens, cos.data(), sin.data());
+    FillRopeTables(rope, head_dim, 0, positions, tokens, cos.data(), sin.data());
     for (int64_t slot = 0; slot < tokens; ++slot) {
       for (size_t i = 0; i < half; ++i) {
         const double angle =

@@ -464,13 +464,13 @@ TEST(MakePlan, KeepsTheRingThatMovesMoreInsideANode) {
   const auto by_rows = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
   ASSERT_TRUE(by_rows.ok()) << by_rows.status();
   EXPECT_TRUE(by_rows->plan.placement.seat_of_rank.empty()) << by_rows->plan.DebugString();
-  EXPECT_EQ(by_rows->plan.predicted.links[Traffic::kQ], request.topology.same_node);
+  EXPECT_EQ(by_rows->plan.links[Traffic::kQ], request.topology.same_node);
   // After a long prefix the keys weigh more: a node holds a KV group.
   request.cached_tokens = 1 << 20;
   const auto by_columns = MakePlan(Llama(8, 4, DType::kBf16), kSlowLink, request);
   ASSERT_TRUE(by_columns.ok()) << by_columns.status();
   EXPECT_EQ(by_columns->plan.placement.name, "box 1x4x1");
-  EXPECT_EQ(by_columns->plan.predicted.links[Traffic::kKv], request.topology.same_node);
+  EXPECT_EQ(by_columns->plan.links[Traffic::kKv], request.topology.same_node);
   EXPECT_EQ(by_columns->candidates.front().placement, "box 1x4x1");
 }
 
@@ -508,7 +508,7 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
     };
     const Placement row_first = RowFirst(plan.ranks());
     const bool in_order = plan.placement.seat_of_rank.empty();
-    EXPECT_EQ(plan.predicted.links, links_of(in_order ? row_first : plan.placement));
+    EXPECT_EQ(plan.links, links_of(in_order ? row_first : plan.placement));
     placed += in_order ? 0 : 1;
     const Prediction unplaced = Predict(model, speed,
                                         {.layout = plan.layout,
@@ -524,7 +524,7 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
                             .heads = plan.heads,
                             .tile = plan.tile,
                             .cached_tokens = request.cached_tokens,
-                            .links = plan.predicted.links}),
+                            .links = plan.links}),
               plan.predicted.seconds * (1 + 1e-9));
     EXPECT_EQ(plan.predicted.peak_bytes, unplaced.peak_bytes);
   }

@@ -27,11 +27,11 @@
 namespace meshfill {
 namespace {
 
-// A prompt's Q, K and V of one layer, by token.
+// A prompt's Q, K and V of one layer, by token; K and V have its cached prefix, too.
 struct Prompt {
   std::vector<float> q;  // [q_heads, tokens, head_dim]
-  std::vector<float> k;  // [kv_heads, tokens, head_dim]
-  std::vector<float> v;  // [kv_heads, tokens, head_dim]
+  std::vector<float> k;  // [kv_heads, cached tokens + tokens, head_dim]
+  std::vector<float> v;  // [kv_heads, cached tokens + tokens, head_dim]
 };
 
 struct Case {
@@ -41,10 +41,13 @@ struct Case {
   Prompt prompt;
 
   int64_t tokens() const { return plan.layout.tokens(); }
+  int64_t cached() const { return plan.cached_tokens; }
+  int64_t keys() const { return cached() + tokens(); }
 
   // What a rank attends with: all of the prompt's heads and its own tokens, unless there are head groups.
   ModelShape slice() const { return model.HeadSlice(plan.heads); }
   TokenLayout groups() const { return plan.layout.Groups(plan.heads); }
+  TokenLayout kv_groups() const { return plan.kv_layout().Groups(plan.heads); }
   int64_t chunk_tokens(int rank) const { return groups().ChunkTokens(rank / plan.heads); }
   int64_t token_at(int rank, int64_t slot) const { return groups().TokenAt(rank / plan.heads, slot); }
   int first_head(int rank, int heads) const { return rank % plan.heads * heads / plan.heads; }  // of so many
@@ -57,18 +60,18 @@ struct Case {
 };
 
 Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DType partial_dtype,
-              int64_t window, int heads = 1) {
+              int64_t window, int heads = 1, int64_t cached_tokens = 0) {
   const auto cost = [&random] { return Draw(random, 1, 4); };
   Schedule schedule = Draw(random, 0, 1)
                           ? RandomSchedule(random, tile)
                           : GreedySchedule(tile, {.c_q = cost(), .c_kv = cost(), .c_o = cost()});
   const int kv_heads = heads == 3 ? 1 : Draw(random, 1, 2);  // splits or replicates
-  Case c = {.plan = {.layout = layout,
-                     .heads = heads,
-                     .tile = tile,
-                     .partial_dtype = partial_dtype,
-                     .schedule = std::move(schedule),
-                     .predicted = {}},
+  const PlanShape shape = {.layout = layout,
+                           .heads = heads,
+                           .tile = tile,
+                           .partial_dtype = partial_dtype,
+                           .cached_tokens = cached_tokens};
+  Case c = {.plan = {shape, Grain().slice_tokens, {}, std::move(schedule), {}},
             .model = {.layers = 1,
                       .q_heads = kv_heads * heads * Draw(random, 1, 3),
                       .kv_heads = kv_heads,
@@ -77,16 +80,16 @@ Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DTy
             .window = window,
             .prompt = {}};
   std::normal_distribution<float> normal;
-  for (auto [values, heads] :
-       {std::pair(&c.prompt.q, c.model.q_heads), std::pair(&c.prompt.k, c.model.kv_heads),
-        std::pair(&c.prompt.v, c.model.kv_heads)}) {
-    values->resize(heads * c.tokens() * c.model.head_dim);
+  for (auto [values, rows] : {std::pair(&c.prompt.q, c.model.q_heads * c.tokens()),
+                              std::pair(&c.prompt.k, c.model.kv_heads * c.keys()),
+                              std::pair(&c.prompt.v, c.model.kv_heads * c.keys())}) {
+    values->resize(rows * c.model.head_dim);
     std::generate(values->begin(), values->end(), [&] { return 2 * normal(random); });
   }
   return c;
 }
 
-Case DrawCase(std::mt19937_64& random) {
+Case DrawCase(std::mt19937_64& random, int64_t cached_tokens = 0) {
   const int heads = Draw(random, 0, 1) ? 1 : Draw(random, 2, 3);
   const std::vector<Tile> tiles = TilesOf(Draw(random, 1, 16 / heads));
   const int n = heads * tiles.front().ranks();
@@ -94,7 +97,7 @@ Case DrawCase(std::mt19937_64& random) {
   const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
                                         Draw<int64_t>(random, 1, most_tokens), Draw<int64_t>(random, 1, 9));
   return MakeCase(random, *layout, tiles[Draw<size_t>(random, 0, tiles.size() - 1)], DType::kF32,
-                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0, heads);
+                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0, heads, cached_tokens);
 }
 
 // Attention by its definition, in double: [q_heads, tokens, head_dim].
@@ -106,34 +109,37 @@ std::vector<double> DirectAttention(const Case& c) {
   for (int head = 0; head < c.model.q_heads; ++head) {
     const int64_t kv_head = head / (c.model.q_heads / c.model.kv_heads);
     for (int64_t i = 0; i < tokens; ++i) {
-      const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, i - c.window + 1);
+      const int64_t position = c.cached() + i;
+      const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, position - c.window + 1);
       std::vector<double> scores;
-      for (int64_t j = first; j <= i; ++j) {
+      for (int64_t j = first; j <= position; ++j) {
         double dot = 0;
         for (int x = 0; x < d; ++x)
-          dot += double{q[(head * tokens + i) * d + x]} * k[(kv_head * tokens + j) * d + x];
+          dot += double{q[(head * tokens + i) * d + x]} * k[(kv_head * c.keys() + j) * d + x];
         scores.push_back(dot / std::sqrt(d));
       }
       const double max = *std::max_element(scores.begin(), scores.end());
       double sum = 0;
       for (double score : scores) sum += std::exp(score - max);
-      for (int64_t j = first; j <= i; ++j) {
+      for (int64_t j = first; j <= position; ++j) {
         const double weight = std::exp(scores[j - first] - max) / sum;
         for (int x = 0; x < d; ++x)
-          o[(head * tokens + i) * d + x] += weight * v[(kv_head * tokens + j) * d + x];
+          o[(head * tokens + i) * d + x] += weight * v[(kv_head * c.keys() + j) * d + x];
       }
     }
   }
   return o;
 }
 
-// This rank's rows of one tensor, by slot: `heads` of them from `first_head` on.
-void Deal(const Case& c, int rank, const std::vector<float>& from, int first_head, int heads, float* to) {
+// This rank's rows of one tensor that `groups` deals, by slot: `heads` of them from `first_head` on.
+void Deal(const Case& c, const TokenLayout& groups, int rank, const std::vector<float>& from, int first_head,
+          int heads, float* to) {
   const int d = c.model.head_dim;
-  const int64_t chunk_tokens = c.chunk_tokens(rank);
+  const int group = rank / c.plan.heads;
+  const int64_t chunk_tokens = groups.ChunkTokens(group);
   for (int head = 0; head < heads; ++head) {
     for (int64_t slot = 0; slot < chunk_tokens; ++slot) {
-      const int64_t row = (first_head + head) * c.tokens() + c.token_at(rank, slot);
+      const int64_t row = (first_head + head) * groups.tokens() + groups.TokenAt(group, slot);
       std::copy_n(&from[row * d], d, to + (head * chunk_tokens + slot) * d);
     }
   }
@@ -142,13 +148,14 @@ void Deal(const Case& c, int rank, const std::vector<float>& from, int first_hea
 LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
   const int64_t chunk_tokens = c.chunk_tokens(rank);
   const ModelShape slice = c.slice();
-  LayerChunks chunks = {.q = stream.Allocate(slice.q_bytes(chunk_tokens)).value(),
-                        .kv = stream.Allocate(slice.kv_bytes(chunk_tokens)).value()};
+  LayerChunks chunks = {
+      .q = stream.Allocate(slice.q_bytes(chunk_tokens)).value(),
+      .kv = stream.Allocate(slice.kv_bytes(c.kv_groups().ChunkTokens(rank / c.plan.heads))).value()};
   const int q_head = c.first_head(rank, c.model.q_heads), kv_head = c.first_head(rank, c.model.kv_heads);
   auto* const kv = chunks.kv->data<float>();
-  Deal(c, rank, c.prompt.q, q_head, slice.q_heads, chunks.q->data<float>());
-  Deal(c, rank, c.prompt.k, kv_head, slice.kv_heads, kv);
-  Deal(c, rank, c.prompt.v, kv_head, slice.kv_heads, kv + chunks.kv->size_bytes() / 8);
+  Deal(c, c.groups(), rank, c.prompt.q, q_head, slice.q_heads, chunks.q->data<float>());
+  Deal(c, c.kv_groups(), rank, c.prompt.k, kv_head, slice.kv_heads, kv);
+  Deal(c, c.kv_groups(), rank, c.prompt.v, kv_head, slice.kv_heads, kv + chunks.kv->size_bytes() / 8);
   return chunks;
 }
 
@@ -225,6 +232,25 @@ TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
       ASSERT_EQ(stats.blocks, c.plan.tile.ranks());
       ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
                 stats.attention_seconds);
+    }
+  }
+}
+
+// T queries after a prefix of P tokens, whose keys and values are given, see P + T keys.
+TEST(AttentionExecutor, AttendsToACachedPrefix) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 150; ++i) {
+    const Case c = DrawCase(random, Draw<int64_t>(random, 1, Draw(random, 0, 1) ? 10 : 200));
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString());
+    const std::vector<RankEnd> ends = RunMesh(c);
+    for (const RankEnd& end : ends) ASSERT_TRUE(end.status.ok()) << end.status;
+    ASSERT_LT(LargestError(c, ends), 1e-5);
+    for (int rank = 0; rank < c.plan.ranks(); ++rank) {
+      CommBytes expected = LayerCommBytes(c.model, c.plan.layout, c.plan.heads, c.plan.tile,
+                                          c.plan.partial_dtype, rank, c.cached());
+      expected[Traffic::kAllToAll] = 0;  // not the executor's
+      ASSERT_EQ(ends[rank].stats.sent, expected);
     }
   }
 }

@@ -31,12 +31,10 @@ struct Case {
 };
 
 // One ring in each mesh: the exchange knows no tile.
-Case MakeCase(const TokenLayout& layout, int heads, int q_heads, int kv_heads, DType dtype) {
-  return {.plan = {.layout = layout,
-                   .heads = heads,
-                   .tile = {.a = 1, .b = layout.ranks() / heads},
-                   .schedule = {},
-                   .predicted = {}},
+Case MakeCase(const TokenLayout& layout, int heads, int q_heads, int kv_heads, DType dtype,
+              int64_t cached_tokens = 0) {
+  const Tile tile = {.a = 1, .b = layout.ranks() / heads};
+  return {.plan = {{.layout = layout, .heads = heads, .tile = tile, .cached_tokens = cached_tokens}},
           .model = {.layers = 1, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = 4, .dtype = dtype}};
 }
 
@@ -49,12 +47,13 @@ Case DrawCase(std::mt19937_64& random) {
   int kv_heads = heads * Draw(random, 1, 2);                               // a multiple of h
   if (Draw(random, 0, 1)) kv_heads = std::gcd(heads, Draw(random, 1, 6));  // or a divisor
   return MakeCase(*layout, heads, std::lcm(kv_heads, heads) * Draw(random, 1, 2), kv_heads,
-                  Draw(random, 0, 1) ? DType::kBf16 : DType::kF32);
+                  Draw(random, 0, 1) ? DType::kBf16 : DType::kF32,
+                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 200) : 0);
 }
 
 // Values of its own for each row, exact in bf16: the bits of the row's number, six in each.
 float Value(int tensor, int head, int64_t token, int x) {
-  const int64_t row = (head * 256 + token) * 4 + tensor;
+  const int64_t row = (head * 512 + token) * 4 + tensor;
   return static_cast<float>((row >> (6 * x)) & 63);
 }
 
@@ -117,17 +116,17 @@ std::vector<int> KvHeads(const Case& c, int member) {
   return heads;
 }
 
-std::vector<int64_t> Tokens(const Case& c, int rank) {
+std::vector<int64_t> Tokens(const TokenLayout& layout, int rank) {
   std::vector<int64_t> tokens;
-  for (int64_t slot = 0; slot < c.plan.layout.ChunkTokens(rank); ++slot)
-    tokens.push_back(c.plan.layout.TokenAt(rank, slot));
+  for (int64_t slot = 0; slot < layout.ChunkTokens(rank); ++slot)
+    tokens.push_back(layout.TokenAt(rank, slot));
   return tokens;
 }
 
-std::vector<int64_t> GroupTokens(const Case& c, int rank) {
+std::vector<int64_t> GroupTokens(const Case& c, const TokenLayout& layout, int rank) {
   std::vector<int64_t> tokens;
   for (int member = 0; member < c.h(); ++member) {
-    const std::vector<int64_t> own = Tokens(c, rank / c.h() * c.h() + member);
+    const std::vector<int64_t> own = Tokens(layout, rank / c.h() * c.h() + member);
     tokens.insert(tokens.end(), own.begin(), own.end());
   }
   std::sort(tokens.begin(), tokens.end());
@@ -135,14 +134,14 @@ std::vector<int64_t> GroupTokens(const Case& c, int rank) {
 }
 
 LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
-  const std::vector<int64_t> tokens = Tokens(c, rank);
-  const auto count = std::ssize(tokens);
-  LayerChunks chunks = {.q = stream.Allocate(c.model.q_bytes(count)).value(),
-                        .kv = stream.Allocate(c.model.kv_bytes(count)).value()};
+  const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank);
+  const std::vector<int64_t> keys = Tokens(c.plan.kv_layout(), rank);
+  LayerChunks chunks = {.q = stream.Allocate(c.model.q_bytes(std::ssize(tokens))).value(),
+                        .kv = stream.Allocate(c.model.kv_bytes(std::ssize(keys))).value()};
   auto* const k = chunks.kv->data<std::byte>();
   Fill(kQ, Heads(c.model.q_heads), tokens, c.model.dtype, chunks.q->data());
-  Fill(kK, Heads(c.model.kv_heads), tokens, c.model.dtype, k);
-  Fill(kV, Heads(c.model.kv_heads), tokens, c.model.dtype, k + chunks.kv->size_bytes() / 2);
+  Fill(kK, Heads(c.model.kv_heads), keys, c.model.dtype, k);
+  Fill(kV, Heads(c.model.kv_heads), keys, c.model.dtype, k + chunks.kv->size_bytes() / 2);
   return chunks;
 }
 
@@ -175,15 +174,16 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
     const DType dtype = c.model.dtype;
     const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats& stats) {
       const int member = rank % c.h();
-      const std::vector<int64_t> group_tokens = GroupTokens(c, rank);
+      const std::vector<int64_t> group_tokens = GroupTokens(c, c.plan.layout, rank);
+      const std::vector<int64_t> group_keys = GroupTokens(c, c.plan.kv_layout(), rank);
       absl::StatusOr<LayerChunks> chunks = exchange.ToHeads(ChunksOf(c, rank, stream));
       if (!chunks.ok()) return chunks.status();
       const std::vector<int> kv_heads = KvHeads(c, member);
       const auto* const kv = chunks->kv->data<std::byte>();
-      EXPECT_EQ(chunks->kv->size_bytes(), 2 * kv_heads.size() * group_tokens.size() * 4 * DTypeBytes(dtype));
+      EXPECT_EQ(chunks->kv->size_bytes(), 2 * kv_heads.size() * group_keys.size() * 4 * DTypeBytes(dtype));
       ExpectFilled(kQ, QueryHeads(c, member), group_tokens, dtype, chunks->q->data());
-      ExpectFilled(kK, kv_heads, group_tokens, dtype, kv);
-      ExpectFilled(kV, kv_heads, group_tokens, dtype, kv + chunks->kv->size_bytes() / 2);
+      ExpectFilled(kK, kv_heads, group_keys, dtype, kv);
+      ExpectFilled(kV, kv_heads, group_keys, dtype, kv + chunks->kv->size_bytes() / 2);
 
       const ModelShape slice = c.model.HeadSlice(c.h());
       absl::StatusOr<BufferRef> o =
@@ -196,13 +196,13 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
       EXPECT_EQ(std::ssize(output->parts), c.h());
       for (int part = 0; part < c.h(); ++part) {
         const std::vector<int> heads = QueryHeads(c, part);
-        const std::vector<int64_t> tokens = Tokens(c, rank);
+        const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank);
         EXPECT_EQ(output->parts[part]->size_bytes(), heads.size() * tokens.size() * 4 * DTypeBytes(dtype));
         ExpectFilled(kO, heads, tokens, dtype, output->parts[part]->data());
       }
 
-      CommBytes expected =
-          LayerCommBytes(c.model, c.plan.layout, c.h(), c.plan.tile, c.plan.partial_dtype, rank);
+      CommBytes expected = LayerCommBytes(c.model, c.plan.layout, c.h(), c.plan.tile, c.plan.partial_dtype,
+                                          rank, c.plan.cached_tokens);
       EXPECT_EQ(stats.sent, (CommBytes{{Traffic::kAllToAll, expected[Traffic::kAllToAll]}}));
       EXPECT_LE(stats.merge_seconds + stats.comm_wait_seconds(), stats.attention_seconds);
       EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[Traffic::kAllToAll]);

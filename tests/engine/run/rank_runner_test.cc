@@ -44,7 +44,7 @@ TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
     const auto output = RunRank({.plan = choice->plan,
                                  .model = **model,
                                  .rank = 0,
-                                 .tokens = prompt,
+                                 .ids = prompt,
                                  .stream = stream,
                                  .communicator = *communicators.front(),
                                  .wait_timeout = absl::Seconds(10),

@@ -13,7 +13,7 @@ namespace {
 
 // The engine's result of DESIGN §9's example.
 PrefillResult ExampleResult() {
-  PrefillResult result{.plan = {.layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4096, 64).value()}};
+  PrefillResult result{.plan = {{.layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4096, 64).value()}}};
   result.plan.tile = {2, 2};
   result.top = {{17, 9.25f}, {3, -1.5f}};
   result.prefill_seconds = 0.8125;
@@ -66,7 +66,7 @@ TEST(PrefillJson, NamesEveryLayout) {
 }
 
 TEST(PlanJson, IsTheObjectOfTheDesign) {
-  PlanChoice choice{.plan = {.layout = TokenLayout::Make(LayoutKind::kStriped, 2, 100, 16).value()},
+  PlanChoice choice{.plan = {{.layout = TokenLayout::Make(LayoutKind::kStriped, 2, 100, 16).value()}},
                     .candidates = {}};
   choice.plan.tile = {1, 2};
   choice.plan.schedule = {.tile = {1, 2},
@@ -76,14 +76,12 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                            .comm_wait_seconds = 0.25,
                            .comm_bytes = {{Traffic::kKv, 640}},
                            .peak_bytes = 4096};
-  choice.candidates = {{.ranks = 2, .heads = 1, .tile = {1, 2}, .predicted = choice.plan.predicted},
-                       {.ranks = 2,
-                        .heads = 1,
-                        .tile = {2, 1},
-                        .layout = LayoutKind::kZigzag,
-                        .partial_dtype = DType::kBf16,
-                        .placement = "box 1x2x1",
-                        .predicted = {}}};
+  choice.candidates = {{choice.plan, "", choice.plan.predicted},
+                       {{.layout = TokenLayout::Make(LayoutKind::kZigzag, 2, 100, 16).value(),
+                         .tile = {2, 1},
+                         .partial_dtype = DType::kBf16},
+                        "box 1x2x1",
+                        {}}};
   const std::string predicted = R"("seconds":1.5,"compute_seconds":1.25,"comm_wait_seconds":0.25,)"
                                 R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
   EXPECT_EQ(PlanJson(choice),

@@ -131,7 +131,8 @@ class LeaderTest : public testing::Test {
       const auto plan = FromRunPlan(prepare->plan());
       ASSERT_TRUE(plan.ok()) << plan.status();
       const int rank = static_cast<int>(prepare->first_rank());
-      const std::vector<std::vector<uint32_t>> shards = {ShardOf(plan->layout, rank, tokens_)};
+      const std::vector<std::vector<uint32_t>> shards = {
+          plan->layout.Deal(rank, std::span<const uint32_t>(tokens_))};
       v1::WorkerMessage message = OfRun();
       message.mutable_prepared()->set_run(run_);
       message.mutable_prepared()->add_addresses("a");

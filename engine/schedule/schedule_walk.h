@@ -1,0 +1,129 @@
+// One rank's way through a schedule: which chunk each communication moves, when a chunk has had its last use,
+// and what a row of the tile holds. Whoever runs, times, counts or draws a schedule visits this walk.
+//
+// Of each step, in order:
+//
+//     Start(transfer)        its communication starts
+//     Block(block, row)      each block, then FreeQ and FreeKv where it was the last use of its chunks
+//     End(transfer)          the communication has ended, then FreeQ or FreeKv of the chunk that was passed
+//     on
+//
+// A chunk is in use until its last block has run and, unless it is the last of its ring, until the receive
+// that passes it on has ended. The rank's own Q#0 and KV#0 are there from the start.
+#ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_WALK_H_
+#define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_WALK_H_
+
+#include <type_traits>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "engine/schedule/schedule.h"
+
+namespace meshfill {
+
+// A communication by local indices (mesh.h). The k-th Recv Q sends Q#k and receives Q#k+1, Recv KV likewise;
+// the k-th Send O sends O#k+1 and receives O#(k+2) mod a.
+struct Transfer {
+  Traffic traffic = Traffic::kQ;  // kQ, kKv or kO
+  int sent = 0;
+  int received = 0;
+};
+
+// What a row has for its partial output: nothing, the partial that arrived for it, or blocks of its own.
+enum class RowState { kEmpty, kArrived, kBegun };
+
+// What visitors derive from: each hides what it wants to know of. All three of Start, Block and End may
+// return absl::Status.
+struct ScheduleVisitor {
+  // True: a chunk that is passed on is handed over as its send starts, and FreeQ and FreeKv follow Start.
+  // Else its buffer stays in use until the send has ended.
+  static constexpr bool kHandsOver = false;
+
+  void Start(const Transfer&) {}
+  void Block(BlockIndex, RowState) {}     // what the block's row had before
+  void End(const Transfer&, RowState) {}  // of a Send O: what the row that it received had before
+  void FreeQ(int) {}                      // Q#u is not used again
+  void FreeKv(int) {}                     // KV#v is not used again
+};
+
+// State of a walk that is under way. The schedule has passed CheckSchedule.
+class WalkState {
+ public:
+  explicit WalkState(Tile tile) : a_(tile.a), q_(tile.a, tile.b), kv_(tile.b, tile.a), rows_(tile.a) {}
+
+  Transfer Next(Traffic traffic) const {
+    if (traffic == Traffic::kQ) return {traffic, q_.passed_on, q_.passed_on + 1};
+    if (traffic == Traffic::kKv) return {traffic, kv_.passed_on, kv_.passed_on + 1};
+    return {traffic, o_sent_ + 1, (o_sent_ + 2) % a_};
+  }
+  RowState row(int u) const { return rows_[u]; }
+
+  void Compute(BlockIndex block) { rows_[block.u] = RowState::kBegun; }
+  // True with the last use of the chunk.
+  bool UseQ(int u) { return --q_.uses_left[u] == 0; }
+  bool UseKv(int v) { return --kv_.uses_left[v] == 0; }
+  bool PassOnQ() { return UseQ(q_.passed_on++); }
+  bool PassOnKv() { return UseKv(kv_.passed_on++); }
+  void ExchangeO(int received) {
+    ++o_sent_;
+    if (rows_[received] == RowState::kEmpty) rows_[received] = RowState::kArrived;
+  }
+
+ private:
+  struct Ring {
+    Ring(int chunks, int blocks_each) : uses_left(chunks, blocks_each + 1) { --uses_left.back(); }
+    std::vector<int> uses_left;  // blocks, and the send; nobody asks for the last chunk
+    int passed_on = 0;
+  };
+
+  const int a_;
+  Ring q_;
+  Ring kv_;
+  std::vector<RowState> rows_;
+  int o_sent_ = 0;
+};
+
+// Walks until the end, or until a visitor's status is not OK. Returns that status where the visitor has them.
+template <typename Visitor>
+auto Walk(const Schedule& schedule, Visitor& visitor) {
+  using Result = decltype(visitor.Block(BlockIndex(), RowState()));
+  absl::Status status;
+  const auto goes_on = [&status](auto event) {
+    if constexpr (std::is_void_v<decltype(event())>) {
+      event();
+    } else {
+      status = event();
+    }
+    return status.ok();
+  };
+  const auto run = [&](const Step& step, WalkState& state) {
+    const Transfer transfer = step.comm.has_value() ? state.Next(*step.comm) : Transfer();
+    const auto pass_on = [&] {
+      if (step.comm == Traffic::kQ && state.PassOnQ()) visitor.FreeQ(transfer.sent);
+      if (step.comm == Traffic::kKv && state.PassOnKv()) visitor.FreeKv(transfer.sent);
+    };
+    if (step.comm.has_value() && !goes_on([&] { return visitor.Start(transfer); })) return false;
+    if constexpr (Visitor::kHandsOver) pass_on();
+    for (const BlockIndex block : step.blocks) {
+      if (!goes_on([&] { return visitor.Block(block, state.row(block.u)); })) return false;
+      state.Compute(block);
+      if (state.UseQ(block.u)) visitor.FreeQ(block.u);
+      if (state.UseKv(block.v)) visitor.FreeKv(block.v);
+    }
+    if (!step.comm.has_value()) return true;
+    const RowState received = step.comm == Traffic::kO ? state.row(transfer.received) : RowState::kEmpty;
+    if (!goes_on([&] { return visitor.End(transfer, received); })) return false;
+    if constexpr (!Visitor::kHandsOver) pass_on();
+    if (step.comm == Traffic::kO) state.ExchangeO(transfer.received);
+    return true;
+  };
+  WalkState state(schedule.tile);
+  for (const Step& step : schedule.steps) {
+    if (!run(step, state)) break;
+  }
+  if constexpr (!std::is_void_v<Result>) return status;
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_SCHEDULE_SCHEDULE_WALK_H_
