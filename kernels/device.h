@@ -59,7 +59,7 @@ struct WeightRows {
 struct Grain {
   int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
   int host_threads = 1;         // for what the host does while the device waits
-  // Of the operations that its speed is measured with (engine/speed/layer_probe.h).
+  // Sizes of the operations that its speed is measured with (engine/speed/layer_probe.h).
   int64_t probe_width = 2048;
   int probe_kv_heads = 2;
   double probe_flops = 4e9;

@@ -25,7 +25,7 @@ struct Route {
   Traffic traffic;
   auto operator<=>(const Route&) const = default;
 
-  // As the receiver, the one that waits, sees it.
+  // Describes the route as the receiver sees it, which is the one that waits.
   std::string DebugString() const {
     return absl::StrCat("rank ", to, ": ", OperationName(traffic), " from rank ", from);
   }

@@ -40,7 +40,7 @@ class Prober {
   }
 
  private:
-  // Of the smallest there are; the first makes both ranks begin together.
+  // The latency: the least time of small messages. The first one makes both ranks begin together.
   absl::StatusOr<double> SmallMessageSeconds() {
     std::array<double, kSmallMessages> seconds;
     if (absl::StatusOr<double> begun = AgreedSeconds(sizeof(double)); !begun.ok()) return begun.status();
@@ -52,7 +52,8 @@ class Prober {
     return seconds[kSmallMessages / 2];
   }
 
-  // Of three messages, or of two that say enough: one may have met a rank that did not have its core.
+  // The least time of three messages, or of two where two say enough: one may have met a rank without its
+  // core.
   absl::StatusOr<double> BestSeconds(size_t bytes) {
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i < 3 && (i < 2 || best < kEnough); ++i) {
@@ -62,7 +63,7 @@ class Prober {
     return best;
   }
 
-  // Of a message each way.
+  // The seconds of one message each way, as both ranks agree on them.
   absl::StatusOr<double> AgreedSeconds(size_t bytes) {
     ASSIGN_OR_RETURN(BufferRef message, stream_.Allocate(bytes));
     const std::vector<std::byte> zeros(bytes);

@@ -16,7 +16,7 @@
 
 namespace meshfill {
 
-// Those of `gpus` that `ranks` ranks use, and the one that `rank` is on.
+// The number of `gpus` that `ranks` ranks use, and the one that `rank` is on.
 int UsedGpus(std::span<const CudaDeviceInfo> gpus, int ranks);
 const CudaDeviceInfo& GpuOf(std::span<const CudaDeviceInfo> gpus, int rank, int ranks);
 
@@ -24,8 +24,8 @@ const CudaDeviceInfo& GpuOf(std::span<const CudaDeviceInfo> gpus, int rank, int 
 // compute. RESOURCE_EXHAUSTED: the weights do not fit, with the bytes that they need and that are free.
 absl::StatusOr<std::unique_ptr<Device>> MakeCudaDeviceFor(const ModelShape& shape, const CudaDeviceInfo& gpu);
 
-// Of the first device, which its ranks share evenly: one of them keeps it busy. And between the first two
-// devices.
+// Measures the first device, which its ranks share evenly: one of them keeps it busy. And between the first
+// two devices.
 absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape,
                                                std::span<const std::shared_ptr<Device>> of_rank);
 
@@ -33,7 +33,7 @@ absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape,
 // wait for the device: which must not be while NCCL's kernels there wait for a peer.
 absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const std::shared_ptr<Device>> of_rank);
 
-// Of all devices in use: their data sheets' figure, or that of a large product where there is none.
+// The peak of all devices in use: their data sheets' figure, or a large product's where there is none.
 absl::StatusOr<double> CudaPoolPeakFlops(std::span<const CudaDeviceInfo> gpus, int ranks, Device& first);
 
 // 85 % of what is free now on the devices in use: the rest is for pieces that do not fit together, and NCCL.

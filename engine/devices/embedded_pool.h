@@ -38,7 +38,7 @@ struct EmbeddedPool {
 // cannot compute this model; RESOURCE_EXHAUSTED where the weights do not fit, with the bytes they need.
 absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options);
 
-// Of such a pool, without its weights.
+// Capacity of the pool that LoadEmbeddedPool would make, measured without loading weights.
 absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
                                                             const ModelShape& shape);
 

@@ -31,7 +31,7 @@ struct Grid {
   bool operator==(const Grid&) const = default;
 };
 
-// Of the ranks of h meshes of a·b: n = h·a·b.
+// The grid of the ranks of h meshes of a·b: n = h·a·b.
 Grid MeshGrid(int heads, Tile tile);
 
 struct Placement {

@@ -22,7 +22,7 @@ class Flows {
     }
   }
 
-  // Of the slowest.
+  // The slowest of the links.
   Link Slowest() const {
     Link link;
     if (inside_) link = topology_.same_node;

@@ -27,7 +27,7 @@ class JsonKeys {
 
   // Null where the key is absent; the value may be JSON's null.
   const nlohmann::json* Find(const char* key);
-  // As Find, with JSON's null taken for absent.
+  // Finds a key as Find does, and takes JSON's null for absent.
   const nlohmann::json* FindValue(const char* key);
 
   // The key's value; `fallback` where it is absent; an error where it is null, no number or out of bounds.

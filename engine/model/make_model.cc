@@ -150,7 +150,7 @@ uint16_t HalfFromFloat(float value) {
   const int unit = std::max(exponent, -13) - 11;  // the value of the last mantissa bit is 2^unit
   const int steps =
       static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));  // exact but for the rounding
-  // Of a normal number the leading bit of `steps` adds the one that is missing in the exponent's field.
+  // In a normal number, the leading bit of `steps` adds the one that is missing in the exponent's field.
   return static_cast<uint16_t>(sign + ((unit + 24) << 10) + steps);
 }
 

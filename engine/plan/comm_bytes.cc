@@ -5,7 +5,7 @@
 namespace meshfill {
 namespace {
 
-// That a rank sends in one layer: its own tokens' Q and KV to every other member of its head group, and every
+// What a rank sends in one layer: its own tokens' Q and KV to every other member of its head group, and every
 // other's O. `slice` has a member's heads.
 int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, int64_t own_kv_tokens,
                       int64_t group_tokens) {

@@ -14,11 +14,11 @@
 
 namespace meshfill {
 
-// That `rank` sends in one layer.
+// Bytes that `rank` sends in one layer.
 CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
                          DType partial_dtype, int rank, int64_t cached_tokens = 0);
 
-// That the rank which sends most does over all layers. The schedule does not change it.
+// Bytes sent over all layers by the busiest sender. The schedule does not change them.
 CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape);
 
 }  // namespace meshfill

@@ -23,7 +23,7 @@ double PoolSeconds(const PoolSpeed& speed, double largest, double mean) {
   return shared + std::clamp(in_turns - shared, 0.0, kTimeSliceSeconds);
 }
 
-// Of the prompt's queries with its own keys and those before it.
+// Pairs of the prompt's queries with its own keys and those before it.
 double PairsAfter(const TokenLayout& layout, int64_t cached_tokens, int64_t window) {
   return VisiblePairs(cached_tokens + layout.tokens(), window) - VisiblePairs(cached_tokens, window);
 }
@@ -90,7 +90,7 @@ void ForEachWindow(const ModelShape& model, Visit visit) {
   if (model.windowed_layers > 0) visit(model.windowed_layers, model.sliding_window);
 }
 
-// Of one mesh, whose heads `model` has: its ranks are the head groups.
+// Costs of one mesh, whose heads `model` has: its ranks are the head groups.
 PlanShape MeshOf(const PlanShape& shape) {
   PlanShape mesh = shape;
   mesh.layout = shape.layout.Groups(shape.heads);
@@ -98,7 +98,7 @@ PlanShape MeshOf(const PlanShape& shape) {
   return mesh;
 }
 
-// Of the longest chunk in one mesh.
+// Costs of the longest chunk in one mesh.
 PerTraffic<double> TransferSeconds(const ModelShape& model, const PlanShape& mesh) {
   const int64_t chunk = mesh.layout.LargestChunkTokens();
   const int64_t kv_chunk = KvLayout(mesh.layout, mesh.cached_tokens).LargestChunkTokens();

@@ -75,7 +75,7 @@ struct AttentionSeconds {
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);
 
-// Of the whole prefill under this schedule, which is one of the shape's tile.
+// Predicts the whole prefill. `schedule` must be for `shape.tile`.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule);
 

@@ -237,7 +237,7 @@ class ShapePlanner {
     return request_.memory_budget_bytes != 0 && predicted.peak_bytes > request_.memory_budget_bytes;
   }
 
-  // Of the same shape's schedules.
+  // Among schedules of the same shape.
   std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const {
     return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.peak_bytes};
   }
@@ -247,7 +247,7 @@ class ShapePlanner {
     return predicted.seconds < best.seconds * (1 - kLeastGain);
   }
 
-  // Of another layout, wire dtype or placement: less is within the error of any prediction.
+  // Against another layout, wire dtype or placement: a smaller gain is within the error of any prediction.
   static constexpr double kLeastGain = 0.01;
 
   const ModelShape& model_;

@@ -115,7 +115,7 @@ class TimelineRecorder {
   int64_t dropped_ = 0;
 };
 
-// Of one run, a recorder for each rank.
+// Makes one run's timeline from its ranks' recorders.
 inline Timeline CollectTimeline(std::vector<TimelineRecorder> recorders) {
   Timeline timeline{.ranks = static_cast<int>(recorders.size())};
   for (TimelineRecorder& recorder : recorders) std::move(recorder).AppendTo(timeline);

@@ -90,7 +90,7 @@ class ReceiveLattice {
     return WorstShortfall(here.q, here.kv, hides, o_sent);
   }
 
-  // Of the whole schedule: if every communication hides as much as it can.
+  // The shortfall of the whole schedule, if every communication hides as much as it can.
   int64_t ShortfallOfAll() const {
     const int64_t hides = int64_t{a_ - 1} * costs_.c_q + int64_t{b_ - 1} * costs_.c_kv;
     return std::max<int64_t>(0, WorstShortfall(0, 0, hides, 0));

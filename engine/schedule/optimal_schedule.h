@@ -27,7 +27,7 @@
 // The communications after a receive are the same whatever the path, so each edge of the lattice has one
 // shortfall, and the best order is a path whose largest shortfall is least: time O(a·b).
 //
-// Of the orders of least time, three are compared: KV first where it may be, Q first where it may be, and
+// Three of the orders of least time are compared: KV first where it may be, Q first where it may be, and
 // Algorithm 2's choice where it may be; in each, a Send O goes as soon as that costs nothing. The one whose
 // chunks weigh least at their peak (schedule_cost.h) is taken.
 #ifndef MESHFILL_ENGINE_SCHEDULE_OPTIMAL_SCHEDULE_H_

@@ -1,7 +1,7 @@
 // One rank's way through a schedule: which chunk each communication moves, when a chunk has had its last use,
 // and what a row of the tile holds. Whoever runs, times, counts or draws a schedule visits this walk.
 //
-// Of each step, in order:
+// The visitor hears of each step, in order:
 //
 //     Start(transfer)        its communication starts
 //     Block(block, row)      each block, then FreeQ and FreeKv where it was the last use of its chunks

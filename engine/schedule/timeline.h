@@ -51,8 +51,8 @@ struct Timeline {
 
   double end_seconds() const;  // of the last span; 0 if there is none
 
-  // Of the time from a rank's first span of a layer to its last, in which it neither computed nor waited for
-  // a peer: its device had nothing to do. Of the rank with the largest share; 0 where no span is of a layer.
+  // The share of a rank's time, from its first span of a layer to its last, in which it neither computed nor
+  // waited for a peer: its device had nothing to do. The largest rank's share; 0 where no span is of a layer.
   double idle_share() const;
 };
 

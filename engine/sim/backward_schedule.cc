@@ -126,7 +126,7 @@ class BackwardScheduler {
     return costs_.c_dq * n_dkv < costs_.c_dkv * n_dq;
   }
 
-  // Of a line with a ready block: the first that is not computed, 0 last.
+  // The first index of a line with a ready block that is not computed; 0 comes last.
   template <typename Computed>
   static int FirstOpen(int arrived, Computed computed) {
     for (int index = 1; index < arrived; ++index) {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr Pass kPasses[] = {Pass::kForward, Pass::kBackward};
 
-// Of one cell, both passes; estimated in lockstep.
+// One cell's programs, both passes; estimated in lockstep.
 struct CellPrograms {
   double measured_seconds = 0;
   std::vector<RankProgram> programs;

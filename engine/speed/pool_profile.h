@@ -30,7 +30,7 @@ inline constexpr int64_t kMaxPoolProfileBytes = int64_t{1} << 20;
 // is set.
 std::string DefaultPoolProfilePath();
 
-// Of a CPU pool on this machine with this executable.
+// The key of a CPU pool on this machine with this executable.
 std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name, int threads, int ranks);
 
 // The speed under `key`; none where the file is not there or lacks the key. INVALID_ARGUMENT: a file that is
@@ -41,7 +41,7 @@ absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path
 // Keeps the speed beside those of other pools; a file that cannot be read is replaced. Makes the folder.
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
 
-// Of a pool of ranks on these devices, those in use, with this executable.
+// The key of a pool of ranks on these devices, all of them in use, with this executable.
 std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDeviceInfo> devices, int ranks);
 
 // From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is

@@ -81,7 +81,7 @@ double StartSeconds(int ranks) {
   return SecondsSince(start);
 }
 
-// Of one stream among those that run at once.
+// The speed of one stream among those that run at once.
 absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
   const LayerProbe& probe = *probes.front();
   const int64_t slice = probe.slice_tokens();

@@ -23,10 +23,10 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<St
 // Runs each of the operations that it measures once.
 absl::Status RunEachOperation(const ModelShape& model, Stream& stream);
 
-// Of a pool whose ranks share one device, which one stream keeps busy.
+// Measures a pool whose ranks share one device, which one stream keeps busy.
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Stream& stream, int ranks);
 
-// Of a pool of `ranks` CPU ranks that share `threads` threads, as PrefillEngine makes it.
+// Measures a pool of `ranks` CPU ranks that share `threads` threads, as an embedded engine makes it.
 absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks);
 
 // Seconds = fixed + per_unit · units.

@@ -15,7 +15,7 @@ namespace meshfill {
 // to[i] = from[i]; `from_dtype` is any, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to);
 
-// Of `rows` rows of `width`.
+// Normalises `rows` rows of `width`.
 void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
                  void* y);
 

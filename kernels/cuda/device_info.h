@@ -19,12 +19,12 @@ struct CudaDeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-// Those with compute capability 8.0 or later, by their ordinals; at least one. FAILED_PRECONDITION says why
-// there is none: a build without CUDA, no driver, a driver older than the build's CUDA (both versions), no
-// GPU, or only older GPUs.
+// The devices with compute capability 8.0 or later, by their ordinals; at least one. FAILED_PRECONDITION says
+// why there is none: a build without CUDA, no driver, a driver older than the build's CUDA (both versions),
+// no GPU, or only older GPUs.
 absl::StatusOr<std::vector<CudaDeviceInfo>> FindCudaDevices();
 
-// Of a device that FindCudaDevices found, now.
+// Bytes that are free now on a device that FindCudaDevices found.
 absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDeviceInfo& device);
 
 // Dense bf16 FLOP/s from the data sheet of the product with this name, against which MFU is stated; 0: not in

@@ -17,7 +17,8 @@ struct CudaDeviceTraits {
   int margin_multiprocessors = 0;  // left free by persistent kernels, for the CTAs of communication
 };
 
-// Of device `device`, with no margin. INTERNAL with the runtime's own words where there is none.
+// Reads the traits of device `device`, with no margin. INTERNAL with the runtime's own words where there is
+// none.
 absl::StatusOr<CudaDeviceTraits> ReadCudaDeviceTraits(int device);
 
 }  // namespace meshfill

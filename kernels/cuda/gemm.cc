@@ -42,7 +42,7 @@ struct Shape {
   auto operator<=>(const Shape&) const = default;
 };
 
-// Those of one device.
+// The algorithms of one device.
 class ChosenAlgorithms {
  public:
   // Chosen by the first who asks; others wait for it.
@@ -226,7 +226,7 @@ class CublasGemm final : public CudaGemm {
     return fastest;
   }
 
-  // Of one run, after one that warms up.
+  // Times one run, after one that warms up.
   template <typename Enqueue>
   static absl::StatusOr<double> Time(CudaQueue& queue, const Enqueue& enqueue) {
     RETURN_IF_ERROR(enqueue());

@@ -11,7 +11,7 @@
 
 namespace meshfill {
 
-// Of one device, shared by its streams. Any thread.
+// The health of one device, shared by its streams. Any thread may call it.
 class CudaHealth {
  public:
   explicit CudaHealth(std::string device) : device_(std::move(device)) {}  // e.g. "GPU 0 (NVIDIA H100)"

@@ -19,7 +19,7 @@ constexpr absl::Duration kRedrawInterval = absl::Milliseconds(200);
 constexpr int kLongestBar = 40;  // columns
 constexpr char kClearLine[] = "\r\x1b[K";
 
-// Of the whole prefill: by the pace of the layers that are done, else as predicted; 0 where nothing is known.
+// Seconds of the whole prefill: by the pace of the layers that are done, else as predicted; 0: unknown.
 double ExpectedSeconds(const PrefillProgress& progress) {
   if (progress.layers_done == 0) return progress.predicted_seconds;
   return progress.layer_seconds * progress.layers / progress.layers_done;

@@ -22,12 +22,12 @@ struct Scenario {
   sim::Cluster cluster;
   std::vector<sim::StrategyKind> strategies;
 
-  // Of kStrategies.
+  // For kStrategies.
   sim::AttentionJob job;
   std::vector<int> gpus;
   std::vector<sim::Pass> passes;
 
-  // Of kMeshAttentionPaper.
+  // For kMeshAttentionPaper.
   std::vector<sim::PaperCell> throughput;
   std::vector<sim::PaperCell> mfu;
   std::vector<sim::PaperCell> memory;

@@ -29,7 +29,7 @@ struct SimulationReport {
   sim::Cluster cluster;
   std::vector<Comparison> comparisons;  // by GPUs, or by cell of the paper
 
-  // Of Scenario::Report::kMeshAttentionPaper.
+  // For Scenario::Report::kMeshAttentionPaper.
   sim::ThroughputTable throughput;
   sim::ThroughputTable flat_throughput;  // of the same cluster without topology
   sim::UtilisationTable utilisation;

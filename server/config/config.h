@@ -26,7 +26,7 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
 
 absl::Duration ToDuration(const google::protobuf::Duration& duration);
 
-// Of a config that LoadConfig returned.
+// Reads the options out of a config that LoadConfig returned.
 EngineOptions ToEngineOptions(const v1::Config& config);
 
 }  // namespace meshfill

@@ -59,7 +59,7 @@ class SchedulePicture {
   double Draw(double x, double y, double width) {
     const int in_a_line = static_cast<int>((width + kGap) / (CardWidth() + kGap));
     const int steps = static_cast<int>(schedule_.steps.size());
-    // Of a schedule that is too long, as many whole lines of its first and of its last steps.
+    // A schedule that is too long shows as many whole lines of its first and of its last steps.
     const bool all = in_a_line > 0 && steps <= kMostCells / (a_ * b_);
     const int some =
         in_a_line == 0 ? 0 : std::min(steps / 2, kMostCells / (2 * a_ * b_)) / in_a_line * in_a_line;
@@ -132,7 +132,7 @@ class SchedulePicture {
     svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
   }
 
-  // As many blocks as fit, or their number.
+  // Lists as many blocks as fit, or gives their number.
   void DrawFoot(const Step& step, double x, double y) {
     const std::string list = BlocksText(step);
     const bool fits = static_cast<double>(list.size()) * 6 <= CardWidth() + kGap;

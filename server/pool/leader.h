@@ -114,7 +114,7 @@ class Leader {
   std::vector<Action> TakeActions() { return actions_.Take(); }
 
   uint64_t epoch() const { return members_.epoch(); }
-  // Of the workers that are there to stay.
+  // Counts the workers that are there to stay.
   PoolCapacity capacity() const { return members_.Capacity(survey_.links()); }
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }

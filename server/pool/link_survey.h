@@ -58,13 +58,14 @@ class LinkSurvey {
   // What is not known yet of the links that a run's ranks have. Ranks of a host have its number.
   Probes Ask(std::vector<int> host_of_rank) const;
 
-  // Of a run that is done. A line for the log; empty: nothing was asked.
+  // Takes what a run that is done has measured. A line for the log; empty: nothing was asked.
   std::string Take(const Probes& probes, std::span<const RankLinks> by_rank);
 
   // The pool's membership changed.
   void AskAgain();
 
-  // Of a pool with these seats: the classes that it has. `changed`: AskAgain comes with its next run.
+  // Looks at a pool with these seats: which classes of links it has. `changed`: AskAgain comes with its next
+  // run.
   std::vector<PoolLink> Describe(const Topology& pool, bool changed) const;
 
   static constexpr double kMostBytesPerSecond = 1e15;

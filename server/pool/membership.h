@@ -66,7 +66,7 @@ class Membership {
   Membership(Options options, LeaderActions& actions);
 
   void OnConnected(Connection connection, absl::Time now) { strangers_[connection] = now; }
-  // Of a connection that has not joined. True: it has now.
+  // A message of a connection that has not joined. True: it has now.
   bool OnStrangersMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnStrangerGone(Connection connection) { strangers_.erase(connection); }
   void OnLeave(Worker& worker);
@@ -89,7 +89,7 @@ class Membership {
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
   std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
-  // Of the workers that are there to stay, whose links are these.
+  // The workers that are there to stay, and their links.
   PoolCapacity Capacity(const Topology& links) const;
   double peak_flops() const;
   const Counters& counters() const { return counters_; }

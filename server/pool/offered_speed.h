@@ -14,8 +14,8 @@ PoolSpeed FromProto(const v1::Speed& message);
 bool IsPlausible(const PoolSpeed& speed);  // rates above 0, seconds finite and not below 0, a slice
                                            // of 1 to 2^20 tokens
 
-// Of a pool of both, whose ranks run in lockstep: each part as slow as the slower one. Ranks of two processes
-// are taken to share no cores.
+// The speed of a pool of both, whose ranks run in lockstep: each part as slow as the slower one. Ranks of two
+// processes are taken to share no cores.
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right);
 
 }  // namespace meshfill

@@ -28,7 +28,7 @@ absl::StatusOr<DType> ParsePartialDType(const std::string& name) {
   return absl::InvalidArgumentError(absl::StrCat("a plan with partial outputs in \"", name, "\""));
 }
 
-// Of 0 to ranks − 1, or nothing.
+// True for an empty list or a permutation of [0, ranks).
 bool IsPermutation(const google::protobuf::RepeatedField<uint32_t>& seats, int ranks) {
   if (seats.empty()) return true;
   std::vector<uint32_t> sorted(seats.begin(), seats.end());

@@ -15,12 +15,13 @@
 
 namespace meshfill {
 
-// Of the prediction, only the seconds travel: deadlines scale with them.
+// Only the seconds of the prediction travel: deadlines scale with them.
 v1::RunPlan ToRunPlan(const Plan& plan);
 // INVALID_ARGUMENT: no plan that could run; INTERNAL: a schedule that does not pass CheckSchedule.
 absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message);
 
-// Of everything in the plan that ranks act on (no prediction), and of the tokens of ranks first_rank and on.
+// A hash of everything in the plan that ranks act on (no prediction), and of the tokens of ranks first_rank
+// and on.
 uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards);
 
 v1::RankRunStats ToProto(const RankStats& stats);

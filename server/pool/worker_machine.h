@@ -111,7 +111,7 @@ class WorkerMachine {
   void OnTick(absl::Time now, const ProgressOfRuns& progress);  // a few times in a second
   void Drain(absl::Time now);                                   // finish the runs, leave, exit
 
-  // Of the host.
+  // On the host's side.
   void OnRunPrepared(uint64_t number, absl::StatusOr<std::vector<std::string>> addresses);
   void OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOutput> output);
   void OnRunStopped(uint64_t number, absl::Time now);

@@ -33,7 +33,7 @@ class NcclComm {
   NcclComm(const Nccl& nccl, int rank) : nccl_(nccl), rank_(rank) {}
   ~NcclComm() { Destroy(); }
 
-  // Of the device that is this thread's.
+  // Joins with the current device of this thread.
   absl::Status Init(int ranks, const ncclUniqueId& id, int most_ctas, absl::Time deadline) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
@@ -287,7 +287,7 @@ class NcclCommunicator : public Communicator {
   }
 
  private:
-  // Of a group's being taken up: a first one of two peers makes their connection.
+  // How long a group may take to be taken up: the first one of two peers makes their connection.
   static constexpr absl::Duration kConnectTimeout = absl::Seconds(60);
 
   const Nccl& nccl_;

@@ -120,7 +120,7 @@ class BenchLayerCommand : public Command {
         pool_->peak_flops() / 1e12);
   }
 
-  // That of an 8B model.
+  // The shape of an 8B model's layers.
   MakeModelOptions model_ = {
       .hidden = 4096, .intermediate = 14336, .q_heads = 32, .kv_heads = 8, .head_dim = 128};
   EngineOptions engine_ = {.device = DeviceChoice::kCpu};

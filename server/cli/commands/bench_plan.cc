@@ -125,7 +125,7 @@ class BenchPlanCommand : public Command {
     return CompareChoice(*engine, plans);
   }
 
-  // Of a prompt that is short enough.
+  // The plan of the prompt, shortened until it runs in --max-seconds.
   absl::StatusOr<PlanChoice> PlanOf(const PrefillEngine& engine, Shape& shape) const {
     shape.tokens = std::min(shape.tokens, engine.model().context_tokens);
     absl::StatusOr<PlanChoice> plans = engine.MakePlan(shape.tokens, {});

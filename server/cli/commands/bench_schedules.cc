@@ -23,7 +23,7 @@ namespace {
 
 using Scheduler = Schedule (*)(Tile, OverlapCosts);
 
-// Of one figure over all cases.
+// How one figure is distributed over all cases.
 struct Distribution {
   double min = 0;
   double mean = 0;
