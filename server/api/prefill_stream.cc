@@ -51,10 +51,6 @@ absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& e
                                             "\" is not served here; name \"", engine.model_name(),
                                             "\" or none"));
   }
-  if (!header.kv_target().empty()) {
-    return absl::InvalidArgumentError(
-        "kv_target is set, but this server hands no KV cache on yet; leave it empty");
-  }
   if (header.token_count() == 0) {
     return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
   }

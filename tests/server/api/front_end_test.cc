@@ -375,8 +375,6 @@ std::vector<BadRequest> BadRequests() {
        StatusCode::kInvalidArgument, "does not multiply"},
       {"layout", header([](auto& h) { h.mutable_plan()->set_layout(static_cast<v1::Layout>(17)); }),
        StatusCode::kInvalidArgument, "plan.layout is 17"},
-      {"kv_target", header([](auto& h) { h.set_kv_target("host:1"); }), StatusCode::kInvalidArgument,
-       "kv_target"},
       {"long request_id", header([](auto& h) { h.set_request_id(std::string(129, 'x')); }),
        StatusCode::kInvalidArgument, "request_id has 129"},
       {"long tenant", header([](auto& h) { h.set_tenant(std::string(129, 'x')); }),
