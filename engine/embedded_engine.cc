@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
 #include "engine/devices/embedded_pool.h"
+#include "engine/devices/free_memory.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
@@ -31,6 +32,15 @@ absl::Status CheckOptions(const EngineOptions& options) {
   }
   if (options.threads < 0) return absl::InvalidArgumentError("threads is negative; 0 means one per core");
   return absl::OkStatus();
+}
+
+// Of the ranks' memory on CPUs, and of the host's behind GPUs, which keep nothing themselves.
+int64_t KvBudgetBytes(const EngineOptions& options, const EmbeddedPool& pool) {
+  constexpr int64_t kDefaultPart = 8;  // of what activations may take, beside it
+  if (!pool.gpus.empty()) {
+    return options.kv_host_memory_bytes.value_or(DefaultMemoryBudgetBytes() / kDefaultPart);
+  }
+  return options.kv_memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
 }
 
 // Reports a layer once the last rank has finished it.
@@ -67,7 +77,8 @@ class EmbeddedEngine : public PrefillEngine {
       : options_(options),
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
-        backend_name_(pool_.devices.front()->name()) {
+        backend_name_(pool_.devices.front()->name()),
+        kv_store_(KvBudgetBytes(options, pool_)) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -79,6 +90,7 @@ class EmbeddedEngine : public PrefillEngine {
   const std::string& backend_name() const override { return backend_name_; }
   int ranks() const override { return lost_ ? 0 : options_.ranks; }
   double peak_flops() const override { return pool_.peak_flops; }
+  KvStore* kv_store() override { return &kv_store_; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
@@ -87,6 +99,8 @@ class EmbeddedEngine : public PrefillEngine {
     PlanRequest request = PlanRequestOf(options_, options, tokens);
     request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
     request.one_memory = pool_.capacity.one_memory;
+    // Where the ranks are on GPUs, what is kept is in the host's memory, and no part of their budget.
+    request.keeps_kv = options.kv != nullptr && pool_.gpus.empty();
     absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.capacity.speed, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;
@@ -102,6 +116,7 @@ class EmbeddedEngine : public PrefillEngine {
   const EmbeddedPool pool_;
   std::string model_name_;
   const std::string backend_name_;
+  KvStore kv_store_;
   SpeedCorrection correction_;
   std::atomic<bool> lost_{false};     // a device has failed for good
   std::atomic<bool> running_{false};  // a Run lives: its ranks have the memory
@@ -118,11 +133,7 @@ class EmbeddedEngine::Run final : public Prefill {
         result_{.plan = std::move(plan)},
         outputs_(engine.options_.ranks, absl::StatusOr<RankOutput>(absl::UnknownError(""))),
         ends_(engine.options_.ranks) {
-    if (request.options.keep_kv) {
-      const ModelShape& shape = engine.model();
-      result_.kv.emplace(shape.layers, shape.kv_heads, shape.head_dim, std::ssize(request.tokens),
-                         shape.dtype);
-    }
+    if (request.options.kv != nullptr) request.options.kv->Begin(result_.plan.layout);
     const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
     for (int rank = 0; rank < engine.options_.ranks; ++rank) {
       recorders_.emplace_back(rank, start_, kept_spans);
@@ -180,7 +191,7 @@ class EmbeddedEngine::Run final : public Prefill {
                     .communicator = *communicators_[rank],
                     .wait_timeout = PeerWaitTimeout(result_.plan),
                     .on_layer_done = [this](int layer) { progress_.RankFinished(layer); },
-                    .kv = result_.kv.has_value() ? &*result_.kv : nullptr,
+                    .kv = request_.options.kv.get(),
                     .recorder = &recorders_[rank]});
   }
 

@@ -13,7 +13,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "engine/kv/kv_cache.h"
+#include "engine/kv/kv_sink.h"
+#include "engine/kv/kv_store.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/planner.h"
@@ -29,7 +30,7 @@ struct PrefillOptions {
   std::optional<int64_t> stripe;
   std::string request_id;      // names the request in logs and errors
   int top_k = 1;               // best tokens reported; 1 to vocab
-  bool keep_kv = false;        // keep K and V of every layer in the result
+  std::shared_ptr<KvSink> kv;  // where K and V go; null: nowhere. Shared: a run may outlive its caller
   bool keep_timeline = false;  // record what every rank does when
 };
 
@@ -61,8 +62,7 @@ struct PrefillResult {
   CommBytes comm_bytes;          // of the rank that sent most, over all layers
   double mfu = 0;                // whole model
   double attention_mfu = 0;
-  std::vector<RankStats> ranks;  // by rank
-  std::optional<KvCache> kv;
+  std::vector<RankStats> ranks;      // by rank
   std::optional<Timeline> timeline;  // from the start of the run
 };
 
@@ -105,6 +105,9 @@ class PrefillEngine {
   virtual const std::string& backend_name() const = 0;
   virtual int ranks() const = 0;          // now; of a pool of processes perhaps 0
   virtual double peak_flops() const = 0;  // sum over the ranks
+
+  // Whose K and V this pool's ranks keep; null: they keep none. Lives as long as the engine.
+  virtual KvStore* kv_store() { return nullptr; }
 
   // The worker processes; none where the ranks are threads of this one.
   virtual std::vector<PoolMember> members() const { return {}; }

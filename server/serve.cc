@@ -69,8 +69,9 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignal
   while (!front_end.WaitUntilIdle(MonotonicNow() + kPoll)) {
     if (signals.Wait(absl::ZeroDuration())) return absl::CancelledError("stopped by a second signal");
     if (MonotonicNow() >= deadline) {
-      return absl::DeadlineExceededError(absl::StrCat(
-          "requests were still running after limits.drain_timeout of ", absl::FormatDuration(timeout)));
+      return absl::DeadlineExceededError(
+          absl::StrCat("requests still ran, or leases still lived, after limits.drain_timeout of ",
+                       absl::FormatDuration(timeout)));
     }
   }
   return absl::OkStatus();

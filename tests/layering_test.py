@@ -26,7 +26,7 @@ INNER = {
     "engine/comm/nccl": {"engine/comm"},
     "engine/plan": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm"},
     "engine/speed": {"engine/model", "engine/plan"},
-    "engine/kv": {"engine/mesh"},
+    "engine/kv": {"engine/mesh", "engine/model"},
     "engine/run": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv"},
     "engine/devices": {"engine/mesh", "engine/model", "engine/plan", "engine/speed"},
     "engine/sim": {"engine/mesh", "engine/schedule"},

@@ -22,8 +22,12 @@ struct EngineOptions {
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
   ScheduleChoice schedule = ScheduleChoice::kAuto;
-  double peak_flops = 0;                  // sum of the ranks' peak FLOP/s; 0: measured at load
-  int64_t memory_budget_bytes = 0;        // activations of one prefill; 0: 80 % of what is free after load
+  double peak_flops = 0;            // sum of the ranks' peak FLOP/s; 0: measured at load
+  int64_t memory_budget_bytes = 0;  // activations of one prefill; 0: 80 % of what is free after load
+  // K and V that are kept for clients: in the ranks' memory, and in the host's behind GPUs. Default: an
+  // eighth of what activations may take, and of the host's free memory after load
+  std::optional<int64_t> kv_memory_bytes;
+  std::optional<int64_t> kv_host_memory_bytes;
   int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load

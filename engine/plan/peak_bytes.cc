@@ -2,9 +2,8 @@
 
 #include <algorithm>
 
-#include "engine/schedule/schedule_walk.h"
-
 #include "engine/model/layer_shape.h"
+#include "engine/schedule/schedule_walk.h"
 
 namespace meshfill {
 namespace {
@@ -100,7 +99,8 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
-  return residual + rope_tables + slices + std::max(attention.peak(), ExchangePeakBytes(model, shape));
+  const int64_t kept = shape.keeps_kv ? model.layers * model.kv_bytes(tokens) : 0;
+  return residual + rope_tables + slices + kept + std::max(attention.peak(), ExchangePeakBytes(model, shape));
 }
 
 }  // namespace meshfill

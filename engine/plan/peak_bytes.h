@@ -12,7 +12,7 @@
 namespace meshfill {
 
 // The residual stream, the RoPE tables and the slice buffers of each rank (rank_runner.h), which live
-// throughout, and a layer's chunks and partial outputs.
+// throughout, a layer's chunks and partial outputs, and the K and V of all layers where they stay.
 int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
                   const Schedule& schedule);
 

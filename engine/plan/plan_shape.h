@@ -22,6 +22,7 @@ struct PlanShape {
   DType partial_dtype = DType::kF32;
   int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
   Links links;                // assumed by predictions
+  bool keeps_kv = false;      // K and V of the prompt stay in the ranks' memory, layer by layer
   bool one_memory = true;     // ranks are threads on one device: a chunk is there once, however many hold it
 
   int ranks() const { return layout.ranks(); }

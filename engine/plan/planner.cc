@@ -211,6 +211,7 @@ class ShapePlanner {
                                  .partial_dtype = partial_dtype,
                                  .cached_tokens = request_.cached_tokens,
                                  .links = placed.links,
+                                 .keeps_kv = request_.keeps_kv,
                                  .one_memory = request_.one_memory};
         if (!best.has_value() || MayGain(shape, *best)) TakeBetter(shape, placed.placement, best);
       }

@@ -34,6 +34,7 @@ struct PlanRequest {
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
   bool one_memory = true;           // ranks share it (PlanShape)
+  bool keeps_kv = false;            // K and V of the prompt stay in that memory
   Topology topology = {};           // no seats: every link is that of the pool's speed
 };
 

@@ -115,7 +115,7 @@ class Runner {
     const Layer layer(shape, run_.model.layers()[index], config_.norm_eps, buffers_, stream_);
     ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer));
     if (run_.kv != nullptr) {
-      RETURN_IF_ERROR(KeepKv(*chunks.kv, run_.kv->layers[index]));
+      RETURN_IF_ERROR(KeepKv(*chunks.kv, index));
     }
     ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), shape.window));
     return ForEachSlice([&](const ChunkSlice& slice) { return OutputAndMlp(layer, attended, slice); });
@@ -165,27 +165,29 @@ class Runner {
     return layer.AddMlp(slice.tokens, Residual(slice.begin));
   }
 
-  // Copies this rank's K and V rows to their tokens' places.
-  absl::Status KeepKv(const Buffer& kv, KvCache::Layer& layer) {
+  // Copies this rank's K and V where the sink wants them.
+  absl::Status KeepKv(const Buffer& kv, int layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
-    const std::byte* const halves = kv.data<std::byte>();
-    const std::pair<const std::byte*, std::vector<std::byte>*> tensors[] = {
-        {halves, &layer.k}, {halves + kv.size_bytes() / 2, &layer.v}};
-    for (const auto& [from, to] : tensors) {
+    ASSIGN_OR_RETURN(std::byte * kept, run_.kv->Place(run_.rank, layer));
+    if (kept == nullptr) return absl::OkStatus();
+    const size_t half_bytes = kv.size_bytes() / 2;
+    for (const size_t offset : {size_t{0}, half_bytes}) {
       RETURN_IF_ERROR(
-          stream_.CopyHeadsToHost({.from = from,
+          stream_.CopyHeadsToHost({.from = kv.data<std::byte>() + offset,
                                    .from_rows = {.dtype = shape_.dtype,
                                                  .head_stride = chunk_tokens_ * shape_.head_dim,
                                                  .slot_stride = shape_.head_dim},
-                                   .to = to->data(),
+                                   .to = kept + offset,
                                    .to_rows = {.dtype = shape_.dtype,
                                                .head_stride = shape_.head_dim,
                                                .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
-                                               .slots = run_.plan.layout.Positions(run_.rank)},
+                                               .slots = {.width = std::max<int64_t>(1, chunk_tokens_)}},
                                    .heads = shape_.kv_heads,
                                    .tokens = chunk_tokens_,
                                    .head_dim = shape_.head_dim}));
     }
+    RETURN_IF_ERROR(stream_.Finish());  // the copies are there
+    run_.kv->OnLayerKept(run_.rank, layer);
     return absl::OkStatus();
   }
 

@@ -20,7 +20,7 @@
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
 #include "engine/comm/link_probe.h"
-#include "engine/kv/kv_cache.h"
+#include "engine/kv/kv_sink.h"
 #include "engine/model/model.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
@@ -38,9 +38,9 @@ struct RankRun {
   Communicator& communicator;
   absl::Duration wait_timeout;
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
-  KvCache* kv;  // null, or sized for the whole prompt: this rank writes its tokens' rows
-  TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
-  std::span<const LinkProbe> probes;     // before the first layer; the same on all ranks
+  KvSink* kv;                                    // where this rank's K and V go; null: they are dropped
+  TimelineRecorder* recorder = nullptr;          // null: no timeline is kept
+  std::span<const LinkProbe> probes;             // before the first layer; the same on all ranks
 };
 
 struct RankOutput {

@@ -12,11 +12,13 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
 #include "server/api/prefill_queue.h"
 #include "server/api/prefill_stream.h"
 #include "server/api/status_details.h"
+#include "server/api/tenant.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
 
@@ -45,10 +47,18 @@ const char* PhaseName(PrefillQueue::Phase phase) {
   return "?";
 }
 
-// A stream that is refused before anything is read of it.
-class RefusedStream final : public PrefillReactor {
+KvService::Options KvOptions(const v1::Config& config) {
+  return {.lease = ToDuration(config.kv().lease()),
+          .max_lease = ToDuration(config.kv().max_lease()),
+          .block_tokens = static_cast<int>(config.kv().block_tokens()),
+          .max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes())};
+}
+
+// A stream that is refused before anything is read of it, or written to it.
+template <typename Reactor>
+class RefusedStream final : public Reactor {
  public:
-  explicit RefusedStream(const absl::Status& status) { Finish(ToGrpcStatus(status)); }
+  explicit RefusedStream(const absl::Status& status) { this->Finish(ToGrpcStatus(status)); }
   void OnDone() override { delete this; }
 };
 
@@ -84,6 +94,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
         embedded_ranks_(
             config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
         metrics_(metrics),
+        kv_options_(KvOptions(config)),
         live_(ToDuration(config.limits().upload_timeout())) {
     metrics_.SetPool(PoolState::kLoading, embedded_ranks_);
   }
@@ -111,6 +122,8 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   void Open(std::unique_ptr<PrefillEngine> engine) {
     engine_ = std::move(engine);
     queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
+    if (KvStore* store = engine_->kv_store())
+      kv_ = std::make_unique<KvService>(*store, kv_options_, metrics_);
     if (engine_->ranks() > 0) metrics_.SetPool(PoolState::kReady, engine_->ranks());
     metrics_.SetPeakFlops(engine_->peak_flops());
     state_.store(PoolState::kReady, std::memory_order_release);
@@ -128,7 +141,9 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     state_.store(PoolState::kDraining, std::memory_order_release);
   }
 
-  bool WaitUntilIdle(absl::Time deadline) { return live_.WaitUntilNone(deadline); }
+  bool WaitUntilIdle(absl::Time deadline) {
+    return live_.WaitUntilNone(deadline) && (kv_ == nullptr || kv_->WaitUntilNoLease(deadline));
+  }
 
   void Stop() {
     if (server_ == nullptr) return;
@@ -137,7 +152,9 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
       queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
     server_->Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
     live_.WaitUntilNone(absl::InfiniteFuture());
+    if (kv_ != nullptr) kv_->WaitUntilNoStream();
     queue_.reset();
+    kv_.reset();
     server_.reset();
   }
 
@@ -146,24 +163,45 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   PrefillReactor* Prefill(grpc::CallbackServerContext* context) override {
     if (auto status = CheckOpen(); !status.ok()) {
       metrics_.OnRequestDone(status.code());
-      return new RefusedStream(status);
+      return new RefusedStream<PrefillReactor>(status);
     }
-    return PrefillStream::Start(context, {*engine_, *queue_, live_, metrics_});
+    return PrefillStream::Start(context, {*engine_, *queue_, live_, metrics_, kv_.get()});
+  }
+
+  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
+    if (auto status = CheckKv(); !status.ok()) return new RefusedStream<KvFetchReactor>(status);
+    return kv_->Fetch(context, request);
+  }
+
+  grpc::ServerUnaryReactor* RenewKv(grpc::CallbackServerContext* context, const v1::RenewKvRequest* request,
+                                    v1::KvLease* reply) override {
+    return Answer(context, Renew(*request, TenantOf(*context), *reply));
+  }
+
+  grpc::ServerUnaryReactor* ReleaseKv(grpc::CallbackServerContext* context,
+                                      const v1::ReleaseKvRequest* request, v1::ReleaseKvReply*) override {
+    if (CheckKv().ok()) kv_->Release(*request, TenantOf(*context));
+    return Answer(context, absl::OkStatus());
+  }
+
+  grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context, const v1::CancelRequest* request,
+                                   v1::CancelReply*) override {
+    const bool found = live_.CancelRequest(request->request_id(), TenantOf(*context));
+    return Answer(context, found ? absl::OkStatus()
+                                 : absl::NotFoundError(absl::StrCat(
+                                       "no live request of this tenant has the id \"",
+                                       request->request_id().substr(0, 128), "\"; it may have ended")));
   }
 
   grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const v1::PlanRequest* request,
                                  v1::PlanReply* reply) override {
-    auto* reactor = context->DefaultReactor();
-    reactor->Finish(ToGrpcStatus(MakePlan(*request, reply)));
-    return reactor;
+    return Answer(context, MakePlan(*request, reply));
   }
 
   grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const v1::GetPoolRequest* request,
                                     v1::PoolStatus* status) override {
     *status = pool_status();
-    auto* reactor = context->DefaultReactor();
-    reactor->Finish(grpc::Status::OK);
-    return reactor;
+    return Answer(context, absl::OkStatus());
   }
 
   v1::PoolStatus pool_status() const {
@@ -230,6 +268,25 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     return absl::OkStatus();
   }
 
+  static grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
+    grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(status));
+    return reactor;
+  }
+
+  // Leases are served while draining, too.
+  absl::Status CheckKv() const {
+    if (!has_engine()) return absl::UnavailableError("the server is loading its model; try again soon");
+    if (kv_ == nullptr) return absl::NotFoundError("this pool keeps no K and V, and has no leases");
+    return absl::OkStatus();
+  }
+
+  absl::Status Renew(const v1::RenewKvRequest& request, const std::string& tenant, v1::KvLease& reply) {
+    RETURN_IF_ERROR(CheckKv());
+    ASSIGN_OR_RETURN(reply, kv_->Renew(request, tenant));
+    return absl::OkStatus();
+  }
+
   absl::Status MakePlan(const v1::PlanRequest& request, v1::PlanReply* reply) const {
     RETURN_IF_ERROR(CheckOpen());
     if (!request.model().empty() && request.model() != engine_->model_name()) {
@@ -261,10 +318,13 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   const PrefillQueue::Limits queue_limits_;
   const int embedded_ranks_;
   Metrics& metrics_;
+  const KvService::Options kv_options_;
   LiveStreams live_;
-  std::atomic<PoolState> state_{PoolState::kLoading};  // engine_ and queue_ are set before it leaves kLoading
+  // engine_, queue_ and kv_ are set before it leaves kLoading
+  std::atomic<PoolState> state_{PoolState::kLoading};
   std::unique_ptr<PrefillEngine> engine_;
   std::unique_ptr<PrefillQueue> queue_;
+  std::unique_ptr<KvService> kv_;  // null: the engine keeps no K and V
   std::unique_ptr<grpc::Server> server_;
   std::string address_;
 };

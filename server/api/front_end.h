@@ -3,8 +3,8 @@
 //     Start ──► loading ──Open──► ready ──StartDrain──► draining ──Stop──► closed
 //
 // Health: "" is SERVING from Start to Stop (the process lives); "meshfill.v1.PrefillService" while ready
-// only. Calls come back with UNAVAILABLE while loading; while draining, accepted requests finish and new ones
-// are refused so.
+// only. Calls come back with UNAVAILABLE while loading; while draining, accepted requests finish, live leases
+// are served, and new requests are refused so.
 //
 // The server's channel takes no compression, bounds messages, streams and pings, and never shares its port.
 #ifndef MESHFILL_SERVER_API_FRONT_END_H_
@@ -37,7 +37,7 @@ class FrontEnd {
   void Refresh();  // of a pool whose ranks come and go: health says NOT_SERVING while there are none
 
   void StartDrain();
-  // False where requests are still live at the deadline.
+  // False where requests or leases are still live at the deadline.
   bool WaitUntilIdle(absl::Time deadline);
   // Ends what is left with UNAVAILABLE and closes the port. Waits for the ranks to stop.
   void Stop();

@@ -53,6 +53,16 @@ void LiveStreams::Remove(Stream* stream) {
   changed_.NotifyAll();
 }
 
+bool LiveStreams::CancelRequest(const std::string& request_id, const std::string& tenant) {
+  std::vector<std::shared_ptr<Stream>> streams;  // called, and dropped, without the lock
+  {
+    const MutexLock lock(mu_);
+    for (const auto& [key, entry] : streams_) streams.push_back(entry.stream);
+  }
+  return std::any_of(streams.begin(), streams.end(),
+                     [&](const auto& stream) { return stream->CancelRequest(request_id, tenant); });
+}
+
 bool LiveStreams::WaitUntilNone(absl::Time deadline) {
   MutexLock lock(mu_);
   while (!streams_.empty() && MonotonicNow() < deadline) changed_.WaitUntil(mu_, deadline);

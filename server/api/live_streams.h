@@ -8,6 +8,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -23,6 +24,8 @@ class LiveStreams {
     virtual ~Stream() = default;
     // No message came for the upload timeout. May be called once more after UploadDone or a late message.
     virtual void OnUploadIdle() = 0;
+    // Ends the stream if it is live and of this request and tenant. Whether it was.
+    virtual bool CancelRequest(const std::string& request_id, const std::string& tenant) = 0;
   };
 
   explicit LiveStreams(absl::Duration upload_timeout);
@@ -34,6 +37,9 @@ class LiveStreams {
   void OnMessage(Stream* stream);            // the clock starts again
   void UploadDone(Stream* stream);           // the clock stops
   void Remove(Stream* stream);
+
+  // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant.
+  bool CancelRequest(const std::string& request_id, const std::string& tenant);
 
   // False where streams are still live at the deadline.
   bool WaitUntilNone(absl::Time deadline);

@@ -21,7 +21,7 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kMaxNameBytes = 128;  // of request_id and tenant
+constexpr size_t kMaxNameBytes = 128;  // of request_id, tenant and cache_salt
 
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
@@ -39,12 +39,22 @@ std::string NewRequestId() {
   return absl::StrFormat("mf-%016x-%d", process, ++count);
 }
 
+// Beyond any model's context where it is beyond an int64_t.
+int64_t TokenCount(const v1::PrefillHeader& header) {
+  constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
+  return static_cast<int64_t>(std::min<uint64_t>(header.token_count(), kMost));
+}
+
 // What can be said of a header by itself and by the model that is served.
 absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& engine) {
   if (header.request_id().size() > kMaxNameBytes || header.tenant().size() > kMaxNameBytes) {
     return absl::InvalidArgumentError(absl::StrCat("request_id has ", header.request_id().size(),
                                                    " characters and tenant ", header.tenant().size(),
                                                    "; at most ", kMaxNameBytes, " are allowed"));
+  }
+  if (header.cache_salt().size() > kMaxNameBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("cache_salt has ", header.cache_salt().size(),
+                                                   " characters; at most ", kMaxNameBytes, " are allowed"));
   }
   if (!header.model().empty() && header.model() != engine.model_name()) {
     return absl::NotFoundError(absl::StrCat("model \"", header.model().substr(0, kMaxNameBytes),
@@ -115,8 +125,8 @@ absl::Status PrefillStream::TakeHeader() {
   options_ = options;
   options_.keep_timeline = true;  // for the status page
   options_.top_k = std::max<int>(1, static_cast<int>(header_.top_k()));
-  const uint64_t most = std::numeric_limits<int64_t>::max();
-  const auto token_count = static_cast<int64_t>(std::min<uint64_t>(header_.token_count(), most));
+  RETURN_IF_ERROR(PrepareKv());
+  const int64_t token_count = TokenCount(header_);
   ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
   plan_ = ToProto(choice.plan);
   predicted_seconds_ = choice.plan.predicted.seconds;
@@ -127,6 +137,7 @@ absl::Status PrefillStream::TakeHeader() {
                                                           .predicted_seconds = predicted_seconds_,
                                                           .deadline = deadline_}));
   slot_ = std::move(slot);
+  RETURN_IF_ERROR(AdmitKv());
   try {
     tokens_.reserve(token_count);
   } catch (const std::bad_alloc&) {
@@ -135,6 +146,31 @@ absl::Status PrefillStream::TakeHeader() {
   }
   phase_ = Phase::kTokens;
   return absl::OkStatus();
+}
+
+absl::Status PrefillStream::PrepareKv() {
+  if (!header_.kv().keep()) return absl::OkStatus();
+  if (environment_.kv == nullptr) {
+    return absl::FailedPreconditionError("kv.keep is set, but this pool keeps no K and V; leave it out");
+  }
+  kv_ = std::make_shared<KvPrompt>(KvShapeOf(environment_.engine.model()), TokenCount(header_));
+  options_.kv = kv_;
+  hasher_.emplace(environment_.kv->options().block_tokens, header_.cache_salt());
+  return absl::OkStatus();
+}
+
+absl::Status PrefillStream::AdmitKv() {
+  if (kv_ == nullptr) return absl::OkStatus();
+  ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, header_.tenant(), header_.kv().lease_seconds()));
+  return absl::OkStatus();
+}
+
+void PrefillStream::GiveKv() {
+  const absl::StatusOr<absl::Duration> rest = lease_->Keep();
+  if (!rest.ok()) return;  // it was released meanwhile
+  *result_.mutable_kv() = ToProto(*kv_, lease_->id(), *rest);
+  result_.mutable_kv()->set_block_tokens(static_cast<uint32_t>(environment_.kv->options().block_tokens));
+  result_.mutable_kv()->set_block_hashes(hasher_->hashes());
 }
 
 absl::Status PrefillStream::TakeTokens() {
@@ -152,6 +188,7 @@ absl::Status PrefillStream::TakeTokens() {
                                                    "; ids go from 0 to ", vocab - 1));
   }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
+  if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
   return absl::OkStatus();
 }
 
@@ -172,6 +209,7 @@ absl::Status PrefillStream::FinishUpload() {
   accepted_->set_queue_position(static_cast<uint32_t>(before));
   accepted_->set_predicted_seconds(predicted_seconds_);
   *accepted_->mutable_plan() = plan_;
+  if (lease_ != nullptr) accepted_->set_kv_lease(lease_->id());
   return absl::OkStatus();
 }
 
@@ -198,6 +236,14 @@ void PrefillStream::OnUploadIdle() {
                                                header_.token_count(), " tokens; upload without pauses")));
 }
 
+bool PrefillStream::CancelRequest(const std::string& request_id, const std::string& tenant) {
+  const MutexLock lock(mu_);
+  const bool live = phase_ == Phase::kTokens || phase_ == Phase::kQueued;
+  if (!live || header_.request_id() != request_id || header_.tenant() != tenant) return false;
+  End(absl::CancelledError("cancelled by a call of Cancel"));
+  return true;
+}
+
 void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_since_begin) {
   const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
@@ -214,6 +260,7 @@ void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double q
   if (result.ok()) {
     result_ = ToProto(*result, header_.request_id());
     result_.mutable_seconds()->set_queue(queue_seconds);
+    if (lease_ != nullptr) GiveKv();
     if (header_.return_logits()) result_.mutable_logits()->Add(result->logits.begin(), result->logits.end());
   }
   End(result.status());
@@ -224,6 +271,9 @@ void PrefillStream::End(const absl::Status& status) {
   status_ = status;
   slot_.reset();
   tokens_ = {};
+  lease_.reset();
+  options_.kv.reset();
+  kv_.reset();
   environment_.live.UploadDone(this);
   if (status.ok()) {
     environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_));

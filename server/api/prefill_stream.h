@@ -18,11 +18,15 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "engine/kv/block_hash.h"
+#include "engine/kv/kv_prompt.h"
+#include "engine/kv/kv_store.h"
 #include "engine/prefill_engine.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/prefill_queue.h"
 #include "server/observe/metrics.h"
@@ -37,6 +41,7 @@ struct StreamEnvironment {
   PrefillQueue& queue;
   LiveStreams& live;
   Metrics& metrics;
+  KvService* kv;  // null: this pool keeps no K and V
 };
 
 class PrefillStream final : public PrefillReactor,
@@ -57,6 +62,7 @@ class PrefillStream final : public PrefillReactor,
   void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override;
   void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override;
   void OnUploadIdle() override;
+  bool CancelRequest(const std::string& request_id, const std::string& tenant) override;
 
  private:
   enum class Phase { kHeader, kTokens, kQueued, kEnded };
@@ -65,6 +71,11 @@ class PrefillStream final : public PrefillReactor,
 
   absl::Status TakeMessage() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What the header's `kv` asks for: before the plan, and a lease once the request has its place.
+  absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status AdmitKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The lease runs from now on.
+  void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CancelReason() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -90,6 +101,9 @@ class PrefillStream final : public PrefillReactor,
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);          // null: K and V are not kept
+  std::unique_ptr<KvLease> lease_ ABSL_GUARDED_BY(mu_);        // on it, until the prefill ends
+  std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);     // of its tokens
   std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
   std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK

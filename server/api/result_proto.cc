@@ -56,4 +56,22 @@ v1::PrefillResult ToProto(const PrefillResult& result, const std::string& reques
   return message;
 }
 
+v1::KvManifest ToProto(const KvPrompt& kept, const std::string& lease, absl::Duration expires_in) {
+  const KvShape& shape = kept.shape();
+  v1::KvManifest manifest;
+  manifest.set_lease(lease);
+  manifest.set_expires_in_seconds(absl::ToDoubleSeconds(expires_in));
+  manifest.set_tokens(static_cast<uint64_t>(kept.tokens()));
+  manifest.set_layers(static_cast<uint32_t>(shape.layers));
+  manifest.set_kv_heads(static_cast<uint32_t>(shape.kv_heads));
+  manifest.set_head_dim(static_cast<uint32_t>(shape.head_dim));
+  manifest.set_dtype(DTypeName(shape.dtype));
+  manifest.set_bytes(static_cast<uint64_t>(kept.bytes()));
+  v1::KvHolder& holder = *manifest.add_holders();
+  holder.set_layers(static_cast<uint32_t>(shape.layers));
+  holder.set_heads(static_cast<uint32_t>(shape.kv_heads));
+  holder.set_run_tokens(static_cast<uint64_t>(kept.tokens()));
+  return manifest;
+}
+
 }  // namespace meshfill

@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "absl/time/time.h"
+#include "engine/kv/kv_prompt.h"
 #include "engine/mesh/layout.h"
 #include "engine/plan/plan.h"
 #include "engine/prefill_engine.h"
@@ -17,6 +19,9 @@ v1::CommBytes ToProto(const CommBytes& bytes);
 
 // Without the logits, which a caller copies where they are wanted, and with no time in a queue.
 v1::PrefillResult ToProto(const PrefillResult& result, const std::string& request_id);
+
+// Without the block hashes. This process holds all of it.
+v1::KvManifest ToProto(const KvPrompt& kept, const std::string& lease, absl::Duration expires_in);
 
 }  // namespace meshfill
 

@@ -22,6 +22,7 @@ constexpr uint32_t kNcclCtas = 8;
 constexpr uint32_t kMaxNcclCtas = 32;
 constexpr uint32_t kMaxAttentionMargin = 64;
 constexpr uint32_t kMaxStripe = 1u << 20;
+constexpr uint32_t kMaxBlockTokens = 1u << 16;
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
 
@@ -65,6 +66,10 @@ void FillDefaults(v1::Config& config) {
   if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
   if (!limits.has_max_streams()) limits.set_max_streams(128);
   if (!limits.has_max_message_bytes()) limits.set_max_message_bytes(4 << 20);
+  auto& kv = *config.mutable_kv();
+  if (!kv.has_lease()) kv.mutable_lease()->set_seconds(30);
+  if (!kv.has_max_lease()) kv.mutable_max_lease()->set_seconds(3600);
+  if (!kv.has_block_tokens()) kv.set_block_tokens(16);
 }
 
 // Collects the first problem of a config's values, named by where its key was set.
@@ -163,6 +168,12 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
   check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
                      "limits.max_message_bytes");
+  check.RequireRange(config.kv().memory_bytes(), 0, INT64_MAX, "kv.memory_bytes");
+  check.RequireRange(config.kv().host_memory_bytes(), 0, INT64_MAX, "kv.host_memory_bytes");
+  check.RequirePositive(config.kv().lease(), "kv.lease");
+  check.Require(ToDuration(config.kv().max_lease()) >= ToDuration(config.kv().lease()), "kv.max_lease",
+                "must not be below kv.lease");
+  check.RequireRange(config.kv().block_tokens(), 1, kMaxBlockTokens, "kv.block_tokens");
   return check.status();
 }
 
@@ -221,6 +232,9 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   options.peak_flops = embedded.peak_flops();
   options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
   options.threads = static_cast<int>(embedded.threads());
+  const auto& kv = config.kv();
+  if (kv.has_memory_bytes()) options.kv_memory_bytes = static_cast<int64_t>(kv.memory_bytes());
+  if (kv.has_host_memory_bytes()) options.kv_host_memory_bytes = static_cast<int64_t>(kv.host_memory_bytes());
   return options;
 }
 

@@ -51,6 +51,11 @@ void CountBytes(const CommBytes& bytes, Family<Counter>& family) {
   }
 }
 
+// Of a count that somebody else keeps.
+void RaiseTo(Counter& counter, uint64_t total) {
+  counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
+}
+
 double PeakResidentBytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -192,6 +197,23 @@ class Metrics::Families {
   Counter& retries = AddCounter(registry, "meshfill_requests_retried_total",
                                 "Runs begun again for a request whose epoch ended.")
                          .Add({});
+  Gauge& kv_leases = AddGauge(registry, "meshfill_kv_leases",
+                              "Leases on kept K and V, those of unfinished prefills included.")
+                         .Add({});
+  Gauge& kv_bytes =
+      AddGauge(registry, "meshfill_kv_bytes",
+               "Bytes of K and V under leases or still being read; charged before they are computed.")
+          .Add({});
+  Gauge& kv_max_bytes =
+      AddGauge(registry, "meshfill_kv_max_bytes", "The bound on kept K and V (kv.memory_bytes).").Add({});
+  Counter& kv_fetched_bytes =
+      AddCounter(registry, "meshfill_kv_fetched_bytes_total", "Bytes of K and V that clients fetched.")
+          .Add({});
+  Counter& kv_lapsed =
+      AddCounter(registry, "meshfill_kv_leases_lapsed_total", "Leases that ended by their time.").Add({});
+  Counter& kv_refused =
+      AddCounter(registry, "meshfill_kv_refused_total", "Requests refused because their K and V had no room.")
+          .Add({});
   Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
   Family<Gauge>& plan_info =
       AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
@@ -246,14 +268,24 @@ void Metrics::SetWorkers(const PoolLoad& load) {
     total += ranks;
   }
   for (int rank = 0; rank < total; ++rank) f.AddRank(rank);
-  const auto raise = [](Counter& counter, uint64_t total) {
-    counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
-  };
-  raise(f.epochs, load.epochs);
-  raise(f.worker_joins, load.joins);
-  raise(f.worker_losses, load.losses);
-  raise(f.worker_refusals, load.refusals);
-  raise(f.retries, load.retries);
+  RaiseTo(f.epochs, load.epochs);
+  RaiseTo(f.worker_joins, load.joins);
+  RaiseTo(f.worker_losses, load.losses);
+  RaiseTo(f.worker_refusals, load.refusals);
+  RaiseTo(f.retries, load.retries);
+}
+
+void Metrics::SetKv(const KvLoad& load) {
+  Families& f = *families_;
+  f.kv_leases.Set(static_cast<double>(load.leases));
+  f.kv_bytes.Set(static_cast<double>(load.bytes));
+  f.kv_max_bytes.Set(static_cast<double>(load.max_bytes));
+  RaiseTo(f.kv_lapsed, load.lapsed);
+  RaiseTo(f.kv_refused, load.refused);
+}
+
+void Metrics::OnKvFetched(int64_t bytes) {
+  families_->kv_fetched_bytes.Increment(static_cast<double>(bytes));
 }
 
 void Metrics::SetPeakFlops(double flops_per_second) { families_->peak_flops.Set(flops_per_second); }

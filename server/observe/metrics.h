@@ -38,6 +38,15 @@ struct PoolLoad {
   uint64_t retries = 0;
 };
 
+// K and V that are kept for clients.
+struct KvLoad {
+  int64_t leases = 0;
+  int64_t bytes = 0;      // charged
+  int64_t max_bytes = 0;  // the bound on them
+  uint64_t lapsed = 0;    // leases, since the start
+  uint64_t refused = 0;   // requests, since the start
+};
+
 class Metrics {
  public:
   Metrics();
@@ -53,6 +62,8 @@ class Metrics {
   void SetPeakFlops(double flops_per_second);
   void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
   void SetQueue(const QueueLoad& load);
+  void SetKv(const KvLoad& load);
+  void OnKvFetched(int64_t bytes);
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);

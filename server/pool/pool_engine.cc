@@ -194,9 +194,8 @@ class PoolEngine::Run final : public Prefill {
 
 absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
                                                            PrefillObserver* observer) {
-  if (request.options.keep_kv) {
-    return absl::InvalidArgumentError(
-        "a pool of processes does not return KV caches yet; use an embedded pool");
+  if (request.options.kv != nullptr) {
+    return absl::InvalidArgumentError("a pool of processes keeps no K and V yet; use an embedded pool");
   }
   RETURN_IF_ERROR(
       CheckPromptOptions(model_.shape, model_name(), std::ssize(request.tokens), request.options));

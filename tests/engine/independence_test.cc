@@ -14,6 +14,7 @@
 #include "engine/plan/comm_bytes.h"
 #include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/kept_kv.h"
 #include "tests/engine/test_device.h"
 
 namespace meshfill {
@@ -88,14 +89,13 @@ std::vector<float> AsFloats(const std::vector<std::byte>& bytes, DType dtype) {
   return floats;
 }
 
-void ExpectSameAnswer(const PrefillResult& actual, const PrefillResult& expected, const std::string& what) {
+void ExpectSameAnswer(const KeptPrefill& actual, const KeptPrefill& expected, const std::string& what) {
   ASSERT_EQ(actual.logits.size(), expected.logits.size());
   ExpectClose(actual.logits.data(), expected.logits.data(), expected.logits.size(), what + ": logits");
-  ASSERT_TRUE(actual.kv.has_value() && expected.kv.has_value());
-  for (size_t layer = 0; layer < expected.kv->layers.size(); ++layer) {
-    for (auto [tensor, name] : {std::pair(&KvCache::Layer::k, ": k"), {&KvCache::Layer::v, ": v"}}) {
-      const std::vector<float> mine = AsFloats(actual.kv->layers[layer].*tensor, actual.kv->dtype);
-      const std::vector<float> theirs = AsFloats(expected.kv->layers[layer].*tensor, expected.kv->dtype);
+  for (size_t layer = 0; layer < expected.kv.layers.size(); ++layer) {
+    for (auto [tensor, name] : {std::pair(&KeptKv::Layer::k, ": k"), {&KeptKv::Layer::v, ": v"}}) {
+      const std::vector<float> mine = AsFloats(actual.kv.layers[layer].*tensor, actual.kv.shape.dtype);
+      const std::vector<float> theirs = AsFloats(expected.kv.layers[layer].*tensor, expected.kv.shape.dtype);
       ASSERT_EQ(mine.size(), theirs.size());
       ExpectClose(mine.data(), theirs.data(), theirs.size(), what + name);
     }
@@ -144,16 +144,15 @@ TEST(IndependenceTest, EveryMeshLayoutAndStripeGivesOneRanksAnswer) {
   const std::vector<uint32_t> prompt = RandomPrompt(TestsOnCuda() ? 300 : 1037, 300, random);
   const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
   ASSERT_NE(one, nullptr);
-  const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
+  const auto expected = PrefillKeepingKv(*one, prompt);
   ASSERT_TRUE(expected.ok()) << expected.status();
   for (const int ranks : RankCounts()) {
     const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, ranks);
     ASSERT_NE(engine, nullptr);
     for (const Tile tile : TilesOf(ranks)) {
       for (const Spread& spread : kSpreads) {
-        const auto actual = RunPrefill(
-            *engine,
-            {prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe, .keep_kv = true}});
+        const auto actual = PrefillKeepingKv(
+            *engine, prompt, {.tile = tile, .layout = spread.layout, .stripe = spread.stripe});
         ASSERT_TRUE(actual.ok()) << actual.status();
         EXPECT_EQ(actual->plan.tile, tile);
         ExpectSameAnswer(*actual, *expected, Describe(actual->plan));
@@ -182,18 +181,15 @@ TEST(IndependenceTest, EveryHeadGroupGivesOneRanksAnswer) {
     ASSERT_TRUE(one != nullptr && engine != nullptr);
     for (const int64_t tokens : {1, 5, 333}) {
       const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
-      const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
+      const auto expected = PrefillKeepingKv(*one, prompt);
       ASSERT_TRUE(expected.ok()) << expected.status();
       for (const int h : {2, 3, 4, 6, 8}) {
         if (heads.ranks % h != 0 || !engine->model().CanSplitHeads(h)) continue;
         for (const Tile tile : TilesOf(heads.ranks / h)) {
           for (const Spread& spread : kSpreads) {
-            const auto actual = RunPrefill(*engine, {prompt,
-                                                     {.tile = tile,
-                                                      .heads = h,
-                                                      .layout = spread.layout,
-                                                      .stripe = spread.stripe,
-                                                      .keep_kv = true}});
+            const auto actual = PrefillKeepingKv(
+                *engine, prompt,
+                {.tile = tile, .heads = h, .layout = spread.layout, .stripe = spread.stripe});
             ASSERT_TRUE(actual.ok()) << actual.status();
             ASSERT_EQ(actual->plan.heads, h);
             const std::string what = Describe(actual->plan) + ", " + std::to_string(heads.kv) + " KV heads";
@@ -239,11 +235,10 @@ TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
       const PrefillOptions options{.tile = tiles[random() % tiles.size()],
                                    .heads = heads,
                                    .layout = static_cast<LayoutKind>(random() % 3),
-                                   .stripe = 1 + static_cast<int64_t>(random() % 100),
-                                   .keep_kv = true};
-      const auto expected = RunPrefill(*one, {prompt, {.keep_kv = true}});
+                                   .stripe = 1 + static_cast<int64_t>(random() % 100)};
+      const auto expected = PrefillKeepingKv(*one, prompt);
       ASSERT_TRUE(expected.ok()) << expected.status();
-      const auto actual = RunPrefill(*engine, {prompt, options});
+      const auto actual = PrefillKeepingKv(*engine, prompt, options);
       ASSERT_TRUE(actual.ok()) << actual.status();
       const std::string what = Describe(actual->plan) + ", seed " + std::to_string(seed);
       ExpectSameAnswer(*actual, *expected, what);
@@ -264,15 +259,15 @@ TEST(IndependenceTest, TheSameRequestGivesTheSameBits) {
       for (const Tile tile : TilesOf(8 / heads)) shapes.emplace_back(heads, tile);
     }
     for (const auto& [heads, tile] : shapes) {
-      const PrefillOptions options{.tile = tile, .heads = heads, .stripe = 16, .keep_kv = true};
-      const auto first = RunPrefill(*engine, {prompt, options});
-      const auto second = RunPrefill(*engine, {prompt, options});
+      const PrefillOptions options{.tile = tile, .heads = heads, .stripe = 16};
+      const auto first = PrefillKeepingKv(*engine, prompt, options);
+      const auto second = PrefillKeepingKv(*engine, prompt, options);
       ASSERT_TRUE(first.ok() && second.ok());
       EXPECT_EQ(
           0, std::memcmp(first->logits.data(), second->logits.data(), first->logits.size() * sizeof(float)));
-      for (size_t layer = 0; layer < first->kv->layers.size(); ++layer) {
-        EXPECT_EQ(first->kv->layers[layer].k, second->kv->layers[layer].k);
-        EXPECT_EQ(first->kv->layers[layer].v, second->kv->layers[layer].v);
+      for (size_t layer = 0; layer < first->kv.layers.size(); ++layer) {
+        EXPECT_EQ(first->kv.layers[layer].k, second->kv.layers[layer].k);
+        EXPECT_EQ(first->kv.layers[layer].v, second->kv.layers[layer].v);
       }
     }
   }

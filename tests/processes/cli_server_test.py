@@ -37,6 +37,14 @@ class CliServerTest(CliTestCase):
             self.assertEqual(served[key], embedded[key], key)
         self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
 
+    def test_kv_of_server_and_embedded_pool_agree_to_the_byte(self):
+        for options in (["--tile", "2x2"], ["--heads", 2, "--layout", "zigzag"], ["--stripe", 3]):
+            files = [self.tmp / "served.kv", self.tmp / "embedded.kv"]
+            common = ["--tokens", self.prompt, *options, "--kv-out"]
+            self.succeed("prefill", "--server", self.server.address, "--json", "--tenant", "t", *common, files[0])
+            self.embedded(*common, files[1])
+            self.assertEqual(files[0].read_bytes(), files[1].read_bytes(), options)
+
     def test_server_refuses_bad_requests_and_serves_the_next(self):
         server = self.server
         good = json.loads(server.prefill_tokens("1 2 3", "--tile", "2x2").stdout)["top"]

@@ -302,7 +302,6 @@ class CliTest(CliTestCase):
             (["prefill", "--tokens", prompt], r"--server HOST:PORT or --config FILE"),
             (["prefill", "--config", config], r"--tokens"),
             (["prefill", "--config", config, "--server", "h:1", "--tokens", prompt], r"--server|--config"),
-            (["prefill", "--server", "h:1", "--kv-out", "x", "--tokens", prompt], r"--kv-out"),
             (["prefill", "--server", "h:1", "--dtype", "f32", "--tokens", prompt], r"--dtype.*--config"),
             (["prefill", "--server", "nowhere", "--tokens", prompt], r"--server.*nowhere"),
             (["prefill", "--config", config, "--tokens", prompt, "--tile", "2by2"], r"--tile.*2by2.*2x2"),

@@ -1,4 +1,5 @@
-// An engine that computes nothing: prefills end when the test lets them, and obey Stop.
+// An engine that computes nothing: prefills end when the test lets them, and obey Stop. What it keeps as K
+// and V are the values of tests/engine/kv/kv_values.h.
 #ifndef MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 #define MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 
@@ -20,6 +21,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
+#include "tests/engine/kv/kv_values.h"
 
 namespace meshfill {
 
@@ -29,11 +31,14 @@ class FakeEngine final : public PrefillEngine {
   static constexpr int64_t kVocab = 256;
   static constexpr int64_t kContext = 1 << 23;
   static constexpr int64_t kMemoryTokens = 1 << 22;  // longer prompts do not fit
+  static constexpr int64_t kKvBytes = 64 << 20;
 
   explicit FakeEngine(int layers = 4, int capacity = 1) : capacity_(capacity) {
     shape_.layers = layers;
     shape_.vocab = kVocab;
     shape_.context_tokens = kContext;
+    shape_.kv_heads = 2;
+    shape_.head_dim = 8;
   }
 
   // The answer to a prompt: what a test computes for itself.
@@ -78,6 +83,7 @@ class FakeEngine final : public PrefillEngine {
   const std::string& backend_name() const override { return backend_name_; }
   int ranks() const override { return kRanks; }
   double peak_flops() const override { return 1e12; }
+  KvStore* kv_store() override { return &kv_store_; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     if (tokens == 0) return absl::InvalidArgumentError("no tokens");
@@ -119,11 +125,16 @@ class FakeEngine final : public PrefillEngine {
     absl::StatusOr<PrefillResult> Wait() override {
       const absl::Time begin = MonotonicNow();
       const int layers = engine_.shape_.layers;
+      auto* const kept = dynamic_cast<KvPrompt*>(request_.options.kv.get());
+      if (kept != nullptr) kept->Begin(plan_.layout);
       for (int layer = 0; layer < layers; ++layer) {
         while (engine_.Held(layer) && !stopped_) absl::SleepFor(absl::Milliseconds(1));
         if (stopped_) {
           engine_.Set([&] { ++engine_.stopped_runs_; });
           return absl::CancelledError("stopped");
+        }
+        for (int rank = 0; kept != nullptr && rank < kRanks; ++rank) {
+          KeepValues(*kept, plan_.layout, rank, layer);
         }
         if (observer_ != nullptr) observer_->OnLayerDone(layer + 1, layers);
       }
@@ -188,6 +199,7 @@ class FakeEngine final : public PrefillEngine {
 
   const int capacity_;
   ModelShape shape_;
+  KvStore kv_store_{kKvBytes};
   const std::string model_name_ = "fake-model";
   const std::string backend_name_ = "fake/none";
   mutable std::mutex mu_;  // ThreadSanitizer does not see through absl::Mutex

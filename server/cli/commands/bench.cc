@@ -5,6 +5,7 @@
 #include "server/cli/commands/bench_attention.h"
 #include "server/cli/commands/bench_comm.h"
 #include "server/cli/commands/bench_gemm.h"
+#include "server/cli/commands/bench_kv.h"
 #include "server/cli/commands/bench_layer.h"
 #include "server/cli/commands/bench_plan.h"
 #include "server/cli/commands/bench_prefill.h"
@@ -21,6 +22,7 @@ class BenchCommand : public Command {
     benches_.push_back(AddBenchAttentionCommand(*app_));
     benches_.push_back(AddBenchCommCommand(*app_));
     benches_.push_back(AddBenchGemmCommand(*app_));
+    benches_.push_back(AddBenchKvCommand(*app_));
     benches_.push_back(AddBenchLayerCommand(*app_));
     benches_.push_back(AddBenchPlanCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
+#include "engine/kv/kv_prompt.h"
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -18,6 +19,7 @@
 #include "server/cli/cancel_watch.h"
 #include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
+#include "server/cli/kv_download.h"
 #include "server/cli/output_file.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_json.h"
@@ -73,6 +75,8 @@ class StopSwitch {
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
 };
 
+constexpr uint32_t kLeaseSeconds = 3600;  // of K and V, which are released once they are in the file
+
 absl::StatusOr<std::string> ParseServerAddress(const std::string& text) {
   if (absl::StatusOr<HostPort> address = ParseHostPort(text); !address.ok()) return address.status();
   return text;
@@ -114,7 +118,8 @@ class PrefillCommand : public Command {
  private:
   struct Outcome {
     v1::PrefillResult result;
-    std::optional<KvCache> kv;
+    ReadKvLayer read_kv;  // where --kv-out asks for it
+    KvShape kv_shape;
     std::optional<Timeline> timeline;
   };
 
@@ -177,11 +182,9 @@ class PrefillCommand : public Command {
     app_->add_option("--logits-out", logits_path_, "Write the last token's logits, safetensors")
         ->type_name("FILE")
         ->group("Output");
-    app_->add_option("--kv-out", kv_path_,
-                     "Write the KV cache in token order, safetensors; embedded pool alone")
+    app_->add_option("--kv-out", kv_path_, "Write K and V of every layer in token order, safetensors")
         ->type_name("FILE")
-        ->group("Output")
-        ->excludes(app_->get_option("--server"));
+        ->group("Output");
     app_->add_option("--trace-out", trace_path_,
                      "Write what every rank did when, for ui.perfetto.dev; embedded pool alone")
         ->type_name("FILE")
@@ -206,7 +209,11 @@ class PrefillCommand : public Command {
     StopSwitch stop;
     CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });
     ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(engine_options));
-    options_.keep_kv = !kv_path_.empty();
+    std::shared_ptr<KvPrompt> kv;
+    if (!kv_path_.empty()) {
+      kv = std::make_shared<KvPrompt>(KvShapeOf(engine->model()), static_cast<int64_t>(tokens.size()));
+    }
+    options_.kv = kv;
     options_.keep_timeline = !trace_path_.empty();
     absl::StatusOr<PrefillResult> result = RunWithBar(*engine, tokens, stop);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
@@ -214,8 +221,9 @@ class PrefillCommand : public Command {
     if (!result.ok()) return result.status();
 
     Outcome outcome{.result = ToProto(*result, request_id_.empty() ? RandomRequestId() : request_id_),
-                    .kv = std::move(result->kv),
+                    .read_kv = kv == nullptr ? nullptr : ReadKept(std::move(kv)),
                     .timeline = std::move(result->timeline)};
+    outcome.kv_shape = KvShapeOf(engine->model());
     if (!logits_path_.empty())
       outcome.result.mutable_logits()->Assign(result->logits.begin(), result->logits.end());
     return outcome;
@@ -242,7 +250,16 @@ class PrefillCommand : public Command {
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
-    return Outcome{.result = *std::move(result), .kv = std::nullopt, .timeline = std::nullopt};
+    Outcome outcome;
+    if (!kv_path_.empty()) {
+      ASSIGN_OR_RETURN(outcome.kv_shape, KvShapeOf(result->kv()));
+      outcome.read_kv = [download = std::make_shared<KvDownload>(server_, tenant_, result->kv().lease())](
+                            int layer, std::span<std::byte> k, std::span<std::byte> v) {
+        return download->ReadLayer(layer, k, v);
+      };
+    }
+    outcome.result = *std::move(result);
+    return outcome;
   }
 
   v1::PrefillHeader Header() const {
@@ -252,6 +269,10 @@ class PrefillCommand : public Command {
     header.set_priority(priority_);
     header.set_top_k(static_cast<uint32_t>(options_.top_k));
     header.set_return_logits(!logits_path_.empty());
+    if (!kv_path_.empty()) {
+      header.mutable_kv()->set_keep(true);
+      header.mutable_kv()->set_lease_seconds(kLeaseSeconds);
+    }
     v1::PlanOptions& plan = *header.mutable_plan();
     if (options_.tile.has_value()) {
       plan.mutable_tile()->set_a(static_cast<uint32_t>(options_.tile->a));
@@ -261,6 +282,14 @@ class PrefillCommand : public Command {
     if (options_.layout.has_value()) plan.set_layout(ToProto(*options_.layout));
     if (options_.stripe.has_value()) plan.set_stripe(static_cast<uint32_t>(*options_.stripe));
     return header;
+  }
+
+  static ReadKvLayer ReadKept(std::shared_ptr<const KvPrompt> kv) {
+    return [kv = std::move(kv)](int layer, std::span<std::byte> k, std::span<std::byte> v) {
+      const KvRange all = {.tokens = kv->tokens(), .heads = kv->shape().kv_heads};
+      CopyKvTokens(*kv->Layer(layer), layer, all, k.data(), v.data());
+      return absl::OkStatus();
+    };
   }
 
   absl::Status WriteTrace(const Timeline& timeline) const {
@@ -278,7 +307,8 @@ class PrefillCommand : public Command {
       RETURN_IF_ERROR(WriteLogits(logits_path_, logits));
     }
     if (!kv_path_.empty()) {
-      RETURN_IF_ERROR(WriteKv(kv_path_, *outcome.kv));
+      const auto tokens = static_cast<int64_t>(outcome.result.tokens());
+      RETURN_IF_ERROR(WriteKv(kv_path_, outcome.kv_shape, tokens, outcome.read_kv));
     }
     if (!trace_path_.empty()) {
       RETURN_IF_ERROR(WriteTrace(*outcome.timeline));

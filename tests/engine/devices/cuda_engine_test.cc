@@ -12,6 +12,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/kept_kv.h"
 #include "tests/engine/stop_after_a_layer.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
@@ -156,8 +157,8 @@ TEST_F(CudaEngineTest, RanksWaitByTheDevicesClockAndGiveTheirMemoryBack) {
   std::vector<uint32_t> prompt(700);
   for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
   const int64_t before = FakeCuda::bytes_in_use();
-  const auto result = RunPrefill(
-      *engine, {prompt, {.tile = Tile{2, 2}, .stripe = 64, .keep_kv = true, .keep_timeline = true}});
+  const auto result =
+      PrefillKeepingKv(*engine, prompt, {.tile = Tile{2, 2}, .stripe = 64, .keep_timeline = true});
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(FakeCuda::bytes_in_use(), before);
   EXPECT_GT(result->comm_wait_seconds, 0);
@@ -190,7 +191,8 @@ TEST_F(CudaEngineTest, ACancelledPrefillLeavesNothingBehind) {
   const int64_t before = FakeCuda::bytes_in_use();
   for (int round = 0; round < 3; ++round) {
     StopAfterALayer observer;
-    const auto stopped = observer.Run(*engine, {prompt, {.keep_kv = true}});
+    const auto kv = std::make_shared<KvPrompt>(KvShapeOf(engine->model()), 500);
+    const auto stopped = observer.Run(*engine, {prompt, {.kv = kv}});
     EXPECT_TRUE(absl::IsCancelled(stopped.status())) << stopped.status();
     EXPECT_EQ(FakeCuda::bytes_in_use(), before);
     EXPECT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());

@@ -16,6 +16,7 @@
 #include "engine/model/safetensors.h"
 #include "engine/model/safetensors_folder.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/kept_kv.h"
 #include "tests/engine/test_device.h"
 
 namespace meshfill {
@@ -132,7 +133,7 @@ std::vector<float> AsFloats(std::span<const std::byte> bytes, DType dtype) {
 }
 
 // K or V of one layer: the kept rows, and the norm of each head over all tokens.
-void CompareKv(const KvCache& kv, std::span<const std::byte> bytes, const Golden& golden,
+void CompareKv(const KvShape& kv, std::span<const std::byte> bytes, const Golden& golden,
                std::span<const float> kept, std::span<const float> norms, double tolerance,
                const std::string& what) {
   const std::vector<float> ours = AsFloats(bytes, kv.dtype);
@@ -164,26 +165,24 @@ struct Shape {
 void ComparePrefill(PrefillEngine& engine, const Shape& shape, const Golden& golden) {
   const bool f32 = engine.model().dtype == DType::kF32;
   PrefillOptions options;
-  options.keep_kv = true;
   options.tile = shape.tile;
   options.heads = shape.heads;
-  const auto result = RunPrefill(engine, {golden.tokens, options});
+  const auto result = PrefillKeepingKv(engine, golden.tokens, options);
   ASSERT_TRUE(result.ok()) << result.status();
   if (f32) {
     EXPECT_LT(LargestError(result->logits, golden.logits), 1e-3 * Deviation(golden.logits));
   } else {
     EXPECT_LT(RelativeError(result->logits, golden.logits), 2e-2);
   }
-  ASSERT_TRUE(result->kv.has_value());
-  ASSERT_EQ(result->kv->layers.size(), golden.k.size());
+  ASSERT_EQ(result->kv.layers.size(), golden.k.size());
   const double tolerance = f32 ? 1e-4 : 2e-2;
   for (size_t layer = 0; layer < golden.k.size(); ++layer) {
     const std::string name = "layer " + std::to_string(layer);
-    const size_t heads = static_cast<size_t>(result->kv->kv_heads);
-    const KvCache::Layer& ours = result->kv->layers[layer];
-    CompareKv(*result->kv, ours.k, golden, golden.k[layer],
+    const size_t heads = static_cast<size_t>(result->kv.shape.kv_heads);
+    const KeptKv::Layer& ours = result->kv.layers[layer];
+    CompareKv(result->kv.shape, ours.k, golden, golden.k[layer],
               std::span(golden.k_norms).subspan(layer * heads, heads), tolerance, name + " K");
-    CompareKv(*result->kv, ours.v, golden, golden.v[layer],
+    CompareKv(result->kv.shape, ours.v, golden, golden.v[layer],
               std::span(golden.v_norms).subspan(layer * heads, heads), tolerance, name + " V");
   }
 }

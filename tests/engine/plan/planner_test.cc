@@ -253,6 +253,10 @@ TEST(MakePlan, StatesPeakMemory) {
   // Row 0 is begun first, row 1 whole before it leaves: two rows; its bf16 form is made while both live.
   EXPECT_EQ(peak(4, {2, 2}, DType::kF32), FixedBytes(model, tokens, 4) + 2 * o_f32);
   EXPECT_EQ(peak(4, {2, 2}, DType::kBf16), FixedBytes(model, tokens, 4) + 2 * o_f32 + o_bf16);
+  // K and V of all layers where they stay.
+  const auto kept = MakePlan(model, kSlowLink, {.tokens = tokens, .tile = Tile{1, 1}, .keeps_kv = true});
+  EXPECT_EQ(kept->plan.predicted.peak_bytes,
+            peak(1, {1, 1}, DType::kF32) + model.layers * tokens * 2 * 2 * 64 * 2);
 }
 
 TEST(MakePlan, StatesPeakMemoryOfHeadGroups) {

@@ -76,6 +76,9 @@ TEST_F(ConfigTest, DefaultsAreFilledIn) {
   EXPECT_EQ(config->limits().upload_timeout().seconds(), 30);
   EXPECT_EQ(config->limits().drain_timeout().seconds(), 3600);
   EXPECT_EQ(config->limits().max_streams(), 128u);
+  EXPECT_EQ(config->kv().lease().seconds(), 30);
+  EXPECT_EQ(config->kv().max_lease().seconds(), 3600);
+  EXPECT_EQ(config->kv().block_tokens(), 16u);
 }
 
 TEST_F(ConfigTest, AttentionLeavesNcclWhatItMayTake) {
@@ -114,6 +117,9 @@ TEST_F(ConfigTest, UnitsAreRead) {
   EXPECT_EQ(config->limits().upload_timeout().seconds(), 0);
   EXPECT_EQ(config->limits().upload_timeout().nanos(), 250000000);
   EXPECT_EQ(config->limits().max_message_bytes(), 8000000u);
+  const EngineOptions kept = ToEngineOptions(*Load("kv: {memory_bytes: 1GiB, host_memory_bytes: 2GiB}"));
+  EXPECT_EQ(kept.kv_memory_bytes, 1ll << 30);
+  EXPECT_EQ(kept.kv_host_memory_bytes, 2ll << 30);
 }
 
 TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
@@ -132,9 +138,10 @@ TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
       "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
       "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
       "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
-  EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
-            "FILE:1: xyzzyplugh: unknown key; known keys here: limits, listen, metrics_listen, model, plan, "
-            "pool, queue");
+  EXPECT_EQ(
+      Refusal("xyzzyplugh: 1\n"),
+      "FILE:1: xyzzyplugh: unknown key; known keys here: kv, limits, listen, metrics_listen, model, plan, "
+      "pool, queue");
   EXPECT_EQ(
       Refusal("", {"pool.embedded.rank=2"}),
       "--set: pool.embedded.rank: unknown key; did you mean ranks? known keys here: device, memory_bytes, "
@@ -183,6 +190,9 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_EQ(Refusal("plan: {layout: spiral}"),
             "FILE:1: plan.layout: \"spiral\" is not known; choose one of auto, striped, zigzag, contiguous");
   EXPECT_NE(Refusal("plan: {stripe: 0}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("kv: {block_tokens: 0}").find("not between"), std::string::npos);
+  EXPECT_NE(Refusal("kv: {lease: 0s}").find("must be above 0s"), std::string::npos);
+  EXPECT_EQ(Refusal("kv: {lease: 10s, max_lease: 9s}"), "FILE:1: kv.max_lease: must not be below kv.lease");
   EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
   EXPECT_EQ(Refusal("plan: {schedule: fast}"),
             "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
@@ -262,6 +272,8 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(ToEngineOptions(*Load("plan: {profile_path: \'\'}")).speed_profile_path, "");
   EXPECT_EQ(ToEngineOptions(*Load("")).speed_profile_path, DefaultPoolProfilePath());
   EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("")).kv_memory_bytes, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("")).kv_host_memory_bytes, std::nullopt);
 }
 
 }  // namespace

@@ -1,0 +1,69 @@
+// One FetchKv stream: writes the parts of a lease's K and V, one at a time, as their layers are done.
+//
+//     checked ──► a part is there ──► written ──► … ──► all written: OK
+//        └────────────┴──────────────────┴──────► the lease has ended, cancel, disconnect, the deadline
+//
+// A reactor of gRPC's callback API: no thread waits for a client or for a layer. The stream has one part at
+// most, so that a slow reader costs a part's memory. It looks its lease up before each part, and holds no
+// slab while a part is on its way.
+#ifndef MESHFILL_SERVER_API_KV_FETCH_STREAM_H_
+#define MESHFILL_SERVER_API_KV_FETCH_STREAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
+#include "kernels/mutex.h"
+#include "meshfill/v1/prefill.pb.h"
+#include "server/api/kv_fetch.h"
+
+namespace meshfill {
+
+class KvService;
+
+using KvFetchReactor = grpc::ServerWriteReactor<v1::KvPart>;
+
+class KvFetchStream final : public KvFetchReactor {
+ public:
+  // Neither the context nor the request is used after OnDone. The service outlives the stream.
+  KvFetchStream(KvService& service, grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
+
+  // A layer may be there, or the lease may have ended.
+  void OnChange();
+
+  // gRPC's reactions.
+  void OnWriteDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+
+ private:
+  // Writes the next part if it is there and none is on its way; finishes behind the last, and with an error.
+  void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether the next part is there, now in outgoing_.
+  absl::StatusOr<bool> TakePart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  KvService& service_;
+  const v1::FetchKvRequest& request_;
+  const std::string tenant_;
+  const absl::Time begin_;
+  v1::KvPart outgoing_;  // gRPC's while a write is under way
+
+  Mutex mu_;
+  std::optional<KvFetch> fetch_ ABSL_GUARDED_BY(mu_);  // none: not checked yet
+  int layer_ ABSL_GUARDED_BY(mu_) = 0;                 // of the next part
+  int64_t token_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;  // written
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_KV_FETCH_STREAM_H_

@@ -1,0 +1,23 @@
+// Whom a call is of, where its message does not say: the metadata `meshfill-tenant`, until calls carry
+// credentials that say it.
+#ifndef MESHFILL_SERVER_API_TENANT_H_
+#define MESHFILL_SERVER_API_TENANT_H_
+
+#include <string>
+
+#include "grpcpp/server_context.h"
+
+namespace meshfill {
+
+inline constexpr char kTenantMetadata[] = "meshfill-tenant";
+
+// Empty: a call of no tenant's, which is one of its own.
+inline std::string TenantOf(const grpc::ServerContextBase& context) {
+  const auto found = context.client_metadata().find(kTenantMetadata);
+  if (found == context.client_metadata().end()) return "";
+  return std::string(found->second.data(), found->second.size());
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_TENANT_H_

@@ -1,0 +1,93 @@
+#include "engine/kv/kv_prompt.h"
+
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/engine/kv/kv_values.h"
+
+namespace meshfill {
+namespace {
+
+const KvShape kShape = {.layers = 3, .kv_heads = 2, .head_dim = 4, .dtype = DType::kF32};
+
+TokenLayout Striped(int ranks, int64_t tokens) {
+  return TokenLayout::Make(LayoutKind::kStriped, ranks, tokens, 4).value();
+}
+
+TEST(KvPromptTest, ALayerIsThereOnceAllRanksHaveWrittenIt) {
+  KvPrompt prompt(kShape, 50);
+  EXPECT_EQ(prompt.bytes(), 3 * 2 * 50 * 2 * 4 * 4);
+  EXPECT_EQ(prompt.Layer(0), nullptr);
+  int layers_seen = 0;
+  prompt.Watch([&] { ++layers_seen; }, nullptr);
+  const TokenLayout layout = Striped(2, 50);
+  prompt.Begin(layout);
+  EXPECT_TRUE(KeepValues(prompt, layout, 1, 0));
+  EXPECT_TRUE(KeepValues(prompt, layout, 1, 1));  // a rank may run ahead
+  EXPECT_EQ(prompt.Layer(0), nullptr);
+  EXPECT_EQ(layers_seen, 0);
+  EXPECT_TRUE(KeepValues(prompt, layout, 0, 0));
+  EXPECT_NE(prompt.Layer(0), nullptr);
+  EXPECT_EQ(prompt.Layer(1), nullptr);
+  EXPECT_EQ(layers_seen, 1);
+}
+
+TEST(KvPromptTest, ARunThatBeginsAgainBringsAllLayersAgainAndLeavesReadersTheirs) {
+  KvPrompt prompt(kShape, 50);
+  KeepAllValues(prompt, Striped(2, 50));
+  const std::shared_ptr<const KvSlabs> before = prompt.Layer(0);
+  const TokenLayout other = Striped(5, 50);
+  prompt.Begin(other);
+  for (int layer = 0; layer < 3; ++layer) EXPECT_EQ(prompt.Layer(layer), nullptr);
+  for (int rank = 0; rank < 5; ++rank) KeepValues(prompt, other, rank, 0);
+  const std::shared_ptr<const KvSlabs> after = prompt.Layer(0);
+  ASSERT_NE(after, nullptr);
+  EXPECT_EQ(before->layout.ranks(), 2);
+  std::vector<std::byte> old_kv(kShape.LayerBytes(50)), new_kv(kShape.LayerBytes(50));
+  const KvRange all = {.tokens = 50, .heads = 2};
+  CopyKv(*before, 0, all, KvFormat::kTokens, 0, old_kv.data());
+  CopyKv(*after, 0, all, KvFormat::kTokens, 0, new_kv.data());
+  EXPECT_EQ(old_kv, new_kv);
+}
+
+TEST(KvPromptTest, KeepsNothingMoreOnceItIsDropped) {
+  KvPrompt prompt(kShape, 50);
+  const TokenLayout layout = Striped(1, 50);
+  prompt.Begin(layout);
+  EXPECT_TRUE(KeepValues(prompt, layout, 0, 0));
+  prompt.Drop();
+  EXPECT_FALSE(KeepValues(prompt, layout, 0, 1));
+}
+
+// For ThreadSanitizer: ranks write while others read.
+TEST(KvPromptTest, IsReadWhileItsRanksWrite) {
+  constexpr int kRanks = 4;
+  const KvShape shape = {.layers = 20, .kv_heads = 1, .head_dim = 4, .dtype = DType::kF32};
+  KvPrompt prompt(shape, 64);
+  const TokenLayout layout = Striped(kRanks, 64);
+  prompt.Begin(layout);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      for (int layer = 0; layer < shape.layers; ++layer) KeepValues(prompt, layout, rank, layer);
+    });
+  }
+  for (int layer = 0; layer < shape.layers;) {
+    const std::shared_ptr<const KvSlabs> slabs = prompt.Layer(layer);
+    if (slabs == nullptr) {
+      std::this_thread::yield();
+      continue;
+    }
+    uint32_t value = 0;
+    std::byte kv[2 * 4 * 4];
+    CopyKv(*slabs, layer, {.first_token = 63, .tokens = 1, .heads = 1}, KvFormat::kTokens, 0, kv);
+    std::memcpy(&value, kv, sizeof value);
+    EXPECT_EQ(value, KvValue(layer, 0, 63, 0, 0));
+    ++layer;
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace meshfill
