@@ -1,0 +1,309 @@
+"""The client for asyncio: the methods of meshfill.Client, as coroutines and asynchronous iterators."""
+
+import asyncio
+import logging
+import time
+from typing import AsyncIterator, Callable, Dict, Iterable, Optional, Tuple, Union
+
+import grpc
+import grpc.aio
+
+from . import holders
+from .channel import Connection
+from .client import UNARY_TIMEOUT_SECONDS, Prompt, event_value, lease_name, rest_of, shape_of
+from .cursor import FetchCursor
+from .errors import DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
+from .kv import KvArrays, KvPart, KvShape, make_range
+from .messages import plan_options, prefill_header, prefill_requests, token_array
+from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
+from .stubs import PrefillServiceStub, pb
+from .text import TextTokenizer
+
+_log = logging.getLogger(__name__)
+
+LeaseLike = Union["Lease", KvManifest, str]
+
+
+class Client:
+    """As meshfill.Client; made and used within one event loop. Cancelling a coroutine cancels its call."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: bool = False,
+        root_certificates=None,
+        client_certificate=None,
+        client_key=None,
+        server_name: Optional[str] = None,
+        token: Optional[str] = None,
+        metadata: Iterable[Tuple[str, str]] = (),
+        timeout: Optional[float] = None,
+        model: str = "",
+        tenant: str = "",
+        tokenizer=None,
+    ):
+        """The arguments are those of meshfill.Client."""
+        self.address = address
+        self._connection = Connection(
+            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
+        )
+        self._timeout = timeout
+        self._model = model
+        self._tenant = tenant
+        self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
+        self._channels: Dict[str, grpc.aio.Channel] = {}
+        self._stub = self._stub_of(address)
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    def _stub_of(self, address: str) -> PrefillServiceStub:
+        if address not in self._channels:
+            self._channels[address] = self._connection.open(address, grpc.aio)
+        return PrefillServiceStub(self._channels[address])
+
+    async def _unary(self, method, request, timeout: Optional[float]):
+        seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
+        try:
+            return await method(request, timeout=seconds, metadata=self._connection.call_metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+
+    async def prefill_events(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        top_k: int = 1,
+        return_logits: bool = False,
+        tile=None,
+        heads: int = 0,
+        layout: Optional[str] = None,
+        stripe: int = 0,
+        priority: int = 0,
+        tenant: Optional[str] = None,
+        keep_kv: bool = False,
+        lease_seconds: int = 0,
+        ignore_cache: bool = False,
+        cache_salt: str = "",
+        timeout: Optional[float] = None,
+    ) -> AsyncIterator[Union[Accepted, Progress, PrefillResult]]:
+        """Accepted, Progress… and the result; options as in meshfill.Client.start_prefill."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt of text needs Client(tokenizer=MODEL_FOLDER)")
+            prompt = self._tokenizer.encode(prompt)
+        ids = token_array(prompt)
+        header = prefill_header(
+            len(ids),
+            request_id=request_id,
+            model=self._model,
+            priority=priority,
+            tenant=self._tenant if tenant is None else tenant,
+            top_k=top_k,
+            return_logits=return_logits,
+            plan=plan_options(tile, heads, layout, stripe),
+            keep_kv=keep_kv,
+            lease_seconds=lease_seconds,
+            ignore_cache=ignore_cache,
+            cache_salt=cache_salt,
+        )
+        call = self._stub.Prefill(
+            prefill_requests(header, ids),
+            timeout=self._timeout if timeout is None else timeout,
+            metadata=self._connection.call_metadata,
+        )
+        try:
+            async for event in call:
+                value = event_value(event)
+                if value is not None:
+                    yield value
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+        finally:
+            call.cancel()
+
+    async def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        on_accepted: Optional[Callable[[Accepted], None]] = None,
+        on_progress: Optional[Callable[[Progress], None]] = None,
+        **options,
+    ) -> PrefillResult:
+        """The result of one prompt. The callbacks are plain functions."""
+        result = None
+        async for event in self.prefill_events(prompt, **options):
+            if isinstance(event, Accepted) and on_accepted is not None:
+                on_accepted(event)
+            elif isinstance(event, Progress) and on_progress is not None:
+                on_progress(event)
+            elif isinstance(event, PrefillResult):
+                result = event
+        if result is None:
+            raise InternalError(f"server {self.address} ended the call without a result; see its log")
+        return result
+
+    async def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
+        await self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout)
+
+    async def plan(
+        self,
+        token_count: int,
+        *,
+        tile=None,
+        heads: int = 0,
+        layout: Optional[str] = None,
+        stripe: int = 0,
+        timeout: Optional[float] = None,
+    ) -> Plan:
+        options = plan_options(tile, heads, layout, stripe)
+        request = pb.PlanRequest(token_count=token_count, plan=options, model=self._model)
+        return Plan.from_proto(await self._unary(self._stub.Plan, request, timeout))
+
+    async def pool(self, *, timeout: Optional[float] = None) -> Pool:
+        return Pool.from_proto(await self._unary(self._stub.GetPool, pb.GetPoolRequest(), timeout))
+
+    async def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
+        request = pb.RenewKvRequest(lease=lease_name(lease), seconds=seconds)
+        reply = await self._unary(self._stub.RenewKv, request, timeout)
+        return KvLease(reply.lease, reply.expires_in_seconds)
+
+    async def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
+        await self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=lease_name(lease)), timeout)
+
+    def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
+        """For `async with`."""
+        return Lease(self, lease, seconds, shape)
+
+    def fetch_kv(
+        self,
+        lease: LeaseLike,
+        *,
+        shape: Optional[KvShape] = None,
+        attempts: int = 4,
+        timeout: Optional[float] = None,
+        **what,
+    ) -> AsyncIterator[KvPart]:
+        """As meshfill.Client.fetch_kv; an asynchronous iterator. Closing it ends the call."""
+        fetched = make_range(shape_of(lease, shape), **what)
+        cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
+        return self._fetch(self.address, cursor, self._timeout if timeout is None else timeout)
+
+    async def fetch_kv_arrays(
+        self,
+        lease: LeaseLike,
+        *,
+        from_holders: bool = True,
+        shape: Optional[KvShape] = None,
+        attempts: int = 4,
+        timeout: Optional[float] = None,
+        **what,
+    ) -> KvArrays:
+        """As meshfill.Client.fetch_kv_arrays."""
+        fetched = make_range(shape_of(lease, shape), **what)
+        arrays = KvArrays.empty(fetched)
+        timeout = self._timeout if timeout is None else timeout
+        manifest = lease.manifest if isinstance(lease, Lease) else lease
+        shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
+        name = lease_name(lease)
+        if not shares:
+            async for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), timeout):
+                arrays.store(part)
+            return arrays
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> Optional[float]:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        async def fetch_share(share: holders.HolderShare) -> None:
+            cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
+            try:
+                async for part in self._fetch(share.address, cursor, left()):
+                    arrays.store(part, share.range.first_head)
+                return
+            except DeadlineExceededError:
+                raise
+            except MeshfillError as error:
+                _log.warning("%s; the front-end gives the rest of this holder's KV", error)
+            if cursor.done:
+                return
+            rest = rest_of(share.range, cursor)
+            async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), left()):
+                arrays.store(part, rest.first_head)
+
+        tasks = [asyncio.ensure_future(fetch_share(share)) for share in shares]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return arrays
+
+    async def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> AsyncIterator[KvPart]:
+        stub = self._stub_of(address)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not cursor.done:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            call = stub.FetchKv(cursor.next_request(), timeout=left, metadata=self._connection.call_metadata)
+            try:
+                async for message in call:
+                    yield cursor.accept(message)
+                cursor.end_of_call()
+                continue
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, address)
+            except MeshfillError as error:
+                failure = error
+            finally:
+                call.cancel()
+            await asyncio.sleep(cursor.retry_delay(failure))
+
+
+class Lease:
+    """As meshfill.Lease, for `async with`."""
+
+    def __init__(self, client: Client, lease: Union[KvManifest, str], seconds: int, shape: Optional[KvShape]):
+        self.manifest = lease if isinstance(lease, KvManifest) else None
+        self.name = lease_name(lease)
+        self.shape = shape or (KvShape.of(lease) if isinstance(lease, KvManifest) else None)
+        self.lost: Optional[MeshfillError] = None
+        self._client = client
+        self._seconds = seconds
+        self._renewer: Optional[asyncio.Task] = None
+
+    async def __aenter__(self) -> "Lease":
+        self._renewer = asyncio.ensure_future(self._renew())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self._renewer.cancel()
+        try:
+            await self._client.release_kv(self.name, timeout=5)
+        except MeshfillError as error:  # It lapses by itself.
+            _log.info("%s; the lease %s lapses by itself", error, self.name)
+
+    async def renew(self) -> KvLease:
+        return await self._client.renew_kv(self.name, self._seconds)
+
+    async def _renew(self) -> None:
+        wait = 0.0
+        while True:
+            await asyncio.sleep(wait)
+            try:
+                wait = max(0.05, (await self.renew()).expires_in_seconds / 3)
+            except NotFoundError as error:
+                self.lost = error
+                return
+            except MeshfillError as error:
+                _log.info("%s; the lease %s is renewed again soon", error, self.name)
+                wait = min(max(wait / 4, 0.05), 1.0)

@@ -1,0 +1,460 @@
+"""The blocking client. One Client may be used from any number of threads."""
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
+
+import grpc
+
+from . import holders
+from .channel import Connection
+from .cursor import FetchCursor
+from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
+from .kv import KvArrays, KvPart, KvRange, KvShape, make_range
+from .messages import plan_options, prefill_header, prefill_requests, token_array
+from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
+from .stubs import PrefillServiceStub, pb
+from .text import TextTokenizer
+
+_log = logging.getLogger(__name__)
+
+# Of calls that run nothing, where the caller gives none.
+UNARY_TIMEOUT_SECONDS = 30.0
+_HOLDER_CALLS = 16
+
+LeaseLike = Union["Lease", KvManifest, str]
+Prompt = Union[str, Iterable[int]]
+
+
+class Client:
+    """A connection to a Meshfill server. Close it, or use it in a `with` block."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: bool = False,
+        root_certificates=None,
+        client_certificate=None,
+        client_key=None,
+        server_name: Optional[str] = None,
+        token: Optional[str] = None,
+        metadata: Iterable[Tuple[str, str]] = (),
+        timeout: Optional[float] = None,
+        model: str = "",
+        tenant: str = "",
+        tokenizer=None,
+    ):
+        """address: HOST:PORT. TLS options, token and metadata: channel.Connection.
+
+        timeout: seconds of a whole call, where the call itself gives none; None: prefills and fetches take as long as they
+        take, other calls 30 s. model, tenant: of every prefill. tokenizer: a model folder, for prompts of text.
+        """
+        self.address = address
+        self._connection = Connection(
+            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
+        )
+        self._timeout = timeout
+        self._model = model
+        self._tenant = tenant
+        self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
+        self._mutex = threading.Lock()
+        self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
+        self._stub = self._stub_of(address)
+
+    def close(self) -> None:
+        with self._mutex:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _stub_of(self, address: str) -> PrefillServiceStub:
+        with self._mutex:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = self._connection.open(address)
+        return PrefillServiceStub(channel)
+
+    def _unary(self, method, request, timeout: Optional[float]):
+        seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
+        try:
+            return method(request, timeout=seconds, metadata=self._connection.call_metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+
+    # Prefill
+
+    def start_prefill(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        top_k: int = 1,
+        return_logits: bool = False,
+        tile=None,
+        heads: int = 0,
+        layout: Optional[str] = None,
+        stripe: int = 0,
+        priority: int = 0,
+        tenant: Optional[str] = None,
+        keep_kv: bool = False,
+        lease_seconds: int = 0,
+        ignore_cache: bool = False,
+        cache_salt: str = "",
+        timeout: Optional[float] = None,
+    ) -> "PrefillCall":
+        """Sends a prompt and returns at once; the events are read from the call.
+
+        prompt: ids, or text where the client has a tokenizer. tile (a, b), heads, layout and stripe override the planner.
+        keep_kv keeps K and V under a lease of lease_seconds (0: the server's default). ValueError: bad arguments.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt of text needs Client(tokenizer=MODEL_FOLDER)")
+            prompt = self._tokenizer.encode(prompt)
+        ids = token_array(prompt)
+        header = prefill_header(
+            len(ids),
+            request_id=request_id,
+            model=self._model,
+            priority=priority,
+            tenant=self._tenant if tenant is None else tenant,
+            top_k=top_k,
+            return_logits=return_logits,
+            plan=plan_options(tile, heads, layout, stripe),
+            keep_kv=keep_kv,
+            lease_seconds=lease_seconds,
+            ignore_cache=ignore_cache,
+            cache_salt=cache_salt,
+        )
+        call = self._stub.Prefill(
+            prefill_requests(header, ids),
+            timeout=self._timeout if timeout is None else timeout,
+            metadata=self._connection.call_metadata,
+        )
+        return PrefillCall(call, self.address)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        on_accepted: Optional[Callable[[Accepted], None]] = None,
+        on_progress: Optional[Callable[[Progress], None]] = None,
+        **options,
+    ) -> PrefillResult:
+        """The result of one prompt; options as in start_prefill. Callbacks run in this thread.
+
+        An exception that leaves this call, KeyboardInterrupt included, cancels the prefill.
+        """
+        call = self.start_prefill(prompt, **options)
+        try:
+            for event in call:
+                if isinstance(event, Accepted) and on_accepted is not None:
+                    on_accepted(event)
+                elif isinstance(event, Progress) and on_progress is not None:
+                    on_progress(event)
+                elif isinstance(event, PrefillResult):
+                    return event
+        finally:
+            call.cancel()
+        raise InternalError(f"server {self.address} ended the call without a result; see its log")
+
+    def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
+        """Ends a prefill wherever it is. NotFoundError: no such request is live."""
+        self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout)
+
+    def plan(
+        self,
+        token_count: int,
+        *,
+        tile=None,
+        heads: int = 0,
+        layout: Optional[str] = None,
+        stripe: int = 0,
+        timeout: Optional[float] = None,
+    ) -> Plan:
+        """What a prompt of this length would run. Runs nothing."""
+        options = plan_options(tile, heads, layout, stripe)
+        request = pb.PlanRequest(token_count=token_count, plan=options, model=self._model)
+        return Plan.from_proto(self._unary(self._stub.Plan, request, timeout))
+
+    def pool(self, *, timeout: Optional[float] = None) -> Pool:
+        """The ranks, the queue and what runs now."""
+        return Pool.from_proto(self._unary(self._stub.GetPool, pb.GetPoolRequest(), timeout))
+
+    # K and V
+
+    def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
+        """Keeps a lease for so many seconds from now (0: the server's default). NotFoundError: unknown or lapsed."""
+        reply = self._unary(self._stub.RenewKv, pb.RenewKvRequest(lease=lease_name(lease), seconds=seconds), timeout)
+        return KvLease(reply.lease, reply.expires_in_seconds)
+
+    def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
+        """Ends a lease. Twice is fine."""
+        self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=lease_name(lease)), timeout)
+
+    def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
+        """A lease that renews itself in the background and is released at the end of its `with` block."""
+        return Lease(self, lease, seconds, shape)
+
+    def fetch_kv(
+        self,
+        lease: LeaseLike,
+        *,
+        first_token: int = 0,
+        tokens: int = 0,
+        first_layer: int = 0,
+        layers: int = 0,
+        first_head: int = 0,
+        heads: int = 0,
+        layout: str = "tokens",
+        page_tokens: int = 0,
+        shape: Optional[KvShape] = None,
+        attempts: int = 4,
+        timeout: Optional[float] = None,
+    ) -> "KvFetch":
+        """K and V as verified parts, in order of layers, then of tokens, as the layers are done.
+
+        Counts of 0 reach to the end. Layouts: kv.py. A lease that is only a name needs a shape.
+        A call that breaks off, or a damaged part, is asked for again; after `attempts` breaks in a row without a part
+        between them, the last error is raised. timeout: seconds for all of it. ValueError: a range outside of the shape.
+        """
+        fetched = make_range(
+            shape_of(lease, shape),
+            first_token=first_token,
+            tokens=tokens,
+            first_layer=first_layer,
+            layers=layers,
+            first_head=first_head,
+            heads=heads,
+            layout=layout,
+            page_tokens=page_tokens,
+        )
+        cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
+        return self._fetch(self.address, cursor, self._timeout if timeout is None else timeout)
+
+    def fetch_kv_arrays(
+        self,
+        lease: LeaseLike,
+        *,
+        from_holders: bool = True,
+        shape: Optional[KvShape] = None,
+        attempts: int = 4,
+        timeout: Optional[float] = None,
+        **what,
+    ) -> KvArrays:
+        """All of a range as one array each for K and V, or for the pages; options as in fetch_kv.
+
+        from_holders: where the manifest has the addresses of all holders, each is read directly, all at once. What a
+        holder fails to give comes from the front-end.
+        """
+        fetched = make_range(shape_of(lease, shape), **what)
+        arrays = KvArrays.empty(fetched)
+        deadline = _deadline(self._timeout if timeout is None else timeout)
+        manifest = lease.manifest if isinstance(lease, Lease) else lease
+        shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
+        name = lease_name(lease)
+        if not shares:
+            for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), _left(deadline)):
+                arrays.store(part)
+            return arrays
+
+        def fetch_share(share: holders.HolderShare) -> None:
+            cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
+            try:
+                for part in self._fetch(share.address, cursor, _left(deadline)):
+                    arrays.store(part, share.range.first_head)
+                return
+            except DeadlineExceededError:
+                raise
+            except MeshfillError as error:
+                _log.warning("%s; the front-end gives the rest of this holder's KV", error)
+            if cursor.done:
+                return
+            rest = rest_of(share.range, cursor)
+            for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), _left(deadline)):
+                arrays.store(part, rest.first_head)
+
+        with ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS)) as threads:
+            for done in [threads.submit(fetch_share, share) for share in shares]:
+                done.result()
+        return arrays
+
+    def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
+        return KvFetch(self._stub_of(address), address, cursor, timeout, self._connection.call_metadata)
+
+
+class PrefillCall:
+    """A prefill under way: an iterator of Accepted, Progress… and PrefillResult. Any thread may cancel it."""
+
+    def __init__(self, call, address: str):
+        self._call = call
+        self._address = address
+
+    def __iter__(self) -> Iterator[Union[Accepted, Progress, PrefillResult]]:
+        try:
+            for event in self._call:
+                value = event_value(event)
+                if value is not None:
+                    yield value
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._address) from None
+
+    def cancel(self) -> None:
+        """Ends the prefill; nothing happens where it has ended."""
+        self._call.cancel()
+
+
+class KvFetch:
+    """A fetch under way: an iterator of KvPart for one thread. Any thread may cancel it."""
+
+    def __init__(self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata):
+        self._stub = stub
+        self._address = address
+        self._cursor = cursor
+        self._deadline = _deadline(timeout)
+        self._metadata = metadata
+        self._cancelled = threading.Event()
+        self._call = None
+        self._parts = self._read()
+
+    def __iter__(self) -> Iterator[KvPart]:
+        return self
+
+    def __next__(self) -> KvPart:
+        return next(self._parts)
+
+    def cancel(self) -> None:
+        """Ends the fetch: its reader gets a CancelledError."""
+        self._cancelled.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def _read(self) -> Iterator[KvPart]:
+        cursor = self._cursor
+        while not cursor.done:
+            self._call = call = self._stub.FetchKv(
+                cursor.next_request(), timeout=_left(self._deadline), metadata=self._metadata
+            )
+            if self._cancelled.is_set():
+                call.cancel()
+            try:
+                for message in call:
+                    yield cursor.accept(message)
+                cursor.end_of_call()
+                continue
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, self._address)
+            except MeshfillError as error:
+                failure = error
+            finally:
+                call.cancel()
+            if self._cancelled.wait(cursor.retry_delay(failure)):
+                raise CancelledError("the fetch was cancelled")
+
+
+class Lease:
+    """K and V that stay readable: renewed in the background within a `with` block, released at its end.
+
+    `lost` is the error that ended the renewals (NotFoundError: it lapsed), else None.
+    """
+
+    def __init__(self, client: Client, lease: Union[KvManifest, str], seconds: int, shape: Optional[KvShape]):
+        self.manifest = lease if isinstance(lease, KvManifest) else None
+        self.name = lease_name(lease)
+        self.shape = shape or (KvShape.of(lease) if isinstance(lease, KvManifest) else None)
+        self.lost: Optional[MeshfillError] = None
+        self._client = client
+        self._seconds = seconds
+        self._stop = threading.Event()
+        self._renewer = threading.Thread(target=self._renew, name="meshfill-lease", daemon=True)
+
+    def __enter__(self) -> "Lease":
+        self._renewer.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._renewer.join()
+        try:
+            self._client.release_kv(self.name, timeout=5)
+        except MeshfillError as error:  # It lapses by itself.
+            _log.info("%s; the lease %s lapses by itself", error, self.name)
+
+    def renew(self) -> KvLease:
+        return self._client.renew_kv(self.name, self._seconds)
+
+    def _renew(self) -> None:
+        """Renews at a third of the time left; while the server is away, more often."""
+        wait = 0.0
+        while not self._stop.wait(wait):
+            try:
+                wait = max(0.05, self.renew().expires_in_seconds / 3)
+            except NotFoundError as error:
+                self.lost = error
+                return
+            except MeshfillError as error:
+                _log.info("%s; the lease %s is renewed again soon", error, self.name)
+                wait = min(max(wait / 4, 0.05), 1.0)
+
+
+def event_value(event) -> Union[None, Accepted, Progress, PrefillResult]:
+    """The value of a PrefillEvent; None for kinds that this client does not know."""
+    kind = event.WhichOneof("event")
+    if kind == "accepted":
+        return Accepted.from_proto(event.accepted)
+    if kind == "progress":
+        return Progress.from_proto(event.progress)
+    return PrefillResult.from_proto(event.result) if kind == "result" else None
+
+
+def lease_name(lease) -> str:
+    """Of a lease, a manifest, or a name. ValueError: none of these, as where the result has no KV."""
+    name = getattr(lease, "name", None) or getattr(lease, "lease", None) or lease
+    if not isinstance(name, str) or not name:
+        raise ValueError("no lease; give prefill(keep_kv=True) and its result's kv")
+    return name
+
+
+def shape_of(lease, shape: Optional[KvShape]) -> KvShape:
+    """ValueError: nothing tells the shape."""
+    if shape is not None:
+        return shape
+    if isinstance(lease, KvManifest):
+        return KvShape.of(lease)
+    known = getattr(lease, "shape", None)
+    if known is None:
+        raise ValueError("a lease that is only a name needs shape=KvShape(tokens, layers, kv_heads, head_dim, dtype)")
+    return known
+
+
+def rest_of(share: KvRange, cursor: FetchCursor) -> KvRange:
+    """The layers of a share that its cursor has not whole, with all of their tokens."""
+    return make_range(
+        share.shape,
+        first_token=share.first_token,
+        tokens=share.tokens,
+        first_layer=cursor.layer,
+        layers=share.end_layer - cursor.layer,
+        first_head=share.first_head,
+        heads=share.heads,
+        layout=share.layout,
+        page_tokens=share.page_tokens,
+    )
+
+
+def _deadline(timeout: Optional[float]) -> Optional[float]:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(deadline: Optional[float]) -> Optional[float]:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,81 @@
+"""Which part of a range each holder of a manifest can give.
+
+Four ranks with stripes of 64 tokens: holder 1 has the runs [64, 128), [320, 384) … of every layer (step 256).
+A holder that is asked for a range answers with the tokens of it that it has, a part never crossing the end of a run.
+"""
+
+from dataclasses import dataclass
+from typing import List, Tuple
+
+from .kv import KvRange, make_range
+from .results import KvHolder, KvManifest
+
+
+@dataclass(frozen=True)
+class HolderShare:
+    address: str
+    range: KvRange  # its layers and heads, and all tokens that are wanted
+    runs: Tuple[Tuple[int, int], ...]  # [begin, end) of the tokens that it has of them
+
+
+def token_runs(holder: KvHolder, first: int, end: int, prompt_tokens: int) -> List[Tuple[int, int]]:
+    """The holder's runs cut to [first, end), in order; empty ones left out. Adjacent ones are joined."""
+    runs: List[Tuple[int, int]] = []
+    begin = holder.first_token
+    if holder.step_tokens and begin < first:
+        begin += (first - begin) // holder.step_tokens * holder.step_tokens
+    while begin < min(end, prompt_tokens) and holder.run_tokens:
+        low, high = max(begin, first), min(begin + holder.run_tokens, end, prompt_tokens)
+        if low < high:
+            if runs and runs[-1][1] == low:
+                runs[-1] = (runs[-1][0], high)
+            else:
+                runs.append((low, high))
+        if not holder.step_tokens:
+            break
+        begin += holder.step_tokens
+    return runs
+
+
+def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
+    """Shares that together are the wanted range; [] where holders cannot be read directly.
+
+    They cannot where an address is missing, where a page would lie on two holders, or where they do not have each token,
+    layer and head exactly once.
+    """
+    shares: List[HolderShare] = []
+    volume = 0
+    for holder in manifest.holders:
+        layers = _overlap(holder.first_layer, holder.layers, wanted.first_layer, wanted.layers)
+        heads = _overlap(holder.first_head, holder.heads, wanted.first_head, wanted.heads)
+        runs = token_runs(holder, wanted.first_token, wanted.end_token, manifest.tokens)
+        if not layers[1] or not heads[1] or not runs:
+            continue
+        if not holder.address:
+            return []
+        if wanted.layout != "tokens":
+            # A share of some of the heads is no run of bytes in a page.
+            if heads[1] != wanted.heads:
+                return []
+            if any(low % wanted.page_tokens or (high % wanted.page_tokens and high != manifest.tokens) for low, high in runs):
+                return []
+        volume += layers[1] * heads[1] * sum(high - low for low, high in runs)
+        share = make_range(
+            wanted.shape,
+            first_token=wanted.first_token,
+            tokens=wanted.tokens,
+            first_layer=layers[0],
+            layers=layers[1],
+            first_head=heads[0],
+            heads=heads[1],
+            layout=wanted.layout,
+            page_tokens=wanted.page_tokens,
+        )
+        shares.append(HolderShare(holder.address, share, tuple(runs)))
+    return shares if volume == wanted.layers * wanted.heads * wanted.tokens else []
+
+
+def _overlap(first: int, count: int, other_first: int, other_count: int) -> Tuple[int, int]:
+    """(first, count) of what two ranges share; the count is 0 where they share nothing."""
+    begin = max(first, other_first)
+    return begin, max(0, min(first + count, other_first + other_count) - begin)
