@@ -266,7 +266,10 @@ class Client:
                 failure = error
             finally:
                 call.cancel()
-            await asyncio.sleep(cursor.retry_delay(failure))
+            delay = cursor.retry_delay(failure)
+            if deadline is not None and time.monotonic() + delay >= deadline:
+                raise failure
+            await asyncio.sleep(delay)
 
 
 class Lease:

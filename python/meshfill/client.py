@@ -358,7 +358,10 @@ class KvFetch:
                 failure = error
             finally:
                 call.cancel()
-            if self._cancelled.wait(cursor.retry_delay(failure)):
+            delay, left = cursor.retry_delay(failure), _left(self._deadline)
+            if left is not None and left <= delay:
+                raise failure
+            if self._cancelled.wait(delay):
                 raise CancelledError("the fetch was cancelled")
 
 

@@ -51,6 +51,17 @@ def worker_part(
     return WorkerPart(model_layers, numbers[0], len(numbers), model_kv_heads, first_head, heads, head_dim, dtype)
 
 
+def _ask_for_amx() -> None:
+    """Asks the kernel for AMX tiles, which a process may not use before.
+
+    torch asks at its first matrix product of several rows. vLLM's attention takes for granted that one came before it; a
+    prompt that was loaded but for its last token begins with one row, and would end the process with SIGILL.
+    """
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None:
+        ask()
+
+
 class TorchPages:
     """transfer.Pages over vLLM's attention layers."""
 
@@ -59,6 +70,8 @@ class TorchPages:
         self._layers = layers
         self._device = next(iter(layers.values())).kv_cache.device
         self._cuda = self._device.type == "cuda"
+        if self._device.type == "cpu":
+            _ask_for_amx()
 
     def fence(self) -> Any:
         if not self._cuda:

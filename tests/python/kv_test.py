@@ -1,0 +1,395 @@
+"""FetchKv: layouts, ranges, checksums, resumption, holders and leases."""
+
+import asyncio
+import random
+import threading
+import time
+import unittest
+from unittest import mock
+
+import numpy as np
+
+import fake_server
+import meshfill
+import meshfill.aio
+from fake_server import FakeServer, Faults
+from fixtures import ServerTest, bits, expected, wait_until
+from meshfill import kv as kv_module
+from meshfill.cursor import FetchCursor
+from meshfill.holders import holder_shares, token_runs
+from meshfill.kv import KvShape, make_range
+from meshfill.results import KvHolder, KvManifest
+from meshfill.stubs import pb
+
+TOKENS = 333
+DIM = 8
+
+
+class FetchTest(ServerTest):
+    def setUp(self):
+        self.server, self.client = self.pair(part_tokens=50)
+        self.manifest = self.client.prefill([1] * TOKENS, keep_kv=True).kv
+
+    def check_tokens(self, arrays, tokens=range(TOKENS), layers=range(4), heads=range(4)):
+        for at, layer in enumerate(layers):
+            for array, is_v in ((arrays.k, False), (arrays.v, True)):
+                np.testing.assert_array_equal(bits(array[at]), expected(layer, tokens, heads, DIM, is_v))
+
+    def test_the_manifest_tells_the_shape(self):
+        shape = KvShape.of(self.manifest)
+        self.assertEqual((shape.tokens, shape.layers, shape.kv_heads, shape.head_dim, shape.dtype), (TOKENS, 4, 4, DIM, "bf16"))
+        self.assertEqual(self.manifest.block_hashes, (bytes(range(32)),) * (TOKENS // 16))
+
+    def test_all_of_it(self):
+        self.check_tokens(self.client.fetch_kv_arrays(self.manifest))
+
+    def test_parts_come_in_order(self):
+        at = [(part.layer, part.first_token) for part in self.client.fetch_kv(self.manifest)]
+        self.assertEqual(at, sorted(at))
+        self.assertEqual(len(at), 4 * 7)
+
+    def test_random_ranges_in_all_layouts(self):
+        draw = random.Random(5)
+        for _ in range(60):
+            first_token, first_layer, first_head = draw.randrange(TOKENS), draw.randrange(4), draw.randrange(4)
+            tokens = draw.randint(1, TOKENS - first_token)
+            layers, heads = draw.randint(1, 4 - first_layer), draw.randint(1, 4 - first_head)
+            page = draw.choice([0, 1, 4, 16, 32])
+            layout = draw.choice(["pages_hnd", "pages_nhd"]) if page else "tokens"
+            if page:
+                first_token -= first_token % page
+                tokens = max(page, tokens - tokens % page) if first_token + page <= TOKENS else 0
+                if draw.random() < 0.3 or first_token + tokens > TOKENS:
+                    tokens = 0
+            arrays = self.client.fetch_kv_arrays(
+                self.manifest,
+                first_token=first_token,
+                tokens=tokens,
+                first_layer=first_layer,
+                layers=layers,
+                first_head=first_head,
+                heads=heads,
+                layout=layout,
+                page_tokens=page,
+            )
+            end = first_token + tokens if tokens else TOKENS
+            with self.subTest(tokens=(first_token, end), layout=layout, page=page):
+                if not page:
+                    self.check_tokens(
+                        arrays,
+                        range(first_token, end),
+                        range(first_layer, first_layer + layers),
+                        range(first_head, first_head + heads),
+                    )
+                else:
+                    self.check_pages(arrays.pages, layout, page, first_token, end, first_layer, first_head)
+
+    def check_pages(self, pages, layout, page, first_token, end, first_layer, first_head):
+        """Element by element from the definition: K beside V, the last page filled with zeros."""
+        layers, count = pages.shape[:2]
+        heads = pages.shape[2] if layout == "pages_hnd" else pages.shape[3]
+        self.assertEqual(count, -(-(end - first_token) // page))
+        self.assertEqual(pages.shape[4], 2 * DIM)
+        draw = random.Random(end)
+        for _ in range(40):
+            l, p, t, h, d = (draw.randrange(size) for size in (layers, count, page, heads, 2 * DIM))
+            got = bits(pages)[l, p, h, t, d] if layout == "pages_hnd" else bits(pages)[l, p, t, h, d]
+            token = first_token + p * page + t
+            want = 0
+            if token < end:
+                of = expected(first_layer + l, range(token, token + 1), range(first_head + h, first_head + h + 1), DIM, d >= DIM)
+                want = of[0, 0, d % DIM]
+            self.assertEqual(int(got), int(want))
+
+    def test_ranges_outside_are_refused(self):
+        for bad in (
+            {"first_token": TOKENS},
+            {"tokens": TOKENS + 1},
+            {"first_layer": 4},
+            {"layers": 5},
+            {"first_head": 3, "heads": 2},
+            {"first_token": -1},
+            {"layout": "rows"},
+            {"layout": "pages_hnd"},
+            {"layout": "pages_nhd", "page_tokens": 16, "first_token": 8},
+            {"layout": "pages_nhd", "page_tokens": 16, "tokens": 24},
+            {"page_tokens": 16},
+        ):
+            with self.assertRaises(ValueError, msg=str(bad)):
+                self.client.fetch_kv(self.manifest, **bad)
+        with self.assertRaises(ValueError):
+            self.client.fetch_kv("a name without a shape")
+
+    def test_without_ml_dtypes_the_bits_are_uint16(self):
+        with mock.patch.dict(kv_module._DTYPES, {"bf16": np.dtype(np.uint16)}):
+            arrays = self.client.fetch_kv_arrays(self.manifest)
+        self.assertEqual(arrays.k.dtype, np.uint16)
+        self.check_tokens(arrays)
+
+    def test_an_unknown_lease_is_not_found_and_not_asked_for_again(self):
+        self.client.release_kv(self.manifest)
+        self.client.release_kv(self.manifest)
+        before = self.server.count("FetchKv")
+        with self.assertRaises(meshfill.NotFoundError):
+            self.client.fetch_kv_arrays(self.manifest)
+        self.assertEqual(self.server.count("FetchKv"), before + 1)
+
+    def test_a_broken_call_is_resumed_by_asking_for_the_rest(self):
+        self.server.faults = Faults(break_after_parts=[9, 0, 3], corrupt_part=[-1, -1, -1, 2], end_after_parts=[-1] * 4 + [1])
+        arrays = self.client.fetch_kv_arrays(self.manifest)
+        self.check_tokens(arrays)
+        asked = [request for name, request in self.server.calls if name == "FetchKv"]
+        # Nine parts of 50 tokens are layer 0 (seven of them), and 100 tokens of layer 1.
+        self.assertEqual((asked[1].first_layer, asked[1].first_token, asked[1].layers), (1, 100, 1))
+        self.assertGreaterEqual(len(asked), 5)
+
+    def test_pages_are_resumed_too(self):
+        self.server.faults = Faults(break_after_parts=[2, 1], corrupt_part=[-1, -1, 0])
+        arrays = self.client.fetch_kv_arrays(self.manifest, layout="pages_hnd", page_tokens=16)
+        self.check_pages(arrays.pages, "pages_hnd", 16, 0, TOKENS, 0, 0)
+
+    def test_a_bad_checksum_every_time_is_an_error(self):
+        self.server.faults = Faults(always_corrupt=True)
+        with self.assertRaises(meshfill.ChecksumError) as caught:
+            self.client.fetch_kv_arrays(self.manifest, attempts=3)
+        self.assertEqual(self.server.count("FetchKv"), 3)
+        self.assertIn("CRC32C", str(caught.exception))
+
+    def test_a_server_that_always_breaks_off_is_given_up(self):
+        self.server.faults = Faults(break_after_parts=[0] * 10)
+        with self.assertRaises(meshfill.UnavailableError):
+            self.client.fetch_kv_arrays(self.manifest, attempts=3)
+        self.assertEqual(self.server.count("FetchKv"), 3)
+
+    def test_a_lease_of_another_shape_is_noticed(self):
+        right = KvShape.of(self.manifest)
+        for wrong in (
+            KvShape(TOKENS, 3, 4, DIM, "bf16"),
+            KvShape(TOKENS, 4, 3, DIM, "bf16"),
+            KvShape(TOKENS, 4, 4, DIM * 2, "bf16"),
+            KvShape(TOKENS, 4, 4, DIM, "f32"),
+            KvShape(TOKENS - 50, 4, 4, DIM, "bf16"),
+        ):
+            with self.assertRaises(meshfill.MeshfillError, msg=f"{wrong} is not {right}"):
+                self.client.fetch_kv_arrays(self.manifest.lease, shape=wrong, attempts=2)
+
+    def test_layers_come_while_later_ones_are_computed(self):
+        self.server.faults = Faults(layer_seconds=0.25)
+        shape = KvShape(100, 4, 4, DIM, "bf16")
+        seen = []
+
+        def fetch(accepted):
+            def run():
+                for part in self.client.fetch_kv(accepted.kv_lease, shape=shape):
+                    seen.append((part.layer, len(progress)))
+
+            threads.append(threading.Thread(target=run))
+            threads[0].start()
+
+        threads, progress = [], []
+        self.client.prefill([1] * 100, keep_kv=True, on_accepted=fetch, on_progress=progress.append)
+        threads[0].join()
+        self.assertLessEqual(next(done for layer, done in seen if layer == 0), 2)
+        self.assertEqual({layer for layer, _ in seen}, {0, 1, 2, 3})
+
+    def test_a_fetch_can_be_cancelled_from_another_thread(self):
+        self.server.faults = Faults(layer_seconds=30)
+        call = self.client.start_prefill([1] * 10, keep_kv=True)
+        accepted = next(iter(call))
+        fetch = self.client.fetch_kv(accepted.kv_lease, shape=KvShape(10, 4, 4, DIM, "bf16"))
+        threading.Timer(0.2, fetch.cancel).start()
+        with self.assertRaises(meshfill.CancelledError):
+            list(fetch)
+        call.cancel()
+
+    def test_the_timeout_is_for_all_of_a_fetch(self):
+        self.server.faults = Faults(break_after_parts=[0] * 1000)
+        begin = time.monotonic()
+        with self.assertRaises(meshfill.MeshfillError):
+            self.client.fetch_kv_arrays(self.manifest, attempts=1000, timeout=1)
+        self.assertLess(time.monotonic() - begin, 5)
+
+
+class LeaseTest(ServerTest):
+    def test_a_lease_is_renewed_and_released(self):
+        server, client = self.pair()
+        result = client.prefill([1] * 20, keep_kv=True, lease_seconds=1)
+        with client.lease(result.kv, seconds=1) as lease:
+            time.sleep(1.6)
+            self.assertIsNone(lease.lost)
+            client.fetch_kv_arrays(lease)
+        self.assertGreaterEqual(server.count("RenewKv"), 3)
+        self.assertEqual(server.leases, {})
+
+    def test_a_lapsed_lease_is_lost(self):
+        server, client = self.pair()
+        result = client.prefill([1] * 20, keep_kv=True)
+        client.release_kv(result.kv)
+        with client.lease(result.kv) as lease:
+            wait_until(lambda: lease.lost is not None)
+            self.assertIsInstance(lease.lost, meshfill.NotFoundError)
+        with self.assertRaises(meshfill.NotFoundError):
+            client.renew_kv(result.kv)
+
+    def test_a_result_without_kv_is_no_lease(self):
+        _, client = self.pair()
+        with self.assertRaises(ValueError):
+            client.lease(client.prefill([1]).kv)
+
+
+class HoldersTest(ServerTest):
+    def make(self, tokens=1000, stripe=64, ranks=3, **faults_of_one):
+        """A front-end and `ranks` holders, striped."""
+        server, client = self.pair(part_tokens=100)
+        holders = []
+        for rank in range(ranks):
+            faults = Faults(**faults_of_one) if rank == 1 else Faults()
+            holder = self.serve(leader=server, holder_runs=(rank * stripe, stripe, ranks * stripe), faults=faults)
+            holders.append(holder)
+            server.holders.append(
+                pb.KvHolder(
+                    address=holder.address,
+                    layers=4,
+                    heads=4,
+                    first_token=rank * stripe,
+                    run_tokens=stripe,
+                    step_tokens=ranks * stripe,
+                )
+            )
+        return server, client, holders, client.prefill([1] * tokens, keep_kv=True).kv
+
+    def check(self, arrays, first, end, heads=range(4)):
+        for layer in range(4):
+            np.testing.assert_array_equal(bits(arrays.k[layer]), expected(layer, range(first, end), heads, DIM, False))
+            np.testing.assert_array_equal(bits(arrays.v[layer]), expected(layer, range(first, end), heads, DIM, True))
+
+    def test_holders_are_read_directly(self):
+        server, client, holders, manifest = self.make()
+        self.check(client.fetch_kv_arrays(manifest, first_token=70, tokens=700, first_head=1, heads=2), 70, 770, range(1, 3))
+        self.assertEqual(server.count("FetchKv"), 0)
+        self.assertEqual([holder.count("FetchKv") for holder in holders], [1, 1, 1])
+        self.check(client.fetch_kv_arrays(manifest, from_holders=False), 0, 1000)
+        self.assertEqual(server.count("FetchKv"), 1)
+
+    def test_pages_that_lie_whole_on_holders(self):
+        server, client, _, manifest = self.make()
+        direct = client.fetch_kv_arrays(manifest, layout="pages_hnd", page_tokens=32)
+        self.assertEqual(server.count("FetchKv"), 0)
+        through = client.fetch_kv_arrays(manifest, layout="pages_hnd", page_tokens=32, from_holders=False)
+        np.testing.assert_array_equal(bits(direct.pages), bits(through.pages))
+        client.fetch_kv_arrays(manifest, layout="pages_hnd", page_tokens=128)
+        self.assertEqual(server.count("FetchKv"), 2)
+
+    def test_a_holder_that_dies_is_replaced_by_the_front_end(self):
+        server, client, holders, manifest = self.make(break_after_parts=[9] + [0] * 9)
+        with self.assertLogs("meshfill", "WARNING"):
+            self.check(client.fetch_kv_arrays(manifest), 0, 1000)
+        self.assertEqual(server.count("FetchKv"), 1)
+
+    def test_a_holder_that_is_away_is_replaced_by_the_front_end(self):
+        server, client, holders, manifest = self.make()
+        holders[2].stop()
+        with self.assertLogs("meshfill", "WARNING"):
+            self.check(client.fetch_kv_arrays(manifest), 0, 1000)
+
+    def test_runs(self):
+        holder = KvHolder("h", 0, 4, 0, 4, 64, 64, 192)
+        self.assertEqual(token_runs(holder, 0, 500, 460), [(64, 128), (256, 320), (448, 460)])
+        self.assertEqual(token_runs(holder, 100, 300, 460), [(100, 128), (256, 300)])
+        self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 10, 30, 0), 0, 500, 35), [(10, 35)])
+        self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 0, 64, 64), 5, 500, 460), [(5, 460)])
+
+    def test_random_holders_share_a_range_exactly(self):
+        draw = random.Random(11)
+        for _ in range(200):
+            ranks, stripe, tokens = draw.randint(1, 6), draw.choice([16, 64, 100]), draw.randint(1, 2000)
+            holders = tuple(KvHolder(f"h{i}", 0, 4, 0, 4, i * stripe, stripe, ranks * stripe) for i in range(ranks))
+            manifest = KvManifest("l", 30, tokens, 4, 4, DIM, "bf16", 0, 16, (), holders)
+            first = draw.randrange(tokens)
+            wanted = make_range(KvShape.of(manifest), first_token=first, tokens=draw.randint(1, tokens - first))
+            covered = [t for share in holder_shares(manifest, wanted) for low, high in share.runs for t in range(low, high)]
+            self.assertEqual(sorted(covered), list(range(wanted.first_token, wanted.end_token)))
+
+    def test_holders_that_lack_something_are_not_read(self):
+        shape = {"tokens": 100, "layers": 4, "kv_heads": 4, "head_dim": DIM, "dtype": "bf16"}
+        for holders in (
+            (),
+            (KvHolder("", 0, 4, 0, 4, 0, 100, 0),),
+            (KvHolder("h", 0, 3, 0, 4, 0, 100, 0),),
+            (KvHolder("h", 0, 4, 0, 4, 0, 50, 100),),
+        ):
+            manifest = KvManifest("l", 30, bytes=0, block_tokens=16, block_hashes=(), holders=holders, **shape)
+            self.assertEqual(holder_shares(manifest, make_range(KvShape(**shape))), [])
+
+
+class CursorTest(unittest.TestCase):
+    def test_parts_out_of_order_are_refused(self):
+        fetched = make_range(KvShape(100, 2, 1, DIM, "bf16"))
+        for layer, first, tokens in ((1, 0, 10), (0, 10, 10), (0, 0, 101), (0, 0, 0)):
+            cursor = FetchCursor("l", fetched)
+            cursor.next_request()
+            with self.assertRaises(meshfill.DataLossError):
+                cursor.accept(pb.KvPart(layer=layer, first_token=first, tokens=tokens))
+
+    def test_nothing_is_asked_twice_at_a_layers_end(self):
+        server = FakeServer(part_tokens=50)
+        self.addCleanup(server.stop)
+        server.faults = Faults(break_after_parts=[2])
+        with meshfill.Client(server.address) as client:
+            manifest = client.prefill([1] * 100, keep_kv=True).kv
+            client.fetch_kv_arrays(manifest)
+        asked = [request for name, request in server.calls if name == "FetchKv"]
+        self.assertEqual([(request.first_layer, request.first_token) for request in asked], [(0, 0), (1, 0)])
+
+
+class AsyncTest(unittest.TestCase):
+    def test_the_asyncio_client_does_the_same(self):
+        async def run(server):
+            async with meshfill.aio.Client(server.address) as client:
+                seen = []
+                result = await client.prefill([1] * 200, keep_kv=True, lease_seconds=1, on_progress=seen.append)
+                self.assertEqual((len(seen), result.first_token), (4, 200))
+                server.faults = Faults(break_after_parts=[3, 0, 5], corrupt_part=[-1, -1, 0])
+                async with client.lease(result.kv, seconds=1) as lease:
+                    arrays = await client.fetch_kv_arrays(lease)
+                    for layer in range(4):
+                        np.testing.assert_array_equal(bits(arrays.k[layer]), expected(layer, range(200), range(4), DIM, False))
+                    await asyncio.sleep(1.3)
+                    parts = [part async for part in client.fetch_kv(lease, first_layer=2, layers=1)]
+                    self.assertEqual({part.layer for part in parts}, {2})
+                self.assertEqual(server.leases, {})
+                with self.assertRaises(meshfill.NotFoundError):
+                    await client.renew_kv(result.kv)
+                self.assertEqual((await client.plan(1000)).plan.ranks, 4)
+                self.assertEqual((await client.pool()).state, "ready")
+                server.faults = Faults(layer_seconds=30)
+                task = asyncio.ensure_future(client.prefill([1], request_id="long"))
+                while server.count("Prefill") < 2:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+                await client.cancel("long")
+                with self.assertRaises(meshfill.CancelledError):
+                    await task
+
+        with FakeServer(part_tokens=60) as server:
+            asyncio.run(run(server))
+
+    def test_holders(self):
+        async def run(server):
+            async with meshfill.aio.Client(server.address) as client:
+                manifest = (await client.prefill([1] * 300, keep_kv=True)).kv
+                arrays = await client.fetch_kv_arrays(manifest)
+                np.testing.assert_array_equal(bits(arrays.v[3]), expected(3, range(300), range(4), DIM, True))
+
+        with FakeServer() as server:
+            with FakeServer(leader=server, holder_runs=(0, 50, 100)) as one, FakeServer(leader=server, holder_runs=(50, 50, 100)) as two:
+                for holder, first in ((one, 0), (two, 50)):
+                    server.holders.append(
+                        pb.KvHolder(address=holder.address, layers=4, heads=4, first_token=first, run_tokens=50, step_tokens=100)
+                    )
+                asyncio.run(run(server))
+                self.assertEqual((server.count("FetchKv"), one.count("FetchKv"), two.count("FetchKv")), (0, 1, 1))
+
+
+if __name__ == "__main__":
+    unittest.main()
