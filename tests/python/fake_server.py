@@ -158,6 +158,12 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
     def __exit__(self, *_):
         self.stop()
 
+    @property
+    def live(self) -> List[str]:
+        """Request ids of prefills that are complete and have not ended."""
+        with self.changed:
+            return list(self._live)
+
     def count(self, method: str) -> int:
         return sum(1 for name, _ in self.calls if name == method)
 
@@ -186,7 +192,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             keep = header.kv.keep and not self.faults.no_lease
             if keep:
                 self.leases[lease.name] = lease
-        context.add_callback(stop.set)
+        if not context.add_callback(stop.set):
+            stop.set()
         done = False
         try:
             stop.wait(self.faults.accept_seconds)

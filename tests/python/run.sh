@@ -24,4 +24,4 @@ rm -rf "$copy/python/build" "$copy/python/"*.egg-info "$copy/python/meshfill/v1"
 MESHFILL_PROTO=$PWD/proto "$venv/bin/pip" install --quiet --disable-pip-version-check --no-index --no-deps \
   --no-build-isolation --force-reinstall "$copy/python"
 cd tests/python
-"$venv/bin/python" -X faulthandler -m unittest discover --pattern '*_test.py' "$@"
+GRPC_VERBOSITY=NONE "$venv/bin/python" -X faulthandler -m unittest discover --pattern '*_test.py' "$@"

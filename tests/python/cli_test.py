@@ -1,0 +1,92 @@
+"""`python -m meshfill`: output, exit statuses, errors of one line; and the tokenizer."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import grpc
+
+from fake_server import Faults
+from fixtures import ServerTest
+
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "truncation": None,
+    "padding": None,
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "world": 2, "three": 3}, "unk_token": "[UNK]"},
+}
+
+
+class CliTest(ServerTest):
+    def run_cli(self, *arguments, status=0, stdin=""):
+        command = [sys.executable, "-m", "meshfill", *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, status, done.stderr)
+        if status:
+            self.assertEqual(done.stdout, "")
+            self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        return done.stderr if status else done.stdout
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.ids = os.path.join(self.folder, "ids.txt")
+        with open(self.ids, "w") as file:
+            file.write("1 2\n3\n")
+
+    def test_a_prefill_of_ids(self):
+        server = self.serve()
+        out = self.run_cli("prefill", "--server", server.address, "--ids", self.ids, "--top-k", "2")
+        self.assertIn("first token  6\n", out)
+        self.assertIn("TTFT", out)
+        value = json.loads(self.run_cli("prefill", "--server", server.address, "--ids", "-", "--json", stdin="4 5"))
+        self.assertEqual((value["first_token"], value["tokens"]), (9, 2))
+
+    def test_a_prefill_of_text(self):
+        server = self.serve()
+        with open(os.path.join(self.folder, "tokenizer.json"), "w") as file:
+            json.dump(TOKENIZER, file)
+        text = os.path.join(self.folder, "text")
+        with open(text, "w") as file:
+            file.write("hello world")
+        common = ["prefill", "--server", server.address, "--text", text]
+        out = self.run_cli(*common, "--tokenizer", self.folder)
+        self.assertIn("first token  3  'three'", out)
+        self.assertIn("prompt       2 tokens", out)
+        self.assertIn("--tokenizer", self.run_cli(*common, status=2))
+        self.assertIn("tokenizer.json", self.run_cli(*common, "--tokenizer", "/nowhere", status=2))
+
+    def test_plan_pool_and_cancel(self):
+        server = self.serve()
+        self.assertIn("2 x 2", self.run_cli("plan", "--server", server.address, "--tokens", "1000"))
+        self.assertEqual(json.loads(self.run_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
+        self.assertIn("not live", self.run_cli("cancel", "--server", server.address, "gone", status=2))
+
+    def test_bad_usage_and_input_are_2_the_rest_1(self):
+        server = self.serve()
+        at = ["--server", server.address]
+        self.run_cli(status=2)
+        self.run_cli("prefill", *at, status=2)
+        self.run_cli("prefill", *at, "--ids", self.ids, "--tile", "9", status=2)
+        self.assertIn("/nowhere", self.run_cli("prefill", *at, "--ids", "/nowhere", status=2))
+        self.assertIn("id 1 is 'x'", self.run_cli("prefill", *at, "--ids", "-", status=2, stdin="1 x"))
+        self.assertIn("at least one", self.run_cli("prefill", *at, "--ids", "-", status=2))
+        self.assertIn("meshfill serve", self.run_cli("prefill", "--server", "127.0.0.1:1", "--ids", self.ids, status=1))
+        server.faults = Faults(refuse=(grpc.StatusCode.INVALID_ARGUMENT, "id 7\nis outside the vocabulary"))
+        error = self.run_cli("prefill", *at, "--ids", self.ids, status=2)
+        self.assertEqual(error, f"meshfill prefill: server {server.address}: id 7 is outside the vocabulary\n")
+        server.faults = Faults(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+        self.run_cli("prefill", *at, "--ids", self.ids, status=1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,267 @@
+"""MeshfillConnector, called as vLLM's scheduler and workers call it, against the fake server. Without vLLM."""
+
+import time
+import unittest
+from unittest import mock
+
+import grpc
+import numpy as np
+
+import stub_vllm
+from fake_server import Faults, SyntheticKv
+from fixtures import ServerTest, expected, wait_until
+
+stub_vllm.install()
+
+from meshfill.vllm import MeshfillConnector, connector  # noqa: E402
+from meshfill.vllm.connector import KVConnectorRole  # noqa: E402
+from meshfill.vllm.settings import Settings, check_version  # noqa: E402
+from stub_vllm import PAGE, Request, Scheduler  # noqa: E402
+
+connector.TorchPages = stub_vllm.NumpyPages
+LOG = "vllm.meshfill"
+
+
+class ConnectorTest(ServerTest):
+    def start(self, tp=1, kv_heads=4, extra=None, **server_options):
+        self.server = self.serve(part_tokens=50, **server_options)
+        options = dict({"server": self.server.address, "min_tokens": 100, "retry_seconds": 0.0}, **(extra or {}))
+        scheduler = Scheduler(MeshfillConnector, KVConnectorRole, options, tp=tp, kv_heads=kv_heads)
+        self.addCleanup(scheduler.close)
+        return scheduler
+
+    def check_pages(self, scheduler, request, heads_of_rank):
+        """Every token but the last lies in its slot, of each layer and rank."""
+        last = len(request.prompt_token_ids) - 1
+        for rank, layers in enumerate(scheduler.layers):
+            for number, layer in enumerate(layers.values()):
+                of = [expected(number, range(last), heads_of_rank(rank), 8, is_v) for is_v in (False, True)]
+                for token in range(request.cached, last):
+                    k, v = layer.slots[request.block_ids[token // PAGE] * PAGE + token % PAGE]
+                    np.testing.assert_array_equal(k, of[0][token])
+                    np.testing.assert_array_equal(v, of[1][token])
+                self.assertEqual(len(layer.slots), last - request.cached)
+
+    def assert_released(self):
+        wait_until(lambda: not self.server.leases)
+
+    def test_a_long_prompt_is_loaded(self):
+        scheduler = self.start()
+        request = scheduler.run(scheduler.add(Request("r", [1] * 333, cache_salt="pepper", priority=2)))
+        self.assertEqual(request.computed_from, 332)
+        self.check_pages(scheduler, request, lambda rank: range(4))
+        self.assert_released()
+        header = self.server.calls[0][1]
+        self.assertEqual((header.cache_salt, header.priority, header.kv.keep), ("pepper", -2, True))
+        self.assertEqual(scheduler.config.kv_transfer_config.kv_load_failure_policy, "recompute")
+        scheduler.finish(request)
+
+    def test_a_short_prompt_never_touches_the_server(self):
+        scheduler = self.start()
+        short = scheduler.add(Request("short", [1] * 99))
+        cached = scheduler.add(Request("cached", [1] * 333))
+        cached.cached = 240
+        scheduler.step()
+        self.assertEqual((short.computed_from, cached.computed_from), (0, 240))
+        self.assertEqual(self.server.calls, [])
+
+    def test_prompts_that_are_not_plain_tokens_are_left_alone(self):
+        scheduler = self.start()
+        for other in ({"lora_request": 1}, {"mm_features": [1]}, {"pooling_params": 1}, {"skip_reading_prefix_cache": True}):
+            self.assertEqual(scheduler.run(scheduler.add(Request(str(other), [1] * 333, **other))).computed_from, 0)
+        self.assertEqual(self.server.calls, [])
+
+    def test_what_vllm_has_cached_is_not_loaded(self):
+        scheduler = self.start()
+        request = Request("r", [1] * 333)
+        request.cached = 160
+        scheduler.run(scheduler.add(request))
+        self.assertEqual(request.computed_from, 332)
+        self.check_pages(scheduler, request, lambda rank: range(4))
+        fetch = next(asked for name, asked in self.server.calls if name == "FetchKv")
+        self.assertEqual((fetch.first_token, fetch.tokens), (160, 172))
+
+    def test_tensor_parallel_ranks_fetch_their_heads(self):
+        for tp, kv_heads in ((2, 4), (4, 4), (4, 2)):
+            scheduler = self.start(tp=tp, kv_heads=kv_heads, source=SyntheticKv(kv_heads=kv_heads))
+            request = scheduler.run(scheduler.add(Request("r", [1] * 200)))
+            self.assertEqual(request.computed_from, 199)
+            local = max(1, kv_heads // tp)
+            self.check_pages(scheduler, request, lambda rank: range(rank * kv_heads // tp, rank * kv_heads // tp + local))
+            self.assert_released()
+
+    def test_the_scheduler_never_waits(self):
+        scheduler = self.start(faults=Faults(accept_seconds=0.5, layer_seconds=0.2))
+        scheduler.computing = True
+        request = scheduler.add(Request("r", [1] * 200))
+        longest, deadline = 0.0, time.monotonic() + 20
+        while request.state != "computed" and time.monotonic() < deadline:
+            begin = time.monotonic()
+            scheduler.step()
+            longest = max(longest, time.monotonic() - begin)
+            time.sleep(0.005)
+        self.assertEqual(request.computed_from, 199)
+        self.assertLess(longest, 0.2)
+
+    def test_loading_begins_before_the_prefill_has_ended(self):
+        scheduler = self.start(faults=Faults(layer_seconds=0.3))
+        request = scheduler.add(Request("r", [1] * 200))
+        first = next(iter(scheduler.layers[0].values()))
+        last = list(scheduler.layers[0].values())[-1]
+        wait_until(lambda: scheduler.step() or first.slots)
+        self.assertEqual(last.slots, {})
+        scheduler.run(request)
+        self.check_pages(scheduler, request, lambda rank: range(4))
+
+    def test_a_refused_prompt_is_computed_with_one_warning(self):
+        scheduler = self.start(faults=Faults(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), retry_seconds=5.0))
+        with self.assertLogs(LOG, "WARNING") as logs:
+            request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
+            again = scheduler.run(scheduler.add(Request("again", [1] * 333)))  # within the 5 s
+        self.assertEqual((request.computed_from, again.computed_from), (0, 0))
+        self.assertEqual(len(logs.records), 1)
+        self.assertEqual(self.server.count("Prefill"), 1)
+
+    def test_a_server_that_is_away(self):
+        scheduler = self.start(extra={"retry_seconds": 60.0})
+        self.server.stop()
+        with self.assertLogs(LOG, "WARNING") as logs:
+            for name in ("one", "two", "three"):
+                self.assertEqual(scheduler.run(scheduler.add(Request(name, [1] * 333))).computed_from, 0)
+        self.assertEqual(len(logs.records), 1)
+
+    def test_a_server_that_does_not_accept_in_time(self):
+        scheduler = self.start(faults=Faults(accept_seconds=30), extra={"accept_timeout_seconds": 0.3})
+        with self.assertLogs(LOG, "WARNING") as logs:
+            self.assertEqual(scheduler.run(scheduler.add(Request("r", [1] * 333))).computed_from, 0)
+        self.assertEqual(len(logs.records), 1)
+        wait_until(lambda: self.server.cancelled)
+
+    def test_a_server_without_kv(self):
+        scheduler = self.start(faults=Faults(no_lease=True))
+        with self.assertLogs(LOG, "WARNING") as logs:
+            self.assertEqual(scheduler.run(scheduler.add(Request("r", [1] * 333))).computed_from, 0)
+        self.assertIn("too old", logs.output[0])
+
+    def test_a_prefill_that_dies_midway(self):
+        scheduler = self.start(faults=Faults(die_after_layers=2, layer_seconds=0.1))
+        with self.assertLogs(LOG, "WARNING") as logs:
+            request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
+        self.assertEqual(request.computed_from, 0)
+        self.assertEqual(len(logs.records), 1, logs.output)
+
+    def test_a_server_that_is_killed_midway(self):
+        scheduler = self.start(tp=2, faults=Faults(layer_seconds=0.3))
+        request = Request("r", [1] * 333)
+        request.cached = 64
+        scheduler.add(request)
+        first = next(iter(scheduler.layers[0].values()))
+        wait_until(lambda: scheduler.step() or first.slots)
+        with self.assertLogs(LOG, "WARNING") as logs:
+            self.server.stop()
+            scheduler.run(request)
+        self.assertEqual(request.computed_from, 64)
+        self.assertGreaterEqual(len(logs.records), 1)
+
+    def test_a_bad_checksum(self):
+        scheduler = self.start(faults=Faults(always_corrupt=True))
+        with self.assertLogs(LOG, "WARNING") as logs:
+            request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
+        self.assertEqual(request.computed_from, 0)
+        self.assertEqual(len(logs.records), 1)
+        self.assertIn("CRC32C", logs.output[0])
+        self.assert_released()
+
+    def test_a_broken_stream_is_resumed_without_a_warning(self):
+        scheduler = self.start(faults=Faults(break_after_parts=[9, 0, 3], corrupt_part=[-1, -1, -1, 2]))
+        with mock.patch.object(connector.logger, "warning") as warning:
+            request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
+        warning.assert_not_called()
+        self.assertEqual(request.computed_from, 332)
+        self.check_pages(scheduler, request, lambda rank: range(4))
+
+    def test_another_model_is_noticed(self):
+        for source in (SyntheticKv(layers=5), SyntheticKv(kv_heads=8), SyntheticKv(head_dim=16), SyntheticKv(layers=3)):
+            scheduler = self.start(source=source)
+            with self.assertLogs(LOG, "WARNING"):
+                self.assertEqual(scheduler.run(scheduler.add(Request("r", [1] * 333))).computed_from, 0)
+
+    def test_a_cancelled_request_cancels_its_prefill(self):
+        for steps, faults in ((1, Faults(accept_seconds=30)), (None, Faults(layer_seconds=30))):
+            scheduler = self.start(faults=faults)
+            request = scheduler.add(Request("r", [1] * 333))
+            scheduler.step()
+            if steps is None:
+                wait_until(lambda: scheduler.step() or request.state == "loading")
+            else:
+                wait_until(lambda: self.server.live)
+            scheduler.finish(request)
+            wait_until(lambda: scheduler.step() or (self.server.cancelled and not scheduler.requests))
+            self.assert_released()
+
+    def test_many_requests_at_once(self):
+        scheduler = self.start(faults=Faults(layer_seconds=0.02), extra={"loads": 3})
+        requests = [scheduler.add(Request(f"r{i}", [1] * (150 + i))) for i in range(12)]
+        for request in requests:
+            self.assertEqual(scheduler.run(request).computed_from, len(request.prompt_token_ids) - 1)
+        self.assert_released()
+        for request in requests:
+            scheduler.finish(request)
+
+    def test_the_lease_is_renewed_while_loading_takes_long(self):
+        scheduler = self.start(extra={"lease_seconds": 1})
+        request = scheduler.add(Request("r", [1] * 333))
+        scheduler.connector.get_num_new_matched_tokens(request, 0)
+        wait_until(lambda: self.server.leases)
+        # vLLM has no room for the pages for a while: it asks, and does not allocate.
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            scheduler.connector.get_num_new_matched_tokens(request, 0)
+            time.sleep(0.02)
+        self.assertEqual(scheduler.run(request).computed_from, 332)
+        self.assertGreaterEqual(self.server.count("RenewKv"), 3)
+
+
+class ConfigurationTest(unittest.TestCase):
+    def make(self, extra=None, **model):
+        extra = {"server": "127.0.0.1:1"} if extra is None else extra
+        return MeshfillConnector(stub_vllm.config(extra, **model), KVConnectorRole.WORKER, None)
+
+    def test_versions(self):
+        check_version("0.32.0", False)
+        check_version("0.32.0+cpu", False)
+        check_version("0.33.0", True)
+        with self.assertRaisesRegex(RuntimeError, "allow_untested_vllm"):
+            check_version("0.33.0", False)
+        with mock.patch.object(connector.vllm, "__version__", "0.31.1"):
+            with self.assertRaisesRegex(RuntimeError, "0.31.1"):
+                self.make()
+            self.make({"server": "127.0.0.1:1", "allow_untested_vllm": True}).shutdown()
+
+    def test_settings(self):
+        self.assertEqual(Settings.parse({"server": "h:1"}).min_tokens, 8192)
+        self.assertEqual(Settings.parse({"server": "h:1", "timeout_seconds": 5}).timeout_seconds, 5)
+        for bad in (
+            {},
+            {"server": "h"},
+            {"server": "h:1", "min_token": 5},
+            {"server": "h:1", "min_tokens": "8192"},
+            {"server": "h:1", "min_tokens": True},
+            {"server": "h:1", "min_tokens": -1},
+            {"server": "h:1", "tls": 1},
+            {"server": "h:1", "tenant": 3},
+        ):
+            with self.assertRaises(ValueError, msg=str(bad)):
+                Settings.parse(bad)
+
+    def test_models_that_cannot_be_served(self):
+        for model, word in (({"dtype": "torch.float16"}, "bfloat16"), ({"use_mla": True}, "MLA")):
+            with self.assertRaisesRegex(RuntimeError, word):
+                self.make(**model)
+        two_groups = stub_vllm.Namespace(kv_cache_groups=[1, 2])
+        with self.assertRaisesRegex(RuntimeError, "--disable-hybrid-kv-cache-manager"):
+            MeshfillConnector(stub_vllm.config({"server": "h:1"}), KVConnectorRole.WORKER, two_groups)
+
+
+if __name__ == "__main__":
+    unittest.main()
