@@ -125,7 +125,7 @@ def _prefill(arguments) -> str:
             **_shape(arguments),
         )
         ttft = time.monotonic() - begin
-        decoded = client._tokenizer.decode([result.first_token]) if arguments.tokenizer else None
+        decoded = client.tokenizer.decode([result.first_token]) if arguments.tokenizer else None
     if arguments.json:
         value = {
             "request_id": result.request_id,

@@ -64,6 +64,10 @@ class Client:
         self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
         self._stub = self._stub_of(address)
 
+    @property
+    def tokenizer(self) -> Optional[TextTokenizer]:
+        return self._tokenizer
+
     def close(self) -> None:
         with self._mutex:
             channels, self._channels = list(self._channels.values()), {}

@@ -24,6 +24,7 @@ from ..results import Accepted, PrefillResult
 from .settings import Settings
 
 _RELEASE_TIMEOUT_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
@@ -44,13 +45,14 @@ class _Prefill:
         self.meshfill_id = f"vllm-{request_id[:90]}-{uuid.uuid4().hex[:8]}"
         self.accept_deadline = accept_deadline  # time.monotonic()
         self.ended = threading.Event()
+        self.thread: Optional[threading.Thread] = None
         self.state = State.UPLOADING
         self.lease = ""
         self.call: Optional[PrefillCall] = None
 
 
 class Prefills:
-    """Called by vLLM's scheduler, from one thread. No call blocks."""
+    """Called by vLLM's scheduler, from one thread. No call but close() blocks."""
 
     def __init__(self, settings: Settings, client: Client, log: logging.Logger):
         self._settings = settings
@@ -129,20 +131,25 @@ class Prefills:
             return any(prefill.state in (State.UPLOADING, State.LOADING) for prefill in self._prefills.values())
 
     def close(self) -> None:
+        """Ends all, and waits a little for their leases' release: the only call that may take time."""
         with self._mutex:
-            for prefill in self._prefills.values():
+            ending, self._prefills = list(self._prefills.values()), {}
+            for prefill in ending:
                 self._end(prefill)
-            self._prefills.clear()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for prefill in ending:
+            prefill.thread.join(max(0.0, deadline - time.monotonic()))
 
     def _begin(self, request_id: str, prompt: List[int], cache_salt: str, priority: int) -> None:
         prefill = _Prefill(request_id, time.monotonic() + self._settings.accept_timeout_seconds)
         self._prefills[request_id] = prefill
-        threading.Thread(
+        prefill.thread = threading.Thread(
             target=self._run,
             args=(prefill, prompt, cache_salt, priority),
             name=f"meshfill-{request_id[:40]}",
             daemon=True,
-        ).start()
+        )
+        prefill.thread.start()
 
     def _end(self, prefill: Optional[_Prefill]) -> None:
         """With _mutex held. The request's thread does the rest."""
