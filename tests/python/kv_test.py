@@ -382,7 +382,9 @@ class AsyncTest(unittest.TestCase):
                 np.testing.assert_array_equal(bits(arrays.v[3]), expected(3, range(300), range(4), DIM, True))
 
         with FakeServer() as server:
-            with FakeServer(leader=server, holder_runs=(0, 50, 100)) as one, FakeServer(leader=server, holder_runs=(50, 50, 100)) as two:
+            one = FakeServer(leader=server, holder_runs=(0, 50, 100))
+            two = FakeServer(leader=server, holder_runs=(50, 50, 100))
+            with one, two:
                 for holder, first in ((one, 0), (two, 50)):
                     server.holders.append(
                         pb.KvHolder(address=holder.address, layers=4, heads=4, first_token=first, run_tokens=50, step_tokens=100)
