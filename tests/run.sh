@@ -32,5 +32,6 @@ echo "  the status page           tests/deploy/check-status-page.sh (installs ch
 echo "  manifests, and their pods tests/deploy/check-kubernetes.sh (needs kubectl; MESHFILL_CRDS for the CRDs), tests/deploy/check-pods.sh (needs root)"
 echo "  the images' build         tests/deploy/check-image.sh cpu, tests/deploy/check-image.sh cuda (need root; a whole build in a chroot)"
 echo "  a bare Debian 12          tests/deploy/check-bare-debian.sh (needs root; a whole build in a chroot)"
+echo "  vLLM beside a server      tests/python/vllm_test.py build/release/server/meshfill (installs vLLM, 5 GB)"
 echo "  benchmarks                see Speed in README.md"
 echo "  a million tokens          see Memory in README.md"

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from . import holders
-from .channel import Connection
+from .channel import Connection, of_tenant
 from .client import UNARY_TIMEOUT_SECONDS, Prompt, event_value, lease_name, rest_of, shape_of
 from .cursor import FetchCursor
 from .errors import DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
@@ -46,7 +46,7 @@ class Client:
         """The arguments are those of meshfill.Client."""
         self.address = address
         self._connection = Connection(
-            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
+            tls, root_certificates, client_certificate, client_key, server_name, token, of_tenant(metadata, tenant)
         )
         self._timeout = timeout
         self._model = model

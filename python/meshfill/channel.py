@@ -60,6 +60,11 @@ class Connection:
         return library.secure_channel(address, credentials, options=options)
 
 
+def of_tenant(metadata, tenant: str) -> Tuple[Tuple[str, str], ...]:
+    """Headers of a tenant's calls: those that name a lease or a request say it in `meshfill-tenant`."""
+    return tuple(metadata) + ((("meshfill-tenant", tenant),) if tenant else ())
+
+
 def _pem(source: PemSource) -> Optional[bytes]:
     if source is None or isinstance(source, bytes):
         return source

@@ -101,6 +101,7 @@ def _client(arguments, tokenizer: Optional[str] = None) -> Client:
         token=token,
         timeout=arguments.timeout,
         tokenizer=tokenizer,
+        tenant=getattr(arguments, "tenant", ""),
     )
 
 
@@ -117,7 +118,6 @@ def _prefill(arguments) -> str:
         result = client.prefill(
             prompt,
             request_id=arguments.request_id,
-            tenant=arguments.tenant,
             priority=arguments.priority,
             top_k=arguments.top_k,
             ignore_cache=arguments.ignore_cache,

@@ -9,7 +9,7 @@ from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
 import grpc
 
 from . import holders
-from .channel import Connection
+from .channel import Connection, of_tenant
 from .cursor import FetchCursor
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvRange, KvShape, make_range
@@ -50,11 +50,11 @@ class Client:
         """address: HOST:PORT. TLS options, token and metadata: channel.Connection.
 
         timeout: seconds of a whole call, where the call itself gives none; None: prefills and fetches take as long as they
-        take, other calls 30 s. model, tenant: of every prefill. tokenizer: a model folder, for prompts of text.
+        take, other calls 30 s. model: of every prefill. tenant: of every call. tokenizer: a model folder, for prompts of text.
         """
         self.address = address
         self._connection = Connection(
-            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
+            tls, root_certificates, client_certificate, client_key, server_name, token, of_tenant(metadata, tenant)
         )
         self._timeout = timeout
         self._model = model
