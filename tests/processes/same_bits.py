@@ -9,8 +9,10 @@ what is newer. Both binaries plan with the speeds that OLD measured. --scenarios
 Prints what differs; exits with 1 if anything does.
 """
 import argparse
+import json
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +68,26 @@ def make_model(binary, folder, case):
     return path
 
 
+def executable(binary, folder, model):
+    """The name that the binary gives itself in a profile of speeds."""
+    profile, ids = folder / "own_speed.json", folder / "one_id"
+    ids.write_text("1")
+    profile.unlink(missing_ok=True)
+    overrides = ["--set", f"plan.profile_path={profile}"]
+    command = [binary, "prefill", "--config", folder / "config.yaml", *overrides, "--model", model, "--tokens", ids]
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=600)
+    (key,) = (pool["pool"] for pool in json.loads(profile.read_text())["pools"])
+    return re.search(r", ([^,;]+); \d+ layers", key).group(1)
+
+
+def share_speeds(profile, old, new):
+    """Gives NEW the speeds that OLD measured: schedules follow from speeds, and the lowest bits from schedules."""
+    kept = json.loads(profile.read_text())
+    own = [pool for pool in kept["pools"] if f", {old};" in pool["pool"]]
+    shared = [{**pool, "pool": pool["pool"].replace(f", {old};", f", {new};")} for pool in own]
+    profile.write_text(json.dumps({**kept, "pools": own + shared}))
+
+
 def prefill(binary, folder, case, model, ids):
     """The bytes of logits and KV, or what the binary said instead."""
     outputs = [folder / "logits.safetensors", folder / "kv.safetensors"]
@@ -105,7 +127,12 @@ def main():
             model = make_model(options.old, folder, case)
             ids = folder / "ids"
             ids.write_text(" ".join(str(rng.randrange(300)) for _ in range(case["tokens"])))
-            old, new = (prefill(binary, folder, case, model, ids) for binary in (options.old, options.new))
+            if number == 0:
+                names = [executable(binary, folder, model) for binary in (options.old, options.new)]
+            old = prefill(options.old, folder, case, model, ids)
+            if (folder / "speed.json").exists():
+                share_speeds(folder / "speed.json", *names)
+            new = prefill(options.new, folder, case, model, ids)
             if isinstance(old, str):
                 refused += 1
             if old != new:

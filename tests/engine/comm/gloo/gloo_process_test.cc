@@ -30,11 +30,13 @@ TEST(GlooProcesses, GiveTheBitsOfInProcessRanks) {
   for (Tile tile : {Tile{1, 4}, Tile{2, 3}, Tile{4, 2}}) {
     const int n = tile.ranks();
     const Plan plan = {
-        .layout = *TokenLayout::Make(LayoutKind::kStriped, n, Draw<int64_t>(random, n, 300), 4),
-        .tile = tile,
-        .partial_dtype = DType::kF32,
-        .schedule = RandomSchedule(random, tile),
-        .predicted = {}};
+        {.layout = *TokenLayout::Make(LayoutKind::kStriped, n, Draw<int64_t>(random, n, 300), 4),
+         .tile = tile,
+         .partial_dtype = DType::kF32},
+        /*slice_tokens=*/1024,
+        /*placement=*/{},
+        RandomSchedule(random, tile),
+        /*predicted=*/{}};
     const ModelShape model = {.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 8, .dtype = DType::kF32};
     std::vector<std::vector<float>> expected(n);
     auto threads = MakeInProcessCommunicators(n);

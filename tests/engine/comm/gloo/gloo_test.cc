@@ -168,12 +168,14 @@ TEST(Gloo, RandomMeshesGiveTheBitsOfInProcessRanks) {
   for (int draw = 0; draw < 6; ++draw) {
     const Tile tile = {.a = Draw(random, 1, 4), .b = Draw(random, 2, 3)};
     const Plan plan = {
-        .layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), Draw<int64_t>(random, 1, 200),
-                                     Draw<int64_t>(random, 1, 8)),
-        .tile = tile,
-        .partial_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16,
-        .schedule = RandomSchedule(random, tile),
-        .predicted = {}};
+        {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), Draw<int64_t>(random, 1, 200),
+                                      Draw<int64_t>(random, 1, 8)),
+         .tile = tile,
+         .partial_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16},
+        /*slice_tokens=*/1024,
+        /*placement=*/{},
+        RandomSchedule(random, tile),
+        /*predicted=*/{}};
     const ModelShape model = {.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 8, .dtype = DType::kF32};
     auto threads = MakeInProcessCommunicators(tile.ranks());
     GlooEndpoints endpoints(tile.ranks());

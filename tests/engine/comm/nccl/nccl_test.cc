@@ -83,11 +83,12 @@ std::vector<std::unique_ptr<Stream>> StreamsOf(const EmbeddedPool& pool) {
 absl::StatusOr<RankOutput> RunOn(const EmbeddedPool& pool, size_t of_pool, Stream& stream, int rank,
                                  const Plan& plan, Communicator& communicator) {
   const std::vector<uint32_t> prompt = Prompt();
+  const std::vector<uint32_t> ids = plan.layout.Deal(rank, std::span<const uint32_t>(prompt));
   TimelineRecorder recorder(rank, TimelineRecorder::Clock::now(), 0);
   return RunRank({.plan = plan,
                   .model = *pool.models[of_pool],
                   .rank = rank,
-                  .tokens = prompt,
+                  .ids = ids,
                   .stream = stream,
                   .communicator = communicator,
                   .wait_timeout = kSoon,
