@@ -121,7 +121,8 @@ ReferenceRow Reference(const Shape& shape, float scale, const Tensor& q, const s
   std::vector<double> scores;
   std::vector<const float*> values;
   for (const KvChunk& chunk : chunks) {
-    const Band band{.q = shape.band.q, .k = chunk.positions, .window = shape.band.window};
+    const Band band{
+        .q = shape.band.q, .k = chunk.positions, .window = shape.band.window, .first_q = shape.band.first_q};
     for (int64_t slot = 0; slot < chunk.tokens; ++slot) {
       if (!band.Visible(q_slot, slot)) continue;
       const int64_t offset = (kv_head * chunk.tokens + slot) * shape.head_dim;
