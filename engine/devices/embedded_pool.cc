@@ -104,6 +104,17 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> DevicesByRank(
   return of_rank;
 }
 
+// A device keeps the memory of streams that are gone for the next ones. One for each rank, now, so that the
+// budget knows of it and no prompt waits for it.
+absl::Status MakeFirstStreams(std::span<const std::shared_ptr<Device>> of_rank) {
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (const std::shared_ptr<Device>& device : of_rank) {
+    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(nullptr));
+    streams.push_back(std::move(stream));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
                                           const std::vector<CudaDeviceInfo>& gpus) {
   EmbeddedPool pool;
@@ -124,6 +135,7 @@ absl::StatusOr<EmbeddedPool> LoadCudaPool(const EngineOptions& options,
   }
   const ModelShape& shape = pool.models.front()->shape();
   RETURN_IF_ERROR(LoadCudaKernels(shape, pool.devices));
+  RETURN_IF_ERROR(MakeFirstStreams(pool.devices));
   ASSIGN_OR_RETURN(pool.capacity, CudaPoolCapacity(options, shape, gpus, pool.devices));
   ASSIGN_OR_RETURN(pool.peak_flops, options.peak_flops > 0
                                         ? absl::StatusOr<double>(options.peak_flops)
