@@ -91,7 +91,7 @@ class PoolFaultsTest(PoolTestCase):
                 self.skipTest(str(error))
             self.leader.wait_for("is lost|no rank gets on")
             result = self.answer_of(running)
-            self.assertLess(result["plan"]["ranks"], 3)
+            self.assertLess(result["plan"]["ranks"], 3, "".join(self.leader.lines))
         self.expect_answer(result, self.middle_prompt, "--format", "bytes")
         self.assertRegex("".join(self.leader.lines), r'"b" is lost: "(its compute loop stood still|it did not stop)')
         self.leader.wait_for('worker "b" joined', count=2)  # thawed, it comes back by itself
