@@ -31,6 +31,7 @@ struct PrefillOptions {
   std::string request_id;      // names the request in logs and errors
   int top_k = 1;               // best tokens reported; 1 to vocab
   std::shared_ptr<KvSink> kv;  // where K and V go; null: nowhere. Shared: a run may outlive its caller
+  std::string kv_lease;        // where workers keep K and V: the lease that they keep them under
   bool keep_timeline = false;  // record what every rank does when
 };
 

@@ -12,12 +12,14 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/channel_limits.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
 #include "server/api/prefill_queue.h"
 #include "server/api/prefill_stream.h"
 #include "server/api/status_details.h"
+#include "server/api/store_leases.h"
 #include "server/api/tenant.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
@@ -26,8 +28,6 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that are on their way to clients
-constexpr int kReflectionThreads = 8;                        // gRPC's reflection blocks a thread a stream
-constexpr int kMaxMetadataBytes = 16 << 10;
 
 PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
   return {.max_requests = queue.max_requests(),
@@ -61,29 +61,6 @@ class RefusedStream final : public Reactor {
   explicit RefusedStream(const absl::Status& status) { this->Finish(ToGrpcStatus(status)); }
   void OnDone() override { delete this; }
 };
-
-// Bounds what one client can make the channel do.
-void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder) {
-  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes()));
-  builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
-  // A small compressed message may stand for gigabytes, which this gRPC allocates before it looks at its
-  // limit.
-  for (int algorithm = GRPC_COMPRESS_NONE + 1; algorithm < GRPC_COMPRESS_ALGORITHMS_COUNT; ++algorithm) {
-    builder.SetCompressionAlgorithmSupportStatus(static_cast<grpc_compression_algorithm>(algorithm), false);
-  }
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_streams()));
-  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
-  // Finds peers that are gone without a word; a queued client may be silent for an hour.
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  // Clients may ping every 10 s; two faster ones end their connection.
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  builder.SetResourceQuota(grpc::ResourceQuota("meshfill").SetMaxThreads(kReflectionThreads));
-  builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
-}
 
 }  // namespace
 
@@ -119,11 +96,12 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     return absl::OkStatus();
   }
 
-  void Open(std::unique_ptr<PrefillEngine> engine) {
+  void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
     engine_ = std::move(engine);
     queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
-    if (KvStore* store = engine_->kv_store())
-      kv_ = std::make_unique<KvService>(*store, kv_options_, metrics_);
+    if (KvStore* store = engine_->kv_store()) store_leases_ = std::make_unique<StoreLeases>(*store);
+    if (kv == nullptr) kv = store_leases_.get();
+    if (kv != nullptr) kv_ = std::make_unique<KvService>(*kv, kv_options_, metrics_);
     if (engine_->ranks() > 0) metrics_.SetPool(PoolState::kReady, engine_->ranks());
     metrics_.SetPeakFlops(engine_->peak_flops());
     state_.store(PoolState::kReady, std::memory_order_release);
@@ -324,7 +302,8 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   std::atomic<PoolState> state_{PoolState::kLoading};
   std::unique_ptr<PrefillEngine> engine_;
   std::unique_ptr<PrefillQueue> queue_;
-  std::unique_ptr<KvService> kv_;  // null: the engine keeps no K and V
+  std::unique_ptr<StoreLeases> store_leases_;  // null: the engine has no store
+  std::unique_ptr<KvService> kv_;              // null: the engine keeps no K and V
   std::unique_ptr<grpc::Server> server_;
   std::string address_;
 };
@@ -340,7 +319,9 @@ absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& conf
 
 const std::string& FrontEnd::address() const { return service_->address(); }
 v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
-void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine) { service_->Open(std::move(engine)); }
+void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
+  service_->Open(std::move(engine), kv);
+}
 void FrontEnd::Refresh() { service_->Refresh(); }
 void FrontEnd::StartDrain() { service_->StartDrain(); }
 bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }

@@ -18,6 +18,7 @@
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/api/kv_leases.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -33,7 +34,9 @@ class FrontEnd {
 
   v1::PoolStatus pool_status() const;  // what GetPool answers; until Stop
 
-  void Open(std::unique_ptr<PrefillEngine> engine);  // once
+  // Once. `kv`: leases on what the engine keeps, where it has no kv_store of its own; it lives as long as the
+  // engine. Null: no others.
+  void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv = nullptr);
   void Refresh();  // of a pool whose ranks come and go: health says NOT_SERVING while there are none
 
   void StartDrain();

@@ -97,10 +97,11 @@ absl::StatusOr<KvFetch> CheckFetch(const v1::FetchKvRequest& request, const KvSh
   return fetch;
 }
 
-void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, v1::KvPart& part) {
+void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, int64_t tokens,
+              v1::KvPart& part) {
   KvRange range = fetch.range;
   range.first_token = first_token;
-  range.tokens = std::min(fetch.part_tokens, fetch.range.first_token + fetch.range.tokens - first_token);
+  range.tokens = tokens;
   part.set_layer(static_cast<uint32_t>(layer));
   part.set_first_token(static_cast<uint64_t>(first_token));
   part.set_tokens(static_cast<uint64_t>(range.tokens));

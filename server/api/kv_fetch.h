@@ -25,8 +25,10 @@ struct KvFetch {
 absl::StatusOr<KvFetch> CheckFetch(const v1::FetchKvRequest& request, const KvShape& shape, int64_t tokens,
                                    int64_t max_message_bytes);
 
-// Fills `part` with what the fetch has from a layer's token on, which is the begin of one of its parts.
-void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, v1::KvPart& part);
+// Fills `part` with tokens of a layer, in the fetch's heads and format. With pages, the first token begins
+// one.
+void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, int64_t tokens,
+              v1::KvPart& part);
 
 // The checksum that a part of these bytes has.
 uint32_t PartChecksum(const v1::KvPart& part);

@@ -4,7 +4,7 @@
 #include "absl/strings/str_format.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
-#include "server/api/kv_service.h"
+#include "server/api/kv_streams.h"
 #include "server/api/status_details.h"
 #include "server/api/tenant.h"
 #include "server/observe/log.h"
@@ -16,47 +16,34 @@ constexpr size_t kLoggedLeaseCharacters = 8;  // who knows a lease's name may re
 
 }  // namespace
 
-KvFetchStream::KvFetchStream(KvService& service, grpc::CallbackServerContext* context,
+KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context,
                              const v1::FetchKvRequest* request)
-    : service_(service), request_(*request), tenant_(TenantOf(*context)), begin_(MonotonicNow()) {}
+    : streams_(streams), request_(*request), tenant_(TenantOf(*context)), begin_(MonotonicNow()) {}
 
 void KvFetchStream::OnChange() {
   const MutexLock lock(mu_);
   Pump();
 }
 
-absl::StatusOr<bool> KvFetchStream::TakePart() {
-  ASSIGN_OR_RETURN(const std::shared_ptr<const KvPrompt> prompt,
-                   service_.store().Find(request_.lease(), tenant_));
-  if (!fetch_.has_value()) {
-    ASSIGN_OR_RETURN(fetch_, CheckFetch(request_, prompt->shape(), prompt->tokens(),
-                                        service_.options().max_message_bytes));
-    layer_ = fetch_->first_layer;
-    token_ = fetch_->range.first_token;
+absl::StatusOr<KvReader::Next> KvFetchStream::TakePart() {
+  if (reader_ == nullptr) {
+    const auto changed = [weak = weak_from_this()] {
+      if (const std::shared_ptr<KvFetchStream> stream = weak.lock()) stream->OnChange();
+    };
+    ASSIGN_OR_RETURN(reader_,
+                     streams_.source().Open(request_, tenant_, streams_.max_message_bytes(), changed));
   }
-  const std::shared_ptr<const KvSlabs> slabs = prompt->Layer(layer_);
-  if (slabs == nullptr) return false;
-  FillPart(*fetch_, *slabs, layer_, token_, outgoing_);
-  token_ += static_cast<int64_t>(outgoing_.tokens());
-  if (token_ == fetch_->range.first_token + fetch_->range.tokens) {
-    token_ = fetch_->range.first_token;
-    ++layer_;
-  }
-  return true;
+  return reader_->Take(outgoing_);
 }
 
 void KvFetchStream::Pump() {
   if (writing_ || ended_) return;
-  if (fetch_.has_value() && layer_ == fetch_->first_layer + fetch_->layers) {
-    End(absl::OkStatus());
+  const absl::StatusOr<KvReader::Next> next = TakePart();
+  if (!next.ok() || *next == KvReader::Next::kEnd) {
+    End(next.status());
     return;
   }
-  const absl::StatusOr<bool> taken = TakePart();
-  if (!taken.ok()) {
-    End(taken.status());
-    return;
-  }
-  if (!*taken) return;  // OnChange will come
+  if (*next == KvReader::Next::kNotYet) return;  // OnChange will come
   writing_ = true;
   StartWrite(&outgoing_);
 }
@@ -71,7 +58,7 @@ void KvFetchStream::OnWriteDone(bool ok) {
   const auto bytes =
       static_cast<int64_t>(outgoing_.k().size() + outgoing_.v().size() + outgoing_.pages().size());
   bytes_ += bytes;
-  service_.OnFetched(bytes);
+  streams_.OnFetched(bytes);
   Pump();
 }
 
@@ -83,6 +70,7 @@ void KvFetchStream::OnCancel() {
 void KvFetchStream::End(const absl::Status& status) {
   if (ended_) return;
   ended_ = true;
+  reader_.reset();
   std::string line =
       absl::StrCat("fetch lease=", LogQuote(request_.lease().substr(0, kLoggedLeaseCharacters)),
                    " tenant=", LogQuote(tenant_), " bytes=", bytes_);
@@ -93,6 +81,6 @@ void KvFetchStream::End(const absl::Status& status) {
   Finish(ToGrpcStatus(status));
 }
 
-void KvFetchStream::OnDone() { service_.Remove(this); }
+void KvFetchStream::OnDone() { streams_.Remove(this); }
 
 }  // namespace meshfill

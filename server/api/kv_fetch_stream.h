@@ -4,14 +4,12 @@
 //        └────────────┴──────────────────┴──────► the lease has ended, cancel, disconnect, the deadline
 //
 // A reactor of gRPC's callback API: no thread waits for a client or for a layer. The stream has one part at
-// most, so that a slow reader costs a part's memory. It looks its lease up before each part, and holds no
-// slab while a part is on its way.
+// most, so that a slow reader costs a part's memory, and what its KvReader says.
 #ifndef MESHFILL_SERVER_API_KV_FETCH_STREAM_H_
 #define MESHFILL_SERVER_API_KV_FETCH_STREAM_H_
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -21,18 +19,18 @@
 #include "grpcpp/support/server_callback.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
-#include "server/api/kv_fetch.h"
+#include "server/api/kv_reader.h"
 
 namespace meshfill {
 
-class KvService;
+class KvStreams;
 
 using KvFetchReactor = grpc::ServerWriteReactor<v1::KvPart>;
 
-class KvFetchStream final : public KvFetchReactor {
+class KvFetchStream final : public KvFetchReactor, public std::enable_shared_from_this<KvFetchStream> {
  public:
-  // Neither the context nor the request is used after OnDone. The service outlives the stream.
-  KvFetchStream(KvService& service, grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
+  // Neither the context nor the request is used after OnDone. `streams` outlives the stream.
+  KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
 
   // A layer may be there, or the lease may have ended.
   void OnChange();
@@ -45,21 +43,19 @@ class KvFetchStream final : public KvFetchReactor {
  private:
   // Writes the next part if it is there and none is on its way; finishes behind the last, and with an error.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Whether the next part is there, now in outgoing_.
-  absl::StatusOr<bool> TakePart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The next part, into outgoing_.
+  absl::StatusOr<KvReader::Next> TakePart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  KvService& service_;
+  KvStreams& streams_;
   const v1::FetchKvRequest& request_;
   const std::string tenant_;
   const absl::Time begin_;
   v1::KvPart outgoing_;  // gRPC's while a write is under way
 
   Mutex mu_;
-  std::optional<KvFetch> fetch_ ABSL_GUARDED_BY(mu_);  // none: not checked yet
-  int layer_ ABSL_GUARDED_BY(mu_) = 0;                 // of the next part
-  int64_t token_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;  // written
+  std::unique_ptr<KvReader> reader_ ABSL_GUARDED_BY(mu_);  // null: not opened yet, or ended
+  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };

@@ -137,7 +137,7 @@ absl::Status PrefillStream::TakeHeader() {
                                                           .predicted_seconds = predicted_seconds_,
                                                           .deadline = deadline_}));
   slot_ = std::move(slot);
-  RETURN_IF_ERROR(AdmitKv());
+  RETURN_IF_ERROR(AdmitKv(choice.plan));
   try {
     tokens_.reserve(token_count);
   } catch (const std::bad_alloc&) {
@@ -159,9 +159,10 @@ absl::Status PrefillStream::PrepareKv() {
   return absl::OkStatus();
 }
 
-absl::Status PrefillStream::AdmitKv() {
+absl::Status PrefillStream::AdmitKv(const Plan& plan) {
   if (kv_ == nullptr) return absl::OkStatus();
-  ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, header_.tenant(), header_.kv().lease_seconds()));
+  ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
+  options_.kv_lease = lease_->id();
   return absl::OkStatus();
 }
 
@@ -169,6 +170,7 @@ void PrefillStream::GiveKv() {
   const absl::StatusOr<absl::Duration> rest = lease_->Keep();
   if (!rest.ok()) return;  // it was released meanwhile
   *result_.mutable_kv() = ToProto(*kv_, lease_->id(), *rest);
+  lease_->AddHolders(*result_.mutable_kv());
   result_.mutable_kv()->set_block_tokens(static_cast<uint32_t>(environment_.kv->options().block_tokens));
   result_.mutable_kv()->set_block_hashes(hasher_->hashes());
 }

@@ -20,12 +20,12 @@
 #include "absl/time/time.h"
 #include "engine/kv/block_hash.h"
 #include "engine/kv/kv_prompt.h"
-#include "engine/kv/kv_store.h"
 #include "engine/prefill_engine.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/api/kv_leases.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/prefill_queue.h"
@@ -73,7 +73,7 @@ class PrefillStream final : public PrefillReactor,
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What the header's `kv` asks for: before the plan, and a lease once the request has its place.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status AdmitKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status AdmitKv(const Plan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -102,7 +102,7 @@ class PrefillStream final : public PrefillReactor,
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);          // null: K and V are not kept
-  std::unique_ptr<KvLease> lease_ ABSL_GUARDED_BY(mu_);        // on it, until the prefill ends
+  std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);    // on it, until the prefill ends
   std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);     // of its tokens
   std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
   std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest

@@ -67,10 +67,6 @@ v1::KvManifest ToProto(const KvPrompt& kept, const std::string& lease, absl::Dur
   manifest.set_head_dim(static_cast<uint32_t>(shape.head_dim));
   manifest.set_dtype(DTypeName(shape.dtype));
   manifest.set_bytes(static_cast<uint64_t>(kept.bytes()));
-  v1::KvHolder& holder = *manifest.add_holders();
-  holder.set_layers(static_cast<uint32_t>(shape.layers));
-  holder.set_heads(static_cast<uint32_t>(shape.kv_heads));
-  holder.set_run_tokens(static_cast<uint64_t>(kept.tokens()));
   return manifest;
 }
 

@@ -15,7 +15,9 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "nlohmann/json.hpp"
+#include "server/api/kv_fetch.h"
 #include "server/api/kv_service.h"
+#include "server/api/store_leases.h"
 #include "server/cli/commands/flags.h"
 
 namespace meshfill {
@@ -74,12 +76,13 @@ class BenchKvCommand : public Command {
     KvStore store(shape_.layers * shape_.LayerBytes(tokens_));
     const auto prompt = std::make_shared<KvPrompt>(shape_, tokens_);
     Metrics metrics;
-    KvService kv(store, {}, metrics);
-    ASSIGN_OR_RETURN(const std::unique_ptr<KvLease> lease, kv.Admit(prompt, "", 0));
+    StoreLeases leases(store);
+    KvService kv(leases, {}, metrics);
+    ASSIGN_OR_RETURN(const std::unique_ptr<KvLease> lease, store.Admit(prompt, "", kv.options().lease));
     RETURN_IF_ERROR(Fill(*prompt));
     ASSIGN_OR_RETURN(const KvFetch fetch, CheckFetch({}, shape_, tokens_, kv.options().max_message_bytes));
     v1::KvPart raw;
-    FillPart(fetch, *prompt->Layer(0), 0, 0, raw);
+    FillPart(fetch, *prompt->Layer(0), 0, 0, std::min<int64_t>(tokens_, fetch.part_tokens), raw);
     const int64_t parts = (tokens_ + fetch.part_tokens - 1) / fetch.part_tokens * shape_.layers;
 
     BenchService service(kv, std::move(raw), parts);

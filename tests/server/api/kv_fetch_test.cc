@@ -127,7 +127,7 @@ TEST(KvFetchTest, PartsMakeUpTheRange) {
     std::string k, v, pages;
     for (int64_t token = first; token < tokens; token += fetch->part_tokens) {
       v1::KvPart part;
-      FillPart(*fetch, *prompt.Layer(0), 0, token, part);
+      FillPart(*fetch, *prompt.Layer(0), 0, token, std::min(fetch->part_tokens, tokens - token), part);
       EXPECT_LE(static_cast<int64_t>(part.ByteSizeLong()), message_bytes);
       EXPECT_EQ(part.first_token(), static_cast<uint64_t>(token));
       EXPECT_EQ(part.tokens(), static_cast<uint64_t>(std::min(fetch->part_tokens, tokens - token)));

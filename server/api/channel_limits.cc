@@ -1,0 +1,38 @@
+#include "server/api/channel_limits.h"
+
+#include <limits>
+
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/resource_quota.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kReflectionThreads = 8;  // gRPC's reflection blocks a thread a stream
+constexpr int kMaxMetadataBytes = 16 << 10;
+
+}  // namespace
+
+void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder) {
+  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes()));
+  builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
+  // A small compressed message may stand for gigabytes, which this gRPC allocates before it looks at its
+  // limit.
+  for (int algorithm = GRPC_COMPRESS_NONE + 1; algorithm < GRPC_COMPRESS_ALGORITHMS_COUNT; ++algorithm) {
+    builder.SetCompressionAlgorithmSupportStatus(static_cast<grpc_compression_algorithm>(algorithm), false);
+  }
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_streams()));
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
+  // Finds peers that are gone without a word; a queued client may be silent for an hour.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // Clients may ping every 10 s; two faster ones end their connection.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.SetResourceQuota(grpc::ResourceQuota("meshfill").SetMaxThreads(kReflectionThreads));
+  builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
+}
+
+}  // namespace meshfill

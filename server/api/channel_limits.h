@@ -1,0 +1,15 @@
+// Bounds on what one client can make a server's channel do.
+#ifndef MESHFILL_SERVER_API_CHANNEL_LIMITS_H_
+#define MESHFILL_SERVER_API_CHANNEL_LIMITS_H_
+
+#include "grpcpp/server_builder.h"
+#include "meshfill/v1/config.pb.h"
+
+namespace meshfill {
+
+// No compression, no shared port; bounded messages, streams, metadata, pings and threads.
+void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_CHANNEL_LIMITS_H_

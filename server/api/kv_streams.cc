@@ -1,0 +1,97 @@
+#include "server/api/kv_streams.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "kernels/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kRound = absl::Seconds(1);  // the longest time between two looks at the streams
+
+}  // namespace
+
+KvStreams::KvStreams(KvSource& source, int64_t max_message_bytes, Listener* listener)
+    : source_(source),
+      max_message_bytes_(max_message_bytes),
+      listener_(listener),
+      watcher_([this] { Watch(); }) {
+  source_.SetObserver([this] {
+    const MutexLock lock(mu_);
+    changed_ = true;
+    wake_.NotifyAll();
+  });
+}
+
+KvStreams::~KvStreams() {
+  source_.SetObserver(nullptr);
+  {
+    const MutexLock lock(mu_);
+    stopping_ = true;
+    wake_.NotifyAll();
+  }
+  watcher_.join();
+}
+
+KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) {
+  auto stream = std::make_shared<KvFetchStream>(*this, context, request);
+  {
+    const MutexLock lock(mu_);
+    streams_[stream.get()] = stream;
+  }
+  stream->OnChange();
+  return stream.get();  // gRPC's until OnDone
+}
+
+void KvStreams::OnFetched(int64_t bytes) {
+  if (listener_ != nullptr) listener_->OnKvFetched(bytes);
+}
+
+void KvStreams::Remove(KvFetchStream* stream) {
+  std::shared_ptr<KvFetchStream> gone;  // after the lock
+  const MutexLock lock(mu_);
+  gone = std::move(streams_.at(stream));
+  streams_.erase(stream);
+  settled_.NotifyAll();
+}
+
+bool KvStreams::WaitUntilNoLease(absl::Time deadline) {
+  MutexLock lock(mu_);
+  while ((changed_ || leases_ > 0) && MonotonicNow() < deadline) settled_.WaitUntil(mu_, deadline);
+  return !changed_ && leases_ == 0;
+}
+
+void KvStreams::WaitUntilNoStream() {
+  MutexLock lock(mu_);
+  while (!streams_.empty()) settled_.Wait(mu_);
+}
+
+void KvStreams::Watch() {
+  absl::Time next_lapse = absl::InfiniteFuture();
+  absl::Time next_round = absl::InfinitePast();
+  MutexLock lock(mu_);
+  while (!stopping_) {
+    const absl::Time next = streams_.empty() ? next_lapse : std::min(next_lapse, next_round);
+    if (!changed_ && MonotonicNow() < next) {
+      wake_.WaitUntil(mu_, std::min(next_lapse, MonotonicNow() + kRound));
+      continue;
+    }
+    changed_ = false;
+    std::vector<std::shared_ptr<KvFetchStream>> streams;
+    for (const auto& [key, stream] : streams_) streams.push_back(stream);
+    lock.Unlock();
+    next_lapse = source_.EndLapsed();
+    const KvStore::Counts counts = source_.counts();
+    if (listener_ != nullptr) listener_->OnKvChanged(counts);
+    for (const auto& stream : streams) stream->OnChange();
+    streams.clear();
+    next_round = MonotonicNow() + kRound;
+    lock.Lock();
+    leases_ = counts.leases;
+    settled_.NotifyAll();
+  }
+}
+
+}  // namespace meshfill
