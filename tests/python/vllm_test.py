@@ -66,7 +66,7 @@ class Server:
             command += ["--config", str(ROOT / "configs/local.yaml"), "--model", arguments.model]
         else:
             command = [arguments.binary, "serve", "--config", str(ROOT / "configs/local.yaml")]
-            for key in (f"model.path={arguments.model}", "model.dtype=bf16", f"listen={address}", "metrics_listen=''"):
+            for key in (f"model.path={arguments.model}", "model.dtype=bf16", f"listen={address}", "metrics_listen=127.0.0.1:0"):
                 command += ["--set", key]
             command += ["--set", "pool.embedded.ranks=2"]
         self.log = pathlib.Path(arguments.work) / f"server-{time.monotonic_ns()}.log"
