@@ -14,6 +14,8 @@ What is checked, each prompt of random tokens by the same random model:
 """
 
 import argparse
+import atexit
+import dataclasses
 import json
 import os
 import pathlib
@@ -72,6 +74,7 @@ class Server:
         self.log = pathlib.Path(arguments.work) / f"server-{time.monotonic_ns()}.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        atexit.register(self.kill)
         deadline = time.monotonic() + 120
         while (" ready: " if not arguments.fake else "listening on") not in self.log.read_text():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -176,8 +179,29 @@ def compare_all(engine, n: int, alone: dict) -> str:
 def run_alone(arguments) -> None:
     engine = Engine(arguments.model)
     answers = {str(n): engine.generate(prompt_of(n, n)) for n in arguments.lengths}
-    answers["ttft"] = [engine.ttft(prompt_of(max(arguments.lengths), 77 + i)) for i in range(3)]
     pathlib.Path(arguments.out).write_text(json.dumps(answers))
+
+
+def measure_pairs(engine, prefills, tokens: int, base: list) -> tuple:
+    """The time to the first token through Meshfill, as a part of vLLM's own in the same pair: medians of 5, of prompts that
+    are new, and of prompts that begin with `base`."""
+
+    def own(ids: list) -> float:
+        settings = prefills._settings
+        prefills._settings = dataclasses.replace(settings, min_tokens=2 * len(ids))  # vLLM computes it itself
+        try:
+            return engine.ttft(ids)
+        finally:
+            prefills._settings = settings
+
+    engine.ttft(base)
+    cold, cached = [], []
+    for pair in range(5):
+        new = prompt_of(tokens, 377 + pair)
+        begun = base + prompt_of(tokens - len(base), 277 + pair)
+        cold.append(engine.ttft(new) / own(new))
+        cached.append(engine.ttft(begun) / own(begun))
+    return sorted(cold)[2], sorted(cached)[2]
 
 
 def run_through(arguments) -> None:
@@ -195,6 +219,14 @@ def run_through(arguments) -> None:
         original(self, request_id)
 
     Prefills.loaded = watch
+    prefills = []
+    construct = Prefills.__init__
+
+    def remember(self, *arguments, **named) -> None:
+        construct(self, *arguments, **named)
+        prefills.append(self)
+
+    Prefills.__init__ = remember
     alone = json.loads(pathlib.Path(arguments.out).read_text())
     address = free_address()
     server = Server(arguments, address)
@@ -206,15 +238,16 @@ def run_through(arguments) -> None:
         assert len(loaded) > before, f"{n} tokens did not go through Meshfill"
 
     longest = max(arguments.lengths)
-    own = sorted(alone["ttft"])[1]
-    times = sorted(engine.ttft(prompt_of(longest, 177 + i)) for i in range(3))
-    print(f"speed   {longest} tokens: first token after {times[1]:.2f} s, vLLM alone {own:.2f} s: {times[1] / own:.2f}")
+    missed = []
     if not arguments.fake:
-        assert times[1] <= 0.75 * own, "slower than 0.75 of vLLM alone"
         base = prompt_of(longest, 177)[: longest * 9 // 10]
-        times = sorted(engine.ttft(base + prompt_of(longest // 10, 277 + i)) for i in range(3))
-        print(f"speed   90 % of it cached: first token after {times[1]:.2f} s: {times[1] / own:.2f}", flush=True)
-        assert times[1] <= 0.25 * own, "slower than 0.25 of vLLM alone"
+        cold, cached = measure_pairs(engine, prefills[0], longest, base)
+        print(f"speed   {longest} tokens: first token after {cold:.2f} of vLLM's own time", flush=True)
+        print(f"speed   90 % of it cached: {cached:.2f} of vLLM's own time", flush=True)
+        if cold > 0.75:
+            missed.append("slower than 0.75 of vLLM alone")
+        if cached > 0.25:
+            missed.append("with 90 % cached, slower than 0.25 of vLLM alone")
         check_hashes(meshfill.Client(address))
 
     n = arguments.lengths[len(arguments.lengths) // 2]
@@ -233,6 +266,7 @@ def run_through(arguments) -> None:
     on_loaded.append(server.kill)
     check("after it computed")
     assert len(loaded) == before + 1 and server.process.poll() is not None, "the server that came back was not used"
+    assert not missed, "; ".join(missed)
 
 
 def check_hashes(client) -> None:
