@@ -19,7 +19,7 @@ import time
 import yaml
 
 MESHFILL = str(pathlib.Path(sys.argv[1]).resolve())
-OVERLAY = pathlib.Path(__file__).parent.parent.parent / "deploy/kubernetes/overlays/statefulset"
+BASE = pathlib.Path(__file__).parent.parent.parent / "deploy/kubernetes/base"
 BRIDGE, PREFIX, SUBNET = "meshfill-br", "meshfill-pods", "10.199.0"
 FRONT_END, FIRST_WORKER, CLIENT = 10, 11, 20
 API = "meshfill.meshfill.svc.cluster.local"
@@ -94,7 +94,7 @@ class Manifests:
 
     def __init__(self, folder, certificates, model):
         self.model = model
-        documents = [each for each in yaml.safe_load_all(run("kubectl", "kustomize", OVERLAY)) if each]
+        documents = [each for each in yaml.safe_load_all(run("kubectl", "kustomize", BASE)) if each]
         self.pods, self.files = {}, {}
         for document in documents:
             if document["kind"] in ("Deployment", "StatefulSet"):
@@ -113,7 +113,7 @@ class Manifests:
         tls = self.certificates[role]
         threads = ["--set", "pool.worker.threads=1"] if role == "worker" else []  # this machine is smaller than the pods'
         return [MESHFILL, *arguments, "--set", f"model.path={self.model}", "--set", f"pool.tls.cert={tls}/tls.crt", "--set",
-                f"pool.tls.key={tls}/tls.key", "--set", f"pool.tls.ca={tls}/ca.crt", *threads]
+                f"pool.tls.key={tls}/tls.key", "--set", f"pool.tls.ca={tls}/ca.crt", "--set", "plan.profile_path=", *threads]
 
 
 class Pods:
