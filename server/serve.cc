@@ -16,6 +16,7 @@
 #include "kernels/return_if_error.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
+#include "server/config/config_units.h"
 #include "server/observe/http_pages.h"
 #include "server/observe/log.h"
 #include "server/observe/metrics.h"
@@ -54,15 +55,15 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
 // /metrics, and the status page beside it.
 absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, const Metrics& metrics,
                                                           const FrontEnd& front_end) {
-  std::vector<HttpPage> pages = StatusPages([&front_end] { return front_end.pool_status(); }, metrics);
+  std::vector<HttpPage> pages =
+      StatusPages([&front_end] { return front_end.pool_status(); }, front_end.last_prefill());
   pages.push_back(
       {"/metrics", "text/plain; version=0.0.4; charset=utf-8", [&metrics] { return metrics.Text(); }});
   return HttpPages::Listen(address, std::move(pages));
 }
 
 absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
-  const auto& limit = config.limits().drain_timeout();
-  const absl::Duration timeout = absl::Seconds(limit.seconds()) + absl::Nanoseconds(limit.nanos());
+  const absl::Duration timeout = ToDuration(config.limits().drain_timeout());
   const absl::Time deadline = MonotonicNow() + timeout;
   front_end.StartDrain();
   Log("draining: new requests are refused, accepted ones finish; a second signal stops at once");

@@ -23,6 +23,7 @@
 #include "server/api/tenant.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
+#include "server/config/config_units.h"
 
 namespace meshfill {
 namespace {
@@ -98,7 +99,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
 
   void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
     engine_ = std::move(engine);
-    queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_);
+    queue_ = std::make_unique<PrefillQueue>(*engine_, queue_limits_, metrics_, last_prefill_);
     if (KvStore* store = engine_->kv_store()) store_leases_ = std::make_unique<StoreLeases>(*store);
     if (kv == nullptr) kv = store_leases_.get();
     if (kv != nullptr) kv_ = std::make_unique<KvService>(*kv, kv_options_, metrics_);
@@ -137,6 +138,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   }
 
   const std::string& address() const { return address_; }
+  const LastPrefill& last_prefill() const { return last_prefill_; }
 
   PrefillReactor* Prefill(grpc::CallbackServerContext* context) override {
     if (auto status = CheckOpen(); !status.ok()) {
@@ -296,6 +298,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   const PrefillQueue::Limits queue_limits_;
   const int embedded_ranks_;
   Metrics& metrics_;
+  LastPrefill last_prefill_;
   const KvService::Options kv_options_;
   LiveStreams live_;
   // engine_, queue_ and kv_ are set before it leaves kLoading
@@ -319,6 +322,7 @@ absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& conf
 
 const std::string& FrontEnd::address() const { return service_->address(); }
 v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
+const LastPrefill& FrontEnd::last_prefill() const { return service_->last_prefill(); }
 void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
   service_->Open(std::move(engine), kv);
 }

@@ -19,6 +19,7 @@
 #include "meshfill/v1/config.pb.h"
 #include "meshfill/v1/prefill.pb.h"
 #include "server/api/kv_leases.h"
+#include "server/observe/last_prefill.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -33,6 +34,7 @@ class FrontEnd {
   const std::string& address() const;  // HOST:PORT, the real port
 
   v1::PoolStatus pool_status() const;  // what GetPool answers; until Stop
+  const LastPrefill& last_prefill() const;
 
   // Once. `kv`: leases on what the engine keeps, where it has no kv_store of its own; it lives as long as the
   // engine. Null: no others.

@@ -40,8 +40,9 @@ absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, con
   return queue_.Submit(ticket_, std::move(tokens), options, std::move(waiter));
 }
 
-PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics)
-    : engine_(engine), limits_(limits), metrics_(metrics) {
+PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics,
+                           LastPrefill& last_prefill)
+    : engine_(engine), limits_(limits), metrics_(metrics), last_prefill_(last_prefill) {
   metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });
@@ -205,7 +206,10 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
       now < job.request.deadline ? RunOnEngine(job)
                                  : absl::DeadlineExceededError(absl::StrFormat(
                                        "the deadline passed after %.3g s in the queue", queue_seconds));
-  if (result.ok()) metrics_.OnPrefillDone(*result);
+  if (result.ok()) {
+    metrics_.OnPrefillDone(*result);
+    last_prefill_.OnPrefillDone(*result);
+  }
 
   std::unique_ptr<Job> done;
   {

@@ -26,6 +26,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
+#include "server/observe/last_prefill.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -91,8 +92,8 @@ class PrefillQueue {
     std::vector<JobView> jobs;  // those that run, then those that wait, by their turn, then uploads
   };
 
-  // Both outlive the queue.
-  PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics);
+  // The engine, the metrics and the last prefill outlive the queue.
+  PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics, LastPrefill& last_prefill);
   ~PrefillQueue();  // StopAll, then waits for the engine
   PrefillQueue(const PrefillQueue&) = delete;
   PrefillQueue& operator=(const PrefillQueue&) = delete;
@@ -155,6 +156,7 @@ class PrefillQueue {
   PrefillEngine& engine_;
   const Limits limits_;
   Metrics& metrics_;
+  LastPrefill& last_prefill_;
 
   mutable Mutex mu_;
   CondVar changed_;

@@ -220,7 +220,6 @@ class Metrics::Families {
 
   mutable Mutex mu;  // guards what follows
   absl::Time oldest_in_queue = absl::InfiniteFuture();
-  std::shared_ptr<const PrefillReport> last_prefill;
   prometheus::Labels plan_labels;
   Gauge* plan_gauge = nullptr;
 
@@ -303,11 +302,6 @@ void Metrics::SetQueue(const QueueLoad& load) {
   families_->oldest_in_queue = load.oldest;
 }
 
-std::shared_ptr<const PrefillReport> Metrics::last_prefill() const {
-  const MutexLock lock(families_->mu);
-  return families_->last_prefill;
-}
-
 void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
 
 void Metrics::OnPrefillDone(const PrefillResult& result) {
@@ -353,8 +347,6 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
                                      {"layout", LayoutName(result.plan.layout.kind())},
                                      {"stripe", std::to_string(result.plan.layout.stripe())}};
   const MutexLock lock(f.mu);
-  const int64_t number = f.last_prefill == nullptr ? 1 : f.last_prefill->number + 1;
-  f.last_prefill = std::make_shared<PrefillReport>(MakePrefillReport(result, number));
   if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
   if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
   f.plan_gauge = &f.plan_info.Add(labels);

@@ -13,7 +13,6 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
-#include "server/observe/prefill_report.h"
 
 namespace meshfill {
 
@@ -55,7 +54,6 @@ class Metrics {
   Metrics& operator=(const Metrics&) = delete;
 
   std::string Text() const;  // what /metrics answers, in Prometheus' text format
-  std::shared_ptr<const PrefillReport> last_prefill() const;  // null before the first one
 
   void SetPool(PoolState state, int ranks);  // all ranks are in `state`
   void SetWorkers(const PoolLoad& load);     // in place of SetPool where workers join

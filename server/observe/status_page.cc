@@ -58,14 +58,15 @@ std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last) {
   return status.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status, const Metrics& metrics) {
+std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status,
+                                  const LastPrefill& last_prefill) {
   return {{"/", "text/html; charset=utf-8", [] { return std::string(kStatusPageHtml); }},
           {"/status.json", "application/json",
-           [pool_status = std::move(pool_status), &metrics] {
-             return StatusJson(pool_status(), metrics.last_prefill().get());
+           [pool_status = std::move(pool_status), &last_prefill] {
+             return StatusJson(pool_status(), last_prefill.report().get());
            }},
-          {"/last_prefill.svg", "image/svg+xml", [&metrics] {
-             const auto last = metrics.last_prefill();
+          {"/last_prefill.svg", "image/svg+xml", [&last_prefill] {
+             const auto last = last_prefill.report();
              return last == nullptr ? std::string(kEmptySvg) : PrefillReportSvg(*last);
            }}};
 }

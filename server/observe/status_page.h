@@ -13,7 +13,7 @@
 
 #include "meshfill/v1/prefill.pb.h"
 #include "server/observe/http_pages.h"
-#include "server/observe/metrics.h"
+#include "server/observe/last_prefill.h"
 
 namespace meshfill {
 
@@ -23,8 +23,9 @@ extern const char kStatusPageHtml[];
 // rank's seconds}
 std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last);
 
-// `pool_status` and `metrics` outlive the pages; both are asked from the pages' threads.
-std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status, const Metrics& metrics);
+// `pool_status` and `last_prefill` outlive the pages; both are asked from the pages' threads.
+std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status,
+                                  const LastPrefill& last_prefill);
 
 }  // namespace meshfill
 

@@ -48,7 +48,7 @@ class PrefillQueueTest : public testing::Test {
   using Request = PrefillQueue::Request;
 
   void MakeQueue(const PrefillQueue::Limits& limits = {}) {
-    queue_ = std::make_unique<PrefillQueue>(engine_, limits, metrics_);
+    queue_ = std::make_unique<PrefillQueue>(engine_, limits, metrics_, last_prefill_);
   }
 
   std::unique_ptr<PrefillQueue::Slot> Reserve(const Request& request) {
@@ -75,6 +75,7 @@ class PrefillQueueTest : public testing::Test {
 
   FakeEngine engine_;
   Metrics metrics_;
+  LastPrefill last_prefill_;
   std::unique_ptr<PrefillQueue> queue_;
 };
 
@@ -314,7 +315,8 @@ TEST_F(PrefillQueueTest, SnapshotShowsWhatRunsAndWaits) {
 TEST(PrefillQueueCapacityTest, RunsAsManyAtOnceAsTheEngineTakes) {
   FakeEngine engine(/*layers=*/4, /*capacity=*/2);
   Metrics metrics;
-  PrefillQueue queue(engine, {.max_wait = absl::Seconds(50)}, metrics);
+  LastPrefill last_prefill;
+  PrefillQueue queue(engine, {.max_wait = absl::Seconds(50)}, metrics, last_prefill);
   engine.Hold(1);
   std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
   std::vector<std::shared_ptr<RecordingWaiter>> waiters;

@@ -162,18 +162,5 @@ TEST(MetricsTest, TheOldestRequestAgesByItself) {
   EXPECT_EQ(Samples(metrics.Text()).at("meshfill_queue_oldest_seconds"), 0);
 }
 
-TEST(MetricsTest, KeepsAReportOfTheLastPrefill) {
-  Metrics metrics;
-  EXPECT_EQ(metrics.last_prefill(), nullptr);
-  FakeEngine engine;
-  metrics.OnPrefillDone(RunOnce(engine, 1000));
-  const auto first = metrics.last_prefill();
-  metrics.OnPrefillDone(RunOnce(engine, 70, {.tile = Tile{1, 4}}));
-  ASSERT_NE(first, nullptr);
-  EXPECT_EQ(first->plan.layout.tokens(), 1000);  // who holds an old report keeps it
-  EXPECT_EQ(metrics.last_prefill()->plan.tile, (Tile{1, 4}));
-  EXPECT_EQ(metrics.last_prefill()->ranks.size(), size_t{FakeEngine::kRanks});
-}
-
 }  // namespace
 }  // namespace meshfill

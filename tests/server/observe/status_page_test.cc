@@ -31,10 +31,10 @@ TEST(StatusJsonTest, SaysThePoolAndNoPrefillYet) {
 }
 
 TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
-  Metrics metrics;
+  LastPrefill last_prefill;
   FakeEngine engine;
-  metrics.OnPrefillDone(RunOnce(engine, {.tile = Tile{4, 1}}));
-  const auto last = nlohmann::json::parse(StatusJson({}, metrics.last_prefill().get())).at("last_prefill");
+  last_prefill.OnPrefillDone(RunOnce(engine, {.tile = Tile{4, 1}}));
+  const auto last = nlohmann::json::parse(StatusJson({}, last_prefill.report().get())).at("last_prefill");
   EXPECT_EQ(last.at("tokens"), 1000);
   EXPECT_EQ(last.at("mfu"), 0.5);
   EXPECT_EQ(last.at("plan").at("a"), 4);
@@ -46,8 +46,8 @@ TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
 }
 
 TEST(StatusPagesTest, ThePageLoadsNothingFromOutside) {
-  Metrics metrics;
-  const auto pages = StatusPages([] { return v1::PoolStatus(); }, metrics);
+  const LastPrefill last_prefill;
+  const auto pages = StatusPages([] { return v1::PoolStatus(); }, last_prefill);
   ASSERT_EQ(pages.front().path, "/");
   const std::string html = pages.front().body();
   EXPECT_EQ(html.rfind("<!doctype html>", 0), 0u);

@@ -1,4 +1,4 @@
-#include "server/observe/prefill_report.h"
+#include "server/observe/last_prefill.h"
 
 #include <algorithm>
 #include <limits>
@@ -37,11 +37,8 @@ Timeline CutLayer(const Timeline& timeline, int layer) {
   return cut;
 }
 
-}  // namespace
-
-PrefillReport MakePrefillReport(const PrefillResult& result, int64_t number) {
-  PrefillReport report{.number = number,
-                       .plan = result.plan,
+PrefillReport ReportOf(const PrefillResult& result) {
+  PrefillReport report{.plan = result.plan,
                        .prefill_seconds = result.prefill_seconds,
                        .mfu = result.mfu,
                        .attention_mfu = result.attention_mfu,
@@ -51,6 +48,20 @@ PrefillReport MakePrefillReport(const PrefillResult& result, int64_t number) {
     report.layer_timeline = CutLayer(*result.timeline, report.layer);
   }
   return report;
+}
+
+}  // namespace
+
+void LastPrefill::OnPrefillDone(const PrefillResult& result) {
+  auto report = std::make_shared<PrefillReport>(ReportOf(result));
+  const MutexLock lock(mu_);
+  report->number = report_ == nullptr ? 1 : report_->number + 1;
+  report_ = std::move(report);
+}
+
+std::shared_ptr<const PrefillReport> LastPrefill::report() const {
+  const MutexLock lock(mu_);
+  return report_;
 }
 
 std::string PrefillReportSvg(const PrefillReport& report) {
