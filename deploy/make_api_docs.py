@@ -156,10 +156,10 @@ def keys(sections, path, prefix):
     for name, kind, meaning in section.rows:
         kind = kind.strip("`").removeprefix("optional ")
         message = next((each for each in (f"{path}.{kind}", kind) if each in sections), None)
-        if message:
+        if message and sections[message].kind == "message":
             inner.append((message, f"{prefix}{name}."))
         else:
-            unit = "size" if name.endswith("_bytes") else TYPES.get(kind, "number")
+            unit = "size" if name.endswith("_bytes") else "text" if message else TYPES.get(kind, "number")
             ends = re.fullmatch(r"(.+) (Required|Default: .+)\.", meaning)
             if ends is None:
                 sys.exit(f"config.proto: {prefix}{name}: its comment must end with Required. or Default: ….")

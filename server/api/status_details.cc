@@ -6,6 +6,7 @@
 #include "absl/strings/string_view.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/config/config_units.h"
 
 namespace meshfill {
 namespace {
@@ -25,9 +26,7 @@ std::string CutMessage(absl::string_view message) {
 
 absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
   google::rpc::RetryInfo info;
-  absl::Duration rest;
-  info.mutable_retry_delay()->set_seconds(absl::IDivDuration(delay, absl::Seconds(1), &rest));
-  info.mutable_retry_delay()->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  *info.mutable_retry_delay() = ToProto(delay);
   status.SetPayload(kRetryInfoUrl, absl::Cord(info.SerializeAsString()));
   return status;
 }
@@ -36,7 +35,7 @@ std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
   const auto payload = status.GetPayload(kRetryInfoUrl);
   google::rpc::RetryInfo info;
   if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
-  return absl::Seconds(info.retry_delay().seconds()) + absl::Nanoseconds(info.retry_delay().nanos());
+  return ToDuration(info.retry_delay());
 }
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {

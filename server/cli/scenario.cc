@@ -11,9 +11,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "absl/time/time.h"
 #include "engine/sim/paper_fit.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/scenario.pb.h"
+#include "server/config/config_units.h"
 #include "server/config/config_yaml.h"
 
 namespace meshfill {
@@ -21,8 +23,9 @@ namespace {
 
 constexpr int kMaxGpus = 4096;
 
-double Seconds(const google::protobuf::Duration& duration) {
-  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
+// Bytes of one number on the wire.
+int BytesOf(v1::Scenario::AttentionSection::Dtype dtype) {
+  return dtype == v1::Scenario::AttentionSection::DTYPE_BF16 ? 2 : 4;
 }
 
 // "16, 32" as its words.
@@ -45,10 +48,11 @@ class ScenarioReader {
       return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
     const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
     RETURN_IF_ERROR(ReadYaml(path_, text, &source_, &origins_));
-    for (auto read :
-         {&ScenarioReader::ReadReport, &ScenarioReader::ReadCluster, &ScenarioReader::ReadStrategies}) {
-      RETURN_IF_ERROR((this->*read)());
+    if (source_.report() == v1::Scenario::REPORT_MESH_ATTENTION_PAPER) {
+      scenario_.report = Scenario::Report::kMeshAttentionPaper;
     }
+    RETURN_IF_ERROR(ReadCluster());
+    RETURN_IF_ERROR(ReadStrategies());
     RETURN_IF_ERROR(scenario_.report == Scenario::Report::kStrategies ? ReadJob() : ReadPaper());
     return std::move(scenario_);
   }
@@ -58,17 +62,6 @@ class ScenarioReader {
     const auto origin = origins_.find(key);
     return absl::InvalidArgumentError(
         absl::StrCat(origin == origins_.end() ? path_ : origin->second, ": ", key, ": ", problem));
-  }
-
-  absl::Status ReadReport() {
-    if (!source_.has_report() || source_.report() == "strategies") return absl::OkStatus();
-    if (source_.report() != "mesh_attention_paper") {
-      return Refuse("report",
-                    absl::StrCat("\"", source_.report(),
-                                 "\" is not known; choose one of strategies, mesh_attention_paper"));
-    }
-    scenario_.report = Scenario::Report::kMeshAttentionPaper;
-    return absl::OkStatus();
   }
 
   absl::Status ReadCluster() {
@@ -84,7 +77,7 @@ class ScenarioReader {
         cluster.node_bytes_per_second = section.node_bytes_per_second();
       cluster.attention_flops_per_second = section.attention_flops_per_second();
     }
-    cluster.block_overhead_seconds = Seconds(section.block_overhead());
+    cluster.block_overhead_seconds = absl::ToDoubleSeconds(ToDuration(section.block_overhead()));
     const auto& variation = section.variation();
     cluster.variation = {
         .straggler_share = variation.straggler_share(),
@@ -115,7 +108,7 @@ class ScenarioReader {
   }
 
   static sim::Link LinkOf(const v1::Scenario::ClusterSection::Link& link) {
-    return {.latency_seconds = Seconds(link.latency()),
+    return {.latency_seconds = absl::ToDoubleSeconds(ToDuration(link.latency())),
             .flow_bytes_per_second = link.flow_bytes_per_second()};
   }
 
@@ -143,19 +136,10 @@ class ScenarioReader {
     job.q_heads = static_cast<int>(attention.q_heads());
     job.kv_heads = static_cast<int>(attention.kv_heads());
     job.head_dim = static_cast<int>(attention.head_dim());
-    if (attention.has_mask() && attention.mask() != "causal" && attention.mask() != "full") {
-      return Refuse("attention.mask", "must be causal or full");
-    }
-    job.causal = attention.mask() != "full";
-    for (const auto& [key, name, fallback, bytes] :
-         {std::tuple{"dtype", attention.dtype(), 2, &job.wire.element},
-          std::tuple{"partial_dtype", attention.partial_dtype(), 4, &job.wire.partial},
-          std::tuple{"gradient_dtype", attention.gradient_dtype(), 4, &job.wire.gradient}}) {
-      if (!name.empty() && name != "bf16" && name != "f32") {
-        return Refuse(absl::StrCat("attention.", key), "must be bf16 or f32");
-      }
-      *bytes = name.empty() ? fallback : name == "bf16" ? 2 : 4;
-    }
+    job.causal = attention.mask() == v1::Scenario::AttentionSection::MASK_CAUSAL;
+    job.wire.element = attention.has_dtype() ? BytesOf(attention.dtype()) : 2;
+    job.wire.partial = BytesOf(attention.partial_dtype());
+    job.wire.gradient = BytesOf(attention.gradient_dtype());
     if (absl::Status status = sim::CheckJob(job); !status.ok()) {
       return Refuse("attention", std::string(status.message()));
     }
@@ -172,10 +156,8 @@ class ScenarioReader {
     }
     if (scenario_.gpus.empty()) return Refuse("gpus", "is missing; write e.g. gpus: 16, 32, 64");
     scenario_.passes = {sim::Pass::kForward};
-    if (source_.has_passes() && source_.passes() == "forward_backward") {
+    if (source_.passes() == v1::Scenario::PASSES_FORWARD_BACKWARD) {
       scenario_.passes.push_back(sim::Pass::kBackward);
-    } else if (source_.has_passes() && source_.passes() != "forward") {
-      return Refuse("passes", "must be forward or forward_backward");
     }
     return absl::OkStatus();
   }

@@ -11,6 +11,7 @@
 #include "engine/speed/pool_profile.h"
 #include "kernels/return_if_error.h"
 #include "server/config/address.h"
+#include "server/config/config_units.h"
 #include "server/config/config_yaml.h"
 
 namespace meshfill {
@@ -26,19 +27,9 @@ constexpr uint32_t kMaxBlockTokens = 1u << 16;
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
 
-google::protobuf::Duration ToProto(absl::Duration duration) {
-  google::protobuf::Duration message;
-  absl::Duration rest;
-  message.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
-  message.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
-  return message;
-}
-
 void FillDefaults(v1::Config& config) {
   if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
   if (!config.has_metrics_listen()) config.set_metrics_listen("127.0.0.1:9464");
-  auto& model = *config.mutable_model();
-  if (!model.has_dtype()) model.set_dtype("auto");
   auto& embedded = *config.mutable_pool()->mutable_embedded();
   if (!embedded.has_ranks()) embedded.set_ranks(1);
   if (!embedded.has_device()) embedded.set_device("auto");
@@ -57,10 +48,7 @@ void FillDefaults(v1::Config& config) {
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
   if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
   auto& plan = *config.mutable_plan();
-  if (!plan.has_layout()) plan.set_layout("auto");
   if (!plan.has_stripe()) plan.set_stripe(64);
-  if (!plan.has_partial_dtype()) plan.set_partial_dtype("f32");
-  if (!plan.has_schedule()) plan.set_schedule("auto");
   auto& limits = *config.mutable_limits();
   if (!limits.has_upload_timeout()) limits.mutable_upload_timeout()->set_seconds(30);
   if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
@@ -146,7 +134,6 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   Checker check(origins);
   check.RequireAddress(config.listen(), "listen");
   if (!config.metrics_listen().empty()) check.RequireAddress(config.metrics_listen(), "metrics_listen");
-  check.RequireOneOf(config.model().dtype(), {"auto", "bf16", "f32"}, "model.dtype");
 
   ValidatePool(config.pool(), origins, check);
   const auto& embedded = config.pool().embedded();
@@ -158,12 +145,10 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
   check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
   check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
-  check.RequireOneOf(config.plan().layout(), {"auto", "striped", "zigzag", "contiguous"}, "plan.layout");
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
-  check.RequireOneOf(config.plan().partial_dtype(), {"f32", "model", "auto"}, "plan.partial_dtype");
-  check.Require(config.plan().partial_dtype() != "model" || config.model().dtype() != "auto",
+  const bool has_dtype = config.model().dtype() != v1::ModelSection::DTYPE_AUTO;
+  check.Require(has_dtype || config.plan().partial_dtype() != v1::PlanSection::PARTIAL_DTYPE_MODEL,
                 "plan.partial_dtype", "model needs a model.dtype of bf16 or f32 instead of auto");
-  check.RequireOneOf(config.plan().schedule(), {"auto", "greedy"}, "plan.schedule");
   check.RequirePositive(config.limits().upload_timeout(), "limits.upload_timeout");
   check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
   check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
@@ -175,6 +160,46 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
                 "must not be below kv.lease");
   check.RequireRange(config.kv().block_tokens(), 1, kMaxBlockTokens, "kv.block_tokens");
   return check.status();
+}
+
+std::optional<DType> DTypeOf(v1::ModelSection::Dtype dtype) {
+  switch (dtype) {
+    case v1::ModelSection::DTYPE_BF16:
+      return DType::kBf16;
+    case v1::ModelSection::DTYPE_F32:
+      return DType::kF32;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<LayoutKind> LayoutOf(v1::PlanSection::Layout layout) {
+  switch (layout) {
+    case v1::PlanSection::LAYOUT_STRIPED:
+      return LayoutKind::kStriped;
+    case v1::PlanSection::LAYOUT_ZIGZAG:
+      return LayoutKind::kZigzag;
+    case v1::PlanSection::LAYOUT_CONTIGUOUS:
+      return LayoutKind::kContiguous;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Validate: the model's dtype is set where partial outputs travel in it.
+std::optional<DType> PartialDTypeOf(v1::PlanSection::PartialDtype dtype, std::optional<DType> model_dtype) {
+  switch (dtype) {
+    case v1::PlanSection::PARTIAL_DTYPE_MODEL:
+      return model_dtype;
+    case v1::PlanSection::PARTIAL_DTYPE_AUTO:
+      return std::nullopt;
+    default:
+      return DType::kF32;
+  }
+}
+
+ScheduleChoice ScheduleOf(v1::PlanSection::Schedule schedule) {
+  return schedule == v1::PlanSection::SCHEDULE_GREEDY ? ScheduleChoice::kGreedy : ScheduleChoice::kAuto;
 }
 
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
@@ -206,27 +231,17 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
   return config;
 }
 
-absl::Duration ToDuration(const google::protobuf::Duration& duration) {
-  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
-}
-
 EngineOptions ToEngineOptions(const v1::Config& config) {
   const auto& embedded = config.pool().embedded();
   EngineOptions options;
   options.model_path = config.model().path();
   options.ranks = static_cast<int>(embedded.ranks());
   options.device = ParseDevice(embedded.device()).value();  // one of the names: LoadConfig checked it
-  if (config.model().dtype() != "auto") {
-    options.dtype = config.model().dtype() == "bf16" ? DType::kBf16 : DType::kF32;
-  }
-  options.layout = std::nullopt;
-  if (const std::string& layout = config.plan().layout(); layout != "auto")
-    options.layout = ParseLayout(layout).value();  // one of the names: LoadConfig checked it
+  options.dtype = DTypeOf(config.model().dtype());
+  options.layout = LayoutOf(config.plan().layout());
   options.stripe = config.plan().stripe();
-  if (config.plan().partial_dtype() == "model")
-    options.partial_dtype = *options.dtype;  // LoadConfig: it is set
-  if (config.plan().partial_dtype() == "auto") options.partial_dtype = std::nullopt;
-  if (config.plan().schedule() == "greedy") options.schedule = ScheduleChoice::kGreedy;
+  options.partial_dtype = PartialDTypeOf(config.plan().partial_dtype(), options.dtype);
+  options.schedule = ScheduleOf(config.plan().schedule());
   options.speed_profile_path =
       config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();
   options.peak_flops = embedded.peak_flops();

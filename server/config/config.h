@@ -1,8 +1,8 @@
 // The server's configuration: YAML in, a complete and valid v1::Config out (DESIGN §12).
 //
 // The schema, its defaults and its ranges stand in proto/meshfill/v1/config.proto. After LoadConfig every
-// field that has a default is set, and every value is in its range, so that readers need no checks of their
-// own.
+// field that has a default reads as it, and every value is in its range, so that readers need no checks of
+// their own.
 #ifndef MESHFILL_SERVER_CONFIG_CONFIG_H_
 #define MESHFILL_SERVER_CONFIG_CONFIG_H_
 
@@ -10,7 +10,6 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "engine/devices/engine_options.h"
 #include "meshfill/v1/config.pb.h"
 
@@ -23,8 +22,6 @@ namespace meshfill {
 //     control_listen, embedded
 // `model.path` may be empty: who needs a model says so.
 absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {});
-
-absl::Duration ToDuration(const google::protobuf::Duration& duration);
 
 // Reads the options out of a config that LoadConfig returned.
 EngineOptions ToEngineOptions(const v1::Config& config);

@@ -23,6 +23,18 @@ absl::StatusOr<absl::Duration> ParseDuration(absl::string_view text) {
   return duration;
 }
 
+absl::Duration ToDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+}
+
+google::protobuf::Duration ToProto(absl::Duration duration) {
+  google::protobuf::Duration message;
+  absl::Duration rest;
+  message.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
+  message.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  return message;
+}
+
 absl::StatusOr<uint64_t> ParseByteSize(absl::string_view text) {
   struct Unit {
     absl::string_view name;

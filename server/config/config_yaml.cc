@@ -9,12 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "google/protobuf/duration.pb.h"
 #include "kernels/return_if_error.h"
 #include "server/config/config_units.h"
@@ -24,6 +26,7 @@ namespace meshfill {
 namespace {
 
 using google::protobuf::Descriptor;
+using google::protobuf::EnumDescriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
@@ -71,6 +74,21 @@ std::string UnknownKey(const Descriptor& section, const std::string& key) {
                       "known keys here: ", absl::StrJoin(known, ", "));
 }
 
+// The names of an enum's values as YAML has them, by index: "striped" for LAYOUT_STRIPED of Layout.
+std::vector<std::string> YamlNames(const EnumDescriptor& type) {
+  std::string prefix;
+  for (const char letter : type.name()) {
+    if (absl::ascii_isupper(static_cast<unsigned char>(letter)) && !prefix.empty()) prefix += '_';
+    prefix += absl::ascii_toupper(static_cast<unsigned char>(letter));
+  }
+  prefix += '_';
+  std::vector<std::string> names;
+  for (int i = 0; i < type.value_count(); ++i) {
+    names.push_back(absl::AsciiStrToLower(absl::StripPrefix(type.value(i)->name(), prefix)));
+  }
+  return names;
+}
+
 // `path` is of a field that holds a single value. `quoted`: written as a YAML string.
 absl::Status SetValue(const std::string& text, bool quoted, const FieldDescriptor& field,
                       const std::string& origin, const std::string& path, Message* message) {
@@ -79,9 +97,18 @@ absl::Status SetValue(const std::string& text, bool quoted, const FieldDescripto
     const auto duration = ParseDuration(text);
     if (!duration.ok()) return KeyError(origin, path, duration.status().message());
     auto* value = static_cast<google::protobuf::Duration*>(reflection->MutableMessage(message, &field));
-    absl::Duration rest;
-    value->set_seconds(absl::IDivDuration(*duration, absl::Seconds(1), &rest));
-    value->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+    *value = ToProto(*duration);
+    return absl::OkStatus();
+  }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_ENUM) {
+    const std::vector<std::string> names = YamlNames(*field.enum_type());
+    const auto found = std::find(names.begin(), names.end(), text);
+    if (found == names.end()) {
+      return KeyError(
+          origin, path,
+          absl::StrCat("\"", text, "\" is not known; choose one of ", absl::StrJoin(names, ", ")));
+    }
+    reflection->SetEnum(message, &field, field.enum_type()->value(found - names.begin()));
     return absl::OkStatus();
   }
   if (field.cpp_type() == FieldDescriptor::CPPTYPE_STRING) {

@@ -2,8 +2,8 @@
 // refused.
 //
 // Keys are field names; nested messages are maps. Of the types that a configuration needs: string, uint32,
-// uint64, double, bool, google.protobuf.Duration ("30s"); an integer field whose name ends in _bytes takes a
-// byte size ("8GiB").
+// uint64, double, bool, google.protobuf.Duration ("30s"), enums; an integer field whose name ends in _bytes
+// takes a byte size ("8GiB"). LAYOUT_STRIPED of `enum Layout` is written "striped".
 #ifndef MESHFILL_SERVER_CONFIG_CONFIG_YAML_H_
 #define MESHFILL_SERVER_CONFIG_CONFIG_YAML_H_
 

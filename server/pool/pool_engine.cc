@@ -15,6 +15,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/config/config.h"
+#include "server/config/config_units.h"
 #include "server/observe/log.h"
 #include "server/pool/pool_planner.h"
 

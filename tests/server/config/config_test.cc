@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "engine/devices/engine_options.h"
 #include "engine/speed/pool_profile.h"
 #include "gtest/gtest.h"
@@ -70,8 +71,11 @@ TEST_F(ConfigTest, DefaultsAreFilledIn) {
   EXPECT_EQ(config->pool().embedded().device(), "auto");
   EXPECT_EQ(config->queue().max_requests(), 64u);
   EXPECT_EQ(config->queue().max_tokens(), 16777216u);
-  EXPECT_EQ(config->plan().layout(), "auto");
-  EXPECT_EQ(config->plan().partial_dtype(), "f32");  // no accuracy is lost unasked
+  EXPECT_EQ(config->plan().layout(), v1::PlanSection::LAYOUT_AUTO);
+  EXPECT_EQ(config->plan().partial_dtype(),
+            v1::PlanSection::PARTIAL_DTYPE_F32);  // no accuracy is lost unasked
+  EXPECT_EQ(config->plan().schedule(), v1::PlanSection::SCHEDULE_AUTO);
+  EXPECT_EQ(config->model().dtype(), v1::ModelSection::DTYPE_AUTO);
   EXPECT_EQ(config->plan().stripe(), 64u);
   EXPECT_EQ(config->limits().upload_timeout().seconds(), 30);
   EXPECT_EQ(config->limits().drain_timeout().seconds(), 3600);
@@ -196,7 +200,14 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
   EXPECT_EQ(Refusal("plan: {schedule: fast}"),
             "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
-  EXPECT_NE(Refusal("model: {dtype: fp8}").find("choose one of auto, bf16, f32"), std::string::npos);
+  EXPECT_EQ(Refusal("model:\n  dtype: fp8\n"),
+            "FILE:2: model.dtype: \"fp8\" is not known; choose one of auto, bf16, f32");
+  EXPECT_EQ(Refusal("", {"plan.partial_dtype=f16"}),
+            "--set: plan.partial_dtype: \"f16\" is not known; choose one of f32, model, auto");
+  for (const char* no_name : {"LAYOUT_STRIPED", "Striped", "1", "''"}) {
+    EXPECT_NE(Refusal(absl::StrCat("plan: {layout: ", no_name, "}")).find("choose one of"), std::string::npos)
+        << no_name;
+  }
   EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
   EXPECT_EQ(Refusal("pool: {link_bytes_per_second: 0}"),
             "FILE:1: pool.link_bytes_per_second: must be above 0");
@@ -231,6 +242,25 @@ TEST_F(ConfigTest, MissingFileIsNamed) {
   EXPECT_EQ(config.status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(config.status().message().find("/nonexistent/meshfill.yaml: "), 0u);
   EXPECT_EQ(LoadConfig(testing::TempDir()).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ConfigTest, EveryNameOfAnEnumIsRead) {
+  const auto options = [&](const std::string& key, const std::string& name) {
+    const auto config = Load(absl::StrCat(key, ": {", name, "}"));
+    EXPECT_TRUE(config.ok()) << config.status();
+    return ToEngineOptions(config.value_or(v1::Config()));
+  };
+  EXPECT_EQ(options("model", "dtype: auto").dtype, std::nullopt);
+  EXPECT_EQ(options("model", "dtype: bf16").dtype, DType::kBf16);
+  EXPECT_EQ(options("model", "dtype: f32").dtype, DType::kF32);
+  EXPECT_EQ(options("plan", "layout: auto").layout, std::nullopt);
+  EXPECT_EQ(options("plan", "layout: striped").layout, LayoutKind::kStriped);
+  EXPECT_EQ(options("plan", "layout: zigzag").layout, LayoutKind::kZigzag);
+  EXPECT_EQ(options("plan", "layout: \"contiguous\"").layout, LayoutKind::kContiguous);
+  EXPECT_EQ(options("plan", "partial_dtype: f32").partial_dtype, DType::kF32);
+  EXPECT_EQ(options("plan", "partial_dtype: auto").partial_dtype, std::nullopt);
+  EXPECT_EQ(options("plan", "schedule: auto").schedule, ScheduleChoice::kAuto);
+  EXPECT_EQ(options("plan", "schedule: greedy").schedule, ScheduleChoice::kGreedy);
 }
 
 TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {
