@@ -35,11 +35,11 @@ absl::Status CheckPromptOptions(const ModelShape& model, const std::string& mode
 }
 
 absl::Status CheckTokenIds(const ModelShape& model, const std::string& model_name,
-                           std::span<const uint32_t> tokens) {
+                           std::span<const uint32_t> tokens, int64_t first) {
   const int64_t vocab = model.vocab;
   const auto bad = std::find_if(tokens.begin(), tokens.end(), [vocab](uint32_t id) { return id >= vocab; });
   if (bad == tokens.end()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("token ", bad - tokens.begin(), " has id ", *bad,
+  return absl::InvalidArgumentError(absl::StrCat("token ", first + (bad - tokens.begin()), " has id ", *bad,
                                                  ", outside the vocabulary of ", vocab,
                                                  "; use the tokenizer of model ", model_name));
 }

@@ -21,9 +21,10 @@ PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& opt
 // OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k.
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
                                 const PrefillOptions& options);
-// INVALID_ARGUMENT: an id outside the vocabulary, its index named.
+// INVALID_ARGUMENT: an id outside the vocabulary, named by its index in the prompt. `tokens` are those from
+// `first` on.
 absl::Status CheckTokenIds(const ModelShape& model, const std::string& model_name,
-                           std::span<const uint32_t> tokens);
+                           std::span<const uint32_t> tokens, int64_t first = 0);
 
 }  // namespace meshfill
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "engine/prefill_request.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -45,7 +46,7 @@ int64_t TokenCount(const v1::PrefillHeader& header) {
   return static_cast<int64_t>(std::min<uint64_t>(header.token_count(), kMost));
 }
 
-// What can be said of a header by itself and by the model that is served.
+// What can be said of a header by itself and by the model's name.
 absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& engine) {
   if (header.request_id().size() > kMaxNameBytes || header.tenant().size() > kMaxNameBytes) {
     return absl::InvalidArgumentError(absl::StrCat("request_id has ", header.request_id().size(),
@@ -63,10 +64,6 @@ absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& e
   }
   if (header.token_count() == 0) {
     return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
-  }
-  if (header.top_k() > engine.model().vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("top_k is ", header.top_k(), ", above the vocabulary of ", engine.model().vocab));
   }
   return absl::OkStatus();
 }
@@ -124,7 +121,8 @@ absl::Status PrefillStream::TakeHeader() {
   ASSIGN_OR_RETURN(auto options, ToPrefillOptions(header_.plan()));
   options_ = options;
   options_.keep_timeline = true;  // for the status page
-  options_.top_k = std::max<int>(1, static_cast<int>(header_.top_k()));
+  constexpr uint32_t kMostTopK = std::numeric_limits<int>::max();
+  options_.top_k = static_cast<int>(std::clamp<uint32_t>(header_.top_k(), 1, kMostTopK));
   RETURN_IF_ERROR(PrepareKv());
   const int64_t token_count = TokenCount(header_);
   ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
@@ -182,13 +180,9 @@ absl::Status PrefillStream::TakeTokens() {
                                                    " tokens, but ", tokens_.size() + ids.size(),
                                                    " have come; announce the real count"));
   }
-  const int64_t vocab = environment_.engine.model().vocab;
-  const auto bad = std::find_if(ids.begin(), ids.end(), [vocab](uint32_t id) { return id >= vocab; });
-  if (bad != ids.end()) {
-    return absl::InvalidArgumentError(absl::StrCat("token ", tokens_.size() + (bad - ids.begin()), " has id ",
-                                                   *bad, ", outside the vocabulary of ", vocab,
-                                                   "; ids go from 0 to ", vocab - 1));
-  }
+  const PrefillEngine& engine = environment_.engine;
+  RETURN_IF_ERROR(CheckTokenIds(engine.model(), engine.model_name(),
+                                {ids.data(), static_cast<size_t>(ids.size())}, std::ssize(tokens_)));
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
   return absl::OkStatus();

@@ -4,9 +4,8 @@
 #include <iterator>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "engine/prefill_request.h"
-#include "kernels/return_if_error.h"
+#include "server/config/config_units.h"
 
 namespace meshfill {
 namespace {
@@ -14,31 +13,17 @@ namespace {
 constexpr int kMostIdleRanks = 8;
 constexpr Link kAssumedLink = {.latency_seconds = 200e-6, .bytes_per_second = 1e9};
 
-absl::Status CheckRequest(const ModelShape& model, int64_t tokens, const PrefillOptions& options) {
-  if (tokens > model.context_tokens) {
-    return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; the model is for ",
-                                              model.context_tokens, " at most; shorten the prompt"));
-  }
-  if (options.top_k < 1 || options.top_k > model.vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab));
-  }
-  return absl::OkStatus();
-}
-
-double Seconds(const google::protobuf::Duration& duration) {
-  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
-}
-
 }  // namespace
 
 Topology LinksOf(const v1::PoolSection& pool) {
   Link between = kAssumedLink;
   if (pool.has_link_bytes_per_second()) between.bytes_per_second = pool.link_bytes_per_second();
-  if (pool.has_link_latency()) between.latency_seconds = Seconds(pool.link_latency());
+  if (pool.has_link_latency())
+    between.latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.link_latency()));
   Link on_host = between;
   if (pool.has_host_link_bytes_per_second()) on_host.bytes_per_second = pool.host_link_bytes_per_second();
-  if (pool.has_host_link_latency()) on_host.latency_seconds = Seconds(pool.host_link_latency());
+  if (pool.has_host_link_latency())
+    on_host.latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.host_link_latency()));
 
   Topology links = {.same_node = on_host, .between_nodes = between};
   if (pool.host_bytes_per_second() > 0) links.node_bytes_per_second = pool.host_bytes_per_second();
@@ -58,7 +43,6 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options) {
-  RETURN_IF_ERROR(CheckRequest(model, tokens, options));
   if (capacity.ranks == 0) {
     return absl::UnavailableError("the pool has no workers; start some, or try again later");
   }

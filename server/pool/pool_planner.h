@@ -21,7 +21,8 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
-// stripe and so on where the request leaves them open. Errors: those of PrefillEngine::MakePlan.
+// stripe and so on where the request leaves them open. CheckPromptOptions has passed. Errors: those of
+// MakePlan, and UNAVAILABLE where the pool has no ranks.
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options);

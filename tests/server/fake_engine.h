@@ -20,7 +20,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "engine/prefill_request.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 #include "tests/engine/kv/kv_values.h"
 
 namespace meshfill {
@@ -87,7 +89,7 @@ class FakeEngine final : public PrefillEngine {
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     if (tokens == 0) return absl::InvalidArgumentError("no tokens");
-    if (tokens > kContext) return absl::OutOfRangeError("longer than the context");
+    RETURN_IF_ERROR(CheckPromptOptions(shape_, model_name_, tokens, options));
     if (tokens > kMemoryTokens) return absl::FailedPreconditionError("needs more memory than there is");
     const Tile tile = options.tile.value_or(Tile{2, 2});
     const int heads = options.heads.value_or(1);
