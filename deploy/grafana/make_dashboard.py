@@ -6,16 +6,21 @@ Usage: make_dashboard.py            write it beside this file
 
 A row is a question, most urgent first. Import the JSON into Grafana 9 or later and choose the Prometheus data source; the
 rows about ratios use the recording rules of deploy/prometheus/recording.yml.
+
+A prefill counts when it ends, and may take minutes: a rate over Grafana's $__rate_interval, a minute, would be gaps and spikes.
+So rates have a window of their own, the variable `window`; .lint tells Grafana's dashboard-linter.
 """
 import json
 import pathlib
 import sys
 
 OUTPUT = pathlib.Path(__file__).with_name("meshfill.json")
-POOL = 'namespace=~"$namespace",job=~"$pool"'
+POOL = 'namespace=~"$namespace",job=~"$job",instance=~"$instance"'
 RANK = POOL + ',rank=~"$rank"'
-SOURCE = {"type": "prometheus", "uid": "${source}"}
+WINDOW = "$window"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24  # of Grafana's grid
+SERVING = f'meshfill_ranks{{{POOL},state!~"loading|draining"}}'
 
 
 def query(expression, legend, instant=False, form="time_series"):
@@ -23,112 +28,157 @@ def query(expression, legend, instant=False, form="time_series"):
             "format": form}
 
 
-def panel(kind, title, unit, queries, width, height=8, about="", options=None, **defaults):
+def panel(kind, title, unit, queries, width, about, height=8, options=None, **defaults):
     return {"type": kind, "title": title, "description": about, "datasource": SOURCE,
             "targets": [dict(each, refId=chr(ord("A") + index)) for index, each in enumerate(queries)],
             "fieldConfig": {"defaults": {"unit": unit, **defaults}, "overrides": []},
             "options": options or {}, "gridPos": {"w": width, "h": height}}
 
 
-def graph(title, unit, queries, width=8, about="", stacked=False, **defaults):
+def graph(title, unit, queries, about, width=8, stacked=False, **defaults):
     style = {"lineWidth": 2, "fillOpacity": 30 if stacked else 8, "showPoints": "never", "spanNulls": True,
              "stacking": {"mode": "normal" if stacked else "none"}}
-    return panel("timeseries", title, unit, queries, width, about=about, min=0, custom=style,
+    return panel("timeseries", title, unit, queries, width, about, min=0, custom=style,
                  options={"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}, **defaults)
 
 
-def number(title, unit, expression, about="", steps=(), width=4):
+def number(title, unit, expression, about, steps=(), width=4):
     thresholds = {"mode": "absolute", "steps": [{"color": "text", "value": None}] + [
         {"color": colour, "value": value} for value, colour in steps]}
-    return panel("stat", title, unit, [query(expression, "")], width, height=4, about=about, thresholds=thresholds,
+    return panel("stat", title, unit, [query(expression, "")], width, about, height=4, thresholds=thresholds,
                  options={"colorMode": "value", "graphMode": "area", "reduceOptions": {"calcs": ["lastNotNull"]}})
 
 
-def labels_table(title, metric, width):
+def labels_table(title, metric, about, width):
     """One row for each series, of labels alone."""
-    made = panel("table", title, "none", [query(f"{metric}{{{POOL}}}", "", instant=True, form="table")], width, height=4)
+    made = panel("table", title, "none", [query(f"{metric}{{{POOL}}}", "", instant=True, form="table")], width, about, height=4)
     hidden = {name: True for name in ("Time", "Value", "__name__")}
     return {**made, "transformations": [{"id": "organize", "options": {"excludeByName": hidden}}]}
 
 
+def rate(metric, labels=POOL):
+    return f"rate({metric}{{{labels}}}[{WINDOW}])"
+
+
+def increase(metric):
+    return f"sum(increase({metric}{{{POOL}}}[{WINDOW}]))"
+
+
 def quantile(share, metric):
-    return (f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{{{POOL}}}[$__rate_interval])))")
+    return f"histogram_quantile({share}, sum by (le) ({rate(metric + '_bucket')}))"
 
 
 def rows():
     return [
         ("Is the pool there, and does it answer?", [
-            number("Ranks that serve", "none", f'sum(meshfill_ranks{{{POOL},state!~"loading|draining"}})', steps=[(0, "red"), (1, "green")]),
-            number("Tokens/s (30 min)", "none", f"sum(meshfill:prompt_tokens:rate{{{POOL}}})"),
-            number("Tokens in the queue", "short", f"sum(meshfill_queue_tokens{{{POOL}}})", about="KEDA scales on this."),
+            number("Ranks that serve", "short", f"sum({SERVING})",
+                   "Ranks that are neither loading nor draining. 0: nothing is answered.", steps=[(0, "red"), (1, "green")]),
+            number("Tokens/s (30 min)", "short", f"sum(meshfill:prompt_tokens:rate{{{POOL}}})",
+                   "Prompt tokens of prefills that ended within 30 minutes."),
+            number("Tokens in the queue", "short", f"sum(meshfill_queue_tokens{{{POOL}}})",
+                   "Of requests that wait or upload. KEDA scales on this."),
             number("Oldest in the queue", "s", f"max(meshfill_queue_oldest_seconds{{{POOL}}})",
-                   about="Since its upload was complete.", steps=[(600, "orange"), (3600, "red")]),
+                   "Since its upload was complete.", steps=[(600, "orange"), (3600, "red")]),
             number("Comm wait of attention", "percentunit", f"avg(meshfill:comm_wait_ratio:pool{{{POOL}}})",
-                   about="Share of attention in which ranks stood still for a chunk.", steps=[(0.2, "orange"), (0.4, "red")]),
-            number("MFU", "percentunit", f"avg(meshfill_mfu{{{POOL}}})", about="Whole model, of the last prefill."),
-            graph("Requests by status", "reqps",
-                  [query(f"sum by (code) (rate(meshfill_requests_total{{{POOL}}}[$__rate_interval])) > 0", "{{code}}")], stacked=True),
-            graph("Ranks by state", "none", [query(f"sum by (state) (meshfill_ranks{{{POOL}}})", "{{state}}")], stacked=True),
-            graph("Pool: epochs, losses, retries", "none",
-                  [query(f"sum(increase(meshfill_{what}_total{{{POOL}}}[30m]))", name) for what, name in (
+                   "Share of attention in which ranks stood still for a chunk.", steps=[(0.2, "orange"), (0.4, "red")]),
+            number("MFU", "percentunit", f"avg(meshfill_mfu{{{POOL}}})", "Whole model, of the last prefill."),
+            graph("Requests that ended, by status", "short",
+                  [query(f"sum by (code) (increase(meshfill_requests_total{{{POOL}}}[{WINDOW}])) > 0", "{{code}}")],
+                  "In the window, refused ones too. RESOURCE_EXHAUSTED: the queue was full, or the deadline could not be met.",
+                  stacked=True),
+            graph("Ranks by state", "short", [query(f"sum by (state) (meshfill_ranks{{{POOL}}})", "{{state}}")],
+                  "All ranks of the pool. A worker that is lost takes its ranks with it until it joins again.", stacked=True),
+            graph("Pool: epochs, losses, retries", "short",
+                  [query(increase(f"meshfill_{what}_total"), name) for what, name in (
                       ("epochs", "epochs"), ("worker_joins", "joins"), ("worker_losses", "losses"),
                       ("worker_refusals", "refusals"), ("requests_retried", "retries"))],
-                  about="In 30 minutes. A worker that joins, leaves or is lost begins an epoch."),
+                  "In the window. A worker that joins, leaves or is lost begins an epoch; a run that it breaks is retried."),
         ]),
         ("How long do clients wait for the first token?", [
             graph("TTFT", "s", [query(quantile(share, "meshfill_ttft_seconds"), name)
-                                for share, name in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))]),
+                                for share, name in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))],
+                  "From a request's begin to its result, of requests that ended in the window, short and long prompts together: "
+                  "see the mean prompt beside it."),
+            graph("Mean prompt", "short",
+                  [query(f"sum({rate('meshfill_prompt_tokens_total')}) / sum({rate('meshfill_prefill_seconds_count')})", "tokens")],
+                  "Tokens of a finished prefill, on average in the window. TTFT grows faster than this: attention is quadratic."),
+            graph("Refused requests", "percentunit", [query(f"meshfill:refused_ratio{{{POOL}}}", "{{instance}}")],
+                  "Share of requests in 30 minutes that ended with RESOURCE_EXHAUSTED or UNAVAILABLE.", max=1),
+            graph("Slower than the objective", "percentunit",
+                  [query(f"meshfill:ttft_slow_ratio:1h{{{POOL}}}", "1 h {{instance}}"),
+                   query(f"meshfill:ttft_slow_ratio:6h{{{POOL}}}", "6 h {{instance}}")],
+                  "Share of answers whose TTFT was above 10 minutes. The objective, and an alert, is 5 %.", max=1),
             graph("In the queue before it", "s", [query(quantile(share, "meshfill_queue_wait_seconds"), name)
-                                                  for share, name in ((0.5, "median"), (0.95, "95 %"))]),
+                                                  for share, name in ((0.5, "median"), (0.95, "95 %"))],
+                  "From the complete upload to the prefill's begin, of prefills that began in the window."),
             graph("Queue", "short", [query(f"sum(meshfill_queue_tokens{{{POOL}}})", "tokens waiting"),
-                                     query(f"sum(meshfill_running_tokens{{{POOL}}})", "tokens running")]),
+                                     query(f"sum(meshfill_running_tokens{{{POOL}}})", "tokens running")],
+                  "Tokens of prompts that wait or upload, and of the prefill that runs."),
             graph("Prefill: predicted and real", "s",
                   [query(f"meshfill_predicted_seconds{{{POOL}}}", "predicted {{instance}}"),
-                   query(f"meshfill_predicted_seconds{{{POOL}}} * meshfill_prediction_ratio{{{POOL}}}", "real {{instance}}")]),
+                   query(f"meshfill_predicted_seconds{{{POOL}}} * meshfill_prediction_ratio{{{POOL}}}", "real {{instance}}")],
+                  "The last prefill, without its wait in the queue."),
             graph("Real seconds per predicted one", "none", [query(f"meshfill:prediction_ratio{{{POOL}}}", "{{instance}}")],
-                  about="1 is right; admission and planning rest on it."),
+                  "1 is right. Admission and planning rest on it."),
             graph("Queue, share of its bound", "percentunit",
                   [query(f"meshfill_queue_tokens{{{POOL}}} / meshfill_queue_max_tokens{{{POOL}}}", "tokens {{instance}}"),
                    query(f"meshfill_queue_oldest_seconds{{{POOL}}} / meshfill_queue_max_wait_seconds{{{POOL}}}",
-                         "oldest {{instance}}")]),
+                         "oldest {{instance}}")],
+                  "At 100 % of the tokens new prompts are refused. The oldest may wait as long as queue.max_wait."),
         ]),
         ("How much of attention is communication that nothing hides?", [
             panel("status-history", "Comm wait of each rank", "percentunit",
                   [query(f"meshfill:comm_wait_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")], 12,
-                  about="A red column: all wait, so the links bind. A red row: one rank waits for another.",
+                  "A red column: all wait, so the links bind. A red row: one rank waits for another.",
                   color={"mode": "continuous-GrYlRd"}, min=0, max=0.6, options={"rowHeight": 0.9, "showValue": "never"}),
             graph("Comm wait by operation", "percentunit",
-                  [query(f"avg by (op) (meshfill:comm_wait_ratio:op{{{POOL}}})", "{{op}}")], width=6, stacked=True),
+                  [query(f"avg by (op) (meshfill:comm_wait_ratio:op{{{POOL}}})", "{{op}}")],
+                  "Share of attention in which ranks stood still, by what they waited for.", width=6, stacked=True),
             graph("Overlap of the last prefill", "percentunit", [query(f"meshfill_overlap_ratio{{{POOL}}}", "{{instance}}")],
-                  width=6, about="1: all communication was hidden under compute.", max=1),
-            graph("Attention of all ranks", "s",
-                  [query(f"sum(rate(meshfill_attention_compute_seconds_total{{{RANK}}}[$__rate_interval]))", "compute"),
-                   query(f"sum by (op) (rate(meshfill_comm_wait_seconds_total{{{RANK}}}[$__rate_interval]))", "wait {{op}}")],
-                  width=12, stacked=True, about="Rank seconds in each second."),
-            graph("Bytes sent, all ranks", "Bps",
-                  [query(f"sum by (op) (rate(meshfill_comm_bytes_total{{{POOL}}}[$__rate_interval]))", "{{op}}")], width=6,
+                  "1: all communication was hidden under compute.", width=6, max=1),
+            graph("Attention of all ranks", "short",
+                  [query(f"sum({rate('meshfill_attention_compute_seconds_total', RANK)})", "compute"),
+                   query(f"sum by (op) ({rate('meshfill_comm_wait_seconds_total', RANK)})", "wait {{op}}")],
+                  "Ranks that are in attention, on average over the window: those that compute, and those that wait.", width=12,
                   stacked=True),
+            graph("Bytes sent, all ranks", "Bps", [query(f"sum by (op) ({rate('meshfill_comm_bytes_total')})", "{{op}}")],
+                  "On average over the window, of prefills that ended in it.", width=6, stacked=True),
             graph("Bytes sent per byte of the formula", "none", [query(f"meshfill:comm_bytes_ratio{{{POOL}}}", "{{instance}}")],
-                  width=6, about="Of the rank that sends most. Anything but 1 is a bug."),
+                  "Of the rank that sends most. Anything but 1 is a bug.", width=6),
         ]),
         ("Are the devices used, and evenly?", [
             graph("MFU", "percentunit", [query(f"meshfill_mfu{{{POOL}}}", "whole model {{instance}}"),
-                                         query(f"meshfill_attention_mfu{{{POOL}}}", "attention {{instance}}")], max=1),
-            graph("Peak FLOP/s, and what is reached", "FLOP/s",
+                                         query(f"meshfill_attention_mfu{{{POOL}}}", "attention {{instance}}")],
+                  "Model FLOPs of the last prefill over seconds times peak. Short prompts have less.", max=1),
+            graph("Peak FLOP/s, and what is reached", "flops",
                   [query(f"meshfill_peak_flops_per_second{{{POOL}}}", "peak {{instance}}"),
-                   query(f"meshfill_peak_flops_per_second{{{POOL}}} * meshfill_mfu{{{POOL}}}", "reached {{instance}}")]),
+                   query(f"meshfill_peak_flops_per_second{{{POOL}}} * meshfill_mfu{{{POOL}}}", "reached {{instance}}")],
+                  "The sum of the ranks' peaks, from data sheets or measured at start. More ranks than cores add up to too much."),
             graph("Straggler spread of the last prefill", "s", [query(f"meshfill_straggler_spread_seconds{{{POOL}}}", "{{instance}}")],
-                  about="Busy seconds of the busiest rank less those of the least busy."),
+                  "Busy seconds of the busiest rank less those of the least busy."),
             graph("How busy each rank is, against the mean", "none",
-                  [query(f"meshfill:busy_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")]),
-            graph("Tokens/s", "none", [query(f"meshfill:prompt_tokens:rate{{{POOL}}}", "{{instance}}")]),
+                  [query(f"meshfill:busy_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")],
+                  "1 is even. A rank at 1.25 makes all others wait."),
+            graph("Tokens/s", "short", [query(f"meshfill:prompt_tokens:rate{{{POOL}}}", "{{instance}}")],
+                  "Prompt tokens of finished prefills, over 30 minutes."),
             graph("Memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "largest so far {{instance}}"),
                                       query(f"meshfill_predicted_peak_bytes{{{POOL}}}", "activations of a plan {{instance}}")],
-                  about="Resident in the front-end's process, and what the last plan took for a process's ranks."),
+                  "Resident in the front-end's process, and what the last plan took for a process's ranks."),
+        ]),
+        ("Who keeps K and V?", [
+            graph("Kept K and V", "bytes", [query(f"meshfill_kv_bytes{{{POOL}}}", "kept or reserved {{instance}}"),
+                                            query(f"meshfill_kv_max_bytes{{{POOL}}}", "bound {{instance}}")],
+                  "Bytes under leases, those of unfinished prefills too, and kv.memory_bytes."),
+            graph("Leases", "short", [query(f"sum(meshfill_kv_leases{{{POOL}}})", "live"),
+                                      query(increase("meshfill_kv_leases_lapsed_total"), "lapsed in the window"),
+                                      query(increase("meshfill_kv_refused_total"), "refused in the window")],
+                  "Many that lapse: clients die, or kv.lease is too short for them. Refused: there was no room for their K and V."),
+            graph("K and V fetched", "Bps", [query(f"sum({rate('meshfill_kv_fetched_bytes_total')})", "bytes/s")],
+                  "By clients, on average over the window."),
         ]),
         ("What runs here?", [
-            labels_table("Plan of the last prefill", "meshfill_plan_info", 14),
-            labels_table("Builds", "meshfill_build_info", 10),
+            labels_table("Plan of the last prefill", "meshfill_plan_info", "Its tile, head groups and layout.", 14),
+            labels_table("Builds", "meshfill_build_info", "A front-end and its workers have the same one.", 10),
         ]),
     ]
 
@@ -145,10 +195,18 @@ def place(panels, top):
     return top + height
 
 
-def label_values(name, label, source):
-    return {"type": "query", "name": name, "label": name, "datasource": SOURCE, "query": f"label_values({source}, {label})",
-            "refresh": 2, "includeAll": True, "allValue": ".*", "multi": True,
+def label_values(name, source, all_value=".+"):
+    return {"type": "query", "name": name, "label": name.title(), "datasource": SOURCE, "query": f"label_values({source}, {name})",
+            "refresh": 2, "includeAll": True, "allValue": all_value, "multi": True,
             "current": {"text": "All", "value": "$__all"}, "sort": 3}
+
+
+def window(*choices):
+    """An interval to choose; the one in the middle is the default."""
+    default = choices[len(choices) // 2]
+    return {"type": "interval", "name": "window", "label": "Window", "query": ",".join(choices), "auto": False, "refresh": 2,
+            "current": {"text": default, "value": default},
+            "options": [{"text": each, "value": each, "selected": each == default} for each in choices]}
 
 
 def dashboard():
@@ -160,15 +218,19 @@ def dashboard():
         panels.extend(members)
     for count, each in enumerate(panels, 1):
         each["id"] = count
-    return {"uid": "meshfill", "title": "Meshfill", "tags": ["meshfill"], "timezone": "browser", "schemaVersion": 37,
-            "editable": True, "refresh": "30s", "time": {"from": "now-3h", "to": "now"}, "graphTooltip": 1,
+    return {"id": None, "uid": "meshfill", "title": "Meshfill", "version": 1, "tags": ["meshfill"], "timezone": "browser",
+            "schemaVersion": 37, "editable": False, "refresh": "30s", "time": {"from": "now-3h", "to": "now"}, "graphTooltip": 1,
+            "links": [{"type": "dashboards", "title": "Meshfill", "tags": ["meshfill"], "asDropdown": True}],
             "templating": {"list": [
-                {"type": "datasource", "name": "source", "label": "source", "query": "prometheus", "current": {}},
-                label_values("namespace", "namespace", "meshfill_build_info"),
-                label_values("pool", "job", 'meshfill_build_info{namespace=~"$namespace"}'),
-                label_values("rank", "rank", f"meshfill_attention_seconds_total{{{POOL}}}")]},
+                {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus", "current": {}},
+                # A label that only Kubernetes adds: elsewhere All must match series that lack it.
+                label_values("namespace", "meshfill_build_info", all_value=".*"),
+                label_values("job", 'meshfill_build_info{namespace=~"$namespace"}'),
+                label_values("instance", 'meshfill_build_info{namespace=~"$namespace",job=~"$job"}'),
+                label_values("rank", f"meshfill_attention_seconds_total{{{POOL}}}"),
+                window("5m", "15m", "30m", "1h", "6h")]},
             "annotations": {"list": [{"datasource": SOURCE, "enable": True, "name": "alerts", "iconColor": "red",
-                                      "expr": f'ALERTS{{alertstate="firing",alertname=~"Meshfill.*",job=~"$pool"}}',
+                                      "expr": f'ALERTS{{alertstate="firing",alertname=~"Meshfill.*",job=~"$job"}}',
                                       "titleFormat": "{{alertname}}"}]},
             "panels": panels}
 

@@ -16,13 +16,15 @@ import time
 import urllib.parse
 import urllib.request
 
+import dashboard_lint
 from demo_server import RANKS, DemoServer, get, stop, wait_for
 from draw_panels import draw_panels
 
 MESHFILL, OUT = sys.argv[1], pathlib.Path(sys.argv[2])
 DEPLOY = pathlib.Path(__file__).parent.parent.parent / "deploy"
 LOAD_SECONDS = 30
-VARIABLES = {"namespace": ".*", "pool": ".*", "rank": ".*", "__rate_interval": "10s"}
+VARIABLES = {"namespace": ".*", "job": ".+", "instance": ".+", "rank": ".+", "window": f"{LOAD_SECONDS}s"}
+MISTAKES = ["sum(rate(meshfill_mfu))", "avg by op (meshfill_mfu)", "meshfill_mfu{job=$job}", "rate(meshfill_mfu[5])"]
 
 
 class Prometheus:
@@ -57,6 +59,29 @@ class Prometheus:
 
     def label_values(self, label, series):
         return self._api(f"label/{label}/values", **{"match[]": series})
+
+
+def check_lint():
+    """Whether the dashboard keeps the linter's rules, and each rule finds what is planted for it."""
+    dashboard = json.loads((DEPLOY / "grafana" / "meshfill.json").read_text())
+    excluded = dashboard_lint.exclusions(DEPLOY / "grafana" / ".lint")
+    found = dashboard_lint.lint(dashboard, excluded)
+    found += [f"target-promql-rule: {where}" for where, target in dashboard_lint.targets(dashboard) if not is_promql(target["expr"])]
+    missed = dashboard_lint.missed(dashboard) + [each for each in MISTAKES if is_promql(each)]
+    count = len(MISTAKES) + len([*dashboard_lint.planted(dashboard)])
+    print(f"lint: {len(dashboard_lint.RULES) + 1} rules, {len(excluded)} excluded, {len(found)} complaints, "
+          f"{len(missed)} of {count} planted mistakes missed")
+    for each in found + missed:
+        print(" ", each)
+    return not found and not missed
+
+
+def is_promql(expression):
+    """Whether promtool takes it for the query of a rule."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as rules:
+        json.dump({"groups": [{"name": "x", "rules": [{"record": "x", "expr": fill_in(expression)}]}]}, rules)  # JSON is YAML
+        rules.flush()
+        return subprocess.run(["promtool", "check", "rules", rules.name], capture_output=True, check=False).returncode == 0
 
 
 def load(server):
@@ -116,7 +141,7 @@ def draw(dashboard, name):
     print(f"  look at {page}")
     if shutil.which("chromium"):
         picture = page.with_suffix(".png")
-        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1480,2390",
+        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1480,2960",
                         f"--screenshot={picture}", page.resolve().as_uri()], capture_output=True, check=True, timeout=120)
         print(f"       and {picture}")
 
@@ -150,4 +175,4 @@ def check_pool(workers):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if all([check_pool(workers=False), check_pool(workers=True)]) else 1)
+    sys.exit(0 if all([check_lint(), check_pool(workers=False), check_pool(workers=True)]) else 1)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Documents and dashboards name what is really there: every metric, alert, key and path. Documents have short lines."""
+import json
 import pathlib
 import re
 import subprocess
@@ -8,6 +9,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "deploy"))
+import dashboard_lint  # noqa: E402
 import make_api_docs  # noqa: E402
 
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -141,9 +143,23 @@ class DocsTest(unittest.TestCase):
         runbook, tests = read("docs/operating.md"), read("deploy/prometheus/alerts_test.yml")
         for alert in alerts:
             self.assertIn(f"\n### {alert}\n", runbook)
-            self.assertIn(f"docs/operating.md#{alert.lower()}\"", read("deploy/prometheus/alerts.yml"))
+            self.assertIn(f"/docs/operating.md#{alert.lower()}\n", read("deploy/prometheus/alerts.yml"))
             self.assertIn(f"  - name: {alert} fires\n", tests)
             self.assertIn(f"  - name: {alert} stays silent\n", tests)
+
+    def test_every_alert_has_what_its_readers_expect(self):
+        alerts = read("deploy/prometheus/alerts.yml").split("- alert: ")[1:]
+        for alert in alerts:
+            name = alert.split("\n")[0]
+            self.assertRegex(alert, r"severity: (critical|warning)\}", name)
+            for annotation in ("summary", "description", "runbook_url"):
+                self.assertEqual(len(re.findall(rf"^          {annotation}: \S", alert, re.M)), 1, f"{name}: {annotation}")
+            self.assertRegex(alert, rf"runbook_url: https://\S+#{name.lower()}\n", name)
+
+    def test_the_dashboard_keeps_the_rules_of_grafanas_linter(self):
+        dashboard = json.loads(read("deploy/grafana/meshfill.json"))
+        self.assertEqual(dashboard_lint.lint(dashboard, dashboard_lint.exclusions(ROOT / "deploy/grafana/.lint")), [])
+        self.assertEqual(dashboard_lint.missed(dashboard), [])
 
     def test_keys_in_the_docs_are_keys_of_the_configuration(self):
         fields = set(re.findall(r"\b(\w+) = \d+;", read("proto/meshfill/v1/config.proto")))

@@ -6,7 +6,7 @@ COLUMN, LINE = 60, 34  # pixels of Grafana's grid
 LEFT, RIGHT, ABOVE, BELOW = 84, 10, 8, 18  # of a plot, around the lines
 PALETTE = ["#2f6fd6", "#f08c2e", "#18794e", "#8e4ec6", "#0c9bb3", "#e5484d", "#7a6a00", "#c9377f", "#5b6875", "#8a4b1f"]
 PREFIXES = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ")]
-UNITS = {"percentunit": "%", "s": "s", "bytes": "B", "Bps": "B/s", "FLOP/s": "FLOP/s", "reqps": "/s"}
+UNITS = {"none": "", "short": "", "s": "s", "bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
 
 
 def format_value(value, unit):
@@ -15,7 +15,7 @@ def format_value(value, unit):
     scale, prefix = next(((s, p) for s, p in PREFIXES if abs(value) >= s), (1, ""))
     if value == 0:
         scale, prefix = 1, ""
-    return f"{value / scale:.3g} {prefix}{UNITS.get(unit, '')}".strip()
+    return f"{value / scale:.3g} {prefix}{UNITS[unit]}".strip()
 
 
 def legend(target, labels):
