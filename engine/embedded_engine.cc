@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
-#include "engine/devices/embedded_pool.h"
 #include "engine/devices/free_memory.h"
+#include "engine/embedded_pool.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
@@ -34,10 +34,10 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-// Of the ranks' memory on CPUs, and of the host's behind GPUs, which keep nothing themselves.
+// Bytes of what is kept for clients: of the ranks' memory where that is the host's, else of the host's.
 int64_t KvBudgetBytes(const EngineOptions& options, const EmbeddedPool& pool) {
   constexpr int64_t kDefaultPart = 8;  // of what activations may take, beside it
-  if (!pool.gpus.empty()) {
+  if (!pool.hardware->in_host_memory()) {
     return options.kv_host_memory_bytes.value_or(DefaultMemoryBudgetBytes() / kDefaultPart);
   }
   return options.kv_memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
@@ -99,8 +99,8 @@ class EmbeddedEngine : public PrefillEngine {
     PlanRequest request = PlanRequestOf(options_, options, tokens);
     request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
     request.one_memory = pool_.capacity.one_memory;
-    // Where the ranks are on GPUs, what is kept is in the host's memory, and no part of their budget.
-    request.keeps_kv = options.kv != nullptr && pool_.gpus.empty();
+    // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same.
+    request.keeps_kv = options.kv != nullptr && pool_.hardware->in_host_memory();
     absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.capacity.speed, request);
     if (choice.ok()) correction_.Apply(*choice);
     return choice;

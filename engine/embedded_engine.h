@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "engine/prefill_engine.h"
 
 namespace meshfill {

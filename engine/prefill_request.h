@@ -7,7 +7,7 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"

@@ -11,7 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -38,7 +38,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
   const v1::PoolSection::Worker& worker = config.pool().worker();
   return {.model_path = config.model().path(),
           .dtype = ToEngineOptions(config).dtype,
-          .device = ParseDevice(worker.device()).value(),  // one of the names: LoadConfig checked it
+          .device = worker.device(),
           .ranks = static_cast<int>(worker.ranks()),
           .threads = static_cast<int>(worker.threads()),
           .peak_flops = worker.peak_flops(),
@@ -93,7 +93,7 @@ class WorkerProcess final : private ControlClient::Listener, private RankHost::L
   std::optional<absl::Status> Tick() {
     if (host_->lost()) {
       return absl::UnavailableError(
-          "a GPU of this worker has failed; start the worker anew, or see what the driver says");
+          "a device of this worker has failed; start the worker anew, or see what the driver says");
     }
     const WorkerMachine::ProgressOfRuns progress = host_->progress();
     Handle([&](WorkerMachine& machine) { machine.OnTick(MonotonicNow(), progress); });

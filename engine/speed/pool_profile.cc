@@ -12,8 +12,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/speed/pool_speed.h"
-#include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 
@@ -106,15 +104,6 @@ Json SpeedJson(const PoolSpeed& speed) {
   return object;
 }
 
-// The processor as the system names it.
-std::string ProcessorName() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 1);
-  }
-  return " unknown processor";
-}
-
 // Another build has another size or was written at another time.
 std::string ExecutableId() {
   const std::filesystem::path self = "/proc/self/exe";
@@ -143,21 +132,8 @@ std::string DefaultPoolProfilePath() {
   return "";
 }
 
-std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name, int threads, int ranks) {
-  return absl::StrCat("CPU", ProcessorName(), ", ", sysconf(_SC_NPROCESSORS_ONLN), " cores, ", backend_name,
-                      ", ", ExecutableId(), "; ", ShapeKey(model), "; ", threads, " threads, ", ranks,
-                      " ranks");
-}
-
-std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDeviceInfo> devices, int ranks) {
-  std::string key = "CUDA";
-  for (const CudaDeviceInfo& device : devices) {
-    const CudaDeviceTraits& traits = device.traits;
-    absl::StrAppend(&key, key == "CUDA" ? " " : " + ", device.name, " (", traits.compute_major, ".",
-                    traits.compute_minor, ", ", traits.multiprocessors, " less ",
-                    traits.margin_multiprocessors, ")");
-  }
-  return absl::StrCat(key, ", ", ExecutableId(), "; ", ShapeKey(model), "; ", ranks, " ranks");
+std::string PoolKey(const std::string& hardware, const ModelShape& model, const std::string& shared_by) {
+  return absl::StrCat(hardware, ", ", ExecutableId(), "; ", ShapeKey(model), "; ", shared_by);
 }
 
 absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key) {
@@ -218,12 +194,6 @@ absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::stri
   ASSIGN_OR_RETURN(PoolSpeed speed, measure());
   if (absl::Status status = StorePoolProfile(path, key, speed); !status.ok()) warn(status);
   return speed;
-}
-
-absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
-                                       const std::string& path) {
-  const std::string key = CpuPoolKey(model, MakeCpuDevice(model.dtype, 1)->name(), threads, ranks);
-  return KeptPoolSpeed(path, key, [&] { return MeasureCpuPoolSpeed(model, threads, ranks); });
 }
 
 }  // namespace meshfill

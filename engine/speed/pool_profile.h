@@ -11,14 +11,12 @@
 
 #include <functional>
 #include <optional>
-#include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
-#include "kernels/cuda/device_info.h"
 
 namespace meshfill {
 
@@ -30,8 +28,8 @@ inline constexpr int64_t kMaxPoolProfileBytes = int64_t{1} << 20;
 // is set.
 std::string DefaultPoolProfilePath();
 
-// The key of a CPU pool on this machine with this executable.
-std::string CpuPoolKey(const ModelShape& model, const std::string& backend_name, int threads, int ranks);
+// The key of a pool on `hardware` that `shared_by` ("2 threads, 4 ranks") share, with this executable.
+std::string PoolKey(const std::string& hardware, const ModelShape& model, const std::string& shared_by);
 
 // The speed under `key`; none where the file is not there or lacks the key. INVALID_ARGUMENT: a file that is
 // no profile of this version, is too long, or has a speed that no pool has (the message names the file and
@@ -41,17 +39,10 @@ absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path
 // Keeps the speed beside those of other pools; a file that cannot be read is replaced. Makes the folder.
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
 
-// The key of a pool of ranks on these devices, all of them in use, with this executable.
-std::string CudaPoolKey(const ModelShape& model, std::span<const CudaDeviceInfo> devices, int ranks);
-
 // From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is
 // one line on standard error and no failure.
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure);
-
-// The same of a CPU pool.
-absl::StatusOr<PoolSpeed> CpuPoolSpeed(const ModelShape& model, int threads, int ranks,
-                                       const std::string& path);
 
 }  // namespace meshfill
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "engine/speed/layer_probe.h"
-#include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -168,19 +167,13 @@ absl::Status RunEachOperation(const ModelShape& model, Stream& stream) {
   return probe->Finish();
 }
 
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Stream& stream, int ranks) {
-  Stream* const only = &stream;
-  return MeasurePoolSpeed(model, {&only, 1}, ranks);
-}
-
-absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks) {
-  const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, threads, ranks);
-  std::vector<std::unique_ptr<Stream>> streams;
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Device& device, int streams, int ranks) {
+  std::vector<std::unique_ptr<Stream>> owned;
   std::vector<Stream*> pointers;
-  for (int i = 0; i < std::min(threads, ranks); ++i) {
-    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(nullptr));
+  for (int i = 0; i < streams; ++i) {
+    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device.NewStream(nullptr));
     pointers.push_back(stream.get());
-    streams.push_back(std::move(stream));
+    owned.push_back(std::move(stream));
   }
   return MeasurePoolSpeed(model, pointers, ranks);
 }

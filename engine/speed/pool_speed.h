@@ -23,11 +23,8 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<St
 // Runs each of the operations that it measures once.
 absl::Status RunEachOperation(const ModelShape& model, Stream& stream);
 
-// Measures a pool whose ranks share one device, which one stream keeps busy.
-absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Stream& stream, int ranks);
-
-// Measures a pool of `ranks` CPU ranks that share `threads` threads, as an embedded engine makes it.
-absl::StatusOr<PoolSpeed> MeasureCpuPoolSpeed(const ModelShape& model, int threads, int ranks);
+// Measures a pool of `ranks` ranks on one device, of which it makes `streams` streams.
+absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, Device& device, int streams, int ranks);
 
 // Seconds = fixed + per_unit · units.
 struct CostLine {

@@ -37,7 +37,7 @@ absl::Status CheckOptions(const AttentionBenchOptions& options) {
 
 }  // namespace
 
-absl::StatusOr<AttentionBenchResult> BenchAttention(const AttentionBenchOptions& options) {
+absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) {
   RETURN_IF_ERROR(CheckOptions(options));
   const std::string target = options.target.empty() ? SupportedAttentionTargets().front() : options.target;
   const int64_t q_elements = options.tokens * options.q_heads * options.head_dim;
@@ -76,11 +76,11 @@ absl::StatusOr<AttentionBenchResult> BenchAttention(const AttentionBenchOptions&
     peaks.push_back(MeasureRegisterLoop(target, options.dtype, options.threads, peak_seconds).average);
     ratios.push_back(speeds.back() / peaks.back());
   }
-  return AttentionBenchResult{.target = target,
-                              .seconds = Median(seconds),
-                              .flops_per_second = Median(speeds),
-                              .peak_flops_per_second = Median(peaks),
-                              .ratio = Median(ratios)};
+  return KernelBenchResult{.target = target,
+                           .seconds = Median(seconds),
+                           .flops_per_second = Median(speeds),
+                           .peak_flops_per_second = Median(peaks),
+                           .ratio = Median(ratios)};
 }
 
 }  // namespace meshfill

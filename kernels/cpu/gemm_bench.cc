@@ -40,7 +40,7 @@ absl::Status CheckOptions(const GemmBenchOptions& options) {
 
 }  // namespace
 
-absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
+absl::StatusOr<KernelBenchResult> BenchGemm(const GemmBenchOptions& options) {
   RETURN_IF_ERROR(CheckOptions(options));
   std::mt19937 random(1);
   const std::vector<char> x = RandomTensor(options.tokens * options.in_features, options.dtype, random);
@@ -59,6 +59,7 @@ absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
                        static_cast<double>(options.out_features);
 
   RETURN_IF_ERROR(stream->Gemm(args));  // builds its primitives
+  const std::string target = SupportedAttentionTargets().front();
   std::vector<double> seconds, speeds, peaks, ratios;
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto start = std::chrono::steady_clock::now();
@@ -67,14 +68,14 @@ absl::StatusOr<GemmBenchResult> BenchGemm(const GemmBenchOptions& options) {
     seconds.push_back(elapsed.count());
     speeds.push_back(flops / elapsed.count());
     const double peak_seconds = std::clamp(elapsed.count(), kMinPeakSeconds, kMaxPeakSeconds);
-    const std::string target = SupportedAttentionTargets().front();
     peaks.push_back(MeasureRegisterLoop(target, options.dtype, options.threads, peak_seconds).average);
     ratios.push_back(speeds.back() / peaks.back());
   }
-  return GemmBenchResult{.seconds = Median(seconds),
-                         .flops_per_second = Median(speeds),
-                         .peak_flops_per_second = Median(peaks),
-                         .ratio = Median(ratios)};
+  return KernelBenchResult{.target = target,
+                           .seconds = Median(seconds),
+                           .flops_per_second = Median(speeds),
+                           .peak_flops_per_second = Median(peaks),
+                           .ratio = Median(ratios)};
 }
 
 }  // namespace meshfill

@@ -1,13 +1,18 @@
 #include "server/config/config.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <sstream>
+#include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/time.h"
+#include "engine/platforms.h"
 #include "engine/speed/pool_profile.h"
 #include "kernels/return_if_error.h"
 #include "server/config/address.h"
@@ -75,15 +80,10 @@ class Checker {
     Require(least <= value && value <= most, path,
             absl::StrCat(value, " is not between ", least, " and ", most));
   }
-  void RequireOneOf(const std::string& value, std::initializer_list<absl::string_view> names,
-                    const std::string& path) {
-    std::string list;
-    bool found = false;
-    for (absl::string_view name : names) {
-      absl::StrAppend(&list, list.empty() ? "" : ", ", std::string(name));
-      found = found || name == value;
-    }
-    Require(found, path, absl::StrCat("\"", value, "\" is not known; choose one of ", list));
+  void RequireDevice(const std::string& value, const std::string& path) {
+    const std::vector<std::string> names = DeviceNames();
+    Require(std::find(names.begin(), names.end(), value) != names.end(), path,
+            absl::StrCat("\"", value, "\" is not known; choose one of ", absl::StrJoin(names, ", ")));
   }
   void RequireAddress(const std::string& value, const std::string& path) {
     const auto address = ParseHostPort(value);
@@ -119,7 +119,7 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   if (pool.has_link_latency()) check.RequirePositive(pool.link_latency(), "pool.link_latency");
   if (pool.has_host_link_latency()) check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
   check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
-  check.RequireOneOf(pool.worker().device(), {"auto", "cpu", "cuda"}, "pool.worker.device");
+  check.RequireDevice(pool.worker().device(), "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
   check.RequireRange(pool.worker().nccl_ctas(), 0, kMaxNcclCtas, "pool.worker.nccl_ctas");
   check.RequireRange(pool.worker().attention_sm_margin(), 0, kMaxAttentionMargin,
@@ -138,7 +138,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   ValidatePool(config.pool(), origins, check);
   const auto& embedded = config.pool().embedded();
   check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
-  check.RequireOneOf(embedded.device(), {"auto", "cpu", "cuda"}, "pool.embedded.device");
+  check.RequireDevice(embedded.device(), "pool.embedded.device");
   check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
   check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
 
@@ -236,7 +236,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   EngineOptions options;
   options.model_path = config.model().path();
   options.ranks = static_cast<int>(embedded.ranks());
-  options.device = ParseDevice(embedded.device()).value();  // one of the names: LoadConfig checked it
+  options.device = embedded.device();
   options.dtype = DTypeOf(config.model().dtype());
   options.layout = LayoutOf(config.plan().layout());
   options.stripe = config.plan().stripe();

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "meshfill/v1/config.pb.h"
 
 namespace meshfill {

@@ -14,7 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"

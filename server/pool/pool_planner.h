@@ -3,7 +3,7 @@
 #define MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 
 #include "absl/status/statusor.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "engine/mesh/topology.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"

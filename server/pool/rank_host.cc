@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/comm/gloo/gloo.h"
 #include "engine/devices/free_memory.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -19,31 +18,11 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
-constexpr absl::Duration kNcclConnectTimeout = absl::Seconds(60);  // it tries out the links
-
 uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
   WordHash hash;
   hash.Add(part.epoch);
   hash.Add(part.number);
   return hash.Finish();
-}
-
-std::vector<std::unique_ptr<NcclLinks>> MakeLinks(size_t gpus) {
-  std::vector<std::unique_ptr<NcclLinks>> links;
-  for (size_t i = 0; i < gpus; ++i) links.push_back(std::make_unique<NcclLinks>());
-  return links;
-}
-
-// NCCL has one rank on a GPU.
-absl::Status CheckDevices(const std::vector<CudaDeviceInfo>& of_rank) {
-  for (size_t rank = 1; rank < of_rank.size(); ++rank) {
-    if (of_rank[rank].ordinal != of_rank[rank - 1].ordinal) continue;
-    return absl::InvalidArgumentError(absl::StrCat("pool.worker.ranks is ", of_rank.size(),
-                                                   ", more than this machine has GPUs; lower it, or "
-                                                   "choose the device cpu"));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -60,12 +39,17 @@ class RankHost::ActiveRun {
   // step.
   absl::Status Reserve() {
     const int64_t bytes = part_.reserve_bytes;
-    if (!host_.pool_.gpus.empty()) return ReserveOnDevices(bytes / static_cast<int64_t>(seats_.size()));
-    if (const int64_t free = FreeMemoryBytes(); free > 0 && bytes > free) {
+    const int64_t free = host_.pool_.hardware->in_host_memory() ? FreeMemoryBytes() : 0;  // 0: not known
+    if (free > 0 && bytes > free) {
       return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
                                                         free, " are free; shorten the prompt or add ranks"));
     }
-    return ReserveOn(*host_.pool_.devices.front(), bytes);
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      ASSIGN_OR_RETURN(BufferRef reservation,
+                       host_.pool_.devices[i]->Allocate(static_cast<size_t>(bytes) / seats_.size()));
+      reservations_.push_back(std::move(reservation));
+    }
+    return absl::OkStatus();
   }
 
   // Each rank's stream, from now on: its progress is asked for before it runs.
@@ -134,8 +118,7 @@ class RankHost::ActiveRun {
     std::unique_ptr<Endpoint> endpoint;
     std::unique_ptr<Communicator> communicator;
     std::atomic<int> layers_done{0};
-    // NCCL takes seconds to connect, within a deadline of its own: meanwhile each report counts as an
-    // operation.
+    // Where connecting takes seconds, each report meanwhile counts as an operation: a deadline ends it.
     std::atomic<bool> connecting{false};
     mutable std::atomic<uint64_t> connecting_reports{0};
   };
@@ -143,33 +126,12 @@ class RankHost::ActiveRun {
   int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
   int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // of the plan
 
-  absl::Status ReserveOn(Device& device, int64_t bytes) {
-    absl::StatusOr<BufferRef> reservation = device.Allocate(static_cast<size_t>(bytes));
-    if (reservation.ok()) reservations_.push_back(*std::move(reservation));
-    return reservation.status();
-  }
-
-  absl::Status ReserveOnDevices(int64_t bytes_each) {
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      RETURN_IF_ERROR(ReserveOn(*host_.pool_.devices[i], bytes_each));
-    }
-    return absl::OkStatus();
-  }
-
   absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const {
-    const std::vector<CudaDeviceInfo>& gpus = host_.pool_.gpus;
-    if (!gpus.empty()) {
-      return ListenNccl({.rank = rank(i),
-                         .ranks = part_.plan.ranks(),
-                         .device = gpus[i].ordinal,
-                         .most_ctas = host_.options_.nccl_ctas,
-                         .epoch = part_.epoch,
-                         .links = host_.links_[i].get()});
-    }
-    return GlooEndpoint::Listen({.listen = host_.options_.data_listen,
-                                 .rank = rank(i),
-                                 .ranks = part_.plan.ranks(),
-                                 .run = DataPlaneRun(part_)});
+    return host_.data_plane_->Listen({.local_rank = static_cast<int>(i),
+                                      .rank = rank(i),
+                                      .ranks = part_.plan.ranks(),
+                                      .epoch = part_.epoch,
+                                      .run = DataPlaneRun(part_)});
   }
 
   // Says so where a rank failed because its device is lost.
@@ -178,15 +140,16 @@ class RankHost::ActiveRun {
     seats_[i].stream->Mark();  // fails where the device has
     if (!host_.pool_.devices[i]->lost()) return output;
     host_.lost_ = true;
-    return absl::UnavailableError(
-        absl::StrCat("a GPU has failed under rank ", seat(i), ": ", output.status().message()));
+    return absl::UnavailableError(absl::StrCat("a device (", host_.pool_.device_names[i],
+                                               ") has failed under rank ", seat(i), ": ",
+                                               output.status().message()));
   }
 
   absl::StatusOr<RankOutput> RunSeat(size_t i) {
     Seat& seat = seats_[i];
-    const absl::Duration timeout = host_.pool_.gpus.empty() ? kConnectTimeout : kNcclConnectTimeout;
-    seat.connecting = !host_.pool_.gpus.empty();
-    auto communicator = seat.endpoint->Connect(addresses_, *seat.stream, MonotonicNow() + timeout);
+    seat.connecting = host_.data_plane_->connects_slowly();
+    auto communicator = seat.endpoint->Connect(addresses_, *seat.stream,
+                                               MonotonicNow() + host_.data_plane_->connect_timeout());
     seat.connecting = false;
     host_.LogRejectedPeers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
@@ -219,11 +182,11 @@ class RankHost::ActiveRun {
   LocalRanks ranks_;         // last: its threads use all of the above
 };
 
-RankHost::RankHost(const Options& options, EmbeddedPool pool, v1::ModelId model_id, Listener& listener)
-    : options_(options),
-      pool_(std::move(pool)),
+RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
+                   Listener& listener)
+    : pool_(std::move(pool)),
+      data_plane_(std::move(data_plane)),
       model_id_(std::move(model_id)),
-      links_(MakeLinks(pool_.gpus.size())),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
@@ -238,10 +201,12 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .communication_multiprocessors = options.attention_sm_margin,
                                      .threads = options.threads,
                                      .speed_profile_path = options.speed_profile_path}));
-  RETURN_IF_ERROR(CheckDevices(pool.gpus));
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<DataPlane> data_plane,
+      pool.hardware->MakeDataPlane({.listen = options.data_listen, .nccl_ctas = options.nccl_ctas}));
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
   return std::unique_ptr<RankHost>(
-      new RankHost(options, std::move(pool), std::move(identified.id), listener));
+      new RankHost(std::move(pool), std::move(data_plane), std::move(identified.id), listener));
 }
 
 RankHost::~RankHost() {
@@ -262,9 +227,7 @@ void RankHost::AbortAll() {
 void RankHost::Describe(v1::Join& offer) const {
   offer.set_backend(pool_.devices.front()->name());
   offer.set_ranks(static_cast<uint32_t>(pool_.devices.size()));
-  for (size_t i = 0; i < pool_.devices.size(); ++i) {
-    offer.add_devices(pool_.gpus.empty() ? "cpu" : pool_.gpus[i].name);
-  }
+  for (const std::string& name : pool_.device_names) offer.add_devices(name);
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
@@ -355,13 +318,8 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
     EndRun(run);
-    KeepLinks();
+    data_plane_->Keep();  // all ranks are done, those of other workers too
   });
-}
-
-// All ranks are done, those of other workers too: their communicators serve the next run.
-void RankHost::KeepLinks() {
-  for (const std::unique_ptr<NcclLinks>& links : links_) links->Keep();
 }
 
 // Waits for the ranks, then frees what they held.

@@ -21,9 +21,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "engine/comm/nccl/nccl.h"
-#include "engine/devices/device.h"
-#include "engine/devices/embedded_pool.h"
+#include "engine/comm/data_plane.h"
+#include "engine/embedded_pool.h"
 #include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
 #include "kernels/mutex.h"
@@ -37,7 +36,7 @@ class RankHost {
   struct Options {
     std::string model_path;
     std::optional<DType> dtype;
-    DeviceChoice device = DeviceChoice::kAuto;  // on GPUs: one for each rank, over NCCL
+    std::string device = "auto";  // one of DeviceNames() (platforms.h); on GPUs: one for each rank
     int ranks = 1;
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
@@ -74,22 +73,21 @@ class RankHost {
  private:
   class ActiveRun;
 
-  RankHost(const Options& options, EmbeddedPool pool, v1::ModelId model_id, Listener& listener);
+  RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
+           Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
   void EndRun(uint64_t run);
   void AbortAll();
-  void KeepLinks();
   bool IsStopping(uint64_t run) const;
   void LogRejectedPeers(int rank, int rejected);        // once
   std::shared_ptr<ActiveRun> Find(uint64_t run) const;  // null: unknown, or over
   std::vector<std::shared_ptr<ActiveRun>> Runs() const;
 
-  const Options options_;
   const EmbeddedPool pool_;
+  const std::unique_ptr<DataPlane> data_plane_;
   const v1::ModelId model_id_;
-  const std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank of this worker; empty on the CPU
   Listener& listener_;
   std::atomic<bool> rejected_peers_logged_{false};
   std::atomic<bool> lost_{false};

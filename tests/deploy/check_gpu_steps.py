@@ -225,7 +225,7 @@ def longest_prompt(run, models):
     def body(limit):
         end = time.monotonic() + limit
         model = models.whole(limit / 2)
-        # As a pool has it after the load (engine/devices/cuda_pool.h).
+        # As a pool has it after the load (engine/devices/cuda/cuda_platform.cc).
         budget = int(0.85 * (free_bytes(run) - WEIGHTS_8B_BYTES)) if run.device_kind == "cuda" else free_bytes(run)
         config = models.work / "longest.yaml"
         config.write_text(f"model: {{path: {model}}}\n"

@@ -7,24 +7,24 @@
 #include <cstdlib>
 #include <string>
 
-#include "engine/devices/device.h"
+#include "engine/platforms.h"
 
 namespace meshfill {
 
 // Where there is no such device the program ends with status 77: not run.
-inline DeviceChoice TestDevice() {
-  static const DeviceChoice choice = [] {
+inline const std::string& TestDevice() {
+  static const std::string device = [] {
     const char* name = std::getenv("MESHFILL_TEST_DEVICE");
-    if (name == nullptr || std::string(name) != "cuda") return DeviceChoice::kCpu;
-    if (const auto devices = ChooseDevices(DeviceChoice::kCuda); !devices.ok()) {
+    std::string chosen = name != nullptr ? name : "cpu";
+    if (const auto devices = FindDevices(chosen, {}); !devices.ok()) {
       std::printf("not run: %s\n", std::string(devices.status().message()).c_str());
       std::exit(77);
     }
-    return DeviceChoice::kCuda;
+    return chosen;
   }();
-  return choice;
+  return device;
 }
-inline bool TestsOnCuda() { return TestDevice() == DeviceChoice::kCuda; }
+inline bool TestsOnCuda() { return TestDevice() == "cuda"; }
 
 }  // namespace meshfill
 

@@ -19,7 +19,7 @@ TEST(AttentionBenchTest, CountsTheVisiblePairsOfEveryHead) {
                                       .tokens = 100,
                                       .threads = 2,
                                       .repeats = 1};
-  const absl::StatusOr<AttentionBenchResult> result = BenchAttention(options);
+  const absl::StatusOr<KernelBenchResult> result = BenchAttention(options);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->target, SupportedAttentionTargets().front());
   const double flops = 4.0 * 24 * 6 * (100 * 101 / 2);
@@ -30,7 +30,7 @@ TEST(AttentionBenchTest, CountsTheVisiblePairsOfEveryHead) {
 TEST(AttentionBenchTest, RunsEveryTargetInBothTypes) {
   for (const std::string& target : SupportedAttentionTargets()) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
-      const absl::StatusOr<AttentionBenchResult> result =
+      const absl::StatusOr<KernelBenchResult> result =
           BenchAttention({.dtype = dtype, .tokens = 300, .target = target, .repeats = 2});
       ASSERT_TRUE(result.ok()) << result.status();
       EXPECT_EQ(result->target, target);

@@ -5,14 +5,17 @@
 #include <string>
 #include <utility>
 
+#include "kernels/cpu/attention.h"
+
 namespace meshfill {
 namespace {
 
 TEST(GemmBenchTest, CountsAMultiplyAndAnAddForEachProduct) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    const absl::StatusOr<GemmBenchResult> result = BenchGemm(
+    const absl::StatusOr<KernelBenchResult> result = BenchGemm(
         {.dtype = dtype, .tokens = 70, .in_features = 96, .out_features = 130, .threads = 2, .repeats = 1});
     ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->target, SupportedAttentionTargets().front());
     const double flops = 2.0 * 70 * 96 * 130;
     EXPECT_NEAR(result->flops_per_second * result->seconds, flops, flops * 1e-9);
     EXPECT_NEAR(result->ratio, result->flops_per_second / result->peak_flops_per_second,

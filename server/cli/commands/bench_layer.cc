@@ -43,7 +43,7 @@ class BenchLayerCommand : public Command {
  public:
   explicit BenchLayerCommand(CLI::App& parent)
       : Command(parent.add_subcommand("layer", "One whole layer of a model's shape, as one rank runs it")) {
-    AddDeviceOption(*app_, engine_.device)->description("cpu (default), cuda, or auto");
+    AddDeviceOption(*app_, engine_.device);
     AddParsedOption(*app_, "--dtype", dtype_, ParseComputeDType, "NAME", "bf16 (default) or f32");
     AddCount(*app_, "--tokens", tokens_, "Tokens in the prompt");
     AddCount(*app_, "--hidden", model_.hidden, "Width of the residual stream");
@@ -123,7 +123,7 @@ class BenchLayerCommand : public Command {
   // The shape of an 8B model's layers.
   MakeModelOptions model_ = {
       .hidden = 4096, .intermediate = 14336, .q_heads = 32, .kv_heads = 8, .head_dim = 128};
-  EngineOptions engine_ = {.device = DeviceChoice::kCpu};
+  EngineOptions engine_ = {.device = "cpu"};
   DType dtype_ = DType::kBf16;
   int64_t tokens_ = 2048;
   int repeats_ = 3;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <memory>
 #include <random>
 #include <thread>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"
 #include "engine/speed/pool_speed.h"
+#include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/bench_models.h"
@@ -161,7 +163,9 @@ class BenchPlanCommand : public Command {
   }
 
   absl::StatusOr<double> Predicted(const PrefillEngine& engine, const Shape& shape) const {
-    ASSIGN_OR_RETURN(PoolSpeed speed, MeasureCpuPoolSpeed(engine.model(), threads_, shape.ranks));
+    const std::unique_ptr<Device> device = MakeCpuDevice(engine.model().dtype, threads_, shape.ranks);
+    ASSIGN_OR_RETURN(PoolSpeed speed,
+                     MeasurePoolSpeed(engine.model(), *device, std::min(threads_, shape.ranks), shape.ranks));
     ASSIGN_OR_RETURN(PlanChoice plan, MakePlan(engine.model(), speed,
                                                {.tokens = shape.tokens,
                                                 .ranks = shape.ranks,

@@ -5,6 +5,8 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "engine/platforms.h"
 #include "server/config/config.h"
 
 namespace meshfill {
@@ -69,8 +71,10 @@ CLI::Option* AddStripeOption(CLI::App& app, std::optional<int64_t>& stripe) {
       ->check(CLI::Range(int64_t{1}, int64_t{std::numeric_limits<int32_t>::max()}));
 }
 
-CLI::Option* AddDeviceOption(CLI::App& app, DeviceChoice& device) {
-  return AddParsedOption(app, "--device", device, ParseDevice, "NAME", "auto, cpu or cuda");
+CLI::Option* AddDeviceOption(CLI::App& app, std::string& device) {
+  return AddParsedOption(
+      app, "--device", device, ParseDevice, "NAME",
+      absl::StrCat("One of ", absl::StrJoin(DeviceNames(), ", "), " (default: ", device, ")"));
 }
 
 CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype) {

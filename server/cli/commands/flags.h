@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/devices/device.h"
 #include "engine/mesh/layout.h"
 #include "engine/mesh/mesh.h"
 #include "engine/prefill_engine.h"
@@ -49,7 +48,7 @@ CLI::Option* AddTileOption(CLI::App& app, std::optional<Tile>& tile);
 CLI::Option* AddHeadsOption(CLI::App& app, std::optional<int>& heads);
 CLI::Option* AddLayoutOption(CLI::App& app, std::optional<LayoutKind>& layout);
 CLI::Option* AddStripeOption(CLI::App& app, std::optional<int64_t>& stripe);
-CLI::Option* AddDeviceOption(CLI::App& app, DeviceChoice& device);
+CLI::Option* AddDeviceOption(CLI::App& app, std::string& device);
 CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype);
 CLI::Option* AddRanksOption(CLI::App& app, std::optional<int>& ranks);
 CLI::Option* AddJsonFlag(CLI::App& app, bool& json);

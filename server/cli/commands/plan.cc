@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "engine/devices/embedded_pool.h"
+#include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
 #include "engine/plan/planner.h"
 #include "engine/plan/predicted_timeline.h"

@@ -50,7 +50,7 @@ class CudaEngineTest : public testing::Test {
   }
 
   static EngineOptions Options(int ranks) {
-    return {.model_path = folder_, .ranks = ranks, .device = DeviceChoice::kCuda, .peak_flops = 1e12};
+    return {.model_path = folder_, .ranks = ranks, .device = "cuda", .peak_flops = 1e12};
   }
   static std::unique_ptr<PrefillEngine> Load(int ranks) {
     auto engine = LoadEmbeddedEngine(Options(ranks));
@@ -89,7 +89,7 @@ TEST_F(CudaEngineTest, SaysWhyThereIsNoDevice) {
 
 TEST_F(CudaEngineTest, AutoTakesTheGpuAndLeavesF32ToTheCpu) {
   EngineOptions options = Options(2);
-  options.device = DeviceChoice::kAuto;
+  options.device = "auto";
   const auto on_gpu = LoadEmbeddedEngine(options);
   ASSERT_TRUE(on_gpu.ok()) << on_gpu.status();
   EXPECT_EQ((*on_gpu)->backend_name(), "cuda/sm90");

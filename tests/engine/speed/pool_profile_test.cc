@@ -93,28 +93,35 @@ TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
 }
 
 TEST(PoolProfile, AnotherPoolHasAnotherKey) {
-  const std::string key = CpuPoolKey(kModel, "cpu/x", 2, 4);
-  EXPECT_EQ(CpuPoolKey(kModel, "cpu/x", 2, 4), key);
+  const std::string key = PoolKey("cpu/x", kModel, "4 ranks");
+  EXPECT_EQ(PoolKey("cpu/x", kModel, "4 ranks"), key);
   ModelShape wider = kModel;
   wider.hidden *= 2;
-  EXPECT_NE(CpuPoolKey(wider, "cpu/x", 2, 4), key);
-  EXPECT_NE(CpuPoolKey(kModel, "cpu/y", 2, 4), key);
-  EXPECT_NE(CpuPoolKey(kModel, "cpu/x", 1, 4), key);
-  EXPECT_NE(CpuPoolKey(kModel, "cpu/x", 2, 2), key);
+  EXPECT_NE(PoolKey("cpu/x", wider, "4 ranks"), key);
+  EXPECT_NE(PoolKey("cpu/y", kModel, "4 ranks"), key);
+  EXPECT_NE(PoolKey("cpu/x", kModel, "2 ranks"), key);
 }
 
 TEST(PoolProfile, APoolIsMeasuredOnce) {
   const TempFolder folder;
   const std::string path = folder / "speed.json";
-  const auto first = CpuPoolSpeed(kModel, 1, 2, path);
+  int measurements = 0;
+  const auto measure = [&]() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9 * ++measurements); };
+  const auto first = KeptPoolSpeed(path, "a", measure);
   ASSERT_TRUE(first.ok()) << first.status();
-  const auto second = CpuPoolSpeed(kModel, 1, 2, path);
+  const auto second = KeptPoolSpeed(path, "a", measure);
   ASSERT_TRUE(second.ok()) << second.status();
-  EXPECT_EQ(*second, *first);  // no two measurements are equal
+  EXPECT_EQ(*second, *first);
+  EXPECT_EQ(measurements, 1);
+  EXPECT_TRUE(KeptPoolSpeed(path, "b", measure).ok());
+  EXPECT_EQ(measurements, 2);
+  EXPECT_TRUE(KeptPoolSpeed("", "a", measure).ok());  // nothing is kept
+  EXPECT_EQ(measurements, 3);
 }
 
 TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
-  const auto speed = CpuPoolSpeed(kModel, 1, 2, "/proc/no/such/speed.json");
+  const auto speed = KeptPoolSpeed("/proc/no/such/speed.json", "a",
+                                   []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); });
   ASSERT_TRUE(speed.ok()) << speed.status();
 }
 

@@ -49,7 +49,7 @@ TEST(FitCostLine, OneSampleIsARate) {
   EXPECT_DOUBLE_EQ(line.per_unit, 0.5);
 }
 
-TEST(MeasureCpuPoolSpeed, RanksThatShareThreadsHaveTheirShare) {
+TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
   const ModelShape model{.layers = 2,
                          .hidden = 128,
                          .intermediate = 256,
@@ -60,7 +60,8 @@ TEST(MeasureCpuPoolSpeed, RanksThatShareThreadsHaveTheirShare) {
                          .context_tokens = 4096,
                          .dtype = DType::kF32};
   for (const int ranks : {1, 2, 3, 8}) {
-    const auto speed = MeasureCpuPoolSpeed(model, 2, ranks);
+    const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, 2, ranks);
+    const auto speed = MeasurePoolSpeed(model, *device, std::min(2, ranks), ranks);
     ASSERT_TRUE(speed.ok()) << speed.status();
     EXPECT_DOUBLE_EQ(speed->lone_rank_speedup, std::max(1.0, ranks / 2.0));
     const auto choice = MakePlan(model, *speed, {.tokens = 1000, .ranks = ranks});

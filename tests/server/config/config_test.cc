@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "engine/speed/pool_profile.h"
 #include "gtest/gtest.h"
 
@@ -208,7 +208,10 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
     EXPECT_NE(Refusal(absl::StrCat("plan: {layout: ", no_name, "}")).find("choose one of"), std::string::npos)
         << no_name;
   }
-  EXPECT_NE(Refusal("pool: {embedded: {device: tpu}}").find("choose one of"), std::string::npos);
+  EXPECT_EQ(Refusal("pool: {embedded: {device: tpu}}"),
+            "FILE:1: pool.embedded.device: \"tpu\" is not known; choose one of auto, cpu, cuda");
+  EXPECT_EQ(Refusal("pool: {worker: {device: CUDA}}"),
+            "FILE:1: pool.worker.device: \"CUDA\" is not known; choose one of auto, cpu, cuda");
   EXPECT_EQ(Refusal("pool: {link_bytes_per_second: 0}"),
             "FILE:1: pool.link_bytes_per_second: must be above 0");
   EXPECT_EQ(Refusal("pool: {host_link_bytes_per_second: 0}"),

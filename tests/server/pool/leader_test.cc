@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "gtest/gtest.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"

@@ -10,7 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "engine/devices/engine_options.h"
+#include "engine/engine_options.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"
 

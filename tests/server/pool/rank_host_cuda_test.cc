@@ -17,7 +17,7 @@ class RankHostCudaTest : public RankHostFixture {
     FakeCuda::set_devices(kRanks);
     FakeCuda::set_memory_bytes(size_t{1} << 30);
     MakeTestModel("rank_host_cuda_model", DType::kBf16);
-    options_.device = DeviceChoice::kCuda;
+    options_.device = "cuda";
     options_.attention_sm_margin = 1;
   }
   void TearDown() override { FakeCuda::RepairDevice(); }

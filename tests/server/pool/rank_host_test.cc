@@ -17,7 +17,7 @@ class RankHostTest : public RankHostFixture {
  protected:
   void SetUp() override {
     MakeTestModel("rank_host_model", DType::kF32);
-    options_.device = DeviceChoice::kCpu;
+    options_.device = "cpu";
     options_.threads = 2;
     options_.memory_bytes = 1 << 28;
   }

@@ -15,11 +15,12 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
-#include "engine/devices/embedded_pool.h"
-#include "engine/devices/engine_options.h"
+#include "engine/embedded_pool.h"
+#include "engine/engine_options.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
 #include "engine/run/rank_runner.h"
+#include "kernels/cuda/device_info.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/test_device.h"
 
@@ -54,7 +55,7 @@ std::vector<uint32_t> Prompt() {
 Tile TileOf(int ranks) { return ranks == 4 ? Tile{2, 2} : Tile{1, ranks}; }
 
 EngineOptions Options(const std::string& folder, int ranks) {
-  return {.model_path = folder, .ranks = ranks, .device = DeviceChoice::kCuda, .peak_flops = 1e12};
+  return {.model_path = folder, .ranks = ranks, .device = "cuda", .peak_flops = 1e12};
 }
 
 // The same plan everywhere: the sizes decide it, and no speed that was measured.

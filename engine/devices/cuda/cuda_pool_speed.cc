@@ -1,7 +1,8 @@
+#include "engine/devices/cuda/cuda_pool_speed.h"
+
 #include <chrono>
 #include <utility>
 
-#include "engine/devices/cuda_pool.h"
 #include "engine/speed/pool_speed.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"
@@ -29,25 +30,22 @@ absl::StatusOr<double> MeasureLink(Device& first, Device& second) {
 
 }  // namespace
 
-absl::Status LoadCudaKernels(const ModelShape& shape, std::span<const std::shared_ptr<Device>> of_rank) {
-  const int ranks = static_cast<int>(of_rank.size());
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (rank > 0 && of_rank[rank] == of_rank[rank - 1]) continue;
-    ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, of_rank[rank]->NewStream(nullptr));
+absl::Status LoadCudaKernels(const ModelShape& shape, DevicesByRank devices) {
+  for (size_t rank = 0; rank < devices.size(); ++rank) {
+    if (rank > 0 && devices[rank] == devices[rank - 1]) continue;
+    ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, devices[rank]->NewStream(nullptr));
     RETURN_IF_ERROR(RunEachOperation(shape, *stream));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape,
-                                               std::span<const std::shared_ptr<Device>> of_rank) {
-  const int ranks = static_cast<int>(of_rank.size());
+absl::StatusOr<PoolSpeed> MeasureCudaPoolSpeed(const ModelShape& shape, DevicesByRank devices) {
+  const int ranks = static_cast<int>(devices.size());
   int on_first = 1;
-  while (on_first < ranks && of_rank[on_first] == of_rank[0]) ++on_first;
-  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, of_rank[0]->NewStream(nullptr));
-  ASSIGN_OR_RETURN(PoolSpeed speed, MeasurePoolSpeed(shape, *stream, on_first));
+  while (on_first < ranks && devices[on_first] == devices[0]) ++on_first;
+  ASSIGN_OR_RETURN(PoolSpeed speed, MeasurePoolSpeed(shape, *devices[0], /*streams=*/1, on_first));
   if (on_first == ranks) return speed;
-  ASSIGN_OR_RETURN(double link, MeasureLink(*of_rank[0], *of_rank[on_first]));
+  ASSIGN_OR_RETURN(double link, MeasureLink(*devices[0], *devices[on_first]));
   speed.link_bytes_per_second = link;
   return speed;
 }

@@ -1,18 +1,19 @@
 // What the ranks of one process compute with: their devices, the weights where these read them, and what
 // both were measured to do.
 //
-// On the CPU the ranks share its cores and one copy of the weights. On GPUs neighbouring ranks share a device
-// (4 ranks on 2 devices: 0 0 1 1); each device has its copy of the weights, each rank of a run a stream.
-#ifndef MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
-#define MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
+// The ranks are spread evenly over the devices of one platform, neighbours sharing one (4 ranks on 2 devices:
+// 0 0 1 1). Each device has one copy of the weights, each rank of a run a stream.
+#ifndef MESHFILL_ENGINE_EMBEDDED_POOL_H_
+#define MESHFILL_ENGINE_EMBEDDED_POOL_H_
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "engine/devices/device.h"
-#include "engine/devices/engine_options.h"
+#include "engine/devices/platform.h"
+#include "engine/engine_options.h"
 #include "engine/model/model.h"
 #include "engine/plan/cost_model.h"
 #include "kernels/device.h"
@@ -23,13 +24,14 @@ namespace meshfill {
 struct EmbeddedPoolCapacity {
   PoolSpeed speed;
   int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
-  bool one_memory = true;           // false: on several GPUs, between which chunks are copied
+  bool one_memory = true;           // false: on several devices, between which chunks are copied
 };
 
 struct EmbeddedPool {
+  std::unique_ptr<const PoolDevices> hardware;
+  std::vector<std::string> device_names;             // by rank
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
   std::vector<std::shared_ptr<Device>> devices;      // by rank; shared likewise
-  std::vector<CudaDeviceInfo> gpus;                  // by rank; none: the CPU
   EmbeddedPoolCapacity capacity;
   double peak_flops = 0;  // of all ranks together
 };
@@ -44,4 +46,4 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_ENGINE_DEVICES_EMBEDDED_POOL_H_
+#endif  // MESHFILL_ENGINE_EMBEDDED_POOL_H_

@@ -1,12 +1,11 @@
 // What an embedded pool is made of, and what its plans choose from.
-#ifndef MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_
-#define MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_
+#ifndef MESHFILL_ENGINE_ENGINE_OPTIONS_H_
+#define MESHFILL_ENGINE_ENGINE_OPTIONS_H_
 
 #include <cstdint>
 #include <optional>
 #include <string>
 
-#include "engine/devices/device.h"
 #include "engine/mesh/layout.h"
 #include "engine/plan/planner.h"
 #include "kernels/dtype.h"
@@ -14,10 +13,10 @@
 namespace meshfill {
 
 struct EngineOptions {
-  std::string model_path;                     // a Hugging Face folder
-  int ranks = 1;                              // 1 to 64
-  DeviceChoice device = DeviceChoice::kAuto;  // the ranks are spread over what is chosen
-  std::optional<DType> dtype;  // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
+  std::string model_path;       // a Hugging Face folder
+  int ranks = 1;                // 1 to 64
+  std::string device = "auto";  // one of DeviceNames() (platforms.h), over whose devices the ranks are spread
+  std::optional<DType> dtype;   // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
@@ -35,4 +34,4 @@ struct EngineOptions {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_ENGINE_DEVICES_ENGINE_OPTIONS_H_
+#endif  // MESHFILL_ENGINE_ENGINE_OPTIONS_H_

@@ -1,0 +1,50 @@
+// How the ranks of a worker reach the ranks of other processes: what a worker keeps of it between runs, and
+// an endpoint for each rank of each run.
+//
+// Listen may be called while other runs live; Keep, when none does that it could belong to.
+#ifndef MESHFILL_ENGINE_COMM_DATA_PLANE_H_
+#define MESHFILL_ENGINE_COMM_DATA_PLANE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "engine/comm/endpoint.h"
+
+namespace meshfill {
+
+// What an operator says of a worker's data plane. Each kind reads what it needs.
+struct DataPlaneOptions {
+  std::string listen = "127.0.0.1";  // a host name, an address, or a network interface ("eth0")
+  int nccl_ctas = 8;                 // of a GPU, that NCCL may take; 0: as many as it likes
+};
+
+class DataPlane {
+ public:
+  // One rank of one run.
+  struct Seat {
+    int local_rank = 0;  // of this worker
+    int rank = 0;        // of the run
+    int ranks = 1;
+    uint64_t epoch = 0;
+    uint64_t run = 0;  // tells this run's messages from those of any other; the same on all ranks
+  };
+
+  virtual ~DataPlane() = default;
+
+  // Errors: those of the endpoint's kind (gloo.h, nccl.h).
+  virtual absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) = 0;
+  // The last run has gone well on all its ranks: the next one may use its connections.
+  virtual void Keep() = 0;
+
+  // A rank that takes longer to connect than this will not.
+  virtual absl::Duration connect_timeout() const = 0;
+  // True: connecting takes seconds though nothing is wrong, and a rank that connects does not hang.
+  virtual bool connects_slowly() const = 0;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_COMM_DATA_PLANE_H_

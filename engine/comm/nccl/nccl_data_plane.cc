@@ -1,0 +1,44 @@
+#include "engine/comm/nccl/nccl_data_plane.h"
+
+#include <utility>
+
+#include "engine/comm/nccl/nccl.h"
+
+namespace meshfill {
+namespace {
+
+class NcclDataPlane final : public DataPlane {
+ public:
+  NcclDataPlane(const DataPlaneOptions& options, std::vector<int> device_of_rank)
+      : options_(options),
+        device_of_rank_(std::move(device_of_rank)),
+        links_of_rank_(device_of_rank_.size()) {}
+
+  absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
+    return ListenNccl({.rank = seat.rank,
+                       .ranks = seat.ranks,
+                       .device = device_of_rank_[seat.local_rank],
+                       .most_ctas = options_.nccl_ctas,
+                       .epoch = seat.epoch,
+                       .links = &links_of_rank_[seat.local_rank]});
+  }
+  void Keep() override {
+    for (NcclLinks& links : links_of_rank_) links.Keep();
+  }
+  absl::Duration connect_timeout() const override { return absl::Seconds(60); }  // NCCL tries out the links
+  bool connects_slowly() const override { return true; }
+
+ private:
+  const DataPlaneOptions options_;
+  const std::vector<int> device_of_rank_;
+  std::vector<NcclLinks> links_of_rank_;
+};
+
+}  // namespace
+
+std::unique_ptr<DataPlane> MakeNcclDataPlane(const DataPlaneOptions& options,
+                                             std::vector<int> device_of_rank) {
+  return std::make_unique<NcclDataPlane>(options, std::move(device_of_rank));
+}
+
+}  // namespace meshfill

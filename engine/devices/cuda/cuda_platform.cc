@@ -1,0 +1,205 @@
+#include "engine/devices/cuda/cuda_platform.h"
+
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/comm/nccl/nccl_data_plane.h"
+#include "engine/devices/cuda/cuda_pool_speed.h"
+#include "engine/model/layer_shape.h"
+#include "engine/speed/pool_profile.h"
+#include "kernels/cuda/attention_bench.h"
+#include "kernels/cuda/cuda_device.h"
+#include "kernels/cuda/device_info.h"
+#include "kernels/cuda/gemm_bench.h"
+#include "kernels/return_if_error.h"
+#include "kernels/stream.h"
+
+namespace meshfill {
+namespace {
+
+double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// In the dtype that a device computes in; the embedding may be twice as wide in the file.
+int64_t WeightBytes(const ModelShape& shape) {
+  const int64_t layers = shape.layers * LayerMatrixElements(LayerShapeOf(shape));
+  return static_cast<int64_t>(sizeof(BFloat16)) * (layers + 2 * shape.vocab * shape.hidden);
+}
+
+// FLOP/s of a square product.
+absl::StatusOr<double> MeasureProduct(Device& device) {
+  constexpr int64_t kWidth = 4096;
+  constexpr int kRuns = 10;
+  ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, device.NewStream(nullptr));
+  const std::vector<BFloat16> ones(kWidth * kWidth, BFloat16::FromFloat(0.5f));
+  const WeightRows rows{.data = ones.data(), .dtype = DType::kBf16, .rows = kWidth};
+  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, device.PackWeight({&rows, 1}, kWidth));
+  ASSIGN_OR_RETURN(BufferRef x, stream->Place(ones.data(), ones.size() * sizeof(BFloat16)));
+  ASSIGN_OR_RETURN(BufferRef y, stream->Allocate(ones.size() * sizeof(BFloat16)));
+  std::chrono::steady_clock::time_point start;
+  for (int run = -1; run < kRuns; ++run) {  // the first picks its algorithm
+    RETURN_IF_ERROR(stream->Gemm(
+        {.weight = weight.get(), .x = x->data(), .tokens = kWidth, .y = y->data(), .y_dtype = DType::kBf16}));
+    if (run >= 0 && run < kRuns - 1) continue;
+    RETURN_IF_ERROR(stream->Finish());
+    if (run < 0) start = std::chrono::steady_clock::now();
+  }
+  return kRuns * 2.0 * kWidth * kWidth * kWidth / SecondsSince(start);
+}
+
+class CudaDevices final : public PoolDevices {
+ public:
+  CudaDevices(std::vector<CudaDeviceInfo> gpus, int ranks) : gpus_(std::move(gpus)), ranks_(ranks) {
+    if (static_cast<int>(gpus_.size()) > ranks) gpus_.resize(ranks);
+  }
+
+  int count() const override { return static_cast<int>(gpus_.size()); }
+  std::string DeviceName(int device) const override { return gpus_[device].name; }
+  std::optional<DType> dtype() const override { return DType::kBf16; }
+  bool in_host_memory() const override { return false; }
+
+  absl::Status CheckModel(int device, const ModelShape& shape) const override {
+    if (shape.head_dim % 8 != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("device cuda: head_dim is ", shape.head_dim,
+                       ", of which it computes multiples of 8; choose the device cpu"));
+    }
+    const CudaDeviceInfo& gpu = gpus_[device];
+    ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
+    if (WeightBytes(shape) <= free_bytes) return absl::OkStatus();
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "GPU ", gpu.ordinal, " (", gpu.name, "): the weights need ", WeightBytes(shape), " bytes, and ",
+        free_bytes, " of ", gpu.memory_bytes, " are free; use a GPU with more memory"));
+  }
+
+  absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType) const override {
+    return MakeCudaDevice(gpus_[device]);
+  }
+
+  // A device keeps the memory of streams that are gone for the next ones. One for each rank, now, so that the
+  // budget knows of it and no prompt waits for it.
+  absl::Status WarmUp(const ModelShape& shape, DevicesByRank devices) const override {
+    RETURN_IF_ERROR(LoadCudaKernels(shape, devices));
+    std::vector<std::unique_ptr<Stream>> streams;
+    for (const std::shared_ptr<Device>& device : devices) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(nullptr));
+      streams.push_back(std::move(stream));
+    }
+    return absl::OkStatus();
+  }
+
+  std::string SpeedKey(const ModelShape& shape, DevicesByRank) const override {
+    std::string hardware;
+    for (const CudaDeviceInfo& gpu : gpus_) {
+      const CudaDeviceTraits& traits = gpu.traits;
+      absl::StrAppend(&hardware, hardware.empty() ? "CUDA " : " + ", gpu.name, " (", traits.compute_major,
+                      ".", traits.compute_minor, ", ", traits.multiprocessors, " less ",
+                      traits.margin_multiprocessors, ")");
+    }
+    return PoolKey(hardware, shape, absl::StrCat(ranks_, " ranks"));
+  }
+
+  absl::StatusOr<PoolSpeed> MeasureSpeed(const ModelShape& shape, DevicesByRank devices) const override {
+    return MeasureCudaPoolSpeed(shape, devices);
+  }
+
+  // The data sheets' figures, or a large product's where there is none.
+  absl::StatusOr<double> PeakFlops(DevicesByRank devices) const override {
+    double peak = 0;
+    for (const CudaDeviceInfo& gpu : gpus_) {
+      double flops = CudaPeakFlops(gpu.name);
+      if (flops == 0) {
+        ASSIGN_OR_RETURN(double measured, MeasureProduct(*devices.front()));
+        flops = measured;
+      }
+      peak += flops;
+    }
+    return peak;
+  }
+
+  // 85 % of what is free: the rest is for pieces that do not fit together, and NCCL.
+  absl::StatusOr<int64_t> BudgetBytes() const override {
+    int64_t bytes = 0;
+    for (const CudaDeviceInfo& gpu : gpus_) {
+      ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
+      bytes += free_bytes / 100 * 85;
+    }
+    return bytes;
+  }
+
+  absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) const override {
+    const CudaDeviceInfo& gpu = gpus_.front();
+    ASSIGN_OR_RETURN(CudaAttentionBenchResult result, BenchCudaAttention({.dtype = options.dtype,
+                                                                          .head_dim = options.head_dim,
+                                                                          .q_heads = options.q_heads,
+                                                                          .kv_heads = options.kv_heads,
+                                                                          .tokens = options.tokens,
+                                                                          .repeats = options.repeats},
+                                                                         gpu.traits));
+    return KernelBenchResult{.target = gpu.name,
+                             .seconds = result.seconds,
+                             .flops_per_second = result.flops_per_second,
+                             .peak_flops_per_second = CudaPeakFlops(gpu.name)};
+  }
+
+  absl::StatusOr<KernelBenchResult> BenchGemm(const GemmBenchOptions& options) const override {
+    const CudaDeviceInfo& gpu = gpus_.front();
+    ASSIGN_OR_RETURN(CudaGemmBenchResult result, BenchCudaGemm({.tokens = options.tokens,
+                                                                .in_features = options.in_features,
+                                                                .out_features = options.out_features,
+                                                                .repeats = options.repeats},
+                                                               gpu));
+    return KernelBenchResult{.target = gpu.name,
+                             .seconds = result.seconds,
+                             .flops_per_second = result.flops_per_second,
+                             .peak_flops_per_second = CudaPeakFlops(gpu.name)};
+  }
+
+  // NCCL has one rank on a GPU.
+  absl::StatusOr<std::unique_ptr<DataPlane>> MakeDataPlane(const DataPlaneOptions& options) const override {
+    if (ranks_ > count()) {
+      return absl::InvalidArgumentError(absl::StrCat("pool.worker.ranks is ", ranks_,
+                                                     ", more than this machine has GPUs; lower it, or "
+                                                     "choose the device cpu"));
+    }
+    std::vector<int> ordinals;
+    for (const CudaDeviceInfo& gpu : gpus_) ordinals.push_back(gpu.ordinal);
+    return MakeNcclDataPlane(options, std::move(ordinals));
+  }
+
+ private:
+  std::vector<CudaDeviceInfo> gpus_;  // in use
+  const int ranks_;
+};
+
+class CudaPlatform final : public Platform {
+ public:
+  std::string name() const override { return "cuda"; }
+
+  absl::StatusOr<std::unique_ptr<PoolDevices>> Find(const DeviceRequest& request) const override {
+    if (request.dtype == DType::kF32) {
+      return absl::FailedPreconditionError("it computes in bf16, not in f32; leave the dtype out");
+    }
+    absl::StatusOr<std::vector<CudaDeviceInfo>> gpus = FindCudaDevices();
+    if (!gpus.ok()) return absl::FailedPreconditionError(gpus.status().message());
+    for (CudaDeviceInfo& gpu : *gpus) {
+      if (request.communication_multiprocessors >= gpu.traits.multiprocessors) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "GPU ", gpu.ordinal, " (", gpu.name, ") has ", gpu.traits.multiprocessors,
+            " multiprocessors, and attention is to leave ", request.communication_multiprocessors,
+            " of them to NCCL; lower pool.worker.attention_sm_margin"));
+      }
+      gpu.traits.margin_multiprocessors = request.communication_multiprocessors;
+    }
+    return std::make_unique<CudaDevices>(*std::move(gpus), request.ranks);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Platform> MakeCudaPlatform() { return std::make_unique<CudaPlatform>(); }
+
+}  // namespace meshfill

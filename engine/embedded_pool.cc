@@ -1,0 +1,98 @@
+#include "engine/embedded_pool.h"
+
+#include <functional>
+#include <utility>
+
+#include "engine/platforms.h"
+#include "engine/speed/pool_profile.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+absl::StatusOr<std::unique_ptr<PoolDevices>> Devices(const EngineOptions& options) {
+  return FindDevices(options.device,
+                     {.ranks = options.ranks,
+                      .dtype = options.dtype,
+                      .threads = options.threads,
+                      .communication_multiprocessors = options.communication_multiprocessors});
+}
+
+int DeviceOf(int rank, int ranks, const PoolDevices& hardware) { return rank * hardware.count() / ranks; }
+
+// By rank; each made once, by `make`.
+absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
+    const PoolDevices& hardware, int ranks,
+    const std::function<absl::StatusOr<std::shared_ptr<Device>>(int device)>& make) {
+  std::vector<std::shared_ptr<Device>> of_device, of_rank;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int device = DeviceOf(rank, ranks, hardware);
+    if (device == static_cast<int>(of_device.size())) {
+      ASSIGN_OR_RETURN(std::shared_ptr<Device> made, make(device));
+      of_device.push_back(std::move(made));
+    }
+    of_rank.push_back(of_device[device]);
+  }
+  return of_rank;
+}
+
+absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
+                                              const PoolDevices& hardware, DevicesByRank devices) {
+  ASSIGN_OR_RETURN(PoolSpeed speed,
+                   KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
+                                 [&] { return hardware.MeasureSpeed(shape, devices); }));
+  int64_t budget = options.memory_budget_bytes;
+  if (budget <= 0) {
+    ASSIGN_OR_RETURN(budget, hardware.BudgetBytes());
+  }
+  return EmbeddedPoolCapacity{
+      .speed = speed, .memory_budget_bytes = budget, .one_memory = hardware.count() == 1};
+}
+
+}  // namespace
+
+absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
+  EmbeddedPool pool;
+  ASSIGN_OR_RETURN(pool.hardware, Devices(options));
+  const PoolDevices& hardware = *pool.hardware;
+  std::vector<std::shared_ptr<const Model>> on_device;
+  const auto load = [&](int index) -> absl::StatusOr<std::shared_ptr<Device>> {
+    std::shared_ptr<Device> device;
+    const auto device_for = [&](const ModelShape& shape) -> absl::StatusOr<Device*> {
+      RETURN_IF_ERROR(hardware.CheckModel(index, shape));
+      ASSIGN_OR_RETURN(device, hardware.Make(index, shape.dtype));
+      return device.get();
+    };
+    ASSIGN_OR_RETURN(std::shared_ptr<const Model> model,
+                     Model::Load(options.model_path, hardware.dtype(), device_for));
+    on_device.push_back(std::move(model));
+    return device;
+  };
+  ASSIGN_OR_RETURN(pool.devices, MakeByRank(hardware, options.ranks, load));
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    const int device = DeviceOf(rank, options.ranks, hardware);
+    pool.device_names.push_back(hardware.DeviceName(device));
+    pool.models.push_back(on_device[device]);
+  }
+  const ModelShape& shape = pool.models.front()->shape();
+  RETURN_IF_ERROR(hardware.WarmUp(shape, pool.devices));
+  ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices));
+  pool.peak_flops = options.peak_flops;
+  if (pool.peak_flops <= 0) {
+    ASSIGN_OR_RETURN(pool.peak_flops, hardware.PeakFlops(pool.devices));
+  }
+  return pool;
+}
+
+absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
+                                                            const ModelShape& shape) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<PoolDevices> hardware, Devices(options));
+  const auto make = [&](int device) -> absl::StatusOr<std::shared_ptr<Device>> {
+    return hardware->Make(device, shape.dtype);
+  };
+  ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Device>> devices,
+                   MakeByRank(*hardware, options.ranks, make));
+  return Capacity(options, shape, *hardware, devices);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,39 @@
+// A device whose operations are the reference's, under another name.
+#ifndef MESHFILL_TESTS_ENGINE_DEVICES_TOY_TOY_DEVICE_H_
+#define MESHFILL_TESTS_ENGINE_DEVICES_TOY_TOY_DEVICE_H_
+
+#include <memory>
+#include <string>
+
+#include "kernels/device.h"
+#include "kernels/reference/reference_device.h"
+
+namespace meshfill {
+
+class ToyDevice final : public Device {
+ public:
+  explicit ToyDevice(DType dtype) : reference_(MakeReferenceDevice(dtype)) {}
+
+  std::string name() const override { return "toy/loops"; }
+  DType dtype() const override { return reference_->dtype(); }
+  Grain grain() const override { return {.slice_tokens = 64}; }
+  bool lost() const override { return false; }
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return reference_->Allocate(size_bytes); }
+  absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
+    return reference_->Place(host, size_bytes);
+  }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
+                                                           int64_t in_features) override {
+    return reference_->PackWeight(rows, in_features);
+  }
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
+    return reference_->NewStream(stop);
+  }
+
+ private:
+  const std::unique_ptr<Device> reference_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_ENGINE_DEVICES_TOY_TOY_DEVICE_H_
