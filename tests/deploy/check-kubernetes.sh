@@ -5,7 +5,7 @@
 #
 #   tests/deploy/check-kubernetes.sh
 #
-# Needs python3-venv, and PyPI in reach. MESHFILL names a built binary: with it, the pods' arguments and configurations are
+# Needs PyPI in reach, for tests/deploy/install-kubernetes-tools.sh. MESHFILL names a built binary: with it, the pods' arguments and configurations are
 # given to it, too. MESHFILL_CRDS names a folder with the CustomResourceDefinitions of PodMonitor, PrometheusRule and
 # ScaledObject, as their projects publish them or a cluster has them (kubectl get crd -o yaml podmonitors.monitoring.coreos.com
 # prometheusrules.monitoring.coreos.com scaledobjects.keda.sh >FOLDER/crds.yaml): with it, these are validated against them, and

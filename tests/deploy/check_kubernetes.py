@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 
+import check_chart
 import yaml
-from manifest_checks import problems
+from manifest_checks import NEWEST, problems
 from manifests import DEPLOY, KUBERNETES, ROOT, processes_of, render
 from planted_manifests import planted
 
@@ -55,7 +56,7 @@ def check_own_overlays():
             yield f"{overlay} in namespace {OTHER_NAMESPACE}: also in {spaces - {OTHER_NAMESPACE}}"
         documents = own_overlay([f"resources: [KUBERNETES/{overlay}]", "components: [KUBERNETES/components/model-image]",
                                  "images: [{name: meshfill-model, newName: registry.example.com/q, newTag: '1'}]"])
-        yield from (f"{overlay} with the model as an image: {each}" for each in problems(documents))
+        yield from (f"{overlay} with the model as an image: {each}" for each in problems(documents, NEWEST))
         images = [volume["image"]["reference"] for _, pod, _, _ in processes_of(documents)
                   for volume in pod["spec"]["volumes"] if "image" in volume]
         if set(images) != {"registry.example.com/q:1"}:
@@ -78,9 +79,12 @@ def main():
             found += check_with_binary(documents)
         failed |= report(f"{folder.relative_to(DEPLOY)}: {len(documents)} objects", found)
     failed |= report("overlays of one's own", [*check_own_overlays()])
+    failed |= report(f"helm/meshfill, with {len(check_chart.pairs())} sets of values", [*check_chart.check_chart()])
+    for what, documents in check_chart.rendered() if MESHFILL else []:
+        failed |= report(f"{what}, given to the binary", [*check_with_binary(documents)])
     broken = [*planted()]
     for what, documents in broken:
-        if not problems(documents):
+        if not problems(documents, NEWEST):
             failed = True
             print(f"NOT FOUND: {what}")
     print(f"{len(broken)} manifests broken on purpose were looked at")

@@ -4,12 +4,13 @@
 #
 #   tests/deploy/install-kubernetes-tools.sh
 #
-# Needs python3-venv.
+# Installs the packages of deploy/packages.txt where Python cannot make a virtual environment.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 tools=build/kubernetes-tools
 [ ! -x "$tools/python/bin/kubernetes-validate" ] || [ ! -x "$tools/helm" ] || [ ! -x "$tools/kubectl" ] || exit 0
 
+python3 -c "import ensurepip" 2>/dev/null || deploy/install-packages.sh
 rm -rf "$tools"
 mkdir -p "$tools"
 python3 -m venv "$tools/python"

@@ -11,6 +11,7 @@ import yaml
 from manifests import (DEPLOY, ROOT, containers_of, name_of, named, of_kind, pods_of, processes_of, ranks_of, runs, volumes_of)
 
 VERSIONS = ("1.27", "1.31", "1.37")
+NEWEST = VERSIONS[-1:]
 CRDS = os.environ.get("MESHFILL_CRDS")
 READINESS_SERVICE = "meshfill.v1.PrefillService"
 VOLUME_KINDS = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret"}
@@ -57,7 +58,7 @@ def definitions():
     return found
 
 
-def check_schemas(documents):
+def check_schemas(documents, versions):
     known = definitions()
     for document in documents:
         if document["kind"] in CUSTOM:
@@ -71,7 +72,7 @@ def check_schemas(documents):
                 yield f"{name_of(document)}: {CRDS} has no definition of it"
             yield from (f"{name_of(document)}: {error.json_path}: {error.message}" for error in errors)
             continue
-        for version in VERSIONS if not uses_image_volume(document) else VERSIONS[-1:]:
+        for version in NEWEST if uses_image_volume(document) else versions:
             try:
                 kubernetes_validate.validate(document, version, strict=True)
             except kubernetes_validate.ValidationError as error:
@@ -317,11 +318,10 @@ def check_monitoring(documents):
     if of_kind(documents, "PodMonitor"):
         if not of_kind(documents, "PrometheusRule"):
             yield "no PrometheusRule"
-        dashboard = named(documents, "ConfigMap", "meshfill-dashboard")
-        if not dashboard or dashboard["metadata"].get("labels", {}).get("grafana_dashboard") != "1":
-            yield "no ConfigMap with the dashboard for Grafana's sidecar"
-        elif dashboard["data"] != {"meshfill.json": (DEPLOY / "grafana/meshfill.json").read_text()}:
-            yield "the dashboard is not deploy/grafana/meshfill.json"
+        dashboards = [each["data"] for each in of_kind(documents, "ConfigMap")
+                      if each["metadata"].get("labels", {}).get("grafana_dashboard") == "1"]
+        if dashboards != [{"meshfill.json": (DEPLOY / "grafana/meshfill.json").read_text()}]:
+            yield "no ConfigMap with deploy/grafana/meshfill.json for Grafana's sidecar"
     for document in documents:
         if len(json.dumps(document)) > APPLIED_BYTES:
             yield f"{name_of(document)}: too large for kubectl apply"
@@ -374,6 +374,6 @@ CHECKS = [check_pod_security, check_wiring, check_probes, check_model, check_cac
           check_monitoring, check_vllm]
 
 
-def problems(documents):
+def problems(documents, versions=VERSIONS):
     """What the schemas say; where they say nothing, what the other checks say, which rest on them."""
-    return [*check_schemas(documents)] or [found for check in CHECKS for found in check(documents)]
+    return [*check_schemas(documents, versions)] or [found for check in CHECKS for found in check(documents)]
