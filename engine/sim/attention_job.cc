@@ -18,6 +18,10 @@ absl::Status CheckJob(const AttentionJob& job) {
                                                    " query heads and ", job.kv_heads, " KV heads of ",
                                                    job.head_dim, "; each must be at least 1"));
   }
+  if (job.tokens >= int64_t{1} << 31) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("attention: ", job.tokens, " tokens; use fewer than 2^31"));
+  }
   if (job.q_heads % job.kv_heads != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "attention: ", job.kv_heads, " KV heads do not divide the ", job.q_heads, " query heads"));

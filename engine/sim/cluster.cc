@@ -13,14 +13,28 @@ absl::Status Refuse(const char* field, double value, const char* rule) {
 
 }  // namespace
 
+Topology TopologyOf(const Cluster& cluster, int gpus) {
+  Topology topology = {.node_of_seat = {},
+                       .same_node = cluster.same_node,
+                       .between_nodes = cluster.between_nodes,
+                       .node_bytes_per_second = cluster.node_bytes_per_second};
+  for (int gpu = 0; gpu < gpus; ++gpu) topology.node_of_seat.push_back(gpu / cluster.gpus_per_node);
+  return topology;
+}
+
+Cluster WithoutSharing(Cluster cluster) {
+  cluster.node_bytes_per_second = Cluster::kUnshared;
+  return cluster;
+}
+
 absl::Status CheckCluster(const Cluster& cluster) {
   if (cluster.gpus_per_node < 1) return Refuse("gpus_per_node", cluster.gpus_per_node, "at least 1");
   const auto positive = [](double value) { return value > 0; };  // false for NaN too
-  if (!positive(cluster.same_node.flow_bytes_per_second)) {
-    return Refuse("same_node's flow bandwidth", cluster.same_node.flow_bytes_per_second, "above 0");
+  if (!positive(cluster.same_node.bytes_per_second)) {
+    return Refuse("same_node's flow bandwidth", cluster.same_node.bytes_per_second, "above 0");
   }
-  if (!positive(cluster.between_nodes.flow_bytes_per_second)) {
-    return Refuse("between_nodes' flow bandwidth", cluster.between_nodes.flow_bytes_per_second, "above 0");
+  if (!positive(cluster.between_nodes.bytes_per_second)) {
+    return Refuse("between_nodes' flow bandwidth", cluster.between_nodes.bytes_per_second, "above 0");
   }
   if (!positive(cluster.node_bytes_per_second)) {
     return Refuse("the node's shared bandwidth", cluster.node_bytes_per_second, "above 0");

@@ -16,13 +16,9 @@
 #include <limits>
 
 #include "absl/status/status.h"
+#include "engine/mesh/topology.h"
 
 namespace meshfill::sim {
-
-struct Link {
-  double latency_seconds = 0;        // from the start of a message until its first byte flows
-  double flow_bytes_per_second = 0;  // of one message at a time from one GPU to another
-};
 
 // What makes ranks differ; drawn once per run from the seed.
 struct Variation {
@@ -36,18 +32,19 @@ struct Cluster {
   static constexpr double kUnshared = std::numeric_limits<double>::infinity();
 
   int gpus_per_node = 8;
-  Link same_node;
+  Link same_node;  // of one message at a time from one GPU to another; its first byte flows after the latency
   Link between_nodes;
   double node_bytes_per_second = kUnshared;  // of all flows out of a node, and again of all into it
   double attention_flops_per_second = 0;     // of one GPU in attention blocks; masked pairs do not count
   double block_overhead_seconds = 0;         // of launching one block
   Variation variation;
-
-  // The time of one message that has its links for itself.
-  double MessageSeconds(const Link& link, double bytes) const {
-    return link.latency_seconds + bytes / link.flow_bytes_per_second;
-  }
 };
+
+// The first `gpus` of the cluster as the planner knows them: GPU g is seat g.
+Topology TopologyOf(const Cluster& cluster, int gpus);
+
+// `cluster` with messages one at a time: no flow shares a node's link.
+Cluster WithoutSharing(Cluster cluster);
 
 // INVALID_ARGUMENT naming the field that is not positive or out of its range.
 absl::Status CheckCluster(const Cluster& cluster);

@@ -27,14 +27,14 @@ ChannelSpeed SpeedOf(const std::vector<int>& from, const Placement& placement, c
   for (int rank = 0; rank < ranks; ++rank) {
     if (from[rank] == rank) continue;
     if (node_of(rank) == node_of(from[rank])) {
-      speed.same_node_bytes_per_second = cluster.same_node.flow_bytes_per_second;
+      speed.same_node_bytes_per_second = cluster.same_node.bytes_per_second;
       continue;
     }
     most_flows = std::max({most_flows, ++out[node_of(from[rank])], ++in[node_of(rank)]});
   }
   if (most_flows > 0) {
     speed.between_nodes_bytes_per_second =
-        std::min(cluster.between_nodes.flow_bytes_per_second, cluster.node_bytes_per_second / most_flows);
+        std::min(cluster.between_nodes.bytes_per_second, cluster.node_bytes_per_second / most_flows);
   }
   return speed;
 }

@@ -42,10 +42,10 @@ struct Lane {
 
 class LanesBuilder {
  public:
-  LanesBuilder(const AttentionJob& job, Pass pass, const MeshPlan& plan, const Cluster& cluster)
+  LanesBuilder(const AttentionJob& job, Pass pass, const PlacedMesh& mesh, const Cluster& cluster)
       : pass_(pass),
-        tile_(plan.tile),
-        groups_(job, plan.heads, plan.tile.ranks()),
+        tile_(mesh.tile),
+        groups_(job, mesh.heads, mesh.tile.ranks()),
         builder_(groups_.ranks()),
         block_seconds_(groups_.BlockFlops(pass) / cluster.attention_flops_per_second +
                        cluster.block_overhead_seconds),
@@ -61,8 +61,8 @@ class LanesBuilder {
                 .return_bytes = forward ? 0 : chunk.dkv,
                 .state_bytes = forward ? 0 : chunk.dkv};
     const MeshRings rings = MeshRingsOf(groups_, tile_);
-    Prepare(rows_, tile_.b, SpeedOf(rings.q_from, plan.placement, cluster), cluster);
-    Prepare(columns_, tile_.a, SpeedOf(rings.kv_from, plan.placement, cluster), cluster);
+    Prepare(rows_, tile_.b, SpeedOf(rings.q_from, mesh.placement, cluster), cluster);
+    Prepare(columns_, tile_.a, SpeedOf(rings.kv_from, mesh.placement, cluster), cluster);
     q_from_ = rings.q_from;
     kv_from_ = rings.kv_from;
   }
@@ -197,9 +197,9 @@ class LanesBuilder {
 
 }  // namespace
 
-RankProgram MeshLanesProgram(const AttentionJob& job, Pass pass, const MeshPlan& plan,
+RankProgram MeshLanesProgram(const AttentionJob& job, Pass pass, const PlacedMesh& mesh,
                              const Cluster& cluster) {
-  return LanesBuilder(job, pass, plan, cluster).Run();
+  return LanesBuilder(job, pass, mesh, cluster).Run();
 }
 
 }  // namespace meshfill::sim

@@ -14,13 +14,13 @@
 
 #include "engine/sim/attention_job.h"
 #include "engine/sim/cluster.h"
-#include "engine/sim/mesh_plan.h"
+#include "engine/sim/placed_mesh.h"
 #include "engine/sim/rank_program.h"
 
 namespace meshfill::sim {
 
 // CheckHeadGroups has passed.
-RankProgram MeshLanesProgram(const AttentionJob& job, Pass pass, const MeshPlan& plan,
+RankProgram MeshLanesProgram(const AttentionJob& job, Pass pass, const PlacedMesh& mesh,
                              const Cluster& cluster);
 
 }  // namespace meshfill::sim

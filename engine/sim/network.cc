@@ -83,8 +83,8 @@ void Network::SetRate(int id, double rate, Nanos now) {
 
 double Network::ShareOf(const Flow& flow) const {
   const double flows = static_cast<double>(std::max(links_[flow.out].out.size(), links_[flow.in].in.size()));
-  if (flow.out >= nodes_) return cluster_.same_node.flow_bytes_per_second / flows;
-  return std::min(cluster_.between_nodes.flow_bytes_per_second, cluster_.node_bytes_per_second / flows);
+  if (flow.out >= nodes_) return cluster_.same_node.bytes_per_second / flows;
+  return std::min(cluster_.between_nodes.bytes_per_second, cluster_.node_bytes_per_second / flows);
 }
 
 }  // namespace meshfill::sim

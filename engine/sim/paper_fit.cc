@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "engine/sim/lockstep.h"
-#include "engine/sim/mesh_plan.h"
 #include "engine/sim/nelder_mead.h"
+#include "engine/sim/placed_mesh.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
@@ -32,7 +32,7 @@ struct CellPrograms {
 std::vector<CellPrograms> RingPrograms(std::span<const PaperCell> cells, const Cluster& any_cluster) {
   std::vector<CellPrograms> all;
   for (const PaperCell& cell : cells) {
-    const MeshPlan ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
+    const PlacedMesh ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
     CellPrograms one{.measured_seconds = SecondsOfThroughput(cell.ring), .placement = ring.placement};
     for (Pass pass : kPasses) one.programs.push_back(MeshProgram(PaperJob(cell), pass, ring, any_cluster));
     all.push_back(std::move(one));
@@ -46,8 +46,8 @@ std::vector<CellPrograms> MeshPrograms(std::span<const PaperCell> cells, const C
   for (const PaperCell& cell : cells) {
     CellPrograms one{.measured_seconds = SecondsOfThroughput(cell.mesh), .placement = RowFirst(cell.gpus)};
     for (Pass pass : kPasses) {
-      const MeshPlan plan = PaperMeshPlan(PaperJob(cell), pass, cell.gpus, cluster);
-      one.programs.push_back(MeshProgram(PaperJob(cell), pass, plan, cluster, Profile::kIsolated));
+      const PlacedMesh mesh = PaperMesh(PaperJob(cell), pass, cell.gpus, cluster);
+      one.programs.push_back(MeshProgram(PaperJob(cell), pass, mesh, cluster, Profile::kIsolated));
     }
     all.push_back(std::move(one));
   }
@@ -56,7 +56,7 @@ std::vector<CellPrograms> MeshPrograms(std::span<const PaperCell> cells, const C
 
 Cluster WithConstants(Cluster cluster, const std::vector<double>& logs) {
   cluster.attention_flops_per_second = std::exp(logs[0]);
-  cluster.between_nodes.flow_bytes_per_second = std::exp(logs[1]);
+  cluster.between_nodes.bytes_per_second = std::exp(logs[1]);
   cluster.between_nodes.latency_seconds = std::exp(logs[2]);
   cluster.same_node.latency_seconds = cluster.between_nodes.latency_seconds;
   return cluster;
@@ -81,7 +81,7 @@ Cluster FitRing(std::span<const PaperCell> cells, const Cluster& start) {
   };
   return WithConstants(start, NelderMead(error,
                                          {std::log(start.attention_flops_per_second),
-                                          std::log(start.between_nodes.flow_bytes_per_second),
+                                          std::log(start.between_nodes.bytes_per_second),
                                           std::log(start.between_nodes.latency_seconds)},
                                          /*step=*/0.5)
                                   .at);
@@ -92,7 +92,7 @@ double FitNodeLink(std::span<const PaperCell> cells, Cluster cluster) {
   const std::vector<CellPrograms> meshes = MeshPrograms(cells, cluster);
   double best = Cluster::kUnshared;
   double best_error = std::numeric_limits<double>::infinity();
-  const double flow = cluster.between_nodes.flow_bytes_per_second;
+  const double flow = cluster.between_nodes.bytes_per_second;
   for (double node = flow; node < 64 * flow; node *= 1.01) {
     cluster.node_bytes_per_second = node;
     const double error = MeshMeanError(meshes, cluster);
@@ -110,8 +110,8 @@ absl::StatusOr<Cluster> FitPaperCluster(std::span<const PaperCell> throughput,
   if (throughput.empty()) return absl::InvalidArgumentError("no cells to fit a cluster to");
   Cluster start{
       .gpus_per_node = assumptions.gpus_per_node,
-      .same_node = {.latency_seconds = 1e-3, .flow_bytes_per_second = assumptions.same_node_bytes_per_second},
-      .between_nodes = {.latency_seconds = 1e-3, .flow_bytes_per_second = 1e9},
+      .same_node = {.latency_seconds = 1e-3, .bytes_per_second = assumptions.same_node_bytes_per_second},
+      .between_nodes = {.latency_seconds = 1e-3, .bytes_per_second = 1e9},
       .attention_flops_per_second = 100e12};
   RETURN_IF_ERROR(CheckCluster(start));
   Cluster cluster = FitRing(throughput, start);

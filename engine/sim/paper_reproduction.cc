@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/sim/mesh_plan.h"
+#include "engine/sim/placed_mesh.h"
 #include "engine/sim/simulator.h"
 #include "kernels/return_if_error.h"
 
@@ -15,19 +15,19 @@ namespace {
 
 constexpr double kGib = 1024.0 * 1024 * 1024;
 
-absl::StatusOr<double> SimulatedSeconds(const AttentionJob& job, Pass pass, const MeshPlan& plan,
+absl::StatusOr<double> SimulatedSeconds(const AttentionJob& job, Pass pass, const PlacedMesh& mesh,
                                         Profile profile, const Cluster& cluster) {
   ASSIGN_OR_RETURN(Simulation simulation,
-                   Simulate(MeshProgram(job, pass, plan, cluster, profile), plan.placement, cluster));
+                   Simulate(MeshProgram(job, pass, mesh, cluster, profile), mesh.placement, cluster));
   return simulation.seconds;
 }
 
 absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Cluster& cluster) {
   ThroughputRow row{.cell = cell};
   const AttentionJob job = PaperJob(cell);
-  const MeshPlan ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
+  const PlacedMesh ring{.tile = {.a = 1, .b = cell.gpus}, .placement = RowFirst(cell.gpus)};
   for (Pass pass : {Pass::kForward, Pass::kBackward}) {
-    const MeshPlan mesh = PaperMeshPlan(job, pass, cell.gpus, cluster);
+    const PlacedMesh mesh = PaperMesh(job, pass, cell.gpus, cluster);
     ASSIGN_OR_RETURN(double ring_seconds, SimulatedSeconds(job, pass, ring, Profile::kShared, cluster));
     ASSIGN_OR_RETURN(double mesh_seconds, SimulatedSeconds(job, pass, mesh, Profile::kIsolated, cluster));
     row.ring_seconds += ring_seconds;
@@ -39,18 +39,20 @@ absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Clust
 
 double FactorOf(double x, double y) { return std::max(x / y, y / x); }
 
-double PaperGib(const AttentionJob& job, const MeshPlan& plan, const Cluster& cluster) {
+double PaperGib(const AttentionJob& job, const PlacedMesh& mesh, const Cluster& cluster) {
   const RankProgram program =
-      MeshProgram(job, Pass::kForward, plan, cluster, Profile::kIsolated, Buffers::kKeep);
-  const int64_t chunk_tokens = job.tokens / plan.tile.ranks();
+      MeshProgram(job, Pass::kForward, mesh, cluster, Profile::kIsolated, Buffers::kKeep);
+  const int64_t chunk_tokens = job.tokens / mesh.tile.ranks();
   const int64_t q_bytes = ChunkBytesOf(job, chunk_tokens, job.q_heads, job.kv_heads).q;
   return static_cast<double>(program.peak_bytes + kMergeTemporaries * q_bytes) / kGib;
 }
 
 absl::StatusOr<MemoryRow> MemoryRowOf(const PaperCell& cell, const Cluster& cluster) {
   const AttentionJob job = PaperJob(cell);
-  const auto row_first = [&](Tile tile) { return MeshPlan{.tile = tile, .placement = RowFirst(cell.gpus)}; };
-  const MeshPlan mesh = PaperMeshPlan(job, Pass::kForward, cell.gpus, cluster);
+  const auto row_first = [&](Tile tile) {
+    return PlacedMesh{.tile = tile, .placement = RowFirst(cell.gpus)};
+  };
+  const PlacedMesh mesh = PaperMesh(job, Pass::kForward, cell.gpus, cluster);
   MemoryRow row{
       .cell = cell,
       .ring_gib = PaperGib(job, row_first({.a = 1, .b = cell.gpus}), cluster),

@@ -10,7 +10,7 @@
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"
-#include "engine/sim/mesh_plan.h"
+#include "engine/sim/placed_mesh.h"
 #include "engine/sim/rival_programs.h"
 #include "kernels/return_if_error.h"
 
@@ -67,57 +67,59 @@ class Variants {
   Variants(const AttentionJob& job, Pass pass, int ranks, const Cluster& cluster, Shortlist& shortlist)
       : job_(job), pass_(pass), ranks_(ranks), cluster_(cluster), shortlist_(shortlist) {}
 
-  void AddAll(StrategyKind kind) {
+  absl::Status AddAll(StrategyKind kind) {
     switch (kind) {
       case StrategyKind::kRing:
         AddMesh({.tile = {.a = 1, .b = ranks_}, .placement = RowFirst(ranks_)});
-        return;
+        break;
       case StrategyKind::kPassQ:
         AddMesh({.tile = {.a = ranks_, .b = 1}, .placement = RowFirst(ranks_)});
-        return;
+        break;
       case StrategyKind::kPaperMesh:
-        AddMesh(PaperMeshPlan(job_, pass_, ranks_, cluster_), Profile::kIsolated);
-        return;
+        AddMesh(PaperMesh(job_, pass_, ranks_, cluster_), Profile::kIsolated);
+        break;
       case StrategyKind::kUlysses:
         if (CheckHeadGroups(job_, ranks_).ok()) {
           AddMesh({.heads = ranks_, .tile = {}, .placement = RowFirst(ranks_)});
         }
-        return;
+        break;
       case StrategyKind::kUsp:
         for (int heads : HeadGroupCounts()) AddPlacedMeshes(heads, {.a = 1, .b = ranks_ / heads});
-        return;
+        break;
       case StrategyKind::kBurst:
         AddDoubleRings(1, /*moves_queries=*/true);
-        return;
+        break;
       case StrategyKind::kLoongTrain:
         for (int heads : HeadGroupCounts()) AddDoubleRings(heads, /*moves_queries=*/false);
-        return;
+        break;
       case StrategyKind::kStarTrail:
         AddStarTrails();
-        return;
+        break;
       case StrategyKind::kTwoWayRing:
         if (pass_ == Pass::kForward) {
           shortlist_.Add("both ways", TwoWayRingProgram(job_, ranks_), RowFirst(ranks_));
         }
-        return;
+        break;
       case StrategyKind::kTensorParallel:
         if (pass_ == Pass::kForward && job_.q_heads % ranks_ == 0) {
           shortlist_.Add(absl::StrCat(ranks_, " ways"), TensorParallelProgram(job_, ranks_),
                          RowFirst(ranks_));
         }
-        return;
+        break;
       case StrategyKind::kPlanned:
+        if (pass_ == Pass::kForward) return AddPlan();
         for (int heads : HeadGroupCounts()) {
           for (const Tile tile : TilesOf(ranks_ / heads)) AddPlacedMeshes(heads, tile);
         }
-        return;
+        break;
       case StrategyKind::kPlannedLanes:
-        AddAll(StrategyKind::kTwoWayRing);
+        RETURN_IF_ERROR(AddAll(StrategyKind::kTwoWayRing));
         for (int heads : HeadGroupCounts()) {
           for (const Tile tile : TilesOf(ranks_ / heads)) AddPlacedLanes(heads, tile);
         }
-        return;
+        break;
     }
+    return absl::OkStatus();
   }
 
  private:
@@ -127,49 +129,55 @@ class Variants {
     return counts;
   }
 
-  void AddMesh(MeshPlan plan, Profile profile = Profile::kShared) {
-    std::string settings = plan.DebugString();
-    RankProgram program = MeshProgram(job_, pass_, plan, cluster_, profile);
-    shortlist_.Add(std::move(settings), std::move(program), std::move(plan.placement));
+  void AddMesh(PlacedMesh mesh, Profile profile = Profile::kShared) {
+    std::string settings = mesh.DebugString();
+    RankProgram program = MeshProgram(job_, pass_, mesh, cluster_, profile);
+    shortlist_.Add(std::move(settings), std::move(program), std::move(mesh.placement));
   }
 
-  // Scheduled as the planner does: for least time where that is faster than Algorithm 2; backward, in the
-  // fastest order.
+  // What the planner makes of the forward pass.
+  absl::Status AddPlan() {
+    ASSIGN_OR_RETURN(Plan plan, MakeForwardPlan(job_, ranks_, cluster_));
+    RankProgram program = MeshForwardProgram(job_, plan.heads, plan.schedule);
+    const PlacedMesh mesh{.heads = plan.heads, .tile = plan.tile, .placement = std::move(plan.placement)};
+    shortlist_.Add(mesh.DebugString(), std::move(program), mesh.placement);
+    return absl::OkStatus();
+  }
+
+  // In every placement; backward, in the order that is fastest.
   void AddPlacedMeshes(int heads, Tile tile) {
     for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
-      MeshPlan plan{.heads = heads, .tile = tile, .placement = std::move(placement)};
-      plan.scheduling = FastestScheduling(plan);
-      AddMesh(std::move(plan));
+      PlacedMesh mesh{.heads = heads, .tile = tile, .placement = std::move(placement)};
+      pass_ == Pass::kForward ? AddMesh(std::move(mesh)) : AddFastestBackward(std::move(mesh));
     }
   }
 
-  // Algorithm 2 or 3 where nothing is faster.
-  Scheduling FastestScheduling(MeshPlan plan) const {
-    if (plan.tile.a == 1 || plan.tile.b == 1) return Scheduling::kGreedy;
-    const std::vector<Scheduling> others =
-        pass_ == Pass::kForward ? std::vector{Scheduling::kLeastTime}
-                                : std::vector{Scheduling::kRowsFirst, Scheduling::kColumnsFirst};
-    const auto seconds = [&] {
-      return LockstepSeconds(MeshProgram(job_, pass_, plan, cluster_), plan.placement, cluster_);
-    };
-    Scheduling fastest = Scheduling::kGreedy;
-    double least = seconds();
-    for (Scheduling scheduling : others) {
-      plan.scheduling = scheduling;
-      if (const double other = seconds(); other < least) {
-        least = other;
-        fastest = scheduling;
-      }
+  // Algorithm 3 where no other order is faster.
+  void AddFastestBackward(PlacedMesh mesh) {
+    std::string settings = mesh.DebugString();
+    RankProgram fastest = MeshProgram(job_, pass_, mesh, cluster_);
+    double least = LockstepSeconds(fastest, mesh.placement, cluster_);
+    const bool one_order = mesh.tile.a == 1 || mesh.tile.b == 1;
+    for (const auto& [order, name] : {std::pair{BackwardOrder::kRowsFirst, ", rows first"},
+                                      std::pair{BackwardOrder::kColumnsFirst, ", columns first"}}) {
+      if (one_order) break;
+      RankProgram program =
+          MeshProgram(job_, pass_, mesh, cluster_, Profile::kShared, Buffers::kRelease, order);
+      const double seconds = LockstepSeconds(program, mesh.placement, cluster_);
+      if (seconds >= least) continue;
+      least = seconds;
+      fastest = std::move(program);
+      settings = mesh.DebugString() + name;
     }
-    return fastest;
+    shortlist_.Add(std::move(settings), std::move(fastest), std::move(mesh.placement));
   }
 
   void AddPlacedLanes(int heads, Tile tile) {
     for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
-      MeshPlan plan{.heads = heads, .tile = tile, .placement = std::move(placement)};
-      std::string settings = plan.DebugString();
-      RankProgram program = MeshLanesProgram(job_, pass_, plan, cluster_);
-      shortlist_.Add(std::move(settings), std::move(program), std::move(plan.placement));
+      PlacedMesh mesh{.heads = heads, .tile = tile, .placement = std::move(placement)};
+      std::string settings = mesh.DebugString();
+      RankProgram program = MeshLanesProgram(job_, pass_, mesh, cluster_);
+      shortlist_.Add(std::move(settings), std::move(program), std::move(mesh.placement));
     }
   }
 
@@ -223,14 +231,14 @@ PassResult Summary(const Variant& variant, const Simulation& simulation) {
   return result;
 }
 
-// Gives `planner` what a strategy that it covers has found faster, pass by pass.
-void TakeFaster(StrategyKind planner, std::vector<StrategyResult>& results) {
-  for (StrategyResult& planned : results) {
-    if (planned.kind != planner) continue;
+// Gives the planner with two communications at once what a plan with one has found faster, pass by pass.
+void TakeFaster(std::vector<StrategyResult>& results) {
+  for (StrategyResult& lanes : results) {
+    if (lanes.kind != StrategyKind::kPlannedLanes) continue;
     for (const StrategyResult& other : results) {
       if (!IsRunnable(other.kind)) continue;
       for (size_t p = 0; p < other.passes.size(); ++p) {
-        if (other.passes[p].seconds < planned.passes[p].seconds) planned.passes[p] = other.passes[p];
+        if (other.passes[p].seconds < lanes.passes[p].seconds) lanes.passes[p] = other.passes[p];
       }
     }
   }
@@ -306,7 +314,7 @@ absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const A
   RETURN_IF_ERROR(CheckCluster(cluster));
   if (ranks < 1) return absl::InvalidArgumentError(absl::StrCat(ranks, " ranks; at least 1 is needed"));
   Shortlist shortlist(cluster, shortlist_size);
-  Variants(job, pass, ranks, cluster, shortlist).AddAll(kind);
+  RETURN_IF_ERROR(Variants(job, pass, ranks, cluster, shortlist).AddAll(kind));
   std::optional<PassResult> best;
   for (const Variant& variant : shortlist.variants()) {
     ASSIGN_OR_RETURN(Simulation simulation, Simulate(variant.program, variant.placement, cluster));
@@ -332,8 +340,7 @@ absl::StatusOr<std::vector<StrategyResult>> CompareStrategies(std::span<const St
     }
     results.push_back(std::move(result));
   }
-  TakeFaster(StrategyKind::kPlanned, results);
-  TakeFaster(StrategyKind::kPlannedLanes, results);
+  TakeFaster(results);
   return results;
 }
 

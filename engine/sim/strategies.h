@@ -22,7 +22,7 @@ namespace meshfill::sim {
 enum class StrategyKind {
   kRing,            // a = 1, row-first
   kPassQ,           // b = 1, row-first
-  kPaperMesh,       // the paper's own rule (mesh_plan.h)
+  kPaperMesh,       // the paper's own rule (placed_mesh.h)
   kUlysses,         // h = n
   kUsp,             // h × ring, any h and placement
   kBurst,           // double ring; queries move in the backward pass
@@ -30,7 +30,7 @@ enum class StrategyKind {
   kStarTrail,       // any team and placement
   kTwoWayRing,      // KV both ways round, forward only
   kTensorParallel,  // forward only
-  kPlanned,         // h × mesh, any h, tile and placement: what Meshfill chooses
+  kPlanned,         // h × mesh, any h, tile and placement: forward, what Meshfill's planner chooses
   kPlannedLanes,    // the same with two communications at once (mesh_lanes.h), or a two-way ring
 };
 inline constexpr int kStrategyKinds = 12;
@@ -53,7 +53,8 @@ struct PassResult {
   Placement placement;
 };
 
-// The best settings by lockstep estimate are simulated, `shortlist` of them, and the fastest is returned.
+// The best settings by lockstep estimate are simulated, `shortlist` of them, and the fastest is returned. The
+// planner's forward plan is one setting.
 // nullopt where the strategy does not apply: more head groups than heads, no team that fits, no backward
 // pass.
 absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const AttentionJob& job, Pass pass,
@@ -69,8 +70,8 @@ struct StrategyResult {
   }
 };
 
-// Runs `kinds` in turn. kPlanned also considers what the runnable kinds among them found, and kPlannedLanes
-// what kPlanned did: one communication at a time is a case of two.
+// Runs `kinds` in turn. kPlannedLanes also considers what the runnable kinds among them found: one
+// communication at a time is a case of two.
 absl::StatusOr<std::vector<StrategyResult>> CompareStrategies(std::span<const StrategyKind> kinds,
                                                               const AttentionJob& job,
                                                               std::span<const Pass> passes, int ranks,

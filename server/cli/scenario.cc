@@ -107,9 +107,9 @@ class ScenarioReader {
     return absl::OkStatus();
   }
 
-  static sim::Link LinkOf(const v1::Scenario::ClusterSection::Link& link) {
+  static Link LinkOf(const v1::Scenario::ClusterSection::Link& link) {
     return {.latency_seconds = absl::ToDoubleSeconds(ToDuration(link.latency())),
-            .flow_bytes_per_second = link.flow_bytes_per_second()};
+            .bytes_per_second = link.flow_bytes_per_second()};
   }
 
   absl::Status ReadStrategies() {

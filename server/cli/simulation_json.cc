@@ -9,8 +9,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-Json LinkJson(const sim::Link& link) {
-  return {{"latency_seconds", link.latency_seconds}, {"flow_bytes_per_second", link.flow_bytes_per_second}};
+Json LinkJson(const Link& link) {
+  return {{"latency_seconds", link.latency_seconds}, {"flow_bytes_per_second", link.bytes_per_second}};
 }
 
 Json ClusterJson(const sim::Cluster& cluster) {

@@ -12,9 +12,9 @@ namespace {
 using sim::StrategyKind;
 
 std::string ClusterText(const sim::Cluster& cluster) {
-  const auto link = [](const char* name, const sim::Link& link) {
+  const auto link = [](const char* name, const Link& link) {
     return absl::StrFormat("  %-14s %.4g GB/s a flow, %.4g ms until it starts\n", name,
-                           link.flow_bytes_per_second / 1e9, link.latency_seconds * 1e3);
+                           link.bytes_per_second / 1e9, link.latency_seconds * 1e3);
   };
   std::string text =
       absl::StrFormat("cluster of %d GPUs a node\n  %-14s %.4g TFLOP/s a GPU\n", cluster.gpus_per_node,
@@ -73,7 +73,8 @@ std::string ComparisonsText(const Scenario& scenario, const SimulationReport& re
   return absl::StrCat(text, "* of planned over paper_mesh\n");
 }
 
-// How the planner's plans stand to the fastest rival, over all comparisons.
+// How the planner's plans stand to the fastest rival, over all comparisons. Virtual time is in whole
+// nanoseconds: a millionth is rounding.
 std::string StandingText(const SimulationReport& report, StrategyKind planner) {
   int compared = 0;
   int behind = 0;
@@ -84,7 +85,7 @@ std::string StandingText(const SimulationReport& report, StrategyKind planner) {
     if (planned == nullptr || rival == nullptr) continue;
     const double ratio = rival->seconds() / planned->seconds();
     least = compared == 0 ? ratio : std::min(least, ratio);
-    behind += ratio < 1 ? 1 : 0;
+    behind += ratio < 1 - 1e-6 ? 1 : 0;
     ++compared;
   }
   if (compared == 0) return "";

@@ -7,8 +7,8 @@
 
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"
-#include "engine/sim/mesh_plan.h"
 #include "engine/sim/network.h"
+#include "engine/sim/placed_mesh.h"
 #include "engine/sim/rival_programs.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
@@ -19,8 +19,8 @@ namespace {
 // 2 GPUs a node; a flow between nodes takes 1 s for 100 bytes and starts after 0.5 s.
 Cluster SmallCluster() {
   return {.gpus_per_node = 2,
-          .same_node = {.latency_seconds = 0, .flow_bytes_per_second = 1000},
-          .between_nodes = {.latency_seconds = 0.5, .flow_bytes_per_second = 100},
+          .same_node = {.latency_seconds = 0, .bytes_per_second = 1000},
+          .between_nodes = {.latency_seconds = 0.5, .bytes_per_second = 100},
           .node_bytes_per_second = 150,
           .attention_flops_per_second = 10};
 }
@@ -89,8 +89,8 @@ TEST(Simulator, RefusesImpossibleClusters) {
     EXPECT_EQ(Simulate(program, RowFirst(2), cluster).status().code(), absl::StatusCode::kInvalidArgument);
   };
   refuses([](Cluster& cluster) { cluster.gpus_per_node = 0; });
-  refuses([](Cluster& cluster) { cluster.same_node.flow_bytes_per_second = 0; });
-  refuses([](Cluster& cluster) { cluster.between_nodes.flow_bytes_per_second = -1; });
+  refuses([](Cluster& cluster) { cluster.same_node.bytes_per_second = 0; });
+  refuses([](Cluster& cluster) { cluster.between_nodes.bytes_per_second = -1; });
   refuses([](Cluster& cluster) { cluster.node_bytes_per_second = 0; });
   refuses([](Cluster& cluster) { cluster.attention_flops_per_second = 0; });
   refuses([](Cluster& cluster) { cluster.between_nodes.latency_seconds = -1; });
@@ -132,9 +132,9 @@ class SteppedNetwork {
       for (Flow& flow : flows) {
         if (!runs(flow)) continue;
         const int most = std::max(out[link(flow, flow.from)], in[link(flow, flow.to)]);
-        const double rate = crosses(flow) ? std::min(cluster.between_nodes.flow_bytes_per_second,
+        const double rate = crosses(flow) ? std::min(cluster.between_nodes.bytes_per_second,
                                                      cluster.node_bytes_per_second / most)
-                                          : cluster.same_node.flow_bytes_per_second / most;
+                                          : cluster.same_node.bytes_per_second / most;
         flow.bytes_left -= rate * step;
         if (flow.bytes_left <= 0) flow.end = now + step;
       }
@@ -199,14 +199,14 @@ RandomRun DrawRun(std::mt19937_64& random) {
   const Tile tile{.a = Draw(random, 1, 6), .b = Draw(random, 1, 6)};
   Cluster cluster{.gpus_per_node = 1 << Draw(random, 0, 3),
                   .same_node = {.latency_seconds = 1e-6 * Draw(random, 0, 100),
-                                .flow_bytes_per_second = 1e9 * Draw(random, 1, 100)},
+                                .bytes_per_second = 1e9 * Draw(random, 1, 100)},
                   .between_nodes = {.latency_seconds = 1e-5 * Draw(random, 0, 100),
-                                    .flow_bytes_per_second = 1e9 * Draw(random, 1, 20)},
+                                    .bytes_per_second = 1e9 * Draw(random, 1, 20)},
                   .node_bytes_per_second = 1e9 * Draw(random, 1, 50),
                   .attention_flops_per_second = 1e12 * Draw(random, 1, 500)};
   const AttentionJob job{.tokens = 1024 * Draw(random, 1, 200), .q_heads = 16, .kv_heads = 8, .head_dim = 64};
   const auto placements = PlacementsOf(MeshGrid(heads, tile), cluster.gpus_per_node);
-  const MeshPlan plan{
+  const PlacedMesh plan{
       .heads = heads, .tile = tile, .placement = placements[Draw<size_t>(random, 0, placements.size() - 1)]};
   const Pass pass = Draw(random, 0, 1) == 0 ? Pass::kForward : Pass::kBackward;
   RandomRun run{.placement = plan.placement, .cluster = cluster, .one_message_at_a_time = false};
@@ -268,10 +268,10 @@ TEST(Simulator, AgreesWithLockstepWhereRanksDoNotDriftApart) {
 
 TEST(Simulator, StragglersSlowTheWholeMesh) {
   const AttentionJob job{.tokens = 1 << 18, .q_heads = 8, .kv_heads = 8, .head_dim = 128};
-  Cluster cluster{.same_node = {.latency_seconds = 1e-6, .flow_bytes_per_second = 1e12},
-                  .between_nodes = {.latency_seconds = 1e-6, .flow_bytes_per_second = 1e12},
+  Cluster cluster{.same_node = {.latency_seconds = 1e-6, .bytes_per_second = 1e12},
+                  .between_nodes = {.latency_seconds = 1e-6, .bytes_per_second = 1e12},
                   .attention_flops_per_second = 1e14};
-  const MeshPlan plan{.tile = {.a = 4, .b = 4}, .placement = RowFirst(16)};
+  const PlacedMesh plan{.tile = {.a = 4, .b = 4}, .placement = RowFirst(16)};
   const RankProgram program = MeshProgram(job, Pass::kForward, plan, cluster);
   const double alike = SecondsOf(program, plan.placement, cluster);
   cluster.variation = {.straggler_share = 0.5, .straggler_slowdown = 2, .seed = 3};

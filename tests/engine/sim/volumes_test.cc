@@ -3,7 +3,7 @@
 
 #include "engine/sim/head_groups.h"
 #include "engine/sim/mesh_lanes.h"
-#include "engine/sim/mesh_plan.h"
+#include "engine/sim/placed_mesh.h"
 #include "engine/sim/rival_programs.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
@@ -12,8 +12,8 @@ namespace meshfill::sim {
 namespace {
 
 constexpr Cluster kCluster{.gpus_per_node = 8,
-                           .same_node = {.latency_seconds = 1e-6, .flow_bytes_per_second = 1e11},
-                           .between_nodes = {.latency_seconds = 1e-5, .flow_bytes_per_second = 1e10},
+                           .same_node = {.latency_seconds = 1e-6, .bytes_per_second = 1e11},
+                           .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 1e10},
                            .node_bytes_per_second = 2e10,
                            .attention_flops_per_second = 1e14};
 
@@ -29,7 +29,7 @@ AttentionJob TableJob(int n, int kv_heads = 64) {
 int64_t Nd(const AttentionJob& job) { return job.tokens * job.q_heads * job.head_dim; }
 
 int64_t SentBy(const AttentionJob& job, Pass pass, int heads, Tile tile) {
-  const MeshPlan plan{.heads = heads, .tile = tile, .placement = RowFirst(heads * tile.ranks())};
+  const PlacedMesh plan{.heads = heads, .tile = tile, .placement = RowFirst(heads * tile.ranks())};
   const int64_t sent = MeshProgram(job, pass, plan, kCluster).sent_bytes.total();
   EXPECT_EQ(sent, MeshLanesProgram(job, pass, plan, kCluster).sent_bytes.total());
   return sent;
@@ -134,7 +134,7 @@ TEST(Volumes, EveryStrategyComputesEveryPair) {
     const int n = heads * tile.ranks();
     AttentionJob job = TableJob(n);
     job.causal = Draw(random, 0, 1) == 1;
-    const MeshPlan plan{.heads = heads, .tile = tile, .placement = RowFirst(n)};
+    const PlacedMesh plan{.heads = heads, .tile = tile, .placement = RowFirst(n)};
     for (Pass pass : {Pass::kForward, Pass::kBackward}) {
       const double all = job.Flops(pass);
       EXPECT_NEAR(flops_of(MeshProgram(job, pass, plan, kCluster)) / all, 1, 1e-9);

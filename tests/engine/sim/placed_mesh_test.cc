@@ -1,0 +1,70 @@
+#include "engine/sim/placed_mesh.h"
+
+#include "engine/sim/lockstep.h"
+#include "engine/sim/mesh_program.h"
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill::sim {
+namespace {
+
+struct RandomJob {
+  AttentionJob job;
+  int ranks;
+  Cluster cluster;
+};
+
+// Even chunks; links inside a node are the faster ones.
+RandomJob DrawJob(std::mt19937_64& random) {
+  const int ranks = Draw(random, 1, 48);
+  const int kv_heads = 1 << Draw(random, 0, 4);
+  const int element = Draw(random, 0, 1) == 0 ? 2 : 4;
+  return {.job = {.tokens = int64_t{ranks} * 64 * Draw(random, 1, 400),
+                  .q_heads = kv_heads * Draw(random, 1, 4),
+                  .kv_heads = kv_heads,
+                  .head_dim = 64,
+                  .causal = Draw(random, 0, 1) == 0,
+                  .wire = {.element = element, .partial = Draw(random, 0, 1) == 0 ? 2 : 4}},
+          .ranks = ranks,
+          .cluster = {.gpus_per_node = 1 << Draw(random, 0, 3),
+                      .same_node = {.latency_seconds = 1e-6 * Draw(random, 0, 9),
+                                    .bytes_per_second = 1e9 * Draw(random, 50, 300)},
+                      .between_nodes = {.latency_seconds = 1e-5 * Draw(random, 1, 100),
+                                        .bytes_per_second = 1e9 * Draw(random, 1, 20)},
+                      .node_bytes_per_second = 1e9 * Draw(random, 1, 50),
+                      .attention_flops_per_second = 1e12 * Draw(random, 1, 500),
+                      .block_overhead_seconds = 1e-6 * Draw(random, 0, 50)}};
+}
+
+TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
+  std::mt19937_64 random(TestSeed());
+  int timed = 0;
+  for (int draw = 0; draw < 200; ++draw) {
+    const auto [job, ranks, cluster] = DrawJob(random);
+    const auto plan = MakeForwardPlan(job, ranks, cluster);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    SCOPED_TRACE(plan->DebugString());
+    const RankProgram program = MeshForwardProgram(job, plan->heads, plan->schedule);
+    EXPECT_EQ(program.sent_bytes, plan->predicted.comm_bytes);
+    if (plan->heads > 1) continue;  // messages of an all-to-all share links as they come
+    // The planner counts a token's pair with itself whole, the simulator half.
+    const double itself = 1.0 / static_cast<double>(job.tokens);
+    const double lockstep = LockstepSeconds(program, plan->placement, cluster);
+    EXPECT_NEAR(plan->predicted.seconds / lockstep, 1, 1e-3 + itself);
+    ++timed;
+  }
+  EXPECT_GT(timed, 20);
+}
+
+TEST(MakeForwardPlan, IsForAsManyTokensAsAPromptMayHave) {
+  AttentionJob job{.tokens = (int64_t{1} << 31) - 1, .q_heads = 8, .kv_heads = 8, .head_dim = 64};
+  std::mt19937_64 random(TestSeed());
+  const Cluster cluster = DrawJob(random).cluster;
+  EXPECT_TRUE(CheckJob(job).ok());
+  EXPECT_TRUE(MakeForwardPlan(job, 8, cluster).ok());
+  ++job.tokens;
+  EXPECT_EQ(CheckJob(job).code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace meshfill::sim
