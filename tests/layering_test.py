@@ -16,7 +16,8 @@ ALLOWED = {
     "engine": {"kernels"},
     "server": {"kernels", "engine", "meshfill", "google"},
 }
-# The inner order: a folder may include those that its line names. Nothing includes engine/sim but the commands.
+# The inner order: a folder includes those that its line names, and needs each. Nothing includes engine/sim but the
+# commands.
 INNER = {
     "engine/mesh": set(),
     "engine/schedule": {"engine/mesh"},
@@ -24,16 +25,14 @@ INNER = {
     "engine/comm": {"engine/mesh"},
     "engine/comm/gloo": {"engine/comm"},
     "engine/comm/nccl": {"engine/comm"},
-    "engine/plan": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm"},
+    "engine/plan": {"engine/mesh", "engine/schedule", "engine/model"},
     "engine/speed": {"engine/model", "engine/plan"},
     "engine/kv": {"engine/mesh", "engine/model"},
     "engine/run": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv"},
     "engine/devices": {"engine/model", "engine/plan", "engine/comm"},
-    "engine/devices/cpu": {"engine/devices", "engine/model", "engine/plan", "engine/speed", "engine/comm",
-                           "engine/comm/gloo"},
-    "engine/devices/cuda": {"engine/devices", "engine/model", "engine/plan", "engine/speed", "engine/comm",
-                            "engine/comm/nccl"},
-    "engine/sim": {"engine/mesh", "engine/schedule"},
+    "engine/devices/cpu": {"engine/devices", "engine/speed", "engine/comm/gloo"},
+    "engine/devices/cuda": {"engine/devices", "engine/model", "engine/plan", "engine/speed", "engine/comm/nccl"},
+    "engine/sim": {"engine/mesh", "engine/schedule", "engine/model", "engine/plan"},
     "engine": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv", "engine/run",
                "engine/speed", "engine/devices", "engine/devices/cpu", "engine/devices/cuda"},
     "server/config": set(),
@@ -42,7 +41,7 @@ INNER = {
     "server/api": {"server/config", "server/observe"},
     "server/pool": {"server/config", "server/observe", "server/api"},
     "server/cli": {"server/config"},
-    "server/cli/commands": {"server/config", "server/observe", "server/pictures", "server/api", "server/pool", "server/cli",
+    "server/cli/commands": {"server/config", "server/pictures", "server/api", "server/pool", "server/cli",
                             "server"},
     "server": {"server/config", "server/observe", "server/api", "server/pool"},
 }
@@ -87,6 +86,16 @@ def violations(files):
     return found
 
 
+def arrows(files):
+    """{folder: {folders}} of `files`, {file: [includes]}: who includes whom inside engine/ and inside server/."""
+    found = collections.defaultdict(set)
+    for name, names in files.items():
+        folder = folder_of(name)
+        targets = {folder_of(include) for include in names} if name not in ABOVE_ALL else set()
+        found[folder] |= {each for each in targets if each.split("/")[0] == name.split("/")[0] and each != folder}
+    return found
+
+
 def circle(order):
     """A folder that reaches itself by `order`, {folder: {folders}}; None: there is none."""
     for start in order:
@@ -126,6 +135,13 @@ class LayeringTest(unittest.TestCase):
 
     def test_the_inner_order_is_kept(self):
         self.assertEqual(violations(included()), [])
+
+    def test_no_arrow_is_allowed_that_nobody_needs(self):
+        needed = arrows(included())
+        for folder, allowed in INNER.items():
+            self.assertEqual(allowed - needed[folder], set(), f"{folder} may include these, and does not")
+        self.assertEqual(arrows({"engine/a/b.cc": ["engine/c/d.h", "engine/a/e.h", "kernels/f.h"]}),
+                         {"engine/a": {"engine/c"}})
 
     def test_the_inner_order_has_no_circle(self):
         self.assertIsNone(circle(INNER))
