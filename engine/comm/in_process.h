@@ -14,9 +14,10 @@ namespace meshfill {
 // One communicator for each of `ranks` ranks, connected with each other; they may outlive one another.
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks);
 
-// The same for ranks whose streams may queue their operations; by rank, they outlive the communicators. A
-// message is sent when the operations called before have run, and a wait ends at once on the host: the
-// operations called after it wait on the device. Chunks on another device are copied there by the sender.
+// One communicator for each of these streams, by rank, which may queue their operations and outlive the
+// communicators. A message is sent when the operations called before have run, and a wait ends at once on the
+// host: the operations called after it wait on the device. Chunks on another device are copied there by the
+// sender.
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Stream* const> streams);
 
 }  // namespace meshfill

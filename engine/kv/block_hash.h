@@ -28,7 +28,7 @@ class BlockHasher {
 
   void Append(std::span<const uint32_t> tokens);
 
-  // Of the whole blocks so far, 32 bytes each; the rest of the prompt has no name.
+  // Hashes of the whole blocks so far, 32 bytes each. Tokens of an unfinished block have none yet.
   const std::string& hashes() const { return hashes_; }
 
  private:

@@ -7,7 +7,8 @@
 
 namespace meshfill {
 
-// Of `bytes` behind what `before` is of: Crc32c("ab") = Crc32c("b", Crc32c("a")).
+// Checksum of some bytes, whose checksum is `before`, and then `bytes`: Crc32c("ab") = Crc32c("b",
+// Crc32c("a")).
 uint32_t Crc32c(std::string_view bytes, uint32_t before = 0);
 
 }  // namespace meshfill

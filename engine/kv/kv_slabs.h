@@ -45,7 +45,7 @@ int64_t KvRangeBytes(const KvShape& shape, const KvRange& range, KvFormat format
 // a stripe's tokens (kTokens, all heads) or of a head's row.
 void CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat format, int64_t page_tokens,
             std::byte* to);
-// The same with kTokens, and K and V apart.
+// Copies a range as CopyKv does with kTokens, K and V to places of their own.
 void CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v);
 
 }  // namespace meshfill

@@ -186,13 +186,13 @@ class ShapePlanner {
   Plan Best(int heads, Tile tile) {
     std::optional<Plan> best;
     const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
-    TakeBetter(heads, tile, row_first, best);
+    TryPlacement(heads, tile, row_first, best);
     if (!request_.topology.node_of_seat.empty()) {
       PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
       if (MayGain(ideal, *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
-          TakeBetter(heads, tile, boxed, best);
+          TryPlacement(heads, tile, boxed, best);
         }
       }
     }
@@ -201,8 +201,8 @@ class ShapePlanner {
   }
 
  private:
-  // In every layout and wire dtype.
-  void TakeBetter(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
+  // Plans the shape in every layout and wire dtype. Puts what is better into `best`.
+  void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
     for (const TokenLayout& layout : layouts_) {
       for (DType partial_dtype : PartialDTypesOf(request_)) {
         const PlanShape shape = {.layout = layout,
@@ -213,7 +213,7 @@ class ShapePlanner {
                                  .links = placed.links,
                                  .keeps_kv = request_.keeps_kv,
                                  .one_memory = request_.one_memory};
-        if (!best.has_value() || MayGain(shape, *best)) TakeBetter(shape, placed.placement, best);
+        if (!best.has_value() || MayGain(shape, *best)) TrySchedules(shape, placed.placement, best);
       }
     }
   }
@@ -224,7 +224,7 @@ class ShapePlanner {
            LeastSeconds(model_, speed_, shape) < best.predicted.seconds * (1 - kLeastGain);
   }
 
-  void TakeBetter(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
+  void TrySchedules(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
     std::optional<Plan> best_here;
     for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
       const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);

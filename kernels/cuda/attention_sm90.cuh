@@ -179,9 +179,10 @@ class Sm90Attention {
     Machine::CommitProducts();
   }
 
-  static MESHFILL_DEVICE void Soften(const AttentionParams& params, const KeyTiles<kRows, kKeys>& keys,
-                                     uint32_t key_tile, uint32_t lane, const KeySlots (&visible)[2],
-                                     float (&scores)[kKeys / 2], RowPair& rows, float (&rescale)[2]) {
+  // Scores of a key tile become probabilities.
+  static MESHFILL_DEVICE void MaskedSoftmax(const AttentionParams& params, const KeyTiles<kRows, kKeys>& keys,
+                                            uint32_t key_tile, uint32_t lane, const KeySlots (&visible)[2],
+                                            float (&scores)[kKeys / 2], RowPair& rows, float (&rescale)[2]) {
     if (!keys.Whole(key_tile)) MaskScores(scores, key_tile * kKeys, lane, visible);
     UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
   }
@@ -219,7 +220,7 @@ class Sm90Attention {
         Machine::template WaitProducts<0>();
         Machine::Pin(scores);
         Release(first_k, lane);
-        Soften(params, keys, keys.end - 1, lane, visible, scores, rows, rescale);
+        MaskedSoftmax(params, keys, keys.end - 1, lane, visible, scores, rows, rescale);
         PackProbabilities<Machine, T>(scores, packed);
         const Stage first_v = StageOf<Buffer::kV>(shared, use);
         Machine::BarrierWait(first_v.full, first_v.parity);
@@ -234,7 +235,7 @@ class Sm90Attention {
           Machine::template WaitProducts<1>();
           Machine::Pin(scores);
           Release(k, lane);
-          Soften(params, keys, key_tile - 1, lane, visible, scores, rows, rescale);
+          MaskedSoftmax(params, keys, key_tile - 1, lane, visible, scores, rows, rescale);
           // The exponentials run under P V. Left alone, the compiler puts them off until P V has ended; it
           // does not move them across the wait for the next V.
           Machine::Pin(scores);

@@ -17,10 +17,10 @@ v1::Layout ToProto(LayoutKind layout);
 v1::PlanSummary ToProto(const Plan& plan);
 v1::CommBytes ToProto(const CommBytes& bytes);
 
-// Without the logits, which a caller copies where they are wanted, and with no time in a queue.
+// Leaves out the logits, which a caller copies where they are wanted, and the time in a queue.
 v1::PrefillResult ToProto(const PrefillResult& result, const std::string& request_id);
 
-// Without the block hashes. This process holds all of it.
+// Leaves out the block hashes. This process holds all of the K and V.
 v1::KvManifest ToProto(const KvPrompt& kept, const std::string& lease, absl::Duration expires_in);
 
 }  // namespace meshfill

@@ -1,5 +1,5 @@
-// Whom a call is of, where its message does not say: the metadata `meshfill-tenant`, until calls carry
-// credentials that say it.
+// The tenant of a call whose message names none: the metadata `meshfill-tenant`, until calls carry
+// credentials that name it.
 #ifndef MESHFILL_SERVER_API_TENANT_H_
 #define MESHFILL_SERVER_API_TENANT_H_
 
@@ -11,7 +11,7 @@ namespace meshfill {
 
 inline constexpr char kTenantMetadata[] = "meshfill-tenant";
 
-// Empty: a call of no tenant's, which is one of its own.
+// Empty where the call names no tenant. All such calls are one tenant's.
 inline std::string TenantOf(const grpc::ServerContextBase& context) {
   const auto found = context.client_metadata().find(kTenantMetadata);
   if (found == context.client_metadata().end()) return "";

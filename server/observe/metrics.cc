@@ -51,7 +51,7 @@ void CountBytes(const CommBytes& bytes, Family<Counter>& family) {
   }
 }
 
-// Of a count that somebody else keeps.
+// A counter that follows a count which somebody else keeps.
 void RaiseTo(Counter& counter, uint64_t total) {
   counter.Increment(std::max(0.0, static_cast<double>(total) - counter.Value()));
 }

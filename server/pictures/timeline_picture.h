@@ -18,7 +18,7 @@ struct TimelineView {
   double seconds = 0;  // that the width stands for; 0: the timeline's own
 };
 
-// The same in two parts, for several timelines below each other.
+// Draws the lanes alone: several timelines below each other share one legend.
 double DrawTimelineLanes(const Timeline& timeline, const TimelineView& view, double x, double y, double width,
                          SvgWriter& svg);
 

@@ -62,7 +62,7 @@ void Leader::OnConnected(Connection connection, absl::Time now) { members_.OnCon
 void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
   Membership::Worker* worker = members_.Find(connection);
   if (worker == nullptr) {
-    if (members_.OnStrangersMessage(connection, message, now)) StartWaiting(now);
+    if (members_.OnStrangerMessage(connection, message, now)) StartWaiting(now);
     return;
   }
   worker->heard_at = now;
@@ -117,11 +117,11 @@ void Leader::OnDisconnected(Connection connection, absl::Time now) {
 }
 
 void Leader::OnTick(absl::Time now) {
-  members_.RefuseMute(now);
+  members_.RefuseUnjoined(now);
   if (const std::set<Connection> silent = members_.Silent(now); !silent.empty()) {
     DropWorkers(silent, absl::StrCat("silent for ", absl::FormatDuration(options_.silence_timeout)), now);
   }
-  RefuseHopeless(now);
+  RefuseOverdue(now);
   std::vector<RunId> runs;
   for (const auto& [number, run] : runs_) runs.push_back(number);
   for (RunId number : runs) {
@@ -182,13 +182,13 @@ void Leader::AnswerRequest(Ticket ticket, absl::StatusOr<Result> result) {
   if (requests_.erase(ticket) > 0) actions_.Add(Answer{ticket, std::move(result)});
 }
 
-void Leader::RefuseHopeless(absl::Time now) {
-  std::vector<Ticket> hopeless;
+void Leader::RefuseOverdue(absl::Time now) {
+  std::vector<Ticket> overdue;
   for (const auto& [ticket, request] : requests_) {
     const bool too_long = now - request.waiting_since >= options_.empty_timeout;
-    if (request.run == 0 && runs_.empty() && too_long) hopeless.push_back(ticket);
+    if (request.run == 0 && runs_.empty() && too_long) overdue.push_back(ticket);
   }
-  for (Ticket ticket : hopeless) {
+  for (Ticket ticket : overdue) {
     AnswerRequest(ticket,
                   absl::UnavailableError(absl::StrCat("the pool has no workers, and none joined within ",
                                                       absl::FormatDuration(options_.empty_timeout),

@@ -157,7 +157,7 @@ class Leader {
   // Once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
   void StartRun(Ticket ticket, absl::Time now);
-  void RefuseHopeless(absl::Time now);  // who waited too long for a worker
+  void RefuseOverdue(absl::Time now);  // requests that have waited for a worker for empty_timeout
   LiveRequest* FindRequest(Ticket ticket);
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);
 

@@ -24,7 +24,7 @@ Membership::Membership(Options options, LeaderActions& actions)
       weights_hash_(options_.model.weights_hash()),
       epoch_(options_.first_epoch) {}
 
-bool Membership::OnStrangersMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
+bool Membership::OnStrangerMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
   if (!strangers_.contains(connection)) return false;  // of a connection that was closed
   if (!message.has_join()) {
     Refuse(connection, "", "it did not begin with Join; run the same version on both", false);
@@ -121,7 +121,7 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
   return absl::OkStatus();
 }
 
-void Membership::RefuseMute(absl::Time now) {
+void Membership::RefuseUnjoined(absl::Time now) {
   std::vector<Connection> mute;
   for (const auto& [connection, since] : strangers_) {
     if (now - since >= options_.join_timeout) mute.push_back(connection);

@@ -67,11 +67,11 @@ class Membership {
 
   void OnConnected(Connection connection, absl::Time now) { strangers_[connection] = now; }
   // A message of a connection that has not joined. True: it has now.
-  bool OnStrangersMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
+  bool OnStrangerMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnStrangerGone(Connection connection) { strangers_.erase(connection); }
   void OnLeave(Worker& worker);
   // Refuses who is connected and has not joined in time.
-  void RefuseMute(absl::Time now);
+  void RefuseUnjoined(absl::Time now);
 
   // Takes a worker out of the pool. Returns its name.
   std::string Remove(Connection connection, const std::string& why);

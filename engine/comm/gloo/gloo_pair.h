@@ -85,7 +85,7 @@ class GlooPair : public gloo::transport::tcp::Pair {
   void changeState(state next) noexcept override {  // under the lock
     Pair::changeState(next);
     if (next != CLOSED || closed_) return;
-    close_reason_ = WhatWasThrown();
+    close_reason_ = ExceptionText();
     closed_ = true;
   }
 
@@ -102,7 +102,8 @@ class GlooPair : public gloo::transport::tcp::Pair {
     if (lock && ex_ == nullptr && state_ != CLOSED) signalException(reason);
   }
 
-  std::string WhatWasThrown() const {
+  // The text of the exception that gloo keeps for its users, without its place in the source.
+  std::string ExceptionText() const {
     if (ex_ == nullptr) return "closed";
     try {
       std::rethrow_exception(ex_);
