@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Renders the base, every overlay and the Helm chart, and checks what comes out: against the schemas of three versions of
 # Kubernetes, against the restricted pod security standard, against this repository (flags, keys and ports that are really
-# there), and the checks themselves against manifests that are broken on purpose.
+# there), and the checks themselves against manifests that are broken on purpose. Runs the Job that fetches the model, too,
+# against a hub that is played.
 #
 #   tests/deploy/check-kubernetes.sh
 #
@@ -14,4 +15,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 tests/deploy/install-kubernetes-tools.sh
 export PATH="$PWD/build/kubernetes-tools:$PATH"
-exec build/kubernetes-tools/python/bin/python tests/deploy/check_kubernetes.py
+build/kubernetes-tools/python/bin/python tests/deploy/check_kubernetes.py
+exec build/kubernetes-tools/python/bin/python tests/deploy/check_model_job.py
