@@ -23,12 +23,10 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxRanks = 64;
-
 absl::Status CheckOptions(const EngineOptions& options) {
-  if (options.ranks < 1 || options.ranks > kMaxRanks) {
+  if (options.ranks < 1 || options.ranks > kMaxHostRanks) {
     return absl::InvalidArgumentError(
-        absl::StrCat("ranks is ", options.ranks, "; an embedded pool has 1 to ", kMaxRanks));
+        absl::StrCat("ranks is ", options.ranks, "; an embedded pool has 1 to ", kMaxHostRanks));
   }
   if (options.threads < 0) return absl::InvalidArgumentError("threads is negative; 0 means one per core");
   return absl::OkStatus();

@@ -12,9 +12,11 @@
 
 namespace meshfill {
 
+inline constexpr int kMaxHostRanks = 64;  // of one process, embedded or a worker
+
 struct EngineOptions {
   std::string model_path;       // a Hugging Face folder
-  int ranks = 1;                // 1 to 64
+  int ranks = 1;                // 1 to kMaxHostRanks
   std::string device = "auto";  // one of DeviceNames() (platforms.h), over whose devices the ranks are spread
   std::optional<DType> dtype;   // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice

@@ -21,6 +21,7 @@
 #include "server/cli/commands/serve.h"
 #include "server/cli/commands/simulate.h"
 #include "server/cli/commands/worker.h"
+#include "server/observe/build_name.h"
 
 namespace meshfill {
 namespace {
@@ -102,7 +103,7 @@ int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
 int Main(int argc, char** argv) {
   std::set_terminate(OnUncaughtException);
   CLI::App app("Meshfill prefills very long prompts: sharded over ranks, with Mesh-Attention.", "meshfill");
-  app.set_version_flag("--version", "meshfill " MESHFILL_VERSION);
+  app.set_version_flag("--version", kBuildName);
   app.require_subcommand(1);
   std::vector<std::unique_ptr<Command>> commands;
   commands.push_back(AddServeCommand(app));

@@ -17,6 +17,7 @@
 #include "kernels/return_if_error.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
+#include "server/observe/build_name.h"
 #include "server/observe/log.h"
 #include "server/pool/control_client.h"
 #include "server/pool/membership.h"
@@ -53,7 +54,7 @@ v1::Join MakeOffer(const v1::Config& config, const RankHost& host) {
   const v1::PoolSection::Worker& worker = config.pool().worker();
   v1::Join offer;
   offer.set_protocol(kControlProtocol);
-  offer.set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
+  offer.set_build(kBuildName);
   offer.set_name(worker.name().empty() ? HostName() : worker.name());
   offer.set_host(worker.host().empty() ? HostName() : worker.host());
   host.Describe(offer);

@@ -7,7 +7,6 @@
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 
 #include "engine/mesh/layout.h"
@@ -16,39 +15,10 @@
 #include "engine/model/model_shape.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/plan_shape.h"
+#include "engine/plan/rank_speed.h"
 #include "engine/schedule/schedule.h"
-#include "kernels/device.h"
 
 namespace meshfill {
-
-// What one rank of the pool does per second, measured or configured. Rates are positive; of what is in
-// seconds, all may be 0.
-struct PoolSpeed {
-  double gemm_flops_per_second = 50e9;       // projections and what is between them, when all ranks run
-  double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
-  double merge_bytes_per_second = 5e9;       // partial outputs merged, chunks reordered, per rank likewise
-  double link_bytes_per_second = 10e9;  // one chunk from a rank to any other: of a pool without a topology
-  double link_latency_seconds = 5e-6;   // start of one communication there
-
-  // What does not shrink with the work, per rank when all ranks run: small slices and blocks are less
-  // efficient.
-  double slice_seconds = 0;      // of each slice of each layer: weights read, operations begun
-  double block_row_seconds = 0;  // of each row (query and head) of each block: its state read and written
-  double token_seconds = 0;      // of each token once: embedding, RoPE
-  double start_seconds = 0;      // of each prefill once: threads begun and ended
-  double lm_head_bytes_per_second = std::numeric_limits<double>::infinity();  // weights read for one row
-
-  int64_t slice_tokens = Grain().slice_tokens;  // of its backend: in what slices a plan cuts a chunk
-
-  // How many times as fast a rank runs while the others wait: above 1 where ranks share cores, and then the
-  // pool takes no longer than its whole work or its busiest rank alone needs.
-  double lone_rank_speedup = 1;
-
-  Link link() const {
-    return {.latency_seconds = link_latency_seconds, .bytes_per_second = link_bytes_per_second};
-  }
-  bool operator==(const PoolSpeed&) const = default;
-};
 
 // The least numbers of blocks that hide the transfer of one Q, KV and O chunk: what Algorithm 2 asks for. For
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.

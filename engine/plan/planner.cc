@@ -17,19 +17,12 @@
 namespace meshfill {
 namespace {
 
-absl::Status CheckModelAndSpeed(const ModelShape& model, const PoolSpeed& speed) {
+absl::Status CheckModel(const ModelShape& model) {
   if (model.layers < 1 || model.q_heads < 1 || model.kv_heads < 1 || model.head_dim < 1 ||
       model.q_heads % model.kv_heads != 0) {
     return absl::InvalidArgumentError(absl::StrCat("cannot plan for a model of ", model.layers, " layers, ",
                                                    model.q_heads, " query heads, ", model.kv_heads,
                                                    " KV heads of ", model.head_dim));
-  }
-  if (!(speed.gemm_flops_per_second > 0 && speed.attention_flops_per_second > 0 &&
-        speed.merge_bytes_per_second > 0 && speed.link_bytes_per_second > 0 &&
-        speed.lm_head_bytes_per_second > 0 && speed.lone_rank_speedup >= 1 &&
-        speed.link_latency_seconds >= 0 && speed.slice_tokens >= 1 && speed.slice_seconds >= 0 &&
-        speed.block_row_seconds >= 0 && speed.token_seconds >= 0 && speed.start_seconds >= 0)) {
-    return absl::InvalidArgumentError("the pool's speeds must be positive: measure or configure them");
   }
   return absl::OkStatus();
 }
@@ -291,7 +284,8 @@ absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& requ
 
 absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& speed,
                                     const PlanRequest& request) {
-  RETURN_IF_ERROR(CheckModelAndSpeed(model, speed));
+  RETURN_IF_ERROR(CheckModel(model));
+  RETURN_IF_ERROR(CheckPoolSpeed(speed));
   RETURN_IF_ERROR(TokenLayout::Make(request.layout.value_or(LayoutKind::kStriped), request.ranks,
                                     request.tokens, request.stripe)
                       .status());

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -20,26 +19,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr struct {
-  const char* name;
-  double PoolSpeed::*value;
-  bool is_rate;  // above 0; else seconds, or a factor
-} kFields[] = {
-    {"gemm_flops_per_second", &PoolSpeed::gemm_flops_per_second, true},
-    {"attention_flops_per_second", &PoolSpeed::attention_flops_per_second, true},
-    {"merge_bytes_per_second", &PoolSpeed::merge_bytes_per_second, true},
-    {"link_bytes_per_second", &PoolSpeed::link_bytes_per_second, true},
-    {"link_latency_seconds", &PoolSpeed::link_latency_seconds, false},
-    {"slice_seconds", &PoolSpeed::slice_seconds, false},
-    {"block_row_seconds", &PoolSpeed::block_row_seconds, false},
-    {"token_seconds", &PoolSpeed::token_seconds, false},
-    {"start_seconds", &PoolSpeed::start_seconds, false},
-    {"lm_head_bytes_per_second", &PoolSpeed::lm_head_bytes_per_second, true},
-    {"lone_rank_speedup", &PoolSpeed::lone_rank_speedup, true},
-};
-
 constexpr char kSliceTokens[] = "slice_tokens";
-constexpr uint64_t kMostSliceTokens = uint64_t{1} << 20;
 
 absl::Status Broken(const std::string& path, const std::string& what) {
   return absl::InvalidArgumentError(
@@ -76,30 +56,25 @@ absl::StatusOr<Json> ReadObject(const std::string& path) {
 
 absl::StatusOr<PoolSpeed> ParseSpeed(const Json& object, const std::string& path) {
   PoolSpeed speed;
-  for (const auto& [name, value, is_rate] : kFields) {
-    const auto found = object.find(name);
-    if (found == object.end() || !found->is_number()) return Broken(path, absl::StrCat("no number ", name));
-    const double number = found->get<double>();
-    if (!std::isfinite(number) || number < 0 || (is_rate && number == 0)) {
-      return Broken(path, absl::StrCat(name, " is ", found->dump()));
+  for (const SpeedField& field : kSpeedFields) {
+    const auto found = object.find(field.name);
+    if (found == object.end() || !found->is_number()) {
+      return Broken(path, absl::StrCat("no number ", field.name));
     }
-    speed.*value = number;
+    speed.*field.value = found->get<double>();
   }
   const auto slice = object.find(kSliceTokens);
-  if (slice == object.end() || !slice->is_number_unsigned())
+  if (slice == object.end() || !slice->is_number_integer()) {
     return Broken(path, absl::StrCat("no whole number ", kSliceTokens));
-  const uint64_t slice_tokens = slice->get<uint64_t>();
-  if (slice_tokens < 1 || slice_tokens > kMostSliceTokens) {
-    return Broken(path, absl::StrCat(kSliceTokens, " is ", slice_tokens));
   }
-  speed.slice_tokens = static_cast<int64_t>(slice_tokens);
-  if (speed.lone_rank_speedup < 1) return Broken(path, "lone_rank_speedup is below 1");
+  speed.slice_tokens = slice->get<int64_t>();
+  if (absl::Status good = CheckPoolSpeed(speed); !good.ok()) return Broken(path, std::string(good.message()));
   return speed;
 }
 
 Json SpeedJson(const PoolSpeed& speed) {
   Json object = Json::object();
-  for (const auto& [name, value, is_rate] : kFields) object[name] = speed.*value;
+  for (const SpeedField& field : kSpeedFields) object[field.name] = speed.*field.value;
   object[kSliceTokens] = speed.slice_tokens;
   return object;
 }

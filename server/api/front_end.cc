@@ -24,6 +24,7 @@
 #include "server/config/address.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
+#include "server/observe/build_name.h"
 
 namespace meshfill {
 namespace {
@@ -188,7 +189,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     v1::PoolStatus status;
     const PoolState state = state_.load(std::memory_order_acquire);
     status.set_ranks(static_cast<uint32_t>(ranks()));
-    status.set_build(absl::StrCat("meshfill ", MESHFILL_VERSION));
+    status.set_build(kBuildName);
     status.set_state(state == PoolState::kLoading ? v1::PoolStatus::STATE_LOADING
                      : state == PoolState::kReady ? v1::PoolStatus::STATE_READY
                                                   : v1::PoolStatus::STATE_DRAINING);

@@ -1,10 +1,8 @@
 #include "server/api/prefill_stream.h"
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <new>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +13,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/api/plan_proto.h"
+#include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
 #include "server/observe/log.h"
@@ -28,16 +27,6 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
   return MonotonicNow() + (absl::FromChrono(deadline) - absl::Now());
-}
-
-// Unique in this process by its count, and among servers and restarts by 64 random bits.
-std::string NewRequestId() {
-  static const uint64_t process = [] {
-    std::random_device random;
-    return (uint64_t{random()} << 32) | random();
-  }();
-  static std::atomic<uint64_t> count{0};
-  return absl::StrFormat("mf-%016x-%d", process, ++count);
 }
 
 // Beyond any model's context where it is beyond an int64_t.

@@ -22,7 +22,6 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxRanks = 64;
 constexpr uint32_t kMaxThreads = 4096;
 constexpr uint32_t kNcclCtas = 8;
 constexpr uint32_t kMaxNcclCtas = 32;
@@ -118,7 +117,7 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
                 "pool.host_link_bytes_per_second", "must be above 0");
   if (pool.has_link_latency()) check.RequirePositive(pool.link_latency(), "pool.link_latency");
   if (pool.has_host_link_latency()) check.RequirePositive(pool.host_link_latency(), "pool.host_link_latency");
-  check.RequireRange(pool.worker().ranks(), 1, kMaxRanks, "pool.worker.ranks");
+  check.RequireRange(pool.worker().ranks(), 1, kMaxHostRanks, "pool.worker.ranks");
   check.RequireDevice(pool.worker().device(), "pool.worker.device");
   check.RequireRange(pool.worker().threads(), 0, kMaxThreads, "pool.worker.threads");
   check.RequireRange(pool.worker().nccl_ctas(), 0, kMaxNcclCtas, "pool.worker.nccl_ctas");
@@ -137,7 +136,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
 
   ValidatePool(config.pool(), origins, check);
   const auto& embedded = config.pool().embedded();
-  check.RequireRange(embedded.ranks(), 1, kMaxRanks, "pool.embedded.ranks");
+  check.RequireRange(embedded.ranks(), 1, kMaxHostRanks, "pool.embedded.ranks");
   check.RequireDevice(embedded.device(), "pool.embedded.device");
   check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
   check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");

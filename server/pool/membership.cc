@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "engine/engine_options.h"
 #include "server/observe/log.h"
 #include "server/pool/offered_speed.h"
 
@@ -12,7 +13,6 @@ namespace meshfill {
 namespace {
 
 constexpr int kMaxPoolRanks = 1024;
-constexpr uint32_t kMaxWorkerRanks = 64;
 constexpr size_t kMaxNameCharacters = 128;
 constexpr size_t kMaxRememberedRefusals = 256;
 
@@ -93,12 +93,13 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::FailedPreconditionError(absl::StrCat("the worker's weights of model ", options_.model.name(),
                                                       " differ from the pool's; give all the same files"));
   }
-  if (offer.ranks() < 1 || offer.ranks() > kMaxWorkerRanks) {
+  if (offer.ranks() < 1 || offer.ranks() > kMaxHostRanks) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a worker has 1 to ", kMaxWorkerRanks, " ranks, not ", offer.ranks()));
+        absl::StrCat("a worker has 1 to ", kMaxHostRanks, " ranks, not ", offer.ranks()));
   }
-  if (!IsPlausible(FromProto(offer.speed()))) {
-    return absl::InvalidArgumentError("the worker does not say how fast it is; run the same version on both");
+  if (absl::Status good = CheckPoolSpeed(FromProto(offer.speed())); !good.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("the worker does not say how fast it is (", good.message(),
+                                                   "); run the same version on both"));
   }
   if (heard_epoch > epoch_) {
     return absl::FailedPreconditionError(absl::StrCat(

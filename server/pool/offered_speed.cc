@@ -1,20 +1,8 @@
 #include "server/pool/offered_speed.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace meshfill {
-namespace {
-
-constexpr double PoolSpeed::*kRates[] = {
-    &PoolSpeed::gemm_flops_per_second, &PoolSpeed::attention_flops_per_second,
-    &PoolSpeed::merge_bytes_per_second, &PoolSpeed::lm_head_bytes_per_second};
-constexpr double PoolSpeed::*kSeconds[] = {&PoolSpeed::slice_seconds, &PoolSpeed::block_row_seconds,
-                                           &PoolSpeed::token_seconds, &PoolSpeed::start_seconds};
-
-constexpr int64_t kMostSliceTokens = int64_t{1} << 20;
-
-}  // namespace
 
 v1::Speed ToProto(const PoolSpeed& speed) {
   v1::Speed message;
@@ -46,18 +34,12 @@ PoolSpeed FromProto(const v1::Speed& message) {
   return speed;
 }
 
-bool IsPlausible(const PoolSpeed& speed) {
-  return std::all_of(std::begin(kRates), std::end(kRates), [&](auto rate) { return speed.*rate > 0; }) &&
-         std::all_of(std::begin(kSeconds), std::end(kSeconds),
-                     [&](auto seconds) { return speed.*seconds >= 0 && std::isfinite(speed.*seconds); }) &&
-         speed.lone_rank_speedup >= 1 && std::isfinite(speed.lone_rank_speedup) && speed.slice_tokens >= 1 &&
-         speed.slice_tokens <= kMostSliceTokens;
-}
-
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {
   PoolSpeed speed = left;
-  for (auto rate : kRates) speed.*rate = std::min(left.*rate, right.*rate);
-  for (auto seconds : kSeconds) speed.*seconds = std::max(left.*seconds, right.*seconds);
+  for (const auto& [name, value, kind] : kSpeedFields) {
+    const auto [low, high] = std::minmax(left.*value, right.*value);
+    speed.*value = kind == SpeedField::Kind::kSeconds ? high : low;
+  }
   speed.slice_tokens = std::min(left.slice_tokens, right.slice_tokens);
   speed.lone_rank_speedup = 1;
   return speed;

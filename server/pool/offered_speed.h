@@ -2,17 +2,14 @@
 #ifndef MESHFILL_SERVER_POOL_OFFERED_SPEED_H_
 #define MESHFILL_SERVER_POOL_OFFERED_SPEED_H_
 
-#include "engine/plan/cost_model.h"
+#include "engine/plan/rank_speed.h"
 #include "meshfill/v1/control.pb.h"
 
 namespace meshfill {
 
-// Without the links, which are the leader's to know.
+// Without the links, which are the leader's to know. What comes from outside is for CheckPoolSpeed to judge.
 v1::Speed ToProto(const PoolSpeed& speed);
 PoolSpeed FromProto(const v1::Speed& message);
-
-bool IsPlausible(const PoolSpeed& speed);  // rates above 0, seconds finite and not below 0, a slice
-                                           // of 1 to 2^20 tokens
 
 // The speed of a pool of both, whose ranks run in lockstep: each part as slow as the slower one. Ranks of two
 // processes are taken to share no cores.

@@ -16,6 +16,7 @@
 #include "kernels/return_if_error.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
+#include "server/observe/build_name.h"
 #include "server/observe/log.h"
 #include "server/pool/pool_planner.h"
 
@@ -27,7 +28,7 @@ constexpr absl::Duration kTick = absl::Milliseconds(50);
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model, int runs_at_once) {
   const v1::PoolSection& pool = config.pool();
   Leader::Options options;
-  options.build = absl::StrCat("meshfill ", MESHFILL_VERSION);
+  options.build = kBuildName;
   options.model = model.id;
   options.layers = model.shape.layers;
   options.vocab = model.shape.vocab;

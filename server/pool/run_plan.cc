@@ -11,8 +11,6 @@
 namespace meshfill {
 namespace {
 
-constexpr uint32_t kMaxRanks = 4096;
-
 absl::StatusOr<std::optional<Traffic>> ParseComm(const std::string& name) {
   for (std::optional<Traffic> comm : {std::optional<Traffic>(), std::optional(Traffic::kQ),
                                       std::optional(Traffic::kKv), std::optional(Traffic::kO)}) {
@@ -68,8 +66,8 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
 
 absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
   ASSIGN_OR_RETURN(const auto kind, ParseLayout(message.layout()));
-  if (message.ranks() > kMaxRanks || message.heads() > kMaxRanks || message.a() > kMaxRanks ||
-      message.b() > kMaxRanks || message.a() == 0 || message.b() == 0 ||
+  if (message.ranks() > kMaxPlanRanks || message.heads() > kMaxPlanRanks || message.a() > kMaxPlanRanks ||
+      message.b() > kMaxPlanRanks || message.a() == 0 || message.b() == 0 ||
       uint64_t{message.heads()} * message.a() * message.b() != message.ranks()) {
     return absl::InvalidArgumentError(absl::StrCat("a plan of ", message.heads(), " head groups and tile ",
                                                    message.a(), "x", message.b(), " for ", message.ranks(),

@@ -15,6 +15,8 @@
 
 namespace meshfill {
 
+inline constexpr int kMaxPlanRanks = 4096;
+
 // Only the seconds of the prediction travel: deadlines scale with them.
 v1::RunPlan ToRunPlan(const Plan& plan);
 // INVALID_ARGUMENT: no plan that could run; INTERNAL: a schedule that does not pass CheckSchedule.

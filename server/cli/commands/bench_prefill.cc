@@ -71,7 +71,9 @@ class BenchPrefillCommand : public Command {
         ->type_name("N")
         ->check(WholeNumber(1))
         ->required();
-    AddRanksOption(*app_, ranks_)->description("Ranks, 1 to 64 (default: heads*A*B of --heads and --tile)");
+    AddRanksOption(*app_, ranks_)
+        ->description(
+            absl::StrCat("Ranks, 1 to ", kMaxHostRanks, " (default: heads*A*B of --heads and --tile)"));
     AddTileOption(*app_, tile_);
     AddHeadsOption(*app_, heads_);
     AddParsedOption(*app_, "--compare", compare_, ParseTile, "AxB",

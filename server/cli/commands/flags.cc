@@ -6,6 +6,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "engine/engine_options.h"
 #include "engine/platforms.h"
 #include "server/config/config.h"
 
@@ -83,9 +84,12 @@ CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype) {
 }
 
 CLI::Option* AddRanksOption(CLI::App& app, std::optional<int>& ranks) {
-  return app.add_option("--ranks", ranks, "Ranks that share the prompt, 1 to 64 (default: the config's)")
+  return app
+      .add_option(
+          "--ranks", ranks,
+          absl::StrCat("Ranks that share the prompt, 1 to ", kMaxHostRanks, " (default: the config's)"))
       ->type_name("N")
-      ->check(CLI::Range(1, 64));
+      ->check(CLI::Range(1, kMaxHostRanks));
 }
 
 CLI::Option* AddJsonFlag(CLI::App& app, bool& json) {

@@ -20,12 +20,10 @@
 #include "server/config/config.h"
 #include "server/pictures/plan_picture.h"
 #include "server/pool/pool_planner.h"
+#include "server/pool/run_plan.h"
 
 namespace meshfill {
 namespace {
-
-constexpr int kMaxHostRanks = 64;
-constexpr int kMaxRanks = 4096;
 
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
@@ -58,9 +56,9 @@ class PlanCommand : public Command {
         ->capture_default_str();
     app_->add_option("--ranks", ranks_,
                      absl::StrCat("Ranks that share the prompt: of an embedded pool 1 to ", kMaxHostRanks,
-                                  ", of a pool of workers 1 to ", kMaxRanks, " (default: the config's)"))
+                                  ", of a pool of workers 1 to ", kMaxPlanRanks, " (default: the config's)"))
         ->type_name("N")
-        ->check(CLI::Range(1, kMaxRanks));
+        ->check(CLI::Range(1, kMaxPlanRanks));
     app_->add_option("--ranks-per-host", ranks_per_host_,
                      "Of a pool of workers: how many of the ranks are on one host (default: all). Every host "
                      "is taken to be as fast and as large as this machine")

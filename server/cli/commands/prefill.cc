@@ -3,18 +3,17 @@
 #include <cstdint>
 #include <cstdio>
 #include <limits>
-#include <random>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
 #include "engine/kv/kv_prompt.h"
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/cli/cancel_watch.h"
 #include "server/cli/client.h"
@@ -80,11 +79,6 @@ constexpr uint32_t kLeaseSeconds = 3600;  // of K and V, which are released once
 absl::StatusOr<std::string> ParseServerAddress(const std::string& text) {
   if (absl::StatusOr<HostPort> address = ParseHostPort(text); !address.ok()) return address.status();
   return text;
-}
-
-std::string RandomRequestId() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x", random(), random());
 }
 
 class PrefillCommand : public Command {
@@ -220,7 +214,7 @@ class PrefillCommand : public Command {
       return reason;
     if (!result.ok()) return result.status();
 
-    Outcome outcome{.result = ToProto(*result, request_id_.empty() ? RandomRequestId() : request_id_),
+    Outcome outcome{.result = ToProto(*result, request_id_.empty() ? NewRequestId() : request_id_),
                     .read_kv = kv == nullptr ? nullptr : ReadKept(std::move(kv)),
                     .timeline = std::move(result->timeline)};
     outcome.kv_shape = KvShapeOf(engine->model());

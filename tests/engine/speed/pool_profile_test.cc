@@ -78,6 +78,8 @@ TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
       {changed("\"slice_seconds\"", "\"slices\""), "slice_seconds"},
       {changed("1000000000.0", "-1.0"), "gemm_flops_per_second"},
       {changed("1000000000.0", "0.0"), "gemm_flops_per_second"},
+      {changed("\"slice_tokens\": 4096", "\"slice_tokens\": -1"), "slice_tokens is -1"},
+      {changed("\"lone_rank_speedup\": 1.0", "\"lone_rank_speedup\": 0.5"), "lone_rank_speedup is 0.5"},
       {changed("1000000000.0", "\"fast\""), "gemm_flops_per_second"},
       {std::string(static_cast<size_t>(kMaxPoolProfileBytes) + 1, ' '), "bytes"},
   };

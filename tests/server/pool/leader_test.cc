@@ -636,8 +636,8 @@ TEST(OfferedSpeedTest, APoolIsAsFastAsItsSlowestPart) {
   EXPECT_EQ(slower.start_seconds, 4);
   EXPECT_EQ(slower.slice_tokens, 512);
   EXPECT_EQ(FromProto(ToProto(slower)), slower);
-  EXPECT_TRUE(IsPlausible(slower));
-  EXPECT_FALSE(IsPlausible(FromProto(v1::Speed())));
+  EXPECT_TRUE(CheckPoolSpeed(slower).ok());
+  EXPECT_FALSE(CheckPoolSpeed(FromProto(v1::Speed())).ok());
 }
 
 }  // namespace

@@ -86,6 +86,16 @@ TEST_F(RankHostCudaTest, RefusesAMarginThatLeavesNothingToAttention) {
   EXPECT_NE(status.message().find("pool.worker.attention_sm_margin"), std::string::npos) << status;
 }
 
+TEST_F(RankHostCudaTest, RefusesMoreRanksThanGpus) {
+  FakeCuda::set_devices(kRanks - 1);
+  HostListener listener;
+  const absl::Status status = RankHost::Load(options_, listener).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("pool.worker.ranks is 2, more than this machine has GPUs"),
+            std::string::npos)
+      << status;
+}
+
 TEST_F(RankHostCudaTest, SaysThatADeviceIsLost) {
   HostListener listener;
   const auto host = RankHost::Load(options_, listener);
@@ -95,7 +105,9 @@ TEST_F(RankHostCudaTest, SaysThatADeviceIsLost) {
   EXPECT_FALSE((*host)->lost());
   FakeCuda::BreakDevice();
   (*host)->Start(run_, addresses, {});
-  EXPECT_TRUE(absl::IsUnavailable(listener.Ended(run_, kRanks)));
+  const absl::Status ended = listener.Ended(run_, kRanks);
+  EXPECT_TRUE(absl::IsUnavailable(ended)) << ended;
+  EXPECT_NE(ended.message().find("a device (Fake GPU) has failed under rank"), std::string::npos) << ended;
   EXPECT_TRUE((*host)->lost());
   (*host)->Stop(run_, "a rank has failed");
   listener.Stopped(run_);

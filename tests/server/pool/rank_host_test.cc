@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "engine/embedded_engine.h"
+#include "engine/platforms.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/server/pool/rank_host_fixture.h"
 
 namespace meshfill {
@@ -95,6 +97,22 @@ TEST_F(RankHostTest, TwoHostsComputeWhatOneProcessComputes) {
   ASSERT_TRUE(expected.ok()) << expected.status();
   ASSERT_EQ(logits.size(), expected->logits.size());
   for (size_t i = 0; i < logits.size(); ++i) EXPECT_NEAR(logits[i], expected->logits[i], 1e-4) << i;
+}
+
+TEST_F(RankHostTest, ComputesOnWhatIsRegistered) {
+  RegisterPlatform(MakeToyPlatform());
+  options_.device = "toy";
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  v1::Join offer;
+  host->Describe(offer);
+  EXPECT_EQ(offer.backend(), "toy/loops");
+  ASSERT_EQ(offer.devices_size(), kRanks);
+  EXPECT_EQ(offer.devices(0), "toy 0");
+  EXPECT_EQ(offer.devices(1), "toy 1");
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
 }
 
 TEST_F(RankHostTest, StopsRanksThatWaitForAPeerAndServesTheNextRun) {
