@@ -173,11 +173,10 @@ def model_volume(claim):
     return If(".Values.model.image", image, If(".Values.model.demo", {"name": "model", "emptyDir": {}}, claim))
 
 
-def only_with(condition, items, *names, key="name"):
-    """Makes the items of these names conditional."""
-    for index, each in enumerate(items):
-        if isinstance(each, dict) and each.get(key) in names:
-            items[index] = If(condition, each)
+def only_with(condition, items, name):
+    """Makes the item of that name conditional."""
+    index = at(items, name)
+    items[index] = If(condition, items[index])
 
 
 def front_end(documents):
@@ -209,8 +208,9 @@ def workers(documents, priority):
 
 def model(documents):
     claim, job = find(documents, "PersistentVolumeClaim"), find(documents, "Job")
+    class_name = ".Values.model.claim.storageClassName"
     claim["spec"] = {"accessModes": Tree(".Values.model.claim.accessModes"),
-                     "storageClassName": If(".Values.model.claim.storageClassName", Value("{{ .Values.model.claim.storageClassName }}")),
+                     "storageClassName": If(class_name, Value(f"{{{{ {class_name} }}}}")),
                      "resources": {"requests": {"storage": Value("{{ .Values.model.claim.size }}")}}}
     container, = job["spec"]["template"]["spec"]["containers"]
     for name in ("repository", "revision"):
@@ -247,7 +247,8 @@ def monitoring(documents):
     text = "".join(document(each) for each in (monitor, rules, dashboard))
     text = text.replace('groups: "RULES"', '''groups:
     {{- range list "files/recording.yml" "files/alerts.yml" }}
-    {{- ($.Files.Get . | replace "https://example.com/meshfill" $.Values.monitoring.documentation | fromYaml).groups | toYaml | nindent 4 }}
+    {{- $rules := $.Files.Get . | replace "https://example.com/meshfill" $.Values.monitoring.documentation }}
+    {{- ($rules | fromYaml).groups | toYaml | nindent 4 }}
     {{- end }}''')
     text = text.replace('"DASHBOARD"', '|\n{{ .Files.Get "files/meshfill.json" | indent 4 }}')
     return f"{{{{- if .Values.monitoring.enabled }}}}\n{text}{{{{- end }}}}\n"
@@ -286,7 +287,8 @@ def vllm(documents):
             if peer["namespaceSelector"]:
                 peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = Value("{{ .Values.monitoring.namespace }}")
     text = "".join(document(each) for each in (workload, service, policy))
-    flag = json.dumps(flag).replace('"SERVER"', '"{{ .Release.Name }}:50051"').replace('"TOKENS"', "{{ .Values.vllm.minTokens | int }}")
+    flag = json.dumps(flag).replace("SERVER", "{{ .Release.Name }}:50051")
+    flag = flag.replace('"TOKENS"', "{{ .Values.vllm.minTokens | int }}")
     return "{{- if .Values.vllm.enabled }}\n" + text.replace('"FLAG"', f"'{flag}'") + "{{- end }}\n"
 
 
@@ -307,7 +309,8 @@ CONFIGS = """\
 
 def configs(documents):
     made = CONFIGS
-    for name, file, section, condition in (("-front-end", "front-end.yaml", "frontEnd", None), ("-worker", "worker.yaml", "workers", WORKERS)):
+    for name, file, section, condition in (("-front-end", "front-end.yaml", "frontEnd", None),
+                                           ("-worker", "worker.yaml", "workers", WORKERS)):
         config_map = find(documents, "ConfigMap", name)
         config_map["data"] = {file: "CONFIG"}
         made += document(config_map, condition).replace('"CONFIG"', f'|\n    {{{{- include "meshfill.{section}" . | nindent 4 }}}}')

@@ -83,29 +83,38 @@ def planted():
     yield change("a join at nothing", BASE, *WORKER, lambda d: first(d)["args"].__setitem__(4, "meshfill:1"))
     yield change("an impatient probe", BASE, *FRONT_END, lambda d: first(d)["livenessProbe"].pop("timeoutSeconds"))
     yield change("an early restart", BASE, *FRONT_END, lambda d: first(d)["livenessProbe"].update(failureThreshold=3))
-    yield change("as many threads as CPUs", BASE, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c["pool"]["worker"].update(threads=16)))
-    yield change("all the node's threads", BASE, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c["pool"]["worker"].pop("threads")))
+    yield change("as many threads as CPUs", BASE, *WORKER_CONFIG,
+                 lambda d: reconfigure(d, lambda c: c["pool"]["worker"].update(threads=16)))
+    yield change("all the node's threads", BASE, *WORKER_CONFIG,
+                 lambda d: reconfigure(d, lambda c: c["pool"]["worker"].pop("threads")))
     yield change("a lost claim", BASE, *FRONT_END, lambda d: volume(d, "model")["persistentVolumeClaim"].update(claimName="x"))
-    yield change("a claim that nobody can fill", BASE, "PersistentVolumeClaim", "", lambda d: d["spec"].update(accessModes=["ReadOnlyMany"]))
-    yield change("a claim of one node for many", BASE, "PersistentVolumeClaim", "", lambda d: d["spec"].update(accessModes=["ReadWriteOnce"]))
-    yield change("a shared claim for one pod", H100, "PersistentVolumeClaim", "", lambda d: d["spec"].update(accessModes=["ReadWriteMany"]))
+    yield change("a claim that nobody can fill", BASE, "PersistentVolumeClaim", "",
+                 lambda d: d["spec"].update(accessModes=["ReadOnlyMany"]))
+    yield change("a claim of one node for many", BASE, "PersistentVolumeClaim", "",
+                 lambda d: d["spec"].update(accessModes=["ReadWriteOnce"]))
+    yield change("a shared claim for one pod", H100, "PersistentVolumeClaim", "",
+                 lambda d: d["spec"].update(accessModes=["ReadWriteMany"]))
     yield without("a claim that nobody fills", BASE, "Job", "meshfill-model")
     yield change("a start without the model", BASE, *WORKER, lambda d: pod(d).pop("initContainers"))
     yield change("speeds in the image", BASE, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c.pop("plan")))
     yield change("speeds on no volume", BASE, *WORKER, lambda d: first(d)["volumeMounts"].pop())
     yield change("a selector of nothing", BASE, "Service", "meshfill", lambda d: d["spec"]["selector"].update(app="x"))
-    yield change("a pod without policy", BASE, "NetworkPolicy", "meshfill-worker", lambda d: d["spec"].update(policyTypes=["Ingress"]))
+    yield change("a pod without policy", BASE, "NetworkPolicy", "meshfill-worker",
+                 lambda d: d["spec"].update(policyTypes=["Ingress"]))
     yield change("names of one kind of cluster", BASE, "NetworkPolicy", "meshfill-worker",
                  lambda d: d["spec"]["egress"][-1]["to"][0]["namespaceSelector"]["matchExpressions"][0].update(values=["kube-system"]))
-    yield change("no names from the node's cache", BASE, "NetworkPolicy", "meshfill-model", lambda d: d["spec"]["egress"][-1]["to"].pop(1))
+    yield change("no names from the node's cache", BASE, "NetworkPolicy", "meshfill-model",
+                 lambda d: d["spec"]["egress"][-1]["to"].pop(1))
     yield change("a worker that waits for others", BASE, *WORKER, lambda d: d["spec"].pop("podManagementPolicy"))
     yield change("workers anywhere", BASE, *WORKER, lambda d: pod(d).pop("affinity"))
     yield change("a sidecar", BASE, *WORKER, lambda d: d["spec"]["template"]["metadata"]["labels"].pop("sidecar.istio.io/inject"))
     yield change("a monitor that no Prometheus takes", BASE, "PodMonitor", "", lambda d: d["metadata"]["labels"].pop("release"))
     yield change("rules that no Prometheus takes", BASE, "PrometheusRule", "", lambda d: d["metadata"]["labels"].pop("release"))
     yield without("no rules", BASE, "PrometheusRule", "meshfill")
-    yield change("a dashboard that no Grafana takes", BASE, "ConfigMap", "meshfill-dashboard", lambda d: d["metadata"].pop("labels"))
-    yield change("another dashboard", BASE, "ConfigMap", "meshfill-dashboard", lambda d: d["data"].update({"meshfill.json": "{}"}))
+    yield change("a dashboard that no Grafana takes", BASE, "ConfigMap", "meshfill-dashboard",
+                 lambda d: d["metadata"].pop("labels"))
+    yield change("another dashboard", BASE, "ConfigMap", "meshfill-dashboard",
+                 lambda d: d["data"].update({"meshfill.json": "{}"}))
     yield change("scaling on all pools", SCALED, "ScaledObject", "", lambda d: d["spec"]["triggers"][0]["metadata"].update(
         query='sum(meshfill_queue_tokens{job="meshfill"})'))
     yield change("scaling on another pool", SCALED, "ScaledObject", "", lambda d: d["metadata"].update(namespace="other"))
@@ -121,11 +130,16 @@ def planted():
         preferredDuringSchedulingIgnoredDuringExecution=[]))
     yield change("no priority", INFINIBAND, *WORKER, lambda d: pod(d).pop("priorityClassName"))
     yield without("a priority that is not there", INFINIBAND, "PriorityClass", "meshfill-gpu")
-    yield change("another stripe than tuned", H100, *FRONT_END_CONFIG, lambda d: reconfigure(d, lambda c: c["plan"].update(stripe=64)))
+    yield change("another stripe than tuned", H100, *FRONT_END_CONFIG,
+                 lambda d: reconfigure(d, lambda c: c["plan"].update(stripe=64)))
     yield change("an unbounded queue", H100, *FRONT_END_CONFIG, lambda d: reconfigure(d, lambda c: c.pop("queue")))
-    yield change("another dtype than tuned", INFINIBAND, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c["model"].pop("dtype")))
-    yield change("a key that the connector lacks", VLLM, "Deployment", "meshfill-vllm", lambda d: set_argument(d, "min_tokens", "least"))
-    yield change("a server that is not there", VLLM, "Deployment", "meshfill-vllm", lambda d: set_argument(d, "meshfill:50051", "meshfill:5"))
+    yield change("another dtype than tuned", INFINIBAND, *WORKER_CONFIG,
+                 lambda d: reconfigure(d, lambda c: c["model"].pop("dtype")))
+    yield change("a key that the connector lacks", VLLM, "Deployment", "meshfill-vllm",
+                 lambda d: set_argument(d, "min_tokens", "least"))
+    yield change("a server that is not there", VLLM, "Deployment", "meshfill-vllm",
+                 lambda d: set_argument(d, "meshfill:50051", "meshfill:5"))
     yield change("a client that is kept out", VLLM, "Deployment", "meshfill-vllm",
                  lambda d: d["spec"]["template"]["metadata"]["labels"].pop("meshfill-client"))
-    yield change("another model", VLLM, "Deployment", "meshfill-vllm", lambda d: set_argument(d, "/models/model", "/models/other"))
+    yield change("another model", VLLM, "Deployment", "meshfill-vllm",
+                 lambda d: set_argument(d, "/models/model", "/models/other"))
