@@ -19,7 +19,7 @@ if [ "$preset" = tsan ]; then
   echo "  tests that talk gRPC      ThreadSanitizer does not see its locks (tests/server/CMakeLists.txt, label grpc)"
 fi
 if ! nvidia-smi -L >/dev/null 2>&1; then
-  echo "  tests on a GPU            tests/deploy/check-gpu.sh --build here, then all on a machine with one (label gpu: not run)"
+  echo "  tests on a GPU            tests/deploy/check-gpu.sh --build here, then check, model and compare on a machine with one (label gpu: not run)"
 fi
 echo "  locks, checked by clang   tests/thread-safety.sh (installs clang)"
 echo "  a change against a binary tests/processes/same_bits.py, tests/processes/same_speed.py"

@@ -33,10 +33,11 @@ ModelShape ProbedShape(const ModelShape& model, int64_t width) {
   return shape;
 }
 
+constexpr int64_t kPeriod = 8191;  // of the noise, in elements
+constexpr int64_t kUploadedAtOnce = 128 * kPeriod;
+
 // Values in ±1 without structure. They repeat, which no operation notices.
-absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
-  constexpr int64_t kPeriod = 8191;
-  constexpr int64_t kMostPeriods = 128;  // uploaded at once
+std::vector<std::byte> HostNoise(int64_t elements, DType dtype) {
   std::minstd_rand random(1);
   std::uniform_real_distribution<float> uniform(-1, 1);
   std::vector<std::byte> period(kPeriod * DTypeBytes(dtype));
@@ -46,15 +47,20 @@ absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
     std::memcpy(&period[at], dtype == DType::kF32 ? static_cast<const void*>(&value) : &half,
                 DTypeBytes(dtype));
   }
-  const size_t one = period.size();
-  const auto periods = static_cast<size_t>(std::clamp<int64_t>(elements / kPeriod, 1, kMostPeriods));
-  period.resize(periods * one);
-  for (size_t at = one; at < period.size(); at += one) std::memcpy(&period[at], period.data(), one);
+  std::vector<std::byte> noise(elements * DTypeBytes(dtype));
+  for (size_t at = 0; at < noise.size(); at += period.size()) {
+    std::memcpy(&noise[at], period.data(), std::min(period.size(), noise.size() - at));
+  }
+  return noise;
+}
+
+absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
+  const std::vector<std::byte> noise = HostNoise(std::min(elements, kUploadedAtOnce), dtype);
   ASSIGN_OR_RETURN(BufferRef buffer, stream.Allocate(elements * DTypeBytes(dtype)));
   auto* const bytes = buffer->data<std::byte>();
-  for (size_t at = 0; at < buffer->size_bytes(); at += period.size()) {
-    const size_t part = std::min(period.size(), buffer->size_bytes() - at);
-    RETURN_IF_ERROR(stream.Upload(period.data(), part, bytes + at));
+  for (size_t at = 0; at < buffer->size_bytes(); at += noise.size()) {
+    const size_t part = std::min(noise.size(), buffer->size_bytes() - at);
+    RETURN_IF_ERROR(stream.Upload(noise.data(), part, bytes + at));
   }
   return buffer;
 }
@@ -80,13 +86,11 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
       {&weights->lm_head, {.out_features = shape.vocab, .in_features = shape.hidden}},
   };
   for (const auto& [weight, product] : matrices) {
-    ASSIGN_OR_RETURN(BufferRef values,
-                     Noise(stream, product.out_features * product.in_features, shape.dtype));
-    RETURN_IF_ERROR(stream.Finish());  // the device packs what is there
-    const WeightRows source{.data = values->data(), .dtype = shape.dtype, .rows = product.out_features};
+    const std::vector<std::byte> values = HostNoise(product.out_features * product.in_features, shape.dtype);
+    const WeightRows source{.data = values.data(), .dtype = shape.dtype, .rows = product.out_features};
     ASSIGN_OR_RETURN(*weight, device.PackWeight({&source, 1}, product.in_features));
-    if (weight == &weights->lm_head) weights->embedding = std::move(values);
   }
+  ASSIGN_OR_RETURN(weights->embedding, Noise(stream, shape.vocab * shape.hidden, shape.dtype));
   for (PlacedVector* const norm : {&weights->layer.attention_norm, &weights->layer.mlp_norm}) {
     ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, std::vector<float>(shape.hidden, 1.0f)));
   }

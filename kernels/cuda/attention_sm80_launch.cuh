@@ -27,6 +27,9 @@ absl::Status LaunchAttentionSm80(const AttentionParams& params, DType dtype, con
       error != cudaSuccess) {
     return LaunchStatus("attention, sm80 kernel", error);
   }
+  // No margin (device_traits.h): a CTA ends with its tile, and those of communication, whose stream goes
+  // first, take the room. CTAs that stayed would hold half of a multiprocessor each, which is too little for
+  // NCCL's.
   kernel<<<QueryTiles<Config::kRows>(params.shape), Config::kThreads, Config::kSharedBytes, stream>>>(params);
   return LaunchStatus("attention, sm80 kernel", cudaGetLastError());
 }

@@ -39,7 +39,9 @@ absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, con
                        {&k, params.k, shape.q_heads / shape.group, shape.k_tokens, Config::kKeys},
                        {&v, params.v, shape.q_heads / shape.group, shape.k_tokens, Config::kKeys}};
   for (const auto& [map, tensor, heads, tokens, box_rows] : tensors) {
-    absl::Status status = EncodeHeadsMap(tensor, dtype, heads, tokens, shape.head_dim, box_rows, map);
+    // An empty chunk has no address, which drivers before CUDA 12.6 refuse; nothing reads its map.
+    absl::Status status =
+        EncodeHeadsMap(tokens == 0 ? params.q : tensor, dtype, heads, tokens, shape.head_dim, box_rows, map);
     if (!status.ok()) return status;
   }
   const auto kernel =

@@ -45,17 +45,19 @@ MESHFILL_DEVICE void UpdateSoftmax(float (&scores)[kElements], float scale_log2,
     max = fmaxf(max, Machine::ShuffleXor(max, 1));
     max = fmaxf(max, Machine::ShuffleXor(max, 2));
     // Where no key was seen yet, −∞ − (−∞) would be NaN.
-    const float shift = max == kNegativeInfinity ? 0.0f : max * scale_log2;
-    rescale[row] = Machine::Exp2(fmaf(rows.max[row], scale_log2, -shift));
+    const float finite_max = max == kNegativeInfinity ? 0.0f : max;
+    const float shift = finite_max * scale_log2;
+    // The difference first: exactly 1 where the maximum stays. An error here would grow with every key tile.
+    rescale[row] = Machine::Exp2((rows.max[row] - finite_max) * scale_log2);
     rows.max[row] = max;
-    float sum = rows.sum[row] * rescale[row];
+    float sum = 0;  // of this tile alone: added one by one, small terms would be lost in a long row's sum
     MESHFILL_UNROLL
     for (int i = 2 * row; i < kElements; i += 4) {
       scores[i] = Machine::Exp2(fmaf(scores[i], scale_log2, -shift));
       scores[i + 1] = Machine::Exp2(fmaf(scores[i + 1], scale_log2, -shift));
       sum += scores[i] + scores[i + 1];
     }
-    rows.sum[row] = sum;
+    rows.sum[row] = fmaf(rows.sum[row], rescale[row], sum);
   }
 }
 
@@ -111,16 +113,30 @@ MESHFILL_DEVICE void StoreRows(const AttentionParams& params, uint32_t head, uin
     Machine::SyncQuad(lane);  // the four threads of a row have read its lse before one writes it
     if (lane % 4 == 0) params.lse[index] = merge.lse;
     float* o = params.o + index * params.shape.head_dim;
+    const bool carried = carried_lse != kNegativeInfinity;
+    // The loads of a batch are under way together. Of 256 columns there is room for one pair's.
+    constexpr int kBatch = kElements <= 64 ? kElements : 4;
+    static_assert(kElements % kBatch == 0);
     MESHFILL_UNROLL
-    for (int i = 2 * row; i < kElements; i += 4) {
-      const uint32_t column = AccumulatorColumn(lane, i);
-      if (column >= params.shape.head_dim) continue;
-      float first = output[i] * merge.block_weight, second = output[i + 1] * merge.block_weight;
-      if (carried_lse != kNegativeInfinity) {
-        first = fmaf(merge.carried_weight, o[column], first);
-        second = fmaf(merge.carried_weight, o[column + 1], second);
+    for (int batch = 2 * row; batch < kElements; batch += kBatch) {
+      float before[kBatch / 2];
+      MESHFILL_UNROLL
+      for (int i = 0; i < kBatch; i += 4) {
+        const uint32_t column = AccumulatorColumn(lane, batch + i);
+        if (carried && column < params.shape.head_dim) Machine::LoadPair(&before[i / 2], o + column);
       }
-      Machine::StorePair(o + column, first, second);
+      MESHFILL_UNROLL
+      for (int i = 0; i < kBatch; i += 4) {
+        const uint32_t column = AccumulatorColumn(lane, batch + i);
+        if (column >= params.shape.head_dim) continue;
+        float first = output[batch + i] * merge.block_weight;
+        float second = output[batch + i + 1] * merge.block_weight;
+        if (carried) {
+          first = fmaf(merge.carried_weight, before[i / 2], first);
+          second = fmaf(merge.carried_weight, before[i / 2 + 1], second);
+        }
+        Machine::StorePair(o + column, first, second);
+      }
     }
   }
 }

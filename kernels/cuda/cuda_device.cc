@@ -19,11 +19,6 @@
 namespace meshfill {
 namespace {
 
-// In slices of 1024 tokens the first product of an 8B model's layer has 192 tiles of 256 × 128 for an H100's
-// 132 multiprocessors, which is one wave and a half; in slices of 4096 it has 768, near six.
-constexpr Grain kGrain = {
-    .slice_tokens = 4096, .host_threads = 8, .probe_width = 4096, .probe_kv_heads = 8, .probe_flops = 2e12};
-
 class CudaDevice final : public Device {
  public:
   CudaDevice(const CudaDeviceInfo& info, std::unique_ptr<CudaGemm> gemm, CudaLane loading)
@@ -37,7 +32,7 @@ class CudaDevice final : public Device {
     return absl::StrCat("cuda/sm", info_.traits.compute_major, info_.traits.compute_minor);
   }
   DType dtype() const override { return DType::kBf16; }
-  Grain grain() const override { return kGrain; }
+  Grain grain() const override { return CudaGrain(); }
   bool lost() const override { return health_.lost(); }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {

@@ -18,6 +18,9 @@ namespace meshfill {
 // (Device::lost).
 absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(const CudaDeviceInfo& info);
 
+// What keeps a GPU busy. A test's device, which the host plays, has one of its own.
+Grain CudaGrain();
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_KERNELS_CUDA_CUDA_DEVICE_H_

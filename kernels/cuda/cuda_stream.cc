@@ -164,7 +164,7 @@ absl::Status CudaStream::Convert(const float* from, int64_t count, DType to_dtyp
 absl::Status CudaStream::WaitOnHost(const CudaPoint& point, const StopToken* stop) {
   const auto start = std::chrono::steady_clock::now();
   while (true) {
-    const cudaError_t passed = cudaEventQuery(point.event());
+    const cudaError_t passed = point.Query();
     if (passed == cudaSuccess) return absl::OkStatus();
     if (passed != cudaErrorNotReady) return Diagnose(LaunchStatus("waiting for the device", passed));
     if (Stopped(stop)) return absl::CancelledError("waiting for the device: stopped");

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/launch_status.h"
+#include "kernels/cuda/queue.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -83,9 +84,7 @@ absl::StatusOr<std::vector<CudaDeviceInfo>> FindCudaDevices() {
 }
 
 absl::StatusOr<int64_t> FreeCudaMemoryBytes(const CudaDeviceInfo& device) {
-  if (cudaError_t error = cudaSetDevice(device.ordinal); error != cudaSuccess) {
-    return LaunchStatus("choosing the device", error);
-  }
+  const ScopedCudaDevice scope(device.ordinal);
   size_t free_bytes = 0, total_bytes = 0;
   if (cudaError_t error = cudaMemGetInfo(&free_bytes, &total_bytes); error != cudaSuccess) {
     return LaunchStatus("asking for free memory", error);

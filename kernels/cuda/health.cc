@@ -5,6 +5,7 @@
 namespace meshfill {
 
 absl::Status CudaHealth::Diagnose(const absl::Status& error, const CudaQueue& queue) {
+  const ScopedCudaDevice scope(queue.device());
   cudaGetLastError();
   const cudaError_t now = cudaStreamQuery(queue.get());
   if (now == cudaSuccess || now == cudaErrorNotReady) return error;

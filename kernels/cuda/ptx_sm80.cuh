@@ -41,6 +41,10 @@ struct PtxSm80 {
     }
     return packed;
   }
+  static MESHFILL_DEVICE void LoadPair(float* pair, const float* from) {
+    const float2 loaded = *reinterpret_cast<const float2*>(from);
+    pair[0] = loaded.x, pair[1] = loaded.y;
+  }
   static MESHFILL_DEVICE void StorePair(float* to, float first, float second) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   }

@@ -15,7 +15,9 @@
 
 namespace meshfill {
 
-// Makes `device` this thread's device while it lives.
+// Makes `device` this thread's device while it lives. Every call of the runtime stands in such a scope: it
+// would otherwise make a context, half a gigabyte, on a device that nobody chose. The outermost scope of a
+// thread leaves its device behind for the same reason.
 class ScopedCudaDevice {
  public:
   explicit ScopedCudaDevice(int device);
@@ -24,19 +26,19 @@ class ScopedCudaDevice {
   ScopedCudaDevice& operator=(const ScopedCudaDevice&) = delete;
 
  private:
-  int before_ = 0;
-  bool changed_ = false;
+  const int before_;  // -1: no scope has chosen yet
 };
 
 // An event that has been recorded. Any thread.
 class CudaPoint final : public StreamPoint {
  public:
   CudaPoint(cudaEvent_t event, int device) : event_(event), device_(device) {}
-  ~CudaPoint() override { cudaEventDestroy(event_); }
+  ~CudaPoint() override;
   CudaPoint(const CudaPoint&) = delete;
   CudaPoint& operator=(const CudaPoint&) = delete;
 
   double SecondsSince(const StreamPoint& earlier) const override;  // 0 where the device has failed
+  cudaError_t Query() const;                                       // cudaErrorNotReady: not passed yet
   cudaEvent_t event() const { return event_; }
   int device() const { return device_; }
 
@@ -48,8 +50,10 @@ class CudaPoint final : public StreamPoint {
 // Any thread may call; operations of several threads come in any order.
 class CudaQueue {
  public:
-  static absl::StatusOr<std::shared_ptr<CudaQueue>> Make(int device);
-  ~CudaQueue() { cudaStreamDestroy(stream_); }  // once what is queued has run
+  // kFirst: its kernels start before those that others have queued, as room comes free.
+  enum class Priority { kEqual, kFirst };
+  static absl::StatusOr<std::shared_ptr<CudaQueue>> Make(int device, Priority priority = Priority::kEqual);
+  ~CudaQueue();  // once what is queued has run
   CudaQueue(const CudaQueue&) = delete;
   CudaQueue& operator=(const CudaQueue&) = delete;
 

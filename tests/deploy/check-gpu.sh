@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in one table: correctness of the kernels and of the engine on a device, and speed.
+# Everything that only a GPU can tell: correctness of the kernels and of the engine on a device, and speed. Three calls:
 #
-#   tests/deploy/check-gpu.sh --build     here: builds what runs there, and collects it with its libraries: build/gpu/meshfill-gpu.tar.gz
-#   tests/deploy/check-gpu.sh all         there: checks, then measures, in a single call, the most important first
-#   tests/deploy/check-gpu.sh check       there: the gpu tests, NCCL, refusals, compute-sanitizer
-#   tests/deploy/check-gpu.sh measure     there: attention against cuDNN's and PyTorch's, products, a layer, an 8B-shaped model's
-#                                   prefill against transformers', NCCL's CTAs, the longest prompt that fits
+#   tests/deploy/check-gpu.sh --build            here: builds what runs there, and collects it with its libraries:
+#                                                build/gpu/meshfill-gpu.tar.gz
+#   tests/deploy/check-gpu.sh check [LOGS]       there, first: the gpu tests, and the speed of attention and of products
+#   tests/deploy/check-gpu.sh model [LOGS]       there: an 8B-shaped model: prefills, predictions, four ranks, the longest prompt
+#   tests/deploy/check-gpu.sh compare [LOGS]     there, right after model: beside PyTorch's attention, products and TTFT;
+#                                                NCCL; compute-sanitizer
+#
+# Each prints a table and leaves in LOGS (build/gpu/logs): PART.log, the whole output of every step; PART.txt, the table;
+# PART.json, the figures.
 #
 # "There" is a bare machine with a driver, CUDA, Python and, for the comparisons, PyTorch. To it travel the files of this
 # repository and the package, 27 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
 # cuBLASLt and NCCL, which CUDA and PyTorch bring. Where the package is missing, it is built first, if there are nvcc, cmake
 # and ninja and the libraries of deploy/packages.txt.
 #
-# Each step has a limit of its own, and all of them together MESHFILL_GPU_MINUTES (9.5); what was left
-# out for lack of time, of a device or of PyTorch says so. Disk: 20 GB in TMPDIR, for the models.
+# Each step has a limit of its own, and those of a call together MESHFILL_GPU_MINUTES (9.5); a step that fails takes with it
+# only those that need it, and what was left out says why. Room: 20 GB in /dev/shm or TMPDIR, for the model.
 # Status: 0 all met, 1 something is not, or was left out, 77 no device.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -55,11 +59,11 @@ build_where_missing() {
 
 case "${1:-}" in
   --build) build ;;
-  all | check | measure)
+  check | model | compare)
     build_where_missing
     unpacked=${TMPDIR:-/tmp}/meshfill-gpu
     mkdir -p "$unpacked" && tar -C "$unpacked" -xzf "$package"
-    exec python3 tests/deploy/check_gpu.py "$1" "$unpacked"
+    exec python3 tests/deploy/check_gpu.py "$1" "$unpacked" "${2:-build/gpu/logs}"
     ;;
   *) sed -n '2,/^set/p' "$self" | sed '$d' | cut -c3- >&2; exit 2 ;;
 esac

@@ -1,12 +1,11 @@
-"""A pool of processes on one GPU, as check_gpu.py starts it: a front-end and workers that NCCL takes to be on hosts of
-their own (NCCL_HOSTID), so that it lets them share the device and moves their chunks over loopback."""
-import json
+"""A pool of processes as check_gpu.py starts it: a front-end, and workers with a GPU each."""
 import pathlib
 import random
 import re
 import struct
-import subprocess
 import time
+
+from check_gpu_run import end_group
 
 
 class Pool:
@@ -25,7 +24,7 @@ class Pool:
             control = self.said(front_end, r"workers join at (\S+:\d+)")
             workers = [
                 self.start(f"worker-{rank}", ["worker", "--join", control, *self.worker_settings(rank)],
-                           {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"})
+                           {"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_SOCKET_IFNAME": "lo"})
                 for rank in range(self.ranks)
             ]
             for worker in workers:
@@ -36,7 +35,7 @@ class Pool:
         return self
 
     def worker_settings(self, rank):
-        settings = [f"pool.worker.name=worker-{rank}", f"pool.worker.device={self.run.device_kind}",
+        settings = [f"pool.worker.name=worker-{rank}", "pool.worker.device=cuda",
                     "pool.worker.memory_bytes=8GiB", "pool.worker.peak_flops=1e15", *self.settings]
         return [word for setting in settings for word in ("--set", setting)]
 
@@ -45,10 +44,9 @@ class Pool:
         config.write_text(f"model: {{path: {self.model}}}\n")
         command, *rest = arguments
         log = self.work / f"{name}.log"
-        with log.open("w") as errors:
-            process = subprocess.Popen(
-                [self.run.folder / "bin/meshfill", command, "--config", config, *rest], stdout=subprocess.DEVNULL,
-                stderr=errors, env={**self.run.environment(), **(environment or {})})
+        with log.open("wb") as output:
+            process = self.run.start([self.run.folder / "bin/meshfill", command, "--config", config, *rest], environment,
+                                     output=output)
         self.processes.append(process)
         return process, log
 
@@ -71,10 +69,10 @@ class Pool:
             prompt.write_bytes(struct.pack(f"<{tokens}I", *(draw.randrange(1000) for _ in range(tokens))))
         output = self.run.program("meshfill", "prefill", "--server", self.address, "--tokens", prompt, "--format", "u32le",
                                   "--json", *arguments, limit=max(1, self.deadline - time.monotonic()))
-        return json.loads(output)
+        return self.run.json_of(output)
 
     def __exit__(self, *_):
         for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
+            end_group(process)
+        for log in sorted(self.work.glob("*.log")):
+            self.run.log.write(f"---- {log.name}\n".encode() + log.read_bytes())

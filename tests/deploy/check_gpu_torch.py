@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
-"""What check_gpu.py compares with: PyTorch's and transformers' speed, each in a process of its own.
+"""What check_gpu.py compares with: PyTorch's and transformers' speed, in one process.
 
-Usage: check_gpu_torch.py attention TOKENS HEAD_DIM | gemm TOKENS IN OUT | prefill TOKENS     prints one JSON object
+Usage: check_gpu_torch.py SHAPES     JSON: {"attention": {NAME: [tokens, head_dim, q_heads, kv_heads]}, "product": [tokens,
+                                     in, out], "prefill": {NAME: tokens}}
+
+Imports at once, touches the GPU once a line has come on standard input, and prints a JSON object for each figure as it is
+measured. What one shape does not allow costs that figure alone.
 """
 import json
 import statistics
 import sys
+import traceback
+
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def median_seconds(body, repeats):
-    import torch
-
     body()
     times = []
     for _ in range(repeats):
@@ -23,13 +30,10 @@ def median_seconds(body, repeats):
     return statistics.median(times)
 
 
-def attention(tokens, head_dim):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q = torch.randn(1, 32, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 8, tokens, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    flops = 4 * head_dim * 32 * tokens * (tokens + 1) / 2
+def attention(tokens, head_dim, q_heads, kv_heads):
+    q = torch.randn(1, q_heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, kv_heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    flops = 4 * head_dim * q_heads * tokens * (tokens + 1) / 2
     speeds = {}
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
         try:
@@ -38,34 +42,49 @@ def attention(tokens, head_dim):
                     lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 20)
             speeds[name] = flops / seconds / 1e12
         except RuntimeError:  # this build of PyTorch has no such kernel for these shapes
-            pass
+            traceback.print_exc()
     return speeds
 
 
-def gemm(tokens, in_features, out_features):
-    import torch
-
+def product(tokens, in_features, out_features):
     x = torch.randn(tokens, in_features, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
     seconds = median_seconds(lambda: torch.nn.functional.linear(x, w), 20)
-    return {"tflops": 2 * tokens * in_features * out_features / seconds / 1e12}
+    return {"PyTorch": 2 * tokens * in_features * out_features / seconds / 1e12}
 
 
-def prefill(tokens):
-    import torch
-    import transformers
-
+def eight_b():
     config = transformers.LlamaConfig(
         num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=1048576)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-        ids = torch.randint(0, config.vocab_size, (1, tokens))
+        return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+
+def prefill(model, tokens):
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
     with torch.no_grad():
         return {"seconds": median_seconds(lambda: model(ids, logits_to_keep=1, use_cache=True), 1)}
 
 
+def measure(name, body):
+    try:
+        figure = body()
+        if figure:
+            print(json.dumps({"name": name, **figure}), flush=True)
+    except Exception:
+        traceback.print_exc()
+    torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
-    comparisons = {"attention": attention, "gemm": gemm, "prefill": prefill}
-    print(json.dumps(comparisons[sys.argv[1]](*map(int, sys.argv[2:]))))
+    shapes = json.loads(sys.argv[1])
+    if not sys.stdin.readline():
+        sys.exit("nobody wants them")
+    for name, shape in shapes["attention"].items():
+        measure(name, lambda: attention(*shape))
+    measure("product", lambda: product(*shapes["product"]))
+    model = eight_b()
+    for name, tokens in shapes["prefill"].items():
+        measure(name, lambda: prefill(model, tokens))

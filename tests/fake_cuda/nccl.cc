@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct Hub {
   std::mutex mutex;
   std::condition_variable changed;
   int joined = 0;
+  std::set<int> devices;
   std::map<std::pair<int, int>, std::deque<std::vector<char>>> messages;  // by sender and receiver
 };
 
@@ -28,6 +30,7 @@ struct Comm {
   std::shared_ptr<Hub> hub;
   int rank;
   int ranks;
+  bool refused;  // another rank has this one's device
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 };
 
@@ -44,8 +47,16 @@ std::shared_ptr<Hub> HubOf(const ncclUniqueId& id) {
   return hub;
 }
 
+// Its few CTAs would wait behind all of a block's that compute has queued before.
+bool StandsBehindCompute(cudaStream_t stream) {
+  int priority = 0, least = 0, greatest = 0;
+  return cudaStreamGetPriority(stream, &priority) != cudaSuccess ||
+         cudaDeviceGetStreamPriorityRange(&least, &greatest) != cudaSuccess || priority != greatest;
+}
+
 ncclResult_t FakeSend(const void* from, size_t bytes, ncclDataType_t, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
+  if (StandsBehindCompute(stream)) return ncclInvalidUsage;
   const Comm self = Of(comm);
   const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
     const auto* data = static_cast<const char*>(FakeCuda::Memory(from));
@@ -82,10 +93,12 @@ ncclResult_t FakeAbort(ncclComm_t comm) {
 }
 
 std::atomic<int> communicators{0};
+std::atomic<bool> refuses_shared_devices{false};
 
 }  // namespace
 
 int FakeCuda::nccl_communicators() { return communicators; }
+void FakeCuda::set_nccl_refuses_shared_devices(bool refuses) { refuses_shared_devices = refuses; }
 
 absl::StatusOr<const Nccl*> Nccl::Load() {
   static constexpr Nccl kFake = {
@@ -101,16 +114,21 @@ absl::StatusOr<const Nccl*> Nccl::Load() {
           [](ncclComm_t* comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
             if (config->blocking != 0) return ncclInvalidArgument;
             ++communicators;
-            auto* made = new Comm{HubOf(id), rank, ranks};
-            const std::lock_guard<std::mutex> lock(made->hub->mutex);
-            ++made->hub->joined;
+            int device = 0;
+            if (cudaGetDevice(&device) != cudaSuccess) return ncclUnhandledCudaError;
+            const std::shared_ptr<Hub> hub = HubOf(id);
+            const std::lock_guard<std::mutex> lock(hub->mutex);
+            const bool shares = !hub->devices.insert(device).second;
+            auto* made = new Comm{hub, rank, ranks, shares && refuses_shared_devices};
+            ++hub->joined;
             *comm = reinterpret_cast<ncclComm_t>(made);
             return ncclInProgress;
           },
       .CommGetAsyncError =
           [](ncclComm_t comm, ncclResult_t* state) {
             const std::lock_guard<std::mutex> lock(Of(comm).hub->mutex);
-            *state = Of(comm).hub->joined < Of(comm).ranks ? ncclInProgress : ncclSuccess;
+            const bool waits = Of(comm).hub->joined < Of(comm).ranks;
+            *state = waits ? ncclInProgress : Of(comm).refused ? ncclInvalidUsage : ncclSuccess;
             return ncclSuccess;
           },
       .CommAbort = FakeAbort,
@@ -121,7 +139,11 @@ absl::StatusOr<const Nccl*> Nccl::Load() {
       .Send = FakeSend,
       .Recv = FakeReceive,
       .GetErrorString = [](ncclResult_t) { return "a fake error"; },
-      .GetLastError = [](ncclComm_t) { return ""; },
+      .GetLastError =
+          [](ncclComm_t comm) {
+            return Of(comm).refused ? "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 18000"
+                                    : "";
+          },
   };
   return &kFake;
 }

@@ -50,6 +50,7 @@ std::atomic<int> compute_major{9};
 std::atomic<size_t> memory_bytes{size_t{8} << 30};
 std::atomic<int> most_delay_microseconds{60};
 std::atomic<bool> broken{false};
+std::atomic<uint64_t> contexts{0};  // bit by device
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -57,6 +58,13 @@ cudaError_t Return(cudaError_t error) {
   if (broken) error = cudaErrorIllegalAddress;
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
+}
+
+// Of calls that make a context of this thread's device where there is none: all but those that ask what
+// devices there are.
+cudaError_t ReturnInContext(cudaError_t error) {
+  contexts |= uint64_t{1} << current_device;
+  return Return(error);
 }
 
 // Every allocation there was, and those whose memory is kept unused.
@@ -127,6 +135,8 @@ Memory& TheMemory() {
   return *memory;
 }
 
+bool IsDevicePointer(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) >= kDeviceOffset; }
+
 // A record of an event: over when its stream has come to it.
 struct Record {
   std::mutex mutex;
@@ -152,13 +162,14 @@ struct Record {
 
 class Stream {
  public:
-  explicit Stream(int device)
-      : device_(device), random_(std::random_device()()), thread_([this] { Work(); }) {}
+  Stream(int device, int priority)
+      : device_(device), priority_(priority), random_(std::random_device()()), thread_([this] { Work(); }) {}
   ~Stream() {
     Push(nullptr);
     thread_.join();
   }
   int device() const { return device_; }
+  int priority() const { return priority_; }
 
   void Push(std::function<void()> run) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -191,6 +202,7 @@ class Stream {
   }
 
   const int device_;
+  const int priority_;
   std::mt19937_64 random_;  // of the worker
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -230,11 +242,12 @@ void FakeCuda::RepairDevice() {
   broken = false;
   last_error = cudaSuccess;
 }
+bool FakeCuda::has_context(int device) { return (contexts >> device & 1) != 0; }
 int64_t FakeCuda::bytes_in_use() { return static_cast<int64_t>(TheMemory().in_use()); }
 
 cudaError_t FakeCuda::Enqueue(cudaStream_t stream, std::function<void()> run) {
   if (broken) return Return(cudaErrorIllegalAddress);
-  if (Of(stream).device() != current_device) return Return(cudaErrorInvalidResourceHandle);
+  if (Of(stream).device() != current_device) return ReturnInContext(cudaErrorInvalidResourceHandle);
   Of(stream).Push(std::move(run));
   return cudaSuccess;
 }
@@ -245,6 +258,7 @@ void* FakeCuda::Memory(const void* device_pointer) { return TheMemory().Find(dev
 
 using meshfill::FakeCuda;
 using meshfill::Return;
+using meshfill::ReturnInContext;
 
 extern "C" {
 
@@ -301,10 +315,10 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   meshfill::current_device = device;
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaDeviceSynchronize() {
-  if (meshfill::broken) return Return(cudaSuccess);
+  if (meshfill::broken) return ReturnInContext(cudaSuccess);
   const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
   for (meshfill::Stream* stream : meshfill::streams) {
     while (!stream->Idle()) std::this_thread::yield();
@@ -315,7 +329,7 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   *total_bytes = meshfill::memory_bytes;
   *free_bytes = *total_bytes - std::min(*total_bytes, meshfill::TheMemory().in_use());
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   *pool = nullptr;
@@ -337,7 +351,7 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { ret
 
 cudaError_t cudaMallocAsync(void** pointer, size_t size_bytes, cudaStream_t stream) {
   *pointer = meshfill::TheMemory().Allocate(size_bytes);
-  if (*pointer == nullptr) return Return(cudaErrorMemoryAllocation);
+  if (*pointer == nullptr) return ReturnInContext(cudaErrorMemoryAllocation);
   return FakeCuda::Enqueue(stream, [memory = *pointer] { meshfill::TheMemory().Poison(memory); });
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
@@ -348,12 +362,22 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   });
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  auto* made = new meshfill::Stream(meshfill::current_device);
+// Smaller numbers go first.
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return ReturnInContext(cudaSuccess);
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = meshfill::Of(stream).priority();
+  return ReturnInContext(cudaSuccess);
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int priority) {
+  auto* made = new meshfill::Stream(meshfill::current_device, priority);
   *stream = reinterpret_cast<cudaStream_t>(made);
   const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
   meshfill::streams.push_back(made);
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   {
@@ -361,10 +385,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     std::erase(meshfill::streams, &meshfill::Of(stream));
   }
   delete &meshfill::Of(stream);
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return Return(meshfill::Of(stream).Idle() ? cudaSuccess : cudaErrorNotReady);
+  return ReturnInContext(meshfill::Of(stream).Idle() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const auto record = std::make_shared<meshfill::Record>();
@@ -374,7 +398,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   std::shared_ptr<meshfill::Record> record = meshfill::Of(event).Latest();
-  if (record == nullptr) return Return(cudaSuccess);  // never recorded: no wait
+  if (record == nullptr) return ReturnInContext(cudaSuccess);  // never recorded: no wait
   return FakeCuda::Enqueue(stream, [record = std::move(record)] { record->Wait(); });
 }
 
@@ -382,15 +406,15 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
   auto* made = new meshfill::Event;
   made->device = meshfill::current_device;
   *event = reinterpret_cast<cudaEvent_t>(made);
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete &meshfill::Of(event);
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (meshfill::Of(event).device != meshfill::Of(stream).device())
-    return Return(cudaErrorInvalidResourceHandle);
+    return ReturnInContext(cudaErrorInvalidResourceHandle);
   auto record = std::make_shared<meshfill::Record>();
   {
     const std::lock_guard<std::mutex> lock(meshfill::Of(event).mutex);
@@ -400,33 +424,35 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::shared_ptr<meshfill::Record> record = meshfill::Of(event).Latest();
-  return Return(record == nullptr || record->IsOver() ? cudaSuccess : cudaErrorNotReady);
+  return ReturnInContext(record == nullptr || record->IsOver() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   const auto first = meshfill::Of(start).Latest(), last = meshfill::Of(end).Latest();
-  if (first == nullptr || last == nullptr) return Return(cudaErrorInvalidResourceHandle);
+  if (first == nullptr || last == nullptr) return ReturnInContext(cudaErrorInvalidResourceHandle);
   if (!first->IsOver() || !last->IsOver()) return cudaErrorNotReady;
   *milliseconds = std::chrono::duration<float, std::milli>(last->at - first->at).count();
-  return Return(cudaSuccess);
+  return ReturnInContext(cudaSuccess);
 }
 
 // Pageable host memory: read before the call returns, written before it returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   if (kind == cudaMemcpyHostToDevice) {
+    if (meshfill::IsDevicePointer(from)) return ReturnInContext(cudaErrorInvalidValue);
     std::vector<unsigned char> staged(static_cast<const unsigned char*>(from),
                                       static_cast<const unsigned char*>(from) + size_bytes);
     return FakeCuda::Enqueue(stream, [to, staged = std::move(staged)] {
       if (!staged.empty()) std::memcpy(FakeCuda::Memory(to), staged.data(), staged.size());
     });
   }
-  if (kind != cudaMemcpyDeviceToHost) return Return(cudaErrorInvalidValue);
+  if (kind != cudaMemcpyDeviceToHost) return ReturnInContext(cudaErrorInvalidValue);
   return cudaMemcpy2DAsync(to, size_bytes, from, size_bytes, size_bytes, 1, kind, stream);
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
-  if (kind != cudaMemcpyDeviceToHost || width > to_pitch || width > from_pitch)
-    return Return(cudaErrorInvalidValue);
+  if (kind != cudaMemcpyDeviceToHost || width > to_pitch || width > from_pitch ||
+      meshfill::IsDevicePointer(to))
+    return ReturnInContext(cudaErrorInvalidValue);
   auto copied = std::make_shared<meshfill::Record>();
   const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
     for (size_t row = 0; row < height && width > 0; ++row) {

@@ -341,6 +341,7 @@ struct EmulatedMachine {
   static uint32_t Pack(float first, float second) {
     return T::FromFloat(first).bits | uint32_t{T::FromFloat(second).bits} << 16;
   }
+  static void LoadPair(float* pair, const float* from) { pair[0] = from[0], pair[1] = from[1]; }
   static void StorePair(float* to, float first, float second) { to[0] = first, to[1] = second; }
 
   // ---- cp.async, ldmatrix, mma.sync

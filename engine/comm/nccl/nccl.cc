@@ -108,10 +108,15 @@ class NcclComm {
 
   absl::Status Failure(const std::string& what, ncclResult_t result) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const char* const detail = nccl_.GetLastError(comm_);
-    return absl::UnavailableError(
-        absl::StrCat("rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result),
-                     detail == nullptr || *detail == 0 ? "" : ": ", detail == nullptr ? "" : detail));
+    const char* const last = nccl_.GetLastError(comm_);
+    const std::string detail = last == nullptr ? "" : last;
+    const bool shared = absl::StrContains(detail, "Duplicate GPU");
+    return absl::UnavailableError(absl::StrCat(
+        "rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result), detail.empty() ? "" : ": ",
+        detail,
+        shared ? "; two ranks have the same GPU: give each worker of a machine GPUs of its own, by "
+                 "CUDA_VISIBLE_DEVICES in its environment"
+               : ""));
   }
 
   // What was sent leaves first; a peer that does not take it is not waited for.
@@ -171,7 +176,7 @@ class Watch {
         continue;
       }
       // In the order of the stream: the first is over before the others.
-      if (cudaEventQuery(transfers_.front().end->event()) != cudaErrorNotReady) {
+      if (transfers_.front().end->Query() != cudaErrorNotReady) {
         transfers_.pop_front();
         continue;
       }
@@ -403,7 +408,10 @@ class NcclEndpoint : public Endpoint {
       ++links_->made;
     }
     const ScopedCudaDevice scope(options_.device);
-    ASSIGN_OR_RETURN(std::shared_ptr<CudaQueue> queue, CudaQueue::Make(options_.device));
+    // Before compute: a transfer's few CTAs would stand behind the thousands of a block that was queued
+    // first.
+    ASSIGN_OR_RETURN(std::shared_ptr<CudaQueue> queue,
+                     CudaQueue::Make(options_.device, CudaQueue::Priority::kFirst));
     RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
     auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, stream, queue);
     RETURN_IF_ERROR(communicator->Greet(deadline));

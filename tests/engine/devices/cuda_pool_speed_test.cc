@@ -1,0 +1,69 @@
+// What a pool of GPUs runs when it loads, on GPUs that the host plays: every operation once, then its speed.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "engine/devices/cuda/cuda_pool_speed.h"
+#include "kernels/cuda/cuda_device.h"
+#include "tests/fake_cuda/fake_cuda.h"
+
+namespace meshfill {
+
+// In place of the GPUs' own: the reference computes here.
+Grain CudaGrain() {
+  return {.slice_tokens = 128, .host_threads = 1, .probe_width = 64, .probe_kv_heads = 2, .probe_flops = 1e6};
+}
+
+namespace {
+
+constexpr ModelShape kModel = {.layers = 2,
+                               .hidden = 128,
+                               .intermediate = 192,
+                               .q_heads = 4,
+                               .kv_heads = 2,
+                               .head_dim = 16,
+                               .vocab = 100,
+                               .dtype = DType::kBf16};
+
+class CudaPoolSpeedTest : public testing::Test {
+ protected:
+  // One for each rank, as a pool has them: neighbours share one.
+  std::vector<std::shared_ptr<Device>> Devices(int ranks, int devices) {
+    FakeCuda::set_devices(devices);
+    const std::vector<CudaDeviceInfo> infos = FindCudaDevices().value();
+    std::vector<std::shared_ptr<Device>> of_rank;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const bool shares = rank > 0 && rank * devices / ranks == (rank - 1) * devices / ranks;
+      of_rank.push_back(shares ? of_rank.back() : MakeCudaDevice(infos[rank * devices / ranks]).value());
+    }
+    return of_rank;
+  }
+};
+
+TEST_F(CudaPoolSpeedTest, EachOperationRunsOnEachDevice) {
+  const auto of_rank = Devices(4, 2);
+  const int64_t before = FakeCuda::bytes_in_use();
+  const absl::Status status = LoadCudaKernels(kModel, of_rank);
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(FakeCuda::has_context(0) && FakeCuda::has_context(1));
+  EXPECT_LE(FakeCuda::bytes_in_use() - before, int64_t{2} << 26);  // the streams' workspaces
+}
+
+TEST_F(CudaPoolSpeedTest, RanksShareTheirDevicesSpeed) {
+  const auto of_rank = Devices(4, 2);
+  const auto speed = MeasureCudaPoolSpeed(kModel, of_rank);
+  ASSERT_TRUE(speed.ok()) << speed.status();
+  for (const double rate :
+       {speed->gemm_flops_per_second, speed->attention_flops_per_second, speed->merge_bytes_per_second,
+        speed->link_bytes_per_second, speed->lm_head_bytes_per_second}) {
+    EXPECT_TRUE(std::isfinite(rate) && rate > 0) << rate;
+  }
+  EXPECT_EQ(speed->lone_rank_speedup, 2);
+  EXPECT_EQ(speed->slice_tokens, 128);
+  EXPECT_LT(speed->link_bytes_per_second, 1e13);  // measured between the devices, not handed over
+}
+
+}  // namespace
+}  // namespace meshfill
