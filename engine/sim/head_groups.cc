@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "engine/model/model_shape.h"
 
 namespace meshfill::sim {
 namespace {
@@ -47,15 +48,10 @@ void HeadGroups::Exchange(ProgramBuilder& builder, std::initializer_list<int64_t
 }
 
 absl::Status CheckHeadGroups(const AttentionJob& job, int heads) {
-  if (heads < 1 || job.q_heads % heads != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(heads, " head groups do not divide the ", job.q_heads, " query heads"));
-  }
-  if (job.kv_heads % heads != 0 && heads % job.kv_heads != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(heads, " head groups neither divide the ", job.kv_heads,
-                                                   " KV heads nor are a multiple of them"));
-  }
-  return absl::OkStatus();
+  const ModelShape model = {.q_heads = job.q_heads, .kv_heads = job.kv_heads};
+  if (model.CanSplitHeads(heads)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(heads, " head groups cannot share ", job.q_heads,
+                                                 " query heads and ", job.kv_heads, " KV heads"));
 }
 
 }  // namespace meshfill::sim

@@ -48,8 +48,7 @@ class HeadGroups {
   ChunkBytes chunk_;
 };
 
-// INVALID_ARGUMENT unless heads ≥ 1 divides the query heads, and divides the KV heads or is a multiple of
-// them.
+// INVALID_ARGUMENT unless ModelShape::CanSplitHeads.
 absl::Status CheckHeadGroups(const AttentionJob& job, int heads);
 
 }  // namespace meshfill::sim
