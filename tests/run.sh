@@ -21,7 +21,7 @@ fi
 if ! nvidia-smi -L >/dev/null 2>&1; then
   echo "  tests on a GPU            tests/deploy/check-gpu.sh --build here, then check, model and compare on a machine with one (label gpu: not run)"
 fi
-echo "  the CUDA kernels' code     tests/kernels/check_cuda_code.py (registers, spills, the order of the main loop)"
+echo "  the CUDA kernels' code    tests/kernels/check_cuda_code.py (registers, spills, the order of the main loop)"
 echo "  locks, checked by clang   tests/thread-safety.sh (installs clang)"
 echo "  a change against a binary tests/processes/same_bits.py, tests/processes/same_speed.py"
 echo "  failures at length        tests/processes/pool_churn.py, tests/processes/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"

@@ -119,7 +119,7 @@ MESHFILL_DEVICE void StoreRows(const AttentionParams& params, uint32_t head, uin
     static_assert(kElements % kBatch == 0);
     MESHFILL_UNROLL
     for (int batch = 2 * row; batch < kElements; batch += kBatch) {
-      float before[kBatch / 2];
+      float before[kBatch / 2] = {};
       MESHFILL_UNROLL
       for (int i = 0; i < kBatch; i += 4) {
         const uint32_t column = AccumulatorColumn(lane, batch + i);
