@@ -5,12 +5,17 @@
 #include <chrono>
 #include <filesystem>
 #include <iterator>
+#include <numeric>
+#include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
 #include "engine/devices/free_memory.h"
 #include "engine/embedded_pool.h"
+#include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
@@ -41,10 +46,10 @@ int64_t KvBudgetBytes(const EngineOptions& options, const EmbeddedPool& pool) {
   return options.kv_memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
 }
 
-// Reports a layer once the last rank has finished it.
+// Reports a layer once the last rank has finished it. Each piece of a prompt has all layers.
 class LayerProgress {
  public:
-  LayerProgress(int ranks, int layers, PrefillObserver* observer)
+  LayerProgress(int ranks, size_t layers, PrefillObserver* observer)
       : remaining_(layers, ranks), observer_(observer) {}
 
   void RankFinished(int layer) {
@@ -76,7 +81,9 @@ class EmbeddedEngine : public PrefillEngine {
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
         backend_name_(pool_.devices.front()->name()),
-        kv_store_(KvBudgetBytes(options, pool_)) {
+        kv_store_(KvBudgetBytes(options, pool_)),
+        uses_cache_(options.kv_cache.value_or(true)),
+        caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -91,17 +98,13 @@ class EmbeddedEngine : public PrefillEngine {
   KvStore* kv_store() override { return &kv_store_; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
-    if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
-    const ModelShape& shape = model();
-    RETURN_IF_ERROR(CheckPromptOptions(shape, model_name_, tokens, options));
-    PlanRequest request = PlanRequestOf(options_, options, tokens);
-    request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
-    request.one_memory = pool_.capacity.one_memory;
-    // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same.
-    request.keeps_kv = options.kv != nullptr && pool_.hardware->in_host_memory();
-    absl::StatusOr<PlanChoice> choice = meshfill::MakePlan(shape, pool_.capacity.speed, request);
-    if (choice.ok()) correction_.Apply(*choice);
-    return choice;
+    ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, CachedTokens(tokens, options)));
+    return std::move(planned.choice);
+  }
+
+  int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override {
+    if (!ReadsCache(options)) return 0;
+    return UsableTokens(kv_store_.PrefixTokens(*options.block_names), tokens, options);
   }
 
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
@@ -110,28 +113,136 @@ class EmbeddedEngine : public PrefillEngine {
  private:
   class Run;
 
+  struct PlannedPrefill {
+    PlanChoice choice;
+    int64_t cached_tokens = 0;               // from the cache
+    std::shared_ptr<const KvSlabs> prefix;   // K and V of these
+    std::shared_ptr<KvPrompt> kv = nullptr;  // where the others' go; null: nowhere
+  };
+
+  bool ReadsCache(const PrefillOptions& options) const {
+    return uses_cache_ && options.block_names != nullptr && !options.ignore_cache;
+  }
+  // Of so many tokens in the cache those that a run can follow: whole rounds of stripes, and of blocks, so
+  // that the rest begins where a block does. At least a stripe is always computed: a shorter one would be
+  // dealt otherwise.
+  int64_t UsableTokens(int64_t cached, int64_t tokens, const PrefillOptions& options) const;
+  int64_t GranuleTokens(const PrefillOptions& options) const;
+  // What runs: behind `cached_tokens`, where that is faster.
+  absl::StatusOr<PlannedPrefill> Plan(int64_t tokens, const PrefillOptions& options,
+                                      int64_t cached_tokens) const;
+  absl::StatusOr<PlanChoice> PlanBehind(int64_t cached_tokens, int64_t tokens,
+                                        const PrefillOptions& options) const;
+  // Gives K and V a place, where a client, the cache or later pieces want them.
+  absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
+
   const EngineOptions options_;
   const EmbeddedPool pool_;
   std::string model_name_;
   const std::string backend_name_;
   KvStore kv_store_;
+  const bool uses_cache_;  // prompts begin behind what others have in common with them
+  const bool caches_all_;  // also what no client wants kept
   SpeedCorrection correction_;
   std::atomic<bool> lost_{false};     // a device has failed for good
   std::atomic<bool> running_{false};  // a Run lives: its ranks have the memory
 };
 
-// One prompt on all ranks. Where a rank fails, the others are stopped and woken.
+int64_t EmbeddedEngine::GranuleTokens(const PrefillOptions& options) const {
+  const int64_t round = RoundTokens(options_.ranks, options.stripe.value_or(options_.stripe));
+  return options.block_names == nullptr ? round : std::lcm<int64_t>(round, options.block_names->block_tokens);
+}
+
+int64_t EmbeddedEngine::UsableTokens(int64_t cached, int64_t tokens, const PrefillOptions& options) const {
+  const auto layout = options.layout.has_value() ? options.layout : options_.layout;
+  if (layout.value_or(LayoutKind::kStriped) != LayoutKind::kStriped) return 0;
+  const int64_t granule = GranuleTokens(options);
+  const int64_t most = tokens - options.stripe.value_or(options_.stripe);
+  return most < 0 ? 0 : std::min(cached, most) / granule * granule;
+}
+
+absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
+                                                      const PrefillOptions& options) const {
+  PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
+  request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
+  request.one_memory = pool_.capacity.one_memory;
+  // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same.
+  request.keeps_kv = options.kv != nullptr && pool_.hardware->in_host_memory();
+  request.cached_tokens = cached_tokens;
+  if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
+  ASSIGN_OR_RETURN(PlanChoice choice,
+                   MakePlanInPieces(model(), pool_.capacity.speed, request, GranuleTokens(options)));
+  const int64_t kept_bytes = model().layers * model().kv_bytes(tokens);
+  if (!choice.pieces.empty() && kept_bytes > kv_store_.budget_bytes()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "a prompt of ", tokens, " tokens does not fit the memory budget of ", request.memory_budget_bytes,
+        " bytes whole, and in pieces its K and V take ", kept_bytes, " bytes, more than the ",
+        kv_store_.budget_bytes(),
+        " for them: send a shorter prompt, or raise kv.memory_bytes (behind GPUs kv.host_memory_bytes)"));
+  }
+  correction_.Apply(choice);
+  return choice;
+}
+
+absl::StatusOr<EmbeddedEngine::PlannedPrefill> EmbeddedEngine::Plan(int64_t tokens,
+                                                                    const PrefillOptions& options,
+                                                                    int64_t cached_tokens) const {
+  if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
+  RETURN_IF_ERROR(CheckPromptOptions(model(), model_name_, tokens, options));
+  absl::StatusOr<PlanChoice> cold = PlanBehind(0, tokens, options);
+  if (cached_tokens > 0) {
+    absl::StatusOr<PlanChoice> behind = PlanBehind(cached_tokens, tokens, options);
+    const bool better =
+        behind.ok() && (!cold.ok() || behind->plan.predicted.seconds < cold->plan.predicted.seconds);
+    if (better) {
+      return PlannedPrefill{.choice = *std::move(behind), .cached_tokens = cached_tokens, .prefix = {}};
+    }
+  }
+  if (!cold.ok()) return cold.status();
+  return PlannedPrefill{.choice = *std::move(cold), .cached_tokens = 0, .prefix = {}};
+}
+
+absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& options,
+                                       PlannedPrefill& planned) {
+  planned.kv = options.kv;
+  const bool in_pieces = !planned.choice.pieces.empty();
+  const bool caches = uses_cache_ && caches_all_ && options.block_names != nullptr;
+  if (planned.kv == nullptr && (in_pieces || caches)) {
+    auto kv = std::make_shared<KvPrompt>(KvShapeOf(model()), tokens);
+    const int64_t new_bytes = kv->shape().layers * kv->shape().LayerBytes(tokens - planned.cached_tokens);
+    if (kv_store_.AdmitToCache(kv, new_bytes)) {
+      planned.kv = std::move(kv);
+    } else if (in_pieces) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the prompt fits the memory in pieces alone, and the ", new_bytes,
+                       " bytes of K and V that stay between them have no room beside what leases hold; try "
+                       "again later, or raise kv.memory_bytes (behind GPUs kv.host_memory_bytes)"));
+    }
+  }
+  if (planned.kv != nullptr && in_pieces) planned.kv->KeepForRuns();
+  return absl::OkStatus();
+}
+
+// One prompt on all ranks, in one piece or more. Where a rank fails, the others are stopped and woken.
 class EmbeddedEngine::Run final : public Prefill {
  public:
-  Run(EmbeddedEngine& engine, const PrefillRequest& request, Plan plan, PrefillObserver* observer)
+  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned,
+      PrefillObserver* observer)
       : engine_(engine),
         request_(request),
         start_(std::chrono::steady_clock::now()),
-        progress_(engine.options_.ranks, engine.model().layers, observer),
-        result_{.plan = std::move(plan)},
+        pieces_(planned.choice.pieces.empty() ? std::vector<meshfill::Plan>{planned.choice.plan}
+                                              : std::move(planned.choice.pieces)),
+        kv_(std::move(planned.kv)),
+        before_(std::move(planned.prefix)),
+        progress_(engine.options_.ranks, pieces_.size() * engine.model().layers, observer),
+        result_{.plan = std::move(planned.choice.plan),
+                .pieces = static_cast<int>(pieces_.size()),
+                .piece_tokens = pieces_.size() > 1 ? pieces_.front().layout.tokens() : 0,
+                .cached_tokens = planned.cached_tokens,
+                .ranks = std::vector<RankStats>(engine.options_.ranks)},
         outputs_(engine.options_.ranks, absl::StatusOr<RankOutput>(absl::UnknownError(""))),
         ends_(engine.options_.ranks) {
-    if (request.options.kv != nullptr) request.options.kv->Begin(result_.plan.layout);
     const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
     for (int rank = 0; rank < engine.options_.ranks; ++rank) {
       recorders_.emplace_back(rank, start_, kept_spans);
@@ -147,49 +258,92 @@ class EmbeddedEngine::Run final : public Prefill {
       streams_.push_back(std::move(stream));
     }
     communicators_ = MakeInProcessCommunicators(by_rank);
-    ranks_.Start(
-        engine_.options_.ranks, [this](int rank) { return RunOne(rank); },
-        [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
+    BeginPiece();
+    if (pieces_.size() == 1) return absl::OkStatus();
+    try {
+      driver_ = std::thread([this] { RunOtherPieces(); });
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(absl::StrCat("no thread could be started for a prompt in pieces (",
+                                                       error.what(), "); raise the limit of threads"));
+    }
     return absl::OkStatus();
   }
 
   ~Run() override {
     Stop();
-    ranks_.Join();
+    Join();
     engine_.running_ = false;
   }
 
   void Stop() override { stop_.Stop(); }
 
   absl::StatusOr<PrefillResult> Wait() override {
-    ranks_.Join();
+    Join();
     RETURN_IF_ERROR(FirstCause(outputs_));
     const auto end = *std::max_element(ends_.begin(), ends_.end());
     result_.prefill_seconds = std::chrono::duration<double>(end - start_).count();
+    AddStats();
     for (absl::StatusOr<RankOutput>& output : outputs_) {
-      result_.ranks.push_back(output->stats);
       if (!output->logits.empty()) result_.logits = std::move(output->logits);
     }
     engine_.correction_.Observe(result_.plan.predicted.seconds, result_.prefill_seconds);
     RETURN_IF_ERROR(SummarisePrefill(engine_.model(), engine_.model_name_, engine_.pool_.peak_flops,
                                      request_.options.top_k, result_));
     if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));
+    const auto& names = request_.options.block_names;
+    if (kv_ != nullptr && names != nullptr && engine_.uses_cache_) engine_.kv_store_.Enter(*names, *kv_);
     return std::move(result_);
   }
 
  private:
+  const meshfill::Plan& plan() const { return pieces_[piece_]; }
+
+  void BeginPiece() {
+    if (kv_ != nullptr) kv_->Begin(plan().layout, before_);
+    ranks_.emplace();
+    ranks_->Start(
+        engine_.options_.ranks, [this](int rank) { return RunOne(rank); },
+        [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
+  }
+
+  // On a thread of its own: a caller need not be in Wait.
+  void RunOtherPieces() {
+    while (true) {
+      ranks_->Join();
+      if (!FirstCause(outputs_).ok() || piece_ + 1 == pieces_.size()) return;
+      AddStats();
+      ++piece_;
+      before_ = kv_->slabs();
+      BeginPiece();
+    }
+  }
+
+  void Join() {
+    if (driver_.joinable()) driver_.join();
+    if (ranks_.has_value()) ranks_->Join();
+  }
+
+  // Of the piece that has ended.
+  void AddStats() {
+    for (size_t rank = 0; rank < outputs_.size(); ++rank) result_.ranks[rank] += outputs_[rank]->stats;
+  }
+
   absl::StatusOr<RankOutput> RunOne(int rank) {
-    const std::vector<uint32_t> ids =
-        result_.plan.layout.Deal(rank, std::span<const uint32_t>(request_.tokens));
-    return RunRank({.plan = result_.plan,
+    const std::span<const uint32_t> tokens =
+        request_.tokens.subspan(static_cast<size_t>(plan().cached_tokens));
+    const std::vector<uint32_t> ids = plan().layout.Deal(rank, tokens);
+    const int layers_before = static_cast<int>(piece_) * engine_.model().layers;
+    return RunRank({.plan = plan(),
                     .model = *engine_.pool_.models[rank],
                     .rank = rank,
                     .ids = ids,
                     .stream = *streams_[rank],
                     .communicator = *communicators_[rank],
-                    .wait_timeout = PeerWaitTimeout(result_.plan),
-                    .on_layer_done = [this](int layer) { progress_.RankFinished(layer); },
-                    .kv = request_.options.kv.get(),
+                    .wait_timeout = PeerWaitTimeout(plan()),
+                    .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
+                    .kv = kv_.get(),
+                    .prefix = before_.get(),
+                    .wants_logits = piece_ + 1 == pieces_.size(),
                     .recorder = &recorders_[rank]});
   }
 
@@ -207,6 +361,10 @@ class EmbeddedEngine::Run final : public Prefill {
   const PrefillRequest request_;
   const std::chrono::steady_clock::time_point start_;
   StopToken stop_;
+  const std::vector<meshfill::Plan> pieces_;
+  size_t piece_ = 0;                       // that runs
+  const std::shared_ptr<KvPrompt> kv_;     // null: K and V go nowhere
+  std::shared_ptr<const KvSlabs> before_;  // K and V of the tokens before the piece; null: there are none
   std::vector<std::unique_ptr<Stream>> streams_;  // by rank, as all that follows
   std::vector<std::unique_ptr<Communicator>> communicators_;
   LayerProgress progress_;
@@ -214,18 +372,39 @@ class EmbeddedEngine::Run final : public Prefill {
   std::vector<TimelineRecorder> recorders_;
   std::vector<absl::StatusOr<RankOutput>> outputs_;
   std::vector<std::chrono::steady_clock::time_point> ends_;
-  LocalRanks ranks_;  // last: its threads use all of the above
+  std::optional<LocalRanks> ranks_;  // of the piece; last but one: its threads use all of the above
+  std::thread driver_;               // of a prompt in pieces; and last: uses all of it
 };
 
 absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequest& request,
                                                                PrefillObserver* observer) {
-  ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(std::ssize(request.tokens), request.options));
+  const PrefillOptions& options = request.options;
+  const int64_t tokens = std::ssize(request.tokens);
+  std::shared_ptr<const KvSlabs> prefix;  // held from here on
+  int64_t cached_tokens = 0;
+  if (tokens > 0 && ReadsCache(options)) {
+    const bool charged = options.kv != nullptr && options.kv->charged();
+    prefix = kv_store_.FindPrefix(*options.block_names, charged ? options.kv->bytes() / tokens : 0);
+    cached_tokens = UsableTokens(prefix->tokens(), tokens, options);
+  }
+  ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, cached_tokens));
+  if (planned.cached_tokens > 0) {
+    planned.prefix = std::make_shared<const KvSlabs>(FirstTokens(*prefix, planned.cached_tokens));
+  }
+  prefix.reset();
   RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
-  RETURN_IF_ERROR(CheckSchedule(choice.plan.schedule));
+  RETURN_IF_ERROR(CheckSchedule(planned.choice.plan.schedule));
+  for (const meshfill::Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
   if (running_.exchange(true)) {
     return absl::ResourceExhaustedError("an embedded pool runs one prefill at a time; wait for its end");
   }
-  auto run = std::make_unique<Run>(*this, request, std::move(choice.plan), observer);
+  if (absl::Status status = PrepareKv(tokens, options, planned); !status.ok()) {
+    running_ = false;
+    return status;
+  }
+  kv_store_.MakeRoom();
+  if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
+  auto run = std::make_unique<Run>(*this, request, std::move(planned), observer);
   RETURN_IF_ERROR(run->Begin());
   return run;
 }

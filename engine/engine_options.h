@@ -29,6 +29,9 @@ struct EngineOptions {
   // eighth of what activations may take, and of the host's free memory after load
   std::optional<int64_t> kv_memory_bytes;
   std::optional<int64_t> kv_host_memory_bytes;
+  // Whether they serve later prompts that begin alike, those too that no client wants kept. Default: on CPUs;
+  // behind GPUs, a copy that nobody asked for may slow a prefill down
+  std::optional<bool> kv_cache;
   int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load

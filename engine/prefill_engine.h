@@ -13,7 +13,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "engine/kv/kv_sink.h"
+#include "engine/kv/kv_prefix_cache.h"
+#include "engine/kv/kv_prompt.h"
 #include "engine/kv/kv_store.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/plan.h"
@@ -28,9 +29,13 @@ struct PrefillOptions {
   std::optional<int> heads;          // head groups; default: one with a tile, else the planner's choice
   std::optional<LayoutKind> layout;  // default: the engine's
   std::optional<int64_t> stripe;
-  std::string request_id;      // names the request in logs and errors
-  int top_k = 1;               // best tokens reported; 1 to vocab
-  std::shared_ptr<KvSink> kv;  // where K and V go; null: nowhere. Shared: a run may outlive its caller
+  std::string request_id;        // names the request in logs and errors
+  int top_k = 1;                 // best tokens reported; 1 to vocab
+  std::shared_ptr<KvPrompt> kv;  // where K and V go; null: nowhere. Shared: a run may outlive its caller
+  // Names of the prompt's blocks, by which the engine's cache finds what it begins with, and enters it in the
+  // end. Null: the cache is left alone.
+  std::shared_ptr<const KvBlockNames> block_names;
+  bool ignore_cache = false;   // computes all tokens, also those of a cached prefix
   std::string kv_lease;        // where workers keep K and V: the lease that they keep them under
   bool keep_timeline = false;  // record what every rank does when
 };
@@ -56,7 +61,10 @@ struct TokenLogit {
 struct PrefillResult {
   std::vector<float> logits;    // [vocab], of the last token
   std::vector<TokenLogit> top;  // by falling logit, ties by rising id
-  Plan plan;
+  Plan plan;                    // of a prompt in pieces: that of the last one, with the prediction of all
+  int pieces = 1;
+  int64_t piece_tokens = 0;      // of each piece but the last; 0: there is one
+  int64_t cached_tokens = 0;     // of the prompt, from the engine's cache: nobody computed them
   double prefill_seconds = 0;    // wall time of the run
   double attention_seconds = 0;  // of the rank that spent most
   double comm_wait_seconds = 0;  // of the rank that waited most
@@ -65,6 +73,8 @@ struct PrefillResult {
   double attention_mfu = 0;
   std::vector<RankStats> ranks;      // by rank
   std::optional<Timeline> timeline;  // from the start of the run
+
+  int64_t tokens() const { return plan.cached_tokens + plan.layout.tokens(); }  // of the prompt
 };
 
 // A worker process of a pool.
@@ -118,9 +128,13 @@ class PrefillEngine {
   // The prefills that it runs at once. Callers queue.
   virtual int capacity() const { return 1; }
 
-  // What Start would run. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
+  // What Start would run now. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
   // context. FAILED_PRECONDITION: does not fit this pool's memory.
   virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
+
+  // Of a prompt whose blocks have these options' names: the tokens that are cached now, and that a run could
+  // follow.
+  virtual int64_t CachedTokens(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return 0; }
 
   // Begins a prompt. Errors: those of MakePlan; INVALID_ARGUMENT for an id outside the vocabulary (its index
   // named); RESOURCE_EXHAUSTED where `capacity` prefills live already. `observer` may be null; it lives as

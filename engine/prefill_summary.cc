@@ -38,9 +38,11 @@ absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_
                                             " overflow on this prompt; try dtype f32"));
   }
   result.top = BestTokens(result.logits, top_k);
-  const int64_t tokens = result.plan.layout.tokens();
-  result.mfu = ModelFlops(model, tokens) / (result.prefill_seconds * peak_flops);
-  result.attention_mfu = AttentionFlops(model, tokens) / (result.attention_seconds * peak_flops);
+  const int64_t tokens = result.tokens(), cached = result.cached_tokens;
+  const double attention_flops = AttentionFlops(model, tokens) - AttentionFlops(model, cached);
+  const double token_flops = static_cast<double>(tokens - cached) * ProjectionFlopsPerToken(model);
+  result.mfu = (attention_flops + token_flops + LmHeadFlops(model)) / (result.prefill_seconds * peak_flops);
+  result.attention_mfu = attention_flops / (result.attention_seconds * peak_flops);
   return absl::OkStatus();
 }
 

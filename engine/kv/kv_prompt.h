@@ -1,8 +1,9 @@
-// K and V of one prompt, kept by the ranks of this process where they computed them.
+// K and V of one prompt, kept by the ranks of this process where they computed them: in one run, or in runs
+// one after the other, behind a prefix that it may share with other prompts.
 //
-// A rank writes its slab of a layer once; a layer that all ranks have written is read by anyone. Readers hold
-// the slabs of the run that they read from: a run that begins again drops them only once the readers have let
-// go. Thread-safe.
+// A rank writes its slab of a layer once in a run; a layer that all ranks have written is read by anyone.
+// Readers hold the slabs that they read from: a run that begins again drops its own only once the readers
+// have let go. Thread-safe.
 #ifndef MESHFILL_ENGINE_KV_KV_PROMPT_H_
 #define MESHFILL_ENGINE_KV_KV_PROMPT_H_
 
@@ -24,36 +25,55 @@ class KvPrompt final : public KvSink {
  public:
   // Allocates nothing: memory comes with the layers.
   KvPrompt(const KvShape& shape, int64_t tokens) : shape_(shape), tokens_(tokens) {}
-  ~KvPrompt() override;
 
   const KvShape& shape() const { return shape_; }
   int64_t tokens() const { return tokens_; }
-  int64_t bytes() const { return shape_.layers * shape_.LayerBytes(tokens_); }  // once all layers are kept
+  int64_t bytes() const { return KvBytesOf(tokens_); }  // of all tokens, once all layers are kept
 
   // KvSink.
-  void Begin(const TokenLayout& layout) override;
+  using KvSink::Begin;
+  void Begin(const TokenLayout& layout, std::shared_ptr<const KvSlabs> before) override;
   absl::StatusOr<std::byte*> Place(int rank, int layer) override;
   void OnLayerKept(int rank, int layer) override;
 
-  // The slabs of the run that began last, if all ranks have written `layer`; else null.
+  // The slabs of all tokens, if all ranks have written `layer` of them; else null.
   std::shared_ptr<const KvSlabs> Layer(int layer) const;
+  // Those of the tokens that runs have begun so far, whatever their ranks have written; null: none has begun.
+  std::shared_ptr<const KvSlabs> slabs() const;
 
   // From now on Place gives nothing: nobody will read. What is there stays until this goes.
   void Drop();
+  // The prompt's own later runs read it: Drop changes nothing.
+  void KeepForRuns();
 
-  // Calls `on_layer` whenever a layer is there, and `on_gone` when this goes. Before Begin, once.
-  void Watch(std::function<void()> on_layer, std::function<void()> on_gone);
+  // Whether a store counts its bytes.
+  bool charged() const;
+
+  // Calls `on_layer` whenever a layer is there. `charge` is of all tokens' bytes: what is a prefix's, and
+  // charged for already, is given back as a run begins behind it. Before Begin, once.
+  void Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge);
 
  private:
+  struct Run {
+    std::shared_ptr<KvRunSlabs> slabs;
+    std::vector<int> ranks_missing;  // by layer: ranks that have not written it
+  };
+
+  int64_t KvBytesOf(int64_t tokens) const { return shape_.layers * shape_.LayerBytes(tokens); }
+  // Charges for a run of `tokens` tokens behind the first `before`, of which those in `charges` are there.
+  void Charge(int64_t tokens, int64_t before, std::vector<std::shared_ptr<const KvCharge>>& charges)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   const KvShape shape_;
   const int64_t tokens_;
   std::function<void()> on_layer_;
-  std::function<void()> on_gone_;
 
   mutable Mutex mu_;
-  std::shared_ptr<KvSlabs> slabs_ ABSL_GUARDED_BY(mu_);  // null: no run has begun
-  std::vector<int> ranks_missing_ ABSL_GUARDED_BY(mu_);  // by layer: ranks that have not written it
+  std::shared_ptr<const KvSlabs> slabs_ ABSL_GUARDED_BY(mu_);  // null: no run has begun
+  std::vector<Run> runs_ ABSL_GUARDED_BY(mu_);                 // this prompt's own
+  std::unique_ptr<KvCharge> charge_ ABSL_GUARDED_BY(mu_);      // of what no run has begun
   bool dropped_ ABSL_GUARDED_BY(mu_) = false;
+  bool kept_for_runs_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace meshfill

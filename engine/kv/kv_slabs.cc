@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
+#include <utility>
 
 namespace meshfill {
 namespace {
@@ -46,22 +48,43 @@ void CopyRun(const std::byte* from, int64_t slot_bytes, const Destination& to, i
   }
 }
 
+// Where K of a token lies, and V behind that of all its rank's tokens.
+struct Source {
+  const KvPiece* piece = nullptr;
+  int64_t token = 0;  // of the run
+  int rank = 0;
+  int64_t slot = 0;
+
+  Source(const KvSlabs& slabs, int64_t prompt_token) : piece(&slabs.PieceOf(prompt_token)) {
+    token = prompt_token - piece->first_token;
+    rank = piece->run->layout.RankOf(token);
+    slot = piece->run->layout.SlotOf(token);
+  }
+
+  // K's row (half 0) or V's (half 1), of `slot_bytes`.
+  const std::byte* Row(int layer, int half, int64_t slot_bytes) const {
+    const std::byte* const slab = piece->run->slabs[layer][rank].get();
+    return slab + (half * piece->run->layout.ChunkTokens(rank) + slot) * slot_bytes;
+  }
+  // Tokens from here on that lie one after the other.
+  int64_t Run() const {
+    const int64_t stripe = piece->run->layout.stripe();
+    return std::min(stripe - token % stripe, piece->tokens - token);
+  }
+};
+
 // K (half 0) or V (half 1).
 void CopyHalf(const KvSlabs& slabs, int layer, int half, const KvRange& range, const Destination& to) {
-  const TokenLayout& layout = slabs.layout;
   const int64_t head_bytes = slabs.shape.head_bytes();
   const int64_t slot_bytes = slabs.shape.kv_heads * head_bytes;
   const int64_t end = range.first_token + range.tokens;
   for (int64_t token = range.first_token; token < end;) {
     const int64_t offset = token - range.first_token;
-    const int64_t stripe_rest = layout.stripe() - token % layout.stripe();
+    const Source source(slabs, token);
     const int64_t page_rest = to.page_tokens - offset % to.page_tokens;
-    const int64_t run = std::min({stripe_rest, page_rest, end - token});
-    const int rank = layout.RankOf(token);
-    const std::byte* const slab =
-        slabs.slabs[layer][rank].get() + half * layout.ChunkTokens(rank) * slot_bytes;
-    CopyRun(slab + layout.SlotOf(token) * slot_bytes + range.first_head * head_bytes, slot_bytes, to, offset,
-            run, range.heads, head_bytes);
+    const int64_t run = std::min({source.Run(), page_rest, end - token});
+    CopyRun(source.Row(layer, half, slot_bytes) + range.first_head * head_bytes, slot_bytes, to, offset, run,
+            range.heads, head_bytes);
     token += run;
   }
 }
@@ -90,6 +113,23 @@ void ZeroRest(const Destination& page, int64_t tokens, int heads, int64_t head_b
 
 }  // namespace
 
+const KvPiece& KvSlabs::PieceOf(int64_t token) const {
+  const auto next =
+      std::upper_bound(pieces.begin(), pieces.end(), token,
+                       [](int64_t position, const KvPiece& piece) { return position < piece.first_token; });
+  return *std::prev(next);
+}
+
+KvSlabs FirstTokens(const KvSlabs& slabs, int64_t tokens) {
+  KvSlabs first = {.shape = slabs.shape, .pieces = {}};
+  for (KvPiece piece : slabs.pieces) {
+    piece.tokens = std::min(piece.tokens, tokens - piece.first_token);
+    if (piece.tokens <= 0) break;
+    first.pieces.push_back(std::move(piece));
+  }
+  return first;
+}
+
 int64_t KvRangeBytes(const KvShape& shape, const KvRange& range, KvFormat format, int64_t page_tokens) {
   const int64_t tokens = format == KvFormat::kTokens
                              ? range.tokens
@@ -115,6 +155,22 @@ void CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat form
   CopyHalf(slabs, layer, 0, range, pages);
   pages.base += head_bytes;
   CopyHalf(slabs, layer, 1, range, pages);
+}
+
+KvRows KvRowsOf(const KvSlabs& slabs, int layer, const TokenLayout& layout, int rank, int64_t slot,
+                int64_t most) {
+  const int64_t slot_bytes = slabs.shape.kv_heads * slabs.shape.head_bytes();
+  const Source first(slabs, layout.TokenAt(rank, slot));
+  KvRows rows = {.k = first.Row(layer, 0, slot_bytes), .v = first.Row(layer, 1, slot_bytes)};
+  while (rows.slots < most) {
+    const int64_t token = layout.TokenAt(rank, slot + rows.slots);
+    const Source source(slabs, token);
+    const bool follows =
+        source.piece == first.piece && source.rank == first.rank && source.slot == first.slot + rows.slots;
+    if (!follows) break;
+    rows.slots += std::min({source.Run(), layout.stripe() - token % layout.stripe(), most - rows.slots});
+  }
+  return rows;
 }
 
 }  // namespace meshfill

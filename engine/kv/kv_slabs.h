@@ -1,7 +1,12 @@
-// K and V of one prompt as its ranks computed them: a slab for each rank and layer, in token-owner layout.
+// K and V of one prompt as its ranks computed them: for each run a slab of each rank and layer, in
+// token-owner layout.
 //
 // The rank that owns a token has K and V of all its KV heads, whatever tile and head groups the run had: K
-// and V are kept before they move. So a reader needs the layout of tokens alone.
+// and V are kept before they move. So a reader needs the layout of tokens alone. Prompts that begin alike
+// share the slabs of what they have in common:
+//
+//     prompt 1   | run 1: tokens 0 … 999            |
+//     prompt 2   | tokens 0 … 511 of run 1 | run 2: tokens 512 … 799 |
 #ifndef MESHFILL_ENGINE_KV_KV_SLABS_H_
 #define MESHFILL_ENGINE_KV_KV_SLABS_H_
 
@@ -10,17 +15,38 @@
 #include <memory>
 #include <vector>
 
+#include "engine/kv/kv_charge.h"
 #include "engine/kv/kv_shape.h"
 #include "engine/mesh/layout.h"
 
 namespace meshfill {
 
-struct KvSlabs {
-  KvShape shape;
-  TokenLayout layout;
+// What the ranks of one run computed.
+struct KvRunSlabs {
+  TokenLayout layout;  // of the run's tokens
   // By layer, then rank: K, then V, each [chunk_tokens, kv_heads, head_dim]. Null: not computed yet.
   std::vector<std::vector<std::unique_ptr<std::byte[]>>> slabs;
+  std::vector<std::shared_ptr<const KvCharge>> charges;  // of their bytes; none: nobody counts them
 };
+
+// The run's tokens 0 … tokens − 1, which are the prompt's from `first_token` on.
+struct KvPiece {
+  int64_t first_token = 0;
+  int64_t tokens = 0;
+  std::shared_ptr<const KvRunSlabs> run;
+};
+
+struct KvSlabs {
+  KvShape shape;
+  std::vector<KvPiece> pieces;  // one after the other, from token 0 on
+
+  int64_t tokens() const { return pieces.empty() ? 0 : pieces.back().first_token + pieces.back().tokens; }
+  // That of a token; a later one's begins after it.
+  const KvPiece& PieceOf(int64_t token) const;
+};
+
+// The first `tokens` of them, which are there.
+KvSlabs FirstTokens(const KvSlabs& slabs, int64_t tokens);
 
 // Part of a prompt's K and V. Counts are above 0, and the range lies inside the prompt.
 struct KvRange {
@@ -47,6 +73,17 @@ void CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat form
             std::byte* to);
 // Copies a range as CopyKv does with kTokens, K and V to places of their own.
 void CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v);
+
+// Rows of consecutive slots of a chunk, one after the other: K and V, each [slots, kv_heads, head_dim].
+struct KvRows {
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  int64_t slots = 0;
+};
+// Where the rows of a rank's chunk lie from `slot` on, up to `most` slots (≥ 1), where `layout` deals the
+// prompt's tokens: all of them in one piece where the runs dealt their tokens alike, else a stripe or less.
+KvRows KvRowsOf(const KvSlabs& slabs, int layer, const TokenLayout& layout, int rank, int64_t slot,
+                int64_t most);
 
 }  // namespace meshfill
 

@@ -41,18 +41,22 @@ absl::StatusOr<absl::Duration> KvLease::Keep() {
   return store_.Keep(id_, lasts_);
 }
 
-void KvStore::Shared::Notify() {
-  const MutexLock lock(mu);
-  if (changed != nullptr) changed();
-}
-
 KvStore::KvStore(int64_t budget_bytes, Clock clock) : budget_bytes_(budget_bytes), clock_(std::move(clock)) {}
 
 KvStore::~KvStore() { SetObserver(nullptr); }
 
-void KvStore::SetObserver(std::function<void()> changed) {
-  const MutexLock lock(shared_->mu);
-  shared_->changed = std::move(changed);
+void KvStore::SetObserver(std::function<void()> changed) { bytes_->SetObserver(std::move(changed)); }
+
+std::unique_ptr<KvCharge> KvStore::Charge(int64_t bytes) {
+  // Only here bytes are added, so that the sum cannot grow between the look and the charge.
+  const int64_t pinned = bytes_->charged() - cache_.EvictableBytes();
+  if (bytes > budget_bytes_ - pinned) return nullptr;
+  bytes_->Add(bytes);
+  return std::make_unique<KvCharge>(bytes_, bytes);
+}
+
+void KvStore::Attach(KvPrompt& prompt, std::unique_ptr<KvCharge> charge) const {
+  prompt.Watch([bytes = bytes_] { bytes->Notify(); }, std::move(charge));
 }
 
 absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<KvPrompt>& prompt,
@@ -63,24 +67,19 @@ absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<Kv
   const int64_t bytes = prompt->bytes();
   {
     const MutexLock lock(mu_);
-    // Only here bytes are added, so that the sum cannot grow between the look and the charge.
-    if (const int64_t charged = shared_->bytes; bytes > budget_bytes_ - charged) {
+    std::unique_ptr<KvCharge> charge = Charge(bytes);
+    if (charge == nullptr) {
       ++refused_;
-      return absl::ResourceExhaustedError(
-          absl::StrCat("no room for the ", bytes, " bytes of K and V that are to be kept: ", charged, " of ",
-                       budget_bytes_, " bytes are taken; ",
-                       bytes > budget_bytes_ ? "raise the server's kv budget, or send a shorter prompt"
-                                             : "try again later"));
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "no room for the ", bytes, " bytes of K and V that are to be kept: ",
+          bytes_->charged() - cache_.EvictableBytes(), " of ", budget_bytes_, " bytes are taken; ",
+          bytes > budget_bytes_ ? "raise the server's kv budget, or send a shorter prompt"
+                                : "try again later"));
     }
-    shared_->bytes += bytes;
-    prompt->Watch([shared = shared_] { shared->Notify(); },
-                  [shared = shared_, bytes] {
-                    shared->bytes -= bytes;
-                    shared->Notify();
-                  });
+    Attach(*prompt, std::move(charge));
     leases_[*name] = {.tenant = std::move(tenant), .prompt = prompt};
   }
-  shared_->Notify();
+  bytes_->Notify();
   return std::make_unique<KvLease>(*this, *std::move(name), lasts);
 }
 
@@ -93,7 +92,7 @@ std::optional<absl::Duration> KvStore::RoomIn(int64_t bytes) const {
     ends.emplace_back(std::max(now, entry.expires), entry.prompt->bytes());
   }
   std::sort(ends.begin(), ends.end());
-  int64_t room = budget_bytes_ - shared_->bytes;
+  int64_t room = budget_bytes_ - bytes_->charged() + cache_.EvictableBytes();
   absl::Time when = now;
   for (const auto& [end, freed] : ends) {
     if (room >= bytes) break;
@@ -124,7 +123,7 @@ absl::StatusOr<absl::Duration> KvStore::Renew(const std::string& lease, const st
     if (Live(lease, tenant) == nullptr) return NoLease(lease);
     leases_[lease].expires = clock_() + lasts;
   }
-  shared_->Notify();
+  bytes_->Notify();
   return lasts;
 }
 
@@ -140,7 +139,7 @@ absl::StatusOr<absl::Duration> KvStore::Keep(const std::string& lease, absl::Dur
     entry.expires = std::max(entry.expires, now + lasts);
     rest = entry.expires - now;
   }
-  shared_->Notify();
+  bytes_->Notify();
   return rest;
 }
 
@@ -163,7 +162,7 @@ void KvStore::End(const std::string& lease) {
   }
   gone->Drop();
   gone.reset();
-  shared_->Notify();
+  bytes_->Notify();
 }
 
 absl::Time KvStore::EndLapsed() {
@@ -186,16 +185,85 @@ absl::Time KvStore::EndLapsed() {
   }
   const bool changed = !gone.empty();
   gone.clear();
-  if (changed) shared_->Notify();
+  if (changed) bytes_->Notify();
   return next;
+}
+
+std::shared_ptr<const KvSlabs> KvStore::FindPrefix(const KvBlockNames& names,
+                                                   int64_t returned_bytes_per_token) {
+  const MutexLock lock(mu_);
+  auto prefix = std::make_shared<const KvSlabs>(cache_.Find(names));
+  const int64_t pinned =
+      bytes_->charged() - cache_.EvictableBytes() - prefix->tokens() * returned_bytes_per_token;
+  return pinned <= budget_bytes_ ? prefix : std::make_shared<const KvSlabs>();
+}
+
+int64_t KvStore::PrefixTokens(const KvBlockNames& names) const {
+  const MutexLock lock(mu_);
+  return cache_.TokensOf(names);
+}
+
+bool KvStore::AdmitToCache(const std::shared_ptr<KvPrompt>& prompt, int64_t bytes) {
+  const MutexLock lock(mu_);
+  std::unique_ptr<KvCharge> charge = Charge(bytes);
+  if (charge == nullptr) return false;
+  Attach(*prompt, std::move(charge));
+  return true;
+}
+
+std::vector<KvPiece> KvStore::EvictOne() {
+  const MutexLock lock(mu_);
+  if (bytes_->charged() <= budget_bytes_) return {};
+  const int64_t before = cache_.bytes();
+  std::vector<KvPiece> gone = cache_.Evict();
+  if (gone.empty()) return gone;
+  ++evictions_;
+  evicted_bytes_ += static_cast<uint64_t>(before - cache_.bytes());
+  return gone;
+}
+
+void KvStore::MakeRoom() {
+  while (true) {
+    const std::vector<KvPiece> gone = EvictOne();  // its end calls back: after the lock
+    if (gone.empty()) return;
+  }
+}
+
+void KvStore::Enter(const KvBlockNames& names, const KvPrompt& prompt) {
+  std::shared_ptr<const KvSlabs> slabs;
+  for (int layer = 0; layer < prompt.shape().layers; ++layer) {
+    slabs = prompt.Layer(layer);
+    if (slabs == nullptr) return;
+  }
+  {
+    const MutexLock lock(mu_);
+    cache_.Enter(names, *slabs);
+  }
+  bytes_->Notify();
+}
+
+void KvStore::CountTokens(int64_t cached, int64_t computed) {
+  {
+    const MutexLock lock(mu_);
+    hit_tokens_ += static_cast<uint64_t>(cached);
+    miss_tokens_ += static_cast<uint64_t>(computed);
+  }
+  bytes_->Notify();
 }
 
 KvStore::Counts KvStore::counts() const {
   const MutexLock lock(mu_);
+  const int64_t charged = bytes_->charged();
+  const int64_t given_up = std::min(std::max<int64_t>(0, charged - budget_bytes_), cache_.EvictableBytes());
   return {.leases = static_cast<int64_t>(leases_.size()),
-          .bytes = shared_->bytes,
+          .bytes = charged - given_up,
           .lapsed = lapsed_,
-          .refused = refused_};
+          .refused = refused_,
+          .cached_bytes = cache_.bytes(),
+          .hit_tokens = hit_tokens_,
+          .miss_tokens = miss_tokens_,
+          .evictions = evictions_,
+          .evicted_bytes = evicted_bytes_};
 }
 
 }  // namespace meshfill

@@ -1,28 +1,36 @@
-// Who may read kept K and V, and for how long: leases on prompts, under one budget of bytes.
+// Kept K and V under one budget of bytes: who may read them, and for how long (leases), and what later
+// prompts that begin alike need not compute again (a cache).
 //
 //     Admit ──► held ──KvLease::Keep──► running ──► ended, by the first of: Release, the lapse of its time
 //                 └──── the KvLease goes without Keep: its prefill failed ────► ended
 //
 // One store serves all ranks of a process: they share its memory, and a lease spans their slabs. A prompt is
-// charged whole when it is admitted, before anything is computed, and until its memory is free again. A lease
-// that has ended is found no more, and its prompt goes with it, as soon as no run and no reader holds it.
+// charged whole when it is admitted, before anything is computed, and until its memory is free again; what it
+// shares with a cached prefix is charged once. A lease that has ended is found no more, and its prompt goes
+// with it, as soon as no run, no reader and no cache holds it.
 //
-// Invariants: the charged bytes never exceed the budget; no prompt is found after its lease.
-// Thread-safe. Time is the caller's clock.
+// The cache is what room the others leave: what is admitted may take its place. That goes, least recently
+// used first, in MakeRoom, before the memory for new K and V is allocated.
+//
+// Invariants: what is charged, without what the cache alone holds, never exceeds the budget, and after
+// MakeRoom neither does the whole; no prompt is found by a lease that has ended; a tenant finds its own
+// alone. Thread-safe. Time is the caller's clock.
 #ifndef MESHFILL_ENGINE_KV_KV_STORE_H_
 #define MESHFILL_ENGINE_KV_KV_STORE_H_
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/kv/kv_charge.h"
+#include "engine/kv/kv_prefix_cache.h"
 #include "engine/kv/kv_prompt.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -58,9 +66,14 @@ class KvStore {
 
   struct Counts {
     int64_t leases = 0;
-    int64_t bytes = 0;     // charged
-    uint64_t lapsed = 0;   // leases, since the start
-    uint64_t refused = 0;  // prompts, since the start
+    int64_t bytes = 0;           // charged, without what the cache will give up for it
+    uint64_t lapsed = 0;         // leases, since the start
+    uint64_t refused = 0;        // prompts, since the start
+    int64_t cached_bytes = 0;    // that the cache holds, under leases too
+    uint64_t hit_tokens = 0;     // of prompts that began behind a cached prefix: that prefix
+    uint64_t miss_tokens = 0;    // of prompts that were looked up: what they computed
+    uint64_t evictions = 0;      // entries that the cache gave up, since the start
+    uint64_t evicted_bytes = 0;  // that were free then
   };
 
   explicit KvStore(int64_t budget_bytes, Clock clock = MonotonicNow);
@@ -74,7 +87,7 @@ class KvStore {
   // RESOURCE_EXHAUSTED: no room (RoomIn says when to try again).
   absl::StatusOr<std::unique_ptr<KvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt, std::string tenant,
                                                  absl::Duration lasts);
-  // How long until leases will have lapsed that hold this many bytes, if none is renewed; leases whose
+  // How long about until leases will have lapsed that hold this many bytes, if none is renewed; leases whose
   // prefill still runs are taken for ones that end now. Nothing: above the budget.
   std::optional<absl::Duration> RoomIn(int64_t bytes) const;
 
@@ -91,6 +104,22 @@ class KvStore {
   // Frees what has lapsed. When the next lease lapses; infinite: none does.
   absl::Time EndLapsed();
 
+  // The longest prefix of whole blocks that the cache has, and holds from now on. Nothing where a promise to
+  // others needs its room: the caller of a prompt that is charged already gives `returned_bytes` for each
+  // token of it back, as its run begins.
+  std::shared_ptr<const KvSlabs> FindPrefix(const KvBlockNames& names, int64_t returned_bytes_per_token);
+  // How many tokens FindPrefix would give.
+  int64_t PrefixTokens(const KvBlockNames& names) const;
+  // Charges `bytes` to a prompt that no run has begun, for the cache alone. False: no room.
+  bool AdmitToCache(const std::shared_ptr<KvPrompt>& prompt, int64_t bytes);
+  // Frees what the cache holds beyond the budget. Before the memory of an admitted prompt is allocated.
+  void MakeRoom();
+  // A run has computed the whole prompt: from now on FindPrefix knows it. Nothing, where the prompt was
+  // dropped meanwhile.
+  void Enter(const KvBlockNames& names, const KvPrompt& prompt);
+  // For Counts: a prompt has begun, with these tokens cached.
+  void CountTokens(int64_t cached, int64_t computed);
+
   Counts counts() const;
 
   // Calls `changed` after each change of a lease or of the bytes, and whenever a layer is there: from any
@@ -106,13 +135,11 @@ class KvStore {
     bool held = true;                           // by its KvLease
     absl::Time expires = absl::InfinitePast();  // not before, if held
   };
-  // What outlives the store with a prompt that somebody still reads.
-  struct Shared {
-    std::atomic<int64_t> bytes{0};  // charged
-    Mutex mu;                       // held while `changed` runs
-    std::function<void()> changed ABSL_GUARDED_BY(mu);
-    void Notify();
-  };
+  // Charges `bytes`, where the cache leaves room for them or can make some; else null.
+  std::unique_ptr<KvCharge> Charge(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Attach(KvPrompt& prompt, std::unique_ptr<KvCharge> charge) const;
+  // Evicts one entry where the cache holds more than its room. Empty: it does not.
+  std::vector<KvPiece> EvictOne();
 
   absl::StatusOr<absl::Duration> Keep(const std::string& lease, absl::Duration lasts);
   void End(const std::string& lease);
@@ -122,12 +149,18 @@ class KvStore {
 
   const int64_t budget_bytes_;
   const Clock clock_;
-  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  // Shared: K and V outlive the store with somebody who still reads them.
+  const std::shared_ptr<KvBytes> bytes_ = std::make_shared<KvBytes>();
 
   mutable Mutex mu_;
   std::map<std::string, Entry> leases_ ABSL_GUARDED_BY(mu_);
   uint64_t lapsed_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t refused_ ABSL_GUARDED_BY(mu_) = 0;
+  KvPrefixCache cache_ ABSL_GUARDED_BY(mu_);
+  uint64_t hit_tokens_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t miss_tokens_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t evictions_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t evicted_bytes_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace meshfill

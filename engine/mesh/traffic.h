@@ -54,6 +54,10 @@ class PerTraffic {
     return sum;
   }
 
+  constexpr PerTraffic& operator+=(const PerTraffic& other) {
+    for (int i = 0; i < kTraffics; ++i) values_[i] += other.values_[i];
+    return *this;
+  }
   bool operator==(const PerTraffic&) const = default;
 
  private:

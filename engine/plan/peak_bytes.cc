@@ -84,6 +84,13 @@ int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   return std::max({q_to_heads, kv_to_heads, o_to_tokens});
 }
 
+// The most bytes alive while a rank's keys go behind those of a cached prefix, over all ranks.
+int64_t PrefixPeakBytes(const ModelShape& model, const PlanShape& shape) {
+  if (shape.cached_tokens == 0) return 0;
+  const int64_t tokens = shape.layout.tokens();
+  return model.q_bytes(tokens) + model.kv_bytes(tokens) + model.kv_bytes(shape.cached_tokens + tokens);
+}
+
 }  // namespace
 
 int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
@@ -94,13 +101,15 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   const int64_t slice_width = SliceWidthsOf(LayerShapeOf(model)).all();
   int64_t slice_tokens = 0;
   for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
-    slice_tokens += std::min(most_slice_tokens, shape.layout.ChunkTokens(rank));
+    slice_tokens += SliceTokens(shape, rank, most_slice_tokens);
   }
   const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv ? model.layers * model.kv_bytes(tokens) : 0;
-  return residual + rope_tables + slices + kept + std::max(attention.peak(), ExchangePeakBytes(model, shape));
+  const int64_t layer =
+      std::max({attention.peak(), ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
+  return residual + rope_tables + slices + kept + layer;
 }
 
 }  // namespace meshfill

@@ -52,8 +52,9 @@ struct PlanCandidate : PlanShape {
 };
 
 struct PlanChoice {
-  Plan plan;
-  std::vector<PlanCandidate> candidates;  // every shape that was considered, best first
+  Plan plan;  // of a prompt in pieces: that of the last one, with the prediction of all
+  std::vector<PlanCandidate> candidates;  // every shape that was considered for it, best first
+  std::vector<Plan> pieces;  // that run one after the other (engine/plan/pieces.h); none: the prompt is whole
 };
 
 }  // namespace meshfill

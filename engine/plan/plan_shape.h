@@ -3,6 +3,7 @@
 #ifndef MESHFILL_ENGINE_PLAN_PLAN_SHAPE_H_
 #define MESHFILL_ENGINE_PLAN_PLAN_SHAPE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -36,6 +37,20 @@ inline TokenLayout KvLayout(const TokenLayout& layout, int64_t cached_tokens) {
   if (cached_tokens == 0) return layout;
   return TokenLayout::Make(layout.kind(), layout.ranks(), layout.tokens() + cached_tokens, layout.stripe())
       .value();
+}
+
+// Whether each rank's new keys are behind its own of the prefix, so that none has to move: rounds of all
+// ranks' stripes come before.
+inline bool CanFollow(const TokenLayout& layout, int64_t cached_tokens) {
+  return cached_tokens == 0 ||
+         (layout.kind() == LayoutKind::kStriped && cached_tokens % (layout.ranks() * layout.stripe()) == 0);
+}
+
+// Tokens of the slices in which a rank computes its chunk, where they have `most`. Those of a cached prefix pass
+// through the same buffers, a stripe at a time where the chunk has less.
+inline int64_t SliceTokens(const PlanShape& shape, int rank, int64_t most) {
+  const int64_t least = shape.cached_tokens == 0 ? 0 : shape.layout.stripe();
+  return std::min(most, std::max(least, shape.layout.ChunkTokens(rank)));
 }
 
 inline TokenLayout PlanShape::kv_layout() const { return KvLayout(layout, cached_tokens); }

@@ -31,7 +31,8 @@ class Runner {
         config_(run.model.config()),
         stream_(run.stream),
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
-        slice_tokens_(std::min(run.plan.slice_tokens, chunk_tokens_)),
+        prefix_slots_(run.plan.kv_layout().ChunkTokens(run.rank) - chunk_tokens_),
+        slice_tokens_(SliceTokens(run.plan, run.rank, run.plan.slice_tokens)),
         exchange_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
                   run.recorder),
         executor_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
@@ -64,10 +65,15 @@ class Runner {
   }
 
   absl::Status CheckRun() const {
-    if (run_.plan.cached_tokens != 0) {
-      return absl::UnimplementedError(absl::StrCat("rank ", run_.rank, ": the plan has ",
-                                                   run_.plan.cached_tokens,
-                                                   " cached tokens, whose keys and values nothing supplies"));
+    const int64_t cached_tokens = run_.plan.cached_tokens;
+    if (!CanFollow(run_.plan.layout, cached_tokens)) {
+      return absl::InternalError(absl::StrCat("rank ", run_.rank, ": ", run_.plan.layout.DebugString(),
+                                              " cannot follow ", cached_tokens, " cached tokens"));
+    }
+    if (cached_tokens != (run_.prefix == nullptr ? 0 : run_.prefix->tokens())) {
+      return absl::InternalError(absl::StrCat("rank ", run_.rank, ": the plan has ", cached_tokens,
+                                              " cached tokens, the prefix ",
+                                              run_.prefix == nullptr ? 0 : run_.prefix->tokens()));
     }
     if (std::ssize(run_.ids) == chunk_tokens_) return absl::OkStatus();
     return absl::InternalError(
@@ -117,6 +123,9 @@ class Runner {
     if (run_.kv != nullptr) {
       RETURN_IF_ERROR(KeepKv(*chunks.kv, index));
     }
+    if (run_.prefix != nullptr) {
+      ASSIGN_OR_RETURN(chunks.kv, BehindPrefix(std::move(chunks.kv), index));
+    }
     ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), shape.window));
     return ForEachSlice([&](const ChunkSlice& slice) { return OutputAndMlp(layer, attended, slice); });
   }
@@ -146,6 +155,74 @@ class Runner {
     return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
   }
 
+  // The keys and values that queries see: those of the prefix that the rank has, then its own.
+  absl::StatusOr<BufferRef> BehindPrefix(BufferRef own, int layer) {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "read prefix"});
+    const int64_t slots = prefix_slots_ + chunk_tokens_;
+    ASSIGN_OR_RETURN(BufferRef all, Elements(shape_.kv_elements(slots), shape_.dtype));
+    const auto half_of = [&](const BufferRef& kv, int half) {
+      return kv->data<std::byte>() + half * kv->size_bytes() / 2;
+    };
+    for (int half = 0; half < 2; ++half) {
+      RETURN_IF_ERROR(stream_.CopyHeads({.from = half_of(own, half),
+                                         .from_rows = HeadsOutermost(chunk_tokens_),
+                                         .to = half_of(all, half),
+                                         .to_rows = HeadsOutermost(slots, prefix_slots_),
+                                         .heads = shape_.kv_heads,
+                                         .tokens = chunk_tokens_,
+                                         .head_dim = shape_.head_dim}));
+    }
+    const TokenLayout layout = run_.plan.kv_layout();
+    for (int64_t begin = 0; begin < prefix_slots_; begin += slice_tokens_) {
+      const int64_t tokens = std::min(slice_tokens_, prefix_slots_ - begin);
+      RETURN_IF_ERROR(UploadPrefix(layout, layer, begin, tokens));
+      for (int half = 0; half < 2; ++half) {
+        RETURN_IF_ERROR(stream_.CopyHeads({.from = SliceHalf(half),
+                                           .from_rows = TokensOutermost(tokens),
+                                           .to = half_of(all, half),
+                                           .to_rows = HeadsOutermost(slots, begin),
+                                           .heads = shape_.kv_heads,
+                                           .tokens = tokens,
+                                           .head_dim = shape_.head_dim}));
+      }
+    }
+    return all;
+  }
+
+  // Brings a slice of the prefix, [tokens, kv_heads, head_dim] of K and of V, to where the projections will
+  // be.
+  absl::Status UploadPrefix(const TokenLayout& layout, int layer, int64_t begin, int64_t tokens) {
+    const size_t slot_bytes =
+        static_cast<size_t>(shape_.kv_heads) * shape_.head_dim * DTypeBytes(shape_.dtype);
+    for (int64_t done = 0; done < tokens;) {
+      const KvRows rows = KvRowsOf(*run_.prefix, layer, layout, run_.rank, begin + done, tokens - done);
+      const size_t bytes = static_cast<size_t>(rows.slots) * slot_bytes;
+      RETURN_IF_ERROR(stream_.Upload(rows.k, bytes, SliceHalf(0) + done * slot_bytes));
+      RETURN_IF_ERROR(stream_.Upload(rows.v, bytes, SliceHalf(1) + done * slot_bytes));
+      done += rows.slots;
+    }
+    return absl::OkStatus();
+  }
+
+  // K (half 0) or V of a slice, in the buffer of the projections.
+  std::byte* SliceHalf(int half) const {
+    return buffers_.wide->data<std::byte>() +
+           half * slice_tokens_ * shape_.kv_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
+  }
+
+  HeadRows HeadsOutermost(int64_t slots, int64_t first_slot = 0) const {
+    return {.dtype = shape_.dtype,
+            .head_stride = slots * shape_.head_dim,
+            .slot_stride = shape_.head_dim,
+            .slots = {.base = first_slot}};
+  }
+  HeadRows TokensOutermost(int64_t tokens) const {
+    return {.dtype = shape_.dtype,
+            .head_stride = shape_.head_dim,
+            .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
+            .slots = {.width = std::max<int64_t>(1, tokens)}};
+  }
+
   absl::StatusOr<LayerOutput> Attend(LayerChunks chunks, int64_t window) {
     ASSIGN_OR_RETURN(LayerChunks mesh_chunks, exchange_.ToHeads(std::move(chunks)));
     ASSIGN_OR_RETURN(BufferRef mesh_output, executor_.Run(std::move(mesh_chunks), window));
@@ -172,19 +249,13 @@ class Runner {
     if (kept == nullptr) return absl::OkStatus();
     const size_t half_bytes = kv.size_bytes() / 2;
     for (const size_t offset : {size_t{0}, half_bytes}) {
-      RETURN_IF_ERROR(
-          stream_.CopyHeadsToHost({.from = kv.data<std::byte>() + offset,
-                                   .from_rows = {.dtype = shape_.dtype,
-                                                 .head_stride = chunk_tokens_ * shape_.head_dim,
-                                                 .slot_stride = shape_.head_dim},
-                                   .to = kept + offset,
-                                   .to_rows = {.dtype = shape_.dtype,
-                                               .head_stride = shape_.head_dim,
-                                               .slot_stride = int64_t{shape_.kv_heads} * shape_.head_dim,
-                                               .slots = {.width = std::max<int64_t>(1, chunk_tokens_)}},
-                                   .heads = shape_.kv_heads,
-                                   .tokens = chunk_tokens_,
-                                   .head_dim = shape_.head_dim}));
+      RETURN_IF_ERROR(stream_.CopyHeadsToHost({.from = kv.data<std::byte>() + offset,
+                                               .from_rows = HeadsOutermost(chunk_tokens_),
+                                               .to = kept + offset,
+                                               .to_rows = TokensOutermost(chunk_tokens_),
+                                               .heads = shape_.kv_heads,
+                                               .tokens = chunk_tokens_,
+                                               .head_dim = shape_.head_dim}));
     }
     RETURN_IF_ERROR(stream_.Finish());  // the copies are there
     run_.kv->OnLayerKept(run_.rank, layer);
@@ -193,6 +264,7 @@ class Runner {
 
   // On the last token's rank.
   absl::Status LmHead() {
+    if (!run_.wants_logits) return absl::OkStatus();
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
@@ -214,6 +286,7 @@ class Runner {
   const ModelConfig& config_;
   Stream& stream_;
   const int64_t chunk_tokens_;
+  const int64_t prefix_slots_;  // of the rank's keys, before those of its chunk
   const int64_t slice_tokens_;
   RankOutput output_;
   HeadExchange exchange_;

@@ -1,7 +1,8 @@
 // One rank's part of a prefill: every layer of the transformer over this rank's tokens.
 //
 //     embed
-//     → for each layer: [norm, q k v, RoPE] by slices → tokens to heads in the head group
+//     → for each layer: [norm, q k v, RoPE] by slices → behind a cached prefix: its K and V before these
+//                       → tokens to heads in the head group
 //                       → attention over the mesh → heads to tokens → [o, norm, MLP] by slices
 //     → on the rank that holds the last token: norm, LM head on that one row
 //
@@ -21,6 +22,7 @@
 #include "engine/comm/communicator.h"
 #include "engine/comm/link_probe.h"
 #include "engine/kv/kv_sink.h"
+#include "engine/kv/kv_slabs.h"
 #include "engine/model/model.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
@@ -39,18 +41,22 @@ struct RankRun {
   absl::Duration wait_timeout;
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
   KvSink* kv;                                    // where this rank's K and V go; null: they are dropped
+  const KvSlabs* prefix = nullptr;               // K and V of the plan's cached tokens; null: there are none
+  bool wants_logits = true;                      // false: more of the prompt comes in another run
   TimelineRecorder* recorder = nullptr;          // null: no timeline is kept
   std::span<const LinkProbe> probes;             // before the first layer; the same on all ranks
 };
 
 struct RankOutput {
   RankStats stats;
-  std::vector<float> logits;               // [vocab] on the rank that holds the last token, else empty
+  std::vector<float> logits;               // [vocab] on the last token's rank, where they are wanted
   std::vector<std::optional<Link>> links;  // by probe; none: this rank sat out
   double probe_seconds = 0;                // that the probes took; no part of the stats
 };
 
-// INTERNAL where the ids are not those of the rank's chunk. UNIMPLEMENTED for a plan with cached tokens.
+// INTERNAL where the ids are not those of the rank's chunk, where the prefix lacks cached tokens of the plan,
+// and where a token's keys are not dealt to the rank that computes them (CanFollow,
+// engine/plan/plan_shape.h).
 absl::StatusOr<RankOutput> RunRank(const RankRun& run);
 
 }  // namespace meshfill

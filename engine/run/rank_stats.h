@@ -18,6 +18,18 @@ struct RankStats {
   CommBytes sent;
   int64_t blocks = 0;  // attention blocks computed
 
+  // What the rank did in another run, too.
+  RankStats& operator+=(const RankStats& other) {
+    attention_seconds += other.attention_seconds;
+    block_seconds += other.block_seconds;
+    merge_seconds += other.merge_seconds;
+    wait_seconds += other.wait_seconds;
+    total_seconds += other.total_seconds;
+    sent += other.sent;
+    blocks += other.blocks;
+    return *this;
+  }
+
   double comm_wait_seconds() const { return wait_seconds.total(); }
 };
 

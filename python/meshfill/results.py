@@ -23,6 +23,8 @@ class PlanSummary:
     stripe: int  # tokens, striped layout
     partial_dtype: str
     placement: str
+    pieces: int = 1  # runs of tokens, one after the other, that fit the memory
+    piece_tokens: int = 0  # of each piece but the last; 0: the prompt is whole
 
     @classmethod
     def from_proto(cls, message) -> "PlanSummary":
@@ -35,6 +37,8 @@ class PlanSummary:
             stripe=message.stripe,
             partial_dtype=message.partial_dtype,
             placement=message.placement,
+            pieces=max(1, message.pieces),
+            piece_tokens=message.piece_tokens,
         )
 
 

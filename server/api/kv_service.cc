@@ -47,7 +47,12 @@ void KvService::OnKvChanged(const KvStore::Counts& counts) {
                   .bytes = counts.bytes,
                   .max_bytes = leases_.budget_bytes(),
                   .lapsed = counts.lapsed,
-                  .refused = counts.refused});
+                  .refused = counts.refused,
+                  .cached_bytes = counts.cached_bytes,
+                  .hit_tokens = counts.hit_tokens,
+                  .miss_tokens = counts.miss_tokens,
+                  .evictions = counts.evictions,
+                  .evicted_bytes = counts.evicted_bytes});
 }
 
 }  // namespace meshfill

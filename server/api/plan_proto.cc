@@ -1,5 +1,6 @@
 #include "server/api/plan_proto.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -57,9 +58,18 @@ absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options) 
   return result;
 }
 
+v1::PlanSummary SummaryOf(const PlanChoice& choice) {
+  v1::PlanSummary summary = ToProto(choice.plan);
+  summary.set_pieces(static_cast<uint32_t>(std::max<size_t>(1, choice.pieces.size())));
+  if (!choice.pieces.empty()) {
+    summary.set_piece_tokens(static_cast<uint64_t>(choice.pieces.front().layout.tokens()));
+  }
+  return summary;
+}
+
 v1::PlanReply ToProto(const PlanChoice& choice) {
   v1::PlanReply message;
-  *message.mutable_plan() = ToProto(choice.plan);
+  *message.mutable_plan() = SummaryOf(choice);
   for (const Step& step : choice.plan.schedule.steps) {
     auto& step_message = *message.add_steps();
     step_message.set_comm(CommName(step.comm));

@@ -12,6 +12,9 @@ namespace meshfill {
 // Whether a plan fits the pool is the engine's to say.
 absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options);
 
+// What runs, in how many pieces.
+v1::PlanSummary SummaryOf(const PlanChoice& choice);
+
 v1::PlanReply ToProto(const PlanChoice& choice);
 
 }  // namespace meshfill

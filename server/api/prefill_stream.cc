@@ -115,7 +115,7 @@ absl::Status PrefillStream::TakeHeader() {
   RETURN_IF_ERROR(PrepareKv());
   const int64_t token_count = TokenCount(header_);
   ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
-  plan_ = ToProto(choice.plan);
+  plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
@@ -136,13 +136,15 @@ absl::Status PrefillStream::TakeHeader() {
 }
 
 absl::Status PrefillStream::PrepareKv() {
+  if (environment_.kv != nullptr) {
+    hasher_.emplace(environment_.kv->options().block_tokens, header_.cache_salt());
+  }
   if (!header_.kv().keep()) return absl::OkStatus();
   if (environment_.kv == nullptr) {
     return absl::FailedPreconditionError("kv.keep is set, but this pool keeps no K and V; leave it out");
   }
   kv_ = std::make_shared<KvPrompt>(KvShapeOf(environment_.engine.model()), TokenCount(header_));
   options_.kv = kv_;
-  hasher_.emplace(environment_.kv->options().block_tokens, header_.cache_salt());
   return absl::OkStatus();
 }
 
@@ -159,7 +161,7 @@ void PrefillStream::GiveKv() {
   *result_.mutable_kv() = ToProto(*kv_, lease_->id(), *rest);
   lease_->AddHolders(*result_.mutable_kv());
   result_.mutable_kv()->set_block_tokens(static_cast<uint32_t>(environment_.kv->options().block_tokens));
-  result_.mutable_kv()->set_block_hashes(hasher_->hashes());
+  result_.mutable_kv()->set_block_hashes(options_.block_names->hashes);
 }
 
 absl::Status PrefillStream::TakeTokens() {
@@ -187,6 +189,7 @@ absl::Status PrefillStream::FinishUpload() {
                                                    " came; announce the real count"));
   }
   environment_.live.UploadDone(this);
+  LookUpPrefix();
   ASSIGN_OR_RETURN(const auto before, slot_->Submit(std::move(tokens_), options_, shared_from_this()));
   phase_ = Phase::kQueued;
   accepted_.emplace();
@@ -196,6 +199,21 @@ absl::Status PrefillStream::FinishUpload() {
   *accepted_->mutable_plan() = plan_;
   if (lease_ != nullptr) accepted_->set_kv_lease(lease_->id());
   return absl::OkStatus();
+}
+
+void PrefillStream::LookUpPrefix() {
+  if (!hasher_.has_value()) return;
+  options_.block_names = std::make_shared<const KvBlockNames>(
+      KvBlockNames{.tenant = header_.tenant(),
+                   .block_tokens = environment_.kv->options().block_tokens,
+                   .hashes = hasher_->hashes()});
+  options_.ignore_cache = header_.kv().ignore_cache();
+  const int64_t tokens = std::ssize(tokens_);
+  if (environment_.engine.CachedTokens(tokens, options_) == 0) return;
+  const auto choice = environment_.engine.MakePlan(tokens, options_);
+  if (!choice.ok()) return;  // the engine will say what is wrong
+  plan_ = SummaryOf(*choice);
+  predicted_seconds_ = choice->plan.predicted.seconds;
 }
 
 absl::Status PrefillStream::CancelReason() const {

@@ -77,6 +77,8 @@ class PrefillStream final : public PrefillReactor,
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Names the prompt's blocks, and plans anew where the engine has some of them.
+  void LookUpPrefix() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CancelReason() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -101,9 +103,9 @@ class PrefillStream final : public PrefillReactor,
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);          // null: K and V are not kept
-  std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);    // on it, until the prefill ends
-  std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);     // of its tokens
+  std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);        // null: K and V are not kept
+  std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);  // on it, until the prefill ends
+  std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);  // of its tokens; none: this pool keeps no K and V
   std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
   std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK

@@ -39,7 +39,8 @@ v1::CommBytes ToProto(const CommBytes& bytes) {
 v1::PrefillResult ToProto(const PrefillResult& result, const std::string& request_id) {
   v1::PrefillResult message;
   message.set_request_id(request_id);
-  message.set_tokens(static_cast<uint64_t>(result.plan.layout.tokens()));
+  message.set_tokens(static_cast<uint64_t>(result.tokens()));
+  message.set_cached_tokens(static_cast<uint64_t>(result.cached_tokens));
   message.set_first_token(result.top.front().token);
   for (const TokenLogit& best : result.top) {
     v1::TokenLogit& entry = *message.add_top();
@@ -47,6 +48,8 @@ v1::PrefillResult ToProto(const PrefillResult& result, const std::string& reques
     entry.set_logit(best.logit);
   }
   *message.mutable_plan() = ToProto(result.plan);
+  message.mutable_plan()->set_pieces(static_cast<uint32_t>(result.pieces));
+  message.mutable_plan()->set_piece_tokens(static_cast<uint64_t>(result.piece_tokens));
   v1::PrefillResult::Seconds& seconds = *message.mutable_seconds();
   seconds.set_prefill(result.prefill_seconds);
   seconds.set_attention(result.attention_seconds);

@@ -24,7 +24,7 @@ class SlabReader final : public KvReader {
   // Looks the prompt up before each part, so that nothing is read after its lease. No slab is held between.
   using Find = std::function<absl::StatusOr<std::shared_ptr<const KvPrompt>>()>;
 
-  // `here`, by rank: whose tokens this process has; empty: all ranks'.
+  // `here`, by rank of the prompt's one run: whose tokens this process has; empty: it has all.
   SlabReader(const KvFetch& fetch, std::vector<bool> here, Find find);
 
   // INVALID_ARGUMENT: a page lies only in part here.
@@ -36,9 +36,8 @@ class SlabReader final : public KvReader {
     int64_t end = 0;  // begin: there are no more tokens in the range
   };
   // The next part's tokens, from token_ on.
-  Run NextRun(const TokenLayout& layout) const;
-  absl::Status CheckWholePages(const Run& run, const TokenLayout& layout) const;
-  bool IsHere(int rank) const { return here_.empty() || here_[rank]; }
+  Run NextRun(const KvSlabs& slabs) const;
+  absl::Status CheckWholePages(const Run& run, const KvSlabs& slabs) const;
   int64_t end_token() const { return fetch_.range.first_token + fetch_.range.tokens; }
 
   const KvFetch fetch_;

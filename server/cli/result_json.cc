@@ -1,5 +1,6 @@
 #include "server/cli/result_json.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "nlohmann/json.hpp"
@@ -45,7 +46,9 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                  {"a", plan.a()},
                  {"b", plan.b()},
                  {"layout", LayoutName(plan.layout())},
-                 {"stripe", plan.stripe()}}},
+                 {"stripe", plan.stripe()},
+                 {"pieces", plan.pieces()},
+                 {"piece_tokens", plan.piece_tokens()}}},
                {"seconds",
                 {{"queue", seconds.queue()},
                  {"prefill", seconds.prefill()},
@@ -53,7 +56,8 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                  {"comm_wait", seconds.comm_wait()}}},
                {"comm_bytes",
                 {{"q", bytes.q()}, {"kv", bytes.kv()}, {"o", bytes.o()}, {"all_to_all", bytes.all_to_all()}}},
-               {"mfu", result.mfu()}});
+               {"mfu", result.mfu()},
+               {"cached_tokens", result.cached_tokens()}});
 }
 
 std::string PlanJson(const PlanChoice& choice) {
@@ -82,6 +86,8 @@ std::string PlanJson(const PlanChoice& choice) {
                {"b", plan.tile.b},
                {"layout", LayoutName(plan.layout.kind())},
                {"stripe", plan.layout.stripe()},
+               {"pieces", std::max<size_t>(1, choice.pieces.size())},
+               {"piece_tokens", choice.pieces.empty() ? 0 : choice.pieces.front().layout.tokens()},
                {"steps", std::move(steps)},
                {"predicted", std::move(predicted)},
                {"candidates", std::move(candidates)}});

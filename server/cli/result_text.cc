@@ -122,6 +122,15 @@ std::string FormatCount(double count) {
   return digits;
 }
 
+namespace {
+
+std::string PiecesText(uint64_t pieces, uint64_t piece_tokens) {
+  return absl::StrFormat("%d of %s tokens, one after the other, to fit the memory", pieces,
+                         FormatCount(static_cast<double>(piece_tokens)));
+}
+
+}  // namespace
+
 std::string PrefillText(const v1::PrefillResult& result) {
   const v1::PrefillResult::Seconds& seconds = result.seconds();
   const v1::PlanSummary& plan = result.plan();
@@ -137,7 +146,11 @@ std::string PrefillText(const v1::PrefillResult& result) {
   AppendLine("request", result.request_id(), text);
   AppendLine("first token", absl::StrCat(result.first_token()), text);
   AppendLine("top (logit)", top, text);
-  AppendLine("tokens", FormatCount(tokens), text);
+  const std::string cached =
+      result.cached_tokens() == 0
+          ? ""
+          : absl::StrFormat(", %s of them cached", FormatCount(static_cast<double>(result.cached_tokens())));
+  AppendLine("tokens", FormatCount(tokens) + cached, text);
   AppendLine("TTFT",
              absl::StrFormat("%s (queue %s, prefill %s)", FormatSeconds(seconds.queue() + seconds.prefill()),
                              FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
@@ -155,6 +168,7 @@ std::string PrefillText(const v1::PrefillResult& result) {
                              LayoutName(plan.layout()), plan.stripe(),
                              WireAndPlacement(plan.partial_dtype(), plan.placement())),
              text);
+  if (plan.pieces() > 1) AppendLine("pieces", PiecesText(plan.pieces(), plan.piece_tokens()), text);
   AppendLine("sent by a rank",
              absl::StrFormat(
                  "%s (Q %s, KV %s, O %s)", FormatBytes(sent), FormatBytes(static_cast<double>(bytes.q())),
@@ -166,13 +180,20 @@ std::string PrefillText(const v1::PrefillResult& result) {
 std::string PlanText(const PlanChoice& choice) {
   const Plan& plan = choice.plan;
   std::string text;
-  AppendLine("tokens", FormatCount(static_cast<double>(plan.layout.tokens())), text);
+  const int64_t first = choice.pieces.empty() ? plan.cached_tokens : choice.pieces.front().cached_tokens;
+  const int64_t tokens = plan.cached_tokens + plan.layout.tokens() - first;
+  AppendLine("tokens", FormatCount(static_cast<double>(tokens)), text);
   AppendLine("plan",
              absl::StrFormat("%d ranks: %d head group%s of %s, %s, stripes of %d tokens%s", plan.ranks(),
                              plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
                              LayoutName(plan.layout.kind()), plan.layout.stripe(),
                              WireAndPlacement(DTypeName(plan.partial_dtype), plan.placement.name)),
              text);
+  if (!choice.pieces.empty()) {
+    AppendLine("pieces",
+               PiecesText(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens())),
+               text);
+  }
   AppendLine("predicted",
              absl::StrFormat("%s, of it %s comm wait", FormatSeconds(plan.predicted.seconds),
                              FormatSeconds(plan.predicted.comm_wait_seconds)),

@@ -249,6 +249,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   const auto& kv = config.kv();
   if (kv.has_memory_bytes()) options.kv_memory_bytes = static_cast<int64_t>(kv.memory_bytes());
   if (kv.has_host_memory_bytes()) options.kv_host_memory_bytes = static_cast<int64_t>(kv.host_memory_bytes());
+  if (kv.has_cache()) options.kv_cache = kv.cache();
   return options;
 }
 

@@ -202,7 +202,7 @@ class Metrics::Families {
                          .Add({});
   Gauge& kv_bytes =
       AddGauge(registry, "meshfill_kv_bytes",
-               "Bytes of K and V under leases or still being read; charged before they are computed.")
+               "Bytes of K and V that are kept; those for a lease are charged before they are computed.")
           .Add({});
   Gauge& kv_max_bytes =
       AddGauge(registry, "meshfill_kv_max_bytes", "The bound on kept K and V (kv.memory_bytes).").Add({});
@@ -213,6 +213,21 @@ class Metrics::Families {
       AddCounter(registry, "meshfill_kv_leases_lapsed_total", "Leases that ended by their time.").Add({});
   Counter& kv_refused =
       AddCounter(registry, "meshfill_kv_refused_total", "Requests refused because their K and V had no room.")
+          .Add({});
+  Gauge& kv_cached_bytes = AddGauge(registry, "meshfill_kv_cached_bytes",
+                                    "Of the kept bytes, those that later prompts may begin with.")
+                               .Add({});
+  Counter& kv_hit_tokens = AddCounter(registry, "meshfill_kv_cache_hit_tokens_total",
+                                      "Tokens of prompts that came from a cached prefix.")
+                               .Add({});
+  Counter& kv_miss_tokens = AddCounter(registry, "meshfill_kv_cache_miss_tokens_total",
+                                       "Tokens of prompts that were looked up and computed.")
+                                .Add({});
+  Counter& kv_evictions =
+      AddCounter(registry, "meshfill_kv_cache_evictions_total", "Cached prompts that made room for others.")
+          .Add({});
+  Counter& kv_evicted_bytes =
+      AddCounter(registry, "meshfill_kv_cache_evicted_bytes_total", "Bytes of K and V that were free then.")
           .Add({});
   Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
   Family<Gauge>& plan_info =
@@ -281,6 +296,11 @@ void Metrics::SetKv(const KvLoad& load) {
   f.kv_max_bytes.Set(static_cast<double>(load.max_bytes));
   RaiseTo(f.kv_lapsed, load.lapsed);
   RaiseTo(f.kv_refused, load.refused);
+  f.kv_cached_bytes.Set(static_cast<double>(load.cached_bytes));
+  RaiseTo(f.kv_hit_tokens, load.hit_tokens);
+  RaiseTo(f.kv_miss_tokens, load.miss_tokens);
+  RaiseTo(f.kv_evictions, load.evictions);
+  RaiseTo(f.kv_evicted_bytes, load.evicted_bytes);
 }
 
 void Metrics::OnKvFetched(int64_t bytes) {
@@ -307,7 +327,7 @@ void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Obser
 void Metrics::OnPrefillDone(const PrefillResult& result) {
   Families& f = *families_;
   f.prefill.Observe(result.prefill_seconds);
-  f.prompt_tokens.Increment(static_cast<double>(result.plan.layout.tokens()));
+  f.prompt_tokens.Increment(static_cast<double>(result.tokens()));
   f.mfu.Set(result.mfu);
   f.attention_mfu.Set(result.attention_mfu);
   f.predicted.Set(result.plan.predicted.seconds);

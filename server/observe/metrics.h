@@ -37,13 +37,18 @@ struct PoolLoad {
   uint64_t retries = 0;
 };
 
-// K and V that are kept for clients.
+// K and V that are kept, for clients and as a cache.
 struct KvLoad {
   int64_t leases = 0;
-  int64_t bytes = 0;      // charged
-  int64_t max_bytes = 0;  // the bound on them
-  uint64_t lapsed = 0;    // leases, since the start
-  uint64_t refused = 0;   // requests, since the start
+  int64_t bytes = 0;         // charged
+  int64_t max_bytes = 0;     // the bound on them
+  uint64_t lapsed = 0;       // leases, since the start
+  uint64_t refused = 0;      // requests, since the start
+  int64_t cached_bytes = 0;  // that prompts to come may begin with
+  uint64_t hit_tokens = 0;   // of prompts that were looked up: cached, and computed; since the start
+  uint64_t miss_tokens = 0;
+  uint64_t evictions = 0;  // prompts, and what was free then; since the start
+  uint64_t evicted_bytes = 0;
 };
 
 class Metrics {

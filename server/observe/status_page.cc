@@ -35,7 +35,7 @@ Json ReportJson(const PrefillReport& report) {
   Json ranks = Json::array();
   for (const RankStats& stats : report.ranks) ranks.push_back(RankJson(stats));
   return {{"number", report.number},
-          {"tokens", plan.layout.tokens()},
+          {"tokens", plan.cached_tokens + plan.layout.tokens()},
           {"prefill_seconds", report.prefill_seconds},
           {"predicted_seconds", plan.predicted.seconds},
           {"mfu", report.mfu},

@@ -127,7 +127,7 @@ class FakeEngine final : public PrefillEngine {
     absl::StatusOr<PrefillResult> Wait() override {
       const absl::Time begin = MonotonicNow();
       const int layers = engine_.shape_.layers;
-      auto* const kept = dynamic_cast<KvPrompt*>(request_.options.kv.get());
+      KvPrompt* const kept = request_.options.kv.get();
       if (kept != nullptr) kept->Begin(plan_.layout);
       for (int layer = 0; layer < layers; ++layer) {
         while (engine_.Held(layer) && !stopped_) absl::SleepFor(absl::Milliseconds(1));

@@ -4,11 +4,13 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
+#include "engine/plan/pieces.h"
 #include "engine/plan/planner.h"
 #include "engine/plan/predicted_timeline.h"
 #include "engine/prefill_request.h"
@@ -94,7 +96,11 @@ class PlanCommand : public Command {
                                                 " tokens; plan a shorter prompt"));
     }
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
-    ASSIGN_OR_RETURN(PlanChoice choice, MakePlan(shape, host.speed, Request(config, options, host, ranks)));
+    const PlanRequest request = Request(config, options, host, ranks);
+    // An embedded pool cuts what does not fit where a block begins, too.
+    const int64_t granule = std::lcm<int64_t>(RoundTokens(ranks, request.stripe), config.kv().block_tokens());
+    ASSIGN_OR_RETURN(PlanChoice choice, workers ? MakePlan(shape, host.speed, request)
+                                                : MakePlanInPieces(shape, host.speed, request, granule));
     if (!svg_path_.empty()) {
       const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));

@@ -43,12 +43,47 @@ TEST(KvPromptTest, ARunThatBeginsAgainBringsAllLayersAgainAndLeavesReadersTheirs
   for (int rank = 0; rank < 5; ++rank) KeepValues(prompt, other, rank, 0);
   const std::shared_ptr<const KvSlabs> after = prompt.Layer(0);
   ASSERT_NE(after, nullptr);
-  EXPECT_EQ(before->layout.ranks(), 2);
+  EXPECT_EQ(before->pieces.front().run->layout.ranks(), 2);
   std::vector<std::byte> old_kv(kShape.LayerBytes(50)), new_kv(kShape.LayerBytes(50));
   const KvRange all = {.tokens = 50, .heads = 2};
   CopyKv(*before, 0, all, KvFormat::kTokens, 0, old_kv.data());
   CopyKv(*after, 0, all, KvFormat::kTokens, 0, new_kv.data());
   EXPECT_EQ(old_kv, new_kv);
+}
+
+TEST(KvPromptTest, RunsBehindAPrefixShareItsSlabs) {
+  KvPrompt first(kShape, 50);
+  KeepAllValues(first, Striped(2, 50));
+  const auto prefix = std::make_shared<const KvSlabs>(FirstTokens(*first.Layer(0), 24));
+  KvPrompt second(kShape, 60);
+  const TokenLayout piece = Striped(3, 18);
+  second.Begin(piece, prefix);
+  EXPECT_EQ(second.slabs()->tokens(), 42);
+  for (int rank = 0; rank < 3; ++rank) {
+    for (int layer = 0; layer < 3; ++layer) KeepValues(second, piece, rank, layer, 24);
+  }
+  EXPECT_EQ(second.Layer(0), nullptr);  // the other tokens are to come
+  KeepAllValues(second, Striped(3, 18), second.slabs());
+  const std::shared_ptr<const KvSlabs> slabs = second.Layer(2);
+  ASSERT_NE(slabs, nullptr);
+  ASSERT_EQ(slabs->pieces.size(), 3u);
+  EXPECT_EQ(slabs->pieces[0].run, first.Layer(0)->pieces[0].run);
+  std::vector<std::byte> all(kShape.LayerBytes(60));
+  const KvRange range = {.tokens = 60, .heads = 2};
+  CopyKv(*slabs, 2, range, KvFormat::kTokens, 0, all.data());
+  EXPECT_EQ(all, KvBytes(kShape, 2, range, KvFormat::kTokens, 1));
+
+  // What a run brings anew takes the place of what came before it.
+  KeepAllValues(second, Striped(1, 36), prefix);
+  EXPECT_EQ(second.Layer(0)->pieces.size(), 2u);
+}
+
+TEST(KvPromptTest, ItsOwnLaterRunsGetWhatNobodyElseReads) {
+  KvPrompt prompt(kShape, 20);
+  prompt.KeepForRuns();
+  prompt.Begin(Striped(1, 20));
+  prompt.Drop();
+  EXPECT_TRUE(KeepValues(prompt, Striped(1, 20), 0, 0));
 }
 
 TEST(KvPromptTest, KeepsNothingMoreOnceItIsDropped) {

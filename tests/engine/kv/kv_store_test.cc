@@ -138,6 +138,92 @@ TEST_F(KvStoreTest, ReadersMayOutliveTheStore) {
   EXPECT_EQ(reader->tokens(), 100);
 }
 
+// What a cache holds makes room for who needs it, and not before; what a reader needs stays.
+TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
+  KvStore store(100 * kTokenBytes, Clock());
+  const TokenLayout layout = TokenLayout::Make(LayoutKind::kStriped, 1, 40, 4).value();
+  const auto names = [](char prompt) {
+    return KvBlockNames{.tenant = "", .block_tokens = 4, .hashes = std::string(10 * 32, prompt)};
+  };
+  const auto finish = [&](char name) {
+    auto prompt = Prompt(40);
+    ASSERT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
+    store.MakeRoom();
+    KeepAllValues(*prompt, layout);
+    store.Enter(names(name), *prompt);
+  };
+  finish('a');
+  finish('b');
+  EXPECT_EQ(store.PrefixTokens(names('a')), 40);
+  EXPECT_EQ(store.counts().cached_bytes, 80 * kTokenBytes);
+  EXPECT_EQ(store.counts().bytes, 80 * kTokenBytes);
+
+  auto lease = *store.Admit(Prompt(60), "", absl::Seconds(30));  // a promise: nothing goes yet
+  EXPECT_EQ(store.counts().cached_bytes, 80 * kTokenBytes);
+  EXPECT_EQ(store.counts().bytes, 100 * kTokenBytes);
+  EXPECT_TRUE(absl::IsResourceExhausted(store.Admit(Prompt(41), "", absl::Seconds(30)).status()));
+  EXPECT_EQ(store.FindPrefix(names('b'), 0)->tokens(), 40);
+  const auto reader = store.FindPrefix(names('a'), 0);
+  EXPECT_EQ(reader->tokens(), 40);
+  EXPECT_EQ(store.FindPrefix(names('b'), 0)->tokens(), 0);  // beside a, there is no room for both
+  EXPECT_FALSE(store.AdmitToCache(Prompt(1), kTokenBytes));
+  store.MakeRoom();
+  EXPECT_EQ(store.PrefixTokens(names('b')), 0);
+  EXPECT_EQ(store.PrefixTokens(names('a')), 40);
+  EXPECT_EQ(store.counts().evictions, 1u);
+  EXPECT_EQ(store.counts().evicted_bytes, 40u * kTokenBytes);
+  lease.reset();
+  EXPECT_EQ(store.counts().bytes, 40 * kTokenBytes);
+}
+
+// What is behind a prefix is charged once, and a lease that ends leaves what is cached.
+TEST_F(KvStoreTest, APrefixIsChargedOnceAndOutlivesLeases) {
+  KvStore store(100 * kTokenBytes, Clock());
+  const KvBlockNames names = {.tenant = "t", .block_tokens = 4, .hashes = std::string(15 * 32, 'x')};
+  KvBlockNames shorter = names;
+  shorter.hashes.resize(10 * 32);
+  auto first = Prompt(40);
+  auto lease = *store.Admit(first, "t", absl::Seconds(30));
+  KeepAllValues(*first, TokenLayout::Make(LayoutKind::kStriped, 2, 40, 4).value());
+  store.Enter(shorter, *first);
+  ASSERT_TRUE(lease->Keep().ok());
+  first.reset();
+
+  auto second = Prompt(60);
+  auto other = *store.Admit(second, "t", absl::Seconds(30));
+  EXPECT_EQ(store.counts().bytes, 100 * kTokenBytes);
+  auto prefix = store.FindPrefix(names, kTokenBytes);
+  ASSERT_EQ(prefix->tokens(), 40);
+  KeepAllValues(*second, TokenLayout::Make(LayoutKind::kStriped, 2, 20, 4).value(), prefix);
+  EXPECT_EQ(store.counts().bytes, 60 * kTokenBytes);
+  store.Enter(names, *second);
+  ASSERT_TRUE(other->Keep().ok());
+  second.reset();
+  prefix.reset();
+
+  now_ += absl::Seconds(30);
+  store.EndLapsed();
+  EXPECT_TRUE(absl::IsNotFound(store.Find(lease->id(), "t").status()));
+  EXPECT_EQ(store.counts().leases, 0);
+  EXPECT_EQ(store.counts().bytes, 60 * kTokenBytes);
+  EXPECT_EQ(store.PrefixTokens(names), 60);
+  EXPECT_TRUE(store.Admit(Prompt(100), "t", absl::Seconds(30)).ok());  // all of it may go
+}
+
+TEST_F(KvStoreTest, WhatALeaseEndedEarlyIsNotCached) {
+  KvStore store(100 * kTokenBytes, Clock());
+  const KvBlockNames names = {.tenant = "", .block_tokens = 4, .hashes = std::string(2 * 32, 'x')};
+  auto prompt = Prompt(10);
+  auto lease = *store.Admit(prompt, "", absl::Seconds(30));
+  const TokenLayout layout = TokenLayout::Make(LayoutKind::kStriped, 1, 10, 4).value();
+  prompt->Begin(layout);
+  KeepValues(*prompt, layout, 0, 0);
+  store.Release(lease->id(), "");
+  KeepValues(*prompt, layout, 0, 1);
+  store.Enter(names, *prompt);
+  EXPECT_EQ(store.PrefixTokens(names), 0);
+}
+
 // Prefills that wait, run, end, fail and are run again; clients that fetch, renew, release and die; readers
 // that are slow: whatever the order, the budget holds, nothing is read after its lease, nothing is left.
 TEST_F(KvStoreTest, TenThousandRandomLivesLeaveNothing) {

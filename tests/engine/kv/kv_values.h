@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "engine/kv/kv_prompt.h"
@@ -21,8 +23,10 @@ inline uint32_t KvValue(int layer, int half, int64_t token, int head, int elemen
   return static_cast<uint32_t>(x >> 32) | 0x10001u;
 }
 
-// What a rank computes of a layer, put where the prompt wants it. False: it wants nothing.
-inline bool KeepValues(KvPrompt& prompt, const TokenLayout& layout, int rank, int layer) {
+// What a rank computes of a layer, of the tokens from `first_token` on, put where the prompt wants it. False:
+// it wants nothing.
+inline bool KeepValues(KvPrompt& prompt, const TokenLayout& layout, int rank, int layer,
+                       int64_t first_token = 0) {
   const KvShape& shape = prompt.shape();
   std::byte* const slab = prompt.Place(rank, layer).value();
   if (slab == nullptr) return false;
@@ -33,7 +37,8 @@ inline bool KeepValues(KvPrompt& prompt, const TokenLayout& layout, int rank, in
     for (int64_t slot = 0; slot < chunk_tokens; ++slot) {
       for (int head = 0; head < shape.kv_heads; ++head) {
         for (int element = 0; element < shape.head_dim; ++element, to += element_bytes) {
-          const uint32_t value = KvValue(layer, half, layout.TokenAt(rank, slot), head, element);
+          const uint32_t value =
+              KvValue(layer, half, first_token + layout.TokenAt(rank, slot), head, element);
           std::memcpy(to, &value, static_cast<size_t>(element_bytes));
         }
       }
@@ -43,10 +48,12 @@ inline bool KeepValues(KvPrompt& prompt, const TokenLayout& layout, int rank, in
   return true;
 }
 
-inline void KeepAllValues(KvPrompt& prompt, const TokenLayout& layout) {
-  prompt.Begin(layout);
+inline void KeepAllValues(KvPrompt& prompt, const TokenLayout& layout,
+                          std::shared_ptr<const KvSlabs> before = nullptr) {
+  const int64_t first_token = before == nullptr ? 0 : before->tokens();
+  prompt.Begin(layout, std::move(before));
   for (int layer = 0; layer < prompt.shape().layers; ++layer) {
-    for (int rank = 0; rank < layout.ranks(); ++rank) KeepValues(prompt, layout, rank, layer);
+    for (int rank = 0; rank < layout.ranks(); ++rank) KeepValues(prompt, layout, rank, layer, first_token);
   }
 }
 

@@ -1,0 +1,147 @@
+#include "engine/kv/kv_prefix_cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <utility>
+
+#include "engine/kv/block_hash.h"
+
+namespace meshfill {
+namespace {
+
+constexpr auto kHashBytes = static_cast<int64_t>(sizeof(Sha256));
+
+int64_t ChargedBytes(const KvRunSlabs& run) {
+  int64_t bytes = 0;
+  for (const auto& charge : run.charges) bytes += charge->bytes();
+  return bytes;
+}
+
+// How many of the first `most` hashes agree. One that agrees stands for all before it.
+int64_t HashesInCommon(const char* left, const char* right, int64_t most) {
+  int64_t agree = 0, end = most + 1;  // the hashes before `agree` do, number `end − 1` does not
+  while (end - agree > 1) {
+    const int64_t middle = agree + (end - agree) / 2;
+    const int64_t last = (middle - 1) * kHashBytes;
+    (std::memcmp(left + last, right + last, kHashBytes) == 0 ? agree : end) = middle;
+  }
+  return agree;
+}
+
+}  // namespace
+
+int64_t KvBlockNames::blocks() const { return std::ssize(hashes) / kHashBytes; }
+
+int64_t KvPrefixCache::BlocksInCommon(const Entry& entry, const KvBlockNames& names) {
+  if (entry.tenant != names.tenant || entry.block_tokens != names.block_tokens) return 0;
+  int64_t blocks = 0;
+  for (const Piece& piece : entry.pieces) {
+    const int64_t own = piece.kept.tokens / entry.block_tokens;
+    const int64_t most = std::min(own, names.blocks() - blocks);
+    const int64_t agree =
+        HashesInCommon(piece.hashes->data(), names.hashes.data() + blocks * kHashBytes, most);
+    blocks += agree;
+    if (agree < own) break;
+  }
+  return blocks;
+}
+
+KvPrefixCache::Entries::iterator KvPrefixCache::Best(const KvBlockNames& names, int64_t& blocks) {
+  auto best = entries_.end();
+  blocks = 0;
+  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+    const int64_t in_common = BlocksInCommon(*entry, names);
+    if (in_common <= blocks) continue;
+    best = entry;
+    blocks = in_common;
+  }
+  return best;
+}
+
+int64_t KvPrefixCache::TokensOf(const KvBlockNames& names) const {
+  int64_t blocks = 0;
+  for (const Entry& entry : entries_) blocks = std::max(blocks, BlocksInCommon(entry, names));
+  return blocks * names.block_tokens;
+}
+
+KvSlabs KvPrefixCache::Find(const KvBlockNames& names) {
+  int64_t blocks = 0;
+  const auto best = Best(names, blocks);
+  if (best == entries_.end()) return {};
+  entries_.splice(entries_.begin(), entries_, best);
+  KvSlabs all = {.shape = best->shape, .pieces = {}};
+  for (const Piece& piece : best->pieces) all.pieces.push_back(piece.kept);
+  return FirstTokens(all, blocks * names.block_tokens);
+}
+
+void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
+  int64_t blocks = 0;
+  const auto best = Best(names, blocks);
+  if (blocks == names.blocks()) {
+    if (best != entries_.end()) entries_.splice(entries_.begin(), entries_, best);
+    return;
+  }
+  Entry entry = {
+      .tenant = names.tenant, .block_tokens = names.block_tokens, .shape = slabs.shape, .pieces = {}};
+  for (const KvPiece& piece : slabs.pieces) entry.pieces.push_back({piece, HashesOf(piece, names)});
+  entries_.push_front(std::move(entry));
+}
+
+std::shared_ptr<const std::string> KvPrefixCache::HashesOf(const KvPiece& piece,
+                                                           const KvBlockNames& names) const {
+  for (const Entry& entry : entries_) {
+    for (const Piece& known : entry.pieces) {
+      if (known.kept.run == piece.run && known.kept.tokens >= piece.tokens) return known.hashes;
+    }
+  }
+  const int64_t first = piece.first_token / names.block_tokens;
+  const int64_t count = piece.tokens / names.block_tokens;
+  return std::make_shared<const std::string>(
+      names.hashes.substr(static_cast<size_t>(first * kHashBytes), static_cast<size_t>(count * kHashBytes)));
+}
+
+std::vector<KvPiece> KvPrefixCache::Evict() {
+  // Under the store's lock nobody but a holder can take another hold: a count of 1 stays.
+  const auto frees = [](const Entry& entry) {
+    return std::any_of(entry.pieces.begin(), entry.pieces.end(),
+                       [](const Piece& piece) { return piece.kept.run.use_count() == 1; });
+  };
+  const auto victim = std::find_if(entries_.rbegin(), entries_.rend(), frees);
+  if (victim == entries_.rend()) return {};
+  std::vector<KvPiece> gone;
+  for (Piece& piece : victim->pieces) gone.push_back(std::move(piece.kept));
+  entries_.erase(std::next(victim).base());
+  return gone;
+}
+
+int64_t KvPrefixCache::bytes() const {
+  std::map<const KvRunSlabs*, int64_t> bytes;
+  int64_t sum = 0;
+  for (const Entry& entry : entries_) {
+    for (const Piece& piece : entry.pieces) {
+      if (bytes.emplace(piece.kept.run.get(), 0).second) sum += ChargedBytes(*piece.kept.run);
+    }
+  }
+  return sum;
+}
+
+int64_t KvPrefixCache::EvictableBytes() const {
+  std::map<const KvRunSlabs*, int64_t> held_here;  // how often
+  for (const Entry& entry : entries_) {
+    for (const Piece& piece : entry.pieces) ++held_here[piece.kept.run.get()];
+  }
+  int64_t bytes = 0;
+  for (const Entry& entry : entries_) {
+    for (const Piece& piece : entry.pieces) {
+      const auto held = held_here.find(piece.kept.run.get());
+      if (held == held_here.end()) continue;
+      if (piece.kept.run.use_count() == held->second) bytes += ChargedBytes(*piece.kept.run);
+      held_here.erase(held);
+    }
+  }
+  return bytes;
+}
+
+}  // namespace meshfill

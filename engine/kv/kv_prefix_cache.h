@@ -1,0 +1,74 @@
+// K and V of finished prompts, found again by the names of their blocks (block_hash.h).
+//
+// Each tenant has its own; a salt is part of the names. Prompts share the slabs of what they have in common,
+// and so do the entries here: an entry that goes frees what no other one and nobody else holds.
+//
+//     entry, by its last use    pieces             held by
+//     1                         run 1              entries 1 and 2: stays while 2 is here
+//     2                         run 1, run 2       run 2: this entry alone. It goes first, then entry 1
+//
+// Not thread-safe: KvStore has the lock. What goes is handed to the caller, who drops it outside of the lock.
+#ifndef MESHFILL_ENGINE_KV_KV_PREFIX_CACHE_H_
+#define MESHFILL_ENGINE_KV_KV_PREFIX_CACHE_H_
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/kv/kv_slabs.h"
+
+namespace meshfill {
+
+// Two prompts of one tenant that agree in the name of a block begin with the same tokens up to its end.
+struct KvBlockNames {
+  std::string tenant;
+  int block_tokens = 16;
+  std::string hashes;  // of the whole blocks, 32 bytes each (BlockHasher)
+
+  int64_t blocks() const;
+};
+
+class KvPrefixCache {
+ public:
+  // The longest prefix of whole blocks that is here; no pieces: none. Counts as a use of its entry.
+  KvSlabs Find(const KvBlockNames& names);
+  // Without counting: its tokens.
+  int64_t TokensOf(const KvBlockNames& names) const;
+
+  // All tokens of a prompt; every piece begins where a block does. Nothing happens where all its blocks are
+  // here already.
+  void Enter(const KvBlockNames& names, const KvSlabs& slabs);
+
+  // Takes the entry out that was not used for longest, of those that free anything. Empty: none does.
+  std::vector<KvPiece> Evict();
+
+  int64_t bytes() const;           // that the entries hold, each once
+  int64_t EvictableBytes() const;  // of these, what would be free if all entries went
+
+ private:
+  struct Piece {
+    KvPiece kept;
+    std::shared_ptr<const std::string> hashes;  // of the run's blocks, at least of those that are kept
+  };
+  struct Entry {
+    std::string tenant;
+    int block_tokens = 0;
+    KvShape shape;
+    std::vector<Piece> pieces;
+  };
+  using Entries = std::list<Entry>;
+
+  static int64_t BlocksInCommon(const Entry& entry, const KvBlockNames& names);
+  // The entry that has most in common; `blocks` is how much.
+  Entries::iterator Best(const KvBlockNames& names, int64_t& blocks);
+  // Those that an entry has already for this run, or new ones.
+  std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
+
+  Entries entries_;  // the last used first
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_KV_KV_PREFIX_CACHE_H_

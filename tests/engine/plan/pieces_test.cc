@@ -1,0 +1,97 @@
+#include "engine/plan/pieces.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+ModelShape Small() {
+  return {.layers = 4,
+          .hidden = 256,
+          .intermediate = 512,
+          .q_heads = 8,
+          .kv_heads = 2,
+          .head_dim = 32,
+          .vocab = 1000,
+          .context_tokens = 1 << 20,
+          .dtype = DType::kBf16};
+}
+
+TEST(MakePlanInPieces, APromptThatFitsIsWhole) {
+  const PlanRequest request = {.tokens = 5000, .ranks = 4};
+  const auto whole = MakePlan(Small(), {}, request);
+  const auto planned = MakePlanInPieces(Small(), {}, request, 256);
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  EXPECT_EQ(planned->plan, whole->plan);
+  EXPECT_TRUE(planned->pieces.empty());
+}
+
+// The pieces are the prompt's tokens in order, each fits, each follows those before it, and a granule more in
+// each would not fit.
+TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
+  std::mt19937_64 random(TestSeed());
+  const PoolSpeed speed = {.slice_tokens = 64};
+  int cut = 0;
+  for (int draw = 0; draw < 60; ++draw) {
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 3000, 20'000),
+                           .ranks = Draw<int>(random, 1, 6),
+                           .stripe = Draw<int64_t>(random, 1, 80)};
+    const int64_t granule = std::lcm<int64_t>(request.ranks * request.stripe, 16);
+    request.cached_tokens = Draw<int64_t>(random, 0, 1) * Draw<int64_t>(random, 0, 20) * granule;
+    if (Draw<int>(random, 0, 2) == 0) request.tile = Tile{1, request.ranks};
+    const int64_t needed = MakePlan(Small(), speed, request)->plan.predicted.peak_bytes;
+    request.memory_budget_bytes =
+        static_cast<int64_t>(static_cast<double>(needed) * Draw<int>(random, 40, 95) / 100);
+    const auto planned = MakePlanInPieces(Small(), speed, request, granule);
+    if (!planned.ok()) {
+      EXPECT_TRUE(absl::IsFailedPrecondition(planned.status())) << planned.status();
+      continue;
+    }
+    ++cut;
+    ASSERT_GT(planned->pieces.size(), 1u);
+    int64_t first = request.cached_tokens, longest = 0;
+    double seconds = 0;
+    for (const Plan& piece : planned->pieces) {
+      EXPECT_EQ(piece.cached_tokens, first);
+      EXPECT_TRUE(CanFollow(piece.layout, first)) << piece.DebugString() << " after " << first;
+      EXPECT_EQ(first % 16, request.cached_tokens % 16);
+      EXPECT_EQ(piece.layout.stripe(), request.stripe);
+      EXPECT_LE(piece.predicted.peak_bytes, request.memory_budget_bytes);
+      EXPECT_LE(piece.predicted.peak_bytes, planned->plan.predicted.peak_bytes);
+      first += piece.layout.tokens();
+      seconds += piece.predicted.seconds;
+      longest = std::max(longest, piece.layout.tokens());
+    }
+    EXPECT_EQ(first, request.cached_tokens + request.tokens);
+    EXPECT_NEAR(planned->plan.predicted.seconds, seconds, 1e-9 * seconds);
+    EXPECT_EQ(planned->plan.cached_tokens, planned->pieces.back().cached_tokens);
+
+    PlanRequest longer = request;  // as the one that sees most keys
+    longer.tokens = longest + 2 * granule;
+    longer.cached_tokens += request.tokens - longer.tokens;
+    if (longer.cached_tokens > 0) EXPECT_FALSE(MakePlan(Small(), speed, longer).ok());
+  }
+  EXPECT_GT(cut, 20);
+}
+
+TEST(MakePlanInPieces, SaysWhatDoesNotFitEvenSo) {
+  PlanRequest request = {.tokens = 100'000, .memory_budget_bytes = 1000};
+  const auto refused = MakePlanInPieces(Small(), {}, request, 64);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused.status())) << refused.status();
+  EXPECT_NE(refused.status().message().find("pieces of 448 tokens"), std::string::npos) << refused.status();
+  // Nothing can follow keys that are dealt in one stripe a rank.
+  request.memory_budget_bytes = MakePlan(Small(), {}, {.tokens = 100'000})->plan.predicted.peak_bytes / 2;
+  EXPECT_TRUE(MakePlanInPieces(Small(), {}, request, 64).ok());
+  request.layout = LayoutKind::kContiguous;
+  EXPECT_TRUE(absl::IsFailedPrecondition(MakePlanInPieces(Small(), {}, request, 64).status()));
+  request.tokens = 0;
+  EXPECT_TRUE(absl::IsInvalidArgument(MakePlanInPieces(Small(), {}, request, 64).status()));
+}
+
+}  // namespace
+}  // namespace meshfill
