@@ -4,7 +4,7 @@
 Usage: check_gpu.py check|model|compare FOLDER LOGS      FOLDER: what check-gpu.sh --build has packed
 
 All steps together have $MESHFILL_GPU_MINUTES (9.5): what is left when that is over is not begun, and says so.
-MESHFILL_GPU_DRY=1 runs the smallest shapes, a twentieth of each limit: for a device that the host plays.
+MESHFILL_GPU_DRY=0.1 runs the smallest shapes with a tenth of each limit: for a device that the host plays.
 """
 import os
 import signal
@@ -40,12 +40,12 @@ def main(arguments):
         return 2
     try:
         minutes = float(os.environ.get("MESHFILL_GPU_MINUTES", "9.5"))
+        dry = float(os.environ.get("MESHFILL_GPU_DRY", "0"))
     except ValueError:
-        print("check_gpu.py: MESHFILL_GPU_MINUTES is no number of minutes", file=sys.stderr)
+        print("check_gpu.py: MESHFILL_GPU_MINUTES or MESHFILL_GPU_DRY is no number", file=sys.stderr)
         return 2
-    dry = os.environ.get("MESHFILL_GPU_DRY") == "1"
     part, folder, logs = arguments
-    run = check_gpu_run.Runner(part, folder, logs, device_name(), minutes, scale=0.05 if dry else 1.0)
+    run = check_gpu_run.Runner(part, folder, logs, device_name(), minutes, scale=dry or 1.0)
     signal.signal(signal.SIGTERM, stop)
     try:
         PARTS[part](run, check_gpu_steps.DRY if dry else check_gpu_steps.FULL)

@@ -32,8 +32,8 @@ class Sizes:
 FULL = Sizes()
 DRY = Sizes(product=(64, 64, 64), attention=((128, 16, 4, 2),),
             model=(("--layers", 2), ("--hidden", 64), ("--intermediate", 96), ("--heads", 4), ("--kv-heads", 2),
-                   ("--vocab", 100), ("--context", 1024), ("--dtype", "bf16")),
-            short=128, long=256, longest=512, step=512)
+                   ("--vocab", 100), ("--context", 512), ("--dtype", "bf16")),
+            short=64, long=128, longest=256, step=256)
 
 
 # ---- What all calls begin with: 5 s that tell whether the rest has a chance.
