@@ -5,7 +5,7 @@ A holder that is asked for a range answers with the tokens of it that it has, a 
 """
 
 from dataclasses import dataclass
-from typing import List, Tuple
+from typing import Dict, List, Tuple
 
 from .kv import KvRange, make_range
 from .results import KvHolder, KvManifest
@@ -43,15 +43,21 @@ def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
     They cannot where an address is missing, where a page would lie on two holders, or where they do not have each token,
     layer and head exactly once.
     """
+    # A process with several ranks has several entries, and answers with the tokens of all of them.
+    processes: Dict[Tuple[str, int, int, int, int], List[Tuple[int, int]]] = {}
+    for holder in manifest.holders:
+        part = (holder.address, holder.first_layer, holder.layers, holder.first_head, holder.heads)
+        runs = token_runs(holder, wanted.first_token, wanted.end_token, manifest.tokens)
+        processes.setdefault(part, []).extend(runs)
     shares: List[HolderShare] = []
     volume = 0
-    for holder in manifest.holders:
-        layers = _overlap(holder.first_layer, holder.layers, wanted.first_layer, wanted.layers)
-        heads = _overlap(holder.first_head, holder.heads, wanted.first_head, wanted.heads)
-        runs = token_runs(holder, wanted.first_token, wanted.end_token, manifest.tokens)
+    for (address, first_layer, layer_count, first_head, head_count), found in processes.items():
+        layers = _overlap(first_layer, layer_count, wanted.first_layer, wanted.layers)
+        heads = _overlap(first_head, head_count, wanted.first_head, wanted.heads)
+        runs = _joined(found)
         if not layers[1] or not heads[1] or not runs:
             continue
-        if not holder.address:
+        if not address:
             return []
         if wanted.layout != "tokens":
             # A share of some of the heads is no run of bytes in a page.
@@ -71,8 +77,19 @@ def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
             layout=wanted.layout,
             page_tokens=wanted.page_tokens,
         )
-        shares.append(HolderShare(holder.address, share, tuple(runs)))
+        shares.append(HolderShare(address, share, tuple(runs)))
     return shares if volume == wanted.layers * wanted.heads * wanted.tokens else []
+
+
+def _joined(runs: List[Tuple[int, int]]) -> List[Tuple[int, int]]:
+    """In order, adjacent ones as one. Where two have a token in common, they stay two."""
+    joined: List[Tuple[int, int]] = []
+    for low, high in sorted(runs):
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return joined
 
 
 def _overlap(first: int, count: int, other_first: int, other_count: int) -> Tuple[int, int]:

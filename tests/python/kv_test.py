@@ -299,6 +299,17 @@ class HoldersTest(ServerTest):
         self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 10, 30, 0), 0, 500, 35), [(10, 35)])
         self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 0, 64, 64), 5, 500, 460), [(5, 460)])
 
+    def test_ranks_of_one_process_are_one_share(self):
+        entries = [(0, 64, 256), (64, 64, 256), (192, 64, 256)]  # ranks 0, 1 and 3 of 4
+        holders = tuple(KvHolder("one", 0, 4, 0, 4, *entry) for entry in entries)
+        holders += (KvHolder("other", 0, 4, 0, 4, 128, 64, 256),)
+        manifest = KvManifest("l", 30, 600, 4, 4, DIM, "bf16", 0, 16, (), holders)
+        wanted = make_range(KvShape.of(manifest), first_token=10, tokens=500)
+        shares = holder_shares(manifest, wanted)
+        self.assertEqual([share.address for share in shares], ["one", "other"])
+        self.assertEqual(shares[0].runs, ((10, 128), (192, 384), (448, 510)))
+        self.assertEqual(shares[1].runs, ((128, 192), (384, 448)))
+
     def test_random_holders_share_a_range_exactly(self):
         draw = random.Random(11)
         for _ in range(200):
