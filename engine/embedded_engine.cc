@@ -13,8 +13,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
-#include "engine/devices/free_memory.h"
 #include "engine/embedded_pool.h"
+#include "engine/kv_budget.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
@@ -35,15 +35,6 @@ absl::Status CheckOptions(const EngineOptions& options) {
   }
   if (options.threads < 0) return absl::InvalidArgumentError("threads is negative; 0 means one per core");
   return absl::OkStatus();
-}
-
-// Bytes of what is kept for clients: of the ranks' memory where that is the host's, else of the host's.
-int64_t KvBudgetBytes(const EngineOptions& options, const EmbeddedPool& pool) {
-  constexpr int64_t kDefaultPart = 8;  // of what activations may take, beside it
-  if (!pool.hardware->in_host_memory()) {
-    return options.kv_host_memory_bytes.value_or(DefaultMemoryBudgetBytes() / kDefaultPart);
-  }
-  return options.kv_memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
 }
 
 // Reports a layer once the last rank has finished it. Each piece of a prompt has all layers.
@@ -81,7 +72,7 @@ class EmbeddedEngine : public PrefillEngine {
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
         backend_name_(pool_.devices.front()->name()),
-        kv_store_(KvBudgetBytes(options, pool_)),
+        kv_store_(KvBudgetBytes(pool_, options.kv_memory_bytes, options.kv_host_memory_bytes)),
         uses_cache_(options.kv_cache.value_or(true)),
         caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())) {
     if (model_name_.empty()) {  // the path ends in a slash

@@ -30,13 +30,13 @@ namespace {
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
 
 // The leader of workers that join.
-absl::StatusOr<std::unique_ptr<PrefillEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
+absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
   auto pool = PoolEngine::Listen(config, metrics);
   if (!pool.ok()) {
     return absl::Status(pool.status().code(), absl::StrCat("pool.control_listen: ", pool.status().message()));
   }
   Log(absl::StrCat("workers join at ", (*pool)->control_address()));
-  return std::unique_ptr<PrefillEngine>(*std::move(pool));
+  return pool;
 }
 
 // Loads an embedded pool, on a thread of its own so that a signal is heard meanwhile.
@@ -106,11 +106,17 @@ absl::Status Serve(const v1::Config& config) {
   }
 
   const bool embedded = config.pool().control_listen().empty();
-  ASSIGN_OR_RETURN(auto engine, embedded ? Load(config, signals) : StartPool(config, metrics));
-  Log(embedded ? absl::StrCat("ready: model ", engine->model_name(), " on ", engine->ranks(), " ranks of ",
-                              engine->backend_name())
-               : absl::StrCat("model ", engine->model_name(), " waits for workers"));
-  (*front_end)->Open(std::move(engine));
+  if (embedded) {
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, Load(config, signals));
+    Log(absl::StrCat("ready: model ", engine->model_name(), " on ", engine->ranks(), " ranks of ",
+                     engine->backend_name()));
+    (*front_end)->Open(std::move(engine));
+  } else {
+    ASSIGN_OR_RETURN(std::unique_ptr<PoolEngine> pool, StartPool(config, metrics));
+    Log(absl::StrCat("model ", pool->model_name(), " waits for workers"));
+    KvLeases& leases = pool->kv_leases();
+    (*front_end)->Open(std::move(pool), &leases);
+  }
 
   while (!signals.Wait(kPoll)) (*front_end)->Refresh();
   absl::Status drained = Drain(config, **front_end, signals);

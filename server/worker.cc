@@ -1,166 +1,15 @@
 #include "server/worker.h"
 
-#include <unistd.h>
-
 #include <cstdlib>
 #include <memory>
 #include <optional>
-#include <utility>
-#include <variant>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
-#include "engine/engine_options.h"
-#include "kernels/monotonic_time.h"
-#include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
-#include "server/config/config.h"
-#include "server/config/config_units.h"
-#include "server/observe/build_name.h"
 #include "server/observe/log.h"
-#include "server/pool/control_client.h"
-#include "server/pool/membership.h"
-#include "server/pool/rank_host.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker_process.h"
 #include "server/shutdown_signals.h"
 
 namespace meshfill {
-namespace {
-
-constexpr absl::Duration kTick = absl::Milliseconds(50);
-
-std::string HostName() {
-  char name[256] = {};
-  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
-}
-
-RankHost::Options HostOptions(const v1::Config& config) {
-  const v1::PoolSection::Worker& worker = config.pool().worker();
-  return {.model_path = config.model().path(),
-          .dtype = ToEngineOptions(config).dtype,
-          .device = worker.device(),
-          .ranks = static_cast<int>(worker.ranks()),
-          .threads = static_cast<int>(worker.threads()),
-          .peak_flops = worker.peak_flops(),
-          .memory_bytes = static_cast<int64_t>(worker.memory_bytes()),
-          .data_listen = worker.data_listen(),
-          .nccl_ctas = static_cast<int>(worker.nccl_ctas()),
-          .attention_sm_margin = static_cast<int>(worker.attention_sm_margin()),
-          .speed_profile_path = ToEngineOptions(config).speed_profile_path};
-}
-
-v1::Join MakeOffer(const v1::Config& config, const RankHost& host) {
-  const v1::PoolSection::Worker& worker = config.pool().worker();
-  v1::Join offer;
-  offer.set_protocol(kControlProtocol);
-  offer.set_build(kBuildName);
-  offer.set_name(worker.name().empty() ? HostName() : worker.name());
-  offer.set_host(worker.host().empty() ? HostName() : worker.host());
-  host.Describe(offer);
-  return offer;
-}
-
-// Binds the state machine to a control stream, a rank host and the time. One mutex guards the machine, whose
-// actions are carried out under it in their order; all of them only queue.
-class WorkerProcess final : private ControlClient::Listener, private RankHost::Listener {
- public:
-  ~WorkerProcess() override {
-    {
-      const MutexLock lock(mu_);
-      closing_ = true;  // what the two call from now on changes nothing
-    }
-    client_.reset();
-    host_.reset();
-  }
-
-  absl::Status Start(const v1::Config& config, const std::string& join) {
-    ASSIGN_OR_RETURN(auto client, ControlClient::Make(join, config.pool().tls(), *this));
-    client_ = std::move(client);
-    ASSIGN_OR_RETURN(auto host, RankHost::Load(HostOptions(config), *this));
-    host_ = std::move(host);
-    const v1::Join offer = MakeOffer(config, *host_);
-    Log(absl::StrCat("loaded model ", offer.model().name(), ": ", offer.ranks(), " ranks of ",
-                     offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
-    const MutexLock lock(mu_);
-    // The leader, who hears of all workers, notices first where the network is at fault.
-    const absl::Duration silence_timeout = 2 * ToDuration(config.pool().silence_timeout());
-    machine_.emplace(WorkerMachine::Options{.offer = offer, .silence_timeout = silence_timeout});
-    machine_->Start(MonotonicNow());
-    return absl::OkStatus();
-  }
-
-  // The status to exit with, once the worker is done.
-  std::optional<absl::Status> Tick() {
-    if (host_->lost()) {
-      return absl::UnavailableError(
-          "a device of this worker has failed; start the worker anew, or see what the driver says");
-    }
-    const WorkerMachine::ProgressOfRuns progress = host_->progress();
-    Handle([&](WorkerMachine& machine) { machine.OnTick(MonotonicNow(), progress); });
-    const MutexLock lock(mu_);
-    return exit_;
-  }
-
-  void Drain() {
-    Handle([](WorkerMachine& machine) { machine.Drain(MonotonicNow()); });
-  }
-
- private:
-  void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
-    Handle([&](WorkerMachine& machine) { machine.OnMessage(connection, message, MonotonicNow()); });
-  }
-  void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
-    Handle([&](WorkerMachine& machine) { machine.OnDisconnected(connection, why, MonotonicNow()); });
-  }
-  void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
-    Handle([&](WorkerMachine& machine) { machine.OnRunPrepared(run, std::move(addresses)); });
-  }
-  void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
-    Handle([&](WorkerMachine& machine) {
-      // The leader hears of a lost device once: by the end of this process.
-      if (!host_->lost()) machine.OnRankDone(run, rank, std::move(output));
-    });
-  }
-  void OnRunStopped(uint64_t run) override {
-    Handle([&](WorkerMachine& machine) { machine.OnRunStopped(run, MonotonicNow()); });
-  }
-
-  // The machine hears of an event, and what it wants is done.
-  template <typename Event>
-  void Handle(Event event) {
-    const MutexLock lock(mu_);
-    if (closing_) return;
-    event(*machine_);
-    DoActions();
-  }
-
-  void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    for (WorkerMachine::Action& action : machine_->TakeActions()) {
-      std::visit([this](auto& each) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { Do(each); }, action);
-    }
-  }
-  void Do(WorkerMachine::Connect& connect) { client_->Connect(connect.connection); }
-  void Do(WorkerMachine::Disconnect& disconnect) { client_->Disconnect(disconnect.connection); }
-  void Do(WorkerMachine::Send& send) { client_->Send(std::move(send.message)); }
-  void Do(WorkerMachine::PrepareRun& prepare) { host_->Prepare(std::move(prepare.part)); }
-  void Do(WorkerMachine::StartRun& start) {
-    host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
-  }
-  void Do(WorkerMachine::StopRun& stop) { host_->Stop(stop.run, stop.reason); }
-  void Do(WorkerMachine::ReleaseRun& release) { host_->Release(release.run); }
-  void Do(WorkerMachine::Exit& exit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { exit_ = exit.status; }
-  void Do(WorkerMachine::LogLine& line) { Log(line.text); }
-
-  std::unique_ptr<ControlClient> client_;
-  std::unique_ptr<RankHost> host_;
-  Mutex mu_;
-  std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
-  std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
-  bool closing_ ABSL_GUARDED_BY(mu_) = false;
-};
-
-}  // namespace
 
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   if (config.model().path().empty()) {
@@ -168,19 +17,20 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   }
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
   ShutdownSignals signals;
-  WorkerProcess worker;
-  RETURN_IF_ERROR(worker.Start(config, join));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
   bool draining = false;
   while (true) {
-    if (const std::optional<absl::Status> exit = worker.Tick()) {
+    if (const std::optional<absl::Status> exit = worker->Tick()) {
       Log("stopped");
       return *exit;
     }
-    if (!signals.Wait(kTick)) continue;
+    if (!signals.Wait(WorkerProcess::kTick)) continue;
     if (draining) return absl::CancelledError("stopped by a second signal");
     draining = true;
-    Log("draining: the run that this worker takes part in finishes; a second signal stops at once");
-    worker.Drain();
+    Log("draining: the run that this worker takes part in finishes, and its leases are served until they "
+        "end; a "
+        "second signal stops at once");
+    worker->Drain();
   }
 }
 

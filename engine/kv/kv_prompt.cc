@@ -7,6 +7,18 @@
 #include "absl/strings/str_cat.h"
 
 namespace meshfill {
+namespace {
+
+int64_t TokensOf(const TokenLayout& layout, const std::vector<bool>& ranks) {
+  int64_t tokens = 0;
+  for (int rank = 0; rank < layout.ranks(); ++rank) tokens += ranks[rank] ? layout.ChunkTokens(rank) : 0;
+  return tokens;
+}
+
+}  // namespace
+
+KvPrompt::KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here)
+    : shape_(shape), tokens_(layout.tokens()), here_(std::move(here)), kept_tokens_(TokensOf(layout, here_)) {}
 
 void KvPrompt::Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge) {
   on_layer_ = std::move(on_layer);
@@ -37,12 +49,14 @@ void KvPrompt::Begin(const TokenLayout& layout, std::shared_ptr<const KvSlabs> b
   Charge(layout.tokens(), first_token, run->charges);
   slabs->pieces.push_back({.first_token = first_token, .tokens = layout.tokens(), .run = run});
   slabs_ = std::move(slabs);
-  runs_.push_back({.slabs = std::move(run), .ranks_missing = std::vector(shape_.layers, layout.ranks())});
+  const auto ranks = here_.empty() ? layout.ranks() : std::count(here_.begin(), here_.end(), true);
+  runs_.push_back({.slabs = std::move(run),
+                   .ranks_missing = std::vector(shape_.layers, static_cast<int>(ranks))});
 }
 
 void KvPrompt::Charge(int64_t tokens, int64_t before, std::vector<std::shared_ptr<const KvCharge>>& charges) {
   if (charge_ == nullptr) return;
-  int64_t wanted = KvBytesOf(tokens);
+  int64_t wanted = KvBytesOf(here_.empty() ? tokens : kept_tokens_);
   for (const auto& charge : charges) wanted -= charge->bytes();
   if (wanted > 0) charges.push_back(charge_->Split(wanted));
   charge_->Drop(charge_->bytes() - KvBytesOf(tokens_ - before - tokens));

@@ -24,11 +24,13 @@ namespace meshfill {
 class KvPrompt final : public KvSink {
  public:
   // Allocates nothing: memory comes with the layers.
-  KvPrompt(const KvShape& shape, int64_t tokens) : shape_(shape), tokens_(tokens) {}
+  KvPrompt(const KvShape& shape, int64_t tokens) : shape_(shape), tokens_(tokens), kept_tokens_(tokens) {}
+  // Only these ranks of its one run, `here` by rank, are in this process; the others keep theirs elsewhere.
+  KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here);
 
   const KvShape& shape() const { return shape_; }
   int64_t tokens() const { return tokens_; }
-  int64_t bytes() const { return KvBytesOf(tokens_); }  // of all tokens, once all layers are kept
+  int64_t bytes() const { return KvBytesOf(kept_tokens_); }  // here, once all layers are kept
 
   // KvSink.
   using KvSink::Begin;
@@ -36,7 +38,7 @@ class KvPrompt final : public KvSink {
   absl::StatusOr<std::byte*> Place(int rank, int layer) override;
   void OnLayerKept(int rank, int layer) override;
 
-  // The slabs of all tokens, if all ranks have written `layer` of them; else null.
+  // The slabs of all tokens, if all ranks that are here have written `layer` of them; else null.
   std::shared_ptr<const KvSlabs> Layer(int layer) const;
   // Those of the tokens that runs have begun so far, whatever their ranks have written; null: none has begun.
   std::shared_ptr<const KvSlabs> slabs() const;
@@ -56,7 +58,7 @@ class KvPrompt final : public KvSink {
  private:
   struct Run {
     std::shared_ptr<KvRunSlabs> slabs;
-    std::vector<int> ranks_missing;  // by layer: ranks that have not written it
+    std::vector<int> ranks_missing;  // by layer: ranks that are here and have not written it
   };
 
   int64_t KvBytesOf(int64_t tokens) const { return shape_.layers * shape_.LayerBytes(tokens); }
@@ -66,6 +68,8 @@ class KvPrompt final : public KvSink {
 
   const KvShape shape_;
   const int64_t tokens_;
+  const std::vector<bool> here_;  // by rank; empty: all
+  const int64_t kept_tokens_;     // of the ranks that are here
   std::function<void()> on_layer_;
 
   mutable Mutex mu_;

@@ -1,37 +1,13 @@
 #include "engine/kv/kv_store.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
+#include "engine/kv/lease_name.h"
 
 namespace meshfill {
-namespace {
-
-constexpr size_t kNameBytes = 16;  // 128 random bits
-constexpr size_t kShownCharacters = 8;
-
-absl::StatusOr<std::string> NewName() {
-  char bytes[kNameBytes];
-  if (getentropy(bytes, sizeof bytes) != 0) {
-    return absl::InternalError("the system gives no random bytes for a lease's name");
-  }
-  return absl::BytesToHexString(absl::string_view(bytes, sizeof bytes));
-}
-
-absl::Status NoLease(const std::string& lease) {
-  // Messages go to logs, and who knows a lease's name may read it: they have its begin.
-  return absl::NotFoundError(absl::StrCat("lease ", absl::CHexEscape(lease.substr(0, kShownCharacters)),
-                                          "… is unknown, or has ended; prefill the prompt again"));
-}
-
-}  // namespace
-
 KvLease::~KvLease() {
   if (!kept_) store_.End(id_);
 }
@@ -61,7 +37,7 @@ void KvStore::Attach(KvPrompt& prompt, std::unique_ptr<KvCharge> charge) const {
 
 absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                         std::string tenant, absl::Duration lasts) {
-  absl::StatusOr<std::string> name = NewName();
+  absl::StatusOr<std::string> name = NewLeaseName();
   if (!name.ok()) return name.status();
   EndLapsed();
   const int64_t bytes = prompt->bytes();

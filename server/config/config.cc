@@ -158,6 +158,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.Require(ToDuration(config.kv().max_lease()) >= ToDuration(config.kv().lease()), "kv.max_lease",
                 "must not be below kv.lease");
   check.RequireRange(config.kv().block_tokens(), 1, kMaxBlockTokens, "kv.block_tokens");
+  if (!config.kv().listen().empty()) check.RequireAddress(config.kv().listen(), "kv.listen");
   return check.status();
 }
 

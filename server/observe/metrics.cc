@@ -229,6 +229,13 @@ class Metrics::Families {
   Counter& kv_evicted_bytes =
       AddCounter(registry, "meshfill_kv_cache_evicted_bytes_total", "Bytes of K and V that were free then.")
           .Add({});
+  Family<Gauge>& kv_worker_leases =
+      AddGauge(registry, "meshfill_kv_worker_leases",
+               "Leases of whose K and V a worker holds a part, or is to hold one, by worker.");
+  Family<Gauge>& kv_worker_bytes =
+      AddGauge(registry, "meshfill_kv_worker_bytes", "Bytes of K and V charged to a worker, by worker.");
+  Family<Gauge>& kv_worker_max_bytes =
+      AddGauge(registry, "meshfill_kv_worker_max_bytes", "The bound on what a worker keeps, by worker.");
   Family<Gauge>& ranks = AddGauge(registry, "meshfill_ranks", "Ranks of the pool, by state.");
   Family<Gauge>& plan_info =
       AddGauge(registry, "meshfill_plan_info", "1, with the plan of the last prefill as labels.");
@@ -237,6 +244,7 @@ class Metrics::Families {
   absl::Time oldest_in_queue = absl::InfiniteFuture();
   prometheus::Labels plan_labels;
   Gauge* plan_gauge = nullptr;
+  std::map<std::string, std::array<Gauge*, 3>> kv_of_workers;  // by name: leases, bytes and their bound
 
  private:
   absl::Time OldestInQueue() const {
@@ -301,6 +309,26 @@ void Metrics::SetKv(const KvLoad& load) {
   RaiseTo(f.kv_miss_tokens, load.miss_tokens);
   RaiseTo(f.kv_evictions, load.evictions);
   RaiseTo(f.kv_evicted_bytes, load.evicted_bytes);
+}
+
+void Metrics::SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name) {
+  Families& f = *families_;
+  const MutexLock lock(f.mu);
+  const std::array<Family<Gauge>*, 3> families = {&f.kv_worker_leases, &f.kv_worker_bytes,
+                                                  &f.kv_worker_max_bytes};
+  std::erase_if(f.kv_of_workers, [&](const auto& entry) {
+    if (by_name.contains(entry.first)) return false;
+    for (size_t i = 0; i < families.size(); ++i) families[i]->Remove(entry.second[i]);
+    return true;
+  });
+  for (const auto& [name, load] : by_name) {
+    std::array<Gauge*, 3>& gauges = f.kv_of_workers[name];
+    const std::array<int64_t, 3> values = {load.leases, load.bytes, load.max_bytes};
+    for (size_t i = 0; i < families.size(); ++i) {
+      if (gauges[i] == nullptr) gauges[i] = &families[i]->Add({{"worker", name}});
+      gauges[i]->Set(static_cast<double>(values[i]));
+    }
+  }
 }
 
 void Metrics::OnKvFetched(int64_t bytes) {

@@ -1,7 +1,8 @@
 // The server's Prometheus metrics (DESIGN §11): what each name means stands in its help text, in metrics.cc.
 //
-// Thread-safe. Label values come from fixed sets (status codes, operations, ranks of the pool, states), never
-// from clients; the plan's labels are those of the one plan used last.
+// Thread-safe. Label values come from fixed sets (status codes, operations, ranks and workers of the pool,
+// states), never from clients; a worker's go with it, and the plan's labels are those of the one plan used
+// last.
 #ifndef MESHFILL_SERVER_OBSERVE_METRICS_H_
 #define MESHFILL_SERVER_OBSERVE_METRICS_H_
 
@@ -66,6 +67,7 @@ class Metrics {
   void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
   void SetQueue(const QueueLoad& load);
   void SetKv(const KvLoad& load);
+  void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // of all that are there; no totals
   void OnKvFetched(int64_t bytes);
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);

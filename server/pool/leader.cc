@@ -53,6 +53,7 @@ Leader::Leader(const Options& options, PoolPlanner planner)
                 .silence_timeout = options.silence_timeout,
                 .join_timeout = options.join_timeout},
                actions_),
+      kv_(options.kv, actions_),
       survey_(options.links) {}
 
 // ---- Workers.
@@ -62,8 +63,9 @@ void Leader::OnConnected(Connection connection, absl::Time now) { members_.OnCon
 void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
   Membership::Worker* worker = members_.Find(connection);
   if (worker == nullptr) {
-    if (members_.OnStrangerMessage(connection, message, now)) StartWaiting(now);
-    return;
+    if (!members_.OnStrangerMessage(connection, message, now)) return;
+    kv_.OnWorkerJoined();
+    return StartWaiting(now);
   }
   worker->heard_at = now;
   if (message.epoch() > epoch()) {
@@ -128,6 +130,8 @@ void Leader::OnTick(absl::Time now) {
     const auto run = runs_.find(number);  // another's complaint may have ended it
     if (run != runs_.end()) Apply(number, run->second.coordinator.OnTick(now), now);
   }
+  kv_.EndLapsed(now);
+  ForgetStoppedRuns();  // who drains may have held what lapsed or was released
   if (now - last_heartbeat_ < options_.heartbeat_interval) return;
   last_heartbeat_ = now;
   for (const auto& [connection, worker] : members_.all()) {
@@ -139,6 +143,7 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
   std::map<RunId, std::string> runs;  // that they took part in, and the names of those who did
   for (Connection connection : connections) {
     const std::string name = members_.Remove(connection, why);
+    kv_.OnWorkerLost(connection, name, why);
     for (auto& [number, run] : runs_) {
       if (!run.coordinator.Has(connection)) continue;
       run.coordinator.OnWorkerLost(connection);
@@ -168,9 +173,14 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
   const auto run = runs_.find(request->run);
   AnswerRequest(ticket, std::move(reason));
   if (run == runs_.end()) return;
-  run->second.coordinator.Cancel(now);
+  CancelRun(run->second, now);
   ForgetStoppedRuns();
   StartWaiting(now);
+}
+
+void Leader::CancelRun(LiveRun& run, absl::Time now) {
+  run.coordinator.Cancel(now);
+  kv_.OnRunFailed(run.kv_lease);
 }
 
 Leader::LiveRequest* Leader::FindRequest(Ticket ticket) {
@@ -225,20 +235,31 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
                                               "the pool lost workers and now ", choice.status().message()))
                                         : choice.status());
   }
+  std::optional<v1::KeepKv> keep_kv;
+  if (const std::string& lease = request.request.options.kv_lease; !lease.empty()) {
+    absl::StatusOr<v1::KeepKv> begun = kv_.BeginRun(lease, choice->plan, members_.ByPlace());
+    if (absl::IsResourceExhausted(begun.status())) return AnswerRequest(ticket, begun.status());
+    if (begun.ok()) keep_kv = *std::move(begun);  // else nobody wants K and V any more
+  }
   if (members_.BeginRun()) survey_.AskAgain();
   if (request.attempts++ > 0) ++retries_;
   request.run = ++last_run_;
-  const RunCoordinator::Options options = {.layers = options_.layers,
+  const RunCoordinator::Options options = {.layers = options_.kv.layers,
                                            .vocab = options_.vocab,
                                            .hang_timeout = options_.hang_timeout,
                                            .prepare_timeout = options_.prepare_timeout,
                                            .stop_timeout = options_.stop_timeout};
-  runs_.emplace(last_run_, LiveRun{ticket, RunCoordinator(last_run_, epoch(), std::move(choice->plan),
-                                                          request.request.tokens, members_.ByPlace(), options,
-                                                          actions_, survey_, now)});
+  runs_.emplace(last_run_,
+                LiveRun{ticket, keep_kv.has_value() ? keep_kv->lease() : "",
+                        RunCoordinator(last_run_, epoch(), std::move(choice->plan), request.request.tokens,
+                                       members_.ByPlace(), keep_kv, options, actions_, survey_, now)});
 }
 
 void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
+  const auto live = runs_.find(run);
+  if (live != runs_.end() && live->second.coordinator.phase() == RunCoordinator::Phase::kRunning) {
+    kv_.OnRunning(live->second.kv_lease, run);
+  }
   std::visit([&](auto& what) { Do(run, what, now); }, outcome);
   ForgetStoppedRuns();
   StartWaiting(now);
@@ -246,17 +267,19 @@ void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
 
 void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
   actions_.Add(LayersDone{runs_.at(run).ticket, done.layers});
+  kv_.OnLayersDone(runs_.at(run).kv_lease, done.layers);
 }
 
 void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time) {
   const Ticket ticket = runs_.at(run).ticket;
+  kv_.OnRunOver(runs_.at(run).kv_lease);
   runs_.erase(run);
   AnswerRequest(ticket, std::move(completed.result));
 }
 
 void Leader::Do(RunId run, RunCoordinator::RequestFailed& failed, absl::Time now) {
   AnswerRequest(runs_.at(run).ticket, failed.status);
-  runs_.at(run).coordinator.Cancel(now);
+  CancelRun(runs_.at(run), now);
 }
 
 void Leader::Do(RunId run, RunCoordinator::RunFailed& failed, absl::Time now) {
@@ -268,12 +291,13 @@ void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
 }
 
 void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
-  auto& [ticket, run] = runs_.at(number);
+  auto& [ticket, kv_lease, run] = runs_.at(number);
   if (run.phase() == RunCoordinator::Phase::kStopping) return;
   const bool was_running = run.phase() == RunCoordinator::Phase::kRunning;
   members_.EndEpoch();
   actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)));
   run.Abort(why, now);
+  kv_.OnRunFailed(kv_lease);
   LiveRequest* request = FindRequest(ticket);
   if (request == nullptr) return;
   request->waiting_since = now;
@@ -294,8 +318,9 @@ void Leader::ForgetStoppedRuns() {
     run = runs_.erase(run);
   }
   members_.ReleaseDrained([this](Connection connection) {
-    return std::any_of(runs_.begin(), runs_.end(),
-                       [&](const auto& run) { return run.second.coordinator.Has(connection); });
+    return kv_.Holds(connection) || std::any_of(runs_.begin(), runs_.end(), [&](const auto& run) {
+             return run.second.coordinator.Has(connection);
+           });
   });
 }
 

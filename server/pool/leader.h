@@ -20,12 +20,14 @@
 //    compute loop takes longer than hang_timeout (or ten times the predicted block), when it does not answer
 //    Prepare, Cancel or Abort in time, or when it speaks of an epoch that is not yet. It may join again.
 //  - A request whose runs ended two epochs is refused as poisonous.
+//  - A worker that drains stays while it holds K and V under a live lease.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
 
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -35,6 +37,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
@@ -56,7 +59,7 @@ class Leader {
   struct Options {
     std::string build;
     v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
-    int layers = 1;     // of the model
+    KvShape kv;         // of the model
     int64_t vocab = 1;
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
@@ -74,7 +77,7 @@ class Leader {
   struct Request {
     std::string id;
     std::span<const uint32_t> tokens;  // valid until the answer
-    PrefillOptions options;
+    PrefillOptions options;            // kv_lease: K and V are kept under it, where it is live
   };
 
   // ---- Actions, in the order in which they are to be done.
@@ -111,6 +114,20 @@ class Leader {
   // Answers with `reason` at once; the ranks stop. Too late where the answer is out.
   void CancelRequest(Ticket ticket, absl::Status reason, absl::Time now);
 
+  // ---- Leases on K and V. Those that lapse end by OnTick, or by EndLapsed there.
+  KvDirectory& kv() { return kv_; }
+  const KvDirectory& kv() const { return kv_; }
+  // A lease for a prompt that would run by `plan`; errors and answers as the directory's.
+  absl::Status AdmitKv(const KvDirectory::Admission& admission, const Plan& plan) {
+    return kv_.Admit(admission, plan, members_.ByPlace());
+  }
+  std::optional<absl::Duration> RoomForKvIn(const Plan& plan, absl::Time now) const {
+    return kv_.RoomIn(plan, members_.ByPlace(), now);
+  }
+  std::map<std::string, KvDirectory::WorkerKv> kv_by_worker() const {
+    return kv_.CountByWorker(members_.all());
+  }
+
   std::vector<Action> TakeActions() { return actions_.Take(); }
 
   uint64_t epoch() const { return members_.epoch(); }
@@ -131,7 +148,8 @@ class Leader {
     int epochs_ended = 0;
   };
   struct LiveRun {
-    Ticket ticket;  // of its request, which may be answered already
+    Ticket ticket;         // of its request, which may be answered already
+    std::string kv_lease;  // under which K and V are kept; empty: they are dropped
     RunCoordinator coordinator;
   };
 
@@ -153,6 +171,8 @@ class Leader {
   void DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now);
   // Stops the run: its request goes again (where it is still live), unless it is poisonous.
   void EndEpoch(RunId run, const std::string& why, absl::Time now);
+  // Its answer is out, or it has none: the ranks stop.
+  void CancelRun(LiveRun& run, absl::Time now);
   void ForgetStoppedRuns();
   // Once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
@@ -165,6 +185,7 @@ class Leader {
   const PoolPlanner planner_;
   LeaderActions actions_;
   Membership members_;
+  KvDirectory kv_;
   LinkSurvey survey_;
   std::map<Ticket, LiveRequest> requests_;  // until their answers
   std::map<RunId, LiveRun> runs_;

@@ -224,6 +224,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
       tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
     }
     capacity.ranks += static_cast<int>(worker.offer.ranks());
+    capacity.keeps_kv = capacity.keeps_kv || !worker.offer.kv_on_host();
   }
   capacity.topology = links;
   const std::vector<const Worker*> by_place = ByPlace();
@@ -243,6 +244,18 @@ double Membership::peak_flops() const {
     if (!worker.leaving) flops += worker.offer.peak_flops();
   }
   return flops;
+}
+
+std::vector<SeatsOfWorker> SeatWorkers(const std::vector<const Membership::Worker*>& workers, int ranks) {
+  std::vector<SeatsOfWorker> seats;
+  int first = 0;
+  for (const Membership::Worker* worker : workers) {
+    const int count = std::min(static_cast<int>(worker->offer.ranks()), ranks - first);
+    if (count == 0) break;  // this worker and those after it are idle
+    seats.push_back({worker, first, count});
+    first += count;
+  }
+  return seats;
 }
 
 }  // namespace meshfill

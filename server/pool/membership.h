@@ -27,7 +27,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 3;
+inline constexpr uint32_t kControlProtocol = 4;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.
@@ -36,6 +36,7 @@ struct PoolCapacity {
   PoolSpeed speed;
   Topology topology;
   int64_t rank_memory_bytes = 0;  // 0: no limit
+  bool keeps_kv = false;          // where K and V are kept, they take of some rank's memory
 };
 
 class Membership {
@@ -111,6 +112,15 @@ class Membership {
   bool changed_ = true;  // since the epoch began
   Counters counters_;
 };
+
+// Seats of a run that one worker has.
+struct SeatsOfWorker {
+  const Membership::Worker* worker;
+  int first = 0;
+  int count = 0;
+};
+// The seats of a run over so many ranks: as many of `workers` as it needs, in their order.
+std::vector<SeatsOfWorker> SeatWorkers(const std::vector<const Membership::Worker*>& workers, int ranks);
 
 }  // namespace meshfill
 

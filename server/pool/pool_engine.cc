@@ -30,7 +30,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   Leader::Options options;
   options.build = kBuildName;
   options.model = model.id;
-  options.layers = model.shape.layers;
+  options.kv = KvShapeOf(model.shape);
   options.vocab = model.shape.vocab;
   options.links = ConfiguredLinksOf(pool);
   options.runs_at_once = runs_at_once;
@@ -52,7 +52,12 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
       leader_(LeaderOptions(config, model_, kPrefillsAtOnce),
               [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
                 return PlanFor(capacity, tokens, options);
-              }) {}
+              }),
+      kv_leases_(KvShapeOf(model_.shape), [this](const std::function<void(Leader&, absl::Time)>& use) {
+        const MutexLock lock(mu_);
+        use(leader_, MonotonicNow());
+        DoActions();
+      }) {}
 
 absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Listen(const v1::Config& config, Metrics& metrics) {
   ASSIGN_OR_RETURN(auto model, IdentifyModel(config.model().path(), ToEngineOptions(config).dtype));
@@ -196,8 +201,8 @@ class PoolEngine::Run final : public Prefill {
 
 absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
                                                            PrefillObserver* observer) {
-  if (request.options.kv != nullptr) {
-    return absl::InvalidArgumentError("a pool of processes keeps no K and V yet; use an embedded pool");
+  if (request.options.kv != nullptr && request.options.kv_lease.empty()) {
+    return absl::InvalidArgumentError("a pool of workers keeps K and V under a lease alone; give one");
   }
   RETURN_IF_ERROR(
       CheckPromptOptions(model_.shape, model_name(), std::ssize(request.tokens), request.options));
@@ -255,6 +260,10 @@ void PoolEngine::Do(Leader::LayersDone& done) {
 
 void PoolEngine::DoActions() {
   if (control_ == nullptr) return;  // they wait until it is there
+  if (const uint64_t version = leader_.kv().version(); std::exchange(kv_version_, version) != version) {
+    kv_leases_.OnChanged();
+    PublishKv();
+  }
   std::vector<Leader::Action> actions = leader_.TakeActions();
   if (actions.empty()) return;
   for (Leader::Action& action : actions) {
@@ -262,6 +271,14 @@ void PoolEngine::DoActions() {
   }
   PublishMetrics();
   changed_.NotifyAll();
+}
+
+void PoolEngine::PublishKv() {
+  std::map<std::string, KvLoad> load;
+  for (const auto& [name, kv] : leader_.kv_by_worker()) {
+    load[name] = {.leases = kv.leases, .bytes = kv.bytes, .max_bytes = kv.max_bytes};
+  }
+  metrics_.SetKvOfWorkers(load);
 }
 
 void PoolEngine::PublishMetrics() {

@@ -23,6 +23,7 @@
 #include "server/pool/control_service.h"
 #include "server/pool/leader.h"
 #include "server/pool/model_id.h"
+#include "server/pool/pool_kv_leases.h"
 
 namespace meshfill {
 
@@ -34,6 +35,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   ~PoolEngine() override;
 
   const std::string& control_address() const { return control_->address(); }
+  KvLeases& kv_leases() { return kv_leases_; }  // on what the workers keep
 
   const ModelShape& model() const override { return model_.shape; }
   const std::string& model_name() const override { return model_.id.name(); }
@@ -46,8 +48,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   // UNAVAILABLE: no workers.
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;
-  // Wait's errors, too: UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that
-  // ended two epochs.
+  // K and V are kept by the workers, under `kv_lease` of the options: their sink stays empty. Wait's errors,
+  // too: UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that ended two epochs.
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                  PrefillObserver* observer) override;
 
@@ -71,6 +73,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void Do(Leader::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Do(Leader::LayersDone& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Do(Leader::LogLine& line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PublishKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                      const PrefillOptions& options) const;
@@ -84,10 +87,12 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   mutable Mutex mu_;
   CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
+  uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // of the directory, when observers were told last
   std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // that live; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::unique_ptr<ControlService> control_;  // set once, under mu_
   std::thread clock_;
+  PoolKvLeases kv_leases_;  // last: it waits for calls that use all of the above
 };
 
 }  // namespace meshfill

@@ -49,6 +49,7 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
   const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
   PlanRequest request = PlanRequestOf(defaults, options, tokens);
   request.one_memory = false;
+  request.keeps_kv = options.kv != nullptr && capacity.keeps_kv;
   request.topology = capacity.topology;
   absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
   std::vector<PlanCandidate> candidates;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/devices/free_memory.h"
+#include "engine/kv_budget.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -49,6 +50,15 @@ class RankHost::ActiveRun {
                        host_.pool_.devices[i]->Allocate(static_cast<size_t>(bytes) / seats_.size()));
       reservations_.push_back(std::move(reservation));
     }
+    return absl::OkStatus();
+  }
+
+  // Where K and V go, from now on, if they are kept.
+  absl::Status BeginKv() {
+    if (!part_.keep_kv.has_value()) return absl::OkStatus();
+    std::vector<int> ranks;
+    for (size_t i = 0; i < seats_.size(); ++i) ranks.push_back(rank(i));
+    ASSIGN_OR_RETURN(kv_, host_.kv_.Begin(part_.number, *part_.keep_kv, part_.plan.layout, ranks));
     return absl::OkStatus();
   }
 
@@ -164,13 +174,14 @@ class RankHost::ActiveRun {
                     .wait_timeout = PeerWaitTimeout(part_.plan),
                     .on_layer_done =
                         [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                    .kv = nullptr,
+                    .kv = kv_.get(),
                     .recorder = &recorder,
                     .probes = probes_});
   }
 
   WorkerMachine::RunPart part_;
   RankHost& host_;
+  std::shared_ptr<KvSink> kv_;           // null: K and V are dropped
   std::vector<BufferRef> reservations_;  // of the memory that the run will take; until it starts
   std::vector<std::string> addresses_;   // by rank of the whole run
   std::vector<LinkProbe> probes_;        // of the whole run
@@ -183,10 +194,11 @@ class RankHost::ActiveRun {
 };
 
 RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
-                   Listener& listener)
+                   int64_t kv_budget_bytes, Listener& listener)
     : pool_(std::move(pool)),
       data_plane_(std::move(data_plane)),
       model_id_(std::move(model_id)),
+      kv_(KvShapeOf(pool_.models.front()->shape()), kv_budget_bytes),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
@@ -205,8 +217,9 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
       std::unique_ptr<DataPlane> data_plane,
       pool.hardware->MakeDataPlane({.listen = options.data_listen, .nccl_ctas = options.nccl_ctas}));
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
-  return std::unique_ptr<RankHost>(
-      new RankHost(std::move(pool), std::move(data_plane), std::move(identified.id), listener));
+  const int64_t kv_budget_bytes = KvBudgetBytes(pool, options.kv_memory_bytes, options.kv_host_memory_bytes);
+  return std::unique_ptr<RankHost>(new RankHost(std::move(pool), std::move(data_plane),
+                                                std::move(identified.id), kv_budget_bytes, listener));
 }
 
 RankHost::~RankHost() {
@@ -229,6 +242,8 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_ranks(static_cast<uint32_t>(pool_.devices.size()));
   for (const std::string& name : pool_.device_names) offer.add_devices(name);
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
+  offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_.budget_bytes()));
+  offer.set_kv_on_host(!pool_.hardware->in_host_memory());
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
   *offer.mutable_speed() = ToProto(pool_.capacity.speed);
@@ -288,6 +303,7 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
     if (stopping_.contains(run->number())) return absl::CancelledError("stopped before it was prepared");
   }
   RETURN_IF_ERROR(run->Reserve());
+  RETURN_IF_ERROR(run->BeginKv());
   RETURN_IF_ERROR(run->OpenStreams());
   return run->Listen();
 }
@@ -307,6 +323,7 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
   if (auto current = Find(run)) current->Abort(absl::AbortedError(reason));
   Post([this, run] {
     EndRun(run);
+    kv_.Drop(run);
     {
       const MutexLock lock(mu_);
       stopping_.erase(run);
@@ -315,8 +332,13 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
   });
 }
 
+void RankHost::EndKv(const std::string& lease) {
+  Post([this, lease] { kv_.Ends(lease); });
+}
+
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
+    kv_.Keep(run);
     EndRun(run);
     data_plane_->Keep();  // all ranks are done, those of other workers too
   });

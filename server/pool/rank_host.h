@@ -27,6 +27,7 @@
 #include "engine/run/rank_runner.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/held_kv.h"
 #include "server/pool/worker_machine.h"
 
 namespace meshfill {
@@ -41,6 +42,8 @@ class RankHost {
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
     int64_t memory_bytes = 0;  // for the activations of one run; 0: 80 % of what is free after the load
+    std::optional<int64_t> kv_memory_bytes;       // for K and V that CPUs keep; none: an eighth of the above
+    std::optional<int64_t> kv_host_memory_bytes;  // for those behind GPUs; none: a tenth of what is free
     std::string data_listen = "127.0.0.1";
     int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
     int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
@@ -68,13 +71,15 @@ class RankHost {
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
   WorkerMachine::ProgressOfRuns progress() const;
-  bool lost() const;  // a device has failed for good: no run will go well in this process
+  void EndKv(const std::string& lease);  // as the calls above: behind them
+  HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
+  bool lost() const;                     // a device has failed for good: no run will go well in this process
 
  private:
   class ActiveRun;
 
   RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
-           Listener& listener);
+           int64_t kv_budget_bytes, Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
@@ -88,6 +93,7 @@ class RankHost {
   const EmbeddedPool pool_;
   const std::unique_ptr<DataPlane> data_plane_;
   const v1::ModelId model_id_;
+  HeldKv kv_;
   Listener& listener_;
   std::atomic<bool> rejected_peers_logged_{false};
   std::atomic<bool> lost_{false};

@@ -34,7 +34,8 @@ absl::Duration HangTimeout(const Plan& plan, const RunCoordinator::Options& opti
 }  // namespace
 
 RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
-                               const std::vector<const Membership::Worker*>& workers, const Options& options,
+                               const std::vector<const Membership::Worker*>& workers,
+                               const std::optional<v1::KeepKv>& keep_kv, const Options& options,
                                LeaderActions& actions, LinkSurvey& survey, absl::Time now)
     : number_(number),
       epoch_(epoch),
@@ -46,11 +47,8 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
       deadline_(now + options.prepare_timeout +
                 absl::Seconds(static_cast<double>(tokens.size()) * kPrepareSecondsPerToken)),
       hang_timeout_(HangTimeout(plan_, options)) {
-  for (const Membership::Worker* worker : workers) {
+  for (const auto& [worker, first, count] : SeatWorkers(workers, plan_.ranks())) {
     const v1::Join& offer = worker->offer;
-    const int first = static_cast<int>(seats_.size());
-    const int count = std::min(static_cast<int>(offer.ranks()), plan_.ranks() - first);
-    if (count == 0) break;  // this worker and those after it are idle
     seats_.resize(first + count, Seat{.worker = worker->connection, .moved_at = now});
     Part& part = parts_[worker->connection];
     part = {.name = offer.name(),
@@ -59,17 +57,19 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
             .first_rank = first,
             .ranks = count};
     unanswered_.insert(worker->connection);
-    SendPrepare(worker->connection, part, tokens);
+    SendPrepare(worker->connection, part, tokens, keep_kv);
   }
 }
 
 // The plan, then the tokens of this worker's ranks.
-void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens) {
+void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
+                                 const std::optional<v1::KeepKv>& keep_kv) {
   v1::Prepare& prepare = *AddMessage(worker).mutable_prepare();
   prepare.set_run(number_);
   *prepare.mutable_plan() = ToRunPlan(plan_);
   prepare.set_first_rank(static_cast<uint32_t>(part.first_rank));
   prepare.set_ranks(static_cast<uint32_t>(part.ranks));
+  if (keep_kv.has_value()) *prepare.mutable_keep_kv() = *keep_kv;
   prepare.set_reserve_bytes(
       static_cast<uint64_t>((plan_.predicted.peak_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
   std::vector<std::vector<uint32_t>> shards;

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -65,11 +66,12 @@ class RunCoordinator {
   using Outcome =
       std::variant<std::monostate, LayersDone, Completed, RequestFailed, RunFailed, WorkersFailed>;
 
-  // Sends Prepare and the tokens to as many of `workers` as the plan has ranks for. `actions` and `survey`
-  // outlive the run; `options` are copied.
+  // Sends Prepare and the tokens to as many of `workers` as the plan has ranks for. `keep_kv`: what becomes
+  // of K and V; none: they are dropped. `actions` and `survey` outlive the run; `options` are copied.
   RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
-                 const std::vector<const Membership::Worker*>& workers, const Options& options,
-                 LeaderActions& actions, LinkSurvey& survey, absl::Time now);
+                 const std::vector<const Membership::Worker*>& workers,
+                 const std::optional<v1::KeepKv>& keep_kv, const Options& options, LeaderActions& actions,
+                 LinkSurvey& survey, absl::Time now);
 
   // ---- Events. A message is of this run: its number and epoch are. `worker` takes part.
   Outcome OnPrepared(Connection worker, const v1::Prepared& message, absl::Time now);
@@ -116,7 +118,8 @@ class RunCoordinator {
     double probe_seconds = 0;
   };
 
-  void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens);
+  void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
+                   const std::optional<v1::KeepKv>& keep_kv);
   void SendRun(absl::Time now);
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);

@@ -23,6 +23,13 @@ WorkerMachine::ActiveRun* WorkerMachine::Find(uint64_t run, Phase phase) {
 }
 
 void WorkerMachine::OnTick(absl::Time now, const ProgressOfRuns& progress) {
+  if (now >= drain_until_ && link_ != Link::kExited) {
+    link_ = Link::kExited;
+    actions_.push_back(Exit{
+        absl::DeadlineExceededError(absl::StrCat("the leader had not let go after limits.drain_timeout of ",
+                                                 absl::FormatDuration(options_.drain_timeout)))});
+    return;
+  }
   if (link_ == Link::kAway && runs_.empty() && now >= connect_at_) {
     link_ = Link::kJoining;
     heard_at_ = now;
@@ -75,6 +82,7 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
       backoff_ = absl::ZeroDuration();
       last_trouble_.clear();
       Log("joined the pool");
+      actions_.push_back(AllKvEnds{});
       if (draining_) AddMessage(epoch_).mutable_leave();
       break;
     case v1::LeaderMessage::kRefused:
@@ -101,6 +109,12 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
     case v1::LeaderMessage::kGoodbye:
       OnGoodbye();
       break;
+    case v1::LeaderMessage::kKvLasts:
+      actions_.push_back(KvLasts{message.kv_lasts().lease(), absl::Seconds(message.kv_lasts().seconds())});
+      break;
+    case v1::LeaderMessage::kKvEnds:
+      OnKvEnds(message.kv_ends().lease());
+      break;
     case v1::LeaderMessage::kHeartbeat:
     case v1::LeaderMessage::BODY_NOT_SET:
       break;
@@ -126,6 +140,16 @@ void WorkerMachine::OnRefused(const v1::Refused& refused, absl::Time now) {
   actions_.push_back(Disconnect{refused_connection});
 }
 
+// The host hears of it behind the Prepare of a run that was to keep K and V; a run that has none yet keeps
+// none.
+void WorkerMachine::OnKvEnds(const std::string& lease) {
+  for (auto& [number, run] : runs_) {
+    std::optional<HeldKv::Lease>& kept = run.part.keep_kv;
+    if (run.phase == Phase::kReceiving && kept.has_value() && kept->name == lease) kept.reset();
+  }
+  actions_.push_back(KvEnds{lease});
+}
+
 // Away from the leader: what runs stops, and then the worker tries again.
 void WorkerMachine::Detach(const std::string& why, absl::Time now) {
   if (link_ == Link::kMember) {
@@ -148,6 +172,7 @@ void WorkerMachine::Detach(const std::string& why, absl::Time now) {
 void WorkerMachine::Drain(absl::Time now) {
   if (draining_) return;
   draining_ = true;
+  drain_until_ = now + options_.drain_timeout;
   if (link_ == Link::kMember) AddMessage(epoch_).mutable_leave();
   MaybeExit();
 }
@@ -197,7 +222,13 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .plan = *std::move(plan),
                          .first_rank = static_cast<int>(message.first_rank()),
                          .reserve_bytes = static_cast<int64_t>(message.reserve_bytes()),
+                         .keep_kv = std::nullopt,
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
+  if (message.has_keep_kv()) {
+    run.part.keep_kv = {.name = message.keep_kv().lease(),
+                        .tenant = message.keep_kv().tenant(),
+                        .lasts = absl::Seconds(message.keep_kv().lasts_seconds())};
+  }
   MaybePrepare(runs_.emplace(message.run(), std::move(run)).first->second);  // all chunks may be empty
 }
 

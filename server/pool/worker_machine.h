@@ -23,6 +23,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -33,6 +34,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_runner.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/held_kv.h"
 
 namespace meshfill {
 
@@ -46,6 +48,7 @@ class WorkerMachine {
     absl::Duration silence_timeout = absl::Seconds(3);  // of the leader
     absl::Duration least_backoff = absl::Milliseconds(100);
     absl::Duration most_backoff = absl::Seconds(2);
+    absl::Duration drain_timeout = absl::Hours(1);  // from Drain to the exit, whatever is left
   };
 
   // What a rank is at, read by the host from its compute loop.
@@ -65,6 +68,7 @@ class WorkerMachine {
     Plan plan;
     int first_rank = 0;
     int64_t reserve_bytes = 0;
+    std::optional<HeldKv::Lease> keep_kv;       // none: K and V are dropped
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
 
@@ -93,14 +97,22 @@ class WorkerMachine {
   struct ReleaseRun {  // it is done everywhere: let go of connections and memory
     uint64_t run;
   };
+  struct KvLasts {
+    std::string lease;
+    absl::Duration lasts;  // from now on
+  };
+  struct KvEnds {  // also of a run that was prepared before
+    std::string lease;
+  };
+  struct AllKvEnds {};  // a leader that has just let this worker in knows of none
   struct Exit {
     absl::Status status;
   };
   struct LogLine {
     std::string text;
   };
-  using Action =
-      std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, Exit, LogLine>;
+  using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, KvLasts,
+                              KvEnds, AllKvEnds, Exit, LogLine>;
 
   explicit WorkerMachine(Options options) : options_(std::move(options)) {}
 
@@ -109,7 +121,8 @@ class WorkerMachine {
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
   void OnTick(absl::Time now, const ProgressOfRuns& progress);  // a few times in a second
-  void Drain(absl::Time now);                                   // finish the runs, leave, exit
+  // Finish the runs, leave, exit. The leader lets go once nobody needs what this worker holds.
+  void Drain(absl::Time now);
 
   // On the host's side.
   void OnRunPrepared(uint64_t number, absl::StatusOr<std::vector<std::string>> addresses);
@@ -139,6 +152,7 @@ class WorkerMachine {
   void OnFinish(uint64_t number);
   void OnStop(uint64_t number, uint64_t epoch, const std::string& reason);
   void OnGoodbye();
+  void OnKvEnds(const std::string& lease);
   // The run if it is in this phase, else null.
   ActiveRun* Find(uint64_t number, Phase phase);
   // The run may be over at once: it is gone then.
@@ -158,6 +172,7 @@ class WorkerMachine {
   absl::Duration backoff_ = absl::ZeroDuration();
   std::string last_trouble_;  // on the way in; logged
   bool draining_ = false;
+  absl::Time drain_until_ = absl::InfiniteFuture();
   uint64_t epoch_ = 0;
   uint64_t last_run_ = 0;  // the newest of this connection
   absl::Time last_progress_ = absl::InfinitePast();

@@ -136,7 +136,8 @@ def check_wiring(documents):
             yield f"{name}: its --config is no key of a ConfigMap that it mounts"
             continue
         config = yaml.safe_load(text)
-        listens = {config.get("listen"), config.get("metrics_listen"), config.get("pool", {}).get("control_listen")} - {None}
+        listens = {config.get("listen"), config.get("metrics_listen"), config.get("pool", {}).get("control_listen"),
+                   config.get("kv", {}).get("listen")} - {None}
         if {int(each.rsplit(":", 1)[1]) for each in listens} != {port["containerPort"] for port in container.get("ports", [])}:
             yield f"{name}: its ports are not those of its configuration"
         if runs(container, "serve"):

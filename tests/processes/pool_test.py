@@ -33,9 +33,13 @@ class PoolTest(PoolTestCase):
         two_ranks.wait_for("joined the pool")
         self.workers("b", "c")
         files = [self.tmp / "pool.logits", self.tmp / "one.logits"]
+        kept = [self.tmp / "pool.kv", self.tmp / "one.kv"]
         options = ["--tile", "2x2", "--top-k", 5, "--logits-out"]
-        pool = self.prefill(self.prompt, *options, files[0])
-        embedded = self.embedded("--tokens", self.prompt, *options, files[1])
+        pool = self.prefill(self.prompt, *options, files[0], "--kv-out", kept[0])
+        embedded = self.embedded("--tokens", self.prompt, *options, files[1], "--kv-out", kept[1])
+        self.assertEqual(kept[0].read_bytes(), kept[1].read_bytes())
+        self.assertEqual(self.metric("meshfill_kv_leases"), 0)  # it is released
+        self.assertEqual(self.metric("meshfill_kv_worker_bytes"), 0)
         self.check_prefill_object(pool, len(self.ids), ranks=4, top_k=5)
         for key in ("tokens", "first_token", "top", "plan", "comm_bytes"):
             self.assertEqual(pool[key], embedded[key], key)
@@ -106,7 +110,8 @@ class PoolTest(PoolTestCase):
 
                 victim = self.worker_struck(name, "Progress", strike)
                 victim.wait_for("joined the pool")
-                running = self.prefill_later(prompt, "--format", "bytes")
+                kept = [self.tmp / "struck.kv", self.tmp / "calm.kv"]
+                running = self.prefill_later(prompt, "--format", "bytes", "--kv-out", kept[0])
                 self.wait_until(lambda: struck_at)
                 self.leader.wait_for(f'Z worker "{name}" is lost')
                 # A kill by the end of its stream, a stop by silence; pool_churn.py holds them to the default times.
@@ -114,6 +119,10 @@ class PoolTest(PoolTestCase):
                 result = self.answer_of(running)
                 self.check_prefill_object(result, 30_000, ranks=result["plan"]["ranks"])
                 self.assertLess(result["plan"]["ranks"], 3)
+                # What the run that was struck had kept is not mixed with what the next one keeps.
+                calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
+                self.assertEqual(calm["plan"], result["plan"])
+                self.assertEqual(kept[0].read_bytes(), kept[1].read_bytes())
         alone = self.embedded("--tokens", prompt, "--format", "bytes", "--ranks", 1)
         self.assertEqual(result["first_token"], alone["first_token"])
         self.assertGreaterEqual(self.metric("meshfill_requests_retried_total"), 2)

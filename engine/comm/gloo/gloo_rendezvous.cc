@@ -1,7 +1,6 @@
 #include "engine/comm/gloo/gloo_rendezvous.h"
 
 #include <fcntl.h>
-#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -19,6 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "engine/comm/interface_address.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 
@@ -73,30 +73,12 @@ bool IsWildcard(const SocketAddress& address) {
   return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr);
 }
 
-// The first address of interface `name`: IPv4 before IPv6, none where it has neither.
-std::optional<SocketAddress> InterfaceAddress(const std::string& name) {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return std::nullopt;
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
-  for (int family : {AF_INET, AF_INET6}) {
-    for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-      if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family || name != entry->ifa_name)
-        continue;
-      SocketAddress address;
-      address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-      std::memcpy(&address.storage, entry->ifa_addr, address.length);
-      return address;
-    }
-  }
-  return std::nullopt;
-}
-
 absl::StatusOr<SocketAddress> Resolve(const std::string& listen) {
-  if (std::optional<SocketAddress> address = InterfaceAddress(listen)) return *address;
+  const std::string host = InterfaceAddress(listen).value_or(listen);
   addrinfo hints = {};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* list = nullptr;
-  if (const int error = getaddrinfo(listen.c_str(), nullptr, &hints, &list); error != 0) {
+  if (const int error = getaddrinfo(host.c_str(), nullptr, &hints, &list); error != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "data plane: \"", listen,
         "\" is no network interface, address or host name of this machine: ", gai_strerror(error)));

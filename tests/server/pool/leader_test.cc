@@ -62,7 +62,7 @@ class LeaderTest : public testing::Test {
     options.build = "b1";
     options.model = Offer("").model();
     options.model.set_weights_hash(0);
-    options.layers = Shape().layers;
+    options.kv = KvShapeOf(Shape());
     options.vocab = kVocab;
     return options;
   }

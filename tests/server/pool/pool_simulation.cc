@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <tuple>
@@ -23,6 +24,9 @@ constexpr absl::Duration kTick = absl::Milliseconds(250);
 constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every request has its answer
 constexpr absl::Duration kHungBound =
     absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
+constexpr char kTenant[] = "tenant";
+constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
+constexpr int kMostLeaseMs = 2000;
 constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
 
 // The network: what a flow moves, and what the flows out of a host do together.
@@ -155,7 +159,7 @@ void PoolSimulation::StartLeader() {
   options.build = "simulated";
   options.model = SimulatedModel();
   if (Chance(0.5)) options.model.set_weights_hash(0);
-  options.layers = kLayers;
+  options.kv = KvShapeOf(SimulatedShape());
   options.vocab = kVocab;
   options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
   options.heartbeat_interval = 2 * kTick;
@@ -176,7 +180,8 @@ void PoolSimulation::CrashLeader() {
   for (auto& [id, link] : links_) {
     if (link.open_at_leader) CutLink(id, false, Chance(0.8));
   }
-  if (request_.has_value()) {  // its client sees the connection break
+  for (auto& [name, lease] : leases_) lease.ended = true;  // the next leader knows of none
+  if (request_.has_value()) {                              // its client sees the connection break
     ++census_.answers;
     ++census_.errors;
     request_.reset();
@@ -201,6 +206,10 @@ void PoolSimulation::StartNode(int index) {
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
   *offer.mutable_speed() = SimulatedSpeed();
+  const int64_t kv_bytes = Chance(0.2) ? Draw(0, 40'000) : 1 << 20;
+  offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_bytes));
+  offer.set_kv_address(node.name);
+  node.kv = std::make_unique<HeldKv>(KvShapeOf(SimulatedShape()), kv_bytes, [this] { return now_; });
   node.machine = std::make_unique<WorkerMachine>(options);
   node.machine->Start(now_);
   Note(absl::StrCat(node.name, " starts"));
@@ -224,6 +233,7 @@ void PoolSimulation::CrashNode(int index, bool half_open) {
     }
   }
   node.host = {};
+  node.kv.reset();
   After(healed_ ? DrawMs(10, 500) : DrawMs(10, 3000), -1, [this, index] { StartNode(index); });
 }
 
@@ -268,6 +278,7 @@ void PoolSimulation::TickNode(int index, int incarnation) {
                                                 .operations = static_cast<uint64_t>(rank.operations),
                                                 .computing = rank.computing});
   }
+  node.kv->EndLapsed();
   node.machine->OnTick(now_, progress);
   DoNodeActions(index);
   After(kTick, index, [this, index, incarnation] { TickNode(index, incarnation); });
@@ -291,6 +302,7 @@ void PoolSimulation::DoLeaderActions() {
     if (!names.insert(worker.offer->name()).second) Fail("two members of one name");
   }
   CheckLinks(/*all_measured=*/false);
+  CheckKvBudgets();
 }
 
 void PoolSimulation::DoNodeActions(int index) {
@@ -316,7 +328,17 @@ void PoolSimulation::DoNodeActions(int index) {
       StopHost(index, stop->run);
     } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
       if (!node.host.part.has_value() || node.host.part->number != release->run) Fail("releases another run");
+      node.kv->Keep(release->run);
       node.host = {};
+    } else if (auto* lasts = std::get_if<WorkerMachine::KvLasts>(&action)) {
+      node.kv->Lasts(lasts->lease, lasts->lasts);
+    } else if (auto* ends = std::get_if<WorkerMachine::KvEnds>(&action)) {
+      node.kv->Ends(ends->lease);
+      std::optional<WorkerMachine::RunPart>& part = node.host.part;  // that is still being prepared
+      const bool kept = part.has_value() && part->keep_kv.has_value() && part->keep_kv->name == ends->lease;
+      if (kept && node.host.kv == nullptr) part->keep_kv.reset();
+    } else if (std::get_if<WorkerMachine::AllKvEnds>(&action) != nullptr) {
+      node.kv->EndAll();
     } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
       if (!exit->status.ok()) Fail(absl::StrCat(node.name, " gave up: ", exit->status.message()));
       return CrashNode(index, false);  // drained; it is started again later
@@ -423,7 +445,7 @@ void PoolSimulation::DeliverToNode(uint64_t id, v1::LeaderMessage message) {
   Link& link = links_[id];
   if (link.cut || !link.open_at_leader) return;
   const int index = link.node;
-  const bool twice = Chance(0.02);
+  const bool twice = Chance(0.02) && !message.has_kv_lasts();  // an old one would count for the present one
   if (message.has_shard() && message.shard().ids_size() > 0 && !healed_ && Chance(0.003)) {
     Note("a shard is corrupted");
     Fault(absl::ZeroDuration());
@@ -504,6 +526,16 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
       Fault(absl::ZeroDuration());
       node.machine->OnRunPrepared(run, absl::ResourceExhaustedError("no memory"));
       return DoNodeActions(index);
+    }
+    const WorkerMachine::RunPart& part = *node.host.part;
+    if (part.keep_kv.has_value()) {
+      std::vector<int> ranks;
+      for (size_t i = 0; i < part.shards.size(); ++i) {
+        ranks.push_back(part.plan.RankAt(part.first_rank + static_cast<int>(i)));
+      }
+      auto kv = node.kv->Begin(run, *part.keep_kv, part.plan.layout, ranks);
+      if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
+      node.host.kv = *std::move(kv);
     }
     for (size_t i = 0; i < node.host.part->shards.size(); ++i) {
       node.host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
@@ -614,6 +646,7 @@ void PoolSimulation::StopHost(int index, uint64_t run) {
     if (!node.host.part.has_value() || node.host.part->number != run)
       return Fail("a run that was stopped is gone");
     node.host = {};
+    node.kv->Drop(run);
     node.machine->OnRunStopped(run, now_);
     DoNodeActions(index);
   });
@@ -692,6 +725,7 @@ void PoolSimulation::FinishRank(int index, int rank) {
     if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
     const WorkerMachine::RunPart& part = *node.host.part;
     node.host.ranks[rank - part.first_rank].over = true;
+    KeepLayers(index, part.plan.RankAt(rank));
     RankOutput output;
     output.stats.blocks = static_cast<int64_t>(part.number);
     for (const LinkProbe& probe : node.host.probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
@@ -716,6 +750,170 @@ void PoolSimulation::RankFails(const std::shared_ptr<Mesh>& mesh, int rank) {
   state.computing = false;
   node.machine->OnRankDone(node.host.part->number, rank, absl::UnavailableError("a peer is gone"));
   DoNodeActions(member.node);
+}
+
+// ---- K and V.
+
+std::string PoolSimulation::AdmitKv(int64_t tokens) {
+  const absl::StatusOr<PlanChoice> choice = RememberedPlan(leader_->capacity(), tokens, {});
+  if (!choice.ok()) return "";
+  const std::string name = absl::StrCat("lease", ++last_order_);
+  const absl::Status admitted = leader_->AdmitKv(
+      {.lease = name, .tenant = kTenant, .tokens = tokens, .lasts = DrawMs(100, kMostLeaseMs)}, choice->plan);
+  if (!admitted.ok()) {
+    ++census_.refused;
+    if (!absl::IsResourceExhausted(admitted)) Fail(absl::StrCat("a lease is refused: ", admitted.message()));
+    return "";
+  }
+  ++census_.leases;
+  leases_[name] = {
+      .leader_incarnation = leader_incarnation_, .tokens = tokens, .expires = now_, .changed_at = now_};
+  for (int i = Draw(0, 2); i > 0; --i) After(DrawMs(0, 1500), -1, [this, name] { ReadLease(name); });
+  if (Chance(0.05)) After(DrawMs(0, 800), -1, [this, name] { EndLease(name); });
+  return name;
+}
+
+// A row's first bytes say whose it is.
+void PoolSimulation::KeepLayers(int index, int rank) {
+  const Host& host = nodes_[index].host;
+  if (host.kv == nullptr) return;
+  const KvShape shape = KvShapeOf(SimulatedShape());
+  const TokenLayout& layout = host.part->plan.layout;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    std::byte* const slab = host.kv->Place(rank, layer).value();
+    if (slab == nullptr) return;  // the lease has ended
+    const int64_t row_bytes = shape.kv_heads * shape.head_bytes();
+    for (int64_t slot = 0; slot < layout.ChunkTokens(rank); ++slot) {
+      const uint64_t value = Mix(layout.TokenAt(rank, slot), host.part->number * shape.layers + layer);
+      std::memcpy(slab + slot * row_bytes, &value, sizeof value);
+    }
+    host.kv->OnLayerKept(rank, layer);
+  }
+}
+
+void PoolSimulation::OnPrefillEnded(const std::string& name, bool done) {
+  if (name.empty()) return;
+  KvClient& lease = leases_.at(name);
+  lease.held = false;
+  lease.changed_at = now_;
+  if (lease.ended) {  // released while it ran, or its leader is gone
+    if (leader_ != nullptr && leader_->kv().Keep(name, now_).ok()) Fail("a lease that has ended is kept");
+    return;
+  }
+  if (!done) {
+    lease.ended = true;
+    leader_->kv().End(name);
+    return DoLeaderActions();
+  }
+  const absl::StatusOr<absl::Duration> rest = leader_->kv().Keep(name, now_);
+  if (!rest.ok()) return Fail("a lease of a prefill that is done is gone");
+  lease.expires = now_ + *rest;
+  DoLeaderActions();
+  UseLease(name);
+}
+
+void PoolSimulation::UseLease(const std::string& name) {
+  for (int i = Draw(1, 4); i > 0; --i) {
+    After(DrawMs(0, 2 * kMostLeaseMs), -1, [this, name] { ReadLease(name); });
+  }
+  if (Chance(0.3)) {
+    After(DrawMs(0, kMostLeaseMs), -1, [this, name] {
+      KvClient& lease = leases_.at(name);
+      if (leader_ == nullptr || lease.leader_incarnation != leader_incarnation_) return;
+      const auto lasts = leader_->kv().Renew(name, kTenant, DrawMs(100, kMostLeaseMs), now_);
+      DoLeaderActions();
+      if (absl::IsUnavailable(lasts.status())) return;  // lost
+      const bool live = !lease.ended && now_ < lease.expires;
+      if (lasts.ok() != live) Fail("a lease is renewed that has ended, or not one that lives");
+      if (!lasts.ok()) return;
+      ++census_.renewals;
+      lease.expires = now_ + *lasts;
+      lease.changed_at = now_;
+    });
+  }
+  if (Chance(0.3)) After(DrawMs(0, kMostLeaseMs), -1, [this, name] { EndLease(name); });
+}
+
+void PoolSimulation::EndLease(const std::string& name) {
+  KvClient& lease = leases_.at(name);
+  if (leader_ == nullptr || lease.leader_incarnation != leader_incarnation_) return;
+  leader_->kv().Release(name, "another", now_);  // does nothing
+  leader_->kv().Release(name, kTenant, now_);
+  DoLeaderActions();
+  if (!lease.ended && (lease.held || now_ < lease.expires)) ++census_.releases;
+  lease.ended = true;
+}
+
+void PoolSimulation::ReadLease(const std::string& name) {
+  const KvClient& lease = leases_.at(name);
+  if (leader_ == nullptr || lease.leader_incarnation != leader_incarnation_) return;
+  if (leader_->kv().Find(name, "another", now_).ok()) Fail("another tenant finds a lease");
+  const absl::StatusOr<KvDirectory::View> view = leader_->kv().Find(name, kTenant, now_);
+  const bool live = !lease.ended && (lease.held || now_ < lease.expires);
+  if (!live) {
+    if (!lease.ended) ++census_.lapses;
+    if (!absl::IsNotFound(view.status())) Fail("a lease is found after its end");
+    return;
+  }
+  if (absl::IsUnavailable(view.status())) {
+    ++census_.lost_reads;
+    return;
+  }
+  if (!view.ok()) return Fail(absl::StrCat("a live lease: ", view.status().ToString()));
+  if (view->run == 0 || view->layers_done < kLayers) return;  // a reader waits
+  const std::string missed = ReadHolders(name, leader_->kv().PlaceOf(name), view->run);
+  if (missed.empty()) {
+    ++census_.reads;
+    return;
+  }
+  ++census_.missed_reads;
+  Note(absl::StrCat("a read of ", name, " misses: ", missed));
+  const bool told = now_ - lease.changed_at > kTold && lease.expires - now_ > kTold / 4;
+  if (!lease.held && told && CalmSince(now_ - kTold)) Fail(absl::StrCat("a lease without K and V: ", missed));
+}
+
+std::string PoolSimulation::ReadHolders(const std::string& name, const KvDirectory::Place& place,
+                                        uint64_t run) {
+  v1::FetchKvRequest request;
+  request.set_lease(name);
+  int64_t tokens = 0;
+  for (const KvDirectory::Holder& holder : place.holders) {
+    const auto node = std::find_if(nodes_.begin(), nodes_.end(),
+                                   [&](const Node& each) { return each.name == holder.address; });
+    if (node->machine == nullptr || node->frozen_until > now_) return absl::StrCat(holder.name, " is away");
+    if (node->kv->Open(request, "another", 1 << 20, nullptr).ok()) Fail("another tenant reads from a holder");
+    auto reader = node->kv->Open(request, kTenant, 1 << 20, nullptr);
+    if (!reader.ok()) return absl::StrCat(holder.name, ": ", reader.status().message());
+    v1::KvPart part;
+    while (true) {
+      const absl::StatusOr<KvReader::Next> next = (*reader)->Take(part);
+      if (!next.ok()) return absl::StrCat(holder.name, ": ", next.status().message());
+      if (*next == KvReader::Next::kNotYet) return absl::StrCat(holder.name, " has not all layers");
+      if (*next == KvReader::Next::kEnd) break;
+      const size_t row_bytes = part.k().size() / part.tokens();
+      for (uint64_t i = 0; i < part.tokens(); ++i) {
+        uint64_t value = 0;
+        std::memcpy(&value, part.k().data() + i * row_bytes, sizeof value);
+        if (value != Mix(part.first_token() + i, run * kLayers + part.layer())) {
+          Fail("K of another run, token or layer");
+        }
+      }
+      tokens += static_cast<int64_t>(part.tokens());
+    }
+  }
+  if (tokens != kLayers * place.layout.tokens()) Fail("the holders do not have each token once");
+  return "";
+}
+
+void PoolSimulation::CheckKvBudgets() {
+  for (const auto& [name, kv] : leader_->kv_by_worker()) {
+    if (kv.bytes > kv.max_bytes) Fail(absl::StrCat(name, " is charged more K and V than it has room for"));
+  }
+  for (const Node& node : nodes_) {
+    if (node.kv != nullptr && node.kv->counts().bytes > node.kv->budget_bytes()) {
+      Fail(absl::StrCat(node.name, " keeps more than its budget"));
+    }
+  }
 }
 
 // ---- Clients and chaos.
@@ -751,8 +949,11 @@ void PoolSimulation::SubmitNext() {
     }
     if (!missing.empty()) Fail(absl::StrCat("the pool did not heal: without", missing));
   }
+  PrefillOptions options;
+  if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request_->tokens));
+  request_->lease = options.kv_lease;
   const uint64_t expected_ticket =
-      leader_->Submit({.id = "r", .tokens = request_->tokens, .options = {}}, now_);
+      leader_->Submit({.id = "r", .tokens = request_->tokens, .options = options}, now_);
   if (request_.has_value()) request_->ticket = expected_ticket;
   DoLeaderActions();
   if (last || !request_.has_value() || !Chance(0.15)) return;
@@ -769,6 +970,8 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
     return Fail("an answer to nobody, or a second one");
   ++census_.answers;
   const ClientRequest request = *std::exchange(request_, std::nullopt);
+  After(absl::ZeroDuration(), -1,
+        [this, lease = request.lease, done = answer.result.ok()] { OnPrefillEnded(lease, done); });
   if (answer.result.ok()) {
     ++census_.results;
     const Leader::Result& result = *answer.result;
@@ -801,6 +1004,9 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
   if (!request.calm) return After(DrawMs(1, 500), -1, [this] { SubmitNext(); });
   census_.losses += static_cast<int>(leader_->counters().losses);
   census_.retries += static_cast<int>(leader_->counters().retries);
+  std::vector<std::string> names;
+  for (const auto& [name, lease] : leases_) names.push_back(name);
+  for (const std::string& name : names) EndLease(name);
   After(absl::Seconds(2), -1, [this] { CheckEnd(); });
 }
 
@@ -848,6 +1054,7 @@ void PoolSimulation::Chaos() {
     case 8:
       if (node.machine != nullptr) {
         Note(absl::StrCat(node.name, " drains"));
+        Fault(absl::Seconds(6));  // it stays for its leases
         node.machine->Drain(now_);
         DoNodeActions(index);
       }
@@ -901,6 +1108,16 @@ void PoolSimulation::Heal() {
 
 void PoolSimulation::CheckEnd() {
   if (!leader_->idle()) Fail("the leader is busy with nothing");
+  const KvStore::Counts kept = leader_->kv().counts();
+  if (kept.leases != 0 || kept.bytes != 0) Fail("the leader has leases at the end");
+  for (const Node& node : nodes_) {
+    if (node.kv == nullptr) continue;
+    const KvStore::Counts held = node.kv->counts();
+    if (held.leases != 0 || held.bytes != 0) {
+      Fail(
+          absl::StrCat(node.name, " holds ", held.bytes, " bytes under ", held.leases, " leases at the end"));
+    }
+  }
   for (const Node& node : nodes_) {
     if (node.machine == nullptr || !node.machine->member())
       Fail(absl::StrCat(node.name, " is no member at the end"));

@@ -11,6 +11,9 @@
 // with the sum over the mesh and the run's number as its logits. So a result of an incomplete or an old run
 // shows.
 //
+// What is kept: nearly all requests want K and V under a lease, which a client reads, renews, releases or
+// lets lapse. Each token's K says which run computed it. A reader finds one run's whole K and V, or none.
+//
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
@@ -28,6 +31,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "server/pool/held_kv.h"
 #include "server/pool/leader.h"
 #include "server/pool/worker_machine.h"
 
@@ -44,6 +48,8 @@ class PoolSimulation {
   // Totals that show that the story had what it is for.
   struct Census {
     int answers = 0, results = 0, errors = 0, retries = 0, losses = 0, poisoned = 0, cancelled = 0;
+    int leases = 0, refused = 0, reads = 0, lost_reads = 0, missed_reads = 0, renewals = 0, releases = 0,
+        lapses = 0;
   };
   const Census& census() const { return census_; }
 
@@ -92,12 +98,14 @@ class PoolSimulation {
     std::vector<LinkProbe> probes;
     std::vector<HostRank> ranks;
     std::shared_ptr<Mesh> mesh;
+    std::shared_ptr<KvSink> kv;  // null: K and V are dropped
   };
   struct Node {
     std::string name;
     int ranks = 1;
     int incarnation = 0;
     std::unique_ptr<WorkerMachine> machine;  // null: dead
+    std::unique_ptr<HeldKv> kv;              // of this incarnation
     Host host;
     uint64_t link = 0;                  // 0: none
     absl::Time frozen_until;            // stopped: nothing happens
@@ -123,7 +131,18 @@ class PoolSimulation {
     bool cancelled = false;
     uint64_t runs_before = 0;  // of this leader
     int deaths = 0;            // in its runs, by its poison
+    std::string lease;         // empty: K and V are not kept
     absl::Time submitted_at;
+  };
+
+  // A client's lease, as it must be.
+  struct KvClient {
+    int leader_incarnation = 0;
+    int64_t tokens = 0;
+    bool held = true;  // by its prefill
+    bool ended = false;
+    absl::Time expires;
+    absl::Time changed_at;  // when the workers were told last
   };
 
   // ---- Time.
@@ -174,6 +193,17 @@ class PoolSimulation {
   uint64_t Digest(const WorkerMachine::RunPart& part, int rank) const;
   static uint64_t Mix(uint64_t token, uint64_t id);
 
+  // ---- K and V.
+  std::string AdmitKv(int64_t tokens);  // the lease; empty: none
+  void KeepLayers(int node, int rank);
+  void OnPrefillEnded(const std::string& lease, bool done);
+  void UseLease(const std::string& lease);
+  void ReadLease(const std::string& lease);
+  // What the holders have. Empty, or why it cannot be read.
+  std::string ReadHolders(const std::string& lease, const KvDirectory::Place& place, uint64_t run);
+  void EndLease(const std::string& lease);
+  void CheckKvBudgets();
+
   // ---- Clients and chaos.
   void SubmitNext();
   void OnAnswer(const Leader::Answer& answer);
@@ -211,6 +241,7 @@ class PoolSimulation {
   std::map<std::pair<int, Step>, int> crash_plan_;       // → how many passes until the crash
   uint64_t run_sent_ = 0;                                // the newest run of the leader
   std::optional<ClientRequest> request_;
+  std::map<std::string, KvClient> leases_;
   int requests_left_ = 0;
   absl::Time chaos_ends_;
   absl::Time last_fault_end_ = absl::InfinitePast();

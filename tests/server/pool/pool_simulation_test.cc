@@ -48,6 +48,14 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.losses += census.losses;
       total.poisoned += census.poisoned;
       total.cancelled += census.cancelled;
+      total.leases += census.leases;
+      total.refused += census.refused;
+      total.reads += census.reads;
+      total.lost_reads += census.lost_reads;
+      total.missed_reads += census.missed_reads;
+      total.renewals += census.renewals;
+      total.releases += census.releases;
+      total.lapses += census.lapses;
       if (failure.empty()) continue;
       if (++failures <= 5) {
         ADD_FAILURE() << "seed " << first + i << ": " << failure
@@ -64,6 +72,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       "again\n",
       total.answers, total.results, total.errors, total.cancelled, total.poisoned, total.losses,
       total.retries);
+  std::printf(
+      "%d leases, %d refused: %d reads, %d of lost ones, %d missed; %d renewed, %d released, %d lapsed\n",
+      total.leases, total.refused, total.reads, total.lost_reads, total.missed_reads, total.renewals,
+      total.releases, total.lapses);
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
@@ -72,6 +84,13 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.losses, share);
   EXPECT_GT(total.cancelled, share);
   EXPECT_GT(total.poisoned, share / 2);
+  EXPECT_GT(total.leases, 10 * share);
+  EXPECT_GT(total.reads, 10 * share);
+  EXPECT_GT(total.lost_reads, share / 4);
+  EXPECT_GT(total.refused, share / 4);
+  EXPECT_GT(total.renewals, share);
+  EXPECT_GT(total.releases, share);
+  EXPECT_GT(total.lapses, share);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {

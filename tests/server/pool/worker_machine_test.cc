@@ -88,7 +88,7 @@ class WorkerMachineTest : public testing::Test {
     ASSERT_TRUE(machine_.member());
     sent_.clear();
   }
-  void HearPrepare(uint64_t run, uint64_t reserve_bytes = 100) {
+  void HearPrepare(uint64_t run, uint64_t reserve_bytes = 100, const std::string& lease = "") {
     Hear([&](v1::LeaderMessage& message) {
       v1::Prepare& prepare = *message.mutable_prepare();
       prepare.set_run(run);
@@ -96,6 +96,7 @@ class WorkerMachineTest : public testing::Test {
       prepare.set_first_rank(kFirstRank);
       prepare.set_ranks(kRanks);
       prepare.set_reserve_bytes(reserve_bytes);
+      if (!lease.empty()) prepare.mutable_keep_kv()->set_lease(lease);
     });
   }
   // The tokens of one seat, in two messages.
@@ -238,6 +239,21 @@ TEST_F(WorkerMachineTest, IgnoresWhatComesTwiceOrLate) {
   machine_.OnMessage(connection_ + 1, other, now_);
   Do();
   EXPECT_TRUE(stopped_.empty());
+}
+
+// A lease may end between the parts of its run's Prepare: nobody would end what is kept under it afterwards.
+TEST_F(WorkerMachineTest, KeepsNothingUnderALeaseThatEndedMeanwhile) {
+  Join();
+  for (const uint64_t run : {5, 6}) {
+    HearPrepare(run, 100, "lease");
+    HearShard(run, 1);
+    Hear([&](v1::LeaderMessage& message) {
+      message.mutable_kv_ends()->set_lease(run == 5 ? "another" : "lease");
+    });
+    HearShard(run, 2);
+    ASSERT_EQ(prepared_.size(), run - 4);
+    EXPECT_EQ(prepared_.back().keep_kv.has_value(), run == 5);
+  }
 }
 
 TEST_F(WorkerMachineTest, ReservesNoMoreThanItOffers) {

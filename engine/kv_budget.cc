@@ -1,0 +1,19 @@
+#include "engine/kv_budget.h"
+
+#include "engine/devices/free_memory.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kDefaultPart = 8;
+
+}  // namespace
+
+int64_t KvBudgetBytes(const EmbeddedPool& pool, std::optional<int64_t> memory_bytes,
+                      std::optional<int64_t> host_memory_bytes) {
+  if (!pool.hardware->in_host_memory())
+    return host_memory_bytes.value_or(DefaultMemoryBudgetBytes() / kDefaultPart);
+  return memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,85 @@
+#include "server/pool/holder_service.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/comm/interface_address.h"
+#include "grpcpp/grpcpp.h"
+#include "kernels/return_if_error.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/channel_limits.h"
+#include "server/api/kv_streams.h"
+#include "server/config/address.h"
+
+namespace meshfill {
+namespace {
+
+constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
+
+// The numeric address of `listen`, which others can connect to.
+absl::StatusOr<HostPort> ResolveReachable(const std::string& listen) {
+  ASSIGN_OR_RETURN(HostPort named, ParseHostPort(listen));
+  named.host = InterfaceAddress(named.host).value_or(named.host);
+  ASSIGN_OR_RETURN(HostPort address, ResolveFreeAddress(named.DebugString()));
+  if (address.host != "0.0.0.0" && address.host != "::") return address;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "\"", listen,
+      "\" is every interface; name the one at which clients and the front-end reach this worker"));
+}
+
+}  // namespace
+
+class HolderService::Service final : public v1::PrefillService::CallbackService {
+ public:
+  Service(KvSource& held, int64_t max_message_bytes) : streams_(held, max_message_bytes, nullptr) {}
+
+  ~Service() override {
+    if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+    streams_.WaitUntilNoStream();
+    server_.reset();
+  }
+
+  absl::Status Listen(const std::string& listen, const v1::LimitsSection& limits) {
+    ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
+    grpc::ServerBuilder builder;
+    LimitChannel(limits, builder);
+    int port = 0;
+    builder.AddListeningPort(address.DebugString(), grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(this);
+    server_ = builder.BuildAndStart();
+    if (server_ == nullptr || port == 0) {
+      return absl::UnavailableError(
+          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
+    }
+    address.port = static_cast<uint16_t>(port);
+    address_ = address.DebugString();
+    return absl::OkStatus();
+  }
+
+  const std::string& address() const { return address_; }
+
+  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
+    return streams_.Fetch(context, request);
+  }
+
+ private:
+  KvStreams streams_;
+  std::unique_ptr<grpc::Server> server_;
+  std::string address_;
+};
+
+HolderService::HolderService(std::unique_ptr<Service> service) : service_(std::move(service)) {}
+HolderService::~HolderService() = default;
+
+absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::string& listen,
+                                                                    const v1::LimitsSection& limits,
+                                                                    KvSource& held) {
+  auto service = std::make_unique<Service>(held, static_cast<int64_t>(limits.max_message_bytes()));
+  RETURN_IF_ERROR(service->Listen(listen, limits));
+  return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
+}
+
+const std::string& HolderService::address() const { return service_->address(); }
+
+}  // namespace meshfill
