@@ -18,7 +18,10 @@ int64_t TokensOf(const TokenLayout& layout, const std::vector<bool>& ranks) {
 }  // namespace
 
 KvPrompt::KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here)
-    : shape_(shape), tokens_(layout.tokens()), here_(std::move(here)), kept_tokens_(TokensOf(layout, here_)) {}
+    : shape_(shape),
+      tokens_(layout.tokens()),
+      here_(std::move(here)),
+      kept_tokens_(TokensOf(layout, here_)) {}
 
 void KvPrompt::Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge) {
   on_layer_ = std::move(on_layer);
@@ -50,8 +53,8 @@ void KvPrompt::Begin(const TokenLayout& layout, std::shared_ptr<const KvSlabs> b
   slabs->pieces.push_back({.first_token = first_token, .tokens = layout.tokens(), .run = run});
   slabs_ = std::move(slabs);
   const auto ranks = here_.empty() ? layout.ranks() : std::count(here_.begin(), here_.end(), true);
-  runs_.push_back({.slabs = std::move(run),
-                   .ranks_missing = std::vector(shape_.layers, static_cast<int>(ranks))});
+  runs_.push_back(
+      {.slabs = std::move(run), .ranks_missing = std::vector(shape_.layers, static_cast<int>(ranks))});
 }
 
 void KvPrompt::Charge(int64_t tokens, int64_t before, std::vector<std::shared_ptr<const KvCharge>>& charges) {
