@@ -27,6 +27,13 @@ void AddPrediction(const Prediction& predicted, Json& json) {
   json["peak_bytes"] = predicted.peak_bytes;
 }
 
+// Programs compare the plan's object: it has these keys only where the prompt ran in pieces.
+void AddPieces(uint64_t pieces, uint64_t piece_tokens, Json& plan) {
+  if (pieces <= 1) return;
+  plan["pieces"] = pieces;
+  plan["piece_tokens"] = piece_tokens;
+}
+
 }  // namespace
 
 std::string PrefillJson(const v1::PrefillResult& result) {
@@ -36,19 +43,18 @@ std::string PrefillJson(const v1::PrefillResult& result) {
   const v1::PlanSummary& plan = result.plan();
   const v1::PrefillResult::Seconds& seconds = result.seconds();
   const v1::CommBytes& bytes = result.comm_bytes();
-  return Dump({{"request_id", result.request_id()},
+  Json ran = {{"ranks", plan.ranks()},
+              {"heads", plan.heads()},
+              {"a", plan.a()},
+              {"b", plan.b()},
+              {"layout", LayoutName(plan.layout())},
+              {"stripe", plan.stripe()}};
+  AddPieces(plan.pieces(), plan.piece_tokens(), ran);
+  Json object({{"request_id", result.request_id()},
                {"tokens", result.tokens()},
                {"first_token", result.first_token()},
                {"top", std::move(top)},
-               {"plan",
-                {{"ranks", plan.ranks()},
-                 {"heads", plan.heads()},
-                 {"a", plan.a()},
-                 {"b", plan.b()},
-                 {"layout", LayoutName(plan.layout())},
-                 {"stripe", plan.stripe()},
-                 {"pieces", plan.pieces()},
-                 {"piece_tokens", plan.piece_tokens()}}},
+               {"plan", std::move(ran)},
                {"seconds",
                 {{"queue", seconds.queue()},
                  {"prefill", seconds.prefill()},
@@ -56,8 +62,9 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                  {"comm_wait", seconds.comm_wait()}}},
                {"comm_bytes",
                 {{"q", bytes.q()}, {"kv", bytes.kv()}, {"o", bytes.o()}, {"all_to_all", bytes.all_to_all()}}},
-               {"mfu", result.mfu()},
-               {"cached_tokens", result.cached_tokens()}});
+               {"mfu", result.mfu()}});
+  if (result.cached_tokens() > 0) object["cached_tokens"] = result.cached_tokens();
+  return Dump(object);
 }
 
 std::string PlanJson(const PlanChoice& choice) {
@@ -80,17 +87,19 @@ std::string PlanJson(const PlanChoice& choice) {
   }
   Json predicted = Json::object();
   AddPrediction(plan.predicted, predicted);
-  return Dump({{"ranks", plan.ranks()},
+  Json object({{"ranks", plan.ranks()},
                {"heads", plan.heads},
                {"a", plan.tile.a},
                {"b", plan.tile.b},
                {"layout", LayoutName(plan.layout.kind())},
                {"stripe", plan.layout.stripe()},
-               {"pieces", std::max<size_t>(1, choice.pieces.size())},
-               {"piece_tokens", choice.pieces.empty() ? 0 : choice.pieces.front().layout.tokens()},
                {"steps", std::move(steps)},
                {"predicted", std::move(predicted)},
                {"candidates", std::move(candidates)}});
+  if (!choice.pieces.empty()) {
+    AddPieces(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens()), object);
+  }
+  return Dump(object);
 }
 
 const char* LayoutName(v1::Layout layout) {

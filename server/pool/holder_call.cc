@@ -42,7 +42,7 @@ class HolderChannels::Connections {
   void CallEnded() {
     const MutexLock lock(mu_);
     --calls_;
-    ended_.NotifyAll();
+    ended_.NotifyAll();  // under the lock: afterwards this may be gone
   }
   void WaitUntilNoCall() {
     MutexLock lock(mu_);
@@ -141,7 +141,9 @@ const v1::KvPart* HolderCall::part() const { return impl_->part(); }
 void HolderCall::Next() { impl_->Next(); }
 std::optional<absl::Status> HolderCall::end() const { return impl_->end(); }
 
-HolderChannels::HolderChannels() : connections_(std::make_shared<Connections>()) {}
+HolderChannels::HolderChannels() : connections_(std::make_unique<Connections>()) {}
+// No call may own the channels: gRPC's threads must not be the ones that destroy the last of them, for they
+// would wait for themselves.
 HolderChannels::~HolderChannels() { connections_->WaitUntilNoCall(); }
 
 std::unique_ptr<HolderCall> HolderChannels::Fetch(const std::string& address,
@@ -149,7 +151,7 @@ std::unique_ptr<HolderCall> HolderChannels::Fetch(const std::string& address,
                                                   const std::string& tenant, std::function<void()> changed) {
   auto stub = v1::PrefillService::NewStub(connections_->To(address));
   auto impl = std::make_shared<HolderCall::Impl>(request, std::move(changed),
-                                                 [connections = connections_] { connections->CallEnded(); });
+                                                 [&connections = *connections_] { connections.CallEnded(); });
   auto call = std::make_unique<HolderCall>(impl);
   impl->Start(impl, std::move(stub), tenant);
   return call;

@@ -52,7 +52,7 @@ class HolderChannels {
 
  private:
   class Connections;
-  const std::shared_ptr<Connections> connections_;
+  const std::unique_ptr<Connections> connections_;
 };
 
 }  // namespace meshfill

@@ -173,10 +173,12 @@ class PrefillCommand : public Command {
         ->check(WholeNumber(1))
         ->capture_default_str()
         ->group("Output");
-    app_->add_option("--logits-out", logits_path_, "Write the last token's logits, safetensors")
+    app_->add_option("--logits-out", logits_path_,
+                     "Write the last token's logits, safetensors; computes all tokens, cached or not")
         ->type_name("FILE")
         ->group("Output");
-    app_->add_option("--kv-out", kv_path_, "Write K and V of every layer in token order, safetensors")
+    app_->add_option("--kv-out", kv_path_,
+                     "Write K and V of every layer in token order, safetensors; likewise")
         ->type_name("FILE")
         ->group("Output");
     app_->add_option("--trace-out", trace_path_,
@@ -263,6 +265,8 @@ class PrefillCommand : public Command {
     header.set_priority(priority_);
     header.set_top_k(static_cast<uint32_t>(options_.top_k));
     header.set_return_logits(!logits_path_.empty());
+    // Files hold what the whole prompt's own computation gives, bit by bit, not what earlier ones gave.
+    header.mutable_kv()->set_ignore_cache(!logits_path_.empty() || !kv_path_.empty());
     if (!kv_path_.empty()) {
       header.mutable_kv()->set_keep(true);
       header.mutable_kv()->set_lease_seconds(kLeaseSeconds);

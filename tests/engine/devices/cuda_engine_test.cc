@@ -117,10 +117,12 @@ TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
   // 3 · (64·128 + 64·64 + 3·64·64) + 2 · 100·64 weights of two bytes.
   EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "need 173056 bytes")) << status;
   FakeCuda::set_memory_bytes(kMemoryBytes);
-  const auto engine = Load(2);
-  ASSERT_NE(engine, nullptr);
+  EngineOptions options = Options(2);
+  options.kv_host_memory_bytes = 0;  // nor in pieces, for their K and V have no room
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
   const std::vector<uint32_t> prompt(1 << 20, 1);
-  status = RunPrefill(*engine, {prompt, {}}).status();
+  status = RunPrefill(**engine, {prompt, {}}).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
 }
 
