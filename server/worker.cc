@@ -28,8 +28,7 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
     if (draining) return absl::CancelledError("stopped by a second signal");
     draining = true;
     Log("draining: the run that this worker takes part in finishes, and its leases are served until they "
-        "end; a "
-        "second signal stops at once");
+        "end; a second signal stops at once");
     worker->Drain();
   }
 }

@@ -8,6 +8,7 @@
 #include "engine/kv/lease_name.h"
 
 namespace meshfill {
+
 KvLease::~KvLease() {
   if (!kept_) store_.End(id_);
 }
