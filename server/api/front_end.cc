@@ -13,6 +13,7 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/channel_limits.h"
+#include "server/api/grpc_listener.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
@@ -84,16 +85,10 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
-    int port = 0;
-    builder.AddListeningPort(address.DebugString(), grpc::InsecureServerCredentials(), &port);
     builder.RegisterService(this);
-    server_ = builder.BuildAndStart();
-    if (server_ == nullptr || port == 0) {
-      return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
-    }
-    address.port = static_cast<uint16_t>(port);
-    address_ = address.DebugString();
+    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, grpc::InsecureServerCredentials(), builder));
+    server_ = std::move(listener.server);
+    address_ = std::move(listener.address);
     SetHealth(false);
     return absl::OkStatus();
   }

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
+#include "server/api/grpc_listener.h"
 #include "server/config/address.h"
 #include "server/pool/control_credentials.h"
 
@@ -42,16 +42,10 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 4);  // a worker has one
     builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-    int port = 0;
-    builder.AddListeningPort(address.DebugString(), credentials, &port);
     builder.RegisterService(this);
-    server_ = builder.BuildAndStart();
-    if (server_ == nullptr || port == 0) {
-      return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
-    }
-    address.port = static_cast<uint16_t>(port);
-    address_ = address.DebugString();
+    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, credentials, builder));
+    server_ = std::move(listener.server);
+    address_ = std::move(listener.address);
     return absl::OkStatus();
   }
 

@@ -9,6 +9,7 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/channel_limits.h"
+#include "server/api/grpc_listener.h"
 #include "server/api/kv_streams.h"
 #include "server/config/address.h"
 
@@ -44,16 +45,10 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
     grpc::ServerBuilder builder;
     LimitChannel(limits, builder);
-    int port = 0;
-    builder.AddListeningPort(address.DebugString(), grpc::InsecureServerCredentials(), &port);
     builder.RegisterService(this);
-    server_ = builder.BuildAndStart();
-    if (server_ == nullptr || port == 0) {
-      return absl::UnavailableError(
-          absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
-    }
-    address.port = static_cast<uint16_t>(port);
-    address_ = address.DebugString();
+    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, grpc::InsecureServerCredentials(), builder));
+    server_ = std::move(listener.server);
+    address_ = std::move(listener.address);
     return absl::OkStatus();
   }
 

@@ -1,0 +1,28 @@
+// A gRPC server on one port.
+#ifndef MESHFILL_SERVER_API_GRPC_LISTENER_H_
+#define MESHFILL_SERVER_API_GRPC_LISTENER_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
+#include "server/config/address.h"
+
+namespace meshfill {
+
+struct GrpcListener {
+  std::unique_ptr<grpc::Server> server;
+  std::string address;  // HOST:PORT, the real port
+};
+
+// Starts what was built, at `address`, whose port 0 stands for any that is free. UNAVAILABLE: another has the
+// port.
+absl::StatusOr<GrpcListener> ListenAt(HostPort address,
+                                      const std::shared_ptr<grpc::ServerCredentials>& credentials,
+                                      grpc::ServerBuilder& builder);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_GRPC_LISTENER_H_
