@@ -5,41 +5,21 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "engine/mesh/flows.h"
 
 namespace meshfill {
 namespace {
 
-// Messages that all ranks send at once, seen from the nodes.
-class Flows {
- public:
-  Flows(const Topology& topology, int nodes) : topology_(topology), out_(nodes, 0), in_(nodes, 0) {}
-
-  void Add(int from_node, int to_node) {
-    if (from_node == to_node) {
-      inside_ = true;
-    } else {
-      most_ = std::max({most_, ++out_[from_node], ++in_[to_node]});
-    }
-  }
-
-  // The slowest of the links.
-  Link Slowest() const {
-    Link link;
-    if (inside_) link = topology_.same_node;
-    if (most_ == 0) return link;
-    const Link& between = topology_.between_nodes;
-    return {.latency_seconds = std::max(link.latency_seconds, between.latency_seconds),
-            .bytes_per_second = std::min(
-                {link.bytes_per_second, between.bytes_per_second, topology_.node_bytes_per_second / most_})};
-  }
-
- private:
-  const Topology& topology_;
-  std::vector<int> out_;  // flows, by node
-  std::vector<int> in_;
-  int most_ = 0;  // out of a node, or into it
-  bool inside_ = false;
-};
+// The slowest of the links that the flows use.
+Link Slowest(const Flows& flows, const Topology& topology) {
+  Link link;
+  if (flows.inside()) link = topology.same_node;
+  if (flows.most() == 0) return link;
+  const Link& between = topology.between_nodes;
+  return {.latency_seconds = std::max(link.latency_seconds, between.latency_seconds),
+          .bytes_per_second = std::min({link.bytes_per_second, between.bytes_per_second,
+                                        topology.node_bytes_per_second / flows.most()})};
+}
 
 // Each rank sends to the other members of its head group, one after the other; their flows share the nodes'
 // links.
@@ -118,7 +98,7 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   for (int rank = 0; rank < ranks; ++rank) node_of_rank[rank] = number[placement.seat_of_rank[rank]];
 
   const Mesh mesh(tile);
-  Flows q(topology, nodes), kv(topology, nodes);
+  Flows q(nodes), kv(nodes);
   for (int rank = 0; rank < ranks; ++rank) {
     const int member = rank % heads;
     const int mesh_rank = rank / heads;
@@ -128,9 +108,9 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
   }
-  return {{Traffic::kQ, q.Slowest()},
-          {Traffic::kKv, kv.Slowest()},
-          {Traffic::kO, q.Slowest()},
+  return {{Traffic::kQ, Slowest(q, topology)},
+          {Traffic::kKv, Slowest(kv, topology)},
+          {Traffic::kO, Slowest(q, topology)},
           {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
 }
 

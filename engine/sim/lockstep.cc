@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <deque>
 
+#include "engine/mesh/flows.h"
+
 namespace meshfill::sim {
 
 double ChannelSpeed::Seconds(const Cluster& cluster, double bytes) const {
@@ -20,21 +22,15 @@ double ChannelSpeed::Seconds(const Cluster& cluster, double bytes) const {
 ChannelSpeed SpeedOf(const std::vector<int>& from, const Placement& placement, const Cluster& cluster) {
   const int ranks = static_cast<int>(from.size());
   const auto node_of = [&](int rank) { return placement.seat_of_rank[rank] / cluster.gpus_per_node; };
-  std::vector<int> out(ranks, 0);  // flows out of each node, and into it
-  std::vector<int> in(ranks, 0);
-  ChannelSpeed speed;
-  int most_flows = 0;
+  Flows flows(ranks);  // no more nodes than ranks
   for (int rank = 0; rank < ranks; ++rank) {
-    if (from[rank] == rank) continue;
-    if (node_of(rank) == node_of(from[rank])) {
-      speed.same_node_bytes_per_second = cluster.same_node.bytes_per_second;
-      continue;
-    }
-    most_flows = std::max({most_flows, ++out[node_of(from[rank])], ++in[node_of(rank)]});
+    if (from[rank] != rank) flows.Add(node_of(from[rank]), node_of(rank));
   }
-  if (most_flows > 0) {
+  ChannelSpeed speed;
+  if (flows.inside()) speed.same_node_bytes_per_second = cluster.same_node.bytes_per_second;
+  if (flows.most() > 0) {
     speed.between_nodes_bytes_per_second =
-        std::min(cluster.between_nodes.bytes_per_second, cluster.node_bytes_per_second / most_flows);
+        std::min(cluster.between_nodes.bytes_per_second, cluster.node_bytes_per_second / flows.most());
   }
   return speed;
 }
