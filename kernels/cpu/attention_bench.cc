@@ -1,7 +1,5 @@
 #include "kernels/cpu/attention_bench.h"
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -11,7 +9,6 @@
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/bench_sample.h"
 #include "kernels/cpu/thread_pool.h"
-#include "kernels/peak.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"
 
@@ -65,22 +62,9 @@ absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& op
   const double flops = 4.0 * options.head_dim * options.q_heads * (tokens * (tokens + 1) / 2);
 
   ThreadPool pool(options.threads);
-  std::vector<double> seconds, speeds, peaks, ratios;
-  for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    const auto start = std::chrono::steady_clock::now();
-    RETURN_IF_ERROR(CpuAttentionBlock(args, options.dtype, target, pool, nullptr));
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    seconds.push_back(elapsed.count());
-    speeds.push_back(flops / elapsed.count());
-    const double peak_seconds = std::clamp(elapsed.count(), kMinPeakSeconds, kMaxPeakSeconds);
-    peaks.push_back(MeasureRegisterLoop(target, options.dtype, options.threads, peak_seconds).average);
-    ratios.push_back(speeds.back() / peaks.back());
-  }
-  return KernelBenchResult{.target = target,
-                           .seconds = Median(seconds),
-                           .flops_per_second = Median(speeds),
-                           .peak_flops_per_second = Median(peaks),
-                           .ratio = Median(ratios)};
+  return MeasureBesideRegisterLoop(target, options.dtype, options.threads, options.repeats, flops, [&] {
+    return CpuAttentionBlock(args, options.dtype, target, pool, nullptr);
+  });
 }
 
 }  // namespace meshfill
