@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -16,6 +14,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
+#include "tests/engine/close.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/test_device.h"
@@ -92,32 +91,6 @@ PrefillOptions Cached(std::span<const uint32_t> tokens, PrefillOptions options =
   options.block_names = std::make_shared<const KvBlockNames>(
       KvBlockNames{.tenant = tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
   return options;
-}
-
-void ExpectClose(const std::vector<float>& actual, const std::vector<float>& expected, double tolerance,
-                 const std::string& what) {
-  ASSERT_EQ(actual.size(), expected.size());
-  double largest = 0, worst = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    largest = std::max(largest, std::abs(double{expected[i]}));
-    worst = std::max(worst, std::abs(double{actual[i]} - expected[i]));
-    ASSERT_TRUE(std::isfinite(actual[i])) << what;
-  }
-  EXPECT_LE(worst, tolerance * largest) << what;
-}
-
-std::vector<float> AsFloats(const std::vector<std::byte>& bytes, DType dtype) {
-  std::vector<float> floats(bytes.size() / DTypeBytes(dtype));
-  for (size_t i = 0; i < floats.size(); ++i) {
-    if (dtype == DType::kF32) {
-      std::memcpy(&floats[i], &bytes[i * sizeof(float)], sizeof(float));
-    } else {
-      BFloat16 half;
-      std::memcpy(&half, &bytes[i * sizeof(half)], sizeof(half));
-      floats[i] = half.ToFloat();
-    }
-  }
-  return floats;
 }
 
 void ExpectSameKv(const KeptKv& actual, const KeptKv& expected, double tolerance, const std::string& what) {

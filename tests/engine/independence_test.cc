@@ -3,7 +3,6 @@
 // to the bit.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -14,6 +13,7 @@
 #include "engine/plan/comm_bytes.h"
 #include "engine/plan/planner.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/close.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/test_device.h"
 
@@ -65,39 +65,13 @@ std::vector<uint32_t> RandomPrompt(int64_t tokens, int64_t vocab, std::mt19937_6
   return ids;
 }
 
-void ExpectClose(const float* actual, const float* expected, size_t count, const std::string& what) {
-  double largest = 0, worst = 0;
-  for (size_t i = 0; i < count; ++i) {
-    largest = std::max(largest, std::abs(double{expected[i]}));
-    worst = std::max(worst, std::abs(double{actual[i]} - expected[i]));
-    ASSERT_TRUE(std::isfinite(actual[i])) << what << ": element " << i << " is " << actual[i];
-  }
-  EXPECT_LE(worst, Tolerance() * largest) << what;
-}
-
-std::vector<float> AsFloats(const std::vector<std::byte>& bytes, DType dtype) {
-  std::vector<float> floats(bytes.size() / DTypeBytes(dtype));
-  for (size_t i = 0; i < floats.size(); ++i) {
-    if (dtype == DType::kF32) {
-      std::memcpy(&floats[i], &bytes[i * sizeof(float)], sizeof(float));
-    } else {
-      BFloat16 half;
-      std::memcpy(&half, &bytes[i * sizeof(half)], sizeof(half));
-      floats[i] = half.ToFloat();
-    }
-  }
-  return floats;
-}
-
 void ExpectSameAnswer(const KeptPrefill& actual, const KeptPrefill& expected, const std::string& what) {
-  ASSERT_EQ(actual.logits.size(), expected.logits.size());
-  ExpectClose(actual.logits.data(), expected.logits.data(), expected.logits.size(), what + ": logits");
+  ExpectClose(actual.logits, expected.logits, Tolerance(), what + ": logits");
   for (size_t layer = 0; layer < expected.kv.layers.size(); ++layer) {
     for (auto [tensor, name] : {std::pair(&KeptKv::Layer::k, ": k"), {&KeptKv::Layer::v, ": v"}}) {
-      const std::vector<float> mine = AsFloats(actual.kv.layers[layer].*tensor, actual.kv.shape.dtype);
-      const std::vector<float> theirs = AsFloats(expected.kv.layers[layer].*tensor, expected.kv.shape.dtype);
-      ASSERT_EQ(mine.size(), theirs.size());
-      ExpectClose(mine.data(), theirs.data(), theirs.size(), what + name);
+      ExpectClose(AsFloats(actual.kv.layers[layer].*tensor, actual.kv.shape.dtype),
+                  AsFloats(expected.kv.layers[layer].*tensor, expected.kv.shape.dtype), Tolerance(),
+                  what + name);
     }
   }
 }
