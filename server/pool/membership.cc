@@ -8,11 +8,11 @@
 #include "engine/engine_options.h"
 #include "server/observe/log.h"
 #include "server/pool/offered_speed.h"
+#include "server/pool/run_plan.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int kMaxPoolRanks = 1024;
 constexpr size_t kMaxNameCharacters = 128;
 constexpr size_t kMaxRememberedRefusals = 256;
 
@@ -116,8 +116,8 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                    "; give each its own pool.worker.name"));
     }
   }
-  if (ranks > kMaxPoolRanks) {
-    return absl::ResourceExhaustedError(absl::StrCat("the pool is full: it takes ", kMaxPoolRanks, " ranks"));
+  if (ranks > kMaxPlanRanks) {
+    return absl::ResourceExhaustedError(absl::StrCat("the pool is full: it takes ", kMaxPlanRanks, " ranks"));
   }
   return absl::OkStatus();
 }

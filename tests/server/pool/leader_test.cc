@@ -197,6 +197,18 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_EQ(leader_.counters().refusals, 10u);
 }
 
+TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {
+  Leader::Connection connection = 0;
+  for (int ranks = 0; ranks < kMaxPlanRanks; ranks += 64) {
+    ++connection;
+    ASSERT_EQ(Join(connection, Offer(absl::StrCat("w", connection), 64)), "");
+  }
+  EXPECT_EQ(leader_.capacity().ranks, kMaxPlanRanks);
+  const std::string reason = Join(connection + 1, Offer("one more"));
+  EXPECT_EQ(reason, absl::StrCat("the pool is full: it takes ", kMaxPlanRanks, " ranks"));
+  EXPECT_TRUE(sent_[connection + 1].back().refused().retry()) << "some may go";
+}
+
 TEST_F(LeaderTest, LogsARefusalOnceAndTakesNoWordFromStrangers) {
   v1::Join other = Offer("b");
   other.set_build("b2");
