@@ -142,17 +142,23 @@ class PoolEngine::Run final : public Prefill {
     engine_.runs_.erase(ticket_);
   }
 
-  void Submit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) {
+  // The engine calls these three with its mutex held.
+  void Submit() {
+    engine_.mu_.AssertHeld();
     ticket_ = engine_.leader_.Submit(
         {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options},
         MonotonicNow());
     engine_.runs_[ticket_] = this;
     engine_.DoActions();
   }
-  void OnAnswer(absl::StatusOr<Leader::Result> answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) {
+  void OnAnswer(absl::StatusOr<Leader::Result> answer) {
+    engine_.mu_.AssertHeld();
     answer_ = std::move(answer);
   }
-  void OnLayersDone(int layers) ABSL_EXCLUSIVE_LOCKS_REQUIRED(engine_.mu_) { layers_done_ = layers; }
+  void OnLayersDone(int layers) {
+    engine_.mu_.AssertHeld();
+    layers_done_ = layers;
+  }
 
   // The leader answers at once and reads the tokens no more.
   void Stop() override {
