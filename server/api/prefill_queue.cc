@@ -35,6 +35,8 @@ class PrefillQueue::Places {
   std::vector<double> free_in_;
 };
 
+void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
+
 absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
                                                std::shared_ptr<Waiter> waiter) {
   return queue_.Submit(ticket_, std::move(tokens), options, std::move(waiter));
@@ -131,6 +133,12 @@ absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> 
   return before;
 }
 
+void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds) {
+  const MutexLock lock(mu_);
+  const auto entry = jobs_.find(ticket);
+  if (entry != jobs_.end()) entry->second->request.predicted_seconds = seconds;  // StopAll drops uploads
+}
+
 void PrefillQueue::Withdraw(uint64_t ticket) {
   std::unique_ptr<Job> gone;  // freed after the lock
   const MutexLock lock(mu_);
@@ -191,6 +199,7 @@ void PrefillQueue::RunJobs() {
       job = jobs_.at(ticket).get();
       job->phase = Phase::kRunning;
       job->begin = job->last_layer_at = MonotonicNow();
+      job->layers = engine_.model().layers;
       PublishCount();
     }
     RunJob(ticket, *job);
@@ -242,6 +251,7 @@ void PrefillQueue::OnLayerDone(Job& job, int layers_done, int layers) {
   {
     const MutexLock lock(mu_);
     job.layers_done = layers_done;
+    job.layers = layers;
     job.last_layer_at = MonotonicNow();
     seconds = absl::ToDoubleSeconds(job.last_layer_at - job.begin);
     waiter = job.waiter;
@@ -272,7 +282,7 @@ double PrefillQueue::RestSeconds(const Job& running) const {
   }
   const double layer_seconds =
       absl::ToDoubleSeconds(running.last_layer_at - running.begin) / running.layers_done;
-  const double rest = layer_seconds * (engine_.model().layers - running.layers_done);
+  const double rest = layer_seconds * (running.layers - running.layers_done);
   return std::max(0.0, rest - absl::ToDoubleSeconds(now - running.last_layer_at));
 }
 
@@ -362,7 +372,7 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   for (const Job* job : running) {
     JobView& view = add(*job, job->begin, RestSeconds(*job));
     view.layers_done = job->layers_done;
-    view.layers = engine_.model().layers;
+    view.layers = job->layers;
   }
   Places places = PlacesOfEngine();
   for (const Job* job : Order()) add(*job, job->reserved_at, places.Take(job->request.predicted_seconds));

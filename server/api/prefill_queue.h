@@ -65,6 +65,9 @@ class PrefillQueue {
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
+    // What the prefill is predicted to take, now that more is known of it: later requests wait so long.
+    void SetPredictedSeconds(double seconds);
+
     // Queues the complete prompt, once; returns the requests before it, running ones included. From now on
     // the waiter hears of the request's end, unless it is withdrawn while it waits. UNAVAILABLE after
     // StopAll.
@@ -84,7 +87,7 @@ class PrefillQueue {
     double elapsed_seconds = 0;         // since its prefill began; before that, since its header came
     double predicted_rest_seconds = 0;  // until its prefill ends
     int layers_done = 0;                // by all ranks
-    int layers = 0;                     // of the model; 0: it does not run
+    int layers = 0;                     // of all pieces of the prompt; 0: it does not run
   };
   struct Snapshot {
     int64_t requests = 0;       // waiting and uploading
@@ -123,6 +126,7 @@ class PrefillQueue {
     absl::Time begin;
     absl::Time last_layer_at;
     int layers_done = 0;
+    int layers = 0;              // of all pieces of the prompt
     Prefill* prefill = nullptr;  // null: the engine has not begun it, or is done
     bool stopped = false;
     absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
@@ -131,6 +135,7 @@ class PrefillQueue {
 
   absl::StatusOr<int> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                              std::shared_ptr<Waiter> waiter);
+  void SetPredictedSeconds(uint64_t ticket, double seconds);
   void Withdraw(uint64_t ticket);
   void OnLayerDone(Job& job, int layers_done, int layers);
   void StopRunning(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

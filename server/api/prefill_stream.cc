@@ -214,6 +214,7 @@ void PrefillStream::LookUpPrefix() {
   if (!choice.ok()) return;  // the engine will say what is wrong
   plan_ = SummaryOf(*choice);
   predicted_seconds_ = choice->plan.predicted.seconds;
+  slot_->SetPredictedSeconds(predicted_seconds_);
 }
 
 absl::Status PrefillStream::CancelReason() const {

@@ -2,8 +2,10 @@
 #ifndef MESHFILL_TESTS_SERVER_API_KV_CLIENT_H_
 #define MESHFILL_TESTS_SERVER_API_KV_CLIENT_H_
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -12,10 +14,12 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "engine/kv/crc32c.h"
+#include "engine/kv/kv_shape.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/status_details.h"
+#include "tests/engine/random_seed.h"
 
 namespace meshfill {
 
@@ -25,6 +29,29 @@ struct Fetched {
   std::vector<std::string> k, v, pages;
   int parts = 0;
 };
+
+// Any range of a prompt's tokens, layers and heads, in any layout.
+inline v1::FetchKvRequest RandomFetch(std::mt19937_64& random, const std::string& lease, const KvShape& shape,
+                                      int64_t tokens) {
+  v1::FetchKvRequest request;
+  request.set_lease(lease);
+  request.set_layout(static_cast<v1::KvLayout>(Draw<int>(random, 0, 2)));
+  int64_t first = Draw<int64_t>(random, 0, tokens - 1);
+  int64_t count = Draw<int64_t>(random, 1, tokens - first);
+  if (request.layout() != v1::KV_LAYOUT_TOKENS) {
+    const int64_t page_tokens = Draw<int>(random, 1, 48);
+    request.set_page_tokens(static_cast<uint32_t>(page_tokens));
+    first -= first % page_tokens;
+    count = std::min(tokens - first, (count / page_tokens + 1) * page_tokens);
+  }
+  request.set_first_token(static_cast<uint64_t>(first));
+  request.set_tokens(static_cast<uint64_t>(count));
+  request.set_first_layer(Draw<uint32_t>(random, 0, shape.layers - 1));
+  request.set_layers(Draw<uint32_t>(random, 1, shape.layers - request.first_layer()));
+  request.set_first_head(Draw<uint32_t>(random, 0, shape.kv_heads - 1));
+  request.set_heads(Draw<uint32_t>(random, 1, shape.kv_heads - request.first_head()));
+  return request;
+}
 
 class KvClient {
  public:

@@ -94,30 +94,15 @@ TEST(KvEmbeddedTest, FetchesTheBytesThatTheRanksComputed) {
         ASSERT_TRUE(result.ok()) << result.status();
 
         for (int fetch = 0; fetch < 4; ++fetch) {
-          v1::FetchKvRequest request;
-          request.set_lease(result->kv().lease());
-          request.set_layout(static_cast<v1::KvLayout>(Draw<int>(random, 0, 2)));
-          int64_t first = Draw<int64_t>(random, 0, tokens - 1);
-          int64_t count = Draw<int64_t>(random, 1, tokens - first);
-          if (request.layout() != v1::KV_LAYOUT_TOKENS) {
-            const int64_t page_tokens = Draw<int>(random, 1, 48);
-            request.set_page_tokens(static_cast<uint32_t>(page_tokens));
-            first -= first % page_tokens;
-            count = std::min(tokens - first, (count / page_tokens + 1) * page_tokens);
-          }
-          request.set_first_token(static_cast<uint64_t>(first));
-          request.set_tokens(static_cast<uint64_t>(count));
-          request.set_first_layer(Draw<uint32_t>(random, 0, 2));
-          request.set_layers(Draw<uint32_t>(random, 1, 3 - request.first_layer()));
-          request.set_first_head(Draw<uint32_t>(random, 0, 1));
-          request.set_heads(Draw<uint32_t>(random, 1, 2 - request.first_head()));
+          const KvShape& shape = expected->kv.shape;
+          const v1::FetchKvRequest request = RandomFetch(random, result->kv().lease(), shape, tokens);
+          const auto first = static_cast<int64_t>(request.first_token());
           const Fetched fetched = client.Fetch(request);
           ASSERT_TRUE(fetched.status.ok()) << fetched.status;
           ASSERT_EQ(fetched.k.size(), request.layers());
-          const KvShape& shape = expected->kv.shape;
           for (uint32_t layer = 0; layer < request.layers(); ++layer) {
             const KeptKv::Layer& kept = expected->kv.layers[request.first_layer() + layer];
-            for (int64_t token = 0; token < count; ++token) {
+            for (int64_t token = 0; token < static_cast<int64_t>(request.tokens()); ++token) {
               for (uint32_t head = 0; head < request.heads(); ++head) {
                 const int64_t row = (first + token) * shape.kv_heads + request.first_head() + head;
                 for (int half = 0; half < 2; ++half) {

@@ -163,6 +163,25 @@ TEST_F(PrefillQueueTest, BoundsPredictedWaitByPriority) {
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1}), nullptr);  // would go before it
 }
 
+TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
+  MakeQueue({.max_wait = absl::Seconds(50)});
+  engine_.Hold();
+  auto running = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 1});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto cached = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 60});
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 10, 11);
+  cached->SetPredictedSeconds(5);  // most of it is cached
+  auto cached_waiter = std::make_shared<RecordingWaiter>();
+  Submit(*cached, 2, cached_waiter);
+  EXPECT_NE(Reserve({.id = "3", .tokens = 3}), nullptr);
+  EXPECT_LE(queue_->snapshot().jobs[1].predicted_rest_seconds, 6);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+  EXPECT_TRUE(cached_waiter->Result().ok());
+}
+
 TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   MakeQueue();
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
