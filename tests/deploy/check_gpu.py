@@ -4,8 +4,10 @@
 Usage: check_gpu.py check|model|compare FOLDER LOGS      FOLDER: what check-gpu.sh --build has packed
 
 All steps together have $MESHFILL_GPU_MINUTES (9.5): what is left when that is over is not begun, and says so.
-MESHFILL_GPU_DRY=0.1 runs the smallest shapes with a tenth of each limit: for a device that the host plays.
+MESHFILL_GPU_DRY=1 takes the smallest shapes, for a device that the host plays, and MESHFILL_GPU_LIMITS='{"STEP": 2}'
+another limit for a step, in seconds.
 """
+import json
 import os
 import signal
 import subprocess
@@ -40,12 +42,13 @@ def main(arguments):
         return 2
     try:
         minutes = float(os.environ.get("MESHFILL_GPU_MINUTES", "9.5"))
-        dry = float(os.environ.get("MESHFILL_GPU_DRY", "0"))
+        limits = json.loads(os.environ.get("MESHFILL_GPU_LIMITS", "{}"))
     except ValueError:
-        print("check_gpu.py: MESHFILL_GPU_MINUTES or MESHFILL_GPU_DRY is no number", file=sys.stderr)
+        print("check_gpu.py: MESHFILL_GPU_MINUTES is no number, or MESHFILL_GPU_LIMITS no JSON", file=sys.stderr)
         return 2
+    dry = os.environ.get("MESHFILL_GPU_DRY") == "1"
     part, folder, logs = arguments
-    run = check_gpu_run.Runner(part, folder, logs, device_name(), minutes, scale=dry or 1.0)
+    run = check_gpu_run.Runner(part, folder, logs, device_name(), minutes, limits)
     signal.signal(signal.SIGTERM, stop)
     try:
         PARTS[part](run, check_gpu_steps.DRY if dry else check_gpu_steps.FULL)

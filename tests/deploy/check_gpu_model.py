@@ -150,7 +150,7 @@ def longest_prompt(run, sizes, model):
         fits = most(lambda seconds: seconds is not None)
         if fits == 0:
             raise Failed(f"no prompt fits {budget >> 30} GiB of activations")
-        left = end - time.monotonic() - LOAD_SECONDS * run.scale
+        left = end - time.monotonic() - LOAD_SECONDS
         runs = most(lambda seconds: seconds is not None and 1.3 * seconds <= left)
         text = f"{fits:,} tokens fit {budget >> 30} GiB, predicted {predicted(fits):.0f} s"
         if runs == 0:

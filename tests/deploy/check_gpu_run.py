@@ -41,10 +41,10 @@ def end_group(process):
 class Runner:
     """Runs steps, each within its limit and all within `minutes`; keeps their rows, and the figures that they measure."""
 
-    def __init__(self, part, folder, logs, device, minutes, scale=1.0):
+    def __init__(self, part, folder, logs, device, minutes, limits=None):
         self.part, self.folder, self.logs = part, pathlib.Path(folder), pathlib.Path(logs)
         self.device = device  # its name; empty: none
-        self.scale = scale    # of every limit
+        self.limits = limits or {}  # seconds, by step: other than its own
         self.end = time.monotonic() + 60 * minutes
         self.rows, self.broken, self.figures = [], {}, {}
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -64,13 +64,14 @@ class Runner:
         """`body(limit)` returns what the table says and whether that meets the target. `needs`: steps that must not have
         failed."""
         begin, offset = time.monotonic(), self.log.tell()
-        own_limit, limit = limit * self.scale, min(limit * self.scale, self.end - begin)
+        own_limit = self.limits.get(name, limit)
+        limit = min(own_limit, self.end - begin)
         missing = [need for need in needs if need in self.broken]
         if not self.device:
             result, verdict = "not run: no device", "-"
         elif missing:
             result, verdict = f"not run: {missing[0]}: {self.broken[missing[0]]}", "-"
-        elif limit < LEAST_SECONDS * self.scale:
+        elif limit < min(own_limit, LEAST_SECONDS):
             result, verdict = "not run: out of time", "-"
         else:
             try:
