@@ -11,11 +11,11 @@ namespace meshfill {
 namespace {
 
 absl::StatusOr<std::unique_ptr<PoolDevices>> Devices(const EngineOptions& options) {
-  return FindDevices(options.device,
-                     {.ranks = options.ranks,
-                      .dtype = options.dtype,
-                      .threads = options.threads,
-                      .communication_multiprocessors = options.communication_multiprocessors});
+  return FindDevices(options.device, {.ranks = options.ranks,
+                                      .dtype = options.dtype,
+                                      .threads = options.threads,
+                                      .communication_multiprocessors = options.communication_multiprocessors,
+                                      .devices = options.devices});
 }
 
 int DeviceOf(int rank, int ranks, const PoolDevices& hardware) { return rank * hardware.count() / ranks; }

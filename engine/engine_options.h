@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/mesh/layout.h"
 #include "engine/plan/planner.h"
@@ -33,6 +34,7 @@ struct EngineOptions {
   // behind GPUs, a copy that nobody asked for may slow a prefill down
   std::optional<bool> kv_cache;
   int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
+  std::vector<int> devices = {};          // of GPUs, by number: that of each rank; empty: the first ones
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
 };

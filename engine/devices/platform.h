@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,6 +30,7 @@ struct DeviceRequest {
   std::optional<DType> dtype;             // to compute in; nullopt: open
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication
+  std::vector<int> devices = {};          // by number, one for each rank; empty: the first ones
 };
 
 using DevicesByRank = std::span<const std::shared_ptr<Device>>;

@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "engine/platforms.h"
 #include "engine/speed/pool_profile.h"
@@ -123,6 +125,8 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.RequireRange(pool.worker().nccl_ctas(), 0, kMaxNcclCtas, "pool.worker.nccl_ctas");
   check.RequireRange(pool.worker().attention_sm_margin(), 0, kMaxAttentionMargin,
                      "pool.worker.attention_sm_margin");
+  const auto devices = ParseDeviceNumbers(pool.worker().devices());
+  check.Require(devices.ok(), "pool.worker.devices", std::string(devices.status().message()));
   check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
   const v1::PoolSection::Tls& tls = pool.tls();
   const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);
@@ -229,6 +233,23 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
   FillDefaults(config);
   RETURN_IF_ERROR(Validate(config, origins));
   return config;
+}
+
+absl::StatusOr<std::vector<int>> ParseDeviceNumbers(const std::string& list) {
+  std::vector<int> numbers;
+  if (list.empty()) return numbers;
+  for (const absl::string_view text : absl::StrSplit(list, ',')) {
+    int number = 0;
+    if (!absl::SimpleAtoi(text, &number) || number < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"", list, "\" is no list of devices; write their numbers, e.g. 2,3"));
+    }
+    if (std::find(numbers.begin(), numbers.end(), number) != numbers.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("device ", number, " is in \"", list, "\" twice"));
+    }
+    numbers.push_back(number);
+  }
+  return numbers;
 }
 
 EngineOptions ToEngineOptions(const v1::Config& config) {

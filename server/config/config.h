@@ -8,6 +8,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "engine/engine_options.h"
@@ -22,6 +23,10 @@ namespace meshfill {
 //     control_listen, embedded
 // `model.path` may be empty: who needs a model says so.
 absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {});
+
+// The numbers in a list like pool.worker.devices, "2,3"; empty: none. INVALID_ARGUMENT: it is none, or has a
+// number twice.
+absl::StatusOr<std::vector<int>> ParseDeviceNumbers(const std::string& list);
 
 // Reads the options out of a config that LoadConfig returned.
 EngineOptions ToEngineOptions(const v1::Config& config);

@@ -211,6 +211,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .peak_flops = options.peak_flops,
                                      .memory_budget_bytes = options.memory_bytes,
                                      .communication_multiprocessors = options.attention_sm_margin,
+                                     .devices = options.devices,
                                      .threads = options.threads,
                                      .speed_profile_path = options.speed_profile_path}));
   ASSIGN_OR_RETURN(

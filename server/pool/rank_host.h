@@ -47,6 +47,7 @@ class RankHost {
     std::string data_listen = "127.0.0.1";
     int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
     int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
+    std::vector<int> devices = {};   // GPUs by number, one for each rank; empty: the first ones
     std::string speed_profile_path;  // keeps this host's measured speed (pool_profile.h); empty: measured
   };
 

@@ -45,6 +45,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .data_listen = worker.data_listen(),
           .nccl_ctas = static_cast<int>(worker.nccl_ctas()),
           .attention_sm_margin = static_cast<int>(worker.attention_sm_margin()),
+          .devices = ParseDeviceNumbers(worker.devices()).value(),  // the config was checked
           .speed_profile_path = ToEngineOptions(config).speed_profile_path};
 }
 

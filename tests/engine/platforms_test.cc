@@ -26,6 +26,12 @@ TEST(FindDevices, TheCpuIsEverywhere) {
   EXPECT_TRUE((*devices)->in_host_memory());
 }
 
+TEST(FindDevices, TheCpuHasNoNumbers) {
+  const absl::Status status = FindDevices("cpu", {.devices = {0}}).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("pool.worker.devices names GPUs"), std::string::npos) << status;
+}
+
 // Whatever this machine has: auto takes it or the CPU, cuda takes it or says why not.
 TEST(FindDevices, AutoTakesWhatCudaWouldTake) {
   const auto found = FindCudaDevices();

@@ -53,6 +53,11 @@ class CliGpuTest(PoolTestCase):
         self.assertRegex(worker.stderr.decode(), r"\Ameshfill worker: GPU 0 .* pool\.worker\.attention_sm_margin\n\Z")
         self.assertEqual(worker.returncode, 2)
 
+    def test_devices_that_are_not_there_are_refused(self):
+        worker = self.worker_that_ends("pool.worker.device=cuda", "pool.worker.devices=7")
+        self.assertRegex(worker.stderr.decode(), r"\Ameshfill worker: pool\.worker\.devices names GPU 7, .*\n\Z")
+        self.assertEqual(worker.returncode, 2)
+
     def worker_that_ends(self, *settings):
         arguments = [word for setting in settings for word in ("--set", setting)]
         return run("worker", "--config", self.worker_config, "--join", "127.0.0.1:1", *arguments)

@@ -115,7 +115,7 @@ class NcclComm {
         "rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result), detail.empty() ? "" : ": ",
         detail,
         shared ? "; two ranks have the same GPU: give each worker of a machine GPUs of its own, by "
-                 "CUDA_VISIBLE_DEVICES in its environment"
+                 "pool.worker.devices in its config"
                : ""));
   }
 

@@ -83,6 +83,11 @@ class CpuPlatform final : public Platform {
  public:
   std::string name() const override { return "cpu"; }
   absl::StatusOr<std::unique_ptr<PoolDevices>> Find(const DeviceRequest& request) const override {
+    if (!request.devices.empty()) {
+      return absl::InvalidArgumentError(
+          "pool.worker.devices names GPUs, and the ranks are to compute on the CPU; leave it out, or choose "
+          "the device cuda");
+    }
     return std::make_unique<CpuDevices>(request);
   }
 };

@@ -1,5 +1,6 @@
 #include "engine/devices/cuda/cuda_platform.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 #include <vector>
@@ -185,6 +186,9 @@ class CudaPlatform final : public Platform {
     }
     absl::StatusOr<std::vector<CudaDeviceInfo>> gpus = FindCudaDevices();
     if (!gpus.ok()) return absl::FailedPreconditionError(gpus.status().message());
+    if (!request.devices.empty()) {
+      ASSIGN_OR_RETURN(*gpus, Chosen(request, *gpus));
+    }
     for (CudaDeviceInfo& gpu : *gpus) {
       if (request.communication_multiprocessors >= gpu.traits.multiprocessors) {
         return absl::InvalidArgumentError(absl::StrCat(
@@ -195,6 +199,32 @@ class CudaPlatform final : public Platform {
       gpu.traits.margin_multiprocessors = request.communication_multiprocessors;
     }
     return std::make_unique<CudaDevices>(*std::move(gpus), request.ranks);
+  }
+
+ private:
+  // The GPUs that the request names.
+  static absl::StatusOr<std::vector<CudaDeviceInfo>> Chosen(const DeviceRequest& request,
+                                                            const std::vector<CudaDeviceInfo>& gpus) {
+    if (std::ssize(request.devices) != request.ranks) {
+      return absl::InvalidArgumentError(absl::StrCat("pool.worker.devices names ", request.devices.size(),
+                                                     " GPUs for ", request.ranks,
+                                                     " ranks; name one for each"));
+    }
+    std::vector<CudaDeviceInfo> chosen;
+    for (const int device : request.devices) {
+      const auto found = std::find_if(gpus.begin(), gpus.end(),
+                                      [device](const CudaDeviceInfo& gpu) { return gpu.ordinal == device; });
+      if (found == gpus.end()) {
+        std::string usable;
+        for (const CudaDeviceInfo& gpu : gpus) {
+          absl::StrAppend(&usable, usable.empty() ? "" : ", ", gpu.ordinal, " (", gpu.name, ")");
+        }
+        return absl::InvalidArgumentError(absl::StrCat("pool.worker.devices names GPU ", device,
+                                                       ", which cannot be used here; choose of ", usable));
+      }
+      chosen.push_back(*found);
+    }
+    return chosen;
   }
 };
 

@@ -97,6 +97,23 @@ TEST_F(ConfigTest, AttentionLeavesNcclWhatItMayTake) {
   EXPECT_EQ(margin("pool: {worker: {nccl_ctas: 4, attention_sm_margin: 0}}"), 0u);
 }
 
+TEST_F(ConfigTest, AWorkerChoosesItsDevices) {
+  const auto devices = [&](const std::string& yaml) {
+    const auto config = Load(yaml);
+    EXPECT_TRUE(config.ok()) << config.status();
+    return ParseDeviceNumbers(config->pool().worker().devices()).value();
+  };
+  EXPECT_EQ(devices(""), std::vector<int>());
+  EXPECT_EQ(devices("pool: {worker: {devices: 3}}"), std::vector<int>{3});
+  EXPECT_EQ(devices("pool: {worker: {devices: '3, 0'}}"), (std::vector<int>{3, 0}));
+  EXPECT_EQ(Refusal("pool:\n  worker:\n    devices: '0,x'\n"),
+            "FILE:3: pool.worker.devices: \"0,x\" is no list of devices; write their numbers, e.g. 2,3");
+  EXPECT_NE(Refusal("pool: {worker: {devices: '-1'}}").find("is no list of devices"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {worker: {devices: '1,'}}").find("is no list of devices"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {worker: {devices: '1,0,1'}}").find("device 1 is in \"1,0,1\" twice"),
+            std::string::npos);
+}
+
 TEST_F(ConfigTest, EmptyFilesAndEmptySectionsAreDefaults) {
   for (const char* yaml : {"", "# nothing\n", "---\n", "pool:\n  embedded:\n", "pool: {}\n"}) {
     const auto config = Load(yaml);

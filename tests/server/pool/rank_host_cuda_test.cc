@@ -96,6 +96,37 @@ TEST_F(RankHostCudaTest, RefusesMoreRanksThanGpus) {
       << status;
 }
 
+// Rank by rank; the runtime would make a context on whatever device a thread happens to have.
+TEST_F(RankHostCudaTest, UsesTheDevicesThatItsConfigNames) {
+  FakeCuda::set_devices(6);
+  options_.devices = {5, 3};
+  const bool had_first = FakeCuda::has_context(0);
+  HostListener listener;
+  const auto host = RankHost::Load(options_, listener);
+  ASSERT_TRUE(host.ok()) << host.status();
+  (*host)->Prepare(Part());
+  (*host)->Start(run_, listener.Addresses(run_), {});
+  const absl::Status ended = listener.Ended(run_, kRanks);
+  EXPECT_TRUE(ended.ok()) << ended;
+  EXPECT_EQ(FakeCuda::has_context(0), had_first);
+  for (const int device : {2, 4}) EXPECT_FALSE(FakeCuda::has_context(device)) << device;
+  for (const int device : {3, 5}) EXPECT_TRUE(FakeCuda::has_context(device)) << device;
+}
+
+TEST_F(RankHostCudaTest, RefusesDevicesThatAreNotThere) {
+  const auto refusal = [&](std::vector<int> devices) {
+    options_.devices = std::move(devices);
+    HostListener listener;
+    const absl::Status status = RankHost::Load(options_, listener).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(
+      refusal({0, kRanks}),
+      "pool.worker.devices names GPU 2, which cannot be used here; choose of 0 (Fake GPU), 1 (Fake GPU)");
+  EXPECT_EQ(refusal({1}), "pool.worker.devices names 1 GPUs for 2 ranks; name one for each");
+}
+
 TEST_F(RankHostCudaTest, SaysThatADeviceIsLost) {
   HostListener listener;
   const auto host = RankHost::Load(options_, listener);
