@@ -22,11 +22,17 @@
 #include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
 #include "engine/run/timeline_recorder.h"
+#include "engine/run_memory.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
+
+// Prefills that live at once. One computes, the others stand still: the longest that gave way to a shorter
+// one, and so on. Each has threads of its own.
+constexpr int kLiveRuns = 8;
 
 absl::Status CheckOptions(const EngineOptions& options) {
   if (options.ranks < 1 || options.ranks > kMaxHostRanks) {
@@ -74,7 +80,8 @@ class EmbeddedEngine : public PrefillEngine {
         backend_name_(pool_.devices.front()->name()),
         kv_store_(KvBudgetBytes(pool_, options.kv_memory_bytes, options.kv_host_memory_bytes)),
         uses_cache_(options.kv_cache.value_or(true)),
-        caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())) {
+        caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())),
+        run_memory_(pool_.capacity.memory_budget_bytes, kLiveRuns) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -87,6 +94,7 @@ class EmbeddedEngine : public PrefillEngine {
   int ranks() const override { return lost_ ? 0 : options_.ranks; }
   double peak_flops() const override { return pool_.peak_flops; }
   KvStore* kv_store() override { return &kv_store_; }
+  int capacity() const override { return kLiveRuns; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, CachedTokens(tokens, options)));
@@ -135,8 +143,8 @@ class EmbeddedEngine : public PrefillEngine {
   const bool uses_cache_;  // prompts begin behind what others have in common with them
   const bool caches_all_;  // also what no client wants kept
   SpeedCorrection correction_;
-  std::atomic<bool> lost_{false};     // a device has failed for good
-  std::atomic<bool> running_{false};  // a Run lives: its ranks have the memory
+  std::atomic<bool> lost_{false};  // a device has failed for good
+  RunMemory run_memory_;
 };
 
 int64_t EmbeddedEngine::GranuleTokens(const PrefillOptions& options) const {
@@ -217,9 +225,10 @@ absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& opt
 // One prompt on all ranks, in one piece or more. Where a rank fails, the others are stopped and woken.
 class EmbeddedEngine::Run final : public Prefill {
  public:
-  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned,
+  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned, RunMemory::Share memory,
       PrefillObserver* observer)
       : engine_(engine),
+        memory_(std::move(memory)),
         request_(request),
         start_(std::chrono::steady_clock::now()),
         pieces_(planned.choice.pieces.empty() ? std::vector<meshfill::Plan>{planned.choice.plan}
@@ -236,7 +245,7 @@ class EmbeddedEngine::Run final : public Prefill {
         ends_(engine.options_.ranks) {
     const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
     for (int rank = 0; rank < engine.options_.ranks; ++rank) {
-      recorders_.emplace_back(rank, start_, kept_spans);
+      recorders_.emplace_back(rank, start_, kept_spans, &stop_);
     }
   }
 
@@ -248,7 +257,7 @@ class EmbeddedEngine::Run final : public Prefill {
       by_rank.push_back(stream.get());
       streams_.push_back(std::move(stream));
     }
-    communicators_ = MakeInProcessCommunicators(by_rank);
+    communicators_ = MakeInProcessCommunicators(by_rank, &stop_);
     BeginPiece();
     if (pieces_.size() == 1) return absl::OkStatus();
     try {
@@ -263,15 +272,17 @@ class EmbeddedEngine::Run final : public Prefill {
   ~Run() override {
     Stop();
     Join();
-    engine_.running_ = false;
   }
 
   void Stop() override { stop_.Stop(); }
+  void Pause() override { stop_.Pause(); }
+  void Resume() override { stop_.Resume(); }
 
   absl::StatusOr<PrefillResult> Wait() override {
     Join();
     RETURN_IF_ERROR(FirstCause(outputs_));
     const auto end = *std::max_element(ends_.begin(), ends_.end());
+    result_.paused_seconds = absl::ToDoubleSeconds(stop_.PausedTime());
     result_.prefill_seconds = std::chrono::duration<double>(end - start_).count();
     AddStats();
     for (absl::StatusOr<RankOutput>& output : outputs_) {
@@ -324,23 +335,27 @@ class EmbeddedEngine::Run final : public Prefill {
         request_.tokens.subspan(static_cast<size_t>(plan().cached_tokens));
     const std::vector<uint32_t> ids = plan().layout.Deal(rank, tokens);
     const int layers_before = static_cast<int>(piece_) * engine_.model().layers;
-    return RunRank({.plan = plan(),
-                    .model = *engine_.pool_.models[rank],
-                    .rank = rank,
-                    .ids = ids,
-                    .stream = *streams_[rank],
-                    .communicator = *communicators_[rank],
-                    .wait_timeout = PeerWaitTimeout(plan()),
-                    .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
-                    .kv = kv_.get(),
-                    .prefix = before_.get(),
-                    .wants_logits = piece_ + 1 == pieces_.size(),
-                    .recorder = &recorders_[rank]});
+    const absl::Duration paused_before = stop_.PausedTime();
+    absl::StatusOr<RankOutput> output =
+        RunRank({.plan = plan(),
+                 .model = *engine_.pool_.models[rank],
+                 .rank = rank,
+                 .ids = ids,
+                 .stream = *streams_[rank],
+                 .communicator = *communicators_[rank],
+                 .wait_timeout = PeerWaitTimeout(plan()),
+                 .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
+                 .kv = kv_.get(),
+                 .prefix = before_.get(),
+                 .wants_logits = piece_ + 1 == pieces_.size(),
+                 .recorder = &recorders_[rank]});
+    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
+    return output;
   }
 
   void OnDone(int rank, absl::StatusOr<RankOutput> output) {
     outputs_[rank] = std::move(output);
-    ends_[rank] = std::chrono::steady_clock::now();
+    ends_[rank] = ToSteadyTime(stop_.Now().run_time());
     if (outputs_[rank].ok()) return;
     Stop();
     communicators_[rank]->Abort(outputs_[rank].status());
@@ -349,6 +364,7 @@ class EmbeddedEngine::Run final : public Prefill {
   }
 
   EmbeddedEngine& engine_;
+  const RunMemory::Share memory_;  // given back after all that follows
   const PrefillRequest request_;
   const std::chrono::steady_clock::time_point start_;
   StopToken stop_;
@@ -362,7 +378,7 @@ class EmbeddedEngine::Run final : public Prefill {
   PrefillResult result_;
   std::vector<TimelineRecorder> recorders_;
   std::vector<absl::StatusOr<RankOutput>> outputs_;
-  std::vector<std::chrono::steady_clock::time_point> ends_;
+  std::vector<std::chrono::steady_clock::time_point> ends_;  // earlier by the pauses before
   std::optional<LocalRanks> ranks_;  // of the piece; last but one: its threads use all of the above
   std::thread driver_;               // of a prompt in pieces; and last: uses all of it
 };
@@ -386,16 +402,11 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
   RETURN_IF_ERROR(CheckSchedule(planned.choice.plan.schedule));
   for (const meshfill::Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
-  if (running_.exchange(true)) {
-    return absl::ResourceExhaustedError("an embedded pool runs one prefill at a time; wait for its end");
-  }
-  if (absl::Status status = PrepareKv(tokens, options, planned); !status.ok()) {
-    running_ = false;
-    return status;
-  }
+  ASSIGN_OR_RETURN(RunMemory::Share memory, run_memory_.Take(planned.choice.plan.predicted.peak_bytes));
+  RETURN_IF_ERROR(PrepareKv(tokens, options, planned));
   kv_store_.MakeRoom();
   if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
-  auto run = std::make_unique<Run>(*this, request, std::move(planned), observer);
+  auto run = std::make_unique<Run>(*this, request, std::move(planned), std::move(memory), observer);
   RETURN_IF_ERROR(run->Begin());
   return run;
 }

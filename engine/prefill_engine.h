@@ -65,7 +65,8 @@ struct PrefillResult {
   int pieces = 1;
   int64_t piece_tokens = 0;      // of each piece but the last; 0: there is one
   int64_t cached_tokens = 0;     // of the prompt, from the engine's cache: nobody computed them
-  double prefill_seconds = 0;    // wall time of the run
+  double prefill_seconds = 0;    // wall time of the run, without its pauses; so are all seconds that follow
+  double paused_seconds = 0;     // that it stood still for others
   double attention_seconds = 0;  // of the rank that spent most
   double comm_wait_seconds = 0;  // of the rank that waited most
   CommBytes comm_bytes;          // of the rank that sent most, over all layers
@@ -104,6 +105,11 @@ class Prefill {
   virtual absl::StatusOr<PrefillResult> Wait() = 0;
   // Makes Wait return soon. From any thread, at any time, also twice or after the end.
   virtual void Stop() = 0;
+
+  // Lets it stand still, with all it has computed, until Resume or Stop: its result has the same bits. As
+  // Stop, from any thread, at any time. Engines with a capacity of 1 need not.
+  virtual void Pause() {}
+  virtual void Resume() {}
 };
 
 // The const methods may be called from any thread at any time.
@@ -125,7 +131,8 @@ class PrefillEngine {
   // Links between the workers; empty for an embedded pool.
   virtual std::vector<PoolLink> links() const { return {}; }
 
-  // The prefills that it runs at once. Callers queue.
+  // The prefills that may live at once, where their memory allows it; Start says so where it does not. They
+  // share the devices: whoever wants one of them done as if it were alone pauses the others. Callers queue.
   virtual int capacity() const { return 1; }
 
   // What Start would run now. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
@@ -137,8 +144,9 @@ class PrefillEngine {
   virtual int64_t CachedTokens(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return 0; }
 
   // Begins a prompt. Errors: those of MakePlan; INVALID_ARGUMENT for an id outside the vocabulary (its index
-  // named); RESOURCE_EXHAUSTED where `capacity` prefills live already. `observer` may be null; it lives as
-  // long as the prefill. After any error, here or of Wait, the next call works.
+  // named); RESOURCE_EXHAUSTED where it cannot live beside those that do: try again when one of them is gone.
+  // `observer` may be null; it lives as long as the prefill. After any error, here or of Wait, the next call
+  // works.
   virtual absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                          PrefillObserver* observer) = 0;
 };

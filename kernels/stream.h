@@ -5,7 +5,8 @@
 // without padding between rows. The device's `dtype()` is the compute dtype: f32 or bf16; softmax state,
 // accumulators, the residual stream and LSE are always f32. An operation returns CANCELLED once the stop
 // token that the stream was made with is raised (its outputs are then unspecified), and otherwise fails only
-// where the device fails: shapes are the caller's to check.
+// where the device fails: shapes are the caller's to check. While the token is paused, no operation goes on:
+// the CPU's stand still between two tiles, CUDA's are not queued.
 //
 // Pointers in arguments are the device's: into buffers of Allocate, Place or TakeOver, or of the device's own
 // calls. Whether an operation has run when its call returns is the device's to choose:

@@ -38,6 +38,8 @@ struct Route {
 // see the synchronisation inside a prebuilt Abseil.
 class Exchange {
  public:
+  explicit Exchange(const StopToken* run) : run_(run) {}
+
   absl::Status Send(const Route& route, DeviceMessage message) {
     const MutexLock lock(mu_);
     if (aborted_) return AbortedOn(route);
@@ -59,10 +61,14 @@ class Exchange {
   }
 
   absl::StatusOr<DeviceMessage> Receive(const Route& route, int64_t number, absl::Time deadline) {
+    const absl::Duration paused_before = PausedTime();
+    const auto deadline_now = [&] { return deadline + (PausedTime() - paused_before); };
     MutexLock lock(mu_);
     Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
     while (!aborted_ && !mailbox.messages.contains(number)) {
-      if (mailbox.changed.WaitUntil(mu_, deadline) || aborted_ || mailbox.messages.contains(number)) continue;
+      if (mailbox.changed.WaitUntil(mu_, deadline_now()) || aborted_ || mailbox.messages.contains(number))
+        continue;
+      if (MonotonicNow() < deadline_now()) continue;
       return absl::DeadlineExceededError(
           absl::StrCat(route.DebugString(), ": nothing arrived before the deadline"));
     }
@@ -89,10 +95,13 @@ class Exchange {
     CondVar changed;
   };
 
+  absl::Duration PausedTime() const { return run_ == nullptr ? absl::ZeroDuration() : run_->PausedTime(); }
+
   absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return absl::Status(abort_code_, absl::StrCat(route.DebugString(), ": ", abort_message_));
   }
 
+  const StopToken* const run_;  // null: it is never paused
   Mutex mu_;
   bool aborted_ ABSL_GUARDED_BY(mu_) = false;
   absl::StatusCode abort_code_ ABSL_GUARDED_BY(mu_) = absl::StatusCode::kOk;
@@ -175,8 +184,9 @@ class InProcessCommunicator : public Communicator {
   const std::vector<Stream*> streams_;  // by rank, or none
 };
 
-std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks, const std::vector<Stream*>& streams) {
-  auto exchange = std::make_shared<Exchange>();
+std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks, const std::vector<Stream*>& streams,
+                                                             const StopToken* run) {
+  auto exchange = std::make_shared<Exchange>(run);
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int rank = 0; rank < ranks; ++rank) {
     communicators.push_back(std::make_unique<InProcessCommunicator>(rank, ranks, exchange, streams));
@@ -187,11 +197,12 @@ std::vector<std::unique_ptr<Communicator>> MakeCommunicators(int ranks, const st
 }  // namespace
 
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int ranks) {
-  return MakeCommunicators(ranks, {});
+  return MakeCommunicators(ranks, {}, nullptr);
 }
 
-std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Stream* const> streams) {
-  return MakeCommunicators(static_cast<int>(streams.size()), {streams.begin(), streams.end()});
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(std::span<Stream* const> streams,
+                                                                      const StopToken* run) {
+  return MakeCommunicators(static_cast<int>(streams.size()), {streams.begin(), streams.end()}, run);
 }
 
 }  // namespace meshfill

@@ -4,6 +4,8 @@
 //
 // A stream that queues its operations is timed on its device: a span begins and ends at points of it
 // (Stream::Mark), and its seconds are known once these have been passed: Settle adds them up then.
+//
+// While the run is paused, its time stands still: pauses are no part of any span.
 #ifndef MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
 #define MESHFILL_ENGINE_RUN_TIMELINE_RECORDER_H_
 
@@ -16,6 +18,8 @@
 #include <vector>
 
 #include "engine/schedule/timeline.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/stop_token.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
@@ -28,23 +32,31 @@ class TimelineRecorder {
 
   // A moment of the rank: by the host's clock, or a point of its stream.
   struct Moment {
-    Clock::time_point host;
+    Clock::time_point host;                     // without the run's pauses before it
     std::shared_ptr<const StreamPoint> device;  // null: the operations called before have run
+    Clock::duration paused = {};                // by these
   };
 
-  // Spans are timed from `origin`, the same for all ranks of a run.
-  TimelineRecorder(int rank, Clock::time_point origin, size_t capacity = kCapacity)
-      : rank_(rank), origin_(origin), capacity_(capacity) {}
+  // Spans are timed from `origin`, the same for all ranks of a run. `run` may be null: it is never paused.
+  TimelineRecorder(int rank, Clock::time_point origin, size_t capacity = kCapacity,
+                   const StopToken* run = nullptr)
+      : rank_(rank), origin_(origin), capacity_(capacity), run_(run) {}
 
   // Moments are the stream's from now on; it has nothing queued, and outlives the last Settle.
   void set_stream(Stream& stream) {
-    first_ = {Clock::now(), stream.Mark()};
-    stream_ = first_.device == nullptr ? nullptr : &stream;
+    stream_ = &stream;
+    first_ = Now();
+    if (first_.device == nullptr) stream_ = nullptr;
   }
   void set_layer(int layer) { layer_ = layer; }  // of the spans to come; -1: none
   bool keeps_spans() const { return capacity_ > 0; }
 
-  Moment Now() const { return {Clock::now(), stream_ == nullptr ? nullptr : stream_->Mark()}; }
+  Moment Now() const {
+    std::shared_ptr<const StreamPoint> device = stream_ == nullptr ? nullptr : stream_->Mark();
+    if (run_ == nullptr) return {Clock::now(), std::move(device), {}};
+    const StopToken::Moment moment = run_->Now();
+    return {ToSteadyTime(moment.run_time()), std::move(device), absl::ToChronoNanoseconds(moment.paused)};
+  }
 
   // Fills in rank, layer and times.
   void Record(Span span, Clock::time_point start, Clock::time_point end) {
@@ -57,7 +69,7 @@ class TimelineRecorder {
   void Record(std::optional<Span> span, double* seconds, Moment start, Moment end) {
     if (start.device != nullptr && end.device != nullptr) {
       if (span.has_value()) span->rank = rank_, span->layer = layer_;
-      unsettled_.push_back({std::move(span), seconds, std::move(start.device), std::move(end.device)});
+      unsettled_.push_back({std::move(span), seconds, std::move(start), std::move(end)});
       return;
     }
     if (seconds != nullptr) *seconds += std::chrono::duration<double>(end.host - start.host).count();
@@ -67,9 +79,8 @@ class TimelineRecorder {
   // After the stream's Finish.
   void Settle() {
     for (Unsettled& each : unsettled_) {
-      const double start = each.start->SecondsSince(*first_.device),
-                   end = each.end->SecondsSince(*first_.device);
-      if (each.seconds != nullptr) *each.seconds += each.end->SecondsSince(*each.start);
+      const double start = SecondsBetween(first_, each.start), end = SecondsBetween(first_, each.end);
+      if (each.seconds != nullptr) *each.seconds += SecondsBetween(each.start, each.end);
       if (each.span.has_value()) Keep(*each.span, first_.host + ToClock(start), first_.host + ToClock(end));
     }
     unsettled_.clear();
@@ -87,8 +98,14 @@ class TimelineRecorder {
   struct Unsettled {
     std::optional<Span> span;
     double* seconds;
-    std::shared_ptr<const StreamPoint> start, end;
+    Moment start, end;  // of the device
   };
+
+  // The host queues nothing while the run is paused, and the device soon has nothing to do.
+  static double SecondsBetween(const Moment& start, const Moment& end) {
+    return end.device->SecondsSince(*start.device) -
+           std::chrono::duration<double>(end.paused - start.paused).count();
+  }
 
   static Clock::duration ToClock(double seconds) {
     return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -107,6 +124,7 @@ class TimelineRecorder {
   const int rank_;
   const Clock::time_point origin_;
   const size_t capacity_;
+  const StopToken* const run_;
   Stream* stream_ = nullptr;  // null: the host's clock tells all
   Moment first_;              // of the stream
   std::vector<Unsettled> unsettled_;
@@ -148,7 +166,8 @@ class SpanTimer {
 
   TimelineRecorder::Moment Now() const {
     if (seconds_ == nullptr && !span_.has_value()) return {};
-    if (recorder_ == nullptr) return {.host = TimelineRecorder::Clock::now(), .device = nullptr};
+    if (recorder_ == nullptr)
+      return {.host = TimelineRecorder::Clock::now(), .device = nullptr, .paused = {}};
     return recorder_->Now();
   }
 

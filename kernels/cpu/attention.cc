@@ -150,6 +150,7 @@ class AttentionRun {
 
   int64_t tasks() const { return tiling_.tiles * args_.kv_heads; }
   bool stopped() const { return stop_ != nullptr && stop_->stopped(); }
+  bool Proceed() const { return stop_ == nullptr || stop_->Proceed(); }
 
   void RunTask(int64_t task, Scratch& scratch) const;
 
@@ -190,7 +191,7 @@ class AttentionRun {
 };
 
 void AttentionRun::RunTask(int64_t task, Scratch& scratch) const {
-  if (stopped()) return;
+  if (!Proceed()) return;
   // Under a causal mask later queries see more keys: the longest tasks come first, and the threads end
   // together.
   const int64_t tile_tokens = tiling_.strips * kStripRows;
@@ -207,7 +208,7 @@ void AttentionRun::RunTask(int64_t task, Scratch& scratch) const {
   // neighbours.
   for (int64_t key = visible_begin / tiling_.block_keys * tiling_.block_keys; key < visible_end;
        key += tiling_.block_keys) {
-    if (stopped()) return;
+    if (!Proceed()) return;
     AttendKeys(tile, key, scratch);
   }
   StoreState(tile, scratch);

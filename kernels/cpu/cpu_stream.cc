@@ -92,7 +92,7 @@ absl::Status CpuStream::Share(const char* operation, int64_t rows, int64_t row_b
                               const std::function<void(int64_t, int64_t)>& body) {
   const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, row_bytes));
   team_->pool.ParallelFor((rows + task_rows - 1) / task_rows, [&](int64_t task, int) {
-    if (Stopped()) return;
+    if (stop_ != nullptr && !stop_->Proceed()) return;
     body(task * task_rows, std::min(rows, (task + 1) * task_rows));
   });
   return Stopped() ? absl::CancelledError(absl::StrCat(operation, ": stopped")) : absl::OkStatus();

@@ -104,7 +104,7 @@ class CpuGemm::Impl {
     RETURN_IF_ERROR(Prepare(args, weight, pieces));
     RETURN_IF_ERROR(Reserve(pieces, args.y_dtype));
     pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
-      if (stop != nullptr && stop->stopped()) return;
+      if (stop != nullptr && !stop->Proceed()) return;
       workers_[worker].status.Update(RunPiece(args, weight, pieces[task], workers_[worker]));
     });
     for (Worker& worker : workers_) {

@@ -24,7 +24,7 @@ class CpuGemm {
   CpuGemm& operator=(const CpuGemm&) = delete;
 
   // Stream::Gemm, for weights of PackMatrix (packed_matrix.h). CANCELLED when `stop` (may be null) is raised;
-  // looked at per tile.
+  // looked at per tile, where a pause begins, too.
   absl::Status Run(const GemmArgs& args, const StopToken* stop);
 
  private:

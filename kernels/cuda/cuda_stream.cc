@@ -23,8 +23,6 @@ constexpr int kProductsPerMark = 16;
 constexpr auto kAwake = std::chrono::microseconds(200);
 constexpr auto kNap = std::chrono::microseconds(50);
 
-bool Stopped(const StopToken* stop) { return stop != nullptr && stop->stopped(); }
-
 }  // namespace
 
 CudaStream::CudaStream(Device& device, const Shared& shared, const StopToken* stop, CudaLane lane,
@@ -35,7 +33,8 @@ CudaStream::~CudaStream() { done_(std::move(lane_)); }
 
 template <typename Enqueue>
 absl::Status CudaStream::Do(const char* operation, const Enqueue& enqueue) {
-  if (Stopped(stop_)) return absl::CancelledError(absl::StrCat(operation, ": stopped"));
+  if (stop_ != nullptr && !stop_->Proceed())
+    return absl::CancelledError(absl::StrCat(operation, ": stopped"));
   const ScopedCudaDevice scope(shared_.info.ordinal);
   absl::Status status = enqueue();
   return status.ok() ? status : Diagnose(status);
@@ -167,7 +166,7 @@ absl::Status CudaStream::WaitOnHost(const CudaPoint& point, const StopToken* sto
     const cudaError_t passed = point.Query();
     if (passed == cudaSuccess) return absl::OkStatus();
     if (passed != cudaErrorNotReady) return Diagnose(LaunchStatus("waiting for the device", passed));
-    if (Stopped(stop)) return absl::CancelledError("waiting for the device: stopped");
+    if (stop != nullptr && stop->stopped()) return absl::CancelledError("waiting for the device: stopped");
     if (std::chrono::steady_clock::now() - start < kAwake) {
       std::this_thread::yield();
     } else {

@@ -154,7 +154,7 @@ class ReferenceStream final : public HostStream {
 
  private:
   absl::Status Done() const {
-    return stop_ != nullptr && stop_->stopped() ? absl::CancelledError("stopped") : absl::OkStatus();
+    return stop_ == nullptr || stop_->Proceed() ? absl::OkStatus() : absl::CancelledError("stopped");
   }
 
   static double InverseRms(const void* x, DType dtype, int64_t from, int64_t width, double eps) {

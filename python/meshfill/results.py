@@ -51,6 +51,7 @@ class Accepted:
     predicted_seconds: float  # without the queue
     plan: PlanSummary
     kv_lease: str  # with keep_kv: fetch_kv may begin now; else ""
+    predicted_queue_seconds: float = 0.0  # until its turn, if nothing else comes
 
     @classmethod
     def from_proto(cls, message) -> "Accepted":
@@ -60,6 +61,7 @@ class Accepted:
             predicted_seconds=message.predicted_seconds,
             plan=PlanSummary.from_proto(message.plan),
             kv_lease=message.kv_lease,
+            predicted_queue_seconds=message.predicted_queue_seconds,
         )
 
 
@@ -67,7 +69,7 @@ class Accepted:
 class Progress:
     layers_done: int  # by all ranks; begins anew where the run does
     layers: int
-    seconds: float  # since the prefill began
+    seconds: float  # since the prefill began, without the time while it gave way to others
 
     @classmethod
     def from_proto(cls, message) -> "Progress":

@@ -35,13 +35,16 @@ constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that
 PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
   return {.max_requests = queue.max_requests(),
           .max_tokens = static_cast<int64_t>(queue.max_tokens()),
-          .max_wait = ToDuration(queue.max_wait())};
+          .max_wait = ToDuration(queue.max_wait()),
+          .max_age = ToDuration(queue.max_age())};
 }
 
 const char* PhaseName(PrefillQueue::Phase phase) {
   switch (phase) {
     case PrefillQueue::Phase::kRunning:
       return "running";
+    case PrefillQueue::Phase::kPaused:
+      return "paused";
     case PrefillQueue::Phase::kWaiting:
       return "waiting";
     case PrefillQueue::Phase::kUploading:

@@ -14,37 +14,41 @@ namespace meshfill {
 
 class PrefillQueue::ProgressObserver final : public PrefillObserver {
  public:
-  ProgressObserver(PrefillQueue& queue, Job& job) : queue_(queue), job_(job) {}
-  void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(job_, layers_done, layers); }
+  ProgressObserver(PrefillQueue& queue, uint64_t ticket, Job& job)
+      : queue_(queue), ticket_(ticket), job_(job) {}
+  void OnLayerDone(int layers_done, int layers) override {
+    queue_.OnLayerDone(ticket_, job_, layers_done, layers);
+  }
 
  private:
   PrefillQueue& queue_;
+  const uint64_t ticket_;
   Job& job_;
 };
 
-// When the engine's places get free, in seconds from now.
-class PrefillQueue::Places {
- public:
-  explicit Places(int places) : free_in_(std::max(1, places), 0.0) {}
+namespace {
 
-  double NextFree() const { return *std::min_element(free_in_.begin(), free_in_.end()); }
-  // Something of so many seconds takes the place that gets free next. Returns when it ends.
-  double Take(double seconds) { return *std::min_element(free_in_.begin(), free_in_.end()) += seconds; }
+RunOrder::Job ToRunOrder(const PrefillQueue::Request& request) {
+  return {.tenant = request.tenant, .priority = request.priority, .work_seconds = request.predicted_seconds};
+}
 
- private:
-  std::vector<double> free_in_;
-};
+}  // namespace
 
 void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
 
-absl::StatusOr<int> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
-                                               std::shared_ptr<Waiter> waiter) {
+absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens,
+                                                              const PrefillOptions& options,
+                                                              std::shared_ptr<Waiter> waiter) {
   return queue_.Submit(ticket_, std::move(tokens), options, std::move(waiter));
 }
 
 PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics,
                            LastPrefill& last_prefill)
-    : engine_(engine), limits_(limits), metrics_(metrics), last_prefill_(last_prefill) {
+    : engine_(engine),
+      limits_(limits),
+      metrics_(metrics),
+      last_prefill_(last_prefill),
+      order_({.max_age = limits.max_age, .most_live = engine.capacity()}) {
   metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });
@@ -69,6 +73,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   auto job = std::make_unique<Job>();
   job->request = request;
   job->reserved_at = MonotonicNow();
+  order_.Announce(ticket, ToRunOrder(request), job->reserved_at);
   jobs_.emplace(ticket, std::move(job));
   PublishCount();
   return std::make_unique<Slot>(*this, ticket);
@@ -91,7 +96,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
                      request.tokens > limits_.max_tokens ? "send a shorter prompt" : "try again later"),
         SecondsUntilRoom(request));
   }
-  const double wait_seconds = PredictedWaitSeconds(request.priority);
+  const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), MonotonicNow());
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   if (wait_seconds > max_wait_seconds) {
     return refuse(absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
@@ -111,32 +116,34 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<int> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
-                                         const PrefillOptions& options, std::shared_ptr<Waiter> waiter) {
+absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
+                                                        const PrefillOptions& options,
+                                                        std::shared_ptr<Waiter> waiter) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return stop_reason_;  // StopAll dropped the upload
   Job& job = *entry->second;
-  job.phase = Phase::kWaiting;
-  job.arrival = ++last_arrival_;
   job.submitted_at = MonotonicNow();
   job.tokens = std::move(tokens);
   job.options = options;
   job.options.request_id = job.request.id;
   job.waiter = std::move(waiter);
-  int before = 0;
-  for (const auto& [other_ticket, other] : jobs_) {
-    const bool waits_before = other->phase == Phase::kWaiting && Before(*other, job);
-    if (other->phase == Phase::kRunning || waits_before) ++before;
+  order_.Complete(ticket, job.submitted_at);
+  Turn turn;
+  for (const uint64_t other : order_.Turns(job.submitted_at)) {
+    if (other == ticket) break;
+    ++turn.before;
+    turn.wait_seconds += order_.RestSeconds(other, job.submitted_at);
   }
-  changed_.NotifyAll();
-  return before;
+  GiveTurn();
+  PublishCount();
+  return turn;
 }
 
 void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds) {
   const MutexLock lock(mu_);
-  const auto entry = jobs_.find(ticket);
-  if (entry != jobs_.end()) entry->second->request.predicted_seconds = seconds;  // StopAll drops uploads
+  if (!jobs_.contains(ticket)) return;  // StopAll drops uploads
+  order_.SetWork(ticket, seconds);
 }
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
@@ -144,9 +151,11 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
-  if (entry->second->phase == Phase::kRunning) return StopRunning(*entry->second);
+  if (Live(ticket)) return StopLive(ticket, *entry->second);
   gone = std::move(entry->second);
   jobs_.erase(entry);
+  order_.Remove(ticket, MonotonicNow());
+  GiveTurn();
   PublishCount();
 }
 
@@ -163,12 +172,14 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
     draining_ = stopping_ = true;
     stop_reason_ = reason;
     for (auto entry = jobs_.begin(); entry != jobs_.end();) {
-      if (entry->second->phase == Phase::kRunning) {
+      const uint64_t ticket = entry->first;
+      if (Live(ticket)) {
         entry->second->stop_reason = reason;
-        StopRunning(*entry->second);
+        StopLive(ticket, *entry->second);
         ++entry;
         continue;
       }
+      order_.Remove(ticket, MonotonicNow());
       dropped.push_back(std::move(entry->second));
       entry = jobs_.erase(entry);
     }
@@ -182,9 +193,27 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
   }
 }
 
-void PrefillQueue::StopRunning(Job& job) {
+void PrefillQueue::StopLive(uint64_t ticket, Job& job) {
   job.stopped = true;
   if (job.prefill != nullptr) job.prefill->Stop();
+  order_.Leave(ticket, MonotonicNow());
+  GiveTurn();
+}
+
+void PrefillQueue::GiveTurn() {
+  if (stopping_) return;
+  const uint64_t before = std::exchange(computing_, order_.Choose(MonotonicNow()));
+  if (computing_ == before) return;
+  if (const auto job = jobs_.find(before); job != jobs_.end() && job->second->prefill != nullptr) {
+    job->second->prefill->Pause();
+  }
+  if (computing_ == 0) return;
+  Job& job = *jobs_.at(computing_);
+  if (job.prefill != nullptr) return job.prefill->Resume();
+  if (job.begun) return;  // its thread is about to have the prefill
+  job.begun = true;
+  to_begin_.push_back(computing_);
+  changed_.NotifyAll();
 }
 
 void PrefillQueue::RunJobs() {
@@ -193,31 +222,30 @@ void PrefillQueue::RunJobs() {
     Job* job = nullptr;
     {
       MutexLock lock(mu_);
-      while (!stopping_ && NextTicket() == 0) changed_.Wait(mu_);
-      if (stopping_) return;
-      ticket = NextTicket();
+      while (!stopping_ && to_begin_.empty()) changed_.Wait(mu_);
+      if (to_begin_.empty()) return;
+      ticket = to_begin_.front();
+      to_begin_.pop_front();
       job = jobs_.at(ticket).get();
-      job->phase = Phase::kRunning;
-      job->begin = job->last_layer_at = MonotonicNow();
-      job->layers = engine_.model().layers;
+      job->begin = MonotonicNow();
       PublishCount();
     }
     RunJob(ticket, *job);
   }
 }
 
-// The job lives until it is erased here: whoever withdraws a running one only stops its prefill.
+// The job lives until it is erased here: whoever withdraws a live one only stops its prefill.
 void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
-  const absl::Time now = MonotonicNow();
-  const double queue_seconds = absl::ToDoubleSeconds(now - job.submitted_at);
-  metrics_.OnPrefillStart(queue_seconds);
-  absl::StatusOr<PrefillResult> result =
-      now < job.request.deadline ? RunOnEngine(job)
-                                 : absl::DeadlineExceededError(absl::StrFormat(
-                                       "the deadline passed after %.3g s in the queue", queue_seconds));
-  if (result.ok()) {
-    metrics_.OnPrefillDone(*result);
-    last_prefill_.OnPrefillDone(*result);
+  double queue_seconds = absl::ToDoubleSeconds(job.begin - job.submitted_at);
+  std::optional<absl::StatusOr<PrefillResult>> result =
+      job.begin < job.request.deadline ? RunOnEngine(ticket, job)
+                                       : absl::DeadlineExceededError(absl::StrFormat(
+                                             "the deadline passed after %.3g s in the queue", queue_seconds));
+  if (!result.has_value()) return;
+  if (result->ok()) {
+    queue_seconds += (*result)->paused_seconds;
+    metrics_.OnPrefillDone(**result);
+    last_prefill_.OnPrefillDone(**result);
   }
 
   std::unique_ptr<Job> done;
@@ -225,113 +253,98 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
     const MutexLock lock(mu_);
     done = std::move(jobs_.at(ticket));
     jobs_.erase(ticket);
+    order_.Remove(ticket, MonotonicNow());
+    GiveTurn();
     PublishCount();
-    if (!result.ok() && !done->stop_reason.ok()) result = done->stop_reason;
+    if (!result->ok() && !done->stop_reason.ok()) result = done->stop_reason;
   }
-  done->waiter->OnPrefillDone(std::move(result), queue_seconds);
+  done->waiter->OnPrefillDone(*std::move(result), queue_seconds);
 }
 
-absl::StatusOr<PrefillResult> PrefillQueue::RunOnEngine(Job& job) {
-  ProgressObserver observer(*this, job);
-  ASSIGN_OR_RETURN(std::unique_ptr<Prefill> prefill, engine_.Start({job.tokens, job.options}, &observer));
+std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t ticket, Job& job) {
+  bool alone = true;
   {
     const MutexLock lock(mu_);
-    job.prefill = prefill.get();
-    if (job.stopped) prefill->Stop();
+    if (job.stopped) return absl::CancelledError("stopped before it began");
+    alone = order_.live() == 1;
   }
-  absl::StatusOr<PrefillResult> result = prefill->Wait();
+  ProgressObserver observer(*this, ticket, job);
+  absl::StatusOr<std::unique_ptr<Prefill>> prefill = engine_.Start({job.tokens, job.options}, &observer);
+  {
+    const MutexLock lock(mu_);
+    if (absl::IsResourceExhausted(prefill.status()) && !alone && !job.stopped) {
+      job.begun = false;
+      order_.PutBack(ticket, MonotonicNow());
+      if (computing_ == ticket) computing_ = 0;
+      GiveTurn();
+      PublishCount();
+      return std::nullopt;
+    }
+    if (!prefill.ok()) return prefill.status();
+    metrics_.OnPrefillStart(absl::ToDoubleSeconds(job.begin - job.submitted_at));
+    job.prefill = prefill->get();
+    if (job.stopped) {
+      job.prefill->Stop();
+    } else if (computing_ != ticket) {
+      job.prefill->Pause();
+    }
+  }
+  absl::StatusOr<PrefillResult> result = (*prefill)->Wait();
   const MutexLock lock(mu_);
   job.prefill = nullptr;
   return result;
 }
 
-void PrefillQueue::OnLayerDone(Job& job, int layers_done, int layers) {
+void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers) {
   std::shared_ptr<Waiter> waiter;
   double seconds = 0;
   {
     const MutexLock lock(mu_);
+    const absl::Time now = MonotonicNow();
     job.layers_done = layers_done;
     job.layers = layers;
-    job.last_layer_at = MonotonicNow();
-    seconds = absl::ToDoubleSeconds(job.last_layer_at - job.begin);
+    order_.SetDone(ticket, static_cast<double>(layers_done) / layers, now);
+    seconds = order_.ComputedSeconds(ticket, now);
     waiter = job.waiter;
+    GiveTurn();
   }
   waiter->OnLayerDone(layers_done, layers, seconds);
 }
 
-bool PrefillQueue::Before(const Job& left, const Job& right) {
-  if (left.request.priority != right.request.priority) return left.request.priority > right.request.priority;
-  return left.arrival < right.arrival;
-}
+bool PrefillQueue::Live(uint64_t ticket) const { return order_.state(ticket) == RunOrder::State::kLive; }
 
-uint64_t PrefillQueue::NextTicket() const {
-  uint64_t best = 0;
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->phase != Phase::kWaiting) continue;
-    if (best == 0 || Before(*job, *jobs_.at(best))) best = ticket;
+PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
+  switch (order_.state(ticket)) {
+    case RunOrder::State::kUploading:
+      return Phase::kUploading;
+    case RunOrder::State::kWaiting:
+      return Phase::kWaiting;
+    case RunOrder::State::kLive:
+      break;
   }
-  return best;
+  return ticket == computing_ ? Phase::kRunning : Phase::kPaused;
 }
 
-// By the pace of the layers done so far; before the first one, by the prediction.
-double PrefillQueue::RestSeconds(const Job& running) const {
-  if (running.stopped) return 0;
-  const absl::Time now = MonotonicNow();
-  if (running.layers_done == 0) {
-    return std::max(0.0, running.request.predicted_seconds - absl::ToDoubleSeconds(now - running.begin));
-  }
-  const double layer_seconds =
-      absl::ToDoubleSeconds(running.last_layer_at - running.begin) / running.layers_done;
-  const double rest = layer_seconds * (running.layers - running.layers_done);
-  return std::max(0.0, rest - absl::ToDoubleSeconds(now - running.last_layer_at));
-}
-
-PrefillQueue::Places PrefillQueue::PlacesOfEngine() const {
-  Places places(engine_.capacity());
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->phase == Phase::kRunning) places.Take(RestSeconds(*job));
-  }
-  return places;
-}
-
-std::vector<const PrefillQueue::Job*> PrefillQueue::Order() const {
-  std::vector<const Job*> order;
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->phase != Phase::kRunning) order.push_back(job.get());
-  }
-  std::stable_sort(order.begin(), order.end(), [](const Job* left, const Job* right) {
-    if (left->phase != right->phase) return left->phase == Phase::kWaiting;
-    return Before(*left, *right);
-  });
-  return order;
-}
-
-double PrefillQueue::PredictedWaitSeconds(int priority) const {
-  Places places = PlacesOfEngine();
-  for (const Job* job : Order()) {
-    if (job->request.priority >= priority) places.Take(job->request.predicted_seconds);
-  }
-  return places.NextFree();
-}
-
-// A place in the queue gets free when its prefill begins. Uploads are taken in order of their headers, after
-// what waits.
+// A place in the queue gets free when its prefill begins. Uploads are taken after what waits.
 double PrefillQueue::SecondsUntilRoom(const Request& request) const {
+  const absl::Time now = MonotonicNow();
   Snapshot count = Count();
-  Places places = PlacesOfEngine();
-  for (const Job* job : Order()) {
-    --count.requests;
-    count.tokens -= job->request.tokens;
-    if (count.requests < limits_.max_requests && count.tokens + request.tokens <= limits_.max_tokens) break;
-    places.Take(job->request.predicted_seconds);
+  double seconds = 0;
+  for (const uint64_t ticket : order_.Turns(now)) {
+    if (!Live(ticket)) {
+      --count.requests;
+      count.tokens -= jobs_.at(ticket)->request.tokens;
+      if (count.requests < limits_.max_requests && count.tokens + request.tokens <= limits_.max_tokens) break;
+    }
+    seconds += order_.RestSeconds(ticket, now);
   }
-  return places.NextFree();
+  return seconds;
 }
 
 PrefillQueue::Snapshot PrefillQueue::Count() const {
   Snapshot count;
   for (const auto& [ticket, job] : jobs_) {
-    if (job->phase == Phase::kRunning) continue;
+    if (Live(ticket)) continue;
     ++count.requests;
     count.tokens += job->request.tokens;
   }
@@ -341,13 +354,14 @@ PrefillQueue::Snapshot PrefillQueue::Count() const {
 void PrefillQueue::PublishCount() {
   QueueLoad load;
   for (const auto& [ticket, job] : jobs_) {
-    if (job->phase == Phase::kRunning) {
+    const RunOrder::State state = order_.state(ticket);
+    if (state == RunOrder::State::kLive) {
       load.running_tokens += job->request.tokens;
       continue;
     }
     ++load.requests;
     load.tokens += job->request.tokens;
-    if (job->phase == Phase::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
+    if (state == RunOrder::State::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
   }
   metrics_.SetQueue(load);
 }
@@ -356,26 +370,24 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const MutexLock lock(mu_);
   const absl::Time now = MonotonicNow();
   Snapshot snapshot = Count();
-  const auto add = [&](const Job& job, absl::Time since, double rest_seconds) -> JobView& {
-    return snapshot.jobs.emplace_back(JobView{.id = job.request.id,
-                                              .phase = job.phase,
-                                              .tokens = job.request.tokens,
-                                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
-                                              .predicted_rest_seconds = rest_seconds});
-  };
-  std::vector<const Job*> running;
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->phase == Phase::kRunning) running.push_back(job.get());
+  double rest_seconds = 0;
+  for (const uint64_t ticket : order_.Turns(now)) {
+    const Job& job = *jobs_.at(ticket);
+    rest_seconds += order_.RestSeconds(ticket, now);
+    const bool began = Live(ticket);
+    const absl::Time since = began ? std::min(now, job.begin) : job.reserved_at;
+    snapshot.jobs.push_back({.id = job.request.id,
+                             .phase = PhaseOf(ticket),
+                             .tokens = job.request.tokens,
+                             .elapsed_seconds = absl::ToDoubleSeconds(now - since),
+                             .predicted_rest_seconds = rest_seconds,
+                             .layers_done = job.layers_done,
+                             .layers = !began           ? 0
+                                       : job.layers > 0 ? job.layers
+                                                        : static_cast<int>(engine_.model().layers)});
   }
-  std::sort(running.begin(), running.end(),
-            [](const Job* left, const Job* right) { return left->begin < right->begin; });
-  for (const Job* job : running) {
-    JobView& view = add(*job, job->begin, RestSeconds(*job));
-    view.layers_done = job->layers_done;
-    view.layers = job->layers;
-  }
-  Places places = PlacesOfEngine();
-  for (const Job* job : Order()) add(*job, job->reserved_at, places.Take(job->request.predicted_seconds));
+  std::stable_sort(snapshot.jobs.begin(), snapshot.jobs.end(),
+                   [](const JobView& left, const JobView& right) { return left.phase < right.phase; });
   return snapshot;
 }
 

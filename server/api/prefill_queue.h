@@ -1,22 +1,24 @@
-// The queue of prefills: bounded, by priority and then by arrival, as many at once as the engine takes.
+// The queue of prefills: bounded, and in the order of RunOrder, which says whose turn it is. One prefill
+// computes at a time; those that gave way to it stand still in the engine, which holds as many as it can.
 //
 //     Reserve (header)  ──►  Slot.Submit (upload complete)  ──►  runs  ──►  Waiter.OnPrefillDone
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
 //        │ RESOURCE_EXHAUSTED with RetryInfo        └ Slot.Withdraw at any time
 //
 // A place is taken by the announced token count when the header comes, so that uploads are bounded too. What
-// waits and what uploads count towards the limits; what runs does not. The predicted wait of a new request is
-// the time until the engine has a free place, after what runs and all with at least its priority that wait or
-// upload.
+// waits and what uploads count towards the limits; what has begun does not. The predicted wait of a new
+// request is the rest of all whose turn comes before its own: what runs, waits or uploads.
 //
-// Thread-safe. Waiters are called from the queue's threads, one for each place of the engine, or the engine's
-// threads, never under the queue's lock.
+// Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
+// or the engine's threads, never under the queue's lock.
 #ifndef MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 #define MESHFILL_SERVER_API_PREFILL_QUEUE_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +28,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
+#include "server/api/run_order.h"
 #include "server/observe/last_prefill.h"
 #include "server/observe/metrics.h"
 
@@ -37,12 +40,14 @@ class PrefillQueue {
     int64_t max_requests = 64;  // waiting and uploading
     int64_t max_tokens = 16 << 20;
     absl::Duration max_wait = absl::Hours(1);
+    absl::Duration max_age = absl::Minutes(10);
   };
 
   struct Request {
     std::string id;
+    std::string tenant;
     int64_t tokens = 0;
-    int priority = 0;  // higher first
+    int priority = 0;  // higher first; RunOrder has its bounds
     double predicted_seconds = 0;
     absl::Time deadline = absl::InfiniteFuture();
   };
@@ -52,8 +57,14 @@ class PrefillQueue {
    public:
     virtual ~Waiter() = default;
     virtual void OnLayerDone(int layers_done, int layers, double seconds_since_begin) = 0;
-    // Once, last. `queue_seconds`: from Submit to the prefill's begin.
+    // Once, last. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;
+  };
+
+  // Where a complete prompt stands.
+  struct Turn {
+    int before = 0;           // requests whose turn comes first, running ones included
+    double wait_seconds = 0;  // predicted until its turn, if nothing else comes
   };
 
   // A request's place, from its header to its end. Destroying it withdraws the request. The queue outlives
@@ -65,21 +76,21 @@ class PrefillQueue {
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
-    // What the prefill is predicted to take, now that more is known of it: later requests wait so long.
+    // What the prefill is predicted to take, now that more is known of it: its turn, and the wait of later
+    // requests, go by that.
     void SetPredictedSeconds(double seconds);
 
-    // Queues the complete prompt, once; returns the requests before it, running ones included. From now on
-    // the waiter hears of the request's end, unless it is withdrawn while it waits. UNAVAILABLE after
-    // StopAll.
-    absl::StatusOr<int> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
-                               std::shared_ptr<Waiter> waiter);
+    // Queues the complete prompt, once. From now on the waiter hears of the request's end, unless it is
+    // withdrawn while it waits. UNAVAILABLE after StopAll.
+    absl::StatusOr<Turn> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
+                                std::shared_ptr<Waiter> waiter);
 
    private:
     PrefillQueue& queue_;
     const uint64_t ticket_;
   };
 
-  enum class Phase { kRunning, kWaiting, kUploading };
+  enum class Phase { kRunning, kPaused, kWaiting, kUploading };
   struct JobView {
     std::string id;
     Phase phase = Phase::kUploading;
@@ -87,12 +98,12 @@ class PrefillQueue {
     double elapsed_seconds = 0;         // since its prefill began; before that, since its header came
     double predicted_rest_seconds = 0;  // until its prefill ends
     int layers_done = 0;                // by all ranks
-    int layers = 0;                     // of all pieces of the prompt; 0: it does not run
+    int layers = 0;                     // of all pieces of the prompt; 0: it has not begun
   };
   struct Snapshot {
     int64_t requests = 0;       // waiting and uploading
     int64_t tokens = 0;         // of these
-    std::vector<JobView> jobs;  // those that run, then those that wait, by their turn, then uploads
+    std::vector<JobView> jobs;  // the one that runs, those that gave way, those that wait, uploads; by turns
   };
 
   // The engine, the metrics and the last prefill outlive the queue.
@@ -114,46 +125,40 @@ class PrefillQueue {
  private:
   struct Job {
     Request request;
-    Phase phase = Phase::kUploading;
-    uint64_t arrival = 0;  // order of Submit
     absl::Time reserved_at;
     absl::Time submitted_at;
     std::vector<uint32_t> tokens;
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
 
-    // While it runs.
-    absl::Time begin;
-    absl::Time last_layer_at;
+    bool begun = false;  // a thread of the queue has it, or will
+    // Once it has begun.
+    absl::Time begin = absl::InfiniteFuture();
     int layers_done = 0;
-    int layers = 0;              // of all pieces of the prompt
+    int layers = 0;
     Prefill* prefill = nullptr;  // null: the engine has not begun it, or is done
     bool stopped = false;
     absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
   };
   class ProgressObserver;
 
-  absl::StatusOr<int> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
-                             std::shared_ptr<Waiter> waiter);
+  absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
+                              std::shared_ptr<Waiter> waiter);
   void SetPredictedSeconds(uint64_t ticket, double seconds);
   void Withdraw(uint64_t ticket);
-  void OnLayerDone(Job& job, int layers_done, int layers);
-  void StopRunning(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers);
+  void StopLive(uint64_t ticket, Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  // Lets the one whose turn it is compute, and the others stand still.
+  void GiveTurn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RunJobs();  // each of the queue's threads
   void RunJob(uint64_t ticket, Job& job);
-  absl::StatusOr<PrefillResult> RunOnEngine(Job& job);
-  // The ticket of the best waiting job; 0: none.
-  uint64_t NextTicket() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  static bool Before(const Job& left, const Job& right);
+  // Nothing: it could not begin beside those that live, and waits again.
+  std::optional<absl::StatusOr<PrefillResult>> RunOnEngine(uint64_t ticket, Job& job);
+  Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::Status CheckRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  double RestSeconds(const Job& running) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What waits, by its turn, then what uploads.
-  std::vector<const Job*> Order() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  class Places;
-  Places PlacesOfEngine() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  double PredictedWaitSeconds(int priority) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   double SecondsUntilRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Snapshot Count() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -166,12 +171,14 @@ class PrefillQueue {
   mutable Mutex mu_;
   CondVar changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
+  RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // of the same tickets
+  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;                         // whose turn it is; 0: nobody's
+  std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);                  // chosen, for the next free thread
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
-  uint64_t last_arrival_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status stop_reason_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::thread> runners_;  // one for each place of the engine; last: they use all of the above
+  std::vector<std::thread> runners_;  // one for each prefill that may live; last: they use all of the above
 };
 
 }  // namespace meshfill

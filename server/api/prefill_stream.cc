@@ -119,6 +119,7 @@ absl::Status PrefillStream::TakeHeader() {
   predicted_seconds_ = choice.plan.predicted.seconds;
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
+                                                          .tenant = header_.tenant(),
                                                           .tokens = token_count,
                                                           .priority = header_.priority(),
                                                           .predicted_seconds = predicted_seconds_,
@@ -190,11 +191,13 @@ absl::Status PrefillStream::FinishUpload() {
   }
   environment_.live.UploadDone(this);
   LookUpPrefix();
-  ASSIGN_OR_RETURN(const auto before, slot_->Submit(std::move(tokens_), options_, shared_from_this()));
+  ASSIGN_OR_RETURN(const PrefillQueue::Turn turn,
+                   slot_->Submit(std::move(tokens_), options_, shared_from_this()));
   phase_ = Phase::kQueued;
   accepted_.emplace();
   accepted_->set_request_id(header_.request_id());
-  accepted_->set_queue_position(static_cast<uint32_t>(before));
+  accepted_->set_queue_position(static_cast<uint32_t>(turn.before));
+  accepted_->set_predicted_queue_seconds(turn.wait_seconds);
   accepted_->set_predicted_seconds(predicted_seconds_);
   *accepted_->mutable_plan() = plan_;
   if (lease_ != nullptr) accepted_->set_kv_lease(lease_->id());

@@ -53,6 +53,7 @@ void FillDefaults(v1::Config& config) {
   if (!queue.has_max_requests()) queue.set_max_requests(64);
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
   if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
+  if (!queue.has_max_age()) queue.mutable_max_age()->set_seconds(600);
   auto& plan = *config.mutable_plan();
   if (!plan.has_stripe()) plan.set_stripe(64);
   auto& limits = *config.mutable_limits();
@@ -148,6 +149,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
   check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
   check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
+  check.RequirePositive(config.queue().max_age(), "queue.max_age");
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
   const bool has_dtype = config.model().dtype() != v1::ModelSection::DTYPE_AUTO;
   check.Require(has_dtype || config.plan().partial_dtype() != v1::PlanSection::PARTIAL_DTYPE_MODEL,

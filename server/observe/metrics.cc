@@ -116,7 +116,7 @@ class Metrics::Families {
                                    "The queue's bound on the predicted wait (queue.max_wait).")
                               .Add({});
   Gauge& running_tokens =
-      AddGauge(registry, "meshfill_running_tokens", "Prompt tokens of the prefill that runs; 0: idle.")
+      AddGauge(registry, "meshfill_running_tokens", "Prompt tokens of the prefills that have begun; 0: idle.")
           .Add({});
   Histogram& queue_wait = AddHistogram(registry, "meshfill_queue_wait_seconds",
                                        "From a complete upload to the prefill's begin.", kWaitBuckets);

@@ -11,10 +11,12 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <random>
 #include <thread>
 
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
+#include "tests/engine/random_seed.h"
 #include "tests/engine/stop_after_a_layer.h"
 
 namespace meshfill {
@@ -55,6 +57,10 @@ class PrefillEngineTest : public testing::Test {
   static std::string folder_;
 };
 std::string PrefillEngineTest::folder_;
+
+double Seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 class RecordingObserver : public PrefillObserver {
  public:
@@ -149,16 +155,97 @@ TEST_F(PrefillEngineTest, StopsInTheMiddleOfALayer) {
   ExpectServes(*engine);
 }
 
-TEST_F(PrefillEngineTest, RunsAsManyAtOnceAsItsCapacitySays) {
+TEST_F(PrefillEngineTest, HoldsAsManyAtOnceAsItsCapacitySays) {
+  const auto engine = Load();
+  const std::vector<uint32_t> prompt(2000, 1);
+  ASSERT_GT(engine->capacity(), 1);
+  std::vector<std::unique_ptr<Prefill>> live;
+  for (int i = 0; i < engine->capacity(); ++i) {
+    auto prefill = engine->Start({prompt, {}}, nullptr);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    (*prefill)->Pause();
+    live.push_back(*std::move(prefill));
+  }
+  const auto more = RunPrefill(*engine, {prompt, {}});
+  EXPECT_EQ(more.status().code(), absl::StatusCode::kResourceExhausted) << more.status();
+  live.pop_back();  // stops it
+  ExpectServes(*engine);
+}
+
+TEST_F(PrefillEngineTest, AdmitsWhatFitsBesideThoseThatLive) {
+  constexpr int64_t kBudget = 20 << 20;
+  const std::vector<uint32_t> prompt(4000, 1);
+  const auto engine = Load(kBudget);
+  const auto choice = engine->MakePlan(4000, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const int64_t fit = kBudget / choice->plan.predicted.peak_bytes;
+  ASSERT_TRUE(fit > 1 && fit < engine->capacity()) << fit << " fit";
+  std::vector<std::unique_ptr<Prefill>> live;
+  for (int i = 0; i < fit; ++i) {
+    auto prefill = engine->Start({prompt, {}}, nullptr);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    (*prefill)->Pause();
+    live.push_back(*std::move(prefill));
+  }
+  const auto more = RunPrefill(*engine, {prompt, {}});
+  EXPECT_EQ(more.status().code(), absl::StatusCode::kResourceExhausted) << more.status();
+  live.pop_back();
+  const auto after = RunPrefill(*engine, {prompt, {}});
+  EXPECT_TRUE(after.ok()) << after.status();
+}
+
+// Pauses it at moments that differ from run to run, and runs others meanwhile.
+TEST_F(PrefillEngineTest, PausesChangeNoBitAndAreNoPartOfItsSeconds) {
+  std::mt19937_64 random(TestSeed());
+  const auto engine = Load();
+  const std::vector<uint32_t> shorter(300, 5);
+  for (const int64_t tokens : {20000, 777}) {
+    std::vector<uint32_t> prompt(tokens);
+    for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % 100);
+    const auto alone = RunPrefill(*engine, {prompt, {}});
+    const auto shorter_alone = RunPrefill(*engine, {shorter, {}});
+    ASSERT_TRUE(alone.ok() && shorter_alone.ok()) << alone.status() << shorter_alone.status();
+    const auto begin = std::chrono::steady_clock::now();
+    auto prefill = engine->Start({prompt, {.keep_timeline = true}}, nullptr);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    double others_seconds = 0;
+    for (int pause = 0; pause < 5; ++pause) {
+      std::this_thread::sleep_for(std::chrono::microseconds(Draw(random, 0, 20000)));
+      (*prefill)->Pause();
+      const auto other_begin = std::chrono::steady_clock::now();
+      const auto other = RunPrefill(*engine, {shorter, {}});
+      ASSERT_TRUE(other.ok()) << other.status();
+      EXPECT_EQ(other->logits, shorter_alone->logits);
+      others_seconds += Seconds(std::chrono::steady_clock::now() - other_begin);
+      (*prefill)->Resume();
+    }
+    const auto result = (*prefill)->Wait();
+    const double wall_seconds = Seconds(std::chrono::steady_clock::now() - begin);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->logits, alone->logits) << tokens << " tokens";
+    EXPECT_GE(result->paused_seconds, others_seconds);
+    EXPECT_LE(result->prefill_seconds, wall_seconds - others_seconds);
+    EXPECT_GE(result->prefill_seconds, result->attention_seconds);
+    EXPECT_GE(result->attention_seconds, result->comm_wait_seconds);
+    for (const RankStats& rank : result->ranks) EXPECT_LE(rank.total_seconds, result->prefill_seconds);
+    for (const Span& span : result->timeline->spans) EXPECT_LE(span.end_seconds, result->prefill_seconds);
+  }
+}
+
+TEST_F(PrefillEngineTest, StandsStillWhilePausedAndStopsAtOnce) {
   const auto engine = Load();
   const std::vector<uint32_t> prompt(60000, 1);
-  ASSERT_EQ(engine->capacity(), 1);
-  auto prefill = engine->Start({prompt, {}}, nullptr);
+  RecordingObserver observer;
+  auto prefill = engine->Start({prompt, {}}, &observer);
   ASSERT_TRUE(prefill.ok()) << prefill.status();
-  const auto second = RunPrefill(*engine, {prompt, {}});
-  EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted) << second.status();
-  prefill->reset();  // stops it
+  (*prefill)->Pause();
   ExpectServes(*engine);
+  ExpectServes(*engine);
+  EXPECT_TRUE(observer.layers_done_.empty());
+  const auto stopped_at = std::chrono::steady_clock::now();
+  (*prefill)->Stop();
+  EXPECT_EQ((*prefill)->Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_LT(std::chrono::steady_clock::now() - stopped_at, std::chrono::milliseconds(500));
 }
 
 // The memory that is left holds no stack of a thread.

@@ -1,5 +1,5 @@
-// An engine that computes nothing: prefills end when the test lets them, and obey Stop. What it keeps as K
-// and V are the values of tests/engine/kv/kv_values.h.
+// An engine that computes nothing: prefills end when the test lets them, and obey Stop, Pause and Resume.
+// What it keeps as K and V are the values of tests/engine/kv/kv_values.h.
 #ifndef MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 #define MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 
@@ -62,12 +62,20 @@ class FakeEngine final : public PrefillEngine {
   void PredictSeconds(double seconds) {
     Set([&] { predicted_seconds_ = seconds; });
   }
+  // Longer prompts cannot begin while another lives.
+  void RefuseBesideOthers(int64_t tokens) {
+    Set([&] { most_beside_others_ = tokens; });
+  }
   // False after 10 s.
   bool WaitForBegun(int runs) {
     return Wait([&] { return static_cast<int>(first_ids_.size()) >= runs; });
   }
   bool WaitForStopped(int runs) {
     return Wait([&] { return stopped_runs_ >= runs; });
+  }
+  int refusals() const {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return refusals_;
   }
   int finished_runs() const {
     const std::lock_guard<std::mutex> lock(mu_);
@@ -114,6 +122,7 @@ class FakeEngine final : public PrefillEngine {
                                                  PrefillObserver* observer) override {
     auto choice = MakePlan(std::ssize(request.tokens), request.options);
     if (!choice.ok()) return choice.status();
+    if (const absl::Status refusal = Refusal(std::ssize(request.tokens)); !refusal.ok()) return refusal;
     Set([&] { first_ids_.push_back(request.tokens.front()); });
     return std::make_unique<Run>(*this, request, choice->plan, observer);
   }
@@ -123,6 +132,9 @@ class FakeEngine final : public PrefillEngine {
    public:
     Run(FakeEngine& engine, const PrefillRequest& request, const Plan& plan, PrefillObserver* observer)
         : engine_(engine), request_(request), plan_(plan), observer_(observer) {}
+    ~Run() override {
+      engine_.Set([&] { --engine_.live_runs_; });
+    }
 
     absl::StatusOr<PrefillResult> Wait() override {
       const absl::Time begin = MonotonicNow();
@@ -130,7 +142,7 @@ class FakeEngine final : public PrefillEngine {
       KvPrompt* const kept = request_.options.kv.get();
       if (kept != nullptr) kept->Begin(plan_.layout);
       for (int layer = 0; layer < layers; ++layer) {
-        while (engine_.Held(layer) && !stopped_) absl::SleepFor(absl::Milliseconds(1));
+        while ((engine_.Held(layer) || paused_) && !stopped_) absl::SleepFor(absl::Milliseconds(1));
         if (stopped_) {
           engine_.Set([&] { ++engine_.stopped_runs_; });
           return absl::CancelledError("stopped");
@@ -149,6 +161,8 @@ class FakeEngine final : public PrefillEngine {
       return Result(request_.tokens, request_.options, plan_, absl::ToDoubleSeconds(MonotonicNow() - begin));
     }
     void Stop() override { stopped_ = true; }
+    void Pause() override { paused_ = true; }
+    void Resume() override { paused_ = false; }
 
    private:
     FakeEngine& engine_;
@@ -156,6 +170,7 @@ class FakeEngine final : public PrefillEngine {
     const Plan plan_;
     PrefillObserver* const observer_;
     std::atomic<bool> stopped_{false};
+    std::atomic<bool> paused_{false};
   };
 
   static PrefillResult Result(std::span<const uint32_t> tokens, const PrefillOptions& options,
@@ -181,6 +196,16 @@ class FakeEngine final : public PrefillEngine {
       result.ranks.push_back(stats);
     }
     return result;
+  }
+
+  absl::Status Refusal(int64_t tokens) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (live_runs_ >= capacity_ || (live_runs_ > 0 && tokens > most_beside_others_)) {
+      ++refusals_;
+      return absl::ResourceExhaustedError("no room beside those that live");
+    }
+    ++live_runs_;
+    return absl::OkStatus();
   }
 
   template <typename Change>
@@ -210,6 +235,9 @@ class FakeEngine final : public PrefillEngine {
   double predicted_seconds_ = 0.001;
   absl::Status fail_next_;
   std::vector<uint32_t> first_ids_;
+  int64_t most_beside_others_ = kContext;
+  int live_runs_ = 0;
+  int refusals_ = 0;
   int stopped_runs_ = 0;
   int finished_runs_ = 0;
 };

@@ -6,8 +6,11 @@
 #include <thread>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/reference/reference_device.h"
+#include "kernels/stop_token.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -185,6 +188,28 @@ TEST(InProcess, MailboxesAreBounded) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_GT(sent, 64) << "a ring of 64 ranks must fit";
   ExpectNames(status, {"rank 0", "rank 1", "recv_q"});
+}
+
+// A paused run's waits do not end while it stands still, and the rest of their time is left afterwards.
+TEST(InProcess, PausesMoveTheDeadline) {
+  const std::unique_ptr<Device> device = MakeReferenceDevice(DType::kF32);
+  StopToken run;
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (int rank = 0; rank < 2; ++rank) streams.push_back(device->NewStream(&run).value());
+  auto ranks = MakeInProcessCommunicators(std::vector<Stream*>{streams[0].get(), streams[1].get()}, &run);
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, NumberBuffer(0), 1, 8).value();
+  constexpr absl::Duration kWait = absl::Milliseconds(30);
+  run.Pause();
+  std::thread owner([&run] {
+    absl::SleepFor(5 * kWait);
+    run.Resume();
+  });
+  const absl::Time begin = MonotonicNow();
+  const absl::Status status = receive->Wait(begin + kWait).status();
+  const absl::Duration waited = MonotonicNow() - begin;
+  owner.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_GE(waited, run.PausedTime() + kWait - absl::Milliseconds(1));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "server/api/prefill_queue.h"
 
 #include <future>
+#include <map>
 #include <memory>
 #include <optional>
 #include <random>
@@ -45,6 +46,7 @@ class RecordingWaiter final : public PrefillQueue::Waiter {
 
 class PrefillQueueTest : public testing::Test {
  protected:
+  explicit PrefillQueueTest(int capacity = 1) : engine_(/*layers=*/4, capacity) {}
   using Request = PrefillQueue::Request;
 
   void MakeQueue(const PrefillQueue::Limits& limits = {}) {
@@ -59,9 +61,9 @@ class PrefillQueueTest : public testing::Test {
 
   static int Submit(PrefillQueue::Slot& slot, uint32_t first_id,
                     const std::shared_ptr<RecordingWaiter>& waiter) {
-    const auto before = slot.Submit({first_id, 1, 2}, {}, waiter);
+    const absl::StatusOr<PrefillQueue::Turn> before = slot.Submit({first_id, 1, 2}, {}, waiter);
     EXPECT_TRUE(before.ok()) << before.status();
-    return before.value_or(-1);
+    return before.ok() ? before->before : -1;
   }
 
   void ExpectRefusedWithRetry(const Request& request, double least_seconds, double most_seconds) {
@@ -156,11 +158,12 @@ TEST_F(PrefillQueueTest, BoundsTokens) {
   ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
 }
 
-TEST_F(PrefillQueueTest, BoundsPredictedWaitByPriority) {
+TEST_F(PrefillQueueTest, BoundsThePredictedWaitForTheTurn) {
   MakeQueue({.max_wait = absl::Seconds(50)});
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
-  ExpectRefusedWithRetry({.id = "2", .tokens = 3}, 10, 10);
-  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1}), nullptr);  // would go before it
+  ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 60}, 10, 10);
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1, .predicted_seconds = 60}), nullptr);
+  EXPECT_NE(Reserve({.id = "3", .tokens = 3, .predicted_seconds = 59}), nullptr);  // before it
 }
 
 TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
@@ -171,11 +174,11 @@ TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
   Submit(*running, 1, waiter);
   ASSERT_TRUE(engine_.WaitForBegun(1));
   auto cached = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 60});
-  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 10, 11);
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3, .predicted_seconds = 70}, 10, 11);
   cached->SetPredictedSeconds(5);  // most of it is cached
   auto cached_waiter = std::make_shared<RecordingWaiter>();
   Submit(*cached, 2, cached_waiter);
-  EXPECT_NE(Reserve({.id = "3", .tokens = 3}), nullptr);
+  EXPECT_NE(Reserve({.id = "3", .tokens = 3, .predicted_seconds = 70}), nullptr);
   EXPECT_LE(queue_->snapshot().jobs[1].predicted_rest_seconds, 6);
   engine_.Release();
   EXPECT_TRUE(waiter->Result().ok());
@@ -186,7 +189,7 @@ TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   MakeQueue();
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
   const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
-  ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 20, .deadline = deadline}, 60, 60);
+  ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 65, .deadline = deadline}, 60, 60);
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 5, .deadline = deadline}), nullptr);
   const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = MonotonicNow() - absl::Seconds(1)});
   EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded);
@@ -331,41 +334,144 @@ TEST_F(PrefillQueueTest, SnapshotShowsWhatRunsAndWaits) {
   EXPECT_TRUE(waiter->Result().ok());
 }
 
-TEST(PrefillQueueCapacityTest, RunsAsManyAtOnceAsTheEngineTakes) {
-  FakeEngine engine(/*layers=*/4, /*capacity=*/2);
-  Metrics metrics;
-  LastPrefill last_prefill;
-  PrefillQueue queue(engine, {.max_wait = absl::Seconds(50)}, metrics, last_prefill);
-  engine.Hold(1);
-  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
-  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
-  for (uint32_t id = 0; id < 3; ++id) {
-    auto slot = queue.Reserve({.id = std::to_string(id), .tokens = 3, .predicted_seconds = 1});
-    ASSERT_TRUE(slot.ok()) << slot.status();
-    slots.push_back(*std::move(slot));
-    waiters.push_back(std::make_shared<RecordingWaiter>());
-    const auto before = slots.back()->Submit({id, 1, 2}, {}, waiters.back());
-    ASSERT_TRUE(before.ok()) << before.status();
-    if (id < 2) {
-      ASSERT_TRUE(engine.WaitForBegun(static_cast<int>(id) + 1));
-    } else {
-      EXPECT_EQ(*before, 2);
-    }
-  }
-  const PrefillQueue::Snapshot snapshot = queue.snapshot();
-  ASSERT_EQ(snapshot.jobs.size(), 3u);
-  EXPECT_EQ(snapshot.jobs[1].phase, PrefillQueue::Phase::kRunning);
-  EXPECT_EQ(snapshot.jobs[2].phase, PrefillQueue::Phase::kWaiting);
-  EXPECT_LT(snapshot.jobs[2].predicted_rest_seconds, 3) << "it has the first place that gets free";
-  EXPECT_EQ(engine.first_ids().size(), 2u);
+class PrefillQueuePreemptionTest : public PrefillQueueTest {
+ protected:
+  PrefillQueuePreemptionTest() : PrefillQueueTest(/*capacity=*/3) {}
 
-  slots[1].reset();  // stops one of the two; the third has its place
-  EXPECT_EQ(waiters[1]->Result().status().code(), absl::StatusCode::kCancelled);
-  ASSERT_TRUE(engine.WaitForBegun(3));
-  EXPECT_FALSE(waiters[0]->done());
-  engine.Release();
-  EXPECT_TRUE(waiters[0]->Result().ok());
-  EXPECT_TRUE(waiters[2]->Result().ok());
+  struct Sent {
+    std::unique_ptr<PrefillQueue::Slot> slot;
+    std::shared_ptr<RecordingWaiter> waiter;
+    PrefillQueue::Turn turn;
+  };
+  Sent Send(uint32_t first_id, int64_t tokens, double predicted_seconds, int priority = 0) {
+    Sent sent{.slot = Reserve({.id = std::to_string(first_id),
+                               .tokens = tokens,
+                               .priority = priority,
+                               .predicted_seconds = predicted_seconds}),
+              .waiter = std::make_shared<RecordingWaiter>(),
+              .turn = {}};
+    std::vector<uint32_t> prompt(tokens, 1);
+    prompt.front() = first_id;
+    const auto turn = sent.slot->Submit(std::move(prompt), {}, sent.waiter);
+    EXPECT_TRUE(turn.ok()) << turn.status();
+    sent.turn = turn.value_or(PrefillQueue::Turn{.before = -1});
+    return sent;
+  }
+  std::map<std::string, PrefillQueue::Phase> Phases() const {
+    std::map<std::string, PrefillQueue::Phase> phases;
+    for (const PrefillQueue::JobView& job : queue_->snapshot().jobs) phases[job.id] = job.phase;
+    return phases;
+  }
+  using Phase = PrefillQueue::Phase;
+};
+
+TEST_F(PrefillQueuePreemptionTest, ALongOneGivesWayAndGoesOn) {
+  MakeQueue();
+  engine_.Hold(0);
+  const Sent long_one = Send(1, 50, 100);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  const Sent middle = Send(2, 20, 10);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  EXPECT_EQ(middle.turn.before, 0);
+  EXPECT_EQ(middle.turn.wait_seconds, 0);
+  const Sent short_one = Send(3, 3, 1);
+  ASSERT_TRUE(engine_.WaitForBegun(3));
+  EXPECT_EQ(Phases(), (std::map<std::string, Phase>{
+                          {"1", Phase::kPaused}, {"2", Phase::kPaused}, {"3", Phase::kRunning}}));
+  const Sent shortest = Send(4, 3, 0.1);  // no more can live: it waits
+  EXPECT_EQ(Phases()["4"], Phase::kWaiting);
+  const Sent longest = Send(5, 60, 1000);
+  EXPECT_EQ(longest.turn.before, 4);
+  EXPECT_NEAR(longest.turn.wait_seconds, 111.1, 1);
+  EXPECT_FALSE(long_one.waiter->done());
+  engine_.Release();
+  for (const Sent* sent : {&long_one, &middle, &short_one, &shortest, &longest}) {
+    EXPECT_TRUE(sent->waiter->Result().ok()) << sent->waiter->Result().status();
+  }
+  EXPECT_EQ(engine_.first_ids(), (std::vector<uint32_t>{1, 2, 3, 4, 5}));
+}
+
+TEST_F(PrefillQueuePreemptionTest, WithdrawnWhileItGaveWayIsStoppedAtOnce) {
+  MakeQueue();
+  engine_.Hold(0);
+  Sent long_one = Send(1, 50, 100);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  const Sent short_one = Send(2, 3, 1);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  long_one.slot.reset();
+  EXPECT_EQ(long_one.waiter->Result().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_FALSE(short_one.waiter->done());
+  engine_.Release();
+  EXPECT_TRUE(short_one.waiter->Result().ok());
+}
+
+TEST_F(PrefillQueuePreemptionTest, WithdrawnWhileItRunsGivesItsTurnBack) {
+  MakeQueue();
+  engine_.Hold(0);
+  const Sent long_one = Send(1, 50, 100);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  Sent short_one = Send(2, 3, 1);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  short_one.slot.reset();
+  EXPECT_EQ(short_one.waiter->Result().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(Phases()["1"], Phase::kRunning);
+  engine_.Release();
+  EXPECT_TRUE(long_one.waiter->Result().ok());
+}
+
+TEST_F(PrefillQueuePreemptionTest, WhatFindsNoMemoryWaitsForAnEndAndIsNotOvertaken) {
+  MakeQueue();
+  engine_.Hold(0);
+  engine_.RefuseBesideOthers(10);
+  const Sent long_one = Send(1, 50, 100);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  const Sent large = Send(2, 20, 10);  // goes first, but has no room beside the long one
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+  while ((engine_.refusals() == 0 || Phases()["1"] != Phase::kRunning) && MonotonicNow() < deadline) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_EQ(Phases(), (std::map<std::string, Phase>{{"1", Phase::kRunning}, {"2", Phase::kWaiting}}));
+  const Sent short_one = Send(3, 3, 1);  // goes before both, and has room
+  const Sent later = Send(4, 5, 40);     // has room, but its turn is after the large one's
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  EXPECT_EQ(Phases()["3"], Phase::kRunning);
+  EXPECT_EQ(Phases()["4"], Phase::kWaiting);
+  engine_.Release();
+  for (const Sent* sent : {&long_one, &large, &short_one, &later}) {
+    EXPECT_TRUE(sent->waiter->Result().ok()) << sent->waiter->Result().status();
+  }
+  EXPECT_EQ(engine_.first_ids(), (std::vector<uint32_t>{1, 3, 2, 4}));
+}
+
+TEST_F(PrefillQueuePreemptionTest, RefusalWithNothingElseAliveIsTheAnswer) {
+  MakeQueue();
+  engine_.FailNext(absl::ResourceExhaustedError("no memory at all"));
+  const Sent alone = Send(1, 3, 1);
+  EXPECT_EQ(alone.waiter->Result().status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+// Prompts come, are withdrawn and stopped at random moments: each is answered once, as it should be.
+TEST_F(PrefillQueuePreemptionTest, EveryPromptHasOneAnswerInAnyMix) {
+  const uint32_t seed = std::random_device()();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
+  MakeQueue({.max_requests = 1000, .max_age = absl::Milliseconds(20)});
+  engine_.RefuseBesideOthers(30);
+  std::vector<Sent> sent;
+  for (uint32_t id = 0; id < 200; ++id) {
+    const int64_t tokens = 1 + random() % 40;
+    sent.push_back(Send(id, tokens, 0.001 * tokens, static_cast<int>(random() % 5) - 2));
+    if (random() % 8 == 0) sent[random() % sent.size()].slot.reset();
+    if (random() % 4 == 0) absl::SleepFor(absl::Microseconds(random() % 2000));
+  }
+  for (Sent& each : sent) {
+    if (each.slot == nullptr) continue;
+    const auto& result = each.waiter->Result();
+    EXPECT_TRUE(result.ok()) << result.status();
+  }
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+  while (!Phases().empty() && MonotonicNow() < deadline) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_TRUE(Phases().empty()) << "something that was withdrawn lives on";
 }
 
 }  // namespace

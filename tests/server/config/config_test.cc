@@ -59,6 +59,7 @@ TEST_F(ConfigTest, LocalExampleSaysWhatItSets) {
   EXPECT_EQ(config->pool().embedded().ranks(), 4u);
   EXPECT_EQ(config->limits().max_message_bytes(), 4u << 20);
   EXPECT_EQ(config->queue().max_wait().seconds(), 3600);
+  EXPECT_EQ(config->queue().max_age().seconds(), 600);
 }
 
 TEST_F(ConfigTest, DefaultsAreFilledIn) {

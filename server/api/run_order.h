@@ -1,0 +1,119 @@
+// Whose turn it is: which of the prefills that are complete computes now, and in which order the others
+// follow. Pure: no threads, no clock, no engine; the queue (prefill_queue.h) tells it what happens and does
+// what it says.
+//
+// One prefill computes at a time. It is the first of this order:
+//   1. those that have waited for `max_age`, the oldest first: nobody starves;
+//   2. the higher priority class;
+//   3. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, the
+//   lead
+//      the seconds that the ranks have computed for its tenant. Shorter prompts go first, so they never wait
+//      for long ones; each kLeadSeconds that a tenant has had more than another make its prompts look twice
+//      as long. A tenant that comes starts where the one with the least stands;
+//   4. the order of arrival.
+// What computes gives way only to what has a higher class, or at most half its (so weighted) rest. It then
+// stands still, alive, with what it has computed. At most `most_live` have begun and not ended; where that is
+// one, nothing gives way.
+//
+//     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
+//                                  ◄────PutBack────┘  (no memory beside the others)
+#ifndef MESHFILL_SERVER_API_RUN_ORDER_H_
+#define MESHFILL_SERVER_API_RUN_ORDER_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+class RunOrder {
+ public:
+  using Ticket = uint64_t;  // above 0, rising
+
+  static constexpr double kLeadSeconds = 5;
+  static constexpr int kTopPriority =
+      2;  // classes: −kTopPriority to kTopPriority; others count as the nearest
+
+  struct Options {
+    absl::Duration max_age = absl::Minutes(10);  // that a prefill waits, or stands still, in all
+    int most_live = 1;
+  };
+  struct Job {
+    std::string tenant;
+    int priority = 0;         // higher first
+    double work_seconds = 0;  // predicted
+  };
+  enum class State { kUploading, kWaiting, kLive };
+
+  explicit RunOrder(const Options& options) : options_(options) {}
+
+  // ---- What happens; `now` never falls.
+  void Announce(Ticket ticket, const Job& job, absl::Time now);
+  void SetWork(Ticket ticket, double work_seconds);  // of one that uploads: more is known of it
+  void Complete(Ticket ticket, absl::Time now);      // from now on it may be chosen
+  // That share of its work is done, 0 to 1: corrects what is predicted of its rest.
+  void SetDone(Ticket ticket, double share, absl::Time now);
+  // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
+  // does not begin before it.
+  void PutBack(Ticket ticket, absl::Time now);
+  // A live one is being stopped: it computes no more, and lives until Remove.
+  void Leave(Ticket ticket, absl::Time now);
+  void Remove(Ticket ticket, absl::Time now);
+
+  // ---- What to do: decides anew whose turn it is; that one lives from now on. 0: nobody's.
+  Ticket Choose(absl::Time now);
+
+  // ---- What is to come, if nothing else arrives.
+  State state(Ticket ticket) const { return entries_.at(ticket).state; }
+  int live() const;
+  double RestSeconds(Ticket ticket, absl::Time now) const;
+  // Seconds that it has computed.
+  double ComputedSeconds(Ticket ticket, absl::Time now) const;
+  // Those that are complete, by their turn, then those that upload.
+  std::vector<Ticket> Turns(absl::Time now) const;
+  // Until such a prefill, added now, would begin.
+  double WaitSeconds(const Job& job, absl::Time now) const;
+
+ private:
+  struct Entry {
+    Job job;
+    State state = State::kUploading;
+    bool leaving = false;
+    bool put_back = false;
+    absl::Time complete_at = absl::InfiniteFuture();
+    absl::Duration computed;  // before `since`, where it computes
+    absl::Time since;         // it computes since then
+    double rest_seconds = 0;  // when it had computed `measured_at`
+    absl::Duration measured_at;
+  };
+  // What the order compares.
+  struct Rank {
+    bool stays;  // it lives, and no other can
+    bool aged;
+    int priority;
+    double weight;
+    absl::Time complete_at;
+    Ticket ticket;
+    bool Before(const Rank& other) const;
+  };
+
+  absl::Duration Computed(Ticket ticket, const Entry& entry, absl::Time now) const;
+  double Rest(Ticket ticket, const Entry& entry, absl::Time now) const;
+  Rank RankOf(Ticket ticket, const Entry& entry, double lead, absl::Time now) const;
+  double LeadOfNew(const std::string& tenant) const;  // of a tenant that comes
+  double LeastLead() const;                           // of the tenants that have something here
+  void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
+  void ForgetTenants();
+
+  const Options options_;
+  std::map<Ticket, Entry> entries_;
+  Ticket computing_ = 0;
+  std::map<std::string, double> leads_;  // by tenant: seconds computed for it
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_RUN_ORDER_H_
