@@ -52,6 +52,13 @@ std::string FormatSeconds(double seconds) {
 }
 
 std::string RenderProgress(const PrefillProgress& progress, int width) {
+  if (progress.before > 0 && progress.layers == 0) {
+    const double rest = progress.wait_seconds - progress.elapsed_seconds;
+    const std::string queued =
+        absl::StrCat("queued, ", progress.before, " before it, ",
+                     rest > 0 ? absl::StrCat("about ", FormatSeconds(rest)) : "soon its turn");
+    return queued.substr(0, static_cast<size_t>(std::max(width, 0)));
+  }
   const double share = DoneShare(progress);
   const double expected = ExpectedSeconds(progress);
   std::string facts;
@@ -85,14 +92,17 @@ ProgressBar::~ProgressBar() {
   drawer_.join();
 }
 
-void ProgressBar::SetPrediction(double predicted_seconds) {
+void ProgressBar::SetPrediction(double predicted_seconds, int before, double wait_seconds) {
   const MutexLock lock(mu_);
   progress_.predicted_seconds = predicted_seconds;
+  progress_.before = before;
+  progress_.wait_seconds = wait_seconds;
   start_ = MonotonicNow();
 }
 
-void ProgressBar::SetLayersDone(int layers_done, int layers) {
+void ProgressBar::SetLayersDone(int layers_done, int layers, double seconds) {
   const MutexLock lock(mu_);
+  if (progress_.before > 0 && progress_.layers == 0) start_ = MonotonicNow() - absl::Seconds(seconds);
   if (layers_done > progress_.layers_done)
     progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
   progress_.layers_done = layers_done;

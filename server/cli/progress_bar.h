@@ -12,6 +12,8 @@
 namespace meshfill {
 
 struct PrefillProgress {
+  int before = 0;           // requests whose turn comes first; above 0 and no layers known: it is queued
+  double wait_seconds = 0;  // predicted, of these
   int layers_done = 0;
   int layers = 0;  // 0: not known yet
   double elapsed_seconds = 0;
@@ -19,7 +21,8 @@ struct PrefillProgress {
   double predicted_seconds = 0;  // of the whole prefill; 0: unknown. Used until the first layer is done.
 };
 
-// "prefill [=====>      ] 12/32 layers  38 %  12 s, 20 s left", at most `width` columns.
+// "prefill [=====>      ] 12/32 layers  38 %  12 s, 20 s left", or "queued, 2 before it, about 24 s", at most
+// `width` columns.
 std::string RenderProgress(const PrefillProgress& progress, int width);
 
 // "820 ms", "12.3 s", "4 min 05 s", "2 h 03 min": three figures at most.
@@ -34,8 +37,10 @@ class ProgressBar {
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  void SetPrediction(double predicted_seconds);  // the prefill begins
-  void SetLayersDone(int layers_done, int layers);
+  // It is queued; with nothing before it, the prefill begins.
+  void SetPrediction(double predicted_seconds, int before = 0, double wait_seconds = 0);
+  // The prefill has computed for so many seconds, where that is known and it was queued.
+  void SetLayersDone(int layers_done, int layers, double seconds = 0);
 
  private:
   void DrawUntilStopped();

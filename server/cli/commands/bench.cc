@@ -7,9 +7,10 @@
 #include "server/cli/commands/bench_gemm.h"
 #include "server/cli/commands/bench_kv.h"
 #include "server/cli/commands/bench_layer.h"
+#include "server/cli/commands/bench_mix.h"
 #include "server/cli/commands/bench_plan.h"
-#include "server/cli/commands/bench_prefix.h"
 #include "server/cli/commands/bench_prefill.h"
+#include "server/cli/commands/bench_prefix.h"
 #include "server/cli/commands/bench_schedules.h"
 
 namespace meshfill {
@@ -25,6 +26,7 @@ class BenchCommand : public Command {
     benches_.push_back(AddBenchGemmCommand(*app_));
     benches_.push_back(AddBenchKvCommand(*app_));
     benches_.push_back(AddBenchLayerCommand(*app_));
+    benches_.push_back(AddBenchMixCommand(*app_));
     benches_.push_back(AddBenchPlanCommand(*app_));
     benches_.push_back(AddBenchPrefixCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));

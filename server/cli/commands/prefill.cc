@@ -36,9 +36,13 @@ namespace {
 class BarEvents : public PrefillEvents, public PrefillObserver {
  public:
   explicit BarEvents(ProgressBar& bar) : bar_(bar) {}
-  void OnAccepted(const v1::Accepted& accepted) override { bar_.SetPrediction(accepted.predicted_seconds()); }
+  void OnAccepted(const v1::Accepted& accepted) override {
+    bar_.SetPrediction(accepted.predicted_seconds(), static_cast<int>(accepted.queue_position()),
+                       accepted.predicted_queue_seconds());
+  }
   void OnProgress(const v1::Progress& progress) override {
-    bar_.SetLayersDone(static_cast<int>(progress.layers_done()), static_cast<int>(progress.layers()));
+    bar_.SetLayersDone(static_cast<int>(progress.layers_done()), static_cast<int>(progress.layers()),
+                       progress.seconds());
   }
   void OnLayerDone(int layers_done, int layers) override { bar_.SetLayersDone(layers_done, layers); }
 

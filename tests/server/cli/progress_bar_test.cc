@@ -31,6 +31,17 @@ TEST(RenderProgress, LeansOnThePredictionUntilTheFirstLayer) {
             "prefill [=========>                              ] 0/4 layers   24 %  30.0 s");
 }
 
+TEST(RenderProgress, SaysWhatIsBeforeItWhileItIsQueued) {
+  PrefillProgress progress = {.before = 2, .wait_seconds = 27, .elapsed_seconds = 3, .predicted_seconds = 1};
+  EXPECT_EQ(RenderProgress(progress, 79), "queued, 2 before it, about 24.0 s");
+  progress.elapsed_seconds = 28;
+  EXPECT_EQ(RenderProgress(progress, 79), "queued, 2 before it, soon its turn");
+  progress.layers = 4;  // it has begun
+  progress.elapsed_seconds = 0.5;
+  EXPECT_EQ(RenderProgress(progress, 90),
+            "prefill [=========>                              ] 0/4 layers   24 %  500 ms, 500 ms left");
+}
+
 TEST(RenderProgress, FitsAnyWidth) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
@@ -38,6 +49,8 @@ TEST(RenderProgress, FitsAnyWidth) {
   for (int round = 0; round < 2000; ++round) {
     const int layers = static_cast<int>(random() % 100);
     const PrefillProgress progress = {
+        .before = static_cast<int>(random() % 3),
+        .wait_seconds = static_cast<double>(random() % 1000),
         .layers_done = layers == 0 ? 0 : static_cast<int>(random() % (layers + 1)),
         .layers = layers,
         .elapsed_seconds = static_cast<double>(random() % 10000000) / 1000,
