@@ -5,7 +5,6 @@
 #include <chrono>
 #include <filesystem>
 #include <iterator>
-#include <numeric>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -103,7 +102,8 @@ class EmbeddedEngine : public PrefillEngine {
 
   int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override {
     if (!ReadsCache(options)) return 0;
-    return UsableTokens(kv_store_.PrefixTokens(*options.block_names), tokens, options);
+    return UsableCachedTokens(options_, options, options_.ranks, kv_store_.PrefixTokens(*options.block_names),
+                              tokens);
   }
 
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
@@ -122,11 +122,6 @@ class EmbeddedEngine : public PrefillEngine {
   bool ReadsCache(const PrefillOptions& options) const {
     return uses_cache_ && options.block_names != nullptr && !options.ignore_cache;
   }
-  // Of so many tokens in the cache those that a run can follow: whole rounds of stripes, and of blocks, so
-  // that the rest begins where a block does. At least a stripe is always computed: a shorter one would be
-  // dealt otherwise.
-  int64_t UsableTokens(int64_t cached, int64_t tokens, const PrefillOptions& options) const;
-  int64_t GranuleTokens(const PrefillOptions& options) const;
   // What runs: behind `cached_tokens`, where that is faster.
   absl::StatusOr<PlannedPrefill> Plan(int64_t tokens, const PrefillOptions& options,
                                       int64_t cached_tokens) const;
@@ -147,19 +142,6 @@ class EmbeddedEngine : public PrefillEngine {
   RunMemory run_memory_;
 };
 
-int64_t EmbeddedEngine::GranuleTokens(const PrefillOptions& options) const {
-  const int64_t round = RoundTokens(options_.ranks, options.stripe.value_or(options_.stripe));
-  return options.block_names == nullptr ? round : std::lcm<int64_t>(round, options.block_names->block_tokens);
-}
-
-int64_t EmbeddedEngine::UsableTokens(int64_t cached, int64_t tokens, const PrefillOptions& options) const {
-  const auto layout = options.layout.has_value() ? options.layout : options_.layout;
-  if (layout.value_or(LayoutKind::kStriped) != LayoutKind::kStriped) return 0;
-  const int64_t granule = GranuleTokens(options);
-  const int64_t most = tokens - options.stripe.value_or(options_.stripe);
-  return most < 0 ? 0 : std::min(cached, most) / granule * granule;
-}
-
 absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
                                                       const PrefillOptions& options) const {
   PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
@@ -169,8 +151,8 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   request.keeps_kv = options.kv != nullptr && pool_.hardware->in_host_memory();
   request.cached_tokens = cached_tokens;
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
-  ASSIGN_OR_RETURN(PlanChoice choice,
-                   MakePlanInPieces(model(), pool_.capacity.speed, request, GranuleTokens(options)));
+  ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(model(), pool_.capacity.speed, request,
+                                                       GranuleTokens(options_, options, options_.ranks)));
   const int64_t kept_bytes = model().layers * model().kv_bytes(tokens);
   if (!choice.pieces.empty() && kept_bytes > kv_store_.budget_bytes()) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -392,7 +374,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   if (tokens > 0 && ReadsCache(options)) {
     const bool charged = options.kv != nullptr && options.kv->charged();
     prefix = kv_store_.FindPrefix(*options.block_names, charged ? options.kv->bytes() / tokens : 0);
-    cached_tokens = UsableTokens(prefix->tokens(), tokens, options);
+    cached_tokens = UsableCachedTokens(options_, options, options_.ranks, prefix->tokens(), tokens);
   }
   ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, cached_tokens));
   if (planned.cached_tokens > 0) {

@@ -1,8 +1,10 @@
 #include "engine/prefill_request.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "engine/plan/pieces.h"
 
 namespace meshfill {
 
@@ -18,6 +20,20 @@ PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& opt
   const bool fixed = options.tile.has_value() || options.stripe.has_value();
   if (!request.layout.has_value() && fixed) request.layout = LayoutKind::kStriped;
   return request;
+}
+
+int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks) {
+  const int64_t round = RoundTokens(ranks, options.stripe.value_or(engine.stripe));
+  return options.block_names == nullptr ? round : std::lcm<int64_t>(round, options.block_names->block_tokens);
+}
+
+int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
+                           int64_t cached, int64_t tokens) {
+  const auto layout = options.layout.has_value() ? options.layout : engine.layout;
+  if (layout.value_or(LayoutKind::kStriped) != LayoutKind::kStriped) return 0;
+  const int64_t granule = GranuleTokens(engine, options, ranks);
+  const int64_t most = tokens - options.stripe.value_or(engine.stripe);
+  return most < 0 ? 0 : std::min(cached, most) / granule * granule;
 }
 
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,

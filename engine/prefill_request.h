@@ -18,6 +18,14 @@ namespace meshfill {
 // layout that both leave open is striped where the request fixes the tile or the stripe.
 PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& options, int64_t tokens);
 
+// What a run on so many ranks computes, or finds cached, in multiples: whole rounds of stripes, and of the
+// cache's blocks, so that what comes behind begins where a block does.
+int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks);
+// Of `cached` tokens that a prompt of `tokens` begins with, those that such a run can follow. At least a
+// stripe is always computed: a shorter one would be dealt otherwise.
+int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
+                           int64_t cached, int64_t tokens);
+
 // OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k.
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
                                 const PrefillOptions& options);

@@ -48,7 +48,7 @@ int64_t KvPrefixCache::BlocksInCommon(const Entry& entry, const KvBlockNames& na
   return blocks;
 }
 
-KvPrefixCache::Entries::iterator KvPrefixCache::Best(const KvBlockNames& names, int64_t& blocks) {
+KvPrefixCache::Entries::const_iterator KvPrefixCache::Best(const KvBlockNames& names, int64_t& blocks) const {
   auto best = entries_.end();
   blocks = 0;
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
@@ -60,17 +60,17 @@ KvPrefixCache::Entries::iterator KvPrefixCache::Best(const KvBlockNames& names, 
   return best;
 }
 
-int64_t KvPrefixCache::TokensOf(const KvBlockNames& names) const {
-  int64_t blocks = 0;
-  for (const Entry& entry : entries_) blocks = std::max(blocks, BlocksInCommon(entry, names));
-  return blocks * names.block_tokens;
-}
-
 KvSlabs KvPrefixCache::Find(const KvBlockNames& names) {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
+  if (best != entries_.end()) entries_.splice(entries_.begin(), entries_, best);
+  return Look(names);
+}
+
+KvSlabs KvPrefixCache::Look(const KvBlockNames& names) const {
+  int64_t blocks = 0;
+  const auto best = Best(names, blocks);
   if (best == entries_.end()) return {};
-  entries_.splice(entries_.begin(), entries_, best);
   KvSlabs all = {.shape = best->shape, .pieces = {}};
   for (const Piece& piece : best->pieces) all.pieces.push_back(piece.kept);
   return FirstTokens(all, blocks * names.block_tokens);
@@ -116,6 +116,19 @@ std::vector<KvPiece> KvPrefixCache::Evict() {
   return gone;
 }
 
+std::vector<KvPiece> KvPrefixCache::EraseIf(const std::function<bool(const KvRunSlabs&)>& is_lost) {
+  std::vector<KvPiece> gone;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const bool lost = std::any_of(entry->pieces.begin(), entry->pieces.end(),
+                                  [&](const Piece& piece) { return is_lost(*piece.kept.run); });
+    if (lost) {
+      for (Piece& piece : entry->pieces) gone.push_back(std::move(piece.kept));
+    }
+    entry = lost ? entries_.erase(entry) : std::next(entry);
+  }
+  return gone;
+}
+
 int64_t KvPrefixCache::bytes() const {
   std::map<const KvRunSlabs*, int64_t> bytes;
   int64_t sum = 0;
@@ -128,20 +141,26 @@ int64_t KvPrefixCache::bytes() const {
 }
 
 int64_t KvPrefixCache::EvictableBytes() const {
+  int64_t bytes = 0;
+  for (const KvRunSlabs* run : EvictableRuns()) bytes += ChargedBytes(*run);
+  return bytes;
+}
+
+std::vector<const KvRunSlabs*> KvPrefixCache::EvictableRuns() const {
   std::map<const KvRunSlabs*, int64_t> held_here;  // how often
   for (const Entry& entry : entries_) {
     for (const Piece& piece : entry.pieces) ++held_here[piece.kept.run.get()];
   }
-  int64_t bytes = 0;
+  std::vector<const KvRunSlabs*> runs;
   for (const Entry& entry : entries_) {
     for (const Piece& piece : entry.pieces) {
       const auto held = held_here.find(piece.kept.run.get());
       if (held == held_here.end()) continue;
-      if (piece.kept.run.use_count() == held->second) bytes += ChargedBytes(*piece.kept.run);
+      if (piece.kept.run.use_count() == held->second) runs.push_back(piece.kept.run.get());
       held_here.erase(held);
     }
   }
-  return bytes;
+  return runs;
 }
 
 }  // namespace meshfill

@@ -8,10 +8,12 @@
 //     2                         run 1, run 2       run 2: this entry alone. It goes first, then entry 1
 //
 // Not thread-safe: KvStore has the lock. What goes is handed to the caller, who drops it outside of the lock.
+// The leader of a pool of workers has one, too, whose runs have no slabs (server/pool/kv_directory.h).
 #ifndef MESHFILL_ENGINE_KV_KV_PREFIX_CACHE_H_
 #define MESHFILL_ENGINE_KV_KV_PREFIX_CACHE_H_
 
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -34,8 +36,8 @@ class KvPrefixCache {
  public:
   // The longest prefix of whole blocks that is here; no pieces: none. Counts as a use of its entry.
   KvSlabs Find(const KvBlockNames& names);
-  // Without counting: its tokens.
-  int64_t TokensOf(const KvBlockNames& names) const;
+  // The same, without counting.
+  KvSlabs Look(const KvBlockNames& names) const;
 
   // All tokens of a prompt; every piece begins where a block does. Nothing happens where all its blocks are
   // here already.
@@ -43,9 +45,12 @@ class KvPrefixCache {
 
   // Takes the entry out that was not used for longest, of those that free anything. Empty: none does.
   std::vector<KvPiece> Evict();
+  // Takes the entries out that have a run of which `is_lost` is true.
+  std::vector<KvPiece> EraseIf(const std::function<bool(const KvRunSlabs&)>& is_lost);
 
-  int64_t bytes() const;           // that the entries hold, each once
-  int64_t EvictableBytes() const;  // of these, what would be free if all entries went
+  int64_t bytes() const;                                 // that the entries hold, each once
+  int64_t EvictableBytes() const;                        // of these, what would be free if all entries went
+  std::vector<const KvRunSlabs*> EvictableRuns() const;  // whose bytes those are
 
  private:
   struct Piece {
@@ -62,7 +67,7 @@ class KvPrefixCache {
 
   static int64_t BlocksInCommon(const Entry& entry, const KvBlockNames& names);
   // The entry that has most in common; `blocks` is how much.
-  Entries::iterator Best(const KvBlockNames& names, int64_t& blocks);
+  Entries::const_iterator Best(const KvBlockNames& names, int64_t& blocks) const;
   // Those that an entry has already for this run, or new ones.
   std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
 

@@ -17,9 +17,10 @@ int64_t TokensOf(const TokenLayout& layout, const std::vector<bool>& ranks) {
 
 }  // namespace
 
-KvPrompt::KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here)
+KvPrompt::KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here,
+                   int64_t cached_tokens)
     : shape_(shape),
-      tokens_(layout.tokens()),
+      tokens_(cached_tokens + layout.tokens()),
       here_(std::move(here)),
       kept_tokens_(TokensOf(layout, here_)) {}
 

@@ -26,11 +26,13 @@ class KvPrompt final : public KvSink {
   // Allocates nothing: memory comes with the layers.
   KvPrompt(const KvShape& shape, int64_t tokens) : shape_(shape), tokens_(tokens), kept_tokens_(tokens) {}
   // Only these ranks of its one run, `here` by rank, are in this process; the others keep theirs elsewhere.
-  KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here);
+  // The run computes the tokens of `layout`, behind `cached_tokens` that are kept already.
+  KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<bool> here, int64_t cached_tokens);
 
   const KvShape& shape() const { return shape_; }
   int64_t tokens() const { return tokens_; }
-  int64_t bytes() const { return KvBytesOf(kept_tokens_); }  // here, once all layers are kept
+  // Here, once all layers are kept; of one run of these ranks: what it computes.
+  int64_t bytes() const { return KvBytesOf(kept_tokens_); }
 
   // KvSink.
   using KvSink::Begin;

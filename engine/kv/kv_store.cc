@@ -177,7 +177,7 @@ std::shared_ptr<const KvSlabs> KvStore::FindPrefix(const KvBlockNames& names,
 
 int64_t KvStore::PrefixTokens(const KvBlockNames& names) const {
   const MutexLock lock(mu_);
-  return cache_.TokensOf(names);
+  return cache_.Look(names).tokens();
 }
 
 bool KvStore::AdmitToCache(const std::shared_ptr<KvPrompt>& prompt, int64_t bytes) {

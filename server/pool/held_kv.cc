@@ -11,44 +11,64 @@
 
 namespace meshfill {
 
-absl::StatusOr<std::shared_ptr<KvSink>> HeldKv::Begin(uint64_t run, const Lease& lease,
-                                                      const TokenLayout& layout,
-                                                      const std::vector<int>& ranks) {
-  Ends(lease.name);
-  std::vector<bool> here(layout.ranks());
-  for (const int rank : ranks) here[rank] = true;
-  const auto prompt = std::make_shared<KvPrompt>(shape_, layout, here);
-  ASSIGN_OR_RETURN(std::unique_ptr<KvLease> held, store_.Admit(prompt, lease.tenant, lease.lasts));
-  prompt->Begin(layout);
+absl::StatusOr<std::shared_ptr<const KvSlabs>> HeldKv::PrefixOf(const std::vector<RunTokens>& runs) const {
+  if (runs.empty()) return nullptr;
+  auto prefix = std::make_shared<KvSlabs>(KvSlabs{.shape = shape_, .pieces = {}});
   const MutexLock lock(mu_);
-  const std::string stored = held->id();
-  entries_.insert_or_assign(lease.name, Entry{.run = run,
-                                              .stored = stored,
-                                              .tenant = lease.tenant,
-                                              .layout = layout,
-                                              .here = std::move(here),
-                                              .held = std::move(held)});
-  return prompt;
+  for (const auto& [run, tokens] : runs) {
+    const auto found = cached_.find(run);
+    if (found == cached_.end() || tokens > found->second->layout.tokens()) {
+      return absl::UnavailableError(
+          absl::StrCat("the first ", tokens, " tokens of run ", run, " are not kept here"));
+    }
+    prefix->pieces.push_back({.first_token = prefix->tokens(), .tokens = tokens, .run = found->second});
+  }
+  return prefix;
 }
 
-std::map<std::string, HeldKv::Entry>::iterator HeldKv::OfRun(uint64_t run) {
-  return std::find_if(entries_.begin(), entries_.end(), [run](const auto& entry) {
-    return entry.second.run == run && entry.second.held != nullptr;
-  });
+absl::StatusOr<std::shared_ptr<KvSink>> HeldKv::Begin(uint64_t run, const Keeping& keeping,
+                                                      const std::shared_ptr<const KvSlabs>& prefix,
+                                                      const TokenLayout& layout,
+                                                      const std::vector<int>& ranks) {
+  Ends(keeping.lease);
+  std::vector<bool> here(layout.ranks());
+  for (const int rank : ranks) here[rank] = true;
+  const auto prompt =
+      std::make_shared<KvPrompt>(shape_, layout, here, prefix == nullptr ? 0 : prefix->tokens());
+  Begun begun = {.held = nullptr, .prompt = prompt, .lease = keeping.lease, .cache = keeping.cache};
+  if (!keeping.lease.empty()) {
+    ASSIGN_OR_RETURN(begun.held, store_.Admit(prompt, keeping.tenant, keeping.lasts));
+  } else if (!store_.AdmitToCache(prompt, prompt->bytes())) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no room for ", prompt->bytes(), " bytes of K and V that are to be cached"));
+  }
+  prompt->Begin(layout, prefix);
+  const MutexLock lock(mu_);
+  if (begun.held != nullptr) {
+    entries_.insert_or_assign(keeping.lease, Entry{.run = run,
+                                                   .stored = begun.held->id(),
+                                                   .tenant = keeping.tenant,
+                                                   .tokens = prompt->tokens(),
+                                                   .here = std::move(here)});
+  }
+  begun_.insert_or_assign(run, std::move(begun));
+  return prompt;
 }
 
 void HeldKv::Keep(uint64_t run) {
   const MutexLock lock(mu_);
-  const auto entry = OfRun(run);
-  if (entry == entries_.end()) return;
-  entry->second.held->Keep().IgnoreError();  // it has not ended: who ends it takes the entry out
-  entry->second.held.reset();
+  const auto begun = begun_.extract(run);
+  if (begun.empty()) return;
+  if (begun.mapped().held != nullptr) {
+    begun.mapped().held->Keep().IgnoreError();  // it has not ended: who ends it takes the run out
+  }
+  if (begun.mapped().cache) cached_[run] = begun.mapped().prompt->slabs()->pieces.back().run;
 }
 
 void HeldKv::Drop(uint64_t run) {
   const MutexLock lock(mu_);
-  const auto entry = OfRun(run);
-  if (entry != entries_.end()) entries_.erase(entry);
+  const auto begun = begun_.extract(run);
+  if (!begun.empty()) entries_.erase(begun.mapped().lease);
 }
 
 void HeldKv::Lasts(const std::string& lease, absl::Duration lasts) {
@@ -64,13 +84,21 @@ void HeldKv::Ends(const std::string& lease) {
   const auto entry = entries_.find(lease);
   if (entry == entries_.end()) return;
   store_.Release(entry->second.stored, entry->second.tenant);
+  begun_.erase(entry->second.run);
   entries_.erase(entry);
+}
+
+void HeldKv::RunEnds(uint64_t run) {
+  const MutexLock lock(mu_);
+  cached_.erase(run);
 }
 
 void HeldKv::EndAll() {
   const MutexLock lock(mu_);
   for (const auto& [lease, entry] : entries_) store_.Release(entry.stored, entry.tenant);
+  begun_.clear();
   entries_.clear();
+  cached_.clear();
 }
 
 absl::Time HeldKv::EndLapsed() {
@@ -107,7 +135,7 @@ absl::StatusOr<std::unique_ptr<KvReader>> HeldKv::Open(const v1::FetchKvRequest&
     const auto entry = entries_.find(request.lease());
     if (entry == entries_.end()) return NoLease(request.lease());
     run = entry->second.run;
-    tokens = entry->second.layout.tokens();
+    tokens = entry->second.tokens;
     here = entry->second.here;
   }
   const auto find = [this, lease = request.lease(), tenant, run] { return Find(lease, tenant, run); };

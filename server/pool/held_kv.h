@@ -1,10 +1,12 @@
-// What a worker's ranks keep of K and V for leases that the leader gives (kv_directory.h).
+// What a worker's ranks keep of K and V, for leases that the leader gives, and for runs to come that begin
+// with the same tokens (kv_directory.h).
 //
-//     Begin ──► the ranks fill it ──Keep──► readable until its lease ends: Ends, or lapses as last told
-//       └──Drop: the run was stopped───► gone
+//     Begin ──► the ranks fill it ──Keep─┬─► readable until its lease ends: Ends, or lapses as last told
+//       └──Drop: the run was stopped     └─► a prefix for later runs, until RunEnds
+//               ───► gone
 //
-// Readers may come while the run computes. A reader gives the tokens of a range that are here. Thread-safe.
-// Time is the caller's clock.
+// A lease holds the runs of its prefix, too. Readers may come while the run computes. A reader gives the
+// tokens of a range that are here. Thread-safe. Time is the caller's clock.
 #ifndef MESHFILL_SERVER_POOL_HELD_KV_H_
 #define MESHFILL_SERVER_POOL_HELD_KV_H_
 
@@ -21,6 +23,7 @@
 #include "absl/time/time.h"
 #include "engine/kv/kv_prompt.h"
 #include "engine/kv/kv_sink.h"
+#include "engine/kv/kv_slabs.h"
 #include "engine/kv/kv_store.h"
 #include "kernels/mutex.h"
 #include "server/api/kv_leases.h"
@@ -29,11 +32,19 @@ namespace meshfill {
 
 class HeldKv final : public KvSource {
  public:
-  struct Lease {
-    std::string name;
+  // What becomes of a run's K and V.
+  struct Keeping {
+    std::string lease;  // empty: none
     std::string tenant;
     absl::Duration lasts;  // from Keep on
-    bool operator==(const Lease&) const = default;
+    bool cache = false;    // for runs to come
+    bool operator==(const Keeping&) const = default;
+  };
+  // The first tokens that a run computed.
+  struct RunTokens {
+    uint64_t run = 0;
+    int64_t tokens = 0;
+    bool operator==(const RunTokens&) const = default;
   };
 
   HeldKv(const KvShape& shape, int64_t budget_bytes, KvStore::Clock clock = MonotonicNow)
@@ -41,16 +52,24 @@ class HeldKv final : public KvSource {
 
   int64_t budget_bytes() const { return store_.budget_bytes(); }
 
-  // A run begins whose `ranks` of `layout` are here: where their K and V go. It lives as long as the run.
-  // What an earlier run kept under this lease is dropped. RESOURCE_EXHAUSTED: no room.
-  absl::StatusOr<std::shared_ptr<KvSink>> Begin(uint64_t run, const Lease& lease, const TokenLayout& layout,
-                                                const std::vector<int>& ranks);
+  // What earlier runs computed, one after the other, of the ranks that were here; null: of no run. It lives
+  // as long as it is held. UNAVAILABLE: a run is not here.
+  absl::StatusOr<std::shared_ptr<const KvSlabs>> PrefixOf(const std::vector<RunTokens>& runs) const;
+
+  // A run begins behind `prefix`, whose `ranks` of `layout` are here, and were in the prefix's runs: where
+  // their K and V go. It lives as long as the run. What an earlier run kept under this lease is dropped.
+  // RESOURCE_EXHAUSTED: no room.
+  absl::StatusOr<std::shared_ptr<KvSink>> Begin(uint64_t run, const Keeping& keeping,
+                                                const std::shared_ptr<const KvSlabs>& prefix,
+                                                const TokenLayout& layout, const std::vector<int>& ranks);
   void Keep(uint64_t run);  // it is done; nothing where it keeps nothing
   void Drop(uint64_t run);  // it was stopped; likewise
 
-  // Of a lease that is not here, nothing happens.
+  // Of a lease, or a run, that is not here, nothing happens. A run whose lease ends while it computes is not
+  // cached.
   void Lasts(const std::string& lease, absl::Duration lasts);
   void Ends(const std::string& lease);
+  void RunEnds(uint64_t run);
   void EndAll();
 
   absl::StatusOr<std::unique_ptr<KvReader>> Open(const v1::FetchKvRequest& request, const std::string& tenant,
@@ -61,23 +80,29 @@ class HeldKv final : public KvSource {
   void SetObserver(std::function<void()> changed) override { store_.SetObserver(std::move(changed)); }
 
  private:
-  struct Entry {
+  struct Entry {  // of a lease
     uint64_t run = 0;
     std::string stored;  // its lease's name in the store
     std::string tenant;
-    TokenLayout layout;
-    std::vector<bool> here;         // by rank
-    std::unique_ptr<KvLease> held;  // until Keep
+    int64_t tokens = 0;      // of the prompt
+    std::vector<bool> here;  // by rank
+  };
+  struct Begun {  // a run, until Keep or Drop
+    std::unique_ptr<KvLease> held;
+    std::shared_ptr<const KvPrompt> prompt;
+    std::string lease;  // empty: none
+    bool cache = false;
   };
 
   absl::StatusOr<std::shared_ptr<const KvPrompt>> Find(const std::string& lease, const std::string& tenant,
                                                        uint64_t run) const;
-  std::map<std::string, Entry>::iterator OfRun(uint64_t run) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const KvShape shape_;
   KvStore store_;  // charges what is here; locks nothing of this
   mutable Mutex mu_;
-  std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mu_);  // by lease
+  std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mu_);                          // by lease
+  std::map<uint64_t, Begun> begun_ ABSL_GUARDED_BY(mu_);                               // by run
+  std::map<uint64_t, std::shared_ptr<const KvRunSlabs>> cached_ ABSL_GUARDED_BY(mu_);  // by run
 };
 
 }  // namespace meshfill

@@ -11,65 +11,28 @@
 namespace meshfill {
 
 KvDirectory::Place KvDirectory::PlaceFor(const Plan& plan, const Workers& workers) const {
-  Place place{.layout = plan.layout, .holders = {}};
-  for (const SeatsOfWorker& seats : SeatWorkers(workers, plan.ranks())) {
-    const Membership::Worker& worker = *seats.worker;
-    Holder holder{.worker = worker.connection,
-                  .name = worker.offer.name(),
-                  .address = worker.offer.kv_address(),
-                  .ranks = {},
-                  .bytes = 0};
-    for (int seat = seats.first; seat < seats.first + seats.count; ++seat) {
-      const int rank = plan.RankAt(seat);
-      holder.ranks.push_back(rank);
-      holder.bytes += shape_.layers * shape_.LayerBytes(plan.layout.ChunkTokens(rank));
-    }
-    place.holders.push_back(std::move(holder));
-  }
-  return place;
-}
-
-absl::Status KvDirectory::CheckRoom(const Place& place, const Workers& workers) {
-  for (const Holder& holder : place.holders) {
-    const auto worker = std::find_if(workers.begin(), workers.end(), [&](const Membership::Worker* each) {
-      return each->connection == holder.worker;
-    });
-    const auto budget = static_cast<int64_t>((*worker)->offer.kv_memory_bytes());
-    const auto found = charged_.find(holder.worker);
-    const int64_t charged = found == charged_.end() ? 0 : found->second;
-    if (holder.bytes <= budget - charged) continue;
-    ++refused_;
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no room for the ", holder.bytes, " bytes of K and V that worker ", holder.name,
-                     " is to keep: ", charged, " of ", budget, " bytes are taken; ",
-                     holder.bytes > budget ? "raise the workers' kv budget, or send a shorter prompt"
-                                           : "try again later"));
-  }
-  return absl::OkStatus();
-}
-
-void KvDirectory::Charge(Lease& lease, Place place) {
-  for (const Holder& holder : place.holders) charged_[holder.worker] += holder.bytes;
-  lease.place = std::move(place);
-  ++version_;
+  const TokenLayout layout = plan.kv_layout();
+  return {.layout = layout, .holders = runs_held_.HoldersOf(plan, layout, workers)};
 }
 
 void KvDirectory::Discharge(Lease& lease) {
   if (!lease.place.has_value()) return;
-  for (const Holder& holder : lease.place->holders) {
-    const auto charged = charged_.find(holder.worker);
-    if (charged != charged_.end() && (charged->second -= holder.bytes) == 0) charged_.erase(charged);
-  }
   lease.place.reset();
+  lease.slabs = {};
   ++version_;
 }
 
 absl::Status KvDirectory::Admit(const Admission& admission, const Plan& plan, const Workers& workers) {
   Place place = PlaceFor(plan, workers);
-  RETURN_IF_ERROR(CheckRoom(place, workers));
+  if (absl::Status room = runs_held_.CheckRoom(place.holders, workers); !room.ok()) {
+    ++refused_;
+    return room;
+  }
   Lease& lease = leases_[admission.lease];
   lease.admission = admission;
-  Charge(lease, std::move(place));
+  lease.slabs.pieces = {
+      {.tokens = place.layout.tokens(), .run = runs_held_.Hold(/*run=*/0, place.layout, place.holders)}};
+  lease.place = std::move(place);
   return absl::OkStatus();
 }
 
@@ -79,16 +42,17 @@ std::optional<absl::Duration> KvDirectory::RoomIn(const Plan& plan, const Worker
   for (const Holder& wanted : PlaceFor(plan, workers).holders) {
     int64_t room = 0;
     for (const Membership::Worker* worker : workers) {
-      if (worker->connection == wanted.worker) room = static_cast<int64_t>(worker->offer.kv_memory_bytes());
+      if (worker->connection != wanted.worker) continue;
+      if (wanted.bytes > static_cast<int64_t>(worker->offer.kv_memory_bytes())) return std::nullopt;
+      room = runs_held_.Room(*worker);
     }
-    if (wanted.bytes > room) return std::nullopt;
     std::vector<std::pair<absl::Time, int64_t>> ends;
     for (const auto& [name, lease] : leases_) {
       if (!lease.place.has_value()) continue;
       for (const Holder& holder : lease.place->holders) {
-        if (holder.worker != wanted.worker) continue;
-        room -= holder.bytes;
-        ends.emplace_back(std::max(now, lease.expires), holder.bytes);
+        if (holder.worker == wanted.worker) {
+          ends.emplace_back(std::max(now, lease.expires), holder.bytes);
+        }
       }
     }
     std::sort(ends.begin(), ends.end());
@@ -101,52 +65,139 @@ std::optional<absl::Duration> KvDirectory::RoomIn(const Plan& plan, const Worker
   return when - now;
 }
 
-absl::StatusOr<v1::KeepKv> KvDirectory::BeginRun(const std::string& name, const Plan& plan,
-                                                 const Workers& workers) {
-  const auto found = leases_.find(name);
-  if (found == leases_.end()) return NoLease(name);
-  Lease& lease = found->second;
-  Discharge(lease);  // as it was expected to run
-  Place place = PlaceFor(plan, workers);
-  RETURN_IF_ERROR(CheckRoom(place, workers));
-  Charge(lease, std::move(place));
-  lease.begun = true;
-  v1::KeepKv keep;
-  keep.set_lease(name);
-  keep.set_tenant(lease.admission.tenant);
-  keep.set_lasts_seconds(absl::ToDoubleSeconds(lease.admission.lasts));
-  return keep;
+bool KvDirectory::ReadsCache(const PrefillOptions& options) const {
+  return cache_.value_or(true) && options.block_names != nullptr && !options.ignore_cache;
 }
 
-void KvDirectory::OnRunning(const std::string& name, uint64_t run) {
-  const auto found = leases_.find(name);
-  if (found == leases_.end() || found->second.run == run) return;
-  found->second.run = run;
+bool KvDirectory::CachesAll(const Workers& workers) const {
+  const bool on_cpus = std::none_of(workers.begin(), workers.end(), [](const Membership::Worker* worker) {
+    return worker->offer.kv_on_host();
+  });
+  return cache_.value_or(on_cpus);
+}
+
+KvSlabs KvDirectory::FindPrefix(const PrefillOptions& options) {
+  return ReadsCache(options) ? runs_held_.Find(*options.block_names) : KvSlabs();
+}
+
+CachedPrefix KvDirectory::LookUpPrefix(const PrefillOptions& options) const {
+  return ReadsCache(options) ? Describe(runs_held_.Look(*options.block_names)) : CachedPrefix();
+}
+
+CachedPrefix KvDirectory::Describe(const KvSlabs& prefix) {
+  if (prefix.pieces.empty()) return {};
+  const TokenLayout& layout = prefix.pieces.front().run->layout;
+  return {.tokens = prefix.tokens(), .ranks = layout.ranks(), .stripe = layout.stripe()};
+}
+
+absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const PrefillOptions& options,
+                                                         const KvSlabs& prefix, Plan& plan,
+                                                         const Workers& workers) {
+  const auto found = leases_.find(options.kv_lease);
+  Lease* const lease = found == leases_.end() ? nullptr : &found->second;
+  const bool caches = cache_.value_or(true) && options.block_names != nullptr;
+  const bool keeps = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
+  if (lease != nullptr) Discharge(*lease);  // as it was expected to run
+
+  Running running = {.lease = lease == nullptr ? "" : options.kv_lease,
+                     .names = nullptr,
+                     .looked_up = ReadsCache(options),
+                     .cached_tokens = plan.cached_tokens,
+                     .new_tokens = plan.layout.tokens(),
+                     .slabs = FirstTokens(prefix, plan.cached_tokens)};
+  const bool follows = plan.cached_tokens > 0;
+  if (follows && !runs_held_.Follow(running.slabs, workers, plan)) {
+    return absl::ResourceExhaustedError("the workers of a cached prefix are not where the plan has them");
+  }
+  std::vector<Holder> holders = runs_held_.HoldersOf(plan, plan.layout, workers);
+  if (!keeps) {
+    for (Holder& holder : holders) holder.bytes = 0;
+  }
+  const absl::Status room = keeps || follows ? runs_held_.CheckRoom(holders, workers) : absl::OkStatus();
+  if (!room.ok() && (follows || lease != nullptr)) {
+    if (!follows) ++refused_;
+    return room;
+  }
+
+  RunKv told;
+  for (const KvPiece& piece : running.slabs.pieces) {
+    v1::RunTokens& of_run = told.prefix.emplace_back();
+    of_run.set_run(runs_held_.NumberOf(*piece.run));
+    of_run.set_tokens(static_cast<uint64_t>(piece.tokens));
+  }
+  if (keeps && room.ok()) {
+    if (caches) running.names = options.block_names;
+    running.slabs.shape = shape_;
+    running.slabs.pieces.push_back({.first_token = plan.cached_tokens,
+                                    .tokens = plan.layout.tokens(),
+                                    .run = runs_held_.Hold(run, plan.layout, holders)});
+    told.keep.emplace();
+    told.keep->set_cache(caches);
+  }
+  if (lease != nullptr) {
+    lease->place = PlaceFor(plan, workers);
+    lease->slabs = running.slabs;
+    lease->begun = true;
+    told.keep->set_lease(options.kv_lease);
+    told.keep->set_tenant(lease->admission.tenant);
+    told.keep->set_lasts_seconds(absl::ToDoubleSeconds(lease->admission.lasts));
+  }
+  running_.emplace(run, std::move(running));
+  runs_held_.MakeRoom(workers);
+  return told;
+}
+
+KvDirectory::Lease* KvDirectory::LeaseOf(uint64_t run) {
+  const auto running = running_.find(run);
+  if (running == running_.end()) return nullptr;
+  const auto lease = leases_.find(running->second.lease);
+  return lease == leases_.end() ? nullptr : &lease->second;
+}
+
+void KvDirectory::OnRunning(uint64_t run) {
+  Lease* const lease = LeaseOf(run);
+  if (lease == nullptr || lease->run == run) return;
+  lease->run = run;
   ++version_;
 }
 
-void KvDirectory::OnLayersDone(const std::string& name, int layers) {
-  const auto found = leases_.find(name);
-  if (found == leases_.end()) return;
-  found->second.layers_done = layers;
+void KvDirectory::OnLayersDone(uint64_t run, int layers) {
+  Lease* const lease = LeaseOf(run);
+  if (lease == nullptr) return;
+  lease->layers_done = layers;
   ++version_;
 }
 
-void KvDirectory::OnRunOver(const std::string& name) {
-  const auto found = leases_.find(name);
-  if (found == leases_.end()) return;
-  found->second.over = true;
-  OnLayersDone(name, shape_.layers);
+void KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
+  Lease* const lease = LeaseOf(run);
+  const auto extracted = running_.extract(run);
+  if (extracted.empty()) return;
+  const Running& running = extracted.mapped();
+  if (running.looked_up) {
+    hit_tokens_ += static_cast<uint64_t>(running.cached_tokens);
+    miss_tokens_ += static_cast<uint64_t>(running.new_tokens);
+  }
+  ++version_;
+  if (!running.lease.empty() && lease == nullptr)
+    return;  // it has ended, and its workers drop what they have
+  if (lease != nullptr) {
+    lease->over = true;
+    lease->layers_done = shape_.layers;
+  }
+  if (running.names == nullptr) return;
+  runs_held_.OnKept(*running.slabs.pieces.back().run);
+  runs_held_.Enter(*running.names, running.slabs, workers);
 }
 
-void KvDirectory::OnRunFailed(const std::string& name) {
-  const auto found = leases_.find(name);
-  if (found == leases_.end()) return;
-  Lease& lease = found->second;
-  Discharge(lease);
-  lease.begun = false;
-  lease.run = 0;
-  lease.layers_done = 0;
+void KvDirectory::OnRunFailed(uint64_t run, const std::string& why) {
+  Lease* const lease = LeaseOf(run);
+  running_.erase(run);
+  if (lease == nullptr) return;
+  Discharge(*lease);
+  lease->last_failure = why;
+  lease->begun = false;
+  lease->run = 0;
+  lease->layers_done = 0;
   ++version_;
 }
 
@@ -165,7 +216,10 @@ absl::StatusOr<KvDirectory::View> KvDirectory::Find(const std::string& name, con
     return absl::UnavailableError(
         absl::StrCat("lease ", ShownLease(name), ": ", lease->lost, "; prefill the prompt again"));
   }
-  return View{.run = lease->run, .layers_done = lease->layers_done, .tokens = lease->admission.tokens};
+  return View{.run = lease->run,
+              .layers_done = lease->layers_done,
+              .tokens = lease->admission.tokens,
+              .last_failure = lease->last_failure};
 }
 
 void KvDirectory::TellLasts(const std::string& name, const Place& place, absl::Duration lasts) {
@@ -234,6 +288,7 @@ absl::Time KvDirectory::EndLapsed(absl::Time now) {
 // What was to run there is planned anew; what ran there goes with its run; what is over has lost a part, and
 // the rest of it is of no use.
 void KvDirectory::OnWorkerLost(Connection worker, const std::string& name, const std::string& why) {
+  runs_held_.OnWorkerLost(worker);
   for (auto& [lease_name, lease] : leases_) {
     if (!lease.place.has_value()) continue;
     std::vector<Holder>& holders = lease.place->holders;
@@ -254,7 +309,10 @@ void KvDirectory::OnWorkerLost(Connection worker, const std::string& name, const
     }
     Discharge(lease);
   }
-  charged_.erase(worker);
+}
+
+void KvDirectory::OnWorkersChanged(const Workers& workers) {
+  runs_held_.OnWorkersChanged(workers);
   ++version_;
 }
 
@@ -267,9 +325,16 @@ bool KvDirectory::Holds(Connection worker) const {
   });
 }
 
-KvStore::Counts KvDirectory::counts() const {
-  KvStore::Counts counts{.leases = std::ssize(leases_), .lapsed = lapsed_, .refused = refused_};
-  for (const auto& [worker, bytes] : charged_) counts.bytes += bytes;
+KvStore::Counts KvDirectory::counts(const std::map<Connection, Membership::Worker>& workers) const {
+  KvStore::Counts counts{.leases = std::ssize(leases_),
+                         .lapsed = lapsed_,
+                         .refused = refused_,
+                         .cached_bytes = runs_held_.cached_bytes(),
+                         .hit_tokens = hit_tokens_,
+                         .miss_tokens = miss_tokens_,
+                         .evictions = runs_held_.evictions(),
+                         .evicted_bytes = runs_held_.evicted_bytes()};
+  for (const auto& [connection, worker] : workers) counts.bytes += runs_held_.charged(worker);
   return counts;
 }
 
@@ -282,9 +347,8 @@ std::map<std::string, KvDirectory::WorkerKv> KvDirectory::CountByWorker(
   }
   std::map<std::string, WorkerKv> counts;
   for (const auto& [connection, worker] : workers) {
-    const auto charged = charged_.find(connection);
     counts[worker.offer.name()] = {.leases = leases[connection],
-                                   .bytes = charged == charged_.end() ? 0 : charged->second,
+                                   .bytes = runs_held_.charged(worker),
                                    .max_bytes = static_cast<int64_t>(worker.offer.kv_memory_bytes())};
   }
   return counts;

@@ -1,4 +1,5 @@
-// The leader's directory of kept K and V: leases, and which workers hold what of them.
+// The leader's directory of kept K and V: leases, which workers hold what of them, and what of a new prompt
+// they have already.
 //
 // Part of the leader's state machine (leader.h): events with their time go in, messages to the workers come
 // out. Not thread-safe. The directory knows where K and V are, the workers have them (held_kv.h).
@@ -10,6 +11,9 @@
 //
 // Until Keep the lease is held by its prefill: it cannot lapse. Who ends a lease tells its workers; those
 // lapse by themselves, too, as they were last told.
+//
+// A run may begin behind what earlier runs of the same tenant computed: FindPrefix, before it is planned. A
+// run that is over is such a prefix for others, unless its lease ended before. held_runs.h has the account.
 //
 // Invariants: no worker is charged more than it offered; nothing is found after its lease; a worker that is
 // lost holds nothing.
@@ -29,16 +33,26 @@
 #include "engine/kv/kv_store.h"
 #include "engine/mesh/layout.h"
 #include "engine/plan/plan.h"
+#include "engine/prefill_engine.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/held_runs.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/membership.h"
 
 namespace meshfill {
 
+// What the workers have of what a prompt begins with: so many tokens, dealt in stripes to so many ranks.
+struct CachedPrefix {
+  int64_t tokens = 0;  // whole blocks; 0: nothing
+  int ranks = 0;
+  int64_t stripe = 0;
+};
+
 class KvDirectory {
  public:
-  using Connection = LeaderActions::Connection;
-  using Workers = std::vector<const Membership::Worker*>;  // by place, as a run takes them
+  using Connection = HeldRuns::Connection;
+  using Workers = HeldRuns::Workers;
+  using Holder = HeldRuns::Holder;
 
   struct Admission {
     std::string lease;  // its name
@@ -46,23 +60,22 @@ class KvDirectory {
     int64_t tokens = 0;
     absl::Duration lasts;  // from Keep on
   };
-  struct Holder {
-    Connection worker = 0;
-    std::string name;
-    std::string address;     // of its FetchKv
-    std::vector<int> ranks;  // of the plan
-    int64_t bytes = 0;       // charged
-  };
-  // Where the K and V of a run are.
+  // Where the K and V of a prompt are.
   struct Place {
     TokenLayout layout;
     std::vector<Holder> holders;
+  };
+  // What the workers of a run are told.
+  struct RunKv {
+    std::optional<v1::KeepKv> keep;     // none: K and V are dropped
+    std::vector<v1::RunTokens> prefix;  // runs that computed the plan's cached tokens
   };
   // What a reader needs before each part.
   struct View {
     uint64_t run = 0;  // whose K and V can be read; 0: none yet
     int layers_done = 0;
-    int64_t tokens = 0;  // of the prompt
+    int64_t tokens = 0;        // of the prompt
+    std::string last_failure;  // why a run before this one was stopped; empty: none was
   };
   struct WorkerKv {
     int64_t leases = 0;
@@ -70,8 +83,10 @@ class KvDirectory {
     int64_t max_bytes = 0;
   };
 
-  // `actions` outlives the directory.
-  KvDirectory(const KvShape& shape, LeaderActions& actions) : shape_(shape), actions_(actions) {}
+  // `cache`: whether prompts begin behind what others have in common with them; none: those too that no
+  // client wants kept, where all workers are on CPUs. `actions` outlives the directory.
+  KvDirectory(const KvShape& shape, std::optional<bool> cache, LeaderActions& actions)
+      : shape_(shape), cache_(cache), actions_(actions), runs_held_(shape, actions) {}
 
   // Charges a prompt to the workers that would run `plan`. RESOURCE_EXHAUSTED: one has no room.
   absl::Status Admit(const Admission& admission, const Plan& plan, const Workers& workers);
@@ -79,16 +94,23 @@ class KvDirectory {
   // for ones that end now. Nothing: never.
   std::optional<absl::Duration> RoomIn(const Plan& plan, const Workers& workers, absl::Time now) const;
 
-  // A run of the prompt begins: what its workers are told. NOT_FOUND: the lease has ended; the run keeps
-  // nothing. RESOURCE_EXHAUSTED: as for Admit.
-  absl::StatusOr<v1::KeepKv> BeginRun(const std::string& lease, const Plan& plan, const Workers& workers);
-  // All workers of the run know of the lease: readers may come.
-  void OnRunning(const std::string& lease, uint64_t run);
-  void OnLayersDone(const std::string& lease, int layers);
-  // The run is over, and its workers keep what they have.
-  void OnRunOver(const std::string& lease);
-  // The run is being stopped: its workers drop what they have.
-  void OnRunFailed(const std::string& lease);
+  // What workers have of a prompt with these options, whole blocks. FindPrefix counts as a use.
+  KvSlabs FindPrefix(const PrefillOptions& options);
+  CachedPrefix LookUpPrefix(const PrefillOptions& options) const;
+  static CachedPrefix Describe(const KvSlabs& prefix);
+
+  // A run of a prompt begins, by a plan behind the first tokens of `prefix`, if it has cached ones: where its
+  // ranks sit follows the prefix. A lease that has ended: the run keeps nothing. RESOURCE_EXHAUSTED: as for
+  // Admit; or not behind this prefix, which would take the room of what was promised to others.
+  absl::StatusOr<RunKv> BeginRun(uint64_t run, const PrefillOptions& options, const KvSlabs& prefix,
+                                 Plan& plan, const Workers& workers);
+  // All workers of the run know of its lease: readers may come.
+  void OnRunning(uint64_t run);
+  void OnLayersDone(uint64_t run, int layers);
+  // The run is over, and its workers keep what they have. `workers` are those that are there to stay.
+  void OnRunOver(uint64_t run, const Workers& workers);
+  // The run is being stopped: its workers drop what they have. Once is enough.
+  void OnRunFailed(uint64_t run, const std::string& why);
 
   // The prefill is done: the lease lasts its time from now on, or as long as it was renewed for. NOT_FOUND:
   // it was released meanwhile.
@@ -102,7 +124,7 @@ class KvDirectory {
   // Ends what has lapsed. When the next lease lapses; infinite: none does.
   absl::Time EndLapsed(absl::Time now);
 
-  void OnWorkerJoined() { ++version_; }  // there may be room now
+  void OnWorkersChanged(const Workers& workers);  // that are there to stay; there may be room now
   void OnWorkerLost(Connection worker, const std::string& name, const std::string& why);
   bool Holds(Connection worker) const;  // something under a live lease, or of a run
 
@@ -111,11 +133,11 @@ class KvDirectory {
   // Of a lease that was found with a run.
   const Place& PlaceOf(const std::string& lease) const { return *leases_.at(lease).place; }
 
-  KvStore::Counts counts() const;
+  KvStore::Counts counts(const std::map<Connection, Membership::Worker>& workers) const;
   // By name, of the workers that are given.
   std::map<std::string, WorkerKv> CountByWorker(
       const std::map<Connection, Membership::Worker>& workers) const;
-  uint64_t version() const { return version_; }  // another one after each change
+  uint64_t version() const { return version_ + runs_held_.version(); }  // another one after each change
 
  private:
   struct Lease {
@@ -123,17 +145,30 @@ class KvDirectory {
     bool held = true;                           // by its prefill
     absl::Time expires = absl::InfinitePast();  // not before, if held
     std::optional<Place> place;  // of the run, or expected; none: its run has failed, or it is lost
+    KvSlabs slabs;               // the runs there, without slabs
     bool begun = false;          // a run of it lives, or is over
     bool over = false;           // its run is
     uint64_t run = 0;            // that can be read; 0: none yet
     int layers_done = 0;
-    std::string lost;  // why; not empty: nothing can be read any more
+    std::string last_failure;  // of a run
+    std::string lost;          // why; not empty: nothing can be read any more
   };
   using Leases = std::map<std::string, Lease>;
 
+  struct Running {
+    std::string lease;                          // empty: none
+    std::shared_ptr<const KvBlockNames> names;  // to enter it into the cache; null: it is not
+    bool looked_up = false;                     // its tokens count as hits and misses
+    int64_t cached_tokens = 0;
+    int64_t new_tokens = 0;
+    KvSlabs slabs;  // the prefix, and the run where it is kept
+  };
+
   Place PlaceFor(const Plan& plan, const Workers& workers) const;
-  absl::Status CheckRoom(const Place& place, const Workers& workers);
-  void Charge(Lease& lease, Place place);
+  bool ReadsCache(const PrefillOptions& options) const;
+  // Whether a run is to be cached that no lease keeps.
+  bool CachesAll(const Workers& workers) const;
+  Lease* LeaseOf(uint64_t run);  // of a run that lives; null: it has none, or that has ended
   void Discharge(Lease& lease);
   // Its workers hear of the end, and the entry goes.
   Leases::iterator Erase(Leases::iterator lease);
@@ -142,9 +177,13 @@ class KvDirectory {
   void TellLasts(const std::string& lease, const Place& place, absl::Duration lasts);
 
   const KvShape shape_;
+  const std::optional<bool> cache_;
   LeaderActions& actions_;
+  HeldRuns runs_held_;
   Leases leases_;
-  std::map<Connection, int64_t> charged_;  // bytes, by worker
+  std::map<uint64_t, Running> running_;  // by run
+  uint64_t hit_tokens_ = 0;
+  uint64_t miss_tokens_ = 0;
   uint64_t lapsed_ = 0;
   uint64_t refused_ = 0;
   uint64_t version_ = 0;

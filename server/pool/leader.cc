@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -53,7 +54,7 @@ Leader::Leader(const Options& options, PoolPlanner planner)
                 .silence_timeout = options.silence_timeout,
                 .join_timeout = options.join_timeout},
                actions_),
-      kv_(options.kv, actions_),
+      kv_(options.kv, options.kv_cache, actions_),
       survey_(options.links) {}
 
 // ---- Workers.
@@ -64,7 +65,7 @@ void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, 
   Membership::Worker* worker = members_.Find(connection);
   if (worker == nullptr) {
     if (!members_.OnStrangerMessage(connection, message, now)) return;
-    kv_.OnWorkerJoined();
+    kv_.OnWorkersChanged(members_.ByPlace());
     return StartWaiting(now);
   }
   worker->heard_at = now;
@@ -74,6 +75,7 @@ void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, 
   }
   if (message.has_leave()) {
     members_.OnLeave(*worker);
+    kv_.OnWorkersChanged(members_.ByPlace());
     return ForgetStoppedRuns();
   }
   if (LiveRun* run = RunOf(message); run != nullptr && run->coordinator.Has(connection)) {
@@ -151,6 +153,7 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
       absl::StrAppend(&names, names.empty() ? "" : ", ", name);
     }
   }
+  kv_.OnWorkersChanged(members_.ByPlace());
   for (const auto& [number, names] : runs) {
     EndEpoch(number, absl::StrCat("worker ", names, " is lost: ", why), now);
   }
@@ -180,7 +183,7 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
 
 void Leader::CancelRun(LiveRun& run, absl::Time now) {
   run.coordinator.Cancel(now);
-  kv_.OnRunFailed(run.kv_lease);
+  kv_.OnRunFailed(run.coordinator.number(), "it was cancelled");
 }
 
 Leader::LiveRequest* Leader::FindRequest(Ticket ticket) {
@@ -227,38 +230,50 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
         ticket, absl::UnavailableError(absl::StrCat("the pool lost workers in each of ", request.attempts,
                                                     " attempts at this request; try again later")));
   }
-  absl::StatusOr<PlanChoice> choice =
-      planner_(capacity(), std::ssize(request.request.tokens), request.request.options);
-  if (!choice.ok()) {
-    const bool shrunk = request.attempts > 0 && absl::IsInvalidArgument(choice.status());
+  const RunId number = last_run_ + 1;
+  absl::StatusOr<PlannedRun> planned = PlanRun(number, request.request);
+  if (!planned.ok()) {
+    const bool shrunk = request.attempts > 0 && absl::IsInvalidArgument(planned.status());
     return AnswerRequest(ticket, shrunk ? absl::UnavailableError(absl::StrCat(
-                                              "the pool lost workers and now ", choice.status().message()))
-                                        : choice.status());
-  }
-  std::optional<v1::KeepKv> keep_kv;
-  if (const std::string& lease = request.request.options.kv_lease; !lease.empty()) {
-    absl::StatusOr<v1::KeepKv> begun = kv_.BeginRun(lease, choice->plan, members_.ByPlace());
-    if (absl::IsResourceExhausted(begun.status())) return AnswerRequest(ticket, begun.status());
-    if (begun.ok()) keep_kv = *std::move(begun);  // else nobody wants K and V any more
+                                              "the pool lost workers and now ", planned.status().message()))
+                                        : planned.status());
   }
   if (members_.BeginRun()) survey_.AskAgain();
   if (request.attempts++ > 0) ++retries_;
-  request.run = ++last_run_;
+  request.run = last_run_ = number;
   const RunCoordinator::Options options = {.layers = options_.kv.layers,
                                            .vocab = options_.vocab,
                                            .hang_timeout = options_.hang_timeout,
                                            .prepare_timeout = options_.prepare_timeout,
                                            .stop_timeout = options_.stop_timeout};
-  runs_.emplace(last_run_,
-                LiveRun{ticket, keep_kv.has_value() ? keep_kv->lease() : "",
-                        RunCoordinator(last_run_, epoch(), std::move(choice->plan), request.request.tokens,
-                                       members_.ByPlace(), keep_kv, options, actions_, survey_, now)});
+  const auto new_tokens = request.request.tokens.subspan(static_cast<size_t>(planned->plan.cached_tokens));
+  runs_.emplace(number, LiveRun{ticket, RunCoordinator(number, epoch(), std::move(planned->plan), new_tokens,
+                                                       members_.ByPlace(), planned->kv, options, actions_,
+                                                       survey_, now)});
+}
+
+absl::StatusOr<Leader::PlannedRun> Leader::PlanRun(RunId run, const Request& request) {
+  KvSlabs prefix = kv_.FindPrefix(request.options);
+  absl::StatusOr<PlannedRun> planned = PlanBehind(run, request, prefix);
+  const bool was_behind = prefix.tokens() > 0;
+  prefix = {};  // let go: others may need its room
+  if (absl::IsResourceExhausted(planned.status()) && was_behind) return PlanBehind(run, request, prefix);
+  return planned;
+}
+
+absl::StatusOr<Leader::PlannedRun> Leader::PlanBehind(RunId run, const Request& request, KvSlabs& prefix) {
+  ASSIGN_OR_RETURN(PlanChoice choice, planner_(capacity(), std::ssize(request.tokens), request.options,
+                                               KvDirectory::Describe(prefix)));
+  if (choice.plan.cached_tokens == 0) prefix = {};
+  ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
+                   kv_.BeginRun(run, request.options, prefix, choice.plan, members_.ByPlace()));
+  return PlannedRun{.plan = std::move(choice.plan), .kv = std::move(kv)};
 }
 
 void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
   const auto live = runs_.find(run);
   if (live != runs_.end() && live->second.coordinator.phase() == RunCoordinator::Phase::kRunning) {
-    kv_.OnRunning(live->second.kv_lease, run);
+    kv_.OnRunning(run);
   }
   std::visit([&](auto& what) { Do(run, what, now); }, outcome);
   ForgetStoppedRuns();
@@ -267,12 +282,12 @@ void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
 
 void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
   actions_.Add(LayersDone{runs_.at(run).ticket, done.layers});
-  kv_.OnLayersDone(runs_.at(run).kv_lease, done.layers);
+  kv_.OnLayersDone(run, done.layers);
 }
 
 void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time) {
   const Ticket ticket = runs_.at(run).ticket;
-  kv_.OnRunOver(runs_.at(run).kv_lease);
+  kv_.OnRunOver(run, members_.ByPlace());
   runs_.erase(run);
   AnswerRequest(ticket, std::move(completed.result));
 }
@@ -291,13 +306,13 @@ void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
 }
 
 void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
-  auto& [ticket, kv_lease, run] = runs_.at(number);
+  auto& [ticket, run] = runs_.at(number);
   if (run.phase() == RunCoordinator::Phase::kStopping) return;
   const bool was_running = run.phase() == RunCoordinator::Phase::kRunning;
   members_.EndEpoch();
   actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)));
   run.Abort(why, now);
-  kv_.OnRunFailed(kv_lease);
+  kv_.OnRunFailed(number, why);
   LiveRequest* request = FindRequest(ticket);
   if (request == nullptr) return;
   request->waiting_since = now;

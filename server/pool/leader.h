@@ -45,9 +45,10 @@
 
 namespace meshfill {
 
-// Chooses how many of the ranks to use, and their plan. A pure function.
-using PoolPlanner = std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& capacity, int64_t tokens,
-                                                             const PrefillOptions& options)>;
+// Chooses how many of the ranks to use, and their plan: behind what is cached of the prompt, where that is
+// faster. A pure function.
+using PoolPlanner = std::function<absl::StatusOr<PlanChoice>(
+    const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options, const CachedPrefix& cached)>;
 
 class Leader {
  public:
@@ -60,6 +61,7 @@ class Leader {
     std::string build;
     v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
     KvShape kv;         // of the model
+    std::optional<bool> kv_cache;  // whether prompts begin behind cached ones (KvDirectory)
     int64_t vocab = 1;
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
@@ -124,6 +126,7 @@ class Leader {
   std::optional<absl::Duration> RoomForKvIn(const Plan& plan, absl::Time now) const {
     return kv_.RoomIn(plan, members_.ByPlace(), now);
   }
+  KvStore::Counts kv_counts() const { return kv_.counts(members_.all()); }
   std::map<std::string, KvDirectory::WorkerKv> kv_by_worker() const {
     return kv_.CountByWorker(members_.all());
   }
@@ -148,9 +151,12 @@ class Leader {
     int epochs_ended = 0;
   };
   struct LiveRun {
-    Ticket ticket;         // of its request, which may be answered already
-    std::string kv_lease;  // under which K and V are kept; empty: they are dropped
+    Ticket ticket;  // of its request, which may be answered already
     RunCoordinator coordinator;
+  };
+  struct PlannedRun {
+    Plan plan;
+    KvDirectory::RunKv kv;
   };
 
   RunCoordinator::Outcome OnRunMessage(Connection connection, const v1::WorkerMessage& message,
@@ -177,6 +183,9 @@ class Leader {
   // Once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
   void StartRun(Ticket ticket, absl::Time now);
+  // What runs next for a request: behind what is cached of it, or all of it.
+  absl::StatusOr<PlannedRun> PlanRun(RunId run, const Request& request);
+  absl::StatusOr<PlannedRun> PlanBehind(RunId run, const Request& request, KvSlabs& prefix);
   void RefuseOverdue(absl::Time now);  // requests that have waited for a worker for empty_timeout
   LiveRequest* FindRequest(Ticket ticket);
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);

@@ -31,6 +31,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.build = kBuildName;
   options.model = model.id;
   options.kv = KvShapeOf(model.shape);
+  options.kv_cache = ToEngineOptions(config).kv_cache;
   options.vocab = model.shape.vocab;
   options.links = ConfiguredLinksOf(pool);
   options.runs_at_once = runs_at_once;
@@ -50,9 +51,8 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics&
       defaults_(ToEngineOptions(config)),
       metrics_(metrics),
       leader_(LeaderOptions(config, model_, kPrefillsAtOnce),
-              [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
-                return PlanFor(capacity, tokens, options);
-              }),
+              [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
+                     const CachedPrefix& cached) { return PlanFor(capacity, tokens, options, cached); }),
       kv_leases_(KvShapeOf(model_.shape), [this](const std::function<void(Leader&, absl::Time)>& use) {
         const MutexLock lock(mu_);
         use(leader_, MonotonicNow());
@@ -115,17 +115,25 @@ std::vector<PoolLink> PoolEngine::links() const {
 
 absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOptions& options) const {
   PoolCapacity capacity;
+  CachedPrefix cached;
   {
     const MutexLock lock(mu_);
     capacity = leader_.capacity();
+    cached = leader_.kv().LookUpPrefix(options);
   }
   RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), tokens, options));
-  return PlanFor(capacity, tokens, options);
+  return PlanFor(capacity, tokens, options, cached);
+}
+
+int64_t PoolEngine::CachedTokens(int64_t tokens, const PrefillOptions& options) const {
+  const MutexLock lock(mu_);
+  return UsableTokensOf(leader_.kv().LookUpPrefix(options), defaults_, tokens, options);
 }
 
 absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int64_t tokens,
-                                               const PrefillOptions& options) const {
-  absl::StatusOr<PlanChoice> choice = PlanForPool(model_.shape, defaults_, capacity, tokens, options);
+                                               const PrefillOptions& options,
+                                               const CachedPrefix& cached) const {
+  absl::StatusOr<PlanChoice> choice = PlanForPool(model_.shape, defaults_, capacity, tokens, options, cached);
   if (choice.ok()) correction_.Apply(*choice);
   return choice;
 }
@@ -170,6 +178,7 @@ class PoolEngine::Run final : public Prefill {
   absl::StatusOr<PrefillResult> Wait() override {
     ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
     PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
+    result.cached_tokens = result.plan.cached_tokens;
     result.ranks = std::move(run.ranks);
     result.prefill_seconds = run.seconds;
     RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,

@@ -48,6 +48,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   // UNAVAILABLE: no workers.
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;
+  int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override;
   // K and V are kept by the workers, under `kv_lease` of the options: their sink stays empty. Wait's errors,
   // too: UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that ended two epochs.
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
@@ -76,7 +77,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void PublishKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
-                                     const PrefillOptions& options) const;
+                                     const PrefillOptions& options, const CachedPrefix& cached) const;
 
   const IdentifiedModel model_;
   const EngineOptions defaults_;

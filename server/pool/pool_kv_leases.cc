@@ -109,7 +109,7 @@ absl::Time PoolKvLeases::EndLapsed() {
 }
 
 KvStore::Counts PoolKvLeases::counts() const {
-  return Ask<KvStore::Counts>([](Leader& leader, absl::Time) { return leader.kv().counts(); });
+  return Ask<KvStore::Counts>([](Leader& leader, absl::Time) { return leader.kv_counts(); });
 }
 
 int64_t PoolKvLeases::budget_bytes() const {

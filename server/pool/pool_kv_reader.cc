@@ -68,9 +68,9 @@ absl::StatusOr<KvReader::Next> PoolKvReader::Take(v1::KvPart& part) {
   ASSIGN_OR_RETURN(Found found, find_(run_));
   if (found.view.run != run_) {
     if (begun_) {
-      return absl::UnavailableError(
-          absl::StrCat("lease ", ShownLease(lease_),
-                       ": its prefill was begun again, and so are its K and V; fetch them again"));
+      return absl::UnavailableError(absl::StrCat(
+          "lease ", ShownLease(lease_), ": its prefill was begun again, and so are its K and V, because ",
+          found.view.last_failure, "; fetch them again"));
     }
     run_ = found.view.run;
     place_ = std::move(found.place);

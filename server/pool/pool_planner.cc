@@ -13,6 +13,46 @@ namespace {
 constexpr int kMostIdleRanks = 8;
 constexpr Link kAssumedLink = {.latency_seconds = 200e-6, .bytes_per_second = 1e9};
 
+PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacity, int64_t tokens,
+                      const PrefillOptions& options) {
+  PlanRequest request = PlanRequestOf(defaults, options, tokens);
+  request.one_memory = false;
+  request.keeps_kv = options.kv != nullptr && capacity.keeps_kv;
+  request.topology = capacity.topology;
+  return request;
+}
+
+absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions& defaults,
+                                   const PoolCapacity& capacity, int64_t tokens,
+                                   const PrefillOptions& options) {
+  if (capacity.ranks == 0) {
+    return absl::UnavailableError("the pool has no workers; start some, or try again later");
+  }
+  const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
+  PlanRequest request = RequestOf(defaults, capacity, tokens, options);
+  absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
+  std::vector<PlanCandidate> candidates;
+  for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
+    request.ranks = ranks;
+    request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
+    absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed, request);
+    if (choice.ok()) {
+      std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
+    }
+    const bool first = ranks == capacity.ranks;
+    const bool better =
+        choice.ok() && (!best.ok() || choice->plan.predicted.seconds < best->plan.predicted.seconds);
+    if (first || better) best = std::move(choice);
+  }
+  if (!best.ok()) return best;
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const PlanCandidate& left, const PlanCandidate& right) {
+                     return left.predicted.seconds < right.predicted.seconds;
+                   });
+  best->candidates = std::move(candidates);
+  return best;
+}
+
 }  // namespace
 
 Topology LinksOf(const v1::PoolSection& pool) {
@@ -40,38 +80,28 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
   return configured;
 }
 
+int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
+                       const PrefillOptions& options) {
+  // A rank reads its own tokens alone: another stripe would deal them otherwise.
+  if (cached.tokens == 0 || cached.stripe != options.stripe.value_or(defaults.stripe)) return 0;
+  return UsableCachedTokens(defaults, options, cached.ranks, cached.tokens, tokens);
+}
+
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
-                                       const PrefillOptions& options) {
-  if (capacity.ranks == 0) {
-    return absl::UnavailableError("the pool has no workers; start some, or try again later");
-  }
-  const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
-  PlanRequest request = PlanRequestOf(defaults, options, tokens);
-  request.one_memory = false;
-  request.keeps_kv = options.kv != nullptr && capacity.keeps_kv;
-  request.topology = capacity.topology;
-  absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
-  std::vector<PlanCandidate> candidates;
-  for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
-    request.ranks = ranks;
-    request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
-    absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed, request);
-    if (choice.ok()) {
-      std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
-    }
-    const bool first = ranks == capacity.ranks;
-    const bool better =
-        choice.ok() && (!best.ok() || choice->plan.predicted.seconds < best->plan.predicted.seconds);
-    if (first || better) best = std::move(choice);
-  }
-  if (!best.ok()) return best;
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const PlanCandidate& left, const PlanCandidate& right) {
-                     return left.predicted.seconds < right.predicted.seconds;
-                   });
-  best->candidates = std::move(candidates);
-  return best;
+                                       const PrefillOptions& options, const CachedPrefix& cached) {
+  absl::StatusOr<PlanChoice> all = PlanAll(model, defaults, capacity, tokens, options);
+  const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
+  if (cached_tokens == 0 || cached.ranks > capacity.ranks) return all;
+  PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
+  request.ranks = cached.ranks;
+  request.memory_budget_bytes = capacity.rank_memory_bytes * cached.ranks;
+  request.layout = LayoutKind::kStriped;
+  request.cached_tokens = cached_tokens;
+  absl::StatusOr<PlanChoice> behind = MakePlan(model, capacity.speed, request);
+  const bool better =
+      behind.ok() && (!all.ok() || behind->plan.predicted.seconds < all->plan.predicted.seconds);
+  return better ? behind : all;
 }
 
 }  // namespace meshfill

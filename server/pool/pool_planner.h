@@ -7,6 +7,7 @@
 #include "engine/mesh/topology.h"
 #include "engine/prefill_engine.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/pool/kv_directory.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
 
@@ -21,11 +22,16 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
-// stripe and so on where the request leaves them open. CheckPromptOptions has passed. Errors: those of
-// MakePlan, and UNAVAILABLE where the pool has no ranks.
+// stripe and so on where the request leaves them open. Behind what is cached of the prompt, on the ranks that
+// have it, where that is faster. CheckPromptOptions has passed. Errors: those of MakePlan, and UNAVAILABLE
+// where the pool has no ranks.
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
-                                       const PrefillOptions& options);
+                                       const PrefillOptions& options, const CachedPrefix& cached = {});
+
+// Of what is cached of a prompt of `tokens`, what a run could follow.
+int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
+                       const PrefillOptions& options);
 
 }  // namespace meshfill
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "engine/devices/free_memory.h"
 #include "engine/kv_budget.h"
 #include "kernels/monotonic_time.h"
@@ -18,6 +19,8 @@
 
 namespace meshfill {
 namespace {
+
+constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
 
 uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
   WordHash hash;
@@ -53,13 +56,23 @@ class RankHost::ActiveRun {
     return absl::OkStatus();
   }
 
-  // Where K and V go, from now on, if they are kept.
+  // Where K and V of cached tokens are, and where the others go, from now on, if they are kept.
   absl::Status BeginKv() {
+    ASSIGN_OR_RETURN(prefix_, host_.kv_.PrefixOf(part_.prefix));
     if (!part_.keep_kv.has_value()) return absl::OkStatus();
     std::vector<int> ranks;
     for (size_t i = 0; i < seats_.size(); ++i) ranks.push_back(rank(i));
-    ASSIGN_OR_RETURN(kv_, host_.kv_.Begin(part_.number, *part_.keep_kv, part_.plan.layout, ranks));
-    return absl::OkStatus();
+    // The leader counts on the room of what it has given up; a reader holds that for a part more.
+    const absl::Time deadline = MonotonicNow() + kReadersLetGo;
+    while (true) {
+      auto kv = host_.kv_.Begin(part_.number, *part_.keep_kv, prefix_, part_.plan.layout, ranks);
+      if (absl::IsResourceExhausted(kv.status()) && MonotonicNow() < deadline) {
+        absl::SleepFor(absl::Milliseconds(1));
+        continue;
+      }
+      ASSIGN_OR_RETURN(kv_, std::move(kv));
+      return absl::OkStatus();
+    }
   }
 
   // Each rank's stream, from now on: its progress is asked for before it runs.
@@ -175,17 +188,19 @@ class RankHost::ActiveRun {
                     .on_layer_done =
                         [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
                     .kv = kv_.get(),
+                    .prefix = prefix_.get(),
                     .recorder = &recorder,
                     .probes = probes_});
   }
 
   WorkerMachine::RunPart part_;
   RankHost& host_;
-  std::shared_ptr<KvSink> kv_;           // null: K and V are dropped
-  std::vector<BufferRef> reservations_;  // of the memory that the run will take; until it starts
-  std::vector<std::string> addresses_;   // by rank of the whole run
-  std::vector<LinkProbe> probes_;        // of the whole run
-  StopToken stop_;                       // of all streams
+  std::shared_ptr<const KvSlabs> prefix_;  // K and V of the plan's cached tokens; null: there are none
+  std::shared_ptr<KvSink> kv_;             // null: K and V are dropped
+  std::vector<BufferRef> reservations_;    // of the memory that the run will take; until it starts
+  std::vector<std::string> addresses_;     // by rank of the whole run
+  std::vector<LinkProbe> probes_;          // of the whole run
+  StopToken stop_;                         // of all streams
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
@@ -335,6 +350,10 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
 
 void RankHost::EndKv(const std::string& lease) {
   Post([this, lease] { kv_.Ends(lease); });
+}
+
+void RankHost::EndKvRun(uint64_t run) {
+  Post([this, run] { kv_.RunEnds(run); });
 }
 
 void RankHost::Release(uint64_t run) {

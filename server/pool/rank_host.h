@@ -73,6 +73,7 @@ class RankHost {
   void Release(uint64_t run);
   WorkerMachine::ProgressOfRuns progress() const;
   void EndKv(const std::string& lease);  // as the calls above: behind them
+  void EndKvRun(uint64_t run);           // likewise
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
   bool lost() const;                     // a device has failed for good: no run will go well in this process
 

@@ -35,8 +35,8 @@ absl::Duration HangTimeout(const Plan& plan, const RunCoordinator::Options& opti
 
 RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
                                const std::vector<const Membership::Worker*>& workers,
-                               const std::optional<v1::KeepKv>& keep_kv, const Options& options,
-                               LeaderActions& actions, LinkSurvey& survey, absl::Time now)
+                               const KvDirectory::RunKv& kv, const Options& options, LeaderActions& actions,
+                               LinkSurvey& survey, absl::Time now)
     : number_(number),
       epoch_(epoch),
       options_(options),
@@ -57,19 +57,20 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
             .first_rank = first,
             .ranks = count};
     unanswered_.insert(worker->connection);
-    SendPrepare(worker->connection, part, tokens, keep_kv);
+    SendPrepare(worker->connection, part, tokens, kv);
   }
 }
 
 // The plan, then the tokens of this worker's ranks.
 void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
-                                 const std::optional<v1::KeepKv>& keep_kv) {
+                                 const KvDirectory::RunKv& kv) {
   v1::Prepare& prepare = *AddMessage(worker).mutable_prepare();
   prepare.set_run(number_);
   *prepare.mutable_plan() = ToRunPlan(plan_);
   prepare.set_first_rank(static_cast<uint32_t>(part.first_rank));
   prepare.set_ranks(static_cast<uint32_t>(part.ranks));
-  if (keep_kv.has_value()) *prepare.mutable_keep_kv() = *keep_kv;
+  if (kv.keep.has_value()) *prepare.mutable_keep_kv() = *kv.keep;
+  prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
   prepare.set_reserve_bytes(
       static_cast<uint64_t>((plan_.predicted.peak_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
   std::vector<std::vector<uint32_t>> shards;

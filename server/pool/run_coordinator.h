@@ -27,6 +27,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
@@ -66,12 +67,11 @@ class RunCoordinator {
   using Outcome =
       std::variant<std::monostate, LayersDone, Completed, RequestFailed, RunFailed, WorkersFailed>;
 
-  // Sends Prepare and the tokens to as many of `workers` as the plan has ranks for. `keep_kv`: what becomes
-  // of K and V; none: they are dropped. `actions` and `survey` outlive the run; `options` are copied.
+  // Sends Prepare and the tokens, which are those behind the plan's cached ones, to as many of `workers` as
+  // the plan has ranks for. `actions` and `survey` outlive the run; `options` are copied.
   RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
-                 const std::vector<const Membership::Worker*>& workers,
-                 const std::optional<v1::KeepKv>& keep_kv, const Options& options, LeaderActions& actions,
-                 LinkSurvey& survey, absl::Time now);
+                 const std::vector<const Membership::Worker*>& workers, const KvDirectory::RunKv& kv,
+                 const Options& options, LeaderActions& actions, LinkSurvey& survey, absl::Time now);
 
   // ---- Events. A message is of this run: its number and epoch are. `worker` takes part.
   Outcome OnPrepared(Connection worker, const v1::Prepared& message, absl::Time now);
@@ -119,7 +119,7 @@ class RunCoordinator {
   };
 
   void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
-                   const std::optional<v1::KeepKv>& keep_kv);
+                   const KvDirectory::RunKv& kv);
   void SendRun(absl::Time now);
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);

@@ -115,6 +115,9 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
     case v1::LeaderMessage::kKvEnds:
       OnKvEnds(message.kv_ends().lease());
       break;
+    case v1::LeaderMessage::kKvRunEnds:
+      actions_.push_back(KvRunEnds{message.kv_run_ends().run()});
+      break;
     case v1::LeaderMessage::kHeartbeat:
     case v1::LeaderMessage::BODY_NOT_SET:
       break;
@@ -144,8 +147,8 @@ void WorkerMachine::OnRefused(const v1::Refused& refused, absl::Time now) {
 // none.
 void WorkerMachine::OnKvEnds(const std::string& lease) {
   for (auto& [number, run] : runs_) {
-    std::optional<HeldKv::Lease>& kept = run.part.keep_kv;
-    if (run.phase == Phase::kReceiving && kept.has_value() && kept->name == lease) kept.reset();
+    std::optional<HeldKv::Keeping>& kept = run.part.keep_kv;
+    if (run.phase == Phase::kReceiving && kept.has_value() && kept->lease == lease) kept.reset();
   }
   actions_.push_back(KvEnds{lease});
 }
@@ -203,6 +206,17 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
     status = absl::InternalError(absl::StrCat("the leader gave ", ranks, " ranks from ", message.first_rank(),
                                               " to a worker of ", options_.offer.ranks()));
   }
+  std::vector<HeldKv::RunTokens> prefix;
+  uint64_t prefix_tokens = 0;
+  for (const v1::RunTokens& of_run : message.prefix()) {
+    prefix.push_back({.run = of_run.run(), .tokens = static_cast<int64_t>(of_run.tokens())});
+    prefix_tokens += of_run.tokens();
+  }
+  if (status.ok() && prefix_tokens != static_cast<uint64_t>(plan->cached_tokens)) {
+    status =
+        absl::InternalError(absl::StrCat("the leader names ", prefix_tokens, " tokens of earlier runs for ",
+                                         plan->cached_tokens, " cached ones"));
+  }
   const uint64_t offered = options_.offer.memory_bytes();
   const uint64_t reserved = static_cast<uint64_t>(reserved_bytes());
   if (status.ok() && offered != 0 && (reserved > offered || message.reserve_bytes() > offered - reserved)) {
@@ -223,11 +237,13 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .first_rank = static_cast<int>(message.first_rank()),
                          .reserve_bytes = static_cast<int64_t>(message.reserve_bytes()),
                          .keep_kv = std::nullopt,
+                         .prefix = std::move(prefix),
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
   if (message.has_keep_kv()) {
-    run.part.keep_kv = {.name = message.keep_kv().lease(),
+    run.part.keep_kv = {.lease = message.keep_kv().lease(),
                         .tenant = message.keep_kv().tenant(),
-                        .lasts = absl::Seconds(message.keep_kv().lasts_seconds())};
+                        .lasts = absl::Seconds(message.keep_kv().lasts_seconds()),
+                        .cache = message.keep_kv().cache()};
   }
   MaybePrepare(runs_.emplace(message.run(), std::move(run)).first->second);  // all chunks may be empty
 }

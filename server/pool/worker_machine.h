@@ -68,7 +68,8 @@ class WorkerMachine {
     Plan plan;
     int first_rank = 0;
     int64_t reserve_bytes = 0;
-    std::optional<HeldKv::Lease> keep_kv;       // none: K and V are dropped
+    std::optional<HeldKv::Keeping> keep_kv;     // none: K and V are dropped
+    std::vector<HeldKv::RunTokens> prefix;      // whose K and V are those of the plan's cached tokens
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
 
@@ -104,6 +105,9 @@ class WorkerMachine {
   struct KvEnds {  // also of a run that was prepared before
     std::string lease;
   };
+  struct KvRunEnds {  // likewise
+    uint64_t run;
+  };
   struct AllKvEnds {};  // a leader that has just let this worker in knows of none
   struct Exit {
     absl::Status status;
@@ -112,7 +116,7 @@ class WorkerMachine {
     std::string text;
   };
   using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, KvLasts,
-                              KvEnds, AllKvEnds, Exit, LogLine>;
+                              KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
 
   explicit WorkerMachine(Options options) : options_(std::move(options)) {}
 

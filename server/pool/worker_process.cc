@@ -121,6 +121,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     return exit_;
   }
 
+  KvStore::Counts kv() const { return host_->kv().counts(); }
   void Drain() {
     Handle([](WorkerMachine& machine) { machine.Drain(MonotonicNow()); });
   }
@@ -170,6 +171,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void Do(WorkerMachine::ReleaseRun& release) { host_->Release(release.run); }
   void Do(WorkerMachine::KvLasts& kv) { host_->kv().Lasts(kv.lease, kv.lasts); }
   void Do(WorkerMachine::KvEnds& kv) { host_->EndKv(kv.lease); }
+  void Do(WorkerMachine::KvRunEnds& kv) { host_->EndKvRun(kv.run); }
   void Do(WorkerMachine::AllKvEnds&) { host_->kv().EndAll(); }
   void Do(WorkerMachine::Exit& exit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { exit_ = exit.status; }
   void Do(WorkerMachine::LogLine& line) { Log(line.text); }
@@ -195,5 +197,6 @@ absl::StatusOr<std::unique_ptr<WorkerProcess>> WorkerProcess::Start(const v1::Co
 
 std::optional<absl::Status> WorkerProcess::Tick() { return impl_->Tick(); }
 void WorkerProcess::Drain() { impl_->Drain(); }
+KvStore::Counts WorkerProcess::kv() const { return impl_->kv(); }
 
 }  // namespace meshfill

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/kv/kv_store.h"
 #include "meshfill/v1/config.pb.h"
 
 namespace meshfill {
@@ -28,6 +29,7 @@ class WorkerProcess {
   std::optional<absl::Status> Tick();
   // The run that it takes part in finishes, and it leaves once its leases have ended.
   void Drain();
+  KvStore::Counts kv() const;  // what its ranks keep
 
  private:
   class Impl;

@@ -101,7 +101,7 @@ class ChecksTest(unittest.TestCase):
 class DocsTest(unittest.TestCase):
     def test_generated_files_are_up_to_date(self):
         for script in ("deploy/make_api_docs.py", "deploy/grafana/make_dashboard.py", "deploy/prometheus/make_prometheus_rule.py",
-                       "docs/pictures/make_causal_balance.py"):
+                       "docs/pictures/make_causal_balance.py", "docs/pictures/make_kv.py"):
             result = subprocess.run([sys.executable, ROOT / script, "--check"], capture_output=True, text=True, check=False)
             self.assertEqual(result.returncode, 0, result.stderr)
 

@@ -14,9 +14,8 @@
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
-#include "engine/speed/pool_profile.h"
-#include "nlohmann/json.hpp"
 #include "tests/engine/close.h"
+#include "tests/engine/fixed_speeds.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
@@ -66,20 +65,6 @@ EngineOptions OptionsOf(ModelFamily family, int ranks, DType dtype = DType::kF32
           .kv_memory_bytes = 64 << 20,
           .kv_host_memory_bytes = 64 << 20,
           .kv_cache = true};
-}
-
-// Replaces what was measured: a busy machine may measure that a prefix gains nothing.
-void FixSpeeds(const std::string& profile) {
-  const auto pools = nlohmann::json::parse(ReadWholeFile(profile)).at("pools");
-  for (const auto& pool : pools) {
-    const auto key = pool.at("pool").get<std::string>();
-    const auto measured = ReadPoolProfile(profile, key);
-    ASSERT_TRUE(measured.ok() && measured->has_value()) << measured.status();
-    PoolSpeed speed;
-    speed.slice_tokens = (*measured)->slice_tokens;
-    speed.lm_head_bytes_per_second = 5e9;
-    ASSERT_TRUE(StorePoolProfile(profile, key, speed).ok());
-  }
 }
 
 std::unique_ptr<PrefillEngine> Load(EngineOptions options) {

@@ -22,7 +22,7 @@ class PoolTestCase(CliTestCase):
         cls.pool_config.write_text(
             f"model:\n  path: {cls.model}\nlisten: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\n"
             f"pool:\n  control_listen: 127.0.0.1:0\n  empty_timeout: 5s\n  silence_timeout: {SILENCE_SECONDS}s\n"
-            "  hang_timeout: 60s\n"
+            "  hang_timeout: 60s\nkv:\n  cache: false\n"  # a prompt that is sent again is computed again
         )
         cls.worker_config = cls.tmp / "worker.yaml"
         cls.worker_config.write_text(

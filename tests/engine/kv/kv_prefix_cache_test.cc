@@ -77,7 +77,7 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
         expected =
             std::max(expected, TokensInCommon(other.tokens, prompt.tokens) / block_tokens * block_tokens);
       }
-      EXPECT_EQ(cache.TokensOf(names), expected);
+      EXPECT_EQ(cache.Look(names).tokens(), expected);
       const KvSlabs found = cache.Find(names);
       ASSERT_EQ(found.tokens(), expected);
       // A run may follow fewer of them.
@@ -102,7 +102,7 @@ TEST(KvPrefixCacheTest, EvictsWhatWasNotUsedForLongestAndFreesSomething) {
     cache.Enter(names, Computed(std::ssize(tokens), cache.Find(names), sum));
   };
   const auto length = [&](const std::vector<uint32_t>& tokens) {
-    return cache.TokensOf(NamesOf(tokens, 2, "", ""));
+    return cache.Look(NamesOf(tokens, 2, "", "")).tokens();
   };
   enter({1, 1, 1, 1});
   enter({1, 1, 1, 1, 5, 5});  // behind the first one
@@ -131,6 +131,24 @@ TEST(KvPrefixCacheTest, APromptThatIsThereAlreadyIsNotEnteredAgain) {
   EXPECT_EQ(sum->charged(), kShape.LayerBytes(5));
   cache.Enter(NamesOf({1}, 2, "", ""), Computed(1, {}, sum));  // no whole block
   EXPECT_EQ(sum->charged(), kShape.LayerBytes(5));
+}
+
+TEST(KvPrefixCacheTest, EntriesWithALostRunGo) {
+  const auto sum = std::make_shared<KvBytes>();
+  KvPrefixCache cache;
+  const KvSlabs first = Computed(4, {}, sum);
+  const KvSlabs behind = Computed(6, first, sum);
+  const KvBlockNames names = NamesOf({1, 1, 1, 1, 5, 5}, 2, "", "");
+  cache.Enter(NamesOf({1, 1, 1, 1}, 2, "", ""), first);
+  cache.Enter(names, behind);
+  cache.Enter(NamesOf({2, 2}, 2, "", ""), Computed(2, {}, sum));
+  EXPECT_EQ(cache.EvictableRuns().size(), 1u);  // the others are held here
+  const KvRunSlabs* const lost = behind.pieces.back().run.get();
+  EXPECT_EQ(cache.EraseIf([&](const KvRunSlabs& run) { return &run == lost; }).size(), 2u);
+  EXPECT_EQ(cache.Look(names).tokens(), 4);
+  EXPECT_EQ(cache.EraseIf([](const KvRunSlabs&) { return true; }).size(), 2u);
+  EXPECT_EQ(cache.Look(names).tokens(), 0);
+  EXPECT_EQ(cache.bytes(), 0);
 }
 
 }  // namespace

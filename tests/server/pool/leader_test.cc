@@ -52,9 +52,10 @@ v1::Join Offer(const std::string& name, uint32_t ranks = 1) {
 class LeaderTest : public testing::Test {
  protected:
   explicit LeaderTest(const Leader::Options& options = Options())
-      : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options) {
+      : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
+                                const CachedPrefix& cached) {
           planned_with_.push_back(capacity.topology);
-          return PlanForPool(Shape(), EngineOptions(), capacity, tokens, options);
+          return PlanForPool(Shape(), EngineOptions(), capacity, tokens, options, cached);
         }) {}
 
   static Leader::Options Options() {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "engine/engine_options.h"
+#include "engine/kv/block_hash.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"
 
@@ -25,6 +26,8 @@ constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every r
 constexpr absl::Duration kHungBound =
     absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
 constexpr char kTenant[] = "tenant";
+constexpr int64_t kStripe = 2;
+constexpr int kBlockTokens = 2;
 constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
 constexpr int kMostLeaseMs = 2000;
 constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
@@ -66,21 +69,22 @@ const ModelShape& SimulatedShape() {
 
 // Planning is pure: what one story has planned, the next need not plan again.
 absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t tokens,
-                                          const PrefillOptions& options) {
-  using Key = std::tuple<int64_t, std::vector<int>, double, double, double>;
+                                          const PrefillOptions& options, const CachedPrefix& cached) {
+  EngineOptions defaults;
+  defaults.stripe = kStripe;
+  const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
+  using Key = std::tuple<int64_t, int64_t, int, std::vector<int>, double, double, double, double, double>;
   static std::mutex mutex;
   static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
   const Topology& links = capacity.topology;
   auto [entry, fresh] =
-      plans.try_emplace(Key{tokens, links.node_of_seat, links.same_node.bytes_per_second,
-                            links.between_nodes.bytes_per_second, links.node_bytes_per_second},
+      plans.try_emplace(Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks, links.node_of_seat,
+                            links.same_node.bytes_per_second, links.same_node.latency_seconds,
+                            links.between_nodes.bytes_per_second, links.between_nodes.latency_seconds,
+                            links.node_bytes_per_second},
                         absl::UnknownError("not planned"));
-  if (fresh) {
-    EngineOptions defaults;
-    defaults.stripe = 2;
-    entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options);
-  }
+  if (fresh) entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options, cached);
   return entry->second;
 }
 
@@ -167,8 +171,10 @@ void PoolSimulation::StartLeader() {
   options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
   options.links.links.between_nodes = leader_measures_links_ ? kAssumed : kBetweenHosts;
   options.links.measure.fill(leader_measures_links_);
+  if (Chance(0.2)) options.kv_cache = false;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
   run_sent_ = 0;
+  runs_told_.clear();
   Note("leader starts");
   After(DrawMs(0, 250), -1, [this, incarnation = leader_incarnation_] { TickLeader(incarnation); });
 }
@@ -206,7 +212,7 @@ void PoolSimulation::StartNode(int index) {
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
   *offer.mutable_speed() = SimulatedSpeed();
-  const int64_t kv_bytes = Chance(0.2) ? Draw(0, 40'000) : 1 << 20;
+  const int64_t kv_bytes = Chance(0.3) ? Draw(0, 60'000) : 1 << 20;
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_bytes));
   offer.set_kv_address(node.name);
   node.kv = std::make_unique<HeldKv>(KvShapeOf(SimulatedShape()), kv_bytes, [this] { return now_; });
@@ -273,7 +279,7 @@ void PoolSimulation::TickNode(int index, int incarnation) {
   if (node.machine == nullptr || node.incarnation != incarnation) return;
   WorkerMachine::ProgressOfRuns progress;
   for (const HostRank& rank : node.host.ranks) {
-    progress[node.host.part->number].push_back({.rank = rank.rank,
+    progress[node.host.part->number].push_back({.rank = rank.seat,
                                                 .layers_done = rank.operations / 4,
                                                 .operations = static_cast<uint64_t>(rank.operations),
                                                 .computing = rank.computing});
@@ -287,7 +293,7 @@ void PoolSimulation::TickNode(int index, int incarnation) {
 void PoolSimulation::DoLeaderActions() {
   for (Leader::Action& action : leader_->TakeActions()) {
     if (auto* send = std::get_if<Leader::Send>(&action)) {
-      if (send->message.has_prepare()) run_sent_ = send->message.prepare().run();
+      if (send->message.has_prepare()) OnRunTold(send->message.prepare());
       DeliverToNode(send->to, std::move(send->message));
     } else if (auto* close = std::get_if<Leader::Close>(&action)) {
       CloseAtLeader(close->connection);
@@ -335,8 +341,10 @@ void PoolSimulation::DoNodeActions(int index) {
     } else if (auto* ends = std::get_if<WorkerMachine::KvEnds>(&action)) {
       node.kv->Ends(ends->lease);
       std::optional<WorkerMachine::RunPart>& part = node.host.part;  // that is still being prepared
-      const bool kept = part.has_value() && part->keep_kv.has_value() && part->keep_kv->name == ends->lease;
+      const bool kept = part.has_value() && part->keep_kv.has_value() && part->keep_kv->lease == ends->lease;
       if (kept && node.host.kv == nullptr) part->keep_kv.reset();
+    } else if (auto* run_ends = std::get_if<WorkerMachine::KvRunEnds>(&action)) {
+      node.kv->RunEnds(run_ends->run);
     } else if (std::get_if<WorkerMachine::AllKvEnds>(&action) != nullptr) {
       node.kv->EndAll();
     } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
@@ -502,11 +510,24 @@ uint64_t PoolSimulation::Mix(uint64_t token, uint64_t id) {
   return hash ^ (hash >> 31);
 }
 
-uint64_t PoolSimulation::Digest(const WorkerMachine::RunPart& part, int rank) const {
-  const SlotPositions positions = part.plan.layout.Positions(rank);
-  const std::vector<uint32_t>& shard = part.shards[rank - part.first_rank];
+uint64_t PoolSimulation::Digest(const Host& host, int seat) const {
+  const WorkerMachine::RunPart& part = *host.part;
+  const Plan& plan = part.plan;
+  const int rank = plan.RankAt(seat);
+  const SlotPositions positions = plan.layout.Positions(rank);
+  const std::vector<uint32_t>& shard = part.shards[seat - part.first_rank];
   uint64_t sum = 0;
-  for (size_t slot = 0; slot < shard.size(); ++slot) sum += Mix(positions.At(slot), shard[slot]);
+  for (size_t slot = 0; slot < shard.size(); ++slot) {
+    sum += Mix(static_cast<uint64_t>(plan.cached_tokens) + positions.At(slot), shard[slot]);
+  }
+  const TokenLayout layout = plan.kv_layout();
+  const int64_t prefix_slots = layout.ChunkTokens(rank) - plan.layout.ChunkTokens(rank);
+  for (int64_t slot = 0; slot < prefix_slots; ++slot) {
+    uint64_t of_id = 0;
+    const KvRows rows = KvRowsOf(*host.prefix, 0, layout, rank, slot, 1);
+    std::memcpy(&of_id, rows.k + sizeof of_id, sizeof of_id);
+    sum += of_id;
+  }
   return sum;
 }
 
@@ -514,6 +535,9 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   if (MayCrashAt(index, Step::kHostPrepare)) return;
   Node& node = nodes_[index];
   if (node.host.part.has_value()) return Fail(absl::StrCat(node.name, " has two runs at once"));
+  auto prefix = node.kv->PrefixOf(part.prefix);
+  if (!prefix.ok()) return Fail(absl::StrCat(node.name, " lacks a prefix: ", prefix.status().message()));
+  node.host.prefix = *std::move(prefix);
   node.host.part = std::move(part);
   const uint64_t run = node.host.part->number;
   After(DrawMs(0, 30), index, [this, index, run, incarnation = node.incarnation] {
@@ -533,7 +557,7 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
       for (size_t i = 0; i < part.shards.size(); ++i) {
         ranks.push_back(part.plan.RankAt(part.first_rank + static_cast<int>(i)));
       }
-      auto kv = node.kv->Begin(run, *part.keep_kv, part.plan.layout, ranks);
+      auto kv = node.kv->Begin(run, *part.keep_kv, node.host.prefix, part.plan.layout, ranks);
       if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
       node.host.kv = *std::move(kv);
     }
@@ -554,7 +578,8 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
   if (static_cast<int>(start.addresses.size()) != host.part->plan.ranks())
     return Fail("not every rank has an address");
   for (size_t i = 0; i < host.addresses.size(); ++i) {
-    if (start.addresses[first + i] != host.addresses[i]) return Fail("a run with an address of another run");
+    const int rank = host.part->plan.RankAt(first + static_cast<int>(i));
+    if (start.addresses[rank] != host.addresses[i]) return Fail("a run with an address of another run");
   }
   std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
   if (mesh == nullptr) {
@@ -565,10 +590,13 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
   CheckProbes(start.probes, *host.part);
   host.probes = start.probes;
   for (size_t i = 0; i < host.addresses.size(); ++i) {
-    const int rank = first + static_cast<int>(i);
-    mesh->members[rank] = {
-        .node = index, .incarnation = node.incarnation, .done = 0, .digest = Digest(*host.part, rank)};
-    host.ranks.push_back({.rank = rank});
+    const int seat = first + static_cast<int>(i);
+    mesh->members[host.part->plan.RankAt(seat)] = {.node = index,
+                                                   .seat = seat,
+                                                   .incarnation = node.incarnation,
+                                                   .done = 0,
+                                                   .digest = Digest(host, seat)};
+    host.ranks.push_back({.seat = seat});
   }
   const auto begin = [this, index, first, mesh] {
     for (size_t i = 0; nodes_[index].host.mesh == mesh && i < nodes_[index].host.ranks.size(); ++i) {
@@ -652,33 +680,33 @@ void PoolSimulation::StopHost(int index, uint64_t run) {
   });
 }
 
-void PoolSimulation::BeginOperation(int index, int rank) {
+void PoolSimulation::BeginOperation(int index, int seat) {
   Node& node = nodes_[index];
-  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  HostRank& state = node.host.ranks[seat - node.host.part->first_rank];
   state.computing = true;
   state.computing_since = now_;
   const absl::Time when =
       std::max(now_ + (Chance(0.01) ? DrawMs(100, 900) : DrawMs(1, 40)), node.compute_frozen_until);
-  At(when, index, [this, index, rank, mesh = node.host.mesh, incarnation = node.incarnation] {
+  At(when, index, [this, index, seat, mesh = node.host.mesh, incarnation = node.incarnation] {
     Node& node = nodes_[index];
     if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
-    EndOperation(index, rank);
+    EndOperation(index, seat);
   });
 }
 
-void PoolSimulation::EndOperation(int index, int rank) {
+void PoolSimulation::EndOperation(int index, int seat) {
   Node& node = nodes_[index];
   if (node.compute_frozen_until > now_) {  // frozen in the middle
     At(node.compute_frozen_until, index,
-       [this, index, rank, mesh = node.host.mesh, incarnation = node.incarnation] {
+       [this, index, seat, mesh = node.host.mesh, incarnation = node.incarnation] {
          Node& node = nodes_[index];
          if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
-         EndOperation(index, rank);
+         EndOperation(index, seat);
        });
     return;
   }
-  const auto& shard = node.host.part->shards[rank - node.host.part->first_rank];
-  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  const auto& shard = node.host.part->shards[seat - node.host.part->first_rank];
+  HostRank& state = node.host.ranks[seat - node.host.part->first_rank];
   if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
     const bool its_run = request_.has_value() && node.host.part->number > request_->runs_before &&
                          node.host.part->epoch >= kEpochsOfALeader * leader_incarnation_;
@@ -689,7 +717,7 @@ void PoolSimulation::EndOperation(int index, int rank) {
   state.computing = false;
   ++state.operations;
   const std::shared_ptr<Mesh> mesh = node.host.mesh;
-  mesh->members[rank].done = state.operations;
+  mesh->members[node.host.part->plan.RankAt(seat)].done = state.operations;
   PassBarrier(mesh, state.operations);
 }
 
@@ -706,26 +734,26 @@ void PoolSimulation::PassBarrier(const std::shared_ptr<Mesh>& mesh, int operatio
     return;
   }
   const std::vector<Mesh::Member> members = mesh->members;
-  for (size_t rank = 0; rank < members.size(); ++rank) {
-    const Mesh::Member& member = members[rank];
+  for (const Mesh::Member& member : members) {
     if (nodes_[member.node].incarnation != member.incarnation || nodes_[member.node].host.mesh != mesh)
       continue;
     if (operation < kOperations) {
-      BeginOperation(member.node, static_cast<int>(rank));
+      BeginOperation(member.node, member.seat);
     } else {
-      FinishRank(member.node, static_cast<int>(rank));
+      FinishRank(member.node, member.seat);
     }
   }
 }
 
-void PoolSimulation::FinishRank(int index, int rank) {
+void PoolSimulation::FinishRank(int index, int seat) {
   const std::shared_ptr<Mesh> mesh = nodes_[index].host.mesh;
-  After(DrawMs(0, 30), index, [this, index, rank, mesh, incarnation = nodes_[index].incarnation] {
+  After(DrawMs(0, 30), index, [this, index, seat, mesh, incarnation = nodes_[index].incarnation] {
     Node& node = nodes_[index];
     if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
     const WorkerMachine::RunPart& part = *node.host.part;
-    node.host.ranks[rank - part.first_rank].over = true;
-    KeepLayers(index, part.plan.RankAt(rank));
+    node.host.ranks[seat - part.first_rank].over = true;
+    KeepLayers(index, seat);
+    const int rank = part.plan.RankAt(seat);
     RankOutput output;
     output.stats.blocks = static_cast<int64_t>(part.number);
     for (const LinkProbe& probe : node.host.probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
@@ -736,7 +764,7 @@ void PoolSimulation::FinishRank(int index, int rank) {
       output.logits = {static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
                        static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(part.number)};
     }
-    node.machine->OnRankDone(part.number, rank, std::move(output));
+    node.machine->OnRankDone(part.number, seat, std::move(output));
     DoNodeActions(index);
   });
 }
@@ -745,17 +773,17 @@ void PoolSimulation::RankFails(const std::shared_ptr<Mesh>& mesh, int rank) {
   const Mesh::Member& member = mesh->members[rank];
   Node& node = nodes_[member.node];
   if (node.machine == nullptr || node.incarnation != member.incarnation || node.host.mesh != mesh) return;
-  HostRank& state = node.host.ranks[rank - node.host.part->first_rank];
+  HostRank& state = node.host.ranks[member.seat - node.host.part->first_rank];
   if (std::exchange(state.over, true)) return;
   state.computing = false;
-  node.machine->OnRankDone(node.host.part->number, rank, absl::UnavailableError("a peer is gone"));
+  node.machine->OnRankDone(node.host.part->number, member.seat, absl::UnavailableError("a peer is gone"));
   DoNodeActions(member.node);
 }
 
 // ---- K and V.
 
 std::string PoolSimulation::AdmitKv(int64_t tokens) {
-  const absl::StatusOr<PlanChoice> choice = RememberedPlan(leader_->capacity(), tokens, {});
+  const absl::StatusOr<PlanChoice> choice = RememberedPlan(leader_->capacity(), tokens, {}, {});
   if (!choice.ok()) return "";
   const std::string name = absl::StrCat("lease", ++last_order_);
   const absl::Status admitted = leader_->AdmitKv(
@@ -773,22 +801,52 @@ std::string PoolSimulation::AdmitKv(int64_t tokens) {
   return name;
 }
 
-// A row's first bytes say whose it is.
-void PoolSimulation::KeepLayers(int index, int rank) {
+// A row's first bytes say who computed it, the next ones from which id.
+void PoolSimulation::KeepLayers(int index, int seat) {
   const Host& host = nodes_[index].host;
   if (host.kv == nullptr) return;
   const KvShape shape = KvShapeOf(SimulatedShape());
-  const TokenLayout& layout = host.part->plan.layout;
+  const WorkerMachine::RunPart& part = *host.part;
+  const TokenLayout& layout = part.plan.layout;
+  const int rank = part.plan.RankAt(seat);
+  const int64_t row_bytes = shape.kv_heads * shape.head_bytes();
   for (int layer = 0; layer < shape.layers; ++layer) {
     std::byte* const slab = host.kv->Place(rank, layer).value();
     if (slab == nullptr) return;  // the lease has ended
-    const int64_t row_bytes = shape.kv_heads * shape.head_bytes();
     for (int64_t slot = 0; slot < layout.ChunkTokens(rank); ++slot) {
-      const uint64_t value = Mix(layout.TokenAt(rank, slot), host.part->number * shape.layers + layer);
-      std::memcpy(slab + slot * row_bytes, &value, sizeof value);
+      const uint64_t token = static_cast<uint64_t>(part.plan.cached_tokens + layout.TokenAt(rank, slot));
+      const uint64_t values[] = {Mix(token, part.number * shape.layers + layer),
+                                 Mix(token, part.shards[seat - part.first_rank][slot])};
+      std::memcpy(slab + slot * row_bytes, values, sizeof values);
     }
     host.kv->OnLayerKept(rank, layer);
   }
+}
+
+// What a run is told to follow was computed from the same tokens, for the same tenant.
+void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
+  run_sent_ = prepare.run();
+  const auto [entry, fresh] = runs_told_.try_emplace(prepare.run());
+  if (!fresh) return;
+  RunTold& told = entry->second;
+  told = {.tokens = request_->tokens, .cache_tenant = request_->cache_tenant, .computed_by = {}};
+  if (prepare.prefix_size() > 0 && request_->ignores_cache) Fail("the cache is not ignored");
+  for (const v1::RunTokens& piece : prepare.prefix()) {
+    const auto found = runs_told_.find(piece.run());
+    if (found == runs_told_.end()) return Fail("a prefix of a run that never was");
+    const RunTold& before = found->second;
+    const size_t end = told.computed_by.size() + piece.tokens();
+    if (before.cache_tenant != told.cache_tenant) Fail("a prefix of another tenant");
+    if (end >= told.tokens.size() || end > before.tokens.size() ||
+        !std::equal(told.tokens.begin(), told.tokens.begin() + static_cast<std::ptrdiff_t>(end),
+                    before.tokens.begin())) {
+      return Fail("a prefix of other tokens");
+    }
+    told.computed_by.resize(end, piece.run());
+  }
+  if (told.computed_by.size() != prepare.plan().cached_tokens()) Fail("a prefix of another length");
+  if (prepare.prefix_size() > 0) ++census_.behind_a_prefix;
+  told.computed_by.resize(told.tokens.size(), prepare.run());
 }
 
 void PoolSimulation::OnPrefillEnded(const std::string& name, bool done) {
@@ -892,11 +950,14 @@ std::string PoolSimulation::ReadHolders(const std::string& name, const KvDirecto
       if (*next == KvReader::Next::kEnd) break;
       const size_t row_bytes = part.k().size() / part.tokens();
       for (uint64_t i = 0; i < part.tokens(); ++i) {
-        uint64_t value = 0;
-        std::memcpy(&value, part.k().data() + i * row_bytes, sizeof value);
-        if (value != Mix(part.first_token() + i, run * kLayers + part.layer())) {
+        const uint64_t token = part.first_token() + i;
+        uint64_t values[2] = {};
+        std::memcpy(values, part.k().data() + i * row_bytes, sizeof values);
+        const RunTold& told = runs_told_.at(run);
+        if (values[0] != Mix(token, told.computed_by[token] * kLayers + part.layer())) {
           Fail("K of another run, token or layer");
         }
+        if (values[1] != Mix(token, told.tokens[token])) Fail("K of another prompt");
       }
       tokens += static_cast<int64_t>(part.tokens());
     }
@@ -927,10 +988,8 @@ void PoolSimulation::SubmitNext() {
     ++requests_left_;
     return After(DrawMs(100, 1000), -1, [this] { SubmitNext(); });
   }
-  constexpr int kLengths[] = {1, 3, 8, 17, 40};
   ClientRequest request;
-  request.tokens.resize(kLengths[Draw(0, 4)]);
-  for (uint32_t& id : request.tokens) id = static_cast<uint32_t>(Draw(0, 255));
+  request.tokens = DrawPrompt();
   request.poisonous = !last && !healed_ && Chance(0.1);
   if (request.poisonous) request.tokens[Draw(0, static_cast<int>(request.tokens.size()) - 1)] = kPoison;
   if (request.poisonous) Fault(absl::ZeroDuration());
@@ -950,6 +1009,14 @@ void PoolSimulation::SubmitNext() {
     if (!missing.empty()) Fail(absl::StrCat("the pool did not heal: without", missing));
   }
   PrefillOptions options;
+  if (Chance(0.9)) {
+    request_->cache_tenant = Chance(0.8) ? kTenant : "another";
+    options.ignore_cache = request_->ignores_cache = Chance(0.1);
+    BlockHasher hasher(kBlockTokens, "");
+    hasher.Append(request_->tokens);
+    options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
+        .tenant = request_->cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
+  }
   if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request_->tokens));
   request_->lease = options.kv_lease;
   const uint64_t expected_ticket =
@@ -963,6 +1030,24 @@ void PoolSimulation::SubmitNext() {
     leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
     DoLeaderActions();
   });
+}
+
+std::vector<uint32_t> PoolSimulation::DrawPrompt() {
+  constexpr int kLengths[] = {1, 3, 8, 17, 40, 72};
+  constexpr int kInCommon[] = {7, 16, 33, 64};
+  std::vector<uint32_t> prompt;
+  const size_t length = static_cast<size_t>(kLengths[Draw(0, 5)]);
+  if (!prompts_.empty() && Chance(0.7)) {
+    prompt = prompts_[static_cast<size_t>(Draw(0, static_cast<int>(prompts_.size()) - 1))];
+    prompt.resize(std::min({prompt.size(), length, static_cast<size_t>(kInCommon[Draw(0, 3)])}));
+  }
+  if (!prompt.empty() && Chance(0.2)) {  // blocks behind it are of another prompt
+    prompt[static_cast<size_t>(Draw(0, static_cast<int>(prompt.size()) - 1))] =
+        static_cast<uint32_t>(Draw(0, 255));
+  }
+  while (prompt.size() < length) prompt.push_back(static_cast<uint32_t>(Draw(0, 255)));
+  prompts_.push_back(prompt);
+  return prompt;
 }
 
 void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
@@ -1108,14 +1193,17 @@ void PoolSimulation::Heal() {
 
 void PoolSimulation::CheckEnd() {
   if (!leader_->idle()) Fail("the leader is busy with nothing");
-  const KvStore::Counts kept = leader_->kv().counts();
-  if (kept.leases != 0 || kept.bytes != 0) Fail("the leader has leases at the end");
+  const KvStore::Counts kept = leader_->kv_counts();
+  if (kept.leases != 0 || kept.bytes != kept.cached_bytes) Fail("the leader has leases at the end");
+  census_.evictions += static_cast<int>(kept.evictions);
+  const auto by_worker = leader_->kv_by_worker();
   for (const Node& node : nodes_) {
     if (node.kv == nullptr) continue;
     const KvStore::Counts held = node.kv->counts();
-    if (held.leases != 0 || held.bytes != 0) {
-      Fail(
-          absl::StrCat(node.name, " holds ", held.bytes, " bytes under ", held.leases, " leases at the end"));
+    const auto known = by_worker.find(node.name);
+    if (held.leases != 0 || known == by_worker.end() || held.bytes != known->second.bytes) {
+      Fail(absl::StrCat(node.name, " holds ", held.bytes, " bytes, ", held.leases, " leases at the end, not ",
+                        known == by_worker.end() ? 0 : known->second.bytes));
     }
   }
   for (const Node& node : nodes_) {

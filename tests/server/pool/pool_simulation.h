@@ -12,7 +12,11 @@
 // shows.
 //
 // What is kept: nearly all requests want K and V under a lease, which a client reads, renews, releases or
-// lets lapse. Each token's K says which run computed it. A reader finds one run's whole K and V, or none.
+// lets lapse. Each token's K says which run computed it, and from which id. A reader finds the whole K and V
+// of one run and of those that it followed, or none.
+//
+// What is cached: prompts begin like earlier ones. What a run adds up of a cached prefix is what its ranks
+// have kept of it, so that a wrong one shows.
 //
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
@@ -50,6 +54,7 @@ class PoolSimulation {
     int answers = 0, results = 0, errors = 0, retries = 0, losses = 0, poisoned = 0, cancelled = 0;
     int leases = 0, refused = 0, reads = 0, lost_reads = 0, missed_reads = 0, renewals = 0, releases = 0,
         lapses = 0;
+    int behind_a_prefix = 0, evictions = 0;
   };
   const Census& census() const { return census_; }
 
@@ -78,6 +83,7 @@ class PoolSimulation {
   struct Mesh {  // the ranks of one run that have started, by the run's addresses
     struct Member {
       int node = -1;  // -1: not started yet
+      int seat = 0;
       int incarnation = 0;
       int done = 0;  // operations
       uint64_t digest = 0;
@@ -86,7 +92,7 @@ class PoolSimulation {
     bool broken = false;          // a member died
   };
   struct HostRank {
-    int rank = 0;
+    int seat = 0;
     int operations = 0;  // begun and ended
     bool computing = false;
     absl::Time computing_since;
@@ -98,7 +104,8 @@ class PoolSimulation {
     std::vector<LinkProbe> probes;
     std::vector<HostRank> ranks;
     std::shared_ptr<Mesh> mesh;
-    std::shared_ptr<KvSink> kv;  // null: K and V are dropped
+    std::shared_ptr<KvSink> kv;             // null: K and V are dropped
+    std::shared_ptr<const KvSlabs> prefix;  // of the plan's cached tokens; null: there are none
   };
   struct Node {
     std::string name;
@@ -132,7 +139,15 @@ class PoolSimulation {
     uint64_t runs_before = 0;  // of this leader
     int deaths = 0;            // in its runs, by its poison
     std::string lease;         // empty: K and V are not kept
+    std::string cache_tenant;  // whose prompts it may begin like
+    bool ignores_cache = false;
     absl::Time submitted_at;
+  };
+  // A run as its workers were told of it.
+  struct RunTold {
+    std::vector<uint32_t> tokens;  // of the whole prompt
+    std::string cache_tenant;
+    std::vector<uint64_t> computed_by;  // by token: the run
   };
 
   // A client's lease, as it must be.
@@ -182,20 +197,23 @@ class PoolSimulation {
   void PrepareHost(int node, WorkerMachine::RunPart part);
   void StartHost(int node, const WorkerMachine::StartRun& start);
   void StopHost(int node, uint64_t run);
-  void BeginOperation(int node, int rank);
-  void EndOperation(int node, int rank);
+  void BeginOperation(int node, int seat);
+  void EndOperation(int node, int seat);
   void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
-  void FinishRank(int node, int rank);
+  void FinishRank(int node, int seat);
   void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
   std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
   void CheckLinks(bool all_measured);
   void RankFails(const std::shared_ptr<Mesh>& mesh, int rank);
-  uint64_t Digest(const WorkerMachine::RunPart& part, int rank) const;
+  // Of the tokens that a rank computes, and of those of the prefix that it has.
+  uint64_t Digest(const Host& host, int seat) const;
   static uint64_t Mix(uint64_t token, uint64_t id);
 
   // ---- K and V.
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
-  void KeepLayers(int node, int rank);
+  void KeepLayers(int node, int seat);
+  void OnRunTold(const v1::Prepare& prepare);
+  std::vector<uint32_t> DrawPrompt();
   void OnPrefillEnded(const std::string& lease, bool done);
   void UseLease(const std::string& lease);
   void ReadLease(const std::string& lease);
@@ -240,6 +258,8 @@ class PoolSimulation {
   std::map<std::string, std::shared_ptr<Mesh>> meshes_;  // by the run's addresses
   std::map<std::pair<int, Step>, int> crash_plan_;       // → how many passes until the crash
   uint64_t run_sent_ = 0;                                // the newest run of the leader
+  std::map<uint64_t, RunTold> runs_told_;                // of this leader
+  std::vector<std::vector<uint32_t>> prompts_;           // that later ones may begin like
   std::optional<ClientRequest> request_;
   std::map<std::string, KvClient> leases_;
   int requests_left_ = 0;

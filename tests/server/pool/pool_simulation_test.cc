@@ -56,6 +56,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.renewals += census.renewals;
       total.releases += census.releases;
       total.lapses += census.lapses;
+      total.behind_a_prefix += census.behind_a_prefix;
+      total.evictions += census.evictions;
       if (failure.empty()) continue;
       if (++failures <= 5) {
         ADD_FAILURE() << "seed " << first + i << ": " << failure
@@ -76,6 +78,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       "%d leases, %d refused: %d reads, %d of lost ones, %d missed; %d renewed, %d released, %d lapsed\n",
       total.leases, total.refused, total.reads, total.lost_reads, total.missed_reads, total.renewals,
       total.releases, total.lapses);
+  std::printf("%d runs behind a cached prefix, %d evictions\n", total.behind_a_prefix, total.evictions);
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
@@ -91,6 +94,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.renewals, share);
   EXPECT_GT(total.releases, share);
   EXPECT_GT(total.lapses, share);
+  EXPECT_GT(total.behind_a_prefix, share);
+  EXPECT_GT(total.evictions, share / 4);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {

@@ -1,0 +1,199 @@
+// Cached prefixes in a pool of workers: a prompt that begins like an earlier one gets the answer of a server
+// that computes all, whatever was evicted, lost with a worker, or is another tenant's.
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "engine/embedded_engine.h"
+#include "tests/engine/close.h"
+#include "tests/engine/fixed_speeds.h"
+#include "tests/engine/kept_kv.h"
+#include "tests/engine/random_seed.h"
+#include "tests/server/pool/pool_kv_fixture.h"
+
+namespace meshfill {
+namespace {
+
+constexpr double kTolerance = 1e-4;  // sums run in another order behind a prefix
+
+std::vector<uint32_t> RandomTokens(std::mt19937_64& random, int64_t count) {
+  std::vector<uint32_t> tokens(static_cast<size_t>(count));
+  for (uint32_t& id : tokens) id = static_cast<uint32_t>(random() % 300);
+  return tokens;
+}
+
+std::vector<uint32_t> Joined(std::vector<uint32_t> first, int64_t kept, const std::vector<uint32_t>& second) {
+  first.resize(static_cast<size_t>(kept));
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+class PoolCacheTest : public PoolKvTest {
+ protected:
+  void SetUp() override {
+    of_leader_ = {"plan.layout=striped"};
+    for (const int ranks : {1, 2}) {  // of a worker
+      EngineOptions options = {.model_path = Folder(),
+                               .ranks = ranks,
+                               .device = "cpu",
+                               .dtype = DType::kF32,
+                               .peak_flops = 1e12,
+                               .threads = 1};
+      options.speed_profile_path = SpeedProfile();
+      ASSERT_TRUE(LoadEmbeddedEngine(options).ok());  // measures
+    }
+    FixSpeeds(SpeedProfile(), {.gemm_flops_per_second = 1e8});  // what is computed counts, not what is sent
+    auto fresh = LoadEmbeddedEngine({.model_path = Folder(),
+                                     .ranks = 1,
+                                     .dtype = DType::kF32,
+                                     .peak_flops = 1e12,
+                                     .kv_cache = false,
+                                     .threads = 1});
+    ASSERT_TRUE(fresh.ok()) << fresh.status();
+    fresh_ = *std::move(fresh);
+  }
+
+  // The answer is that of a server that knows of no other prompt. Returns how many tokens were cached.
+  int64_t PrefillAndCompare(KvClient& client, const std::vector<uint32_t>& prompt, v1::PrefillHeader header,
+                            const std::string& what) {
+    header.set_return_logits(true);
+    const auto result = client.Prefill(header, prompt);
+    EXPECT_TRUE(result.ok()) << what << ": " << result.status();
+    const auto expected = PrefillKeepingKv(*fresh_, prompt);
+    EXPECT_TRUE(expected.ok()) << expected.status();
+    if (!result.ok() || !expected.ok()) return -1;
+    ExpectClose({result->logits().begin(), result->logits().end()}, expected->logits, kTolerance, what);
+    if (header.kv().keep()) {
+      leases_.push_back(result->kv().lease());
+      const Fetched fetched = client.Fetch(Request(result->kv().lease()));
+      EXPECT_TRUE(fetched.status.ok()) << what << ": " << fetched.status;
+      for (size_t layer = 0; layer < fetched.k.size(); ++layer) {
+        ExpectClose(Floats(fetched.k[layer]), AsFloats(expected->kv.layers[layer].k, DType::kF32), kTolerance,
+                    what + ": k");
+        ExpectClose(Floats(fetched.v[layer]), AsFloats(expected->kv.layers[layer].v, DType::kF32), kTolerance,
+                    what + ": v");
+      }
+    }
+    return static_cast<int64_t>(result->cached_tokens());
+  }
+
+  static std::vector<float> Floats(const std::string& bytes) {
+    std::vector<float> floats(bytes.size() / sizeof(float));
+    std::memcpy(floats.data(), bytes.data(), floats.size() * sizeof(float));
+    return floats;
+  }
+
+  v1::PrefillHeader Header(bool keep = false) const {
+    v1::PrefillHeader header = client_->Header(0);
+    header.mutable_kv()->set_keep(keep);
+    header.mutable_kv()->set_lease_seconds(60);
+    return header;
+  }
+  void ReleaseAll() {
+    for (const std::string& lease : leases_) EXPECT_TRUE(client_->Release(lease).ok());
+    leases_.clear();
+  }
+
+  std::unique_ptr<PrefillEngine> fresh_;
+  std::vector<std::string> leases_;
+};
+
+TEST_F(PoolCacheTest, ComputesWhatIsNewAlone) {
+  std::mt19937_64 random(TestSeed());
+  for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1}, {1, 1}, {2, 1}, {2, 2}}) {
+    int ranks = 0;
+    for (const int of_worker : pool) ranks += of_worker;
+    StartPool(pool);
+    const auto first = RandomTokens(random, 1100);
+    EXPECT_EQ(PrefillAndCompare(*client_, first, Header(), "first"), 0);
+    const int64_t round = ranks * 64;
+    // Each behind all that the one before left.
+    std::vector<uint32_t> prompt = first;
+    for (const bool keep : {false, true, true}) {
+      const int64_t before = std::ssize(prompt);
+      prompt = Joined(prompt, before, RandomTokens(random, Draw<int64_t>(random, 64, 300)));
+      const int64_t cached = PrefillAndCompare(*client_, prompt, Header(keep), absl::StrCat(ranks, " ranks"));
+      EXPECT_GT(cached, before - round);
+      EXPECT_EQ(cached % 64, 0);
+    }
+    EXPECT_GT(counts().hit_tokens, 2500u);
+    // Tenants, salts, and who ignores the cache have none of others.
+    KvClient other(Channel(front_end_->address()), "other");
+    v1::PrefillHeader of_other = Header();
+    of_other.set_tenant("other");
+    EXPECT_EQ(PrefillAndCompare(other, prompt, of_other, "tenant"), 0);
+    v1::PrefillHeader salted = Header();
+    salted.set_cache_salt("salt");
+    EXPECT_EQ(PrefillAndCompare(*client_, prompt, salted, "salt"), 0);
+    v1::PrefillHeader ignoring = Header();
+    ignoring.mutable_kv()->set_ignore_cache(true);
+    EXPECT_EQ(PrefillAndCompare(*client_, prompt, ignoring, "ignore_cache"), 0);
+    EXPECT_GT(PrefillAndCompare(*client_, prompt, Header(), "again"), 1000);
+    ReleaseAll();
+    EXPECT_EQ(counts().leases, 0);
+    EXPECT_EQ(counts().bytes, counts().cached_bytes);
+    StopPool();
+  }
+}
+
+TEST_F(PoolCacheTest, WhatIsLostOrElsewhereIsComputed) {
+  std::mt19937_64 random(TestSeed());
+  StartPool({1, 1});
+  const auto prompt = RandomTokens(random, 900);
+  EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "first"), 0);
+  EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "cached"), 768);
+  workers_[1].reset();
+  ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 1; }));
+  EXPECT_EQ(counts().cached_bytes, 0);  // half of it is of no use
+  EXPECT_EQ(counts().bytes, 0);
+  EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "after a loss"), 0);
+  EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "on one rank"), 832);
+  AddWorker(1);
+  ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
+  // What one rank has is behind it, or is computed anew on both, as is predicted to be faster.
+  PrefillAndCompare(*client_, prompt, Header(), "on two ranks");
+  EXPECT_GE(PrefillAndCompare(*client_, prompt, Header(), "and again"), 768);
+  workers_[2]->Drain();
+  ASSERT_TRUE(Eventually([&] { return workers_[2]->gone(); }));
+  PrefillAndCompare(*client_, prompt, Header(), "after a drain");
+  EXPECT_GE(PrefillAndCompare(*client_, prompt, Header(), "and again"), 768);
+}
+
+// Prompts that grow and branch, kept or not, by two tenants, on workers with too little room for all, one of
+// which is lost now and then.
+TEST_F(PoolCacheTest, NoHistoryGivesAWrongLogit) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  constexpr int64_t kTokenBytes = 2 * kLayers * kKvHeads * kHeadDim * 4;
+  const std::vector<std::string> little = {absl::StrCat("kv.memory_bytes=", 1100 * kTokenBytes, "B")};
+  StartPool({1, 1}, little);
+  KvClient other(Channel(front_end_->address()), "other");
+  std::vector<std::vector<uint32_t>> prompts = {RandomTokens(random, 400)};
+  int hits = 0;
+  for (int step = 0; step < 50; ++step) {
+    const std::string what = absl::StrCat("step ", step, ", seed ", seed);
+    const auto& earlier = prompts[random() % prompts.size()];
+    const auto prompt = Joined(earlier, Draw<int64_t>(random, 0, std::ssize(earlier)),
+                               RandomTokens(random, Draw<int64_t>(random, 1, 200)));
+    if (std::ssize(prompt) > 800) prompts = {RandomTokens(random, 400)};
+    const bool of_other = random() % 4 == 0;
+    v1::PrefillHeader header = Header(!of_other && random() % 4 == 0);
+    if (of_other) header.set_tenant("other");
+    hits += PrefillAndCompare(of_other ? other : *client_, prompt, header, what) > 0 ? 1 : 0;
+    ASSERT_LE(counts().bytes, 2 * 1100 * kTokenBytes) << what;
+    if (leases_.size() > 1) ReleaseAll();
+    prompts.push_back(prompt);
+    if (prompts.size() > 6) prompts.erase(prompts.begin());
+    if (step % 20 != 10) continue;
+    leases_.clear();  // lost, or lapsed by the end
+    workers_.back().reset();
+    ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 1; }));
+    AddWorker(1, little);
+    ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
+  }
+  EXPECT_GT(hits, 8);
+  EXPECT_GT(counts().evictions, 5u);
+}
+
+}  // namespace
+}  // namespace meshfill
