@@ -1,66 +1,124 @@
 #!/usr/bin/env bash
 # Meshfill on this machine, end to end: installs what is missing, builds, makes a demo model of random weights, starts a
-# server with an embedded pool of CPU ranks, sends it a document of 48 Ki tokens, prints the answer, the plan and the
-# metrics that matter, and stops everything. MESHFILL_DEMO_TOKENS changes the document's length.
+# server with an embedded pool of 4 CPU ranks, and prefills a document as a mesh, as a ring and on one rank. It shows the
+# three beside each other, and leaves the pictures of both plans.
+#
+#   deploy/run-local.sh          stops the server at the end
+#   deploy/run-local.sh --keep   leaves it running
+#
+# MESHFILL_DEMO_TOKENS is the document's length, 32768 unless set. MESHFILL names a binary to run instead of building one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tokens=${MESHFILL_DEMO_TOKENS:-49152}
-work=$(mktemp -d)
+case "$*" in
+  "") keep= ;;
+  --keep) keep=1 ;;
+  *) echo "run-local.sh: '$*' was not expected; the one option is --keep" >&2; exit 2 ;;
+esac
+tokens=${MESHFILL_DEMO_TOKENS:-32768}
+out=build/run-local
+mkdir -p "$out"
 server=
 finish() {
   [ -z "$server" ] || kill "$server" 2>/dev/null || true
   [ -z "$server" ] || wait "$server" 2>/dev/null || true
-  rm -rf "$work"
 }
 trap finish EXIT
-say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+started=$SECONDS
+step() { printf '%3d s  %s\n' $((SECONDS - started)) "$*"; }
+# Runs a command whose output matters only where it fails.
+quietly() {
+  "$@" >"$out/build.log" 2>&1 || { tail -n 30 "$out/build.log" >&2; echo "run-local.sh: failed: $*" >&2; exit 1; }
+}
+# Ninja's 200 lines as one that counts up, on a terminal.
+build() {
+  cmake --build --preset release --target meshfill --parallel "$(nproc)" >"$out/build.log" 2>&1 &
+  local ninja=$!
+  while kill -0 "$ninja" 2>/dev/null; do
+    [ ! -t 1 ] || printf '\r       %s' "$(grep -o '^\[[0-9]*/[0-9]*\]' "$out/build.log" | tail -n 1)"
+    sleep 0.5
+  done
+  [ ! -t 1 ] || printf '\r\033[K'
+  wait "$ninja" || { tail -n 30 "$out/build.log" >&2; echo "run-local.sh: the build failed, see $out/build.log" >&2; exit 1; }
+}
 
-say "Building"
-deploy/install-packages.sh
-cmake --preset release >/dev/null
-cmake --build --preset release --target meshfill --parallel "$(nproc)"
-meshfill=build/release/server/meshfill
-
-if [ ! -d build/demo-model ]; then
-  say "Making a demo model (random weights, byte vocabulary)"
-  "$meshfill" make-model --arch llama --layers 4 --hidden 256 --heads 4 --kv-heads 2 --vocab 256 --out build/demo-model
+if [ -z "${MESHFILL:-}" ]; then
+  step "Installing what is missing"
+  quietly deploy/install-packages.sh
+  step "Building (the first time some 10 minutes on 2 cores)"
+  quietly cmake --preset release
+  build
+  MESHFILL=build/release/server/meshfill
 fi
 
-# A real document: this repository's own text, a token a byte.
-find README.md proto kernels engine server configs -type f \( -name '*.md' -o -name '*.proto' -o -name '*.h' -o -name '*.cc' \
-  -o -name '*.yaml' \) | LC_ALL=C sort | xargs cat >"$work/text"
-while [ "$(stat -c %s "$work/text")" -lt "$tokens" ]; do cat "$work/text" "$work/text" >"$work/twice"; mv "$work/twice" "$work/text"; done
-head -c "$tokens" "$work/text" >"$work/document"
+if [ ! -d build/demo-model ]; then
+  step "Making build/demo-model: random weights, and a token is a byte"
+  "$MESHFILL" make-model --arch llama --layers 4 --hidden 256 --heads 4 --kv-heads 2 --vocab 256 --out build/demo-model >"$out/model.log"
+fi
 
-say "Starting the server"
-"$meshfill" serve --config configs/local.yaml --set listen=127.0.0.1:0 --set metrics_listen=127.0.0.1:0 >"$work/server.log" 2>&1 &
+# A real document: this repository's own text, again and again, a token a byte.
+find README.md proto kernels engine server configs -type f \( -name '*.md' -o -name '*.proto' -o -name '*.h' -o -name '*.cc' \
+  -o -name '*.yaml' \) | LC_ALL=C sort | xargs cat >"$out/text"
+while [ "$(stat -c %s "$out/text")" -lt "$tokens" ]; do cat "$out/text" "$out/text" >"$out/twice"; mv "$out/twice" "$out/text"; done
+head -c "$tokens" "$out/text" >"$out/document"
+
+step "Starting the server (log: $out/server.log)"
+# Without the cache, so that each prefill computes the whole document.
+"$MESHFILL" serve --config configs/local.yaml --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 --set kv.cache=false \
+  2>"$out/server.log" &
 server=$!
-address_of() { sed -n "s/^[^ ]* $1 //p" "$work/server.log" | head -n 1; }
+address_of() { sed -n "s/^[^ ]* $1 //p" "$out/server.log" | head -n 1; }
 for _ in $(seq 600); do
-  if grep -q ' ready: ' "$work/server.log"; then break; fi
-  if ! kill -0 "$server" 2>/dev/null; then cat "$work/server.log" >&2; server=; exit 1; fi
+  if grep -q ' ready: ' "$out/server.log"; then break; fi
+  if ! kill -0 "$server" 2>/dev/null; then cat "$out/server.log" >&2; server=; exit 1; fi
   sleep 0.1
 done
-cat "$work/server.log"
 api=$(address_of 'listening on')
-metrics=$(address_of 'metrics listening on')
+pages=$(address_of 'metrics listening on')
+step "Status page, while it works: http://$pages/"
 
-say "Plan for $tokens tokens"
-"$meshfill" plan --config configs/local.yaml --tokens "$tokens" --tile 2x2
+prefill() { "$MESHFILL" prefill --tokens "$out/document" --format bytes --json "$@"; }
+draw() { "$MESHFILL" plan --config configs/local.yaml --tokens "$tokens" --tile "$1" --svg "$2" >"$out/plan.txt"; }
+draw 1x4 "$out/ring.svg"
+draw 2x2 "$out/mesh.svg"
+step "Prefilling $tokens tokens as Mesh-Attention 2x2: each rank computes 2 x 2 blocks"
+prefill --server "$api" --tile 2x2 >"$out/mesh.json"
+step "The same as Ring Attention 1x4"
+prefill --server "$api" --tile 1x4 >"$out/ring.json"
+step "The same on one rank, which has all cores"
+prefill --config configs/local.yaml --ranks 1 >"$out/one.json"
+step "Done"
 
-say "Prefilling $tokens tokens as a 2x2 mesh"
-"$meshfill" prefill --server "$api" --tokens "$work/document" --format bytes --tile 2x2 --top-k 3
-
-say "Metrics (http://$metrics/metrics)"
-python3 - "$metrics" <<'PY'
-import re, sys, urllib.request
-text = urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=10).read().decode()
-wanted = re.compile(r"meshfill_(ttft_seconds_(sum|count)|prompt_tokens|comm_wait_seconds|comm_bytes|mfu|attention_mfu|overlap|requests_total)")
-print("\n".join(sorted(line for line in text.splitlines() if wanted.match(line) and not line.endswith("} 0"))))
+python3 - "$out" <<'PY'
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[1])
+def character(byte):
+    return repr(chr(byte)) if 32 <= byte < 127 else f"byte {byte}"
+def mib(value):
+    return f"{value / 2**20:.1f} MiB"
+print(f"\n{'':16}{'seconds':>9}{'tokens/s':>10}{'sent by a rank':>16}{'comm wait':>11}  first token")
+for name, file in (("Mesh 2x2", "mesh"), ("Ring 1x4", "ring"), ("one rank", "one")):
+    result = json.loads((out / f"{file}.json").read_text())
+    seconds = result["seconds"]
+    print(f"{name:16}{seconds['prefill']:9.1f}{result['tokens'] / seconds['prefill']:10,.0f}"
+          f"{mib(sum(result['comm_bytes'].values())):>16}{seconds['comm_wait']:9.2f} s  "
+          f"{result['first_token']} ({character(result['first_token'])})")
+document = (out / "document").read_bytes()
+print(f"\nThe document ends in {document[-40:].decode(errors='replace')!r}. The weights are random, so is the token.")
+print("On one machine all plans share the same cores: the mesh's gain is in the bytes, which count between machines.")
 PY
 
-say "Stopping"
-kill -TERM "$server"
-wait "$server"
-server=
-tail -n 2 "$work/server.log"
+cat <<NEXT
+
+Next:
+  PATH=\$PWD/build/release/server:\$PATH          # or see "Install" in README.md
+  meshfill plan --config configs/local.yaml --tokens 1000000
+  $out/mesh.svg and $out/ring.svg, in a browser   # who computes what, and when
+  docs/quickstart.md                             # your own model, two machines, Kubernetes, vLLM
+NEXT
+if [ -n "$keep" ]; then
+  echo "  meshfill prefill --server $api --tokens README.md --format bytes"
+  echo "  http://$pages/                         # the status page"
+  echo "  kill $server                                   # stops the server"
+  disown "$server"
+  server=
+fi

@@ -3,6 +3,8 @@
 #include <functional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "engine/devices/free_memory.h"
 #include "engine/platforms.h"
 #include "engine/speed/pool_profile.h"
 #include "kernels/return_if_error.h"
@@ -55,6 +57,12 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
   EmbeddedPool pool;
   ASSIGN_OR_RETURN(pool.hardware, Devices(options));
   const PoolDevices& hardware = *pool.hardware;
+  const int64_t total = TotalMemoryBytes();
+  if (hardware.in_host_memory() && total > 0 && options.memory_budget_bytes > total) {
+    return absl::InvalidArgumentError(absl::StrCat("memory_bytes is ", options.memory_budget_bytes,
+                                                   ", but this machine or its container has ", total,
+                                                   " bytes; give less, or leave it out"));
+  }
   std::vector<std::shared_ptr<const Model>> on_device;
   const auto load = [&](int index) -> absl::StatusOr<std::shared_ptr<Device>> {
     std::shared_ptr<Device> device;

@@ -1,4 +1,5 @@
 // The binary `meshfill`: its subcommands, and how their errors end (DESIGN §9).
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -9,11 +10,13 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "server/cli/cancel_watch.h"
 #include "server/cli/commands/bench.h"
 #include "server/cli/commands/make_model.h"
 #include "server/cli/commands/plan.h"
@@ -21,6 +24,7 @@
 #include "server/cli/commands/serve.h"
 #include "server/cli/commands/simulate.h"
 #include "server/cli/commands/worker.h"
+#include "server/config/closest_name.h"
 #include "server/observe/build_name.h"
 
 namespace meshfill {
@@ -29,8 +33,9 @@ namespace {
 constexpr int kExitFailed = 1;
 constexpr int kExitUsage = 2;
 
-// 2: what the caller gave is wrong. 1: everything else.
+// 2: what the caller gave is wrong. 128 + n: signal n stopped it, as shells have it. 1: everything else.
 int ExitStatus(const absl::Status& status) {
+  if (const int signal = SignalOf(status); signal != 0) return 128 + signal;
   switch (status.code()) {
     case absl::StatusCode::kOk:
       return 0;
@@ -80,24 +85,53 @@ const CLI::App& LastParsed(const CLI::App& app) {
   return parsed.empty() ? app : LastParsed(*parsed.front());
 }
 
-std::string SubcommandNames(const CLI::App& app) {
-  const std::vector<const CLI::App*> subcommands = app.get_subcommands(nullptr);
-  return absl::StrJoin(subcommands, ", ", [](std::string* out, const CLI::App* subcommand) {
-    absl::StrAppend(out, subcommand->get_name());
-  });
+std::vector<std::string> SubcommandNames(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* subcommand : app.get_subcommands(nullptr)) names.push_back(subcommand->get_name());
+  return names;
+}
+
+// "--server", …
+std::vector<std::string> OptionNames(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back(absl::StrCat("--", name));
+  }
+  return names;
+}
+
+// What is wrong with the words that `command` does not know: options of them before the others.
+std::string UnknownWord(const CLI::App& command, const std::vector<std::string>& unknown) {
+  const auto option = std::find_if(unknown.begin(), unknown.end(),
+                                   [](const std::string& word) { return absl::StartsWith(word, "-"); });
+  if (option != unknown.end()) {
+    const std::string name = option->substr(0, option->find('='));
+    return absl::StrCat("'", name, "' is no option; ", DidYouMean(name, OptionNames(command)));
+  }
+  const std::vector<std::string> commands = SubcommandNames(command);
+  const std::string& word = unknown.front();
+  if (commands.empty()) return absl::StrCat("'", word, "' was not expected; ");
+  return absl::StrCat("'", word, "' is no command; ", DidYouMean(word, commands), "there are ",
+                      absl::StrJoin(commands, ", "), "; ");
 }
 
 int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
   const std::string path = CommandPath(app);
   const CLI::App& command = LastParsed(app);
-  std::string message(absl::StripSuffix(error.what(), "."));
-  if (const std::string names = SubcommandNames(command); !names.empty()) {
-    const std::vector<std::string> unknown = command.remaining();
-    message = unknown.empty() ? absl::StrCat("no command given; there are ", names)
-                              : absl::StrCat("'", unknown.front(), "' is no command; there are ", names);
+  std::string message = absl::StrCat(absl::StripSuffix(error.what(), "."), "; ");
+  const std::vector<std::string> commands = SubcommandNames(command);
+  if (const std::vector<std::string> unknown = command.remaining(); !unknown.empty()) {
+    message = UnknownWord(command, unknown);
+  } else if (!commands.empty()) {
+    message = absl::StrCat("no command given; there are ", absl::StrJoin(commands, ", "), "; ");
   }
-  PrintError(path, absl::StrCat(message, "; see `", path, " --help`"));
+  PrintError(path, absl::StrCat(message, "see `", path, " --help`"));
   return kExitUsage;
+}
+
+// As in "meshfill prefil --help".
+bool NamesNoCommand(const CLI::App& command) {
+  return !SubcommandNames(command).empty() && !command.remaining().empty();
 }
 
 int Main(int argc, char** argv) {
@@ -117,7 +151,8 @@ int Main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help and --version
+    const bool asked = error.get_exit_code() == 0;  // for --help or --version
+    if (asked && !NamesNoCommand(LastParsed(app))) return app.exit(error);
     return ReportUsageError(app, error);
   }
 

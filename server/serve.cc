@@ -62,6 +62,11 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
   return HttpPages::Listen(address, std::move(pages));
 }
 
+void LogAddresses(const FrontEnd& front_end, const HttpPages* pages) {
+  Log(absl::StrCat("listening on ", front_end.address()));
+  if (pages != nullptr) Log(absl::StrCat("metrics listening on ", pages->address()));
+}
+
 absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
   const absl::Duration timeout = ToDuration(config.limits().drain_timeout());
   const absl::Time deadline = MonotonicNow() + timeout;
@@ -81,19 +86,15 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignal
 }  // namespace
 
 absl::Status Serve(const v1::Config& config) {
-  if (config.model().path().empty()) {
-    return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
-  }
   // gRPC logs a line for many kinds of bad input, so that clients could fill the log; statuses tell all of
   // it.
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
-  ShutdownSignals signals;
+  ShutdownSignals signals([] { Log(kNothingToReload); });
   Metrics metrics;
   auto front_end = FrontEnd::Start(config, metrics);
   if (!front_end.ok()) {
     return absl::Status(front_end.status().code(), absl::StrCat("listen: ", front_end.status().message()));
   }
-  Log(absl::StrCat("listening on ", (*front_end)->address()));
   std::unique_ptr<HttpPages> pages;
   if (!config.metrics_listen().empty()) {
     auto listening = ListenForPages(config.metrics_listen(), metrics, **front_end);
@@ -102,17 +103,20 @@ absl::Status Serve(const v1::Config& config) {
                           absl::StrCat("metrics_listen: ", listening.status().message()));
     }
     pages = *std::move(listening);
-    Log(absl::StrCat("metrics listening on ", pages->address()));
   }
 
   const bool embedded = config.pool().control_listen().empty();
   if (embedded) {
+    Log(absl::StrCat("loading ", config.model().path(), "; until then health at ", (*front_end)->address(),
+                     " says NOT_SERVING"));
     ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, Load(config, signals));
-    Log(absl::StrCat("ready: model ", engine->model_name(), " on ", engine->ranks(), " ranks of ",
+    LogAddresses(**front_end, pages.get());
+    Log(absl::StrCat("ready: model ", engine->model_name(), " on ", RanksText(engine->ranks()), " of ",
                      engine->backend_name()));
     (*front_end)->Open(std::move(engine));
   } else {
     ASSIGN_OR_RETURN(std::unique_ptr<PoolEngine> pool, StartPool(config, metrics));
+    LogAddresses(**front_end, pages.get());
     Log(absl::StrCat("model ", pool->model_name(), " waits for workers"));
     KvLeases& leases = pool->kv_leases();
     (*front_end)->Open(std::move(pool), &leases);

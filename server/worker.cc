@@ -12,11 +12,8 @@
 namespace meshfill {
 
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
-  if (config.model().path().empty()) {
-    return absl::InvalidArgumentError("config: model.path: not set; name a Hugging Face folder");
-  }
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
-  ShutdownSignals signals;
+  ShutdownSignals signals([] { Log(kNothingToReload); });
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
   bool draining = false;
   while (true) {

@@ -99,6 +99,13 @@ def rows():
                                 for share, name in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))],
                   "From a request's begin to its result, of requests that ended in the window, short and long prompts together: "
                   "see the mean prompt beside it."),
+            graph("TTFT by prompt length", "s",
+                  [query("histogram_quantile(0.95, sum by (le, up_to) "
+                         f"({rate('meshfill_ttft_by_prompt_seconds_bucket')}))", "up to {{up_to}} tokens")],
+                  "95 % of the requests that ended in the window. Each class has the prompts that are longer than the class before."),
+            graph("Prompt length", "short", [query(quantile(share, "meshfill_request_prompt_tokens"), name)
+                                             for share, name in ((0.5, "median"), (0.95, "95 %"))],
+                  "Tokens of the prompts of requests that were answered in the window."),
             graph("Mean prompt", "short",
                   [query(f"sum({rate('meshfill_prompt_tokens_total')}) / sum({rate('meshfill_prefill_seconds_count')})", "tokens")],
                   "Tokens of a finished prefill, on average in the window. TTFT grows faster than this: attention is quadratic."),

@@ -5,36 +5,34 @@
 #include <optional>
 #include <string>
 
+#include "engine/devices/container_limits.h"
+
 namespace meshfill {
 namespace {
 
-std::optional<int64_t> MachineAvailableBytes() {
+// A line of /proc/meminfo, "MemTotal:"; 0 where there is none.
+int64_t MachineBytes(const std::string& line) {
   std::ifstream meminfo("/proc/meminfo");
-  for (std::string key, unit; meminfo >> key;) {
+  for (std::string key, rest; meminfo >> key;) {
     int64_t kib = 0;
-    if (key == "MemAvailable:" && meminfo >> kib) return kib * 1024;
-    std::getline(meminfo, unit);
+    if (key == line && meminfo >> kib) return kib * 1024;
+    std::getline(meminfo, rest);
   }
-  return std::nullopt;
+  return 0;
 }
 
-std::optional<int64_t> ContainerFreeBytes() {
-  int64_t limit = 0;
-  int64_t used = 0;
-  std::ifstream max_file("/sys/fs/cgroup/memory.max");
-  std::ifstream current_file("/sys/fs/cgroup/memory.current");
-  if (!(max_file >> limit) || !(current_file >> used)) return std::nullopt;  // "max": no limit
-  return std::max<int64_t>(0, limit - used);
+int64_t Tighter(int64_t machine, std::optional<int64_t> container) {
+  if (!container.has_value()) return machine;
+  return machine == 0 ? *container : std::min(machine, *container);
 }
 
 }  // namespace
 
 int64_t FreeMemoryBytes() {
-  const std::optional<int64_t> machine = MachineAvailableBytes();
-  const std::optional<int64_t> container = ContainerFreeBytes();
-  if (machine && container) return std::min(*machine, *container);
-  return machine.value_or(container.value_or(0));
+  return Tighter(MachineBytes("MemAvailable:"), ReadContainerLimits().free_memory_bytes);
 }
+
+int64_t TotalMemoryBytes() { return Tighter(MachineBytes("MemTotal:"), ReadContainerLimits().memory_bytes); }
 
 int64_t DefaultMemoryBudgetBytes() { return FreeMemoryBytes() / 5 * 4; }
 

@@ -6,9 +6,12 @@
 
 namespace meshfill {
 
-// The smaller of the machine's available memory and what is left under the container's limit (cgroup v2). 0
-// where the system does not say.
+// The smaller of the machine's available memory and what is left under the container's limit. 0 where the
+// system does not say.
 int64_t FreeMemoryBytes();
+
+// The smaller of the machine's memory and the container's limit: more cannot ever be had. 0 likewise.
+int64_t TotalMemoryBytes();
 
 // For the activations of one prefill where nobody set a limit: 80 % of what is free now. Of a pool, once its
 // model is loaded.

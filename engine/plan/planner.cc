@@ -274,10 +274,10 @@ absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& requ
   });
   return absl::FailedPreconditionError(
       absl::StrCat("a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.peak_bytes,
-                   " bytes of activations on ", request.ranks, " ranks (", smallest.heads, " head group",
-                   smallest.heads == 1 ? "" : "s", " of ", smallest.tile.DebugString(),
-                   "), more than the memory budget of ", request.memory_budget_bytes,
-                   " bytes: send a shorter prompt or raise the budget"));
+                   " bytes of activations on ", request.ranks, request.ranks == 1 ? " rank (" : " ranks (",
+                   smallest.heads, " head group", smallest.heads == 1 ? "" : "s", " of ",
+                   smallest.tile.DebugString(), "), more than the memory budget of ",
+                   request.memory_budget_bytes, " bytes: send a shorter prompt or raise the budget"));
 }
 
 }  // namespace

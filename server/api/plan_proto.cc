@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "engine/mesh/placement_name.h"
 #include "server/api/result_proto.h"
 
 namespace meshfill {
@@ -89,7 +90,7 @@ v1::PlanReply ToProto(const PlanChoice& choice) {
     candidate_message.set_ranks(candidate.ranks());
     candidate_message.set_layout(ToProto(candidate.layout.kind()));
     candidate_message.set_partial_dtype(DTypeName(candidate.partial_dtype));
-    candidate_message.set_placement(candidate.placement);
+    candidate_message.set_placement(PlacementName(candidate.placement));
   }
   return message;
 }

@@ -283,7 +283,8 @@ void PrefillStream::End(const absl::Status& status) {
   kv_.reset();
   environment_.live.UploadDone(this);
   if (status.ok()) {
-    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_));
+    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_),
+                                      static_cast<int64_t>(header_.token_count()));
   } else {
     accepted_.reset();
     progress_.reset();

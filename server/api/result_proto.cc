@@ -1,5 +1,7 @@
 #include "server/api/result_proto.h"
 
+#include "engine/mesh/placement_name.h"
+
 namespace meshfill {
 
 v1::Layout ToProto(LayoutKind layout) {
@@ -23,7 +25,7 @@ v1::PlanSummary ToProto(const Plan& plan) {
   summary.set_layout(ToProto(plan.layout.kind()));
   summary.set_stripe(static_cast<uint64_t>(plan.layout.stripe()));
   summary.set_partial_dtype(DTypeName(plan.partial_dtype));
-  summary.set_placement(plan.placement.name);
+  summary.set_placement(PlacementName(plan.placement.name));
   return summary;
 }
 

@@ -9,13 +9,19 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <utility>
 
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 
 namespace meshfill {
 namespace {
+
+constexpr char kSignalPayload[] = "meshfill.signal";
 
 // For poll(2): milliseconds until `deadline`, rounded up; −1: forever.
 int PollMilliseconds(absl::Time deadline) {
@@ -26,6 +32,12 @@ int PollMilliseconds(absl::Time deadline) {
 }
 
 }  // namespace
+
+int SignalOf(const absl::Status& status) {
+  const auto payload = status.GetPayload(kSignalPayload);
+  int signal = 0;
+  return payload.has_value() && absl::SimpleAtoi(std::string(*payload), &signal) ? signal : 0;
+}
 
 CancelWatch::CancelWatch(absl::Time deadline, std::function<void()> cancel)
     : deadline_(deadline), cancel_(std::move(cancel)) {
@@ -63,8 +75,11 @@ void CancelWatch::Watch() {
     if (wanted[1].revents != 0) {
       signalfd_siginfo info;
       if (read(signals_, &info, sizeof(info)) < 0) continue;
-      if (++signals_seen > 1) _exit(1);
-      Cancel(absl::CancelledError("cancelled"));
+      const auto signal = static_cast<int>(info.ssi_signo);
+      if (++signals_seen > 1) _exit(128 + signal);  // as shells have it
+      absl::Status cancelled = absl::CancelledError("cancelled");
+      cancelled.SetPayload(kSignalPayload, absl::Cord(absl::StrCat(signal)));
+      Cancel(std::move(cancelled));
     } else if (deadline_pending && MonotonicNow() >= deadline_) {
       Cancel(
           absl::DeadlineExceededError("the deadline passed before the prefill was done; allow more seconds"));

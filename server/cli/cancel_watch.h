@@ -14,9 +14,11 @@
 
 namespace meshfill {
 
+// The signal that cancelled the work of which `status` tells; 0: none did.
+int SignalOf(const absl::Status& status);
+
 // Make it before the threads whose work it ends: they must inherit that SIGINT and SIGTERM are blocked, so
-// that this watch alone receives them. A second signal ends the process at once, with status 1. One at a time
-// in a process.
+// that this watch alone receives them. A second signal ends the process at once. One at a time in a process.
 class CancelWatch {
  public:
   // Calls `cancel` once, from a thread of its own, when the first signal comes or `deadline` passes.
@@ -25,7 +27,7 @@ class CancelWatch {
   CancelWatch(const CancelWatch&) = delete;
   CancelWatch& operator=(const CancelWatch&) = delete;
 
-  // OK while nothing has happened; then CANCELLED ("cancelled") or DEADLINE_EXCEEDED.
+  // OK while nothing has happened; then DEADLINE_EXCEEDED, or CANCELLED ("cancelled") by a signal.
   absl::Status status() const;
 
  private:

@@ -83,6 +83,10 @@ class PrefillClient::Call {
  private:
   absl::Status ServerError(const grpc::Status& status) const {
     const auto code = static_cast<absl::StatusCode>(status.error_code());
+    if (absl::StrContains(status.error_message(), "DNS resolution failed")) {
+      return absl::NotFoundError(absl::StrCat(
+          "server ", address_, ": no host of this name is known; check the address and the DNS"));
+    }
     std::string message = absl::StrCat("server ", address_, ": ", status.error_message());
     if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
       absl::StrAppend(&message, "; is `meshfill serve` listening there?");

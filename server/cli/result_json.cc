@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/mesh/placement_name.h"
 #include "nlohmann/json.hpp"
 
 namespace meshfill {
@@ -48,7 +49,9 @@ std::string PrefillJson(const v1::PrefillResult& result) {
               {"a", plan.a()},
               {"b", plan.b()},
               {"layout", LayoutName(plan.layout())},
-              {"stripe", plan.stripe()}};
+              {"stripe", plan.stripe()},
+              {"partial_dtype", plan.partial_dtype()},
+              {"placement", PlacementName(plan.placement())}};
   AddPieces(plan.pieces(), plan.piece_tokens(), ran);
   Json object({{"request_id", result.request_id()},
                {"tokens", result.tokens()},
@@ -82,7 +85,7 @@ std::string PlanJson(const PlanChoice& choice) {
     entry["ranks"] = candidate.ranks();
     entry["layout"] = LayoutName(candidate.layout.kind());
     entry["partial_dtype"] = DTypeName(candidate.partial_dtype);
-    entry["placement"] = candidate.placement.empty() ? "row-first" : candidate.placement;
+    entry["placement"] = PlacementName(candidate.placement);
     candidates.push_back(std::move(entry));
   }
   Json predicted = Json::object();
@@ -93,6 +96,8 @@ std::string PlanJson(const PlanChoice& choice) {
                {"b", plan.tile.b},
                {"layout", LayoutName(plan.layout.kind())},
                {"stripe", plan.layout.stripe()},
+               {"partial_dtype", DTypeName(plan.partial_dtype)},
+               {"placement", PlacementName(plan.placement.name)},
                {"steps", std::move(steps)},
                {"predicted", std::move(predicted)},
                {"candidates", std::move(candidates)}});

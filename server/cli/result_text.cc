@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/mesh/placement_name.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_json.h"
 
@@ -57,10 +58,14 @@ std::string ScheduleText(const Schedule& schedule) {
   return text;
 }
 
-// What is not as usual: partial outputs in f32, ranks in the order of the seats.
+// "striped in stripes of 64 tokens"; of the layouts the striped one alone has stripes.
+std::string LayoutText(absl::string_view name, int64_t stripe) {
+  return name == "striped" ? absl::StrCat(name, " in stripes of ", stripe, " tokens") : std::string(name);
+}
+
 std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view placement) {
-  return absl::StrCat(partial_dtype == "bf16" ? ", partial outputs in bf16" : "",
-                      placement.empty() ? "" : absl::StrCat(", ", placement, " on a host"));
+  return absl::StrCat(", partial outputs in ", partial_dtype, ", ranks ", placement,
+                      placement == kRowFirst ? "" : " on a host");
 }
 
 std::string ShapeName(int heads, Tile tile) {
@@ -91,10 +96,9 @@ std::string CandidatesText(const PlanChoice& choice) {
     const Prediction& predicted = candidate.predicted;
     const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads &&
                         candidate.ranks() == choice.plan.ranks();
-    const absl::string_view box = candidate.placement;
     absl::StrAppend(&text, row(absl::StrCat(candidate.ranks()), ShapeName(candidate.heads, candidate.tile),
                                LayoutName(candidate.layout.kind()), DTypeName(candidate.partial_dtype),
-                               box.empty() ? "in order" : box));
+                               PlacementName(candidate.placement)));
     absl::StrAppendFormat(
         &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds),
         FormatSeconds(predicted.compute_seconds), FormatSeconds(predicted.comm_wait_seconds),
@@ -163,10 +167,10 @@ std::string PrefillText(const v1::PrefillResult& result) {
              text);
   AppendLine("MFU", PercentOf(result.mfu(), 1), text);
   AppendLine("plan",
-             absl::StrFormat("%u ranks: %u head group%s of %ux%u, %s, stripes of %u tokens%s", plan.ranks(),
-                             plan.heads(), plan.heads() == 1 ? "" : "s", plan.a(), plan.b(),
-                             LayoutName(plan.layout()), plan.stripe(),
-                             WireAndPlacement(plan.partial_dtype(), plan.placement())),
+             absl::StrFormat("%u rank%s: %u head group%s of %ux%u, %s%s", plan.ranks(),
+                             plan.ranks() == 1 ? "" : "s", plan.heads(), plan.heads() == 1 ? "" : "s",
+                             plan.a(), plan.b(), LayoutText(LayoutName(plan.layout()), plan.stripe()),
+                             WireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()))),
              text);
   if (plan.pieces() > 1) AppendLine("pieces", PiecesText(plan.pieces(), plan.piece_tokens()), text);
   AppendLine("sent by a rank",
@@ -183,12 +187,13 @@ std::string PlanText(const PlanChoice& choice) {
   const int64_t first = choice.pieces.empty() ? plan.cached_tokens : choice.pieces.front().cached_tokens;
   const int64_t tokens = plan.cached_tokens + plan.layout.tokens() - first;
   AppendLine("tokens", FormatCount(static_cast<double>(tokens)), text);
-  AppendLine("plan",
-             absl::StrFormat("%d ranks: %d head group%s of %s, %s, stripes of %d tokens%s", plan.ranks(),
-                             plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
-                             LayoutName(plan.layout.kind()), plan.layout.stripe(),
-                             WireAndPlacement(DTypeName(plan.partial_dtype), plan.placement.name)),
-             text);
+  AppendLine(
+      "plan",
+      absl::StrFormat("%d rank%s: %d head group%s of %s, %s%s", plan.ranks(), plan.ranks() == 1 ? "" : "s",
+                      plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
+                      LayoutText(LayoutName(plan.layout.kind()), plan.layout.stripe()),
+                      WireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name))),
+      text);
   if (!choice.pieces.empty()) {
     AppendLine("pieces",
                PiecesText(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens())),

@@ -60,21 +60,44 @@ absl::Status TokenDecoder::Decode(absl::string_view bytes) {
   return absl::OkStatus();
 }
 
+void TokenDecoder::EndId() {
+  if (partial_length_ == 0) return;
+  ids_.push_back(static_cast<uint32_t>(partial_));
+  partial_ = 0;
+  partial_length_ = 0;
+}
+
+absl::string_view TokenDecoder::Misplaced(char c) const {
+  const bool begun = !ids_.empty() || partial_length_ != 0;
+  if (c == '[') return begun || after_comma_ || list_ != List::kNone ? "a list begins the file" : "";
+  if (list_ == List::kClosed) return "the list has ended";
+  if (after_comma_) return "an id is missing after the comma";
+  if (c == ',') return begun ? "" : "an id is missing before the comma";
+  return list_ == List::kOpen ? "" : "no list has begun";  // ']'
+}
+
 absl::Status TokenDecoder::DecodeIds(absl::string_view bytes) {
   for (size_t i = 0; i < bytes.size(); ++i) {
     const char c = bytes[i];
     if (c >= '0' && c <= '9') {
+      if (list_ == List::kClosed) return IdsError(i, "the list has ended");
       partial_ = partial_ * 10 + static_cast<uint64_t>(c - '0');
       ++partial_length_;
+      after_comma_ = false;
       if (partial_ > kMaxId) return IdsError(i, absl::StrCat("this id is above ", kMaxId));
     } else if (IsSpace(c)) {
-      if (partial_length_ != 0) ids_.push_back(static_cast<uint32_t>(partial_));
-      partial_ = 0;
-      partial_length_ = 0;
+      EndId();
       if (c == '\n') {
         ++line_;
         line_offset_ = offset_ + static_cast<int64_t>(i) + 1;
       }
+    } else if (c == '[' || c == ',' || c == ']') {
+      if (const absl::string_view why = Misplaced(c); !why.empty()) {
+        return IdsError(i, absl::StrCat("unexpected '", bytes.substr(i, 1), "': ", why));
+      }
+      EndId();
+      if (c == ',') after_comma_ = true;
+      if (c != ',') list_ = c == '[' ? List::kOpen : List::kClosed;
     } else {
       return IdsError(i, absl::StrCat("unexpected '", absl::CHexEscape(bytes.substr(i, 1)), "'"));
     }
@@ -84,10 +107,11 @@ absl::Status TokenDecoder::DecodeIds(absl::string_view bytes) {
 
 // `offset` counts from the start of the piece.
 absl::Status TokenDecoder::IdsError(int64_t offset, absl::string_view what) const {
-  return absl::InvalidArgumentError(
-      absl::StrCat(name_, ":", line_, ":", offset_ + offset - line_offset_ + 1, ": ", what,
-                   "; --format ids takes decimal ids from 0 to ", kMaxId,
-                   " with white space between them (raw ids: --format u32le, plain text: --format bytes)"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      name_, ":", line_, ":", offset_ + offset - line_offset_ + 1, ": ", what,
+      "; --format ids takes decimal ids from 0 to ", kMaxId,
+      " with white space or commas between them, or a JSON list of them (raw ids: --format u32le, "
+      "plain text: --format bytes)"));
 }
 
 void TokenDecoder::DecodeU32le(absl::string_view bytes) {
@@ -102,7 +126,9 @@ void TokenDecoder::DecodeU32le(absl::string_view bytes) {
 
 absl::StatusOr<std::vector<uint32_t>> TokenDecoder::Finish() {
   if (format_ == TokenFormat::kIds) {
-    RETURN_IF_ERROR(Decode("\n"));  // ends an id at the end of the file
+    EndId();
+    if (after_comma_) return IdsError(0, "ends after a comma");
+    if (list_ == List::kOpen) return IdsError(0, "ends before the list's ']'");
   }
   if (partial_length_ != 0) {
     return absl::InvalidArgumentError(

@@ -13,7 +13,7 @@
 namespace meshfill {
 
 enum class TokenFormat {
-  kIds,    // decimal ids from 0 to 2^32 − 1, separated by white space
+  kIds,  // decimal ids from 0 to 2^32 − 1, with white space or a comma between them; [1, 2, 3] of JSON, too
   kU32le,  // four bytes an id, little end first
   kBytes,  // each byte is an id
 };
@@ -34,17 +34,21 @@ class TokenDecoder {
 
  private:
   absl::Status DecodeIds(absl::string_view bytes);
+  void EndId();
+  absl::string_view Misplaced(char c) const;  // why `c` cannot stand here; empty where it can
   void DecodeU32le(absl::string_view bytes);
   absl::Status IdsError(int64_t offset, absl::string_view what) const;
 
   const TokenFormat format_;
   const std::string name_;
   std::vector<uint32_t> ids_;
-  uint64_t partial_ = 0;     // the id whose digits or bytes are arriving
-  int partial_length_ = 0;   // its digits or bytes so far
-  int64_t offset_ = 0;       // bytes before this piece
-  int64_t line_ = 1;         // ids: of the piece's next byte
-  int64_t line_offset_ = 0;  // ids: where that line begins
+  uint64_t partial_ = 0;      // the id whose digits or bytes are arriving
+  int partial_length_ = 0;    // its digits or bytes so far
+  int64_t offset_ = 0;        // bytes before this piece
+  int64_t line_ = 1;          // ids: of the piece's next byte
+  int64_t line_offset_ = 0;   // ids: where that line begins
+  bool after_comma_ = false;  // ids: the last thing but white space was a comma
+  enum class List { kNone, kOpen, kClosed } list_ = List::kNone;  // ids: between brackets
 };
 
 // Reads the file at `path`, or standard input for "-". NOT_FOUND: no such file. INVALID_ARGUMENT: it cannot

@@ -30,6 +30,7 @@ constexpr uint32_t kMaxNcclCtas = 32;
 constexpr uint32_t kMaxAttentionMargin = 64;
 constexpr uint32_t kMaxStripe = 1u << 20;
 constexpr uint32_t kMaxBlockTokens = 1u << 16;
+constexpr uint64_t kMinMemoryBytes = 1 << 20;  // no prompt fits into less
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
 
@@ -91,6 +92,10 @@ class Checker {
     const auto address = ParseHostPort(value);
     Require(address.ok(), path, std::string(address.status().message()));
   }
+  void RequireMemory(uint64_t bytes, const std::string& path) {
+    Require(bytes == 0 || bytes >= kMinMemoryBytes, path,
+            absl::StrCat(bytes, " bytes are too few; give 1MiB or more"));
+  }
   void RequirePositive(const google::protobuf::Duration& value, const std::string& path) {
     Require(value.seconds() > 0 || value.nanos() > 0, path, "must be above 0s");
   }
@@ -128,6 +133,7 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
                      "pool.worker.attention_sm_margin");
   const auto devices = ParseDeviceNumbers(pool.worker().devices());
   check.Require(devices.ok(), "pool.worker.devices", std::string(devices.status().message()));
+  check.RequireMemory(pool.worker().memory_bytes(), "pool.worker.memory_bytes");
   check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
   const v1::PoolSection::Tls& tls = pool.tls();
   const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);
@@ -144,6 +150,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(embedded.ranks(), 1, kMaxHostRanks, "pool.embedded.ranks");
   check.RequireDevice(embedded.device(), "pool.embedded.device");
   check.RequireRange(embedded.threads(), 0, kMaxThreads, "pool.embedded.threads");
+  check.RequireMemory(embedded.memory_bytes(), "pool.embedded.memory_bytes");
   check.Require(embedded.peak_flops() >= 0, "pool.embedded.peak_flops", "must not be below 0");
 
   check.RequireRange(config.queue().max_requests(), 1, UINT32_MAX, "queue.max_requests");
@@ -222,7 +229,8 @@ absl::StatusOr<std::string> ReadFile(const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides) {
+absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides,
+                                      std::optional<ConfigReader> reader) {
   v1::Config config;
   KeyOrigins origins;
   if (!path.empty()) {
@@ -231,6 +239,9 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
   }
   for (const std::string& assignment : overrides) {
     RETURN_IF_ERROR(ReadOverride(assignment, &config, &origins));
+  }
+  if (reader.has_value()) {
+    RETURN_IF_ERROR(CheckReader(origins, *reader));
   }
   FillDefaults(config);
   RETURN_IF_ERROR(Validate(config, origins));

@@ -6,6 +6,7 @@
 #ifndef MESHFILL_SERVER_CONFIG_CONFIG_H_
 #define MESHFILL_SERVER_CONFIG_CONFIG_H_
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "engine/engine_options.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/config/config_reader.h"
 
 namespace meshfill {
 
@@ -21,8 +23,10 @@ namespace meshfill {
 // in one line:
 //     configs/local.yaml:7: pool.embeded: unknown key; did you mean embedded? known keys here:
 //     control_listen, embedded
-// `model.path` may be empty: who needs a model says so.
-absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {});
+// So is a key that is not for `reader`; nullopt: of whatever process. `model.path` may be empty: who needs a
+// model says so.
+absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const std::string> overrides = {},
+                                      std::optional<ConfigReader> reader = std::nullopt);
 
 // The numbers in a list like pool.worker.devices, "2,3"; empty: none. INVALID_ARGUMENT: it is none, or has a
 // number twice.

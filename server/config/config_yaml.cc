@@ -19,6 +19,7 @@
 #include "absl/strings/strip.h"
 #include "google/protobuf/duration.pb.h"
 #include "kernels/return_if_error.h"
+#include "server/config/closest_name.h"
 #include "server/config/config_units.h"
 #include "yaml-cpp/yaml.h"
 
@@ -47,30 +48,11 @@ std::string Child(const std::string& path, const std::string& key) {
   return path.empty() ? key : path + "." + key;
 }
 
-// Levenshtein's: insertions, deletions and replacements from one word to the other.
-size_t EditDistance(absl::string_view from, absl::string_view to) {
-  std::vector<size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), 0);
-  for (size_t i = 0; i < from.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i + 1);
-    for (size_t j = 0; j < to.size(); ++j) {
-      const size_t replaced = diagonal + (from[i] == to[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
-}
-
 std::string UnknownKey(const Descriptor& section, const std::string& key) {
   std::vector<std::string> known;
   for (int i = 0; i < section.field_count(); ++i) known.emplace_back(section.field(i)->name());
   std::sort(known.begin(), known.end());
-  const auto closest = std::min_element(known.begin(), known.end(), [&](const auto& left, const auto& right) {
-    return EditDistance(key, left) < EditDistance(key, right);
-  });
-  const bool similar = EditDistance(key, *closest) <= std::max<size_t>(2, key.size() / 3);
-  return absl::StrCat("unknown key; ", similar ? absl::StrCat("did you mean ", *closest, "? ") : "",
+  return absl::StrCat("unknown key; ", DidYouMean(key, known),
                       "known keys here: ", absl::StrJoin(known, ", "));
 }
 

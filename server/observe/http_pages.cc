@@ -70,7 +70,9 @@ class HttpPages::Server {
       Answer(connection, "404 Not Found", "text/plain", "no such page; see / and /metrics\n", !head);
       return kHandled;
     }
-    Answer(connection, "200 OK", page->content_type, page->body(), !head);
+    const bool healthy = page->healthy == nullptr || page->healthy();
+    Answer(connection, healthy ? "200 OK" : "503 Service Unavailable", page->content_type, page->body(),
+           !head);
     return kHandled;
   }
 

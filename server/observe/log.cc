@@ -19,4 +19,6 @@ void Log(absl::string_view line) {
 
 std::string LogQuote(absl::string_view text) { return absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\""); }
 
+std::string RanksText(int64_t ranks) { return absl::StrCat(ranks, ranks == 1 ? " rank" : " ranks"); }
+
 }  // namespace meshfill

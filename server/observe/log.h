@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_OBSERVE_LOG_H_
 #define MESHFILL_SERVER_OBSERVE_LOG_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -15,6 +16,9 @@ void Log(absl::string_view line);
 // The text with everything escaped that could break or forge a line: "a\nb" becomes "a\\nb", in double
 // quotes.
 std::string LogQuote(absl::string_view text);
+
+// "1 rank", "4 ranks".
+std::string RanksText(int64_t ranks);
 
 }  // namespace meshfill
 

@@ -28,11 +28,21 @@ constexpr const char* kWorkerStates[] = {"ready", "preparing", "running", "stopp
 constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
 constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
 
-const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1, 0.5, 1,   2.5,  5,    10,
-                                                  30,    60,   120, 300, 600, 1200, 1800, 3600};
-// Long prompts take minutes: the last bucket is an hour.
-const Histogram::BucketBoundaries kPrefillBuckets = {0.1, 0.25, 0.5, 1,   2.5, 5,    10,   20,
-                                                     30,  60,   120, 300, 600, 1200, 1800, 3600};
+const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1,  0.5,  1,     2.5,  5,    10,
+                                                  30,    60,   120,  300,  600,   900,  1200, 1800,
+                                                  2400,  3600, 5400, 7200, 10800, 14400};
+// Long prompts take minutes, and may wait an hour (queue.max_wait) before: the last bucket is four hours.
+const Histogram::BucketBoundaries kPrefillBuckets = {0.1,  0.25, 0.5,  1,    2.5,   5,    10,   20,
+                                                     30,   60,   120,  300,  600,   900,  1200, 1800,
+                                                     2400, 3600, 5400, 7200, 10800, 14400};
+const Histogram::BucketBoundaries kPromptBuckets = {256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304};
+// Classes of prompts by length: each has those that are longer than the class before.
+constexpr std::array<int64_t, 3> kPromptClasses = {8192, 65536, 524288};  // and what is longer
+
+std::string PromptClass(int64_t tokens) {
+  const auto found = std::lower_bound(kPromptClasses.begin(), kPromptClasses.end(), tokens);
+  return found == kPromptClasses.end() ? "+Inf" : std::to_string(*found);
+}
 
 Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
   return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
@@ -123,6 +133,14 @@ class Metrics::Families {
   Histogram& ttft =
       AddHistogram(registry, "meshfill_ttft_seconds",
                    "Time to first token: from a request's begin to its result.", kPrefillBuckets);
+  Family<Histogram>& ttft_by_prompt = prometheus::BuildHistogram()
+                                          .Name("meshfill_ttft_by_prompt_seconds")
+                                          .Help(
+                                              "Time to first token by the prompt's length: longer than the "
+                                              "class before, up to so many tokens.")
+                                          .Register(registry);
+  Histogram& request_tokens = AddHistogram(registry, "meshfill_request_prompt_tokens",
+                                           "Tokens of the prompts of finished prefills.", kPromptBuckets);
   Histogram& prefill =
       AddHistogram(registry, "meshfill_prefill_seconds", "Wall time of finished prefills.", kPrefillBuckets);
   Counter& prompt_tokens =
@@ -255,6 +273,9 @@ class Metrics::Families {
 
 Metrics::Metrics() : families_(std::make_unique<Families>()) {
   Families& f = *families_;
+  for (const int64_t tokens : kPromptClasses)
+    f.ttft_by_prompt.Add({{"up_to", PromptClass(tokens)}}, kPrefillBuckets);
+  f.ttft_by_prompt.Add({{"up_to", PromptClass(kPromptClasses.back() + 1)}}, kPrefillBuckets);
   AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
       .Add({{"version", MESHFILL_VERSION}})
       .Set(1);
@@ -406,6 +427,11 @@ void Metrics::OnRequestDone(absl::StatusCode code) {
   families_->requests.Add({{"code", absl::StatusCodeToString(code)}}).Increment();
 }
 
-void Metrics::OnFirstToken(double seconds) { families_->ttft.Observe(seconds); }
+void Metrics::OnFirstToken(double seconds, int64_t prompt_tokens) {
+  Families& f = *families_;
+  f.ttft.Observe(seconds);
+  f.ttft_by_prompt.Add({{"up_to", PromptClass(prompt_tokens)}}, kPrefillBuckets).Observe(seconds);
+  f.request_tokens.Observe(static_cast<double>(prompt_tokens));
+}
 
 }  // namespace meshfill

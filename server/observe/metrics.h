@@ -72,7 +72,7 @@ class Metrics {
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
-  void OnFirstToken(double seconds);  // TTFT: from the stream's begin to its result
+  void OnFirstToken(double seconds, int64_t prompt_tokens);  // TTFT: from the stream's begin to its result
 
  private:
   class Families;  // keeps Prometheus' headers out of this one

@@ -19,12 +19,13 @@ namespace meshfill {
 
 extern const char kStatusPageHtml[];
 
-// {"pool": v1.PoolStatus in its JSON form, "last_prefill": null, or tokens, seconds, MFU, plan, and each
-// rank's seconds}
+// {"pool": all fields of v1.PoolStatus, "last_prefill": null, or tokens, seconds, MFU, plan, and each rank's
+// seconds}, as docs/schemas/status.json has it.
 std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last);
 
-// `pool_status` and `last_prefill` outlive the pages; both are asked from the pages' threads.
-std::vector<HttpPage> StatusPages(std::function<v1::PoolStatus()> pool_status,
+// The page, its JSON and its picture; /healthz for load balancers. `pool_status` and `last_prefill` outlive
+// the pages; both are asked from the pages' threads.
+std::vector<HttpPage> StatusPages(const std::function<v1::PoolStatus()>& pool_status,
                                   const LastPrefill& last_prefill);
 
 }  // namespace meshfill

@@ -20,7 +20,8 @@ constexpr double kSlowest = 2;  // times as long as the fastest
 
 }  // namespace
 
-std::string SimulationSvg(const std::string& title, std::vector<SimulatedStrategy> strategies) {
+std::string SimulationSvg(const std::string& title, const std::string& cluster,
+                          std::vector<SimulatedStrategy> strategies) {
   std::stable_sort(strategies.begin(), strategies.end(), [](const auto& a, const auto& b) {
     return a.timeline.end_seconds() < b.timeline.end_seconds();
   });
@@ -40,10 +41,12 @@ std::string SimulationSvg(const std::string& title, std::vector<SimulatedStrateg
   SvgWriter svg;
   double y = 44;
   svg.Text(kMargin, y, title, "bold", 22);
-  svg.Text(
-      kMargin, y += 24,
-      absl::StrCat("Up to ", kRanksOfEach, " ranks of each strategy, fastest first, on one axis of time."),
-      "muted", 14);
+  svg.Text(kMargin, y += 24, cluster, "muted", 14);
+  svg.Text(kMargin, y += 24,
+           absl::StrCat("Up to ", kRanksOfEach,
+                        " ranks of each strategy, the one that ends last among them. The fastest "
+                        "strategy comes first."),
+           "muted", 14);
   if (!left_out.empty()) {
     svg.Text(kMargin, y += 20, absl::StrCat("Too slow to draw: ", absl::StrJoin(left_out, ", "), "."),
              "muted", 14);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <set>
 #include <utility>
 #include <vector>
@@ -68,11 +69,25 @@ int RanksWithin(const Timeline& timeline) {
   return std::max(kLeastRanks, static_cast<int>(kMostSpans / spans_of_a_rank));
 }
 
+// `count` of the ranks, evenly spaced, but for one: the rank that ends last, which decides the time, takes
+// its neighbour's place.
+std::vector<int> DrawnRanks(const Timeline& timeline, int count) {
+  std::vector<int> drawn(count);
+  for (int i = 0; i < count; ++i) drawn[i] = i * timeline.ranks / count;
+  const auto last =
+      std::max_element(timeline.spans.begin(), timeline.spans.end(),
+                       [](const Span& a, const Span& b) { return a.end_seconds < b.end_seconds; });
+  if (last == timeline.spans.end()) return drawn;
+  const auto after = std::upper_bound(drawn.begin(), drawn.end(), last->rank);
+  *std::prev(after) = last->rank;  // the first of them is rank 0
+  return drawn;
+}
+
 class TimelinePicture {
  public:
   TimelinePicture(const Timeline& timeline, const TimelineView& view, double x, double width, SvgWriter& svg)
       : timeline_(timeline),
-        drawn_(std::min({timeline.ranks, view.most_ranks, RanksWithin(timeline)})),
+        drawn_(DrawnRanks(timeline, std::min({timeline.ranks, view.most_ranks, RanksWithin(timeline)}))),
         seconds_(std::max(view.seconds > 0 ? view.seconds : timeline.end_seconds(), 1e-12)),
         left_(x + kLabels),
         width_(width - kLabels),
@@ -87,10 +102,14 @@ class TimelinePicture {
   }
 
   double Draw(double x, double y) {
-    const double row = drawn_ <= 16 ? 44 : drawn_ <= 32 ? 26 : 17;
-    const double bottom = y + kAxis + drawn_ * row;
+    const double row = drawn_.size() <= 16 ? 44 : drawn_.size() <= 32 ? 26 : 17;
+    const double bottom = y + kAxis + static_cast<double>(drawn_.size()) * row;
     DrawAxis(y, bottom);
-    for (int i = 0; i < drawn_; ++i) DrawRank(i * timeline_.ranks / drawn_, x, y + kAxis + i * row, row);
+    y += kAxis;
+    for (const int rank : drawn_) {
+      DrawRank(rank, x, y, row);
+      y += row;
+    }
     return bottom;
   }
 
@@ -167,7 +186,7 @@ class TimelinePicture {
   }
 
   const Timeline& timeline_;
-  const int drawn_;  // ranks
+  const std::vector<int> drawn_;  // ranks
   const double seconds_;
   const double left_;  // of the lanes
   const double width_;

@@ -13,8 +13,8 @@ namespace meshfill {
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg);
 
 struct TimelineView {
-  int most_ranks =
-      64;  // of more, so many evenly spaced ones are drawn; fewer where each has thousands of spans
+  // Of more, so many are drawn, the one that ends last among them; fewer where each has thousands of spans.
+  int most_ranks = 64;
   double seconds = 0;  // that the width stands for; 0: the timeline's own
 };
 

@@ -38,7 +38,7 @@ absl::Status CheckPlainText(const v1::PoolSection::Tls& tls, const std::string& 
   const std::string& host = host_port.host;
   const bool this_machine = host == "localhost" || host == "::1" || absl::StartsWith(host, "127.");
   if (this_machine || tls.insecure()) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
+  return absl::InvalidArgumentError(absl::StrCat(
       "the control plane on ", address,
       " is reachable from other machines and has no certificates; set pool.tls.cert, key and ca, or "
       "pool.tls.insecure=true"));

@@ -13,7 +13,7 @@
 namespace meshfill {
 
 // `address` is HOST:PORT, to listen on or to join. INVALID_ARGUMENT: a file of pool.tls cannot be read.
-// FAILED_PRECONDITION: no certificates, and the address is not of this machine alone, and pool.tls.insecure
+// INVALID_ARGUMENT: no certificates, and the address is not of this machine alone, and pool.tls.insecure
 // is not set.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
     const v1::PoolSection::Tls& tls, const std::string& address);

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/comm/interface_address.h"
 #include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/channel_limits.h"
@@ -43,13 +44,19 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
 
   absl::Status Listen(const std::string& listen, const v1::LimitsSection& limits) {
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
+    grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     LimitChannel(limits, builder);
     builder.RegisterService(this);
     ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, grpc::InsecureServerCredentials(), builder));
     server_ = std::move(listener.server);
     address_ = std::move(listener.address);
+    SetMember(false);
     return absl::OkStatus();
+  }
+
+  void SetMember(bool member) {
+    server_->GetHealthCheckService()->SetServingStatus(kWorkerHealthService, member);
   }
 
   const std::string& address() const { return address_; }
@@ -74,6 +81,8 @@ absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::s
   RETURN_IF_ERROR(service->Listen(listen, limits));
   return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
 }
+
+void HolderService::SetMember(bool member) { service_->SetMember(member); }
 
 const std::string& HolderService::address() const { return service_->address(); }
 

@@ -1,5 +1,5 @@
 // The port at which a worker serves the K and V that it holds: PrefillService, of which it answers FetchKv
-// alone. Plain text, as the front-end's API.
+// alone, and grpc.health.v1. Plain text, as the front-end's API.
 #ifndef MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
 #define MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
 
@@ -12,6 +12,8 @@
 
 namespace meshfill {
 
+constexpr char kWorkerHealthService[] = "meshfill.v1.Worker";
+
 class HolderService {
  public:
   // Listens at `listen`, HOST:PORT; the host may be a network interface. INVALID_ARGUMENT: no such host, or
@@ -21,6 +23,10 @@ class HolderService {
                                                               const v1::LimitsSection& limits,
                                                               KvSource& held);
   ~HolderService();  // ends the calls that are left
+
+  // Health of kWorkerHealthService: SERVING while the worker belongs to a pool; not at first. Health of ""
+  // says that the process lives. From any thread.
+  void SetMember(bool member);
 
   const std::string& address() const;  // HOST:PORT, numeric, the real port
 

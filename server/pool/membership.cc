@@ -44,8 +44,8 @@ bool Membership::OnStrangerMessage(Connection connection, const v1::WorkerMessag
   ++counters_.joins;
   actions_.AddMessage(connection, epoch_).mutable_welcome();
   actions_.Log(absl::StrCat("worker ", LogQuote(offer.name()), " joined from ", LogQuote(offer.host()),
-                            " with ", offer.ranks(), " ranks of ", LogQuote(offer.backend()),
-                            "; the pool has ", ranks(), " ranks"));
+                            " with ", RanksText(offer.ranks()), " of ", LogQuote(offer.backend()),
+                            "; the pool has ", RanksText(ranks())));
   return true;
 }
 
@@ -163,7 +163,7 @@ std::string Membership::Remove(Connection connection, const std::string& why) {
   changed_ = true;
   ++counters_.losses;
   actions_.Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",
-                            ranks(), " ranks"));
+                            RanksText(ranks())));
   ForgetWeightsWhereEmpty();
   return name;
 }

@@ -97,7 +97,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     holder_ = *std::move(holder);
     Log(absl::StrCat("K and V are served at ", holder_->address()));
     const v1::Join offer = MakeOffer(config, *host_, *holder_);
-    Log(absl::StrCat("loaded model ", offer.model().name(), ": ", offer.ranks(), " ranks of ",
+    Log(absl::StrCat("loaded model ", offer.model().name(), ": ", RanksText(offer.ranks()), " of ",
                      offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
     const MutexLock lock(mu_);
     // The leader, who hears of all workers, notices first where the network is at fault.
@@ -153,6 +153,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     if (closing_) return;
     event(*machine_);
     DoActions();
+    if (machine_->member() != member_) holder_->SetMember(member_ = machine_->member());
   }
 
   void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -182,6 +183,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   Mutex mu_;
   std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
+  bool member_ ABSL_GUARDED_BY(mu_) = false;  // as health says
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
 };
 

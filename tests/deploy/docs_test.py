@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "deploy"))
 import dashboard_lint  # noqa: E402
 import make_api_docs  # noqa: E402
 
-DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 COLUMNS = 100
 TOP_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", "build"}
 SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
@@ -167,6 +167,12 @@ class DocsTest(unittest.TestCase):
             for key in re.findall(r"`((?:model|pool|queue|plan|limits)\.[a-z_.]+)\b", read(path)):
                 for part in key.split("."):
                     self.assertIn(part, fields, f"{path}: {key}")
+
+    def test_what_one_command_alone_reads_are_keys(self):
+        keys = set(re.findall(r"^- `([a-z_.]+)`", read("docs/configuration.md"), re.M))
+        for key, command in re.findall(r'\{"([\w.]+)", "(serve|worker)"\}', read("server/config/config_reader.cc")):
+            self.assertTrue(any(f"{each}.".startswith(f"{key}.") for each in keys), key)
+            self.assertIn(f"of `{command}`", read("docs/configuration.md"))
 
     def test_links_lead_somewhere(self):
         for path in DOCUMENTS:

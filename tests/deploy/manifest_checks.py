@@ -14,6 +14,7 @@ VERSIONS = ("1.27", "1.31", "1.37")
 NEWEST = VERSIONS[-1:]
 CRDS = os.environ.get("MESHFILL_CRDS")
 READINESS_SERVICE = "meshfill.v1.PrefillService"
+WORKER_SERVICE = "meshfill.v1.Worker"
 VOLUME_KINDS = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 PATIENCE_SECONDS = 5  # of one probe: health answers in 2 ms, and late where the CPU limit holds the process back
@@ -155,10 +156,13 @@ def check_wiring(documents):
                 yield f"{name}: {file} is on no volume"
         if "--join" in container["args"]:
             host, port = container["args"][container["args"].index("--join") + 1].rsplit(":", 1)
-            if f":{int(port):04X} 01 " not in container.get("readinessProbe", {}).get("exec", {}).get("command", []):
-                yield f"{name}: its readiness is not a connection to port {port}"
+            probe = container.get("readinessProbe", {}).get("grpc", {})
+            if probe.get("service") != WORKER_SERVICE or f":{probe.get('port')}" not in config.get("kv", {}).get("listen", ""):
+                yield f"{name}: its readiness is not its membership of the pool, at kv.listen"
             if int(port) not in services.get(host, []):
                 yield f"{name}: joins {host}:{port}, which no Service offers"
+    if f'"{WORKER_SERVICE}"' not in (ROOT / "server/pool/holder_service.h").read_text():
+        yield f"{WORKER_SERVICE} is no service of a worker"
     if READINESS_SERVICE.rsplit(".", 1)[1] not in (ROOT / "proto/meshfill/v1/prefill.proto").read_text():
         yield f"{READINESS_SERVICE} is not in the proto"
 
@@ -179,8 +183,8 @@ def check_probes(documents):
         if not ranks or ranks.get("device") == "cuda":
             continue
         cpus = float(container["resources"].get("limits", {}).get("cpu", 0))
-        if not 0 < ranks.get("threads", 0) <= cpus - 1:
-            yield f"{name}: {ranks.get('threads', 0)} threads (0: all the node's) leave nothing of {cpus:g} CPUs for health"
+        if ranks.get("threads", 0) > max(1, cpus - 1):  # without a number it is one below the limit
+            yield f"{name}: {ranks['threads']} threads leave nothing of {cpus:g} CPUs for health"
 
 
 def check_model(documents):

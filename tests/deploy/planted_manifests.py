@@ -79,14 +79,13 @@ def planted():
     yield change("another port", BASE, *FRONT_END, lambda d: first(d)["ports"][0].update(containerPort=50050))
     yield change("a short grace period", BASE, *FRONT_END, lambda d: pod(d).update(terminationGracePeriodSeconds=30))
     yield change("readiness of the process alone", BASE, *FRONT_END, lambda d: first(d)["readinessProbe"]["grpc"].pop("service"))
-    yield change("another readiness", BASE, *WORKER, lambda d: first(d)["readinessProbe"]["exec"]["command"].pop(2))
+    yield change("another readiness", BASE, *WORKER, lambda d: first(d)["readinessProbe"]["grpc"].pop("service"))
+    yield change("readiness at another port", BASE, *WORKER, lambda d: first(d)["readinessProbe"]["grpc"].update(port=50052))
     yield change("a join at nothing", BASE, *WORKER, lambda d: first(d)["args"].__setitem__(4, "meshfill:1"))
     yield change("an impatient probe", BASE, *FRONT_END, lambda d: first(d)["livenessProbe"].pop("timeoutSeconds"))
     yield change("an early restart", BASE, *FRONT_END, lambda d: first(d)["livenessProbe"].update(failureThreshold=3))
     yield change("as many threads as CPUs", BASE, *WORKER_CONFIG,
                  lambda d: reconfigure(d, lambda c: c["pool"]["worker"].update(threads=16)))
-    yield change("all the node's threads", BASE, *WORKER_CONFIG,
-                 lambda d: reconfigure(d, lambda c: c["pool"]["worker"].pop("threads")))
     yield change("a lost claim", BASE, *FRONT_END, lambda d: volume(d, "model")["persistentVolumeClaim"].update(claimName="x"))
     yield change("a claim that nobody can fill", BASE, "PersistentVolumeClaim", "",
                  lambda d: d["spec"].update(accessModes=["ReadOnlyMany"]))

@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 120 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
 VOCAB = 256
 
 PREFILL_KEYS = ["request_id", "tokens", "first_token", "top", "plan", "seconds", "comm_bytes", "mfu"]
-PLAN_SUMMARY_KEYS = ["ranks", "heads", "a", "b", "layout", "stripe"]
+PLAN_SUMMARY_KEYS = ["ranks", "heads", "a", "b", "layout", "stripe", "partial_dtype", "placement"]
 SECONDS_KEYS = ["queue", "prefill", "attention", "comm_wait"]
 COMM_BYTES_KEYS = ["q", "kv", "o", "all_to_all"]
 PREDICTION_KEYS = ["seconds", "compute_seconds", "comm_wait_seconds", "comm_bytes", "peak_bytes"]
@@ -166,5 +166,5 @@ class CliTestCase(unittest.TestCase):
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=TIMEOUT_SECONDS)
-        self.assertEqual((process.returncode, out, error), (1, b"", b"meshfill prefill: cancelled\n"))
+        self.assertEqual((process.returncode, out, error), (128 + signal.SIGINT, b"", b"meshfill prefill: cancelled\n"))
         self.assertLess(time.monotonic() - start, 5)

@@ -85,7 +85,9 @@ class SimulateSvgTest(CliTestCase):
         svg = path.read_text()
         texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
         self.assertRegex(texts[0], r"1048576 tokens on 64 GPUs")
-        for strategy in ("ring", "usp", "burst", "loongtrain", "startrail", "paper_mesh", "planned", "planned_lanes"):
+        self.assertRegex(texts[1], r"^Nodes of 8 GPUs, 180 TFLOP/s .* 11 GB/s out of a node\.$")
+        for strategy in ("Ring Attention", "USP", "BurstAttention", "LoongTrain", "StarTrail", "Mesh-Attention (paper)",
+                         "Meshfill's plan", "The same, two lanes"):
             self.assertTrue(any(text.startswith(f"{strategy}: ") or f" {strategy} (" in text for text in texts), strategy)
 
     def test_a_file_that_cannot_be_written(self):

@@ -10,7 +10,7 @@ import threading
 import time
 import unittest
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
 
 
 class CliServerTest(CliTestCase):
@@ -64,6 +64,37 @@ class CliServerTest(CliTestCase):
     def test_no_server_there(self):
         self.refuse("prefill", "--server", "127.0.0.1:1", "--tokens", self.prompt, status=1,
                     message=r"127\.0\.0\.1:1.*meshfill serve")
+
+    def test_a_name_without_a_host(self):
+        self.refuse("prefill", "--server", "no-such-host.invalid:1", "--tokens", self.prompt, status=2,
+                    message=r"server no-such-host\.invalid:1: no host of this name")
+
+    def test_a_model_alone_is_served(self):
+        server = Server("--model", self.model, "--listen", "127.0.0.1:0", "--metrics-listen", "")
+        try:
+            self.assertEqual(server.prefill_tokens("[1, 2, 3]").stdout[:15], server.prefill_tokens("1 2 3").stdout[:15])
+        finally:
+            self.assertEqual(server.stop(), 0)
+
+    def test_what_cannot_serve_does_not_say_that_it_listens(self):
+        for bad, message in (("model.path=/no/such/model", "no such folder"),
+                             ("pool.control_listen=0.0.0.0:0", "pool.tls.insecure=true")):
+            config = self.tmp / "plain.yaml"
+            config.write_text(f"model:\n  path: {self.model}\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n")
+            done = run("serve", "--config", config, "--set", bad)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(message, done.stderr.decode())
+            self.assertNotIn("listening on", done.stderr.decode())
+
+    def test_a_hangup_ends_nothing(self):
+        server = Server("--config", self.config)
+        server.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not any("SIGHUP" in line for line in server.lines) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.assertTrue(any("SIGHUP" in line for line in server.lines))
+        self.assertEqual(server.prefill_tokens("1 2 3").returncode, 0)
+        self.assertEqual(server.stop(), 0)
 
     def test_sigterm_finishes_what_runs_and_refuses_what_comes(self):
         server = Server("--config", self.config)

@@ -44,7 +44,8 @@ class CliTest(CliTestCase):
 
     def test_plan_options_are_obeyed(self):
         result = self.embedded("--tokens", self.prompt, "--tile", "1x6", "--ranks", 6, "--stripe", 16)
-        self.assertEqual(result["plan"], dict(ranks=6, heads=1, a=1, b=6, layout="striped", stripe=16))
+        self.assertEqual(result["plan"], dict(ranks=6, heads=1, a=1, b=6, layout="striped", stripe=16,
+                                              partial_dtype="f32", placement="row-first"))
         result = self.embedded("--tokens", self.prompt, "--tile", "4x1", "--layout", "zigzag", "--heads", 1)
         self.assertEqual((result["plan"]["a"], result["plan"]["b"], result["plan"]["layout"]), (4, 1, "zigzag"))
 
@@ -82,7 +83,8 @@ class CliTest(CliTestCase):
     def test_formats_and_standard_input_agree(self):
         raw = struct.pack(f"<{len(self.ids)}I", *self.ids)
         expected = self.embedded("--tokens", self.prompt, "--tile", "2x2", "--top-k", VOCAB)["top"]
-        for format, data in (("ids", self.prompt.read_bytes()), ("u32le", raw), ("bytes", bytes(self.ids))):
+        for format, data in (("ids", self.prompt.read_bytes()), ("ids", json.dumps(self.ids).encode()),
+                             ("ids", ",".join(map(str, self.ids)).encode()), ("u32le", raw), ("bytes", bytes(self.ids))):
             result = self.embedded("--tokens", "-", "--format", format, "--tile", "2x2", "--top-k", VOCAB, stdin=data)
             self.assertEqual(result["top"], expected, format)
 
@@ -133,7 +135,7 @@ class CliTest(CliTestCase):
             if select.select([master], [], [], 1)[0]:
                 seen += os.read(master, 4096)
         process.send_signal(signal.SIGINT)
-        self.assertEqual(process.wait(TIMEOUT_SECONDS), 1)
+        self.assertEqual(process.wait(TIMEOUT_SECONDS), 128 + signal.SIGINT)
         while select.select([master], [], [], 0.2)[0]:
             try:
                 seen += os.read(master, 4096)
@@ -296,7 +298,14 @@ class CliTest(CliTestCase):
             (["bench", "fft"], r"'fft' is no command"),
             (["bench", "layer", "--q-heads", 4, "--kv-heads", 3, "--hidden", 64], r"key_value_heads"),
             (["--no-such-option"], r"no-such-option|serve, prefill"),
-            (["serve"], r"--config"),
+            (["prefil"], r"'prefil' is no command; did you mean prefill\?"),
+            (["prefil", "--help"], r"'prefil' is no command; did you mean prefill\?"),
+            (["bench", "atention", "--help"], r"'atention' is no command; did you mean attention\?"),
+            (["prefill", "--sever", "h:1"], r"'--sever' is no option; did you mean --server\?"),
+            (["prefill", "--tokens", prompt, "--confg=x"], r"'--confg' is no option; did you mean --config\?"),
+            (["serve"], r"--model DIR or --config"),
+            (["serve", "--listen", "127.0.0.1:0"], r"model\.path: not set"),
+            (["serve", "--model", self.model, "--listen", "here"], r"listen: .*here"),
             (["worker"], r"--config"),
             (["prefill"], r"--tokens"),
             (["prefill", "--tokens", prompt], r"--server HOST:PORT or --config FILE"),
@@ -354,7 +363,8 @@ class CliTest(CliTestCase):
             ("pool:\n  embeded:\n    ranks: 2\n", r"bad\.yaml:2: .*embeded"),
             ("pool:\n  embedded:\n    ranks: many\n", r"bad\.yaml:3: .*ranks"),
             ("pool: [", r"bad\.yaml"),
-            ("listen: 127.0.0.1:0\n", r"model\.path"),
+            ("listen: 127.0.0.1:0\n", r"bad\.yaml: model\.path: not set"),
+            ("", r"bad\.yaml: model\.path: not set"),
         ):
             bad.write_text(text)
             for command in ("prefill", "plan"):

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/gloo/gloo_data_plane.h"
+#include "engine/devices/container_limits.h"
 #include "engine/devices/free_memory.h"
 #include "engine/speed/pool_profile.h"
 #include "engine/speed/pool_speed.h"
@@ -36,7 +37,8 @@ class CpuDevices final : public PoolDevices {
       : ranks_(request.ranks),
         dtype_(request.dtype),
         threads_(request.threads > 0 ? request.threads
-                                     : std::max(1, static_cast<int>(std::thread::hardware_concurrency()))) {}
+                                     : DefaultThreads(static_cast<int>(std::thread::hardware_concurrency()),
+                                                      ReadContainerLimits())) {}
 
   int count() const override { return 1; }
   std::string DeviceName(int) const override { return "cpu"; }

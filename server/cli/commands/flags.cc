@@ -105,6 +105,15 @@ CLI::Option* ConfigFlags::AddTo(CLI::App& app) {
   return config;
 }
 
-absl::StatusOr<v1::Config> ConfigFlags::Load() const { return LoadConfig(path, overrides); }
+absl::StatusOr<v1::Config> ConfigFlags::Load() const {
+  return LoadConfig(path, overrides, ConfigReader::kServe);
+}
+
+absl::Status ConfigFlags::CheckModelPath(const v1::Config& config) const {
+  if (!config.model().path().empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(path.empty() ? "" : path + ": ",
+                                                 "model.path: not set; name a Hugging Face folder, "
+                                                 "also with --set model.path=DIR"));
+}
 
 }  // namespace meshfill

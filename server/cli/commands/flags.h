@@ -61,6 +61,8 @@ struct ConfigFlags {
   // Returns the option --config, so that a command can require it.
   CLI::Option* AddTo(CLI::App& app);
   absl::StatusOr<v1::Config> Load() const;
+  // INVALID_ARGUMENT: `config`, which Load returned, names no model.
+  absl::Status CheckModelPath(const v1::Config& config) const;
 };
 
 }  // namespace meshfill

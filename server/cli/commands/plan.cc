@@ -29,9 +29,6 @@ namespace {
 
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
-  if (options.model_path.empty()) {
-    return absl::InvalidArgumentError("the config has no model.path; set it, or give --set model.path=DIR");
-  }
   const std::string path = absl::StrCat(options.model_path, "/config.json");
   std::ifstream file(path, std::ios::binary);
   if (!file)
@@ -79,6 +76,7 @@ class PlanCommand : public Command {
       RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
     ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    RETURN_IF_ERROR(config_.CheckModelPath(config));
     EngineOptions options = ToEngineOptions(config);
     const int ranks = ranks_.value_or(options.ranks);
     const bool workers = !config.pool().control_listen().empty();

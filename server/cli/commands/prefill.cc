@@ -159,8 +159,10 @@ class PrefillCommand : public Command {
         ->type_name("FILE")
         ->required()
         ->group("Prompt");
-    AddParsedOption(*app_, "--format", format_, ParseTokenFormat, "NAME",
-                    "ids: decimal, between white space (default); u32le: raw; bytes: each byte is an id")
+    AddParsedOption(
+        *app_, "--format", format_, ParseTokenFormat, "NAME",
+        "ids: decimal, with white space or commas between them, or a JSON list (default); u32le: raw; "
+        "bytes: each byte is an id")
         ->group("Prompt");
   }
 
@@ -198,13 +200,11 @@ class PrefillCommand : public Command {
 
   absl::StatusOr<Outcome> RunEmbedded(std::span<const uint32_t> tokens) {
     ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    if (!model_path_.empty()) config.mutable_model()->set_path(model_path_);
+    RETURN_IF_ERROR(config_.CheckModelPath(config));
     EngineOptions engine_options = ToEngineOptions(config);
-    if (!model_path_.empty()) engine_options.model_path = model_path_;
     if (ranks_.has_value()) engine_options.ranks = *ranks_;
     if (dtype_.has_value()) engine_options.dtype = dtype_;
-    if (engine_options.model_path.empty()) {
-      return absl::InvalidArgumentError("the config has no model.path; set it, or give --model DIR");
-    }
 
     StopSwitch stop;
     CancelWatch watch(Deadline(), [&stop] { stop.Stop(); });

@@ -1,12 +1,14 @@
 #include "server/cli/commands/simulate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "engine/sim/simulator.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
@@ -17,6 +19,53 @@
 
 namespace meshfill {
 namespace {
+
+// As people write it; StrategyName is what scenarios and JSON have.
+const char* StrategyTitle(sim::StrategyKind kind) {
+  switch (kind) {
+    case sim::StrategyKind::kRing:
+      return "Ring Attention";
+    case sim::StrategyKind::kPassQ:
+      return "Ring of queries";
+    case sim::StrategyKind::kPaperMesh:
+      return "Mesh-Attention (paper)";
+    case sim::StrategyKind::kUlysses:
+      return "Ulysses";
+    case sim::StrategyKind::kUsp:
+      return "USP";
+    case sim::StrategyKind::kBurst:
+      return "BurstAttention";
+    case sim::StrategyKind::kLoongTrain:
+      return "LoongTrain";
+    case sim::StrategyKind::kStarTrail:
+      return "StarTrail";
+    case sim::StrategyKind::kTwoWayRing:
+      return "Two-way ring";
+    case sim::StrategyKind::kTensorParallel:
+      return "Tensor parallelism";
+    case sim::StrategyKind::kPlanned:
+      return "Meshfill's plan";
+    case sim::StrategyKind::kPlannedLanes:
+      return "The same, two lanes";
+  }
+  return "?";
+}
+
+std::string LinkText(const Link& link) {
+  return absl::StrFormat("%.4g GB/s and %.4g µs", link.bytes_per_second / 1e9, link.latency_seconds * 1e6);
+}
+
+// "nodes of 8 GPUs, 180 TFLOP/s each; in a node …".
+std::string ClusterText(const sim::Cluster& cluster) {
+  const std::string node =
+      std::isinf(cluster.node_bytes_per_second)
+          ? ""
+          : absl::StrFormat(", %.4g GB/s out of a node", cluster.node_bytes_per_second / 1e9);
+  return absl::StrFormat(
+      "Nodes of %d GPUs, %.4g TFLOP/s of attention each. A flow in a node: %s. Between nodes: %s%s.",
+      cluster.gpus_per_node, cluster.attention_flops_per_second / 1e12, LinkText(cluster.same_node),
+      LinkText(cluster.between_nodes), node);
+}
 
 class SimulateCommand : public Command {
  public:
@@ -70,13 +119,13 @@ class SimulateCommand : public Command {
       const sim::PassResult& pass = result.passes.front();
       ASSIGN_OR_RETURN(sim::Simulation simulation, sim::Simulate(pass.program, pass.placement, report.cluster,
                                                                  sim::Recording::kTimeline));
-      strategies.push_back({.name = sim::StrategyName(result.kind),
+      strategies.push_back({.name = StrategyTitle(result.kind),
                             .settings = pass.settings,
                             .timeline = std::move(simulation.timeline)});
     }
     const std::string title = absl::StrCat("Simulated attention of ", comparison.job.tokens, " tokens on ",
                                            comparison.gpus, " GPUs: one layer");
-    return WriteTextFile(svg_path_, SimulationSvg(title, std::move(strategies)));
+    return WriteTextFile(svg_path_, SimulationSvg(title, ClusterText(report.cluster), std::move(strategies)));
   }
 
   std::string scenario_;

@@ -5,6 +5,7 @@
 #include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
 #include "server/config/address.h"
+#include "server/config/config.h"
 #include "server/worker.h"
 
 namespace meshfill {
@@ -22,7 +23,8 @@ class WorkerCommand : public Command {
   }
 
   absl::Status Run() override {
-    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
+    ASSIGN_OR_RETURN(v1::Config config, LoadConfig(config_.path, config_.overrides, ConfigReader::kWorker));
+    RETURN_IF_ERROR(config_.CheckModelPath(config));
     if (const auto address = ParseHostPort(join_); !address.ok()) return address.status();
     return RunWorker(config, join_);
   }

@@ -76,12 +76,54 @@ TEST(TokenDecoder, NamesTheLineAndColumnOfWhatIsWrong) {
   ExpectError(TokenFormat::kIds, "1 2\n3 x4\n", absl::StatusCode::kInvalidArgument,
               "prompt:2:3: unexpected 'x'");
   ExpectError(TokenFormat::kIds, "1 -2", absl::StatusCode::kInvalidArgument, "prompt:1:3: unexpected '-'");
-  ExpectError(TokenFormat::kIds, "1,2", absl::StatusCode::kInvalidArgument, "prompt:1:2: unexpected ','");
   ExpectError(TokenFormat::kIds, "\n\n\xff", absl::StatusCode::kInvalidArgument,
               "prompt:3:1: unexpected '\\xff'");
   ExpectError(TokenFormat::kIds, "7\n4294967296", absl::StatusCode::kInvalidArgument, "above 4294967295");
   ExpectError(TokenFormat::kIds, "99999999999999999999999999", absl::StatusCode::kInvalidArgument,
               "above 4294967295");
+}
+
+// As tokenizers in Python print them, and as one file of comma-separated values has them.
+TEST(TokenDecoder, ReadsJsonListsAndCommasInRandomPieces) {
+  const uint32_t seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  const auto space = [&] { return std::string(random() % 3, " \t\n\r"[random() % 4]); };
+  for (int round = 0; round < 200; ++round) {
+    std::vector<uint32_t> ids(1 + random() % 50);
+    const bool brackets = random() % 2 == 0;
+    std::string text = space() + (brackets ? "[" : "");
+    for (size_t i = 0; i < ids.size(); ++i) {
+      ids[i] = static_cast<uint32_t>(random());
+      text += (i == 0 ? "" : ",") + space() + std::to_string(ids[i]) + space();
+    }
+    text += brackets ? "]" + space() : "";
+    TokenDecoder decoder(TokenFormat::kIds, "prompt");
+    for (size_t begin = 0; begin < text.size();) {
+      const std::string piece = RandomPiece(text, begin, random);
+      ASSERT_TRUE(decoder.Decode(piece).ok()) << text;
+      begin += piece.size();
+    }
+    const absl::StatusOr<std::vector<uint32_t>> decoded = decoder.Finish();
+    ASSERT_TRUE(decoded.ok()) << decoded.status() << text;
+    EXPECT_EQ(*decoded, ids);
+  }
+}
+
+TEST(TokenDecoder, RefusesBrokenLists) {
+  for (const auto& [text, problem] :
+       {std::pair("1,,2", "prompt:1:3: unexpected ',': an id is missing after the comma"),
+        std::pair(",1", "prompt:1:1: unexpected ',': an id is missing before the comma"),
+        std::pair("[1,]", "prompt:1:4: unexpected ']': an id is missing after the comma"),
+        std::pair("1]", "prompt:1:2: unexpected ']': no list has begun"),
+        std::pair("1 [2]", "prompt:1:3: unexpected '[': a list begins the file"),
+        std::pair("[[1]]", "prompt:1:2: unexpected '[': a list begins the file"),
+        std::pair("[1] 2", "prompt:1:5: the list has ended"),
+        std::pair("[1]\n,", "prompt:2:1: unexpected ','"), std::pair("[1, 2", "ends before the list's ']'"),
+        std::pair("1, ", "ends after a comma"), std::pair("[]", "holds no tokens"),
+        std::pair("{\"ids\": [1]}", "prompt:1:1: unexpected '{'")}) {
+    ExpectError(TokenFormat::kIds, text, absl::StatusCode::kInvalidArgument, problem);
+  }
 }
 
 TEST(TokenDecoder, CountsLinesAcrossPieces) {

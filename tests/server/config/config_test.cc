@@ -45,8 +45,11 @@ TEST_F(ConfigTest, EveryExampleLoads) {
   int examples = 0;
   for (const auto& entry : std::filesystem::directory_iterator(MESHFILL_CONFIGS)) {
     if (entry.path().extension() != ".yaml") continue;
-    const auto config = LoadConfig(entry.path());
+    const bool worker = entry.path().filename() == "worker.yaml";
+    const auto config = LoadConfig(entry.path(), {}, worker ? ConfigReader::kWorker : ConfigReader::kServe);
     EXPECT_TRUE(config.ok()) << config.status();
+    const auto swapped = LoadConfig(entry.path(), {}, worker ? ConfigReader::kServe : ConfigReader::kWorker);
+    EXPECT_EQ(swapped.status().code(), absl::StatusCode::kInvalidArgument) << entry.path();
     ++examples;
   }
   EXPECT_GE(examples, 1);
@@ -60,6 +63,42 @@ TEST_F(ConfigTest, LocalExampleSaysWhatItSets) {
   EXPECT_EQ(config->limits().max_message_bytes(), 4u << 20);
   EXPECT_EQ(config->queue().max_wait().seconds(), 3600);
   EXPECT_EQ(config->queue().max_age().seconds(), 600);
+}
+
+// What one of the two processes would not read is refused there, wherever it was set.
+TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
+  std::ofstream(path_) << "model: {path: m}\n";
+  const auto refusal = [&](const std::string& assignment, ConfigReader reader) {
+    const auto config = LoadConfig(path_, std::vector<std::string>{assignment}, reader);
+    return config.ok() ? "accepted" : std::string(config.status().message());
+  };
+  for (const char* assignment : {"pool.worker.ranks=2", "kv.listen=127.0.0.1:0", "pool.worker.name=a"}) {
+    EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
+    EXPECT_NE(refusal(assignment, ConfigReader::kServe).find("`meshfill worker` alone reads this key"),
+              std::string::npos);
+  }
+  for (const char* assignment :
+       {"listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0", "queue.max_tokens=5", "plan.stripe=8",
+        "pool.control_listen=127.0.0.1:0", "pool.embedded.ranks=2", "pool.measure_links=true"}) {
+    EXPECT_EQ(refusal(assignment, ConfigReader::kServe), "accepted");
+    EXPECT_NE(refusal(assignment, ConfigReader::kWorker).find("`meshfill serve` alone reads this key"),
+              std::string::npos);
+  }
+  for (const char* assignment : {"model.dtype=f32", "pool.silence_timeout=3s", "limits.drain_timeout=5s",
+                                 "plan.profile_path=x", "pool.tls.insecure=true"}) {
+    EXPECT_EQ(refusal(assignment, ConfigReader::kServe), "accepted");
+    EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
+  }
+  EXPECT_EQ(refusal("pool.worker.ranks=2", ConfigReader::kServe).substr(0, 20), "--set: pool.worker: ");
+}
+
+TEST_F(ConfigTest, TooLittleMemoryIsRefused) {
+  EXPECT_EQ(Refusal("pool: {embedded: {memory_bytes: 1KiB}}"),
+            "FILE:1: pool.embedded.memory_bytes: 1024 bytes are too few; give 1MiB or more");
+  EXPECT_NE(Refusal("pool: {worker: {memory_bytes: 5KiB}}").find("pool.worker.memory_bytes"),
+            std::string::npos);
+  EXPECT_TRUE(Load("pool: {embedded: {memory_bytes: 1MiB}}").ok());
+  EXPECT_TRUE(Load("pool: {embedded: {memory_bytes: 0B}}").ok());
 }
 
 TEST_F(ConfigTest, DefaultsAreFilledIn) {

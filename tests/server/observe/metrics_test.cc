@@ -43,7 +43,7 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.SetQueue({.requests = 3, .tokens = 4096, .running_tokens = 1000});
   metrics.OnPrefillStart(0.02);
   metrics.OnPrefillDone(RunOnce(engine, 1000));
-  metrics.OnFirstToken(2.25);
+  metrics.OnFirstToken(2.25, 100000);
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
 
@@ -65,6 +65,13 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_ttft_seconds_sum", 2.25},
       {"meshfill_ttft_seconds_bucket{le=\"0.1\"}", 0},
       {"meshfill_ttft_seconds_bucket{le=\"3600\"}", 1},
+      {"meshfill_ttft_by_prompt_seconds_count{up_to=\"65536\"}", 0},
+      {"meshfill_ttft_by_prompt_seconds_sum{up_to=\"524288\"}", 2.25},
+      {"meshfill_ttft_by_prompt_seconds_bucket{up_to=\"524288\",le=\"14400\"}", 1},
+      {"meshfill_ttft_by_prompt_seconds_count{up_to=\"+Inf\"}", 0},
+      {"meshfill_request_prompt_tokens_bucket{le=\"65536\"}", 0},
+      {"meshfill_request_prompt_tokens_bucket{le=\"262144\"}", 1},
+      {"meshfill_request_prompt_tokens_sum", 100000},
       {"meshfill_prefill_seconds_sum", 2},
       {"meshfill_prompt_tokens_total", 1000},
       {"meshfill_comm_wait_seconds_total{op=\"recv_q\",rank=\"0\"}", 0.125},

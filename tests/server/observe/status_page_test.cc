@@ -1,5 +1,6 @@
 #include "server/observe/status_page.h"
 
+#include <algorithm>
 #include <string>
 
 #include "gtest/gtest.h"
@@ -27,7 +28,25 @@ TEST(StatusJsonTest, SaysThePoolAndNoPrefillYet) {
   EXPECT_EQ(status.at("pool").at("state"), "STATE_READY");
   EXPECT_EQ(status.at("pool").at("ranks"), 4);
   EXPECT_EQ(status.at("pool").at("running_request_id"), "</script>\"\n");
-  EXPECT_EQ(status.at("pool").at("queued_tokens"), "1048576");  // 64 bits, as protobuf's JSON form has them
+  EXPECT_EQ(status.at("pool").at("queued_tokens"), 1 << 20);  // a number, not protobuf's string
+}
+
+// Programs need no defaults of their own: zeros and empty lists are there.
+TEST(StatusJsonTest, HasEveryField) {
+  v1::PoolStatus pool;
+  pool.add_requests()->set_tokens(uint64_t{3} << 32);
+  pool.add_workers()->set_first_rank(-1);
+  const auto status = nlohmann::json::parse(StatusJson(pool, nullptr)).at("pool");
+  const auto* type = v1::PoolStatus::descriptor();
+  EXPECT_EQ(status.size(), static_cast<size_t>(type->field_count()));
+  for (int i = 0; i < type->field_count(); ++i)
+    EXPECT_TRUE(status.contains(std::string(type->field(i)->name())));
+  EXPECT_EQ(status.at("queued_requests"), 0);
+  EXPECT_EQ(status.at("running_request_id"), "");
+  EXPECT_EQ(status.at("links"), nlohmann::json::array());
+  EXPECT_EQ(status.at("requests")[0].at("tokens"), uint64_t{3} << 32);
+  EXPECT_EQ(status.at("requests")[0].at("elapsed_seconds"), 0.0);
+  EXPECT_EQ(status.at("workers")[0].at("first_rank"), -1);
 }
 
 TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
@@ -43,6 +62,23 @@ TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
   EXPECT_EQ(last.at("ranks")[3].at("total_seconds"), 6);
   EXPECT_EQ(last.at("ranks")[1].at("wait_seconds"),
             (nlohmann::json{{"recv_q", 0.125}, {"recv_kv", 0.25}, {"send_o", 0.0625}, {"all_to_all", 0}}));
+}
+
+TEST(StatusPagesTest, HealthIsThatOfThePool) {
+  const LastPrefill last_prefill;
+  v1::PoolStatus pool;
+  const auto pages = StatusPages([&pool] { return pool; }, last_prefill);
+  const auto health =
+      std::find_if(pages.begin(), pages.end(), [](const auto& each) { return each.path == "/healthz"; });
+  ASSERT_NE(health, pages.end());
+  for (const auto state :
+       {v1::PoolStatus::STATE_LOADING, v1::PoolStatus::STATE_READY, v1::PoolStatus::STATE_DRAINING}) {
+    for (const uint32_t ranks : {0u, 4u}) {
+      pool.set_state(state);
+      pool.set_ranks(ranks);
+      EXPECT_EQ(health->healthy(), state == v1::PoolStatus::STATE_READY && ranks > 0);
+    }
+  }
 }
 
 TEST(StatusPagesTest, ThePageLoadsNothingFromOutside) {

@@ -171,9 +171,9 @@ TEST_F(ControlStreamTest, TlsWantsACertificateOfItsAuthority) {
 TEST_F(ControlStreamTest, PlainTextStaysOnThisMachine) {
   v1::PoolSection pool;
   pool.set_control_listen("0.0.0.0:0");
-  EXPECT_EQ(ControlService::Start(pool, leader_).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ControlService::Start(pool, leader_).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ControlClient::Make("192.0.2.1:1", {}, worker_).status().code(),
-            absl::StatusCode::kFailedPrecondition);
+            absl::StatusCode::kInvalidArgument);
   pool.mutable_tls()->set_insecure(true);
   EXPECT_TRUE(ControlService::Start(pool, leader_).ok());
   EXPECT_TRUE(ControlClient::Make("192.0.2.1:1", pool.tls(), worker_).ok());

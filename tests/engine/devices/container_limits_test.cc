@@ -1,0 +1,105 @@
+#include "engine/devices/container_limits.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+namespace meshfill {
+namespace {
+
+// A machine's files below a folder of their own.
+class ContainerLimitsTest : public testing::Test {
+ protected:
+  ~ContainerLimitsTest() override { std::filesystem::remove_all(root_); }
+
+  ContainerLimits Read(const std::map<std::string, std::string>& files) {
+    std::filesystem::remove_all(root_);
+    for (const auto& [path, text] : files) {
+      const std::filesystem::path file = root_ + "/" + path;
+      std::filesystem::create_directories(file.parent_path());
+      std::ofstream(file) << text << "\n";
+    }
+    return ReadContainerLimits(root_);
+  }
+
+  const std::string root_ = testing::TempDir() + "cgroup." + std::to_string(getpid());
+};
+
+TEST_F(ContainerLimitsTest, AMachineWithoutGroupsHasNoLimits) {
+  for (const auto& files : {std::map<std::string, std::string>{{"proc/self/other", ""}},
+                            {{"proc/self/cgroup", "0::/"}},
+                            {{"proc/self/cgroup", "nonsense\n::\n0"}},
+                            {{"proc/self/cgroup", "0::/"},
+                             {"sys/fs/cgroup/memory.max", "max"},
+                             {"sys/fs/cgroup/memory.current", "5"},
+                             {"sys/fs/cgroup/cpu.max", "max 100000"}},
+                            {{"proc/self/cgroup", "3:memory:/\n2:cpu,cpuacct:/"},
+                             {"sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"},
+                             {"sys/fs/cgroup/memory/memory.usage_in_bytes", "5"},
+                             {"sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1"},
+                             {"sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000"}}}) {
+    const ContainerLimits limits = Read(files);
+    EXPECT_FALSE(limits.cpus.has_value());
+    EXPECT_FALSE(limits.memory_bytes.has_value());
+    EXPECT_FALSE(limits.free_memory_bytes.has_value());
+  }
+}
+
+TEST_F(ContainerLimitsTest, ReadsAContainersLimitsOfBothVersions) {
+  const std::map<std::string, std::string> v2 = {{"proc/self/cgroup", "0::/"},
+                                                 {"sys/fs/cgroup/memory.max", "1000"},
+                                                 {"sys/fs/cgroup/memory.current", "300"},
+                                                 {"sys/fs/cgroup/cpu.max", "150000 100000"}};
+  const std::map<std::string, std::string> v1 = {
+      {"proc/self/cgroup", "4:cpu,cpuacct:/\n3:memory:/\n1:name=systemd:/"},
+      {"sys/fs/cgroup/memory/memory.limit_in_bytes", "1000"},
+      {"sys/fs/cgroup/memory/memory.usage_in_bytes", "300"},
+      {"sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000"},
+      {"sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000"}};
+  for (const auto& files : {v2, v1}) {
+    const ContainerLimits limits = Read(files);
+    EXPECT_EQ(limits.cpus, 1.5);
+    EXPECT_EQ(limits.memory_bytes, 1000);
+    EXPECT_EQ(limits.free_memory_bytes, 700);
+  }
+}
+
+// A service's own group, with a tighter one above it.
+TEST_F(ContainerLimitsTest, TheTightestOfTheGroupsAboveCounts) {
+  const ContainerLimits limits =
+      Read({{"proc/self/cgroup", "0::/machine.slice/meshfill.service"},
+            {"sys/fs/cgroup/machine.slice/memory.max", "1000"},
+            {"sys/fs/cgroup/machine.slice/memory.current", "990"},
+            {"sys/fs/cgroup/machine.slice/cpu.max", "800000 100000"},
+            {"sys/fs/cgroup/machine.slice/meshfill.service/memory.max", "600"},
+            {"sys/fs/cgroup/machine.slice/meshfill.service/memory.current", "100"},
+            {"sys/fs/cgroup/machine.slice/meshfill.service/cpu.max", "200000 100000"}});
+  EXPECT_EQ(limits.cpus, 2);
+  EXPECT_EQ(limits.memory_bytes, 600);
+  EXPECT_EQ(limits.free_memory_bytes, 10) << "its neighbours have taken the slice's";
+  EXPECT_EQ(Read({{"proc/self/cgroup", "0::/a"},
+                  {"sys/fs/cgroup/a/memory.max", "10"},
+                  {"sys/fs/cgroup/a/memory.current", "20"}})
+                .free_memory_bytes,
+            0);
+}
+
+TEST(DefaultThreads, LeavesRoomBelowALimit) {
+  const auto threads = [](int cores, std::optional<double> cpus) {
+    return DefaultThreads(cores, {.cpus = cpus});
+  };
+  EXPECT_EQ(threads(16, std::nullopt), 16);
+  EXPECT_EQ(threads(16, 16), 16);
+  EXPECT_EQ(threads(16, 64), 16);
+  EXPECT_EQ(threads(64, 16), 15);
+  EXPECT_EQ(threads(64, 2.5), 1);
+  EXPECT_EQ(threads(64, 1), 1);
+  EXPECT_EQ(threads(64, 0.25), 1);
+  EXPECT_EQ(threads(0, std::nullopt), 1);
+}
+
+}  // namespace
+}  // namespace meshfill
