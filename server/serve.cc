@@ -1,6 +1,5 @@
 #include "server/serve.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <future>
 #include <memory>
@@ -22,6 +21,7 @@
 #include "server/observe/metrics.h"
 #include "server/observe/status_page.h"
 #include "server/pool/pool_engine.h"
+#include "server/process_setup.h"
 #include "server/shutdown_signals.h"
 
 namespace meshfill {
@@ -46,7 +46,7 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
     if (!signals.Wait(kPoll)) continue;
     // Nothing has been accepted yet, and a load cannot be interrupted: leave without waiting for it.
     Log("stopped while loading the model");
-    std::fflush(nullptr);
+    FlushLog();
     std::_Exit(EXIT_SUCCESS);
   }
   return loading.get();
@@ -86,9 +86,8 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignal
 }  // namespace
 
 absl::Status Serve(const v1::Config& config) {
-  // gRPC logs a line for many kinds of bad input, so that clients could fill the log; statuses tell all of
-  // it.
-  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
+  SetUpProcess();
+  const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
   Metrics metrics;
   auto front_end = FrontEnd::Start(config, metrics);

@@ -1,18 +1,19 @@
 #include "server/worker.h"
 
-#include <cstdlib>
 #include <memory>
 #include <optional>
 
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 #include "server/pool/worker_process.h"
+#include "server/process_setup.h"
 #include "server/shutdown_signals.h"
 
 namespace meshfill {
 
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
-  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // statuses tell all of it
+  SetUpProcess();
+  const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
   bool draining = false;

@@ -30,8 +30,10 @@ void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder)
   // Clients may ping every 10 s; two faster ones end their connection.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  builder.SetResourceQuota(grpc::ResourceQuota("meshfill").SetMaxThreads(kReflectionThreads));
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10'000);
+  builder.SetResourceQuota(grpc::ResourceQuota("meshfill")
+                               .SetMaxThreads(kReflectionThreads)
+                               .Resize(static_cast<size_t>(limits.channel_memory_bytes())));
   builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
 }
 

@@ -53,6 +53,13 @@ const char* PhaseName(PrefillQueue::Phase phase) {
   return "?";
 }
 
+LiveStreams::Limits StreamLimits(const v1::LimitsSection& limits) {
+  return {.upload_timeout = ToDuration(limits.upload_timeout()),
+          .upload_tokens_per_second = static_cast<double>(limits.upload_tokens_per_second()),
+          .result_timeout = ToDuration(limits.result_timeout()),
+          .unread_bytes = static_cast<int64_t>(limits.unread_bytes())};
+}
+
 KvService::Options KvOptions(const v1::Config& config) {
   return {.lease = ToDuration(config.kv().lease()),
           .max_lease = ToDuration(config.kv().max_lease()),
@@ -70,7 +77,14 @@ class RefusedStream final : public Reactor {
 
 }  // namespace
 
-class FrontEnd::Service final : public v1::PrefillService::CallbackService {
+// Prefill's messages come as bytes (prefill_stream.h).
+using ServiceBase =
+    v1::PrefillService::WithRawCallbackMethod_Prefill<v1::PrefillService::WithCallbackMethod_FetchKv<
+        v1::PrefillService::WithCallbackMethod_RenewKv<v1::PrefillService::WithCallbackMethod_ReleaseKv<
+            v1::PrefillService::WithCallbackMethod_Cancel<v1::PrefillService::WithCallbackMethod_Plan<
+                v1::PrefillService::WithCallbackMethod_GetPool<v1::PrefillService::Service>>>>>>>;
+
+class FrontEnd::Service final : public ServiceBase {
  public:
   Service(const v1::Config& config, Metrics& metrics)
       : queue_limits_(QueueLimits(config.queue())),
@@ -78,7 +92,9 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
             config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
         metrics_(metrics),
         kv_options_(KvOptions(config)),
-        live_(ToDuration(config.limits().upload_timeout())) {
+        max_top_k_(static_cast<int>(config.limits().max_top_k())),
+        return_logits_(config.limits().return_logits()),
+        live_(StreamLimits(config.limits())) {
     metrics_.SetPool(PoolState::kLoading, embedded_ranks_);
   }
 
@@ -89,9 +105,8 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, grpc::InsecureServerCredentials(), builder));
-    server_ = std::move(listener.server);
-    address_ = std::move(listener.address);
+    ASSIGN_OR_RETURN(port_, ListenAt(address, static_cast<int>(config.limits().max_connections()),
+                                     grpc::InsecureServerCredentials(), builder));
     SetHealth(false);
     return absl::OkStatus();
   }
@@ -115,6 +130,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   void StartDrain() {
     SetHealth(false);
     if (queue_ != nullptr) queue_->Drain();
+    live_.StartDrain();
     if (members().empty()) metrics_.SetPool(PoolState::kDraining, ranks());
     state_.store(PoolState::kDraining, std::memory_order_release);
   }
@@ -124,19 +140,19 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   }
 
   void Stop() {
-    if (server_ == nullptr) return;
+    if (port_.server == nullptr) return;
     StartDrain();
     if (queue_ != nullptr)
       queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
-    server_->Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
+    port_.Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
     live_.WaitUntilNone(absl::InfiniteFuture());
     if (kv_ != nullptr) kv_->WaitUntilNoStream();
     queue_.reset();
     kv_.reset();
-    server_.reset();
+    port_.server.reset();
   }
 
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return port_.address; }
   const LastPrefill& last_prefill() const { return last_prefill_; }
 
   PrefillReactor* Prefill(grpc::CallbackServerContext* context) override {
@@ -144,7 +160,13 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
       metrics_.OnRequestDone(status.code());
       return new RefusedStream<PrefillReactor>(status);
     }
-    return PrefillStream::Start(context, {*engine_, *queue_, live_, metrics_, kv_.get()});
+    return PrefillStream::Start(context, {.engine = *engine_,
+                                          .queue = *queue_,
+                                          .live = live_,
+                                          .metrics = metrics_,
+                                          .kv = kv_.get(),
+                                          .max_top_k = max_top_k_,
+                                          .return_logits = return_logits_});
   }
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
@@ -291,7 +313,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   }
 
   void SetHealth(bool ready) {
-    server_->GetHealthCheckService()->SetServingStatus(v1::PrefillService::service_full_name(), ready);
+    port_.server->GetHealthCheckService()->SetServingStatus(v1::PrefillService::service_full_name(), ready);
   }
 
   const PrefillQueue::Limits queue_limits_;
@@ -299,6 +321,8 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   Metrics& metrics_;
   LastPrefill last_prefill_;
   const KvService::Options kv_options_;
+  const int max_top_k_;
+  const bool return_logits_;
   LiveStreams live_;
   // engine_, queue_ and kv_ are set before it leaves kLoading
   std::atomic<PoolState> state_{PoolState::kLoading};
@@ -306,8 +330,7 @@ class FrontEnd::Service final : public v1::PrefillService::CallbackService {
   std::unique_ptr<PrefillQueue> queue_;
   std::unique_ptr<StoreLeases> store_leases_;  // null: the engine has no store
   std::unique_ptr<KvService> kv_;              // null: the engine keeps no K and V
-  std::unique_ptr<grpc::Server> server_;
-  std::string address_;
+  GrpcListener port_;
 };
 
 FrontEnd::FrontEnd(std::unique_ptr<Service> service) : service_(std::move(service)) {}

@@ -1,24 +1,38 @@
 #include "server/api/grpc_listener.h"
 
-#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
-absl::StatusOr<GrpcListener> ListenAt(HostPort address,
+using Builder = grpc::ServerBuilder::experimental_type;
+
+void GrpcListener::Shutdown(std::chrono::system_clock::time_point deadline) {
+  acceptor.reset();  // first: gRPC takes no connection once it shuts down
+  server->Shutdown(deadline);
+}
+
+absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials,
                                       grpc::ServerBuilder& builder) {
-  int port = 0;
-  builder.AddListeningPort(address.DebugString(), credentials, &port);
+  ASSIGN_OR_RETURN(auto acceptor, ConnectionAcceptor::Bind(address, max_connections));
+  std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> connections =
+      builder.experimental().AddExternalConnectionAcceptor(Builder::ExternalConnectionType::FROM_FD,
+                                                           credentials);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr || port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address.DebugString(), "; choose another port"));
+  if (server == nullptr) {
+    return absl::UnavailableError(absl::StrCat("gRPC cannot serve at ", address.DebugString()));
   }
-  address.port = static_cast<uint16_t>(port);
-  return GrpcListener{.server = std::move(server), .address = address.DebugString()};
+  acceptor->Start([connections](int listener, int connection) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
+    parameters.listener_fd = listener;
+    parameters.fd = connection;
+    connections->HandleNewConnection(&parameters);
+  });
+  std::string real = acceptor->address().DebugString();
+  return GrpcListener{std::move(server), std::move(acceptor), std::move(real)};
 }
 
 }  // namespace meshfill

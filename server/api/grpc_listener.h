@@ -2,24 +2,30 @@
 #ifndef MESHFILL_SERVER_API_GRPC_LISTENER_H_
 #define MESHFILL_SERVER_API_GRPC_LISTENER_H_
 
+#include <chrono>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
+#include "server/api/connection_acceptor.h"
 #include "server/config/address.h"
 
 namespace meshfill {
 
 struct GrpcListener {
   std::unique_ptr<grpc::Server> server;
-  std::string address;  // HOST:PORT, the real port
+  std::unique_ptr<ConnectionAcceptor> acceptor;  // null after Shutdown
+  std::string address;                           // HOST:PORT, the real port
+
+  // Closes the port. Calls that are live at the deadline are cancelled.
+  void Shutdown(std::chrono::system_clock::time_point deadline);
 };
 
 // Starts what was built, at `address`, whose port 0 stands for any that is free. UNAVAILABLE: another has the
 // port.
-absl::StatusOr<GrpcListener> ListenAt(HostPort address,
+absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials,
                                       grpc::ServerBuilder& builder);
 

@@ -8,9 +8,13 @@
 #include "kernels/mutex.h"
 
 namespace meshfill {
+namespace {
 
-LiveStreams::LiveStreams(absl::Duration upload_timeout)
-    : upload_timeout_(upload_timeout), watcher_([this] { Watch(); }) {}
+constexpr absl::Duration kDrainRead = absl::Seconds(3);
+
+}  // namespace
+
+LiveStreams::LiveStreams(const Limits& limits) : limits_(limits), watcher_([this] { Watch(); }) {}
 
 LiveStreams::~LiveStreams() {
   {
@@ -24,23 +28,67 @@ LiveStreams::~LiveStreams() {
 void LiveStreams::Add(std::shared_ptr<Stream> stream) {
   const MutexLock lock(mu_);
   Stream* key = stream.get();
-  streams_[key] = {std::move(stream), MonotonicNow() + upload_timeout_};
+  const absl::Time now = MonotonicNow();
+  streams_[key] = {.stream = std::move(stream), .begin = now, .overdue_at = now + limits_.upload_timeout};
   changed_.NotifyAll();
 }
 
-void LiveStreams::OnMessage(Stream* stream) {
+void LiveStreams::OnMessage(Stream* stream, int64_t tokens_so_far) {
   const MutexLock lock(mu_);
+  const auto entry = streams_.find(stream);
+  if (entry == streams_.end()) return;
   // The watcher need not wake: it finds the later time when it looks at the earlier one.
-  if (const auto entry = streams_.find(stream); entry != streams_.end()) {
-    entry->second.idle_at = MonotonicNow() + upload_timeout_;
+  absl::Time from = MonotonicNow();
+  if (limits_.upload_tokens_per_second > 0) {
+    const double paid_seconds = static_cast<double>(tokens_so_far) / limits_.upload_tokens_per_second;
+    from = std::min(from, entry->second.begin + absl::Seconds(paid_seconds));
   }
+  entry->second.overdue_at = from + limits_.upload_timeout;
 }
 
 void LiveStreams::UploadDone(Stream* stream) {
   const MutexLock lock(mu_);
   if (const auto entry = streams_.find(stream); entry != streams_.end()) {
-    entry->second.idle_at = absl::InfiniteFuture();
+    entry->second.overdue_at = absl::InfiniteFuture();
   }
+}
+
+void LiveStreams::Ended(Stream* stream, int64_t unread_bytes) {
+  const MutexLock lock(mu_);
+  const auto entry = streams_.find(stream);
+  if (entry == streams_.end()) return;
+  entry->second.overdue_at = absl::InfiniteFuture();
+  entry->second.read_by =
+      MonotonicNow() + (draining_ ? std::min(kDrainRead, limits_.result_timeout) : limits_.result_timeout);
+  entry->second.unread_bytes = unread_bytes;
+  unread_bytes_ += unread_bytes;
+  BoundUnread();
+  changed_.NotifyAll();
+}
+
+void LiveStreams::BoundUnread() {
+  while (unread_bytes_ > limits_.unread_bytes) {
+    Entry* oldest = nullptr;
+    int unread = 0;
+    for (auto& [key, entry] : streams_) {
+      if (entry.unread_bytes == 0) continue;
+      ++unread;
+      if (oldest == nullptr || entry.read_by < oldest->read_by) oldest = &entry;
+    }
+    if (unread <= 1) return;  // the newest
+    oldest->read_by = absl::InfinitePast();
+    unread_bytes_ -= std::exchange(oldest->unread_bytes, 0);
+  }
+}
+
+void LiveStreams::StartDrain() {
+  const MutexLock lock(mu_);
+  draining_ = true;
+  const absl::Time read_by = MonotonicNow() + kDrainRead;
+  for (auto& [key, entry] : streams_) {
+    if (entry.read_by != absl::InfiniteFuture()) entry.read_by = std::min(entry.read_by, read_by);
+  }
+  changed_.NotifyAll();
 }
 
 void LiveStreams::Remove(Stream* stream) {
@@ -48,6 +96,7 @@ void LiveStreams::Remove(Stream* stream) {
   const MutexLock lock(mu_);
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
+  unread_bytes_ -= entry->second.unread_bytes;
   last = std::move(entry->second.stream);
   streams_.erase(entry);
   changed_.NotifyAll();
@@ -69,27 +118,36 @@ bool LiveStreams::WaitUntilNone(absl::Time deadline) {
   return streams_.empty();
 }
 
-absl::Time LiveStreams::EarliestIdle() const {
+absl::Time LiveStreams::EarliestDeadline() const {
   absl::Time earliest = absl::InfiniteFuture();
-  for (const auto& [key, entry] : streams_) earliest = std::min(earliest, entry.idle_at);
+  for (const auto& [key, entry] : streams_) {
+    earliest = std::min({earliest, entry.overdue_at, entry.read_by});
+  }
   return earliest;
 }
 
 void LiveStreams::Watch() {
   while (true) {
-    std::vector<std::shared_ptr<Stream>> idle;
+    std::vector<std::shared_ptr<Stream>> overdue, unread;
     {
       MutexLock lock(mu_);
-      if (!stopping_) changed_.WaitUntil(mu_, EarliestIdle());
+      if (!stopping_) changed_.WaitUntil(mu_, EarliestDeadline());
       if (stopping_) return;
       const absl::Time now = MonotonicNow();
       for (auto& [key, entry] : streams_) {
-        if (entry.idle_at > now) continue;
-        entry.idle_at = absl::InfiniteFuture();
-        idle.push_back(entry.stream);
+        if (entry.overdue_at <= now) {
+          entry.overdue_at = absl::InfiniteFuture();
+          overdue.push_back(entry.stream);
+        }
+        if (entry.read_by <= now) {
+          entry.read_by = absl::InfiniteFuture();
+          unread_bytes_ -= std::exchange(entry.unread_bytes, 0);
+          unread.push_back(entry.stream);
+        }
       }
     }
-    for (const auto& stream : idle) stream->OnUploadIdle();
+    for (const auto& stream : overdue) stream->OnUploadOverdue();
+    for (const auto& stream : unread) stream->OnResultUnread();
   }
 }
 

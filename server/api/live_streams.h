@@ -1,11 +1,12 @@
-// The live Prefill streams of a front-end: ends uploads that stand still, and knows when the last stream is
-// gone.
+// The live Prefill streams of a front-end: ends uploads that stand still or are too slow, and results that
+// nobody reads; knows when the last stream is gone.
 //
 // One thread watches all streams. Thread-safe; a stream may call in while it holds its own lock, since
 // nothing is called back under the lock of this class.
 #ifndef MESHFILL_SERVER_API_LIVE_STREAMS_H_
 #define MESHFILL_SERVER_API_LIVE_STREAMS_H_
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,21 +23,35 @@ class LiveStreams {
   class Stream {
    public:
     virtual ~Stream() = default;
-    // No message came for the upload timeout. May be called once more after UploadDone or a late message.
-    virtual void OnUploadIdle() = 0;
+    // No message came for the upload timeout, or the upload is behind the slowest pace. May be called once
+    // more after UploadDone or a late message.
+    virtual void OnUploadOverdue() = 0;
+    // Its result was not read in time, or others need the memory.
+    virtual void OnResultUnread() = 0;
     // Ends the stream if it is live and of this request and tenant. Whether it was.
     virtual bool CancelRequest(const std::string& request_id, const std::string& tenant) = 0;
   };
 
-  explicit LiveStreams(absl::Duration upload_timeout);
+  struct Limits {
+    absl::Duration upload_timeout = absl::Seconds(30);  // between two messages, and behind the pace
+    double upload_tokens_per_second = 0;                // the slowest pace; 0: any
+    absl::Duration result_timeout = absl::Seconds(30);
+    int64_t unread_bytes = INT64_MAX;  // in all results but the newest
+  };
+
+  explicit LiveStreams(const Limits& limits);
   ~LiveStreams();  // no stream is live any more
 
-  absl::Duration upload_timeout() const { return upload_timeout_; }
+  const Limits& limits() const { return limits_; }
 
-  void Add(std::shared_ptr<Stream> stream);  // its upload's clock starts
-  void OnMessage(Stream* stream);            // the clock starts again
-  void UploadDone(Stream* stream);           // the clock stops
+  void Add(std::shared_ptr<Stream> stream);               // its upload's clock starts
+  void OnMessage(Stream* stream, int64_t tokens_so_far);  // the clock starts again
+  void UploadDone(Stream* stream);                        // the clock stops
+  void Ended(Stream* stream, int64_t unread_bytes);       // its answer waits to be read
   void Remove(Stream* stream);
+
+  // From now on answers are to be read within a few seconds.
+  void StartDrain();
 
   // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant.
   bool CancelRequest(const std::string& request_id, const std::string& tenant);
@@ -46,17 +61,24 @@ class LiveStreams {
 
  private:
   struct Entry {
-    std::shared_ptr<Stream> stream;  // shared: the watcher may be in OnUploadIdle while the stream ends
-    absl::Time idle_at;
+    std::shared_ptr<Stream> stream;  // shared: the watcher may be calling it while the stream ends
+    absl::Time begin;
+    absl::Time overdue_at;                        // its upload
+    absl::Time read_by = absl::InfiniteFuture();  // its answer
+    int64_t unread_bytes = 0;
   };
 
   void Watch();
-  absl::Time EarliestIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Time EarliestDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Lets the results that have waited longest be dropped, until the others fit the bound.
+  void BoundUnread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const absl::Duration upload_timeout_;
+  const Limits limits_;
   Mutex mu_;
   CondVar changed_;
   std::map<Stream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
+  int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // of the results that are not to be dropped yet
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread watcher_;
 };

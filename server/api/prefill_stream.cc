@@ -12,6 +12,7 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "meshfill/v1/prefill.grpc.pb.h"  // how its messages become bytes
 #include "server/api/plan_proto.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
@@ -64,12 +65,16 @@ PrefillReactor* PrefillStream::Start(grpc::CallbackServerContext* context,
   std::shared_ptr<PrefillStream> stream(new PrefillStream(context, environment));
   stream->self_ = stream;
   environment.live.Add(stream);
-  stream->StartRead(&stream->incoming_);
+  stream->StartRead(&stream->received_);
   return stream.get();
 }
 
 PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment)
-    : environment_(environment), context_(context), begin_(MonotonicNow()), deadline_(DeadlineOf(*context)) {}
+    : environment_(environment),
+      context_(context),
+      begin_(MonotonicNow()),
+      deadline_(DeadlineOf(*context)),
+      last_message_at_(begin_) {}
 
 void PrefillStream::OnReadDone(bool ok) {
   const MutexLock lock(mu_);
@@ -79,15 +84,23 @@ void PrefillStream::OnReadDone(bool ok) {
     status.ok() ? Pump() : End(status);
     return;
   }
-  environment_.live.OnMessage(this);
-  if (const absl::Status status = TakeMessage(); !status.ok()) {
+  const absl::Status status = TakeMessage();
+  last_message_at_ = MonotonicNow();
+  environment_.live.OnMessage(this, std::ssize(tokens_));
+  if (!status.ok()) {
     End(status);
     return;
   }
-  StartRead(&incoming_);
+  StartRead(&received_);
 }
 
 absl::Status PrefillStream::TakeMessage() {
+  if (!grpc::SerializationTraits<v1::PrefillRequest>::Deserialize(&received_, &incoming_).ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a message after ", tokens_.size(),
+                     " tokens cannot be decoded; send meshfill.v1.PrefillRequest, uncompressed, its texts in "
+                     "UTF-8"));
+  }
   const bool has_header = phase_ != Phase::kHeader;
   switch (incoming_.part_case()) {
     case v1::PrefillRequest::kHeader:
@@ -107,11 +120,7 @@ absl::Status PrefillStream::TakeHeader() {
   RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
-  ASSIGN_OR_RETURN(auto options, ToPrefillOptions(header_.plan()));
-  options_ = options;
-  options_.keep_timeline = true;  // for the status page
-  constexpr uint32_t kMostTopK = std::numeric_limits<int>::max();
-  options_.top_k = static_cast<int>(std::clamp<uint32_t>(header_.top_k(), 1, kMostTopK));
+  RETURN_IF_ERROR(TakeOptions());
   RETURN_IF_ERROR(PrepareKv());
   const int64_t token_count = TokenCount(header_);
   ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
@@ -133,6 +142,22 @@ absl::Status PrefillStream::TakeHeader() {
         absl::StrCat("no memory for ", token_count, " token ids; send fewer"));
   }
   phase_ = Phase::kTokens;
+  return absl::OkStatus();
+}
+
+absl::Status PrefillStream::TakeOptions() {
+  ASSIGN_OR_RETURN(options_, ToPrefillOptions(header_.plan()));
+  options_.keep_timeline = true;  // for the status page
+  if (header_.top_k() > static_cast<uint32_t>(environment_.max_top_k)) {
+    return absl::InvalidArgumentError(absl::StrCat("top_k is ", header_.top_k(), "; this server answers ",
+                                                   environment_.max_top_k,
+                                                   " at most (limits.max_top_k); ask for fewer"));
+  }
+  options_.top_k = std::max(1, static_cast<int>(header_.top_k()));
+  if (header_.return_logits() && !environment_.return_logits) {
+    return absl::InvalidArgumentError(
+        "return_logits is set, but this server returns none (limits.return_logits); use top_k");
+  }
   return absl::OkStatus();
 }
 
@@ -190,6 +215,7 @@ absl::Status PrefillStream::FinishUpload() {
                                                    " came; announce the real count"));
   }
   environment_.live.UploadDone(this);
+  incoming_ = v1::PrefillRequest();
   LookUpPrefix();
   ASSIGN_OR_RETURN(const PrefillQueue::Turn turn,
                    slot_->Submit(std::move(tokens_), options_, shared_from_this()));
@@ -234,13 +260,28 @@ void PrefillStream::OnCancel() {
   if (phase_ != Phase::kEnded) End(CancelReason());
 }
 
-void PrefillStream::OnUploadIdle() {
+void PrefillStream::OnUploadOverdue() {
   const MutexLock lock(mu_);
   if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;
-  End(absl::DeadlineExceededError(absl::StrCat("no message for ",
-                                               absl::FormatDuration(environment_.live.upload_timeout()),
-                                               " (limits.upload_timeout) after ", tokens_.size(), " of ",
-                                               header_.token_count(), " tokens; upload without pauses")));
+  const LiveStreams::Limits& limits = environment_.live.limits();
+  const std::string progress = absl::StrCat(" after ", tokens_.size(), " of ", header_.token_count(),
+                                            " tokens; upload without pauses");
+  const bool idle = MonotonicNow() - last_message_at_ >= limits.upload_timeout;
+  End(absl::DeadlineExceededError(
+      idle ? absl::StrCat("no message for ", absl::FormatDuration(limits.upload_timeout),
+                          " (limits.upload_timeout)", progress)
+           : absl::StrCat("the upload is slower than ", limits.upload_tokens_per_second,
+                          " tokens/s (limits.upload_tokens_per_second)", progress)));
+}
+
+void PrefillStream::OnResultUnread() {
+  const MutexLock lock(mu_);
+  if (done_) return;
+  LogLimited("results that are not read",
+             absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxNameBytes)),
+                          " was answered, but its client does not read (limits.result_timeout, "
+                          "limits.unread_bytes): the answer is dropped"));
+  context_->TryCancel();
 }
 
 bool PrefillStream::CancelRequest(const std::string& request_id, const std::string& tenant) {
@@ -281,7 +322,7 @@ void PrefillStream::End(const absl::Status& status) {
   lease_.reset();
   options_.kv.reset();
   kv_.reset();
-  environment_.live.UploadDone(this);
+  environment_.live.Ended(this, status.ok() ? static_cast<int64_t>(result_.ByteSizeLong()) : 0);
   if (status.ok()) {
     environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_),
                                       static_cast<int64_t>(header_.token_count()));
@@ -309,31 +350,38 @@ void PrefillStream::LogEnd() const {
   }
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
   if (!status_.ok()) absl::StrAppend(&line, " message=", LogQuote(status_.message()));
-  Log(line);
+  status_.ok() ? Log(line) : LogLimited(absl::StatusCodeToString(status_.code()), line);
 }
 
 void PrefillStream::Pump() {
   if (writing_ || finished_) return;
+  v1::PrefillEvent event;
   if (accepted_.has_value()) {
-    *outgoing_.mutable_accepted() = *std::move(accepted_);
-    accepted_.reset();
+    *event.mutable_accepted() = *std::exchange(accepted_, std::nullopt);
   } else if (progress_.has_value()) {
-    *outgoing_.mutable_progress() = *std::move(progress_);
-    progress_.reset();
+    *event.mutable_progress() = *std::exchange(progress_, std::nullopt);
   } else if (phase_ == Phase::kEnded) {
     finished_ = true;
     if (!status_.ok()) {
       Finish(ToGrpcStatus(status_));
       return;
     }
-    *outgoing_.mutable_result() = std::move(result_);
-    StartWriteAndFinish(&outgoing_, grpc::WriteOptions(), grpc::Status::OK);
+    *event.mutable_result() = std::move(result_);
+    Encode(event);
+    StartWriteAndFinish(&sent_, grpc::WriteOptions(), grpc::Status::OK);
     return;
   } else {
     return;
   }
   writing_ = true;
-  StartWrite(&outgoing_);
+  Encode(event);
+  StartWrite(&sent_);
+}
+
+void PrefillStream::Encode(const v1::PrefillEvent& event) {
+  bool own = false;
+  sent_.Clear();
+  grpc::SerializationTraits<v1::PrefillEvent>::Serialize(event, &sent_, &own);
 }
 
 void PrefillStream::OnWriteDone(bool ok) {
@@ -347,6 +395,10 @@ void PrefillStream::OnWriteDone(bool ok) {
 }
 
 void PrefillStream::OnDone() {
+  {
+    const MutexLock lock(mu_);
+    done_ = true;
+  }
   environment_.live.Remove(this);
   self_.reset();  // may destroy this
 }

@@ -33,7 +33,8 @@
 
 namespace meshfill {
 
-using PrefillReactor = grpc::ServerBidiReactor<v1::PrefillRequest, v1::PrefillEvent>;
+// Of bytes: gRPC's own reactor takes a message that cannot be decoded for the end of the upload.
+using PrefillReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 // What all streams of a front-end share; it outlives them.
 struct StreamEnvironment {
@@ -42,6 +43,9 @@ struct StreamEnvironment {
   LiveStreams& live;
   Metrics& metrics;
   KvService* kv;  // null: this pool keeps no K and V
+  // What a request may ask for.
+  int max_top_k;
+  bool return_logits;
 };
 
 class PrefillStream final : public PrefillReactor,
@@ -61,7 +65,8 @@ class PrefillStream final : public PrefillReactor,
 
   void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override;
   void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override;
-  void OnUploadIdle() override;
+  void OnUploadOverdue() override;
+  void OnResultUnread() override;
   bool CancelRequest(const std::string& request_id, const std::string& tenant) override;
 
  private:
@@ -71,6 +76,7 @@ class PrefillStream final : public PrefillReactor,
 
   absl::Status TakeMessage() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status TakeOptions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What the header's `kv` asks for: before the plan, and a lease once the request has its place.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status AdmitKv(const Plan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -87,6 +93,7 @@ class PrefillStream final : public PrefillReactor,
   void LogEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Starts the next write, or the finish, if none is under way.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Encode(const v1::PrefillEvent& event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // into sent_
 
   const StreamEnvironment environment_;
   grpc::CallbackServerContext* const context_;  // until OnDone
@@ -94,11 +101,13 @@ class PrefillStream final : public PrefillReactor,
   const absl::Time deadline_;
   std::shared_ptr<PrefillStream> self_;  // gRPC's share, given up in OnDone
 
-  v1::PrefillRequest incoming_;  // gRPC's while a read is under way, and handled under mu_
-  v1::PrefillEvent outgoing_;    // gRPC's while a write is under way
+  grpc::ByteBuffer received_;  // gRPC's while a read is under way, and handled under mu_
+  grpc::ByteBuffer sent_;      // gRPC's while a write is under way
 
   Mutex mu_;
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
+  v1::PrefillRequest incoming_ ABSL_GUARDED_BY(mu_);  // kept: its memory is used again
+  absl::Time last_message_at_ ABSL_GUARDED_BY(mu_);
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
@@ -114,6 +123,7 @@ class PrefillStream final : public PrefillReactor,
   absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
+  bool done_ ABSL_GUARDED_BY(mu_) = false;  // the context is gone
 };
 
 }  // namespace meshfill

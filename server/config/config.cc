@@ -33,6 +33,7 @@ constexpr uint32_t kMaxBlockTokens = 1u << 16;
 constexpr uint64_t kMinMemoryBytes = 1 << 20;  // no prompt fits into less
 constexpr uint64_t kMinMessageBytes = 64 << 10;
 constexpr uint64_t kMaxMessageBytes = 1 << 30;
+constexpr uint64_t kMinChannelBytes = 16 << 20;
 
 void FillDefaults(v1::Config& config) {
   if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
@@ -62,6 +63,13 @@ void FillDefaults(v1::Config& config) {
   if (!limits.has_drain_timeout()) limits.mutable_drain_timeout()->set_seconds(3600);
   if (!limits.has_max_streams()) limits.set_max_streams(128);
   if (!limits.has_max_message_bytes()) limits.set_max_message_bytes(4 << 20);
+  if (!limits.has_upload_tokens_per_second()) limits.set_upload_tokens_per_second(1000);
+  if (!limits.has_result_timeout()) limits.mutable_result_timeout()->set_seconds(30);
+  if (!limits.has_unread_bytes()) limits.set_unread_bytes(256 << 20);
+  if (!limits.has_max_top_k()) limits.set_max_top_k(1024);
+  if (!limits.has_return_logits()) limits.set_return_logits(true);
+  if (!limits.has_max_connections()) limits.set_max_connections(8192);
+  if (!limits.has_channel_memory_bytes()) limits.set_channel_memory_bytes(512 << 20);
   auto& kv = *config.mutable_kv();
   if (!kv.has_lease()) kv.mutable_lease()->set_seconds(30);
   if (!kv.has_max_lease()) kv.mutable_max_lease()->set_seconds(3600);
@@ -165,6 +173,12 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.limits().max_streams(), 1, INT32_MAX, "limits.max_streams");
   check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
                      "limits.max_message_bytes");
+  check.RequirePositive(config.limits().result_timeout(), "limits.result_timeout");
+  check.RequireRange(config.limits().unread_bytes(), 0, INT64_MAX, "limits.unread_bytes");
+  check.RequireRange(config.limits().max_top_k(), 1, INT32_MAX, "limits.max_top_k");
+  check.RequireRange(config.limits().max_connections(), 1, INT32_MAX, "limits.max_connections");
+  check.RequireRange(config.limits().channel_memory_bytes(), kMinChannelBytes, INT64_MAX,
+                     "limits.channel_memory_bytes");
   check.RequireRange(config.kv().memory_bytes(), 0, INT64_MAX, "kv.memory_bytes");
   check.RequireRange(config.kv().host_memory_bytes(), 0, INT64_MAX, "kv.host_memory_bytes");
   check.RequirePositive(config.kv().lease(), "kv.lease");

@@ -16,7 +16,7 @@ namespace meshfill {
 struct HttpPage {
   std::string path;  // exactly, e.g. "/metrics"
   std::string content_type;
-  std::function<std::string()> body;        // called from the server's threads, several at once
+  std::function<std::string()> body;        // called from the server's thread, one at a time
   std::function<bool()> healthy = nullptr;  // false: answers 503 instead of 200; null: never
 };
 

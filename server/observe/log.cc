@@ -4,18 +4,26 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
+#include "server/observe/log_writer.h"
 
 namespace meshfill {
+namespace {
 
-void Log(absl::string_view line) {
-  const std::string text = absl::StrCat(
-      absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()), " ", line, "\n");
-  // One write(2) a line keeps lines of several threads apart. A log that cannot be written must not stop the
-  // server.
-  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+constexpr absl::Duration kMoment = absl::Milliseconds(200);
+
+// Lives to the very end: other threads may still log while the process ends.
+LogWriter& Writer() {
+  static LogWriter& writer = *new LogWriter(STDERR_FILENO);
+  return writer;
 }
+
+}  // namespace
+
+void Log(absl::string_view line) { Writer().Write(line); }
+
+void LogLimited(absl::string_view cause, absl::string_view line) { Writer().WriteLimited(cause, line); }
+
+void FlushLog() { Writer().Flush(kMoment); }
 
 std::string LogQuote(absl::string_view text) { return absl::StrCat("\"", absl::Utf8SafeCEscape(text), "\""); }
 

@@ -1,4 +1,4 @@
-// The server's log: one line for each event, on standard error.
+// The server's log: one line for each event, on standard error. Writing a line never waits (log_writer.h).
 #ifndef MESHFILL_SERVER_OBSERVE_LOG_H_
 #define MESHFILL_SERVER_OBSERVE_LOG_H_
 
@@ -12,6 +12,21 @@ namespace meshfill {
 // Writes "2026-01-31T12:00:00.123Z LINE". Lines of several threads never mix. `line` holds no line break;
 // text that came from outside is quoted with LogQuote.
 void Log(absl::string_view line);
+
+// The same, for what strangers can cause: of each cause, only so many lines are written in a second, and
+// then how many were left out. `cause` is one of a fixed set.
+void LogLimited(absl::string_view cause, absl::string_view line);
+
+// Waits until all lines are written, for a moment at most. For the end of a process.
+void FlushLog();
+
+// Does so at the end of its scope.
+struct LogFlush {
+  LogFlush() = default;
+  ~LogFlush() { FlushLog(); }
+  LogFlush(const LogFlush&) = delete;
+  LogFlush& operator=(const LogFlush&) = delete;
+};
 
 // The text with everything escaped that could break or forge a line: "a\nb" becomes "a\\nb", in double
 // quotes.

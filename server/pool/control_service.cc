@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "grpcpp/grpcpp.h"
+#include "grpcpp/resource_quota.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
@@ -19,6 +20,8 @@ namespace meshfill {
 namespace {
 
 constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; shards are cut smaller
+constexpr int kMaxConnections = 4096;       // a worker has one
+constexpr size_t kMaxChannelBytes = size_t{1} << 30;  // of messages that are not complete yet
 constexpr int kMaxMetadataBytes = 16 << 10;
 constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
 
@@ -41,22 +44,20 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     }
     builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 4);  // a worker has one
     builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+    builder.SetResourceQuota(grpc::ResourceQuota("control").Resize(kMaxChannelBytes));
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, credentials, builder));
-    server_ = std::move(listener.server);
-    address_ = std::move(listener.address);
+    ASSIGN_OR_RETURN(port_, ListenAt(address, kMaxConnections, credentials, builder));
     return absl::OkStatus();
   }
 
   ~Service() override {
-    if (server_ == nullptr) return;
-    server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+    if (port_.server == nullptr) return;
+    port_.Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
     MutexLock lock(mu_);
     while (!streams_.empty()) gone_.Wait(mu_);
   }
 
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return port_.address; }
 
   Reactor* Attach(grpc::CallbackServerContext* context) override {
     auto stream = std::make_shared<Stream>(*this);
@@ -163,8 +164,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
   }
 
   Listener& listener_;
-  std::unique_ptr<grpc::Server> server_;
-  std::string address_;
+  GrpcListener port_;
   Mutex mu_;
   CondVar gone_;
   std::map<Connection, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);

@@ -37,9 +37,9 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
   Service(KvSource& held, int64_t max_message_bytes) : streams_(held, max_message_bytes, nullptr) {}
 
   ~Service() override {
-    if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+    if (port_.server != nullptr) port_.Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
     streams_.WaitUntilNoStream();
-    server_.reset();
+    port_.server.reset();
   }
 
   absl::Status Listen(const std::string& listen, const v1::LimitsSection& limits) {
@@ -48,18 +48,17 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
     grpc::ServerBuilder builder;
     LimitChannel(limits, builder);
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(GrpcListener listener, ListenAt(address, grpc::InsecureServerCredentials(), builder));
-    server_ = std::move(listener.server);
-    address_ = std::move(listener.address);
+    ASSIGN_OR_RETURN(port_, ListenAt(address, static_cast<int>(limits.max_connections()),
+                                     grpc::InsecureServerCredentials(), builder));
     SetMember(false);
     return absl::OkStatus();
   }
 
   void SetMember(bool member) {
-    server_->GetHealthCheckService()->SetServingStatus(kWorkerHealthService, member);
+    port_.server->GetHealthCheckService()->SetServingStatus(kWorkerHealthService, member);
   }
 
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return port_.address; }
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
     return streams_.Fetch(context, request);
@@ -67,8 +66,7 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
 
  private:
   KvStreams streams_;
-  std::unique_ptr<grpc::Server> server_;
-  std::string address_;
+  GrpcListener port_;
 };
 
 HolderService::HolderService(std::unique_ptr<Service> service) : service_(std::move(service)) {}

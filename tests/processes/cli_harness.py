@@ -45,12 +45,12 @@ def floats(data):
 
 
 class Server:
-    """`meshfill serve` on ports that the system chooses."""
+    """`meshfill serve` on ports that the system chooses. `prepare` is called in its process before it begins."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, prepare=None):
         self.process = subprocess.Popen(
-            [MESHFILL, "serve", *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
+            [MESHFILL, "serve", *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            preexec_fn=prepare)
         self.lines = []
         self.address = None
         self.reader = threading.Thread(target=self._read, daemon=True)

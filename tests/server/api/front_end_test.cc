@@ -133,8 +133,9 @@ class FrontEndTest : public testing::Test {
     EXPECT_EQ(reply.result->first_token(), FakeEngine::FirstToken(ids));
   }
 
-  // Calls any method by its wire bytes; sends one message, reads one.
-  std::pair<grpc::Status, std::string> CallRaw(const std::string& method, const std::string& request) {
+  // Calls any method by its wire bytes; sends messages, reads one.
+  std::pair<grpc::Status, std::string> CallRaw(const std::string& method,
+                                               const std::vector<std::string>& requests) {
     grpc::ClientContext context;
     context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(10)));
     grpc::CompletionQueue queue;
@@ -144,9 +145,11 @@ class FrontEndTest : public testing::Test {
     bool ok = false;
     call->StartCall(nullptr);
     queue.Next(&tag, &ok);
-    const grpc::Slice slice(request);
-    call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
-    queue.Next(&tag, &ok);
+    for (const std::string& request : requests) {
+      const grpc::Slice slice(request);
+      call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
+      queue.Next(&tag, &ok);
+    }
     call->WritesDone(nullptr);
     queue.Next(&tag, &ok);
     grpc::ByteBuffer answer;
@@ -168,7 +171,7 @@ class FrontEndTest : public testing::Test {
   int Health(const std::string& service) {
     const std::string request =
         service.empty() ? "" : std::string("\n") + static_cast<char>(service.size()) + service;
-    const auto [status, answer] = CallRaw(kHealthCheck, request);
+    const auto [status, answer] = CallRaw(kHealthCheck, {request});
     EXPECT_TRUE(status.ok()) << status.error_message();
     return answer.size() == 2 && answer[0] == 8 ? answer[1] : -1;
   }
@@ -427,7 +430,7 @@ TEST_F(FrontEndTest, RefusesALiveIdAgain) {
 }
 
 TEST_F(FrontEndTest, EndsUploadsThatStandStill) {
-  StartServer({"limits.upload_timeout=150ms"});
+  StartServer({"limits.upload_timeout=150ms", "limits.upload_tokens_per_second=10"});
   Call silent(*stub_), stalled(*stub_);
   stalled.Send(Header(3)).Send({1, 2});
   for (Call* call : {&silent, &stalled}) {
@@ -449,6 +452,141 @@ TEST_F(FrontEndTest, EndsUploadsThatStandStill) {
   absl::SleepFor(absl::Milliseconds(300));
   engine_->Release();
   EXPECT_TRUE(steady.Finish().status.ok());
+}
+
+TEST_F(FrontEndTest, EndsUploadsThatAreSlowButNeverSilent) {
+  StartServer({"limits.upload_timeout=300ms", "limits.upload_tokens_per_second=1000"});
+  Call empty(*stub_), dripping(*stub_);
+  std::thread drip([&] {
+    empty.Send(Header(1 << 20));
+    dripping.Send(Header(1 << 20));
+    for (int i = 0; i < 40; ++i) {  // 4 s of messages that come often, and bring next to nothing
+      empty.Send(std::vector<uint32_t>{});
+      dripping.Send({1});
+      absl::SleepFor(absl::Milliseconds(100));
+    }
+  });
+  for (Call* call : {&empty, &dripping}) {
+    const Reply reply = call->Finish();
+    EXPECT_EQ(reply.status.code(), absl::StatusCode::kDeadlineExceeded) << reply.status;
+    EXPECT_NE(std::string(reply.status.message()).find("limits.upload_tokens_per_second"), std::string::npos)
+        << reply.status;
+  }
+  EXPECT_EQ(GetPool().queued_requests(), 0u);
+  drip.join();
+  ExpectGoodRequestIsServed();
+  // 600 tokens pay for 0.6 s more.
+  Call steady(*stub_);
+  steady.Send(Header(601)).Send(std::vector<uint32_t>(600, 1));
+  for (int i = 0; i < 3; ++i) {
+    absl::SleepFor(absl::Milliseconds(180));
+    steady.Send(std::vector<uint32_t>{});
+  }
+  EXPECT_TRUE(steady.Send({1}).HalfClose().Finish().status.ok());
+}
+
+TEST_F(FrontEndTest, AMessageThatCannotBeDecodedIsNoHalfClose) {
+  StartServer();
+  v1::PrefillRequest header, tokens;
+  *header.mutable_header() = Header(4);
+  for (const uint32_t id : {1, 2, 3, 4}) tokens.mutable_tokens()->add_ids(id);
+  const std::string good_header = header.SerializeAsString(), good_tokens = tokens.SerializeAsString();
+  const std::string bad_id = std::string("\x0a\x05\x0a\x03", 4) + "\xff\xfe\xfd";  // request_id: no UTF-8
+  const std::string garbage = "\xff\xff\xff\xff garbage";
+  for (const std::vector<std::string>& messages :
+       std::vector<std::vector<std::string>>{{good_header, good_tokens, garbage},
+                                             {good_header, good_tokens, garbage, good_tokens},
+                                             {good_header, good_tokens.substr(0, good_tokens.size() - 1)},
+                                             {good_header.substr(0, good_header.size() - 1), good_tokens},
+                                             {bad_id, good_tokens},
+                                             {garbage}}) {
+    const auto [status, answer] = CallRaw("/meshfill.v1.PrefillService/Prefill", messages);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << status.error_message();
+    EXPECT_NE(status.error_message().find("cannot be decoded"), std::string::npos) << status.error_message();
+    EXPECT_EQ(answer, "");
+    ExpectGoodRequestIsServed();
+  }
+}
+
+TEST_F(FrontEndTest, BoundsWhatAResultHolds) {
+  StartServer({"limits.max_top_k=5", "limits.return_logits=false"});
+  v1::PrefillHeader header = Header(1);
+  header.set_top_k(6);
+  const Reply many = Prefill(header, {1});
+  EXPECT_EQ(many.status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(std::string(many.status.message()).find("limits.max_top_k"), std::string::npos) << many.status;
+  header.set_top_k(5);
+  EXPECT_TRUE(Prefill(header, {1}).status.ok());
+  header.set_return_logits(true);
+  const Reply logits = Prefill(header, {1});
+  EXPECT_EQ(logits.status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(std::string(logits.status.message()).find("limits.return_logits"), std::string::npos)
+      << logits.status;
+  ExpectGoodRequestIsServed();
+}
+
+// A channel whose windows take next to nothing until the application reads.
+std::shared_ptr<grpc::Channel> ChannelThatTakesNothing(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 5);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+TEST_F(FrontEndTest, DropsAResultThatNobodyReads) {
+  StartServer({"limits.result_timeout=300ms"});
+  const auto stub = v1::PrefillService::NewStub(ChannelThatTakesNothing(front_end_->address()));
+  Call call(*stub);
+  call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == 1; }));
+  EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
+  EXPECT_FALSE(call.Finish().result.has_value());
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, AResultThatNobodyReadsDoesNotHoldUpADrain) {
+  StartServer();  // limits.result_timeout is 30 s
+  const auto stub = v1::PrefillService::NewStub(ChannelThatTakesNothing(front_end_->address()));
+  Call call(*stub);
+  call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
+  ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == 1; }));
+  front_end_->StartDrain();
+  EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
+}
+
+TEST_F(FrontEndTest, BoundsTheBytesOfResultsThatNobodyReads) {
+  StartServer({"limits.unread_bytes=3000B"});
+  const auto stub = v1::PrefillService::NewStub(ChannelThatTakesNothing(front_end_->address()));
+  v1::PrefillHeader header = Header(1);
+  header.set_return_logits(true);  // 256 of 4 bytes: two results fit, three do not
+  constexpr int kCalls = 6;
+  std::vector<std::unique_ptr<Call>> calls;
+  for (int i = 0; i < kCalls; ++i) {
+    calls.push_back(std::make_unique<Call>(*stub));
+    calls.back()->Send(header).Send({1}).HalfClose();
+    ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == i + 1; }));
+  }
+  for (int i = 0; i < kCalls; ++i) {
+    const Reply reply = calls[i]->Finish();
+    EXPECT_EQ(reply.result.has_value(), i >= kCalls - 2) << i << " " << reply.status;
+  }
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, BoundsTheConnections) {
+  StartServer({"limits.max_connections=2"});
+  ExpectGoodRequestIsServed();
+  const auto is_served = [&](const std::shared_ptr<grpc::Channel>& channel) {
+    const auto stub = v1::PrefillService::NewStub(channel);
+    return Call(*stub, absl::Seconds(10)).Send(Header(1)).Send({1}).HalfClose().Finish().status.ok();
+  };
+  auto second = NewChannel();
+  EXPECT_TRUE(is_served(second));
+  EXPECT_FALSE(is_served(NewChannel()));
+  ExpectGoodRequestIsServed();
+  second.reset();
+  EXPECT_TRUE(Eventually([&] { return is_served(NewChannel()); }));
 }
 
 TEST_F(FrontEndTest, RefusesCompressedMessages) {
@@ -646,7 +784,7 @@ TEST_F(FrontEndTest, HealthFollowsTheState) {
 TEST_F(FrontEndTest, ReflectionListsTheService) {
   StartServer();
   const auto [status, answer] =
-      CallRaw(kReflection, "\x3a\x01*");  // ServerReflectionRequest.list_services = "*"
+      CallRaw(kReflection, {"\x3a\x01*"});  // ServerReflectionRequest.list_services = "*"
   EXPECT_TRUE(status.ok()) << status.error_message();
   EXPECT_NE(answer.find("meshfill.v1.PrefillService"), std::string::npos);
   EXPECT_NE(answer.find("grpc.health.v1.Health"), std::string::npos);

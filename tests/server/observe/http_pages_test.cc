@@ -1,11 +1,18 @@
 #include "server/observe/http_pages.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
+#include "server/config/address.h"
 #include "tests/server/observe/http_get.h"
 
 namespace meshfill {
@@ -57,6 +64,49 @@ TEST(HttpPagesTest, ManyAtOnce) {
   }
   for (std::thread& client : clients) client.join();
   EXPECT_EQ(asked, 16);
+}
+
+// Connections that never become a whole request.
+class SlowClients {
+ public:
+  SlowClients(const std::string& address, int count, const std::string& begin) {
+    const HostPort host_port = ParseHostPort(address).value();
+    sockaddr_in peer{};
+    peer.sin_family = AF_INET;
+    peer.sin_port = htons(host_port.port);
+    inet_pton(AF_INET, host_port.host.c_str(), &peer.sin_addr);
+    for (int i = 0; i < count; ++i) {
+      const int fd = socket(AF_INET, SOCK_STREAM, 0);
+      EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)), 0);
+      fds_.push_back(fd);
+      Send(begin);
+    }
+  }
+  ~SlowClients() {
+    for (const int fd : fds_) close(fd);
+  }
+  void Send(const std::string& text) {
+    for (const int fd : fds_) send(fd, text.data(), text.size(), MSG_NOSIGNAL);
+  }
+
+ private:
+  std::vector<int> fds_;
+};
+
+TEST(HttpPagesTest, SlowClientsHoldUpNobody) {
+  std::atomic<int> asked = 0;
+  const auto pages = HttpPages::Listen("127.0.0.1:0", Pages(asked));
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  const std::string& address = (*pages)->address();
+  const SlowClients silent(address, 100, ""), half(address, 100, "GET /count HTTP/1.1\r\nHos");
+  SlowClients dripping(address, 200,
+                       "GET /count HTTP/1.1\r\nX: ");  // 400 in all: more than there is room for
+  for (int i = 1; i <= 10; ++i) {
+    dripping.Send("x");
+    const absl::Time begin = MonotonicNow();
+    EXPECT_EQ(HttpBody(HttpGet(address, "/count")), std::to_string(i));
+    EXPECT_LT(MonotonicNow() - begin, absl::Seconds(1));
+  }
 }
 
 TEST(HttpPagesTest, PortInUseIsSaid) {

@@ -1,0 +1,147 @@
+#include "server/observe/log_writer.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kSecond = absl::Seconds(1);
+constexpr int kPollMilliseconds = 50;  // between two looks at whether the writer stops
+constexpr char kOtherCauses[] = "other causes";
+
+}  // namespace
+
+LogWriter::LogWriter(int fd) : fd_(fd) {
+  // Signals are for the threads that wait for them.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  thread_ = std::thread([this] { Run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+LogWriter::~LogWriter() {
+  {
+    const MutexLock lock(mu_);
+    stopping_ = true;
+    changed_.NotifyAll();
+  }
+  thread_.join();
+}
+
+void LogWriter::Write(absl::string_view line) {
+  const MutexLock lock(mu_);
+  Append(line);
+}
+
+void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view line) {
+  const absl::Time now = MonotonicNow();
+  const MutexLock lock(mu_);
+  auto entry = causes_.find(cause_name);
+  if (entry == causes_.end()) {
+    const bool room = causes_.size() < kMaxCauses;
+    entry = causes_.try_emplace(room ? std::string(cause_name) : kOtherCauses).first;
+  }
+  Cause& cause = entry->second;
+  if (cause.lines == 0 || now >= cause.begin + kSecond) {
+    TellLeftOut(entry->first, cause);
+    cause = {.begin = now};
+  }
+  if (++cause.lines > kLinesOfCause) {
+    if (cause.left_out++ == 0) changed_.NotifyAll();  // the thread tells of it when the second is over
+    return;
+  }
+  Append(line);
+}
+
+void LogWriter::TellLeftOut(const std::string& name, Cause& cause) {
+  if (cause.left_out == 0) return;
+  Append(absl::StrCat("left out ", cause.left_out, " more lines of ", name));
+  cause.left_out = 0;
+}
+
+void LogWriter::Append(absl::string_view line) {
+  const std::string time = absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone());
+  line = line.substr(0, kMaxLineBytes);
+  if (pending_.size() + time.size() + line.size() > kMaxPendingBytes) {
+    ++dropped_;
+    return;
+  }
+  if (dropped_ > 0) {
+    absl::StrAppend(&pending_, time, " dropped ", dropped_, " lines that nobody read in time\n");
+    dropped_ = 0;
+  }
+  absl::StrAppend(&pending_, time, " ", line, "\n");
+  changed_.NotifyAll();
+}
+
+bool LogWriter::Flush(absl::Duration timeout) {
+  const absl::Time deadline = MonotonicNow() + timeout;
+  MutexLock lock(mu_);
+  while ((writing_ || !pending_.empty()) && MonotonicNow() < deadline) changed_.WaitUntil(mu_, deadline);
+  return !writing_ && pending_.empty();
+}
+
+absl::Time LogWriter::EndSeconds(absl::Time now) {
+  absl::Time next = absl::InfiniteFuture();
+  for (auto& [name, cause] : causes_) {
+    if (cause.left_out == 0) continue;
+    if (now >= cause.begin + kSecond) {
+      TellLeftOut(name, cause);
+    } else {
+      next = std::min(next, cause.begin + kSecond);
+    }
+  }
+  return next;
+}
+
+void LogWriter::Run() {
+  MutexLock lock(mu_);
+  while (true) {
+    const absl::Time next = EndSeconds(MonotonicNow());
+    if (pending_.empty()) {
+      if (stopping_) return;
+      changed_.WaitUntil(mu_, next);
+      continue;
+    }
+    const std::string text = std::exchange(pending_, {});
+    writing_ = true;
+    lock.Unlock();
+    const bool written = WriteAll(text);
+    lock.Lock();
+    writing_ = false;
+    changed_.NotifyAll();
+    if (!written) return;
+  }
+}
+
+bool LogWriter::WriteAll(absl::string_view text) {
+  while (!text.empty()) {
+    // A pipe that is ready takes this much without waiting.
+    const size_t size = std::min<size_t>(text.size(), PIPE_BUF);
+    pollfd ready{.fd = fd_, .events = POLLOUT, .revents = 0};
+    if (poll(&ready, 1, kPollMilliseconds) <= 0) {
+      const MutexLock lock(mu_);
+      if (stopping_) return false;
+      continue;
+    }
+    const ssize_t written = write(fd_, text.data(), size);
+    if (written < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    // A log that cannot be written must not stop the server: its text is gone.
+    text.remove_prefix(written > 0 ? static_cast<size_t>(written) : size);
+  }
+  return true;
+}
+
+}  // namespace meshfill

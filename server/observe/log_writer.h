@@ -1,0 +1,69 @@
+// Writes lines to a file descriptor without ever making the caller wait.
+//
+// A thread of its own writes. At most kMaxPendingBytes wait for it: lines beyond that are dropped, and a line
+// says how many. Thread-safe.
+#ifndef MESHFILL_SERVER_OBSERVE_LOG_WRITER_H_
+#define MESHFILL_SERVER_OBSERVE_LOG_WRITER_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "kernels/mutex.h"
+
+namespace meshfill {
+
+class LogWriter {
+ public:
+  static constexpr size_t kMaxPendingBytes = 1 << 20;
+  static constexpr size_t kMaxLineBytes = 8 << 10;  // a longer line is cut
+  static constexpr int kLinesOfCause = 50;          // in each second
+  static constexpr size_t kMaxCauses = 64;          // more than these share one bound
+
+  explicit LogWriter(int fd);  // which outlives the writer
+  ~LogWriter();                // drops what cannot be written at once
+  LogWriter(const LogWriter&) = delete;
+  LogWriter& operator=(const LogWriter&) = delete;
+
+  // Writes "2026-01-31T12:00:00.123Z LINE".
+  void Write(absl::string_view line);
+  // The same, for what strangers can cause: at most kLinesOfCause lines of a cause in a second. The rest is
+  // counted, and one line says how many were left out.
+  void WriteLimited(absl::string_view cause, absl::string_view line);
+
+  // False where lines are still waiting after the timeout.
+  bool Flush(absl::Duration timeout);
+
+ private:
+  struct Cause {
+    absl::Time begin;  // of its second
+    int lines = 0;     // in it
+    uint64_t left_out = 0;
+  };
+
+  void Append(absl::string_view line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TellLeftOut(const std::string& name, Cause& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Begins a new second of the causes whose second is over. Returns when to look again.
+  absl::Time EndSeconds(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Run();
+  // False: stopping, and the descriptor takes nothing.
+  bool WriteAll(absl::string_view text);
+
+  const int fd_;
+  Mutex mu_;
+  CondVar changed_;
+  std::string pending_ ABSL_GUARDED_BY(mu_);
+  uint64_t dropped_ ABSL_GUARDED_BY(mu_) = 0;  // lines, since the last that had room
+  std::map<std::string, Cause, std::less<>> causes_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_OBSERVE_LOG_WRITER_H_

@@ -1,0 +1,33 @@
+// What a long-lived process does once, before anything else.
+#ifndef MESHFILL_SERVER_PROCESS_SETUP_H_
+#define MESHFILL_SERVER_PROCESS_SETUP_H_
+
+#include <sys/resource.h>
+
+#include <cstdlib>
+
+#include "google/protobuf/stubs/common.h"
+#if GOOGLE_PROTOBUF_VERSION < 4022000
+#include "google/protobuf/stubs/logging.h"
+#endif
+
+namespace meshfill {
+
+// Raises the limit of descriptors to the most that the system allows: the usual soft limit, 1024, is for
+// programs that call select. Silences gRPC and protobuf, which log a line for many kinds of bad input, so
+// that clients could fill the log; statuses tell all of it.
+inline void SetUpProcess() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
+#if GOOGLE_PROTOBUF_VERSION < 4022000  // later ones have no handler
+  google::protobuf::SetLogHandler(nullptr);
+#endif
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_PROCESS_SETUP_H_

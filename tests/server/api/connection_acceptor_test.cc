@@ -1,0 +1,125 @@
+#include "server/api/connection_acceptor.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kWaitMilliseconds = 10'000;
+
+int Connect(uint16_t port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in peer{};
+  peer.sin_family = AF_INET;
+  peer.sin_port = htons(port);
+  peer.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)), 0);
+  return fd;
+}
+
+// Whether the server greets a connection ("+"), or closes it.
+bool IsGreeted(int fd) {
+  pollfd ready{.fd = fd, .events = POLLIN, .revents = 0};
+  EXPECT_EQ(poll(&ready, 1, kWaitMilliseconds), 1) << "neither greeted nor closed";
+  char byte = 0;
+  return read(fd, &byte, 1) == 1 && byte == '+';
+}
+
+class ConnectionAcceptorTest : public testing::Test {
+ protected:
+  void Listen(int max_connections, const std::string& host = "127.0.0.1") {
+    auto acceptor = ConnectionAcceptor::Bind({host, 0}, max_connections);
+    ASSERT_TRUE(acceptor.ok()) << acceptor.status();
+    acceptor_ = *std::move(acceptor);
+    acceptor_->Start([this](int, int fd) {
+      const MutexLock lock(mu_);
+      taken_.insert(fd);
+      EXPECT_EQ(write(fd, "+", 1), 1);
+    });
+  }
+  void TearDown() override {
+    acceptor_.reset();
+    CloseTaken();
+    for (const int fd : clients_) close(fd);
+  }
+  bool ConnectIsGreeted() {
+    clients_.push_back(Connect(acceptor_->address().port));
+    return IsGreeted(clients_.back());
+  }
+  void CloseTaken() {
+    const MutexLock lock(mu_);
+    for (const int fd : taken_) close(fd);
+    taken_.clear();
+  }
+
+  std::unique_ptr<ConnectionAcceptor> acceptor_;
+  std::vector<int> clients_;
+  Mutex mu_;
+  std::set<int> taken_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST_F(ConnectionAcceptorTest, BoundsTheConnectionsAndTakesNewOnesWhenOldOnesEnd) {
+  Listen(3);
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(ConnectIsGreeted()) << i;
+    for (int i = 0; i < 5; ++i) EXPECT_FALSE(ConnectIsGreeted()) << i;
+    CloseTaken();
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
+    while (!ConnectIsGreeted()) ASSERT_LT(MonotonicNow(), deadline);
+    CloseTaken();
+    usleep(150'000);  // longer than the acceptor's look at what has ended is apart
+  }
+}
+
+TEST_F(ConnectionAcceptorTest, GoesOnWhenDescriptorsAreFreeAgain) {
+  Listen(10'000);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_TRUE(ConnectIsGreeted());
+  // No descriptor is free for a connection; the test's own end of one takes what is left.
+  std::vector<int> sockets;
+  for (int i = 0; i < 3; ++i) sockets.push_back(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  rlimit low = before;
+  low.rlim_cur = static_cast<rlim_t>(sockets.back()) + 1;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  for (const int fd : sockets) {
+    sockaddr_in peer{};
+    peer.sin_family = AF_INET;
+    peer.sin_port = htons(acceptor_->address().port);
+    peer.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)), 0);
+    EXPECT_FALSE(IsGreeted(fd));
+  }
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  for (const int fd : sockets) close(fd);
+  EXPECT_TRUE(ConnectIsGreeted());
+}
+
+TEST_F(ConnectionAcceptorTest, EveryInterfaceIsBothFamilies) {
+  Listen(10, "0.0.0.0");
+  EXPECT_TRUE(ConnectIsGreeted());
+}
+
+TEST_F(ConnectionAcceptorTest, PortInUseIsSaid) {
+  Listen(10);
+  const auto second = ConnectionAcceptor::Bind(acceptor_->address(), 10);
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(second.status().message()).find("choose another port"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace meshfill

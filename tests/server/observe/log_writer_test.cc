@@ -1,0 +1,166 @@
+#include "server/observe/log_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+// A log that goes into a pipe, which the test reads when it likes.
+class LogWriterTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    int ends[2];
+    ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    read_end_ = ends[0];
+    write_end_ = ends[1];
+    writer_ = std::make_unique<LogWriter>(write_end_);
+  }
+  void TearDown() override {
+    writer_.reset();
+    close(read_end_);
+    close(write_end_);
+  }
+
+  // All lines that came until now, without their times. Ends the writer.
+  std::vector<std::string> Lines() {
+    std::string text;
+    std::thread reader([&] {
+      char buffer[4096];
+      for (ssize_t count; (count = read(read_end_, buffer, sizeof(buffer))) > 0;) text.append(buffer, count);
+    });
+    EXPECT_TRUE(writer_->Flush(absl::Seconds(10)));
+    writer_.reset();
+    close(write_end_);
+    reader.join();
+    write_end_ = dup(read_end_);
+    std::vector<std::string> lines;
+    for (absl::string_view line : absl::StrSplit(text, '\n', absl::SkipEmpty())) {
+      EXPECT_EQ(line.find("Z "), 23u) << line;
+      lines.emplace_back(line.substr(std::min<size_t>(line.size(), 25)));
+    }
+    return lines;
+  }
+
+  int read_end_ = -1;
+  int write_end_ = -1;
+  std::unique_ptr<LogWriter> writer_;
+};
+
+TEST_F(LogWriterTest, LinesOfSeveralThreadsAreWholeAndInOrder) {
+  constexpr int kThreads = 4, kLines = 2000;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([this, thread] {
+      std::mt19937 random(thread);
+      for (int line = 0; line < kLines; ++line) {
+        writer_->Write(absl::StrCat(thread, " ", line, " ", std::string(random() % 50, 'x'), " end"));
+      }
+    });
+  }
+  std::vector<std::string> lines;
+  std::thread reader([&] {
+    for (std::thread& thread : threads) thread.join();
+    lines = Lines();
+  });
+  reader.join();
+  std::vector<int> next(kThreads, 0);
+  for (const std::string& line : lines) {
+    const std::vector<std::string> words = absl::StrSplit(line, ' ');
+    ASSERT_EQ(words.back(), "end") << line;
+    int thread = 0, number = 0;
+    ASSERT_TRUE(absl::SimpleAtoi(words[0], &thread) && absl::SimpleAtoi(words[1], &number)) << line;
+    EXPECT_EQ(number, next[thread]++);
+  }
+  for (const int count : next) EXPECT_EQ(count, kLines);
+}
+
+TEST_F(LogWriterTest, NobodyWaitsForALogThatIsNotRead) {
+  constexpr int kLines = 100'000;  // 12 MB: a pipe holds 64 KiB
+  const std::string line(100, 'x');
+  const absl::Time begin = MonotonicNow();
+  for (int i = 0; i < kLines; ++i) writer_->Write(line);
+  EXPECT_LT(MonotonicNow() - begin, absl::Seconds(10));
+  EXPECT_FALSE(writer_->Flush(absl::Milliseconds(20)));
+
+  // It is read again: what had room is there, and the next line says how many had none.
+  std::string text;
+  char buffer[4096];
+  int more = 0;  // lines that may have had no room either
+  while (text.find("goes on") == std::string::npos) {
+    const ssize_t count = read(read_end_, buffer, sizeof(buffer));
+    ASSERT_GT(count, 0);
+    text.append(buffer, count);
+    writer_->Write("goes on");
+    ++more;
+  }
+  const size_t at = text.find(" dropped ");
+  ASSERT_NE(at, std::string::npos);
+  const auto written = static_cast<int>(std::count(text.begin(), text.begin() + static_cast<long>(at), '\n'));
+  int dropped = 0;
+  const std::vector<std::string> words = absl::StrSplit(text.substr(at + 1, 40), ' ');
+  ASSERT_TRUE(absl::SimpleAtoi(words.at(1), &dropped)) << text.substr(at, 60);
+  EXPECT_GE(dropped, kLines - written);
+  EXPECT_LE(dropped, kLines - written + more);
+  EXPECT_LT(text.size(), 3 * LogWriter::kMaxPendingBytes);
+}
+
+TEST_F(LogWriterTest, EndsThoughNobodyReads) {
+  for (int i = 0; i < 10'000; ++i) writer_->Write(std::string(100, 'x'));
+  const absl::Time begin = MonotonicNow();
+  writer_.reset();
+  EXPECT_LT(MonotonicNow() - begin, absl::Seconds(5));
+}
+
+TEST_F(LogWriterTest, ACauseHasItsShareAndTheRestIsCounted) {
+  constexpr int kLines = 1000;
+  for (int i = 0; i < kLines; ++i) writer_->WriteLimited("refusals", absl::StrCat("refused ", i));
+  writer_->WriteLimited("joins", "joined");
+  writer_->Write("unlimited");
+  // The thread tells of it by itself when the second is over.
+  std::string text;
+  char buffer[4096];
+  while (text.find("left out") == std::string::npos) {
+    const ssize_t count = read(read_end_, buffer, sizeof(buffer));
+    ASSERT_GT(count, 0);
+    text.append(buffer, count);
+  }
+  EXPECT_NE(
+      text.find(absl::StrCat("left out ", kLines - LogWriter::kLinesOfCause, " more lines of refusals")),
+      std::string::npos)
+      << text;
+  EXPECT_NE(text.find(" joined\n"), std::string::npos);
+  EXPECT_NE(text.find(" unlimited\n"), std::string::npos);
+  EXPECT_NE(text.find(absl::StrCat(" refused ", LogWriter::kLinesOfCause - 1, "\n")), std::string::npos);
+  EXPECT_EQ(text.find(absl::StrCat(" refused ", LogWriter::kLinesOfCause, "\n")), std::string::npos);
+}
+
+TEST_F(LogWriterTest, CausesAndLinesAreBounded) {
+  for (size_t i = 0; i < 3 * LogWriter::kMaxCauses; ++i) {
+    writer_->WriteLimited(absl::StrCat("cause ", i), absl::StrCat("line ", i));
+  }
+  writer_->Write(std::string(1 << 20, 'x'));
+  const std::vector<std::string> lines = Lines();
+  size_t longest = 0;
+  for (const std::string& line : lines) longest = std::max(longest, line.size());
+  EXPECT_EQ(longest, LogWriter::kMaxLineBytes);
+  // The causes beyond the bound share one.
+  EXPECT_LE(lines.size(), LogWriter::kMaxCauses + LogWriter::kLinesOfCause + 2);
+  EXPECT_GE(lines.size(), LogWriter::kMaxCauses + LogWriter::kLinesOfCause);
+}
+
+}  // namespace
+}  // namespace meshfill
