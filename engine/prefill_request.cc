@@ -44,8 +44,8 @@ absl::Status CheckPromptOptions(const ModelShape& model, const std::string& mode
                                               " at most; shorten the prompt"));
   }
   if (options.top_k < 1 || options.top_k > model.vocab) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab, "; ask for fewer"));
   }
   return absl::OkStatus();
 }

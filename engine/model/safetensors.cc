@@ -203,7 +203,8 @@ std::string ShapeString(std::span<const int64_t> shape) {
 }
 
 absl::StatusOr<std::shared_ptr<const SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // A FIFO would wait for a writer: without one it opens at once, and is refused below.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
   }

@@ -7,8 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "engine/prefill_request.h"
+#include "grpc/support/time.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -22,12 +22,29 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kMaxNameBytes = 128;  // of request_id, tenant and cache_salt
+constexpr size_t kMaxNameCharacters = 128;                  // of request_id, tenant and cache_salt
+constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // of a name, in UTF-8
 
+// gRPC's own deadline(), a count of nanoseconds, overflows at the longest timeouts that it takes.
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  return MonotonicNow() + (absl::FromChrono(deadline) - absl::Now());
+  constexpr int64_t kForEver = int64_t{100} * 365 * 24 * 3600;  // seconds
+  const gpr_timespec left = gpr_time_sub(gpr_convert_clock_type(context.raw_deadline(), GPR_CLOCK_MONOTONIC),
+                                         gpr_now(GPR_CLOCK_MONOTONIC));
+  if (left.tv_sec > kForEver) return absl::InfiniteFuture();
+  return MonotonicNow() + absl::Seconds(left.tv_sec) + absl::Nanoseconds(left.tv_nsec);
+}
+
+// Of UTF-8, which protobuf has checked.
+size_t Characters(const std::string& text) {
+  return static_cast<size_t>(
+      std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
+}
+
+absl::Status CheckName(const char* field, const std::string& name) {
+  const size_t characters = Characters(name);
+  if (characters <= kMaxNameCharacters) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, " has ", characters, " characters; at most ", kMaxNameCharacters, " are allowed"));
 }
 
 // Beyond any model's context where it is beyond an int64_t.
@@ -38,17 +55,11 @@ int64_t TokenCount(const v1::PrefillHeader& header) {
 
 // What can be said of a header by itself and by the model's name.
 absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& engine) {
-  if (header.request_id().size() > kMaxNameBytes || header.tenant().size() > kMaxNameBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("request_id has ", header.request_id().size(),
-                                                   " characters and tenant ", header.tenant().size(),
-                                                   "; at most ", kMaxNameBytes, " are allowed"));
-  }
-  if (header.cache_salt().size() > kMaxNameBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("cache_salt has ", header.cache_salt().size(),
-                                                   " characters; at most ", kMaxNameBytes, " are allowed"));
-  }
+  RETURN_IF_ERROR(CheckName("request_id", header.request_id()));
+  RETURN_IF_ERROR(CheckName("tenant", header.tenant()));
+  RETURN_IF_ERROR(CheckName("cache_salt", header.cache_salt()));
   if (!header.model().empty() && header.model() != engine.model_name()) {
-    return absl::NotFoundError(absl::StrCat("model \"", header.model().substr(0, kMaxNameBytes),
+    return absl::NotFoundError(absl::StrCat("model \"", header.model().substr(0, kMaxLoggedBytes),
                                             "\" is not served here; name \"", engine.model_name(),
                                             "\" or none"));
   }
@@ -198,8 +209,12 @@ absl::Status PrefillStream::TakeTokens() {
                                                    " have come; announce the real count"));
   }
   const PrefillEngine& engine = environment_.engine;
-  RETURN_IF_ERROR(CheckTokenIds(engine.model(), engine.model_name(),
-                                {ids.data(), static_cast<size_t>(ids.size())}, std::ssize(tokens_)));
+  const absl::Status good = CheckTokenIds(engine.model(), engine.model_name(),
+                                          {ids.data(), static_cast<size_t>(ids.size())}, std::ssize(tokens_));
+  if (!good.ok()) {
+    logged_message_ = "a token id is outside the vocabulary";
+    return good;
+  }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
   return absl::OkStatus();
@@ -278,7 +293,7 @@ void PrefillStream::OnResultUnread() {
   const MutexLock lock(mu_);
   if (done_) return;
   LogLimited("results that are not read",
-             absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxNameBytes)),
+             absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
                           " was answered, but its client does not read (limits.result_timeout, "
                           "limits.unread_bytes): the answer is dropped"));
   context_->TryCancel();
@@ -336,8 +351,8 @@ void PrefillStream::End(const absl::Status& status) {
 }
 
 void PrefillStream::LogEnd() const {
-  std::string line = absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxNameBytes)),
-                                  " tenant=", LogQuote(header_.tenant().substr(0, kMaxNameBytes)),
+  std::string line = absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
+                                  " tenant=", LogQuote(header_.tenant().substr(0, kMaxLoggedBytes)),
                                   " tokens=", header_.token_count());
   if (plan_.ranks() > 0) {
     absl::StrAppend(&line, " plan=", plan_.a(), "x", plan_.b(), " heads=", plan_.heads(),
@@ -349,7 +364,10 @@ void PrefillStream::LogEnd() const {
                           result_.seconds().prefill());
   }
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
-  if (!status_.ok()) absl::StrAppend(&line, " message=", LogQuote(status_.message()));
+  if (!status_.ok()) {
+    absl::StrAppend(&line,
+                    " message=", LogQuote(logged_message_.empty() ? status_.message() : logged_message_));
+  }
   status_.ok() ? Log(line) : LogLimited(absl::StatusCodeToString(status_.code()), line);
 }
 

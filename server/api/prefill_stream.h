@@ -17,6 +17,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "engine/kv/block_hash.h"
 #include "engine/kv/kv_prompt.h"
@@ -121,6 +122,8 @@ class PrefillStream final : public PrefillReactor,
   v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
   double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
+  // In place of the status' message, which tells of the prompt; empty: that one.
+  absl::string_view logged_message_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   bool done_ ABSL_GUARDED_BY(mu_) = false;  // the context is gone

@@ -6,6 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/engine_options.h"
+#include "engine/plan/rank_speed.h"
+#include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/run_plan.h"
@@ -14,7 +16,30 @@ namespace meshfill {
 namespace {
 
 constexpr size_t kMaxNameCharacters = 128;
+constexpr size_t kMaxTextBytes = 256;  // of each other text of an offer
 constexpr size_t kMaxRememberedRefusals = 256;
+// What no machine has, so that plans over it would be of infinite or negative seconds and bytes.
+constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 60;
+constexpr double kLeastRate = 1;  // FLOP/s, bytes/s
+constexpr double kMostSeconds = 1e6;
+
+bool HasBoundedTexts(const v1::Join& offer) {
+  const auto bounded = [](const std::string& text) { return text.size() <= kMaxTextBytes; };
+  return bounded(offer.host()) && bounded(offer.backend()) && bounded(offer.kv_address()) &&
+         offer.devices_size() <= kMaxHostRanks &&
+         std::all_of(offer.devices().begin(), offer.devices().end(), bounded);
+}
+
+absl::Status CheckOfferedSpeed(const PoolSpeed& speed) {
+  RETURN_IF_ERROR(CheckPoolSpeed(speed));
+  for (const auto& [name, value, kind] : kSpeedFields) {
+    const bool rate = kind == SpeedField::Kind::kRate;
+    if (rate ? speed.*value >= kLeastRate : speed.*value <= kMostSeconds) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("its ", name, " is ", speed.*value, ", as no machine's is"));
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -79,6 +104,17 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::InvalidArgumentError(
         absl::StrCat("a worker's name has 1 to ", kMaxNameCharacters, " characters; set pool.worker.name"));
   }
+  if (!HasBoundedTexts(offer)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a worker's host, backend, devices and address have ", kMaxTextBytes,
+                     " bytes each at most; set pool.worker.host to a shorter name"));
+  }
+  if (offer.memory_bytes() > kMaxMemoryBytes || offer.kv_memory_bytes() > kMaxMemoryBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("the worker offers ", offer.memory_bytes(), " and ",
+                                                   offer.kv_memory_bytes(),
+                                                   " bytes of memory, as no machine has; set "
+                                                   "pool.worker.memory_bytes and kv.memory_bytes"));
+  }
   if (model.config_hash() != options_.model.config_hash()) {
     return absl::FailedPreconditionError(
         absl::StrCat("the worker has model ", model.name().substr(0, 128), " with another config.json than ",
@@ -97,7 +133,7 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::InvalidArgumentError(
         absl::StrCat("a worker has 1 to ", kMaxHostRanks, " ranks, not ", offer.ranks()));
   }
-  if (absl::Status good = CheckPoolSpeed(FromProto(offer.speed())); !good.ok()) {
+  if (absl::Status good = CheckOfferedSpeed(FromProto(offer.speed())); !good.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say how fast it is (", good.message(),
                                                    "); run the same version on both"));
   }

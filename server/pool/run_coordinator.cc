@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "server/pool/run_plan.h"
 
@@ -21,8 +22,20 @@ bool IsRetryable(absl::StatusCode code) {
          code == absl::StatusCode::kDataLoss || code == absl::StatusCode::kUnknown;
 }
 
+// Whether a status says that the client has done something wrong. The front-end has checked the request, so
+// that a worker which says so is wrong itself.
+bool BlamesTheClient(absl::StatusCode code) {
+  return code == absl::StatusCode::kInvalidArgument || code == absl::StatusCode::kNotFound ||
+         code == absl::StatusCode::kAlreadyExists || code == absl::StatusCode::kPermissionDenied ||
+         code == absl::StatusCode::kUnauthenticated || code == absl::StatusCode::kOutOfRange;
+}
+
+// What a client hears of a worker's failure.
 absl::Status WithWorkerName(const std::string& worker, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat("worker ", worker, ": ", status.message()));
+  std::string message = absl::StrCat("worker ", worker, ": ", status.message());
+  std::replace_if(
+      message.begin(), message.end(), [](unsigned char byte) { return absl::ascii_iscntrl(byte); }, ' ');
+  return absl::Status(BlamesTheClient(status.code()) ? absl::StatusCode::kInternal : status.code(), message);
 }
 
 absl::Duration HangTimeout(const Plan& plan, const RunCoordinator::Options& options) {

@@ -14,7 +14,7 @@ import subprocess
 import time
 import unittest
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase, Server
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase, Server, run
 from raw_http2 import DATA, END_STREAM, Connection, frame, header_message, message, tokens_message
 
 MIB = 1 << 20
@@ -111,6 +111,23 @@ class HostileTest(CliTestCase):
         self.assertTrue(any(re.search(r"left out \d+ more lines of INVALID_ARGUMENT", line) for line in server.lines),
                         server.lines[-3:])
         self.assert_served(server)
+
+    def test_the_log_has_nothing_of_a_prompt(self):
+        server = self.serve()
+        self.assertEqual(server.prefill_tokens("1 2 987654321").returncode, 2)
+        self.assert_served(server)
+        server.stop()
+        self.assertIn("outside the vocabulary", "".join(server.lines))
+        self.assertNotIn("987654321", "".join(server.lines))
+
+    def test_weights_that_are_a_pipe(self):
+        model = self.tmp / "piped"
+        model.mkdir()
+        (model / "config.json").write_bytes((self.model / "config.json").read_bytes())
+        os.mkfifo(model / "model.safetensors")
+        started = run("serve", "--config", self.config, "--set", f"model.path={model}")
+        self.assertEqual(started.returncode, 2)
+        self.assertIn("no regular file", started.stderr.decode())
 
     def test_messages_that_are_never_complete(self):
         bound = 64 * MIB

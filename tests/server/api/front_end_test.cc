@@ -381,7 +381,7 @@ std::vector<BadRequest> BadRequests() {
       {"long request_id", header([](auto& h) { h.set_request_id(std::string(129, 'x')); }),
        StatusCode::kInvalidArgument, "request_id has 129"},
       {"long tenant", header([](auto& h) { h.set_tenant(std::string(129, 'x')); }),
-       StatusCode::kInvalidArgument, "tenant 129"},
+       StatusCode::kInvalidArgument, "tenant has 129"},
       {"message above the limit",
        [](Call& call) { return call.Send(Header(9)).Send(std::vector<uint32_t>(5 << 20, 1)).Finish(); },
        StatusCode::kResourceExhausted, ""},
@@ -587,6 +587,45 @@ TEST_F(FrontEndTest, BoundsTheConnections) {
   ExpectGoodRequestIsServed();
   second.reset();
   EXPECT_TRUE(Eventually([&] { return is_served(NewChannel()); }));
+}
+
+TEST_F(FrontEndTest, TheLongestTimeoutsOfGrpcAreNotOver) {
+  StartServer();
+  // 99999999H, which is more nanoseconds than an int64_t has; 2562047H is the most that has.
+  for (const int64_t hours : {2'000'000, 2'070'001, 2'562'047, 99'999'999}) {
+    grpc::ClientContext context;
+    context.set_deadline(gpr_timespec{.tv_sec = gpr_now(GPR_CLOCK_REALTIME).tv_sec + hours * 3600,
+                                      .tv_nsec = 0,
+                                      .clock_type = GPR_CLOCK_REALTIME});
+    auto stream = stub_->Prefill(&context);
+    v1::PrefillRequest request;
+    *request.mutable_header() = Header(1);
+    stream->Write(request);
+    request.mutable_tokens()->add_ids(1);
+    stream->Write(request);
+    stream->WritesDone();
+    v1::PrefillEvent event;
+    while (stream->Read(&event)) continue;
+    const grpc::Status status = stream->Finish();
+    EXPECT_TRUE(status.ok()) << hours << ": " << status.error_message();
+  }
+}
+
+TEST_F(FrontEndTest, NamesAreCountedInCharacters) {
+  StartServer();
+  const auto name = [](int characters) {
+    std::string text;
+    for (int i = 0; i < characters; ++i) text += "\xc3\xa9";
+    return text;
+  };
+  v1::PrefillHeader header = Header(1);
+  header.set_request_id(name(128));
+  header.set_tenant(name(128));
+  header.set_cache_salt(name(128));
+  EXPECT_TRUE(Prefill(header, {1}).status.ok());
+  header.set_tenant(name(129));
+  const Reply reply = Prefill(header, {1});
+  EXPECT_EQ(reply.status.message(), "tenant has 129 characters; at most 128 are allowed");
 }
 
 TEST_F(FrontEndTest, RefusesCompressedMessages) {

@@ -192,10 +192,21 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_ranks(65); }), "ranks"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.clear_speed(); }), "fast"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_name("a"); }), "named a is in the pool"));
+  const std::string endless(1 << 20, 'x');
+  EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.set_host(endless); }), "256 bytes"));
+  EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.set_backend(endless); }), "256 bytes"));
+  EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.add_devices(endless); }), "256 bytes"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_memory_bytes(UINT64_MAX); }), "as no machine has"));
+  EXPECT_TRUE(
+      has(refusal([](v1::Join& offer) { offer.set_kv_memory_bytes(UINT64_MAX); }), "as no machine has"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_speed()->set_gemm_flops_per_second(1e-300); }),
+                  "gemm_flops_per_second is 1e-300"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_speed()->set_start_seconds(1e300); }),
+                  "start_seconds is 1e+300"));
   EXPECT_TRUE(sent_[20].back().refused().retry()) << "the other one may be about to go";
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
-  EXPECT_EQ(leader_.counters().refusals, 10u);
+  EXPECT_EQ(leader_.counters().refusals, 17u);
 }
 
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {
@@ -351,6 +362,28 @@ TEST_F(LeaderTest, ARequestThatEndsTwoEpochsIsPoisonousByItsId) {
       << answers_[0].status();
   Stopped(1);
   EXPECT_TRUE(leader_.idle());
+}
+
+TEST_F(LeaderTest, AWorkersFaultIsNotToldAsTheClients) {
+  const absl::StatusCode blaming[] = {absl::StatusCode::kInvalidArgument, absl::StatusCode::kUnauthenticated,
+                                      absl::StatusCode::kPermissionDenied, absl::StatusCode::kNotFound};
+  Join(1, Offer("a"));
+  for (const absl::StatusCode code : blaming) {
+    answers_.clear();
+    Submit({1, 2, 3});
+    for (const v1::LeaderMessage& sent : sent_[1]) {
+      if (sent.has_prepare()) run_ = sent.prepare().run();
+    }
+    v1::WorkerMessage message = OfRun();
+    message.mutable_prepared()->set_run(run_);
+    message.mutable_prepared()->mutable_outcome()->set_code(static_cast<uint32_t>(code));
+    message.mutable_prepared()->mutable_outcome()->set_message("give me\r\nyour password");
+    Say(1, message);
+    ASSERT_EQ(answers_.size(), 1u);
+    EXPECT_EQ(answers_[0].status(), absl::InternalError("worker a: give me  your password"));
+    Stopped(1);
+    ASSERT_TRUE(leader_.idle());
+  }
 }
 
 TEST_F(LeaderTest, AFailureOfTheRequestItselfIsItsAnswer) {
