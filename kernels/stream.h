@@ -30,6 +30,7 @@
 #include "kernels/buffer.h"
 #include "kernels/device.h"
 #include "kernels/dtype.h"
+#include "kernels/experts.h"
 
 namespace meshfill {
 
@@ -43,9 +44,9 @@ struct GemmArgs {
   bool accumulate = false;  // y += …; y_dtype must be f32
 };
 
-// From the projections' output to the chunks that move: splits heads, normalises Q and K per head where the
-// model does (Qwen3), rotates Q and K by their positions (RoPE, the half-split pairing of Hugging Face),
-// writes heads outermost.
+// From the projections' output to the chunks that move: splits heads, normalises Q and K where the model does
+// (Qwen3 per head, MiniMax-M2 over all heads), rotates the first dimensions of Q and K by their positions
+// (RoPE, the half-split pairing of Hugging Face), writes heads outermost.
 struct SplitQkvArgs {
   const void* qkv;  // [tokens, (q_heads + 2·kv_heads)·head_dim], compute dtype: q heads, k heads, v heads
   int64_t tokens;   // tokens in this slice
@@ -54,11 +55,13 @@ struct SplitQkvArgs {
   int q_heads;
   int kv_heads;
   int head_dim;                   // even
-  const float* q_norm = nullptr;  // [head_dim] or null: RMSNorm weight per head of Q
-  const float* k_norm = nullptr;  // [head_dim] or null
+  int rotated_dim;                // even, up to head_dim; the dimensions behind it stay as they are
+  const float* q_norm = nullptr;  // RMSNorm weight of Q, or null: [head_dim], or [q_heads·head_dim] where
+  const float* k_norm = nullptr;  // norm_all_heads says so; of K likewise
+  bool norm_all_heads = false;    // one root mean square for all heads of a token
   float norm_eps = 0;
-  const float* rope_cos;  // [chunk_tokens, head_dim/2], by slot of the chunk
-  const float* rope_sin;  // [chunk_tokens, head_dim/2]
+  const float* rope_cos;  // [chunk_tokens, rotated_dim/2], by slot of the chunk
+  const float* rope_sin;  // [chunk_tokens, rotated_dim/2]
   void* q;                // [q_heads, chunk_tokens, head_dim], compute dtype
   void* k;                // [kv_heads, chunk_tokens, head_dim], compute dtype
   void* v;                // [kv_heads, chunk_tokens, head_dim], compute dtype
@@ -185,6 +188,11 @@ class Stream {
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
                               int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
+  // The MLP of experts (kernels/experts.h): chooses each token's experts and sorts the rows; multiplies the
+  // rows of every expert; adds what the experts say.
+  virtual absl::Status Route(const RouteArgs& args) = 0;
+  virtual absl::Status ExpertGemm(const ExpertGemmArgs& args) = 0;
+  virtual absl::Status AddExperts(const AddExpertsArgs& args) = 0;
   // Rounds to nearest even; the wire form of partial outputs. `to` is f32 (a copy) or bf16.
   virtual absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) = 0;
 

@@ -16,16 +16,17 @@ absl::StatusOr<PlacedVector> PlacedVector::Make(Device& device, std::vector<floa
   return vector;
 }
 
-absl::StatusOr<LayerBuffers> LayerBuffers::Make(Stream& stream, const LayerShape& shape,
+absl::StatusOr<LayerBuffers> LayerBuffers::Make(Stream& stream, const SliceWidths& widths, DType dtype,
                                                 int64_t slice_tokens) {
-  const SliceWidths widths = SliceWidthsOf(shape);
   const auto allocate = [&](int64_t width) {
-    return stream.Allocate(static_cast<size_t>(slice_tokens * width) * DTypeBytes(shape.dtype));
+    return stream.Allocate(static_cast<size_t>(slice_tokens * width) * DTypeBytes(dtype));
   };
   LayerBuffers buffers;
   ASSIGN_OR_RETURN(buffers.normed, allocate(widths.normed));
   ASSIGN_OR_RETURN(buffers.wide, allocate(widths.wide));
   ASSIGN_OR_RETURN(buffers.narrow, allocate(widths.narrow));
+  ASSIGN_OR_RETURN(buffers.expert_rows, stream.Allocate(static_cast<size_t>(ExpertRowsBytes(
+                                            widths.experts.count, widths.experts.used, slice_tokens))));
   return buffers;
 }
 
@@ -39,8 +40,10 @@ absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads
                            .q_heads = shape_.q_heads,
                            .kv_heads = shape_.kv_heads,
                            .head_dim = shape_.head_dim,
+                           .rotated_dim = shape_.rotated_dim,
                            .q_norm = weights_.q_norm.data(),
                            .k_norm = weights_.k_norm.data(),
+                           .norm_all_heads = shape_.qk_norm == QkNorm::kHeads,
                            .norm_eps = norm_eps_,
                            .rope_cos = heads.rope_cos,
                            .rope_sin = heads.rope_sin,
@@ -56,10 +59,55 @@ absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& sli
 
 absl::Status Layer::AddMlp(int64_t tokens, float* x) const {
   RETURN_IF_ERROR(Norm(x, weights_.mlp_norm, tokens));
-  RETURN_IF_ERROR(Multiply(*weights_.gate_up, tokens));
-  RETURN_IF_ERROR(
-      stream_.SwiGlu(buffers_.wide->data(), tokens, shape_.intermediate, buffers_.narrow->data()));
-  return AddProduct(*weights_.down, tokens, x);
+  if (shape_.mlp == MlpKind::kExperts) return AddExperts(tokens, x);
+  return AddDense(*weights_.gate_up, *weights_.down, shape_.intermediate, tokens, x);
+}
+
+absl::Status Layer::AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width,
+                             int64_t tokens, float* x) const {
+  RETURN_IF_ERROR(Multiply(gate_up, tokens));
+  RETURN_IF_ERROR(stream_.SwiGlu(buffers_.wide->data(), tokens, width, buffers_.narrow->data()));
+  return AddProduct(down, tokens, x);
+}
+
+absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
+  const ExpertWeights& experts = weights_.experts;
+  const auto& [count, used, width, shared_width] = shape_.experts;
+  if (shared_width > 0) {
+    RETURN_IF_ERROR(AddDense(*experts.shared_gate_up, *experts.shared_down, shared_width, tokens, x));
+  }
+  auto* const logits = buffers_.wide->data<float>();
+  RETURN_IF_ERROR(stream_.Gemm({.weight = experts.router.get(),
+                                .x = buffers_.normed->data(),
+                                .tokens = tokens,
+                                .y = logits,
+                                .y_dtype = DType::kF32}));
+  const ExpertRows rows = ExpertRowsIn(buffers_.expert_rows->data(), count, used, tokens);
+  RETURN_IF_ERROR(stream_.Route({.logits = logits,
+                                 .correction = experts.correction.data(),
+                                 .tokens = tokens,
+                                 .rule = shape_.router,
+                                 .rows = rows}));
+  const int64_t row_count = tokens * used;
+  RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.gate_up,
+                                      .rows = rows,
+                                      .row_count = row_count,
+                                      .by_token = true,
+                                      .x = buffers_.normed->data(),
+                                      .y = buffers_.wide->data()}));
+  RETURN_IF_ERROR(stream_.SwiGlu(buffers_.wide->data(), row_count, width, buffers_.narrow->data()));
+  RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.down,
+                                      .rows = rows,
+                                      .row_count = row_count,
+                                      .by_token = false,
+                                      .x = buffers_.narrow->data(),
+                                      .y = buffers_.wide->data()}));
+  return stream_.AddExperts({.y = buffers_.wide->data(),
+                             .rows = rows,
+                             .tokens = tokens,
+                             .used = used,
+                             .width = shape_.hidden,
+                             .x = x});
 }
 
 absl::Status Layer::Norm(const float* x, const PlacedVector& weight, int64_t tokens) const {

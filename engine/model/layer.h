@@ -4,6 +4,9 @@
 //     x += attention(q, k, v) Wo                       AddAttention, of what the mesh has attended
 //     x += (silu(norm(x) Wgate) · norm(x) Wup) Wdown   AddMlp
 //
+// With experts, the MLP is a sum of such MLPs: of the shared expert, and of those that a router chooses for
+// the token, each times its weight.
+//
 // The runner computes a prefill with it, and the probe measures a pool with it (layer_shape.h has its sizes).
 #ifndef MESHFILL_ENGINE_MODEL_LAYER_H_
 #define MESHFILL_ENGINE_MODEL_LAYER_H_
@@ -34,21 +37,33 @@ class PlacedVector {
   BufferRef placed_;
 };
 
+struct ExpertWeights {
+  std::unique_ptr<PackedWeight> router;                // [experts, hidden]
+  PlacedVector correction;                             // [experts], or empty
+  std::unique_ptr<PackedWeight> shared_gate_up;        // [2·shared_width, hidden], or null
+  std::unique_ptr<PackedWeight> shared_down;           // [hidden, shared_width], or null
+  std::vector<std::unique_ptr<PackedWeight>> gate_up;  // [experts] of [2·width, hidden]
+  std::vector<std::unique_ptr<PackedWeight>> down;     // [experts] of [hidden, width]
+};
+
 struct LayerWeights {
   PlacedVector attention_norm;            // [hidden]
   PlacedVector mlp_norm;                  // [hidden]
-  PlacedVector q_norm, k_norm;            // [head_dim], or empty
+  PlacedVector q_norm, k_norm;            // [head_dim] or [heads·head_dim], or empty
   std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
   std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
-  std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked
-  std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]
+  std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked; null: experts
+  std::unique_ptr<PackedWeight> down;     // [hidden, intermediate]; null: experts
+  ExpertWeights experts;                  // where the layer has them
 };
 
 // What a slice is computed in: [slice_tokens, width] each, compute dtype, SliceWidthsOf's widths. Every layer
 // uses it again.
 struct LayerBuffers {
-  static absl::StatusOr<LayerBuffers> Make(Stream& stream, const LayerShape& shape, int64_t slice_tokens);
+  static absl::StatusOr<LayerBuffers> Make(Stream& stream, const SliceWidths& widths, DType dtype,
+                                           int64_t slice_tokens);
   BufferRef normed, wide, narrow;
+  BufferRef expert_rows;  // kernels/experts.h; of no bytes without experts
 };
 
 // Tokens [begin, begin + tokens) of a chunk.
@@ -67,7 +82,7 @@ class Layer {
 
   // The chunk's heads, where Project writes the slice's.
   struct Heads {
-    const float* rope_cos;  // [chunk_tokens, head_dim/2]
+    const float* rope_cos;  // [chunk_tokens, rotated_dim/2]
     const float* rope_sin;
     void* q;  // [q_heads, chunk_tokens, head_dim], compute dtype
     void* k;  // [kv_heads, chunk_tokens, head_dim]
@@ -90,6 +105,9 @@ class Layer {
   absl::Status Multiply(const PackedWeight& weight, int64_t tokens) const;              // normed into wide
   absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;         // into narrow
   absl::Status AddProduct(const PackedWeight& weight, int64_t tokens, float* x) const;  // of narrow
+  absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
+                        float* x) const;                    // of normed
+  absl::Status AddExperts(int64_t tokens, float* x) const;  // of normed
 
   const LayerShape& shape_;
   const LayerWeights& weights_;

@@ -2,26 +2,84 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "kernels/experts.h"
+
 namespace meshfill {
 
-LayerShape LayerShapeOf(const ModelShape& model, int64_t window) {
+LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form) {
   return {.hidden = model.hidden,
           .intermediate = model.intermediate,
           .q_heads = model.q_heads,
           .kv_heads = model.kv_heads,
           .head_dim = model.head_dim,
-          .window = window,
+          .rotated_dim = model.rotated_dim(),
+          .window = form.window,
+          .mlp = form.mlp,
+          .experts = model.experts,
+          .router = {.experts = model.experts.count, .used = model.experts.used},
           .dtype = model.dtype};
 }
 
 LayerShape LayerShapeOf(const ModelConfig& config, int layer) {
-  LayerShape shape = LayerShapeOf(config.shape, config.layer_window[layer]);
+  LayerShape shape = LayerShapeOf(config.shape, config.layers[layer]);
+  shape.router = config.router;
+  shape.expert_names = config.expert_names;
+  shape.router_correction = config.router_correction;
   shape.qkv_bias = config.qkv_bias;
   shape.o_bias = config.o_bias;
   shape.mlp_bias = config.mlp_bias;
   shape.qk_norm = config.qk_norm;
   return shape;
 }
+
+namespace {
+
+std::string NameOf(const LayerTensor& tensor, int layer, int copy) {
+  return absl::StrCat("model.layers.", layer, ".",
+                      absl::StrReplaceAll(tensor.name, {{"*", absl::StrCat(copy)}}));
+}
+
+}  // namespace
+
+std::string LayerTensor::WeightName(int layer, int copy) const {
+  return absl::StrCat(NameOf(*this, layer, copy), part == LayerPart::kRouterCorrection ? "" : ".weight");
+}
+
+std::string LayerTensor::BiasName(int layer, int copy) const {
+  return absl::StrCat(NameOf(*this, layer, copy), ".bias");
+}
+
+namespace {
+
+void AppendDenseMlp(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
+  const int64_t hidden = shape.hidden;
+  tensors.insert(tensors.end(),
+                 {
+                     {LayerPart::kGateUp, "mlp.gate_proj", shape.intermediate, hidden, shape.mlp_bias},
+                     {LayerPart::kGateUp, "mlp.up_proj", shape.intermediate, hidden, shape.mlp_bias},
+                     {LayerPart::kDown, "mlp.down_proj", hidden, shape.intermediate, shape.mlp_bias},
+                 });
+}
+
+void AppendExperts(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
+  const ExpertNames& names = shape.expert_names;
+  const auto& [count, used, width, shared_width] = shape.experts;
+  const int64_t hidden = shape.hidden;
+  tensors.push_back({LayerPart::kRouter, names.router, count, hidden});
+  if (shape.router_correction) tensors.push_back({LayerPart::kRouterCorrection, names.correction, count, 0});
+  if (shared_width > 0) {
+    tensors.push_back({LayerPart::kSharedGateUp, names.shared_gate, shared_width, hidden});
+    tensors.push_back({LayerPart::kSharedGateUp, names.shared_up, shared_width, hidden});
+    tensors.push_back({LayerPart::kSharedDown, names.shared_down, hidden, shared_width});
+  }
+  tensors.push_back({LayerPart::kExpertGateUp, names.gate, width, hidden, false, count, used});
+  tensors.push_back({LayerPart::kExpertGateUp, names.up, width, hidden, false, count, used});
+  tensors.push_back({LayerPart::kExpertDown, names.down, hidden, width, false, count, used});
+}
+
+}  // namespace
 
 std::vector<LayerTensor> LayerTensors(const LayerShape& shape) {
   const int64_t hidden = shape.hidden;
@@ -31,18 +89,20 @@ std::vector<LayerTensor> LayerTensors(const LayerShape& shape) {
       {LayerPart::kQkv, "self_attn.k_proj", shape.kv_width(), hidden, shape.qkv_bias},
       {LayerPart::kQkv, "self_attn.v_proj", shape.kv_width(), hidden, shape.qkv_bias},
   };
-  if (shape.qk_norm) {
-    tensors.push_back({LayerPart::kQNorm, "self_attn.q_norm", shape.head_dim, 0});
-    tensors.push_back({LayerPart::kKNorm, "self_attn.k_norm", shape.head_dim, 0});
+  if (shape.qk_norm != QkNorm::kNone) {
+    const bool per_head = shape.qk_norm == QkNorm::kHead;
+    tensors.push_back(
+        {LayerPart::kQNorm, "self_attn.q_norm", per_head ? shape.head_dim : shape.q_width(), 0});
+    tensors.push_back(
+        {LayerPart::kKNorm, "self_attn.k_norm", per_head ? shape.head_dim : shape.kv_width(), 0});
   }
-  tensors.insert(tensors.end(),
-                 {
-                     {LayerPart::kO, "self_attn.o_proj", hidden, shape.q_width(), shape.o_bias},
-                     {LayerPart::kMlpNorm, "post_attention_layernorm", hidden, 0},
-                     {LayerPart::kGateUp, "mlp.gate_proj", shape.intermediate, hidden, shape.mlp_bias},
-                     {LayerPart::kGateUp, "mlp.up_proj", shape.intermediate, hidden, shape.mlp_bias},
-                     {LayerPart::kDown, "mlp.down_proj", hidden, shape.intermediate, shape.mlp_bias},
-                 });
+  tensors.push_back({LayerPart::kO, "self_attn.o_proj", hidden, shape.q_width(), shape.o_bias});
+  tensors.push_back({LayerPart::kMlpNorm, "post_attention_layernorm", hidden, 0});
+  if (shape.mlp == MlpKind::kDense) {
+    AppendDenseMlp(shape, tensors);
+  } else {
+    AppendExperts(shape, tensors);
+  }
   return tensors;
 }
 
@@ -58,20 +118,60 @@ ProductShape ProductOf(const LayerShape& shape, LayerPart part) {
 
 int64_t LayerMatrixElements(const LayerShape& shape) {
   int64_t elements = 0;
-  for (const LayerTensor& tensor : LayerTensors(shape)) elements += tensor.out_features * tensor.in_features;
+  for (const LayerTensor& tensor : LayerTensors(shape)) {
+    if (!tensor.is_vector()) elements += tensor.elements();
+  }
+  return elements;
+}
+
+int64_t LayersMatrixElements(const ModelShape& model) {
+  int64_t elements = 0;
+  model.ForEachKind([&](const LayerForm& form, int layers) {
+    elements += layers * LayerMatrixElements(LayerShapeOf(model, form));
+  });
   return elements;
 }
 
 double LayerTokenFlops(const LayerShape& shape) {
-  return 2.0 * static_cast<double>(LayerMatrixElements(shape));
+  int64_t used = 0;
+  for (const LayerTensor& tensor : LayerTensors(shape)) {
+    used += tensor.used_copies * tensor.out_features * tensor.in_features;
+  }
+  return 2.0 * static_cast<double>(used);
 }
 
 double LayerPairFlops(const LayerShape& shape) { return 4.0 * shape.head_dim * shape.q_heads; }
 
 SliceWidths SliceWidthsOf(const LayerShape& shape) {
-  return {.normed = shape.hidden,
-          .wide = std::max(shape.qkv_width(), 2 * shape.intermediate),
-          .narrow = std::max(shape.q_width(), shape.intermediate)};
+  SliceWidths widths = {.normed = shape.hidden, .wide = shape.qkv_width(), .narrow = shape.q_width()};
+  if (shape.mlp == MlpKind::kDense) {
+    widths.wide = std::max(widths.wide, 2 * shape.intermediate);
+    widths.narrow = std::max(widths.narrow, shape.intermediate);
+    return widths;
+  }
+  const auto& [count, used, width, shared_width] = shape.experts;
+  const int64_t logits = count * static_cast<int64_t>(sizeof(float) / DTypeBytes(shape.dtype));
+  widths.wide = std::max({widths.wide, logits, 2 * shared_width, used * std::max(2 * width, shape.hidden)});
+  widths.narrow = std::max({widths.narrow, shared_width, used * width});
+  widths.experts = shape.experts;
+  return widths;
+}
+
+SliceWidths SliceWidthsOf(const ModelShape& model) {
+  SliceWidths most;
+  model.ForEachKind([&](const LayerForm& form, int) {
+    const SliceWidths widths = SliceWidthsOf(LayerShapeOf(model, form));
+    most = {.normed = std::max(most.normed, widths.normed),
+            .wide = std::max(most.wide, widths.wide),
+            .narrow = std::max(most.narrow, widths.narrow),
+            .experts = widths.experts.count > 0 ? widths.experts : most.experts};
+  });
+  return most;
+}
+
+int64_t SliceBytes(const SliceWidths& widths, int64_t tokens, DType dtype) {
+  return tokens * (widths.normed + widths.wide + widths.narrow) * static_cast<int64_t>(DTypeBytes(dtype)) +
+         ExpertRowsBytes(widths.experts.count, widths.experts.used, tokens);
 }
 
 }  // namespace meshfill

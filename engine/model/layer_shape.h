@@ -5,26 +5,31 @@
 #define MESHFILL_ENGINE_MODEL_LAYER_SHAPE_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "engine/model/model_config.h"
 #include "engine/model/model_shape.h"
 #include "kernels/dtype.h"
+#include "kernels/experts.h"
 
 namespace meshfill {
 
-enum class MlpKind { kDense };  // down(silu(gate) · up)
-
 struct LayerShape {
   int64_t hidden = 0;
-  int64_t intermediate = 0;
+  int64_t intermediate = 0;  // of a dense MLP
   int q_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  int64_t window = 0;  // tokens; 0: none
+  int rotated_dim = 0;  // dimensions of a head that RoPE rotates, from the first on
+  int64_t window = 0;   // tokens; 0: none
   MlpKind mlp = MlpKind::kDense;
+  ExpertsShape experts;  // where `mlp` says so
+  RouterRule router;     // likewise
+  ExpertNames expert_names;
+  bool router_correction = false;  // the router has a correction for each expert
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
-  bool qk_norm = false;       // RMSNorm per head of Q and K
+  QkNorm qk_norm = QkNorm::kNone;
   DType dtype = DType::kF32;  // compute dtype
 
   int64_t q_width() const { return int64_t{q_heads} * head_dim; }
@@ -32,53 +37,81 @@ struct LayerShape {
   int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
 };
 
-// A layer of the model with this window, but for what its weights alone tell (biases, norms per head).
-LayerShape LayerShapeOf(const ModelShape& model, int64_t window = 0);
+// A layer of the model of this form, but for what its weights alone tell (biases, norms of Q and K, names).
+LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form = {});
 // Layer `layer` of the model.
 LayerShape LayerShapeOf(const ModelConfig& config, int layer);
 
 // What a tensor of the layer is for. The linear layers of one part are stacked into one product.
-enum class LayerPart { kAttentionNorm, kQkv, kQNorm, kKNorm, kO, kMlpNorm, kGateUp, kDown };
+enum class LayerPart {
+  kAttentionNorm,
+  kQkv,
+  kQNorm,
+  kKNorm,
+  kO,
+  kMlpNorm,
+  kGateUp,
+  kDown,
+  kRouter,
+  kRouterCorrection,
+  kSharedGateUp,
+  kSharedDown,
+  kExpertGateUp,
+  kExpertDown,
+};
 
-// A norm's weight, [out_features], or a linear layer's, [out_features, in_features], with its bias, if any.
+// A vector (a norm's weight, the router's correction), [out_features], or a linear layer's matrix,
+// [out_features, in_features], with its bias, if any.
 struct LayerTensor {
   LayerPart part;
-  const char* name;  // in the model's folder: "model.layers.<layer>.<name>.weight", and ".bias"
+  const char* name;
   int64_t out_features;
-  int64_t in_features;  // 0: a norm
+  int64_t in_features;  // 0: a vector
   bool bias = false;
+  int copies = 1;       // one for each expert
+  int used_copies = 1;  // by a token
 
-  bool is_norm() const { return in_features == 0; }
+  bool is_vector() const { return in_features == 0; }
+  bool is_norm() const { return is_vector() && part != LayerPart::kRouterCorrection; }
+  int64_t elements() const { return copies * out_features * (is_vector() ? 1 : in_features); }
+  // The tensor's name in the model's folder, less ".bias".
+  std::string WeightName(int layer, int copy) const;
+  std::string BiasName(int layer, int copy) const;
 };
 
 // All tensors, in the order in which the layer uses them.
 std::vector<LayerTensor> LayerTensors(const LayerShape& shape);
 
-// The stacked matrix of one part.
+// The stacked matrix of one part: of one expert, where it is theirs.
 struct ProductShape {
   int64_t out_features = 0;
   int64_t in_features = 0;
 };
 ProductShape ProductOf(const LayerShape& shape, LayerPart part);
 
-// Elements of all matrices.
+// Elements of all matrices: of a layer, and of all layers.
 int64_t LayerMatrixElements(const LayerShape& shape);
+int64_t LayersMatrixElements(const ModelShape& model);
 
-// FLOPs, a multiply-add counted as two: of everything but attention for one token, and of attention for one
-// visible (query, key) pair, all heads.
+// FLOPs, a multiply-add counted as two: of everything but attention for one token (of the experts, those that
+// it uses), and of attention for one visible (query, key) pair, all heads.
 double LayerTokenFlops(const LayerShape& shape);
 double LayerPairFlops(const LayerShape& shape);
 
-// Elements for each token of a slice, all in the compute dtype. A slice's projections and its MLP are never
-// needed at the same time, so they share what is wide.
+// Elements for each token of a slice, all in the compute dtype. A slice's projections, its router's logits,
+// and its MLP are never needed at the same time, so they share what is wide.
 struct SliceWidths {
-  int64_t normed;  // after a norm
-  int64_t wide;    // q, k, v; gate, up
-  int64_t narrow;  // the gathered attention; silu(gate) · up
+  int64_t normed = 0;    // after a norm
+  int64_t wide = 0;      // q, k, v; gate, up; the router's logits; what each used expert has to say
+  int64_t narrow = 0;    // the gathered attention; silu(gate) · up
+  ExpertsShape experts;  // whose rows are sorted; count 0: none
 
-  int64_t all() const { return normed + wide + narrow; }
+  bool operator==(const SliceWidths&) const = default;
 };
 SliceWidths SliceWidthsOf(const LayerShape& shape);
+SliceWidths SliceWidthsOf(const ModelShape& model);  // enough for each of its layers
+// What `tokens` tokens of them take, with where the experts' rows lie (kernels/experts.h).
+int64_t SliceBytes(const SliceWidths& widths, int64_t tokens, DType dtype);
 
 }  // namespace meshfill
 

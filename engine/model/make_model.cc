@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/model/family.h"
 #include "engine/model/layer_shape.h"
 #include "engine/model/safetensors_writer.h"
 #include "engine/model/strict_json.h"
@@ -22,25 +23,6 @@ namespace {
 
 using nlohmann::json;
 namespace fs = std::filesystem;
-
-struct FamilyNames {
-  const char* model_type;
-  const char* architecture;
-};
-
-FamilyNames NamesOf(ModelFamily family) {
-  switch (family) {
-    case ModelFamily::kLlama:
-      return {"llama", "LlamaForCausalLM"};
-    case ModelFamily::kMistral:
-      return {"mistral", "MistralForCausalLM"};
-    case ModelFamily::kQwen2:
-      return {"qwen2", "Qwen2ForCausalLM"};
-    case ModelFamily::kQwen3:
-      return {"qwen3", "Qwen3ForCausalLM"};
-  }
-  return {"?", "?"};
-}
 
 const char* TorchName(DType dtype) {
   switch (dtype) {
@@ -60,10 +42,10 @@ json ConfigJson(const MakeModelOptions& options) {
   const int64_t hidden =
       std::clamp<int64_t>(options.hidden, 0, INT32_MAX);  // the parser refuses what lies outside
   const int64_t derived = (hidden * 8 / 3 + kMultiple - 1) / kMultiple * kMultiple;
-  const FamilyNames names = NamesOf(options.family);
+  const Family& family = FamilyOf(options.family);
   json config = {
-      {"architectures", {names.architecture}},
-      {"model_type", names.model_type},
+      {"architectures", {family.architecture}},
+      {"model_type", family.name},
       {"torch_dtype", TorchName(options.dtype)},
       {"num_hidden_layers", options.layers},
       {"hidden_size", options.hidden},
@@ -79,9 +61,7 @@ json ConfigJson(const MakeModelOptions& options) {
       {"hidden_act", "silu"},
       {"tie_word_embeddings", options.tied_embeddings},
   };
-  if (options.family == ModelFamily::kMistral) {
-    config["sliding_window"] = options.sliding_window != 0 ? json(options.sliding_window) : json(nullptr);
-  }
+  family.write(options, config);
   return config;
 }
 
@@ -102,24 +82,30 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   const auto norm = [&](const std::string& name, int64_t width) {
     tensors.push_back({{name, type, {width}}, 1, kNormDeviation});
   };
-  const auto linear = [&](const std::string& name, int64_t out, int64_t in, bool bias) {
-    tensors.push_back({{name + ".weight", type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
-    if (bias) tensors.push_back({{name + ".bias", type, {out}}, 0, kBiasDeviation});
+  const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
+    tensors.push_back({{name, type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
   };
   const double embedding = config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1;
   tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
   for (int layer = 0; layer < shape.layers; ++layer) {
     for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
-      const std::string name = absl::StrCat("model.layers.", layer, ".", tensor.name);
-      if (tensor.is_norm()) {
-        norm(name + ".weight", tensor.out_features);
-      } else {
-        linear(name, tensor.out_features, tensor.in_features, tensor.bias);
+      for (int copy = 0; copy < tensor.copies; ++copy) {
+        const std::string name = tensor.WeightName(layer, copy);
+        if (tensor.is_norm()) {
+          norm(name, tensor.out_features);
+        } else if (tensor.is_vector()) {
+          tensors.push_back({{name, type, {tensor.out_features}}, 0, kBiasDeviation});
+        } else {
+          linear(name, tensor.out_features, tensor.in_features);
+        }
+        if (tensor.bias) {
+          tensors.push_back({{tensor.BiasName(layer, copy), type, {tensor.out_features}}, 0, kBiasDeviation});
+        }
       }
     }
   }
   norm("model.norm.weight", shape.hidden);
-  if (!config.tied_embeddings) linear("lm_head", shape.vocab, shape.hidden, /*bias=*/false);
+  if (!config.tied_embeddings) linear("lm_head.weight", shape.vocab, shape.hidden);
   return tensors;
 }
 
@@ -256,6 +242,12 @@ absl::Status CheckOptions(const MakeModelOptions& options) {
   if (options.sliding_window != 0 && options.family != ModelFamily::kMistral) {
     return absl::InvalidArgumentError(
         "sliding_window is for Mistral alone; leave it out or make a Mistral model");
+  }
+  if ((options.experts != 0 || options.experts_used != 0 || options.expert_width != 0) &&
+      !FamilyOf(options.family).has_experts) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("experts, experts_used and expert_width are for families with experts, which ",
+                     FamilyOf(options.family).name, " is not; leave them out"));
   }
   if (!std::isfinite(options.rope_theta)) {
     return absl::InvalidArgumentError("rope_theta must be a finite number");

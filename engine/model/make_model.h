@@ -21,6 +21,9 @@ struct MakeModelOptions {
   int64_t vocab = 256;
   int64_t context_tokens = 4194304;
   int64_t sliding_window = 0;  // Mistral alone; 0: none
+  int experts = 0;             // of families that have them, and the next two; 0: 8
+  int experts_used = 0;        // by each token; 0: 2
+  int64_t expert_width = 0;    // 0: intermediate
   double rope_theta = 1000000;
   bool tied_embeddings = false;
   DType dtype = DType::kBf16;              // of the weights

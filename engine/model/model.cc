@@ -58,8 +58,9 @@ struct Linear {
   Weight bias;
 };
 
-// What the folder has of one layer, by part; a norm is a linear layer without a bias.
-using FoundLayer = std::multimap<LayerPart, Linear>;
+// What the folder has of one layer: by part, by expert, the linear layers that are stacked. A vector is a
+// linear layer without a bias.
+using FoundLayer = std::map<LayerPart, std::vector<std::vector<Linear>>>;
 
 // Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
 // error is kept, so that a caller asks once.
@@ -100,18 +101,24 @@ class TensorFinder {
     return weight;
   }
 
-  Linear FindLinear(const std::string& name, int64_t out_features, int64_t in_features, bool bias) {
-    Linear linear;
-    linear.matrix = Find(name + ".weight", {out_features, in_features});
-    if (bias) linear.bias = Find(name + ".bias", {out_features});
+  Linear Find(const LayerTensor& tensor, int layer, int copy) {
+    std::vector<int64_t> shape = {tensor.out_features};
+    if (!tensor.is_vector()) shape.push_back(tensor.in_features);
+    Linear linear = {.matrix = Find(tensor.WeightName(layer, copy), std::move(shape)), .bias = {}};
+    if (tensor.bias) linear.bias = Find(tensor.BiasName(layer, copy), {tensor.out_features});
     return linear;
   }
+
+  // Tensors whose names begin so may be there, and are of no use.
+  void Ignore(std::string prefix) { ignored_.push_back(std::move(prefix)); }
 
   // Tensors that nobody asked for are an error: the config and the weights are not of one model.
   absl::Status Finish() {
     for (const auto& [name, entry] : folder_.entries()) {
       // Some exports hold the RoPE frequencies, which the config gives as well.
       if (found_.contains(name) || absl::EndsWith(name, "rotary_emb.inv_freq")) continue;
+      const auto ignores = [&](const std::string& prefix) { return absl::StartsWith(name, prefix); };
+      if (std::any_of(ignored_.begin(), ignored_.end(), ignores)) continue;
       Fail(entry.file->path(), name,
            "is not in the model that config.json describes; the two do not belong together");
     }
@@ -129,6 +136,7 @@ class TensorFinder {
 
   const SafetensorsFolder& folder_;
   std::set<std::string, std::less<>> found_;
+  std::vector<std::string> ignored_;
   bool all_f32_ = true;
   absl::Status status_;
 };
@@ -136,11 +144,11 @@ class TensorFinder {
 FoundLayer FindLayer(TensorFinder& finder, const ModelConfig& config, int layer) {
   FoundLayer found;
   for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
-    const std::string name = absl::StrCat("model.layers.", layer, ".", tensor.name);
-    found.emplace(tensor.part,
-                  tensor.is_norm()
-                      ? Linear{.matrix = finder.Find(name + ".weight", {tensor.out_features}), .bias = {}}
-                      : finder.FindLinear(name, tensor.out_features, tensor.in_features, tensor.bias));
+    std::vector<std::vector<Linear>>& copies = found[tensor.part];
+    copies.resize(tensor.copies);
+    for (int copy = 0; copy < tensor.copies; ++copy) {
+      copies[copy].push_back(finder.Find(tensor, layer, copy));
+    }
   }
   return found;
 }
@@ -193,25 +201,39 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<con
 
 absl::StatusOr<LayerWeights> PackLayer(Device& device, const FoundLayer& found) {
   LayerWeights weights;
-  const std::pair<LayerPart, PlacedVector*> norms[] = {{LayerPart::kAttentionNorm, &weights.attention_norm},
-                                                       {LayerPart::kMlpNorm, &weights.mlp_norm},
-                                                       {LayerPart::kQNorm, &weights.q_norm},
-                                                       {LayerPart::kKNorm, &weights.k_norm}};
-  for (const auto& [part, vector] : norms) {
-    const auto norm = found.find(part);
-    if (norm == found.end()) continue;
-    ASSIGN_OR_RETURN(*vector, PlacedVector::Make(device, ToFloats(norm->second.matrix)));
+  ExpertWeights& experts = weights.experts;
+  const std::pair<LayerPart, PlacedVector*> vectors[] = {{LayerPart::kAttentionNorm, &weights.attention_norm},
+                                                         {LayerPart::kMlpNorm, &weights.mlp_norm},
+                                                         {LayerPart::kQNorm, &weights.q_norm},
+                                                         {LayerPart::kKNorm, &weights.k_norm},
+                                                         {LayerPart::kRouterCorrection, &experts.correction}};
+  for (const auto& [part, vector] : vectors) {
+    const auto copies = found.find(part);
+    if (copies == found.end()) continue;
+    ASSIGN_OR_RETURN(*vector, PlacedVector::Make(device, ToFloats(copies->second[0][0].matrix)));
   }
   const std::pair<LayerPart, std::unique_ptr<PackedWeight>*> products[] = {
       {LayerPart::kQkv, &weights.qkv},
       {LayerPart::kO, &weights.o},
       {LayerPart::kGateUp, &weights.gate_up},
-      {LayerPart::kDown, &weights.down}};
+      {LayerPart::kDown, &weights.down},
+      {LayerPart::kRouter, &experts.router},
+      {LayerPart::kSharedGateUp, &experts.shared_gate_up},
+      {LayerPart::kSharedDown, &experts.shared_down}};
   for (const auto& [part, packed] : products) {
-    std::vector<Linear> linears;
-    const auto [begin, end] = found.equal_range(part);
-    for (auto linear = begin; linear != end; ++linear) linears.push_back(linear->second);
-    ASSIGN_OR_RETURN(*packed, Pack(device, linears));
+    const auto copies = found.find(part);
+    if (copies == found.end()) continue;
+    ASSIGN_OR_RETURN(*packed, Pack(device, copies->second[0]));
+  }
+  const std::pair<LayerPart, std::vector<std::unique_ptr<PackedWeight>>*> by_expert[] = {
+      {LayerPart::kExpertGateUp, &experts.gate_up}, {LayerPart::kExpertDown, &experts.down}};
+  for (const auto& [part, packed] : by_expert) {
+    const auto copies = found.find(part);
+    if (copies == found.end()) continue;
+    for (const std::vector<Linear>& linears : copies->second) {
+      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> expert, Pack(device, linears));
+      packed->push_back(std::move(expert));
+    }
   }
   return weights;
 }
@@ -259,6 +281,9 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   layers.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {
     layers.push_back(FindLayer(finder, config, layer));
+  }
+  for (int layer = 0; layer < config.unused_layers; ++layer) {
+    finder.Ignore(absl::StrCat("model.layers.", config.shape.layers + layer, "."));
   }
   const Weight final_norm = finder.Find("model.norm.weight", {config.shape.hidden});
   const absl::StatusOr<Weight> lm_head = FindLmHead(finder, weights, config, embedding);

@@ -1,12 +1,12 @@
 #include "engine/model/model_config.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/family.h"
 #include "engine/model/json_keys.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
@@ -23,26 +23,6 @@ constexpr int64_t kMaxIntermediate = int64_t{1} << 22;
 constexpr int64_t kMaxHeads = 4096;
 constexpr int64_t kMaxHeadDim = 256;  // the attention kernels'
 constexpr int64_t kMaxVocab = int64_t{1} << 24;
-
-// What a family is called, and what an absent key means in it (transformers' configuration_<family>.py).
-struct Family {
-  ModelFamily family;
-  const char* model_type;
-  const char* architecture;
-  int64_t hidden, intermediate, layers, q_heads;
-  std::optional<int64_t> kv_heads;  // nullopt: as many as q_heads
-  std::optional<int64_t> head_dim;  // nullopt: hidden / q_heads
-  int64_t vocab, context_tokens;
-};
-constexpr std::array kFamilies = {
-    Family{ModelFamily::kLlama, "llama", "LlamaForCausalLM", 4096, 11008, 32, 32, std::nullopt, std::nullopt,
-           32000, 2048},
-    Family{ModelFamily::kMistral, "mistral", "MistralForCausalLM", 4096, 14336, 32, 32, 8, std::nullopt,
-           32000, 131072},
-    Family{ModelFamily::kQwen2, "qwen2", "Qwen2ForCausalLM", 4096, 22016, 32, 32, 32, std::nullopt, 151936,
-           32768},
-    Family{ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM", 4096, 22016, 32, 32, 32, 128, 151936, 32768},
-};
 
 // Keys that cannot change what a prefill computes: training, generation, bookkeeping.
 constexpr const char* kIgnoredKeys[] = {
@@ -90,6 +70,7 @@ constexpr const char* kIgnoredKeys[] = {
     "num_return_sequences",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "output_scores",
     "pad_token_id",
     "prefix",
@@ -98,6 +79,8 @@ constexpr const char* kIgnoredKeys[] = {
     "repetition_penalty",
     "return_dict",
     "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     "sep_token_id",
     "suppress_tokens",
     "target_lookbehind",
@@ -117,10 +100,10 @@ constexpr const char* kIgnoredKeys[] = {
     "use_cache",
 };
 
-std::string FamilyNames() {
+std::string ArchitectureNames() {
   std::string names;
-  for (const Family& family : kFamilies) {
-    absl::StrAppend(&names, names.empty() ? "" : ", ", family.architecture);
+  for (const Family* family : Families()) {
+    absl::StrAppend(&names, names.empty() ? "" : ", ", family->architecture);
   }
   return names;
 }
@@ -130,18 +113,18 @@ const Family* ParseFamily(JsonKeys& keys) {
   const json* architectures = keys.FindValue("architectures");
   const json* model_type = keys.FindValue("model_type");
   if (architectures == nullptr && model_type == nullptr) {
-    keys.RejectMissing("architectures", absl::StrCat("it must be one of ", FamilyNames()));
+    keys.RejectMissing("architectures", absl::StrCat("it must be one of ", ArchitectureNames()));
     return nullptr;
   }
-  for (const Family& family : kFamilies) {
-    const bool named = architectures == nullptr ? *model_type == family.model_type
-                                                : *architectures == json::array({family.architecture});
+  for (const Family* family : Families()) {
+    const bool named = architectures == nullptr ? *model_type == family->name
+                                                : *architectures == json::array({family->architecture});
     if (!named) continue;
-    keys.Expect("model_type", family.model_type);
-    return &family;
+    keys.Expect("model_type", family->name);
+    return family;
   }
   keys.Reject(architectures == nullptr ? "model_type" : "architectures",
-              absl::StrCat("implemented are ", FamilyNames()));
+              absl::StrCat("implemented are ", ArchitectureNames()));
   return nullptr;
 }
 
@@ -183,28 +166,11 @@ void ParseShape(JsonKeys& keys, const Family& family, ModelShape& shape) {
   }
 }
 
-// Biases and the norm of Q and K. What the family fixes may be stated in the config, but not otherwise.
-void ParseFlags(JsonKeys& keys, ModelConfig& config) {
-  switch (config.family) {
-    case ModelFamily::kLlama:
-      config.qkv_bias = config.o_bias = keys.Flag("attention_bias", false);
-      config.mlp_bias = keys.Flag("mlp_bias", false);
-      break;
-    case ModelFamily::kMistral:
-      keys.Expect("attention_bias", false);
-      break;
-    case ModelFamily::kQwen2:
-      config.qkv_bias = true;
-      keys.Expect("attention_bias", true);
-      break;
-    case ModelFamily::kQwen3:
-      config.qkv_bias = config.o_bias = keys.Flag("attention_bias", false);
-      config.qk_norm = true;
-      break;
-  }
+// What all families have. What the family fixes may be stated in the config, but not otherwise.
+void ParseFlags(JsonKeys& keys, double norm_eps, ModelConfig& config) {
   keys.Expect("mlp_bias", config.mlp_bias);
   config.tied_embeddings = keys.Flag("tie_word_embeddings", false);
-  config.norm_eps = static_cast<float>(keys.Number("rms_norm_eps", 1e-6, 1e-30, 1));
+  config.norm_eps = static_cast<float>(keys.Number("rms_norm_eps", norm_eps, 1e-30, 1));
   keys.Expect("hidden_act", "silu");
   keys.Expect("pretraining_tp", 1);
   keys.Expect("is_encoder_decoder", false);
@@ -214,62 +180,15 @@ void ParseFlags(JsonKeys& keys, ModelConfig& config) {
   keys.Expect("use_mrope", false);
 }
 
-// ---- Sliding windows.
-
-// The window by layer as the family's own rule has it, before `layer_types`.
-std::vector<int64_t> FamilyWindows(JsonKeys& keys, ModelFamily family, int layers,
-                                   std::optional<int64_t>& window) {
-  constexpr int64_t kDefaultWindow = 4096;
-  switch (family) {
-    case ModelFamily::kLlama:
-      return std::vector<int64_t>(layers, 0);
-    case ModelFamily::kMistral:
-      window = keys.OptionalInteger("sliding_window", kDefaultWindow, 1, kMaxPosition);
-      return std::vector<int64_t>(layers, window.value_or(0));
-    case ModelFamily::kQwen2:
-    case ModelFamily::kQwen3: {
-      const bool use_window = keys.Flag("use_sliding_window", false);
-      const int64_t full_layers = keys.Integer("max_window_layers", 28, 0, INT32_MAX);
-      keys.Find("sliding_window");  // says nothing unless use_sliding_window
-      if (use_window) window = keys.OptionalInteger("sliding_window", kDefaultWindow, 1, kMaxPosition);
-      std::vector<int64_t> windows(layers, 0);
-      for (int64_t layer = full_layers; layer < layers; ++layer) windows[layer] = window.value_or(0);
-      return windows;
-    }
+// How many dimensions of a head are rotated, as transformers rounds it; 0: all.
+int RopeDim(JsonKeys& keys, const ModelConfig& config) {
+  const int dim = static_cast<int>(config.shape.head_dim * config.rope.share);
+  if (dim < 2 || dim % 2 != 0) {
+    keys.Reject("partial_rotary_factor",
+                absl::StrCat("of the ", config.shape.head_dim, " dimensions of a head it leaves ", dim,
+                             "; implemented are even numbers"));
   }
-  return {};
-}
-
-void ParseWindows(JsonKeys& keys, ModelConfig& config) {
-  std::optional<int64_t> window;
-  config.layer_window = FamilyWindows(keys, config.family, config.shape.layers, window);
-
-  if (const json* types = keys.FindValue("layer_types"); types != nullptr) {
-    std::vector<int64_t> windows;
-    for (const json& type : *types) {
-      if (type == "sliding_attention" && window) windows.push_back(*window);
-      if (type == "full_attention") windows.push_back(0);
-    }
-    if (!types->is_array() || windows.size() != types->size() ||
-        windows.size() != config.layer_window.size()) {
-      keys.Reject("layer_types",
-                  absl::StrCat("it must name full_attention, or sliding_attention where there is a window, "
-                               "for each of the ",
-                               config.shape.layers, " layers"));
-      return;
-    }
-    const bool by_layer = config.family == ModelFamily::kQwen2 || config.family == ModelFamily::kQwen3;
-    if (!by_layer && windows != config.layer_window) {
-      keys.Reject("layer_types",
-                  "in this architecture all layers must be of the kind that sliding_window says");
-      return;
-    }
-    config.layer_window = std::move(windows);
-  }
-  config.shape.windowed_layers =
-      static_cast<int>(config.layer_window.size()) -
-      static_cast<int>(std::count(config.layer_window.begin(), config.layer_window.end(), 0));
-  config.shape.sliding_window = config.shape.windowed_layers > 0 ? *window : 0;
+  return dim == config.shape.head_dim ? 0 : dim;
 }
 
 }  // namespace
@@ -284,9 +203,12 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::strin
   ModelConfig config;
   config.family = family->family;
   ParseShape(keys, *family, config.shape);
-  ParseFlags(keys, config);
-  ParseWindows(keys, config);
-  RETURN_IF_ERROR(ParseRope(keys, file, config.shape.context_tokens, config.rope));
+  config.layers.resize(config.shape.layers);
+  family->read(keys, config);
+  config.shape.kinds = LayerKindsOf(config.layers);
+  ParseFlags(keys, family->norm_eps, config);
+  RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.context_tokens, config.rope));
+  config.shape.rope_dim = RopeDim(keys, config);
   RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));
   return config;
 }

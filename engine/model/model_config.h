@@ -11,10 +11,31 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/model/rope_config.h"
+#include "kernels/experts.h"
 
 namespace meshfill {
 
-enum class ModelFamily { kLlama, kMistral, kQwen2, kQwen3 };
+enum class ModelFamily { kLlama, kMistral, kQwen2, kQwen3, kQwen3Moe, kMixtral, kGlm4Moe, kMiniMaxM2 };
+
+// What Q and K are normalised over, before RoPE.
+enum class QkNorm {
+  kNone,
+  kHead,   // each head, by one weight of head_dim
+  kHeads,  // all heads of a token together
+};
+
+// What a family calls the tensors of an MLP with experts, after "model.layers.<layer>."; "*" stands for the
+// expert's number.
+struct ExpertNames {
+  const char* router = "mlp.gate";
+  const char* correction = "mlp.gate.e_score_correction_bias";  // whole, without ".weight"
+  const char* gate = "mlp.experts.*.gate_proj";
+  const char* up = "mlp.experts.*.up_proj";
+  const char* down = "mlp.experts.*.down_proj";
+  const char* shared_gate = "mlp.shared_experts.gate_proj";
+  const char* shared_up = "mlp.shared_experts.up_proj";
+  const char* shared_down = "mlp.shared_experts.down_proj";
+};
 
 struct ModelConfig {
   ModelFamily family = ModelFamily::kLlama;
@@ -24,9 +45,14 @@ struct ModelConfig {
   bool qkv_bias = false;
   bool o_bias = false;
   bool mlp_bias = false;
-  bool qk_norm = false;
+  QkNorm qk_norm = QkNorm::kNone;
   RopeConfig rope;
-  std::vector<int64_t> layer_window;  // [layers], tokens; 0: none
+  std::vector<LayerForm> layers;  // [shape.layers]
+  RouterRule router;              // of the layers that have experts
+  bool router_correction = false;
+  ExpertNames expert_names;
+  int unused_layers =
+      0;  // behind these in the files, for what a prefill does not do: predicting further tokens
 
   // `text` is the content of `path` (named in errors). INVALID_ARGUMENT names the key.
   static absl::StatusOr<ModelConfig> Parse(std::string_view text, std::string_view path);

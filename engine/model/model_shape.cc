@@ -1,10 +1,19 @@
 #include "engine/model/model_shape.h"
 
 #include <algorithm>
+#include <map>
 
 #include "engine/model/layer_shape.h"
 
 namespace meshfill {
+
+std::vector<LayerKind> LayerKindsOf(std::span<const LayerForm> layers) {
+  std::map<LayerForm, int> counts;
+  for (const LayerForm& form : layers) ++counts[form];
+  std::vector<LayerKind> kinds;
+  for (const auto& [form, count] : counts) kinds.push_back({.form = form, .layers = count});
+  return kinds;
+}
 
 ModelShape ModelShape::HeadSlice(int h) const {
   ModelShape slice = *this;
@@ -21,13 +30,17 @@ double VisiblePairs(int64_t tokens, int64_t window) {
 }
 
 double AttentionFlops(const ModelShape& model, int64_t tokens) {
-  const double pairs = model.windowed_layers * VisiblePairs(tokens, model.sliding_window) +
-                       (model.layers - model.windowed_layers) * VisiblePairs(tokens, 0);
+  double pairs = 0;
+  model.ForEachWindow([&](int64_t window, int layers) { pairs += layers * VisiblePairs(tokens, window); });
   return LayerPairFlops(LayerShapeOf(model)) * pairs;
 }
 
 double ProjectionFlopsPerToken(const ModelShape& model) {
-  return model.layers * LayerTokenFlops(LayerShapeOf(model));
+  double flops = 0;
+  model.ForEachKind([&](const LayerForm& form, int layers) {
+    flops += layers * LayerTokenFlops(LayerShapeOf(model, form));
+  });
+  return flops;
 }
 
 double LmHeadFlops(const ModelShape& model) {

@@ -2,24 +2,78 @@
 #ifndef MESHFILL_ENGINE_MODEL_MODEL_SHAPE_H_
 #define MESHFILL_ENGINE_MODEL_MODEL_SHAPE_H_
 
+#include <compare>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "kernels/dtype.h"
 
 namespace meshfill {
 
+enum class MlpKind {
+  kDense,    // down(silu(gate) · up)
+  kExperts,  // a router sends each token through some of many of these
+};
+
+// What the layers of one model may differ in.
+struct LayerForm {
+  int64_t window = 0;  // tokens; 0: none
+  MlpKind mlp = MlpKind::kDense;
+  auto operator<=>(const LayerForm&) const = default;
+};
+
+// The layers of one form.
+struct LayerKind {
+  LayerForm form;
+  int layers;
+  bool operator==(const LayerKind&) const = default;
+};
+
+// The forms of `layers`, sorted, and how many layers have each.
+std::vector<LayerKind> LayerKindsOf(std::span<const LayerForm> layers);
+
+// The MLP of every layer that has experts.
+struct ExpertsShape {
+  int count = 0;             // 0: no layer has experts
+  int used = 0;              // by each token
+  int64_t width = 0;         // of one expert
+  int64_t shared_width = 0;  // of the expert that every token goes through; 0: there is none
+  bool operator==(const ExpertsShape&) const = default;
+};
+
 struct ModelShape {
   int layers = 0;
   int64_t hidden = 0;
-  int64_t intermediate = 0;
+  int64_t intermediate = 0;  // width of a dense MLP
   int q_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
+  int rope_dim = 0;  // how many dimensions of a head are rotated, from the first on; 0: all
   int64_t vocab = 0;
   int64_t context_tokens = 0;  // longest prompt that the model is for
-  int64_t sliding_window = 0;  // tokens, 0: none; of the layers that have one
-  int windowed_layers = 0;     // how many layers have the window
-  DType dtype = DType::kF32;   // compute dtype
+  ExpertsShape experts;
+  std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
+  DType dtype = DType::kF32;     // compute dtype
+
+  int rotated_dim() const { return rope_dim == 0 ? head_dim : rope_dim; }
+  // visit(form, layers) for each form.
+  template <typename Visit>
+  void ForEachKind(const Visit& visit) const {
+    if (kinds.empty()) return visit(LayerForm(), layers);
+    for (const LayerKind& kind : kinds) visit(kind.form, kind.layers);
+  }
+  // visit(window, layers) for each window, 0 (none) first.
+  template <typename Visit>
+  void ForEachWindow(const Visit& visit) const {
+    if (kinds.empty()) return visit(int64_t{0}, layers);
+    for (size_t i = 0; i < kinds.size();) {  // sorted by window
+      const int64_t window = kinds[i].form.window;
+      int with_window = 0;
+      for (; i < kinds.size() && kinds[i].form.window == window; ++i) with_window += kinds[i].layers;
+      visit(window, with_window);
+    }
+  }
 
   int64_t q_elements(int64_t tokens) const { return tokens * q_heads * head_dim; }
   int64_t kv_elements(int64_t tokens) const { return 2 * tokens * kv_heads * head_dim; }
@@ -51,8 +105,9 @@ struct ModelShape {
 // only (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
 double AttentionFlops(const ModelShape& model, int64_t tokens);
 double ModelFlops(const ModelShape& model, int64_t tokens);
-double ProjectionFlopsPerToken(const ModelShape& model);  // q, k, v, o, gate, up and down of all layers
-double LmHeadFlops(const ModelShape& model);              // of its one row
+// Of all products of all layers that a token goes through: of the experts, those that it uses.
+double ProjectionFlopsPerToken(const ModelShape& model);
+double LmHeadFlops(const ModelShape& model);  // of its one row
 // Visible (query, key) pairs of a causal prompt with a sliding window (0: none).
 double VisiblePairs(int64_t tokens, int64_t window);
 

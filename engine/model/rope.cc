@@ -14,11 +14,11 @@ namespace {
 // Every step is rounded to f32 where PyTorch rounds it: at a position of 10⁶ one ulp of a frequency is 0.06
 // radians. (Scalars that PyTorch holds in double are rounded where they meet a tensor.)
 
-// theta^(2i/head_dim), correctly rounded.
-std::vector<float> PositionPeriods(double theta, int head_dim) {
-  std::vector<float> periods(head_dim / 2);
-  for (int i = 0; i < head_dim / 2; ++i) {
-    const float exponent = static_cast<float>(2 * i) / static_cast<float>(head_dim);
+// theta^(2i/rotated_dim), correctly rounded.
+std::vector<float> PositionPeriods(double theta, int rotated_dim) {
+  std::vector<float> periods(rotated_dim / 2);
+  for (int i = 0; i < rotated_dim / 2; ++i) {
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(rotated_dim);
     periods[i] =
         static_cast<float>(std::pow(static_cast<double>(static_cast<float>(theta)), double{exponent}));
   }
@@ -40,9 +40,9 @@ float Llama3Frequency(const RopeConfig& rope, float frequency) {
 }
 
 // The dimensions between which YaRN passes from keeping frequencies to stretching them (YaRN §3.2).
-std::pair<double, double> YarnCorrectionRange(const RopeConfig& rope, int head_dim) {
+std::pair<double, double> YarnCorrectionRange(const RopeConfig& rope, int rotated_dim) {
   const auto dimension_of = [&](double turns) {
-    return head_dim * std::log(rope.original_context_tokens / (turns * 2 * std::numbers::pi)) /
+    return rotated_dim * std::log(rope.original_context_tokens / (turns * 2 * std::numbers::pi)) /
            (2 * std::log(rope.theta));
   };
   double low = dimension_of(rope.beta_fast);
@@ -52,13 +52,13 @@ std::pair<double, double> YarnCorrectionRange(const RopeConfig& rope, int head_d
     high = std::ceil(high);
   }
   low = std::max(low, 0.0);
-  high = std::min(high, static_cast<double>(head_dim - 1));
+  high = std::min(high, static_cast<double>(rotated_dim - 1));
   return {low, low == high ? high + 0.001 : high};
 }
 
-void ApplyYarn(const RopeConfig& rope, int head_dim, std::vector<float>& periods) {
-  const auto [low, high] = YarnCorrectionRange(rope, head_dim);
-  for (int i = 0; i < head_dim / 2; ++i) {
+void ApplyYarn(const RopeConfig& rope, int rotated_dim, std::vector<float>& periods) {
+  const auto [low, high] = YarnCorrectionRange(rope, rotated_dim);
+  for (int i = 0; i < rotated_dim / 2; ++i) {
     const float ramp = std::clamp(
         (static_cast<float>(i) - static_cast<float>(low)) / static_cast<float>(high - low), 0.0f, 1.0f);
     const float keep = 1.0f - ramp;
@@ -70,10 +70,10 @@ void ApplyYarn(const RopeConfig& rope, int head_dim, std::vector<float>& periods
 
 }  // namespace
 
-std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) {
-  std::vector<float> frequencies = PositionPeriods(rope.theta, head_dim);
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int rotated_dim) {
+  std::vector<float> frequencies = PositionPeriods(rope.theta, rotated_dim);
   if (rope.scaling == RopeScaling::kYarn) {
-    ApplyYarn(rope, head_dim, frequencies);
+    ApplyYarn(rope, rotated_dim, frequencies);
     return frequencies;
   }
   for (float& frequency : frequencies) {
@@ -84,10 +84,10 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int head_dim) 
   return frequencies;
 }
 
-void FillRopeTables(const RopeConfig& rope, int head_dim, int64_t first, const SlotPositions& positions,
+void FillRopeTables(const RopeConfig& rope, int rotated_dim, int64_t first, const SlotPositions& positions,
                     int64_t tokens, float* cos, float* sin, int threads) {
   constexpr int64_t kTokensOfAThread = 1024;  // 2 ms, many times what a thread takes to start
-  const std::vector<float> frequencies = RopeInverseFrequencies(rope, head_dim);
+  const std::vector<float> frequencies = RopeInverseFrequencies(rope, rotated_dim);
   const float scale = static_cast<float>(rope.attention_factor);
   const auto fill = [&](int64_t begin, int64_t end) {
     float* to_cos = cos + begin * std::ssize(frequencies);

@@ -93,15 +93,20 @@ const char* RopeObjectKey(JsonKeys& top) {
 
 }  // namespace
 
-absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_tokens, RopeConfig& rope) {
+absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
+                       RopeConfig& rope) {
   static const json kNoObject = json::object();
   const char* object_key = RopeObjectKey(top);
   JsonKeys keys(object_key == nullptr ? kNoObject : *top.FindValue(object_key), path,
                 absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
 
-  rope.theta = EitherNumber(top, keys, "rope_theta", 1.001, kMaxTheta).value_or(10000);
-  top.Expect("partial_rotary_factor", 1);
-  keys.Expect("partial_rotary_factor", 1);
+  rope.theta = EitherNumber(top, keys, "rope_theta", 1.001, kMaxTheta).value_or(rope.theta);
+  if (partial) {
+    rope.share = EitherNumber(top, keys, "partial_rotary_factor", 1e-3, 1).value_or(rope.share);
+  } else {
+    top.Expect("partial_rotary_factor", 1);
+    keys.Expect("partial_rotary_factor", 1);
+  }
   const std::optional<double> original =
       EitherNumber(top, keys, "original_max_position_embeddings", 1, kMaxPosition);
 

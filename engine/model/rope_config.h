@@ -18,6 +18,7 @@ enum class RopeScaling { kNone, kLinear, kLlama3, kYarn };
 
 struct RopeConfig {
   double theta = 10000;
+  double share = 1;  // of a head's dimensions that are rotated
   RopeScaling scaling = RopeScaling::kNone;
   double factor = 1;
   double original_context_tokens = 0;                // llama3, yarn
@@ -28,9 +29,11 @@ struct RopeConfig {
 };
 
 // Reads `rope_theta`, and `rope_parameters` or `rope_scaling`, of a config's `top` object. `context_tokens`
-// comes as max_position_embeddings and grows to what YaRN extends it to. INVALID_ARGUMENT names the key and
+// comes as max_position_embeddings and grows to what YaRN extends it to; `rope` with the family's own share,
+// which `partial_rotary_factor` may change where `partial` says so. INVALID_ARGUMENT names the key and
 // `path`.
-absl::Status ParseRope(JsonKeys& top, const std::string& path, int64_t& context_tokens, RopeConfig& rope);
+absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
+                       RopeConfig& rope);
 
 }  // namespace meshfill
 

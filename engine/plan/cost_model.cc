@@ -83,13 +83,6 @@ double SecondsBesideAttention(const ModelShape& model, const PoolSpeed& speed, c
   return speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
 }
 
-// Layers without a sliding window, and with one.
-template <typename Visit>
-void ForEachWindow(const ModelShape& model, Visit visit) {
-  if (model.windowed_layers < model.layers) visit(model.layers - model.windowed_layers, 0);
-  if (model.windowed_layers > 0) visit(model.windowed_layers, model.sliding_window);
-}
-
 // Costs of one mesh, whose heads `model` has: its ranks are the head groups.
 PlanShape MeshOf(const PlanShape& shape) {
   PlanShape mesh = shape;
@@ -115,9 +108,9 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
   const auto block_seconds = [&](int64_t window) {
     return BlockSeconds(model, speed, mesh.layout, window, mesh.cached_tokens);
   };
-  const double average = (block_seconds(model.sliding_window) * model.windowed_layers +
-                          block_seconds(0) * (model.layers - model.windowed_layers)) /
-                         model.layers;
+  double all_layers = 0;
+  model.ForEachWindow([&](int64_t window, int layers) { all_layers += layers * block_seconds(window); });
+  const double average = all_layers / model.layers;
   const PerTraffic<double> transfer = TransferSeconds(model, mesh);
   const auto cost = [&](Traffic traffic) {
     const double blocks = round(transfer[traffic] / average);
@@ -192,7 +185,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
                                 const Schedule& schedule) {
   Prediction predicted;
   predicted.compute_seconds = SecondsBesideAttention(model, speed, shape.layout);
-  ForEachWindow(model, [&](int layers, int64_t window) {
+  model.ForEachWindow([&](int64_t window, int layers) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
     predicted.compute_seconds += layers * seconds.Compute(schedule.tile);
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
@@ -204,7 +197,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
   double least = SecondsBesideAttention(model, speed, shape.layout);
-  ForEachWindow(model, [&](int layers, int64_t window) {
+  model.ForEachWindow([&](int64_t window, int layers) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
     least += layers * (seconds.Compute(shape.tile) + seconds.LeastWait(shape.tile));
   });

@@ -97,13 +97,12 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
                   const Schedule& schedule) {
   const int64_t tokens = shape.layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
-  const int64_t rope_tables = tokens * model.head_dim * 4;  // cos and sin of head_dim/2 angles each
-  const int64_t slice_width = SliceWidthsOf(LayerShapeOf(model)).all();
-  int64_t slice_tokens = 0;
+  const int64_t rope_tables = tokens * model.rotated_dim() * 4;  // cos and sin of rotated_dim/2 angles each
+  const SliceWidths widths = SliceWidthsOf(model);
+  int64_t slices = 0;
   for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
-    slice_tokens += SliceTokens(shape, rank, most_slice_tokens);
+    slices += SliceBytes(widths, SliceTokens(shape, rank, most_slice_tokens), model.dtype);
   }
-  const int64_t slices = slice_tokens * slice_width * static_cast<int64_t>(DTypeBytes(model.dtype));
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv ? model.layers * model.kv_bytes(tokens) : 0;

@@ -67,7 +67,8 @@ class LayerSpans : public ScheduleVisitor {
 }  // namespace
 
 Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan) {
-  const int64_t window = model.windowed_layers == model.layers ? model.sliding_window : 0;
+  // Of a layer that sees all keys, if there is one: the first kind.
+  const int64_t window = model.kinds.empty() ? 0 : model.kinds.front().form.window;
   const std::vector<Span> spans =
       LayerSpans(AttentionSecondsOf(model, speed, plan, window)).Run(plan.schedule);
   Timeline timeline{.ranks = plan.ranks()};

@@ -98,7 +98,8 @@ class Runner {
   absl::Status Prepare() {
     SpanTimer timer(nullptr, run_.recorder, {.what = "embed"});
     ASSIGN_OR_RETURN(x_, Elements(chunk_tokens_ * shape_.hidden, DType::kF32));
-    ASSIGN_OR_RETURN(buffers_, LayerBuffers::Make(stream_, LayerShapeOf(shape_), slice_tokens_));
+    ASSIGN_OR_RETURN(buffers_,
+                     LayerBuffers::Make(stream_, SliceWidthsOf(shape_), shape_.dtype, slice_tokens_));
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
     RETURN_IF_ERROR(PlaceRopeTables(positions));
     return stream_.Embed(run_.ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
@@ -106,9 +107,9 @@ class Runner {
   }
 
   absl::Status PlaceRopeTables(const SlotPositions& positions) {
-    const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.head_dim / 2);
+    const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.rotated_dim() / 2);
     rope_.reset(new float[2 * elements]);
-    FillRopeTables(config_.rope, shape_.head_dim, run_.plan.cached_tokens, positions, chunk_tokens_,
+    FillRopeTables(config_.rope, shape_.rotated_dim(), run_.plan.cached_tokens, positions, chunk_tokens_,
                    rope_.get(), rope_.get() + elements, stream_.device().grain().host_threads);
     ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.get(), 2 * elements * sizeof(float)));
     cos_ = PartOf(tables, 0, elements * sizeof(float));
@@ -293,8 +294,8 @@ class Runner {
   AttentionExecutor executor_;
   std::unique_ptr<float[]> rope_;  // cos, then sin
   BufferRef x_;                    // [chunk_tokens, hidden], f32: the residual stream
-  BufferRef cos_;                  // [chunk_tokens, head_dim/2], f32
-  BufferRef sin_;                  // [chunk_tokens, head_dim/2], f32
+  BufferRef cos_;                  // [chunk_tokens, rotated_dim/2], f32
+  BufferRef sin_;                  // [chunk_tokens, rotated_dim/2], f32
   LayerBuffers buffers_;           // of a slice
 };
 

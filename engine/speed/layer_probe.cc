@@ -21,12 +21,36 @@ int64_t Tokens(double wanted, int64_t least, int64_t most) {
   return std::clamp<int64_t>(static_cast<int64_t>(wanted) / 64 * 64, least, most);
 }
 
+// The form of most of the model's layers, whatever their window.
+LayerForm CommonForm(const ModelShape& model) {
+  int most = 0;
+  MlpKind mlp = MlpKind::kDense;
+  for (const MlpKind kind : {MlpKind::kDense, MlpKind::kExperts}) {
+    int layers = 0;
+    model.ForEachKind([&](const LayerForm& form, int count) { layers += form.mlp == kind ? count : 0; });
+    if (layers > most) most = layers, mlp = kind;
+  }
+  return {.mlp = mlp};
+}
+
+// As few experts as leave each of them as many of a slice's tokens as it has in the model: that decides how
+// fast their products are.
+ExpertsShape ProbedExperts(const ExpertsShape& model, int64_t width) {
+  if (model.count == 0) return model;
+  return {.count = model.count / model.used,
+          .used = 1,
+          .width = std::min(model.width, width / 2),
+          .shared_width = std::min(model.shared_width, width / 2)};
+}
+
 ModelShape ProbedShape(const ModelShape& model, int64_t width) {
   ModelShape shape = model;
   const int group = model.q_heads / model.kv_heads;
   shape.layers = 1;
   shape.hidden = std::min(model.hidden, width);
   shape.intermediate = std::min(model.intermediate, 2 * width);
+  shape.kinds = {LayerKind{.form = CommonForm(model), .layers = 1}};
+  shape.experts = ProbedExperts(model.experts, width);
   shape.kv_heads = std::clamp(static_cast<int>(width / (int64_t{group} * model.head_dim)), 1, model.kv_heads);
   shape.q_heads = group * shape.kv_heads;
   shape.vocab = std::clamp<int64_t>(kLmHeadElements / shape.hidden, 1, std::max<int64_t>(1, model.vocab));
@@ -74,22 +98,33 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   const ModelShape shape = ProbedShape(model, device.grain().probe_width);
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
-  weights->layer_shape = LayerShapeOf(shape);
-  const struct {
-    std::unique_ptr<PackedWeight>* weight;
-    ProductShape product;
-  } matrices[] = {
-      {&weights->layer.qkv, ProductOf(weights->layer_shape, LayerPart::kQkv)},
-      {&weights->layer.o, ProductOf(weights->layer_shape, LayerPart::kO)},
-      {&weights->layer.gate_up, ProductOf(weights->layer_shape, LayerPart::kGateUp)},
-      {&weights->layer.down, ProductOf(weights->layer_shape, LayerPart::kDown)},
-      {&weights->lm_head, {.out_features = shape.vocab, .in_features = shape.hidden}},
-  };
-  for (const auto& [weight, product] : matrices) {
+  weights->layer_shape = LayerShapeOf(shape, shape.kinds.front().form);
+  const auto pack = [&](const ProductShape& product) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
     const std::vector<std::byte> values = HostNoise(product.out_features * product.in_features, shape.dtype);
     const WeightRows source{.data = values.data(), .dtype = shape.dtype, .rows = product.out_features};
-    ASSIGN_OR_RETURN(*weight, device.PackWeight({&source, 1}, product.in_features));
+    return device.PackWeight({&source, 1}, product.in_features);
+  };
+  ExpertWeights& experts = weights->layer.experts;
+  const std::pair<LayerPart, std::unique_ptr<PackedWeight>*> parts[] = {
+      {LayerPart::kQkv, &weights->layer.qkv},        {LayerPart::kO, &weights->layer.o},
+      {LayerPart::kGateUp, &weights->layer.gate_up}, {LayerPart::kDown, &weights->layer.down},
+      {LayerPart::kRouter, &experts.router},         {LayerPart::kSharedGateUp, &experts.shared_gate_up},
+      {LayerPart::kSharedDown, &experts.shared_down}};
+  for (const auto& [part, weight] : parts) {
+    const ProductShape product = ProductOf(weights->layer_shape, part);
+    if (product.out_features == 0) continue;  // such a layer has none
+    ASSIGN_OR_RETURN(*weight, pack(product));
   }
+  const std::pair<LayerPart, std::vector<std::unique_ptr<PackedWeight>>*> by_expert[] = {
+      {LayerPart::kExpertGateUp, &experts.gate_up}, {LayerPart::kExpertDown, &experts.down}};
+  for (const auto& [part, of_experts] : by_expert) {
+    const ProductShape product = ProductOf(weights->layer_shape, part);
+    for (int expert = 0; product.out_features > 0 && expert < shape.experts.count; ++expert) {
+      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, pack(product));
+      of_experts->push_back(std::move(weight));
+    }
+  }
+  ASSIGN_OR_RETURN(weights->lm_head, pack({.out_features = shape.vocab, .in_features = shape.hidden}));
   ASSIGN_OR_RETURN(weights->embedding, Noise(stream, shape.vocab * shape.hidden, shape.dtype));
   for (PlacedVector* const norm : {&weights->layer.attention_norm, &weights->layer.mlp_norm}) {
     ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, std::vector<float>(shape.hidden, 1.0f)));
@@ -109,7 +144,7 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stre
       block_tokens_(
           Tokens(std::sqrt(stream.device().grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)), 256,
                  2 * stream.device().grain().slice_tokens)),
-      rope_(slice_tokens_ * shape_.head_dim),
+      rope_(slice_tokens_ * shape_.rotated_dim()),
       ids_(slice_tokens_) {
   for (size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<uint32_t>(i * 7919 % shape_.vocab);
 }
@@ -147,12 +182,16 @@ absl::Status LayerProbe::Prepare() {
     ASSIGN_OR_RETURN(BufferRef noise, Noise(stream_, elements, dtype));
     *buffer = std::move(noise);
   }
+  const ExpertsShape& experts = widths.experts;
+  ASSIGN_OR_RETURN(
+      buffers_.expert_rows,
+      stream_.Allocate(static_cast<size_t>(ExpertRowsBytes(experts.count, experts.used, slice_tokens_))));
   return PlaceRopeTables(slice_tokens_);
 }
 
 absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
-  const size_t elements = static_cast<size_t>(tokens * shape_.head_dim / 2);
-  FillRopeTables({}, shape_.head_dim, /*first=*/0, {.base = 0, .stride = 1, .width = 64}, tokens,
+  const size_t elements = static_cast<size_t>(tokens * shape_.rotated_dim() / 2);
+  FillRopeTables({}, shape_.rotated_dim(), /*first=*/0, {.base = 0, .stride = 1, .width = 64}, tokens,
                  rope_.data(), rope_.data() + elements);
   ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.data(), 2 * elements * sizeof(float)));
   cos_ = PartOf(tables, 0, elements * sizeof(float));

@@ -81,7 +81,7 @@ class LayerProbe {
   const int64_t block_tokens_;
 
   int slice_ = 0;              // of the next TokenWork
-  std::vector<float> rope_;    // cos, then sin, each [slice_tokens, head_dim/2]
+  std::vector<float> rope_;    // cos, then sin, each [slice_tokens, rotated_dim/2]
   std::vector<uint32_t> ids_;  // [slice_tokens]
   BufferRef residual_;         // [kProbeSlices, slice_tokens, hidden], f32
   LayerBuffers buffers_;

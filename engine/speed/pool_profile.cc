@@ -90,7 +90,12 @@ std::string ExecutableId() {
 }
 
 std::string ShapeKey(const ModelShape& model) {
-  return absl::StrCat(model.layers, " layers of ", model.hidden, " and ", model.intermediate, ", ",
+  const ExpertsShape& experts = model.experts;
+  const std::string mlp = experts.count == 0
+                              ? ""
+                              : absl::StrCat(experts.used, " of ", experts.count, " experts of ",
+                                             experts.width, " + ", experts.shared_width, ", ");
+  return absl::StrCat(mlp, model.layers, " layers of ", model.hidden, " and ", model.intermediate, ", ",
                       model.q_heads, ":", model.kv_heads, " heads of ", model.head_dim, ", vocabulary ",
                       model.vocab, ", ", DTypeName(model.dtype));
 }

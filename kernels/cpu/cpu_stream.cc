@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/layer_ops.h"
+#include "kernels/cpu/router.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -75,6 +77,23 @@ absl::Status CpuStream::SwiGlu(const void* x, int64_t tokens, int64_t width, voi
   return Share("swiglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
     SwiGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
   });
+}
+
+absl::Status CpuStream::Route(const RouteArgs& args) {
+  // A score takes about as long as an element of a row elsewhere takes with its memory.
+  const int64_t token_bytes = args.rule.experts * static_cast<int64_t>(8 * sizeof(float));
+  RETURN_IF_ERROR(Share("route", args.tokens, token_bytes,
+                        [&](int64_t begin, int64_t end) { ChooseExperts(args, begin, end); }));
+  SortRowsByExpert(args);
+  return absl::OkStatus();
+}
+
+absl::Status CpuStream::ExpertGemm(const ExpertGemmArgs& args) { return team_->gemm.RunExperts(args, stop_); }
+
+absl::Status CpuStream::AddExperts(const AddExpertsArgs& args) {
+  const int64_t token_bytes = args.width * (sizeof(float) + args.used * DTypeBytes(dtype_));
+  return Share("add experts", args.tokens, token_bytes,
+               [&](int64_t begin, int64_t end) { AddExpertsTokens(args, dtype_, begin, end); });
 }
 
 absl::Status CpuStream::Convert(const float* from, int64_t count, DType to_dtype, void* to) {

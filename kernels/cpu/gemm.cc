@@ -4,11 +4,13 @@
 #include <bit>
 #include <compare>
 #include <cstddef>
+#include <cstring>
 #include <map>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/cpu/onednn.h"
@@ -58,32 +60,58 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
   return {x, weight, bias, y, dnnl::matmul(compiled), compiled.scratchpad_desc()};
 }
 
-// One task: tokens [token, token + tokens) times columns [column, column + columns). It spans all columns
-// unless there is one token only, so x and y are without gaps.
+// One task: tokens [token, token + tokens) times columns [column, column + columns) of a weight. It spans all
+// columns unless there is one token only, so x and y are without gaps.
 struct Piece {
+  const PackedMatrix* matrix;
   int64_t token, tokens;
   int64_t column, columns;
+  int64_t padded_tokens;   // for which its product is compiled; more than `tokens`: the rest is of no account
   void* weight = nullptr;  // the first of the columns
   const Product* product = nullptr;
+
+  bool padded() const { return padded_tokens > tokens; }
 };
 
-std::vector<Piece> CutColumns(int64_t out_features) {
+std::vector<Piece> CutColumns(const PackedMatrix& matrix) {
   std::vector<Piece> pieces;
+  const int64_t out_features = matrix.out_features();
   for (int64_t column = 0; column < out_features; column += kPanelFeatures) {
-    pieces.push_back({0, 1, column, std::min(kPanelFeatures, out_features - column)});
+    pieces.push_back({&matrix, 0, 1, column, std::min(kPanelFeatures, out_features - column), 1});
   }
   return pieces;
 }
 
 // Tiles of powers of two, so that few sizes are ever compiled: 300 tokens are 128 + 128 + 32 + 8 + 4.
-std::vector<Piece> CutTokens(int64_t tokens, int64_t out_features, int threads) {
+std::vector<Piece> CutTokens(const PackedMatrix& matrix, int64_t tokens, int threads) {
   const int64_t share = std::max(kSmallestSharedTile, (tokens + threads - 1) / threads);
   const int64_t tile = std::min<int64_t>(kTileTokens, std::bit_floor(static_cast<uint64_t>(share)));
   std::vector<Piece> pieces;
   for (int64_t token = 0; token < tokens;) {
     const int64_t rest = std::bit_floor(static_cast<uint64_t>(tokens - token));
-    pieces.push_back({token, std::min(tile, rest), 0, out_features});
-    token += pieces.back().tokens;
+    const int64_t cut = std::min(tile, rest);
+    pieces.push_back({&matrix, token, cut, 0, matrix.out_features(), cut});
+    token += cut;
+  }
+  return pieces;
+}
+
+// The rows of every expert by itself, in tiles; a last one is filled up to a size of which there are few: a
+// power of two, or a multiple of kPaddedTile. A few hundred rows in powers of two would be many small tiles,
+// and each of them reads the expert's weights.
+std::vector<Piece> CutExperts(const ExpertGemmArgs& args) {
+  constexpr int64_t kPaddedTile = 16;
+  std::vector<Piece> pieces;
+  for (size_t expert = 0; expert < args.weights.size(); ++expert) {
+    const auto& matrix = static_cast<const PackedMatrix&>(*args.weights[expert]);
+    const int64_t end = args.rows.begin[expert + 1];
+    for (int64_t row = args.rows.begin[expert]; row < end; row += kTileTokens) {
+      const int64_t rows = std::min(kTileTokens, end - row);
+      const int64_t padded = rows < kPaddedTile
+                                 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)))
+                                 : (rows + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
+      pieces.push_back({&matrix, row, rows, 0, matrix.out_features(), padded});
+    }
   }
   return pieces;
 }
@@ -98,19 +126,16 @@ class CpuGemm::Impl {
   absl::Status Run(const GemmArgs& args, const StopToken* stop) {
     if (args.tokens == 0) return absl::OkStatus();
     const auto& weight = static_cast<const PackedMatrix&>(*args.weight);
-    std::vector<Piece> pieces = args.tokens == 1
-                                    ? CutColumns(weight.out_features())
-                                    : CutTokens(args.tokens, weight.out_features(), pool_.threads());
-    RETURN_IF_ERROR(Prepare(args, weight, pieces));
-    RETURN_IF_ERROR(Reserve(pieces, args.y_dtype));
-    pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
-      if (stop != nullptr && !stop->Proceed()) return;
-      workers_[worker].status.Update(RunPiece(args, weight, pieces[task], workers_[worker]));
-    });
-    for (Worker& worker : workers_) {
-      if (!worker.status.ok()) return std::exchange(worker.status, absl::OkStatus());
-    }
-    return stop != nullptr && stop->stopped() ? absl::CancelledError("gemm: stopped") : absl::OkStatus();
+    const Operands operands = {
+        .x = args.x, .y = args.y, .y_dtype = args.y_dtype, .accumulate = args.accumulate};
+    return RunPieces(args.tokens == 1 ? CutColumns(weight) : CutTokens(weight, args.tokens, pool_.threads()),
+                     operands, "gemm", stop);
+  }
+
+  absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
+    const Operands operands = {
+        .x = args.x, .row_token = args.by_token ? args.rows.token : nullptr, .y = args.y, .y_dtype = dtype_};
+    return RunPieces(CutExperts(args), operands, "expert gemm", stop);
   }
 
  private:
@@ -118,28 +143,52 @@ class CpuGemm::Impl {
   struct Worker {
     dnnl::stream stream{CpuEngine()};
     BufferRef scratchpad;
-    BufferRef x, y;  // a tile in multiply_dtype_, where that is not the compute dtype
+    BufferRef x, y;  // a tile in multiply_dtype_, where that is not the compute dtype, or the tile is padded
+    BufferRef gathered;  // rows of a tile in the compute dtype, where they lie apart
     absl::Status status;
   };
+
+  // What the pieces read and write.
+  struct Operands {
+    const void* x;
+    const int32_t* row_token = nullptr;  // the row of x for each of y's; null: the same
+    void* y;
+    DType y_dtype;
+    bool accumulate = false;
+  };
+
+  absl::Status RunPieces(std::vector<Piece> pieces, const Operands& operands, const char* operation,
+                         const StopToken* stop) {
+    RETURN_IF_ERROR(Prepare(operands, pieces));
+    RETURN_IF_ERROR(Reserve(pieces, operands));
+    pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
+      if (stop != nullptr && !stop->Proceed()) return;
+      workers_[worker].status.Update(RunPiece(operands, pieces[task], workers_[worker]));
+    });
+    for (Worker& worker : workers_) {
+      if (!worker.status.ok()) return std::exchange(worker.status, absl::OkStatus());
+    }
+    return stop != nullptr && stop->stopped() ? absl::CancelledError(absl::StrCat(operation, ": stopped"))
+                                              : absl::OkStatus();
+  }
 
   bool widens() const { return multiply_dtype_ != dtype_; }
   bool widens_y(DType y_dtype) const { return widens() && y_dtype != multiply_dtype_; }
 
   // Finds or compiles each piece's product.
-  absl::Status Prepare(const GemmArgs& args, const PackedMatrix& weight, std::vector<Piece>& pieces) {
+  absl::Status Prepare(const Operands& operands, std::vector<Piece>& pieces) {
     KeepOneDnnSingleThreaded();
-    ProductKey key{.tokens = 0,
-                   .in_features = weight.in_features(),
-                   .out_features = weight.out_features(),
-                   .columns = 0,
-                   .y_dtype = widens_y(args.y_dtype) ? multiply_dtype_ : args.y_dtype,
-                   .bias = weight.has_bias(),
-                   .accumulate = args.accumulate};
     try {
       for (Piece& piece : pieces) {
-        const PackedMatrix::Columns columns = weight.ColumnsFrom(piece.column, piece.columns);
-        key.tokens = piece.tokens;
-        key.columns = piece.columns;
+        const PackedMatrix& matrix = *piece.matrix;
+        const PackedMatrix::Columns columns = matrix.ColumnsFrom(piece.column, piece.columns);
+        const ProductKey key{.tokens = piece.padded_tokens,
+                             .in_features = matrix.in_features(),
+                             .out_features = matrix.out_features(),
+                             .columns = piece.columns,
+                             .y_dtype = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
+                             .bias = matrix.has_bias(),
+                             .accumulate = operands.accumulate};
         auto found = products_.find(key);
         if (found == products_.end()) {
           found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
@@ -154,16 +203,22 @@ class CpuGemm::Impl {
   }
 
   // Gives every worker the scratch memory that the largest piece needs.
-  absl::Status Reserve(const std::vector<Piece>& pieces, DType y_dtype) {
-    size_t scratchpad_bytes = 0, x_bytes = 0, y_bytes = 0;
+  absl::Status Reserve(const std::vector<Piece>& pieces, const Operands& operands) {
+    size_t scratchpad_bytes = 0, x_bytes = 0, y_bytes = 0, gathered_bytes = 0;
     for (const Piece& piece : pieces) {
       scratchpad_bytes = std::max(scratchpad_bytes, piece.product->scratchpad.get_size());
-      if (widens()) x_bytes = std::max(x_bytes, piece.product->x.get_size());
-      if (widens_y(y_dtype)) y_bytes = std::max(y_bytes, piece.product->y.get_size());
+      if (copies_x(operands, piece)) x_bytes = std::max(x_bytes, piece.product->x.get_size());
+      if (copies_y(operands, piece)) y_bytes = std::max(y_bytes, piece.product->y.get_size());
+      if (operands.row_token != nullptr && widens()) {
+        const int64_t elements = piece.tokens * piece.matrix->in_features();
+        gathered_bytes = std::max(gathered_bytes, static_cast<size_t>(elements) * DTypeBytes(dtype_));
+      }
     }
     for (Worker& worker : workers_) {
-      for (auto [buffer, bytes] :
-           {std::pair(&worker.scratchpad, scratchpad_bytes), {&worker.x, x_bytes}, {&worker.y, y_bytes}}) {
+      for (auto [buffer, bytes] : {std::pair(&worker.scratchpad, scratchpad_bytes),
+                                   {&worker.x, x_bytes},
+                                   {&worker.y, y_bytes},
+                                   {&worker.gathered, gathered_bytes}}) {
         if (*buffer != nullptr && (*buffer)->size_bytes() >= bytes) continue;
         ASSIGN_OR_RETURN(BufferRef larger, AllocateHostMemory(bytes));
         *buffer = std::move(larger);
@@ -172,24 +227,55 @@ class CpuGemm::Impl {
     return absl::OkStatus();
   }
 
-  absl::Status RunPiece(const GemmArgs& args, const PackedMatrix& weight, const Piece& piece,
-                        Worker& worker) {
-    const int64_t x_begin = piece.token * weight.in_features();
-    const int64_t y_begin = piece.token * weight.out_features() + piece.column;
-    // oneDNN's handles are not const, yet it reads only.
-    void* x = const_cast<std::byte*>(static_cast<const std::byte*>(args.x)) + x_begin * DTypeBytes(dtype_);
-    void* y = static_cast<std::byte*>(args.y) + y_begin * DTypeBytes(args.y_dtype);
-    if (!widens()) return Multiply(weight, piece, x, y, worker);
-
-    ConvertValues(x, dtype_, piece.tokens * weight.in_features(), multiply_dtype_, worker.x->data());
-    if (!widens_y(args.y_dtype)) return Multiply(weight, piece, worker.x->data(), y, worker);
-    const absl::Status status = Multiply(weight, piece, worker.x->data(), worker.y->data(), worker);
-    if (status.ok())
-      ConvertValues(worker.y->data(), multiply_dtype_, piece.tokens * piece.columns, args.y_dtype, y);
-    return status;
+  bool copies_x(const Operands& operands, const Piece& piece) const {
+    return widens() || piece.padded() || operands.row_token != nullptr;
+  }
+  bool copies_y(const Operands& operands, const Piece& piece) const {
+    return widens_y(operands.y_dtype) || piece.padded();
   }
 
-  absl::Status Multiply(const PackedMatrix& weight, const Piece& piece, void* x, void* y, Worker& worker) {
+  absl::Status RunPiece(const Operands& operands, const Piece& piece, Worker& worker) {
+    const int64_t y_begin = piece.token * piece.matrix->out_features() + piece.column;
+    void* const y = static_cast<std::byte*>(operands.y) + y_begin * DTypeBytes(operands.y_dtype);
+    // oneDNN's handles are not const, yet it reads only.
+    void* const x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
+                                              : const_cast<std::byte*>(RowOfX(operands, piece, 0));
+    if (!copies_y(operands, piece)) return Multiply(piece, x, y, worker);
+    RETURN_IF_ERROR(Multiply(piece, x, worker.y->data(), worker));
+    ConvertValues(worker.y->data(), widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
+                  piece.tokens * piece.columns, operands.y_dtype, y);
+    return absl::OkStatus();
+  }
+
+  const std::byte* RowOfX(const Operands& operands, const Piece& piece, int64_t row) const {
+    const int64_t token =
+        operands.row_token == nullptr ? piece.token + row : operands.row_token[piece.token + row];
+    return static_cast<const std::byte*>(operands.x) +
+           token * piece.matrix->in_features() * DTypeBytes(dtype_);
+  }
+
+  // The piece's rows of x side by side, in multiply_dtype_; those that fill it up are 0.
+  void* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
+    const int64_t width = piece.matrix->in_features();
+    const void* rows = RowOfX(operands, piece, 0);
+    if (operands.row_token != nullptr) {
+      const int64_t row_bytes = width * DTypeBytes(dtype_);
+      auto* const gathered = (widens() ? worker.gathered : worker.x)->data<std::byte>();
+      for (int64_t row = 0; row < piece.tokens; ++row) {
+        std::memcpy(gathered + row * row_bytes, RowOfX(operands, piece, row), row_bytes);
+      }
+      rows = gathered;
+    }
+    if (rows != worker.x->data()) {
+      ConvertValues(rows, dtype_, piece.tokens * width, multiply_dtype_, worker.x->data());
+    }
+    const int64_t row_bytes = width * DTypeBytes(multiply_dtype_);
+    std::memset(worker.x->data<std::byte>() + piece.tokens * row_bytes, 0,
+                (piece.padded_tokens - piece.tokens) * row_bytes);
+    return worker.x->data();
+  }
+
+  absl::Status Multiply(const Piece& piece, void* x, void* y, Worker& worker) {
     KeepOneDnnSingleThreaded();
     try {
       const Product& product = *piece.product;
@@ -198,8 +284,8 @@ class CpuGemm::Impl {
           {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), piece.weight)},
           {DNNL_ARG_DST, memory(product.y, CpuEngine(), y)},
           {DNNL_ARG_SCRATCHPAD, memory(product.scratchpad, CpuEngine(), worker.scratchpad->data())}};
-      if (weight.has_bias()) {
-        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), weight.bias(piece.column)));
+      if (piece.matrix->has_bias()) {
+        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), piece.matrix->bias(piece.column)));
       }
       product.primitive.execute(worker.stream, operands);
       return absl::OkStatus();
@@ -219,5 +305,9 @@ CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(d
 CpuGemm::~CpuGemm() = default;
 
 absl::Status CpuGemm::Run(const GemmArgs& args, const StopToken* stop) { return impl_->Run(args, stop); }
+
+absl::Status CpuGemm::RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
+  return impl_->RunExperts(args, stop);
+}
 
 }  // namespace meshfill

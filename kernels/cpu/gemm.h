@@ -26,6 +26,8 @@ class CpuGemm {
   // Stream::Gemm, for weights of PackMatrix (packed_matrix.h). CANCELLED when `stop` (may be null) is raised;
   // looked at per tile, where a pause begins, too.
   absl::Status Run(const GemmArgs& args, const StopToken* stop);
+  // Stream::ExpertGemm, likewise.
+  absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop);
 
  private:
   class Impl;

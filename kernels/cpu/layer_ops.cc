@@ -156,43 +156,61 @@ void RmsNorm(const float* x, const float* weight, int64_t rows, int64_t width, f
   }
 }
 
-// One head of one token: normalised where `norm` is not null, then rotated.
+// How a head is normalised.
+struct HeadNorm {
+  const float* weight;  // [head_dim]; null: not at all
+  float inverse_rms;
+};
+
+// `count` elements of a head times its norm; they may be rotated later.
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadNormed(D d, const T* in, const HeadNorm& norm, int64_t i) {
+  const auto x = LoadF32(d, in + i);
+  if (norm.weight == nullptr) return x;
+  return hn::Mul(hn::Mul(x, hn::Set(d, norm.inverse_rms)), LoadF32(d, norm.weight + i));
+}
+
+// One head of one token: normalised, then its first dimensions rotated.
 template <class T>
-HWY_INLINE void NormAndRotateHead(const T* in, const float* norm, float eps, const float* cos,
-                                  const float* sin, int head_dim, T* out) {
-  const int half = head_dim / 2;
-  const float inverse_rms = norm == nullptr ? 1.0f : InverseRms(in, head_dim, eps);
+HWY_INLINE void NormAndRotateHead(const T* in, const HeadNorm& norm, const float* cos, const float* sin,
+                                  int head_dim, int rotated_dim, T* out) {
+  const int half = rotated_dim / 2;
   Sweep(half, [&](auto d, int64_t i) HWY_ATTR {
-    auto low = LoadF32(d, in + i), high = LoadF32(d, in + half + i);
-    if (norm != nullptr) {
-      const auto scale = hn::Set(d, inverse_rms);
-      low = hn::Mul(hn::Mul(low, scale), LoadF32(d, norm + i));
-      high = hn::Mul(hn::Mul(high, scale), LoadF32(d, norm + half + i));
-    }
+    const auto low = LoadNormed(d, in, norm, i), high = LoadNormed(d, in, norm, half + i);
     const auto c = LoadF32(d, cos + i), s = LoadF32(d, sin + i);
     StoreF32(d, hn::NegMulAdd(high, s, hn::Mul(low, c)), out + i);
     StoreF32(d, hn::MulAdd(low, s, hn::Mul(high, c)), out + half + i);
+  });
+  Sweep(head_dim - rotated_dim, [&](auto d, int64_t i) HWY_ATTR {
+    StoreF32(d, LoadNormed(d, in, norm, rotated_dim + i), out + rotated_dim + i);
   });
 }
 
 template <class T>
 void SplitQkvTokensOf(const SplitQkvArgs& args, int64_t begin, int64_t end) {
-  const int head_dim = args.head_dim, half = head_dim / 2;
+  const int head_dim = args.head_dim, half = args.rotated_dim / 2;
   const int64_t token_width = int64_t{args.q_heads + 2 * args.kv_heads} * head_dim;
   for (int64_t token = begin; token < end; ++token) {
     const T* in = static_cast<const T*>(args.qkv) + token * token_width;
     const int64_t slot = args.slot_begin + token;
-    const float* cos = args.rope_cos + slot * half;
-    const float* sin = args.rope_sin + slot * half;
     const auto at_slot = [&](void* heads, int head) {
       return static_cast<T*>(heads) + (head * args.chunk_tokens + slot) * head_dim;
     };
-    for (int head = 0; head < args.q_heads; ++head, in += head_dim) {
-      NormAndRotateHead(in, args.q_norm, args.norm_eps, cos, sin, head_dim, at_slot(args.q, head));
-    }
-    for (int head = 0; head < args.kv_heads; ++head, in += head_dim) {
-      NormAndRotateHead(in, args.k_norm, args.norm_eps, cos, sin, head_dim, at_slot(args.k, head));
-    }
+    const auto norm_and_rotate = [&](const float* weight, int heads, void* out) HWY_ATTR {
+      const bool each = weight != nullptr && !args.norm_all_heads;
+      HeadNorm norm = {weight, 1.0f};
+      if (weight != nullptr && args.norm_all_heads) {
+        norm.inverse_rms = InverseRms(in, int64_t{heads} * head_dim, args.norm_eps);
+      }
+      for (int head = 0; head < heads; ++head, in += head_dim) {
+        if (each) norm.inverse_rms = InverseRms(in, head_dim, args.norm_eps);
+        NormAndRotateHead(in, norm, args.rope_cos + slot * half, args.rope_sin + slot * half, head_dim,
+                          args.rotated_dim, at_slot(out, head));
+        if (weight != nullptr && args.norm_all_heads) norm.weight += head_dim;
+      }
+    };
+    norm_and_rotate(args.q_norm, args.q_heads, args.q);
+    norm_and_rotate(args.k_norm, args.kv_heads, args.k);
     for (int head = 0; head < args.kv_heads; ++head, in += head_dim) {
       std::memcpy(at_slot(args.v, head), in, head_dim * sizeof(T));
     }
@@ -303,6 +321,31 @@ void SwiGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) 
   }
 }
 
+template <class T>
+void AddExpertsTokensOf(const AddExpertsArgs& args, int64_t begin, int64_t end) {
+  const T* y = static_cast<const T*>(args.y);
+  for (int64_t token = begin; token < end; ++token) {
+    float* x = args.x + token * args.width;
+    const float* weights = args.rows.weight + token * args.used;
+    const int32_t* rows = args.rows.row + token * args.used;
+    Sweep(args.width, [&](auto d, int64_t i) HWY_ATTR {
+      auto sum = LoadF32(d, x + i);
+      for (int e = 0; e < args.used; ++e) {
+        sum = hn::MulAdd(hn::Set(d, weights[e]), LoadF32(d, y + rows[e] * args.width + i), sum);
+      }
+      StoreF32(d, sum, x + i);
+    });
+  }
+}
+
+void AddExperts(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end) {
+  if (dtype == DType::kF32) {
+    AddExpertsTokensOf<float>(args, begin, end);
+  } else {
+    AddExpertsTokensOf<BFloat16>(args, begin, end);
+  }
+}
+
 }  // namespace
 }  // namespace HWY_NAMESPACE
 }  // namespace meshfill
@@ -317,6 +360,7 @@ HWY_EXPORT(SplitQkv);
 HWY_EXPORT(MergePartial);
 HWY_EXPORT(CopyHeads);
 HWY_EXPORT(SwiGlu);
+HWY_EXPORT(AddExperts);
 
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
   if (from_dtype == to_dtype) {
@@ -345,6 +389,10 @@ void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
 
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
   HWY_DYNAMIC_DISPATCH(SwiGlu)(x, tokens, width, dtype, y);
+}
+
+void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(AddExperts)(args, dtype, begin, end);
 }
 
 }  // namespace meshfill

@@ -31,6 +31,9 @@ void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end);
 // `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
 
+// Tokens [begin, end).
+void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_KERNELS_CPU_LAYER_OPS_H_

@@ -156,6 +156,16 @@ absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, vo
   });
 }
 
+absl::Status CudaStream::Route(const RouteArgs&) { return absl::UnimplementedError("cuda: route"); }
+
+absl::Status CudaStream::ExpertGemm(const ExpertGemmArgs&) {
+  return absl::UnimplementedError("cuda: expert gemm");
+}
+
+absl::Status CudaStream::AddExperts(const AddExpertsArgs&) {
+  return absl::UnimplementedError("cuda: add experts");
+}
+
 absl::Status CudaStream::Convert(const float* from, int64_t count, DType to_dtype, void* to) {
   return Do("convert", [&] { return LaunchConvert(from, DType::kF32, count, to_dtype, to, queue()); });
 }

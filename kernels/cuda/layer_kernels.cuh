@@ -110,9 +110,11 @@ struct LayerKernels {
       if (v_head >= 0) {
         CopyHead(from, args.head_dim, HeadAt(args, args.v, v_head, token));
       } else if (k_head >= 0) {
-        NormAndRotate(args, from, token, args.k_norm, HeadAt(args, args.k, k_head, token));
+        NormAndRotate(args, from, token, {args.k_norm, k_head, args.kv_heads},
+                      HeadAt(args, args.k, k_head, token));
       } else {
-        NormAndRotate(args, from, token, args.q_norm, HeadAt(args, args.q, head, token));
+        NormAndRotate(args, from, token, {args.q_norm, head, args.q_heads},
+                      HeadAt(args, args.q, head, token));
       }
     }
   }
@@ -208,19 +210,36 @@ struct LayerKernels {
     }
   }
 
+  // The norm of one of `heads` heads; weight null: none.
+  struct HeadNorm {
+    const float* weight;
+    int head;
+    int heads;
+  };
+
+  // Over the head, or over all heads of the token, which then each of their warps sums.
+  static MESHFILL_DEVICE float InverseHeadRms(const SplitQkvArgs& args, const BFloat16* from,
+                                              const HeadNorm& norm) {
+    const int width = args.norm_all_heads ? norm.heads * args.head_dim : args.head_dim;
+    if (args.norm_all_heads) from -= norm.head * args.head_dim;
+    float squares = 0;
+    for (int i = static_cast<int>(Lane()) * 2; i < width; i += 64) {
+      float values[2];
+      LoadVector(from + i, values);
+      squares += values[0] * values[0] + values[1] * values[1];
+    }
+    return InverseRms(WarpSum(squares), static_cast<float>(width), args.norm_eps);
+  }
+
   static MESHFILL_DEVICE void NormAndRotate(const SplitQkvArgs& args, const BFloat16* from, int64_t token,
-                                            const float* norm, BFloat16* to) {
-    const int half = args.head_dim / 2;
+                                            const HeadNorm& norm, BFloat16* to) {
+    const int half = args.rotated_dim / 2;
     const int64_t slot = args.slot_begin + token;
+    const float* weight = norm.weight;
     float inverse = 1;
-    if (norm != nullptr) {
-      float squares = 0;
-      for (int i = static_cast<int>(Lane()) * 2; i < args.head_dim; i += 64) {
-        float values[2];
-        LoadVector(from + i, values);
-        squares += values[0] * values[0] + values[1] * values[1];
-      }
-      inverse = InverseRms(WarpSum(squares), static_cast<float>(args.head_dim), args.norm_eps);
+    if (weight != nullptr) {
+      inverse = InverseHeadRms(args, from, norm);
+      if (args.norm_all_heads) weight += norm.head * args.head_dim;
     }
     for (int i = static_cast<int>(Lane()) * 2; i < half; i += 64) {
       float low[2], high[2], cos[2], sin[2], rotated_low[2], rotated_high[2];
@@ -229,15 +248,21 @@ struct LayerKernels {
       LoadVector(args.rope_cos + slot * half + i, cos);
       LoadVector(args.rope_sin + slot * half + i, sin);
       for (int e = 0; e < 2; ++e) {
-        if (norm != nullptr) {
-          low[e] *= inverse * norm[i + e];
-          high[e] *= inverse * norm[half + i + e];
+        if (weight != nullptr) {
+          low[e] *= inverse * weight[i + e];
+          high[e] *= inverse * weight[half + i + e];
         }
         rotated_low[e] = low[e] * cos[e] - high[e] * sin[e];
         rotated_high[e] = high[e] * cos[e] + low[e] * sin[e];
       }
       StoreVector(rotated_low, to + i);
       StoreVector(rotated_high, to + half + i);
+    }
+    for (int i = args.rotated_dim + static_cast<int>(Lane()) * 2; i < args.head_dim; i += 64) {
+      float values[2];
+      LoadVector(from + i, values);
+      for (int e = 0; e < 2 && weight != nullptr; ++e) values[e] *= inverse * weight[i + e];
+      StoreVector(values, to + i);
     }
   }
 };

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,9 +92,9 @@ class ReferenceStream final : public HostStream {
         const int64_t from = (token * token_heads + head) * args.head_dim;
         const int k_head = head - args.q_heads, v_head = k_head - args.kv_heads;
         if (k_head < 0) {
-          NormAndRotate(args, from, token, args.q_norm, args.q, head);
+          NormAndRotate(args, from, token, {args.q_norm, args.q_heads}, args.q, head);
         } else if (v_head < 0) {
-          NormAndRotate(args, from, token, args.k_norm, args.k, k_head);
+          NormAndRotate(args, from, token, {args.k_norm, args.kv_heads}, args.k, k_head);
         } else {
           const int64_t to = HeadAtSlot(args, v_head, token);
           for (int i = 0; i < args.head_dim; ++i)
@@ -147,6 +149,57 @@ class ReferenceStream final : public HostStream {
     return Done();
   }
 
+  absl::Status Route(const RouteArgs& args) override {
+    std::vector<std::vector<std::pair<int64_t, int>>> rows(
+        args.rule.experts);  // token, and which of its experts
+    for (int64_t t = 0; t < args.tokens; ++t) {
+      const auto chosen = ChooseExperts(args.logits + t * args.rule.experts, args.correction, args.rule);
+      for (int i = 0; i < args.rule.used; ++i) {
+        args.rows.weight[t * args.rule.used + i] = static_cast<float>(chosen[i].second);
+        rows[chosen[i].first].emplace_back(t, i);
+      }
+    }
+    int32_t row = 0;
+    for (int e = 0; e < args.rule.experts; ++e) {
+      args.rows.begin[e] = row;
+      for (const auto& [token, i] : rows[e]) {
+        args.rows.token[row] = static_cast<int32_t>(token);
+        args.rows.row[token * args.rule.used + i] = row++;
+      }
+    }
+    args.rows.begin[args.rule.experts] = row;
+    return Done();
+  }
+
+  absl::Status ExpertGemm(const ExpertGemmArgs& args) override {
+    for (size_t e = 0; e < args.weights.size(); ++e) {
+      const auto& weight = static_cast<const ReferenceWeight&>(*args.weights[e]);
+      const int64_t in = weight.in_features(), out = weight.out_features();
+      for (int64_t row = args.rows.begin[e]; row < args.rows.begin[e + 1]; ++row) {
+        const int64_t from = args.by_token ? args.rows.token[row] : row;
+        for (int64_t y = 0; y < out; ++y) {
+          double sum = 0;
+          for (int64_t i = 0; i < in; ++i) sum += Load(args.x, dtype_, from * in + i) * weight.w[y * in + i];
+          Store(args.y, dtype_, row * out + y, sum);
+        }
+      }
+    }
+    return Done();
+  }
+
+  absl::Status AddExperts(const AddExpertsArgs& args) override {
+    for (int64_t t = 0; t < args.tokens; ++t) {
+      for (int64_t i = 0; i < args.width; ++i) {
+        double sum = args.x[t * args.width + i];
+        for (int64_t e = t * args.used; e < (t + 1) * args.used; ++e) {
+          sum += args.rows.weight[e] * Load(args.y, dtype_, args.rows.row[e] * args.width + i);
+        }
+        args.x[t * args.width + i] = static_cast<float>(sum);
+      }
+    }
+    return Done();
+  }
+
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
     for (int64_t i = 0; i < count; ++i) Store(to, to_dtype, i, from[i]);
     return Done();
@@ -167,22 +220,76 @@ class ReferenceStream final : public HostStream {
     return (head * args.chunk_tokens + args.slot_begin + token) * args.head_dim;
   }
 
-  void NormAndRotate(const SplitQkvArgs& args, int64_t from, int64_t token, const float* norm, void* heads,
-                     int head) {
-    const int half = args.head_dim / 2;
+  struct HeadsNorm {
+    const float* weight;  // null: none
+    int heads;
+  };
+
+  void NormAndRotate(const SplitQkvArgs& args, int64_t from, int64_t token, const HeadsNorm& norm,
+                     void* heads, int head) {
+    const int64_t before = args.norm_all_heads ? int64_t{head} * args.head_dim : 0;  // of the token's heads
+    const int64_t width = args.norm_all_heads ? int64_t{norm.heads} * args.head_dim : args.head_dim;
     const double scale =
-        norm == nullptr ? 1 : InverseRms(args.qkv, dtype_, from, args.head_dim, args.norm_eps);
+        norm.weight == nullptr ? 1 : InverseRms(args.qkv, dtype_, from - before, width, args.norm_eps);
     std::vector<double> x(args.head_dim);
     for (int i = 0; i < args.head_dim; ++i) {
-      x[i] = Load(args.qkv, dtype_, from + i) * scale * (norm == nullptr ? 1 : norm[i]);
+      x[i] =
+          Load(args.qkv, dtype_, from + i) * scale * (norm.weight == nullptr ? 1 : norm.weight[before + i]);
     }
     const int64_t to = HeadAtSlot(args, head, token);
+    const int half = args.rotated_dim / 2;
     for (int i = 0; i < half; ++i) {
       const double cos = args.rope_cos[(args.slot_begin + token) * half + i];
       const double sin = args.rope_sin[(args.slot_begin + token) * half + i];
       Store(heads, dtype_, to + i, x[i] * cos - x[i + half] * sin);
       Store(heads, dtype_, to + i + half, x[i + half] * cos + x[i] * sin);
     }
+    for (int i = args.rotated_dim; i < args.head_dim; ++i) Store(heads, dtype_, to + i, x[i]);
+  }
+
+  // The experts of one token by rising number, with their weights.
+  static std::vector<std::pair<int, double>> ChooseExperts(const float* logits, const float* correction,
+                                                           const RouterRule& rule) {
+    std::vector<double> scores(rule.experts), choice(rule.experts);
+    const double largest = *std::max_element(logits, logits + rule.experts);
+    double sum = 0;
+    for (int e = 0; e < rule.experts; ++e) sum += std::exp(logits[e] - largest);
+    for (int e = 0; e < rule.experts; ++e) {
+      scores[e] = rule.score == RouterScore::kSoftmax ? std::exp(logits[e] - largest) / sum
+                                                      : 1 / (1 + std::exp(-double{logits[e]}));
+      choice[e] = scores[e] + (correction == nullptr ? 0 : correction[e]);
+    }
+    const auto best_of = [](const std::vector<double>& values, int count) {
+      std::vector<int> order(values.size());
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return values[a] > values[b]; });
+      order.resize(count);
+      return order;
+    };
+    if (rule.groups > 1) {
+      const int of_group = rule.experts / rule.groups;
+      std::vector<double> groups;
+      for (int group = 0; group < rule.groups; ++group) {
+        std::vector<double> members(choice.begin() + group * of_group,
+                                    choice.begin() + (group + 1) * of_group);
+        std::sort(members.begin(), members.end(), std::greater<>());
+        groups.push_back(members[0] + members[1]);
+      }
+      std::vector<double> allowed(rule.experts, -std::numeric_limits<double>::infinity());
+      for (const int group : best_of(groups, rule.used_groups)) {
+        std::copy_n(choice.begin() + group * of_group, of_group, allowed.begin() + group * of_group);
+      }
+      choice = allowed;
+    }
+    std::vector<int> chosen = best_of(choice, rule.used);
+    std::sort(chosen.begin(), chosen.end());
+    double all = 0;
+    for (const int expert : chosen) all += scores[expert];
+    std::vector<std::pair<int, double>> weighted;
+    for (const int expert : chosen) {
+      weighted.emplace_back(expert, scores[expert] / (rule.normalised ? all : 1) * rule.scale);
+    }
+    return weighted;
   }
 
   // The softmax of one query over the keys that it sees, in two passes, then the merge into what it carried.

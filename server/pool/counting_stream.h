@@ -70,6 +70,15 @@ class CountingStream final : public Stream {
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return stream_->SwiGlu(x, tokens, width, y); });
   }
+  absl::Status Route(const RouteArgs& args) override {
+    return Count([&] { return stream_->Route(args); });
+  }
+  absl::Status ExpertGemm(const ExpertGemmArgs& args) override {
+    return Count([&] { return stream_->ExpertGemm(args); });
+  }
+  absl::Status AddExperts(const AddExpertsArgs& args) override {
+    return Count([&] { return stream_->AddExperts(args); });
+  }
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
     return Count([&] { return stream_->Convert(from, count, to_dtype, to); });
   }

@@ -68,14 +68,15 @@ TEST_P(CpuStreamTest, RmsNorm) {
 TEST_P(CpuStreamTest, SplitQkv) {
   ForRandomDraws(20, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
-    const int head_dim = 2 * static_cast<int>(Draw(random, 1, 128)), half = head_dim / 2;
+    const int head_dim = 2 * static_cast<int>(Draw(random, 1, 128));
+    const int half = Draw(random, 0, 1) == 1 ? head_dim / 2 : static_cast<int>(Draw(random, 1, head_dim / 2));
     const int64_t chunk_tokens = Draw(random, 0, 120);
     const int64_t slot_begin = Draw(random, 0, chunk_tokens),
                   tokens = Draw(random, 0, chunk_tokens - slot_begin);
     const Tensor qkv = Tensor::Normal(random, GetParam(), tokens * (q_heads + 2 * kv_heads) * head_dim);
-    const Tensor q_norm = Tensor::Normal(random, DType::kF32, head_dim);
-    const Tensor k_norm = Tensor::Normal(random, DType::kF32, head_dim);
-    const bool norms = Draw(random, 0, 1) == 1;
+    const Tensor q_norm = Tensor::Normal(random, DType::kF32, q_heads * head_dim);
+    const Tensor k_norm = Tensor::Normal(random, DType::kF32, kv_heads * head_dim);
+    const bool norms = Draw(random, 0, 1) == 1, all_heads = Draw(random, 0, 1) == 1;
     Tensor cos(DType::kF32, chunk_tokens * half), sin = cos;
     for (int64_t i = 0; i < cos.count(); ++i) {
       const double angle = std::uniform_real_distribution<>(-3, 3)(random);
@@ -98,8 +99,10 @@ TEST_P(CpuStreamTest, SplitQkv) {
                                   .q_heads = q_heads,
                                   .kv_heads = kv_heads,
                                   .head_dim = head_dim,
+                                  .rotated_dim = 2 * half,
                                   .q_norm = norms ? q_norm.data<float>() : nullptr,
                                   .k_norm = norms ? k_norm.data<float>() : nullptr,
+                                  .norm_all_heads = all_heads,
                                   .norm_eps = 1e-6f,
                                   .rope_cos = cos.data<float>(),
                                   .rope_sin = sin.data<float>(),

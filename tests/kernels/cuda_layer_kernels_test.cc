@@ -96,12 +96,13 @@ TEST_F(CudaLayerKernelsTest, RmsNorm) {
 TEST_F(CudaLayerKernelsTest, SplitQkv) {
   ForRandomDraws(8, [&] {
     const int q_heads = static_cast<int>(Draw(1, 5)), kv_heads = static_cast<int>(Draw(1, 3));
-    const int head_dim = 4 * static_cast<int>(Draw(1, 64)), half = head_dim / 2;
+    const int head_dim = 4 * static_cast<int>(Draw(1, 64));
+    const int half = 2 * static_cast<int>(Draw(0, 1) == 1 ? head_dim / 4 : Draw(1, head_dim / 4));
     const int64_t chunk_tokens = Draw(0, 20);
     const int64_t slot_begin = Draw(0, chunk_tokens), tokens = Draw(0, chunk_tokens - slot_begin);
     const Tensor qkv = Tensor::Normal(random_, DType::kBf16, tokens * (q_heads + 2 * kv_heads) * head_dim);
-    const Tensor q_norm = Tensor::Normal(random_, DType::kF32, head_dim);
-    const Tensor k_norm = Tensor::Normal(random_, DType::kF32, head_dim);
+    const Tensor q_norm = Tensor::Normal(random_, DType::kF32, q_heads * head_dim);
+    const Tensor k_norm = Tensor::Normal(random_, DType::kF32, kv_heads * head_dim);
     const Tensor cos = Tensor::Normal(random_, DType::kF32, chunk_tokens * half);
     const Tensor sin = Tensor::Normal(random_, DType::kF32, chunk_tokens * half);
     const bool norms = Draw(0, 1) == 1;
@@ -120,8 +121,10 @@ TEST_F(CudaLayerKernelsTest, SplitQkv) {
                       .q_heads = q_heads,
                       .kv_heads = kv_heads,
                       .head_dim = head_dim,
+                      .rotated_dim = 2 * half,
                       .q_norm = norms ? q_norm.data<float>() : nullptr,
                       .k_norm = norms ? k_norm.data<float>() : nullptr,
+                      .norm_all_heads = Draw(0, 1) == 1,
                       .norm_eps = 1e-6f,
                       .rope_cos = cos.data<float>(),
                       .rope_sin = sin.data<float>(),

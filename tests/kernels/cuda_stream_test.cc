@@ -257,6 +257,7 @@ TEST_F(CudaStreamTest, SplitQkv) {
                       .q_heads = q_heads,
                       .kv_heads = kv_heads,
                       .head_dim = head_dim,
+                      .rotated_dim = head_dim,
                       .q_norm = norms ? q_norm.data<float>() : nullptr,
                       .k_norm = norms ? k_norm.data<float>() : nullptr,
                       .norm_eps = 1e-6f,

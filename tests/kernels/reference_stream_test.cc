@@ -170,6 +170,7 @@ class RopeTest : public ReferenceStreamTest {
                                 .q_heads = 1,
                                 .kv_heads = 1,
                                 .head_dim = kHeadDim,
+                                .rotated_dim = kHeadDim,
                                 .rope_cos = cos.data(),
                                 .rope_sin = sin.data(),
                                 .q = q.data(),

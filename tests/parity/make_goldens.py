@@ -33,7 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = pathlib.Path(__file__).resolve().parent
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM"}
+                 "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM",
+                 "glm4_moe": "Glm4MoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM"}
 MAX_FILE_BYTES = 1_000_000
 VISIBLE_CHANGE = 1e-2  # of the logits' standard deviation; the test allows 1e-3
 KEPT_ROWS = 12
@@ -93,6 +94,59 @@ CASES = {
                                       "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0,
                                                        "mscale_all_dim": 0.7, "beta_fast": 24, "beta_slow": 2,
                                                        "original_max_position_embeddings": 512}}),
+    # 5 experts of which 3 are used; with "starved", the last one never gets a token.
+    "qwen3_moe_5_of_3": dict(model="qwen3_moe", dtype="float32", prompts=[1, 65, 777], starved=True,
+                             config={"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 3,
+                                     "moe_intermediate_size": 24, "norm_topk_prob": True, "rope_theta": 1e6}),
+    "qwen3_moe_dense_layers_tied": dict(model="qwen3_moe", dtype="bfloat16", prompts=[2, 63, 4096],
+                                        config={"head_dim": 32, "num_hidden_layers": 4, "num_experts": 7,
+                                                "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                                                "norm_topk_prob": False, "decoder_sparse_step": 2,
+                                                "mlp_only_layers": [3], "tie_word_embeddings": True,
+                                                "num_key_value_heads": 1}),
+    "qwen3_moe_window_sharded": dict(model="qwen3_moe", dtype="float16", prompts=[64, 777], shards="100KB",
+                                     config={"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1,
+                                             "moe_intermediate_size": 32, "norm_topk_prob": False,
+                                             "attention_bias": True, "use_sliding_window": True,
+                                             "sliding_window": 50, "rope_scaling": {
+                                                 "rope_type": "yarn", "factor": 4.0,
+                                                 "original_max_position_embeddings": 2048}}),
+    "mixtral_5_of_3": dict(model="mixtral", dtype="bfloat16", prompts=[1, 64, 777], starved=True,
+                           config={"intermediate_size": 33, "num_local_experts": 5, "num_experts_per_tok": 3,
+                                   "rope_theta": 1e6}),
+    "mixtral_window_tied": dict(model="mixtral", dtype="float32", prompts=[2, 65, 4096],
+                                config={"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2,
+                                        "sliding_window": 70, "tie_word_embeddings": True,
+                                        "num_key_value_heads": 4}),
+    "mixtral_all_experts": dict(model="mixtral", dtype="float16", prompts=[63, 777],
+                                config={"intermediate_size": 40, "num_local_experts": 3, "num_experts_per_tok": 3,
+                                        "head_dim": 32, "num_key_value_heads": 1}),
+    "glm4_moe_5_of_3": dict(model="glm4_moe", dtype="float32", prompts=[1, 65, 777], starved=True,
+                            config={"head_dim": 24, "n_routed_experts": 5, "num_experts_per_tok": 3,
+                                    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+                                    "num_hidden_layers": 3, "use_qk_norm": True, "attention_bias": True,
+                                    "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5}),
+    "glm4_moe_groups_tied": dict(model="glm4_moe", dtype="bfloat16", prompts=[2, 63, 4096],
+                                 config={"head_dim": 16, "n_routed_experts": 12, "num_experts_per_tok": 4,
+                                         "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+                                         "moe_intermediate_size": 16, "first_k_dense_replace": 0,
+                                         "tie_word_embeddings": True, "norm_topk_prob": False}),
+    "glm4_moe_full_rotary": dict(model="glm4_moe", dtype="float16", prompts=[64, 777],
+                                 config={"head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2,
+                                         "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+                                         "partial_rotary_factor": 1.0, "num_key_value_heads": 1}),
+    "minimax_m2_5_of_3": dict(model="minimax_m2", dtype="float32", prompts=[1, 65, 777], starved=True,
+                              config={"head_dim": 24, "rotary_dim": 12, "intermediate_size": 24,
+                                      "num_local_experts": 5, "num_experts_per_tok": 3, "rope_theta": 5e6}),
+    "minimax_m2_tied": dict(model="minimax_m2", dtype="bfloat16", prompts=[2, 63, 4096],
+                            config={"head_dim": 32, "rotary_dim": 16, "intermediate_size": 40,
+                                    "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True,
+                                    "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "minimax_m2_rope_parameters": dict(model="minimax_m2", dtype="float16", prompts=[64, 777],
+                                       config={"head_dim": 16, "intermediate_size": 32, "num_local_experts": 4,
+                                               "num_experts_per_tok": 1, "num_key_value_heads": 1,
+                                               "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                                                                   "partial_rotary_factor": 0.75}}),
 }
 ROPES = {
     "llama2": {"head_dim": 128, "rope_theta": 10000.0},
@@ -115,8 +169,31 @@ def config_json(case):
             "torch_dtype": case["dtype"], **SMALL, **case["config"]}
 
 
+def starve(model):
+    """Makes every router's last expert one that no token chooses: by a channel that is the same in all tokens."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            parameter.data[:, 0] = 4
+        elif name.endswith(("o_proj.weight", "experts.down_proj", "mlp.down_proj.weight",
+                            "shared_experts.down_proj.weight")):
+            parameter.data[..., 0, :] = 0  # of the residual stream's channels, the first stays
+        elif name.endswith("post_attention_layernorm.weight"):
+            parameter.data[0] = 1
+        elif name.endswith("mlp.gate.weight"):
+            parameter.data[:, 0] = 0
+            parameter.data[-1] = 0
+            parameter.data[-1, 0] = -40
+    # What a sigmoid scores near 0, a correction must not lift.
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data[-1] = -1
+
+
 def randomise(model, generator):
     """Weights under which attention is far from uniform, norms and biases matter, and logits stay of order 1."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     gain = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 1.5, "lm_head": 1.0}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -128,7 +205,7 @@ def randomise(model, generator):
         elif module == "embed_tokens":
             value = noise / (parameter.shape[1] ** 0.5 if model.config.tie_word_embeddings else 1)
         else:
-            value = gain.get(module, 1.0) * noise / parameter.shape[1] ** 0.5
+            value = gain.get(module, 1.0) * noise / parameter.shape[-1] ** 0.5
         parameter.data.copy_(value)
 
 
@@ -137,7 +214,8 @@ def load(folder, attention="eager", **overrides):
     for key, value in overrides.items():
         setattr(config, key, value)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32,
-                                                attn_implementation=attention).eval()
+                                                attn_implementation=attention,
+                                                experts_implementation="eager").eval()
 
 
 @torch.no_grad()
@@ -150,6 +228,59 @@ def prefill(model, tokens):
 
 def change(logits, other):
     return ((logits - other).abs().max() / logits.std()).item()
+
+
+def experts_of(model):
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+@torch.no_grad()
+def firmly_routed(model, tokens, generator):
+    """[tokens] bool: whose experts, in every layer, are the same where what the router sees is off by bf16's errors.
+
+    Elsewhere a rounding decides which experts a token goes to, and two right answers differ.
+    """
+    firm = torch.ones(len(tokens), dtype=torch.bool)
+
+    def compare(gate, inputs, outputs):
+        chosen = outputs[2].sort(-1).values
+        for _ in range(20):
+            noise = 1 + 0.02 * torch.randn(inputs[0].shape, generator=generator)
+            again = gate.forward(inputs[0] * noise, *inputs[1:])[2].sort(-1).values
+            firm.logical_and_((again == chosen).all(-1).reshape(-1))
+
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(compare) for gate in gates]
+    prefill(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return firm
+
+
+def draw_prompt(model, count, generator):
+    """A prompt whose last token is firmly routed, and which tokens are."""
+    for _ in range(100):
+        tokens = torch.randint(model.config.vocab_size, (count,), generator=generator).tolist()
+        if not experts_of(model):
+            return tokens, None
+        firm = firmly_routed(model, tokens, generator)
+        if firm[-1]:
+            return tokens, firm
+    raise AssertionError("no prompt is firmly routed")
+
+
+@torch.no_grad()
+def check_experts(model, prompts, starved):
+    """In the longest prompt, every expert gets tokens, but for the one that is starved."""
+    seen = []
+    hooks = [experts.register_forward_hook(lambda module, inputs, _: seen.append((module, inputs[1])))
+             for experts in experts_of(model)]
+    prefill(model, max(prompts, key=len))
+    for hook in hooks:
+        hook.remove()
+    for module, chosen in seen:
+        loads = torch.bincount(chosen.flatten(), minlength=module.num_experts).tolist()
+        assert all(loads[:-1]) and bool(loads[-1]) != starved, loads
 
 
 def check_sensitivity(folder, model, prompts):
@@ -166,6 +297,14 @@ def check_sensitivity(folder, model, prompts):
     if window and len(prompt) > window:
         for wrong in (window - 1, window + 1):
             moved[f"window {wrong}"] = change(logits, prefill(load(folder, sliding_window=wrong), prompt)[0])
+    routers = {"num_experts_per_tok": model.config.num_experts_per_tok % 2 + 1} if experts_of(model) else {}
+    for key in ("norm_topk_prob", "routed_scaling_factor"):
+        if hasattr(model.config, key):
+            routers[key] = not getattr(model.config, key) if key.startswith("norm") else 0.7
+    for key, value in routers.items():
+        if key == "norm_topk_prob" and model.config.num_experts_per_tok == 1 and model.config.norm_topk_prob:
+            continue
+        moved[key] = change(logits, prefill(load(folder, **{key: value}), prompt)[0])
     # The last query's nearest key, among few: a causal mask that is off by one would lose it.
     short = min((tokens for tokens in prompts if len(tokens) > 1), key=len)
     other = short.copy()
@@ -175,15 +314,15 @@ def check_sensitivity(folder, model, prompts):
     assert min(moved.values()) > VISIBLE_CHANGE, moved
 
 
-def kept_rows(tokens, generator):
+def kept_rows(tokens, firm, generator):
     fixed = {0, 1, 63, 64, tokens // 2, tokens - 1}
     drawn = torch.randint(tokens, (KEPT_ROWS,), generator=generator).tolist()
-    rows = [row for row in [*sorted(fixed), *drawn] if row < tokens]
+    rows = [row for row in [*sorted(fixed), *drawn] if row < tokens and (firm is None or firm[row])]
     return sorted(list(dict.fromkeys(rows))[:KEPT_ROWS])
 
 
-def write_prompt(path, tokens, logits, kv, generator):
-    rows = torch.tensor(kept_rows(len(tokens), generator))
+def write_prompt(path, tokens, firm, logits, kv, generator):
+    rows = torch.tensor(kept_rows(len(tokens), firm, generator))
     tensors = {"tokens": torch.tensor(tokens, dtype=torch.int32), "logits": logits, "rows": rows,
                "k_norms": torch.stack([k.double().pow(2).sum((0, 2)).sqrt().float() for k, _ in kv]),
                "v_norms": torch.stack([v.double().pow(2).sum((0, 2)).sqrt().float() for _, v in kv])}
@@ -203,22 +342,25 @@ def make_case(name, case, seed):
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     randomise(model, generator)
+    if case.get("starved"):
+        starve(model)
     model.to(getattr(torch, case["dtype"])).save_pretrained(folder, max_shard_size=case.get("shards", "1GB"))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if "rope_parameters" not in case["config"]:  # else the file stays as transformers 5 writes it
         config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
 
     model = load(folder)  # what is on disk, computed in float32
-    vocab = model.config.vocab_size
-    prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in case["prompts"]]
+    drawn = [draw_prompt(model, n, generator) for n in case["prompts"]]
+    prompts = [tokens for tokens, _ in drawn]
     answers = []
-    for tokens in prompts:
+    for tokens, firm in drawn:
         long = len(tokens) > 1000
         logits, kv = prefill(load(folder, "sdpa") if long else model, tokens)
         answers.append((logits, kv))
-        write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, logits, kv, generator)
+        write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, firm, logits, kv, generator)
     print(f"{name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "
           f"{answers[-1][0].std():.2f}, {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
+    check_experts(model, prompts, case.get("starved", False))
     check_sensitivity(folder, model, prompts)
     for file in folder.iterdir():
         assert file.stat().st_size < MAX_FILE_BYTES, file

@@ -237,9 +237,12 @@ class CliTest(CliTestCase):
     # ---- make-model.
 
     def test_models_of_every_architecture_run(self):
-        for arch in ("llama", "mistral", "qwen2", "qwen3"):
+        experts = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
+        for arch in ("llama", "mistral", "qwen2", "qwen3", *experts):
             folder = self.tmp / f"model-{arch}"
             options = ["--sliding-window", 100] if arch == "mistral" else []
+            if arch in experts:
+                options = ["--experts", 5, "--experts-used", 3, "--expert-width", 48]
             self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 64, "--layers", 1, *options)
             result = self.embedded("--model", folder, "--tokens", self.prompt)
             self.check_prefill_object(result, len(self.ids), ranks=4)

@@ -26,8 +26,8 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
 
 // In the dtype that a device computes in; the embedding may be twice as wide in the file.
 int64_t WeightBytes(const ModelShape& shape) {
-  const int64_t layers = shape.layers * LayerMatrixElements(LayerShapeOf(shape));
-  return static_cast<int64_t>(sizeof(BFloat16)) * (layers + 2 * shape.vocab * shape.hidden);
+  const int64_t tables = 2 * shape.vocab * shape.hidden;
+  return static_cast<int64_t>(sizeof(BFloat16)) * (LayersMatrixElements(shape) + tables);
 }
 
 // FLOP/s of a square product.
@@ -63,6 +63,17 @@ class CudaDevices final : public PoolDevices {
   bool in_host_memory() const override { return false; }
 
   absl::Status CheckModel(int device, const ModelShape& shape) const override {
+    if (shape.experts.count > 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("device cuda: the model has ", shape.experts.count,
+                       " experts, which it does not compute yet; choose the device cpu"));
+    }
+    if (shape.rotated_dim() % 4 != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("device cuda: ", shape.rotated_dim(),
+                       " dimensions of a head are rotated, of which it computes multiples of 4; choose the "
+                       "device cpu"));
+    }
     if (shape.head_dim % 8 != 0) {
       return absl::InvalidArgumentError(
           absl::StrCat("device cuda: head_dim is ", shape.head_dim,

@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "absl/strings/str_cat.h"
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
@@ -11,12 +12,10 @@ namespace meshfill {
 namespace {
 
 absl::StatusOr<ModelFamily> ParseFamily(const std::string& name) {
-  if (name == "llama") return ModelFamily::kLlama;
-  if (name == "mistral") return ModelFamily::kMistral;
-  if (name == "qwen2") return ModelFamily::kQwen2;
-  if (name == "qwen3") return ModelFamily::kQwen3;
-  return absl::InvalidArgumentError(
-      absl::StrCat("'", name, "' is no architecture; use llama, mistral, qwen2 or qwen3"));
+  for (const Family* family : Families()) {
+    if (name == family->name) return family->family;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("'", name, "' is no architecture; use ", FamilyNames()));
 }
 
 absl::StatusOr<DType> ParseWeightDType(const std::string& name) {
@@ -32,8 +31,7 @@ class MakeModelCommand : public Command {
   explicit MakeModelCommand(CLI::App& parent)
       : Command(
             parent.add_subcommand("make-model", "Write a model of random weights as a Hugging Face folder")) {
-    AddParsedOption(*app_, "--arch", options_.family, ParseFamily, "NAME", "llama, mistral, qwen2 or qwen3")
-        ->required();
+    AddParsedOption(*app_, "--arch", options_.family, ParseFamily, "NAME", FamilyNames())->required();
     app_->add_option("--out", folder_, "Folder to create")->type_name("DIR")->required();
     AddCount(*app_, "--layers", options_.layers, "Layers");
     AddCount(*app_, "--hidden", options_.hidden, "Width of the residual stream");
@@ -46,6 +44,11 @@ class MakeModelCommand : public Command {
     AddCount(*app_, "--context", options_.context_tokens, "Longest prompt, in tokens");
     AddCount(*app_, "--sliding-window", options_.sliding_window,
              "Keys that a query sees, mistral alone (default: all)");
+    AddCount(*app_, "--experts", options_.experts, "Experts, of an architecture that has them (default: 8)");
+    AddCount(*app_, "--experts-used", options_.experts_used,
+             "Experts that each token goes through (default: 2)");
+    AddCount(*app_, "--expert-width", options_.expert_width,
+             "Width of an expert (default: as --intermediate)");
     app_->add_option("--rope-theta", options_.rope_theta, "Base of the rotary embedding")
         ->check(PositiveNumber())
         ->capture_default_str();

@@ -18,7 +18,7 @@ LayerShape RandomShape(std::mt19937_64& random) {
           .qkv_bias = Draw(random, 0, 1) == 1,
           .o_bias = Draw(random, 0, 1) == 1,
           .mlp_bias = Draw(random, 0, 1) == 1,
-          .qk_norm = Draw(random, 0, 1) == 1};
+          .qk_norm = Draw(random, 0, 1) == 1 ? QkNorm::kHead : QkNorm::kNone};
 }
 
 TEST(LayerShape, CountsWhatTheEquationsMultiply) {
@@ -37,6 +37,36 @@ TEST(LayerShape, CountsWhatTheEquationsMultiply) {
     EXPECT_EQ(widths.normed, shape.hidden);
     EXPECT_EQ(widths.wide, std::max(q + 2 * kv, 2 * shape.intermediate));
     EXPECT_EQ(widths.narrow, std::max(q, shape.intermediate));
+  }
+}
+
+TEST(LayerShape, CountsTheExpertsThatATokenUses) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int draw = 0; draw < 100; ++draw) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw);
+    LayerShape shape = RandomShape(random);
+    shape.mlp = MlpKind::kExperts;
+    shape.experts.count = Draw(random, 1, 40);
+    shape.experts.used = Draw(random, 1, shape.experts.count);
+    shape.experts.width = Draw<int64_t>(random, 1, 90);
+    shape.experts.shared_width = Draw<int64_t>(random, 0, 1) * Draw<int64_t>(random, 1, 90);
+    shape.dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    const auto& [count, used, width, shared_width] = shape.experts;
+    const int64_t q = shape.q_heads * shape.head_dim, kv = shape.kv_heads * shape.head_dim;
+    const int64_t rest = shape.hidden * (2 * q + 2 * kv + count + 3 * shared_width);
+    EXPECT_EQ(LayerMatrixElements(shape), rest + 3 * shape.hidden * width * count);
+    EXPECT_EQ(LayerTokenFlops(shape), 2.0 * static_cast<double>(rest + 3 * shape.hidden * width * used));
+    // All that goes through a buffer fits.
+    const SliceWidths widths = SliceWidthsOf(shape);
+    const auto dtype_bytes = static_cast<int64_t>(DTypeBytes(shape.dtype));
+    EXPECT_GE(widths.wide, q + 2 * kv);
+    EXPECT_GE(widths.wide * dtype_bytes, count * 4);  // logits
+    EXPECT_GE(widths.wide, used * std::max(2 * width, shape.hidden));
+    EXPECT_GE(widths.wide, 2 * shared_width);
+    EXPECT_GE(widths.narrow, std::max({q, used * width, shared_width}));
+    EXPECT_EQ(SliceBytes(widths, 10, shape.dtype),
+              10 * (widths.normed + widths.wide + widths.narrow) * dtype_bytes + 4 * (count + 1 + 30 * used));
   }
 }
 
@@ -63,7 +93,7 @@ TEST(LayerShape, ListsNormsAndBiasesThatTheModelHas) {
                                                        : shape.mlp_bias && !tensor.is_norm();
       EXPECT_EQ(tensor.bias, bias) << tensor.name;
     }
-    EXPECT_EQ(norms, shape.qk_norm ? 4 : 2);
+    EXPECT_EQ(norms, shape.qk_norm == QkNorm::kHead ? 4 : 2);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/model/family.h"
 #include "engine/model/model.h"
 #include "kernels/reference/reference_device.h"
 #include "tests/engine/model/hf_folder.h"
@@ -58,13 +59,19 @@ TEST(MakeModelTest, TheSeedChangesEveryTensor) {
 }
 
 TEST(MakeModelTest, LoadsInEveryFamily) {
-  for (const ModelFamily family :
-       {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+  for (const Family* described : Families()) {
+    const ModelFamily family = described->family;
+    SCOPED_TRACE(described->name);
     const TempFolder folder;
     MakeModelOptions options = Small();
     options.family = family;
     options.tied_embeddings = true;
     if (family == ModelFamily::kMistral) options.sliding_window = 77;
+    if (described->has_experts) {
+      options.experts = 5;
+      options.experts_used = 3;
+      options.expert_width = 128;
+    }
     ASSERT_TRUE(MakeModel(options, folder.path()).ok());
     std::unique_ptr<Device> device;
     const auto model = Model::Load(folder.path(), std::nullopt, [&](const ModelShape& shape) {
@@ -80,7 +87,10 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     EXPECT_EQ(config.shape.head_dim, 8);
     EXPECT_EQ(config.shape.vocab, 50);
     EXPECT_EQ(config.shape.context_tokens, options.context_tokens);
-    EXPECT_EQ(config.shape.sliding_window, options.sliding_window);
+    EXPECT_EQ(config.layers[0].window, options.sliding_window);
+    EXPECT_EQ(config.shape.experts.count, options.experts);
+    EXPECT_EQ(config.shape.experts.used, options.experts_used);
+    EXPECT_EQ(config.shape.experts.width, options.expert_width);
     EXPECT_EQ(config.shape.dtype, DType::kBf16);
     EXPECT_EQ(config.rope.theta, options.rope_theta);
     EXPECT_TRUE(config.tied_embeddings);
@@ -181,6 +191,7 @@ TEST(MakeModelTest, RefusesOptionsThatNoModelHas) {
       {"vocab_size", [](MakeModelOptions& o) { o.vocab = 0; }},
       {"max_position_embeddings", [](MakeModelOptions& o) { o.context_tokens = 0; }},
       {"sliding_window", [](MakeModelOptions& o) { o.sliding_window = 8; }},  // in a Llama
+      {"experts", [](MakeModelOptions& o) { o.experts = 8; }},                // likewise
       {"sliding_window",
        [](MakeModelOptions& o) {
          o.family = ModelFamily::kMistral;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/model/layer_shape.h"
 #include "nlohmann/json.hpp"
 
 namespace meshfill {
@@ -41,6 +42,19 @@ json With(json config, const json& changes) {
   config.update(changes);
   return config;
 }
+json Qwen3Moe() {
+  return With(Base("qwen3_moe", "Qwen3MoeForCausalLM"),
+              {{"num_experts", 5}, {"num_experts_per_tok", 3}, {"moe_intermediate_size", 24}});
+}
+json Glm4Moe() {
+  return With(Base("glm4_moe", "Glm4MoeForCausalLM"),
+              {{"n_routed_experts", 12}, {"num_experts_per_tok", 3}, {"moe_intermediate_size", 24}});
+}
+json MiniMaxM2() {
+  return With(Base("minimax_m2", "MiniMaxM2ForCausalLM"),
+              {{"num_local_experts", 5}, {"num_experts_per_tok", 3}, {"rotary_dim", 8}, {"head_dim", 16}});
+}
+
 json Without(json config, const std::string& key) {
   config.erase(key);
   return config;
@@ -53,6 +67,12 @@ ModelConfig ParseGood(const json& config) {
   const auto parsed = ModelConfig::Parse(config.dump(), kPath);
   EXPECT_TRUE(parsed.ok()) << parsed.status();
   return parsed.value_or(ModelConfig{});
+}
+
+std::vector<int64_t> WindowsOf(const ModelConfig& config) {
+  std::vector<int64_t> windows;
+  for (const LayerForm& layer : config.layers) windows.push_back(layer.window);
+  return windows;
 }
 
 TEST(ModelConfigTest, ReadsTheShape) {
@@ -69,7 +89,7 @@ TEST(ModelConfigTest, ReadsTheShape) {
   EXPECT_EQ(config.shape.dtype, DType::kBf16);
   EXPECT_EQ(config.norm_eps, 1e-5f);
   EXPECT_TRUE(config.tied_embeddings);
-  EXPECT_THAT(config.layer_window, ElementsAre(0, 0, 0));
+  EXPECT_THAT(WindowsOf(config), ElementsAre(0, 0, 0));
 }
 
 // The values that transformers' configuration classes have where config.json says nothing.
@@ -88,9 +108,8 @@ TEST(ModelConfigTest, DefaultsAreTransformers) {
   EXPECT_EQ(llama.shape.context_tokens, 2048);
   EXPECT_EQ(mistral.shape.context_tokens, 131072);
   EXPECT_EQ(qwen2.shape.context_tokens, 32768);
-  EXPECT_EQ(mistral.shape.sliding_window, 4096);
-  EXPECT_EQ(mistral.shape.windowed_layers, 32);
-  EXPECT_EQ(qwen2.shape.sliding_window, 0);
+  EXPECT_THAT(mistral.shape.kinds, ElementsAre(LayerKind{{.window = 4096}, 32}));
+  EXPECT_THAT(qwen2.shape.kinds, ElementsAre(LayerKind{{}, 32}));
   EXPECT_EQ(qwen3.shape.head_dim, 128);
   for (const ModelConfig& config : {llama, mistral, qwen2, qwen3}) {
     EXPECT_EQ(config.shape.layers, 32);
@@ -105,13 +124,13 @@ TEST(ModelConfigTest, DefaultsAreTransformers) {
 
 TEST(ModelConfigTest, FamiliesHaveTheirBiasesAndNorms) {
   const ModelConfig llama = ParseGood(With(Llama(), {{"attention_bias", true}, {"mlp_bias", true}}));
-  EXPECT_TRUE(llama.qkv_bias && llama.o_bias && llama.mlp_bias && !llama.qk_norm);
+  EXPECT_TRUE(llama.qkv_bias && llama.o_bias && llama.mlp_bias && llama.qk_norm == QkNorm::kNone);
   const ModelConfig mistral = ParseGood(With(Mistral(), {{"attention_bias", false}}));
-  EXPECT_TRUE(!mistral.qkv_bias && !mistral.o_bias && !mistral.mlp_bias && !mistral.qk_norm);
+  EXPECT_TRUE(!mistral.qkv_bias && !mistral.o_bias && !mistral.mlp_bias && mistral.qk_norm == QkNorm::kNone);
   const ModelConfig qwen2 = ParseGood(Qwen2());
-  EXPECT_TRUE(qwen2.qkv_bias && !qwen2.o_bias && !qwen2.mlp_bias && !qwen2.qk_norm);
+  EXPECT_TRUE(qwen2.qkv_bias && !qwen2.o_bias && !qwen2.mlp_bias && qwen2.qk_norm == QkNorm::kNone);
   const ModelConfig qwen3 = ParseGood(With(Qwen3(), {{"attention_bias", true}}));
-  EXPECT_TRUE(qwen3.qkv_bias && qwen3.o_bias && !qwen3.mlp_bias && qwen3.qk_norm);
+  EXPECT_TRUE(qwen3.qkv_bias && qwen3.o_bias && !qwen3.mlp_bias && qwen3.qk_norm == QkNorm::kHead);
 }
 
 TEST(ModelConfigTest, NullStandsForTheDefaultWhereTransformersHasIt) {
@@ -121,21 +140,113 @@ TEST(ModelConfigTest, NullStandsForTheDefaultWhereTransformersHasIt) {
                                                         {"auto_map", nullptr}}));
   EXPECT_EQ(config.shape.kv_heads, 4);
   EXPECT_EQ(config.shape.head_dim, 16);
-  EXPECT_EQ(config.shape.sliding_window, 0);
+  EXPECT_THAT(WindowsOf(config), ElementsAre(0, 0, 0));
 }
 
 TEST(ModelConfigTest, SlidingWindows) {
-  EXPECT_THAT(ParseGood(With(Mistral(), {{"sliding_window", 7}})).layer_window, ElementsAre(7, 7, 7));
+  EXPECT_THAT(WindowsOf(ParseGood(With(Mistral(), {{"sliding_window", 7}}))), ElementsAre(7, 7, 7));
   const json window = {{"sliding_window", 7}, {"max_window_layers", 1}};
-  EXPECT_THAT(ParseGood(With(Qwen2(), window)).layer_window, ElementsAre(0, 0, 0));
+  EXPECT_THAT(WindowsOf(ParseGood(With(Qwen2(), window))), ElementsAre(0, 0, 0));
   const ModelConfig qwen2 = ParseGood(With(With(Qwen2(), window), {{"use_sliding_window", true}}));
-  EXPECT_THAT(qwen2.layer_window, ElementsAre(0, 7, 7));
-  EXPECT_EQ(qwen2.shape.sliding_window, 7);
-  EXPECT_EQ(qwen2.shape.windowed_layers, 2);
+  EXPECT_THAT(WindowsOf(qwen2), ElementsAre(0, 7, 7));
+  EXPECT_THAT(qwen2.shape.kinds, ElementsAre(LayerKind{{}, 1}, LayerKind{{.window = 7}, 2}));
   const json types = {"sliding_attention", "full_attention", "sliding_attention"};
   const ModelConfig qwen3 =
       ParseGood(With(With(Qwen3(), window), {{"use_sliding_window", true}, {"layer_types", types}}));
-  EXPECT_THAT(qwen3.layer_window, ElementsAre(7, 0, 7));
+  EXPECT_THAT(WindowsOf(qwen3), ElementsAre(7, 0, 7));
+}
+
+std::vector<bool> ExpertLayers(const ModelConfig& config) {
+  std::vector<bool> layers;
+  for (const LayerForm& layer : config.layers) layers.push_back(layer.mlp == MlpKind::kExperts);
+  return layers;
+}
+
+TEST(ModelConfigTest, Experts) {
+  const ModelConfig qwen = ParseGood(With(Qwen3Moe(), {{"norm_topk_prob", true}, {"mlp_only_layers", {1}}}));
+  EXPECT_EQ(qwen.shape.experts, (ExpertsShape{.count = 5, .used = 3, .width = 24}));
+  EXPECT_EQ(qwen.router, (RouterRule{.experts = 5, .used = 3, .normalised = true}));
+  EXPECT_THAT(ExpertLayers(qwen), ElementsAre(true, false, true));
+  EXPECT_EQ(qwen.qk_norm, QkNorm::kHead);
+  EXPECT_THAT(ExpertLayers(ParseGood(With(Qwen3Moe(), {{"decoder_sparse_step", 2}}))),
+              ElementsAre(false, true, false));
+  EXPECT_THAT(WindowsOf(ParseGood(With(Qwen3Moe(), {{"use_sliding_window", true}, {"sliding_window", 9}}))),
+              ElementsAre(9, 9, 9));
+
+  const ModelConfig glm = ParseGood(With(Glm4Moe(), {{"n_group", 4},
+                                                     {"topk_group", 2},
+                                                     {"n_shared_experts", 2},
+                                                     {"routed_scaling_factor", 2.5},
+                                                     {"attention_bias", true},
+                                                     {"num_nextn_predict_layers", 1}}));
+  EXPECT_EQ(glm.shape.experts, (ExpertsShape{.count = 12, .used = 3, .width = 24, .shared_width = 48}));
+  EXPECT_EQ(glm.router, (RouterRule{.score = RouterScore::kSigmoid,
+                                    .experts = 12,
+                                    .used = 3,
+                                    .groups = 4,
+                                    .used_groups = 2,
+                                    .normalised = true,
+                                    .scale = 2.5f}));
+  EXPECT_THAT(ExpertLayers(glm), ElementsAre(false, true, true));
+  EXPECT_TRUE(glm.qkv_bias && !glm.o_bias && glm.router_correction && glm.qk_norm == QkNorm::kNone);
+  EXPECT_EQ(glm.shape.rope_dim, 8);  // half of a head
+  EXPECT_EQ(glm.unused_layers, 1);
+
+  const ModelConfig minimax = ParseGood(MiniMaxM2());
+  EXPECT_EQ(minimax.shape.experts, (ExpertsShape{.count = 5, .used = 3, .width = 96}));
+  EXPECT_THAT(ExpertLayers(minimax), ElementsAre(true, true, true));
+  EXPECT_EQ(minimax.qk_norm, QkNorm::kHeads);
+  EXPECT_EQ(minimax.shape.rope_dim, 8);
+}
+
+// The sizes of published models, and the billions of parameters that their authors state: in all, and of
+// those that a token uses (without embedding and LM head).
+TEST(ModelConfigTest, PublishedModelsHaveTheirParameters) {
+  const auto sizes = [](int64_t hidden, int layers, int heads, int kv_heads, int64_t vocab) {
+    return json{{"hidden_size", hidden},
+                {"num_hidden_layers", layers},
+                {"num_attention_heads", heads},
+                {"num_key_value_heads", kv_heads},
+                {"head_dim", 128},
+                {"vocab_size", vocab}};
+  };
+  const struct {
+    const char* name;
+    json config;
+    double parameters, used;
+  } models[] = {
+      {"Qwen3-30B-A3B",
+       With(With(Qwen3Moe(), sizes(2048, 48, 32, 4, 151936)),
+            {{"num_experts", 128}, {"num_experts_per_tok", 8}, {"moe_intermediate_size", 768}}),
+       30.5e9, 2.7e9},
+      {"Qwen3-235B-A22B",
+       With(With(Qwen3Moe(), sizes(4096, 94, 64, 4, 151936)),
+            {{"num_experts", 128}, {"num_experts_per_tok", 8}, {"moe_intermediate_size", 1536}}),
+       235e9, 21e9},
+      {"Mixtral-8x7B",
+       With(With(Base("mixtral", "MixtralForCausalLM"), sizes(4096, 32, 32, 8, 32000)),
+            {{"num_local_experts", 8}, {"num_experts_per_tok", 2}, {"intermediate_size", 14336}}),
+       46.7e9, 12.6e9},
+      {"GLM-4.5-Air",
+       With(With(Glm4Moe(), sizes(4096, 46, 96, 8, 151552)), {{"n_routed_experts", 128},
+                                                              {"num_experts_per_tok", 8},
+                                                              {"moe_intermediate_size", 1408},
+                                                              {"intermediate_size", 10944}}),
+       106.9e9, 12.2e9},
+      {"MiniMax-M2",
+       With(With(MiniMaxM2(), sizes(3072, 62, 48, 8, 200064)), {{"num_local_experts", 256},
+                                                                {"num_experts_per_tok", 8},
+                                                                {"intermediate_size", 1536},
+                                                                {"rotary_dim", 64}}),
+       228.7e9, 9.8e9},
+  };
+  for (const auto& [name, config, parameters, used] : models) {
+    SCOPED_TRACE(name);
+    const ModelShape shape = ParseGood(config).shape;
+    const auto tables = static_cast<double>(2 * shape.vocab * shape.hidden);
+    EXPECT_NEAR((static_cast<double>(LayersMatrixElements(shape)) + tables) / parameters, 1, 0.01);
+    EXPECT_NEAR(ProjectionFlopsPerToken(shape) / 2 / used, 1, 0.02);  // they round it
+  }
 }
 
 TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
@@ -283,6 +394,25 @@ std::vector<BadConfig> BadConfigs() {
        {"\"rope_parameters\"", "rope_scaling"}},
       {"two thetas", Rope({{"rope_type", "default"}, {"rope_theta", 1e4}}), {"\"rope_scaling.rope_theta\""}},
       {"theta of one", With(Llama(), {{"rope_theta", 1}}), {"\"rope_theta\"", "1"}},
+      {"no experts", With(Qwen3Moe(), {{"num_experts", 0}}), {"\"num_experts\"", "0"}},
+      {"more experts used than there are",
+       With(Qwen3Moe(), {{"num_experts_per_tok", 6}}),
+       {"\"num_experts_per_tok\"", "6", "5 experts"}},
+      {"dense layer that is not there",
+       With(Qwen3Moe(), {{"mlp_only_layers", {3}}}),
+       {"\"mlp_only_layers\"", "3"}},
+      {"groups of unequal size", With(Glm4Moe(), {{"n_group", 5}}), {"\"n_group\"", "12"}},
+      {"groups of one expert", With(Glm4Moe(), {{"n_group", 12}}), {"\"n_group\"", "12"}},
+      {"groups with too few experts",
+       With(Glm4Moe(), {{"n_group", 6}, {"topk_group", 1}}),
+       {"\"topk_group\"", "3 num_experts_per_tok"}},
+      {"router of another kind",
+       With(MiniMaxM2(), {{"scoring_func", "softmax"}}),
+       {"\"scoring_func\"", "softmax"}},
+      {"linear attention", With(MiniMaxM2(), {{"attn_type_list", {1, 0, 1}}}), {"\"attn_type_list\""}},
+      {"an odd number of rotated dimensions",
+       With(MiniMaxM2(), {{"rotary_dim", 7}}),
+       {"\"partial_rotary_factor\"", "7"}},
       {"partly rotated",
        With(Llama(), {{"partial_rotary_factor", 0.5}}),
        {"\"partial_rotary_factor\"", "0.5"}},

@@ -1,6 +1,7 @@
 #include "engine/model/model_shape.h"
 
 #include "gtest/gtest.h"
+#include "tests/engine/layer_kinds.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -31,15 +32,14 @@ TEST(VisiblePairs, OfTheLongestPromptDoesNotOverflow) {
 }
 
 TEST(ModelFlops, CountsEveryMultiplyAddTwice) {
-  const ModelShape model = {.layers = 3,
-                            .hidden = 24,
-                            .intermediate = 40,
-                            .q_heads = 6,
-                            .kv_heads = 2,
-                            .head_dim = 8,
-                            .vocab = 100,
-                            .sliding_window = 5,
-                            .windowed_layers = 2};
+  ModelShape model = {.layers = 3,
+                      .hidden = 24,
+                      .intermediate = 40,
+                      .q_heads = 6,
+                      .kv_heads = 2,
+                      .head_dim = 8,
+                      .vocab = 100};
+  SetWindow(model, 5, 2);
   const int64_t tokens = 17;
   // QKᵀ and PV: head_dim multiply-adds each, per pair and query head.
   const double pairs = CountVisiblePairs(tokens, 0) + 2 * CountVisiblePairs(tokens, 5);
@@ -47,6 +47,36 @@ TEST(ModelFlops, CountsEveryMultiplyAddTwice) {
   const double weights =
       24 * (6 * 8) + 2 * 24 * (2 * 8) + (6 * 8) * 24 + 3 * 24 * 40;  // q; k, v; o; gate, up, down
   EXPECT_EQ(ModelFlops(model, tokens), AttentionFlops(model, tokens) + 2 * (3 * weights * tokens + 24 * 100));
+}
+
+// Of the experts, those that a token uses, and the router over all of them.
+TEST(ModelFlops, CountsActivatedExperts) {
+  ModelShape model = {.layers = 3,
+                      .hidden = 24,
+                      .intermediate = 40,
+                      .q_heads = 6,
+                      .kv_heads = 2,
+                      .head_dim = 8,
+                      .vocab = 100,
+                      .experts = {.count = 5, .used = 3, .width = 7, .shared_width = 11}};
+  const LayerForm dense, experts = {.mlp = MlpKind::kExperts};
+  const LayerForm layers[] = {dense, experts, experts};
+  model.kinds = LayerKindsOf(layers);
+  const double attention = 24 * (6 * 8) + 2 * 24 * (2 * 8) + (6 * 8) * 24;
+  const double of_experts = 24 * 5 + 3 * 24 * 11 + 3 * (3 * 24 * 7);
+  EXPECT_EQ(ProjectionFlopsPerToken(model), 2 * (3 * attention + 3 * 24 * 40 + 2 * of_experts));
+  EXPECT_EQ(AttentionFlops(model, 17), 3 * CountVisiblePairs(17, 0) * 6 * (8 + 8) * 2);
+}
+
+TEST(LayerKinds, AreSortedByWindowAndCounted) {
+  const LayerForm full, windowed = {.window = 7}, experts = {.window = 7, .mlp = MlpKind::kExperts};
+  const LayerForm layers[] = {experts, windowed, full, windowed};
+  ModelShape model = {.layers = 4};
+  model.kinds = LayerKindsOf(layers);
+  EXPECT_EQ(model.kinds, (std::vector<LayerKind>{{full, 1}, {windowed, 2}, {experts, 1}}));
+  std::vector<std::pair<int64_t, int>> windows;
+  model.ForEachWindow([&](int64_t window, int count) { windows.emplace_back(window, count); });
+  EXPECT_EQ(windows, (std::vector<std::pair<int64_t, int>>{{0, 1}, {7, 3}}));
 }
 
 TEST(ModelShape, CountsChunkBytes) {

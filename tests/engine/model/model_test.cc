@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/temp_folder.h"
@@ -104,7 +106,7 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
     EXPECT_EQ(layer.attention_norm.values(), folder.tensors.at(prefix + "input_layernorm.weight").Floats());
     EXPECT_EQ(layer.mlp_norm.values(),
               folder.tensors.at(prefix + "post_attention_layernorm.weight").Floats());
-    const bool qk_norm = model.config().qk_norm;
+    const bool qk_norm = model.config().qk_norm != QkNorm::kNone;
     using Floats = std::vector<float>;
     EXPECT_EQ(layer.q_norm.values(),
               qk_norm ? folder.tensors.at(prefix + "self_attn.q_norm.weight").Floats() : Floats());
@@ -113,9 +115,95 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
     ExpectStacked(*layer.qkv, folder,
                   {prefix + "self_attn.q_proj", prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"});
     ExpectStacked(*layer.o, folder, {prefix + "self_attn.o_proj"});
+    if (model.config().layers[i].mlp == MlpKind::kExperts) continue;  // ExpectHoldsExperts
     ExpectStacked(*layer.gate_up, folder, {prefix + "mlp.gate_proj", prefix + "mlp.up_proj"});
     ExpectStacked(*layer.down, folder, {prefix + "mlp.down_proj"});
   }
+}
+
+// The experts of one layer, by what the family calls their three matrices.
+void ExpectHoldsExperts(const Model& model, int layer, const HfFolder& folder, const std::string& mlp,
+                        const std::array<std::string, 3>& gate_up_down) {
+  const ExpertWeights& experts = model.layers()[layer].experts;
+  const std::string prefix = "model.layers." + std::to_string(layer) + "." + mlp + ".";
+  ExpectStacked(*experts.router, folder, {prefix + "gate"});
+  ASSERT_EQ(experts.gate_up.size(), static_cast<size_t>(model.shape().experts.count));
+  ASSERT_EQ(experts.down.size(), experts.gate_up.size());
+  for (size_t expert = 0; expert < experts.gate_up.size(); ++expert) {
+    const std::string of_expert = prefix + "experts." + std::to_string(expert) + ".";
+    ExpectStacked(*experts.gate_up[expert], folder,
+                  {of_expert + gate_up_down[0], of_expert + gate_up_down[1]});
+    ExpectStacked(*experts.down[expert], folder, {of_expert + gate_up_down[2]});
+  }
+}
+
+TEST(ModelTest, HoldsTheExperts) {
+  const struct {
+    ModelFamily family;
+    int first_layer;
+    std::string mlp;
+    std::array<std::string, 3> names;
+    std::string correction;  // "": none
+    bool shared;
+  } families[] = {
+      {ModelFamily::kQwen3Moe, 0, "mlp", {"gate_proj", "up_proj", "down_proj"}, "", false},
+      {ModelFamily::kMixtral, 0, "block_sparse_moe", {"w1", "w3", "w2"}, "", false},
+      {ModelFamily::kGlm4Moe,
+       1,
+       "mlp",
+       {"gate_proj", "up_proj", "down_proj"},
+       "gate.e_score_correction_bias",
+       true},
+      {ModelFamily::kMiniMaxM2, 0, "block_sparse_moe", {"w1", "w3", "w2"}, "e_score_correction_bias", false},
+  };
+  for (const auto& [family, first_layer, mlp, names, correction, shared] : families) {
+    SCOPED_TRACE(FamilyOf(family).name);
+    const TempFolder folder;
+    HfFolder good = Good(family);
+    if (family == ModelFamily::kGlm4Moe) {  // layers for further tokens, which a prefill does not need
+      good.config["num_nextn_predict_layers"] = 1;
+      good.tensors["model.layers.2.enorm.weight"] = good.tensors.at("model.norm.weight");
+    }
+    good.Write(folder.path());
+    const auto model = Load(folder.path(), DType::kF32);
+    ASSERT_TRUE(model.ok()) << model.status();
+    ExpectHolds(**model, good);
+    for (int layer = first_layer; layer < 2; ++layer) {
+      ExpectHoldsExperts(**model, layer, good, mlp, names);
+      const std::string prefix = "model.layers." + std::to_string(layer) + "." + mlp + ".";
+      const ExpertWeights& experts = (*model)->layers()[layer].experts;
+      EXPECT_EQ(experts.correction.values(),
+                correction.empty() ? std::vector<float>() : good.tensors.at(prefix + correction).Floats());
+      ASSERT_EQ(experts.shared_gate_up != nullptr, shared);
+      if (!shared) continue;
+      ExpectStacked(*experts.shared_gate_up, good,
+                    {prefix + "shared_experts.gate_proj", prefix + "shared_experts.up_proj"});
+      ExpectStacked(*experts.shared_down, good, {prefix + "shared_experts.down_proj"});
+    }
+  }
+}
+
+TEST(ModelTest, RefusesBrokenExpertsByName) {
+  const std::string name = "model.layers.1.mlp.experts.4.down_proj.weight";
+  const auto refused = [](const HfFolder& content) {
+    const TempFolder folder;
+    content.Write(folder.path());
+    const auto model = Load(folder.path());
+    EXPECT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
+    return std::string(model.status().message());
+  };
+  HfFolder missing = Good(ModelFamily::kQwen3Moe);
+  missing.tensors.erase(name);
+  EXPECT_THAT(refused(missing), testing::AllOf(testing::HasSubstr(name), testing::HasSubstr("is missing"),
+                                               testing::HasSubstr("[16, 24]")));
+  HfFolder misshapen = Good(ModelFamily::kQwen3Moe);
+  misshapen.tensors.at(name).shape = {24, 16};
+  EXPECT_THAT(refused(misshapen),
+              testing::AllOf(testing::HasSubstr(name), testing::HasSubstr("has the shape [24, 16]")));
+  HfFolder one_more = Good(ModelFamily::kQwen3Moe);
+  one_more.tensors["model.layers.1.mlp.experts.8.down_proj.weight"] = one_more.tensors.at(name);
+  EXPECT_THAT(refused(one_more), testing::AllOf(testing::HasSubstr("experts.8.down_proj"),
+                                                testing::HasSubstr("is not in the model")));
 }
 
 TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {

@@ -11,6 +11,7 @@
 
 #include "engine/plan/comm_bytes.h"
 #include "gtest/gtest.h"
+#include "tests/engine/layer_kinds.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -107,8 +108,7 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
     ModelShape model = Llama(8, 1 << Draw(random, 0, 3), Draw(random, 0, 1) ? DType::kBf16 : DType::kF32);
     if (Draw(random, 0, 1)) {
-      model.sliding_window = Draw<int64_t>(random, 1, 3000);
-      model.windowed_layers = Draw(random, 1, model.layers);
+      SetWindow(model, Draw<int64_t>(random, 1, 3000), Draw(random, 1, model.layers));
     }
     const auto draw_speed = [&] { return std::exp2(Draw(random, 24, 44)); };
     const PoolSpeed speed = {.gemm_flops_per_second = draw_speed(),
@@ -161,8 +161,7 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
 
 TEST(MakePlan, PredictsOneRankExactly) {
   ModelShape model = Llama(8, 2, DType::kF32);
-  model.sliding_window = 100;
-  model.windowed_layers = 3;
+  SetWindow(model, 100, 3);
   const PoolSpeed speed = {.gemm_flops_per_second = 2e9, .attention_flops_per_second = 3e9};
   const auto choice = MakePlan(model, speed, {.tokens = 5000, .ranks = 1});
   ASSERT_TRUE(choice.ok()) << choice.status();
@@ -216,8 +215,7 @@ TEST(MakePlan, CountsACachedPrefix) {
     ModelShape model = Llama(8, 8, DType::kBf16);
     model.vocab = 1;
     if (draw % 2 == 0) {
-      model.sliding_window = Draw<int64_t>(random, 1, 3000);
-      model.windowed_layers = Draw(random, 1, model.layers);
+      SetWindow(model, Draw<int64_t>(random, 1, 3000), Draw(random, 1, model.layers));
     }
     const int64_t cached = Draw<int64_t>(random, 0, 5000), tokens = Draw<int64_t>(random, 1, 5000);
     const auto compute = [&](int64_t cached_tokens, int64_t new_tokens) {

@@ -104,6 +104,9 @@ class WatchedStream : public Stream {
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->SwiGlu(x, tokens, width, y);
   }
+  absl::Status Route(const RouteArgs& args) override { return reference_->Route(args); }
+  absl::Status ExpertGemm(const ExpertGemmArgs& args) override { return reference_->ExpertGemm(args); }
+  absl::Status AddExperts(const AddExpertsArgs& args) override { return reference_->AddExperts(args); }
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
     return reference_->Convert(from, count, to_dtype, to);
   }

@@ -15,6 +15,7 @@
 #include "engine/plan/predicted_timeline.h"
 #include "engine/prefill_engine.h"
 #include "engine/run/timeline_recorder.h"
+#include "tests/engine/layer_kinds.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
 
@@ -90,8 +91,7 @@ TEST(PredictLayer, AddsUpToThePrediction) {
                      .head_dim = 64,
                      .vocab = 1000};
     if (Draw(random, 0, 1) == 1) {  // all layers are alike: with a window
-      model.sliding_window = 500;
-      model.windowed_layers = model.layers;
+      SetWindow(model, 500, model.layers);
     }
     const PoolSpeed speed{.attention_flops_per_second = 1e9 * Draw(random, 1, 1000),
                           .link_bytes_per_second = 1e7 * Draw(random, 1, 1000)};
