@@ -122,6 +122,10 @@ class EmbeddedEngine : public PrefillEngine {
   bool ReadsCache(const PrefillOptions& options) const {
     return uses_cache_ && options.block_names != nullptr && !options.ignore_cache;
   }
+  // Whether a prompt's K and V go to the cache though no client wants them kept.
+  bool Caches(const PrefillOptions& options) const {
+    return uses_cache_ && caches_all_ && options.block_names != nullptr;
+  }
   // What runs: behind `cached_tokens`, where that is faster.
   absl::StatusOr<PlannedPrefill> Plan(int64_t tokens, const PrefillOptions& options,
                                       int64_t cached_tokens) const;
@@ -147,8 +151,10 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
   request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
   request.one_memory = pool_.capacity.one_memory;
-  // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same.
-  request.keeps_kv = options.kv != nullptr && pool_.hardware->in_host_memory();
+  // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same. There the
+  // cache takes what is free.
+  request.kv_on_host = !pool_.hardware->in_host_memory();
+  request.keeps_kv = options.kv != nullptr || (request.kv_on_host && Caches(options));
   request.cached_tokens = cached_tokens;
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
   ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(model(), pool_.capacity.speed, request,
@@ -187,8 +193,7 @@ absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& opt
                                        PlannedPrefill& planned) {
   planned.kv = options.kv;
   const bool in_pieces = !planned.choice.pieces.empty();
-  const bool caches = uses_cache_ && caches_all_ && options.block_names != nullptr;
-  if (planned.kv == nullptr && (in_pieces || caches)) {
+  if (planned.kv == nullptr && (in_pieces || Caches(options))) {
     auto kv = std::make_shared<KvPrompt>(KvShapeOf(model()), tokens);
     const int64_t new_bytes = kv->shape().layers * kv->shape().LayerBytes(tokens - planned.cached_tokens);
     if (kv_store_.AdmitToCache(kv, new_bytes)) {

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/return_if_error.h"
+
 namespace meshfill {
 
 BufferRef PlaceOnHost(const void* host, size_t size_bytes) {
@@ -33,6 +35,9 @@ absl::StatusOr<DeviceMessage> HostStream::Fetch(DeviceMessage message) { return 
 
 absl::StatusOr<BufferRef> HostStream::TakeOver(DeviceMessage message) { return std::move(message.buffer); }
 
-absl::Status HostStream::CopyHeadsToHost(const CopyHeadsArgs& args) { return CopyHeads(args); }
+absl::StatusOr<std::unique_ptr<HostCopy>> HostStream::CopyHeadsToHost(const CopyHeadsArgs& args, BufferRef) {
+  RETURN_IF_ERROR(CopyHeads(args));
+  return nullptr;
+}
 
 }  // namespace meshfill

@@ -24,7 +24,8 @@ class HostStream : public Stream {
   absl::Status Finish() override;
   absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override;
   absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override;
-  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override;
+  absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                            BufferRef source) override;
 };
 
 }  // namespace meshfill

@@ -136,6 +136,16 @@ struct DeviceMessage {
   std::shared_ptr<const StreamPoint> ready;  // null: they are there
 };
 
+// A copy into host memory that goes on beside the operations of its stream. When this goes, nothing is
+// written there any more.
+class HostCopy {
+ public:
+  virtual ~HostCopy() = default;
+  // Returns when all of it is there, CANCELLED once the stream's stop token is raised, or with the device's
+  // failure.
+  virtual absl::Status Wait() = 0;
+};
+
 class Stream {
  public:
   explicit Stream(Device& device) : device_(device) {}
@@ -182,9 +192,11 @@ class Stream {
   virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
   virtual absl::Status MergePartial(const MergePartialArgs& args) = 0;
   virtual absl::Status CopyHeads(const CopyHeadsArgs& args) = 0;
-  // The same with `to` in host memory and of the same dtype, slots outermost: [slots, heads, head_dim]. It is
-  // there after Finish.
-  virtual absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) = 0;
+  // The same with `to` in host memory and of the same dtype, slots outermost: [slots, heads, head_dim], from
+  // what earlier operations left in `source`, which holds `from` in the order of its slots, and which nobody
+  // writes from now on. No operation waits for it. Null: it is there.
+  virtual absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                                    BufferRef source) = 0;
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
                               int64_t width, void* y /* [tokens, width], compute dtype */) = 0;

@@ -16,7 +16,8 @@ int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, in
 // LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
 // the groups' sums give all ranks' bytes in time O(n).
 CommBytes LargestLayerCommBytes(const ModelShape& model, const PlanShape& shape) {
-  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, keeps_kv, one_memory] = shape;
+  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, keeps_kv, kv_on_host, one_memory] =
+      shape;
   const Mesh mesh(tile);
   const ModelShape slice = model.HeadSlice(heads);
   const TokenLayout groups = layout.Groups(heads);

@@ -8,23 +8,33 @@
 namespace meshfill {
 namespace {
 
+// Bytes of a layer's K and V that are copied to the host until the next layer begins, over all ranks.
+int64_t LeavingKvBytes(const ModelShape& model, const PlanShape& shape) {
+  return shape.keeps_kv && shape.kv_on_host ? model.kv_bytes(shape.layout.tokens()) : 0;
+}
+
+// Whether attention takes the chunk that the projections made.
+bool AttendsOwnKv(const PlanShape& shape) { return shape.heads == 1 && shape.cached_tokens == 0; }
+
 // The most bytes of chunks and partial outputs that are alive at once in one layer's attention, over all
 // ranks. For each u, Q#u of all ranks are all chunks of the prompt, so that a live row of the tile is one O
 // of the whole prompt, and so on; the schedule says what lives. Ranks of one process share a chunk by
 // reference, however many hold it: Q and KV count once, and a partial output leaves as its receiver adopts
 // it. Elsewhere what arrives has a buffer from the start of its step, and what leaves keeps its own to the
-// step's end. A rank that runs ahead of its neighbour adds the O that the neighbour has yet to take.
+// step's end. A rank that runs ahead of its neighbour adds the O that the neighbour has yet to take. The
+// chunk that is on its way to the host is KV#0, or beside the keys of the heads and of the prefix.
 class AttentionPeak : public ScheduleVisitor {
  public:
   AttentionPeak(const ModelShape& model, const PlanShape& shape)
       : shared_(shape.one_memory),
         adopt_(shape.partial_dtype == DType::kF32),
+        holds_own_kv_(AttendsOwnKv(shape) && LeavingKvBytes(model, shape) > 0),
         q_bytes_(model.q_bytes(shape.layout.tokens())),
         kv_bytes_(shape.heads *
                   model.HeadSlice(shape.heads).kv_bytes(shape.cached_tokens + shape.layout.tokens())),
         row_bytes_(model.partial_bytes(shape.layout.tokens(), DType::kF32)),
         message_bytes_(model.partial_bytes(shape.layout.tokens(), shape.partial_dtype)) {
-    Add(q_bytes_ + kv_bytes_);
+    Add(q_bytes_ + kv_bytes_ + (AttendsOwnKv(shape) ? 0 : LeavingKvBytes(model, shape)));
   }
 
   int64_t peak() const { return peak_; }
@@ -53,14 +63,15 @@ class AttentionPeak : public ScheduleVisitor {
   }
 
   void FreeQ(int) { live_ -= shared_ ? 0 : q_bytes_; }  // others hold what is shared
-  void FreeKv(int) { live_ -= shared_ ? 0 : kv_bytes_; }
+  void FreeKv(int kv) { live_ -= shared_ || (kv == 0 && holds_own_kv_) ? 0 : kv_bytes_; }
 
  private:
   void Add(int64_t bytes) { peak_ = std::max(peak_, live_ += bytes); }
 
   const bool shared_;
   const bool adopt_;
-  const int64_t q_bytes_;  // of one chunk of all ranks
+  const bool holds_own_kv_;  // KV#0, beyond its last block
+  const int64_t q_bytes_;    // of one chunk of all ranks
   const int64_t kv_bytes_;
   const int64_t row_bytes_;
   const int64_t message_bytes_;
@@ -77,10 +88,12 @@ int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   const int64_t q = model.q_bytes(tokens);
   const int64_t own_kv = model.kv_bytes(keys);
   const int64_t kv = shape.heads * model.HeadSlice(shape.heads).kv_bytes(keys);
+  const int64_t leaving_kv = LeavingKvBytes(model, shape);
+  const int64_t beside_kv = shape.cached_tokens == 0 ? 0 : leaving_kv;  // else it is the own
   const int64_t copies = shape.one_memory ? 0 : 1;
-  const int64_t q_to_heads = 2 * q + own_kv + copies * q;
-  const int64_t kv_to_heads = q + own_kv + kv + copies * kv / 2;  // K, then V
-  const int64_t o_to_tokens = model.partial_bytes(tokens, DType::kF32) + q + copies * q;
+  const int64_t q_to_heads = 2 * q + own_kv + copies * q + beside_kv;
+  const int64_t kv_to_heads = q + own_kv + kv + copies * kv / 2 + beside_kv;  // K, then V
+  const int64_t o_to_tokens = model.partial_bytes(tokens, DType::kF32) + q + copies * q + leaving_kv;
   return std::max({q_to_heads, kv_to_heads, o_to_tokens});
 }
 
@@ -105,7 +118,7 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   }
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
-  const int64_t kept = shape.keeps_kv ? model.layers * model.kv_bytes(tokens) : 0;
+  const int64_t kept = shape.keeps_kv && !shape.kv_on_host ? model.layers * model.kv_bytes(tokens) : 0;
   const int64_t layer =
       std::max({attention.peak(), ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
   return residual + rope_tables + slices + kept + layer;

@@ -12,7 +12,8 @@
 namespace meshfill {
 
 // The residual stream, the RoPE tables and the slice buffers of each rank (rank_runner.h), which live
-// throughout, a layer's chunks and partial outputs, and the K and V of all layers where they stay.
+// throughout, a layer's chunks and partial outputs, and the K and V that are kept: those of all layers where
+// they stay, those of one layer until the next where they leave for the host.
 int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
                   const Schedule& schedule);
 

@@ -19,6 +19,7 @@ class PiecePlanner {
                int64_t granule_tokens)
       : model_(model), speed_(speed), request_(request), granule_tokens_(granule_tokens) {
     request_.layout = LayoutKind::kStriped;
+    request_.keeps_kv |= request_.kv_on_host;  // for the pieces that follow
   }
 
   // The later a piece, the more keys it sees; the last two may differ from the others in length.

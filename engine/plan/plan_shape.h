@@ -23,7 +23,8 @@ struct PlanShape {
   DType partial_dtype = DType::kF32;
   int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
   Links links;                // assumed by predictions
-  bool keeps_kv = false;      // K and V of the prompt stay in the ranks' memory, layer by layer
+  bool keeps_kv = false;      // K and V of the prompt are kept, layer by layer
+  bool kv_on_host = false;    // what is kept leaves the ranks' memory while the layer is computed
   bool one_memory = true;     // ranks are threads on one device: a chunk is there once, however many hold it
 
   int ranks() const { return layout.ranks(); }
@@ -46,8 +47,8 @@ inline bool CanFollow(const TokenLayout& layout, int64_t cached_tokens) {
          (layout.kind() == LayoutKind::kStriped && cached_tokens % (layout.ranks() * layout.stripe()) == 0);
 }
 
-// Tokens of the slices in which a rank computes its chunk, where they have `most`. Those of a cached prefix pass
-// through the same buffers, a stripe at a time where the chunk has less.
+// Tokens of the slices in which a rank computes its chunk, where they have `most`. Those of a cached prefix
+// pass through the same buffers, a stripe at a time where the chunk has less.
 inline int64_t SliceTokens(const PlanShape& shape, int rank, int64_t most) {
   const int64_t least = shape.cached_tokens == 0 ? 0 : shape.layout.stripe();
   return std::min(most, std::max(least, shape.layout.ChunkTokens(rank)));

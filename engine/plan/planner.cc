@@ -205,6 +205,7 @@ class ShapePlanner {
                                  .cached_tokens = request_.cached_tokens,
                                  .links = placed.links,
                                  .keeps_kv = request_.keeps_kv,
+                                 .kv_on_host = request_.kv_on_host,
                                  .one_memory = request_.one_memory};
         if (!best.has_value() || MayGain(shape, *best)) TrySchedules(shape, placed.placement, best);
       }

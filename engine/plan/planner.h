@@ -34,7 +34,8 @@ struct PlanRequest {
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
   bool one_memory = true;           // ranks share it (PlanShape)
-  bool keeps_kv = false;            // K and V of the prompt stay in that memory
+  bool keeps_kv = false;            // K and V of the prompt are kept
+  bool kv_on_host = false;          // what is kept is in other memory (PlanShape)
   Topology topology = {};           // no seats: every link is that of the pool's speed
 };
 

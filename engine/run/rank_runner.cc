@@ -51,6 +51,7 @@ class Runner {
     }
     SetRecordedLayer(-1);
     RETURN_IF_ERROR(LmHead());
+    RETURN_IF_ERROR(EndKeeping());
     RETURN_IF_ERROR(stream_.Finish());
     if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
@@ -120,9 +121,10 @@ class Runner {
   absl::Status RunLayer(int index) {
     const LayerShape shape = LayerShapeOf(config_, index);
     const Layer layer(shape, run_.model.layers()[index], config_.norm_eps, buffers_, stream_);
+    RETURN_IF_ERROR(EndKeeping());  // of the layer before: one layer's K and V at a time (peak_bytes.h)
     ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer));
     if (run_.kv != nullptr) {
-      RETURN_IF_ERROR(KeepKv(*chunks.kv, index));
+      RETURN_IF_ERROR(KeepKv(chunks.kv, index));
     }
     if (run_.prefix != nullptr) {
       ASSIGN_OR_RETURN(chunks.kv, BehindPrefix(std::move(chunks.kv), index));
@@ -243,23 +245,32 @@ class Runner {
     return layer.AddMlp(slice.tokens, Residual(slice.begin));
   }
 
-  // Copies this rank's K and V where the sink wants them.
-  absl::Status KeepKv(const Buffer& kv, int layer) {
+  // Begins to copy this rank's K and V where the sink wants them.
+  absl::Status KeepKv(const BufferRef& kv, int layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
     ASSIGN_OR_RETURN(std::byte * kept, run_.kv->Place(run_.rank, layer));
     if (kept == nullptr) return absl::OkStatus();
-    const size_t half_bytes = kv.size_bytes() / 2;
+    const size_t half_bytes = kv->size_bytes() / 2;
     for (const size_t offset : {size_t{0}, half_bytes}) {
-      RETURN_IF_ERROR(stream_.CopyHeadsToHost({.from = kv.data<std::byte>() + offset,
-                                               .from_rows = HeadsOutermost(chunk_tokens_),
-                                               .to = kept + offset,
-                                               .to_rows = TokensOutermost(chunk_tokens_),
-                                               .heads = shape_.kv_heads,
-                                               .tokens = chunk_tokens_,
-                                               .head_dim = shape_.head_dim}));
+      ASSIGN_OR_RETURN(std::unique_ptr<HostCopy> copy,
+                       stream_.CopyHeadsToHost({.from = kv->data<std::byte>() + offset,
+                                                .from_rows = HeadsOutermost(chunk_tokens_),
+                                                .to = kept + offset,
+                                                .to_rows = TokensOutermost(chunk_tokens_),
+                                                .heads = shape_.kv_heads,
+                                                .tokens = chunk_tokens_,
+                                                .head_dim = shape_.head_dim},
+                                               kv));
+      if (copy != nullptr) keeping_.push_back(std::move(copy));
     }
-    RETURN_IF_ERROR(stream_.Finish());  // the copies are there
-    run_.kv->OnLayerKept(run_.rank, layer);
+    kept_layer_ = layer;
+    return keeping_.empty() ? EndKeeping() : absl::OkStatus();
+  }
+
+  absl::Status EndKeeping() {
+    for (const std::unique_ptr<HostCopy>& copy : keeping_) RETURN_IF_ERROR(copy->Wait());
+    keeping_.clear();
+    if (const int layer = std::exchange(kept_layer_, -1); layer >= 0) run_.kv->OnLayerKept(run_.rank, layer);
     return absl::OkStatus();
   }
 
@@ -297,6 +308,8 @@ class Runner {
   BufferRef cos_;                  // [chunk_tokens, rotated_dim/2], f32
   BufferRef sin_;                  // [chunk_tokens, rotated_dim/2], f32
   LayerBuffers buffers_;           // of a slice
+  int kept_layer_ = -1;            // whose K and V are on their way to the sink; -1: none are
+  std::vector<std::unique_ptr<HostCopy>> keeping_;
 };
 
 }  // namespace

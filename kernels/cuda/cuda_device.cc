@@ -97,6 +97,14 @@ class CudaDevice final : public Device {
                  : health_.Diagnose(workspace.status(), *lane.queue);
     }
     lane.workspace = *std::move(workspace);
+    absl::StatusOr<std::unique_ptr<CudaHostCopies>> host_copies =
+        CudaHostCopies::Make(info_.ordinal, retire_);
+    if (!host_copies.ok()) {
+      return absl::IsResourceExhausted(host_copies.status())
+                 ? host_copies.status()
+                 : health_.Diagnose(host_copies.status(), *lane.queue);
+    }
+    lane.host_copies = *std::move(host_copies);
     return lane;
   }
 

@@ -135,19 +135,12 @@ absl::Status CudaStream::CopyHeads(const CopyHeadsArgs& args) {
   return Do("copy heads", [&] { return LaunchCopyHeads(args, queue()); });
 }
 
-// Gathered on the device into [slots, heads, head_dim]; then whole stripes go where their positions are.
-absl::Status CudaStream::CopyHeadsToHost(const CopyHeadsArgs& args) {
-  const int64_t slot_elements = int64_t{args.heads} * args.head_dim;
-  const size_t slot_bytes = slot_elements * DTypeBytes(args.to_rows.dtype);
-  ASSIGN_OR_RETURN(BufferRef gathered, Allocate(args.tokens * slot_bytes));
-  CopyHeadsArgs gather = args;
-  gather.to = gathered->data();
-  gather.to_rows = {.dtype = args.to_rows.dtype, .head_stride = args.head_dim, .slot_stride = slot_elements};
-  RETURN_IF_ERROR(CopyHeads(gather));
-  return Do("copy to the host", [&] {
-    return CopyStripes(gathered->data<std::byte>(), args.to_rows.slots, args.tokens, slot_bytes,
-                       static_cast<std::byte*>(args.to));
-  });
+absl::StatusOr<std::unique_ptr<HostCopy>> CudaStream::CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                                      BufferRef source) {
+  if (Stopped(stop_)) return absl::CancelledError("copy to the host: stopped");
+  absl::StatusOr<std::shared_ptr<const CudaPoint>> ready = lane_.queue->Mark();
+  if (!ready.ok()) return Diagnose(ready.status());
+  return lane_.host_copies->Start(args, std::move(source), *std::move(ready), stop_, shared_.health);
 }
 
 absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) {
@@ -212,25 +205,6 @@ absl::StatusOr<DeviceMessage> CudaStream::FetchFrom(int from, const DeviceMessag
                                                    from, size_bytes, lane_.copies->get())));
   ASSIGN_OR_RETURN(std::shared_ptr<const CudaPoint> ready, lane_.copies->Mark());
   return DeviceMessage{std::move(copy), std::move(ready)};
-}
-
-// Slot s, slot_bytes long, to its position (band.h): stripes of `width` slots are as far apart as `stride`
-// of them.
-absl::Status CudaStream::CopyStripes(const std::byte* from, const SlotPositions& slots, int64_t tokens,
-                                     size_t slot_bytes, std::byte* to) {
-  const size_t stripe_bytes = slots.width * slot_bytes;
-  const int64_t whole = tokens / slots.width, rest = tokens % slots.width;
-  std::byte* const first = to + slots.At(0) * slot_bytes;
-  if (whole > 0) {
-    const cudaError_t error = cudaMemcpy2DAsync(first, slots.stride * stripe_bytes, from, stripe_bytes,
-                                                stripe_bytes, whole, cudaMemcpyDeviceToHost, queue());
-    if (error != cudaSuccess) return LaunchStatus("copying stripes", error);
-  }
-  if (rest == 0) return absl::OkStatus();
-  return LaunchStatus(
-      "copying the last stripe",
-      cudaMemcpyAsync(to + slots.At(whole * slots.width) * slot_bytes, from + whole * stripe_bytes,
-                      rest * slot_bytes, cudaMemcpyDeviceToHost, queue()));
 }
 
 }  // namespace meshfill

@@ -46,7 +46,8 @@ class CudaStream final : public Stream {
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override;
   absl::Status MergePartial(const MergePartialArgs& args) override;
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
-  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override;
+  absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                            BufferRef source) override;
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
   // Not implemented: its platform refuses models with experts.
   absl::Status Route(const RouteArgs& args) override;
@@ -66,8 +67,6 @@ class CudaStream final : public Stream {
   absl::Status HoldBack();  // while the device is kMarksAhead marks behind
   absl::Status SetMark();
   absl::StatusOr<DeviceMessage> FetchFrom(int from, const DeviceMessage& message);
-  absl::Status CopyStripes(const std::byte* from, const SlotPositions& slots, int64_t tokens,
-                           size_t slot_bytes, std::byte* to);
 
   const Shared shared_;
   const StopToken* const stop_;

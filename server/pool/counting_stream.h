@@ -64,8 +64,9 @@ class CountingStream final : public Stream {
   absl::Status CopyHeads(const CopyHeadsArgs& args) override {
     return Count([&] { return stream_->CopyHeads(args); });
   }
-  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override {
-    return Count([&] { return stream_->CopyHeadsToHost(args); });
+  absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                            BufferRef source) override {
+    return Count([&] { return stream_->CopyHeadsToHost(args, std::move(source)); });
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return stream_->SwiGlu(x, tokens, width, y); });
@@ -85,9 +86,9 @@ class CountingStream final : public Stream {
 
  private:
   template <typename Operation>
-  absl::Status Count(Operation operation) {
+  auto Count(Operation operation) -> decltype(operation()) {
     operations_.fetch_add(1, std::memory_order_relaxed);
-    absl::Status status = operation();
+    auto status = operation();
     operations_.fetch_add(1, std::memory_order_relaxed);
     return status;
   }

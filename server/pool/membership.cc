@@ -260,7 +260,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
       tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
     }
     capacity.ranks += static_cast<int>(worker.offer.ranks());
-    capacity.keeps_kv = capacity.keeps_kv || !worker.offer.kv_on_host();
+    capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
   }
   capacity.topology = links;
   const std::vector<const Worker*> by_place = ByPlace();

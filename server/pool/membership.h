@@ -36,7 +36,7 @@ struct PoolCapacity {
   PoolSpeed speed;
   Topology topology;
   int64_t rank_memory_bytes = 0;  // 0: no limit
-  bool keeps_kv = false;          // where K and V are kept, they take of some rank's memory
+  bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
 };
 
 class Membership {

@@ -17,7 +17,8 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
                       const PrefillOptions& options) {
   PlanRequest request = PlanRequestOf(defaults, options, tokens);
   request.one_memory = false;
-  request.keeps_kv = options.kv != nullptr && capacity.keeps_kv;
+  request.keeps_kv = options.kv != nullptr;
+  request.kv_on_host = capacity.kv_on_host;
   request.topology = capacity.topology;
   return request;
 }

@@ -135,6 +135,17 @@ Memory& TheMemory() {
   return *memory;
 }
 
+// Host memory that copies reach by themselves; of each piece, by its first byte, how long it is.
+std::mutex pinned_mutex;
+std::map<uintptr_t, size_t> pinned;
+
+bool IsPinned(const void* pointer) {
+  const std::lock_guard<std::mutex> lock(pinned_mutex);
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const auto next = pinned.upper_bound(address);
+  return next != pinned.begin() && address < std::prev(next)->first + std::prev(next)->second;
+}
+
 bool IsDevicePointer(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) >= kDeviceOffset; }
 
 // A record of an event: over when its stream has come to it.
@@ -434,7 +445,23 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   return ReturnInContext(cudaSuccess);
 }
 
-// Pageable host memory: read before the call returns, written before it returns.
+cudaError_t cudaHostAlloc(void** pointer, size_t size_bytes, unsigned int) {
+  *pointer = std::malloc(size_bytes);
+  const std::lock_guard<std::mutex> lock(meshfill::pinned_mutex);
+  meshfill::pinned[reinterpret_cast<uintptr_t>(*pointer)] = size_bytes;
+  return ReturnInContext(cudaSuccess);
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  {
+    const std::lock_guard<std::mutex> lock(meshfill::pinned_mutex);
+    meshfill::pinned.erase(reinterpret_cast<uintptr_t>(pointer));
+  }
+  std::free(pointer);
+  return ReturnInContext(cudaSuccess);
+}
+
+// To pinned memory in its turn. Pageable host memory: read before the call returns, written before it
+// returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   if (kind == cudaMemcpyHostToDevice) {
@@ -461,7 +488,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
     }
     copied->Pass();
   });
-  if (error == cudaSuccess) copied->Wait();
+  if (error == cudaSuccess && !meshfill::IsPinned(to)) copied->Wait();
   return error;
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size_bytes,

@@ -32,6 +32,7 @@ class OnDevice {
   T* data() {
     return buffer_->data<T>();
   }
+  const BufferRef& buffer() const { return buffer_; }
   // After what was called before.
   Tensor Read() {
     EXPECT_TRUE(stream_.Download(data(), ByteCount(), tensor_.data()).ok());
@@ -411,9 +412,86 @@ TEST_F(CudaStreamTest, CopyHeadsToHost) {
         .head_dim = head_dim};
     ASSERT_OK(reference_->CopyHeads(args));
     args.from = device_from.data(), args.to = got.data();
-    ASSERT_OK(stream_->CopyHeadsToHost(args));
-    ASSERT_OK(stream_->Finish());
+    const auto copy = stream_->CopyHeadsToHost(args, device_from.buffer());
+    ASSERT_OK(copy.status());
+    ASSERT_OK((*copy)->Wait());
     EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+// K and V of `tokens` slots of eight heads of 128, and where they go.
+struct HostCopyCase {
+  static constexpr int kHeads = 8, kHeadDim = 128;
+
+  HostCopyCase(std::mt19937_64& random, int64_t tokens)
+      : tokens(tokens),
+        from(Tensor::Normal(random, DType::kBf16, kHeads * tokens * kHeadDim)),
+        to(DType::kBf16, from.count()) {}
+  CopyHeadsArgs Args(const void* source) {
+    return {.from = source,
+            .from_rows = {.dtype = DType::kBf16, .head_stride = tokens * kHeadDim, .slot_stride = kHeadDim},
+            .to = to.data(),
+            .to_rows = {.dtype = DType::kBf16,
+                        .head_stride = kHeadDim,
+                        .slot_stride = kHeads * kHeadDim,
+                        .slots = {.width = tokens}},
+            .heads = kHeads,
+            .tokens = tokens,
+            .head_dim = kHeadDim};
+  }
+
+  const int64_t tokens;
+  const Tensor from;
+  Tensor to;
+};
+
+// Longer than the pinned memory that it goes through, and than what another copy left there.
+TEST_F(CudaStreamTest, LongCopiesToTheHostGoInPieces) {
+  ForRandomDraws(2, [&](std::mt19937_64& random) {
+    HostCopyCase first(random, Draw(random, 9'000, 20'000)), second(random, Draw(random, 1, 9'000));
+    std::unique_ptr<HostCopy> copies[2];
+    OnDevice first_from = Copy(first.from), second_from = Copy(second.from);
+    copies[0] = stream_->CopyHeadsToHost(first.Args(first_from.data()), first_from.buffer()).value();
+    copies[1] = stream_->CopyHeadsToHost(second.Args(second_from.data()), second_from.buffer()).value();
+    ASSERT_OK(copies[1]->Wait());
+    ASSERT_OK(copies[0]->Wait());
+    for (HostCopyCase* const one : {&first, &second}) {
+      HostCopyCase expected = *one;
+      expected.to = Tensor(DType::kBf16, one->from.count());
+      ASSERT_OK(reference_->CopyHeads(expected.Args(one->from.data())));
+      EXPECT_TRUE(one->to.SameBits(expected.to));
+    }
+  });
+}
+
+// Its memory may go at once.
+TEST_F(CudaStreamTest, ADroppedCopyToTheHostWritesNothingMore) {
+  ForRandomDraws(5, [&](std::mt19937_64& random) {
+    HostCopyCase dropped(random, 20'000);
+    {
+      OnDevice from = Copy(dropped.from);
+      ASSERT_OK(stream_->CopyHeadsToHost(dropped.Args(from.data()), from.buffer()).status());
+    }
+    const Tensor left = dropped.to;
+    ASSERT_OK(stream_->Finish());
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    EXPECT_TRUE(dropped.to.SameBits(left));
+  });
+}
+
+TEST_F(CudaStreamTest, AStopTokenEndsTheWaitForACopyToTheHost) {
+  ForRandomDraws(1, [&](std::mt19937_64& random) {
+    StopToken stop;
+    const std::unique_ptr<Stream> stopped = Make(&stop);
+    HostCopyCase copied(random, 20'000);
+    OnDevice from = Copy(copied.from);
+    const auto copy = stopped->CopyHeadsToHost(copied.Args(from.data()), from.buffer());
+    ASSERT_OK(copy.status());
+    stop.Stop();
+    const absl::Status status = (*copy)->Wait();  // it may have been faster
+    EXPECT_TRUE(status.ok() || absl::IsCancelled(status)) << status;
+    EXPECT_TRUE(
+        absl::IsCancelled(stopped->CopyHeadsToHost(copied.Args(from.data()), from.buffer()).status()));
   });
 }
 

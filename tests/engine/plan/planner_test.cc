@@ -258,6 +258,22 @@ TEST(MakePlan, StatesPeakMemory) {
             peak(1, {1, 1}, DType::kF32) + model.layers * tokens * 2 * 2 * 64 * 2);
 }
 
+// What leaves for the host costs the ranks its own chunk, where attention would not have it any more.
+TEST(MakePlan, StatesTheChunkThatLeavesForTheHost) {
+  const int64_t tokens = 8192;
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const int64_t own_kv = tokens * 2 * 2 * 64 * 2;
+  const auto more = [&](PlanRequest request) {
+    const auto free = MakePlan(model, kSlowLink, request);
+    request.keeps_kv = request.kv_on_host = true;
+    return MakePlan(model, kSlowLink, request)->plan.predicted.peak_bytes - free->plan.predicted.peak_bytes;
+  };
+  EXPECT_EQ(more({.tokens = tokens}), 0) << "in one memory attention has it to its end";
+  EXPECT_EQ(more({.tokens = tokens, .cached_tokens = 1024}), own_kv) << "beside the prefix's and its own";
+  EXPECT_EQ(more({.tokens = tokens, .ranks = 4, .tile = Tile{1, 2}, .heads = 2}), own_kv);
+  EXPECT_EQ(more({.tokens = tokens, .ranks = 4, .tile = Tile{1, 4}, .one_memory = false}), own_kv);
+}
+
 TEST(MakePlan, StatesPeakMemoryOfHeadGroups) {
   const int64_t tokens = 8192;
   const auto peak = [&](const ModelShape& model, int ranks, int heads) {

@@ -533,10 +533,20 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     CopyingCommunicator communicator(ranks, stream.memory);
     RankStats stats;
     AttentionExecutor executor(c.plan, c.model, 0, stream, communicator, absl::Seconds(1), stats);
-    ASSERT_TRUE(executor.Run(ChunksOf(c, 0, stream), 0).ok());
+    const bool leaves = Draw(random, 0, 1) == 1;  // the projected K and V, for the host
+    LayerChunks chunks = ChunksOf(c, 0, stream);
+    BufferRef leaving;
+    if (leaves) leaving = heads == 1 ? chunks.kv : stream.memory.Allocate(c.model.kv_bytes(2));
+    ASSERT_TRUE(executor.Run(std::move(chunks), 0).ok());
     const int64_t predicted =
         Predict(c.model, PoolSpeed(),
-                {.layout = *layout, .heads = heads, .tile = tile, .partial_dtype = wire, .one_memory = false},
+                {.layout = *layout,
+                 .heads = heads,
+                 .tile = tile,
+                 .partial_dtype = wire,
+                 .keeps_kv = leaves,
+                 .kv_on_host = true,
+                 .one_memory = false},
                 c.plan.schedule)
             .peak_bytes -
         BytesBesideAttention(c.model, layout->tokens());
@@ -549,7 +559,9 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     CopyingCommunicator exchanging(ranks, around.memory);
     HeadExchange exchange(c.plan, c.model, 0, around, exchanging, absl::Seconds(1), stats);
     const auto own = [&](int64_t bytes) { return around.memory.Allocate(static_cast<size_t>(bytes)); };
-    ASSERT_TRUE(exchange.ToHeads({.q = own(c.model.q_bytes(2)), .kv = own(c.model.kv_bytes(2))}).ok());
+    LayerChunks projected{.q = own(c.model.q_bytes(2)), .kv = own(c.model.kv_bytes(2))};
+    if (leaves) leaving = projected.kv;
+    ASSERT_TRUE(exchange.ToHeads(std::move(projected)).ok());
     ASSERT_TRUE(exchange.ToTokens(own(c.slice().partial_bytes(2 * heads, DType::kF32))).ok());
     EXPECT_LE(around.memory.peak_bytes() * ranks, predicted);
   }

@@ -1,5 +1,6 @@
 #include "engine/run/rank_runner.h"
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -14,47 +15,86 @@
 namespace meshfill {
 namespace {
 
-// The slices are the plan's, whatever device gave it its figure, and the memory is what the plan states for
-// them.
-TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
-  const TempFolder folder;
-  const std::string path = folder / "model";
-  ASSERT_TRUE(MakeModel({.layers = 2,
-                         .hidden = 32,
-                         .intermediate = 96,
-                         .q_heads = 2,
-                         .kv_heads = 1,
-                         .head_dim = 16,
-                         .vocab = 40,
-                         .dtype = DType::kF32},
-                        path)
-                  .ok());
-  const std::unique_ptr<Device> device = MakeReferenceDevice(DType::kF32);
-  const auto model = Model::Load(path, DType::kF32, [&](const ModelShape&) { return device.get(); });
-  ASSERT_TRUE(model.ok()) << model.status();
-  const std::vector<uint32_t> prompt(300, 7);
-  std::vector<float> logits;
-  for (const int64_t slice_tokens : {1024, 100, 7, 1}) {
-    const PoolSpeed speed = {.slice_tokens = slice_tokens};
-    const auto choice = MakePlan((*model)->shape(), speed, {.tokens = 300});
-    ASSERT_TRUE(choice.ok()) << choice.status();
-    EXPECT_EQ(choice->plan.slice_tokens, slice_tokens);
-    WatchedStream stream(DType::kF32);
+constexpr int64_t kTokens = 300;
+constexpr int kHeadDim = 16;
+
+// A model of two layers, and one rank that computes the prompt or its end.
+class RunRankTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    const std::string path = folder_ / "model";
+    ASSERT_TRUE(MakeModel({.layers = 2,
+                           .hidden = 32,
+                           .intermediate = 96,
+                           .q_heads = 4,
+                           .kv_heads = 2,
+                           .head_dim = kHeadDim,
+                           .vocab = 40,
+                           .dtype = DType::kF32},
+                          path)
+                    .ok());
+    auto model = Model::Load(path, DType::kF32, [&](const ModelShape&) { return device_.get(); });
+    ASSERT_TRUE(model.ok()) << model.status();
+    model_ = *std::move(model);
+    for (size_t i = 0; i < prompt_.size(); ++i) prompt_[i] = static_cast<uint32_t>(i * i % 40);
+  }
+
+  Plan PlanFor(const PlanRequest& request, int64_t slice_tokens = 32) const {
+    return MakePlan(model_->shape(), {.slice_tokens = slice_tokens}, request).value().plan;
+  }
+
+  // The prompt's last tokens, as many as the plan has.
+  absl::StatusOr<RankOutput> Run(const Plan& plan, WatchedStream& stream, const KvSlabs* prefix = nullptr,
+                                 KvSink* kv = nullptr, bool wants_logits = true) {
     Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
-    const auto output = RunRank({.plan = choice->plan,
-                                 .model = **model,
-                                 .rank = 0,
-                                 .ids = prompt,
-                                 .stream = stream,
-                                 .communicator = *communicators.front(),
-                                 .wait_timeout = absl::Seconds(10),
-                                 .on_layer_done = [](int) {},
-                                 .kv = nullptr});
+    return RunRank({.plan = plan,
+                    .model = *model_,
+                    .rank = 0,
+                    .ids = std::span<const uint32_t>(prompt_).last(plan.layout.tokens()),
+                    .stream = stream,
+                    .communicator = *communicators.front(),
+                    .wait_timeout = absl::Seconds(10),
+                    .on_layer_done = [](int) {},
+                    .kv = kv,
+                    .prefix = prefix,
+                    .wants_logits = wants_logits});
+  }
+
+  // What the plan states and the run did not have. RoPE tables are in the rank's own memory, where a device
+  // reads the host's.
+  static int64_t SpareBytes(const Plan& plan, const WatchedStream& stream) {
+    const int64_t rope_tables = plan.layout.tokens() * kHeadDim * 4;
+    return plan.predicted.peak_bytes - stream.memory.peak_bytes() - rope_tables;
+  }
+
+  // The whole prompt's K and V.
+  KvSlabs Keep(KvPrompt& kept) {
+    const Plan plan = PlanFor({.tokens = kTokens});
+    kept.Begin(plan.layout);
+    WatchedStream stream(DType::kF32);
+    EXPECT_TRUE(Run(plan, stream, nullptr, &kept).ok());
+    return *kept.Layer(1);
+  }
+
+  const TempFolder folder_;
+  const std::unique_ptr<Device> device_ = MakeReferenceDevice(DType::kF32);
+  std::shared_ptr<const Model> model_;
+  std::vector<uint32_t> prompt_ = std::vector<uint32_t>(kTokens);
+};
+
+// The slices are the plan's, whatever device gave it its figure, and the memory is what the plan states for
+// them.
+TEST_F(RunRankTest, TakesTheSlicesAndTheMemoryOfItsPlan) {
+  std::vector<float> logits;
+  for (const int64_t slice_tokens : {1024, 100, 7, 1}) {
+    const Plan plan = PlanFor({.tokens = kTokens}, slice_tokens);
+    EXPECT_EQ(plan.slice_tokens, slice_tokens);
+    WatchedStream stream(DType::kF32);
+    const auto output = Run(plan, stream);
     ASSERT_TRUE(output.ok()) << output.status();
-    EXPECT_EQ(stream.most_product_tokens, std::min<int64_t>(slice_tokens, 300));
-    const int64_t rope_tables = 300 * 16 * 4;  // in the rank's own memory, where a device reads the host's
-    EXPECT_EQ(stream.memory.peak_bytes() + rope_tables, choice->plan.predicted.peak_bytes);
+    EXPECT_EQ(stream.most_product_tokens, std::min<int64_t>(slice_tokens, kTokens));
+    EXPECT_EQ(SpareBytes(plan, stream), 0);
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
   }
@@ -62,66 +102,80 @@ TEST(RunRank, TakesTheSlicesAndTheMemoryOfItsPlan) {
 
 // One rank that computes the whole prompt, keeps K and V, and computes its end again behind them: in the
 // memory of its plan, with the same logits.
-TEST(RunRank, ContinuesBehindAPrefix) {
-  const TempFolder folder;
-  const std::string path = folder / "model";
-  ASSERT_TRUE(MakeModel({.layers = 2,
-                         .hidden = 32,
-                         .intermediate = 96,
-                         .q_heads = 2,
-                         .kv_heads = 2,
-                         .head_dim = 16,
-                         .vocab = 40,
-                         .dtype = DType::kF32},
-                        path)
-                  .ok());
-  const std::unique_ptr<Device> device = MakeReferenceDevice(DType::kF32);
-  const auto model = Model::Load(path, DType::kF32, [&](const ModelShape&) { return device.get(); });
-  ASSERT_TRUE(model.ok()) << model.status();
-  std::vector<uint32_t> prompt(300);
-  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * i % 40);
-  KvPrompt kept(KvShapeOf((*model)->shape()), 300);
-  const auto run = [&](int64_t cached_tokens, const KvSlabs* prefix, KvSink* sink, int64_t& spare_bytes,
-                       bool wants_logits = true) {
-    const auto choice = MakePlan((*model)->shape(), {.slice_tokens = 32},
-                                 {.tokens = 300 - cached_tokens, .cached_tokens = cached_tokens});
-    WatchedStream stream(DType::kF32);
-    Stream* const only = &stream;
-    const auto communicators = MakeInProcessCommunicators({&only, 1});
-    auto output = RunRank({.plan = choice->plan,
-                           .model = **model,
-                           .rank = 0,
-                           .ids = std::span<const uint32_t>(prompt).subspan(cached_tokens),
-                           .stream = stream,
-                           .communicator = *communicators.front(),
-                           .wait_timeout = absl::Seconds(10),
-                           .on_layer_done = [](int) {},
-                           .kv = sink,
-                           .prefix = prefix,
-                           .wants_logits = wants_logits});
-    const int64_t rope_tables = (300 - cached_tokens) * 16 * 4;
-    spare_bytes = choice->plan.predicted.peak_bytes - stream.memory.peak_bytes() - rope_tables;
-    return output;
-  };
-  int64_t spare_bytes = 0;
-  kept.Begin(TokenLayout::Make(LayoutKind::kStriped, 1, 300, 64).value());
-  const auto whole = run(0, nullptr, &kept, spare_bytes);
+TEST_F(RunRankTest, ContinuesBehindAPrefix) {
+  KvPrompt prompt(KvShapeOf(model_->shape()), kTokens);
+  const KvSlabs kept = Keep(prompt);
+  WatchedStream whole_stream(DType::kF32);
+  const auto whole = Run(PlanFor({.tokens = kTokens}), whole_stream);
   ASSERT_TRUE(whole.ok()) << whole.status();
+  const auto behind = [&](int64_t cached) {
+    return PlanFor({.tokens = kTokens - cached, .cached_tokens = cached});
+  };
   for (const int64_t cached : {64, 128, 192}) {
-    const KvSlabs prefix = FirstTokens(*kept.Layer(1), cached);
-    const auto behind = run(cached, &prefix, nullptr, spare_bytes);
-    ASSERT_TRUE(behind.ok()) << behind.status();
-    EXPECT_EQ(spare_bytes, 0) << cached;
+    const KvSlabs prefix = FirstTokens(kept, cached);
+    WatchedStream stream(DType::kF32);
+    const auto end = Run(behind(cached), stream, &prefix);
+    ASSERT_TRUE(end.ok()) << end.status();
+    EXPECT_EQ(SpareBytes(behind(cached), stream), 0) << cached;
     for (int token = 0; token < 40; ++token) {
-      EXPECT_NEAR(behind->logits[token], whole->logits[token], 1e-4) << cached;
+      EXPECT_NEAR(end->logits[token], whole->logits[token], 1e-4) << cached;
     }
   }
-  const KvSlabs prefix = FirstTokens(*kept.Layer(1), 128);
-  EXPECT_TRUE(run(128, &prefix, nullptr, spare_bytes, /*wants_logits=*/false)->logits.empty());
-  EXPECT_TRUE(absl::IsInternal(run(64, &prefix, nullptr, spare_bytes).status()));  // other tokens
-  EXPECT_TRUE(absl::IsInternal(run(64, nullptr, nullptr, spare_bytes).status()));
-  const KvSlabs odd = FirstTokens(*kept.Layer(1), 100);
-  EXPECT_TRUE(absl::IsInternal(run(100, &odd, nullptr, spare_bytes).status()));  // no whole stripes
+  WatchedStream stream(DType::kF32);
+  const KvSlabs prefix = FirstTokens(kept, 128);
+  EXPECT_TRUE(Run(behind(128), stream, &prefix, nullptr, /*wants_logits=*/false)->logits.empty());
+  EXPECT_TRUE(absl::IsInternal(Run(behind(64), stream, &prefix).status()));  // other tokens
+  EXPECT_TRUE(absl::IsInternal(Run(behind(64), stream).status()));
+  const KvSlabs odd = FirstTokens(kept, 100);
+  EXPECT_TRUE(absl::IsInternal(Run(behind(100), stream, &odd).status()));  // no whole stripes
+}
+
+// Compares what it is given with the end of what another run kept.
+class ComparingSink : public KvSink {
+ public:
+  ComparingSink(const KvSlabs& expected, int64_t tokens)
+      : expected_(expected),
+        range_{.first_token = kTokens - tokens, .tokens = tokens, .heads = expected.shape.kv_heads},
+        slab_(expected.shape.LayerBytes(tokens)) {}
+
+  void Begin(const TokenLayout&, std::shared_ptr<const KvSlabs>) override {}
+  absl::StatusOr<std::byte*> Place(int, int) override {
+    std::memset(slab_.data(), 0xff, slab_.size());
+    return slab_.data();
+  }
+  void OnLayerKept(int, int layer) override {
+    EXPECT_EQ(layer, layers_++);
+    std::vector<float> kept(slab_.size() / 4), expected(kept.size());
+    std::memcpy(kept.data(), slab_.data(), slab_.size());
+    CopyKv(expected_, layer, range_, KvFormat::kTokens, 0, reinterpret_cast<std::byte*>(expected.data()));
+    for (size_t i = 0; i < kept.size(); ++i) ASSERT_NEAR(kept[i], expected[i], 1e-4) << i;
+  }
+  int layers() const { return layers_; }
+
+ private:
+  const KvSlabs& expected_;
+  const KvRange range_;
+  std::vector<std::byte> slab_;
+  int layers_ = 0;
+};
+
+// K and V that leave for the host beside compute are all there when the sink hears of them, a layer at a
+// time, and the plan counts the chunk that they leave.
+TEST_F(RunRankTest, KeepsKvThatIsCopiedBesideCompute) {
+  KvPrompt prompt(KvShapeOf(model_->shape()), kTokens);
+  const KvSlabs kept = Keep(prompt);
+  for (const int64_t cached : {0, 64, 192}) {
+    const Plan plan =
+        PlanFor({.tokens = kTokens - cached, .cached_tokens = cached, .keeps_kv = true, .kv_on_host = true});
+    const KvSlabs prefix = FirstTokens(kept, cached);
+    ComparingSink sink(kept, kTokens - cached);
+    WatchedStream stream(DType::kF32);
+    stream.copies_late = true;
+    const auto output = Run(plan, stream, cached == 0 ? nullptr : &prefix, &sink);
+    ASSERT_TRUE(output.ok()) << output.status();
+    EXPECT_EQ(sink.layers(), 2);
+    EXPECT_EQ(SpareBytes(plan, stream), 0) << cached;
+  }
 }
 
 }  // namespace

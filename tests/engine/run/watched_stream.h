@@ -49,6 +49,7 @@ class WatchedStream : public Stream {
   int merges = 0;
   int allocations = 0;
   int64_t most_product_tokens = 0;
+  bool copies_late = false;  // to the host: while they are waited for
   CountedMemory memory;
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
@@ -98,8 +99,10 @@ class WatchedStream : public Stream {
     return reference_->MergePartial(args);
   }
   absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
-  absl::Status CopyHeadsToHost(const CopyHeadsArgs& args) override {
-    return reference_->CopyHeadsToHost(args);
+  absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                            BufferRef source) override {
+    if (!copies_late) return reference_->CopyHeadsToHost(args, std::move(source));
+    return std::make_unique<LateCopy>(*reference_, args, std::move(source));
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->SwiGlu(x, tokens, width, y);
@@ -112,6 +115,18 @@ class WatchedStream : public Stream {
   }
 
  private:
+  class LateCopy : public HostCopy {
+   public:
+    LateCopy(Stream& stream, const CopyHeadsArgs& args, BufferRef source)
+        : stream_(stream), args_(args), source_(std::move(source)) {}
+    absl::Status Wait() override { return stream_.CopyHeadsToHost(args_, source_).status(); }
+
+   private:
+    Stream& stream_;
+    const CopyHeadsArgs args_;
+    const BufferRef source_;
+  };
+
   explicit WatchedStream(LoneStream reference)
       : Stream(reference.device()), reference_(std::move(reference)) {}
 
