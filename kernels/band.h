@@ -1,4 +1,4 @@
-// Which keys a query sees, stated by positions (DESIGN §3; Striped Attention §3, Mesh-Attention §3.7).
+// Which keys a query sees, stated by positions (Striped Attention §3, Mesh-Attention §3.7).
 //
 // Every layout deals stripes of `width` consecutive tokens to the ranks so that, on one rank, the stripes'
 // positions are an affine function of the local stripe's index. A chunk's positions are therefore three

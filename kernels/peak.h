@@ -1,4 +1,4 @@
-// The CPU's peak, measured by a short register loop: what MFU is measured against (DESIGN §1).
+// The CPU's peak, measured by a short register loop: what MFU is measured against.
 #ifndef MESHFILL_KERNELS_PEAK_H_
 #define MESHFILL_KERNELS_PEAK_H_
 

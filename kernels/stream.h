@@ -1,4 +1,4 @@
-// The ordered operations of one rank of one run on a device (DESIGN §6).
+// The ordered operations of one rank of one run on a device.
 //
 // A stream is called from its rank's thread alone; it may use further threads inside. Operations run in the
 // order of their calls. Outputs never overlap inputs unless an operation says so. Tensors are row-major,
@@ -67,7 +67,7 @@ struct SplitQkvArgs {
   void* v;                // [kv_heads, chunk_tokens, head_dim], compute dtype
 };
 
-// One block (DESIGN §1): the attention of one Q chunk with one KV chunk, merged into the rows' carried state.
+// One block: the attention of one Q chunk with one KV chunk, merged into the rows' carried state.
 // Query head h attends KV head ⌊h / (q_heads / kv_heads)⌋. The state (o, lse) is FlashAttention's,
 // normalised:
 //     lse = ln Σ exp(s),  o = Σ exp(s − lse) v,  with s = scale · q·k over the visible keys seen so far

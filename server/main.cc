@@ -1,4 +1,4 @@
-// The binary `meshfill`: its subcommands, and how their errors end (DESIGN §9).
+// The binary `meshfill`: its subcommands, and how their errors end.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The seam to a network between ranks (DESIGN §6): asynchronous chunk transfer with a deadline on every wait.
+// The seam to a network between ranks: asynchronous chunk transfer with a deadline on every wait.
 //
 // One Communicator belongs to one rank and one run, and is used from that rank's thread; Abort may come from
 // any thread. Messages between a pair of ranks match in the order of their calls, each traffic for itself.

@@ -1,4 +1,4 @@
-// How a prompt's tokens are dealt to the ranks (DESIGN §3; Striped Attention §3, Mesh-Attention §3.7).
+// How a prompt's tokens are dealt to the ranks (Striped Attention §3, Mesh-Attention §3.7).
 //
 // All layouts deal stripes of `stripe` consecutive tokens; stripe s, token t = s·stripe + r:
 //

@@ -90,7 +90,7 @@ struct ModelShape {
     return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(wire)) + tokens * q_heads * 4;
   }
 
-  // Head parallelism (DESIGN §4): member k of a head group of h ranks attends with query heads
+  // Head parallelism (docs/concepts.md, Head groups): member k of a head group of h ranks attends with query heads
   // [k·q_heads/h, (k+1)·q_heads/h) and with the KV heads from ⌊k·kv_heads/h⌋ on that those see: kv_heads/h of
   // them, or one, where fewer KV heads than members are replicated. Possible where h divides q_heads, and
   // kv_heads and h one the other.
@@ -102,7 +102,7 @@ struct ModelShape {
 };
 
 // FLOPs of one forward pass over a prompt, a multiply-add counted as two. Attention counts the visible pairs
-// only (DESIGN §1, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
+// only (docs/concepts.md, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
 double AttentionFlops(const ModelShape& model, int64_t tokens);
 double ModelFlops(const ModelShape& model, int64_t tokens);
 // Of all products of all layers that a token goes through: of the experts, those that it uses.

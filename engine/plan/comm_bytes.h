@@ -1,4 +1,4 @@
-// The bytes that ranks send, exactly: DESIGN §4 for equal chunks and one mesh, (a−1) Q + (b−1) KV + (a−1) O
+// The bytes that ranks send, exactly; for equal chunks and one mesh, (a−1) Q + (b−1) KV + (a−1) O
 // chunks in a layer, and engine/run/head_exchange.h for the all-to-alls of head groups; for ragged chunks and
 // replicated KV heads too.
 #ifndef MESHFILL_ENGINE_PLAN_COMM_BYTES_H_

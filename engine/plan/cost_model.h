@@ -1,4 +1,4 @@
-// Predicts what a schedule costs (Mesh-Attention §3.5, Figure 6; DESIGN §4): seconds here, bytes sent in
+// Predicts what a schedule costs (Mesh-Attention §3.5, Figure 6): seconds here, bytes sent in
 // engine/plan/comm_bytes.h, memory in engine/plan/peak_bytes.h.
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of

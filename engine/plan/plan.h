@@ -1,4 +1,4 @@
-// The plan of one prefill (DESIGN §1): an immutable value, the same on every rank, that all of them act on.
+// The plan of one prefill: an immutable value, the same on every rank, that all of them act on.
 #ifndef MESHFILL_ENGINE_PLAN_PLAN_H_
 #define MESHFILL_ENGINE_PLAN_PLAN_H_
 

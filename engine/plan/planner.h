@@ -3,7 +3,7 @@
 // leaves open:
 //
 //     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
-//     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (DESIGN §5)
+//     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (docs/tuning.md)
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
 //     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
 //

@@ -1,4 +1,4 @@
-// Head parallelism around a layer's attention (DESIGN §4): an all-to-all in each head group trades tokens for
+// Head parallelism around a layer's attention: an all-to-all in each head group trades tokens for
 // heads before the mesh, and back after it (DeepSpeed-Ulysses where one group is the whole pool).
 //
 // Ranks m·h … m·h + h−1 are head group m. For h = 3, of 6 query heads on one group's tokens:

@@ -11,7 +11,7 @@
 //     blocks  (0,0)  (1,0)  (1,1)  (2,0)  (1,2)  (2,2)  (0,1)  (0,2)
 //                                  (2,1)
 //
-// A step costs max(communication, its blocks); bytes per rank are DESIGN §4's (a−1) Q + (b−1) KV + (a−1) O.
+// A step costs max(communication, its blocks); bytes per rank are (a−1) Q + (b−1) KV + (a−1) O.
 #ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 #define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 

@@ -1,5 +1,5 @@
 // Head parallelism around a mesh or a ring: n = h · m ranks; an all-to-all in groups of h trades sequence for
-// heads before, and back after (DESIGN §4). h = n is Ulysses.
+// heads before, and back after (docs/concepts.md, Head groups). h = n is Ulysses.
 //
 // Rank p·h + i is member i of the head group at place p, and works on the i-th part of the heads. As in
 // engine/run/head_exchange.h an all-to-all of one tensor is h − 1 messages, each one h-th of what a rank will

@@ -1,4 +1,4 @@
-// The JSON of the command line (DESIGN §9): the same for an embedded pool and for a server's answer.
+// The JSON of the command line: the same for an embedded pool and for a server's answer.
 #ifndef MESHFILL_SERVER_CLI_RESULT_JSON_H_
 #define MESHFILL_SERVER_CLI_RESULT_JSON_H_
 
@@ -9,7 +9,7 @@
 
 namespace meshfill {
 
-// One object on one line, without a newline, its keys in DESIGN §9's order. Floats are written so that they
+// One object on one line, without a newline, its keys always in the same order. Floats are written so that they
 // read back to the same bits. `prefill --json`: the logits are not part of it.
 std::string PrefillJson(const v1::PrefillResult& result);
 

@@ -1,4 +1,4 @@
-// What a prefill leaves in files: --logits-out and --kv-out (DESIGN §9), both safetensors.
+// What a prefill leaves in files: --logits-out and --kv-out, both safetensors.
 #ifndef MESHFILL_SERVER_CLI_TENSOR_OUTPUT_H_
 #define MESHFILL_SERVER_CLI_TENSOR_OUTPUT_H_
 

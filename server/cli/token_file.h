@@ -1,4 +1,4 @@
-// Reading a prompt's token ids from a file or from standard input (DESIGN §9: --tokens, --format).
+// Reading a prompt's token ids from a file or from standard input (--tokens, --format).
 #ifndef MESHFILL_SERVER_CLI_TOKEN_FILE_H_
 #define MESHFILL_SERVER_CLI_TOKEN_FILE_H_
 

@@ -1,4 +1,4 @@
-// The server's configuration: YAML in, a complete and valid v1::Config out (DESIGN §12).
+// The server's configuration: YAML in, a complete and valid v1::Config out (docs/configuration.md).
 //
 // The schema, its defaults and its ranges stand in proto/meshfill/v1/config.proto. After LoadConfig every
 // field that has a default reads as it, and every value is in its range, so that readers need no checks of

@@ -1,4 +1,4 @@
-// The server's Prometheus metrics (DESIGN §11): what each name means stands in its help text, in metrics.cc.
+// The server's Prometheus metrics (docs/metrics.md): what each name means stands in its help text, in metrics.cc.
 //
 // Thread-safe. Label values come from fixed sets (status codes, operations, ranks and workers of the pool,
 // states), never from clients; a worker's go with it, and the plan's labels are those of the one plan used

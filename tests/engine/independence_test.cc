@@ -76,7 +76,7 @@ void ExpectSameAnswer(const KeptPrefill& actual, const KeptPrefill& expected, co
   }
 }
 
-// Bytes and blocks of the run are exactly those of the plan (DESIGN §4).
+// Bytes and blocks of the run are exactly those of the plan.
 void ExpectPlanWasRun(const PrefillResult& result, const ModelShape& model, const std::string& what) {
   const Plan& plan = result.plan;
   int64_t blocks = 0;

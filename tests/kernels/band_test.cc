@@ -16,7 +16,7 @@ TEST(SlotPositionsTest, StripesAreDealtInTurn) {
   for (int64_t slot = 0; slot < 9; ++slot) EXPECT_EQ(second_of_three.At(slot), expected[slot]);
 }
 
-// DESIGN §3's table for stripes x of Q chunk i and y of KV chunk j.
+// The table of layouts, for stripes x of Q chunk i and y of KV chunk j.
 TEST(BandTest, StripedLayoutFollowsTheTable) {
   constexpr int64_t kWidth = 4, kRanks = 3;
   for (int64_t i = 0; i < kRanks; ++i) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The real binary without a server: its commands, their JSON, their errors and exit statuses (DESIGN section 9).
+"""The real binary without a server: its commands, their JSON, their errors and exit statuses.
 
 Usage: cli_test.py PATH_OF_MESHFILL [unittest arguments]
 """
@@ -50,7 +50,7 @@ class CliTest(CliTestCase):
         self.assertEqual((result["plan"]["a"], result["plan"]["b"], result["plan"]["layout"]), (4, 1, "zigzag"))
 
     def test_comm_bytes_are_the_formulas(self):
-        # DESIGN section 4 for 2x2, equal chunks, f32: one Q chunk, one KV chunk, one O chunk with its LSE.
+        # The formula for 2x2, equal chunks, f32: one Q chunk, one KV chunk, one O chunk with its LSE.
         tokens, layers, q_heads, kv_heads, head_dim = 1024, 2, 4, 2, 16
         result = self.embedded("--tokens", "-", "--format", "bytes", "--tile", "2x2", stdin=bytes(tokens))
         chunk = tokens // 4

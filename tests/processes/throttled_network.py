@@ -4,7 +4,7 @@
 Hosts are network namespaces on a bridge; a link is throttled in both directions by the kernel's token bucket. Each
 host runs a worker of one rank, the front-end runs outside. It holds that
 
-  - the interfaces carried the bytes of the formula (DESIGN 4), within 3 % for framing,
+  - the interfaces carried the bytes of the formula, within 3 % for framing,
   - Mesh is at least 2.2 times as fast as Ring (their bytes say 2.5), and comm wait explains the difference,
   - the planner, given these links, picks the fastest of all (or one within 5 % of it),
   - a cable that is cut in the middle of a run is noticed within 2 s, and the request answered by the other hosts.

@@ -15,7 +15,7 @@ ModelShape Llama(int q_heads, int kv_heads, DType dtype) {
   return {.layers = 4, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = 64, .dtype = dtype};
 }
 
-TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // DESIGN §4
+TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // Mesh-Attention, Table 2
   for (int n = 1; n <= 36; ++n) {
     for (DType wire : {DType::kF32, DType::kBf16}) {
       const ModelShape model = Llama(8, 2, DType::kBf16);

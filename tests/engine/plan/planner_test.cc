@@ -76,7 +76,7 @@ TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n wher
 }
 
 TEST(MakePlan,
-     GroupedHeadsFlattenTheTile) {  // DESIGN §4: a ≈ √(n / (g·(1+ρ)/2)): 64 ranks, g = 8, ρ = 1 → 2.8
+     GroupedHeadsFlattenTheTile) {  // a ≈ √(n / (g·(1+ρ)/2)): 64 ranks, g = 8, ρ = 1 → 2.8
   const auto choice = MakePlan(Llama(8, 1, DType::kBf16), kSlowLink,
                                {.tokens = 65536, .ranks = 64, .heads = 1, .partial_dtype = DType::kBf16});
   ASSERT_TRUE(choice.ok()) << choice.status();

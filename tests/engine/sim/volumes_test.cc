@@ -1,4 +1,4 @@
-// Bytes on the wire of every strategy, exactly: Mesh-Attention Table 2 and §3.6, DESIGN §4.
+// Bytes on the wire of every strategy, exactly: Mesh-Attention Table 2 and §3.6.
 #include <cmath>
 
 #include "engine/sim/head_groups.h"

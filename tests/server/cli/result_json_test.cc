@@ -11,7 +11,7 @@
 namespace meshfill {
 namespace {
 
-// The engine's result of DESIGN §9's example.
+// A result whose figures are easy to read.
 PrefillResult ExampleResult() {
   PrefillResult result{.plan = {{.layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4096, 64).value()}}};
   result.plan.tile = {2, 2};
