@@ -137,7 +137,7 @@ absl::Status CudaStream::CopyHeads(const CopyHeadsArgs& args) {
 
 absl::StatusOr<std::unique_ptr<HostCopy>> CudaStream::CopyHeadsToHost(const CopyHeadsArgs& args,
                                                                       BufferRef source) {
-  if (Stopped(stop_)) return absl::CancelledError("copy to the host: stopped");
+  if (stop_ != nullptr && !stop_->Proceed()) return absl::CancelledError("copy to the host: stopped");
   absl::StatusOr<std::shared_ptr<const CudaPoint>> ready = lane_.queue->Mark();
   if (!ready.ok()) return Diagnose(ready.status());
   return lane_.host_copies->Start(args, std::move(source), *std::move(ready), stop_, shared_.health);
