@@ -196,7 +196,7 @@ class PoolTest(PoolTestCase):
         self.wait_until(lambda: len(times("Stopped")) == 2)
         idle_seconds = max(times("Stopped")) - start
         out, error = running.communicate(timeout=TIMEOUT_SECONDS)
-        self.assertEqual((running.returncode, out, error), (1, b"", b"meshfill prefill: cancelled\n"))
+        self.assertEqual((running.returncode, out, error), (130, b"", b"meshfill prefill: cancelled\n"))
         start = time.monotonic()
         self.prefill(self.prompt)
         next_seconds = time.monotonic() - start

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "engine/embedded_engine.h"
 #include "engine/model/safetensors.h"
 #include "engine/model/safetensors_folder.h"
@@ -207,6 +208,9 @@ class ParityTest : public testing::TestWithParam<std::string> {
     options.threads = shape.ranks;
     options.peak_flops = 1e9;  // not measured: no figure of merit here
     const auto engine = LoadEmbeddedEngine(options);
+    if (TestsOnCuda() && absl::StrContains(engine.status().message(), "experts, which it does not compute")) {
+      GTEST_SKIP() << engine.status().message();
+    }
     ASSERT_TRUE(engine.ok()) << engine.status();
     int prompts = 0;
     for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {

@@ -49,6 +49,8 @@ int Health(const std::string& address, const std::string& service) {
 TEST(HolderService, HealthFollowsTheMembership) {
   NoKv held;
   v1::LimitsSection limits;
+  limits.set_max_connections(8);
+  limits.set_channel_memory_bytes(64 << 20);
   limits.set_max_streams(8);
   limits.set_max_message_bytes(1 << 20);
   const auto service = HolderService::Start("127.0.0.1:0", limits, held);
