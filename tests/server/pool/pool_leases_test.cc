@@ -47,6 +47,7 @@ class PoolLeasesTest : public PoolKvTest {
     const auto stream = client_->stub().Prefill(context.get());
     v1::PrefillRequest header;
     *header.mutable_header() = client_->Header(prompt.size());
+    header.mutable_header()->mutable_kv()->set_lease_seconds(1);  // of a prefill that was faster than it
     stream->Write(header);
     v1::PrefillRequest tokens;
     tokens.mutable_tokens()->mutable_ids()->Add(prompt.begin(), prompt.end());
