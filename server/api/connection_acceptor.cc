@@ -27,6 +27,7 @@ namespace {
 // Descriptors above all connections': for files, pages, and other ports.
 constexpr uint64_t kReservedDescriptors = 128;
 constexpr int kUserTimeoutMilliseconds = 20'000;  // for bytes that the peer does not acknowledge
+constexpr int kCrowdedMilliseconds = 50;          // where no descriptor is free even to refuse
 constexpr absl::Duration kForgetInterval = absl::Milliseconds(100);
 
 int OpenSpare() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
@@ -91,15 +92,22 @@ absl::StatusOr<std::unique_ptr<ConnectionAcceptor>> ConnectionAcceptor::Bind(con
   HostPort real = address;
   real.port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bound).sin6_port
                                                 : reinterpret_cast<const sockaddr_in&>(bound).sin_port);
+  const int stop = eventfd(0, EFD_CLOEXEC);
+  if (stop < 0) {
+    const int error = errno;
+    close(listener);
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.DebugString(), ": ",
+                                               std::strerror(error), "; raise ulimit -n"));
+  }
   return std::unique_ptr<ConnectionAcceptor>(
-      new ConnectionAcceptor(std::move(real), listener, max_connections));
+      new ConnectionAcceptor(std::move(real), listener, stop, max_connections));
 }
 
-ConnectionAcceptor::ConnectionAcceptor(HostPort address, int listener, int max_connections)
+ConnectionAcceptor::ConnectionAcceptor(HostPort address, int listener, int stop, int max_connections)
     : address_(std::move(address)),
       listener_(listener),
       max_connections_(max_connections),
-      stop_(eventfd(0, EFD_CLOEXEC)),
+      stop_(stop),
       spare_(OpenSpare()) {}
 
 ConnectionAcceptor::~ConnectionAcceptor() {
@@ -122,7 +130,7 @@ void ConnectionAcceptor::Run() {
   while (true) {
     pollfd ready[] = {{.fd = listener_, .events = POLLIN, .revents = 0},
                       {.fd = stop_, .events = POLLIN, .revents = 0}};
-    if (poll(ready, 2, -1) < 0 && errno != EINTR) continue;
+    if (poll(ready, 2, -1) < 0) continue;  // a signal came
     if (ready[1].revents != 0) return;
     if (ready[0].revents != 0) AcceptOne();
   }
@@ -171,6 +179,10 @@ void ConnectionAcceptor::MakeRoomAndRefuse() {
   const int connection = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
   if (connection >= 0) close(connection);
   spare_ = OpenSpare();
+  if (connection < 0) {  // others took what was given up: the listener stays readable, so wait a little
+    pollfd stop{.fd = stop_, .events = POLLIN, .revents = 0};
+    poll(&stop, 1, kCrowdedMilliseconds);
+  }
   LogLimited("connections that are refused",
              absl::StrCat("refused a connection to ", address_.DebugString(), ": all ", DescriptorLimit(),
                           " descriptors of the process are in use; raise its limit (ulimit -n)"));

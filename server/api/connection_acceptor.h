@@ -39,7 +39,7 @@ class ConnectionAcceptor {
   void Start(Handler handler);  // once
 
  private:
-  ConnectionAcceptor(HostPort address, int listener, int max_connections);
+  ConnectionAcceptor(HostPort address, int listener, int stop, int max_connections);
 
   void Run();
   void AcceptOne();

@@ -23,7 +23,8 @@ absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connectio
                                                            credentials);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
-    return absl::UnavailableError(absl::StrCat("gRPC cannot serve at ", address.DebugString()));
+    return absl::UnavailableError(absl::StrCat("gRPC cannot serve at ", address.DebugString(),
+                                               "; start it again, with more memory or descriptors"));
   }
   acceptor->Start([connections](int listener, int connection) {
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;

@@ -12,9 +12,8 @@
 
 namespace meshfill {
 
-// `address` is HOST:PORT, to listen on or to join. INVALID_ARGUMENT: a file of pool.tls cannot be read.
-// INVALID_ARGUMENT: no certificates, and the address is not of this machine alone, and pool.tls.insecure
-// is not set.
+// `address` is HOST:PORT, to listen on or to join. INVALID_ARGUMENT: a file of pool.tls cannot be read; or
+// there are no certificates, the address is not of this machine alone, and pool.tls.insecure is not set.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
     const v1::PoolSection::Tls& tls, const std::string& address);
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
