@@ -30,6 +30,13 @@ int64_t HashesInCommon(const char* left, const char* right, int64_t most) {
   return agree;
 }
 
+template <typename Entry>
+KvSlabs FirstTokensOf(const Entry& entry, int64_t tokens) {
+  KvSlabs all = {.shape = entry.shape, .pieces = {}};
+  for (const auto& piece : entry.pieces) all.pieces.push_back(piece.kept);
+  return FirstTokens(all, tokens);
+}
+
 }  // namespace
 
 int64_t KvBlockNames::blocks() const { return std::ssize(hashes) / kHashBytes; }
@@ -63,17 +70,15 @@ KvPrefixCache::Entries::const_iterator KvPrefixCache::Best(const KvBlockNames& n
 KvSlabs KvPrefixCache::Find(const KvBlockNames& names) {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
-  if (best != entries_.end()) entries_.splice(entries_.begin(), entries_, best);
-  return Look(names);
+  if (best == entries_.end()) return {};
+  entries_.splice(entries_.begin(), entries_, best);
+  return FirstTokensOf(*best, blocks * names.block_tokens);
 }
 
 KvSlabs KvPrefixCache::Look(const KvBlockNames& names) const {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
-  if (best == entries_.end()) return {};
-  KvSlabs all = {.shape = best->shape, .pieces = {}};
-  for (const Piece& piece : best->pieces) all.pieces.push_back(piece.kept);
-  return FirstTokens(all, blocks * names.block_tokens);
+  return best == entries_.end() ? KvSlabs() : FirstTokensOf(*best, blocks * names.block_tokens);
 }
 
 void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
