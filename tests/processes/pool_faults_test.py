@@ -56,7 +56,7 @@ def listening_ports(process):
             if match := re.match(r"socket:\[(\d+)\]", os.readlink(descriptor)):
                 sockets.add(match.group(1))
     rows = [line.split() for line in pathlib.Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
 class PoolFaultsTest(PoolTestCase):
@@ -281,16 +281,21 @@ class PoolFaultsTest(PoolTestCase):
 
         first = self.workers("a")[0]
         self.worker_behind(hold_back, "b").wait_for("joined the pool")
+        kv_ports = listening_ports(first.process.pid)
+
+        def data_ports():
+            return listening_ports(first.process.pid) - kv_ports
+
         for _ in range(2):
             prepared.clear()
             go_on.clear()
             running = self.prefill_later(self.prompt, "--tile", "2x1")
             self.assertTrue(prepared.wait(TIMEOUT_SECONDS))
-            self.wait_until(lambda: listening_ports(first.process.pid))
-            time.sleep(0.2)
+            self.wait_until(data_ports)
+            (port,) = data_ports()
             strangers = []
             for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b""):
-                strangers.append(socket.create_connection(("127.0.0.1", listening_ports(first.process.pid)[0])))
+                strangers.append(socket.create_connection(("127.0.0.1", port)))
                 strangers[-1].sendall(data)
             go_on.set()
             self.assertEqual(self.answer_of(running)["plan"]["ranks"], 2)
