@@ -28,7 +28,12 @@ void AddPrediction(const Prediction& predicted, Json& json) {
   json["peak_bytes"] = predicted.peak_bytes;
 }
 
-// Programs compare the plan's object: it has these keys only where the prompt ran in pieces.
+// Programs compare the plan's object: what follows is in it only where it is not as usual.
+void AddWireAndPlacement(absl::string_view partial_dtype, absl::string_view placement, Json& plan) {
+  if (partial_dtype != DTypeName(DType::kF32)) plan["partial_dtype"] = partial_dtype;
+  if (placement != kRowFirst) plan["placement"] = placement;
+}
+
 void AddPieces(uint64_t pieces, uint64_t piece_tokens, Json& plan) {
   if (pieces <= 1) return;
   plan["pieces"] = pieces;
@@ -49,9 +54,8 @@ std::string PrefillJson(const v1::PrefillResult& result) {
               {"a", plan.a()},
               {"b", plan.b()},
               {"layout", LayoutName(plan.layout())},
-              {"stripe", plan.stripe()},
-              {"partial_dtype", plan.partial_dtype()},
-              {"placement", PlacementName(plan.placement())}};
+              {"stripe", plan.stripe()}};
+  AddWireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()), ran);
   AddPieces(plan.pieces(), plan.piece_tokens(), ran);
   Json object({{"request_id", result.request_id()},
                {"tokens", result.tokens()},
@@ -96,11 +100,10 @@ std::string PlanJson(const PlanChoice& choice) {
                {"b", plan.tile.b},
                {"layout", LayoutName(plan.layout.kind())},
                {"stripe", plan.layout.stripe()},
-               {"partial_dtype", DTypeName(plan.partial_dtype)},
-               {"placement", PlacementName(plan.placement.name)},
                {"steps", std::move(steps)},
                {"predicted", std::move(predicted)},
                {"candidates", std::move(candidates)}});
+  AddWireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name), object);
   if (!choice.pieces.empty()) {
     AddPieces(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens()), object);
   }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/mesh/placement_name.h"
@@ -65,7 +66,7 @@ std::string LayoutText(absl::string_view name, int64_t stripe) {
 
 std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view placement) {
   return absl::StrCat(", partial outputs in ", partial_dtype, ", ranks ", placement,
-                      placement == kRowFirst ? "" : " on a host");
+                      absl::StartsWith(placement, "box ") ? " on a host" : "");
 }
 
 std::string ShapeName(int heads, Tile tile) {

@@ -30,8 +30,7 @@ TEST(PrefillJson, IsTheObjectOfTheDesign) {
   EXPECT_EQ(PrefillJson(result),
             R"({"request_id":"r-1","tokens":4096,"first_token":17,)"
             R"("top":[{"token":17,"logit":9.25},{"token":3,"logit":-1.5}],)"
-            R"("plan":{"ranks":4,"heads":1,"a":2,"b":2,"layout":"striped","stripe":64,)"
-            R"("partial_dtype":"f32","placement":"row-first"},)"
+            R"("plan":{"ranks":4,"heads":1,"a":2,"b":2,"layout":"striped","stripe":64},)"
             R"("seconds":{"queue":0.25,"prefill":0.8125,"attention":0.5,"comm_wait":0.0625},)"
             R"("comm_bytes":{"q":1,"kv":2,"o":3,"all_to_all":4},"mfu":0.625})");
 }
@@ -42,9 +41,17 @@ TEST(PrefillJson, SaysWhatWasCachedAndThePiecesWhereThereAreAny) {
   result.mutable_plan()->set_pieces(3);
   result.mutable_plan()->set_piece_tokens(1408);
   const std::string json = PrefillJson(result);
-  EXPECT_NE(json.find(R"("placement":"row-first","pieces":3,"piece_tokens":1408})"), std::string::npos)
-      << json;
+  EXPECT_NE(json.find(R"("stripe":64,"pieces":3,"piece_tokens":1408})"), std::string::npos) << json;
   EXPECT_NE(json.find(R"("mfu":0.625,"cached_tokens":512})"), std::string::npos) << json;
+}
+
+TEST(PrefillJson, SaysWireAndPlacementWhereTheyAreNotAsUsual) {
+  v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
+  result.mutable_plan()->set_partial_dtype("bf16");
+  result.mutable_plan()->set_placement("box 1x2x1");
+  const std::string json = PrefillJson(result);
+  EXPECT_NE(json.find(R"("stripe":64,"partial_dtype":"bf16","placement":"box 1x2x1"})"), std::string::npos)
+      << json;
 }
 
 TEST(PrefillJson, LogitsReadBackToTheSameBits) {
@@ -98,7 +105,6 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                                 R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
   EXPECT_EQ(PlanJson(choice),
             R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
-            R"("partial_dtype":"f32","placement":"row-first",)"
             R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
             R"("predicted":{)" +
                 predicted + R"(},"candidates":[{"a":1,"b":2,"heads":1,)" + predicted +
