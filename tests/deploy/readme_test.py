@@ -108,7 +108,7 @@ class Shell:
         if command.startswith("meshfill serve"):
             self.stop()
         log = self.folder / f"{self.machine}-{len(self.servers)}.log"
-        log.touch()  # the background job may open it later
+        log.write_text("")  # the background job opens it later, and an earlier server may have been ready
         status, pid = self.run(f"{command} >{shlex.quote(str(log))} 2>&1 &\necho $!")
         if status != 0:
             raise AssertionError(f"{command}: {pid}")
