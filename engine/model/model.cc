@@ -117,7 +117,7 @@ class TensorFinder {
     for (const auto& [name, entry] : folder_.entries()) {
       // Some exports hold the RoPE frequencies, which the config gives as well.
       if (found_.contains(name) || absl::EndsWith(name, "rotary_emb.inv_freq")) continue;
-      const auto ignores = [&](const std::string& prefix) { return absl::StartsWith(name, prefix); };
+      const auto ignores = [&name = name](const std::string& prefix) { return absl::StartsWith(name, prefix); };
       if (std::any_of(ignored_.begin(), ignored_.end(), ignores)) continue;
       Fail(entry.file->path(), name,
            "is not in the model that config.json describes; the two do not belong together");
