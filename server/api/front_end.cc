@@ -64,7 +64,8 @@ KvService::Options KvOptions(const v1::Config& config) {
   return {.lease = ToDuration(config.kv().lease()),
           .max_lease = ToDuration(config.kv().max_lease()),
           .block_tokens = static_cast<int>(config.kv().block_tokens()),
-          .max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes())};
+          .streams = {.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
+                      .read_timeout = ToDuration(config.limits().result_timeout())}};
 }
 
 // A stream that is refused before anything is read of it, or written to it.

@@ -18,10 +18,16 @@ constexpr size_t kLoggedLeaseCharacters = 8;  // who knows a lease's name may re
 
 KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context,
                              const v1::FetchKvRequest* request)
-    : streams_(streams), request_(*request), tenant_(TenantOf(*context)), begin_(MonotonicNow()) {}
+    : streams_(streams),
+      context_(context),
+      request_(*request),
+      tenant_(TenantOf(*context)),
+      begin_(MonotonicNow()) {}
 
 void KvFetchStream::OnChange() {
   const MutexLock lock(mu_);
+  // gRPC fails the write, once or more often told so.
+  if (writing_ && MonotonicNow() - write_begin_ > streams_.read_timeout()) context_->TryCancel();
   Pump();
 }
 
@@ -45,6 +51,7 @@ void KvFetchStream::Pump() {
   }
   if (*next == KvReader::Next::kNotYet) return;  // OnChange will come
   writing_ = true;
+  write_begin_ = MonotonicNow();
   StartWrite(&outgoing_);
 }
 
@@ -52,7 +59,9 @@ void KvFetchStream::OnWriteDone(bool ok) {
   const MutexLock lock(mu_);
   writing_ = false;
   if (!ok) {
-    End(absl::CancelledError("nobody reads any more"));
+    const bool stood_still = MonotonicNow() - write_begin_ > streams_.read_timeout();
+    End(absl::CancelledError(stood_still ? "its reader stood still for longer than limits.result_timeout"
+                                         : "nobody reads any more"));
     return;
   }
   const auto bytes =

@@ -1,7 +1,8 @@
 // One FetchKv stream: writes the parts of a lease's K and V, one at a time, as their layers are done.
 //
 //     checked ──► a part is there ──► written ──► … ──► all written: OK
-//        └────────────┴──────────────────┴──────► the lease has ended, cancel, disconnect, the deadline
+//        └────────────┴──────────────────┴──────► the lease has ended, cancel, disconnect, the deadline,
+//                                                 or a part that its reader does not take in time
 //
 // A reactor of gRPC's callback API: no thread waits for a client or for a layer. The stream has one part at
 // most, so that a slow reader costs a part's memory, and what its KvReader says.
@@ -32,7 +33,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   // Neither the context nor the request is used after OnDone. `streams` outlives the stream.
   KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
 
-  // A layer may be there, or the lease may have ended.
+  // A layer may be there, the lease may have ended, or the reader may have stood still for too long.
   void OnChange();
 
   // gRPC's reactions.
@@ -48,6 +49,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvStreams& streams_;
+  grpc::CallbackServerContext* const context_;
   const v1::FetchKvRequest& request_;
   const std::string tenant_;
   const absl::Time begin_;
@@ -57,6 +59,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   std::unique_ptr<KvReader> reader_ ABSL_GUARDED_BY(mu_);  // null: not opened yet, or ended
   int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // of the last write
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

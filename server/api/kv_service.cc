@@ -9,10 +9,7 @@
 namespace meshfill {
 
 KvService::KvService(KvLeases& leases, const Options& options, Metrics& metrics)
-    : leases_(leases),
-      options_(options),
-      metrics_(metrics),
-      streams_(leases, options.max_message_bytes, this) {}
+    : leases_(leases), options_(options), metrics_(metrics), streams_(leases, options.streams, this) {}
 
 absl::Duration KvService::LeaseOf(uint32_t seconds) const {
   return seconds == 0 ? options_.lease : std::min(absl::Seconds(seconds), options_.max_lease);

@@ -23,7 +23,7 @@ class KvService final : private KvStreams::Listener {
     absl::Duration lease = absl::Seconds(30);  // where a request does not say
     absl::Duration max_lease = absl::Hours(1);
     int block_tokens = 16;
-    int64_t max_message_bytes = 4 << 20;
+    KvStreams::Limits streams;
   };
 
   // Both outlive the service. No stream is live any more when it goes.

@@ -13,11 +13,8 @@ constexpr absl::Duration kRound = absl::Seconds(1);  // the longest time between
 
 }  // namespace
 
-KvStreams::KvStreams(KvSource& source, int64_t max_message_bytes, Listener* listener)
-    : source_(source),
-      max_message_bytes_(max_message_bytes),
-      listener_(listener),
-      watcher_([this] { Watch(); }) {
+KvStreams::KvStreams(KvSource& source, const Limits& limits, Listener* listener)
+    : source_(source), limits_(limits), listener_(listener), watcher_([this] { Watch(); }) {
   source_.SetObserver([this] {
     const MutexLock lock(mu_);
     changed_ = true;

@@ -31,8 +31,13 @@ class KvStreams {
     virtual void OnKvFetched(int64_t bytes) = 0;
   };
 
+  struct Limits {
+    int64_t max_message_bytes = 4 << 20;
+    absl::Duration read_timeout = absl::Seconds(30);  // for a part, which is as large as a message at most
+  };
+
   // The source and the listener, which may be null, outlive this.
-  KvStreams(KvSource& source, int64_t max_message_bytes, Listener* listener);
+  KvStreams(KvSource& source, const Limits& limits, Listener* listener);
   ~KvStreams();  // no stream is live any more
   KvStreams(const KvStreams&) = delete;
   KvStreams& operator=(const KvStreams&) = delete;
@@ -45,7 +50,8 @@ class KvStreams {
 
   // Streams call these.
   KvSource& source() { return source_; }
-  int64_t max_message_bytes() const { return max_message_bytes_; }
+  int64_t max_message_bytes() const { return limits_.max_message_bytes; }
+  absl::Duration read_timeout() const { return limits_.read_timeout; }
   void OnFetched(int64_t bytes);
   void Remove(KvFetchStream* stream);  // destroys it, now or once its OnChange returns
 
@@ -53,7 +59,7 @@ class KvStreams {
   void Watch();
 
   KvSource& source_;
-  const int64_t max_message_bytes_;
+  const Limits limits_;
   Listener* const listener_;
 
   Mutex mu_;

@@ -34,7 +34,7 @@ absl::StatusOr<HostPort> ResolveReachable(const std::string& listen) {
 
 class HolderService::Service final : public v1::PrefillService::CallbackService {
  public:
-  Service(KvSource& held, int64_t max_message_bytes) : streams_(held, max_message_bytes, nullptr) {}
+  Service(KvSource& held, const KvStreams::Limits& limits) : streams_(held, limits, nullptr) {}
 
   ~Service() override {
     if (port_.server != nullptr) port_.Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
@@ -75,7 +75,10 @@ HolderService::~HolderService() = default;
 absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::string& listen,
                                                                     const v1::LimitsSection& limits,
                                                                     KvSource& held) {
-  auto service = std::make_unique<Service>(held, static_cast<int64_t>(limits.max_message_bytes()));
+  // Who reads from several holders takes their parts in the order of tokens: one may wait for the others.
+  auto service = std::make_unique<Service>(
+      held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(limits.max_message_bytes()),
+                              .read_timeout = absl::InfiniteDuration()});
   RETURN_IF_ERROR(service->Listen(listen, limits));
   return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
 }

@@ -417,6 +417,23 @@ TEST_F(KvServiceTest, AHundredSlowReadersCostAPartEach) {
   Prefill(10);
 }
 
+TEST_F(KvServiceTest, AReaderWhoStandsStillIsEnded) {
+  StartServer({"limits.result_timeout=1s"});
+  constexpr size_t kTokens = 60'000;  // 30 MB: more than connections hold
+  const v1::PrefillResult result = Prefill(kTokens, 600);
+  const std::string& lease = result.kv().lease();
+  const auto context = client_->Context();
+  const auto stream = client_->stub().FetchKv(context.get(), Request(lease));
+  v1::KvPart part;
+  ASSERT_TRUE(stream->Read(&part));
+  absl::SleepFor(absl::Seconds(3));  // the second, one to the next look, and one for a machine that is busy
+  int parts = 1;
+  while (stream->Read(&part)) ++parts;
+  EXPECT_LT(parts, 28);
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  ExpectValues(client_->Fetch(Request(lease)), {.tokens = kTokens, .heads = 2}, 0, 4);
+}
+
 TEST_F(KvServiceTest, StopEndsWhoWaitsForALayer) {
   StartServer();
   engine_->Hold(1);
