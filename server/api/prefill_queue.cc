@@ -28,6 +28,8 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
 
 namespace {
 
+constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
+
 RunOrder::Job ToRunOrder(const PrefillQueue::Request& request) {
   return {.tenant = request.tenant, .priority = request.priority, .work_seconds = request.predicted_seconds};
 }
@@ -222,7 +224,15 @@ void PrefillQueue::RunJobs() {
     Job* job = nullptr;
     {
       MutexLock lock(mu_);
-      while (!stopping_ && to_begin_.empty()) changed_.Wait(mu_);
+      while (!stopping_ && to_begin_.empty()) {
+        if (jobs_.size() < 2) {
+          changed_.Wait(mu_);
+          continue;
+        }
+        // Time alone may change whose turn it is: prefills get old, and one may be over its prediction.
+        changed_.WaitFor(mu_, kLook);
+        GiveTurn();
+      }
       if (to_begin_.empty()) return;
       ticket = to_begin_.front();
       to_begin_.pop_front();

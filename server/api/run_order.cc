@@ -150,7 +150,8 @@ absl::Duration RunOrder::Computed(Ticket ticket, const Entry& entry, absl::Time 
 double RunOrder::Rest(Ticket ticket, const Entry& entry, absl::Time now) const {
   if (entry.leaving) return 0;
   const absl::Duration since_measured = Computed(ticket, entry, now) - entry.measured_at;
-  return std::max(0.0, entry.rest_seconds - absl::ToDoubleSeconds(since_measured));
+  // What takes longer than predicted may take as long again.
+  return std::abs(entry.rest_seconds - absl::ToDoubleSeconds(since_measured));
 }
 
 RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, double lead, absl::Time now) const {

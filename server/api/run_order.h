@@ -5,11 +5,11 @@
 // One prefill computes at a time. It is the first of this order:
 //   1. those that have waited for `max_age`, the oldest first: nobody starves;
 //   2. the higher priority class;
-//   3. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, the
-//   lead
-//      the seconds that the ranks have computed for its tenant. Shorter prompts go first, so they never wait
-//      for long ones; each kLeadSeconds that a tenant has had more than another make its prompts look twice
-//      as long. A tenant that comes starts where the one with the least stands;
+//   3. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, or, of
+//      one that is over its prediction, by how much it is. The lead is the seconds that the ranks have
+//      computed for its tenant. Shorter prompts go first, so they never wait for long ones; each kLeadSeconds
+//      that a tenant has had more than another make its prompts look twice as long. A tenant that comes
+//      starts where the one with the least stands;
 //   4. the order of arrival.
 // What computes gives way only to what has a higher class, or at most half its (so weighted) rest. It then
 // stands still, alive, with what it has computed. At most `most_live` have begun and not ended; where that is
@@ -34,8 +34,8 @@ class RunOrder {
   using Ticket = uint64_t;  // above 0, rising
 
   static constexpr double kLeadSeconds = 5;
-  static constexpr int kTopPriority =
-      2;  // classes: −kTopPriority to kTopPriority; others count as the nearest
+  // Classes: −kTopPriority to kTopPriority; others count as the nearest.
+  static constexpr int kTopPriority = 2;
 
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // that a prefill waits, or stands still, in all

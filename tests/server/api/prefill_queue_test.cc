@@ -391,6 +391,20 @@ TEST_F(PrefillQueuePreemptionTest, ALongOneGivesWayAndGoesOn) {
   EXPECT_EQ(engine_.first_ids(), (std::vector<uint32_t>{1, 2, 3, 4, 5}));
 }
 
+TEST_F(PrefillQueuePreemptionTest, WhatIsOverItsPredictionGivesWayThoughNothingElseHappens) {
+  MakeQueue();
+  engine_.Hold(0);
+  const Sent wrong = Send(1, 50, 0.5);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  const Sent waits = Send(2, 3, 0.4);
+  EXPECT_EQ(Phases()["2"], Phase::kWaiting);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  EXPECT_EQ(Phases()["1"], Phase::kPaused);
+  engine_.Release();
+  EXPECT_TRUE(wrong.waiter->Result().ok());
+  EXPECT_TRUE(waits.waiter->Result().ok());
+}
+
 TEST_F(PrefillQueuePreemptionTest, WithdrawnWhileItGaveWayIsStoppedAtOnce) {
   MakeQueue();
   engine_.Hold(0);

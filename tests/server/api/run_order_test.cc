@@ -160,6 +160,21 @@ TEST(RunOrder, AShortOneBehindALongOneBeginsAtOnce) {
   }
 }
 
+TEST(RunOrder, WhatIsOverItsPredictionGivesWay) {
+  RunOrder order({.most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10}, At(0));
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Announce(2, {.tenant = "t", .work_seconds = 0.5}, At(10));
+  order.Complete(2, At(10));
+  EXPECT_EQ(order.Choose(At(10)), 1u);  // as good as done
+  EXPECT_EQ(order.Choose(At(10.9)), 1u);
+  EXPECT_NEAR(order.RestSeconds(1, At(10.9)), 0.9, 1e-9);
+  EXPECT_EQ(order.Choose(At(11.1)), 2u);
+  order.Remove(2, At(11.6));
+  EXPECT_EQ(order.Choose(At(11.6)), 1u);
+}
+
 // Of two alike, one ends as early as it can: they do not take turns.
 TEST(RunOrder, EqualOnesRunOneAfterTheOther) {
   std::vector<Prompt> prompts;
