@@ -16,7 +16,8 @@ export MESHFILL_SEEDS=${MESHFILL_SEEDS:-2000} MESHFILL_FIRST_SEED=${MESHFILL_FIR
 export CCACHE_BASEDIR=$work
 
 mkdir -p "$work/source"
-for file in $(cd "$root" && git ls-files -- CMakeLists.txt proto kernels engine server tests configs); do
+for file in $(cd "$root" && git ls-files); do
+  [[ -f "$root/$file" ]] || continue
   mkdir -p "$work/source/$(dirname "$file")"
   # Only what differs, so that a kept build stays fresh.
   cmp -s "$root/$file" "$work/source/$file" || cp "$root/$file" "$work/source/$file"
