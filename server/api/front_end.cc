@@ -12,6 +12,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/transport.h"
 #include "server/api/channel_limits.h"
 #include "server/api/grpc_listener.h"
 #include "server/api/kv_service.h"
@@ -101,13 +102,14 @@ class FrontEnd::Service final : public ServiceBase {
 
   absl::Status Listen(const v1::Config& config) {
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(config.listen()));
+    ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(port_, ListenAt(address, static_cast<int>(config.limits().max_connections()),
-                                     grpc::InsecureServerCredentials(), builder));
+    ASSIGN_OR_RETURN(
+        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), credentials, builder));
     SetHealth(false);
     return absl::OkStatus();
   }

@@ -1,5 +1,6 @@
 #include "server/config/address.h"
 
+#include <arpa/inet.h>
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,6 +14,14 @@
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
+
+bool HostPort::IsThisMachine() const {
+  in_addr v4{};
+  in6_addr v6{};
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == IN_LOOPBACKNET;
+  if (inet_pton(AF_INET6, host.c_str(), &v6) == 1) return IN6_IS_ADDR_LOOPBACK(&v6);
+  return host == "localhost";
+}
 
 std::string HostPort::DebugString() const {
   const bool ipv6 = host.find(':') != std::string::npos;

@@ -15,6 +15,8 @@ struct HostPort {
   std::string host;   // a name, an IPv4 address, or an IPv6 address without its brackets
   uint16_t port = 0;  // 0: the system chooses one
 
+  // Whether none but this machine can reach it: localhost, 127.0.0.0/8 and ::1.
+  bool IsThisMachine() const;
   std::string DebugString() const;  // "127.0.0.1:50051", "[::1]:50051"
 };
 

@@ -148,12 +148,23 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.Require(files == 0 || files == 3, "pool.tls", "TLS needs all of cert, key and ca");
 }
 
+void ValidateApi(const v1::ApiSection::Tls& tls, Checker& check) {
+  check.Require(tls.cert().empty() == tls.key().empty(), "api.tls", "TLS needs both of cert and key");
+  check.Require(!tls.client_certificates() || (!tls.cert().empty() && !tls.ca().empty()),
+                "api.tls.client_certificates", "needs cert, key and the clients' authorities in ca");
+  check.Require(tls.server_name().empty() || !tls.ca().empty(), "api.tls.server_name",
+                "needs the workers' authorities in ca");
+  check.Require(!tls.insecure() || tls.cert().empty(), "api.tls.insecure",
+                "is for plain text; leave it out, or cert and key");
+}
+
 absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   Checker check(origins);
   check.RequireAddress(config.listen(), "listen");
   if (!config.metrics_listen().empty()) check.RequireAddress(config.metrics_listen(), "metrics_listen");
 
   ValidatePool(config.pool(), origins, check);
+  ValidateApi(config.api().tls(), check);
   const auto& embedded = config.pool().embedded();
   check.RequireRange(embedded.ranks(), 1, kMaxHostRanks, "pool.embedded.ranks");
   check.RequireDevice(embedded.device(), "pool.embedded.device");

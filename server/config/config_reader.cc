@@ -28,6 +28,7 @@ constexpr Readers kReaders[] = {
     {"pool.measure_links", "serve"},
     {"pool.worker", "worker"},
     {"queue", "serve"},
+    {"api.tls.server_name", "serve"},
     {"plan.layout", "serve"},
     {"plan.stripe", "serve"},
     {"plan.schedule", "serve"},

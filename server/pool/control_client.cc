@@ -11,8 +11,8 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
+#include "server/access/transport.h"
 #include "server/api/status_details.h"
-#include "server/pool/control_credentials.h"
 
 namespace meshfill {
 
@@ -180,7 +180,8 @@ ControlClient::~ControlClient() = default;
 absl::StatusOr<std::unique_ptr<ControlClient>> ControlClient::Make(const std::string& address,
                                                                    const v1::PoolSection::Tls& tls,
                                                                    Listener& listener) {
-  ASSIGN_OR_RETURN(auto credentials, ControlChannelCredentials(tls, address));
+  ASSIGN_OR_RETURN(const auto parsed, ParseHostPort(address));
+  ASSIGN_OR_RETURN(auto credentials, ControlChannelCredentials(tls, parsed));
   return std::unique_ptr<ControlClient>(
       new ControlClient(std::make_unique<Impl>(address, std::move(credentials), listener)));
 }

@@ -12,9 +12,9 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
+#include "server/access/transport.h"
 #include "server/api/grpc_listener.h"
 #include "server/config/address.h"
-#include "server/pool/control_credentials.h"
 
 namespace meshfill {
 namespace {
@@ -34,8 +34,8 @@ class ControlService::Service final : public v1::ControlService::CallbackService
   explicit Service(Listener& listener) : listener_(listener) {}
 
   absl::Status Listen(const v1::PoolSection& pool) {
-    ASSIGN_OR_RETURN(auto credentials, ControlServerCredentials(pool.tls(), pool.control_listen()));
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(pool.control_listen()));
+    ASSIGN_OR_RETURN(auto credentials, ControlServerCredentials(pool.tls(), address));
     grpc::ServerBuilder builder;
     builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
     builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());

@@ -3,7 +3,9 @@
 #include <utility>
 
 #include "grpcpp/grpcpp.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/transport.h"
 #include "server/api/status_details.h"
 #include "server/api/tenant.h"
 
@@ -13,22 +15,13 @@ namespace {
 constexpr int kWindowBytes = 1 << 20;  // that a holder may send ahead of what is read
 constexpr size_t kIdleChannels = 256;  // more than these are looked through for some that nobody uses
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
-  constexpr int kNoLimit = -1;
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kNoLimit);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);  // it would let the window grow with the link
-  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);  // finds holders that are gone without a word
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
-}
-
 }  // namespace
 
 class HolderChannels::Connections {
  public:
+  Connections(std::shared_ptr<grpc::ChannelCredentials> credentials, std::string server_name)
+      : credentials_(std::move(credentials)), server_name_(std::move(server_name)) {}
+
   std::shared_ptr<grpc::Channel> To(const std::string& address) {
     const MutexLock lock(mu_);
     ++calls_;
@@ -50,6 +43,21 @@ class HolderChannels::Connections {
   }
 
  private:
+  std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) const {
+    constexpr int kNoLimit = -1;
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(kNoLimit);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);  // it would let the window grow with the link
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);  // finds holders that are gone without a word
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+    if (!server_name_.empty()) arguments.SetSslTargetNameOverride(server_name_);
+    return grpc::CreateCustomChannel(address, credentials_, arguments);
+  }
+
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  const std::string server_name_;  // in the holders' certificates; empty: their host
   Mutex mu_;
   CondVar ended_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
@@ -141,7 +149,15 @@ const v1::KvPart* HolderCall::part() const { return impl_->part(); }
 void HolderCall::Next() { impl_->Next(); }
 std::optional<absl::Status> HolderCall::end() const { return impl_->end(); }
 
-HolderChannels::HolderChannels() : connections_(std::make_unique<Connections>()) {}
+HolderChannels::HolderChannels(std::unique_ptr<Connections> connections)
+    : connections_(std::move(connections)) {}
+
+absl::StatusOr<std::unique_ptr<HolderChannels>> HolderChannels::Make(const v1::ApiSection& api) {
+  ASSIGN_OR_RETURN(auto credentials, HolderChannelCredentials(api.tls()));
+  return std::unique_ptr<HolderChannels>(
+      new HolderChannels(std::make_unique<Connections>(std::move(credentials), api.tls().server_name())));
+}
+
 // No call may own the channels: gRPC's threads must not be the ones that destroy the last of them, for they
 // would wait for themselves.
 HolderChannels::~HolderChannels() { connections_->WaitUntilNoCall(); }

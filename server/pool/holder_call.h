@@ -13,7 +13,9 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "kernels/mutex.h"
+#include "meshfill/v1/config.pb.h"
 #include "meshfill/v1/prefill.pb.h"
 
 namespace meshfill {
@@ -40,7 +42,8 @@ class HolderCall {
 // Connections to holders, by address. Thread-safe.
 class HolderChannels {
  public:
-  HolderChannels();
+  // Protected as `api` says. Errors: those of HolderChannelCredentials.
+  static absl::StatusOr<std::unique_ptr<HolderChannels>> Make(const v1::ApiSection& api);
   ~HolderChannels();  // waits for the calls, which have all been let go of
   HolderChannels(const HolderChannels&) = delete;
   HolderChannels& operator=(const HolderChannels&) = delete;
@@ -52,6 +55,7 @@ class HolderChannels {
 
  private:
   class Connections;
+  explicit HolderChannels(std::unique_ptr<Connections> connections);
   const std::unique_ptr<Connections> connections_;
 };
 

@@ -9,6 +9,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/transport.h"
 #include "server/api/channel_limits.h"
 #include "server/api/grpc_listener.h"
 #include "server/api/kv_streams.h"
@@ -42,14 +43,15 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
     port_.server.reset();
   }
 
-  absl::Status Listen(const std::string& listen, const v1::LimitsSection& limits) {
+  absl::Status Listen(const std::string& listen, const v1::Config& config) {
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
+    ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
-    LimitChannel(limits, builder);
+    LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(port_, ListenAt(address, static_cast<int>(limits.max_connections()),
-                                     grpc::InsecureServerCredentials(), builder));
+    ASSIGN_OR_RETURN(
+        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), credentials, builder));
     SetMember(false);
     return absl::OkStatus();
   }
@@ -73,13 +75,13 @@ HolderService::HolderService(std::unique_ptr<Service> service) : service_(std::m
 HolderService::~HolderService() = default;
 
 absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::string& listen,
-                                                                    const v1::LimitsSection& limits,
+                                                                    const v1::Config& config,
                                                                     KvSource& held) {
   // Who reads from several holders takes their parts in the order of tokens: one may wait for the others.
   auto service = std::make_unique<Service>(
-      held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(limits.max_message_bytes()),
+      held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
                               .read_timeout = absl::InfiniteDuration()});
-  RETURN_IF_ERROR(service->Listen(listen, limits));
+  RETURN_IF_ERROR(service->Listen(listen, config));
   return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
 }
 

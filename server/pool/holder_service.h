@@ -1,5 +1,5 @@
 // The port at which a worker serves the K and V that it holds: PrefillService, of which it answers FetchKv
-// alone, and grpc.health.v1. Plain text, as the front-end's API.
+// alone, and grpc.health.v1. Protected as the front-end's API (api.tls).
 #ifndef MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
 #define MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
 
@@ -17,11 +17,10 @@ constexpr char kWorkerHealthService[] = "meshfill.v1.Worker";
 class HolderService {
  public:
   // Listens at `listen`, HOST:PORT; the host may be a network interface. INVALID_ARGUMENT: no such host, or
-  // every interface, which is no address that others could connect to. UNAVAILABLE: the port is in use.
-  // `held` outlives the service.
+  // every interface, which is no address that others could connect to; or as ApiServerCredentials has it.
+  // UNAVAILABLE: the port is in use. `held` outlives the service.
   static absl::StatusOr<std::unique_ptr<HolderService>> Start(const std::string& listen,
-                                                              const v1::LimitsSection& limits,
-                                                              KvSource& held);
+                                                              const v1::Config& config, KvSource& held);
   ~HolderService();  // ends the calls that are left
 
   // Health of kWorkerHealthService: SERVING while the worker belongs to a pool; not at first. Health of ""

@@ -46,22 +46,25 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
 
 }  // namespace
 
-PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics)
+PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model,
+                       std::unique_ptr<HolderChannels> holders, Metrics& metrics)
     : model_(std::move(model)),
       defaults_(ToEngineOptions(config)),
       metrics_(metrics),
       leader_(LeaderOptions(config, model_, kPrefillsAtOnce),
               [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
                      const CachedPrefix& cached) { return PlanFor(capacity, tokens, options, cached); }),
-      kv_leases_(KvShapeOf(model_.shape), [this](const std::function<void(Leader&, absl::Time)>& use) {
-        const MutexLock lock(mu_);
-        use(leader_, MonotonicNow());
-        DoActions();
-      }) {}
+      kv_leases_(KvShapeOf(model_.shape), std::move(holders),
+                 [this](const std::function<void(Leader&, absl::Time)>& use) {
+                   const MutexLock lock(mu_);
+                   use(leader_, MonotonicNow());
+                   DoActions();
+                 }) {}
 
 absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Listen(const v1::Config& config, Metrics& metrics) {
   ASSIGN_OR_RETURN(auto model, IdentifyModel(config.model().path(), ToEngineOptions(config).dtype));
-  std::unique_ptr<PoolEngine> engine(new PoolEngine(config, std::move(model), metrics));
+  ASSIGN_OR_RETURN(auto holders, HolderChannels::Make(config.api()));
+  std::unique_ptr<PoolEngine> engine(new PoolEngine(config, std::move(model), std::move(holders), metrics));
   ASSIGN_OR_RETURN(auto control, ControlService::Start(config.pool(), *engine));
   {
     const MutexLock lock(engine->mu_);

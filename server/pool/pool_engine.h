@@ -61,7 +61,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   class Run;
 
-  PoolEngine(const v1::Config& config, IdentifiedModel model, Metrics& metrics);
+  PoolEngine(const v1::Config& config, IdentifiedModel model, std::unique_ptr<HolderChannels> holders,
+             Metrics& metrics);
 
   void OnConnected(ControlService::Connection connection) override;
   void OnMessage(ControlService::Connection connection, const v1::WorkerMessage& message) override;

@@ -100,7 +100,7 @@ absl::StatusOr<std::unique_ptr<KvReader>> PoolKvLeases::Open(const v1::FetchKvRe
   };
   ASSIGN_OR_RETURN(const PoolKvReader::Found found, find(0));
   ASSIGN_OR_RETURN(const KvFetch fetch, CheckFetch(request, shape_, found.view.tokens, max_message_bytes));
-  return std::make_unique<PoolKvReader>(shape_, fetch, request.lease(), tenant, find, channels_,
+  return std::make_unique<PoolKvReader>(shape_, fetch, request.lease(), tenant, find, *channels_,
                                         std::move(changed));
 }
 

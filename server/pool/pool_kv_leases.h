@@ -22,8 +22,8 @@ class PoolKvLeases final : public KvLeases {
   // The leader, under the lock that guards it; what it then wants done is done before the call returns.
   using UseLeader = std::function<void(const std::function<void(Leader&, absl::Time now)>&)>;
 
-  PoolKvLeases(const KvShape& shape, UseLeader use_leader)
-      : shape_(shape), use_leader_(std::move(use_leader)) {}
+  PoolKvLeases(const KvShape& shape, std::unique_ptr<HolderChannels> channels, UseLeader use_leader)
+      : shape_(shape), use_leader_(std::move(use_leader)), channels_(std::move(channels)) {}
 
   // The directory has changed. Whoever guards the leader calls it, perhaps under that lock.
   void OnChanged();
@@ -53,7 +53,7 @@ class PoolKvLeases final : public KvLeases {
 
   const KvShape shape_;
   const UseLeader use_leader_;
-  HolderChannels channels_;
+  const std::unique_ptr<HolderChannels> channels_;
   Mutex mu_;  // held while `changed_` runs
   std::function<void()> changed_ ABSL_GUARDED_BY(mu_);
 };

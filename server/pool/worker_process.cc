@@ -90,7 +90,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     ASSIGN_OR_RETURN(auto host, RankHost::Load(HostOptions(config), *this));
     host_ = std::move(host);
     absl::StatusOr<std::unique_ptr<HolderService>> holder =
-        HolderService::Start(KvListen(config), config.limits(), host_->kv());
+        HolderService::Start(KvListen(config), config, host_->kv());
     if (!holder.ok()) {
       return absl::Status(holder.status().code(), absl::StrCat("kv.listen: ", holder.status().message()));
     }

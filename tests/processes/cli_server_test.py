@@ -78,7 +78,8 @@ class CliServerTest(CliTestCase):
 
     def test_what_cannot_serve_does_not_say_that_it_listens(self):
         for bad, message in (("model.path=/no/such/model", "no such folder"),
-                             ("pool.control_listen=0.0.0.0:0", "pool.tls.insecure=true")):
+                             ("pool.control_listen=0.0.0.0:0", "pool.tls.insecure=true"),
+                             ("listen=0.0.0.0:0", "api.tls.insecure=true")):
             config = self.tmp / "plain.yaml"
             config.write_text(f"model:\n  path: {self.model}\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n")
             done = run("serve", "--config", config, "--set", bad)

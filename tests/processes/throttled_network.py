@@ -121,7 +121,7 @@ class Pool:
             + ("  measure_links: true\n" if self.measured else f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n")
             + "  hang_timeout: 20s\n")  # 16 processes share this machine's cores
         (folder / "worker.yaml").write_text(
-            f"model:\n  path: {model}\n  dtype: bf16\npool:\n  tls:\n    insecure: true\n"
+            f"model:\n  path: {model}\n  dtype: bf16\napi:\n  tls:\n    insecure: true\npool:\n  tls:\n    insecure: true\n"
             "  worker:\n    data_listen: eth0\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 512MiB\n")
         self.leader = Process("serve", "--config", folder / "pool.yaml")
         self.address = self.leader.wait_for(r" listening on (127\S+:\d+)").group(1)

@@ -85,7 +85,7 @@ TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
               std::string::npos);
   }
   for (const char* assignment : {"model.dtype=f32", "pool.silence_timeout=3s", "limits.drain_timeout=5s",
-                                 "plan.profile_path=x", "pool.tls.insecure=true"}) {
+                                 "plan.profile_path=x", "pool.tls.insecure=true", "api.tls.insecure=true"}) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kServe), "accepted");
     EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
   }
@@ -199,10 +199,10 @@ TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
       "FILE:4: pool.embeded: unknown key; did you mean embedded? known keys here: control_listen, "
       "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
       "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
-  EXPECT_EQ(
-      Refusal("xyzzyplugh: 1\n"),
-      "FILE:1: xyzzyplugh: unknown key; known keys here: kv, limits, listen, metrics_listen, model, plan, "
-      "pool, queue");
+  EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
+            "FILE:1: xyzzyplugh: unknown key; known keys here: api, kv, limits, listen, metrics_listen, "
+            "model, plan, "
+            "pool, queue");
   EXPECT_EQ(
       Refusal("", {"pool.embedded.rank=2"}),
       "--set: pool.embedded.rank: unknown key; did you mean ranks? known keys here: device, memory_bytes, "
@@ -280,6 +280,16 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
             std::string::npos);
   EXPECT_NE(Refusal("pool: {tls: {cert: a.pem}}").find("all of cert, key and ca"), std::string::npos);
   EXPECT_NE(Refusal("pool: {tls: {insecure: 1}}").find("neither true nor false"), std::string::npos);
+  EXPECT_EQ(Refusal("api: {tls: {cert: a.pem}}"), "FILE:1: api.tls: TLS needs both of cert and key");
+  EXPECT_EQ(Refusal("api: {tls: {key: a.key}}"), "FILE:1: api.tls: TLS needs both of cert and key");
+  for (const char* no_ca : {"cert: a, key: b, ", "ca: a, ", ""}) {
+    EXPECT_EQ(Refusal(absl::StrCat("api: {tls: {", no_ca, "client_certificates: true}}")),
+              "FILE:1: api.tls.client_certificates: needs cert, key and the clients' authorities in ca");
+  }
+  EXPECT_EQ(Refusal("api: {tls: {server_name: worker}}"),
+            "FILE:1: api.tls.server_name: needs the workers' authorities in ca");
+  EXPECT_EQ(Refusal("api: {tls: {cert: a, key: b, insecure: true}}"),
+            "FILE:1: api.tls.insecure: is for plain text; leave it out, or cert and key");
   EXPECT_NE(Refusal("pool: {worker: {ranks: 65}}").find("between 1 and 64"), std::string::npos);
   EXPECT_NE(Refusal("queue: {max_requests: 0}").find("not between"), std::string::npos);
   EXPECT_NE(Refusal("limits: {upload_timeout: 0s}").find("above 0s"), std::string::npos);

@@ -6,8 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
+#include "server/config/config.h"
+#include "server/pool/holder_call.h"
+#include "tests/server/access/test_certificates.h"
 
 namespace meshfill {
 namespace {
@@ -46,14 +50,57 @@ int Health(const std::string& address, const std::string& service) {
   return parts[0].begin()[0] == 8 ? parts[0].begin()[1] : -1;
 }
 
+v1::Config Defaults() { return LoadConfig("").value(); }
+
+// How a FetchKv call ends that the front-end makes, protected as `api` says.
+absl::Status Fetch(const std::string& address, const v1::ApiSection& api) {
+  const auto channels = HolderChannels::Make(api);
+  if (!channels.ok()) return channels.status();
+  const auto call = (*channels)->Fetch(address, {}, "", [] {});
+  for (int i = 0; i < 2000 && !call->end().has_value(); ++i) absl::SleepFor(absl::Milliseconds(5));
+  return call->end().value_or(absl::DeadlineExceededError("nothing came"));
+}
+
+// Certificates for kv.listen of a worker whose name is "worker.pool", and for its front-end's connections.
+TEST(HolderService, TheFrontEndReadsOverTls) {
+  const TestCertificates pool, others;
+  v1::Config worker = Defaults();
+  *worker.mutable_api()->mutable_tls() = pool.Tls("worker.pool");
+  worker.mutable_api()->mutable_tls()->set_client_certificates(true);
+  NoKv held;
+  const auto service = HolderService::Start("127.0.0.1:0", worker, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  const std::string& address = (*service)->address();
+
+  v1::ApiSection api;
+  *api.mutable_tls() = pool.Tls("front-end.pool");
+  api.mutable_tls()->set_client_certificates(true);
+  api.mutable_tls()->set_server_name("worker.pool");
+  EXPECT_EQ(Fetch(address, api), absl::NotFoundError("nothing is held here"));
+
+  v1::ApiSection wrong_name = api;
+  wrong_name.mutable_tls()->set_server_name("another.pool");
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(address, wrong_name)));
+  v1::ApiSection no_name = api;
+  no_name.mutable_tls()->clear_server_name();
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(address, no_name))) << "the certificate has no 127.0.0.1";
+  v1::ApiSection no_certificate = api;
+  no_certificate.mutable_tls()->set_client_certificates(false);
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(address, no_certificate)));
+  v1::ApiSection stranger = api;
+  *stranger.mutable_tls() = others.Tls("front-end.pool");
+  stranger.mutable_tls()->set_ca(api.tls().ca());
+  stranger.mutable_tls()->set_client_certificates(true);
+  stranger.mutable_tls()->set_server_name("worker.pool");
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(address, stranger)));
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(address, {}))) << "plain text";
+  stranger.mutable_tls()->set_cert("/nowhere.pem");
+  EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, stranger)));
+}
+
 TEST(HolderService, HealthFollowsTheMembership) {
   NoKv held;
-  v1::LimitsSection limits;
-  limits.set_max_connections(8);
-  limits.set_channel_memory_bytes(64 << 20);
-  limits.set_max_streams(8);
-  limits.set_max_message_bytes(1 << 20);
-  const auto service = HolderService::Start("127.0.0.1:0", limits, held);
+  const auto service = HolderService::Start("127.0.0.1:0", Defaults(), held);
   ASSERT_TRUE(service.ok()) << service.status();
   EXPECT_EQ(Health((*service)->address(), ""), 1) << "the process lives";
   EXPECT_EQ(Health((*service)->address(), kWorkerHealthService), 2);

@@ -103,7 +103,7 @@ class PoolKvReaderTest : public testing::Test {
           if (!lease_.ok()) return lease_;
           return PoolKvReader::Found{view_, place_};
         },
-        channels_,
+        *channels_,
         [this] {
           const std::lock_guard<std::mutex> lock(mu_);
           changed_ = true;
@@ -138,7 +138,7 @@ class PoolKvReaderTest : public testing::Test {
   KvDirectory::View view_;
   std::shared_ptr<KvDirectory::Place> place_;
   KvFetch fetch_;
-  HolderChannels channels_;
+  const std::unique_ptr<HolderChannels> channels_ = HolderChannels::Make({}).value();
   std::mutex mu_;
   std::condition_variable wake_;
   bool changed_ = false;

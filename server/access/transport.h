@@ -1,0 +1,35 @@
+// How a port, or a connection between Meshfill's processes, is protected: TLS, or plain text where that is
+// safe. The control plane (pool.tls) wants certificates on both sides; the API and kv.listen (api.tls) want
+// the server's, and clients' where the configuration says so.
+#ifndef MESHFILL_SERVER_ACCESS_TRANSPORT_H_
+#define MESHFILL_SERVER_ACCESS_TRANSPORT_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "grpcpp/security/credentials.h"
+#include "grpcpp/security/server_credentials.h"
+#include "meshfill/v1/config.pb.h"
+#include "server/config/address.h"
+
+namespace meshfill {
+
+// The errors of all: INVALID_ARGUMENT as ReadTlsFiles has it; and where there is no certificate, the address
+// is not of this machine alone, and `insecure` is not set.
+
+// Of the control plane's two ends. `address`: to listen on, or to join.
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
+    const v1::PoolSection::Tls& tls, const HostPort& address);
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
+    const v1::PoolSection::Tls& tls, const HostPort& address);
+
+// Of the API's port, and of a worker's kv.listen. `address`: numeric, to listen on.
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ApiServerCredentials(const v1::ApiSection::Tls& tls,
+                                                                              const HostPort& address);
+// Of the front-end's connections to its workers' kv.listen: TLS where api.tls.ca is set.
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> HolderChannelCredentials(
+    const v1::ApiSection::Tls& tls);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_ACCESS_TRANSPORT_H_
