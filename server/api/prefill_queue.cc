@@ -139,6 +139,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   }
   GiveTurn();
   PublishCount();
+  changed_.NotifyAll();  // there may be turns to look at from now on
   return turn;
 }
 
