@@ -80,7 +80,8 @@ class BenchKvCommand : public Command {
     KvService kv(leases, {}, metrics);
     ASSIGN_OR_RETURN(const std::unique_ptr<KvLease> lease, store.Admit(prompt, "", kv.options().lease));
     RETURN_IF_ERROR(Fill(*prompt));
-    ASSIGN_OR_RETURN(const KvFetch fetch, CheckFetch({}, shape_, tokens_, kv.options().streams.max_message_bytes));
+    ASSIGN_OR_RETURN(const KvFetch fetch,
+                     CheckFetch({}, shape_, tokens_, kv.options().streams.max_message_bytes));
     v1::KvPart raw;
     FillPart(fetch, *prompt->Layer(0), 0, 0, std::min<int64_t>(tokens_, fetch.part_tokens), raw);
     const int64_t parts = (tokens_ + fetch.part_tokens - 1) / fetch.part_tokens * shape_.layers;
