@@ -41,7 +41,7 @@ INNER = {
     "server/access": {"server/config"},
     "server/api": {"server/config", "server/observe", "server/access"},
     "server/pool": {"server/config", "server/observe", "server/access", "server/api"},
-    "server/cli": {"server/config"},
+    "server/cli": {"server/config", "server/access"},
     "server/cli/commands": {"server/config", "server/pictures", "server/api", "server/pool", "server/cli",
                             "server"},
     "server": {"server/config", "server/observe", "server/api", "server/pool"},

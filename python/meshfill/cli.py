@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--ca", metavar="FILE", help="root certificates, PEM (default: the system's)")
     server.add_argument("--cert", metavar="FILE", help="client certificate, PEM; with --key")
     server.add_argument("--key", metavar="FILE", help="its private key, PEM")
+    server.add_argument("--server-name", metavar="NAME", help="name in the server's certificate (default: the host)")
     server.add_argument("--token-file", metavar="FILE", help="file of the bearer token")
     server.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     shape = _Parser(add_help=False)
@@ -98,6 +99,7 @@ def _client(arguments, tokenizer: Optional[str] = None) -> Client:
         root_certificates=arguments.ca,
         client_certificate=arguments.cert,
         client_key=arguments.key,
+        server_name=arguments.server_name,
         token=token,
         timeout=arguments.timeout,
         tokenizer=tokenizer,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/access.h"
 #include "server/access/transport.h"
 #include "server/api/channel_limits.h"
 #include "server/api/grpc_listener.h"
@@ -20,6 +22,7 @@
 #include "server/api/plan_proto.h"
 #include "server/api/prefill_queue.h"
 #include "server/api/prefill_stream.h"
+#include "server/api/refused_stream.h"
 #include "server/api/status_details.h"
 #include "server/api/store_leases.h"
 #include "server/api/tenant.h"
@@ -69,13 +72,8 @@ KvService::Options KvOptions(const v1::Config& config) {
                       .read_timeout = ToDuration(config.limits().result_timeout())}};
 }
 
-// A stream that is refused before anything is read of it, or written to it.
-template <typename Reactor>
-class RefusedStream final : public Reactor {
- public:
-  explicit RefusedStream(const absl::Status& status) { this->Finish(ToGrpcStatus(status)); }
-  void OnDone() override { delete this; }
-};
+constexpr std::initializer_list<Role> kServed = {Role::kClient, Role::kAdmin};
+constexpr std::initializer_list<Role> kFetching = {Role::kClient, Role::kWorker, Role::kAdmin};
 
 }  // namespace
 
@@ -103,8 +101,9 @@ class FrontEnd::Service final : public ServiceBase {
   absl::Status Listen(const v1::Config& config) {
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(config.listen()));
     ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
-    grpc::EnableDefaultHealthCheckService(true);
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    ASSIGN_OR_RETURN(access_, Access::Open(config.api()));
+    grpc::EnableDefaultHealthCheckService(true);  // for everybody: Kubernetes' probes have no credential
+    if (!access_->asks_for_credentials()) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
@@ -159,38 +158,46 @@ class FrontEnd::Service final : public ServiceBase {
   const LastPrefill& last_prefill() const { return last_prefill_; }
 
   PrefillReactor* Prefill(grpc::CallbackServerContext* context) override {
-    if (auto status = CheckOpen(); !status.ok()) {
+    const absl::StatusOr<Caller> caller = access_->Admit(*context, kServed);
+    if (const auto status = caller.ok() ? CheckOpen() : caller.status(); !status.ok()) {
       metrics_.OnRequestDone(status.code());
       return new RefusedStream<PrefillReactor>(status);
     }
-    return PrefillStream::Start(context, {.engine = *engine_,
-                                          .queue = *queue_,
-                                          .live = live_,
-                                          .metrics = metrics_,
-                                          .kv = kv_.get(),
-                                          .max_top_k = max_top_k_,
-                                          .return_logits = return_logits_});
+    return PrefillStream::Start(context, *caller,
+                                {.engine = *engine_,
+                                 .queue = *queue_,
+                                 .live = live_,
+                                 .metrics = metrics_,
+                                 .kv = kv_.get(),
+                                 .max_top_k = max_top_k_,
+                                 .return_logits = return_logits_});
   }
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
-    if (auto status = CheckKv(); !status.ok()) return new RefusedStream<KvFetchReactor>(status);
-    return kv_->Fetch(context, request);
+    absl::StatusOr<std::string> tenant = AdmitTenant(*context, kFetching);
+    if (const auto status = tenant.ok() ? CheckKv() : tenant.status(); !status.ok()) {
+      return new RefusedStream<KvFetchReactor>(status);
+    }
+    return kv_->Fetch(context, *std::move(tenant), request);
   }
 
   grpc::ServerUnaryReactor* RenewKv(grpc::CallbackServerContext* context, const v1::RenewKvRequest* request,
                                     v1::KvLease* reply) override {
-    return Answer(context, Renew(*request, TenantOf(*context), *reply));
+    return Answer(context, Renew(*context, *request, *reply));
   }
 
   grpc::ServerUnaryReactor* ReleaseKv(grpc::CallbackServerContext* context,
                                       const v1::ReleaseKvRequest* request, v1::ReleaseKvReply*) override {
-    if (CheckKv().ok()) kv_->Release(*request, TenantOf(*context));
-    return Answer(context, absl::OkStatus());
+    const absl::StatusOr<std::string> tenant = AdmitTenant(*context, kServed);
+    if (tenant.ok() && CheckKv().ok()) kv_->Release(*request, *tenant);
+    return Answer(context, tenant.status());
   }
 
   grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context, const v1::CancelRequest* request,
                                    v1::CancelReply*) override {
-    const bool found = live_.CancelRequest(request->request_id(), TenantOf(*context));
+    const absl::StatusOr<std::string> tenant = AdmitTenant(*context, kServed);
+    if (!tenant.ok()) return Answer(context, tenant.status());
+    const bool found = live_.CancelRequest(request->request_id(), *tenant);
     return Answer(context, found ? absl::OkStatus()
                                  : absl::NotFoundError(absl::StrCat(
                                        "no live request of this tenant has the id \"",
@@ -199,16 +206,20 @@ class FrontEnd::Service final : public ServiceBase {
 
   grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const v1::PlanRequest* request,
                                  v1::PlanReply* reply) override {
-    return Answer(context, MakePlan(*request, reply));
+    const absl::Status admitted = access_->Admit(*context, kServed).status();
+    return Answer(context, admitted.ok() ? MakePlan(*request, reply) : admitted);
   }
 
   grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const v1::GetPoolRequest* request,
                                     v1::PoolStatus* status) override {
-    *status = pool_status();
+    const absl::StatusOr<Caller> caller = access_->Admit(*context, kServed);
+    if (!caller.ok()) return Answer(context, caller.status());
+    *status = pool_status(caller->role == Role::kClient ? &caller->tenant : nullptr);
     return Answer(context, absl::OkStatus());
   }
 
-  v1::PoolStatus pool_status() const {
+  // With the requests of one tenant; null: of all.
+  v1::PoolStatus pool_status(const std::string* tenant) const {
     v1::PoolStatus status;
     const PoolState state = state_.load(std::memory_order_acquire);
     status.set_ranks(static_cast<uint32_t>(ranks()));
@@ -241,12 +252,17 @@ class FrontEnd::Service final : public ServiceBase {
     }
     status.set_queued_requests(static_cast<uint32_t>(queue.requests));
     status.set_queued_tokens(static_cast<uint64_t>(queue.tokens));
-    if (!queue.jobs.empty() && queue.jobs.front().phase == PrefillQueue::Phase::kRunning) {
+    const auto shown = [&](const PrefillQueue::JobView& job) {
+      return tenant == nullptr || job.tenant == *tenant;
+    };
+    if (!queue.jobs.empty() && queue.jobs.front().phase == PrefillQueue::Phase::kRunning &&
+        shown(queue.jobs.front())) {
       status.set_running_request_id(queue.jobs.front().id);
       status.set_running_layers_done(static_cast<uint32_t>(queue.jobs.front().layers_done));
       status.set_running_layers(static_cast<uint32_t>(queue.jobs.front().layers));
     }
     for (const PrefillQueue::JobView& job : queue.jobs) {
+      if (!shown(job)) continue;
       v1::PoolStatus::Request& request = *status.add_requests();
       request.set_id(job.id);
       request.set_phase(PhaseName(job.phase));
@@ -285,7 +301,16 @@ class FrontEnd::Service final : public ServiceBase {
     return absl::OkStatus();
   }
 
-  absl::Status Renew(const v1::RenewKvRequest& request, const std::string& tenant, v1::KvLease& reply) {
+  // The tenant of a call whose message names none.
+  absl::StatusOr<std::string> AdmitTenant(const grpc::CallbackServerContext& context,
+                                          std::initializer_list<Role> roles) const {
+    ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, roles));
+    return TenantFor(caller, TenantOf(context));
+  }
+
+  absl::Status Renew(const grpc::CallbackServerContext& context, const v1::RenewKvRequest& request,
+                     v1::KvLease& reply) {
+    ASSIGN_OR_RETURN(const std::string tenant, AdmitTenant(context, kServed));
     RETURN_IF_ERROR(CheckKv());
     ASSIGN_OR_RETURN(reply, kv_->Renew(request, tenant));
     return absl::OkStatus();
@@ -326,6 +351,7 @@ class FrontEnd::Service final : public ServiceBase {
   const KvService::Options kv_options_;
   const int max_top_k_;
   const bool return_logits_;
+  std::unique_ptr<const Access> access_;  // before the port
   LiveStreams live_;
   // engine_, queue_ and kv_ are set before it leaves kLoading
   std::atomic<PoolState> state_{PoolState::kLoading};
@@ -346,7 +372,7 @@ absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& conf
 }
 
 const std::string& FrontEnd::address() const { return service_->address(); }
-v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(); }
+v1::PoolStatus FrontEnd::pool_status() const { return service_->pool_status(nullptr); }
 const LastPrefill& FrontEnd::last_prefill() const { return service_->last_prefill(); }
 void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
   service_->Open(std::move(engine), kv);

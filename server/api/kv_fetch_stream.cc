@@ -1,12 +1,13 @@
 #include "server/api/kv_fetch_stream.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "server/api/kv_streams.h"
 #include "server/api/status_details.h"
-#include "server/api/tenant.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -16,12 +17,12 @@ constexpr size_t kLoggedLeaseCharacters = 8;  // who knows a lease's name may re
 
 }  // namespace
 
-KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context,
+KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, std::string tenant,
                              const v1::FetchKvRequest* request)
     : streams_(streams),
       context_(context),
       request_(*request),
-      tenant_(TenantOf(*context)),
+      tenant_(std::move(tenant)),
       begin_(MonotonicNow()) {}
 
 void KvFetchStream::OnChange() {

@@ -31,7 +31,8 @@ using KvFetchReactor = grpc::ServerWriteReactor<v1::KvPart>;
 class KvFetchStream final : public KvFetchReactor, public std::enable_shared_from_this<KvFetchStream> {
  public:
   // Neither the context nor the request is used after OnDone. `streams` outlives the stream.
-  KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
+  KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, std::string tenant,
+                const v1::FetchKvRequest* request);
 
   // A layer may be there, the lease may have ended, or the reader may have stood still for too long.
   void OnChange();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -37,8 +38,9 @@ class KvService final : private KvStreams::Listener {
                                                      const Plan& plan, const std::string& tenant,
                                                      uint32_t seconds);
 
-  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) {
-    return streams_.Fetch(context, request);
+  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant,
+                        const v1::FetchKvRequest* request) {
+    return streams_.Fetch(context, std::move(tenant), request);
   }
   absl::StatusOr<v1::KvLease> Renew(const v1::RenewKvRequest& request, const std::string& tenant);
   void Release(const v1::ReleaseKvRequest& request, const std::string& tenant);

@@ -32,8 +32,9 @@ KvStreams::~KvStreams() {
   watcher_.join();
 }
 
-KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) {
-  auto stream = std::make_shared<KvFetchStream>(*this, context, request);
+KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, std::string tenant,
+                                 const v1::FetchKvRequest* request) {
+  auto stream = std::make_shared<KvFetchStream>(*this, context, std::move(tenant), request);
   {
     const MutexLock lock(mu_);
     streams_[stream.get()] = stream;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -42,7 +43,9 @@ class KvStreams {
   KvStreams(const KvStreams&) = delete;
   KvStreams& operator=(const KvStreams&) = delete;
 
-  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request);
+  // For a tenant.
+  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant,
+                        const v1::FetchKvRequest* request);
 
   // False where a lease is live at the deadline.
   bool WaitUntilNoLease(absl::Time deadline);

@@ -388,6 +388,7 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
     const bool began = Live(ticket);
     const absl::Time since = began ? std::min(now, job.begin) : job.reserved_at;
     snapshot.jobs.push_back({.id = job.request.id,
+                             .tenant = job.request.tenant,
                              .phase = PhaseOf(ticket),
                              .tokens = job.request.tokens,
                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),

@@ -93,6 +93,7 @@ class PrefillQueue {
   enum class Phase { kRunning, kPaused, kWaiting, kUploading };
   struct JobView {
     std::string id;
+    std::string tenant;
     Phase phase = Phase::kUploading;
     int64_t tokens = 0;
     double elapsed_seconds = 0;         // since its prefill began; before that, since its header came

@@ -13,6 +13,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"  // how its messages become bytes
+#include "server/access/access.h"
 #include "server/api/plan_proto.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
@@ -71,17 +72,19 @@ absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& e
 
 }  // namespace
 
-PrefillReactor* PrefillStream::Start(grpc::CallbackServerContext* context,
+PrefillReactor* PrefillStream::Start(grpc::CallbackServerContext* context, const Caller& caller,
                                      const StreamEnvironment& environment) {
-  std::shared_ptr<PrefillStream> stream(new PrefillStream(context, environment));
+  std::shared_ptr<PrefillStream> stream(new PrefillStream(context, caller, environment));
   stream->self_ = stream;
   environment.live.Add(stream);
   stream->StartRead(&stream->received_);
   return stream.get();
 }
 
-PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment)
+PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const Caller& caller,
+                             const StreamEnvironment& environment)
     : environment_(environment),
+      caller_(caller),
       context_(context),
       begin_(MonotonicNow()),
       deadline_(DeadlineOf(*context)),
@@ -129,6 +132,7 @@ absl::Status PrefillStream::TakeMessage() {
 absl::Status PrefillStream::TakeHeader() {
   header_ = std::move(*incoming_.mutable_header());
   RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
+  ASSIGN_OR_RETURN(*header_.mutable_tenant(), TenantFor(caller_, header_.tenant()));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
   RETURN_IF_ERROR(TakeOptions());

@@ -26,6 +26,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/access/callers.h"
 #include "server/api/kv_leases.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
@@ -54,9 +55,10 @@ class PrefillStream final : public PrefillReactor,
                             public LiveStreams::Stream,
                             public std::enable_shared_from_this<PrefillStream> {
  public:
-  // The reactor of a new stream; it lives until gRPC, the queue and the watch of idle uploads have all let go
-  // of it.
-  static PrefillReactor* Start(grpc::CallbackServerContext* context, const StreamEnvironment& environment);
+  // The reactor of a new stream of an admitted caller; it lives until gRPC, the queue and the watch of idle
+  // uploads have all let go of it.
+  static PrefillReactor* Start(grpc::CallbackServerContext* context, const Caller& caller,
+                               const StreamEnvironment& environment);
 
   // gRPC's reactions.
   void OnReadDone(bool ok) override;
@@ -73,7 +75,8 @@ class PrefillStream final : public PrefillReactor,
  private:
   enum class Phase { kHeader, kTokens, kQueued, kEnded };
 
-  PrefillStream(grpc::CallbackServerContext* context, const StreamEnvironment& environment);
+  PrefillStream(grpc::CallbackServerContext* context, const Caller& caller,
+                const StreamEnvironment& environment);
 
   absl::Status TakeMessage() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -97,6 +100,7 @@ class PrefillStream final : public PrefillReactor,
   void Encode(const v1::PrefillEvent& event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // into sent_
 
   const StreamEnvironment environment_;
+  const Caller caller_;
   grpc::CallbackServerContext* const context_;  // until OnDone
   const absl::Time begin_;
   const absl::Time deadline_;

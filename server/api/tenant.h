@@ -1,5 +1,5 @@
-// The tenant of a call whose message names none: the metadata `meshfill-tenant`, until calls carry
-// credentials that name it.
+// The tenant that a call names where its message has no place for one: in the metadata `meshfill-tenant`.
+// Whether it may be the caller's, TenantFor says (server/access/access.h).
 #ifndef MESHFILL_SERVER_API_TENANT_H_
 #define MESHFILL_SERVER_API_TENANT_H_
 

@@ -38,14 +38,12 @@ bool Upload(v1::PrefillHeader header, std::span<const uint32_t> tokens, PrefillS
 
 class PrefillClient::Call {
  public:
-  explicit Call(const std::string& address) : address_(address) {}
+  explicit Call(const ServerChannel& server) : server_(server), address_(server.address()) {}
 
   absl::StatusOr<v1::PrefillResult> Run(v1::PrefillHeader header, std::span<const uint32_t> tokens,
                                         absl::Time deadline, PrefillEvents& events) {
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(-1);  // a result with all logits of a large vocabulary
-    const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(
-        grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments));
+    const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(server_.channel());
+    server_.Authorize(context_);
     if (deadline != absl::InfiniteFuture()) {
       context_.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - MonotonicNow())));
     }
@@ -94,11 +92,12 @@ class PrefillClient::Call {
     return absl::Status(code, message);
   }
 
+  const ServerChannel server_;
   const std::string address_;
   grpc::ClientContext context_;
 };
 
-PrefillClient::PrefillClient(const std::string& address) : call_(std::make_unique<Call>(address)) {}
+PrefillClient::PrefillClient(const ServerChannel& server) : call_(std::make_unique<Call>(server)) {}
 PrefillClient::~PrefillClient() = default;
 
 absl::StatusOr<v1::PrefillResult> PrefillClient::Prefill(v1::PrefillHeader header,

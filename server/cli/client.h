@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/cli/server_channel.h"
 
 namespace meshfill {
 
@@ -23,8 +24,8 @@ class PrefillEvents {
 
 class PrefillClient {
  public:
-  // `address` is HOST:PORT. Starts nothing: Prefill connects, without TLS.
-  explicit PrefillClient(const std::string& address);
+  // Starts nothing: Prefill connects.
+  explicit PrefillClient(const ServerChannel& server);
   ~PrefillClient();
 
   // Sends one prompt and waits for its result; blocks; call it once. The header's token_count is filled in

@@ -32,14 +32,13 @@ absl::StatusOr<KvShape> KvShapeOf(const v1::KvManifest& manifest) {
 
 class KvDownload::Call {
  public:
-  Call(const std::string& address, const std::string& tenant, const std::string& lease)
-      : address_(address), tenant_(tenant) {
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(-1);
-    stub_ = v1::PrefillService::NewStub(
-        grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+  Call(const ServerChannel& server, const std::string& tenant, const std::string& lease)
+      : server_(server),
+        address_(server.address()),
+        tenant_(tenant),
+        stub_(v1::PrefillService::NewStub(server.channel())) {
     request_.set_lease(lease);
-    context_.AddMetadata(kTenantMetadata, tenant_);
+    Prepare(context_);
     stream_ = stub_->FetchKv(&context_, request_);
   }
 
@@ -51,7 +50,7 @@ class KvDownload::Call {
       stream_->Finish();
     }
     grpc::ClientContext context;
-    context.AddMetadata(kTenantMetadata, tenant_);
+    Prepare(context);
     v1::ReleaseKvRequest release;
     release.set_lease(request_.lease());
     v1::ReleaseKvReply reply;
@@ -81,6 +80,11 @@ class KvDownload::Call {
   }
 
  private:
+  void Prepare(grpc::ClientContext& context) const {
+    context.AddMetadata(kTenantMetadata, tenant_);
+    server_.Authorize(context);
+  }
+
   absl::Status Ended() {
     ended_ = true;
     const grpc::Status status = stream_->Finish();
@@ -92,6 +96,7 @@ class KvDownload::Call {
                         absl::StrCat("server ", address_, ": ", status.error_message()));
   }
 
+  const ServerChannel server_;
   const std::string address_;
   const std::string tenant_;
   std::unique_ptr<v1::PrefillService::Stub> stub_;
@@ -102,8 +107,8 @@ class KvDownload::Call {
   bool ended_ = false;
 };
 
-KvDownload::KvDownload(const std::string& address, const std::string& tenant, const std::string& lease)
-    : call_(std::make_unique<Call>(address, tenant, lease)) {}
+KvDownload::KvDownload(const ServerChannel& server, const std::string& tenant, const std::string& lease)
+    : call_(std::make_unique<Call>(server, tenant, lease)) {}
 KvDownload::~KvDownload() = default;
 
 absl::Status KvDownload::ReadLayer(int layer, std::span<std::byte> k, std::span<std::byte> v) {

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "engine/kv/kv_shape.h"
 #include "meshfill/v1/prefill.pb.h"
+#include "server/cli/server_channel.h"
 
 namespace meshfill {
 
@@ -19,7 +20,7 @@ absl::StatusOr<KvShape> KvShapeOf(const v1::KvManifest& manifest);
 
 class KvDownload {
  public:
-  KvDownload(const std::string& address, const std::string& tenant, const std::string& lease);
+  KvDownload(const ServerChannel& server, const std::string& tenant, const std::string& lease);
   ~KvDownload();  // ends the lease
 
   // Fills K and V of the whole prompt, [tokens, kv_heads, head_dim] each. Layers in order, from 0; blocks.

@@ -29,6 +29,7 @@ constexpr Readers kReaders[] = {
     {"pool.worker", "worker"},
     {"queue", "serve"},
     {"api.tls.server_name", "serve"},
+    {"api.token", "serve"},
     {"plan.layout", "serve"},
     {"plan.stripe", "serve"},
     {"plan.schedule", "serve"},

@@ -5,6 +5,7 @@
 #include "grpcpp/grpcpp.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/bearer_token.h"
 #include "server/access/transport.h"
 #include "server/api/status_details.h"
 #include "server/api/tenant.h"
@@ -19,8 +20,13 @@ constexpr size_t kIdleChannels = 256;  // more than these are looked through for
 
 class HolderChannels::Connections {
  public:
-  Connections(std::shared_ptr<grpc::ChannelCredentials> credentials, std::string server_name)
-      : credentials_(std::move(credentials)), server_name_(std::move(server_name)) {}
+  Connections(std::shared_ptr<grpc::ChannelCredentials> credentials, std::string server_name,
+              std::string authorization)
+      : credentials_(std::move(credentials)),
+        server_name_(std::move(server_name)),
+        authorization_(std::move(authorization)) {}
+
+  const std::string& authorization() const { return authorization_; }
 
   std::shared_ptr<grpc::Channel> To(const std::string& address) {
     const MutexLock lock(mu_);
@@ -57,7 +63,8 @@ class HolderChannels::Connections {
   }
 
   const std::shared_ptr<grpc::ChannelCredentials> credentials_;
-  const std::string server_name_;  // in the holders' certificates; empty: their host
+  const std::string server_name_;    // in the holders' certificates; empty: their host
+  const std::string authorization_;  // of every call; empty: none
   Mutex mu_;
   CondVar ended_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
@@ -71,10 +78,11 @@ class HolderCall::Impl final : public grpc::ClientReadReactor<v1::KvPart> {
       : request_(std::move(request)), changed_(std::move(changed)), on_done_(std::move(on_done)) {}
 
   void Start(std::shared_ptr<Impl> self, std::unique_ptr<v1::PrefillService::Stub> stub,
-             const std::string& tenant) {
+             const std::string& tenant, const std::string& authorization) {
     self_ = std::move(self);
     stub_ = std::move(stub);
     if (!tenant.empty()) context_.AddMetadata(kTenantMetadata, tenant);
+    if (!authorization.empty()) context_.AddMetadata("authorization", authorization);
     stub_->async()->FetchKv(&context_, &request_, this);
     AddHold();  // for reads from outside of a reaction, until the last one has failed, or Cancel
     StartRead(&part_);
@@ -154,8 +162,13 @@ HolderChannels::HolderChannels(std::unique_ptr<Connections> connections)
 
 absl::StatusOr<std::unique_ptr<HolderChannels>> HolderChannels::Make(const v1::ApiSection& api) {
   ASSIGN_OR_RETURN(auto credentials, HolderChannelCredentials(api.tls()));
-  return std::unique_ptr<HolderChannels>(
-      new HolderChannels(std::make_unique<Connections>(std::move(credentials), api.tls().server_name())));
+  std::string authorization;
+  if (!api.token().empty()) {
+    ASSIGN_OR_RETURN(const std::string token, ReadBearerToken("api.token", api.token()));
+    authorization = BearerHeader(token);
+  }
+  return std::unique_ptr<HolderChannels>(new HolderChannels(std::make_unique<Connections>(
+      std::move(credentials), api.tls().server_name(), std::move(authorization))));
 }
 
 // No call may own the channels: gRPC's threads must not be the ones that destroy the last of them, for they
@@ -169,7 +182,7 @@ std::unique_ptr<HolderCall> HolderChannels::Fetch(const std::string& address,
   auto impl = std::make_shared<HolderCall::Impl>(request, std::move(changed),
                                                  [&connections = *connections_] { connections.CallEnded(); });
   auto call = std::make_unique<HolderCall>(impl);
-  impl->Start(impl, std::move(stub), tenant);
+  impl->Start(impl, std::move(stub), tenant, connections_->authorization());
   return call;
 }
 

@@ -42,7 +42,7 @@ class HolderCall {
 // Connections to holders, by address. Thread-safe.
 class HolderChannels {
  public:
-  // Protected as `api` says. Errors: those of HolderChannelCredentials.
+  // Protected as `api` says. Errors: those of HolderChannelCredentials and of ReadBearerToken.
   static absl::StatusOr<std::unique_ptr<HolderChannels>> Make(const v1::ApiSection& api);
   ~HolderChannels();  // waits for the calls, which have all been let go of
   HolderChannels(const HolderChannels&) = delete;

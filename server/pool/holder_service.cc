@@ -9,10 +9,13 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/access.h"
 #include "server/access/transport.h"
 #include "server/api/channel_limits.h"
 #include "server/api/grpc_listener.h"
 #include "server/api/kv_streams.h"
+#include "server/api/refused_stream.h"
+#include "server/api/tenant.h"
 #include "server/config/address.h"
 
 namespace meshfill {
@@ -46,6 +49,7 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
   absl::Status Listen(const std::string& listen, const v1::Config& config) {
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
     ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
+    ASSIGN_OR_RETURN(access_, Access::Open(config.api()));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
@@ -63,11 +67,17 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
   const std::string& address() const { return port_.address; }
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
-    return streams_.Fetch(context, request);
+    const absl::StatusOr<Caller> caller =
+        access_->Admit(*context, {Role::kClient, Role::kWorker, Role::kAdmin});
+    absl::StatusOr<std::string> tenant =
+        caller.ok() ? TenantFor(*caller, TenantOf(*context)) : absl::StatusOr<std::string>(caller.status());
+    if (!tenant.ok()) return new RefusedStream<KvFetchReactor>(tenant.status());
+    return streams_.Fetch(context, *std::move(tenant), request);
   }
 
  private:
   KvStreams streams_;
+  std::unique_ptr<const Access> access_;
   GrpcListener port_;
 };
 

@@ -45,9 +45,13 @@ def floats(data):
 
 
 class Server:
-    """`meshfill serve` on ports that the system chooses. `prepare` is called in its process before it begins."""
+    """`meshfill serve` on ports that the system chooses.
 
-    def __init__(self, *arguments, prepare=None):
+    `prepare` is called in its process before it begins. `client`: what its clients say besides the address.
+    """
+
+    def __init__(self, *arguments, prepare=None, client=()):
+        self.client = client
         self.process = subprocess.Popen(
             [MESHFILL, "serve", *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
             preexec_fn=prepare)
@@ -72,7 +76,7 @@ class Server:
         return self.address is not None and self.prefill_tokens("1 2 3").returncode == 0
 
     def prefill_tokens(self, text, *arguments):
-        return run("prefill", "--server", self.address, "--tokens", "-", "--json", *arguments, stdin=text.encode())
+        return run("prefill", "--server", self.address, "--tokens", "-", "--json", *self.client, *arguments, stdin=text.encode())
 
     def stop(self):
         if self.process.poll() is None:

@@ -3,7 +3,9 @@
 
 Usage: cli_server_test.py PATH_OF_MESHFILL [unittest arguments]
 """
+import hashlib
 import json
+import pathlib
 import signal
 import subprocess
 import threading
@@ -11,6 +13,8 @@ import time
 import unittest
 
 from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
+
+CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
 
 
 class CliServerTest(CliTestCase):
@@ -86,6 +90,39 @@ class CliServerTest(CliTestCase):
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(message, done.stderr.decode())
             self.assertNotIn("listening on", done.stderr.decode())
+
+    def test_tls_and_tokens(self):
+        tokens = {name: self.tmp / f"{name}.token" for name in ("alice", "mallory")}
+        for name, file in tokens.items():
+            file.write_text(f"{name}-secret\n")
+        credentials = self.tmp / "credentials"
+        credentials.write_text(f"alice client a sha256:{hashlib.sha256(b'alice-secret').hexdigest()}\n")
+        keys = ["--set", f"api.tls.cert={CERTIFICATES}/leader.pem", "--set", f"api.tls.key={CERTIFICATES}/leader.key",
+                "--set", f"api.credentials={credentials}"]
+        ca = ("--ca", CERTIFICATES / "authority.pem")
+        server = Server("--config", self.config, *keys, client=(*ca, "--token-file", tokens["alice"]))
+        try:
+            good = server.prefill_tokens("1 2 3", "--kv-out", self.tmp / "kv.safetensors")
+            self.assertEqual(good.returncode, 0, good.stderr)
+            self.assertGreater((self.tmp / "kv.safetensors").stat().st_size, 0)
+            at = ("prefill", "--server", server.address, "--tokens", "-")
+            for options, status, message in (
+                    ((), 1, r"server 127"),
+                    (("--tls",), 1, r"server 127"),
+                    (("--ca", CERTIFICATES / "other_authority.pem"), 1, r"server 127"),
+                    (ca, 1, r"no credential; send"),
+                    ((*ca, "--token-file", tokens["mallory"]), 1, r"this bearer token is not known here"),
+                    ((*ca, "--token-file", tokens["alice"], "--tenant", "b"), 1, r'for the tenant "a" alone'),
+                    ((*ca, "--token-file", "/nowhere"), 2, r"--token-file: /nowhere cannot be read"),
+                    (("--ca", "/nowhere"), 2, r"--ca: /nowhere cannot be read"),
+                    (("--cert", CERTIFICATES / "leader.pem"), 2, r"--key"),
+                    ((*ca, "--cert", CERTIFICATES / "leader.pem", "--key", CERTIFICATES / "worker.key"), 2,
+                     r"--key: .* is not the key of the certificate")):
+                self.refuse(*at, *options, stdin=b"1 2 3", status=status, message=message)
+            log = "".join(server.lines)
+            self.assertNotIn("secret", log)
+        finally:
+            self.assertEqual(server.stop(), 0)
 
     def test_a_hangup_ends_nothing(self):
         server = Server("--config", self.config)

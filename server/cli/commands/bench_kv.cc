@@ -47,7 +47,7 @@ class BenchService final : public v1::PrefillService::CallbackService {
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
     if (request->lease() == kRawLease) return new RawStream(raw_, raw_count_);
-    return kv_.Fetch(context, request);
+    return kv_.Fetch(context, "", request);
   }
 
  private:

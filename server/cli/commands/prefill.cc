@@ -97,10 +97,10 @@ class PrefillCommand : public Command {
   }
 
   absl::Status Run() override {
-    if (server_.empty() && config_.path.empty()) {
+    if (server_.address.empty() && config_.path.empty()) {
       return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE");
     }
-    if (!server_.empty() && !trace_path_.empty()) {
+    if (!server_.address.empty() && !trace_path_.empty()) {
       return absl::InvalidArgumentError(
           "--trace-out shows the ranks of an embedded pool; give --config FILE instead of --server");
     }
@@ -109,7 +109,7 @@ class PrefillCommand : public Command {
       RETURN_IF_ERROR(CheckOutputPath(path));
     }
     ASSIGN_OR_RETURN(std::vector<uint32_t> tokens, ReadTokens(tokens_path_, format_));
-    ASSIGN_OR_RETURN(Outcome outcome, server_.empty() ? RunEmbedded(tokens) : RunOnServer(tokens));
+    ASSIGN_OR_RETURN(Outcome outcome, server_.address.empty() ? RunEmbedded(tokens) : RunOnServer(tokens));
     return Deliver(outcome);
   }
 
@@ -122,9 +122,10 @@ class PrefillCommand : public Command {
   };
 
   void DeclareWhereToRun() {
-    CLI::Option* server = AddParsedOption(*app_, "--server", server_, ParseServerAddress, "HOST:PORT",
+    CLI::Option* server = AddParsedOption(*app_, "--server", server_.address, ParseServerAddress, "HOST:PORT",
                                           "Run on the server that listens there")
                               ->group("Where to run");
+    DeclareConnection(server);
     CLI::Option* config = config_.AddTo(*app_)->group("Where to run")->excludes(server);
     app_->get_option("--set")->group("Where to run")->needs(config);
     app_->add_option("--model", model_path_, "Model folder (default: the config's)")
@@ -133,6 +134,26 @@ class PrefillCommand : public Command {
         ->needs(config);
     AddRanksOption(*app_, ranks_)->group("Where to run")->needs(config);
     AddDTypeOption(*app_, dtype_)->group("Where to run")->needs(config);
+  }
+
+  // Named as the Python client's.
+  void DeclareConnection(CLI::Option* server) {
+    const auto add_file = [&](const char* name, std::string& path, const char* help) {
+      return app_->add_option(name, path, help)->type_name("FILE")->needs(server)->group("Connection");
+    };
+    app_->add_flag("--tls", server_.tls, "Encrypt; implied by the certificates")
+        ->needs(server)
+        ->group("Connection");
+    add_file("--ca", server_.ca, "Root certificates, PEM (default: the system's)");
+    CLI::Option* cert = add_file("--cert", server_.cert, "Client certificate, PEM; with --key");
+    CLI::Option* key = add_file("--key", server_.key, "Its private key, PEM")->needs(cert);
+    cert->needs(key);
+    app_->add_option("--server-name", server_.server_name,
+                     "Name in the server's certificate (default: the host)")
+        ->type_name("NAME")
+        ->needs(server)
+        ->group("Connection");
+    add_file("--token-file", server_.token_file, "File of the bearer token (default: $MESHFILL_TOKEN)");
   }
 
   void DeclareRequest() {
@@ -242,7 +263,8 @@ class PrefillCommand : public Command {
 
   absl::StatusOr<Outcome> RunOnServer(std::span<const uint32_t> tokens) {
     const absl::Time deadline = Deadline();
-    PrefillClient client(server_);
+    ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));
+    PrefillClient client(server);
     CancelWatch watch(absl::InfiniteFuture(), [&client] { client.Cancel(); });
     ProgressBar bar;
     BarEvents events(bar);
@@ -253,7 +275,7 @@ class PrefillCommand : public Command {
     Outcome outcome;
     if (!kv_path_.empty()) {
       ASSIGN_OR_RETURN(outcome.kv_shape, KvShapeOf(result->kv()));
-      outcome.read_kv = [download = std::make_shared<KvDownload>(server_, tenant_, result->kv().lease())](
+      outcome.read_kv = [download = std::make_shared<KvDownload>(server, tenant_, result->kv().lease())](
                             int layer, std::span<std::byte> k, std::span<std::byte> v) {
         return download->ReadLayer(layer, k, v);
       };
@@ -321,7 +343,7 @@ class PrefillCommand : public Command {
     return absl::OkStatus();
   }
 
-  std::string server_;
+  ServerOptions server_;
   ConfigFlags config_;
   std::string model_path_;
   std::optional<int> ranks_;

@@ -53,10 +53,10 @@ int Health(const std::string& address, const std::string& service) {
 v1::Config Defaults() { return LoadConfig("").value(); }
 
 // How a FetchKv call ends that the front-end makes, protected as `api` says.
-absl::Status Fetch(const std::string& address, const v1::ApiSection& api) {
+absl::Status Fetch(const std::string& address, const v1::ApiSection& api, const std::string& tenant = "") {
   const auto channels = HolderChannels::Make(api);
   if (!channels.ok()) return channels.status();
-  const auto call = (*channels)->Fetch(address, {}, "", [] {});
+  const auto call = (*channels)->Fetch(address, {}, tenant, [] {});
   for (int i = 0; i < 2000 && !call->end().has_value(); ++i) absl::SleepFor(absl::Milliseconds(5));
   return call->end().value_or(absl::DeadlineExceededError("nothing came"));
 }
@@ -96,6 +96,34 @@ TEST(HolderService, TheFrontEndReadsOverTls) {
   EXPECT_TRUE(absl::IsUnavailable(Fetch(address, {}))) << "plain text";
   stranger.mutable_tls()->set_cert("/nowhere.pem");
   EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, stranger)));
+}
+
+TEST(HolderService, AsksForCredentials) {
+  const TestCertificates files;
+  v1::Config config = Defaults();
+  // sha256sum of "abc" and of "test".
+  config.mutable_api()->set_credentials(files.Write(
+      "credentials",
+      "pool worker - sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\n"
+      "alice client a sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08\n"));
+  NoKv held;
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  const std::string& address = (*service)->address();
+  v1::ApiSection api;
+  EXPECT_TRUE(absl::IsUnauthenticated(Fetch(address, api)));
+  api.set_token(files.Write("token", "abc\n"));
+  EXPECT_TRUE(absl::IsNotFound(Fetch(address, api, "any")));
+  api.set_token(files.Write("token", "  test\n"));
+  EXPECT_TRUE(absl::IsNotFound(Fetch(address, api, "a")));
+  EXPECT_TRUE(absl::IsPermissionDenied(Fetch(address, api, "b")));
+  api.set_token(files.Write("token", "tset"));
+  EXPECT_TRUE(absl::IsUnauthenticated(Fetch(address, api)));
+  for (const char* bad : {"", " \n", "two words", "two\nlines"}) {
+    api.set_token(files.Write("token", bad));
+    EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, api))) << bad;
+  }
+  EXPECT_EQ(Health(address, ""), 1) << "for everybody";
 }
 
 TEST(HolderService, HealthFollowsTheMembership) {

@@ -1,0 +1,95 @@
+#include "server/access/access.h"
+
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "grpc/grpc_security_constants.h"
+#include "kernels/return_if_error.h"
+#include "server/access/small_file.h"
+
+namespace meshfill {
+namespace {
+
+constexpr char kHowToCall[] =
+    "send `authorization: Bearer TOKEN`, or a client certificate that the server knows";
+constexpr size_t kShownBytes = 128;
+
+const char* RoleName(Role role) {
+  switch (role) {
+    case Role::kClient:
+      return "client";
+    case Role::kWorker:
+      return "worker";
+    case Role::kAdmin:
+      return "admin";
+  }
+  return "?";
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Access>> Access::Open(const v1::ApiSection& api) {
+  std::unique_ptr<Access> access(new Access(api.credentials()));
+  if (!access->asks_for_credentials()) return access;
+  ASSIGN_OR_RETURN(const std::string text, ReadSmallFile("api.credentials", access->path_));
+  ASSIGN_OR_RETURN(Callers callers, Callers::Parse(access->path_, text));
+  const MutexLock lock(access->mu_);
+  access->callers_ = std::make_shared<const Callers>(std::move(callers));
+  return access;
+}
+
+absl::StatusOr<Caller> Access::Identify(const grpc::ServerContextBase& context) const {
+  std::shared_ptr<const Callers> callers;
+  {
+    const MutexLock lock(mu_);
+    callers = callers_;
+  }
+  const auto [begin, end] = context.client_metadata().equal_range("authorization");
+  if (begin != end) {
+    absl::string_view header(begin->second.data(), begin->second.size());
+    if (std::next(begin) != end || header.size() < 7 ||
+        !absl::EqualsIgnoreCase(header.substr(0, 7), "Bearer ")) {
+      return absl::UnauthenticatedError(
+          absl::StrCat("the authorization is no single bearer token; ", kHowToCall));
+    }
+    if (const Caller* const caller = callers->OfToken(header.substr(7))) return *caller;
+    return absl::UnauthenticatedError(
+        "this bearer token is not known here; ask the server's operator for one");
+  }
+  const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
+  if (peer == nullptr) return absl::UnauthenticatedError(absl::StrCat("no credential; ", kHowToCall));
+  bool has_certificate = false;
+  for (const char* property : {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
+    for (const grpc::string_ref& name : peer->FindPropertyValues(property)) {
+      has_certificate = true;
+      if (const Caller* const caller = callers->OfCertificate({name.data(), name.size()})) return *caller;
+    }
+  }
+  return absl::UnauthenticatedError(
+      has_certificate ? "nobody of this certificate's name is known here; ask the server's operator to add it"
+                      : absl::StrCat("no credential; ", kHowToCall));
+}
+
+absl::StatusOr<Caller> Access::Admit(const grpc::ServerContextBase& context,
+                                     std::initializer_list<Role> roles) const {
+  if (!asks_for_credentials()) return Caller();
+  ASSIGN_OR_RETURN(Caller caller, Identify(context));
+  for (const Role role : roles) {
+    if (caller.role == role) return caller;
+  }
+  return absl::PermissionDeniedError(
+      absl::StrCat("\"", caller.name, "\" has the role ", RoleName(caller.role),
+                   ", which may not call this; use a credential of another role"));
+}
+
+absl::StatusOr<std::string> TenantFor(const Caller& caller, absl::string_view named) {
+  if (caller.role != Role::kClient) return std::string(named);
+  if (named.empty() || named == caller.tenant) return caller.tenant;
+  return absl::PermissionDeniedError(absl::StrCat("\"", caller.name, "\" calls for the tenant \"",
+                                                  caller.tenant, "\" alone, not for \"",
+                                                  named.substr(0, kShownBytes), "\"; leave the tenant out"));
+}
+
+}  // namespace meshfill

@@ -1,0 +1,58 @@
+// Who may call, as the file of api.credentials says: a line for each credential, of four words.
+//
+//     # name   role    tenant  credential
+//     alice    client  team-a  sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+//     bob      client  team-b  certificate:bob.example
+//     pool     worker  -       sha256:…
+//     ops      admin   -       certificate:ops.example
+//
+// The file has a token's SHA-256 and never the token. A certificate is named by its subject's common name, or
+// by a DNS name that it has. An immutable value; thread-safe.
+#ifndef MESHFILL_SERVER_ACCESS_CALLERS_H_
+#define MESHFILL_SERVER_ACCESS_CALLERS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace meshfill {
+
+enum class Role : uint8_t {
+  kClient = 1,  // prefills, K and V, plans, the pool: of its own tenant
+  kWorker = 2,  // a process of the pool: reads K and V, of every tenant
+  kAdmin = 4,   // all, for every tenant
+};
+
+struct Caller {
+  std::string name;  // for messages
+  Role role = Role::kAdmin;
+  std::string tenant;  // of a client
+
+  bool operator==(const Caller&) const = default;
+};
+
+class Callers {
+ public:
+  // INVALID_ARGUMENT "FILE:LINE: what is wrong; what to do": wrong words, a name or a credential that is
+  // there twice, no line at all. Messages never repeat a credential.
+  static absl::StatusOr<Callers> Parse(absl::string_view file_name, absl::string_view text);
+
+  // Null: nobody's. Takes the same time for every token of a length.
+  const Caller* OfToken(absl::string_view token) const;
+  const Caller* OfCertificate(absl::string_view name) const;
+
+ private:
+  struct Token {
+    std::string sha256;  // 32 bytes
+    Caller caller;
+  };
+  std::map<uint64_t, Token> tokens_;  // by the first eight bytes of their hashes
+  std::map<std::string, Caller, std::less<>> certificates_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_ACCESS_CALLERS_H_

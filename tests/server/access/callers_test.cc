@@ -1,0 +1,69 @@
+// The file of credentials: what it may say, and whom a token or a certificate is.
+#include "server/access/callers.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+// sha256sum of "test" and of "abc" (FIPS 180-2's example).
+constexpr char kTest[] = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
+constexpr char kAbc[] = "sha256:BA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD";
+
+std::string Problem(const std::string& text) {
+  const auto callers = Callers::Parse("F", text);
+  return callers.ok() ? "none" : std::string(callers.status().message());
+}
+
+TEST(Callers, AreFoundByTheirCredentials) {
+  const auto callers = Callers::Parse(
+      "F", absl::StrCat("# who may call\n\nalice client team-a ", kTest, " # since May\n\tpool worker - ",
+                        kAbc, "\r\nops admin - certificate:ops.example"));
+  ASSERT_TRUE(callers.ok()) << callers.status();
+  ASSERT_NE(callers->OfToken("test"), nullptr);
+  EXPECT_EQ(*callers->OfToken("test"), (Caller{"alice", Role::kClient, "team-a"}));
+  ASSERT_NE(callers->OfToken("abc"), nullptr);
+  EXPECT_EQ(*callers->OfToken("abc"), (Caller{"pool", Role::kWorker, ""}));
+  ASSERT_NE(callers->OfCertificate("ops.example"), nullptr);
+  EXPECT_EQ(*callers->OfCertificate("ops.example"), (Caller{"ops", Role::kAdmin, ""}));
+  for (const char* unknown : {"", "tes", "test ", "TEST", "alice", kTest, "ops.example"}) {
+    EXPECT_EQ(callers->OfToken(unknown), nullptr) << unknown;
+  }
+  for (const char* unknown : {"", "ops", "ops.example.org", "test", "alice"}) {
+    EXPECT_EQ(callers->OfCertificate(unknown), nullptr) << unknown;
+  }
+}
+
+TEST(Callers, MistakesAreToldWithTheirLineAndWithoutTheCredential) {
+  const std::string good = absl::StrCat("a client t ", kTest, "\n");
+  EXPECT_EQ(Problem(good), "none");
+  EXPECT_THAT(Problem(""), HasSubstr("F: nobody is in it"));
+  EXPECT_THAT(Problem("# a comment\n\n"), HasSubstr("F: nobody is in it"));
+  EXPECT_EQ(Problem(good + "b client t\n"), "F:2: 3 words; write NAME ROLE TENANT CREDENTIAL");
+  EXPECT_EQ(Problem("b client t x y"), "F:1: 5 words; write NAME ROLE TENANT CREDENTIAL");
+  EXPECT_THAT(Problem(absl::StrCat("b root - ", kAbc)), HasSubstr("F:1: the role"));
+  EXPECT_THAT(Problem(absl::StrCat("b client - ", kAbc)), HasSubstr("a client has a tenant"));
+  EXPECT_THAT(Problem(absl::StrCat("b admin t ", kAbc)), HasSubstr("workers and admins have -"));
+  EXPECT_THAT(Problem(good + absl::StrCat("a admin - ", kAbc)), HasSubstr("F:2: the name a is there twice"));
+  EXPECT_THAT(Problem(good + absl::StrCat("b admin - ", kTest)), HasSubstr("F:2: the same credential"));
+  EXPECT_THAT(Problem("a admin - certificate:x\nb admin - certificate:x"),
+              HasSubstr("F:2: the same credential"));
+  for (const char* credential : {"s3cret-token", "sha256:s3cret", "certificate:", "md5:s3cret",
+                                 "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"}) {
+    const std::string problem = Problem(absl::StrCat("b admin - ", credential));
+    EXPECT_THAT(problem, HasSubstr("F:1: the credential, the fourth word")) << credential;
+    EXPECT_THAT(problem, Not(HasSubstr("s3cret")));
+  }
+  EXPECT_THAT(Problem(absl::StrCat(std::string(129, 'n'), " admin - ", kAbc)), HasSubstr("above 128 bytes"));
+}
+
+}  // namespace
+}  // namespace meshfill
