@@ -294,6 +294,8 @@ void PoolSimulation::DoLeaderActions() {
   for (Leader::Action& action : leader_->TakeActions()) {
     if (auto* send = std::get_if<Leader::Send>(&action)) {
       if (send->message.has_prepare()) OnRunTold(send->message.prepare());
+      if (send->message.has_abort()) runs_told_.at(send->message.abort().run()).stopped = true;
+      if (send->message.has_cancel()) runs_told_.at(send->message.cancel().run()).stopped = true;
       DeliverToNode(send->to, std::move(send->message));
     } else if (auto* close = std::get_if<Leader::Close>(&action)) {
       CloseAtLeader(close->connection);
@@ -829,7 +831,10 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   const auto [entry, fresh] = runs_told_.try_emplace(prepare.run());
   if (!fresh) return;
   RunTold& told = entry->second;
-  told = {.tokens = request_->tokens, .cache_tenant = request_->cache_tenant, .computed_by = {}};
+  told = {.tokens = request_->tokens,
+          .cache_tenant = request_->cache_tenant,
+          .computed_by = {},
+          .stopped = false};
   if (prepare.prefix_size() > 0 && request_->ignores_cache) Fail("the cache is not ignored");
   for (const v1::RunTokens& piece : prepare.prefix()) {
     const auto found = runs_told_.find(piece.run());
@@ -918,6 +923,7 @@ void PoolSimulation::ReadLease(const std::string& name) {
     return;
   }
   if (!view.ok()) return Fail(absl::StrCat("a live lease: ", view.status().ToString()));
+  if (view->run != 0 && runs_told_.at(view->run).stopped) return Fail("a run that was stopped can be read");
   if (view->run == 0 || view->layers_done < kLayers) return;  // a reader waits
   const std::string missed = ReadHolders(name, leader_->kv().PlaceOf(name), view->run);
   if (missed.empty()) {
@@ -1026,10 +1032,21 @@ void PoolSimulation::SubmitNext() {
   if (last || !request_.has_value() || !Chance(0.15)) return;
   After(DrawMs(0, 600), -1, [this, ticket = request_->ticket, incarnation = leader_incarnation_] {
     if (leader_ == nullptr || incarnation != leader_incarnation_) return;
-    if (request_.has_value() && request_->ticket == ticket) request_->cancelled = true;
+    const bool lives = request_.has_value() && request_->ticket == ticket;
+    if (lives) request_->cancelled = true;
     leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
+    if (lives) CheckNothingRuns();
     DoLeaderActions();
   });
+}
+
+// One request lives at a time here: once it is cancelled, no run goes on.
+void PoolSimulation::CheckNothingRuns() {
+  for (const Leader::WorkerView& worker : leader_->workers()) {
+    const bool runs =
+        worker.state == Leader::WorkerState::kPreparing || worker.state == Leader::WorkerState::kRunning;
+    if (runs) Fail("the run of a cancelled request goes on");
+  }
 }
 
 std::vector<uint32_t> PoolSimulation::DrawPrompt() {

@@ -148,6 +148,7 @@ class PoolSimulation {
     std::vector<uint32_t> tokens;  // of the whole prompt
     std::string cache_tenant;
     std::vector<uint64_t> computed_by;  // by token: the run
+    bool stopped = false;
   };
 
   // A client's lease, as it must be.
@@ -213,6 +214,7 @@ class PoolSimulation {
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
   void KeepLayers(int node, int seat);
   void OnRunTold(const v1::Prepare& prepare);
+  void CheckNothingRuns();
   std::vector<uint32_t> DrawPrompt();
   void OnPrefillEnded(const std::string& lease, bool done);
   void UseLease(const std::string& lease);
