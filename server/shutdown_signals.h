@@ -13,7 +13,8 @@
 namespace meshfill {
 
 // What a process says of a SIGHUP that asks for nothing.
-constexpr char kNothingToReload[] = "SIGHUP changes nothing: the configuration is read at start";
+constexpr char kNothingToReload[] =
+    "SIGHUP changes nothing: the configuration is read at start, certificates and tokens as they change";
 
 // Make it before any other thread: threads inherit that the signals are blocked, so that they stay pending
 // for Wait. A SIGHUP ends nothing: neither a closed terminal nor `systemctl reload` costs a prefill.

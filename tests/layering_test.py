@@ -38,7 +38,7 @@ INNER = {
     "server/config": set(),
     "server/pictures": set(),
     "server/observe": {"server/config", "server/pictures"},
-    "server/access": {"server/config"},
+    "server/access": {"server/config", "server/observe"},
     "server/api": {"server/config", "server/observe", "server/access"},
     "server/pool": {"server/config", "server/observe", "server/access", "server/api"},
     "server/cli": {"server/config", "server/access"},

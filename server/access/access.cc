@@ -8,6 +8,7 @@
 #include "grpc/grpc_security_constants.h"
 #include "kernels/return_if_error.h"
 #include "server/access/small_file.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {
@@ -33,11 +34,24 @@ const char* RoleName(Role role) {
 absl::StatusOr<std::unique_ptr<Access>> Access::Open(const v1::ApiSection& api) {
   std::unique_ptr<Access> access(new Access(api.credentials()));
   if (!access->asks_for_credentials()) return access;
-  ASSIGN_OR_RETURN(const std::string text, ReadSmallFile("api.credentials", access->path_));
-  ASSIGN_OR_RETURN(Callers callers, Callers::Parse(access->path_, text));
-  const MutexLock lock(access->mu_);
-  access->callers_ = std::make_shared<const Callers>(std::move(callers));
+  RETURN_IF_ERROR(access->Read());
+  access->watch_.Start([access = access.get()] { access->Reload(); });
   return access;
+}
+
+absl::Status Access::Read() {
+  ASSIGN_OR_RETURN(const std::string text, ReadSmallFile("api.credentials", path_));
+  ASSIGN_OR_RETURN(Callers callers, Callers::Parse(path_, text));
+  auto shared = std::make_shared<const Callers>(std::move(callers));
+  const MutexLock lock(mu_);
+  callers_ = std::move(shared);
+  return absl::OkStatus();
+}
+
+void Access::Reload() {
+  const absl::Status read = Read();
+  Log(read.ok() ? absl::StrCat("callers are now those in ", path_)
+                : absl::StrCat("callers stay as they were: ", read.message()));
 }
 
 absl::StatusOr<Caller> Access::Identify(const grpc::ServerContextBase& context) const {

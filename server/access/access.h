@@ -1,7 +1,8 @@
 // The door of a port that serves the API: who calls, and what they may (docs/security.md).
 //
 // Without api.credentials every call is an admin's: whoever reaches the port, with the certificate that
-// api.tls may want, does all. Thread-safe.
+// api.tls may want, does all. A file that changes is read anew; one with a mistake changes nothing, and the
+// log tells of it. Thread-safe.
 #ifndef MESHFILL_SERVER_ACCESS_ACCESS_H_
 #define MESHFILL_SERVER_ACCESS_ACCESS_H_
 
@@ -17,6 +18,7 @@
 #include "kernels/mutex.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/access/callers.h"
+#include "server/access/file_watch.h"
 
 namespace meshfill {
 
@@ -33,12 +35,15 @@ class Access {
                                std::initializer_list<Role> roles) const;
 
  private:
-  explicit Access(std::string path) : path_(std::move(path)) {}
+  explicit Access(const std::string& path) : path_(path), watch_({path}) {}
+  absl::Status Read();
+  void Reload();
   absl::StatusOr<Caller> Identify(const grpc::ServerContextBase& context) const;
 
   const std::string path_;  // of the credentials; empty: none are asked for
   mutable Mutex mu_;
   std::shared_ptr<const Callers> callers_ ABSL_GUARDED_BY(mu_);
+  FileWatch watch_;  // last: its thread uses all of the above
 };
 
 // The tenant that a call is for; `named`: what it says itself, "" for nothing. PERMISSION_DENIED: a client

@@ -23,14 +23,12 @@ absl::Status CheckPlainText(const HostPort& address, bool insecure, absl::string
 
 constexpr char kControlFiles[] = "pool.tls.cert, key and ca";
 
-std::shared_ptr<grpc::ServerCredentials> TlsServer(const TlsPems& pems, bool client_certificates) {
-  grpc::SslServerCredentialsOptions options(client_certificates
-                                                ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
-                                                : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
-  if (client_certificates) options.pem_root_certs = pems.ca;
-  options.pem_key_cert_pairs.push_back({pems.key, pems.cert});
-  return grpc::SslServerCredentials(options);
+absl::StatusOr<ServerTransport> TlsServer(const TlsFiles& files, bool client_certificates) {
+  ASSIGN_OR_RETURN(std::shared_ptr<const ServerTls> tls, ServerTls::Open(files, client_certificates));
+  return ServerTransport{.credentials = tls->credentials(), .tls = tls};
 }
+
+ServerTransport PlainServer() { return {.credentials = grpc::InsecureServerCredentials(), .tls = nullptr}; }
 
 std::shared_ptr<grpc::ChannelCredentials> TlsChannel(const TlsPems& pems) {
   return grpc::SslCredentials(
@@ -39,14 +37,13 @@ std::shared_ptr<grpc::ChannelCredentials> TlsChannel(const TlsPems& pems) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
-    const v1::PoolSection::Tls& tls, const HostPort& address) {
+absl::StatusOr<ServerTransport> ControlServerTransport(const v1::PoolSection::Tls& tls,
+                                                       const HostPort& address) {
   if (tls.cert().empty()) {
     RETURN_IF_ERROR(CheckPlainText(address, tls.insecure(), kControlFiles, "pool.tls.insecure"));
-    return grpc::InsecureServerCredentials();
+    return PlainServer();
   }
-  ASSIGN_OR_RETURN(const auto pems, ReadTlsFiles(FilesOf(tls), TlsSide::kServer));
-  return TlsServer(pems, /*client_certificates=*/true);
+  return TlsServer(FilesOf(tls), /*client_certificates=*/true);
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
@@ -59,14 +56,12 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredenti
   return TlsChannel(pems);
 }
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ApiServerCredentials(const v1::ApiSection::Tls& tls,
-                                                                              const HostPort& address) {
+absl::StatusOr<ServerTransport> ApiServerTransport(const v1::ApiSection::Tls& tls, const HostPort& address) {
   if (tls.cert().empty()) {
     RETURN_IF_ERROR(CheckPlainText(address, tls.insecure(), "api.tls.cert and key", "api.tls.insecure"));
-    return grpc::InsecureServerCredentials();
+    return PlainServer();
   }
-  ASSIGN_OR_RETURN(const auto pems, ReadTlsFiles(FilesOf(tls), TlsSide::kServer));
-  return TlsServer(pems, tls.client_certificates());
+  return TlsServer(FilesOf(tls), tls.client_certificates());
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> HolderChannelCredentials(

@@ -10,22 +10,28 @@
 #include "grpcpp/security/credentials.h"
 #include "grpcpp/security/server_credentials.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/access/server_tls.h"
 #include "server/config/address.h"
 
 namespace meshfill {
+
+// Of a port. Kept as long as the port is open: it takes changed files over.
+struct ServerTransport {
+  std::shared_ptr<grpc::ServerCredentials> credentials;
+  std::shared_ptr<const ServerTls> tls;  // null: plain text
+};
 
 // The errors of all: INVALID_ARGUMENT as ReadTlsFiles has it; and where there is no certificate, the address
 // is not of this machine alone, and `insecure` is not set.
 
 // Of the control plane's two ends. `address`: to listen on, or to join.
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ControlServerCredentials(
-    const v1::PoolSection::Tls& tls, const HostPort& address);
+absl::StatusOr<ServerTransport> ControlServerTransport(const v1::PoolSection::Tls& tls,
+                                                       const HostPort& address);
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
     const v1::PoolSection::Tls& tls, const HostPort& address);
 
 // Of the API's port, and of a worker's kv.listen. `address`: numeric, to listen on.
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ApiServerCredentials(const v1::ApiSection::Tls& tls,
-                                                                              const HostPort& address);
+absl::StatusOr<ServerTransport> ApiServerTransport(const v1::ApiSection::Tls& tls, const HostPort& address);
 // Of the front-end's connections to its workers' kv.listen: TLS where api.tls.ca is set.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> HolderChannelCredentials(
     const v1::ApiSection::Tls& tls);

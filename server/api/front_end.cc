@@ -100,7 +100,7 @@ class FrontEnd::Service final : public ServiceBase {
 
   absl::Status Listen(const v1::Config& config) {
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(config.listen()));
-    ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
+    ASSIGN_OR_RETURN(const auto transport, ApiServerTransport(config.api().tls(), address));
     ASSIGN_OR_RETURN(access_, Access::Open(config.api()));
     grpc::EnableDefaultHealthCheckService(true);  // for everybody: Kubernetes' probes have no credential
     if (!access_->asks_for_credentials()) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
@@ -108,7 +108,7 @@ class FrontEnd::Service final : public ServiceBase {
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
     ASSIGN_OR_RETURN(
-        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), credentials, builder));
+        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
     SetHealth(false);
     return absl::OkStatus();
   }

@@ -15,12 +15,11 @@ void GrpcListener::Shutdown(std::chrono::system_clock::time_point deadline) {
 }
 
 absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
-                                      const std::shared_ptr<grpc::ServerCredentials>& credentials,
-                                      grpc::ServerBuilder& builder) {
+                                      const ServerTransport& transport, grpc::ServerBuilder& builder) {
   ASSIGN_OR_RETURN(auto acceptor, ConnectionAcceptor::Bind(address, max_connections));
   std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> connections =
       builder.experimental().AddExternalConnectionAcceptor(Builder::ExternalConnectionType::FROM_FD,
-                                                           credentials);
+                                                           transport.credentials);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr) {
     return absl::UnavailableError(absl::StrCat("gRPC cannot serve at ", address.DebugString(),
@@ -33,7 +32,7 @@ absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connectio
     connections->HandleNewConnection(&parameters);
   });
   std::string real = acceptor->address().DebugString();
-  return GrpcListener{std::move(server), std::move(acceptor), std::move(real)};
+  return GrpcListener{transport, std::move(server), std::move(acceptor), std::move(real)};
 }
 
 }  // namespace meshfill

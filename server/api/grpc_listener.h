@@ -9,12 +9,14 @@
 #include "absl/status/statusor.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
+#include "server/access/transport.h"
 #include "server/api/connection_acceptor.h"
 #include "server/config/address.h"
 
 namespace meshfill {
 
 struct GrpcListener {
+  ServerTransport transport;  // outlives the server
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<ConnectionAcceptor> acceptor;  // null after Shutdown
   std::string address;                           // HOST:PORT, the real port
@@ -26,8 +28,7 @@ struct GrpcListener {
 // Starts what was built, at `address`, whose port 0 stands for any that is free. UNAVAILABLE: another has the
 // port.
 absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
-                                      const std::shared_ptr<grpc::ServerCredentials>& credentials,
-                                      grpc::ServerBuilder& builder);
+                                      const ServerTransport& transport, grpc::ServerBuilder& builder);
 
 }  // namespace meshfill
 

@@ -13,13 +13,20 @@
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/access/transport.h"
 #include "server/api/status_details.h"
+#include "server/config/address.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 
 class ControlClient::Impl {
  public:
-  Impl(std::string address, std::shared_ptr<grpc::ChannelCredentials> credentials, Listener& listener)
-      : address_(std::move(address)), credentials_(std::move(credentials)), listener_(listener) {}
+  Impl(std::string address, HostPort parsed, v1::PoolSection::Tls tls,
+       std::shared_ptr<grpc::ChannelCredentials> credentials, Listener& listener)
+      : address_(std::move(address)),
+        parsed_(std::move(parsed)),
+        tls_(std::move(tls)),
+        credentials_(std::move(credentials)),
+        listener_(listener) {}
 
   ~Impl() {
     MutexLock lock(mu_);
@@ -144,7 +151,13 @@ class ControlClient::Impl {
     arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     arguments.SetMaxReceiveMessageSize(kNoLimit);
     arguments.SetMaxSendMessageSize(kNoLimit);
-    return grpc::CreateCustomChannel(address_, credentials_, arguments);
+    // The files may have changed since the last connection.
+    const auto credentials = ControlChannelCredentials(tls_, parsed_);
+    if (!credentials.ok()) {
+      LogLimited("control_tls", absl::StrCat("joins with the certificate as it was at start: ",
+                                             credentials.status().message()));
+    }
+    return grpc::CreateCustomChannel(address_, credentials.value_or(credentials_), arguments);
   }
 
   std::shared_ptr<Stream> Find(Connection connection) {
@@ -163,7 +176,9 @@ class ControlClient::Impl {
   }
 
   const std::string address_;
-  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  const HostPort parsed_;
+  const v1::PoolSection::Tls tls_;
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;  // of the files at start
   Listener& listener_;
   Mutex mu_;
   CondVar gone_;
@@ -183,7 +198,7 @@ absl::StatusOr<std::unique_ptr<ControlClient>> ControlClient::Make(const std::st
   ASSIGN_OR_RETURN(const auto parsed, ParseHostPort(address));
   ASSIGN_OR_RETURN(auto credentials, ControlChannelCredentials(tls, parsed));
   return std::unique_ptr<ControlClient>(
-      new ControlClient(std::make_unique<Impl>(address, std::move(credentials), listener)));
+      new ControlClient(std::make_unique<Impl>(address, parsed, tls, std::move(credentials), listener)));
 }
 
 void ControlClient::Connect(Connection connection) { impl_->Connect(connection); }

@@ -35,7 +35,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
 
   absl::Status Listen(const v1::PoolSection& pool) {
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(pool.control_listen()));
-    ASSIGN_OR_RETURN(auto credentials, ControlServerCredentials(pool.tls(), address));
+    ASSIGN_OR_RETURN(const auto transport, ControlServerTransport(pool.tls(), address));
     grpc::ServerBuilder builder;
     builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
     builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
@@ -46,7 +46,7 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
     builder.SetResourceQuota(grpc::ResourceQuota("control").Resize(kMaxChannelBytes));
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(port_, ListenAt(address, kMaxConnections, credentials, builder));
+    ASSIGN_OR_RETURN(port_, ListenAt(address, kMaxConnections, transport, builder));
     return absl::OkStatus();
   }
 

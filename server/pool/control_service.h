@@ -27,7 +27,7 @@ class ControlService {
     virtual void OnDisconnected(Connection connection) = 0;  // once, last
   };
 
-  // Binds pool.control_listen. UNAVAILABLE: the port is in use; else as ControlServerCredentials. The
+  // Binds pool.control_listen. UNAVAILABLE: the port is in use; else as ControlServerTransport. The
   // listener outlives the service.
   static absl::StatusOr<std::unique_ptr<ControlService>> Start(const v1::PoolSection& pool,
                                                                Listener& listener);

@@ -1,14 +1,18 @@
 #include "server/pool/holder_call.h"
 
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/bearer_token.h"
+#include "server/access/file_watch.h"
 #include "server/access/transport.h"
 #include "server/api/status_details.h"
 #include "server/api/tenant.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {
@@ -16,17 +20,33 @@ namespace {
 constexpr int kWindowBytes = 1 << 20;  // that a holder may send ahead of what is read
 constexpr size_t kIdleChannels = 256;  // more than these are looked through for some that nobody uses
 
+// What connections to holders depend on.
+std::vector<std::string> FilesOf(const v1::ApiSection& api) {
+  const v1::ApiSection::Tls& tls = api.tls();
+  if (tls.ca().empty()) return {api.token()};
+  return {api.token(), tls.ca(), tls.cert(), tls.key()};
+}
+
 }  // namespace
 
 class HolderChannels::Connections {
  public:
-  Connections(std::shared_ptr<grpc::ChannelCredentials> credentials, std::string server_name,
-              std::string authorization)
-      : credentials_(std::move(credentials)),
-        server_name_(std::move(server_name)),
-        authorization_(std::move(authorization)) {}
+  explicit Connections(const v1::ApiSection& api) : api_(api), watch_(FilesOf(api)) {}
 
-  const std::string& authorization() const { return authorization_; }
+  absl::Status Open() {
+    RETURN_IF_ERROR(Read());
+    watch_.Start([this] {
+      const absl::Status read = Read();
+      Log(read.ok() ? "connections to workers take the new certificates and the new token"
+                    : absl::StrCat("connections to workers stay as they were: ", read.message()));
+    });
+    return absl::OkStatus();
+  }
+
+  std::string authorization() const {
+    const MutexLock lock(mu_);
+    return authorization_;
+  }
 
   std::shared_ptr<grpc::Channel> To(const std::string& address) {
     const MutexLock lock(mu_);
@@ -49,7 +69,25 @@ class HolderChannels::Connections {
   }
 
  private:
-  std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) const {
+  // What the files say now. Calls that are under way keep their connections.
+  absl::Status Read() {
+    ASSIGN_OR_RETURN(auto credentials, HolderChannelCredentials(api_.tls()));
+    std::string authorization;
+    if (!api_.token().empty()) {
+      ASSIGN_OR_RETURN(const std::string token, ReadBearerToken("api.token", api_.token()));
+      authorization = BearerHeader(token);
+    }
+    const MutexLock lock(mu_);
+    credentials_ = std::move(credentials);
+    authorization_ = std::move(authorization);
+    for (auto& [address, channel] : channels_) retired_.push_back(std::move(channel));
+    channels_.clear();
+    std::erase_if(retired_, [](const auto& channel) { return channel.use_count() == 1; });
+    return absl::OkStatus();
+  }
+
+  std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     constexpr int kNoLimit = -1;
     grpc::ChannelArguments arguments;
     arguments.SetMaxReceiveMessageSize(kNoLimit);
@@ -58,17 +96,20 @@ class HolderChannels::Connections {
     arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);  // finds holders that are gone without a word
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
-    if (!server_name_.empty()) arguments.SetSslTargetNameOverride(server_name_);
+    const std::string& name = api_.tls().server_name();
+    if (!name.empty()) arguments.SetSslTargetNameOverride(name);
     return grpc::CreateCustomChannel(address, credentials_, arguments);
   }
 
-  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
-  const std::string server_name_;    // in the holders' certificates; empty: their host
-  const std::string authorization_;  // of every call; empty: none
-  Mutex mu_;
+  const v1::ApiSection api_;
+  mutable Mutex mu_;
+  std::shared_ptr<grpc::ChannelCredentials> credentials_ ABSL_GUARDED_BY(mu_);
+  std::string authorization_ ABSL_GUARDED_BY(mu_);  // of every call; empty: none
   CondVar ended_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);  // until no call owns them
+  FileWatch watch_;  // last: its thread uses all of the above
 };
 
 // Its own until OnDone.
@@ -161,14 +202,9 @@ HolderChannels::HolderChannels(std::unique_ptr<Connections> connections)
     : connections_(std::move(connections)) {}
 
 absl::StatusOr<std::unique_ptr<HolderChannels>> HolderChannels::Make(const v1::ApiSection& api) {
-  ASSIGN_OR_RETURN(auto credentials, HolderChannelCredentials(api.tls()));
-  std::string authorization;
-  if (!api.token().empty()) {
-    ASSIGN_OR_RETURN(const std::string token, ReadBearerToken("api.token", api.token()));
-    authorization = BearerHeader(token);
-  }
-  return std::unique_ptr<HolderChannels>(new HolderChannels(std::make_unique<Connections>(
-      std::move(credentials), api.tls().server_name(), std::move(authorization))));
+  auto connections = std::make_unique<Connections>(api);
+  RETURN_IF_ERROR(connections->Open());
+  return std::unique_ptr<HolderChannels>(new HolderChannels(std::move(connections)));
 }
 
 // No call may own the channels: gRPC's threads must not be the ones that destroy the last of them, for they

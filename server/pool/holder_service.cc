@@ -48,14 +48,14 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
 
   absl::Status Listen(const std::string& listen, const v1::Config& config) {
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
-    ASSIGN_OR_RETURN(const auto credentials, ApiServerCredentials(config.api().tls(), address));
+    ASSIGN_OR_RETURN(const auto transport, ApiServerTransport(config.api().tls(), address));
     ASSIGN_OR_RETURN(access_, Access::Open(config.api()));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
     ASSIGN_OR_RETURN(
-        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), credentials, builder));
+        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
     SetMember(false);
     return absl::OkStatus();
   }

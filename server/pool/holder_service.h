@@ -17,7 +17,7 @@ constexpr char kWorkerHealthService[] = "meshfill.v1.Worker";
 class HolderService {
  public:
   // Listens at `listen`, HOST:PORT; the host may be a network interface. INVALID_ARGUMENT: no such host, or
-  // every interface, which is no address that others could connect to; or as ApiServerCredentials and
+  // every interface, which is no address that others could connect to; or as ApiServerTransport and
   // Access::Open have it. UNAVAILABLE: the port is in use. `held` outlives the service.
   static absl::StatusOr<std::unique_ptr<HolderService>> Start(const std::string& listen,
                                                               const v1::Config& config, KvSource& held);

@@ -36,7 +36,9 @@ class TestCertificates {
     char folder[] = "/tmp/meshfill_certificates_XXXXXX";
     folder_ = mkdtemp(folder);
     authority_key_ = MakeKey(0);
-    authority_ = Sign("authority", authority_key_, {.usage = "", .authority = true}, nullptr, authority_key_);
+    // OpenSSL looks authorities up by name: no two have the same one.
+    authority_ = Sign("authority of " + folder_, authority_key_, {.usage = "", .authority = true}, nullptr,
+                      authority_key_);
     Write("ca.pem", Pem(authority_));
   }
   ~TestCertificates() { std::filesystem::remove_all(folder_); }

@@ -20,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "kernels/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/file_watch.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
 #include "server/observe/metrics.h"
@@ -294,6 +295,29 @@ TEST_F(AccessTest, ACertificateIsACredential) {
                 .error_code(),
             StatusCode::PERMISSION_DENIED);
   EXPECT_EQ(Call(Channel(), kHealth, {}).error_code(), StatusCode::UNAVAILABLE) << "plain text";
+}
+
+TEST_F(AccessTest, AChangedFileCountsAndABadOneDoesNot) {
+  Start(true);
+  const auto channel = Channel();
+  const auto status_of = [&](const std::string& name) {
+    return Call(channel, "/meshfill.v1.PrefillService/GetPool", Bearer(name)).error_code();
+  };
+  const auto eventually = [&](const std::string& name, StatusCode code) {
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(30);
+    while (status_of(name) != code && MonotonicNow() < deadline) absl::SleepFor(absl::Milliseconds(10));
+    return status_of(name) == code;
+  };
+  EXPECT_EQ(status_of("alice"), StatusCode::OK);
+  files_.Write("credentials", Line("dora", "client", "d"));
+  EXPECT_TRUE(eventually("dora", StatusCode::OK));
+  EXPECT_EQ(status_of("alice"), StatusCode::UNAUTHENTICATED) << "taken out";
+  files_.Write("credentials", Line("alice", "client", "a") + "nonsense\n");
+  absl::SleepFor(3 * FileWatch::kPeriod);
+  EXPECT_EQ(status_of("dora"), StatusCode::OK);
+  EXPECT_EQ(status_of("alice"), StatusCode::UNAUTHENTICATED);
+  files_.Write("credentials", Line("alice", "client", "a"));
+  EXPECT_TRUE(eventually("alice", StatusCode::OK));
 }
 
 TEST_F(AccessTest, MistakesAreToldAtStart) {

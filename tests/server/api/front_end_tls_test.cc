@@ -3,10 +3,16 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "absl/time/clock.h"
+#include "kernels/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/file_watch.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
 #include "server/observe/metrics.h"
@@ -99,6 +105,51 @@ TEST_F(FrontEndTlsTest, PlainTextStaysOnThisMachineUnlessItIsAllowed) {
     config_.set_listen(here);
     EXPECT_TRUE(Start().ok()) << here;
   }
+}
+
+// Connections begin all the time while certificate, key and authority change: none fails that trusts both.
+TEST_F(FrontEndTlsTest, ChangedFilesAreTakenOverUnderLoad) {
+  const v1::ApiSection::Tls old = made_.Tls(kName), next = others_.Tls(kName);
+  config_.mutable_api()->mutable_tls()->set_client_certificates(true);
+  ASSERT_TRUE(Start().ok());
+  const std::string both = TestCertificates::Read(old.ca()) + TestCertificates::Read(next.ca());
+  made_.Write("ca.pem", both);
+  const v1::ApiSection::Tls own = made_.Tls("client");
+  const std::string key = TestCertificates::Read(own.key()), certificate = TestCertificates::Read(own.cert());
+  const auto trusts = [&](const std::string& authorities) {
+    return grpc::SslCredentials({authorities, key, certificate});
+  };
+  std::atomic<bool> stop = false;
+  std::atomic<int> calls = 0, failed = 0;
+  std::vector<std::thread> clients;
+  for (int i = 0; i < 2; ++i) {
+    clients.emplace_back([&] {
+      while (!stop) {
+        failed += Call(trusts(both)) == grpc::StatusCode::OK ? 0 : 1;
+        ++calls;
+      }
+    });
+  }
+  const auto eventually = [&](const std::string& authorities, grpc::StatusCode code) {
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(30);
+    while (Call(trusts(authorities)) != code) {
+      if (MonotonicNow() > deadline) return false;
+      absl::SleepFor(absl::Milliseconds(20));
+    }
+    return true;
+  };
+  const std::string next_authority = TestCertificates::Read(next.ca());
+  EXPECT_NE(Call(trusts(next_authority)), grpc::StatusCode::OK);
+  made_.Write(std::string(kName) + ".pem", "no certificate");  // changes nothing
+  absl::SleepFor(3 * FileWatch::kPeriod);
+  EXPECT_EQ(Call(trusts(both)), grpc::StatusCode::OK);
+  made_.Write(std::string(kName) + ".key", TestCertificates::Read(next.key()));
+  made_.Write(std::string(kName) + ".pem", TestCertificates::Read(next.cert()));
+  EXPECT_TRUE(eventually(next_authority, grpc::StatusCode::OK)) << "the new certificate";
+  stop = true;
+  for (std::thread& each : clients) each.join();
+  EXPECT_EQ(failed, 0) << "of " << calls;
+  EXPECT_GT(calls, 0);
 }
 
 TEST_F(FrontEndTlsTest, MistakesAreToldAtStart) {
