@@ -26,6 +26,7 @@
 #include "server/cli/commands/worker.h"
 #include "server/config/closest_name.h"
 #include "server/observe/build_name.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {
@@ -49,11 +50,22 @@ int ExitStatus(const absl::Status& status) {
   }
 }
 
-// Every error is one line on standard error: "meshfill prefill: what, where, what to do".
+// "meshfill prefill: what, where, what to do".
+std::string ErrorLine(absl::string_view command, absl::string_view message) {
+  return absl::StrCat(command, ": ",
+                      absl::StrReplaceAll(absl::StripAsciiWhitespace(message), {{"\r", " "}, {"\n", " "}}));
+}
+
+// Every error is one line on standard error.
 void PrintError(absl::string_view command, absl::string_view message) {
-  const std::string line =
-      absl::StrReplaceAll(absl::StripAsciiWhitespace(message), {{"\r", " "}, {"\n", " "}});
-  std::fprintf(stderr, "%.*s: %s\n", static_cast<int>(command.size()), command.data(), line.c_str());
+  std::fprintf(stderr, "%s\n", ErrorLine(command, message).c_str());
+}
+
+// The same, but a line of the log where that is JSON.
+void ReportError(absl::string_view command, absl::string_view message) {
+  if (GetLogFormat() == LogFormat::kText) return PrintError(command, message);
+  Log(ErrorLine(command, message), {.level = LogLevel::kError});
+  FlushLog();
 }
 
 // What no code can answer for, wherever it is thrown: the process ends as after any other error.
@@ -162,7 +174,7 @@ int Main(int argc, char** argv) {
     if (std::fflush(stdout) != 0 && status.ok()) {
       status = absl::UnknownError("standard output cannot be written; is the disk full?");
     }
-    if (!status.ok()) PrintError(CommandPath(app), status.message());
+    if (!status.ok()) ReportError(CommandPath(app), status.message());
     return ExitStatus(status);
   }
   return kExitUsage;

@@ -7,6 +7,8 @@
 #include <cstdlib>
 
 #include "google/protobuf/stubs/common.h"
+#include "meshfill/v1/config.pb.h"
+#include "server/observe/log.h"
 #if GOOGLE_PROTOBUF_VERSION < 4022000
 #include "google/protobuf/stubs/logging.h"
 #endif
@@ -15,13 +17,14 @@ namespace meshfill {
 
 // Raises the limit of descriptors to the most that the system allows: the usual soft limit, 1024, is for
 // programs that call select. Silences gRPC and protobuf, which log a line for many kinds of bad input, so
-// that clients could fill the log; statuses tell all of it.
-inline void SetUpProcess() {
+// that clients could fill the log; statuses tell all of it. Chooses the log's format.
+inline void SetUpProcess(const v1::LogSection& log) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
     limit.rlim_cur = limit.rlim_max;
     setrlimit(RLIMIT_NOFILE, &limit);
   }
+  SetLogFormat(log.format() == v1::LogSection::FORMAT_JSON ? LogFormat::kJson : LogFormat::kText);
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
 #if GOOGLE_PROTOBUF_VERSION < 4022000  // later ones have no handler
   google::protobuf::SetLogHandler(nullptr);

@@ -86,7 +86,7 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignal
 }  // namespace
 
 absl::Status Serve(const v1::Config& config) {
-  SetUpProcess();
+  SetUpProcess(config.log());
   const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
   Metrics metrics;
@@ -125,7 +125,11 @@ absl::Status Serve(const v1::Config& config) {
   absl::Status drained = Drain(config, **front_end, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();
-  Log(drained.ok() ? "stopped" : absl::StrCat("stopped: ", drained.message()));
+  if (drained.ok()) {
+    Log("stopped");
+  } else {
+    Log(absl::StrCat("stopped: ", drained.message()), {.level = LogLevel::kWarning});
+  }
   return drained;
 }
 

@@ -12,7 +12,7 @@
 namespace meshfill {
 
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
-  SetUpProcess();
+  SetUpProcess(config.log());
   const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));

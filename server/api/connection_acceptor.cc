@@ -144,7 +144,8 @@ void ConnectionAcceptor::AcceptOne() {
       LogLimited("connections that are refused",
                  absl::StrCat("refused a connection to ", address_.DebugString(), ": ", open_.size(),
                               " are open (limits.max_connections is ", max_connections_, ", descriptors ",
-                              DescriptorLimit(), ")"));
+                              DescriptorLimit(), ")"),
+                 {.level = LogLevel::kWarning});
       return;
     }
     const int on = 1;
@@ -166,7 +167,8 @@ void ConnectionAcceptor::AcceptOne() {
     case ENOTSOCK:
     case EOPNOTSUPP:
       Log(absl::StrCat("no connection can be accepted at ", address_.DebugString(),
-                       " any more: ", std::strerror(errno), "; the process ends, start it again"));
+                       " any more: ", std::strerror(errno), "; the process ends, start it again"),
+          {.level = LogLevel::kError});
       FlushLog();
       std::_Exit(EXIT_FAILURE);
     default:  // of the one connection, or of the moment
@@ -185,7 +187,8 @@ void ConnectionAcceptor::MakeRoomAndRefuse() {
   }
   LogLimited("connections that are refused",
              absl::StrCat("refused a connection to ", address_.DebugString(), ": all ", DescriptorLimit(),
-                          " descriptors of the process are in use; raise its limit (ulimit -n)"));
+                          " descriptors of the process are in use; raise its limit (ulimit -n)"),
+             {.level = LogLevel::kWarning});
 }
 
 bool ConnectionAcceptor::HasRoomFor(int connection) {

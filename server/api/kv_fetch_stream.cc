@@ -8,6 +8,7 @@
 #include "kernels/return_if_error.h"
 #include "server/api/kv_streams.h"
 #include "server/api/status_details.h"
+#include "server/api/traceparent.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -23,6 +24,7 @@ KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* co
       context_(context),
       request_(*request),
       tenant_(std::move(tenant)),
+      traceparent_(TraceparentOf(*context)),
       begin_(MonotonicNow()) {}
 
 void KvFetchStream::OnChange() {
@@ -87,7 +89,7 @@ void KvFetchStream::End(const absl::Status& status) {
   absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status.code()));
   if (!status.ok()) absl::StrAppend(&line, " message=", LogQuote(status.message()));
-  Log(line);
+  Log(line, {.level = LevelOfEnd(status.code()), .tenant = tenant_, .traceparent = traceparent_});
   Finish(ToGrpcStatus(status));
 }
 

@@ -53,6 +53,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   grpc::CallbackServerContext* const context_;
   const v1::FetchKvRequest& request_;
   const std::string tenant_;
+  const std::string traceparent_;  // empty: none
   const absl::Time begin_;
   v1::KvPart outgoing_;  // gRPC's while a write is under way
 

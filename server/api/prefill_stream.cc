@@ -18,6 +18,7 @@
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
+#include "server/api/traceparent.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -86,6 +87,7 @@ PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const Caller&
     : environment_(environment),
       caller_(caller),
       context_(context),
+      traceparent_(TraceparentOf(*context)),
       begin_(MonotonicNow()),
       deadline_(DeadlineOf(*context)),
       last_message_at_(begin_) {}
@@ -299,7 +301,8 @@ void PrefillStream::OnResultUnread() {
   LogLimited("results that are not read",
              absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
                           " was answered, but its client does not read (limits.result_timeout, "
-                          "limits.unread_bytes): the answer is dropped"));
+                          "limits.unread_bytes): the answer is dropped"),
+             DetailsOf(LogLevel::kWarning));
   context_->TryCancel();
 }
 
@@ -372,7 +375,15 @@ void PrefillStream::LogEnd() const {
     absl::StrAppend(&line,
                     " message=", LogQuote(logged_message_.empty() ? status_.message() : logged_message_));
   }
-  status_.ok() ? Log(line) : LogLimited(absl::StatusCodeToString(status_.code()), line);
+  const LogDetails details = DetailsOf(LevelOfEnd(status_.code()));
+  status_.ok() ? Log(line, details) : LogLimited(absl::StatusCodeToString(status_.code()), line, details);
+}
+
+LogDetails PrefillStream::DetailsOf(LogLevel level) const {
+  return {.level = level,
+          .request_id = header_.request_id(),
+          .tenant = header_.tenant(),
+          .traceparent = traceparent_};
 }
 
 void PrefillStream::Pump() {

@@ -31,6 +31,7 @@
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/prefill_queue.h"
+#include "server/observe/log_line.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -95,6 +96,7 @@ class PrefillStream final : public PrefillReactor,
   // Ends the request, once: gives its place and its memory back, counts and logs it, and answers.
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LogEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  LogDetails DetailsOf(LogLevel level) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // of its log lines
   // Starts the next write, or the finish, if none is under way.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Encode(const v1::PrefillEvent& event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // into sent_
@@ -102,6 +104,7 @@ class PrefillStream final : public PrefillReactor,
   const StreamEnvironment environment_;
   const Caller caller_;
   grpc::CallbackServerContext* const context_;  // until OnDone
+  const std::string traceparent_;               // empty: none
   const absl::Time begin_;
   const absl::Time deadline_;
   std::shared_ptr<PrefillStream> self_;  // gRPC's share, given up in OnDone

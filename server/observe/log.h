@@ -6,16 +6,21 @@
 #include <string>
 
 #include "absl/strings/string_view.h"
+#include "server/observe/log_line.h"
 
 namespace meshfill {
 
-// Writes "2026-01-31T12:00:00.123Z LINE". Lines of several threads never mix. `line` holds no line break;
-// text that came from outside is quoted with LogQuote.
-void Log(absl::string_view line);
+// Once, before the first line. Without it lines are text.
+void SetLogFormat(LogFormat format);
+LogFormat GetLogFormat();
+
+// Writes a line (log_line.h). Lines of several threads never mix. `message` holds no line break; text in it
+// that came from outside is quoted with LogQuote.
+void Log(absl::string_view message, const LogDetails& details = {});
 
 // The same, for what strangers can cause: of each cause, only so many lines are written in a second, and
 // then how many were left out. `cause` is one of a fixed set.
-void LogLimited(absl::string_view cause, absl::string_view line);
+void LogLimited(absl::string_view cause, absl::string_view message, const LogDetails& details = {});
 
 // Waits until all lines are written, for a moment at most. For the end of a process.
 void FlushLog();

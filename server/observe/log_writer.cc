@@ -19,10 +19,11 @@ namespace {
 constexpr absl::Duration kSecond = absl::Seconds(1);
 constexpr int kPollMilliseconds = 50;  // between two looks at whether the writer stops
 constexpr char kOtherCauses[] = "other causes";
+constexpr LogDetails kTrouble = {.level = LogLevel::kWarning};
 
 }  // namespace
 
-LogWriter::LogWriter(int fd) : fd_(fd) {
+LogWriter::LogWriter(int fd, LogFormat format) : fd_(fd), format_(format) {
   // Signals are for the threads that wait for them.
   sigset_t all, before;
   sigfillset(&all);
@@ -40,12 +41,13 @@ LogWriter::~LogWriter() {
   thread_.join();
 }
 
-void LogWriter::Write(absl::string_view line) {
+void LogWriter::Write(absl::string_view message, const LogDetails& details) {
   const MutexLock lock(mu_);
-  Append(line);
+  Append(message, details);
 }
 
-void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view line) {
+void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view message,
+                             const LogDetails& details) {
   const absl::Time now = MonotonicNow();
   const MutexLock lock(mu_);
   auto entry = causes_.find(cause_name);
@@ -62,27 +64,28 @@ void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view lin
     if (cause.left_out++ == 0) changed_.NotifyAll();  // the thread tells of it when the second is over
     return;
   }
-  Append(line);
+  Append(message, details);
 }
 
 void LogWriter::TellLeftOut(const std::string& name, Cause& cause) {
   if (cause.left_out == 0) return;
-  Append(absl::StrCat("left out ", cause.left_out, " more lines of ", name));
+  Append(absl::StrCat("left out ", cause.left_out, " more lines of ", name), kTrouble);
   cause.left_out = 0;
 }
 
-void LogWriter::Append(absl::string_view line) {
-  const std::string time = absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone());
-  line = line.substr(0, kMaxLineBytes);
-  if (pending_.size() + time.size() + line.size() > kMaxPendingBytes) {
+void LogWriter::Append(absl::string_view message, const LogDetails& details) {
+  const absl::Time now = absl::Now();
+  const std::string line = FormatLogLine(format_, now, message, details);
+  if (pending_.size() + line.size() > kMaxPendingBytes) {
     ++dropped_;
     return;
   }
   if (dropped_ > 0) {
-    absl::StrAppend(&pending_, time, " dropped ", dropped_, " lines that nobody read in time\n");
+    const std::string dropped = absl::StrCat("dropped ", dropped_, " lines that nobody read in time");
+    absl::StrAppend(&pending_, FormatLogLine(format_, now, dropped, kTrouble), "\n");
     dropped_ = 0;
   }
-  absl::StrAppend(&pending_, time, " ", line, "\n");
+  absl::StrAppend(&pending_, line, "\n");
   changed_.NotifyAll();
 }
 

@@ -14,26 +14,26 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/mutex.h"
+#include "server/observe/log_line.h"
 
 namespace meshfill {
 
 class LogWriter {
  public:
   static constexpr size_t kMaxPendingBytes = 1 << 20;
-  static constexpr size_t kMaxLineBytes = 8 << 10;  // a longer line is cut
-  static constexpr int kLinesOfCause = 50;          // in each second
-  static constexpr size_t kMaxCauses = 64;          // more than these share one bound
+  static constexpr int kLinesOfCause = 50;  // in each second
+  static constexpr size_t kMaxCauses = 64;  // more than these share one bound
 
-  explicit LogWriter(int fd);  // which outlives the writer
-  ~LogWriter();                // drops what cannot be written at once
+  LogWriter(int fd, LogFormat format);  // the descriptor outlives the writer
+  ~LogWriter();                         // drops what cannot be written at once
   LogWriter(const LogWriter&) = delete;
   LogWriter& operator=(const LogWriter&) = delete;
 
-  // Writes "2026-01-31T12:00:00.123Z LINE".
-  void Write(absl::string_view line);
+  // Writes the line of a message (log_line.h).
+  void Write(absl::string_view message, const LogDetails& details = {});
   // The same, for what strangers can cause: at most kLinesOfCause lines of a cause in a second. The rest is
   // counted, and one line says how many were left out.
-  void WriteLimited(absl::string_view cause, absl::string_view line);
+  void WriteLimited(absl::string_view cause, absl::string_view message, const LogDetails& details = {});
 
   // False where lines are still waiting after the timeout.
   bool Flush(absl::Duration timeout);
@@ -45,7 +45,7 @@ class LogWriter {
     uint64_t left_out = 0;
   };
 
-  void Append(absl::string_view line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Append(absl::string_view message, const LogDetails& details) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TellLeftOut(const std::string& name, Cause& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Begins a new second of the causes whose second is over. Returns when to look again.
   absl::Time EndSeconds(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -54,6 +54,7 @@ class LogWriter {
   bool WriteAll(absl::string_view text);
 
   const int fd_;
+  const LogFormat format_;
   Mutex mu_;
   CondVar changed_;
   std::string pending_ ABSL_GUARDED_BY(mu_);

@@ -310,7 +310,8 @@ void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
   if (run.phase() == RunCoordinator::Phase::kStopping) return;
   const bool was_running = run.phase() == RunCoordinator::Phase::kRunning;
   members_.EndEpoch();
-  actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)));
+  actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
+               LogLevel::kWarning);
   run.Abort(why, now);
   kv_.OnRunFailed(number, why);
   LiveRequest* request = FindRequest(ticket);

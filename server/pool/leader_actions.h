@@ -12,6 +12,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/observe/log_line.h"
 
 namespace meshfill {
 
@@ -47,6 +48,7 @@ class LeaderActions {
   };
   struct LogLine {
     std::string text;
+    LogLevel level;
   };
   using Action = std::variant<Send, Close, Answer, LayersDone, LogLine>;
 
@@ -57,7 +59,9 @@ class LeaderActions {
     return send.message;
   }
   void Add(Action action) { actions_.push_back(std::move(action)); }
-  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
+  void Log(std::string text, LogLevel level = LogLevel::kInfo) {
+    actions_.push_back(LogLine{std::move(text), level});
+  }
   std::vector<Action> Take() { return std::exchange(actions_, {}); }
 
  private:

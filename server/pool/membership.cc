@@ -85,7 +85,8 @@ void Membership::Refuse(Connection connection, const std::string& name, const st
   if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
   if (!refused_.emplace(name, reason).second) return;
   actions_.Log(absl::StrCat(name.empty() ? "a stranger" : absl::StrCat("worker ", LogQuote(name)),
-                            " refused: ", LogQuote(reason)));
+                            " refused: ", LogQuote(reason)),
+               LogLevel::kWarning);
 }
 
 absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const {
@@ -199,7 +200,8 @@ std::string Membership::Remove(Connection connection, const std::string& why) {
   changed_ = true;
   ++counters_.losses;
   actions_.Log(absl::StrCat("worker ", LogQuote(name), " is lost: ", LogQuote(why), "; the pool has ",
-                            RanksText(ranks())));
+                            RanksText(ranks())),
+               LogLevel::kWarning);
   ForgetWeightsWhereEmpty();
   return name;
 }

@@ -264,7 +264,7 @@ void PoolEngine::Tick() {
 
 void PoolEngine::Do(Leader::Send& send) { control_->Send(send.to, std::move(send.message)); }
 void PoolEngine::Do(Leader::Close& close) { control_->Close(close.connection); }
-void PoolEngine::Do(Leader::LogLine& line) { Log(line.text); }
+void PoolEngine::Do(Leader::LogLine& line) { Log(line.text, {.level = line.level}); }
 
 void PoolEngine::Do(Leader::Answer& answer) {
   const auto run = runs_.find(answer.ticket);

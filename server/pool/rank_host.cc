@@ -288,7 +288,8 @@ void RankHost::Work() {
 void RankHost::LogRejectedPeers(int rank, int rejected) {
   if (rejected == 0 || rejected_peers_logged_.exchange(true)) return;
   Log(absl::StrCat("refused ", rejected, " connections to the data port of rank ", rank,
-                   ": they did not say the hello of a peer; later ones are not logged"));
+                   ": they did not say the hello of a peer; later ones are not logged"),
+      {.level = LogLevel::kWarning});
 }
 
 std::shared_ptr<RankHost::ActiveRun> RankHost::Find(uint64_t run) const {

@@ -156,9 +156,9 @@ void WorkerMachine::OnKvEnds(const std::string& lease) {
 // Away from the leader: what runs stops, and then the worker tries again.
 void WorkerMachine::Detach(const std::string& why, absl::Time now) {
   if (link_ == Link::kMember) {
-    Log(absl::StrCat("left without the leader: ", LogQuote(why)));
+    Log(absl::StrCat("left without the leader: ", LogQuote(why)), LogLevel::kWarning);
   } else if (why != last_trouble_) {  // once, however often it tries
-    Log(absl::StrCat("cannot join yet: ", LogQuote(why)));
+    Log(absl::StrCat("cannot join yet: ", LogQuote(why)), LogLevel::kWarning);
     last_trouble_ = why;
   }
   link_ = Link::kAway;

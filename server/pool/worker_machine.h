@@ -34,6 +34,7 @@
 #include "engine/plan/plan.h"
 #include "engine/run/rank_runner.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/observe/log_line.h"
 #include "server/pool/held_kv.h"
 
 namespace meshfill {
@@ -114,6 +115,7 @@ class WorkerMachine {
   };
   struct LogLine {
     std::string text;
+    LogLevel level;
   };
   using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, KvLasts,
                               KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
@@ -166,7 +168,9 @@ class WorkerMachine {
   void Detach(const std::string& why, absl::Time now);
   void MaybeExit();
   v1::WorkerMessage& AddMessage(uint64_t epoch);
-  void Log(std::string text) { actions_.push_back(LogLine{std::move(text)}); }
+  void Log(std::string text, LogLevel level = LogLevel::kInfo) {
+    actions_.push_back(LogLine{std::move(text), level});
+  }
 
   const Options options_;
   Link link_ = Link::kAway;

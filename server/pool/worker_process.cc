@@ -175,7 +175,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void Do(WorkerMachine::KvRunEnds& kv) { host_->EndKvRun(kv.run); }
   void Do(WorkerMachine::AllKvEnds&) { host_->kv().EndAll(); }
   void Do(WorkerMachine::Exit& exit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { exit_ = exit.status; }
-  void Do(WorkerMachine::LogLine& line) { Log(line.text); }
+  void Do(WorkerMachine::LogLine& line) { Log(line.text, {.level = line.level}); }
 
   std::unique_ptr<ControlClient> client_;
   std::unique_ptr<RankHost> host_;

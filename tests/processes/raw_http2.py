@@ -37,7 +37,8 @@ def message(payload):
 
 
 def header_message(token_count, request_id=""):
-    fields = b"\x0a" + varint(len(request_id)) + request_id.encode() if request_id else b""
+    name = request_id.encode()
+    fields = b"\x0a" + varint(len(name)) + name if name else b""
     fields += b"\x18" + varint(token_count)
     return message(b"\x0a" + varint(len(fields)) + fields)
 

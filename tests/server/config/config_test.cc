@@ -200,9 +200,8 @@ TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
       "embedded, empty_timeout, hang_timeout, host_bytes_per_second, host_link_bytes_per_second, "
       "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
-            "FILE:1: xyzzyplugh: unknown key; known keys here: api, kv, limits, listen, metrics_listen, "
-            "model, plan, "
-            "pool, queue");
+            "FILE:1: xyzzyplugh: unknown key; known keys here: api, kv, limits, listen, log, "
+            "metrics_listen, model, plan, pool, queue");
   EXPECT_EQ(
       Refusal("", {"pool.embedded.rank=2"}),
       "--set: pool.embedded.rank: unknown key; did you mean ranks? known keys here: device, memory_bytes, "

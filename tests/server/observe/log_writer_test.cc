@@ -28,7 +28,7 @@ class LogWriterTest : public testing::Test {
     ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
     read_end_ = ends[0];
     write_end_ = ends[1];
-    writer_ = std::make_unique<LogWriter>(write_end_);
+    writer_ = std::make_unique<LogWriter>(write_end_, LogFormat::kText);
   }
   void TearDown() override {
     writer_.reset();
@@ -160,7 +160,7 @@ TEST_F(LogWriterTest, CausesAndLinesAreBounded) {
   const std::vector<std::string> lines = Lines();
   size_t longest = 0;
   for (const std::string& line : lines) longest = std::max(longest, line.size());
-  EXPECT_EQ(longest, LogWriter::kMaxLineBytes);
+  EXPECT_EQ(longest, kMaxLogMessageBytes);
   // The causes beyond the bound share one.
   EXPECT_LE(lines.size(), LogWriter::kMaxCauses + LogWriter::kLinesOfCause + 2);
   EXPECT_GE(lines.size(), LogWriter::kMaxCauses + LogWriter::kLinesOfCause);
