@@ -57,8 +57,7 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
                                                           const FrontEnd& front_end) {
   std::vector<HttpPage> pages =
       StatusPages([&front_end] { return front_end.pool_status(); }, front_end.last_prefill());
-  pages.push_back(
-      {"/metrics", "text/plain; version=0.0.4; charset=utf-8", [&metrics] { return metrics.Text(); }});
+  pages.push_back(MetricsPage([&metrics] { return metrics.Text(); }));
   return HttpPages::Listen(address, std::move(pages));
 }
 

@@ -3,21 +3,43 @@
 #include <memory>
 #include <optional>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
+#include "server/observe/http_pages.h"
 #include "server/observe/log.h"
+#include "server/observe/worker_metrics.h"
 #include "server/pool/worker_process.h"
 #include "server/process_setup.h"
 #include "server/shutdown_signals.h"
 
 namespace meshfill {
+namespace {
+
+// Null where the address is empty.
+absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address,
+                                                          const WorkerMetrics& metrics) {
+  if (address.empty()) return nullptr;
+  auto pages = HttpPages::Listen(address, metrics.Pages());
+  if (!pages.ok()) {
+    return absl::Status(pages.status().code(),
+                        absl::StrCat("pool.worker.metrics_listen: ", pages.status().message()));
+  }
+  Log(absl::StrCat("metrics listening on ", (*pages)->address()));
+  return pages;
+}
+
+}  // namespace
 
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   SetUpProcess(config.log());
   const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
+  WorkerMetrics metrics;
+  ASSIGN_OR_RETURN(const auto pages, ListenForPages(config.pool().worker().metrics_listen(), metrics));
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
   bool draining = false;
   while (true) {
+    metrics.Set(worker->load());
     if (const std::optional<absl::Status> exit = worker->Tick()) {
       Log("stopped");
       return *exit;

@@ -22,6 +22,7 @@
 #include "server/api/plan_proto.h"
 #include "server/api/prefill_queue.h"
 #include "server/api/prefill_stream.h"
+#include "server/api/refusal.h"
 #include "server/api/refused_stream.h"
 #include "server/api/status_details.h"
 #include "server/api/store_leases.h"
@@ -161,6 +162,7 @@ class FrontEnd::Service final : public ServiceBase {
     const absl::StatusOr<Caller> caller = access_->Admit(*context, kServed);
     if (const auto status = caller.ok() ? CheckOpen() : caller.status(); !status.ok()) {
       metrics_.OnRequestDone(status.code());
+      metrics_.OnRequestRefused(RefusalOf(status));
       return new RefusedStream<PrefillReactor>(status);
     }
     return PrefillStream::Start(context, *caller,

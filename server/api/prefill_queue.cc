@@ -8,6 +8,7 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "server/api/refusal.h"
 #include "server/api/status_details.h"
 
 namespace meshfill {
@@ -82,17 +83,20 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
 }
 
 absl::Status PrefillQueue::CheckRoom(const Request& request) const {
-  const auto refuse = [](const std::string& message, double retry_seconds) {
-    return WithRetryAfter(absl::ResourceExhaustedError(message), absl::Seconds(std::max(1.0, retry_seconds)));
+  const auto refuse = [](Refusal refusal, const std::string& message, double retry_seconds) {
+    return WithRetryAfter(WithRefusal(absl::ResourceExhaustedError(message), refusal),
+                          absl::Seconds(std::max(1.0, retry_seconds)));
   };
   const Snapshot count = Count();
   if (count.requests + 1 > limits_.max_requests) {
-    return refuse(absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
+    return refuse(Refusal::kQueueRequests,
+                  absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
                                limits_.max_requests, "); try again later"),
                   SecondsUntilRoom(request));
   }
   if (count.tokens + request.tokens > limits_.max_tokens) {
     return refuse(
+        Refusal::kQueueTokens,
         absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", count.tokens,
                      " in it (queue.max_tokens is ", limits_.max_tokens, "); ",
                      request.tokens > limits_.max_tokens ? "send a shorter prompt" : "try again later"),
@@ -101,7 +105,8 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), MonotonicNow());
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   if (wait_seconds > max_wait_seconds) {
-    return refuse(absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
+    return refuse(Refusal::kQueueWait,
+                  absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
                                   wait_seconds, max_wait_seconds),
                   wait_seconds - max_wait_seconds);
   }
@@ -110,6 +115,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
     return absl::DeadlineExceededError("the deadline passed before the request was read");
   if (wait_seconds + request.predicted_seconds > left_seconds) {
     return refuse(
+        Refusal::kDeadline,
         absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and %.3g s of "
                         "prefill; allow more time, or try again later",
                         left_seconds, wait_seconds, request.predicted_seconds),

@@ -15,6 +15,7 @@
 #include "meshfill/v1/prefill.grpc.pb.h"  // how its messages become bytes
 #include "server/access/access.h"
 #include "server/api/plan_proto.h"
+#include "server/api/refusal.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
@@ -193,7 +194,9 @@ absl::Status PrefillStream::PrepareKv() {
 
 absl::Status PrefillStream::AdmitKv(const Plan& plan) {
   if (kv_ == nullptr) return absl::OkStatus();
-  ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
+  auto lease = environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds());
+  if (absl::IsResourceExhausted(lease.status())) return WithRefusal(lease.status(), Refusal::kKvRoom);
+  ASSIGN_OR_RETURN(lease_, std::move(lease));
   options_.kv_lease = lease_->id();
   return absl::OkStatus();
 }
@@ -337,6 +340,7 @@ void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double q
 }
 
 void PrefillStream::End(const absl::Status& status) {
+  const bool had_place = phase_ == Phase::kQueued;
   phase_ = Phase::kEnded;
   status_ = status;
   slot_.reset();
@@ -353,6 +357,8 @@ void PrefillStream::End(const absl::Status& status) {
     progress_.reset();
   }
   environment_.metrics.OnRequestDone(status.code());
+  const bool refused = !had_place && !status.ok() && !absl::IsCancelled(status);
+  if (refused) environment_.metrics.OnRequestRefused(RefusalOf(status));
   LogEnd();
   Pump();
 }

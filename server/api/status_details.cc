@@ -6,6 +6,7 @@
 #include "absl/strings/string_view.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "server/api/refusal.h"
 #include "server/config/config_units.h"
 
 namespace meshfill {
@@ -42,6 +43,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
   const std::string message = CutMessage(status.message());
   google::rpc::Status details;
   status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+    if (url == kRefusalUrl) return;
     auto& detail = *details.add_details();
     detail.set_type_url(std::string(url));
     detail.set_value(std::string(payload));

@@ -3,6 +3,7 @@
 //
 // A status may say when to try again. It travels as google.rpc.RetryInfo inside google.rpc.Status, the public
 // error model, in the trailer grpc-status-details-bin; inside our code it is a payload of the absl::Status.
+// A reason for the metrics (refusal.h) stays inside.
 #ifndef MESHFILL_SERVER_API_STATUS_DETAILS_H_
 #define MESHFILL_SERVER_API_STATUS_DETAILS_H_
 

@@ -143,6 +143,9 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.Require(devices.ok(), "pool.worker.devices", std::string(devices.status().message()));
   check.RequireMemory(pool.worker().memory_bytes(), "pool.worker.memory_bytes");
   check.Require(pool.worker().peak_flops() >= 0, "pool.worker.peak_flops", "must not be below 0");
+  if (!pool.worker().metrics_listen().empty()) {
+    check.RequireAddress(pool.worker().metrics_listen(), "pool.worker.metrics_listen");
+  }
   const v1::PoolSection::Tls& tls = pool.tls();
   const int files = (tls.cert().empty() ? 0 : 1) + (tls.key().empty() ? 0 : 1) + (tls.ca().empty() ? 0 : 1);
   check.Require(files == 0 || files == 3, "pool.tls", "TLS needs all of cert, key and ca");

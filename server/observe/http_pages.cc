@@ -17,6 +17,7 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "server/config/address.h"
+#include "server/observe/gzip.h"
 
 namespace meshfill {
 namespace {
@@ -32,7 +33,8 @@ constexpr const char* kHeaders[][2] = {
     {"Connection", "close"}};
 constexpr absl::Duration kLongestConnection = absl::Seconds(10);  // from accept to the answer's last byte
 constexpr unsigned kMostConnections = 256;
-constexpr size_t kCrowd = 192;  // from here on, a newcomer's place is the oldest connection's
+constexpr size_t kCrowd = 192;        // from here on, a newcomer's place is the oldest connection's
+constexpr size_t kPackedFrom = 1024;  // bytes of a body; less is sent as it is
 constexpr unsigned kMaxHeadBytes = 16 << 10;
 
 }  // namespace
@@ -124,9 +126,16 @@ class HttpPages::Server {
   // The library leaves the body out where the method is HEAD.
   static MHD_Result Answer(MHD_Connection* connection, unsigned status, const std::string& content_type,
                            const std::string& body) {
+    const char* const accepted =
+        MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+    std::string packed;
+    if (body.size() >= kPackedFrom && AcceptsGzip(absl::NullSafeStringView(accepted))) packed = Gzip(body);
+    const std::string& sent = packed.empty() ? body : packed;
     MHD_Response* const response =
-        MHD_create_response_from_buffer(body.size(), const_cast<char*>(body.data()), MHD_RESPMEM_MUST_COPY);
+        MHD_create_response_from_buffer(sent.size(), const_cast<char*>(sent.data()), MHD_RESPMEM_MUST_COPY);
     MHD_add_response_header(response, "Content-Type", content_type.c_str());
+    MHD_add_response_header(response, "Vary", "Accept-Encoding");
+    if (!packed.empty()) MHD_add_response_header(response, "Content-Encoding", "gzip");
     for (const auto& [name, value] : kHeaders) MHD_add_response_header(response, name, value);
     const MHD_Result queued = MHD_queue_response(connection, status, response);
     MHD_destroy_response(response);
@@ -137,6 +146,10 @@ class HttpPages::Server {
   std::map<MHD_Connection*, Connection> connections_;  // of the daemon's thread
   MHD_Daemon* daemon_ = nullptr;
 };
+
+HttpPage MetricsPage(std::function<std::string()> text) {
+  return {"/metrics", "text/plain; version=0.0.4; charset=utf-8", std::move(text)};
+}
 
 HttpPages::HttpPages(std::unique_ptr<Server> server, std::string address)
     : server_(std::move(server)), address_(std::move(address)) {}

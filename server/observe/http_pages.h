@@ -1,4 +1,5 @@
-// Serves a few pages over HTTP, each made anew for every GET: /metrics and the status page.
+// Serves a few pages over HTTP, each made anew for every GET: /metrics and the status page. Longer ones are
+// sent as gzip to clients that accept it.
 //
 // For people and scrapers inside the cluster: no encryption, no log-in, nothing that changes state.
 #ifndef MESHFILL_SERVER_OBSERVE_HTTP_PAGES_H_
@@ -19,6 +20,9 @@ struct HttpPage {
   std::function<std::string()> body;        // called from the server's thread, one at a time
   std::function<bool()> healthy = nullptr;  // false: answers 503 instead of 200; null: never
 };
+
+// /metrics, whose text is in Prometheus' format.
+HttpPage MetricsPage(std::function<std::string()> text);
 
 class HttpPages {
  public:

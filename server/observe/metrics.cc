@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
+#include "server/observe/process_metrics.h"
 
 namespace meshfill {
 namespace {
@@ -35,7 +37,8 @@ const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1,  0.5,  1,   
 const Histogram::BucketBoundaries kPrefillBuckets = {0.1,  0.25, 0.5,  1,    2.5,   5,    10,   20,
                                                      30,   60,   120,  300,  600,   900,  1200, 1800,
                                                      2400, 3600, 5400, 7200, 10800, 14400};
-const Histogram::BucketBoundaries kPromptBuckets = {256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304};
+const Histogram::BucketBoundaries kPromptBuckets = {256,    1024,    4096,    16384,   65536,
+                                                    262144, 1048576, 4194304, 16777216};
 // Classes of prompts by length: each has those that are longer than the class before.
 constexpr std::array<int64_t, 3> kPromptClasses = {8192, 65536, 524288};  // and what is longer
 
@@ -86,6 +89,40 @@ const char* PoolStateName(PoolState state) {
   return "?";
 }
 
+const char* RefusalName(Refusal refusal) {
+  switch (refusal) {
+    case Refusal::kInvalid:
+      return "invalid";
+    case Refusal::kUnknownModel:
+      return "unknown_model";
+    case Refusal::kTooLong:
+      return "too_long";
+    case Refusal::kPoolTooSmall:
+      return "pool_too_small";
+    case Refusal::kDuplicate:
+      return "duplicate";
+    case Refusal::kQueueRequests:
+      return "queue_requests";
+    case Refusal::kQueueTokens:
+      return "queue_tokens";
+    case Refusal::kQueueWait:
+      return "queue_wait";
+    case Refusal::kDeadline:
+      return "deadline";
+    case Refusal::kKvRoom:
+      return "kv_room";
+    case Refusal::kMemory:
+      return "memory";
+    case Refusal::kCredentials:
+      return "credentials";
+    case Refusal::kNotReady:
+      return "not_ready";
+    case Refusal::kOther:
+      return "other";
+  }
+  return "?";
+}
+
 // Every family of the registry, named once.
 class Metrics::Families {
  public:
@@ -93,7 +130,9 @@ class Metrics::Families {
   std::vector<prometheus::MetricFamily> Collect() {
     peak_memory_bytes.Set(PeakResidentBytes());
     queue_oldest.Set(std::max(0.0, absl::ToDoubleSeconds(MonotonicNow() - OldestInQueue())));
-    return registry.Collect();
+    std::vector<prometheus::MetricFamily> families = registry.Collect();
+    std::ranges::move(CollectProcessMetrics(), std::back_inserter(families));
+    return families;
   }
 
   // A rank's counters, at 0 until its first prefill: a rate needs a sample before it.
@@ -109,6 +148,8 @@ class Metrics::Families {
 
   Family<Counter>& requests =
       AddCounter(registry, "meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
+  Family<Counter>& refusals = AddCounter(registry, "meshfill_requests_refused_total",
+                                         "Of the ended requests, those that had no place, by reason.");
   Gauge& queue_requests =
       AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
           .Add({});
@@ -282,6 +323,9 @@ Metrics::Metrics() : families_(std::make_unique<Families>()) {
   for (int code = 0; code < kStatusCodes; ++code) {
     f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
   }
+  for (int reason = 0; reason <= static_cast<int>(Refusal::kOther); ++reason) {
+    f.refusals.Add({{"reason", RefusalName(static_cast<Refusal>(reason))}});
+  }
   for (Traffic traffic : kPrefillTraffics) {
     for (Family<Counter>* family : {&f.comm_bytes, &f.rank_comm_bytes, &f.predicted_comm_bytes}) {
       family->Add({{"op", TrafficName(traffic)}});
@@ -425,6 +469,10 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
 
 void Metrics::OnRequestDone(absl::StatusCode code) {
   families_->requests.Add({{"code", absl::StatusCodeToString(code)}}).Increment();
+}
+
+void Metrics::OnRequestRefused(Refusal refusal) {
+  families_->refusals.Add({{"reason", RefusalName(refusal)}}).Increment();
 }
 
 void Metrics::OnFirstToken(double seconds, int64_t prompt_tokens) {

@@ -1,4 +1,5 @@
-// The server's Prometheus metrics (docs/metrics.md): what each name means stands in its help text, in metrics.cc.
+// The server's Prometheus metrics (docs/metrics.md): what each name means stands in its help text, in
+// metrics.cc.
 //
 // Thread-safe. Label values come from fixed sets (status codes, operations, ranks and workers of the pool,
 // states), never from clients; a worker's go with it, and the plan's labels are those of the one plan used
@@ -19,6 +20,25 @@ namespace meshfill {
 
 enum class PoolState { kLoading, kReady, kDraining };
 const char* PoolStateName(PoolState state);  // "loading", "ready", "draining"
+
+// Why a request had no place.
+enum class Refusal {
+  kInvalid,  // its header or tokens
+  kUnknownModel,
+  kTooLong,        // for the model's context
+  kPoolTooSmall,   // this pool cannot do what is asked: too little memory, or it keeps no K and V
+  kDuplicate,      // its id is in use
+  kQueueRequests,  // the queue is full, by requests, tokens or the predicted wait
+  kQueueTokens,
+  kQueueWait,
+  kDeadline,     // it cannot be met, or the upload took too long
+  kKvRoom,       // no room for the K and V that are to be kept
+  kMemory,       // no memory for its tokens
+  kCredentials,  // none, or not enough
+  kNotReady,     // loading, draining, or no workers
+  kOther,
+};
+const char* RefusalName(Refusal refusal);  // "queue_tokens"
 
 // What is in the queue now.
 struct QueueLoad {
@@ -72,6 +92,7 @@ class Metrics {
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
+  void OnRequestRefused(Refusal refusal);                    // beside OnRequestDone
   void OnFirstToken(double seconds, int64_t prompt_tokens);  // TTFT: from the stream's begin to its result
 
  private:

@@ -122,6 +122,16 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
 
   KvStore::Counts kv() const { return host_->kv().counts(); }
+  WorkerLoad load() const {
+    const KvStore::Counts kept = kv();
+    const int runs = static_cast<int>(host_->progress().size());
+    const MutexLock lock(mu_);
+    return {.member = member_,
+            .runs = runs,
+            .kv_leases = kept.leases,
+            .kv_bytes = kept.bytes,
+            .kv_max_bytes = host_->kv().budget_bytes()};
+  }
   void Drain() {
     Handle([](WorkerMachine& machine) { machine.Drain(MonotonicNow()); });
   }
@@ -180,7 +190,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   std::unique_ptr<ControlClient> client_;
   std::unique_ptr<RankHost> host_;
   std::unique_ptr<HolderService> holder_;  // of what the host keeps
-  Mutex mu_;
+  mutable Mutex mu_;
   std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
   bool member_ ABSL_GUARDED_BY(mu_) = false;  // as health says
@@ -200,5 +210,6 @@ absl::StatusOr<std::unique_ptr<WorkerProcess>> WorkerProcess::Start(const v1::Co
 std::optional<absl::Status> WorkerProcess::Tick() { return impl_->Tick(); }
 void WorkerProcess::Drain() { impl_->Drain(); }
 KvStore::Counts WorkerProcess::kv() const { return impl_->kv(); }
+WorkerLoad WorkerProcess::load() const { return impl_->load(); }
 
 }  // namespace meshfill

@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "engine/kv/kv_store.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/observe/worker_metrics.h"
 
 namespace meshfill {
 
@@ -30,6 +31,7 @@ class WorkerProcess {
   // The run that it takes part in finishes, and it leaves once its leases have ended.
   void Drain();
   KvStore::Counts kv() const;  // what its ranks keep
+  WorkerLoad load() const;
 
  private:
   class Impl;

@@ -23,7 +23,8 @@ def read(path):
 
 
 def metric_names():
-    return set(re.findall(r'"(meshfill_[a-z_]+)"', read("server/observe/metrics.cc")))
+    sources = sorted((ROOT / "server/observe").glob("*metrics.cc"))
+    return {name for path in sources for name in re.findall(r'"((?:meshfill|process)_[a-z_]+)"', path.read_text())}
 
 
 def without_suffix(name):
@@ -119,14 +120,14 @@ class DocsTest(unittest.TestCase):
             self.assertEqual(missing_paths(read(path)), [], path)
 
     def test_every_metric_is_documented_and_no_other(self):
-        documented = set(re.findall(r"^\| `(meshfill_\w+)`", read("docs/metrics.md"), re.M))
+        documented = set(re.findall(r"^\| `((?:meshfill|process)_\w+)`", read("docs/metrics.md"), re.M))
         self.assertGreater(len(documented), 30)
         self.assertEqual(documented, metric_names())
 
     def test_queries_ask_for_metrics_that_are_there(self):
         known = metric_names()
         for path in ("deploy/prometheus/recording.yml", "deploy/prometheus/alerts.yml", "deploy/grafana/meshfill.json"):
-            asked = {without_suffix(name) for name in re.findall(r"\bmeshfill_[a-z_]+", read(path))}
+            asked = {without_suffix(name) for name in re.findall(r"\b(?:meshfill|process)_[a-z_]+", read(path))}
             self.assertTrue(asked, path)
             self.assertLessEqual({name for name in asked if not name.startswith("meshfill_recording")}, known, path)
 

@@ -3,6 +3,7 @@
 
 Usage: pool_test.py PATH_OF_MESHFILL [unittest arguments]
 """
+import gzip
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import struct
 import sys
 import time
 import unittest
+import urllib.error
 import urllib.request
 
 from cli_harness import TIMEOUT_SECONDS, run
@@ -49,6 +51,30 @@ class PoolTest(PoolTestCase):
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
         self.assertEqual(self.metric("meshfill_worker_joins_total"), 3)
         self.assertEqual(self.metric('meshfill_ranks{state="ready"}'), 4)
+
+    def test_a_worker_has_pages_of_its_own(self):
+        worker = self.worker("paged", "pool.worker.metrics_listen=127.0.0.1:0")
+        address = worker.wait_for(r"metrics listening on (\S+:\d+)").group(1)
+
+        def health():
+            try:
+                return urllib.request.urlopen(f"http://{address}/healthz", timeout=5).status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        worker.wait_for("joined the pool")
+        self.wait_until(lambda: health() == 200)
+        asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept-Encoding": "gzip"})
+        with urllib.request.urlopen(asked, timeout=5) as answer:
+            self.assertEqual(answer.headers["Content-Encoding"], "gzip")
+            lines = gzip.decompress(answer.read()).decode().splitlines()
+        self.assertIn("meshfill_worker_member 1", lines)
+        (started,) = (float(line.split()[1]) for line in lines if line.startswith("process_start_time_seconds "))
+        self.assertLess(abs(time.time() - started), TIMEOUT_SECONDS)
+        self.leader.end()
+        self.wait_until(lambda: health() == 503)
+        self.refuse("worker", "--config", self.worker_config, "--join", self.control, "--set",
+                    f"pool.worker.metrics_listen={address}", status=1, message=r"pool\.worker\.metrics_listen: .*port")
 
     def test_ranks_sit_where_the_links_are(self):
         """With slow links between two hosts, a KV ring of four stays on each, and the answer is what it is."""

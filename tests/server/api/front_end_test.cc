@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -193,6 +194,9 @@ class FrontEndTest : public testing::Test {
     return true;
   }
 
+  bool WasRefusedOnce(const std::string& reason) {
+    return HasMetric(absl::StrCat("meshfill_requests_refused_total{reason=\"", reason, "\"} 1"));
+  }
   bool HasMetric(const std::string& line) { return metrics_.Text().find(line + "\n") != std::string::npos; }
 
   Metrics metrics_;
@@ -409,6 +413,7 @@ TEST_F(FrontEndTest, PassesTheEnginesErrorsOn) {
   const Reply reply = Prefill(Header(3), {1, 2, 3});
   EXPECT_EQ(reply.status.code(), absl::StatusCode::kInternal);
   EXPECT_NE(std::string(reply.status.message()).find("NaN"), std::string::npos);
+  EXPECT_TRUE(HasMetric("meshfill_requests_refused_total{reason=\"other\"} 0")) << "it had a place";
   EXPECT_TRUE(reply.accepted.has_value());
   EXPECT_FALSE(reply.result.has_value());
   ExpectGoodRequestIsServed();
@@ -424,6 +429,7 @@ TEST_F(FrontEndTest, RefusesALiveIdAgain) {
   ASSERT_TRUE(engine_->WaitForBegun(1));
   const Reply again = Prefill(header, {4, 5, 6});
   EXPECT_EQ(again.status.code(), absl::StatusCode::kAlreadyExists) << again.status;
+  EXPECT_TRUE(WasRefusedOnce("duplicate"));
   engine_->Release();
   EXPECT_TRUE(first.Finish().status.ok());
   EXPECT_TRUE(Prefill(header, {4, 5, 6}).status.ok());  // no longer live
@@ -727,6 +733,7 @@ TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
   engine_->PredictSeconds(100);
   const Reply reply = Call(*stub_, absl::Seconds(10)).Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish();
   EXPECT_EQ(reply.status.code(), absl::StatusCode::kResourceExhausted) << reply.status;
+  EXPECT_TRUE(WasRefusedOnce("deadline"));
   EXPECT_TRUE(RetryAfter(reply.status).has_value()) << reply.status;
   engine_->PredictSeconds(0.001);
   ExpectGoodRequestIsServed();
@@ -735,7 +742,10 @@ TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
 // ---- Full, draining, loading.
 
 TEST_F(FrontEndTest, FullQueueSaysWhenToTryAgain) {
-  for (const char* limit : {"queue.max_requests=1", "queue.max_tokens=10", "queue.max_wait=100s"}) {
+  const std::map<std::string, std::string> reasons = {{"queue.max_requests=1", "queue_requests"},
+                                                      {"queue.max_tokens=10", "queue_tokens"},
+                                                      {"queue.max_wait=100s", "queue_wait"}};
+  for (const auto& [limit, reason] : reasons) {
     SCOPED_TRACE(limit);
     StartServer({limit});
     engine_->Hold(0);
@@ -747,6 +757,7 @@ TEST_F(FrontEndTest, FullQueueSaysWhenToTryAgain) {
     EXPECT_TRUE(waiting.ReadEvent().has_accepted());
     const Reply refused = Call(*stub_, absl::Hours(1)).Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish();
     EXPECT_EQ(refused.status.code(), absl::StatusCode::kResourceExhausted) << refused.status;
+    EXPECT_TRUE(WasRefusedOnce(reason));
     const auto retry = RetryAfter(refused.status);
     ASSERT_TRUE(retry.has_value()) << refused.status;
     EXPECT_GT(*retry, absl::Seconds(10));
@@ -802,6 +813,7 @@ TEST_F(FrontEndTest, HealthFollowsTheState) {
   EXPECT_EQ(Health(service), 2);
   EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_LOADING);
   EXPECT_EQ(Prefill(Header(1), {1}).status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(WasRefusedOnce("not_ready"));
   EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"loading\"} 4"));
 
   front_end_->Open(std::move(engine_owner_));

@@ -10,9 +10,11 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "server/config/address.h"
+#include "tests/server/observe/gunzip.h"
 #include "tests/server/observe/http_get.h"
 
 namespace meshfill {
@@ -35,6 +37,31 @@ TEST(HttpPagesTest, AnswersEachPageAnew) {
   for (const char* count : {"1", "2", "3"}) {
     EXPECT_EQ(HttpBody(HttpGet((*pages)->address(), "/count?of=anything")), count);
   }
+}
+
+TEST(HttpPagesTest, PacksLongPagesForThoseWhoTakeIt) {
+  const std::string text = absl::StrCat(std::string(100'000, 'x'), "end");
+  const auto pages = HttpPages::Listen("127.0.0.1:0", {{"/long", "text/plain", [&text] { return text; }},
+                                                       {"/short", "text/plain", [] { return "short"; }}});
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  const std::string& address = (*pages)->address();
+  const auto get = [&](const std::string& method, const std::string& path, const std::string& accepted) {
+    return HttpSend(address, absl::StrCat(method, " ", path, " HTTP/1.0\r\nAccept-Encoding: ", accepted));
+  };
+  const std::string packed = get("GET", "/long", "deflate, gzip;q=0.8");
+  EXPECT_NE(packed.find("\r\nContent-Encoding: gzip\r\n"), std::string::npos);
+  EXPECT_NE(packed.find("\r\nVary: Accept-Encoding\r\n"), std::string::npos);
+  EXPECT_LT(packed.size(), 2000u);
+  EXPECT_EQ(Gunzip(HttpBody(packed)), text);
+  EXPECT_EQ(HttpBody(get("HEAD", "/long", "gzip")), "");
+
+  for (const std::string& plain :
+       {get("GET", "/long", "gzip;q=0"), get("GET", "/long", "br"), HttpGet(address, "/long")}) {
+    EXPECT_EQ(plain.find("Content-Encoding"), std::string::npos);
+    EXPECT_NE(plain.find("\r\nVary: Accept-Encoding\r\n"), std::string::npos);
+    EXPECT_EQ(HttpBody(plain), text);
+  }
+  EXPECT_EQ(HttpBody(get("GET", "/short", "gzip")), "short");
 }
 
 TEST(HttpPagesTest, RefusesWhatIsNoPage) {

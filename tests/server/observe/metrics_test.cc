@@ -46,6 +46,7 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.OnFirstToken(2.25, 100000);
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
+  metrics.OnRequestRefused(Refusal::kQueueTokens);
 
   const std::string text = metrics.Text();
   const auto samples = Samples(text);
@@ -53,6 +54,8 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_requests_total{code=\"OK\"}", 1},
       {"meshfill_requests_total{code=\"RESOURCE_EXHAUSTED\"}", 1},
       {"meshfill_requests_total{code=\"INTERNAL\"}", 0},
+      {"meshfill_requests_refused_total{reason=\"queue_tokens\"}", 1},
+      {"meshfill_requests_refused_total{reason=\"other\"}", 0},
       {"meshfill_queue_requests", 3},
       {"meshfill_queue_tokens", 4096},
       {"meshfill_queue_max_tokens", 8192},
@@ -71,6 +74,7 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_ttft_by_prompt_seconds_count{up_to=\"+Inf\"}", 0},
       {"meshfill_request_prompt_tokens_bucket{le=\"65536\"}", 0},
       {"meshfill_request_prompt_tokens_bucket{le=\"262144\"}", 1},
+      {"meshfill_request_prompt_tokens_bucket{le=\"16777216\"}", 1},
       {"meshfill_request_prompt_tokens_sum", 100000},
       {"meshfill_prefill_seconds_sum", 2},
       {"meshfill_prompt_tokens_total", 1000},
@@ -105,6 +109,7 @@ TEST(MetricsTest, TellsAPrefill) {
     EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
   }
   EXPECT_GT(samples.at("meshfill_peak_memory_bytes"), 1 << 20);
+  EXPECT_GT(samples.at("process_resident_memory_bytes"), 1 << 20);
 }
 
 TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
@@ -151,7 +156,7 @@ TEST(MetricsTest, EveryFamilyHasAHelpText) {
   const std::string text = metrics.Text();
   for (const auto& [name, value] : Samples(text)) {
     std::string family = name.substr(0, name.find('{'));
-    EXPECT_EQ(family.rfind("meshfill_", 0), 0u) << family;
+    EXPECT_TRUE(family.starts_with("meshfill_") || family.starts_with("process_")) << family;
     for (const std::string suffix : {"_bucket", "_sum", "_count"}) {
       if (family.ends_with(suffix)) family.resize(family.size() - suffix.size());
     }
