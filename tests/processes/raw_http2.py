@@ -52,9 +52,9 @@ def tokens_message(ids):
 class Connection:
     """A connection that has sent its preface. What comes back is read by `wait_for_ends` alone."""
 
-    def __init__(self, address, window=65535):
+    def __init__(self, address, window=65535, wrap=lambda plain: plain):
         host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.socket = wrap(socket.create_connection((host, int(port)), timeout=10))
         self.next_stream = 1
         self.send(PREFACE + frame(SETTINGS, payload=struct.pack(">HI", 4, window)) + frame(SETTINGS, ACK))
 
