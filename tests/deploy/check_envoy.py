@@ -134,6 +134,7 @@ class EnvoyTest(CliTestCase):
         self.assert_closed(connection, (frame(HEADERS, END_HEADERS, stream, headers) + frame(RST_STREAM, 0, stream, reset)
                                         for stream in range(1, 40_001, 2)))
         self.assertLess(self.statistic("cluster.meshfill.upstream_rq_total") - before, 1000)
+        self.assertGreater(self.statistic("http.api.downstream_rq_too_many_premature_resets"), 0)
         self.assert_served("after-resets")
 
     def test_endless_headers_end_the_connection(self):
