@@ -181,6 +181,7 @@ int64_t KvStore::PrefixTokens(const KvBlockNames& names) const {
 }
 
 bool KvStore::AdmitToCache(const std::shared_ptr<KvPrompt>& prompt, int64_t bytes) {
+  EndLapsed();
   const MutexLock lock(mu_);
   std::unique_ptr<KvCharge> charge = Charge(bytes);
   if (charge == nullptr) return false;

@@ -138,6 +138,20 @@ TEST_F(KvStoreTest, ReadersMayOutliveTheStore) {
   EXPECT_EQ(reader->tokens(), 100);
 }
 
+TEST_F(KvStoreTest, LeasesThatHaveLapsedMakeRoomBeforeAnybodySweeps) {
+  KvStore store(100 * kTokenBytes, Clock());
+  for (int turn = 0; turn < 2; ++turn) {
+    auto lease = store.Admit(Prompt(100), "tenant", absl::Seconds(30));
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    ASSERT_TRUE((*lease)->Keep().ok());
+    auto prompt = Prompt(100);
+    EXPECT_FALSE(store.AdmitToCache(prompt, prompt->bytes()));
+    now_ += absl::Seconds(30);
+    store.Release((*lease)->id(), "tenant");  // too late: it has ended by itself
+    if (turn == 0) EXPECT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
+  }
+}
+
 // What a cache holds makes room for who needs it, and not before; what a reader needs stays.
 TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
   KvStore store(100 * kTokenBytes, Clock());
