@@ -50,8 +50,8 @@ absl::Status Access::Read() {
 
 void Access::Reload() {
   const absl::Status read = Read();
-  Log(read.ok() ? absl::StrCat("callers are now those in ", path_)
-                : absl::StrCat("callers stay as they were: ", read.message()));
+  if (read.ok()) return Log(absl::StrCat("callers are now those in ", path_));
+  Log(absl::StrCat("callers stay as they were: ", read.message()), {.level = LogLevel::kWarning});
 }
 
 absl::StatusOr<Caller> Access::Identify(const grpc::ServerContextBase& context) const {

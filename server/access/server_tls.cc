@@ -81,8 +81,9 @@ void ServerTls::Reload() {
   absl::StatusOr<TlsPems> pems = ReadTlsFiles(files_, TlsSide::kServer);
   if (pems.ok() && *pems == pems_) return;
   const absl::Status taken = pems.ok() ? Take(*std::move(pems)) : pems.status();
-  Log(taken.ok() ? absl::StrCat("new connections get the certificate that is now in ", files_.cert)
-                 : absl::StrCat("the certificate stays as it was: ", taken.message()));
+  if (taken.ok())
+    return Log(absl::StrCat("new connections get the certificate that is now in ", files_.cert));
+  Log(absl::StrCat("the certificate stays as it was: ", taken.message()), {.level = LogLevel::kWarning});
 }
 
 }  // namespace meshfill
