@@ -38,12 +38,11 @@ bool Upload(v1::PrefillHeader header, std::span<const uint32_t> tokens, PrefillS
 
 class PrefillClient::Call {
  public:
-  explicit Call(const ServerChannel& server) : server_(server), address_(server.address()) {}
-
-  absl::StatusOr<v1::PrefillResult> Run(v1::PrefillHeader header, std::span<const uint32_t> tokens,
-                                        absl::Time deadline, PrefillEvents& events) {
-    const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(server_.channel());
-    server_.Authorize(context_);
+  absl::StatusOr<v1::PrefillResult> Run(const ServerChannel& server, v1::PrefillHeader header,
+                                        std::span<const uint32_t> tokens, absl::Time deadline,
+                                        PrefillEvents& events) {
+    const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(server.channel());
+    server.Authorize(context_);
     if (deadline != absl::InfiniteFuture()) {
       context_.set_deadline(absl::ToChronoTime(absl::Now() + (deadline - MonotonicNow())));
     }
@@ -68,10 +67,10 @@ class PrefillClient::Call {
           break;
       }
     }
-    if (grpc::Status status = stream->Finish(); !status.ok()) return ServerError(status);
+    if (grpc::Status status = stream->Finish(); !status.ok()) return ServerError(server.address(), status);
     if (!result.has_value()) {
       return absl::InternalError(
-          absl::StrCat("server ", address_, " ended the call without a result; see its log"));
+          absl::StrCat("server ", server.address(), " ended the call without a result; see its log"));
     }
     return *std::move(result);
   }
@@ -79,31 +78,30 @@ class PrefillClient::Call {
   void Cancel() { context_.TryCancel(); }
 
  private:
-  absl::Status ServerError(const grpc::Status& status) const {
+  static absl::Status ServerError(const std::string& address, const grpc::Status& status) {
     const auto code = static_cast<absl::StatusCode>(status.error_code());
     if (absl::StrContains(status.error_message(), "DNS resolution failed")) {
-      return absl::NotFoundError(absl::StrCat(
-          "server ", address_, ": no host of this name is known; check the address and the DNS"));
+      return absl::NotFoundError(
+          absl::StrCat("server ", address, ": no host of this name is known; check the address and the DNS"));
     }
-    std::string message = absl::StrCat("server ", address_, ": ", status.error_message());
+    std::string message = absl::StrCat("server ", address, ": ", status.error_message());
     if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
       absl::StrAppend(&message, "; is `meshfill serve` listening there?");
     }
     return absl::Status(code, message);
   }
 
-  const ServerChannel server_;
-  const std::string address_;
   grpc::ClientContext context_;
 };
 
-PrefillClient::PrefillClient(const ServerChannel& server) : call_(std::make_unique<Call>(server)) {}
+PrefillClient::PrefillClient() : call_(std::make_unique<Call>()) {}
 PrefillClient::~PrefillClient() = default;
 
-absl::StatusOr<v1::PrefillResult> PrefillClient::Prefill(v1::PrefillHeader header,
+absl::StatusOr<v1::PrefillResult> PrefillClient::Prefill(const ServerChannel& server,
+                                                         v1::PrefillHeader header,
                                                          std::span<const uint32_t> tokens,
                                                          absl::Time deadline, PrefillEvents& events) {
-  return call_->Run(std::move(header), tokens, deadline, events);
+  return call_->Run(server, std::move(header), tokens, deadline, events);
 }
 
 void PrefillClient::Cancel() { call_->Cancel(); }

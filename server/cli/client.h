@@ -24,14 +24,14 @@ class PrefillEvents {
 
 class PrefillClient {
  public:
-  // Starts nothing: Prefill connects.
-  explicit PrefillClient(const ServerChannel& server);
+  PrefillClient();  // starts nothing: Prefill connects
   ~PrefillClient();
 
   // Sends one prompt and waits for its result; blocks; call it once. The header's token_count is filled in
   // here. Errors: the server's own status, with the address; UNAVAILABLE where nothing listens there.
-  absl::StatusOr<v1::PrefillResult> Prefill(v1::PrefillHeader header, std::span<const uint32_t> tokens,
-                                            absl::Time deadline, PrefillEvents& events);
+  absl::StatusOr<v1::PrefillResult> Prefill(const ServerChannel& server, v1::PrefillHeader header,
+                                            std::span<const uint32_t> tokens, absl::Time deadline,
+                                            PrefillEvents& events);
 
   // Ends Prefill with CANCELLED, also one that has not begun. From any thread.
   void Cancel();

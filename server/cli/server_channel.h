@@ -26,7 +26,8 @@ struct ServerOptions {
 
 class ServerChannel {
  public:
-  // Connects to nothing yet. INVALID_ARGUMENT: a file cannot be read, or is no certificate, key or token.
+  // Connects to nothing yet, but starts threads of gRPC: make a CancelWatch before. INVALID_ARGUMENT: a file
+  // cannot be read, or is no certificate, key or token.
   static absl::StatusOr<ServerChannel> Open(const ServerOptions& options);
 
   const std::string& address() const { return address_; }

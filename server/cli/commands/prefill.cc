@@ -263,12 +263,12 @@ class PrefillCommand : public Command {
 
   absl::StatusOr<Outcome> RunOnServer(std::span<const uint32_t> tokens) {
     const absl::Time deadline = Deadline();
-    ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));
-    PrefillClient client(server);
+    PrefillClient client;
     CancelWatch watch(absl::InfiniteFuture(), [&client] { client.Cancel(); });
+    ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));  // starts gRPC's threads
     ProgressBar bar;
     BarEvents events(bar);
-    absl::StatusOr<v1::PrefillResult> result = client.Prefill(Header(), tokens, deadline, events);
+    absl::StatusOr<v1::PrefillResult> result = client.Prefill(server, Header(), tokens, deadline, events);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
