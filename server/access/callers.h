@@ -1,7 +1,7 @@
 // Who may call, as the file of api.credentials says: a line for each credential, of four words.
 //
 //     # name   role    tenant  credential
-//     alice    client  team-a  sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+//     alice    client  team-a  sha256:HASH
 //     bob      client  team-b  certificate:bob.example
 //     pool     worker  -       sha256:…
 //     ops      admin   -       certificate:ops.example
