@@ -1129,19 +1129,21 @@ void PoolSimulation::Chaos() {
       break;
     case 2:
       Note(absl::StrCat(node.name, " is stopped"));
-      node.frozen_until = until;
+      // A shorter fault does not end a longer one: a process that thaws too early would read its messages out
+      // of order.
+      node.frozen_until = std::max(node.frozen_until, until);
       break;
     case 3:
       Note(absl::StrCat(node.name, " freezes in compute"));
-      node.compute_frozen_until = until + DrawMs(0, 4000);
+      node.compute_frozen_until = std::max(node.compute_frozen_until, until + DrawMs(0, 4000));
       break;
     case 4:
       Note(absl::StrCat(node.name, " is cut off"));
-      node.partitioned_until = until;
+      node.partitioned_until = std::max(node.partitioned_until, until);
       break;
     case 5:
       Note(absl::StrCat(node.name, " is cut off from its peers"));
-      node.data_partitioned_until = until;
+      node.data_partitioned_until = std::max(node.data_partitioned_until, until);
       break;
     case 6:
       if (node.link != 0) {
