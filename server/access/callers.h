@@ -21,14 +21,14 @@
 namespace meshfill {
 
 enum class Role : uint8_t {
-  kClient = 1,  // prefills, K and V, plans, the pool: of its own tenant
-  kWorker = 2,  // a process of the pool: reads K and V, of every tenant
-  kAdmin = 4,   // all, for every tenant
+  kClient,  // prefills, K and V, plans, the pool: of its own tenant
+  kWorker,  // a process of the pool: reads K and V, of every tenant
+  kAdmin,   // all, for every tenant
 };
 
 struct Caller {
   std::string name;  // for messages
-  Role role = Role::kAdmin;
+  Role role = Role::kClient;
   std::string tenant;  // of a client
 
   bool operator==(const Caller&) const = default;
