@@ -285,7 +285,10 @@ void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
   kv_.OnLayersDone(run, done.layers);
 }
 
-void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time) {
+void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now) {
+  // The last layer's end comes with the ranks' answers, often before any word of progress.
+  RunCoordinator::LayersDone all{options_.kv.layers};
+  if (completed.result.ok() && runs_.at(run).coordinator.layers_done() < all.layers) Do(run, all, now);
   const Ticket ticket = runs_.at(run).ticket;
   kv_.OnRunOver(run, members_.ByPlace());
   runs_.erase(run);
@@ -302,6 +305,9 @@ void Leader::Do(RunId run, RunCoordinator::RunFailed& failed, absl::Time now) {
 }
 
 void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
+  if (failed.keep_out) {
+    for (Connection connection : failed.workers) members_.KeepOut(connection, now);
+  }
   DropWorkers(failed.workers, failed.why, now);
 }
 

@@ -18,6 +18,9 @@ namespace {
 constexpr size_t kMaxNameCharacters = 128;
 constexpr size_t kMaxTextBytes = 256;  // of each other text of an offer
 constexpr size_t kMaxRememberedRefusals = 256;
+constexpr size_t kMaxKeptOut = 256;
+constexpr absl::Duration kLeastKeptOut = absl::Seconds(10);
+constexpr absl::Duration kMostKeptOut = absl::Minutes(5);  // and the time after which it begins anew
 // What no machine has, so that plans over it would be of infinite or negative seconds and bytes.
 constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 60;
 constexpr double kLeastRate = 1;  // FLOP/s, bytes/s
@@ -57,7 +60,7 @@ bool Membership::OnStrangerMessage(Connection connection, const v1::WorkerMessag
   }
   const v1::Join& offer = message.join();
   bool retry = false;
-  if (const absl::Status status = CheckOffer(offer, message.epoch(), retry); !status.ok()) {
+  if (const absl::Status status = CheckOffer(offer, message.epoch(), now, retry); !status.ok()) {
     Refuse(connection, offer.name().substr(0, kMaxNameCharacters), std::string(status.message()), retry);
     return false;
   }
@@ -89,7 +92,8 @@ void Membership::Refuse(Connection connection, const std::string& name, const st
                LogLevel::kWarning);
 }
 
-absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const {
+absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch, absl::Time now,
+                                    bool& retry) const {
   const v1::ModelId& model = offer.model();
   if (offer.protocol() != kControlProtocol) {
     return absl::FailedPreconditionError(absl::StrCat("the worker speaks control protocol ", offer.protocol(),
@@ -127,8 +131,11 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                       "; give both the same model.dtype"));
   }
   if (weights_hash_ != 0 && model.weights_hash() != weights_hash_) {
-    return absl::FailedPreconditionError(absl::StrCat("the worker's weights of model ", options_.model.name(),
-                                                      " differ from the pool's; give all the same files"));
+    // Where the leader has none itself, the first worker's may be the wrong ones.
+    retry = options_.model.weights_hash() == 0;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the worker's weights of model ", options_.model.name(), " differ from ",
+        retry ? "those of the workers that are there" : "the leader's", "; give all the same files"));
   }
   if (offer.ranks() < 1 || offer.ranks() > kMaxHostRanks) {
     return absl::InvalidArgumentError(
@@ -144,6 +151,12 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
         ": it was in another pool, or this machine's clock was set back; start the worker again"));
   }
   retry = true;
+  if (const auto kept_out = kept_out_.find(offer.name());
+      kept_out != kept_out_.end() && now < kept_out->second.until && !workers_.empty()) {
+    return absl::UnavailableError(absl::StrCat(
+        "a worker of this name did not prepare a run as it should, and the pool does without it for ",
+        absl::FormatDuration(kept_out->second.length), "; see that its machine is not overloaded"));
+  }
   int ranks = static_cast<int>(offer.ranks());
   for (const auto& [connection, worker] : workers_) {
     ranks += static_cast<int>(worker.offer.ranks());
@@ -190,6 +203,14 @@ void Membership::ReleaseDrained(const std::function<bool(Connection)>& is_busy) 
     entry = workers_.erase(entry);
   }
   ForgetWeightsWhereEmpty();
+}
+
+void Membership::KeepOut(Connection connection, absl::Time now) {
+  std::erase_if(kept_out_, [&](const auto& entry) { return now >= entry.second.until + kMostKeptOut; });
+  if (kept_out_.size() >= kMaxKeptOut) kept_out_.clear();
+  auto& [until, length] = kept_out_[workers_.at(connection).offer.name()];
+  length = std::clamp(2 * length, kLeastKeptOut, kMostKeptOut);
+  until = now + length;
 }
 
 std::string Membership::Remove(Connection connection, const std::string& why) {

@@ -74,6 +74,9 @@ class Membership {
   // Refuses who is connected and has not joined in time.
   void RefuseUnjoined(absl::Time now);
 
+  // A worker that is about to be removed: one of its name is not taken again for a while, which gets longer
+  // each time, unless nobody else is there.
+  void KeepOut(Connection connection, absl::Time now);
   // Takes a worker out of the pool. Returns its name.
   std::string Remove(Connection connection, const std::string& why);
   // Says Goodbye to draining workers that take part in no run.
@@ -96,8 +99,13 @@ class Membership {
   const Counters& counters() const { return counters_; }
 
  private:
+  struct KeptOut {
+    absl::Time until;
+    absl::Duration length;
+  };
+
   int ranks() const;  // of the workers that are there to stay
-  absl::Status CheckOffer(const v1::Join& offer, uint64_t heard_epoch, bool& retry) const;
+  absl::Status CheckOffer(const v1::Join& offer, uint64_t heard_epoch, absl::Time now, bool& retry) const;
   // Says why, closes, and logs each reason once for a name; the name of a stranger is empty.
   void Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry);
   void ForgetWeightsWhereEmpty();
@@ -107,6 +115,7 @@ class Membership {
   std::map<Connection, absl::Time> strangers_;  // connected, not joined: since when
   std::map<Connection, Worker> workers_;
   std::set<std::pair<std::string, std::string>> refused_;  // name and reason, logged
+  std::map<std::string, KeptOut> kept_out_;                // by name
   uint64_t weights_hash_;                                  // of the pool; 0: nobody has said yet
   uint64_t epoch_;
   bool changed_ = true;  // since the epoch began

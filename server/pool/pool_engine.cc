@@ -196,7 +196,7 @@ class PoolEngine::Run final : public Prefill {
   absl::StatusOr<Leader::Result> WaitForAnswer() {
     int told = 0;
     MutexLock lock(engine_.mu_);
-    while (!answer_.has_value()) {
+    while (layers_done_ > told || !answer_.has_value()) {
       if (layers_done_ <= told) {
         engine_.changed_.Wait(engine_.mu_);
         continue;

@@ -111,7 +111,7 @@ RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::
     return RequestFailed{WithWorkerName(part.name, status)};
   }
   if (message.hash() != part.expected_hash || message.addresses_size() != part.ranks) {
-    return WorkersFailed{{worker}, "it prepared another run than the one it was sent"};
+    return WorkersFailed{{worker}, "it prepared another run than the one it was sent", /*keep_out=*/true};
   }
   unanswered_.erase(worker);
   for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
@@ -252,8 +252,8 @@ void RunCoordinator::OnWorkerLost(Connection worker) {
 RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
   if (phase_ != Phase::kRunning) {
     if (now < deadline_) return {};
-    return WorkersFailed{
-        unanswered_, phase_ == Phase::kPreparing ? "it did not prepare in time" : "it did not stop in time"};
+    if (phase_ == Phase::kStopping) return WorkersFailed{unanswered_, "it did not stop in time"};
+    return WorkersFailed{unanswered_, "it did not prepare in time", /*keep_out=*/true};
   }
   std::set<Connection> hung;
   absl::Time last_move = absl::InfinitePast();

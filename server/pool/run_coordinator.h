@@ -63,6 +63,7 @@ class RunCoordinator {
   struct WorkersFailed {  // they are to be taken out of the pool
     std::set<Connection> workers;
     std::string why;
+    bool keep_out = false;  // for a while: they would cost the next run its time, too
   };
   using Outcome =
       std::variant<std::monostate, LayersDone, Completed, RequestFailed, RunFailed, WorkersFailed>;
@@ -92,6 +93,7 @@ class RunCoordinator {
   Phase phase() const { return phase_; }
   // It was stopped, and all who take part have confirmed it or are lost.
   bool stopped() const { return phase_ == Phase::kStopping && unanswered_.empty(); }
+  int layers_done() const { return layers_done_; }  // by all ranks, as far as they have said
   bool Has(Connection worker) const { return parts_.contains(worker); }
   int first_rank(Connection worker) const { return parts_.at(worker).first_rank; }
   int ranks(Connection worker) const { return parts_.at(worker).ranks; }

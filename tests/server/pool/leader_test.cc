@@ -74,6 +74,8 @@ class LeaderTest : public testing::Test {
         if (!send->message.has_heartbeat()) sent_[send->to].push_back(send->message);
       } else if (auto* close = std::get_if<Leader::Close>(&action)) {
         closed_.push_back(close->connection);
+      } else if (auto* done = std::get_if<Leader::LayersDone>(&action)) {
+        layers_done_.push_back(done->layers);
       } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
         answers_.push_back(answer->result);
       } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
@@ -164,6 +166,7 @@ class LeaderTest : public testing::Test {
   std::map<Leader::Connection, std::vector<v1::LeaderMessage>> sent_;
   std::vector<Leader::Connection> closed_;
   std::vector<absl::StatusOr<Leader::Result>> answers_;
+  std::vector<int> layers_done_;
   std::vector<std::string> log_;
   std::vector<uint32_t> tokens_;
   uint64_t run_ = 0;
@@ -302,6 +305,50 @@ TEST_F(LeaderTest, AnEmptyPoolForgetsItsWeights) {
   EXPECT_EQ(Join(2, other), "");
 }
 
+// The leader of these tests has no weights: the first worker's may be the wrong ones, and the others wait.
+TEST_F(LeaderTest, AWorkerWithOtherWeightsThanTheFirstTriesAgain) {
+  v1::Join stranger = Offer("stranger");
+  stranger.mutable_model()->set_weights_hash(9);
+  EXPECT_EQ(Join(1, stranger), "");
+  EXPECT_NE(Join(2, Offer("a")), "");
+  EXPECT_TRUE(sent_[2].back().refused().retry());
+  leader_.OnDisconnected(1, now_);
+  EXPECT_EQ(Join(3, Offer("a")), "");
+}
+
+TEST_F(LeaderTest, WhoDoesNotPrepareIsKeptOutForAWhile) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  absl::Duration kept_out = absl::Seconds(10);
+  Leader::Connection b = 2;
+  for (int time = 0; time < 3; ++time, kept_out *= 2) {
+    Submit(std::vector<uint32_t>(200, 1));
+    Prepare({1});
+    Pass(Options().prepare_timeout + absl::Seconds(1), {1, b});
+    ASSERT_EQ(closed_.back(), b) << "it lives, but does not prepare";
+    Stopped(1);
+    Prepare({1});
+    RankDone(1, 0, kVocab);
+    ASSERT_EQ(answers_.size(), static_cast<size_t>(time + 1));
+    EXPECT_NE(Join(++b, Offer("b")), "");
+    EXPECT_TRUE(sent_[b].back().refused().retry());
+    EXPECT_EQ(Join(100 + b, Offer(absl::StrCat("c", b))), "") << "another one may";
+    leader_.OnDisconnected(100 + b, now_);
+    Pass(kept_out - absl::Seconds(2), {1});
+    EXPECT_NE(Join(++b, Offer("b")), "");
+    Pass(absl::Seconds(2), {1});
+    ASSERT_EQ(Join(++b, Offer("b")), "");
+  }
+}
+
+TEST_F(LeaderTest, TheOnlyWorkerIsNotKeptOut) {
+  Join(1, Offer("a"));
+  Submit(std::vector<uint32_t>(200, 1));
+  Pass(Options().prepare_timeout + absl::Seconds(1), {1});
+  ASSERT_EQ(closed_.back(), 1u);
+  EXPECT_EQ(Join(2, Offer("a")), "");
+}
+
 TEST_F(LeaderTest, SilentWorkersAreLostWithinTwoSeconds) {
   Join(1, Offer("a"));
   Join(2, Offer("b"));
@@ -331,9 +378,11 @@ TEST_F(LeaderTest, AnswersOnceAllRanksAreDone) {
   EXPECT_TRUE(answers_.empty());
   RankDone(2, 0, kVocab);  // of another's rank
   EXPECT_TRUE(answers_.empty());
+  EXPECT_TRUE(layers_done_.empty());
   RankDone(1, 0, 0);
   ASSERT_EQ(answers_.size(), 1u);
   ASSERT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(layers_done_, std::vector<int>{Shape().layers}) << "no word of progress came";
   EXPECT_EQ(answers_[0]->logits.size(), static_cast<size_t>(kVocab));
   EXPECT_EQ(answers_[0]->peak_flops, 2e12);
   EXPECT_TRUE(sent_[1].back().has_finish());
