@@ -42,12 +42,19 @@ LogWriter::~LogWriter() {
 }
 
 void LogWriter::Write(absl::string_view message, const LogDetails& details) {
-  const MutexLock lock(mu_);
-  Append(message, details);
+  {
+    const MutexLock lock(mu_);
+    if (!HasRoom(std::min(message.size(), kMaxLogMessageBytes))) return;
+  }
+  Add(message, details);
 }
 
 void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view message,
                              const LogDetails& details) {
+  if (TakesLineOf(cause_name, message)) Add(message, details);
+}
+
+bool LogWriter::TakesLineOf(absl::string_view cause_name, absl::string_view message) {
   const absl::Time now = MonotonicNow();
   const MutexLock lock(mu_);
   auto entry = causes_.find(cause_name);
@@ -62,27 +69,35 @@ void LogWriter::WriteLimited(absl::string_view cause_name, absl::string_view mes
   }
   if (++cause.lines > kLinesOfCause) {
     if (cause.left_out++ == 0) changed_.NotifyAll();  // the thread tells of it when the second is over
-    return;
+    return false;
   }
-  Append(message, details);
+  return HasRoom(std::min(message.size(), kMaxLogMessageBytes));
 }
 
 void LogWriter::TellLeftOut(const std::string& name, Cause& cause) {
   if (cause.left_out == 0) return;
-  Append(absl::StrCat("left out ", cause.left_out, " more lines of ", name), kTrouble);
+  Append(FormatLogLine(format_, absl::Now(),
+                       absl::StrCat("left out ", cause.left_out, " more lines of ", name), kTrouble));
   cause.left_out = 0;
 }
 
-void LogWriter::Append(absl::string_view message, const LogDetails& details) {
-  const absl::Time now = absl::Now();
-  const std::string line = FormatLogLine(format_, now, message, details);
-  if (pending_.size() + line.size() > kMaxPendingBytes) {
-    ++dropped_;
-    return;
-  }
+bool LogWriter::HasRoom(size_t bytes) {
+  if (pending_.size() + bytes <= kMaxPendingBytes) return true;
+  ++dropped_;
+  return false;
+}
+
+void LogWriter::Add(absl::string_view message, const LogDetails& details) {
+  const std::string line = FormatLogLine(format_, absl::Now(), message, details);
+  const MutexLock lock(mu_);
+  Append(line);
+}
+
+void LogWriter::Append(absl::string_view line) {
+  if (!HasRoom(line.size())) return;
   if (dropped_ > 0) {
     const std::string dropped = absl::StrCat("dropped ", dropped_, " lines that nobody read in time");
-    absl::StrAppend(&pending_, FormatLogLine(format_, now, dropped, kTrouble), "\n");
+    absl::StrAppend(&pending_, FormatLogLine(format_, absl::Now(), dropped, kTrouble), "\n");
     dropped_ = 0;
   }
   absl::StrAppend(&pending_, line, "\n");

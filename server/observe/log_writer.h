@@ -45,7 +45,13 @@ class LogWriter {
     uint64_t left_out = 0;
   };
 
-  void Append(absl::string_view message, const LogDetails& details) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether there is a line of this cause left in this second, and room for it; counts it.
+  bool TakesLineOf(absl::string_view cause, absl::string_view message);
+  // False, and counted, where a line of so many bytes would be dropped.
+  bool HasRoom(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Lines are formatted without the lock, and only where there is room.
+  void Add(absl::string_view message, const LogDetails& details);
+  void Append(absl::string_view line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TellLeftOut(const std::string& name, Cause& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Begins a new second of the causes whose second is over. Returns when to look again.
   absl::Time EndSeconds(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
