@@ -8,6 +8,7 @@
 #include "grpc/grpc_security_constants.h"
 #include "kernels/return_if_error.h"
 #include "server/access/small_file.h"
+#include "server/access/tenant.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -96,6 +97,12 @@ absl::StatusOr<Caller> Access::Admit(const grpc::ServerContextBase& context,
   return absl::PermissionDeniedError(
       absl::StrCat("\"", caller.name, "\" has the role ", RoleName(caller.role),
                    ", which may not call this; use a credential of another role"));
+}
+
+absl::StatusOr<std::string> Access::AdmitTenant(const grpc::ServerContextBase& context,
+                                                std::initializer_list<Role> roles) const {
+  ASSIGN_OR_RETURN(const Caller caller, Admit(context, roles));
+  return TenantFor(caller, TenantOf(context));
 }
 
 absl::StatusOr<std::string> TenantFor(const Caller& caller, absl::string_view named) {

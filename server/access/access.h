@@ -33,6 +33,9 @@ class Access {
   // PERMISSION_DENIED: the caller has none of the roles. Costs one hash; reads nothing of the call.
   absl::StatusOr<Caller> Admit(const grpc::ServerContextBase& context,
                                std::initializer_list<Role> roles) const;
+  // The same, for a call whose message names no tenant: the one that it is for, by its metadata (tenant.h).
+  absl::StatusOr<std::string> AdmitTenant(const grpc::ServerContextBase& context,
+                                          std::initializer_list<Role> roles) const;
 
  private:
   explicit Access(const std::string& path) : path_(path), watch_({path}) {}

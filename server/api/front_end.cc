@@ -16,6 +16,7 @@
 #include "server/access/access.h"
 #include "server/access/transport.h"
 #include "server/api/channel_limits.h"
+#include "server/api/decoded.h"
 #include "server/api/grpc_listener.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
@@ -26,7 +27,6 @@
 #include "server/api/refused_stream.h"
 #include "server/api/status_details.h"
 #include "server/api/store_leases.h"
-#include "server/api/tenant.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
@@ -78,12 +78,12 @@ constexpr std::initializer_list<Role> kFetching = {Role::kClient, Role::kWorker,
 
 }  // namespace
 
-// Prefill's messages come as bytes (prefill_stream.h).
+// Messages come as bytes (decoded.h).
 using ServiceBase =
-    v1::PrefillService::WithRawCallbackMethod_Prefill<v1::PrefillService::WithCallbackMethod_FetchKv<
-        v1::PrefillService::WithCallbackMethod_RenewKv<v1::PrefillService::WithCallbackMethod_ReleaseKv<
-            v1::PrefillService::WithCallbackMethod_Cancel<v1::PrefillService::WithCallbackMethod_Plan<
-                v1::PrefillService::WithCallbackMethod_GetPool<v1::PrefillService::Service>>>>>>>;
+    v1::PrefillService::WithRawCallbackMethod_Prefill<v1::PrefillService::WithRawCallbackMethod_FetchKv<
+        v1::PrefillService::WithRawCallbackMethod_RenewKv<v1::PrefillService::WithRawCallbackMethod_ReleaseKv<
+            v1::PrefillService::WithRawCallbackMethod_Cancel<v1::PrefillService::WithRawCallbackMethod_Plan<
+                v1::PrefillService::WithRawCallbackMethod_GetPool<v1::PrefillService::Service>>>>>>>;
 
 class FrontEnd::Service final : public ServiceBase {
  public:
@@ -108,6 +108,7 @@ class FrontEnd::Service final : public ServiceBase {
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
+    builder.RegisterCallbackGenericService(&unknown_methods_);
     ASSIGN_OR_RETURN(
         port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
     SetHealth(false);
@@ -175,49 +176,37 @@ class FrontEnd::Service final : public ServiceBase {
                                  .return_logits = return_logits_});
   }
 
-  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
-    absl::StatusOr<std::string> tenant = AdmitTenant(*context, kFetching);
-    if (const auto status = tenant.ok() ? CheckKv() : tenant.status(); !status.ok()) {
+  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
+    absl::StatusOr<std::string> tenant = access_->AdmitTenant(*context, kFetching);
+    absl::Status status = tenant.ok() ? CheckKv() : tenant.status();
+    v1::FetchKvRequest request;
+    if (status.ok()) status = Decode("the request", *bytes, request);
+    if (!status.ok()) {
+      metrics_.OnCallRefused("FetchKv", status.code());
       return new RefusedStream<KvFetchReactor>(status);
     }
-    return kv_->Fetch(context, *std::move(tenant), request);
+    return kv_->Fetch(context, *std::move(tenant), std::move(request));
   }
 
-  grpc::ServerUnaryReactor* RenewKv(grpc::CallbackServerContext* context, const v1::RenewKvRequest* request,
-                                    v1::KvLease* reply) override {
-    return Answer(context, Renew(*context, *request, *reply));
+  grpc::ServerUnaryReactor* RenewKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* reply) override {
+    return Answer(context, "RenewKv", Renew(*context, *request), reply);
   }
-
-  grpc::ServerUnaryReactor* ReleaseKv(grpc::CallbackServerContext* context,
-                                      const v1::ReleaseKvRequest* request, v1::ReleaseKvReply*) override {
-    const absl::StatusOr<std::string> tenant = AdmitTenant(*context, kServed);
-    if (tenant.ok() && CheckKv().ok()) kv_->Release(*request, *tenant);
-    return Answer(context, tenant.status());
+  grpc::ServerUnaryReactor* ReleaseKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                      grpc::ByteBuffer* reply) override {
+    return Answer(context, "ReleaseKv", Release(*context, *request), reply);
   }
-
-  grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context, const v1::CancelRequest* request,
-                                   v1::CancelReply*) override {
-    const absl::StatusOr<std::string> tenant = AdmitTenant(*context, kServed);
-    if (!tenant.ok()) return Answer(context, tenant.status());
-    const bool found = live_.CancelRequest(request->request_id(), *tenant);
-    return Answer(context, found ? absl::OkStatus()
-                                 : absl::NotFoundError(absl::StrCat(
-                                       "no live request of this tenant has the id \"",
-                                       request->request_id().substr(0, 128), "\"; it may have ended")));
+  grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* reply) override {
+    return Answer(context, "Cancel", CancelRequest(*context, *request), reply);
   }
-
-  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const v1::PlanRequest* request,
-                                 v1::PlanReply* reply) override {
-    const absl::Status admitted = access_->Admit(*context, kServed).status();
-    return Answer(context, admitted.ok() ? MakePlan(*request, reply) : admitted);
+  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                 grpc::ByteBuffer* reply) override {
+    return Answer(context, "Plan", MakePlan(*context, *request), reply);
   }
-
-  grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const v1::GetPoolRequest* request,
-                                    v1::PoolStatus* status) override {
-    const absl::StatusOr<Caller> caller = access_->Admit(*context, kServed);
-    if (!caller.ok()) return Answer(context, caller.status());
-    *status = pool_status(caller->role == Role::kClient ? &caller->tenant : nullptr);
-    return Answer(context, absl::OkStatus());
+  grpc::ServerUnaryReactor* GetPool(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* reply) override {
+    return Answer(context, "GetPool", PoolFor(*context, *request), reply);
   }
 
   // With the requests of one tenant; null: of all.
@@ -290,9 +279,12 @@ class FrontEnd::Service final : public ServiceBase {
     return absl::OkStatus();
   }
 
-  static grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
+  template <typename Reply>
+  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const char* call,
+                                   const absl::StatusOr<Reply>& reply, grpc::ByteBuffer* bytes) {
+    reply.ok() ? Encode(*reply, *bytes) : metrics_.OnCallRefused(call, reply.status().code());
     grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-    reactor->Finish(ToGrpcStatus(status));
+    reactor->Finish(ToGrpcStatus(reply.status()));
     return reactor;
   }
 
@@ -303,22 +295,35 @@ class FrontEnd::Service final : public ServiceBase {
     return absl::OkStatus();
   }
 
-  // The tenant of a call whose message names none.
-  absl::StatusOr<std::string> AdmitTenant(const grpc::CallbackServerContext& context,
-                                          std::initializer_list<Role> roles) const {
-    ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, roles));
-    return TenantFor(caller, TenantOf(context));
-  }
-
-  absl::Status Renew(const grpc::CallbackServerContext& context, const v1::RenewKvRequest& request,
-                     v1::KvLease& reply) {
-    ASSIGN_OR_RETURN(const std::string tenant, AdmitTenant(context, kServed));
+  absl::StatusOr<v1::KvLease> Renew(const grpc::CallbackServerContext& context,
+                                    const grpc::ByteBuffer& bytes) {
+    ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::RenewKvRequest>(bytes));
     RETURN_IF_ERROR(CheckKv());
-    ASSIGN_OR_RETURN(reply, kv_->Renew(request, tenant));
-    return absl::OkStatus();
+    return kv_->Renew(request, tenant);
   }
 
-  absl::Status MakePlan(const v1::PlanRequest& request, v1::PlanReply* reply) const {
+  absl::StatusOr<v1::ReleaseKvReply> Release(const grpc::CallbackServerContext& context,
+                                             const grpc::ByteBuffer& bytes) {
+    ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::ReleaseKvRequest>(bytes));
+    if (CheckKv().ok()) kv_->Release(request, tenant);
+    return v1::ReleaseKvReply();
+  }
+
+  absl::StatusOr<v1::CancelReply> CancelRequest(const grpc::CallbackServerContext& context,
+                                                const grpc::ByteBuffer& bytes) {
+    ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::CancelRequest>(bytes));
+    if (live_.CancelRequest(request.request_id(), tenant)) return v1::CancelReply();
+    return absl::NotFoundError(absl::StrCat("no live request of this tenant has the id \"",
+                                            request.request_id().substr(0, 128), "\"; it may have ended"));
+  }
+
+  absl::StatusOr<v1::PlanReply> MakePlan(const grpc::CallbackServerContext& context,
+                                         const grpc::ByteBuffer& bytes) const {
+    RETURN_IF_ERROR(access_->Admit(context, kServed).status());
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::PlanRequest>(bytes));
     RETURN_IF_ERROR(CheckOpen());
     if (!request.model().empty() && request.model() != engine_->model_name()) {
       return absl::NotFoundError(absl::StrCat("model \"", request.model().substr(0, 128),
@@ -330,8 +335,14 @@ class FrontEnd::Service final : public ServiceBase {
     ASSIGN_OR_RETURN(
         const auto choice,
         engine_->MakePlan(static_cast<int64_t>(std::min<uint64_t>(request.token_count(), most)), options));
-    *reply = ToProto(choice);
-    return absl::OkStatus();
+    return ToProto(choice);
+  }
+
+  absl::StatusOr<v1::PoolStatus> PoolFor(const grpc::CallbackServerContext& context,
+                                         const grpc::ByteBuffer& bytes) const {
+    ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, kServed));
+    RETURN_IF_ERROR(Decoded<v1::GetPoolRequest>(bytes).status());
+    return pool_status(caller.role == Role::kClient ? &caller.tenant : nullptr);
   }
 
   bool has_engine() const {
@@ -353,6 +364,7 @@ class FrontEnd::Service final : public ServiceBase {
   const KvService::Options kv_options_;
   const int max_top_k_;
   const bool return_logits_;
+  UnknownMethods unknown_methods_;
   std::unique_ptr<const Access> access_;  // before the port
   LiveStreams live_;
   // engine_, queue_ and kv_ are set before it leaves kLoading

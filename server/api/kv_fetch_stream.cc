@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
+#include "server/api/decoded.h"
 #include "server/api/kv_streams.h"
 #include "server/api/status_details.h"
 #include "server/api/traceparent.h"
@@ -19,10 +20,10 @@ constexpr size_t kLoggedLeaseCharacters = 8;  // who knows a lease's name may re
 }  // namespace
 
 KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, std::string tenant,
-                             const v1::FetchKvRequest* request)
+                             v1::FetchKvRequest request)
     : streams_(streams),
       context_(context),
-      request_(*request),
+      request_(std::move(request)),
       tenant_(std::move(tenant)),
       traceparent_(TraceparentOf(*context)),
       begin_(MonotonicNow()) {}
@@ -30,8 +31,18 @@ KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* co
 void KvFetchStream::OnChange() {
   const MutexLock lock(mu_);
   // gRPC fails the write, once or more often told so.
-  if (writing_ && MonotonicNow() - write_begin_ > streams_.read_timeout()) context_->TryCancel();
+  if (StandsStill()) {
+    gave_up_ = true;
+    context_->TryCancel();
+  }
   Pump();
+}
+
+bool KvFetchStream::StandsStill() const {
+  const KvStreams::Limits& limits = streams_.limits();
+  if (!writing_ || MonotonicNow() - write_begin_ <= limits.read_timeout) return false;
+  return !limits.waits_for_lease ||
+         !streams_.source().Open(request_, tenant_, limits.max_message_bytes, [] {}).ok();
 }
 
 absl::StatusOr<KvReader::Next> KvFetchStream::TakePart() {
@@ -40,9 +51,9 @@ absl::StatusOr<KvReader::Next> KvFetchStream::TakePart() {
       if (const std::shared_ptr<KvFetchStream> stream = weak.lock()) stream->OnChange();
     };
     ASSIGN_OR_RETURN(reader_,
-                     streams_.source().Open(request_, tenant_, streams_.max_message_bytes(), changed));
+                     streams_.source().Open(request_, tenant_, streams_.limits().max_message_bytes, changed));
   }
-  return reader_->Take(outgoing_);
+  return reader_->Take(part_);
 }
 
 void KvFetchStream::Pump() {
@@ -55,20 +66,19 @@ void KvFetchStream::Pump() {
   if (*next == KvReader::Next::kNotYet) return;  // OnChange will come
   writing_ = true;
   write_begin_ = MonotonicNow();
-  StartWrite(&outgoing_);
+  Encode(part_, sent_);
+  StartWrite(&sent_);
 }
 
 void KvFetchStream::OnWriteDone(bool ok) {
   const MutexLock lock(mu_);
   writing_ = false;
   if (!ok) {
-    const bool stood_still = MonotonicNow() - write_begin_ > streams_.read_timeout();
-    End(absl::CancelledError(stood_still ? "its reader stood still for longer than limits.result_timeout"
-                                         : "nobody reads any more"));
+    End(absl::CancelledError(gave_up_ ? "its reader stood still for longer than limits.result_timeout"
+                                      : "nobody reads any more"));
     return;
   }
-  const auto bytes =
-      static_cast<int64_t>(outgoing_.k().size() + outgoing_.v().size() + outgoing_.pages().size());
+  const auto bytes = static_cast<int64_t>(part_.k().size() + part_.v().size() + part_.pages().size());
   bytes_ += bytes;
   streams_.OnFetched(bytes);
   Pump();
@@ -83,6 +93,7 @@ void KvFetchStream::End(const absl::Status& status) {
   if (ended_) return;
   ended_ = true;
   reader_.reset();
+  if (!status.ok() && !absl::IsCancelled(status) && bytes_ == 0) streams_.OnRefused(status.code());
   std::string line =
       absl::StrCat("fetch lease=", LogQuote(request_.lease().substr(0, kLoggedLeaseCharacters)),
                    " tenant=", LogQuote(tenant_), " bytes=", bytes_);

@@ -26,13 +26,13 @@ namespace meshfill {
 
 class KvStreams;
 
-using KvFetchReactor = grpc::ServerWriteReactor<v1::KvPart>;
+using KvFetchReactor = grpc::ServerWriteReactor<grpc::ByteBuffer>;  // of bytes (decoded.h)
 
 class KvFetchStream final : public KvFetchReactor, public std::enable_shared_from_this<KvFetchStream> {
  public:
-  // Neither the context nor the request is used after OnDone. `streams` outlives the stream.
+  // The context is not used after OnDone. `streams` outlives the stream.
   KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* context, std::string tenant,
-                const v1::FetchKvRequest* request);
+                v1::FetchKvRequest request);
 
   // A layer may be there, the lease may have ended, or the reader may have stood still for too long.
   void OnChange();
@@ -45,23 +45,27 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
  private:
   // Writes the next part if it is there and none is on its way; finishes behind the last, and with an error.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The next part, into outgoing_.
+  // The next part, into part_.
   absl::StatusOr<KvReader::Next> TakePart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The reader has not taken its part for too long.
+  bool StandsStill() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvStreams& streams_;
   grpc::CallbackServerContext* const context_;
-  const v1::FetchKvRequest& request_;
+  const v1::FetchKvRequest request_;
   const std::string tenant_;
   const std::string traceparent_;  // empty: none
   const absl::Time begin_;
-  v1::KvPart outgoing_;  // gRPC's while a write is under way
+  grpc::ByteBuffer sent_;  // gRPC's while a write is under way
 
   Mutex mu_;
   std::unique_ptr<KvReader> reader_ ABSL_GUARDED_BY(mu_);  // null: not opened yet, or ended
+  v1::KvPart part_ ABSL_GUARDED_BY(mu_);                   // the last one that was taken
   int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // of the last write
+  bool gave_up_ ABSL_GUARDED_BY(mu_) = false;    // on a reader that stands still
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

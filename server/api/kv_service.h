@@ -39,8 +39,8 @@ class KvService final : private KvStreams::Listener {
                                                      uint32_t seconds);
 
   KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant,
-                        const v1::FetchKvRequest* request) {
-    return streams_.Fetch(context, std::move(tenant), request);
+                        v1::FetchKvRequest request) {
+    return streams_.Fetch(context, std::move(tenant), std::move(request));
   }
   absl::StatusOr<v1::KvLease> Renew(const v1::RenewKvRequest& request, const std::string& tenant);
   void Release(const v1::ReleaseKvRequest& request, const std::string& tenant);
@@ -52,6 +52,7 @@ class KvService final : private KvStreams::Listener {
  private:
   void OnKvChanged(const KvStore::Counts& counts) override;
   void OnKvFetched(int64_t bytes) override { metrics_.OnKvFetched(bytes); }
+  void OnFetchRefused(absl::StatusCode code) override { metrics_.OnCallRefused("FetchKv", code); }
   absl::Duration LeaseOf(uint32_t seconds) const;
 
   KvLeases& leases_;

@@ -33,8 +33,8 @@ KvStreams::~KvStreams() {
 }
 
 KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, std::string tenant,
-                                 const v1::FetchKvRequest* request) {
-  auto stream = std::make_shared<KvFetchStream>(*this, context, std::move(tenant), request);
+                                 v1::FetchKvRequest request) {
+  auto stream = std::make_shared<KvFetchStream>(*this, context, std::move(tenant), std::move(request));
   {
     const MutexLock lock(mu_);
     streams_[stream.get()] = stream;
@@ -45,6 +45,10 @@ KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, std::stri
 
 void KvStreams::OnFetched(int64_t bytes) {
   if (listener_ != nullptr) listener_->OnKvFetched(bytes);
+}
+
+void KvStreams::OnRefused(absl::StatusCode code) {
+  if (listener_ != nullptr) listener_->OnFetchRefused(code);
 }
 
 void KvStreams::Remove(KvFetchStream* stream) {

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "grpcpp/server_context.h"
 #include "kernels/mutex.h"
@@ -30,11 +31,13 @@ class KvStreams {
     virtual ~Listener() = default;
     virtual void OnKvChanged(const KvStore::Counts& counts) = 0;
     virtual void OnKvFetched(int64_t bytes) = 0;
+    virtual void OnFetchRefused(absl::StatusCode code) = 0;  // nothing was written
   };
 
   struct Limits {
     int64_t max_message_bytes = 4 << 20;
     absl::Duration read_timeout = absl::Seconds(30);  // for a part, which is as large as a message at most
+    bool waits_for_lease = false;  // a reader may stand still for longer, as long as its lease lives
   };
 
   // The source and the listener, which may be null, outlive this.
@@ -44,8 +47,7 @@ class KvStreams {
   KvStreams& operator=(const KvStreams&) = delete;
 
   // For a tenant.
-  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant,
-                        const v1::FetchKvRequest* request);
+  KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant, v1::FetchKvRequest request);
 
   // False where a lease is live at the deadline.
   bool WaitUntilNoLease(absl::Time deadline);
@@ -53,9 +55,9 @@ class KvStreams {
 
   // Streams call these.
   KvSource& source() { return source_; }
-  int64_t max_message_bytes() const { return limits_.max_message_bytes; }
-  absl::Duration read_timeout() const { return limits_.read_timeout; }
+  const Limits& limits() const { return limits_; }
   void OnFetched(int64_t bytes);
+  void OnRefused(absl::StatusCode code);
   void Remove(KvFetchStream* stream);  // destroys it, now or once its OnChange returns
 
  private:

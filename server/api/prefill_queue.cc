@@ -66,11 +66,7 @@ PrefillQueue::~PrefillQueue() {
 absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
   const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->request.id != request.id) continue;
-    return absl::AlreadyExistsError(absl::StrCat(
-        "request_id \"", request.id, "\" is in use by a live request; wait for its end or choose another"));
-  }
+  RETURN_IF_ERROR(CheckUnused(request.id));
   RETURN_IF_ERROR(CheckRoom(request));
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
@@ -82,39 +78,68 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   return std::make_unique<Slot>(*this, ticket);
 }
 
+absl::Status PrefillQueue::CheckId(const std::string& id) const {
+  const MutexLock lock(mu_);
+  return CheckUnused(id);
+}
+
+absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->request.id != id) continue;
+    return absl::AlreadyExistsError(absl::StrCat(
+        "request_id \"", id, "\" is in use by a live request; wait for its end or choose another"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status PrefillQueue::CheckRoom(const Request& request) const {
-  const auto refuse = [](Refusal refusal, const std::string& message, double retry_seconds) {
-    return WithRetryAfter(WithRefusal(absl::ResourceExhaustedError(message), refusal),
-                          absl::Seconds(std::max(1.0, retry_seconds)));
+  const auto refuse = [](Refusal refusal, const std::string& message) {
+    return WithRefusal(absl::ResourceExhaustedError(message), refusal);
+  };
+  const auto refuse_for_now = [&](Refusal refusal, const std::string& message, double retry_seconds) {
+    return WithRetryAfter(refuse(refusal, message), absl::Seconds(std::max(1.0, retry_seconds)));
   };
   const Snapshot count = Count();
+  if (request.tokens > limits_.max_tokens) {
+    return refuse(Refusal::kQueueTokens, absl::StrCat("the queue never has room for ", request.tokens,
+                                                      " tokens (queue.max_tokens is ", limits_.max_tokens,
+                                                      "); send a shorter prompt"));
+  }
   if (count.requests + 1 > limits_.max_requests) {
-    return refuse(Refusal::kQueueRequests,
-                  absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
-                               limits_.max_requests, "); try again later"),
-                  SecondsUntilRoom(request));
+    return refuse_for_now(
+        Refusal::kQueueRequests,
+        absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
+                     limits_.max_requests, "); try again later"),
+        SecondsUntilRoom(request));
   }
   if (count.tokens + request.tokens > limits_.max_tokens) {
-    return refuse(
+    return refuse_for_now(
         Refusal::kQueueTokens,
         absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", count.tokens,
-                     " in it (queue.max_tokens is ", limits_.max_tokens, "); ",
-                     request.tokens > limits_.max_tokens ? "send a shorter prompt" : "try again later"),
+                     " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"),
         SecondsUntilRoom(request));
   }
   const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), MonotonicNow());
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   if (wait_seconds > max_wait_seconds) {
-    return refuse(Refusal::kQueueWait,
-                  absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
-                                  wait_seconds, max_wait_seconds),
-                  wait_seconds - max_wait_seconds);
+    return refuse_for_now(
+        Refusal::kQueueWait,
+        absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
+                        wait_seconds, max_wait_seconds),
+        wait_seconds - max_wait_seconds);
   }
   const double left_seconds = absl::ToDoubleSeconds(request.deadline - MonotonicNow());
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
-  if (wait_seconds + request.predicted_seconds > left_seconds) {
+  if (request.predicted_seconds > left_seconds) {
     return refuse(
+        Refusal::kDeadline,
+        absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of prefill without "
+                        "any waiting; allow more time, or send a shorter prompt",
+                        left_seconds, request.predicted_seconds));
+  }
+  if (wait_seconds + request.predicted_seconds > left_seconds) {
+    return refuse_for_now(
         Refusal::kDeadline,
         absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and %.3g s of "
                         "prefill; allow more time, or try again later",

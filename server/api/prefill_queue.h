@@ -3,7 +3,7 @@
 //
 //     Reserve (header)  ──►  Slot.Submit (upload complete)  ──►  runs  ──►  Waiter.OnPrefillDone
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
-//        │ RESOURCE_EXHAUSTED with RetryInfo        └ Slot.Withdraw at any time
+//        │ RESOURCE_EXHAUSTED                       └ Slot.Withdraw at any time
 //
 // A place is taken by the announced token count when the header comes, so that uploads are bounded too. What
 // waits and what uploads count towards the limits; what has begun does not. The predicted wait of a new
@@ -113,11 +113,12 @@ class PrefillQueue {
   PrefillQueue(const PrefillQueue&) = delete;
   PrefillQueue& operator=(const PrefillQueue&) = delete;
 
-  // ALREADY_EXISTS: the id is live, whatever the body; wait for that one or choose another id.
-  // DEADLINE_EXCEEDED: it has passed. RESOURCE_EXHAUSTED with RetryInfo: no room, or the deadline is before
-  // wait + prefill; try again after the predicted seconds until that changes, at least 1 s. UNAVAILABLE:
-  // draining.
+  // ALREADY_EXISTS: as CheckId. DEADLINE_EXCEEDED: it has passed. RESOURCE_EXHAUSTED: no room, or the
+  // deadline is before wait + prefill; with RetryInfo where waiting helps: try again after the predicted
+  // seconds until that changes, at least 1 s. UNAVAILABLE: draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
+  // ALREADY_EXISTS: the id is live; wait for that request's end or choose another id.
+  absl::Status CheckId(const std::string& id) const;
 
   void Drain();                              // from now on Reserve refuses; what has a slot goes on
   void StopAll(const absl::Status& reason);  // and ends everything with `reason`: waiters hear it
@@ -159,6 +160,7 @@ class PrefillQueue {
   Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   double SecondsUntilRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Snapshot Count() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

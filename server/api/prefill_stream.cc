@@ -12,14 +12,15 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
-#include "meshfill/v1/prefill.grpc.pb.h"  // how its messages become bytes
 #include "server/access/access.h"
+#include "server/api/decoded.h"
 #include "server/api/plan_proto.h"
 #include "server/api/refusal.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
 #include "server/api/traceparent.h"
+#include "server/api/wide_token.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -102,6 +103,7 @@ void PrefillStream::OnReadDone(bool ok) {
     return;
   }
   const absl::Status status = TakeMessage();
+  received_.Clear();
   last_message_at_ = MonotonicNow();
   environment_.live.OnMessage(this, std::ssize(tokens_));
   if (!status.ok()) {
@@ -112,12 +114,7 @@ void PrefillStream::OnReadDone(bool ok) {
 }
 
 absl::Status PrefillStream::TakeMessage() {
-  if (!grpc::SerializationTraits<v1::PrefillRequest>::Deserialize(&received_, &incoming_).ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a message after ", tokens_.size(),
-                     " tokens cannot be decoded; send meshfill.v1.PrefillRequest, uncompressed, its texts in "
-                     "UTF-8"));
-  }
+  RETURN_IF_ERROR(Decode(absl::StrCat("a message after ", tokens_.size(), " tokens"), received_, incoming_));
   const bool has_header = phase_ != Phase::kHeader;
   switch (incoming_.part_case()) {
     case v1::PrefillRequest::kHeader:
@@ -134,8 +131,9 @@ absl::Status PrefillStream::TakeMessage() {
 
 absl::Status PrefillStream::TakeHeader() {
   header_ = std::move(*incoming_.mutable_header());
-  RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
   ASSIGN_OR_RETURN(*header_.mutable_tenant(), TenantFor(caller_, header_.tenant()));
+  RETURN_IF_ERROR(environment_.queue.CheckId(header_.request_id()));
+  RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
   RETURN_IF_ERROR(TakeOptions());
@@ -217,16 +215,25 @@ absl::Status PrefillStream::TakeTokens() {
                                                    " tokens, but ", tokens_.size() + ids.size(),
                                                    " have come; announce the real count"));
   }
-  const PrefillEngine& engine = environment_.engine;
-  const absl::Status good = CheckTokenIds(engine.model(), engine.model_name(),
-                                          {ids.data(), static_cast<size_t>(ids.size())}, std::ssize(tokens_));
-  if (!good.ok()) {
+  if (const absl::Status good = CheckIds(); !good.ok()) {
     logged_message_ = "a token id is outside the vocabulary";
     return good;
   }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
   return absl::OkStatus();
+}
+
+absl::Status PrefillStream::CheckIds() const {
+  const PrefillEngine& engine = environment_.engine;
+  if (const auto wide = FindWideToken(received_, incoming_); wide.has_value()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "token ", std::ssize(tokens_) + wide->index, " has id ", wide->id, ", outside the vocabulary of ",
+        engine.model().vocab, "; use the tokenizer of model ", engine.model_name()));
+  }
+  const auto& ids = incoming_.tokens().ids();
+  return CheckTokenIds(engine.model(), engine.model_name(), {ids.data(), static_cast<size_t>(ids.size())},
+                       std::ssize(tokens_));
 }
 
 absl::Status PrefillStream::FinishUpload() {
@@ -406,21 +413,15 @@ void PrefillStream::Pump() {
       return;
     }
     *event.mutable_result() = std::move(result_);
-    Encode(event);
+    Encode(event, sent_);
     StartWriteAndFinish(&sent_, grpc::WriteOptions(), grpc::Status::OK);
     return;
   } else {
     return;
   }
   writing_ = true;
-  Encode(event);
+  Encode(event, sent_);
   StartWrite(&sent_);
-}
-
-void PrefillStream::Encode(const v1::PrefillEvent& event) {
-  bool own = false;
-  sent_.Clear();
-  grpc::SerializationTraits<v1::PrefillEvent>::Serialize(event, &sent_, &own);
 }
 
 void PrefillStream::OnWriteDone(bool ok) {

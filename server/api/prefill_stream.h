@@ -36,7 +36,7 @@
 
 namespace meshfill {
 
-// Of bytes: gRPC's own reactor takes a message that cannot be decoded for the end of the upload.
+// Of bytes (decoded.h).
 using PrefillReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 // What all streams of a front-end share; it outlives them.
@@ -88,6 +88,7 @@ class PrefillStream final : public PrefillReactor,
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckIds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // of the message
   // Names the prompt's blocks, and plans anew where the engine has some of them.
   void LookUpPrefix() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -99,7 +100,6 @@ class PrefillStream final : public PrefillReactor,
   LogDetails DetailsOf(LogLevel level) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // of its log lines
   // Starts the next write, or the finish, if none is under way.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Encode(const v1::PrefillEvent& event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // into sent_
 
   const StreamEnvironment environment_;
   const Caller caller_;

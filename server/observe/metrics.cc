@@ -28,6 +28,11 @@ using prometheus::Histogram;
 
 constexpr const char* kWorkerStates[] = {"ready", "preparing", "running", "stopping", "draining"};
 constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
+constexpr const char* kCallsButPrefill[] = {"FetchKv", "RenewKv", "ReleaseKv", "Cancel", "Plan", "GetPool"};
+// Of such a call; others have a series from their first on.
+constexpr absl::StatusCode kUsualRefusals[] = {
+    absl::StatusCode::kInvalidArgument, absl::StatusCode::kNotFound, absl::StatusCode::kUnauthenticated,
+    absl::StatusCode::kPermissionDenied};
 constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
 
 const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1,  0.5,  1,     2.5,  5,    10,
@@ -150,6 +155,9 @@ class Metrics::Families {
       AddCounter(registry, "meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
   Family<Counter>& refusals = AddCounter(registry, "meshfill_requests_refused_total",
                                          "Of the ended requests, those that had no place, by reason.");
+  Family<Counter>& call_refusals =
+      AddCounter(registry, "meshfill_calls_refused_total",
+                 "Calls other than Prefill that were refused, by call and status.");
   Gauge& queue_requests =
       AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
           .Add({});
@@ -326,6 +334,11 @@ Metrics::Metrics() : families_(std::make_unique<Families>()) {
   for (int reason = 0; reason <= static_cast<int>(Refusal::kOther); ++reason) {
     f.refusals.Add({{"reason", RefusalName(static_cast<Refusal>(reason))}});
   }
+  for (const char* call : kCallsButPrefill) {
+    for (absl::StatusCode code : kUsualRefusals) {
+      f.call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}});
+    }
+  }
   for (Traffic traffic : kPrefillTraffics) {
     for (Family<Counter>* family : {&f.comm_bytes, &f.rank_comm_bytes, &f.predicted_comm_bytes}) {
       family->Add({{"op", TrafficName(traffic)}});
@@ -473,6 +486,10 @@ void Metrics::OnRequestDone(absl::StatusCode code) {
 
 void Metrics::OnRequestRefused(Refusal refusal) {
   families_->refusals.Add({{"reason", RefusalName(refusal)}}).Increment();
+}
+
+void Metrics::OnCallRefused(const char* call, absl::StatusCode code) {
+  families_->call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}}).Increment();
 }
 
 void Metrics::OnFirstToken(double seconds, int64_t prompt_tokens) {

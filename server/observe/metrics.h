@@ -92,7 +92,9 @@ class Metrics {
   void OnPrefillStart(double queue_seconds);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
-  void OnRequestRefused(Refusal refusal);                    // beside OnRequestDone
+  void OnRequestRefused(Refusal refusal);  // beside OnRequestDone
+  // Of any call but Prefill, which its name says, e.g. "FetchKv"; one of a fixed set.
+  void OnCallRefused(const char* call, absl::StatusCode code);
   void OnFirstToken(double seconds, int64_t prompt_tokens);  // TTFT: from the stream's begin to its result
 
  private:

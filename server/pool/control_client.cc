@@ -154,8 +154,10 @@ class ControlClient::Impl {
     // The files may have changed since the last connection.
     const auto credentials = ControlChannelCredentials(tls_, parsed_);
     if (!credentials.ok()) {
-      LogLimited("control_tls", absl::StrCat("joins with the certificate as it was at start: ",
-                                             credentials.status().message()));
+      LogLimited(
+          "control_tls",
+          absl::StrCat("joins with the certificate as it was at start: ", credentials.status().message()),
+          {.level = LogLevel::kWarning});
     }
     return grpc::CreateCustomChannel(address_, credentials.value_or(credentials_), arguments);
   }

@@ -9,9 +9,9 @@
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/bearer_token.h"
 #include "server/access/file_watch.h"
+#include "server/access/tenant.h"
 #include "server/access/transport.h"
 #include "server/api/status_details.h"
-#include "server/api/tenant.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -37,8 +37,9 @@ class HolderChannels::Connections {
     RETURN_IF_ERROR(Read());
     watch_.Start([this] {
       const absl::Status read = Read();
-      Log(read.ok() ? "connections to workers take the new certificates and the new token"
-                    : absl::StrCat("connections to workers stay as they were: ", read.message()));
+      if (read.ok()) return Log("connections to workers take the new certificates and the new token");
+      Log(absl::StrCat("connections to workers stay as they were: ", read.message()),
+          {.level = LogLevel::kWarning});
     });
     return absl::OkStatus();
   }

@@ -12,11 +12,12 @@
 #include "server/access/access.h"
 #include "server/access/transport.h"
 #include "server/api/channel_limits.h"
+#include "server/api/decoded.h"
 #include "server/api/grpc_listener.h"
 #include "server/api/kv_streams.h"
 #include "server/api/refused_stream.h"
-#include "server/api/tenant.h"
 #include "server/config/address.h"
+#include "server/config/config_units.h"
 
 namespace meshfill {
 namespace {
@@ -36,7 +37,8 @@ absl::StatusOr<HostPort> ResolveReachable(const std::string& listen) {
 
 }  // namespace
 
-class HolderService::Service final : public v1::PrefillService::CallbackService {
+class HolderService::Service final
+    : public v1::PrefillService::WithRawCallbackMethod_FetchKv<v1::PrefillService::CallbackService> {
  public:
   Service(KvSource& held, const KvStreams::Limits& limits) : streams_(held, limits, nullptr) {}
 
@@ -54,6 +56,7 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
+    builder.RegisterCallbackGenericService(&unknown_);
     ASSIGN_OR_RETURN(
         port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
     SetMember(false);
@@ -66,16 +69,16 @@ class HolderService::Service final : public v1::PrefillService::CallbackService 
 
   const std::string& address() const { return port_.address; }
 
-  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
-    const absl::StatusOr<Caller> caller =
-        access_->Admit(*context, {Role::kClient, Role::kWorker, Role::kAdmin});
-    absl::StatusOr<std::string> tenant =
-        caller.ok() ? TenantFor(*caller, TenantOf(*context)) : absl::StatusOr<std::string>(caller.status());
+  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
+    auto tenant = access_->AdmitTenant(*context, {Role::kClient, Role::kWorker, Role::kAdmin});
     if (!tenant.ok()) return new RefusedStream<KvFetchReactor>(tenant.status());
-    return streams_.Fetch(context, *std::move(tenant), request);
+    auto request = Decoded<v1::FetchKvRequest>(*bytes);
+    if (!request.ok()) return new RefusedStream<KvFetchReactor>(request.status());
+    return streams_.Fetch(context, *std::move(tenant), *std::move(request));
   }
 
  private:
+  UnknownMethods unknown_;
   KvStreams streams_;
   std::unique_ptr<const Access> access_;
   GrpcListener port_;
@@ -87,10 +90,12 @@ HolderService::~HolderService() = default;
 absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::string& listen,
                                                                     const v1::Config& config,
                                                                     KvSource& held) {
-  // Who reads from several holders takes their parts in the order of tokens: one may wait for the others.
+  // Who reads from several holders takes their parts in the order of tokens: one may wait for the others, and
+  // its lease is kept alive meanwhile.
   auto service = std::make_unique<Service>(
       held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
-                              .read_timeout = absl::InfiniteDuration()});
+                              .read_timeout = ToDuration(config.limits().result_timeout()),
+                              .waits_for_lease = true});
   RETURN_IF_ERROR(service->Listen(listen, config));
   return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
 }

@@ -15,8 +15,10 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "nlohmann/json.hpp"
+#include "server/api/decoded.h"
 #include "server/api/kv_fetch.h"
 #include "server/api/kv_service.h"
+#include "server/api/refused_stream.h"
 #include "server/api/store_leases.h"
 #include "server/cli/commands/flags.h"
 
@@ -34,20 +36,28 @@ class RawStream final : public KvFetchReactor {
   void OnDone() override { delete this; }
 
  private:
-  void Next() { left_-- > 0 ? StartWrite(&part_) : Finish(grpc::Status::OK); }
+  void Next() {
+    if (left_-- == 0) return Finish(grpc::Status::OK);
+    Encode(part_, sent_);
+    StartWrite(&sent_);
+  }
 
   const v1::KvPart& part_;
   int64_t left_;
+  grpc::ByteBuffer sent_;
 };
 
-class BenchService final : public v1::PrefillService::CallbackService {
+class BenchService final
+    : public v1::PrefillService::WithRawCallbackMethod_FetchKv<v1::PrefillService::CallbackService> {
  public:
   BenchService(KvService& kv, v1::KvPart raw, int64_t raw_count)
       : kv_(kv), raw_(std::move(raw)), raw_count_(raw_count) {}
 
-  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const v1::FetchKvRequest* request) override {
+  KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
+    auto request = Decoded<v1::FetchKvRequest>(*bytes);
+    if (!request.ok()) return new RefusedStream<KvFetchReactor>(request.status());
     if (request->lease() == kRawLease) return new RawStream(raw_, raw_count_);
-    return kv_.Fetch(context, "", request);
+    return kv_.Fetch(context, "", *std::move(request));
   }
 
  private:

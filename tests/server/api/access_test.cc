@@ -214,6 +214,12 @@ TEST_F(AccessTest, EveryRpcAsksForItsRoles) {
     EXPECT_EQ(Call(channel, kHealth, {}).error_code(), StatusCode::OK) << "probes have no credential";
     front_end_.reset();
   }
+  for (const auto& [name, roles] : Rows()) {
+    if (name == "Prefill") continue;  // its refusals are counted by reason
+    EXPECT_THAT(metrics_.Text(),
+                HasSubstr(absl::StrCat("meshfill_calls_refused_total{call=\"", name,
+                                       "\",code=\"UNAUTHENTICATED\"} ", 2 * nobodies.size(), "\n")));
+  }
 }
 
 TEST_F(AccessTest, AStreamIsRefusedBeforeItsUploadIsRead) {

@@ -430,6 +430,11 @@ TEST_F(FrontEndTest, RefusesALiveIdAgain) {
   const Reply again = Prefill(header, {4, 5, 6});
   EXPECT_EQ(again.status.code(), absl::StatusCode::kAlreadyExists) << again.status;
   EXPECT_TRUE(WasRefusedOnce("duplicate"));
+  v1::PrefillHeader bad = header;  // whatever the body
+  bad.set_token_count(0);
+  bad.set_model("another");
+  bad.set_top_k(1 << 30);
+  EXPECT_EQ(Prefill(bad, {4, 5, 6}).status.code(), absl::StatusCode::kAlreadyExists);
   engine_->Release();
   EXPECT_TRUE(first.Finish().status.ok());
   EXPECT_TRUE(Prefill(header, {4, 5, 6}).status.ok());  // no longer live
@@ -512,6 +517,45 @@ TEST_F(FrontEndTest, AMessageThatCannotBeDecodedIsNoHalfClose) {
     EXPECT_EQ(answer, "");
     ExpectGoodRequestIsServed();
   }
+}
+
+TEST_F(FrontEndTest, AnIdOfMoreThan32BitsIsNotCut) {
+  StartServer();
+  v1::PrefillRequest header;
+  *header.mutable_header() = Header(4);
+  const std::string ids("\x12\x0b\x0a\x07\x01\x85\x80\x80\x80\x10\x02\x08\x03", 13);  // 1, 2^32 + 5, 2; 3
+  const auto [status, answer] =
+      CallRaw("/meshfill.v1.PrefillService/Prefill", {header.SerializeAsString(), ids});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << status.error_message();
+  EXPECT_EQ(
+      status.error_message(),
+      "token 1 has id 4294967301, outside the vocabulary of 256; use the tokenizer of model fake-model");
+  ExpectGoodRequestIsServed();
+}
+
+TEST_F(FrontEndTest, EveryCallThatCannotBeDecodedSaysSo) {
+  StartServer();
+  for (const char* method : {"FetchKv", "RenewKv", "ReleaseKv", "Cancel", "Plan", "GetPool"}) {
+    SCOPED_TRACE(method);
+    const auto [status, answer] =
+        CallRaw(absl::StrCat("/meshfill.v1.PrefillService/", method), {"\xff\xff\xff\xff garbage"});
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(status.error_message(), absl::StrCat("the request cannot be decoded; send meshfill.v1.", method,
+                                                   "Request, uncompressed, its texts in UTF-8"));
+    EXPECT_EQ(answer, "");
+  }
+  EXPECT_EQ(GetPool().ranks(), 4u);
+}
+
+TEST_F(FrontEndTest, AnUnknownMethodIsNamed) {
+  StartServer();
+  const auto [status, answer] = CallRaw("/meshfill.v1.PrefillService/Prefil", {"whatever"});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(
+      status.error_message(),
+      "no method \"/meshfill.v1.PrefillService/Prefil\" here; call those of meshfill.v1.PrefillService, or "
+      "grpc.health.v1.Health");
+  ExpectGoodRequestIsServed();
 }
 
 TEST_F(FrontEndTest, BoundsWhatAResultHolds) {
@@ -734,7 +778,7 @@ TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
   const Reply reply = Call(*stub_, absl::Seconds(10)).Send(Header(3)).Send({1, 2, 3}).HalfClose().Finish();
   EXPECT_EQ(reply.status.code(), absl::StatusCode::kResourceExhausted) << reply.status;
   EXPECT_TRUE(WasRefusedOnce("deadline"));
-  EXPECT_TRUE(RetryAfter(reply.status).has_value()) << reply.status;
+  EXPECT_EQ(RetryAfter(reply.status), std::nullopt) << "it would be refused for ever: " << reply.status;
   engine_->PredictSeconds(0.001);
   ExpectGoodRequestIsServed();
 }

@@ -66,6 +66,13 @@ class PrefillQueueTest : public testing::Test {
     return before.ok() ? before->before : -1;
   }
 
+  // Waiting would not help.
+  void ExpectRefusedForGood(const Request& request) {
+    const auto slot = queue_->Reserve(request);
+    EXPECT_EQ(slot.status().code(), absl::StatusCode::kResourceExhausted) << slot.status();
+    EXPECT_EQ(RetryAfter(slot.status()), std::nullopt) << slot.status();
+  }
+
   void ExpectRefusedWithRetry(const Request& request, double least_seconds, double most_seconds) {
     const auto slot = queue_->Reserve(request);
     ASSERT_EQ(slot.status().code(), absl::StatusCode::kResourceExhausted) << slot.status();
@@ -156,6 +163,7 @@ TEST_F(PrefillQueueTest, BoundsTokens) {
   EXPECT_EQ(queue_->snapshot().tokens, 100);
   EXPECT_EQ(queue_->snapshot().requests, 2);
   ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
+  ExpectRefusedForGood({.id = "3", .tokens = 101});
 }
 
 TEST_F(PrefillQueueTest, BoundsThePredictedWaitForTheTurn) {
@@ -190,6 +198,7 @@ TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
   const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 65, .deadline = deadline}, 60, 60);
+  ExpectRefusedForGood({.id = "2", .tokens = 3, .predicted_seconds = 75, .deadline = deadline});
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 5, .deadline = deadline}), nullptr);
   const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = MonotonicNow() - absl::Seconds(1)});
   EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded);

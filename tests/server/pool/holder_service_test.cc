@@ -2,13 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/time/clock.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/config/config.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"
@@ -27,6 +31,41 @@ class NoKv final : public KvSource {
   KvStore::Counts counts() const override { return {}; }
   void SetObserver(std::function<void()>) override {}
 };
+
+// Has one lease, of parts without end.
+class EndlessKv final : public KvSource {
+ public:
+  absl::StatusOr<std::unique_ptr<KvReader>> Open(const v1::FetchKvRequest&, const std::string&, int64_t,
+                                                 std::function<void()>) override {
+    ++opened;
+    if (!lives) return absl::NotFoundError("the lease has ended");
+    return std::make_unique<Reader>();
+  }
+  absl::Time EndLapsed() override { return absl::InfiniteFuture(); }
+  KvStore::Counts counts() const override { return {}; }
+  void SetObserver(std::function<void()>) override {}
+
+  std::atomic<bool> lives = true;
+  std::atomic<int> opened = 0;
+
+ private:
+  class Reader final : public KvReader {
+   public:
+    absl::StatusOr<Next> Take(v1::KvPart& part) override {
+      part.set_k(std::string(1 << 20, 'k'));
+      return Next::kPart;
+    }
+  };
+};
+
+// True as soon as the condition holds; false after 30 s.
+bool Eventually(const std::function<bool()>& condition) {
+  for (int i = 0; i < 6000; ++i) {
+    if (condition()) return true;
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return false;
+}
 
 // The health of a service: 1 SERVING, 2 NOT_SERVING (grpc.health.v1); -1: an error.
 int Health(const std::string& address, const std::string& service) {
@@ -124,6 +163,29 @@ TEST(HolderService, AsksForCredentials) {
     EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, api))) << bad;
   }
   EXPECT_EQ(Health(address, ""), 1) << "for everybody";
+}
+
+// It may wait for another worker's part, and keeps its lease alive then.
+TEST(HolderService, AReaderWhoStandsStillIsEndedOnceItsLeaseIs) {
+  v1::Config config = Defaults();
+  config.mutable_limits()->mutable_result_timeout()->set_seconds(0);
+  config.mutable_limits()->mutable_result_timeout()->set_nanos(100'000'000);
+  EndlessKv held;
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  const auto stub = v1::PrefillService::NewStub(
+      grpc::CreateChannel((*service)->address(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+  const auto stream = stub->FetchKv(&context, {});
+  ASSERT_TRUE(Eventually([&] { return held.opened > 3; })) << "nobody looks whether its lease lives";
+  held.lives = false;
+  const int looks = held.opened;
+  ASSERT_TRUE(Eventually([&] { return held.opened > looks; }));
+  int parts = 0;
+  for (v1::KvPart part; stream->Read(&part);) ++parts;  // what had come before
+  EXPECT_LT(parts, 30);
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
 
 TEST(HolderService, HealthFollowsTheMembership) {

@@ -1,7 +1,6 @@
 // The tenant that a call names where its message has no place for one: in the metadata `meshfill-tenant`.
-// Whether it may be the caller's, TenantFor says (server/access/access.h).
-#ifndef MESHFILL_SERVER_API_TENANT_H_
-#define MESHFILL_SERVER_API_TENANT_H_
+#ifndef MESHFILL_SERVER_ACCESS_TENANT_H_
+#define MESHFILL_SERVER_ACCESS_TENANT_H_
 
 #include <string>
 
@@ -20,4 +19,4 @@ inline std::string TenantOf(const grpc::ServerContextBase& context) {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_TENANT_H_
+#endif  // MESHFILL_SERVER_ACCESS_TENANT_H_
