@@ -8,6 +8,7 @@
 #include "server/cli/commands/bench_kv.h"
 #include "server/cli/commands/bench_layer.h"
 #include "server/cli/commands/bench_mix.h"
+#include "server/cli/commands/bench_pieces.h"
 #include "server/cli/commands/bench_plan.h"
 #include "server/cli/commands/bench_prefill.h"
 #include "server/cli/commands/bench_prefix.h"
@@ -27,6 +28,7 @@ class BenchCommand : public Command {
     benches_.push_back(AddBenchKvCommand(*app_));
     benches_.push_back(AddBenchLayerCommand(*app_));
     benches_.push_back(AddBenchMixCommand(*app_));
+    benches_.push_back(AddBenchPiecesCommand(*app_));
     benches_.push_back(AddBenchPlanCommand(*app_));
     benches_.push_back(AddBenchPrefixCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
