@@ -199,6 +199,16 @@ class ConnectorTest(ServerTest):
             wait_until(lambda: scheduler.step() or (self.server.cancelled and not scheduler.requests))
             self.assert_released()
 
+    def test_a_prefill_that_was_loaded_ends_by_itself(self):
+        # K and V are there before the result. A server caches what has ended, and nothing that was cancelled.
+        scheduler = self.start(faults=Faults(result_seconds=0.5))
+        request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
+        self.assertEqual(request.computed_from, 332)
+        scheduler.finish(request)
+        wait_until(lambda: not self.server.live)
+        self.assertEqual(self.server.cancelled, [])
+        self.assert_released()
+
     def test_many_requests_at_once(self):
         scheduler = self.start(faults=Faults(layer_seconds=0.02), extra={"loads": 3})
         requests = [scheduler.add(Request(f"r{i}", [1] * (150 + i))) for i in range(12)]

@@ -93,6 +93,7 @@ class Faults:
     retry_seconds: Optional[float] = None  # with refuse: a RetryInfo
     accept_seconds: float = 0.0  # before Accepted
     layer_seconds: float = 0.0  # each layer takes so long
+    result_seconds: float = 0.0  # between the last layer's K and V and the result
     die_after_layers: Optional[int] = None  # the prefill then ends UNAVAILABLE, its lease is lost
     break_after_parts: List[int] = field(default_factory=list)  # a fetch ends UNAVAILABLE after so many parts
     end_after_parts: List[int] = field(default_factory=list)  # a fetch ends well, too early
@@ -212,6 +213,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                     lease.layers_done = layer + 1
                     self.changed.notify_all()
                 yield pb.PrefillEvent(progress=pb.Progress(layers_done=layer + 1, layers=self.source.layers, seconds=0.1))
+            if stop.wait(self.faults.result_seconds):
+                context.abort(grpc.StatusCode.CANCELLED, "cancelled")
             done = True
             with self.changed:
                 lease.expires = time.monotonic() + (header.kv.lease_seconds or 30)

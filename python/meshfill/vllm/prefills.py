@@ -1,8 +1,9 @@
 """Scheduler side: prompts on their way through Meshfill. Nothing here waits for the network but threads of its own.
 
-    UPLOADING ──Accepted──► READY ──loading()──► LOADING ──end()──► ENDED
+    UPLOADING ──Accepted──► READY ──loading()──► LOADING ──loaded()──► LOADED: the prefill ends by itself
         │                     │                     │
-        └──── refused, away, too late, died ────────┴──► FAILED: vLLM computes the prompt
+        ├──── refused, away, too late, died ────────┼──► FAILED: vLLM computes the prompt
+        └──── vLLM's request ended ─────────────────┴──► ENDED: the prefill is cancelled
 
 `matched` begins a prefill and tells how it stands; vLLM's scheduler asks again at its next step. A request goes to
 Meshfill once: whatever happened, afterwards vLLM computes. The thread of a request sends its prompt, reads the events,
@@ -32,6 +33,7 @@ class State(enum.Enum):
     UPLOADING = enum.auto()
     READY = enum.auto()
     LOADING = enum.auto()
+    LOADED = enum.auto()
     FAILED = enum.auto()
     ENDED = enum.auto()
 
@@ -102,12 +104,18 @@ class Prefills:
             return prefill.lease
 
     def loaded(self, request_id: str) -> None:
-        """All workers have loaded, or given up: the lease is released."""
+        """All workers have loaded, or given up: the lease is released, after the result.
+
+        K and V are there before it: the last layer's attention is yet to come. A prefill that was cancelled then would leave
+        nothing in the server's cache for the prompts to come.
+        """
         with self._mutex:
             prefill = self._prefills.get(request_id)
             if prefill is not None and prefill.state == State.LOADING:
-                prefill.state = State.ENDED
-            self._end(prefill)
+                prefill.state = State.LOADED
+                prefill.ended.set()
+            else:
+                self._end(prefill)
 
     def forget(self, request_id: str) -> None:
         """vLLM's request has ended, cancelled ones too: so do its prefill and its lease."""
@@ -156,12 +164,12 @@ class Prefills:
         if prefill is None:
             return
         prefill.ended.set()
-        if prefill.call is not None:
+        if prefill.call is not None and prefill.state != State.LOADED:
             prefill.call.cancel()
 
     def _fail(self, prefill: _Prefill, why: str, pause_seconds: float = 0.0) -> None:
         """With _mutex held. One warning for a request, and none where vLLM has ended it."""
-        if prefill.state in (State.FAILED, State.ENDED) or prefill.ended.is_set():
+        if prefill.state in (State.FAILED, State.LOADED, State.ENDED) or prefill.ended.is_set():
             return
         if prefill.state == State.LOADING:
             self._stopped_loads.append(prefill.request_id)
