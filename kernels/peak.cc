@@ -80,10 +80,43 @@ __attribute__((target("avx512f,avx512bw,avx512bf16"))) float RunDpBf16(int64_t i
 }
 #endif
 
+#if defined(__x86_64__)
+__attribute__((target("avx512f,amx-tile,amx-bf16"))) float RunTiles(int64_t iterations) {
+  struct alignas(64) Config {
+    uint8_t palette_and_reserved[16] = {1};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static constexpr Config kConfig;
+  _tile_loadconfig(&kConfig);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (int64_t i = 0; i < iterations; ++i) {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+  }
+  alignas(64) float sums[256];
+  _tile_stored(0, sums, 64);
+  _tile_release();
+  return sums[0];
+}
+#endif
+
 RegisterLoop LoopOf(std::string_view target, DType dtype) {
 #if defined(__x86_64__)
+  if (target == "amx_bf16" && dtype == DType::kBf16) return {RunTiles, 6 * 16 * 16 * 32 * 2};
   if (target == "avx512_bf16" && dtype == DType::kBf16) return {RunDpBf16, 24 * 32 * 2};
-  if (target == "avx512_bf16" || target == "avx512") return {RunFma512, 24 * 16 * 2};
+  if (target == "amx_bf16" || target == "avx512_bf16" || target == "avx512") return {RunFma512, 24 * 16 * 2};
   if (target == "avx2") return {RunFma256, 12 * 8 * 2};
 #endif
   return {RunPortable, 12 * 4 * 2};

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/cpu/amx.h"
 #include "kernels/cpu/attention_kernel.h"
 #include "kernels/cpu/attention_ranges.h"
 #include "kernels/return_if_error.h"
@@ -35,14 +36,19 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
+bool HasAmxBf16() { return HasAvx512Bf16() && MayUseTiles(); }
 
 const AttentionKernel& Avx512WithBf16AttentionKernel(DType dtype) {
   return dtype == DType::kBf16 ? Avx512Bf16AttentionKernel() : Avx512AttentionKernel(dtype);
+}
+const AttentionKernel& Avx512WithAmxAttentionKernel(DType dtype) {
+  return dtype == DType::kBf16 ? AmxBf16AttentionKernel() : Avx512AttentionKernel(dtype);
 }
 #endif
 
 constexpr AttentionTarget kTargets[] = {
 #if defined(__x86_64__)
+    {"amx_bf16", HasAmxBf16, Avx512WithAmxAttentionKernel},
     {"avx512_bf16", HasAvx512Bf16, Avx512WithBf16AttentionKernel},
     {"avx512", HasAvx512, Avx512AttentionKernel},
     {"avx2", HasAvx2, Avx2AttentionKernel},
@@ -65,18 +71,23 @@ constexpr int64_t DivideRoundingUp(int64_t a, int64_t b) { return (a + b - 1) / 
 // result.
 struct Tiling {
   int group;            // query heads of a KV head
+  int strip_rows;       // of the kernel
   int64_t query_words;  // of a packed query
   int64_t padded_dim;   // of an output row
   int block_keys;       // keys that are packed at a time
   int64_t strips;       // of a task, in each head of the group
-  int64_t tiles;        // of strips · kStripRows queries
+  int64_t tiles;        // of tile_tokens queries
+
+  int64_t tile_tokens() const { return strips * strip_rows; }
+  int64_t rows() const { return group * tile_tokens(); }  // of a tile
 };
 
 Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel) {
   Tiling tiling{.group = args.q_heads / args.kv_heads,
+                .strip_rows = kernel.strip_rows,
                 .query_words = kernel.QueryWords(args.head_dim),
                 .padded_dim = kernel.PaddedDim(args.head_dim),
-                .block_keys = kMaxBlockKeys,
+                .block_keys = kernel.block_keys,
                 .strips = 1,
                 .tiles = 0};
   while (kernel.KeyBlockWords(args.head_dim, tiling.block_keys) +
@@ -86,9 +97,9 @@ Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel)
   }
   const int64_t rows = std::min(kMaxTaskRows, kTaskWords / (tiling.query_words + tiling.padded_dim));
   const int64_t strips =
-      std::min(rows / tiling.group / kStripRows, DivideRoundingUp(args.q_tokens, kStripRows));
+      std::min(rows / tiling.group / kernel.strip_rows, DivideRoundingUp(args.q_tokens, kernel.strip_rows));
   tiling.strips = std::max<int64_t>(strips, 1);
-  tiling.tiles = DivideRoundingUp(args.q_tokens, tiling.strips * kStripRows);
+  tiling.tiles = DivideRoundingUp(args.q_tokens, tiling.tile_tokens());
   return tiling;
 }
 
@@ -102,16 +113,16 @@ struct Scratch {
   std::unique_ptr<uint32_t, FreeAligned> memory;
   uint32_t* keys;
   uint32_t* values;
-  uint32_t* queries;             // [group, strips, kStripRows, QueryWords]
-  float* output;                 // [group, strips, kStripRows, PaddedDim]
-  float* max;                    // [group, strips, kStripRows]
-  float* sum;                    // [group, strips, kStripRows]
-  std::vector<KeyRange> ranges;  // [strips, kStripRows]
+  uint32_t* queries;             // [group, tile_tokens, QueryWords]
+  float* output;                 // [group, tile_tokens, PaddedDim]
+  float* max;                    // [group, tile_tokens]
+  float* sum;                    // [group, tile_tokens]
+  std::vector<KeyRange> ranges;  // [tile_tokens]
 };
 
 absl::StatusOr<Scratch> AllocateScratch(const AttentionKernel& kernel, const Tiling& tiling, int head_dim) {
   constexpr int64_t kLineWords = 64 / sizeof(uint32_t);
-  const int64_t rows = tiling.group * tiling.strips * kStripRows;
+  const int64_t rows = tiling.rows();
   const int64_t sizes[] = {kernel.KeyBlockWords(head_dim, tiling.block_keys),
                            kernel.ValueBlockWords(head_dim, tiling.block_keys),
                            rows * tiling.query_words,
@@ -137,7 +148,7 @@ absl::StatusOr<Scratch> AllocateScratch(const AttentionKernel& kernel, const Til
                  .output = reinterpret_cast<float*>(memory + offsets[3]),
                  .max = reinterpret_cast<float*>(memory + offsets[4]),
                  .sum = reinterpret_cast<float*>(memory + offsets[5]),
-                 .ranges = std::vector<KeyRange>(tiling.strips * kStripRows)};
+                 .ranges = std::vector<KeyRange>(tiling.tile_tokens())};
 }
 
 // ---- One call: its tasks are the tiles of each KV head's group of query heads.
@@ -166,7 +177,7 @@ class AttentionRun {
   template <typename Body>
   void ForEachRow(const Tile& tile, Body body) const {
     for (int64_t head = 0; head < tiling_.group; ++head) {
-      const int64_t scratch_row = head * tiling_.strips * kStripRows;
+      const int64_t scratch_row = head * tiling_.tile_tokens();
       const int64_t chunk_row = (tile.kv_head * tiling_.group + head) * args_.q_tokens + tile.begin;
       for (int64_t token = 0; token < tile.tokens; ++token)
         body(scratch_row + token, chunk_row + token, token);
@@ -194,7 +205,7 @@ void AttentionRun::RunTask(int64_t task, Scratch& scratch) const {
   if (!Proceed()) return;
   // Under a causal mask later queries see more keys: the longest tasks come first, and the threads end
   // together.
-  const int64_t tile_tokens = tiling_.strips * kStripRows;
+  const int64_t tile_tokens = tiling_.tile_tokens();
   const int64_t begin = (tiling_.tiles - 1 - task / args_.kv_heads) * tile_tokens;
   const Tile tile{.kv_head = task % args_.kv_heads,
                   .begin = begin,
@@ -224,8 +235,8 @@ void AttentionRun::FindRanges(const Tile& tile, Scratch& scratch) const {
 
 void AttentionRun::LoadQueries(const Tile& tile, Scratch& scratch) const {
   ForEachRow(tile, [&](int64_t scratch_row, int64_t chunk_row, int64_t token) {
-    if (token % kStripRows != 0) return;
-    const int count = static_cast<int>(std::min<int64_t>(kStripRows, tile.tokens - token));
+    if (token % tiling_.strip_rows != 0) return;
+    const int count = static_cast<int>(std::min<int64_t>(tiling_.strip_rows, tile.tokens - token));
     kernel_.pack_queries(InputRow(args_.q, chunk_row), count, args_.head_dim,
                          scratch.queries + scratch_row * tiling_.query_words);
   });
@@ -233,7 +244,7 @@ void AttentionRun::LoadQueries(const Tile& tile, Scratch& scratch) const {
 
 // The carried state (o, lse) is a softmax whose maximum is lse and whose sum is 1.
 void AttentionRun::LoadState(const Tile& tile, Scratch& scratch) const {
-  const int64_t rows = tiling_.group * tiling_.strips * kStripRows;
+  const int64_t rows = tiling_.rows();
   std::fill_n(scratch.output, rows * tiling_.padded_dim, 0.0f);
   std::fill_n(scratch.max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(scratch.sum, rows, 0.0f);
@@ -264,14 +275,14 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
   const auto in_block = [&](int64_t key) {
     return static_cast<int>(std::clamp<int64_t>(key - key_begin, 0, count));
   };
-  for (int64_t token = 0; token < tile.tokens; token += kStripRows) {
-    for (int row = 0; row < kStripRows; ++row) {
+  for (int64_t token = 0; token < tile.tokens; token += tiling_.strip_rows) {
+    for (int row = 0; row < tiling_.strip_rows; ++row) {
       block.row_begin[row] = in_block(scratch.ranges[token + row].begin);
       block.row_end[row] = in_block(scratch.ranges[token + row].end);
     }
-    if (block.row_begin[0] >= block.row_end[kStripRows - 1]) continue;
+    if (block.row_begin[0] >= block.row_end[tiling_.strip_rows - 1]) continue;
     for (int64_t head = 0; head < tiling_.group; ++head) {
-      const int64_t row = head * tiling_.strips * kStripRows + token;
+      const int64_t row = head * tiling_.tile_tokens() + token;
       block.queries = scratch.queries + row * tiling_.query_words;
       block.output = scratch.output + row * tiling_.padded_dim;
       block.max = scratch.max + row;

@@ -10,8 +10,8 @@
 
 namespace meshfill {
 
-// Instruction sets that have a kernel of their own, widest first: "avx512_bf16", "avx512", "avx2",
-// "portable". avx512_bf16 differs from avx512 for bf16 inputs only.
+// Instruction sets that have a kernel of their own, widest first: "amx_bf16", "avx512_bf16", "avx512",
+// "avx2", "portable". The first two differ from avx512 for bf16 inputs only.
 std::vector<std::string> SupportedAttentionTargets();  // those that this machine can run
 
 // Stream::AttentionBlock for `dtype` inputs, f32 or bf16. `target` is one of SupportedAttentionTargets();

@@ -4,13 +4,13 @@
 //
 //                      keys of a block, in panels
 //                   ┌────────┬────────┬────────┬──
-//     strip 0       │  tile  │  tile  │        │      a strip: kStripRows consecutive queries of one head
+//     strip 0       │  tile  │  tile  │        │      a strip: strip_rows consecutive queries of one head
 //     strip 1       │  tile  │  tile  │  tile  │      a panel: as many keys as a register tile is wide
 //                   └────────┴────────┴────────┴──
 //
-// Packed operands are 32-bit words: one f32, or a pair of bf16 that one dpbf16ps lane multiplies. A pair
-// holds two neighbours along the reduction: of the head dimension in Q and K, of the keys in V and in the
-// probabilities.
+// Packed operands are 32-bit words: one f32, or a pair of bf16 that one lane of dpbf16ps or one cell of
+// tdpbf16ps multiplies. A pair holds two neighbours along the reduction: of the head dimension in Q and K, of
+// the keys in V and in the probabilities.
 #ifndef MESHFILL_KERNELS_CPU_ATTENTION_KERNEL_H_
 #define MESHFILL_KERNELS_CPU_ATTENTION_KERNEL_H_
 
@@ -20,12 +20,8 @@
 
 namespace meshfill {
 
-// Six rows by four vectors fill the 32 registers of AVX-512: 24 accumulators, 4 keys' vectors, a broadcast
-// query. By two vectors they fill the 16 registers of AVX2 and SSE2 in the same way.
-inline constexpr int kStripRows = 6;
-
-// The most keys in a block: a strip's scores and probabilities, at most 12 KiB, stay in L1.
-inline constexpr int kMaxBlockKeys = 256;
+// The most queries in a strip.
+inline constexpr int kMaxStripRows = 32;
 
 // One strip against one block. Key numbers are relative to the block's first key. Row r sees the keys
 // [row_begin[r], row_end[r]); panels that no row sees are not touched.
@@ -34,17 +30,19 @@ struct StripBlock {
   const uint32_t* keys;     // packed block
   const uint32_t* values;   // packed block
   int head_dim;
-  int block_keys;  // the capacity that the block was packed for
-  int row_begin[kStripRows];
-  int row_end[kStripRows];  // both rise with the row, at most block_keys
-  float scale_log2e;        // scores · this = exponents of 2
+  int block_keys;                // the capacity that the block was packed for
+  int row_begin[kMaxStripRows];  // of the strip's rows
+  int row_end[kMaxStripRows];    // both rise with the row, at most block_keys
+  float scale_log2e;             // scores · this = exponents of 2
   // The softmax state of FlashAttention's online form, not normalised, exponents of 2.
-  float* output;  // [kStripRows, PaddedDim(head_dim)]
-  float* max;     // [kStripRows]
-  float* sum;     // [kStripRows]
+  float* output;  // [strip_rows, PaddedDim(head_dim)]
+  float* max;     // [strip_rows]
+  float* sum;     // [strip_rows]
 };
 
 struct AttentionKernel {
+  int strip_rows;     // at most kMaxStripRows
+  int block_keys;     // the most keys in a block: a strip's scores and probabilities stay in L1
   int word_elements;  // elements in a packed word: 1 (f32) or 2 (bf16)
   int lanes;          // words in a vector; output rows are padded to a multiple of it
 
@@ -72,6 +70,7 @@ const AttentionKernel& PortableAttentionKernel(DType dtype);
 const AttentionKernel& Avx2AttentionKernel(DType dtype);
 const AttentionKernel& Avx512AttentionKernel(DType dtype);
 const AttentionKernel& Avx512Bf16AttentionKernel();  // bf16 inputs only
+const AttentionKernel& AmxBf16AttentionKernel();     // bf16 inputs only
 
 }  // namespace meshfill
 

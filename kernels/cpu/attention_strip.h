@@ -3,6 +3,8 @@
 //
 // A Target derives from Vectors<lanes> and says:
 //   kWordElements                       1 (f32) or 2 (bf16 pairs)
+//   kStripRows                          rows of a strip, and of a register tile of vectors
+//   kBlockKeys                          the most keys in a block
 //   kTileVectors                        vectors across a register tile
 //   MultiplyAdd(acc, a, b)              acc + a·b on words
 //   Exp2(x)                             2^x, as accurate as the probabilities' type needs; 0 for −∞
@@ -53,12 +55,19 @@ typename Target::Words LoadSomeWords(const Source* elements, int count) {
   return LoadWords<Target>(padded);
 }
 
+// Six rows by four vectors fill the 32 registers of AVX-512: 24 accumulators, 4 keys' vectors, a broadcast
+// query. By two vectors they fill the 16 registers of AVX2 and SSE2 in the same way.
+constexpr int kVectorStripRows = 6;
+
+// A strip's scores and probabilities are at most 12 KiB then.
+constexpr int kVectorBlockKeys = 256;
+
 // packed: [kStripRows, QueryWords], words of the head dimension.
 template <typename Target, typename Source>
 void PackQueries(const void* rows, int count, int head_dim, uint32_t* packed) {
   constexpr int kElements = Target::kLanes * Target::kWordElements;
   const Source* source = static_cast<const Source*>(rows);
-  for (int row = 0; row < kStripRows; ++row) {
+  for (int row = 0; row < Target::kStripRows; ++row) {
     for (int d = 0; d < head_dim; d += kElements, packed += Target::kLanes) {
       const Source* from = source + row * head_dim + d;
       const int remaining = row < count ? head_dim - d : 0;
@@ -159,14 +168,14 @@ void PackValues(const void* rows, int count, int head_dim, int block_keys, uint3
 template <typename Target, int kVectors>
 __attribute__((always_inline)) inline void MultiplyTile(
     const uint32_t* a, int a_stride, const uint32_t* b, int depth,
-    typename Target::Floats (&tile)[kStripRows][kVectors]) {
+    typename Target::Floats (&tile)[Target::kStripRows][kVectors]) {
   using Words = typename Target::Words;
   for (int i = 0; i < depth; ++i, b += kVectors * Target::kLanes) {
     Words columns[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) columns[v] = Target::template Load<Words>(b + v * Target::kLanes);
 #pragma GCC unroll 6
-    for (int r = 0; r < kStripRows; ++r) {
+    for (int r = 0; r < Target::kStripRows; ++r) {
       const Words row = Target::BroadcastWord(a[r * a_stride + i]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) tile[r][v] = Target::MultiplyAdd(tile[r][v], row, columns[v]);
@@ -178,12 +187,12 @@ __attribute__((always_inline)) inline void MultiplyTile(
 
 template <typename Target>
 struct StripScores {
-  alignas(64) float scores[kStripRows][kMaxBlockKeys];
-  alignas(64) uint32_t probabilities[kStripRows][kMaxBlockKeys / Target::kWordElements];
-  typename Target::Floats max[kStripRows];  // lane by lane
+  alignas(64) float scores[Target::kStripRows][Target::kBlockKeys];
+  alignas(64) uint32_t probabilities[Target::kStripRows][Target::kBlockKeys / Target::kWordElements];
+  typename Target::Floats max[Target::kStripRows];  // lane by lane
   // All lanes equal:
-  typename Target::Floats shift[kStripRows];  // what scores are measured from, in exponents of 2
-  typename Target::Floats decay[kStripRows];  // what the state so far is multiplied by
+  typename Target::Floats shift[Target::kStripRows];  // what scores are measured from, in exponents of 2
+  typename Target::Floats decay[Target::kStripRows];  // what the state so far is multiplied by
 };
 
 template <typename Target, bool kMasked>
@@ -193,11 +202,11 @@ void ScorePanel(const StripBlock& block, int key, StripScores<Target>& strip) {
   constexpr int kVectors = Target::kTileVectors;
   constexpr int kLanes = Target::kLanes;
   const int query_words = DivideRoundingUp(block.head_dim, kLanes * Target::kWordElements) * kLanes;
-  Floats tile[kStripRows][kVectors] = {};
+  Floats tile[Target::kStripRows][kVectors] = {};
   MultiplyTile<Target, kVectors>(block.queries, query_words, block.keys + int64_t{key} * query_words,
                                  DivideRoundingUp(block.head_dim, Target::kWordElements), tile);
 #pragma GCC unroll 6
-  for (int r = 0; r < kStripRows; ++r) {
+  for (int r = 0; r < Target::kStripRows; ++r) {
     Floats max = strip.max[r];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -223,7 +232,7 @@ void UpdateMax(const StripBlock& block, StripScores<Target>& strip) {
   using Floats = typename Target::Floats;
   const Floats hidden = Target::Broadcast(-std::numeric_limits<float>::infinity());
 #pragma GCC unroll 6
-  for (int r = 0; r < kStripRows; ++r) {
+  for (int r = 0; r < Target::kStripRows; ++r) {
     const Floats old_max = Target::Broadcast(block.max[r]);
     const Floats new_max = Target::Max(old_max, Target::ReduceMax(strip.max[r]) * block.scale_log2e);
     // A row that has seen nothing keeps −∞, but is shifted by 0: −∞ − (−∞) is NaN.
@@ -238,8 +247,8 @@ void Exponentiate(const StripBlock& block, int key_begin, int key_end, StripScor
   using Floats = typename Target::Floats;
   constexpr int kLanes = Target::kLanes;
   const Floats scale = Target::Broadcast(block.scale_log2e);
-  Floats sums[kStripRows];
-  for (int r = 0; r < kStripRows; ++r) {
+  Floats sums[Target::kStripRows];
+  for (int r = 0; r < Target::kStripRows; ++r) {
     const Floats shift = strip.shift[r];
     Floats sum = {};
 #pragma GCC unroll 2
@@ -253,7 +262,7 @@ void Exponentiate(const StripBlock& block, int key_begin, int key_end, StripScor
     sums[r] = sum;
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < kStripRows; ++r) {
+  for (int r = 0; r < Target::kStripRows; ++r) {
     block.sum[r] = block.sum[r] * strip.decay[r][0] + Target::ReduceSum(sums[r])[0];
   }
 }
@@ -269,9 +278,9 @@ void AddColumns(const StripBlock& block, int key_begin, int key_end, int first,
   const int begin = key_begin / Target::kWordElements;
   const int end = key_end / Target::kWordElements;
   float* output = block.output + first * kLanes;
-  Floats tile[kStripRows][kVectors];
+  Floats tile[Target::kStripRows][kVectors];
 #pragma GCC unroll 6
-  for (int r = 0; r < kStripRows; ++r) {
+  for (int r = 0; r < Target::kStripRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       tile[r][v] = Target::template Load<Floats>(output + r * padded_dim + v * kLanes) * strip.decay[r];
@@ -279,10 +288,10 @@ void AddColumns(const StripBlock& block, int key_begin, int key_end, int first,
   }
   const uint32_t* values =
       block.values + int64_t{first} * kLanes * (block.block_keys / Target::kWordElements);
-  MultiplyTile<Target, kVectors>(&strip.probabilities[0][begin], kMaxBlockKeys / Target::kWordElements,
+  MultiplyTile<Target, kVectors>(&strip.probabilities[0][begin], Target::kBlockKeys / Target::kWordElements,
                                  values + int64_t{begin} * kVectors * kLanes, end - begin, tile);
 #pragma GCC unroll 6
-  for (int r = 0; r < kStripRows; ++r) {
+  for (int r = 0; r < Target::kStripRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) Target::Store(output + r * padded_dim + v * kLanes, tile[r][v]);
   }
@@ -293,8 +302,8 @@ void AddColumns(const StripBlock& block, int key_begin, int key_end, int first,
 template <typename Target>
 void AttendStrip(const StripBlock& block) {
   constexpr int kPanelKeys = Target::kLanes * Target::kTileVectors;
-  static_assert(kMaxBlockKeys % kPanelKeys == 0 && Target::kTileVectors % 2 == 0);
-  const int last = kStripRows - 1;
+  static_assert(Target::kBlockKeys % kPanelKeys == 0 && Target::kTileVectors % 2 == 0);
+  const int last = Target::kStripRows - 1;
   const int begin = block.row_begin[0] / kPanelKeys * kPanelKeys;
   const int end = DivideRoundingUp(block.row_end[last], kPanelKeys) * kPanelKeys;
   StripScores<Target> strip;
@@ -319,13 +328,15 @@ void AttendStrip(const StripBlock& block) {
 }
 
 template <typename Target, typename Source>
-constexpr AttentionKernel MakeAttentionKernel() {
-  return {.word_elements = Target::kWordElements,
+constexpr AttentionKernel MakeAttentionKernel(void (*attend)(const StripBlock&) = AttendStrip<Target>) {
+  return {.strip_rows = Target::kStripRows,
+          .block_keys = Target::kBlockKeys,
+          .word_elements = Target::kWordElements,
           .lanes = Target::kLanes,
           .pack_queries = PackQueries<Target, Source>,
           .pack_keys = PackKeys<Target, Source>,
           .pack_values = PackValues<Target, Source>,
-          .attend = AttendStrip<Target>};
+          .attend = attend};
 }
 
 // ---- The f32 target of any instruction set: bf16 inputs are widened as they are packed.
@@ -334,6 +345,8 @@ template <int kLanes, int kVectorsOfTile>
 struct F32Target : Vectors<kLanes> {
   using typename Vectors<kLanes>::Floats;
   using typename Vectors<kLanes>::Words;
+  static constexpr int kStripRows = kVectorStripRows;
+  static constexpr int kBlockKeys = kVectorBlockKeys;
   static constexpr int kWordElements = 1;
   static constexpr int kTileVectors = kVectorsOfTile;
 

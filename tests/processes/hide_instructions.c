@@ -1,6 +1,6 @@
 // Preloaded into a program, hides instruction sets that the processor has: CPUID traps (arch_prctl, Linux 4.12,
-// where the processor can), and the answer comes without the bits. HIDE_INSTRUCTIONS is avx512_bf16, avx512
-// (with it all that builds on it) or avx2 (and FMA). Without that variable it does nothing. Exits with 86 where
+// where the processor can), and the answer comes without the bits. HIDE_INSTRUCTIONS is amx_bf16,
+// avx512_bf16, avx512 (with it all that builds on it) or avx2 (and FMA). Without that variable it does nothing. Exits with 86 where
 // CPUID cannot be made to trap.
 #define _GNU_SOURCE
 #include <asm/prctl.h>
@@ -14,7 +14,7 @@
 #include <sys/ucontext.h>
 #include <unistd.h>
 
-enum { kNothing, kAvx512Bf16, kAvx512, kAvx2 };  // each hides what is before it, too
+enum { kNothing, kAmxBf16, kAvx512Bf16, kAvx512, kAvx2 };  // each hides what is before it, too
 
 static int hidden;
 static struct sigaction before;
@@ -22,7 +22,7 @@ static struct sigaction before;
 static long AllowCpuid(int allowed) { return syscall(SYS_arch_prctl, ARCH_SET_CPUID, allowed); }
 
 static void Hide(uint32_t leaf, uint32_t subleaf, uint32_t* eax, uint32_t* ebx, uint32_t* ecx, uint32_t* edx) {
-  if (leaf == 7 && subleaf == 1) *eax &= ~(1u << 5);  // AVX512_BF16
+  if (leaf == 7 && subleaf == 1 && hidden >= kAvx512Bf16) *eax &= ~(1u << 5);  // AVX512_BF16
   if (leaf == 7 && subleaf == 0) {
     *edx &= ~(1u << 22 | 1u << 24 | 1u << 25);  // AMX
     if (hidden < kAvx512) return;
@@ -58,6 +58,7 @@ static void OnFault(int signal, siginfo_t* info, void* context) {
 __attribute__((constructor)) static void Begin(void) {
   const char* what = getenv("HIDE_INSTRUCTIONS");
   if (what == NULL) return;
+  if (strcmp(what, "amx_bf16") == 0) hidden = kAmxBf16;
   if (strcmp(what, "avx512_bf16") == 0) hidden = kAvx512Bf16;
   if (strcmp(what, "avx512") == 0) hidden = kAvx512;
   if (strcmp(what, "avx2") == 0) hidden = kAvx2;

@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen2": [],
     "qwen3": [],
 }
-HIDDEN = ["avx512_bf16", "avx512", "avx2"]  # each with all that builds on it
+HIDDEN = ["amx_bf16", "avx512_bf16", "avx512", "avx2"]  # each with all that builds on it
 SHAPES = [(4, 2, 64), (4, 4, 32), (6, 2, 64), (8, 1, 32), (6, 3, 128)]  # query heads, KV heads, head_dim
 
 

@@ -27,8 +27,9 @@ class BenchAttentionCommand : public Command {
     AddCount(*app_, "--kv-heads", options_.kv_heads, "Key and value heads; divides --q-heads");
     AddCount(*app_, "--threads", options_.threads, "CPU threads");
     AddCount(*app_, "--repeats", options_.repeats, "Runs of each; medians are reported");
-    app_->add_option("--target", options_.target,
-                     "avx512_bf16, avx512, avx2 or portable (default: the widest that this machine has)")
+    app_->add_option(
+            "--target", options_.target,
+            "amx_bf16, avx512_bf16, avx512, avx2 or portable (default: the widest that this machine has)")
         ->type_name("NAME");
     AddJsonFlag(*app_, json_);
   }
