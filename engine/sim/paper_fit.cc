@@ -54,11 +54,12 @@ std::vector<CellPrograms> MeshPrograms(std::span<const PaperCell> cells, const C
   return all;
 }
 
-Cluster WithConstants(Cluster cluster, const std::vector<double>& logs) {
+Cluster WithConstants(Cluster cluster, const FitAssumptions& assumptions, const std::vector<double>& logs) {
   cluster.attention_flops_per_second = std::exp(logs[0]);
   cluster.between_nodes.bytes_per_second = std::exp(logs[1]);
   cluster.between_nodes.latency_seconds = std::exp(logs[2]);
-  cluster.same_node.latency_seconds = cluster.between_nodes.latency_seconds;
+  cluster.same_node.latency_seconds =
+      assumptions.same_node_latency_seconds.value_or(cluster.between_nodes.latency_seconds);
   return cluster;
 }
 
@@ -74,17 +75,18 @@ double MeshMeanError(const std::vector<CellPrograms>& cells, const Cluster& clus
   return sum / static_cast<double>(cells.size());
 }
 
-Cluster FitRing(std::span<const PaperCell> cells, const Cluster& start) {
+Cluster FitRing(std::span<const PaperCell> cells, const FitAssumptions& assumptions, const Cluster& start) {
   const std::vector<CellPrograms> rings = RingPrograms(cells, start);
   const auto error = [&](const std::vector<double>& logs) {
-    return RingRms(rings, WithConstants(start, logs));
+    return RingRms(rings, WithConstants(start, assumptions, logs));
   };
-  return WithConstants(start, NelderMead(error,
-                                         {std::log(start.attention_flops_per_second),
-                                          std::log(start.between_nodes.bytes_per_second),
-                                          std::log(start.between_nodes.latency_seconds)},
-                                         /*step=*/0.5)
-                                  .at);
+  return WithConstants(
+      start, assumptions,
+      NelderMead(error,
+                 {std::log(start.attention_flops_per_second), std::log(start.between_nodes.bytes_per_second),
+                  std::log(start.between_nodes.latency_seconds)},
+                 /*step=*/0.5)
+          .at);
 }
 
 // On a grid in steps of 1 %, from what one flow needs to what no 64 flows could fill.
@@ -108,13 +110,13 @@ double FitNodeLink(std::span<const PaperCell> cells, Cluster cluster) {
 absl::StatusOr<Cluster> FitPaperCluster(std::span<const PaperCell> throughput,
                                         const FitAssumptions& assumptions) {
   if (throughput.empty()) return absl::InvalidArgumentError("no cells to fit a cluster to");
-  Cluster start{
-      .gpus_per_node = assumptions.gpus_per_node,
-      .same_node = {.latency_seconds = 1e-3, .bytes_per_second = assumptions.same_node_bytes_per_second},
-      .between_nodes = {.latency_seconds = 1e-3, .bytes_per_second = 1e9},
-      .attention_flops_per_second = 100e12};
+  Cluster start{.gpus_per_node = assumptions.gpus_per_node,
+                .same_node = {.latency_seconds = assumptions.same_node_latency_seconds.value_or(1e-3),
+                              .bytes_per_second = assumptions.same_node_bytes_per_second},
+                .between_nodes = {.latency_seconds = 1e-3, .bytes_per_second = 1e9},
+                .attention_flops_per_second = 100e12};
   RETURN_IF_ERROR(CheckCluster(start));
-  Cluster cluster = FitRing(throughput, start);
+  Cluster cluster = FitRing(throughput, assumptions, start);
   cluster.node_bytes_per_second = FitNodeLink(throughput, cluster);
   return cluster;
 }

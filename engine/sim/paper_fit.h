@@ -3,11 +3,12 @@
 // Compute rate, flow bandwidth and latency come from the Ring columns alone: the least rms of the relative
 // errors of its 24 times. The bandwidth that a node's flows share does not show in Ring, where one flow
 // leaves a node and one enters; it is fitted on the Mesh columns, one number to 24, by the least mean of the
-// absolute relative errors. What Table 3 cannot tell is given: GPUs in a node and the bandwidth inside it. A
-// message inside a node is taken to start as slowly as any other.
+// absolute relative errors. What Table 3 cannot tell is given: GPUs in a node, and the bandwidth and the
+// start of a message inside it.
 #ifndef MESHFILL_ENGINE_SIM_PAPER_FIT_H_
 #define MESHFILL_ENGINE_SIM_PAPER_FIT_H_
 
+#include <optional>
 #include <span>
 
 #include "absl/status/statusor.h"
@@ -19,6 +20,7 @@ namespace meshfill::sim {
 struct FitAssumptions {
   int gpus_per_node = 8;
   double same_node_bytes_per_second = 100e9;
+  std::optional<double> same_node_latency_seconds;  // none: as between nodes
 };
 
 // INVALID_ARGUMENT: no cells, or assumptions that CheckCluster refuses.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -35,6 +36,20 @@ absl::StatusOr<ThroughputRow> ThroughputRowOf(const PaperCell& cell, const Clust
     absl::StrAppend(&row.mesh_tiles, row.mesh_tiles.empty() ? "" : " / ", mesh.tile.DebugString());
   }
   return row;
+}
+
+ErrorsByGpus ErrorsOf(int gpus, std::span<const ThroughputRow* const> rows) {
+  ErrorsByGpus errors{.gpus = gpus};
+  for (const ThroughputRow* row : rows) {
+    errors.mesh_mean_error += std::abs(row->mesh_error());
+    errors.mesh_bias += row->mesh_error();
+    errors.gain_ratio += row->gain() / row->measured_gain();
+  }
+  const auto cells = static_cast<double>(rows.size());
+  errors.mesh_mean_error /= cells;
+  errors.mesh_bias /= cells;
+  errors.gain_ratio /= cells;
+  return errors;
 }
 
 double FactorOf(double x, double y) { return std::max(x / y, y / x); }
@@ -87,23 +102,19 @@ constexpr double kRounding = 0.05;
 absl::StatusOr<ThroughputTable> ReproduceThroughput(std::span<const PaperCell> throughput,
                                                     const Cluster& cluster) {
   ThroughputTable table;
-  int most_gpus = 0;
   for (const PaperCell& cell : throughput) {
     ASSIGN_OR_RETURN(ThroughputRow row, ThroughputRowOf(cell, cluster));
     table.rows.push_back(std::move(row));
-    most_gpus = std::max(most_gpus, cell.gpus);
   }
   double squares = 0;
-  int cells_at_most_gpus = 0;
+  std::map<int, std::vector<const ThroughputRow*>> by_gpus;
   for (const ThroughputRow& row : table.rows) {
     squares += row.ring_error() * row.ring_error();
     table.mesh_mean_error += std::abs(row.mesh_error()) / static_cast<double>(table.rows.size());
-    if (row.cell.gpus != most_gpus) continue;
-    table.gain_ratio_at_most_gpus += row.gain() / row.measured_gain();
-    ++cells_at_most_gpus;
+    by_gpus[row.cell.gpus].push_back(&row);
   }
   table.ring_rms_error = std::sqrt(squares / static_cast<double>(table.rows.size()));
-  table.gain_ratio_at_most_gpus /= cells_at_most_gpus;
+  for (const auto& [gpus, rows] : by_gpus) table.by_gpus.push_back(ErrorsOf(gpus, rows));
   return table;
 }
 

@@ -92,16 +92,21 @@ class ScenarioReader {
 
   absl::Status FitCluster() {
     const auto& section = source_.cluster();
-    if (section.has_between_nodes() || section.same_node().has_latency() ||
-        section.node_bytes_per_second() != 0 || section.attention_flops_per_second() != 0) {
+    if (section.has_between_nodes() || section.node_bytes_per_second() != 0 ||
+        section.attention_flops_per_second() != 0) {
       return Refuse("cluster.fitted_to",
-                    "leave out the latencies, between_nodes, node_bytes_per_second and "
-                    "attention_flops_per_second: they are fitted");
+                    "leave out between_nodes, node_bytes_per_second and attention_flops_per_second: they are "
+                    "fitted");
     }
     ASSIGN_OR_RETURN(auto table, ReadTable("cluster.fitted_to", section.fitted_to()));
-    auto cluster = sim::FitPaperCluster(
-        table, {.gpus_per_node = scenario_.cluster.gpus_per_node,
-                .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()});
+    sim::FitAssumptions assumptions{
+        .gpus_per_node = scenario_.cluster.gpus_per_node,
+        .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()};
+    if (section.same_node().has_latency()) {
+      assumptions.same_node_latency_seconds =
+          absl::ToDoubleSeconds(ToDuration(section.same_node().latency()));
+    }
+    auto cluster = sim::FitPaperCluster(table, assumptions);
     if (!cluster.ok()) return Refuse("cluster", std::string(cluster.status().message()));
     scenario_.cluster = *std::move(cluster);
     return absl::OkStatus();

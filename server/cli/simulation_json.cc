@@ -66,9 +66,17 @@ Json ThroughputJson(const sim::ThroughputTable& table) {
                     {"tiles", row.mesh_tiles}};
     cells.push_back(std::move(cell));
   }
+  Json by_gpus = Json::array();
+  for (const sim::ErrorsByGpus& errors : table.by_gpus) {
+    by_gpus.push_back({{"gpus", errors.gpus},
+                       {"mesh_mean_error", errors.mesh_mean_error},
+                       {"mesh_bias", errors.mesh_bias},
+                       {"gain_ratio", errors.gain_ratio}});
+  }
   return {{"ring_rms_error", table.ring_rms_error},
           {"mesh_mean_error", table.mesh_mean_error},
-          {"gain_ratio_at_most_gpus", table.gain_ratio_at_most_gpus},
+          {"gain_ratio_at_most_gpus", table.by_gpus.back().gain_ratio},
+          {"by_gpus", std::move(by_gpus)},
           {"cells", std::move(cells)}};
 }
 
@@ -96,6 +104,7 @@ std::string SimulationJson(const Scenario& scenario, const SimulationReport& rep
     json["throughput"] = ThroughputJson(report.throughput);
     json["flat_throughput"] = ThroughputJson(report.flat_throughput);
     json["mfu"] = {{"peak_flops_per_second", report.utilisation.peak_flops_per_second},
+                   {"usual_peak_flops_per_second", report.utilisation.usual_peak_flops_per_second()},
                    {"largest_error_points", report.utilisation.largest_error}};
     json["memory"] = MemoryJson(report.memory);
   }

@@ -44,16 +44,42 @@ TEST_F(PaperTest, FittedClusterReproducesTable3) {
   ASSERT_TRUE(table.ok()) << table.status();
   EXPECT_LT(table->ring_rms_error, 0.10);
   EXPECT_LT(table->mesh_mean_error, 0.30);
+  // By number of GPUs, so that the sound ones do not hide the one that is not: on 256 the simulated mesh
+  // takes half the measured time, and its gain is twice the measured one.
+  ASSERT_EQ(table->by_gpus.size(), 4u);
+  double mean = 0;
+  for (const ErrorsByGpus& errors : table->by_gpus) {
+    SCOPED_TRACE(errors.gpus);
+    const bool most = errors.gpus == 256;
+    EXPECT_LT(errors.mesh_mean_error, most ? 0.55 : 0.12);
+    EXPECT_NEAR(errors.gain_ratio, most ? 2.0 : 1.0, 0.2);
+    EXPECT_LE(std::abs(errors.mesh_bias), errors.mesh_mean_error + 1e-12);
+    if (most) EXPECT_LT(errors.mesh_bias, -0.3) << "no longer too fast: say so in docs/simulation.md";
+    mean += errors.mesh_mean_error / 4;
+  }
+  EXPECT_NEAR(mean, table->mesh_mean_error, 1e-12) << "six cells to each number of GPUs";
 }
 
 TEST_F(PaperTest, FlatClusterFitsRingAndPromisesTwiceTheGain) {
   const auto flat = ReproduceThroughput(*throughput_, Flat(*cluster_));
   ASSERT_TRUE(flat.ok()) << flat.status();
   EXPECT_LT(flat->ring_rms_error, 0.08);
-  EXPECT_GT(flat->gain_ratio_at_most_gpus, 2.0);
+  EXPECT_GT(flat->by_gpus.back().gain_ratio, 2.0);
   const auto shared = ReproduceThroughput(*throughput_, *cluster_);
-  EXPECT_LT(shared->gain_ratio_at_most_gpus, 0.75 * flat->gain_ratio_at_most_gpus);
+  EXPECT_LT(shared->by_gpus.back().gain_ratio, 0.75 * flat->by_gpus.back().gain_ratio);
   EXPECT_LT(shared->mesh_mean_error, 0.6 * flat->mesh_mean_error);
+}
+
+// Where a message inside a node starts at once, the paper's rule finds the long tiles whose memory Table 5
+// has.
+TEST_F(PaperTest, StartInsideANodeIsGiven) {
+  const auto cluster = FitPaperCluster(*throughput_, {.same_node_latency_seconds = 1e-4});
+  ASSERT_TRUE(cluster.ok()) << cluster.status();
+  EXPECT_EQ(cluster->same_node.latency_seconds, 1e-4);
+  EXPECT_EQ(cluster_->same_node.latency_seconds, cluster_->between_nodes.latency_seconds);
+  const AttentionJob job = PaperJob({.causal = true, .tokens = 1 << 20, .gpus = 256});
+  EXPECT_EQ(PaperMesh(job, Pass::kForward, 256, *cluster).tile.DebugString(), "8x32");
+  EXPECT_EQ(PaperMesh(job, Pass::kForward, 256, *cluster_).tile.DebugString(), "16x16");
 }
 
 TEST_F(PaperTest, FitIsAMinimum) {
@@ -71,6 +97,7 @@ TEST_F(PaperTest, Table4FollowsFromTable3) {
   const auto table = ReproduceUtilisation(*throughput_, Table("table4_mfu"));
   ASSERT_TRUE(table.ok()) << table.status();
   EXPECT_NEAR(table->peak_flops_per_second, 140e12, 8e12);
+  EXPECT_NEAR(table->usual_peak_flops_per_second(), 119.5e12, 0.5e12);
   EXPECT_LT(table->largest_error, 0.1);  // of MFU in percent points
   std::vector<PaperCell> fewer = Table("table4_mfu");
   fewer.pop_back();
