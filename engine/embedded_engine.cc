@@ -20,6 +20,7 @@
 #include "engine/prefill_summary.h"
 #include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
+#include "engine/run/rank_weights.h"
 #include "engine/run/timeline_recorder.h"
 #include "engine/run_memory.h"
 #include "kernels/monotonic_time.h"
@@ -151,6 +152,7 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
   request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
   request.one_memory = pool_.capacity.one_memory;
+  request.weights = pool_.capacity.weights;
   // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same. There the
   // cache takes what is free.
   request.kv_on_host = !pool_.hardware->in_host_memory();
@@ -286,9 +288,15 @@ class EmbeddedEngine::Run final : public Prefill {
 
  private:
   const meshfill::Plan& plan() const { return pieces_[piece_]; }
+  bool wants_logits() const { return piece_ + 1 == pieces_.size(); }
 
   void BeginPiece() {
     if (kv_ != nullptr) kv_->Begin(plan().layout, before_);
+    std::vector<bool> reads_head;
+    for (int rank = 0; rank < engine_.options_.ranks; ++rank) {
+      reads_head.push_back(ReadsHead(plan(), rank, wants_logits()));
+    }
+    weights_.emplace(engine_.pool_.models, reads_head, &stop_);
     ranks_.emplace();
     ranks_->Start(
         engine_.options_.ranks, [this](int rank) { return RunOne(rank); },
@@ -326,6 +334,8 @@ class EmbeddedEngine::Run final : public Prefill {
     absl::StatusOr<RankOutput> output =
         RunRank({.plan = plan(),
                  .model = *engine_.pool_.models[rank],
+                 .weights = weights_->feed(rank),
+                 .reader = weights_->reader(rank),
                  .rank = rank,
                  .ids = ids,
                  .stream = *streams_[rank],
@@ -334,7 +344,7 @@ class EmbeddedEngine::Run final : public Prefill {
                  .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
                  .kv = kv_.get(),
                  .prefix = before_.get(),
-                 .wants_logits = piece_ + 1 == pieces_.size(),
+                 .wants_logits = wants_logits(),
                  .recorder = &recorders_[rank]});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;
@@ -366,6 +376,7 @@ class EmbeddedEngine::Run final : public Prefill {
   std::vector<TimelineRecorder> recorders_;
   std::vector<absl::StatusOr<RankOutput>> outputs_;
   std::vector<std::chrono::steady_clock::time_point> ends_;  // earlier by the pauses before
+  std::optional<RankWeights> weights_;                       // of the piece
   std::optional<LocalRanks> ranks_;  // of the piece; last but one: its threads use all of the above
   std::thread driver_;               // of a prompt in pieces; and last: uses all of it
 };
@@ -389,7 +400,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
   RETURN_IF_ERROR(CheckSchedule(planned.choice.plan.schedule));
   for (const meshfill::Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
-  ASSIGN_OR_RETURN(RunMemory::Share memory, run_memory_.Take(planned.choice.plan.predicted.peak_bytes));
+  ASSIGN_OR_RETURN(RunMemory::Share memory, run_memory_.Take(planned.choice.plan.predicted.run_bytes));
   RETURN_IF_ERROR(PrepareKv(tokens, options, planned));
   kv_store_.MakeRoom();
   if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);

@@ -7,6 +7,7 @@
 #include "engine/devices/free_memory.h"
 #include "engine/platforms.h"
 #include "engine/speed/pool_profile.h"
+#include "engine/weight_choice.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -39,16 +40,20 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
 }
 
 absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
-                                              const PoolDevices& hardware, DevicesByRank devices) {
+                                              const PoolDevices& hardware, DevicesByRank devices,
+                                              const ChosenWeights& weights, int64_t weights_to_come) {
   ASSIGN_OR_RETURN(PoolSpeed speed,
                    KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
                                  [&] { return hardware.MeasureSpeed(shape, devices); }));
   int64_t budget = options.memory_budget_bytes;
   if (budget <= 0) {
-    ASSIGN_OR_RETURN(budget, hardware.BudgetBytes());
+    ASSIGN_OR_RETURN(budget, hardware.BudgetBytes(weights_to_come));
   }
-  return EmbeddedPoolCapacity{
-      .speed = speed, .memory_budget_bytes = budget, .one_memory = hardware.count() == 1};
+  return EmbeddedPoolCapacity{.speed = speed,
+                              .memory_budget_bytes = budget,
+                              .one_memory = hardware.count() == 1,
+                              .weights = weights.plan,
+                              .weight_modes = weights.modes};
 }
 
 }  // namespace
@@ -64,15 +69,19 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
                                                    " bytes; give less, or leave it out"));
   }
   std::vector<std::shared_ptr<const Model>> on_device;
+  std::optional<ChosenWeights> weights;  // chosen for the first device: the others are alike
   const auto load = [&](int index) -> absl::StatusOr<std::shared_ptr<Device>> {
     std::shared_ptr<Device> device;
-    const auto device_for = [&](const ModelShape& shape) -> absl::StatusOr<Device*> {
+    const auto place_for = [&](const ModelShape& shape) -> absl::StatusOr<WeightPlace> {
       RETURN_IF_ERROR(hardware.CheckModel(index, shape));
+      if (!weights.has_value()) {
+        ASSIGN_OR_RETURN(weights, ChooseWeights(options, shape, hardware));
+      }
       ASSIGN_OR_RETURN(device, hardware.Make(index, shape.dtype));
-      return device.get();
+      return WeightPlace(device.get(), weights->plan.mode);
     };
     ASSIGN_OR_RETURN(std::shared_ptr<const Model> model,
-                     Model::Load(options.model_path, hardware.dtype(), device_for));
+                     Model::Load(options.model_path, hardware.dtype(), place_for));
     on_device.push_back(std::move(model));
     return device;
   };
@@ -84,7 +93,11 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
   }
   const ModelShape& shape = pool.models.front()->shape();
   RETURN_IF_ERROR(hardware.WarmUp(shape, pool.devices));
-  ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices));
+  if (weights->plan.mode == WeightMode::kStreamed) {
+    RETURN_IF_ERROR(MeasureStream(options, hardware, *pool.models.front(), weights->plan));
+  }
+  ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
+                                           /*weights_to_come=*/0));
   pool.peak_flops = options.peak_flops;
   if (pool.peak_flops <= 0) {
     ASSIGN_OR_RETURN(pool.peak_flops, hardware.PeakFlops(pool.devices));
@@ -100,7 +113,11 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   };
   ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Device>> devices,
                    MakeByRank(*hardware, options.ranks, make));
-  return Capacity(options, shape, *hardware, devices);
+  ASSIGN_OR_RETURN(ChosenWeights weights, ChooseWeights(options, shape, *hardware));
+  if (weights.plan.mode == WeightMode::kStreamed) {
+    RETURN_IF_ERROR(MeasurePacking(options, *hardware, shape, *devices.front(), weights.plan));
+  }
+  return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes);
 }
 
 }  // namespace meshfill

@@ -16,6 +16,7 @@
 #include "engine/engine_options.h"
 #include "engine/model/model.h"
 #include "engine/plan/cost_model.h"
+#include "engine/weight_choice.h"
 #include "kernels/device.h"
 
 namespace meshfill {
@@ -23,8 +24,10 @@ namespace meshfill {
 // What a plan asks of a pool.
 struct EmbeddedPoolCapacity {
   PoolSpeed speed;
-  int64_t memory_budget_bytes = 0;  // for the activations of one prefill, of all ranks together
+  int64_t memory_budget_bytes = 0;  // for what one prefill takes (Prediction::run_bytes)
   bool one_memory = true;           // false: on several devices, between which chunks are copied
+  PlanWeights weights;
+  std::vector<WeightModeBytes> weight_modes;  // what it could have been
 };
 
 struct EmbeddedPool {
@@ -37,10 +40,12 @@ struct EmbeddedPool {
 };
 
 // Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or
-// cannot compute this model; RESOURCE_EXHAUSTED where the weights do not fit, with the bytes they need.
+// cannot compute this model, or not with such weights; RESOURCE_EXHAUSTED where the weights do not fit, with
+// the bytes they need.
 absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options);
 
-// Capacity of the pool that LoadEmbeddedPool would make, measured without loading weights.
+// Capacity of the pool that LoadEmbeddedPool would make, measured without loading weights; those that stream
+// are taken to come from memory. RESOURCE_EXHAUSTED where they would not fit.
 absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions& options,
                                                             const ModelShape& shape);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/mesh/layout.h"
+#include "engine/model/layer_shape.h"
 #include "engine/plan/planner.h"
 #include "kernels/dtype.h"
 
@@ -20,6 +21,8 @@ struct EngineOptions {
   int ranks = 1;                // 1 to kMaxHostRanks
   std::string device = "auto";  // one of DeviceNames() (platforms.h), over whose devices the ranks are spread
   std::optional<DType> dtype;   // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
+  // Default: resident on GPUs; on CPUs as AutoWeightMode says (weight_choice.h)
+  std::optional<WeightMode> weights;
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise

@@ -15,11 +15,13 @@
 #ifndef MESHFILL_KERNELS_DEVICE_H_
 #define MESHFILL_KERNELS_DEVICE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/buffer.h"
 #include "kernels/dtype.h"
@@ -46,12 +48,21 @@ class PackedWeight {
   int64_t in_features_;
 };
 
+// Rows of a matrix that are in no memory yet. Thread-safe.
+class RowSource {
+ public:
+  virtual ~RowSource() = default;
+  // Reads rows [first, first + count), at most 2^31 bytes.
+  virtual absl::Status Read(int64_t first, int64_t count, std::byte* to) const = 0;
+};
+
 // Rows of a matrix as a file holds them; several of them stack into one PackedWeight (q, k, v; gate, up).
 struct WeightRows {
-  const void* data;  // [rows, in_features], dtype
+  const void* data;  // [rows, in_features], dtype; null: `source` has them
   DType dtype;
   int64_t rows;
-  const float* bias = nullptr;  // [rows] or null
+  const float* bias = nullptr;        // [rows] or null
+  const RowSource* source = nullptr;  // only on a device whose memory is the host's
 };
 
 // How much a device takes on at a time: enough to be busy, little enough that what lies between operations
@@ -80,7 +91,8 @@ class Device {
   virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
   // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
   virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
-  // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards.
+  // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards. A
+  // source's error is this one's.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                                    int64_t in_features) = 0;
 

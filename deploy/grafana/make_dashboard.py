@@ -169,7 +169,7 @@ def rows():
             graph("Tokens/s", "short", [query(f"meshfill:prompt_tokens:rate{{{POOL}}}", "{{instance}}")],
                   "Prompt tokens of finished prefills, over 30 minutes."),
             graph("Memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "largest so far {{instance}}"),
-                                      query(f"meshfill_predicted_peak_bytes{{{POOL}}}", "activations of a plan {{instance}}")],
+                                      query(f"meshfill_predicted_peak_bytes{{{POOL}}}", "memory of a plan {{instance}}")],
                   "Resident in the front-end's process, and what the last plan took for a process's ranks."),
         ]),
         ("Who keeps K and V?", [

@@ -34,6 +34,9 @@ int64_t FreeMemoryBytes() {
 
 int64_t TotalMemoryBytes() { return Tighter(MachineBytes("MemTotal:"), ReadContainerLimits().memory_bytes); }
 
-int64_t DefaultMemoryBudgetBytes() { return FreeMemoryBytes() / 5 * 4; }
+int64_t DefaultMemoryBudgetBytes(int64_t to_come) {
+  const int64_t free = FreeMemoryBytes();
+  return free == 0 ? 0 : std::max<int64_t>(1, (free - to_come) / 5 * 4);
+}
 
 }  // namespace meshfill

@@ -13,9 +13,9 @@ int64_t FreeMemoryBytes();
 // The smaller of the machine's memory and the container's limit: more cannot ever be had. 0 likewise.
 int64_t TotalMemoryBytes();
 
-// For the activations of one prefill where nobody set a limit: 80 % of what is free now. Of a pool, once its
-// model is loaded.
-int64_t DefaultMemoryBudgetBytes();
+// For the activations of one prefill where nobody set a limit: 80 % of what is free now, but for bytes that
+// are yet to be taken. Of a pool, once its model is loaded.
+int64_t DefaultMemoryBudgetBytes(int64_t to_come = 0);
 
 }  // namespace meshfill
 

@@ -50,6 +50,8 @@ class PoolDevices {
   // with the bytes that they need and that are free.
   virtual absl::Status CheckModel(int device, const ModelShape& shape) const = 0;
   virtual absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType dtype) const = 0;
+  // What the weights' matrices are held in, for ranks that compute in `dtype`.
+  virtual DType WeightDType(DType dtype) const = 0;
   // Once, when the devices have their weights: takes what later runs take at their first use.
   virtual absl::Status WarmUp(const ModelShape& shape, DevicesByRank devices) const = 0;
 
@@ -59,8 +61,9 @@ class PoolDevices {
   virtual absl::StatusOr<PoolSpeed> MeasureSpeed(const ModelShape& shape, DevicesByRank devices) const = 0;
   // FLOP/s of all devices together, against which MFU is stated.
   virtual absl::StatusOr<double> PeakFlops(DevicesByRank devices) const = 0;
-  // Bytes that the activations of one prefill may take, of all ranks together: a part of what is free now.
-  virtual absl::StatusOr<int64_t> BudgetBytes() const = 0;
+  // Bytes that the activations of one prefill may take, of all ranks together: a part of what is free
+  // now, less the weights that are yet to come.
+  virtual absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const = 0;
 
   // The first device's own kernels on random inputs. Errors name the option that it cannot do.
   virtual absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) const = 0;

@@ -132,6 +132,28 @@ int64_t LayersMatrixElements(const ModelShape& model) {
   return elements;
 }
 
+const char* WeightModeName(WeightMode mode) {
+  switch (mode) {
+    case WeightMode::kResident:
+      return "resident";
+    case WeightMode::kStreamed:
+      return "streamed";
+  }
+  return "unknown";
+}
+
+WeightBytes WeightBytesOf(const ModelShape& model, DType packed) {
+  const auto element_bytes = static_cast<int64_t>(DTypeBytes(packed));
+  WeightBytes bytes;
+  model.ForEachKind([&](const LayerForm& form, int layers) {
+    const int64_t layer = element_bytes * LayerMatrixElements(LayerShapeOf(model, form));
+    bytes.layers += layers * layer;
+    bytes.most_layer = std::max(bytes.most_layer, layer);
+  });
+  bytes.head = bytes.embedding = element_bytes * model.vocab * model.hidden;
+  return bytes;
+}
+
 double LayerTokenFlops(const LayerShape& shape) {
   int64_t used = 0;
   for (const LayerTensor& tensor : LayerTensors(shape)) {

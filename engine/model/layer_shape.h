@@ -93,6 +93,24 @@ ProductShape ProductOf(const LayerShape& shape, LayerPart part);
 int64_t LayerMatrixElements(const LayerShape& shape);
 int64_t LayersMatrixElements(const ModelShape& model);
 
+// How a model's weights are in the memory of the ranks.
+enum class WeightMode {
+  kResident,  // all of them
+  kStreamed,  // two layers of each run, read from the files a layer ahead of their use
+};
+const char* WeightModeName(WeightMode mode);  // as the configuration has it
+
+// Of one process, packed; without the norms, which are nothing beside the matrices.
+struct WeightBytes {
+  int64_t layers = 0;      // all of them
+  int64_t most_layer = 0;  // the largest
+  int64_t head = 0;        // the LM head, packed by itself where it is tied to the embedding, too
+  int64_t embedding = 0;   // the table
+};
+WeightBytes WeightBytesOf(const ModelShape& model, DType packed);
+// Parts of the weights that a run has in memory at most where they stream: what is used, and what comes next.
+inline constexpr int kPartsAhead = 2;
+
 // FLOPs, a multiply-add counted as two: of everything but attention for one token (of the experts, those that
 // it uses), and of attention for one visible (query, key) pair, all heads.
 double LayerTokenFlops(const LayerShape& shape);

@@ -1,49 +1,69 @@
-// A loaded model: its config and its weights, packed once on a device and shared by the ranks that compute
-// on it.
+// A loaded model: its config and its weights, shared by the ranks that compute on a device.
 #ifndef MESHFILL_ENGINE_MODEL_MODEL_H_
 #define MESHFILL_ENGINE_MODEL_MODEL_H_
 
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/model/layer.h"
 #include "engine/model/model_config.h"
+#include "engine/model/weight_feed.h"
 #include "kernels/device.h"
+#include "kernels/stop_token.h"
+#include "kernels/stream.h"
 
 namespace meshfill {
 
-class EmbeddingTable;  // keeps the table's file mapped where operations read it there
+class EmbeddingTable;
+class StreamedWeights;
+
+// Where a model's weights go. To stream them, the device's memory has to be the host's.
+struct WeightPlace {
+  WeightPlace(Device* on, WeightMode as = WeightMode::kResident) : device(on), mode(as) {}
+  Device* device;
+  WeightMode mode;
+};
 
 class Model {
  public:
   // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise)
-  // and asks `device_for` for the device of it that the weights are packed on, when all else has been
-  // checked; an error of it is this one's. NOT_FOUND: no such folder or file. INVALID_ARGUMENT: anything in
-  // it is broken or not implemented; the message names the file, the tensor or key, and what to do.
+  // and asks `place_for` where the weights of it go, when all else has been checked; an error of it is this
+  // one's. The device outlives the model where they stream. NOT_FOUND: no such folder or file.
+  // INVALID_ARGUMENT: anything in it is broken or not implemented; the message names the file, the tensor or
+  // key, and what to do.
   static absl::StatusOr<std::unique_ptr<Model>> Load(
       const std::string& folder, std::optional<DType> dtype,
-      const std::function<absl::StatusOr<Device*>(const ModelShape&)>& device_for);
+      const std::function<absl::StatusOr<WeightPlace>(const ModelShape&)>& place_for);
   ~Model();
 
   const ModelConfig& config() const { return config_; }
   const ModelShape& shape() const { return config_.shape; }  // with the compute dtype
-  const void* embedding() const;  // [vocab, hidden], embedding_dtype, where operations read it
-  DType embedding_dtype() const;
-  const std::vector<LayerWeights>& layers() const { return layers_; }
+  WeightMode weight_mode() const;
+
+  // x[t] = the embedding of ids[t], [ids, hidden], f32.
+  absl::Status Embed(Stream& stream, std::span<const uint32_t> ids, float* x) const;
   const PlacedVector& final_norm() const { return final_norm_; }  // [hidden]
-  const PackedWeight& lm_head() const { return *lm_head_; }       // [vocab, hidden]
+
+  // Parts of the weights: the layers, and behind them those of the LM head, [vocab, hidden], in the order of
+  // its rows.
+  int parts() const;
+  // For so many ranks of one run, which also read the LM head or do not. The token may be null, and outlives
+  // the feed; so does the model.
+  std::unique_ptr<WeightFeed> OpenFeed(int readers, bool with_head, const StopToken* stop) const;
 
  private:
   Model();
   ModelConfig config_;
   std::unique_ptr<EmbeddingTable> embedding_;
-  std::vector<LayerWeights> layers_;
+  std::vector<WeightPart> resident_;           // empty where they stream
+  std::unique_ptr<StreamedWeights> streamed_;  // null: they do not
   PlacedVector final_norm_;
-  std::unique_ptr<PackedWeight> lm_head_;
 };
 
 }  // namespace meshfill

@@ -191,7 +191,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   });
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
-  predicted.peak_bytes = PeakBytes(model, speed.slice_tokens, shape, schedule);
+  predicted.run_bytes = predicted.peak_bytes = PeakBytes(model, speed.slice_tokens, shape, schedule);
   return predicted;
 }
 

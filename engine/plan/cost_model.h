@@ -45,7 +45,8 @@ struct AttentionSeconds {
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);
 
-// Predicts the whole prefill. `schedule` must be for `shape.tile`.
+// Predicts the whole prefill with weights that are there (plan_weights.h). `schedule` must be for
+// `shape.tile`.
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule);
 

@@ -41,6 +41,9 @@ class PiecePlanner {
       total.comm_wait_seconds += predicted.comm_wait_seconds;
       total.comm_bytes += predicted.comm_bytes;
       total.peak_bytes = std::max(total.peak_bytes, predicted.peak_bytes);
+      total.run_bytes = std::max(total.run_bytes, predicted.run_bytes);
+      total.weight_bytes = predicted.weight_bytes;
+      total.weight_seconds += predicted.weight_seconds;
       plans.push_back(last->plan);
     }
     last->plan.predicted = total;

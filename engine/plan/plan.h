@@ -9,6 +9,7 @@
 #include "engine/mesh/placement.h"
 #include "engine/mesh/traffic.h"
 #include "engine/plan/plan_shape.h"
+#include "engine/plan/plan_weights.h"
 #include "engine/schedule/schedule.h"
 #include "kernels/device.h"
 
@@ -28,7 +29,10 @@ struct Prediction {
   double compute_seconds = 0;    // a rank's own
   double comm_wait_seconds = 0;  // exposed communication
   CommBytes comm_bytes;          // of the rank that sends most, over all layers
-  int64_t peak_bytes = 0;        // activations of all ranks at once; without weights
+  int64_t peak_bytes = 0;        // of all ranks at once: activations and weights
+  int64_t run_bytes = 0;         // of these, what the run takes: all but the weights that are loaded anyway
+  int64_t weight_bytes = 0;      // of these, weights
+  double weight_seconds = 0;     // that weights which stream add
   bool operator==(const Prediction&) const = default;
 };
 
@@ -55,6 +59,7 @@ struct PlanChoice {
   Plan plan;  // of a prompt in pieces: that of the last one, with the prediction of all
   std::vector<PlanCandidate> candidates;  // every shape that was considered for it, best first
   std::vector<Plan> pieces;  // that run one after the other (engine/plan/pieces.h); none: the prompt is whole
+  PlanWeights weights;       // that the predictions count
 };
 
 }  // namespace meshfill

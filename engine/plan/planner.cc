@@ -229,12 +229,12 @@ class ShapePlanner {
   }
 
   bool Over(const Prediction& predicted) const {
-    return request_.memory_budget_bytes != 0 && predicted.peak_bytes > request_.memory_budget_bytes;
+    return request_.memory_budget_bytes != 0 && predicted.run_bytes > request_.memory_budget_bytes;
   }
 
   // Among schedules of the same shape.
   std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const {
-    return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.peak_bytes};
+    return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.run_bytes};
   }
 
   bool IsBetter(const Prediction& predicted, const Prediction& best) const {
@@ -254,7 +254,7 @@ class ShapePlanner {
 
 // Smaller is better; no two shapes are equal.
 auto OrderOf(const Plan& plan) {
-  return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.peak_bytes,
+  return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.run_bytes,
                          plan.heads, plan.tile.a);
 }
 
@@ -271,14 +271,16 @@ std::vector<std::pair<int, Tile>> ShapesOf(const ModelShape& model, const PlanRe
 
 absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& request) {
   const Plan& smallest = *std::min_element(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) {
-    return x.predicted.peak_bytes < y.predicted.peak_bytes;
+    return x.predicted.run_bytes < y.predicted.run_bytes;
   });
-  return absl::FailedPreconditionError(
-      absl::StrCat("a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.peak_bytes,
-                   " bytes of activations on ", request.ranks, request.ranks == 1 ? " rank (" : " ranks (",
-                   smallest.heads, " head group", smallest.heads == 1 ? "" : "s", " of ",
-                   smallest.tile.DebugString(), "), more than the memory budget of ",
-                   request.memory_budget_bytes, " bytes: send a shorter prompt or raise the budget"));
+  const int64_t streamed = request.weights.run_bytes;
+  return absl::FailedPreconditionError(absl::StrCat(
+      "a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.run_bytes + streamed,
+      " bytes of activations", streamed == 0 ? "" : " and streamed layers", " on ", request.ranks,
+      request.ranks == 1 ? " rank (" : " ranks (", smallest.heads, " head group",
+      smallest.heads == 1 ? "" : "s", " of ", smallest.tile.DebugString(),
+      "), more than the memory budget of ", request.memory_budget_bytes,
+      " bytes: send a shorter prompt or raise the budget"));
 }
 
 }  // namespace
@@ -292,20 +294,31 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
                       .status());
   RETURN_IF_ERROR(CheckRequest(model, request));
 
-  ShapePlanner planner(model, speed, request);
+  // Weights change no choice but by their memory: the same shape wins however they come, and computes the
+  // same bits.
+  PlanRequest activations = request;
+  if (request.memory_budget_bytes != 0) {
+    activations.memory_budget_bytes =
+        std::max<int64_t>(1, request.memory_budget_bytes - request.weights.run_bytes);
+  }
+  ShapePlanner planner(model, speed, activations);
   std::vector<Plan> plans;
   for (auto [heads, tile] : ShapesOf(model, request)) plans.push_back(planner.Best(heads, tile));
-  if (const int64_t budget = request.memory_budget_bytes; budget != 0) {
-    const auto over = [budget](const Plan& plan) { return plan.predicted.peak_bytes > budget; };
+  if (const int64_t budget = activations.memory_budget_bytes; budget != 0) {
+    const auto over = [budget](const Plan& plan) { return plan.predicted.run_bytes > budget; };
     if (std::all_of(plans.begin(), plans.end(), over)) return NothingFits(plans, request);
     std::erase_if(plans, over);
   }
   std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
 
   std::vector<PlanCandidate> candidates;
+  for (Plan& plan : plans) CountWeights(request.weights, model.layers, plan.predicted);
   for (const Plan& plan : plans) candidates.push_back({plan, plan.placement.name, plan.predicted});
   RETURN_IF_ERROR(CheckSchedule(plans.front().schedule));
-  return PlanChoice{.plan = std::move(plans.front()), .candidates = std::move(candidates)};
+  return PlanChoice{.plan = std::move(plans.front()),
+                    .candidates = std::move(candidates),
+                    .pieces = {},
+                    .weights = request.weights};
 }
 
 }  // namespace meshfill

@@ -32,11 +32,13 @@ struct PlanRequest {
   std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
   std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
   ScheduleChoice schedule = ScheduleChoice::kAuto;
-  int64_t memory_budget_bytes = 0;  // activations of all ranks; 0: no limit
-  bool one_memory = true;           // ranks share it (PlanShape)
-  bool keeps_kv = false;            // K and V of the prompt are kept
-  bool kv_on_host = false;          // what is kept is in other memory (PlanShape)
-  Topology topology = {};           // no seats: every link is that of the pool's speed
+  // Of all ranks, for what a run takes: activations, and weights that stream past. 0: no limit
+  int64_t memory_budget_bytes = 0;
+  PlanWeights weights = {};
+  bool one_memory = true;   // ranks share it (PlanShape)
+  bool keeps_kv = false;    // K and V of the prompt are kept
+  bool kv_on_host = false;  // what is kept is in other memory (PlanShape)
+  Topology topology = {};   // no seats: every link is that of the pool's speed
 };
 
 // Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,

@@ -23,7 +23,8 @@ void SpeedCorrection::Apply(PlanChoice& choice) const {
   const auto scale = [factor = factor()](Prediction& predicted) {
     predicted.compute_seconds *= factor;
     predicted.comm_wait_seconds *= factor;
-    predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
+    predicted.weight_seconds *= factor;
+    predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds + predicted.weight_seconds;
   };
   scale(choice.plan.predicted);
   for (PlanCandidate& candidate : choice.candidates) scale(candidate.predicted);

@@ -103,8 +103,7 @@ class Runner {
                      LayerBuffers::Make(stream_, SliceWidthsOf(shape_), shape_.dtype, slice_tokens_));
     const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
     RETURN_IF_ERROR(PlaceRopeTables(positions));
-    return stream_.Embed(run_.ids, run_.model.embedding(), run_.model.embedding_dtype(), shape_.hidden,
-                         Residual(0));
+    return run_.model.Embed(stream_, run_.ids, Residual(0));
   }
 
   absl::Status PlaceRopeTables(const SlotPositions& positions) {
@@ -120,7 +119,8 @@ class Runner {
 
   absl::Status RunLayer(int index) {
     const LayerShape shape = LayerShapeOf(config_, index);
-    const Layer layer(shape, run_.model.layers()[index], config_.norm_eps, buffers_, stream_);
+    ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(index));
+    const Layer layer(shape, weights->layer, config_.norm_eps, buffers_, stream_);
     RETURN_IF_ERROR(EndKeeping());  // of the layer before: one layer's K and V at a time (peak_bytes.h)
     ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer));
     if (run_.kv != nullptr) {
@@ -131,6 +131,14 @@ class Runner {
     }
     ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), shape.window));
     return ForEachSlice([&](const ChunkSlice& slice) { return OutputAndMlp(layer, attended, slice); });
+  }
+
+  absl::StatusOr<const WeightPart*> TakeWeights(int part) {
+    if (run_.model.weight_mode() == WeightMode::kResident) {
+      return run_.weights.Take(run_.reader, part, run_.wait_timeout);
+    }
+    SpanTimer timer(nullptr, run_.recorder, {.kind = SpanKind::kWait, .what = "weights"});
+    return run_.weights.Take(run_.reader, part, run_.wait_timeout);
   }
 
   template <typename Body>
@@ -276,19 +284,23 @@ class Runner {
 
   // On the last token's rank.
   absl::Status LmHead() {
-    if (!run_.wants_logits) return absl::OkStatus();
+    if (!ReadsHead(run_.plan, run_.rank, run_.wants_logits)) return absl::OkStatus();
     const int64_t last_token = run_.plan.layout.tokens() - 1;
-    if (run_.plan.layout.RankOf(last_token) != run_.rank) return absl::OkStatus();
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
     RETURN_IF_ERROR(stream_.RmsNorm(Residual(run_.plan.layout.SlotOf(last_token)),
                                     run_.model.final_norm().data(), 1, shape_.hidden, config_.norm_eps,
                                     buffers_.normed->data()));
     ASSIGN_OR_RETURN(BufferRef logits, Elements(shape_.vocab, DType::kF32));
-    RETURN_IF_ERROR(stream_.Gemm({.weight = &run_.model.lm_head(),
-                                  .x = buffers_.normed->data(),
-                                  .tokens = 1,
-                                  .y = logits->data(),
-                                  .y_dtype = DType::kF32}));
+    auto* piece = logits->data<float>();
+    for (int part = shape_.layers; part < run_.model.parts(); ++part) {
+      ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(part));
+      RETURN_IF_ERROR(stream_.Gemm({.weight = weights->head.get(),
+                                    .x = buffers_.normed->data(),
+                                    .tokens = 1,
+                                    .y = piece,
+                                    .y_dtype = DType::kF32}));
+      piece += weights->head->out_features();
+    }
     output_.logits.resize(shape_.vocab);
     return stream_.Download(logits->data(), logits->size_bytes(), output_.logits.data());
   }
@@ -314,6 +326,14 @@ class Runner {
 
 }  // namespace
 
-absl::StatusOr<RankOutput> RunRank(const RankRun& run) { return Runner(run).Run(); }
+bool ReadsHead(const Plan& plan, int rank, bool wants_logits) {
+  return wants_logits && plan.layout.RankOf(plan.layout.tokens() - 1) == rank;
+}
+
+absl::StatusOr<RankOutput> RunRank(const RankRun& run) {
+  absl::StatusOr<RankOutput> output = Runner(run).Run();
+  run.weights.Leave(run.reader);
+  return output;
+}
 
 }  // namespace meshfill

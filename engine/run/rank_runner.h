@@ -24,6 +24,7 @@
 #include "engine/kv/kv_sink.h"
 #include "engine/kv/kv_slabs.h"
 #include "engine/model/model.h"
+#include "engine/model/weight_feed.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "engine/run/timeline_recorder.h"
@@ -34,6 +35,8 @@ namespace meshfill {
 struct RankRun {
   const Plan& plan;
   const Model& model;
+  WeightFeed& weights;  // of the model
+  int reader;           // of the feed
   int rank;
   std::span<const uint32_t> ids;  // this rank's tokens, by slot
   Stream& stream;
@@ -54,9 +57,12 @@ struct RankOutput {
   double probe_seconds = 0;                // that the probes took; no part of the stats
 };
 
-// INTERNAL where the ids are not those of the rank's chunk, where the prefix lacks cached tokens of the plan,
-// and where a token's keys are not dealt to the rank that computes them (CanFollow,
-// engine/plan/plan_shape.h).
+// Whether it reads the LM head: the last token's rank does, where the logits are wanted.
+bool ReadsHead(const Plan& plan, int rank, bool wants_logits = true);
+
+// Leaves the feed, however it ends. INTERNAL where the ids are not those of the rank's chunk, where the
+// prefix lacks cached tokens of the plan, and where a token's keys are not dealt to the rank that computes
+// them (CanFollow, engine/plan/plan_shape.h).
 absl::StatusOr<RankOutput> RunRank(const RankRun& run);
 
 }  // namespace meshfill

@@ -89,4 +89,6 @@ std::unique_ptr<Device> MakeCpuDevice(DType dtype, int threads, int streams) {
   return std::make_unique<CpuDevice>(dtype, threads, streams);
 }
 
+DType CpuWeightDType(DType dtype) { return MultiplyDType(dtype); }
+
 }  // namespace meshfill

@@ -15,6 +15,9 @@ namespace meshfill {
 // bit.
 std::unique_ptr<Device> MakeCpuDevice(DType dtype, int threads, int streams = 1);
 
+// What such a device of `dtype` holds packed weights in.
+DType CpuWeightDType(DType dtype);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_KERNELS_CPU_CPU_DEVICE_H_

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
@@ -24,21 +25,39 @@ memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dt
   return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
 }
 
+// Reads rows of a source, converted: where that changes nothing, to where they go.
+absl::Status ReadRows(const WeightRows& source, int64_t in_features, int64_t first, int64_t count,
+                      DType dtype, std::byte* to) {
+  if (source.dtype == dtype) return source.source->Read(first, count, to);
+  constexpr int64_t kRowsAtATime = 32;
+  std::vector<std::byte> raw(kRowsAtATime * in_features * DTypeBytes(source.dtype));
+  for (int64_t done = 0; done < count; done += kRowsAtATime) {
+    const int64_t rows = std::min(kRowsAtATime, count - done);
+    RETURN_IF_ERROR(source.source->Read(first + done, rows, raw.data()));
+    ConvertValues(raw.data(), source.dtype, rows * in_features, dtype,
+                  to + done * in_features * DTypeBytes(dtype));
+  }
+  return absl::OkStatus();
+}
+
 // Copies rows [begin, begin + count) of the stacked sources, converted.
-void CopyRows(std::span<const WeightRows> sources, int64_t in_features, int64_t begin, int64_t count,
-              DType dtype, std::byte* to) {
+absl::Status CopyRows(std::span<const WeightRows> sources, int64_t in_features, int64_t begin, int64_t count,
+                      DType dtype, std::byte* to) {
   const int64_t end = begin + count;
   int64_t first = 0;  // row of the stack at which the source begins
   for (const WeightRows& source : sources) {
     const int64_t from = std::max(begin, first), until = std::min(end, first + source.rows);
-    if (from < until) {
+    std::byte* const target = to + (from - begin) * in_features * DTypeBytes(dtype);
+    if (from < until && source.data == nullptr) {
+      RETURN_IF_ERROR(ReadRows(source, in_features, from - first, until - from, dtype, target));
+    } else if (from < until) {
       const auto* rows = static_cast<const std::byte*>(source.data);
       ConvertValues(rows + (from - first) * in_features * DTypeBytes(source.dtype), source.dtype,
-                    (until - from) * in_features, dtype,
-                    to + (from - begin) * in_features * DTypeBytes(dtype));
+                    (until - from) * in_features, dtype, target);
     }
     first += source.rows;
   }
+  return absl::OkStatus();
 }
 
 std::vector<float> StackBias(std::span<const WeightRows> sources) {
@@ -126,7 +145,9 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightR
   pool.ParallelFor((out_features + kPanelFeatures - 1) / kPanelFeatures, [&](int64_t panel, int worker) {
     const int64_t begin = panel * kPanelFeatures, columns = std::min(kPanelFeatures, out_features - begin);
     Staging& mine = staging[worker];
-    CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
+    if (!mine.status.ok()) return;
+    mine.status = CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
+    if (!mine.status.ok()) return;
     if (mine.widened != mine.rounded) {
       ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
     }

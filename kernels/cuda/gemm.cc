@@ -166,6 +166,7 @@ class CublasGemm final : public CudaGemm {
     int64_t out_features = 0;
     bool bias = false;
     for (const WeightRows& source : rows) {
+      if (source.data == nullptr) return absl::UnimplementedError("a GPU packs rows that are in memory");
       out_features += source.rows;
       bias = bias || source.bias != nullptr;
     }

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/host_stream.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -368,8 +369,15 @@ class ReferenceDevice final : public Device {
     auto packed = std::make_unique<ReferenceWeight>(out_features, in_features);
     int64_t first = 0;
     for (const WeightRows& source : rows) {
+      const void* data = source.data;
+      std::vector<std::byte> read;
+      if (data == nullptr) {
+        read.resize(source.rows * in_features * DTypeBytes(source.dtype));
+        RETURN_IF_ERROR(source.source->Read(0, source.rows, read.data()));
+        data = read.data();
+      }
       for (int64_t i = 0; i < source.rows * in_features; ++i) {
-        const auto value = static_cast<float>(Load(source.data, source.dtype, i));
+        const auto value = static_cast<float>(Load(data, source.dtype, i));
         packed->w[first * in_features + i] =
             dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;
       }

@@ -209,7 +209,9 @@ class Prediction:
     compute_seconds: float
     comm_wait_seconds: float
     comm_bytes: CommBytes
-    peak_bytes: int  # activations of all ranks of a process
+    peak_bytes: int  # of all ranks: activations and weights
+    weight_bytes: int  # of peak_bytes: weights
+    weight_seconds: float  # of seconds: what weights that stream from the model's files add
 
     @classmethod
     def from_proto(cls, message) -> "Prediction":
@@ -219,6 +221,8 @@ class Prediction:
             comm_wait_seconds=message.comm_wait_seconds,
             comm_bytes=CommBytes.from_proto(message.comm_bytes),
             peak_bytes=message.peak_bytes,
+            weight_bytes=message.weight_bytes,
+            weight_seconds=message.weight_seconds,
         )
 
 
@@ -250,6 +254,7 @@ class Plan:
     steps: Tuple[Step, ...]
     predicted: Prediction
     candidates: Tuple[Candidate, ...]  # best first
+    weights: str = ""  # where they are: resident or streamed
 
     @classmethod
     def from_proto(cls, message) -> "Plan":
@@ -270,6 +275,7 @@ class Plan:
                 )
                 for other in message.candidates
             ),
+            weights=message.weights,
         )
 
 

@@ -17,6 +17,8 @@ v1::PlanReply::Prediction ToProto(const Prediction& prediction) {
   message.set_comm_wait_seconds(prediction.comm_wait_seconds);
   *message.mutable_comm_bytes() = ToProto(prediction.comm_bytes);
   message.set_peak_bytes(prediction.peak_bytes);
+  message.set_weight_bytes(prediction.weight_bytes);
+  message.set_weight_seconds(prediction.weight_seconds);
   return message;
 }
 
@@ -80,6 +82,7 @@ v1::PlanReply ToProto(const PlanChoice& choice) {
       block_message.set_v(block.v);
     }
   }
+  message.set_weights(WeightModeName(choice.weights.mode));
   *message.mutable_predicted() = ToProto(choice.plan.predicted);
   for (const PlanCandidate& candidate : choice.candidates) {
     auto& candidate_message = *message.add_candidates();

@@ -74,7 +74,7 @@ std::string PrefillJson(const v1::PrefillResult& result) {
   return Dump(object);
 }
 
-std::string PlanJson(const PlanChoice& choice) {
+std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {
   const Plan& plan = choice.plan;
   Json steps = Json::array();
   for (const Step& step : plan.schedule.steps) {
@@ -92,6 +92,14 @@ std::string PlanJson(const PlanChoice& choice) {
     entry["placement"] = PlacementName(candidate.placement);
     candidates.push_back(std::move(entry));
   }
+  Json modes = Json::array();
+  for (const WeightModeBytes& each : weight_modes) {
+    modes.push_back({{"mode", WeightModeName(each.mode)}, {"bytes", each.bytes}, {"fits", each.fits}});
+  }
+  Json weights = {{"mode", WeightModeName(choice.weights.mode)},
+                  {"bytes", plan.predicted.weight_bytes},
+                  {"seconds", plan.predicted.weight_seconds},
+                  {"modes", std::move(modes)}};
   Json predicted = Json::object();
   AddPrediction(plan.predicted, predicted);
   Json object({{"ranks", plan.ranks()},
@@ -102,7 +110,8 @@ std::string PlanJson(const PlanChoice& choice) {
                {"stripe", plan.layout.stripe()},
                {"steps", std::move(steps)},
                {"predicted", std::move(predicted)},
-               {"candidates", std::move(candidates)}});
+               {"candidates", std::move(candidates)},
+               {"weights", std::move(weights)}});
   AddWireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name), object);
   if (!choice.pieces.empty()) {
     AddPieces(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens()), object);

@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_CLI_RESULT_JSON_H_
 #define MESHFILL_SERVER_CLI_RESULT_JSON_H_
 
+#include <span>
 #include <string>
 
 #include "engine/plan/plan.h"
@@ -9,12 +10,12 @@
 
 namespace meshfill {
 
-// One object on one line, without a newline, its keys always in the same order. Floats are written so that they
-// read back to the same bits. `prefill --json`: the logits are not part of it.
+// One object on one line, without a newline, its keys always in the same order. Floats are written so that
+// they read back to the same bits. `prefill --json`: the logits are not part of it.
 std::string PrefillJson(const v1::PrefillResult& result);
 
 // `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first.
-std::string PlanJson(const PlanChoice& choice);
+std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {});
 
 // "striped", "zigzag", "contiguous".
 const char* LayoutName(v1::Layout layout);

@@ -182,7 +182,7 @@ std::string PrefillText(const v1::PrefillResult& result) {
   return text;
 }
 
-std::string PlanText(const PlanChoice& choice) {
+std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {
   const Plan& plan = choice.plan;
   std::string text;
   const int64_t first = choice.pieces.empty() ? plan.cached_tokens : choice.pieces.front().cached_tokens;
@@ -204,6 +204,21 @@ std::string PlanText(const PlanChoice& choice) {
              absl::StrFormat("%s, of it %s comm wait", FormatSeconds(plan.predicted.seconds),
                              FormatSeconds(plan.predicted.comm_wait_seconds)),
              text);
+  const std::string added = choice.weights.mode == WeightMode::kResident
+                                ? ""
+                                : absl::StrCat(", which adds ", FormatSeconds(plan.predicted.weight_seconds));
+  AppendLine("weights",
+             absl::StrCat(WeightModeName(choice.weights.mode), ", ",
+                          FormatBytes(static_cast<double>(plan.predicted.weight_bytes)), " of memory", added),
+             text);
+  for (const WeightModeBytes& each : weight_modes) {
+    if (each.mode == choice.weights.mode) continue;
+    AppendLine(
+        "",
+        absl::StrCat(WeightModeName(each.mode), " would need ", FormatBytes(static_cast<double>(each.bytes)),
+                     " of a host", each.fits ? "" : ", more than is free"),
+        text);
+  }
   return absl::StrCat(text, "\n", ScheduleText(plan.schedule), "\n", CandidatesText(choice));
 }
 

@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_CLI_RESULT_TEXT_H_
 #define MESHFILL_SERVER_CLI_RESULT_TEXT_H_
 
+#include <span>
 #include <string>
 
 #include "engine/plan/plan.h"
@@ -12,7 +13,7 @@ namespace meshfill {
 std::string PrefillText(const v1::PrefillResult& result);
 
 // The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates.
-std::string PlanText(const PlanChoice& choice);
+std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {});
 
 std::string FormatBytes(double bytes);  // "3.2 MiB"
 std::string FormatCount(double count);  // "1,048,576"

@@ -214,6 +214,17 @@ std::optional<DType> DTypeOf(v1::ModelSection::Dtype dtype) {
   }
 }
 
+std::optional<WeightMode> WeightsOf(v1::ModelSection::Weights weights) {
+  switch (weights) {
+    case v1::ModelSection::WEIGHTS_RESIDENT:
+      return WeightMode::kResident;
+    case v1::ModelSection::WEIGHTS_STREAMED:
+      return WeightMode::kStreamed;
+    default:
+      return std::nullopt;
+  }
+}
+
 std::optional<LayoutKind> LayoutOf(v1::PlanSection::Layout layout) {
   switch (layout) {
     case v1::PlanSection::LAYOUT_STRIPED:
@@ -300,6 +311,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   options.ranks = static_cast<int>(embedded.ranks());
   options.device = embedded.device();
   options.dtype = DTypeOf(config.model().dtype());
+  options.weights = WeightsOf(config.model().weights());
   options.layout = LayoutOf(config.plan().layout());
   options.stripe = config.plan().stripe();
   options.partial_dtype = PartialDTypeOf(config.plan().partial_dtype(), options.dtype);

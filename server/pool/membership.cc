@@ -25,6 +25,7 @@ constexpr absl::Duration kMostKeptOut = absl::Minutes(5);  // and the time after
 constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 60;
 constexpr double kLeastRate = 1;  // FLOP/s, bytes/s
 constexpr double kMostSeconds = 1e6;
+constexpr int64_t kMostWeightBytes = int64_t{1} << 50;
 
 bool HasBoundedTexts(const v1::Join& offer) {
   const auto bounded = [](const std::string& text) { return text.size() <= kMaxTextBytes; };
@@ -42,6 +43,17 @@ absl::Status CheckOfferedSpeed(const PoolSpeed& speed) {
         absl::StrCat("its ", name, " is ", speed.*value, ", as no machine's is"));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckOfferedWeights(const PlanWeights& weights) {
+  RETURN_IF_ERROR(CheckPlanWeights(weights));
+  const double longest = std::max({weights.layer_seconds, weights.layer_busy_seconds, weights.head_seconds});
+  if (longest <= kMostSeconds && std::max(weights.loaded_bytes, weights.run_bytes) <= kMostWeightBytes) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("its weights take ", weights.loaded_bytes, " + ",
+                                                 weights.run_bytes, " bytes and ", longest,
+                                                 " s, as on no machine"));
 }
 
 }  // namespace
@@ -144,6 +156,10 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
   if (absl::Status good = CheckOfferedSpeed(FromProto(offer.speed())); !good.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say how fast it is (", good.message(),
                                                    "); run the same version on both"));
+  }
+  if (absl::Status good = CheckOfferedWeights(FromProto(offer.weights())); !good.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("the worker does not say what its weights take (",
+                                                   good.message(), "); run the same version on both"));
   }
   if (heard_epoch > epoch_) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -282,6 +298,8 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
     if (worker.offer.memory_bytes() != 0) {
       tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
     }
+    capacity.rank_weights =
+        MostOf(capacity.rank_weights, FromProto(worker.offer.weights()).Share(1, worker.offer.ranks()));
     capacity.ranks += static_cast<int>(worker.offer.ranks());
     capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
   }

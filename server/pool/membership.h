@@ -36,6 +36,7 @@ struct PoolCapacity {
   PoolSpeed speed;
   Topology topology;
   int64_t rank_memory_bytes = 0;  // 0: no limit
+  PlanWeights rank_weights;       // of a rank, where the workers need most
   bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
 };
 

@@ -34,6 +34,26 @@ PoolSpeed FromProto(const v1::Speed& message) {
   return speed;
 }
 
+v1::Weights ToProto(const PlanWeights& weights) {
+  v1::Weights message;
+  message.set_streamed(weights.mode == WeightMode::kStreamed);
+  message.set_loaded_bytes(static_cast<uint64_t>(weights.loaded_bytes));
+  message.set_run_bytes(static_cast<uint64_t>(weights.run_bytes));
+  message.set_layer_seconds(weights.layer_seconds);
+  message.set_layer_busy_seconds(weights.layer_busy_seconds);
+  message.set_head_seconds(weights.head_seconds);
+  return message;
+}
+
+PlanWeights FromProto(const v1::Weights& message) {
+  return {.mode = message.streamed() ? WeightMode::kStreamed : WeightMode::kResident,
+          .loaded_bytes = static_cast<int64_t>(message.loaded_bytes()),
+          .run_bytes = static_cast<int64_t>(message.run_bytes()),
+          .layer_seconds = message.layer_seconds(),
+          .layer_busy_seconds = message.layer_busy_seconds(),
+          .head_seconds = message.head_seconds()};
+}
+
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {
   PoolSpeed speed = left;
   for (const auto& [name, value, kind] : kSpeedFields) {

@@ -36,6 +36,7 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
   for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
     request.ranks = ranks;
     request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
+    request.weights = capacity.rank_weights.Share(ranks, 1);
     absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed, request);
     if (choice.ok()) {
       std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
@@ -97,6 +98,7 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
   PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
   request.ranks = cached.ranks;
   request.memory_budget_bytes = capacity.rank_memory_bytes * cached.ranks;
+  request.weights = capacity.rank_weights.Share(cached.ranks, 1);
   request.layout = LayoutKind::kStriped;
   request.cached_tokens = cached_tokens;
   absl::StatusOr<PlanChoice> behind = MakePlan(model, capacity.speed, request);

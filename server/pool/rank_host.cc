@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "engine/devices/free_memory.h"
 #include "engine/kv_budget.h"
+#include "engine/run/rank_weights.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -100,6 +101,9 @@ class RankHost::ActiveRun {
     addresses_ = std::move(addresses);
     probes_ = std::move(probes);
     reservations_.clear();
+    std::vector<bool> reads_head;
+    for (size_t i = 0; i < seats_.size(); ++i) reads_head.push_back(ReadsHead(part_.plan, rank(i)));
+    weights_.emplace(host_.pool_.models, reads_head, &stop_);
     started_.store(true, std::memory_order_release);
     ranks_.Start(
         static_cast<int>(seats_.size()), [this](int i) { return RunSeat(i); },
@@ -129,7 +133,7 @@ class RankHost::ActiveRun {
       if (rank_seat.connecting) rank_seat.connecting_reports += 2;
       all.push_back({.rank = seat(i),
                      .layers_done = rank_seat.layers_done.load(std::memory_order_relaxed),
-                     .operations = operations + rank_seat.connecting_reports,
+                     .operations = operations + rank_seat.connecting_reports + weights_->reads(i),
                      .computing = operations % 2 == 1});
     }
     return all;
@@ -180,6 +184,8 @@ class RankHost::ActiveRun {
     TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0);
     return RunRank({.plan = part_.plan,
                     .model = *host_.pool_.models[i],
+                    .weights = weights_->feed(i),
+                    .reader = weights_->reader(i),
                     .rank = rank(i),
                     .ids = part_.shards[i],
                     .stream = *seat.stream,
@@ -204,8 +210,9 @@ class RankHost::ActiveRun {
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
-  std::vector<Seat> seats_;  // by rank of this worker; endpoints are set under mu_
-  LocalRanks ranks_;         // last: its threads use all of the above
+  std::vector<Seat> seats_;             // by rank of this worker; endpoints are set under mu_
+  std::optional<RankWeights> weights_;  // from the start on
+  LocalRanks ranks_;                    // last: its threads use all of the above
 };
 
 RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
@@ -223,6 +230,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .ranks = options.ranks,
                                      .device = options.device,
                                      .dtype = options.dtype,
+                                     .weights = options.weights,
                                      .peak_flops = options.peak_flops,
                                      .memory_budget_bytes = options.memory_bytes,
                                      .communication_multiprocessors = options.attention_sm_margin,
@@ -263,6 +271,7 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
   *offer.mutable_speed() = ToProto(pool_.capacity.speed);
+  *offer.mutable_weights() = ToProto(pool_.capacity.weights);
 }
 
 void RankHost::Post(std::function<void()> work) {

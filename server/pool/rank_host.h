@@ -37,7 +37,8 @@ class RankHost {
   struct Options {
     std::string model_path;
     std::optional<DType> dtype;
-    std::string device = "auto";  // one of DeviceNames() (platforms.h); on GPUs: one for each rank
+    std::optional<WeightMode> weights;  // as EngineOptions has it
+    std::string device = "auto";        // one of DeviceNames() (platforms.h); on GPUs: one for each rank
     int ranks = 1;
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured

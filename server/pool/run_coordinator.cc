@@ -85,7 +85,7 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
   if (kv.keep.has_value()) *prepare.mutable_keep_kv() = *kv.keep;
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
   prepare.set_reserve_bytes(
-      static_cast<uint64_t>((plan_.predicted.peak_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
+      static_cast<uint64_t>((plan_.predicted.run_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
     const std::vector<uint32_t>& ids = shards.emplace_back(plan_.layout.Deal(plan_.RankAt(seat), tokens));

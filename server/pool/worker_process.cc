@@ -35,6 +35,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
   const v1::PoolSection::Worker& worker = config.pool().worker();
   return {.model_path = config.model().path(),
           .dtype = ToEngineOptions(config).dtype,
+          .weights = ToEngineOptions(config).weights,
           .device = worker.device(),
           .ranks = static_cast<int>(worker.ranks()),
           .threads = static_cast<int>(worker.threads()),

@@ -286,14 +286,14 @@ TEST(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
       EngineOptions options = OptionsOf(family, ranks);
       const auto whole = Load(options);
       const std::vector<uint32_t> prompt = RandomTokens(3000, random);
-      const auto needed = whole->MakePlan(3000, {})->plan.predicted.peak_bytes;
+      const auto needed = whole->MakePlan(3000, {})->plan.predicted.run_bytes;
       options.memory_budget_bytes = needed * 6 / 10;
       const auto engine = Load(options);
       for (const PrefillOptions& shape : ShapesOf(ranks)) {
         const auto plan = engine->MakePlan(3000, shape);
         ASSERT_TRUE(plan.ok()) << plan.status() << " " << NameOf(shape);
         EXPECT_GT(plan->pieces.size(), 1u);
-        EXPECT_LE(plan->plan.predicted.peak_bytes, needed * 6 / 10);
+        EXPECT_LE(plan->plan.predicted.run_bytes, needed * 6 / 10);
         CountLayers layers;
         const auto actual = RunPrefill(*engine, {prompt, shape}, &layers);
         ASSERT_TRUE(actual.ok()) << actual.status() << " " << NameOf(shape);
@@ -328,7 +328,7 @@ TEST(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
 TEST(CachedPrefixTest, PiecesThatNobodyHasRoomForAreRefused) {
   std::mt19937_64 random(TestSeed());
   EngineOptions options = OptionsOf(ModelFamily::kLlama, 2);
-  const auto needed = Load(options)->MakePlan(3000, {})->plan.predicted.peak_bytes;
+  const auto needed = Load(options)->MakePlan(3000, {})->plan.predicted.run_bytes;
   options.memory_budget_bytes = needed * 6 / 10;
   constexpr int64_t kTokenBytes = 2 * 2 * 2 * 16 * 4;
   options.kv_memory_bytes = options.kv_host_memory_bytes = 2999 * kTokenBytes;

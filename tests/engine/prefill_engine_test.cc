@@ -178,7 +178,7 @@ TEST_F(PrefillEngineTest, AdmitsWhatFitsBesideThoseThatLive) {
   const auto engine = Load(kBudget);
   const auto choice = engine->MakePlan(4000, {});
   ASSERT_TRUE(choice.ok()) << choice.status();
-  const int64_t fit = kBudget / choice->plan.predicted.peak_bytes;
+  const int64_t fit = kBudget / choice->plan.predicted.run_bytes;
   ASSERT_TRUE(fit > 1 && fit < engine->capacity()) << fit << " fit";
   std::vector<std::unique_ptr<Prefill>> live;
   for (int i = 0; i < fit; ++i) {

@@ -121,6 +121,80 @@ TEST_P(GemmTest, OneTokenOverManyOutputFeatures) {
   }
 }
 
+// Rows that are in no memory, which may fail.
+class RowsOf final : public RowSource {
+ public:
+  RowsOf(const Tensor& rows, int64_t row_bytes) : rows_(rows), row_bytes_(row_bytes) {}
+  absl::Status Read(int64_t first, int64_t count, std::byte* to) const override {
+    if (fails_at <= first + count) return absl::DataLossError("rows are gone");
+    std::memcpy(to, static_cast<const std::byte*>(rows_.data()) + first * row_bytes_,
+                static_cast<size_t>(count * row_bytes_));
+    return absl::OkStatus();
+  }
+  int64_t fails_at = INT64_MAX;  // a row
+
+ private:
+  const Tensor& rows_;
+  const int64_t row_bytes_;
+};
+
+// However the rows come, and wherever a row of tokens is cut at panels, the product's bits are the same.
+TEST_P(GemmTest, RowsThatAreReadAndPartsOfPanelsGiveTheSameBits) {
+  for (int draw = 0; draw < 10; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), pool);
+    const Layer layer(random, Draw(random, 1, 200), 900);
+    const auto product = [&](std::span<const WeightRows> rows) {
+      const auto weight = PackMatrix(rows, layer.in_features, GetParam(), pool);
+      EXPECT_TRUE(weight.ok()) << weight.status();
+      std::mt19937_64 same(seed);
+      const Tensor x = Tensor::Normal(same, GetParam(), layer.in_features);
+      std::vector<float> y((*weight)->out_features());
+      EXPECT_TRUE(gemm.Run({.weight = weight->get(),
+                            .x = x.data(),
+                            .tokens = 1,
+                            .y = y.data(),
+                            .y_dtype = DType::kF32},
+                           nullptr)
+                      .ok());
+      return y;
+    };
+    std::vector<RowsOf> sources;
+    for (const Tensor& tensor : layer.weights) {
+      sources.emplace_back(tensor, layer.in_features * static_cast<int64_t>(DTypeBytes(tensor.dtype())));
+    }
+    std::vector<WeightRows> read = layer.rows;
+    for (size_t i = 0; i < read.size(); ++i) {
+      read[i].data = nullptr;
+      read[i].source = &sources[i];
+    }
+    const std::vector<float> expected = product(layer.rows);
+    EXPECT_EQ(product(read), expected);
+
+    WeightRows whole = layer.rows[0];
+    const std::vector<float> of_first = product({&whole, 1});
+    if (whole.rows > kPanelFeatures) {
+      const int64_t row_bytes = layer.in_features * static_cast<int64_t>(DTypeBytes(whole.dtype));
+      const WeightRows rest = {.data = static_cast<const std::byte*>(whole.data) + kPanelFeatures * row_bytes,
+                               .dtype = whole.dtype,
+                               .rows = whole.rows - kPanelFeatures,
+                               .bias = whole.bias == nullptr ? nullptr : whole.bias + kPanelFeatures};
+      WeightRows first = whole;
+      first.rows = kPanelFeatures;
+      std::vector<float> parts = product({&first, 1});
+      for (const float y : product({&rest, 1})) parts.push_back(y);
+      EXPECT_EQ(parts, of_first);
+    }
+
+    sources.back().fails_at = Draw(random, int64_t{0}, read.back().rows);
+    const auto failed = PackMatrix(read, layer.in_features, GetParam(), pool);
+    EXPECT_TRUE(absl::IsDataLoss(failed.status())) << failed.status();
+  }
+}
+
 // Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.
 TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
   if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {

@@ -157,7 +157,7 @@ class CliTest(CliTestCase):
 
     def test_plan_object_is_the_designs(self):
         plan = json.loads(self.succeed("plan", "--config", self.config, "--tokens", 32768, "--ranks", 6, "--json"))
-        self.assertEqual(list(plan), PLAN_SUMMARY_KEYS + ["steps", "predicted", "candidates"])
+        self.assertEqual(list(plan), PLAN_SUMMARY_KEYS + ["steps", "predicted", "candidates", "weights"])
         self.assertEqual(plan["ranks"], 6)
         self.assertEqual(plan["a"] * plan["b"] * plan["heads"], 6)
         blocks = [tuple(block) for step in plan["steps"] for block in step["blocks"]]

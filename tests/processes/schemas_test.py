@@ -80,7 +80,8 @@ class SchemasTest(CliTestCase):
         for name, *arguments in (("attention", "--tokens", 64), ("gemm", "--tokens", 8, "--in-features", 16, "--out-features", 16),
                                  ("layer", "--tokens", 64, *shape), ("prefill", "--model", self.model, "--tokens", 99, "--repeats", 1),
                                  ("plan", "--model", self.model, "--shapes", 1, "--choices", 1, "--repeats", 1, "--max-seconds", 0.05),
-                                 ("prefix", "--config", self.config, "--tokens", 128, "--cached", 64, "--rounds", 1)):
+                                 ("prefix", "--config", self.config, "--tokens", 128, "--cached", 64, "--rounds", 1),
+                                 ("weights", "--config", self.config, "--tokens", 99, "--rounds", 1)):
             self.check(self.succeed("bench", name, "--json", *arguments), "bench", name)
 
     def test_status(self):

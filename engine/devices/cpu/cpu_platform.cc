@@ -49,6 +49,7 @@ class CpuDevices final : public PoolDevices {
   absl::StatusOr<std::unique_ptr<Device>> Make(int, DType dtype) const override {
     return MakeCpuDevice(dtype, threads_, ranks_);
   }
+  DType WeightDType(DType dtype) const override { return CpuWeightDType(dtype); }
   absl::Status WarmUp(const ModelShape&, DevicesByRank) const override { return absl::OkStatus(); }
 
   std::string SpeedKey(const ModelShape& shape, DevicesByRank devices) const override {
@@ -62,7 +63,9 @@ class CpuDevices final : public PoolDevices {
   absl::StatusOr<double> PeakFlops(DevicesByRank devices) const override {
     return MeasurePeakFlops(devices.front()->dtype(), threads_, kPeakMeasureSeconds);
   }
-  absl::StatusOr<int64_t> BudgetBytes() const override { return DefaultMemoryBudgetBytes(); }
+  absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const override {
+    return DefaultMemoryBudgetBytes(weights_to_come);
+  }
 
   absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) const override {
     return meshfill::BenchAttention(options);

@@ -25,9 +25,9 @@ double SecondsSince(std::chrono::steady_clock::time_point start) {
 }
 
 // In the dtype that a device computes in; the embedding may be twice as wide in the file.
-int64_t WeightBytes(const ModelShape& shape) {
-  const int64_t tables = 2 * shape.vocab * shape.hidden;
-  return static_cast<int64_t>(sizeof(BFloat16)) * (LayersMatrixElements(shape) + tables);
+int64_t BytesOfWeights(const ModelShape& shape) {
+  const WeightBytes bytes = WeightBytesOf(shape, DType::kBf16);
+  return bytes.layers + bytes.head + bytes.embedding;
 }
 
 // FLOP/s of a square product.
@@ -81,15 +81,17 @@ class CudaDevices final : public PoolDevices {
     }
     const CudaDeviceInfo& gpu = gpus_[device];
     ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
-    if (WeightBytes(shape) <= free_bytes) return absl::OkStatus();
+    if (BytesOfWeights(shape) <= free_bytes) return absl::OkStatus();
     return absl::ResourceExhaustedError(absl::StrCat(
-        "GPU ", gpu.ordinal, " (", gpu.name, "): the weights need ", WeightBytes(shape), " bytes, and ",
+        "GPU ", gpu.ordinal, " (", gpu.name, "): the weights need ", BytesOfWeights(shape), " bytes, and ",
         free_bytes, " of ", gpu.memory_bytes, " are free; use a GPU with more memory"));
   }
 
   absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType) const override {
     return MakeCudaDevice(gpus_[device]);
   }
+
+  DType WeightDType(DType) const override { return DType::kBf16; }
 
   // A device keeps the memory of streams that are gone for the next ones. One for each rank, now, so that the
   // budget knows of it and no prompt waits for it.
@@ -133,11 +135,11 @@ class CudaDevices final : public PoolDevices {
   }
 
   // 85 % of what is free: the rest is for pieces that do not fit together, and NCCL.
-  absl::StatusOr<int64_t> BudgetBytes() const override {
+  absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const override {
     int64_t bytes = 0;
     for (const CudaDeviceInfo& gpu : gpus_) {
       ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
-      bytes += free_bytes / 100 * 85;
+      bytes += std::max<int64_t>(1, (free_bytes - weights_to_come / count()) / 100 * 85);
     }
     return bytes;
   }

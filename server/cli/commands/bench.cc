@@ -13,6 +13,7 @@
 #include "server/cli/commands/bench_prefill.h"
 #include "server/cli/commands/bench_prefix.h"
 #include "server/cli/commands/bench_schedules.h"
+#include "server/cli/commands/bench_weights.h"
 
 namespace meshfill {
 namespace {
@@ -33,6 +34,7 @@ class BenchCommand : public Command {
     benches_.push_back(AddBenchPrefixCommand(*app_));
     benches_.push_back(AddBenchPrefillCommand(*app_));
     benches_.push_back(AddBenchSchedulesCommand(*app_));
+    benches_.push_back(AddBenchWeightsCommand(*app_));
   }
 
   absl::Status Run() override {

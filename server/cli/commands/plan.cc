@@ -103,7 +103,9 @@ class PlanCommand : public Command {
       const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));
     }
-    std::fputs(json_ ? absl::StrCat(PlanJson(choice), "\n").c_str() : PlanText(choice).c_str(), stdout);
+    std::fputs(json_ ? absl::StrCat(PlanJson(choice, host.weight_modes), "\n").c_str()
+                     : PlanText(choice, host.weight_modes).c_str(),
+               stdout);
     return absl::OkStatus();
   }
 
@@ -116,6 +118,7 @@ class PlanCommand : public Command {
     request.cached_tokens = cached_tokens_;
     request.memory_budget_bytes = host.memory_budget_bytes * ((ranks + options.ranks - 1) / options.ranks);
     request.one_memory = host.one_memory;
+    request.weights = host.weights.Share((ranks + options.ranks - 1) / options.ranks, 1);
     if (config.pool().control_listen().empty()) return request;
     request.one_memory = false;
     request.topology = LinksOf(config.pool());

@@ -61,7 +61,7 @@ TEST(CpuPlatform, KnowsItsPeakAndItsMemory) {
   EXPECT_EQ(pool.hardware->count(), 1);
   EXPECT_TRUE(pool.hardware->in_host_memory());
   EXPECT_GT(pool.hardware->PeakFlops(pool.devices).value(), 1e8);
-  EXPECT_GT(pool.hardware->BudgetBytes().value(), 1 << 20);
+  EXPECT_GT(pool.hardware->BudgetBytes(0).value(), 1 << 20);
 }
 
 TEST(CpuPlatform, ConnectsOverGloo) {

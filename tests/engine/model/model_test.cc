@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ namespace {
 using testing::HasSubstr;
 
 constexpr char kLayer1[] = "model.layers.1.";
+constexpr WeightMode kModes[] = {WeightMode::kResident, WeightMode::kStreamed};
 
 absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& folder,
                                             std::optional<DType> dtype = std::nullopt) {
@@ -29,6 +31,20 @@ absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& folder,
     device = MakeReferenceDevice(shape.dtype);
     return device.get();
   });
+}
+
+// A model whose weights are all there, or are read when they are asked for.
+struct Held {
+  std::unique_ptr<Device> device;
+  absl::StatusOr<std::unique_ptr<Model>> model = absl::UnknownError("");
+};
+Held LoadAs(WeightMode mode, const std::string& folder) {
+  Held held;
+  held.model = Model::Load(folder, DType::kF32, [&](const ModelShape& shape) {
+    held.device = MakeReferenceDevice(shape.dtype);
+    return WeightPlace(held.device.get(), mode);
+  });
+  return held;
 }
 
 // A small good model as a folder in memory.
@@ -66,9 +82,8 @@ std::vector<std::vector<float>> Unpack(const PackedWeight& weight) {
 }
 
 // `packed` holds the named linear layers of `folder`, stacked in this order.
-void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
-                   const std::vector<std::string>& names) {
-  const std::vector<std::vector<float>> rows = Unpack(packed);
+void ExpectRows(const std::vector<std::vector<float>>& rows, const HfFolder& folder,
+                const std::vector<std::string>& names) {
   size_t row = 0;
   for (const std::string& name : names) {
     SCOPED_TRACE(name);
@@ -76,9 +91,9 @@ void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
     const auto bias = folder.tensors.find(name + ".bias");
     const std::vector<float> expected = matrix.Floats();
     const size_t in = static_cast<size_t>(matrix.shape[1]);
-    ASSERT_EQ(packed.in_features(), matrix.shape[1]);
     for (int64_t o = 0; o < matrix.shape[0]; ++o, ++row) {
       ASSERT_LT(row, rows.size());
+      ASSERT_EQ(rows[row].size(), in + 1);
       const float b = bias == folder.tensors.end() ? 0 : bias->second.Floats()[o];
       ASSERT_EQ(rows[row][in], b) << "bias of row " << o;
       for (size_t i = 0; i < in; ++i) {
@@ -89,18 +104,33 @@ void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
   EXPECT_EQ(row, rows.size());
 }
 
+void ExpectStacked(const PackedWeight& packed, const HfFolder& folder,
+                   const std::vector<std::string>& names) {
+  ExpectRows(Unpack(packed), folder, names);
+}
+
+void ExpectEmbeds(const Model& model, const HfFolder& folder) {
+  std::vector<uint32_t> ids(static_cast<size_t>(model.shape().vocab));
+  std::iota(ids.begin(), ids.end(), 0u);
+  std::vector<float> x(ids.size() * static_cast<size_t>(model.shape().hidden));
+  const LoneStream reference = ReferenceStream(DType::kF32);
+  const absl::Status status = model.Embed(*reference, ids, x.data());
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(x, folder.tensors.at("model.embed_tokens.weight").Floats());
+}
+
+const WeightPart& Part(WeightFeed& feed, int part) {
+  const auto taken = feed.Take(0, part, absl::Minutes(1));
+  EXPECT_TRUE(taken.ok()) << taken.status();
+  return **taken;
+}
+
 void ExpectHolds(const Model& model, const HfFolder& folder) {
-  const std::string embedding(
-      static_cast<const char*>(model.embedding()),
-      model.shape().vocab * model.shape().hidden * DTypeBytes(model.embedding_dtype()));
-  const HfTensor& table = folder.tensors.at("model.embed_tokens.weight");
-  EXPECT_EQ(embedding, std::string(reinterpret_cast<const char*>(table.bytes.data()), table.bytes.size()));
+  ExpectEmbeds(model, folder);
   EXPECT_EQ(model.final_norm().values(), folder.tensors.at("model.norm.weight").Floats());
-  ExpectStacked(model.lm_head(), folder,
-                {folder.tensors.contains("lm_head.weight") ? "lm_head" : "model.embed_tokens"});
-  ASSERT_EQ(model.layers().size(), static_cast<size_t>(model.shape().layers));
-  for (size_t i = 0; i < model.layers().size(); ++i) {
-    const LayerWeights& layer = model.layers()[i];
+  const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/true, nullptr);
+  for (int i = 0; i < model.shape().layers; ++i) {
+    const LayerWeights& layer = Part(*feed, i).layer;
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     SCOPED_TRACE(prefix);
     EXPECT_EQ(layer.attention_norm.values(), folder.tensors.at(prefix + "input_layernorm.weight").Floats());
@@ -119,12 +149,18 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
     ExpectStacked(*layer.gate_up, folder, {prefix + "mlp.gate_proj", prefix + "mlp.up_proj"});
     ExpectStacked(*layer.down, folder, {prefix + "mlp.down_proj"});
   }
+  std::vector<std::vector<float>> head;
+  for (int part = model.shape().layers; part < model.parts(); ++part) {
+    for (std::vector<float>& row : Unpack(*Part(*feed, part).head)) head.push_back(std::move(row));
+  }
+  ExpectRows(head, folder, {folder.tensors.contains("lm_head.weight") ? "lm_head" : "model.embed_tokens"});
 }
 
 // The experts of one layer, by what the family calls their three matrices.
 void ExpectHoldsExperts(const Model& model, int layer, const HfFolder& folder, const std::string& mlp,
                         const std::array<std::string, 3>& gate_up_down) {
-  const ExpertWeights& experts = model.layers()[layer].experts;
+  const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/false, nullptr);
+  const ExpertWeights& experts = Part(*feed, layer).layer.experts;
   const std::string prefix = "model.layers." + std::to_string(layer) + "." + mlp + ".";
   ExpectStacked(*experts.router, folder, {prefix + "gate"});
   ASSERT_EQ(experts.gate_up.size(), static_cast<size_t>(model.shape().experts.count));
@@ -165,13 +201,20 @@ TEST(ModelTest, HoldsTheExperts) {
       good.tensors["model.layers.2.enorm.weight"] = good.tensors.at("model.norm.weight");
     }
     good.Write(folder.path());
+    for (const WeightMode mode : kModes) {
+      const auto [device, model] = LoadAs(mode, folder.path());
+      ASSERT_TRUE(model.ok()) << model.status();
+      ExpectHolds(**model, good);
+      for (int layer = first_layer; layer < 2; ++layer) {
+        ExpectHoldsExperts(**model, layer, good, mlp, names);
+      }
+    }
     const auto model = Load(folder.path(), DType::kF32);
     ASSERT_TRUE(model.ok()) << model.status();
-    ExpectHolds(**model, good);
+    const std::unique_ptr<WeightFeed> feed = (*model)->OpenFeed(1, /*with_head=*/false, nullptr);
     for (int layer = first_layer; layer < 2; ++layer) {
-      ExpectHoldsExperts(**model, layer, good, mlp, names);
       const std::string prefix = "model.layers." + std::to_string(layer) + "." + mlp + ".";
-      const ExpertWeights& experts = (*model)->layers()[layer].experts;
+      const ExpertWeights& experts = Part(*feed, layer).layer.experts;
       EXPECT_EQ(experts.correction.values(),
                 correction.empty() ? std::vector<float>() : good.tensors.at(prefix + correction).Floats());
       ASSERT_EQ(experts.shared_gate_up != nullptr, shared);
@@ -216,9 +259,11 @@ TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
         const TempFolder folder;
         const HfFolder good = Good(family, dtype, tied);
         good.Write(folder.path());
-        const auto model = Load(folder.path(), DType::kF32);
-        ASSERT_TRUE(model.ok()) << model.status();
-        ExpectHolds(**model, good);
+        for (const WeightMode mode : kModes) {
+          const auto [device, model] = LoadAs(mode, folder.path());
+          ASSERT_TRUE(model.ok()) << model.status();
+          ExpectHolds(**model, good);
+        }
       }
     }
   }
@@ -230,9 +275,11 @@ TEST(ModelTest, HoldsTheWeightsOfPublishedFolders) {
        {"llama_biases_mqa", "mistral_sharded_head_dim_32", "qwen3_bias_layer_types"}) {
     SCOPED_TRACE(name);
     const std::string folder = std::string(MESHFILL_PARITY_DIR) + "/goldens/" + name;
-    const auto model = Load(folder, DType::kF32);
-    ASSERT_TRUE(model.ok()) << model.status();
-    ExpectHolds(**model, HfFolder::Read(folder));
+    for (const WeightMode mode : kModes) {
+      const auto [device, model] = LoadAs(mode, folder);
+      ASSERT_TRUE(model.ok()) << model.status();
+      ExpectHolds(**model, HfFolder::Read(folder));
+    }
   }
 }
 
@@ -290,9 +337,11 @@ TEST(ModelTest, ReadsUnalignedFiles) {
     ++header;
     std::memcpy(file.data(), &header, sizeof(header));
     folder.Write("model.safetensors", file);
-    const auto model = Load(folder.path(), DType::kF32);
-    ASSERT_TRUE(model.ok()) << model.status();
-    ExpectHolds(**model, content);
+    for (const WeightMode mode : kModes) {
+      const auto [device, model] = LoadAs(mode, folder.path());
+      ASSERT_TRUE(model.ok()) << model.status();
+      ExpectHolds(**model, content);
+    }
   }
 }
 

@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <string>
 #include <vector>
@@ -217,6 +219,32 @@ TEST(SafetensorsWriterTest, NamesTheFolderThatIsMissing) {
   const TempFolder folder;
   const auto writer = SafetensorsWriter::Create(folder / "none/t.safetensors", {});
   EXPECT_EQ(writer.status().code(), absl::StatusCode::kNotFound) << writer.status();
+}
+
+// Bytes that are read are those that are mapped; a file that has lost them is an error, no signal.
+TEST(SafetensorsFileTest, ReadsItsBytesAndMissesThoseThatAreGone) {
+  const TempFolder folder;
+  std::string content = FileOf("{" + Entry("w", "U8", "[5000]", "[0,5000]") + "}", 5000);
+  for (size_t i = 1; i <= 5000; ++i) content[content.size() - i] = static_cast<char>(i * i);
+  const std::string path = folder.Write("model.safetensors", content);
+  const auto file = SafetensorsFile::Open(path);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const std::span<const std::byte> bytes = (*file)->Find("w")->bytes;
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 50; ++draw) {
+    const size_t begin = Draw<size_t>(random, 0, bytes.size()),
+                 count = Draw(random, size_t{0}, bytes.size() - begin);
+    std::vector<std::byte> read(count);
+    ASSERT_TRUE((*file)->Read(bytes.subspan(begin, count), read.data()).ok());
+    EXPECT_TRUE(std::equal(read.begin(), read.end(), bytes.begin() + static_cast<std::ptrdiff_t>(begin)));
+  }
+  std::filesystem::resize_file(path, content.size() - 1000);
+  std::vector<std::byte> read(bytes.size());
+  EXPECT_TRUE((*file)->Read(bytes.first(4000), read.data()).ok());
+  const absl::Status gone = (*file)->Read(bytes.subspan(3000, 1001), read.data());
+  EXPECT_TRUE(absl::IsDataLoss(gone)) << gone;
+  EXPECT_THAT(std::string(gone.message()),
+              testing::AllOf(HasSubstr(path), HasSubstr(std::to_string(content.size()))));
 }
 
 TEST(SafetensorsFileTest, EveryTruncationIsRefused) {

@@ -122,7 +122,7 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
                                  .partial_dtype = Draw(random, 0, 1) ? DType::kBf16 : DType::kF32};
     const auto choice = MakePlan(model, speed, request);
     ASSERT_TRUE(choice.ok()) << choice.status();
-    const auto& [plan, candidates, pieces] = *choice;
+    const auto& [plan, candidates, pieces, weights] = *choice;
     ASSERT_TRUE(pieces.empty());
     ASSERT_TRUE(CheckSchedule(plan.schedule).ok());
     ASSERT_EQ(plan.schedule.tile, plan.tile);

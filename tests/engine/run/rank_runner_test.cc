@@ -48,8 +48,11 @@ class RunRankTest : public testing::Test {
                                  KvSink* kv = nullptr, bool wants_logits = true) {
     Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
+    const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, wants_logits, nullptr);
     return RunRank({.plan = plan,
                     .model = *model_,
+                    .weights = *weights,
+                    .reader = 0,
                     .rank = 0,
                     .ids = std::span<const uint32_t>(prompt_).last(plan.layout.tokens()),
                     .stream = stream,

@@ -94,7 +94,10 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                            .compute_seconds = 1.25,
                            .comm_wait_seconds = 0.25,
                            .comm_bytes = {{Traffic::kKv, 640}},
-                           .peak_bytes = 4096};
+                           .peak_bytes = 4096,
+                           .weight_bytes = 1024,
+                           .weight_seconds = 0.5};
+  choice.weights.mode = WeightMode::kStreamed;
   choice.candidates = {{choice.plan, "", choice.plan.predicted},
                        {{.layout = TokenLayout::Make(LayoutKind::kZigzag, 2, 100, 16).value(),
                          .tile = {2, 1},
@@ -103,7 +106,7 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                         {}}};
   const std::string predicted = R"("seconds":1.5,"compute_seconds":1.25,"comm_wait_seconds":0.25,)"
                                 R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
-  EXPECT_EQ(PlanJson(choice),
+  EXPECT_EQ(PlanJson(choice, std::vector<WeightModeBytes>{{WeightMode::kResident, 4096, false}}),
             R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
             R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
             R"("predicted":{)" +
@@ -111,7 +114,9 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                 R"(,"ranks":2,"layout":"striped","partial_dtype":"f32","placement":"row-first"},)"
                 R"({"a":2,"b":1,"heads":1,"seconds":0.0,"compute_seconds":0.0,"comm_wait_seconds":0.0,)"
                 R"("comm_bytes":{"q":0,"kv":0,"o":0,"all_to_all":0},"peak_bytes":0,)"
-                R"("ranks":2,"layout":"zigzag","partial_dtype":"bf16","placement":"box 1x2x1"}]})");
+                R"("ranks":2,"layout":"zigzag","partial_dtype":"bf16","placement":"box 1x2x1"}],)"
+                R"("weights":{"mode":"streamed","bytes":1024,"seconds":0.5,)"
+                R"("modes":[{"mode":"resident","bytes":4096,"fits":false}]}})");
 }
 
 }  // namespace

@@ -322,6 +322,9 @@ TEST_F(ConfigTest, EveryNameOfAnEnumIsRead) {
   EXPECT_EQ(options("model", "dtype: auto").dtype, std::nullopt);
   EXPECT_EQ(options("model", "dtype: bf16").dtype, DType::kBf16);
   EXPECT_EQ(options("model", "dtype: f32").dtype, DType::kF32);
+  EXPECT_EQ(options("model", "weights: auto").weights, std::nullopt);
+  EXPECT_EQ(options("model", "weights: resident").weights, WeightMode::kResident);
+  EXPECT_EQ(options("model", "weights: streamed").weights, WeightMode::kStreamed);
   EXPECT_EQ(options("plan", "layout: auto").layout, std::nullopt);
   EXPECT_EQ(options("plan", "layout: striped").layout, LayoutKind::kStriped);
   EXPECT_EQ(options("plan", "layout: zigzag").layout, LayoutKind::kZigzag);

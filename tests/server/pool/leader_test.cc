@@ -202,6 +202,12 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_memory_bytes(UINT64_MAX); }), "as no machine has"));
   EXPECT_TRUE(
       has(refusal([](v1::Join& offer) { offer.set_kv_memory_bytes(UINT64_MAX); }), "as no machine has"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_weights()->set_run_bytes(UINT64_MAX); }),
+                  "what its weights take"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_weights()->set_layer_seconds(-1); }),
+                  "what its weights take"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_weights()->set_head_seconds(1e300); }),
+                  "as on no machine"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_speed()->set_gemm_flops_per_second(1e-300); }),
                   "gemm_flops_per_second is 1e-300"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_speed()->set_start_seconds(1e300); }),
@@ -209,7 +215,7 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_TRUE(sent_[20].back().refused().retry()) << "the other one may be about to go";
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
-  EXPECT_EQ(leader_.counters().refusals, 17u);
+  EXPECT_EQ(leader_.counters().refusals, 20u);
 }
 
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {
@@ -715,6 +721,33 @@ TEST(PoolPlannerTest, MemoryIsWhatTheTightestRankHas) {
             absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 0}, 4096, {}).status().code(),
             absl::StatusCode::kUnavailable);
+}
+
+// Every rank is planned with its share of what its worker's weights take.
+TEST(PoolPlannerTest, LayersThatPassTakeOfTheMemory) {
+  PoolCapacity capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30};
+  const auto bare = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(bare.ok()) << bare.status();
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1000, .layer_seconds = 1};
+  const auto streamed = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(streamed.ok()) << streamed.status();
+  EXPECT_EQ(streamed->plan.predicted.run_bytes,
+            bare->plan.predicted.run_bytes + 1000 * streamed->plan.ranks());
+  EXPECT_GT(streamed->plan.predicted.weight_seconds, 0);
+  capacity.rank_weights.run_bytes = capacity.rank_memory_bytes;
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), capacity, 4096, {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(OfferedSpeedTest, WeightsArriveAsTheyWereSent) {
+  const PlanWeights weights = {.mode = WeightMode::kStreamed,
+                               .loaded_bytes = 1,
+                               .run_bytes = 2,
+                               .layer_seconds = 3,
+                               .layer_busy_seconds = 4,
+                               .head_seconds = 5};
+  EXPECT_EQ(FromProto(ToProto(weights)), weights);
+  EXPECT_EQ(FromProto(ToProto(PlanWeights{})), PlanWeights());
 }
 
 TEST(OfferedSpeedTest, APoolIsAsFastAsItsSlowestPart) {

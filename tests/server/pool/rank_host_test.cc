@@ -2,6 +2,7 @@
 #include "server/pool/rank_host.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -113,6 +114,52 @@ TEST_F(RankHostTest, ComputesOnWhatIsRegistered) {
   EXPECT_EQ(offer.devices(1), "toy 1");
   host->Prepare(Part());
   RunWell(*host, listener, run_);
+}
+
+// Ranks of one host share the layers that pass: the same bits, with what they take in the offer.
+TEST_F(RankHostTest, StreamsItsWeights) {
+  std::vector<float> resident;
+  for (const WeightMode mode : {WeightMode::kResident, WeightMode::kStreamed}) {
+    options_.weights = mode;
+    HostListener listener;
+    const auto host = Load(listener);
+    ASSERT_NE(host, nullptr);
+    v1::Join offer;
+    host->Describe(offer);
+    const bool streams = mode == WeightMode::kStreamed;
+    EXPECT_EQ(offer.weights().streamed(), streams);
+    EXPECT_EQ(offer.weights().run_bytes() > 0, streams);
+    EXPECT_EQ(offer.weights().loaded_bytes() > 0, !streams);
+    EXPECT_EQ(offer.weights().layer_seconds() > 0, streams);
+    for (int i = 0; i < 3; ++i) {
+      host->Prepare(Part());
+      host->Start(run_, listener.Addresses(run_), {});
+      for (const auto& output : listener.Outputs(run_, kRanks)) {
+        ASSERT_TRUE(output.ok()) << output.status();
+        if (output->logits.empty()) continue;
+        if (resident.empty()) resident = output->logits;
+        EXPECT_EQ(output->logits, resident);
+      }
+      host->Release(run_);
+    }
+  }
+}
+
+// A file that ends early fails the ranks, not the process.
+TEST_F(RankHostTest, AFileThatShrinksFailsTheRun) {
+  options_.weights = WeightMode::kStreamed;
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  const std::string file = options_.model_path + "/model.safetensors";
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) / 2);
+  host->Prepare(Part());
+  host->Start(run_, listener.Addresses(run_), {});
+  const absl::Status ended = listener.Ended(run_, kRanks);
+  EXPECT_TRUE(absl::IsDataLoss(ended)) << ended;
+  EXPECT_NE(ended.message().find(file), std::string::npos) << ended;
+  host->Stop(run_, "it failed");
+  listener.Stopped(run_);
 }
 
 TEST_F(RankHostTest, StopsRanksThatWaitForAPeerAndServesTheNextRun) {

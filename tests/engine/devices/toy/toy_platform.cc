@@ -25,6 +25,7 @@ class Toys final : public PoolDevices {
   absl::StatusOr<std::unique_ptr<Device>> Make(int, DType dtype) const override {
     return std::make_unique<ToyDevice>(dtype);
   }
+  DType WeightDType(DType) const override { return DType::kF32; }
   absl::Status WarmUp(const ModelShape&, DevicesByRank) const override { return absl::OkStatus(); }
 
   std::string SpeedKey(const ModelShape& shape, DevicesByRank devices) const override {
@@ -37,7 +38,7 @@ class Toys final : public PoolDevices {
                      .slice_tokens = devices.front()->grain().slice_tokens};
   }
   absl::StatusOr<double> PeakFlops(DevicesByRank) const override { return 1e9 * count(); }
-  absl::StatusOr<int64_t> BudgetBytes() const override { return int64_t{count()} << 28; }
+  absl::StatusOr<int64_t> BudgetBytes(int64_t) const override { return int64_t{count()} << 28; }
 
   absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions&) const override {
     return absl::UnimplementedError("device toy: nobody measures it");

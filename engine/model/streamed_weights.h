@@ -1,0 +1,50 @@
+// Weights of a model that stay in its files: each run packs them a part ahead of their use (weight_feed.h).
+//
+// Runs share what they have in memory at the same time: a part is packed for the first that wants it, and
+// goes with the last that holds it.
+#ifndef MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
+#define MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "engine/model/model_tensors.h"
+#include "engine/model/weight_feed.h"
+#include "kernels/mutex.h"
+#include "kernels/stop_token.h"
+
+namespace meshfill {
+
+// Thread-safe. The device's memory is the host's, and its operations have run when their calls return; it
+// outlives all feeds.
+class StreamedWeights {
+ public:
+  StreamedWeights(std::unique_ptr<const ModelTensors> tensors, Device& device);
+
+  const ModelTensors& tensors() const { return *tensors_; }
+  // Rows of each part of the LM head but the last: about a layer's bytes.
+  int64_t head_rows() const { return head_rows_; }
+  int head_parts() const;
+  int held_parts();  // that are in memory now, of all runs
+
+  // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it.
+  absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read);
+
+  // Of the first `parts` parts, for so many readers. Begins to read at once. The token may be null.
+  std::unique_ptr<WeightFeed> Open(int readers, int parts, const StopToken* stop);
+
+ private:
+  const std::unique_ptr<const ModelTensors> tensors_;
+  Device& device_;
+  const int64_t head_rows_;
+  Mutex mu_;                                                                  // held while a part is packed
+  std::vector<std::weak_ptr<const WeightPart>> loaded_ ABSL_GUARDED_BY(mu_);  // by part
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_

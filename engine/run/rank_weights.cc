@@ -1,0 +1,19 @@
+#include "engine/run/rank_weights.h"
+
+namespace meshfill {
+
+RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models,
+                         const std::vector<bool>& reads_head, const StopToken* stop) {
+  for (size_t first = 0; first < reads_head.size();) {  // neighbours share a model
+    const Model& model = *models[first];
+    int readers = 0;
+    bool head = false;
+    for (; first < reads_head.size() && models[first].get() == &model; ++first) {
+      seats_.push_back({.feed = feeds_.size(), .reader = readers++});
+      head = head || reads_head[first];
+    }
+    feeds_.push_back(model.OpenFeed(readers, head, stop));
+  }
+}
+
+}  // namespace meshfill

@@ -1,0 +1,113 @@
+#include "engine/weight_choice.h"
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/devices/free_memory.h"
+#include "engine/model/layer_shape.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kFirstReadTimeout = absl::Seconds(60);
+
+std::string Gib(int64_t bytes) { return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / (1 << 30)); }
+
+// Seconds of the clock, and of the processor for this process.
+struct Instant {
+  std::chrono::steady_clock::time_point wall = std::chrono::steady_clock::now();
+  double busy_seconds = static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+};
+
+// From what `sample_bytes` have taken since `begin`.
+void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& begin,
+                const EngineOptions& options, PlanWeights& weights) {
+  const Instant end;
+  const double cores =
+      options.threads > 0 ? options.threads : std::max(1u, std::thread::hardware_concurrency());
+  const double scale = static_cast<double>(bytes.most_layer) / sample_bytes;
+  weights.layer_seconds = scale * std::chrono::duration<double>(end.wall - begin.wall).count();
+  weights.layer_busy_seconds =
+      std::min(weights.layer_seconds, scale * (end.busy_seconds - begin.busy_seconds) / cores);
+  weights.head_seconds =
+      weights.layer_seconds * static_cast<double>(bytes.head) / static_cast<double>(bytes.most_layer);
+}
+
+}  // namespace
+
+WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes) {
+  const int64_t spare = memory_budget_bytes > 0 ? memory_budget_bytes : free_bytes / 5;
+  const bool leaves_room = resident_bytes <= std::max(free_bytes - spare, free_bytes / 10);
+  return free_bytes == 0 || leaves_room ? WeightMode::kResident : WeightMode::kStreamed;
+}
+
+absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
+                                            const PoolDevices& hardware) {
+  const WeightBytes bytes = WeightBytesOf(shape, hardware.WeightDType(shape.dtype));
+  if (!hardware.in_host_memory()) {
+    if (options.weights.value_or(WeightMode::kResident) != WeightMode::kResident) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "model.weights is ", WeightModeName(*options.weights), ", and the ranks of ",
+          hardware.DeviceName(0), " keep all weights; set resident or auto, or choose the device cpu"));
+    }
+    const int64_t on_devices = hardware.count() * (bytes.layers + bytes.head + bytes.embedding);
+    return ChosenWeights{.plan = {.loaded_bytes = on_devices},
+                         .modes = {{WeightMode::kResident, on_devices, true}}};  // CheckModel's to say
+  }
+  const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head)};
+  const PlanWeights streamed{.mode = WeightMode::kStreamed,
+                             .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer};
+  const int64_t free = FreeMemoryBytes();
+  const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };
+  const WeightMode mode =
+      options.weights.value_or(AutoWeightMode(resident.loaded_bytes, free, options.memory_budget_bytes));
+  const PlanWeights& chosen = mode == WeightMode::kResident ? resident : streamed;
+  const int64_t needed = chosen.loaded_bytes + chosen.run_bytes;
+  if (fits(needed)) {
+    return ChosenWeights{
+        .plan = chosen,
+        .modes = {{WeightMode::kResident, resident.loaded_bytes, fits(resident.loaded_bytes)},
+                  {WeightMode::kStreamed, streamed.run_bytes, fits(streamed.run_bytes)}}};
+  }
+  const bool would_stream = mode == WeightMode::kResident && fits(streamed.run_bytes);
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "the weights need ", Gib(needed), " of memory ", WeightModeName(mode), ", and ", Gib(free),
+      " are free; ",
+      would_stream ? absl::StrCat("set model.weights to streamed, which needs ", Gib(streamed.run_bytes))
+                   : "use a machine with more"));
+}
+
+absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
+                           PlanWeights& weights) {
+  const DType packed = hardware.WeightDType(model.shape().dtype);
+  const Instant begin;
+  const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/false, nullptr);
+  RETURN_IF_ERROR(feed->Take(0, 0, kFirstReadTimeout).status());
+  const auto elements = static_cast<double>(LayerMatrixElements(LayerShapeOf(model.config(), 0)));
+  SetSeconds(WeightBytesOf(model.shape(), packed), elements * static_cast<double>(DTypeBytes(packed)), begin,
+             options, weights);
+  return absl::OkStatus();
+}
+
+absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,
+                            const ModelShape& shape, Device& device, PlanWeights& weights) {
+  constexpr int64_t kWidth = 2048;
+  const std::vector<float> zeros(kWidth * kWidth);
+  const WeightRows rows{.data = zeros.data(), .dtype = device.dtype(), .rows = kWidth};
+  RETURN_IF_ERROR(device.PackWeight({&rows, 1}, kWidth).status());  // begins its threads
+  const Instant begin;
+  RETURN_IF_ERROR(device.PackWeight({&rows, 1}, kWidth).status());
+  const DType packed = hardware.WeightDType(shape.dtype);
+  SetSeconds(WeightBytesOf(shape, packed), static_cast<double>(kWidth * kWidth * DTypeBytes(packed)), begin,
+             options, weights);
+  return absl::OkStatus();
+}
+
+}  // namespace meshfill

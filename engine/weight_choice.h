@@ -1,0 +1,41 @@
+// How the weights of a pool's ranks in this process are held: what fits, what was chosen, what it takes.
+#ifndef MESHFILL_ENGINE_WEIGHT_CHOICE_H_
+#define MESHFILL_ENGINE_WEIGHT_CHOICE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/devices/platform.h"
+#include "engine/engine_options.h"
+#include "engine/model/model.h"
+#include "engine/plan/plan_weights.h"
+
+namespace meshfill {
+
+struct ChosenWeights {
+  PlanWeights plan;                    // without seconds
+  std::vector<WeightModeBytes> modes;  // those that the devices can
+};
+
+// INVALID_ARGUMENT: the options ask for what the devices cannot. RESOURCE_EXHAUSTED: the weights do not fit
+// the host's memory so; the message has the bytes, and what would.
+absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
+                                            const PoolDevices& hardware);
+
+// In the host's memory where nobody says: all of them, where they leave a fifth of what is free, or the
+// budget that prefills were given, and where they are a tenth of it or less. 0 bytes: not known, or no budget
+// given.
+WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes);
+
+// The seconds of weights that stream: of the first layer of a model, read as a run would, or of packing
+// alone, where there are no files.
+absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
+                           PlanWeights& weights);
+absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,
+                            const ModelShape& shape, Device& device, PlanWeights& weights);
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_ENGINE_WEIGHT_CHOICE_H_

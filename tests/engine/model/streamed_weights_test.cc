@@ -1,0 +1,163 @@
+// What a run has of weights that stream, whatever the paces of its ranks: the right part, and never more than
+// two.
+#include "engine/model/streamed_weights.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/model/make_model.h"
+#include "engine/model/model_tensors.h"
+#include "kernels/reference/reference_device.h"
+#include "tests/engine/random_seed.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr absl::Duration kLong = absl::Minutes(1);
+constexpr int64_t kVocab = 1300;
+constexpr int kLayers = 6;
+
+class StreamedWeightsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(MakeModel({.layers = kLayers,
+                           .hidden = 16,
+                           .intermediate = 24,
+                           .q_heads = 2,
+                           .kv_heads = 1,
+                           .vocab = kVocab,
+                           .dtype = DType::kF32},
+                          path_)
+                    .ok());
+    auto tensors = ModelTensors::Find(path_);
+    ASSERT_TRUE(tensors.ok()) << tensors.status();
+    weights_ = std::make_unique<StreamedWeights>(*std::move(tensors), *device_);
+  }
+
+  int parts() const { return kLayers + weights_->head_parts(); }
+
+  const TempFolder folder_;
+  const std::string path_ = folder_ / "model";
+  const std::unique_ptr<Device> device_ = MakeReferenceDevice(DType::kF32);
+  std::unique_ptr<StreamedWeights> weights_;
+};
+
+TEST_F(StreamedWeightsTest, CutsTheHeadWhereAProductMay) {
+  EXPECT_EQ(weights_->head_rows() % 512, 0);
+  EXPECT_EQ(weights_->head_parts(), 3);  // a layer is smaller than 512 rows: the least part
+  const std::unique_ptr<WeightFeed> feed = weights_->Open(1, parts(), nullptr);
+  int64_t rows = 0;
+  for (int part = kLayers; part < parts(); ++part) {
+    const auto taken = feed->Take(0, part, kLong);
+    ASSERT_TRUE(taken.ok()) << taken.status();
+    rows += (*taken)->head->out_features();
+  }
+  EXPECT_EQ(rows, kVocab);
+}
+
+// Runs of several ranks at random paces, which may be stopped anywhere. Each rank sees each layer once, in
+// order, and two parts of each run are in memory at most: one more may be on its way out.
+TEST_F(StreamedWeightsTest, RanksAtAnyPaceHaveTwoPartsOfEachRun) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 20; ++draw) {
+    const int runs = Draw(random, 1, 3);
+    std::atomic<bool> done{false};
+    std::atomic<int> most{0};
+    std::vector<std::unique_ptr<StopToken>> stops;
+    std::vector<std::unique_ptr<WeightFeed>> feeds;
+    std::vector<std::thread> ranks;
+    for (int run = 0; run < runs; ++run) {
+      const int readers = Draw(random, 1, 4);
+      const int last = Draw(random, 0, 1) == 1 ? parts() : kLayers;
+      stops.push_back(std::make_unique<StopToken>());
+      feeds.push_back(weights_->Open(readers, last, stops.back().get()));
+      for (int reader = 0; reader < readers; ++reader) {
+        const int leaves_at = Draw(random, 0, 3) == 0 ? Draw(random, 0, last) : last;
+        ranks.emplace_back(
+            [feed = feeds.back().get(), stop = stops.back().get(), reader, leaves_at, seed = random()] {
+              std::mt19937_64 pace(seed);
+              for (int part = 0; part < leaves_at; ++part) {
+                const auto taken = feed->Take(reader, part, kLong);
+                if (!taken.ok()) {
+                  EXPECT_TRUE(absl::IsCancelled(taken.status())) << taken.status();
+                  break;
+                }
+                EXPECT_EQ((*taken)->head == nullptr, part < kLayers);
+                if (part < kLayers) EXPECT_EQ((*taken)->layer.attention_norm.values().size(), 16u);
+                std::this_thread::sleep_for(std::chrono::microseconds(Draw(pace, 0, 300)));
+                if (Draw(pace, 0, 60) == 0) stop->Stop();
+              }
+              feed->Leave(reader);
+            });
+      }
+    }
+    std::thread watch([&] {
+      while (!done) {
+        most = std::max(most.load(), weights_->held_parts());
+        std::this_thread::yield();
+      }
+    });
+    for (std::thread& rank : ranks) rank.join();
+    done = true;
+    watch.join();
+    EXPECT_LE(most, kPartsAhead * runs);
+    feeds.clear();
+    EXPECT_EQ(weights_->held_parts(), 0);
+  }
+}
+
+TEST_F(StreamedWeightsTest, RunsShareAPart) {
+  const auto nothing = [] { return absl::OkStatus(); };
+  const auto one = weights_->Load(3, nothing);
+  const auto fails = [] { return absl::InternalError("it was read again"); };
+  const auto other = weights_->Load(3, fails);
+  ASSERT_TRUE(one.ok() && other.ok()) << other.status();
+  EXPECT_EQ(*one, *other);
+  EXPECT_TRUE(absl::IsInternal(weights_->Load(4, fails).status()));
+}
+
+TEST_F(StreamedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
+  const std::string file = path_ + "/model.safetensors";
+  const std::string whole = ReadWholeFile(file);
+  const std::unique_ptr<WeightFeed> before = weights_->Open(1, parts(), nullptr);
+  ASSERT_TRUE(before->Take(0, 0, kLong).ok());
+  std::filesystem::resize_file(file, whole.size() / 4);
+  absl::Status status;
+  for (int part = 1; part < parts() && status.ok(); ++part) status = before->Take(0, part, kLong).status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              testing::AllOf(HasSubstr(file), HasSubstr("when it was opened")));
+  std::filesystem::resize_file(file, 0);
+  const std::unique_ptr<WeightFeed> none = weights_->Open(2, parts(), nullptr);
+  EXPECT_TRUE(absl::IsDataLoss(none->Take(1, 0, kLong).status()));
+  EXPECT_TRUE(absl::IsDataLoss(none->Take(0, 0, kLong).status()));
+}
+
+// The rank that is ahead waits for the other, which says when it gets on.
+TEST_F(StreamedWeightsTest, WaitsEndAtTheirDeadlineOrWithTheRun) {
+  StopToken stop;
+  const std::unique_ptr<WeightFeed> feed = weights_->Open(2, parts(), &stop);
+  ASSERT_TRUE(feed->Take(0, 0, kLong).ok());
+  ASSERT_TRUE(feed->Take(1, 1, kLong).ok());
+  const absl::Status late = feed->Take(1, 2, absl::Milliseconds(30)).status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(late)) << late;
+  EXPECT_THAT(std::string(late.message()), testing::AllOf(HasSubstr(path_), HasSubstr("layer 2")));
+  std::thread stopper([&] { stop.Stop(); });
+  EXPECT_TRUE(absl::IsCancelled(feed->Take(1, 2, kLong).status()));
+  stopper.join();
+}
+
+}  // namespace
+}  // namespace meshfill

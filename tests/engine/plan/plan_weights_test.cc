@@ -1,0 +1,92 @@
+#include "engine/plan/plan_weights.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "engine/plan/planner.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+const ModelShape kModel = {.layers = 4,
+                           .hidden = 64,
+                           .intermediate = 128,
+                           .q_heads = 4,
+                           .kv_heads = 2,
+                           .head_dim = 16,
+                           .vocab = 100,
+                           .context_tokens = 1 << 20};
+
+TEST(PlanWeightsTest, AreCountedOnceForAProcessOfRanks) {
+  const PlanWeights process = {.loaded_bytes = 1000, .run_bytes = 301};
+  EXPECT_EQ(process.Share(3, 1).loaded_bytes, 3000);
+  EXPECT_EQ(process.Share(1, 2).run_bytes, 151);
+  EXPECT_EQ(process.Share(1, 2).loaded_bytes, 500);
+}
+
+TEST(PlanWeightsTest, ALayerIsWaitedForAsFarAsItsComingTakesLongerThanTheOneBefore) {
+  const PlanWeights weights = {.mode = WeightMode::kStreamed,
+                               .run_bytes = 10,
+                               .layer_seconds = 2,
+                               .layer_busy_seconds = 0.5,
+                               .head_seconds = 3};
+  Prediction slow = {
+      .seconds = 40, .compute_seconds = 36, .comm_wait_seconds = 4, .peak_bytes = 7, .run_bytes = 7};
+  CountWeights(weights, 4, slow);
+  EXPECT_EQ(slow.weight_seconds, 2 + 4 * 0.5 + 3);  // hidden, but for the cores that it takes
+  EXPECT_EQ(slow.seconds, 47);
+  EXPECT_EQ(slow.peak_bytes, 17);
+  EXPECT_EQ(slow.run_bytes, 17);
+  EXPECT_EQ(slow.weight_bytes, 10);
+  Prediction fast = {.seconds = 4, .compute_seconds = 4};
+  CountWeights(weights, 4, fast);
+  EXPECT_EQ(fast.weight_seconds, 2 + 4 * 1 + 3);
+  Prediction resident = {.seconds = 4, .compute_seconds = 4, .peak_bytes = 7, .run_bytes = 7};
+  CountWeights({.loaded_bytes = 90, .layer_seconds = 5}, 4, resident);
+  EXPECT_EQ(resident.seconds, 4);
+  EXPECT_EQ(resident.peak_bytes, 97);
+  EXPECT_EQ(resident.run_bytes, 7);
+}
+
+// Whatever the weights take, the shape is the one that is planned without them in the rest of the memory.
+TEST(PlanWeightsTest, ChangeNoChoiceButByTheirMemory) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 200; ++draw) {
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1, 100000), .ranks = Draw(random, 1, 12)};
+    request.one_memory = Draw(random, 0, 1) == 1;
+    PlanRequest with = request;
+    with.weights = {.mode = WeightMode::kStreamed,
+                    .run_bytes = Draw<int64_t>(random, 0, 1 << 24),
+                    .layer_seconds = std::exponential_distribution(1.0)(random)};
+    if (Draw(random, 0, 1) == 1) {
+      request.memory_budget_bytes = Draw<int64_t>(random, 1, int64_t{1} << 28);
+      with.memory_budget_bytes = request.memory_budget_bytes + with.weights.run_bytes;
+    }
+    const auto bare = MakePlan(kModel, {}, request), plan = MakePlan(kModel, {}, with);
+    ASSERT_EQ(plan.status().code(), bare.status().code()) << plan.status();
+    if (!plan.ok()) continue;
+    EXPECT_EQ(plan->plan.DebugString(), bare->plan.DebugString());
+    EXPECT_EQ(plan->candidates.size(), bare->candidates.size());
+    EXPECT_EQ(plan->plan.schedule, bare->plan.schedule);
+    EXPECT_EQ(plan->plan.predicted.run_bytes, bare->plan.predicted.run_bytes + with.weights.run_bytes);
+    EXPECT_GE(plan->plan.predicted.seconds, bare->plan.predicted.seconds);
+  }
+}
+
+TEST(PlanWeightsTest, RefusesWhatNoWorkerHas) {
+  EXPECT_TRUE(CheckPlanWeights({}).ok());
+  for (const double bad : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.layer_seconds = bad})));
+    EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.layer_busy_seconds = bad})));
+    EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.head_seconds = bad})));
+  }
+  EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.loaded_bytes = -1})));
+  EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.run_bytes = -1})));
+}
+
+}  // namespace
+}  // namespace meshfill

@@ -1,0 +1,248 @@
+// Weights that stream give the bits of weights that stay: for every family, at random shapes, on any ranks,
+// in pieces, behind a cached prefix, paused and beside each other. Their plans say what they take.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include "engine/embedded_engine.h"
+#include "engine/model/family.h"
+#include "engine/model/make_model.h"
+#include "engine/prefill_engine.h"
+#include "engine/weight_choice.h"
+#include "tests/engine/kept_kv.h"
+#include "tests/engine/random_seed.h"
+#include "tests/engine/stop_after_a_layer.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+
+// A few layers of odd widths, with an LM head of more than one part.
+MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
+  const int kv_heads = Draw(random, 1, 2), group = Draw(random, 1, 3);
+  const DType dtypes[] = {DType::kF32, DType::kBf16, DType::kF16};
+  MakeModelOptions options = {.family = family.family,
+                              .layers = Draw(random, 1, 4),
+                              .hidden = 16 * Draw(random, 1, 4),
+                              .intermediate = 8 * Draw(random, 1, 12),
+                              .q_heads = kv_heads * group,
+                              .kv_heads = kv_heads,
+                              .head_dim = 16,
+                              .vocab = Draw(random, 500, 1400),
+                              .context_tokens = 4096,
+                              .tied_embeddings = Draw(random, 0, 1) == 1,
+                              .dtype = dtypes[Draw(random, 0, 2)],
+                              .seed = random()};
+  if (family.family == ModelFamily::kMistral) options.sliding_window = Draw(random, 0, 100);
+  if (family.has_experts) {
+    options.experts = Draw(random, 2, 5);
+    options.experts_used = Draw(random, 1, options.experts);
+  }
+  if (Draw(random, 0, 2) == 0) options.shard_bytes = 4096;  // a tensor or so in each file
+  return options;
+}
+
+std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, std::optional<WeightMode> weights,
+                                    int64_t memory_bytes = 0) {
+  auto engine = LoadEmbeddedEngine({.model_path = folder,
+                                    .ranks = ranks,
+                                    .device = "cpu",
+                                    .weights = weights,
+                                    .stripe = 16,
+                                    .peak_flops = 1e12,
+                                    .memory_budget_bytes = memory_bytes,
+                                    .kv_memory_bytes = 1 << 26,
+                                    .threads = 2,
+                                    .speed_profile_path = folder + "/speed.json"});  // alike: the same plans
+  EXPECT_TRUE(engine.ok()) << engine.status();
+  return engine.ok() ? *std::move(engine) : nullptr;
+}
+
+std::vector<uint32_t> RandomPrompt(int64_t tokens, int64_t vocab, std::mt19937_64& random) {
+  std::vector<uint32_t> prompt(static_cast<size_t>(tokens));
+  for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % vocab);
+  return prompt;
+}
+
+void ExpectSameBits(const KeptPrefill& actual, const KeptPrefill& expected) {
+  EXPECT_EQ(actual.logits, expected.logits);
+  ASSERT_EQ(actual.kv.layers.size(), expected.kv.layers.size());
+  for (size_t layer = 0; layer < expected.kv.layers.size(); ++layer) {
+    EXPECT_EQ(actual.kv.layers[layer].k, expected.kv.layers[layer].k) << layer;
+    EXPECT_EQ(actual.kv.layers[layer].v, expected.kv.layers[layer].v) << layer;
+  }
+}
+
+TEST(WeightModesTest, StreamedWeightsGiveTheBitsOfResidentOnes) {
+  std::mt19937_64 random(TestSeed());
+  for (const Family* family : Families()) {
+    SCOPED_TRACE(family->name);
+    for (int draw = 0; draw < 2; ++draw) {
+      const TempFolder folder;
+      const MakeModelOptions options = RandomModel(*family, random);
+      ASSERT_TRUE(MakeModel(options, folder.path()).ok());
+      const int ranks = Draw(random, 1, 4);
+      const auto resident = Load(folder.path(), ranks, WeightMode::kResident);
+      const auto streamed = Load(folder.path(), ranks, WeightMode::kStreamed);
+      ASSERT_TRUE(resident != nullptr && streamed != nullptr);
+      for (int prompts = 0; prompts < 2; ++prompts) {
+        const auto prompt = RandomPrompt(Draw(random, 1, 300), options.vocab, random);
+        const auto expected = PrefillKeepingKv(*resident, prompt);
+        const auto actual = PrefillKeepingKv(*streamed, prompt);
+        ASSERT_TRUE(expected.ok() && actual.ok()) << expected.status() << actual.status();
+        EXPECT_EQ(actual->plan.DebugString(), expected->plan.DebugString());
+        ExpectSameBits(*actual, *expected);
+        if (testing::Test::HasFailure()) return;
+      }
+    }
+  }
+}
+
+class StreamedEngineTest : public testing::Test {
+ protected:
+  static constexpr int64_t kVocab = 700;
+  static constexpr int kLayers = 5;
+
+  void SetUp() override {
+    ASSERT_TRUE(MakeModel({.layers = kLayers,
+                           .hidden = 64,
+                           .intermediate = 160,
+                           .q_heads = 4,
+                           .kv_heads = 2,
+                           .head_dim = 16,
+                           .vocab = kVocab,
+                           .context_tokens = 8192},
+                          path_)
+                    .ok());
+  }
+
+  const TempFolder folder_;
+  const std::string path_ = folder_ / "model";
+  std::mt19937_64 random_{TestSeed()};
+};
+
+// Two layers for a run, nothing beside it; resident ones beside all runs.
+TEST_F(StreamedEngineTest, PlansCountTheirBytesAndSeconds) {
+  const auto resident = Load(path_, 2, WeightMode::kResident, 1 << 28)->MakePlan(2000, {});
+  const auto streamed = Load(path_, 2, WeightMode::kStreamed, 1 << 28)->MakePlan(2000, {});
+  ASSERT_TRUE(resident.ok() && streamed.ok());
+  const Prediction &stays = resident->plan.predicted, &passes = streamed->plan.predicted;
+  const int64_t layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160;
+  EXPECT_EQ(resident->weights.mode, WeightMode::kResident);
+  EXPECT_EQ(streamed->weights.mode, WeightMode::kStreamed);
+  const int64_t element = stays.weight_bytes / (kLayers * layer + kVocab * 64);  // f32 without AVX-512
+  EXPECT_TRUE(element == 2 || element == 4);
+  EXPECT_EQ(stays.weight_bytes, element * (kLayers * layer + kVocab * 64));
+  EXPECT_EQ(stays.weight_seconds, 0);
+  EXPECT_EQ(stays.peak_bytes, stays.run_bytes + stays.weight_bytes);
+  EXPECT_EQ(passes.weight_bytes, element * 2 * layer);
+  EXPECT_EQ(passes.run_bytes, stays.run_bytes + passes.weight_bytes);
+  EXPECT_EQ(passes.peak_bytes, passes.run_bytes);
+  EXPECT_GT(passes.weight_seconds, 0);
+  EXPECT_NEAR(passes.seconds, passes.compute_seconds + passes.comm_wait_seconds + passes.weight_seconds,
+              1e-9 * passes.seconds);
+}
+
+TEST(WeightModesTest, AutoStreamsWhatLeavesNoRoom) {
+  const auto resident = [](int64_t bytes, int64_t free, int64_t budget) {
+    return AutoWeightMode(bytes, free, budget) == WeightMode::kResident;
+  };
+  EXPECT_TRUE(resident(80, 100, 0));
+  EXPECT_FALSE(resident(81, 100, 0));
+  EXPECT_TRUE(resident(60, 100, 40));
+  EXPECT_FALSE(resident(61, 100, 40));
+  EXPECT_TRUE(resident(10, 100, 95));  // small: a budget beyond what is free changes nothing
+  EXPECT_FALSE(resident(11, 100, 95));
+  EXPECT_FALSE(resident(11, 100, 1000));
+  EXPECT_TRUE(resident(1 << 30, 0, 0));  // the system does not say
+}
+
+// A prompt has to fit beside two layers.
+TEST_F(StreamedEngineTest, LayersThatPassTakeOfTheMemory) {
+  EXPECT_EQ(Load(path_, 1, std::nullopt)->MakePlan(100, {})->weights.mode, WeightMode::kResident);
+  const int64_t needed = Load(path_, 1, WeightMode::kStreamed)->MakePlan(8192, {})->plan.predicted.run_bytes;
+  EXPECT_TRUE(Load(path_, 1, WeightMode::kStreamed, needed)->MakePlan(8192, {})->pieces.empty());
+  const auto smaller = Load(path_, 1, WeightMode::kStreamed, needed - 1)->MakePlan(8192, {});
+  EXPECT_TRUE(!smaller.ok() || !smaller->pieces.empty()) << "a byte less was enough";
+}
+
+TEST_F(StreamedEngineTest, PiecesAndPrefixesReadTheLayersAgain) {
+  const auto whole = Load(path_, 2, WeightMode::kResident);
+  const int64_t budget = Load(path_, 2, WeightMode::kStreamed)->MakePlan(3000, {})->plan.predicted.run_bytes;
+  const auto streamed = Load(path_, 2, WeightMode::kStreamed, budget * 7 / 10);
+  const auto plan = streamed->MakePlan(3000, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_GT(plan->pieces.size(), 1u);
+  double seconds = 0;
+  for (const Plan& piece : plan->pieces) seconds += piece.predicted.weight_seconds;
+  EXPECT_NEAR(plan->plan.predicted.weight_seconds, seconds, 1e-9 * seconds);
+  const auto resident =
+      Load(path_, 2, WeightMode::kResident, budget * 7 / 10 - plan->plan.predicted.weight_bytes);
+  const auto prompt = RandomPrompt(3000, kVocab, random_);
+  const auto expected = PrefillKeepingKv(*resident, prompt);
+  const auto actual = PrefillKeepingKv(*streamed, prompt);
+  ASSERT_TRUE(expected.ok() && actual.ok()) << expected.status() << actual.status();
+  EXPECT_EQ(actual->pieces, expected->pieces);
+  ExpectSameBits(*actual, *expected);
+}
+
+// Runs that live at once, are paused at random and are stopped: those that go on have their bits.
+TEST_F(StreamedEngineTest, RunsBesideEachOtherChangeNoBit) {
+  const auto resident = Load(path_, 3, WeightMode::kResident);
+  const auto streamed = Load(path_, 3, WeightMode::kStreamed);
+  for (int draw = 0; draw < 5; ++draw) {
+    std::vector<std::vector<uint32_t>> prompts;
+    std::vector<std::unique_ptr<Prefill>> live;
+    for (int run = 0; run < 4; ++run) {
+      prompts.push_back(RandomPrompt(Draw(random_, 1, 600), kVocab, random_));
+      auto prefill = streamed->Start({prompts.back(), {}}, nullptr);
+      ASSERT_TRUE(prefill.ok()) << prefill.status();
+      if (Draw(random_, 0, 1) == 1) (*prefill)->Pause();
+      live.push_back(*std::move(prefill));
+    }
+    const size_t stopped = Draw<size_t>(random_, 0, live.size() - 1);
+    live[stopped]->Stop();
+    for (size_t run = 0; run < live.size(); ++run) {
+      live[run]->Resume();
+      const auto actual = live[run]->Wait();
+      if (run == stopped && !actual.ok()) {
+        EXPECT_TRUE(absl::IsCancelled(actual.status())) << actual.status();
+        continue;
+      }
+      ASSERT_TRUE(actual.ok()) << actual.status();
+      EXPECT_EQ(actual->logits, RunPrefill(*resident, {prompts[run], {}})->logits);
+    }
+  }
+  StopAfterALayer observer;
+  const auto prompt = RandomPrompt(600, kVocab, random_);
+  EXPECT_TRUE(absl::IsCancelled(observer.Run(*streamed, {prompt, {}}).status()));
+}
+
+// The run fails with the file's name, and the next one goes well once the file is whole again.
+TEST_F(StreamedEngineTest, AFileThatShrinksFailsTheRunAlone) {
+  const auto engine = Load(path_, 2, WeightMode::kStreamed);
+  const auto prompt = RandomPrompt(200, kVocab, random_);
+  const auto before = RunPrefill(*engine, {prompt, {}});
+  ASSERT_TRUE(before.ok()) << before.status();
+  const std::string file = path_ + "/model.safetensors";
+  const std::string content = ReadWholeFile(file);
+  for (const double part : {0.9, 0.5, 0.0}) {
+    std::filesystem::resize_file(file, static_cast<size_t>(part * static_cast<double>(content.size())));
+    const auto failed = RunPrefill(*engine, {prompt, {}});
+    EXPECT_TRUE(absl::IsDataLoss(failed.status())) << failed.status();
+    EXPECT_THAT(std::string(failed.status().message()), HasSubstr(file));
+  }
+  std::fstream(file, std::ios::in | std::ios::out | std::ios::binary)
+      .write(content.data(), static_cast<std::streamsize>(content.size()));
+  const auto after = RunPrefill(*engine, {prompt, {}});
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_EQ(after->logits, before->logits);
+}
+
+}  // namespace
+}  // namespace meshfill
