@@ -58,7 +58,7 @@ class BenchPiecesCommand : public Command {
           absl::StrCat("a prompt of ", tokens_,
                        " tokens does not fit the memory whole; lower --tokens, or raise memory_bytes"));
     }
-    const int64_t whole_bytes = whole_plan.plan.predicted.peak_bytes;
+    const int64_t whole_bytes = whole_plan.plan.predicted.run_bytes;
     const int64_t kept_bytes = model.layers * model.kv_bytes(tokens_);
     options.memory_budget_bytes = whole_bytes / part_;
     options.kv_memory_bytes = options.kv_host_memory_bytes = kept_bytes;
@@ -83,7 +83,7 @@ class BenchPiecesCommand : public Command {
  private:
   void Print(const PrefillResult& whole, const PrefillResult& pieces, int64_t whole_bytes, int64_t kept_bytes,
              double whole_seconds, double pieces_seconds) const {
-    const int64_t piece_bytes = pieces.plan.predicted.peak_bytes;
+    const int64_t piece_bytes = pieces.plan.predicted.run_bytes;
     const double worst = WorstDifference(whole.logits, pieces.logits);
     if (json_) {
       absl::PrintF("%s\n", nlohmann::ordered_json({{"tokens", tokens_},
