@@ -52,7 +52,9 @@ Leader::Leader(const Options& options, PoolPlanner planner)
                 .model = options.model,
                 .first_epoch = options.first_epoch,
                 .silence_timeout = options.silence_timeout,
-                .join_timeout = options.join_timeout},
+                .join_timeout = options.join_timeout,
+                .least_kept_out = options.least_kept_out,
+                .most_kept_out = options.most_kept_out},
                actions_),
       kv_(options.kv, options.kv_cache, actions_),
       survey_(options.links) {}

@@ -72,7 +72,10 @@ class Leader {
     absl::Duration hang_timeout = absl::Seconds(2);
     absl::Duration prepare_timeout = absl::Seconds(5);  // and a second for each million tokens
     absl::Duration stop_timeout = absl::Seconds(2);
-    absl::Duration join_timeout = absl::Seconds(5);    // from a connection to its Join
+    absl::Duration join_timeout = absl::Seconds(5);  // from a connection to its Join
+    // How long a worker that did not prepare is kept out: twice as long each time.
+    absl::Duration least_kept_out = absl::Seconds(10);
+    absl::Duration most_kept_out = absl::Minutes(5);
     absl::Duration empty_timeout = absl::Seconds(10);  // how long a request waits for a worker to come
   };
 

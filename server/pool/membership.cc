@@ -19,11 +19,10 @@ constexpr size_t kMaxNameCharacters = 128;
 constexpr size_t kMaxTextBytes = 256;  // of each other text of an offer
 constexpr size_t kMaxRememberedRefusals = 256;
 constexpr size_t kMaxKeptOut = 256;
-constexpr absl::Duration kLeastKeptOut = absl::Seconds(10);
-constexpr absl::Duration kMostKeptOut = absl::Minutes(5);  // and the time after which it begins anew
 // What no machine has, so that plans over it would be of infinite or negative seconds and bytes.
 constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 60;
 constexpr double kLeastRate = 1;  // FLOP/s, bytes/s
+constexpr double kMostPeakFlops = 1e24;
 constexpr double kMostSeconds = 1e6;
 constexpr int64_t kMostWeightBytes = int64_t{1} << 50;
 
@@ -161,6 +160,10 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say what its weights take (",
                                                    good.message(), "); run the same version on both"));
   }
+  if (!(offer.peak_flops() >= 0 && offer.peak_flops() <= kMostPeakFlops)) {
+    return absl::InvalidArgumentError(absl::StrCat("the worker offers ", offer.peak_flops(),
+                                                   " FLOP/s, as no machine has; set pool.worker.peak_flops"));
+  }
   if (heard_epoch > epoch_) {
     return absl::FailedPreconditionError(absl::StrCat(
         "the worker has heard of epoch ", heard_epoch, ", this leader is in epoch ", epoch_,
@@ -222,10 +225,11 @@ void Membership::ReleaseDrained(const std::function<bool(Connection)>& is_busy) 
 }
 
 void Membership::KeepOut(Connection connection, absl::Time now) {
-  std::erase_if(kept_out_, [&](const auto& entry) { return now >= entry.second.until + kMostKeptOut; });
+  std::erase_if(kept_out_,
+                [&](const auto& entry) { return now >= entry.second.until + options_.most_kept_out; });
   if (kept_out_.size() >= kMaxKeptOut) kept_out_.clear();
   auto& [until, length] = kept_out_[workers_.at(connection).offer.name()];
-  length = std::clamp(2 * length, kLeastKeptOut, kMostKeptOut);
+  length = std::clamp(2 * length, options_.least_kept_out, options_.most_kept_out);
   until = now + length;
 }
 

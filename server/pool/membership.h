@@ -50,6 +50,8 @@ class Membership {
     uint64_t first_epoch = 1;
     absl::Duration silence_timeout;
     absl::Duration join_timeout;  // from a connection to its Join
+    absl::Duration least_kept_out;
+    absl::Duration most_kept_out;  // and the time after which it begins anew
   };
   struct Worker {
     Connection connection = 0;

@@ -212,10 +212,15 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
                   "gemm_flops_per_second is 1e-300"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_speed()->set_start_seconds(1e300); }),
                   "start_seconds is 1e+300"));
+  for (const double flops :
+       {-1.0, 1e300, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.set_peak_flops(flops); }), "as no machine has"))
+        << flops;
+  }
   EXPECT_TRUE(sent_[20].back().refused().retry()) << "the other one may be about to go";
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
-  EXPECT_EQ(leader_.counters().refusals, 20u);
+  EXPECT_EQ(leader_.counters().refusals, 24u);
 }
 
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {

@@ -30,7 +30,9 @@ constexpr int64_t kStripe = 2;
 constexpr int kBlockTokens = 2;
 constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
 constexpr int kMostLeaseMs = 2000;
-constexpr absl::Duration kSettle = absl::Seconds(9);  // from the last fault to a pool that is whole again
+constexpr absl::Duration kKeptOut = absl::Seconds(1);  // whoever did not prepare, at most
+constexpr absl::Duration kSettle =
+    absl::Seconds(9) + kKeptOut;  // from the last fault to a pool that is whole again
 
 // The network: what a flow moves, and what the flows out of a host do together.
 constexpr Link kOnHost = {.latency_seconds = 5e-5, .bytes_per_second = 2e9};
@@ -171,6 +173,8 @@ void PoolSimulation::StartLeader() {
   options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
   options.links.links.between_nodes = leader_measures_links_ ? kAssumed : kBetweenHosts;
   options.links.measure.fill(leader_measures_links_);
+  options.least_kept_out = kKeptOut / 4;
+  options.most_kept_out = kKeptOut;
   if (Chance(0.2)) options.kv_cache = false;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
   run_sent_ = 0;
