@@ -12,6 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "engine/platforms.h"
@@ -84,8 +85,10 @@ class Checker {
   void Require(bool good, const std::string& path, const std::string& problem) {
     if (good || !status_.ok()) return;
     const auto origin = origins_.find(path);
-    status_ = absl::InvalidArgumentError(
-        absl::StrCat(origin == origins_.end() ? "config" : origin->second, ": ", path, ": ", problem));
+    // In one line, though a value that it repeats may have several.
+    status_ = absl::InvalidArgumentError(absl::StrReplaceAll(
+        absl::StrCat(origin == origins_.end() ? "config" : origin->second, ": ", path, ": ", problem),
+        {{"\n", " "}, {"\r", " "}}));
   }
   void RequireRange(uint64_t value, uint64_t least, uint64_t most, const std::string& path) {
     Require(least <= value && value <= most, path,

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
@@ -21,6 +23,8 @@
 #include "kernels/return_if_error.h"
 #include "server/config/closest_name.h"
 #include "server/config/config_units.h"
+#include "yaml-cpp/anchor.h"
+#include "yaml-cpp/eventhandler.h"
 #include "yaml-cpp/yaml.h"
 
 namespace meshfill {
@@ -31,8 +35,10 @@ using google::protobuf::EnumDescriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
+// In one line, though keys and values that it repeats may have several.
 absl::Status KeyError(const std::string& origin, const std::string& path, absl::string_view problem) {
-  return absl::InvalidArgumentError(absl::StrCat(origin, ": ", path.empty() ? "" : path + ": ", problem));
+  return absl::InvalidArgumentError(absl::StrReplaceAll(
+      absl::StrCat(origin, ": ", path.empty() ? "" : path + ": ", problem), {{"\n", " "}, {"\r", " "}}));
 }
 
 bool IsDuration(const FieldDescriptor& field) {
@@ -171,18 +177,46 @@ class YamlReader {
   KeyOrigins* origins_;
 };
 
+// Hears where documents begin, of the first two. yaml-cpp's own LoadAll takes a stray comma for documents
+// without end, until there is no memory.
+class DocumentStarts final : public YAML::EventHandler {
+ public:
+  explicit DocumentStarts(const std::string& text) {
+    std::istringstream stream(text);
+    YAML::Parser parser(stream);
+    while (lines_.size() < 2 && parser.HandleNextDocument(*this)) {
+    }
+  }
+  const std::vector<int>& lines() const { return lines_; }  // from 0
+
+  void OnDocumentStart(const YAML::Mark& mark) override { lines_.push_back(mark.line); }
+  void OnDocumentEnd() override {}
+  void OnNull(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnAlias(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnScalar(const YAML::Mark&, const std::string&, YAML::anchor_t, const std::string&) override {}
+  void OnSequenceStart(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                       YAML::EmitterStyle::value) override {}
+  void OnSequenceEnd() override {}
+  void OnMapStart(const YAML::Mark&, const std::string&, YAML::anchor_t, YAML::EmitterStyle::value) override {
+  }
+  void OnMapEnd() override {}
+
+ private:
+  std::vector<int> lines_;
+};
+
 }  // namespace
 
 absl::Status ReadYaml(const std::string& file_name, const std::string& text, Message* message,
                       KeyOrigins* origins) {
   try {
-    const std::vector<YAML::Node> documents = YAML::LoadAll(text);
-    if (documents.size() > 1) {
-      return KeyError(absl::StrCat(file_name, ":", documents[1].Mark().line + 1), "",
-                      "a second YAML document; keep one");
+    const DocumentStarts starts(text);
+    if (starts.lines().size() > 1) {
+      return KeyError(absl::StrCat(file_name, ":", starts.lines()[1] + 1), "",
+                      "a second YAML document, or a character that begins none; keep one");
     }
-    if (documents.empty()) return absl::OkStatus();
-    return YamlReader(file_name, origins).ReadSection(documents[0], "", message);
+    if (starts.lines().empty()) return absl::OkStatus();
+    return YamlReader(file_name, origins).ReadSection(YAML::Load(text), "", message);
   } catch (const YAML::Exception& error) {
     return KeyError(absl::StrCat(file_name, ":", error.mark.line + 1), "",
                     absl::StrCat("not YAML: ", error.msg));

@@ -1,6 +1,7 @@
 #include "server/pool/worker_machine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,6 +9,13 @@
 #include "server/pool/run_plan.h"
 
 namespace meshfill {
+namespace {
+
+// More than any machine has. Sums of a few do not overflow.
+constexpr uint64_t kMostBytes = uint64_t{1} << 60;
+constexpr uint64_t kMostTokens = uint64_t{1} << 32;
+
+}  // namespace
 
 void WorkerMachine::Start(absl::Time now) { connect_at_ = now; }
 
@@ -210,27 +218,22 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
   uint64_t prefix_tokens = 0;
   for (const v1::RunTokens& of_run : message.prefix()) {
     prefix.push_back({.run = of_run.run(), .tokens = static_cast<int64_t>(of_run.tokens())});
-    prefix_tokens += of_run.tokens();
+    prefix_tokens += std::min(of_run.tokens(), kMostTokens);
   }
   if (status.ok() && prefix_tokens != static_cast<uint64_t>(plan->cached_tokens)) {
     status =
         absl::InternalError(absl::StrCat("the leader names ", prefix_tokens, " tokens of earlier runs for ",
                                          plan->cached_tokens, " cached ones"));
   }
-  const uint64_t offered = options_.offer.memory_bytes();
+  const uint64_t offered = options_.offer.memory_bytes() != 0 ? options_.offer.memory_bytes() : kMostBytes;
   const uint64_t reserved = static_cast<uint64_t>(reserved_bytes());
-  if (status.ok() && offered != 0 && (reserved > offered || message.reserve_bytes() > offered - reserved)) {
+  if (status.ok() && (reserved > offered || message.reserve_bytes() > offered - reserved)) {
     status = absl::FailedPreconditionError(
         absl::StrCat("the run needs ", message.reserve_bytes(), " bytes, this worker has ", offered,
                      reserved > 0 ? absl::StrCat(", ", reserved, " of them in use by other runs") : "",
                      "; shorten the prompt or add ranks"));
   }
-  if (!status.ok()) {
-    v1::WorkerMessage& reply = AddMessage(epoch);
-    reply.mutable_prepared()->set_run(message.run());
-    *reply.mutable_prepared()->mutable_outcome() = ToOutcome(status);
-    return;
-  }
+  if (!status.ok()) return RefuseRun(message.run(), epoch, status);
   ActiveRun run{.part = {.number = message.run(),
                          .epoch = epoch,
                          .plan = *std::move(plan),
@@ -248,6 +251,13 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
   MaybePrepare(runs_.emplace(message.run(), std::move(run)).first->second);  // all chunks may be empty
 }
 
+void WorkerMachine::RefuseRun(uint64_t number, uint64_t epoch, const absl::Status& why) {
+  v1::Prepared& prepared = *AddMessage(epoch).mutable_prepared();
+  prepared.set_run(number);
+  *prepared.mutable_outcome() = ToOutcome(why);
+  runs_.erase(number);
+}
+
 void WorkerMachine::OnShard(const v1::Shard& message) {
   ActiveRun* run = Find(message.run(), Phase::kReceiving);
   if (run == nullptr) return;
@@ -255,6 +265,13 @@ void WorkerMachine::OnShard(const v1::Shard& message) {
   if (index < 0 || index >= static_cast<int64_t>(run->part.shards.size())) return;
   std::vector<uint32_t>& shard = run->part.shards[index];
   if (message.begin() != shard.size()) return;  // it came before
+  const int64_t tokens =
+      run->part.plan.layout.ChunkTokens(run->part.plan.RankAt(static_cast<int>(message.rank())));
+  if (message.ids_size() > tokens - std::ssize(shard)) {
+    return RefuseRun(message.run(), run->part.epoch,
+                     absl::InternalError(absl::StrCat("the leader sent more than the ", tokens,
+                                                      " tokens of rank ", message.rank())));
+  }
   shard.insert(shard.end(), message.ids().begin(), message.ids().end());
   MaybePrepare(*run);
 }

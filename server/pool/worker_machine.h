@@ -153,7 +153,8 @@ class WorkerMachine {
   void OnRefused(const v1::Refused& refused, absl::Time now);
   void OnPrepare(const v1::Prepare& message, uint64_t epoch);
   void OnShard(const v1::Shard& message);
-  void MaybePrepare(ActiveRun& run);  // once its shards are complete
+  void RefuseRun(uint64_t number, uint64_t epoch, const absl::Status& why);  // the leader ends it
+  void MaybePrepare(ActiveRun& run);                                         // once its shards are complete
   void OnRun(const v1::Run& message);
   void OnFinish(uint64_t number);
   void OnStop(uint64_t number, uint64_t epoch, const std::string& reason);

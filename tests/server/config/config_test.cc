@@ -302,6 +302,10 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
 
 TEST_F(ConfigTest, TextThatIsNotYamlIsRefusedWithItsLine) {
   EXPECT_EQ(Refusal("listen: a\npool: {embedded: \n").rfind("FILE:3: not YAML: ", 0), 0u);
+  EXPECT_EQ(Refusal("\"a\\nb\": 1").find('\n'), std::string::npos) << "a refusal is one line";
+  for (const char* comma : {",", "\n,--\n", "listen: 127.0.0.1:1\n,", "listen: 127.0.0.1:1\n---\n,"}) {
+    EXPECT_NE(Refusal(comma), "") << "yaml-cpp finds documents without end in it: " << comma;
+  }
   EXPECT_NE(Refusal("listen: 127.0.0.1:1\n---\nlisten: 127.0.0.1:2\n").find("second YAML document"),
             std::string::npos);
 }

@@ -286,6 +286,40 @@ TEST_F(WorkerMachineTest, RefusesAPartThatIsNotOfItsPlan) {
   EXPECT_TRUE(absl::IsInternal(FromOutcome(sent_[0].prepared().outcome())));
 }
 
+TEST_F(WorkerMachineTest, RefusesMoreTokensThanARankHas) {
+  Join();
+  HearPrepare(1);
+  HearShard(1, kFirstRank);
+  sent_.clear();
+  const int64_t tokens = plan_.layout.ChunkTokens(plan_.RankAt(kFirstRank + 1));
+  Hear([&](v1::LeaderMessage& message) {
+    v1::Shard& shard = *message.mutable_shard();
+    shard.set_run(1);
+    shard.set_rank(kFirstRank + 1);
+    for (int64_t i = 0; i <= tokens; ++i) shard.add_ids(1);
+  });
+  ASSERT_EQ(sent_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(FromOutcome(sent_[0].prepared().outcome())));
+  EXPECT_EQ(machine_.reserved_bytes(), 0);
+  HearShard(1, kFirstRank + 1);
+  EXPECT_TRUE(prepared_.empty()) << "that run is over";
+}
+
+TEST_F(WorkerMachineTest, RefusesAPrefixWhoseTokensWrapAround) {
+  Join();
+  Hear([&](v1::LeaderMessage& message) {
+    v1::Prepare& prepare = *message.mutable_prepare();
+    prepare.set_run(1);
+    *prepare.mutable_plan() = ToRunPlan(plan_);
+    prepare.mutable_plan()->set_cached_tokens(64);
+    prepare.set_ranks(1);
+    prepare.add_prefix()->set_tokens(UINT64_MAX - 63);
+    prepare.add_prefix()->set_tokens(128);
+  });
+  ASSERT_EQ(sent_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(FromOutcome(sent_[0].prepared().outcome())));
+}
+
 TEST_F(WorkerMachineTest, KeepsRunsApart) {
   Join();
   BeginRun(5);
