@@ -148,6 +148,7 @@ class FrontEnd::Service final : public ServiceBase {
     StartDrain();
     if (queue_ != nullptr)
       queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
+    live_.StopUploads();
     port_.Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
     live_.WaitUntilNone(absl::InfiniteFuture());
     if (kv_ != nullptr) kv_->WaitUntilNoStream();

@@ -102,12 +102,19 @@ void LiveStreams::Remove(Stream* stream) {
   changed_.NotifyAll();
 }
 
+std::vector<std::shared_ptr<LiveStreams::Stream>> LiveStreams::Streams() {
+  std::vector<std::shared_ptr<Stream>> streams;
+  const MutexLock lock(mu_);
+  for (const auto& [key, entry] : streams_) streams.push_back(entry.stream);
+  return streams;
+}
+
+void LiveStreams::StopUploads() {
+  for (const auto& stream : Streams()) stream->OnUploadStopped();
+}
+
 bool LiveStreams::CancelRequest(const std::string& request_id, const std::string& tenant) {
-  std::vector<std::shared_ptr<Stream>> streams;  // called, and dropped, without the lock
-  {
-    const MutexLock lock(mu_);
-    for (const auto& [key, entry] : streams_) streams.push_back(entry.stream);
-  }
+  const std::vector<std::shared_ptr<Stream>> streams = Streams();
   return std::any_of(streams.begin(), streams.end(),
                      [&](const auto& stream) { return stream->CancelRequest(request_id, tenant); });
 }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/time/time.h"
@@ -26,6 +27,8 @@ class LiveStreams {
     // No message came for the upload timeout, or the upload is behind the slowest pace. May be called once
     // more after UploadDone or a late message.
     virtual void OnUploadOverdue() = 0;
+    // The server stops, and waits for no upload.
+    virtual void OnUploadStopped() = 0;
     // Its result was not read in time, or others need the memory.
     virtual void OnResultUnread() = 0;
     // Ends the stream if it is live and of this request and tenant. Whether it was.
@@ -53,6 +56,9 @@ class LiveStreams {
   // From now on answers are to be read within a few seconds.
   void StartDrain();
 
+  // Ends what is still uploading.
+  void StopUploads();
+
   // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant.
   bool CancelRequest(const std::string& request_id, const std::string& tenant);
 
@@ -69,6 +75,7 @@ class LiveStreams {
   };
 
   void Watch();
+  std::vector<std::shared_ptr<Stream>> Streams();  // to call without the lock
   absl::Time EarliestDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Lets the results that have waited longest be dropped, until the others fit the bound.
   void BoundUnread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

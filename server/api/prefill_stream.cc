@@ -305,6 +305,12 @@ void PrefillStream::OnUploadOverdue() {
                           " tokens/s (limits.upload_tokens_per_second)", progress)));
 }
 
+void PrefillStream::OnUploadStopped() {
+  const MutexLock lock(mu_);
+  if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;
+  End(absl::UnavailableError("the server is shutting down; try another one"));
+}
+
 void PrefillStream::OnResultUnread() {
   const MutexLock lock(mu_);
   if (done_) return;
