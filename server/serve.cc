@@ -17,6 +17,7 @@
 #include "server/config/config.h"
 #include "server/config/config_units.h"
 #include "server/observe/http_pages.h"
+#include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/observe/metrics.h"
 #include "server/observe/status_page.h"
@@ -54,10 +55,12 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
 
 // /metrics, and the status page beside it.
 absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, const Metrics& metrics,
-                                                          const FrontEnd& front_end) {
+                                                          const FrontEnd& front_end,
+                                                          const Liveness& liveness) {
   std::vector<HttpPage> pages =
       StatusPages([&front_end] { return front_end.pool_status(); }, front_end.last_prefill());
   pages.push_back(MetricsPage([&metrics] { return metrics.Text(); }));
+  pages.push_back(liveness.Page());
   return HttpPages::Listen(address, std::move(pages));
 }
 
@@ -66,12 +69,14 @@ void LogAddresses(const FrontEnd& front_end, const HttpPages* pages) {
   if (pages != nullptr) Log(absl::StrCat("metrics listening on ", pages->address()));
 }
 
-absl::Status Drain(const v1::Config& config, FrontEnd& front_end, ShutdownSignals& signals) {
+absl::Status Drain(const v1::Config& config, FrontEnd& front_end, Liveness& liveness,
+                   ShutdownSignals& signals) {
   const absl::Duration timeout = ToDuration(config.limits().drain_timeout());
   const absl::Time deadline = MonotonicNow() + timeout;
   front_end.StartDrain();
   Log("draining: new requests are refused, accepted ones finish; a second signal stops at once");
   while (!front_end.WaitUntilIdle(MonotonicNow() + kPoll)) {
+    liveness.Beat(front_end.standstill());
     if (signals.Wait(absl::ZeroDuration())) return absl::CancelledError("stopped by a second signal");
     if (MonotonicNow() >= deadline) {
       return absl::DeadlineExceededError(
@@ -93,9 +98,10 @@ absl::Status Serve(const v1::Config& config) {
   if (!front_end.ok()) {
     return absl::Status(front_end.status().code(), absl::StrCat("listen: ", front_end.status().message()));
   }
+  Liveness liveness;
   std::unique_ptr<HttpPages> pages;
   if (!config.metrics_listen().empty()) {
-    auto listening = ListenForPages(config.metrics_listen(), metrics, **front_end);
+    auto listening = ListenForPages(config.metrics_listen(), metrics, **front_end, liveness);
     if (!listening.ok()) {
       return absl::Status(listening.status().code(),
                           absl::StrCat("metrics_listen: ", listening.status().message()));
@@ -120,8 +126,11 @@ absl::Status Serve(const v1::Config& config) {
     (*front_end)->Open(std::move(pool), &leases);
   }
 
-  while (!signals.Wait(kPoll)) (*front_end)->Refresh();
-  absl::Status drained = Drain(config, **front_end, signals);
+  while (!signals.Wait(kPoll)) {
+    (*front_end)->Refresh();
+    liveness.Beat((*front_end)->standstill());
+  }
+  absl::Status drained = Drain(config, **front_end, liveness, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();
   if (drained.ok()) {

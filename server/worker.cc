@@ -2,10 +2,13 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
 #include "server/observe/http_pages.h"
+#include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/observe/worker_metrics.h"
 #include "server/pool/worker_process.h"
@@ -17,9 +20,12 @@ namespace {
 
 // Null where the address is empty.
 absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address,
-                                                          const WorkerMetrics& metrics) {
+                                                          const WorkerMetrics& metrics,
+                                                          const Liveness& liveness) {
   if (address.empty()) return nullptr;
-  auto pages = HttpPages::Listen(address, metrics.Pages());
+  std::vector<HttpPage> served = metrics.Pages();
+  served.push_back(liveness.Page());
+  auto pages = HttpPages::Listen(address, std::move(served));
   if (!pages.ok()) {
     return absl::Status(pages.status().code(),
                         absl::StrCat("pool.worker.metrics_listen: ", pages.status().message()));
@@ -35,11 +41,14 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   const LogFlush flush;
   ShutdownSignals signals([] { Log(kNothingToReload); });
   WorkerMetrics metrics;
-  ASSIGN_OR_RETURN(const auto pages, ListenForPages(config.pool().worker().metrics_listen(), metrics));
+  Liveness liveness;
+  ASSIGN_OR_RETURN(const auto pages,
+                   ListenForPages(config.pool().worker().metrics_listen(), metrics, liveness));
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
   bool draining = false;
   while (true) {
     metrics.Set(worker->load());
+    liveness.Beat(worker->standstill());
     if (const std::optional<absl::Status> exit = worker->Tick()) {
       Log("stopped");
       return *exit;

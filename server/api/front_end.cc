@@ -11,6 +11,7 @@
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/access.h"
@@ -137,6 +138,10 @@ class FrontEnd::Service final : public ServiceBase {
     live_.StartDrain();
     if (members().empty()) metrics_.SetPool(PoolState::kDraining, ranks());
     state_.store(PoolState::kDraining, std::memory_order_release);
+  }
+
+  std::string standstill() {
+    return embedded_ranks_ > 0 && queue_ != nullptr ? queue_->standstill(MonotonicNow()) : "";
   }
 
   bool WaitUntilIdle(absl::Time deadline) {
@@ -394,6 +399,7 @@ void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
 }
 void FrontEnd::Refresh() { service_->Refresh(); }
 void FrontEnd::StartDrain() { service_->StartDrain(); }
+std::string FrontEnd::standstill() { return service_->standstill(); }
 bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }
 void FrontEnd::Stop() { service_->Stop(); }
 

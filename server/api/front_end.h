@@ -41,6 +41,10 @@ class FrontEnd {
   void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv = nullptr);
   void Refresh();  // of a pool whose ranks come and go: health says NOT_SERVING while there are none
 
+  // What stands still for too long, as Liveness::Beat wants it; of an embedded pool alone: the leader of
+  // workers looks after their compute loops itself.
+  std::string standstill();
+
   void StartDrain();
   // False where requests or leases are still live at the deadline.
   bool WaitUntilIdle(absl::Time deadline);

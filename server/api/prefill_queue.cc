@@ -174,6 +174,24 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   return turn;
 }
 
+std::string PrefillQueue::standstill(absl::Time now) {
+  const MutexLock lock(mu_);
+  // One that has the turn may wait until another has got to where it can give way.
+  double layer_seconds = 0;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->begun) {
+      layer_seconds = std::max(layer_seconds, job->request.predicted_seconds / engine_.model().layers);
+    }
+  }
+  std::vector<StandstillWatch::At> all;
+  if (const auto job = jobs_.find(computing_); job != jobs_.end() && job->second->begun) {
+    all.push_back({.run = computing_,
+                   .moves = static_cast<uint64_t>(job->second->layers_done),
+                   .predicted_seconds = layer_seconds});
+  }
+  return watch_.Look(all, now);
+}
+
 void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds) {
   const MutexLock lock(mu_);
   if (!jobs_.contains(ticket)) return;  // StopAll drops uploads

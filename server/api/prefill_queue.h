@@ -30,6 +30,7 @@
 #include "kernels/mutex.h"
 #include "server/api/run_order.h"
 #include "server/observe/last_prefill.h"
+#include "server/observe/liveness.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -123,6 +124,8 @@ class PrefillQueue {
   void Drain();                              // from now on Reserve refuses; what has a slot goes on
   void StopAll(const absl::Status& reason);  // and ends everything with `reason`: waiters hear it
   Snapshot snapshot() const;
+  // What has the turn and stands still for too long (liveness.h); empty: nothing. A few times in a second.
+  std::string standstill(absl::Time now);
 
  private:
   struct Job {
@@ -177,6 +180,7 @@ class PrefillQueue {
   RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // of the same tickets
   uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;                         // whose turn it is; 0: nobody's
   std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);                  // chosen, for the next free thread
+  StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -114,7 +114,7 @@ std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last) {
 std::vector<HttpPage> StatusPages(const std::function<v1::PoolStatus()>& pool_status,
                                   const LastPrefill& last_prefill) {
   return {{"/", "text/html; charset=utf-8", [] { return std::string(kStatusPageHtml); }},
-          {"/healthz", "text/plain",
+          {"/readyz", "text/plain",
            [pool_status] { return Serves(pool_status()) ? "serves\n" : "does not serve\n"; },
            [pool_status] { return Serves(pool_status()); }},
           {"/status.json", "application/json",

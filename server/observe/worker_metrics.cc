@@ -59,7 +59,7 @@ std::string WorkerMetrics::Text() const {
 std::vector<HttpPage> WorkerMetrics::Pages() const {
   return {
       MetricsPage([this] { return Text(); }),
-      {"/healthz", "text/plain", [this] { return member_ ? "belongs to a pool\n" : "belongs to no pool\n"; },
+      {"/readyz", "text/plain", [this] { return member_ ? "belongs to a pool\n" : "belongs to no pool\n"; },
        [this] { return member_.load(); }}};
 }
 

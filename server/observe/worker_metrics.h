@@ -33,7 +33,7 @@ class WorkerMetrics {
   void Set(const WorkerLoad& load);
   std::string Text() const;  // what /metrics answers
 
-  // /metrics, and /healthz: 200 while the worker belongs to a pool, else 503. The metrics outlive the pages.
+  // /metrics, and /readyz: 200 while the worker belongs to a pool, else 503. The metrics outlive the pages.
   std::vector<HttpPage> Pages() const;
 
  private:

@@ -68,6 +68,8 @@ class RankHost {
   // What this host offers: ranks, devices, memory, speed, model.
   void Describe(v1::Join& offer) const;
 
+  int layers() const { return pool_.models.front()->shape().layers; }
+
   void Prepare(WorkerMachine::RunPart part);
   void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
   void Stop(uint64_t run, const std::string& reason);

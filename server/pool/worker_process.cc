@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "server/config/config.h"
 #include "server/config/config_units.h"
 #include "server/observe/build_name.h"
+#include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/pool/control_client.h"
 #include "server/pool/holder_service.h"
@@ -122,6 +124,26 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     return exit_;
   }
 
+  // A rank has to move while it is inside an operation, and from when its run was told to stop. While it
+  // waits for a peer, it has a deadline of its own.
+  std::string standstill() {
+    std::vector<StandstillWatch::At> all;
+    const WorkerMachine::ProgressOfRuns progress = host_->progress();
+    const MutexLock lock(mu_);
+    for (const auto& [number, ranks] : progress) {
+      const auto run = watched_.find(number);
+      if (run == watched_.end()) continue;
+      for (const WorkerMachine::RankProgress& rank : ranks) {
+        all.push_back({.run = number,
+                       .rank = rank.rank,
+                       .moves = rank.operations,
+                       .has_to_move = rank.computing || run->second.stopping,
+                       .predicted_seconds = run->second.layer_seconds});
+      }
+    }
+    return watch_.Look(all, MonotonicNow());
+  }
+
   KvStore::Counts kv() const { return host_->kv().counts(); }
   WorkerLoad load() const {
     const KvStore::Counts kept = kv();
@@ -138,6 +160,11 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
 
  private:
+  struct WatchedRun {
+    double layer_seconds = 0;  // predicted
+    bool stopping = false;
+  };
+
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
     Handle([&](WorkerMachine& machine) { machine.OnMessage(connection, message, MonotonicNow()); });
   }
@@ -154,7 +181,10 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     });
   }
   void OnRunStopped(uint64_t run) override {
-    Handle([&](WorkerMachine& machine) { machine.OnRunStopped(run, MonotonicNow()); });
+    Handle([&](WorkerMachine& machine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      watched_.erase(run);
+      machine.OnRunStopped(run, MonotonicNow());
+    });
   }
 
   // The machine hears of an event, and what it wants is done.
@@ -175,12 +205,21 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void Do(WorkerMachine::Connect& connect) { client_->Connect(connect.connection); }
   void Do(WorkerMachine::Disconnect& disconnect) { client_->Disconnect(disconnect.connection); }
   void Do(WorkerMachine::Send& send) { client_->Send(std::move(send.message)); }
-  void Do(WorkerMachine::PrepareRun& prepare) { host_->Prepare(std::move(prepare.part)); }
+  void Do(WorkerMachine::PrepareRun& prepare) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    watched_[prepare.part.number] = {.layer_seconds = prepare.part.plan.predicted.seconds / host_->layers()};
+    host_->Prepare(std::move(prepare.part));
+  }
   void Do(WorkerMachine::StartRun& start) {
     host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
   }
-  void Do(WorkerMachine::StopRun& stop) { host_->Stop(stop.run, stop.reason); }
-  void Do(WorkerMachine::ReleaseRun& release) { host_->Release(release.run); }
+  void Do(WorkerMachine::StopRun& stop) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    watched_[stop.run].stopping = true;
+    host_->Stop(stop.run, stop.reason);
+  }
+  void Do(WorkerMachine::ReleaseRun& release) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    watched_.erase(release.run);
+    host_->Release(release.run);
+  }
   void Do(WorkerMachine::KvLasts& kv) { host_->kv().Lasts(kv.lease, kv.lasts); }
   void Do(WorkerMachine::KvEnds& kv) { host_->EndKv(kv.lease); }
   void Do(WorkerMachine::KvRunEnds& kv) { host_->EndKvRun(kv.run); }
@@ -196,6 +235,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
   bool member_ ABSL_GUARDED_BY(mu_) = false;  // as health says
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
+  std::map<uint64_t, WatchedRun> watched_ ABSL_GUARDED_BY(mu_);  // that the host has, by number
+  StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
 };
 
 WorkerProcess::WorkerProcess(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -209,6 +250,7 @@ absl::StatusOr<std::unique_ptr<WorkerProcess>> WorkerProcess::Start(const v1::Co
 }
 
 std::optional<absl::Status> WorkerProcess::Tick() { return impl_->Tick(); }
+std::string WorkerProcess::standstill() { return impl_->standstill(); }
 void WorkerProcess::Drain() { impl_->Drain(); }
 KvStore::Counts WorkerProcess::kv() const { return impl_->kv(); }
 WorkerLoad WorkerProcess::load() const { return impl_->load(); }

@@ -135,12 +135,12 @@ class Pods:
 
     def ready(self, name):
         """What the kubelet would find with the worker's readiness probe."""
-        probe = self.manifests.pods["worker"]["readinessProbe"]["grpc"]
-        ask = ("import grpc, sys; service = sys.argv[2].encode(); "
-               "check = grpc.insecure_channel(sys.argv[1]).unary_unary('/grpc.health.v1.Health/Check'); "
-               "sys.exit(check(b'\\n' + bytes([len(service)]) + service, timeout=5) != b'\\x08\\x01')")
-        address = f"{SUBNET}.{self.namespaces[name].rsplit('-', 1)[1]}:{probe['port']}"
-        command = ["ip", "netns", "exec", self.namespaces[name], sys.executable, "-c", ask, address, probe["service"]]
+        pod = self.manifests.pods["worker"]
+        probe = pod["readinessProbe"]["httpGet"]
+        ports = {port["name"]: port["containerPort"] for port in pod["ports"]}
+        ask = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)"
+        address = f"{SUBNET}.{self.namespaces[name].rsplit('-', 1)[1]}:{ports[probe['port']]}"
+        command = ["ip", "netns", "exec", self.namespaces[name], sys.executable, "-c", ask, f"http://{address}{probe['path']}"]
         return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
     def start_prefill(self, *options):

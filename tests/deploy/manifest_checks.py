@@ -13,10 +13,8 @@ from manifests import (DEPLOY, ROOT, containers_of, name_of, named, of_kind, pod
 VERSIONS = ("1.27", "1.31", "1.37")
 NEWEST = VERSIONS[-1:]
 CRDS = os.environ.get("MESHFILL_CRDS")
-READINESS_SERVICE = "meshfill.v1.PrefillService"
-WORKER_SERVICE = "meshfill.v1.Worker"
 VOLUME_KINDS = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret"}
-PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+PROBES = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}  # and what they ask
 PATIENCE_SECONDS = 5  # of one probe: health answers in 2 ms, and late where the CPU limit holds the process back
 OUTAGE_SECONDS = 60  # a container that answers no probe for less is not restarted
 APPLIED_BYTES = 262144  # kubectl apply keeps an object in an annotation of its own, which is bounded
@@ -137,18 +135,21 @@ def check_wiring(documents):
             yield f"{name}: its --config is no key of a ConfigMap that it mounts"
             continue
         config = yaml.safe_load(text)
-        listens = {config.get("listen"), config.get("metrics_listen"), config.get("pool", {}).get("control_listen"),
+        metrics = config.get("metrics_listen") or config.get("pool", {}).get("worker", {}).get("metrics_listen")
+        listens = {config.get("listen"), metrics, config.get("pool", {}).get("control_listen"),
                    config.get("kv", {}).get("listen")} - {None}
         if {int(each.rsplit(":", 1)[1]) for each in listens} != {port["containerPort"] for port in container.get("ports", [])}:
             yield f"{name}: its ports are not those of its configuration"
+        numbers = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+        for probe, wanted in PROBES.items():
+            if probe == "startupProbe" and not runs(container, "serve"):
+                continue  # a worker that loads lives
+            found = container.get(probe, {}).get("httpGet", {})
+            if found.get("path") != wanted or not str(metrics).endswith(f":{numbers.get(found.get('port'))}"):
+                yield f"{name}: {probe} does not ask {wanted} where metrics are served"
         if runs(container, "serve"):
             if pod["spec"]["terminationGracePeriodSeconds"] <= seconds(config.get("limits", {}).get("drain_timeout", "1h")):
                 yield f"{name}: is killed before limits.drain_timeout"
-            for probe in PROBES:
-                wanted = READINESS_SERVICE if probe == "readinessProbe" else ""
-                found = container.get(probe, {}).get("grpc", {})
-                if found.get("service", "") != wanted or f":{found.get('port')}" not in config["listen"]:
-                    yield f"{name}: {probe} does not ask the API's health for \"{wanted}\""
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         tls = config.get("pool", {}).get("tls", {})
         for file in [config["model"]["path"], *(tls.get(key) for key in ("cert", "key", "ca"))]:
@@ -156,15 +157,11 @@ def check_wiring(documents):
                 yield f"{name}: {file} is on no volume"
         if "--join" in container["args"]:
             host, port = container["args"][container["args"].index("--join") + 1].rsplit(":", 1)
-            probe = container.get("readinessProbe", {}).get("grpc", {})
-            if probe.get("service") != WORKER_SERVICE or f":{probe.get('port')}" not in config.get("kv", {}).get("listen", ""):
-                yield f"{name}: its readiness is not its membership of the pool, at kv.listen"
             if int(port) not in services.get(host, []):
                 yield f"{name}: joins {host}:{port}, which no Service offers"
-    if f'"{WORKER_SERVICE}"' not in (ROOT / "server/pool/holder_service.h").read_text():
-        yield f"{WORKER_SERVICE} is no service of a worker"
-    if READINESS_SERVICE.rsplit(".", 1)[1] not in (ROOT / "proto/meshfill/v1/prefill.proto").read_text():
-        yield f"{READINESS_SERVICE} is not in the proto"
+    for page in ("healthz", "readyz"):
+        if not any(f'"/{page}"' in source.read_text() for source in (ROOT / "server/observe").glob("*.cc")):
+            yield f"/{page} is no page of the server"
 
 
 def check_probes(documents):

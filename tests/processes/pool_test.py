@@ -56,12 +56,13 @@ class PoolTest(PoolTestCase):
         worker = self.worker("paged", "pool.worker.metrics_listen=127.0.0.1:0")
         address = worker.wait_for(r"metrics listening on (\S+:\d+)").group(1)
 
-        def health():
+        def health(page="readyz"):
             try:
-                return urllib.request.urlopen(f"http://{address}/healthz", timeout=5).status
+                return urllib.request.urlopen(f"http://{address}/{page}", timeout=5).status
             except urllib.error.HTTPError as error:
                 return error.code
 
+        self.assertEqual(health("healthz"), 200)  # it may still load
         worker.wait_for("joined the pool")
         self.wait_until(lambda: health() == 200)
         asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept-Encoding": "gzip"})
@@ -73,6 +74,7 @@ class PoolTest(PoolTestCase):
         self.assertLess(abs(time.time() - started), TIMEOUT_SECONDS)
         self.leader.end()
         self.wait_until(lambda: health() == 503)
+        self.assertEqual(health("healthz"), 200)  # nothing is wrong with it
         self.refuse("worker", "--config", self.worker_config, "--join", self.control, "--set",
                     f"pool.worker.metrics_listen={address}", status=1, message=r"pool\.worker\.metrics_listen: .*port")
 

@@ -100,6 +100,25 @@ TEST_F(PrefillQueueTest, RunsWhatIsSubmitted) {
   EXPECT_EQ(queue_->snapshot().requests, 0);
 }
 
+TEST_F(PrefillQueueTest, WhatStandsStillIsTold) {
+  MakeQueue();
+  engine_.Hold();
+  auto slot = Reserve({.id = "a", .tokens = 3, .predicted_seconds = 40});  // 10 s a layer
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*slot, 7, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  absl::Time now = MonotonicNow();
+  for (; queue_->snapshot().jobs.front().layers_done == 0; now = MonotonicNow()) {
+    ASSERT_EQ(queue_->standstill(now), "");
+  }
+  EXPECT_EQ(queue_->standstill(now), "");
+  EXPECT_EQ(queue_->standstill(now + absl::Seconds(199)), "");
+  EXPECT_NE(queue_->standstill(now + absl::Seconds(201)), "");
+  engine_.Release();
+  ASSERT_TRUE(waiter->Result().ok());
+  EXPECT_EQ(queue_->standstill(now + absl::Hours(1)), "");
+}
+
 TEST_F(PrefillQueueTest, OrdersByPriorityThenArrival) {
   const uint32_t seed = std::random_device()();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

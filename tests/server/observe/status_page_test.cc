@@ -69,7 +69,7 @@ TEST(StatusPagesTest, HealthIsThatOfThePool) {
   v1::PoolStatus pool;
   const auto pages = StatusPages([&pool] { return pool; }, last_prefill);
   const auto health =
-      std::find_if(pages.begin(), pages.end(), [](const auto& each) { return each.path == "/healthz"; });
+      std::find_if(pages.begin(), pages.end(), [](const auto& each) { return each.path == "/readyz"; });
   ASSERT_NE(health, pages.end());
   for (const auto state :
        {v1::PoolStatus::STATE_LOADING, v1::PoolStatus::STATE_READY, v1::PoolStatus::STATE_DRAINING}) {

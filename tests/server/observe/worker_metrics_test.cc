@@ -13,10 +13,10 @@ TEST(WorkerMetricsTest, PagesTellTheWorker) {
   const auto pages = HttpPages::Listen("127.0.0.1:0", metrics.Pages());
   ASSERT_TRUE(pages.ok()) << pages.status();
   const std::string& address = (*pages)->address();
-  EXPECT_NE(HttpGet(address, "/healthz").find(" 503 "), std::string::npos);
+  EXPECT_NE(HttpGet(address, "/readyz").find(" 503 "), std::string::npos);
 
   metrics.Set({.member = true, .runs = 1, .kv_leases = 3, .kv_bytes = 4096, .kv_max_bytes = 8192});
-  EXPECT_NE(HttpGet(address, "/healthz").find(" 200 "), std::string::npos);
+  EXPECT_NE(HttpGet(address, "/readyz").find(" 200 "), std::string::npos);
   const std::string text = HttpBody(HttpGet(address, "/metrics"));
   for (const char* line :
        {"meshfill_worker_member 1\n", "meshfill_worker_runs 1\n", "meshfill_worker_kept_leases 3\n",
@@ -26,7 +26,7 @@ TEST(WorkerMetricsTest, PagesTellTheWorker) {
   }
 
   metrics.Set({});
-  EXPECT_NE(HttpGet(address, "/healthz").find(" 503 "), std::string::npos);
+  EXPECT_NE(HttpGet(address, "/readyz").find(" 503 "), std::string::npos);
   EXPECT_NE(HttpBody(HttpGet(address, "/metrics")).find("meshfill_worker_member 0\n"), std::string::npos);
 }
 
