@@ -31,8 +31,8 @@ constexpr int kBlockTokens = 2;
 constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
 constexpr int kMostLeaseMs = 2000;
 constexpr absl::Duration kKeptOut = absl::Seconds(1);  // whoever did not prepare, at most
-constexpr absl::Duration kSettle =
-    absl::Seconds(9) + kKeptOut;  // from the last fault to a pool that is whole again
+// From the last fault to a pool that is whole again, kKeptOut included.
+constexpr absl::Duration kSettle = absl::Seconds(10);
 
 // The network: what a flow moves, and what the flows out of a host do together.
 constexpr Link kOnHost = {.latency_seconds = 5e-5, .bytes_per_second = 2e9};
