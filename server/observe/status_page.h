@@ -23,8 +23,8 @@ extern const char kStatusPageHtml[];
 // seconds}, as docs/schemas/status.json has it.
 std::string StatusJson(const v1::PoolStatus& pool, const PrefillReport* last);
 
-// The page, its JSON and its picture; /readyz for load balancers: 200 while the server takes prefills. `pool_status` and `last_prefill` outlive
-// the pages; both are asked from the pages' threads.
+// The page, its JSON and its picture; /readyz for load balancers: 200 while the server takes prefills.
+// `pool_status` and `last_prefill` outlive the pages; both are asked from the pages' threads.
 std::vector<HttpPage> StatusPages(const std::function<v1::PoolStatus()>& pool_status,
                                   const LastPrefill& last_prefill);
 
