@@ -389,8 +389,11 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   int64_t cached_tokens = 0;
   if (tokens > 0 && ReadsCache(options)) {
     const bool charged = options.kv != nullptr && options.kv->charged();
-    prefix = kv_store_.FindPrefix(*options.block_names, charged ? options.kv->bytes() / tokens : 0);
-    cached_tokens = UsableCachedTokens(options_, options, options_.ranks, prefix->tokens(), tokens);
+    prefix = kv_store_.FindPrefix(
+        *options.block_names, charged ? options.kv->bytes() / tokens : 0, [&](int64_t cached) {
+          return UsableCachedTokens(options_, options, options_.ranks, cached, tokens);
+        });
+    cached_tokens = prefix->tokens();
   }
   ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, cached_tokens));
   if (planned.cached_tokens > 0) {

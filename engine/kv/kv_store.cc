@@ -167,9 +167,13 @@ absl::Time KvStore::EndLapsed() {
 }
 
 std::shared_ptr<const KvSlabs> KvStore::FindPrefix(const KvBlockNames& names,
-                                                   int64_t returned_bytes_per_token) {
+                                                   int64_t returned_bytes_per_token,
+                                                   const std::function<int64_t(int64_t)>& usable) {
   const MutexLock lock(mu_);
-  auto prefix = std::make_shared<const KvSlabs>(cache_.Find(names));
+  const auto prefix = [&] {
+    const KvSlabs found = cache_.Find(names);  // gone before what is held is counted
+    return std::make_shared<const KvSlabs>(FirstTokens(found, usable(found.tokens())));
+  }();
   const int64_t pinned =
       bytes_->charged() - cache_.EvictableBytes() - prefix->tokens() * returned_bytes_per_token;
   return pinned <= budget_bytes_ ? prefix : std::make_shared<const KvSlabs>();

@@ -104,11 +104,12 @@ class KvStore {
   // Frees what has lapsed. When the next lease lapses; infinite: none does.
   absl::Time EndLapsed();
 
-  // The longest prefix of whole blocks that the cache has, and holds from now on. Nothing where a promise to
-  // others needs its room: the caller of a prompt that is charged already gives `returned_bytes` for each
-  // token of it back, as its run begins.
-  std::shared_ptr<const KvSlabs> FindPrefix(const KvBlockNames& names, int64_t returned_bytes_per_token);
-  // How many tokens FindPrefix would give.
+  // Of the longest prefix of whole blocks that the cache has as many tokens as `usable` says of it, at most
+  // all; they are held from now on. Nothing where a promise to others needs their room: the caller of a
+  // prompt that is charged already gives `returned_bytes` for each token of it back, as its run begins.
+  std::shared_ptr<const KvSlabs> FindPrefix(const KvBlockNames& names, int64_t returned_bytes_per_token,
+                                            const std::function<int64_t(int64_t)>& usable);
+  // How many tokens the cache has.
   int64_t PrefixTokens(const KvBlockNames& names) const;
   // Charges `bytes` to a prompt that no run has begun, for the cache alone. False: no room.
   bool AdmitToCache(const std::shared_ptr<KvPrompt>& prompt, int64_t bytes);

@@ -16,6 +16,8 @@ namespace {
 const KvShape kShape = {.layers = 2, .kv_heads = 1, .head_dim = 4, .dtype = DType::kF32};
 constexpr int64_t kTokenBytes = 2 * 2 * 4 * 4;  // of kShape
 
+int64_t All(int64_t cached) { return cached; }
+
 class KvStoreTest : public testing::Test {
  protected:
   KvStore::Clock Clock() {
@@ -176,10 +178,10 @@ TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
   EXPECT_EQ(store.counts().cached_bytes, 80 * kTokenBytes);
   EXPECT_EQ(store.counts().bytes, 100 * kTokenBytes);
   EXPECT_TRUE(absl::IsResourceExhausted(store.Admit(Prompt(41), "", absl::Seconds(30)).status()));
-  EXPECT_EQ(store.FindPrefix(names('b'), 0)->tokens(), 40);
-  const auto reader = store.FindPrefix(names('a'), 0);
+  EXPECT_EQ(store.FindPrefix(names('b'), 0, All)->tokens(), 40);
+  const auto reader = store.FindPrefix(names('a'), 0, All);
   EXPECT_EQ(reader->tokens(), 40);
-  EXPECT_EQ(store.FindPrefix(names('b'), 0)->tokens(), 0);  // beside a, there is no room for both
+  EXPECT_EQ(store.FindPrefix(names('b'), 0, All)->tokens(), 0);  // beside a, there is no room for both
   EXPECT_FALSE(store.AdmitToCache(Prompt(1), kTokenBytes));
   store.MakeRoom();
   EXPECT_EQ(store.PrefixTokens(names('b')), 0);
@@ -188,6 +190,22 @@ TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
   EXPECT_EQ(store.counts().evicted_bytes, 40u * kTokenBytes);
   lease.reset();
   EXPECT_EQ(store.counts().bytes, 40 * kTokenBytes);
+}
+
+// Of a run's K and V a follower holds all, and gives back the room of the tokens alone that it follows.
+TEST_F(KvStoreTest, APrefixThatIsUsedInPartGivesBackThatPart) {
+  KvStore store(100 * kTokenBytes, Clock());
+  const KvBlockNames names = {.tenant = "", .block_tokens = 4, .hashes = std::string(10 * 32, 'x')};
+  auto first = Prompt(40);
+  ASSERT_TRUE(store.AdmitToCache(first, first->bytes()));
+  KeepAllValues(*first, TokenLayout::Make(LayoutKind::kStriped, 1, 40, 4).value());
+  store.Enter(names, *first);
+  first.reset();
+  const auto other = *store.Admit(Prompt(90), "", absl::Seconds(30));
+  EXPECT_EQ(store.FindPrefix(names, kTokenBytes, All)->tokens(), 40);
+  EXPECT_EQ(store.FindPrefix(names, kTokenBytes, [](int64_t) { return 32; })->tokens(), 32);
+  EXPECT_EQ(store.FindPrefix(names, kTokenBytes, [](int64_t) { return 28; })->tokens(), 0);
+  EXPECT_EQ(store.FindPrefix(names, 0, [](int64_t) { return 0; })->tokens(), 0);
 }
 
 // What is behind a prefix is charged once, and a lease that ends leaves what is cached.
@@ -206,7 +224,7 @@ TEST_F(KvStoreTest, APrefixIsChargedOnceAndOutlivesLeases) {
   auto second = Prompt(60);
   auto other = *store.Admit(second, "t", absl::Seconds(30));
   EXPECT_EQ(store.counts().bytes, 100 * kTokenBytes);
-  auto prefix = store.FindPrefix(names, kTokenBytes);
+  auto prefix = store.FindPrefix(names, kTokenBytes, All);
   ASSERT_EQ(prefix->tokens(), 40);
   KeepAllValues(*second, TokenLayout::Make(LayoutKind::kStriped, 2, 20, 4).value(), prefix);
   EXPECT_EQ(store.counts().bytes, 60 * kTokenBytes);
