@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -86,8 +87,12 @@ absl::StatusOr<RankOutput> RunOn(const EmbeddedPool& pool, size_t of_pool, Strea
   const std::vector<uint32_t> prompt = Prompt();
   const std::vector<uint32_t> ids = plan.layout.Deal(rank, std::span<const uint32_t>(prompt));
   TimelineRecorder recorder(rank, TimelineRecorder::Clock::now(), 0);
+  const Model& model = *pool.models[of_pool];
+  const std::unique_ptr<WeightFeed> weights = model.OpenFeed(1, ReadsHead(plan, rank), nullptr);
   return RunRank({.plan = plan,
-                  .model = *pool.models[of_pool],
+                  .model = model,
+                  .weights = *weights,
+                  .reader = 0,
                   .rank = rank,
                   .ids = ids,
                   .stream = stream,
