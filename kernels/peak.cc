@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/cpu/amx.h"
 #include "kernels/cpu/attention.h"
 
 namespace meshfill {
@@ -78,17 +79,9 @@ __attribute__((target("avx512f,avx512bw,avx512bf16"))) float RunDpBf16(int64_t i
   for (const __m512& sum : sums) sums[0] += sum;
   return sums[0][0];
 }
-#endif
 
-#if defined(__x86_64__)
 __attribute__((target("avx512f,amx-tile,amx-bf16"))) float RunTiles(int64_t iterations) {
-  struct alignas(64) Config {
-    uint8_t palette_and_reserved[16] = {1};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  };
-  static constexpr Config kConfig;
-  _tile_loadconfig(&kConfig);
+  _tile_loadconfig(&kWholeTiles);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/cpu/amx.h"
 #include "kernels/cpu/attention_bf16_pairs.h"
 #include "kernels/cpu/attention_kernel.h"
 #include "kernels/cpu/attention_strip.h"
@@ -18,31 +19,17 @@ namespace {
 struct AmxBf16 : Bf16Pairs {
   static constexpr int kStripRows = 32;
   static constexpr int kTileVectors = 2;
-  // Scores, probabilities, queries and a panel of keys are 40 KiB then, and stay in L1: with 256 a third
-  // slower.
+  // Scores, probabilities, queries and a panel of keys are 40 KiB then, and stay in an L1 of 48 KiB.
   static constexpr int kBlockKeys = 128;
 };
 
 constexpr int kTileRows = 16;
 constexpr int kTileWords = 16;  // 64 bytes
 
-// Palette 1: every tile has 16 rows of 64 bytes.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-
 // The thread's tiles, until the end of the scope.
 class Tiles {
  public:
-  Tiles() {
-    static constexpr TileConfig kConfig;
-    _tile_loadconfig(&kConfig);
-  }
+  Tiles() { _tile_loadconfig(&kWholeTiles); }
   ~Tiles() { _tile_release(); }
 };
 

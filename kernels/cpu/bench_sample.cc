@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "kernels/median.h"
 #include "kernels/peak.h"
 #include "kernels/return_if_error.h"
 
@@ -13,13 +14,6 @@ namespace {
 // The register loop runs for as long as the kernel did, within these bounds.
 constexpr double kMinPeakSeconds = 0.05;
 constexpr double kMaxPeakSeconds = 1.0;
-
-// Of at least one value.
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 }  // namespace
 

@@ -12,6 +12,7 @@
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/median.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
@@ -98,12 +99,6 @@ class Ring {
   std::vector<std::unique_ptr<Communicator>> communicators_;
   std::vector<BufferRef> messages_;  // by rank
 };
-
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + values.size() / 2;
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 class BenchCommCommand : public Command {
  public:

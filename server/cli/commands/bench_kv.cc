@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/kv/kv_prompt.h"
 #include "engine/kv/kv_store.h"
+#include "kernels/median.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
@@ -159,11 +160,6 @@ class BenchKvCommand : public Command {
     }
     if (json_) absl::PrintF("%s\n", json.dump());
     return absl::OkStatus();
-  }
-
-  static double Median(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
   }
 
   static absl::StatusOr<double> BytesPerSecond(v1::PrefillService::Stub& stub,

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
+#include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
@@ -16,11 +17,6 @@
 
 namespace meshfill {
 namespace {
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 // Relative to the largest logit.
 double WorstDifference(const std::vector<float>& left, const std::vector<float>& right) {

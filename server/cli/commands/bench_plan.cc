@@ -16,6 +16,7 @@
 #include "engine/prefill_engine.h"
 #include "engine/speed/pool_speed.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/bench_models.h"
@@ -27,12 +28,6 @@ namespace {
 
 constexpr double kPredictionTolerance = 0.20;  // predicted within this of measured
 constexpr double kChoiceTolerance = 0.05;      // the chosen plan within this of the best
-
-double Median(std::vector<double> numbers) {
-  std::sort(numbers.begin(), numbers.end());
-  const size_t middle = numbers.size() / 2;
-  return numbers.size() % 2 == 1 ? numbers[middle] : (numbers[middle - 1] + numbers[middle]) / 2;
-}
 
 // One of the random prefills.
 struct Shape {

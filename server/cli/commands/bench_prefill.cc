@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
 #include "engine/prefill_engine.h"
+#include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
@@ -35,9 +36,7 @@ template <typename T>
 double Median(const std::vector<T>& values, double (*of)(const T&)) {
   std::vector<double> numbers;
   for (const T& value : values) numbers.push_back(of(value));
-  std::sort(numbers.begin(), numbers.end());
-  const size_t middle = numbers.size() / 2;
-  return numbers.size() % 2 == 1 ? numbers[middle] : (numbers[middle - 1] + numbers[middle]) / 2;
+  return meshfill::Median(std::move(numbers));
 }
 
 double Seconds(const PrefillResult& run) { return run.prefill_seconds; }

@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
+#include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
@@ -17,11 +18,6 @@
 
 namespace meshfill {
 namespace {
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 class BenchPrefixCommand : public Command {
  public:

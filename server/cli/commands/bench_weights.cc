@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "engine/embedded_engine.h"
+#include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
@@ -68,12 +69,6 @@ struct Measured {
   double weight_seconds = 0;  // that the last plan states
   int64_t weight_bytes = 0;
   int64_t anonymous_bytes = 0;  // the most
-
-  double Median() const {
-    std::vector<double> sorted = seconds;
-    std::sort(sorted.begin(), sorted.end());
-    return (sorted[(sorted.size() - 1) / 2] + sorted[sorted.size() / 2]) / 2;
-  }
 };
 
 class BenchWeightsCommand : public Command {
@@ -120,17 +115,18 @@ class BenchWeightsCommand : public Command {
     return absl::OkStatus();
   }
 
-  double Ratio() const { return measured_[0].Median() / measured_[1].Median(); }
+  double Ratio() const { return Median(measured_[0].seconds) / Median(measured_[1].seconds); }
 
   std::string Json() const {
     nlohmann::ordered_json json = {{"tokens", tokens_}, {"rounds", rounds_}};
     for (size_t mode = 0; mode < kModes.size(); ++mode) {
       const Measured& of = measured_[mode];
-      json[WeightModeName(kModes[mode])] = {{"seconds", of.Median()},
-                                            {"tokens_per_second", static_cast<double>(tokens_) / of.Median()},
-                                            {"weight_seconds", of.weight_seconds},
-                                            {"weight_bytes", of.weight_bytes},
-                                            {"anonymous_bytes", of.anonymous_bytes}};
+      json[WeightModeName(kModes[mode])] = {
+          {"seconds", Median(of.seconds)},
+          {"tokens_per_second", static_cast<double>(tokens_) / Median(of.seconds)},
+          {"weight_seconds", of.weight_seconds},
+          {"weight_bytes", of.weight_bytes},
+          {"anonymous_bytes", of.anonymous_bytes}};
     }
     json["streamed_over_resident"] = Ratio();
     return absl::StrCat(json.dump(), "\n");
@@ -141,8 +137,8 @@ class BenchWeightsCommand : public Command {
     for (size_t mode = 0; mode < kModes.size(); ++mode) {
       const Measured& of = measured_[mode];
       absl::StrAppendFormat(&text, "%-9s  %s  %.1f tokens/s  weights %s  most anonymous memory %s\n",
-                            WeightModeName(kModes[mode]), FormatSeconds(of.Median()),
-                            static_cast<double>(tokens_) / of.Median(),
+                            WeightModeName(kModes[mode]), FormatSeconds(Median(of.seconds)),
+                            static_cast<double>(tokens_) / Median(of.seconds),
                             FormatBytes(static_cast<double>(of.weight_bytes)),
                             FormatBytes(static_cast<double>(of.anonymous_bytes)));
     }

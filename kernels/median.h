@@ -1,0 +1,18 @@
+// The median of measured values.
+#ifndef MESHFILL_KERNELS_MEDIAN_H_
+#define MESHFILL_KERNELS_MEDIAN_H_
+
+#include <algorithm>
+#include <vector>
+
+namespace meshfill {
+
+// Of at least one value; the mean of the middle two where there are as many above as below.
+inline double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
+}
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_KERNELS_MEDIAN_H_
