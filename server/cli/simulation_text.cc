@@ -79,19 +79,23 @@ std::string StandingText(const SimulationReport& report, StrategyKind planner) {
   int compared = 0;
   int behind = 0;
   double least = 0;
+  double sum_of_logs = 0;
   for (const Comparison& comparison : report.comparisons) {
     const sim::StrategyResult* planned = comparison.Find(planner);
     const sim::StrategyResult* rival = comparison.FastestRival();
     if (planned == nullptr || rival == nullptr) continue;
     const double ratio = rival->seconds() / planned->seconds();
     least = compared == 0 ? ratio : std::min(least, ratio);
+    sum_of_logs += std::log(ratio);
     behind += ratio < 1 - 1e-6 ? 1 : 0;
     ++compared;
   }
   if (compared == 0) return "";
   return absl::StrFormat(
-      "%s: the fastest rival takes at least %.3f times as long; slower than it in %d of %d\n",
-      StrategyName(planner), least, behind, compared);
+      "%s: the fastest rival takes at least %.3f times as long, %.3f in the geometric mean; slower than it "
+      "in "
+      "%d of %d\n",
+      StrategyName(planner), least, std::exp(sum_of_logs / compared), behind, compared);
 }
 
 std::string ThroughputText(const sim::ThroughputTable& table) {

@@ -1,6 +1,7 @@
 #include "server/cli/scenario.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 
 #include "gtest/gtest.h"
@@ -94,6 +95,28 @@ TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
     EXPECT_NE(scenario.status().message().find(named), std::string::npos) << scenario.status();
   }
   EXPECT_EQ(LoadScenario("/nowhere.yaml").status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(Scenario, TheCommittedOnesLoad) {
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(ScenarioPath(""))) {
+    if (entry.path().extension() != ".yaml") continue;
+    const auto scenario = LoadScenario(entry.path().string());
+    EXPECT_TRUE(scenario.ok()) << scenario.status();
+    ++files;
+  }
+  EXPECT_GE(files, 7);
+}
+
+// A fitted cluster's messages start inside a node as between nodes, where the scenario does not say
+// otherwise.
+TEST(Scenario, StartInsideANodeOfAFittedCluster) {
+  const auto slow = LoadScenario(ScenarioPath("paper_cluster.yaml"));
+  const auto fast = LoadScenario(ScenarioPath("paper_cluster_fast_nodes.yaml"));
+  ASSERT_TRUE(slow.ok() && fast.ok()) << slow.status() << fast.status();
+  EXPECT_EQ(slow->cluster.same_node.latency_seconds, slow->cluster.between_nodes.latency_seconds);
+  EXPECT_EQ(fast->cluster.same_node.latency_seconds, 1e-4);
+  EXPECT_GT(fast->cluster.between_nodes.latency_seconds, 1e-3);
 }
 
 TEST(Simulation, PlannerIsNoSlowerThanItsRivalsOnH100Nodes) {
