@@ -11,7 +11,7 @@
 //                     in memory      x   x                   layer 3 waits until rank 0 gives layer 1 back
 //
 //                 so that two parts are in memory at most, however far apart the ranks are. A rank waits for
-//                 ranks behind it alone, which wait for nothing of its
+//                 ranks behind it alone, which wait for nothing of it.
 #ifndef MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 #define MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 
