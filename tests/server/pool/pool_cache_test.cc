@@ -173,7 +173,8 @@ TEST_F(PoolCacheTest, NoHistoryGivesAWrongLogit) {
   for (int step = 0; step < 50; ++step) {
     const std::string what = absl::StrCat("step ", step, ", seed ", seed);
     const auto& earlier = prompts[random() % prompts.size()];
-    const auto prompt = Joined(earlier, Draw<int64_t>(random, 0, std::ssize(earlier)),
+    // Most of the earlier prompt: a half of 400 tokens is seldom a whole round of stripes.
+    const auto prompt = Joined(earlier, Draw<int64_t>(random, std::ssize(earlier) / 2, std::ssize(earlier)),
                                RandomTokens(random, Draw<int64_t>(random, 1, 200)));
     if (std::ssize(prompt) > 800) prompts = {RandomTokens(random, 400)};
     const bool of_other = random() % 4 == 0;
@@ -191,7 +192,7 @@ TEST_F(PoolCacheTest, NoHistoryGivesAWrongLogit) {
     AddWorker(1, little);
     ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
   }
-  EXPECT_GT(hits, 8);
+  EXPECT_GT(hits, 15);
   EXPECT_GT(counts().evictions, 5u);
 }
 
