@@ -30,10 +30,6 @@
 namespace meshfill {
 namespace {
 
-// Prefills that live at once. One computes, the others stand still: the longest that gave way to a shorter
-// one, and so on. Each has threads of its own.
-constexpr int kLiveRuns = 8;
-
 absl::Status CheckOptions(const EngineOptions& options) {
   if (options.ranks < 1 || options.ranks > kMaxHostRanks) {
     return absl::InvalidArgumentError(

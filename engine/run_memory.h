@@ -13,6 +13,10 @@
 
 namespace meshfill {
 
+// Prefills that live at once in one engine. One computes, the others stand still: the longest that gave way
+// to a shorter one, and so on. Each has threads of its own.
+inline constexpr int kLiveRuns = 8;
+
 class RunMemory {
  public:
   // What one run has taken. The memory outlives it.

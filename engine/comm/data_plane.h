@@ -1,7 +1,8 @@
 // How the ranks of a worker reach the ranks of other processes: what a worker keeps of it between runs, and
 // an endpoint for each rank of each run.
 //
-// Listen may be called while other runs live; Keep, when none does that it could belong to.
+// Listen may be called while other runs live, where takes_many_runs says so; Keep, when none does that it
+// could belong to.
 #ifndef MESHFILL_ENGINE_COMM_DATA_PLANE_H_
 #define MESHFILL_ENGINE_COMM_DATA_PLANE_H_
 
@@ -12,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/comm/endpoint.h"
+#include "kernels/stop_token.h"
 
 namespace meshfill {
 
@@ -30,6 +32,7 @@ class DataPlane {
     int ranks = 1;
     uint64_t epoch = 0;
     uint64_t run = 0;  // tells this run's messages from those of any other; the same on all ranks
+    const StopToken* stop = nullptr;  // of the run: its pauses are no part of a wait; null: it has none
   };
 
   virtual ~DataPlane() = default;
@@ -43,6 +46,8 @@ class DataPlane {
   virtual absl::Duration connect_timeout() const = 0;
   // True: connecting takes seconds though nothing is wrong, and a rank that connects does not hang.
   virtual bool connects_slowly() const = 0;
+  // Whether endpoints of several runs may live at once.
+  virtual bool takes_many_runs() const = 0;
 };
 
 }  // namespace meshfill

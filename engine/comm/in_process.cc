@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "engine/comm/run_deadline.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -61,14 +62,13 @@ class Exchange {
   }
 
   absl::StatusOr<DeviceMessage> Receive(const Route& route, int64_t number, absl::Time deadline) {
-    const absl::Duration paused_before = PausedTime();
-    const auto deadline_now = [&] { return deadline + (PausedTime() - paused_before); };
+    const RunDeadline until(run_, deadline);
     MutexLock lock(mu_);
     Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
     while (!aborted_ && !mailbox.messages.contains(number)) {
-      if (mailbox.changed.WaitUntil(mu_, deadline_now()) || aborted_ || mailbox.messages.contains(number))
+      if (mailbox.changed.WaitUntil(mu_, until.Now()) || aborted_ || mailbox.messages.contains(number))
         continue;
-      if (MonotonicNow() < deadline_now()) continue;
+      if (MonotonicNow() < until.Now()) continue;
       return absl::DeadlineExceededError(
           absl::StrCat(route.DebugString(), ": nothing arrived before the deadline"));
     }
@@ -94,8 +94,6 @@ class Exchange {
     std::map<int64_t, DeviceMessage> messages;  // by number
     CondVar changed;
   };
-
-  absl::Duration PausedTime() const { return run_ == nullptr ? absl::ZeroDuration() : run_->PausedTime(); }
 
   absl::Status AbortedOn(const Route& route) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return absl::Status(abort_code_, absl::StrCat(route.DebugString(), ": ", abort_message_));

@@ -140,6 +140,8 @@ def _prefill(arguments) -> str:
             "comm_bytes": dataclasses.asdict(result.comm_bytes),
             "mfu": result.mfu,
         }
+        if result.attempts > 1:
+            value["attempts"] = result.attempts
         if decoded is not None:
             value["text"] = decoded
         return json.dumps(value)
@@ -153,6 +155,8 @@ def _prefill(arguments) -> str:
         f"attention    {seconds.attention:.3f} s",
         f"comm wait    {seconds.comm_wait:.3f} s",
     ]
+    if result.attempts > 1:
+        lines.append(f"attempts     {result.attempts}")
     if arguments.top_k > 1:
         lines += [f"top          {token:<10} {logit:.4f}" for token, logit in result.top]
     return "\n".join(lines)

@@ -258,6 +258,7 @@ void PrefillQueue::GiveTurn() {
   if (computing_ == before) return;
   if (const auto job = jobs_.find(before); job != jobs_.end() && job->second->prefill != nullptr) {
     job->second->prefill->Pause();
+    metrics_.OnPreempted();
   }
   if (computing_ == 0) return;
   Job& job = *jobs_.at(computing_);

@@ -388,6 +388,7 @@ void PrefillStream::LogEnd() const {
   if (status_.ok()) {
     absl::StrAppendFormat(&line, " queue=%.3f prefill=%.3f", result_.seconds().queue(),
                           result_.seconds().prefill());
+    if (result_.attempts() > 1) absl::StrAppend(&line, " attempts=", result_.attempts());
   }
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
   if (!status_.ok()) {

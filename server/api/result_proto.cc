@@ -53,11 +53,12 @@ v1::PrefillResult ToProto(const PrefillResult& result, const std::string& reques
   message.mutable_plan()->set_pieces(static_cast<uint32_t>(result.pieces));
   message.mutable_plan()->set_piece_tokens(static_cast<uint64_t>(result.piece_tokens));
   v1::PrefillResult::Seconds& seconds = *message.mutable_seconds();
-  seconds.set_prefill(result.prefill_seconds);
+  seconds.set_prefill(result.lost_seconds + result.prefill_seconds);
   seconds.set_attention(result.attention_seconds);
   seconds.set_comm_wait(result.comm_wait_seconds);
   *message.mutable_comm_bytes() = ToProto(result.comm_bytes);
   message.set_mfu(result.mfu);
+  message.set_attempts(static_cast<uint32_t>(result.attempts));
   return message;
 }
 

@@ -71,6 +71,7 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                 {{"q", bytes.q()}, {"kv", bytes.kv()}, {"o", bytes.o()}, {"all_to_all", bytes.all_to_all()}}},
                {"mfu", result.mfu()}});
   if (result.cached_tokens() > 0) object["cached_tokens"] = result.cached_tokens();
+  if (result.attempts() > 1) object["attempts"] = result.attempts();
   return Dump(object);
 }
 

@@ -160,6 +160,9 @@ std::string PrefillText(const v1::PrefillResult& result) {
              absl::StrFormat("%s (queue %s, prefill %s)", FormatSeconds(seconds.queue() + seconds.prefill()),
                              FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
              text);
+  if (result.attempts() > 1) {
+    AppendLine("attempts", absl::StrCat(result.attempts(), ", after the loss of workers"), text);
+  }
   AppendLine("tokens/s", FormatCount(seconds.prefill() > 0 ? tokens / seconds.prefill() : 0), text);
   AppendLine("comm wait",
              absl::StrFormat("%s, %s of attention (%s)", FormatSeconds(seconds.comm_wait()),

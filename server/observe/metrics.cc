@@ -192,6 +192,12 @@ class Metrics::Families {
                                            "Tokens of the prompts of finished prefills.", kPromptBuckets);
   Histogram& prefill =
       AddHistogram(registry, "meshfill_prefill_seconds", "Wall time of finished prefills.", kPrefillBuckets);
+  Counter& preemptions = AddCounter(registry, "meshfill_preemptions_total",
+                                    "Times that a prefill gave way to another and stood still.")
+                             .Add({});
+  Counter& paused = AddCounter(registry, "meshfill_paused_seconds_total",
+                               "Time that finished prefills stood still for others.")
+                        .Add({});
   Counter& prompt_tokens =
       AddCounter(registry, "meshfill_prompt_tokens_total", "Prompt tokens of finished prefills.").Add({});
   Family<Counter>& comm_wait = AddCounter(
@@ -430,8 +436,11 @@ void Metrics::SetQueue(const QueueLoad& load) {
 
 void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
 
+void Metrics::OnPreempted() { families_->preemptions.Increment(); }
+
 void Metrics::OnPrefillDone(const PrefillResult& result) {
   Families& f = *families_;
+  f.paused.Increment(result.paused_seconds);
   f.prefill.Observe(result.prefill_seconds);
   f.prompt_tokens.Increment(static_cast<double>(result.tokens()));
   f.mfu.Set(result.mfu);

@@ -90,6 +90,7 @@ class Metrics {
   void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // of all that are there; no totals
   void OnKvFetched(int64_t bytes);
   void OnPrefillStart(double queue_seconds);
+  void OnPreempted();  // a prefill that computed gave way to another
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
   void OnRequestRefused(Refusal refusal);  // beside OnRequestDone

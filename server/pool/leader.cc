@@ -12,7 +12,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxEpochsEnded = 2;  // by one request's runs: then it is poisonous
+constexpr int kMaxEpochsEnded = 2;  // by one request's runs, a suspicion included: then it is poisonous
 constexpr int kMaxAttempts = 6;     // runs of one request, those that ended before they began included
 
 Leader::WorkerState StateIn(RunCoordinator::Phase phase) {
@@ -68,6 +68,7 @@ void Leader::OnMessage(Connection connection, const v1::WorkerMessage& message, 
   if (worker == nullptr) {
     if (!members_.OnStrangerMessage(connection, message, now)) return;
     kv_.OnWorkersChanged(members_.ByPlace());
+    LookForRoomAgain();
     return StartWaiting(now);
   }
   worker->heard_at = now;
@@ -156,6 +157,7 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
     }
   }
   kv_.OnWorkersChanged(members_.ByPlace());
+  LookForRoomAgain();
   for (const auto& [number, names] : runs) {
     EndEpoch(number, absl::StrCat("worker ", names, " is lost: ", why), now);
   }
@@ -177,15 +179,38 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
   if (request == nullptr) return;
   const auto run = runs_.find(request->run);
   AnswerRequest(ticket, std::move(reason));
-  if (run == runs_.end()) return;
-  CancelRun(run->second, now);
-  ForgetStoppedRuns();
+  if (run != runs_.end()) {
+    CancelRun(run->second, now);
+    ForgetStoppedRuns();
+  }
   StartWaiting(now);
 }
 
 void Leader::CancelRun(LiveRun& run, absl::Time now) {
   run.coordinator.Cancel(now);
   kv_.OnRunFailed(run.coordinator.number(), "it was cancelled");
+}
+
+void Leader::SetPaused(Ticket ticket, bool paused, absl::Time now) {
+  LiveRequest* request = FindRequest(ticket);
+  if (request == nullptr || request->pauses.paused() == paused) return;
+  request->pauses.Set(paused, now);
+  request->waiting_since = now;
+  StartWaiting(now);
+}
+
+bool Leader::CrowdedOut(Ticket ticket) const { return Waits(ticket) && !runs_.empty() && !AnyStops(); }
+
+bool Leader::Undecided(Ticket ticket) const { return Waits(ticket) && AnyStops(); }
+
+bool Leader::Waits(Ticket ticket) const {
+  const auto request = requests_.find(ticket);
+  return request != requests_.end() && request->second.run == 0;
+}
+
+Leader::RunId Leader::run_of(Ticket ticket) const {
+  const auto request = requests_.find(ticket);
+  return request != requests_.end() ? request->second.run : 0;
 }
 
 Leader::LiveRequest* Leader::FindRequest(Ticket ticket) {
@@ -201,7 +226,7 @@ void Leader::RefuseOverdue(absl::Time now) {
   std::vector<Ticket> overdue;
   for (const auto& [ticket, request] : requests_) {
     const bool too_long = now - request.waiting_since >= options_.empty_timeout;
-    if (request.run == 0 && runs_.empty() && too_long) overdue.push_back(ticket);
+    if (request.run == 0 && !request.pauses.paused() && runs_.empty() && too_long) overdue.push_back(ticket);
   }
   for (Ticket ticket : overdue) {
     AnswerRequest(ticket,
@@ -213,15 +238,61 @@ void Leader::RefuseOverdue(absl::Time now) {
 
 // ---- Runs.
 
-// The policy of what runs at once: the oldest requests, as many as the options allow. A run that is being
-// stopped counts.
+// The policy of what lives at once: the oldest requests whose turn it is, as many as the options and the
+// workers' memory allow. A run that is being stopped counts.
 void Leader::StartWaiting(absl::Time now) {
-  while (std::ssize(runs_) < options_.runs_at_once) {
-    const auto next = std::find_if(requests_.begin(), requests_.end(),
-                                   [](const auto& request) { return request.second.run == 0; });
-    if (next == requests_.end() || members_.ByPlace().empty()) return;  // OnTick ends the wait for a worker
-    StartRun(next->first, now);
+  while (auto* next = FirstWaiting()) {
+    auto& [ticket, request] = *next;
+    if (request.no_room || members_.ByPlace().empty()) break;  // OnTick ends the wait for a worker
+    if (std::ssize(runs_) >= MostRuns()) {
+      request.no_room = true;
+    } else {
+      StartRun(ticket, now);
+    }
   }
+  PauseRuns(now);
+}
+
+int Leader::MostRuns() const {
+  const std::vector<const Membership::Worker*> workers = members_.ByPlace();
+  const bool many = std::all_of(workers.begin(), workers.end(),
+                                [](const Membership::Worker* worker) { return worker->offer.many_runs(); });
+  return many ? options_.runs_at_once : 1;
+}
+
+bool Leader::AnyStops() const {
+  return std::any_of(runs_.begin(), runs_.end(), [](const auto& run) {
+    return run.second.coordinator.phase() == RunCoordinator::Phase::kStopping;
+  });
+}
+
+std::pair<const Leader::Ticket, Leader::LiveRequest>* Leader::FirstWaiting() {
+  const auto next = std::find_if(requests_.begin(), requests_.end(), [](const auto& request) {
+    return request.second.run == 0 && !request.second.pauses.paused();
+  });
+  return next != requests_.end() ? &*next : nullptr;
+}
+
+// Who waits beside runs that stand still waits for their ends: they go on.
+void Leader::PauseRuns(absl::Time now) {
+  const bool all_go_on = FirstWaiting() != nullptr && !AnyStops();
+  for (auto& [number, run] : runs_) {
+    const LiveRequest* request = FindRequest(run.ticket);
+    if (request != nullptr) run.coordinator.SetPaused(request->pauses.paused() && !all_go_on, now);
+  }
+}
+
+bool Leader::HasRoom(const Plan& plan) const {
+  for (const auto& [worker, first, count] : SeatWorkers(members_.ByPlace(), plan.ranks())) {
+    const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
+    int64_t reserved = 0;
+    for (const auto& [number, run] : runs_) {
+      if (!run.coordinator.Has(worker->connection)) continue;
+      reserved += run.coordinator.reserved_bytes(worker->connection);
+    }
+    if (offered > 0 && reserved > 0 && ReservedBytes(plan, count) > offered - reserved) return false;
+  }
+  return true;
 }
 
 // Begins a run for the request, or answers it.
@@ -233,7 +304,11 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
                                                     " attempts at this request; try again later")));
   }
   const RunId number = last_run_ + 1;
-  absl::StatusOr<PlannedRun> planned = PlanRun(number, request.request);
+  absl::StatusOr<std::optional<PlannedRun>> planned = PlanRun(number, request.request);
+  if (planned.ok() && !planned->has_value()) {
+    request.no_room = true;
+    return;
+  }
   if (!planned.ok()) {
     const bool shrunk = request.attempts > 0 && absl::IsInvalidArgument(planned.status());
     return AnswerRequest(ticket, shrunk ? absl::UnavailableError(absl::StrCat(
@@ -242,31 +317,39 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
   }
   if (members_.BeginRun()) survey_.AskAgain();
   if (request.attempts++ > 0) ++retries_;
+  if (request.attempts == 1) {
+    request.begin = now;
+    request.pauses = {};
+  }
+  request.lost_seconds = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now));
   request.run = last_run_ = number;
   const RunCoordinator::Options options = {.layers = options_.kv.layers,
                                            .vocab = options_.vocab,
                                            .hang_timeout = options_.hang_timeout,
                                            .prepare_timeout = options_.prepare_timeout,
                                            .stop_timeout = options_.stop_timeout};
-  const auto new_tokens = request.request.tokens.subspan(static_cast<size_t>(planned->plan.cached_tokens));
-  runs_.emplace(number, LiveRun{ticket, RunCoordinator(number, epoch(), std::move(planned->plan), new_tokens,
-                                                       members_.ByPlace(), planned->kv, options, actions_,
-                                                       survey_, now)});
+  PlannedRun& run = **planned;
+  const auto new_tokens = request.request.tokens.subspan(static_cast<size_t>(run.plan.cached_tokens));
+  runs_.emplace(number,
+                LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), new_tokens,
+                                               members_.ByPlace(), run.kv, options, actions_, survey_, now)});
 }
 
-absl::StatusOr<Leader::PlannedRun> Leader::PlanRun(RunId run, const Request& request) {
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, const Request& request) {
   KvSlabs prefix = kv_.FindPrefix(request.options);
-  absl::StatusOr<PlannedRun> planned = PlanBehind(run, request, prefix);
+  absl::StatusOr<std::optional<PlannedRun>> planned = PlanBehind(run, request, prefix);
   const bool was_behind = prefix.tokens() > 0;
   prefix = {};  // let go: others may need its room
   if (absl::IsResourceExhausted(planned.status()) && was_behind) return PlanBehind(run, request, prefix);
   return planned;
 }
 
-absl::StatusOr<Leader::PlannedRun> Leader::PlanBehind(RunId run, const Request& request, KvSlabs& prefix) {
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, const Request& request,
+                                                                     KvSlabs& prefix) {
   ASSIGN_OR_RETURN(PlanChoice choice, planner_(capacity(), std::ssize(request.tokens), request.options,
                                                KvDirectory::Describe(prefix)));
   if (choice.plan.cached_tokens == 0) prefix = {};
+  if (!HasRoom(choice.plan)) return std::nullopt;
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
                    kv_.BeginRun(run, request.options, prefix, choice.plan, members_.ByPlace()));
   return PlannedRun{.plan = std::move(choice.plan), .kv = std::move(kv)};
@@ -293,7 +376,12 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
   if (completed.result.ok() && runs_.at(run).coordinator.layers_done() < all.layers) Do(run, all, now);
   const Ticket ticket = runs_.at(run).ticket;
   kv_.OnRunOver(run, members_.ByPlace());
-  runs_.erase(run);
+  Forget(run);
+  if (const LiveRequest* request = FindRequest(ticket); request != nullptr && completed.result.ok()) {
+    completed.result->attempts = request->attempts;
+    completed.result->lost_seconds = request->lost_seconds;
+    completed.result->paused_seconds = absl::ToDoubleSeconds(request->pauses.Total(now));
+  }
   AnswerRequest(ticket, std::move(completed.result));
 }
 
@@ -316,30 +404,50 @@ void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
 void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
   auto& [ticket, run] = runs_.at(number);
   if (run.phase() == RunCoordinator::Phase::kStopping) return;
-  const bool was_running = run.phase() == RunCoordinator::Phase::kRunning;
+  LiveRequest* request = FindRequest(ticket);
+  const std::string poisonous = request == nullptr ? "" : Blame(*request, number, why, now);
   members_.EndEpoch();
   actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
                LogLevel::kWarning);
   run.Abort(why, now);
   kv_.OnRunFailed(number, why);
-  LiveRequest* request = FindRequest(ticket);
-  if (request == nullptr) return;
-  request->waiting_since = now;
-  if (!was_running || ++request->epochs_ended < kMaxEpochsEnded) return;
-  AnswerRequest(ticket, absl::InternalError(absl::StrCat(
-                            "request ", request->request.id, " ended ", kMaxEpochsEnded,
-                            " epochs of the pool and is refused as poisonous; the last one: ", why)));
+  if (request != nullptr) request->waiting_since = now;
+  if (!poisonous.empty()) AnswerRequest(ticket, absl::InternalError(poisonous));
+}
+
+std::string Leader::Blame(LiveRequest& request, RunId number, const std::string& why, absl::Time now) {
+  const absl::Time since = now - options_.silence_timeout;
+  const RunCoordinator& run = runs_.at(number).coordinator;
+  if (run.phase() != RunCoordinator::Phase::kRunning || !run.MayHaveComputed(since)) return "";
+  const bool alone = std::none_of(runs_.begin(), runs_.end(), [&](const auto& other) {
+    return other.first != number && other.second.coordinator.MayHaveComputed(since);
+  });
+  if (!alone) {
+    request.suspect = true;
+    return "";
+  }
+  if (++request.epochs_ended + (request.suspect ? 1 : 0) < kMaxEpochsEnded) return "";
+  for (auto& [ticket, other] : requests_) other.suspect = false;
+  return absl::StrCat("request ", request.request.id, " ended ", kMaxEpochsEnded,
+                      " epochs of the pool and is refused as poisonous; the last one: ", why);
+}
+
+void Leader::Forget(RunId run) {
+  runs_.erase(run);
+  LookForRoomAgain();
+}
+
+void Leader::LookForRoomAgain() {
+  for (auto& [ticket, request] : requests_) request.no_room = false;
 }
 
 // Their requests wait again, and who drained for them may go.
 void Leader::ForgetStoppedRuns() {
-  for (auto run = runs_.begin(); run != runs_.end();) {
-    if (!run->second.coordinator.stopped()) {
-      ++run;
-      continue;
-    }
+  for (auto next = runs_.begin(); next != runs_.end();) {
+    const auto run = next++;
+    if (!run->second.coordinator.stopped()) continue;
     if (LiveRequest* request = FindRequest(run->second.ticket)) request->run = 0;
-    run = runs_.erase(run);
+    Forget(run->first);
   }
   members_.ReleaseDrained([this](Connection connection) {
     return kv_.Holds(connection) || std::any_of(runs_.begin(), runs_.end(), [&](const auto& run) {

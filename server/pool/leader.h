@@ -11,15 +11,24 @@
 //                           ▲     begins a run       │ the run fails, a worker is lost
 //                           └────────────────────────┘
 //
+// Several runs live at once; whose turn it is, SetPaused says: the others' ranks stand still between two
+// tiles, each wherever it is. No rank has to agree with another on that place: each run has connections,
+// threads and memory of its own, so that what stands still keeps only its own peers waiting, whose waits do
+// not count the pause. Order matters nowhere either: for a moment two runs may compute at once.
+//
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live. A run lives until every worker of it has confirmed its end or
-//  is
-//    out of the pool.
+//  - At most Options::runs_at_once runs live, one where a worker's connections allow no more. A run lives
+//    until every worker of it has confirmed its end or is out of the pool.
+//  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
+//  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
+//    among those that live, the runs that have it go on.
 //  - A worker is out when its stream ends, when it is silent for silence_timeout, when an operation of its
 //    compute loop takes longer than hang_timeout (or ten times the predicted block), when it does not answer
 //    Prepare, Cancel or Abort in time, or when it speaks of an epoch that is not yet. It may join again.
-//  - A request whose runs ended two epochs is refused as poisonous.
+//  - A request whose runs ended two epochs is refused as poisonous. A run is blamed for an epoch's end only
+//    where it may have computed within silence_timeout of it. If another run may have, too, each is a suspect
+//    from then on, which counts once, and only until one of them is refused.
 //  - A worker that drains stays while it holds K and V under a live lease.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -31,6 +40,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -41,6 +51,7 @@
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
+#include "server/pool/paused_time.h"
 #include "server/pool/run_coordinator.h"
 
 namespace meshfill {
@@ -65,7 +76,7 @@ class Leader {
     int64_t vocab = 1;
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
-    // All runs are planned over the whole pool, as if each had its speed and memory for itself.
+    // Each is planned over the whole pool, as if it had it for itself.
     int runs_at_once = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
     absl::Duration silence_timeout = absl::Milliseconds(1500);
@@ -114,10 +125,17 @@ class Leader {
   void OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, absl::Time now);
   void OnTick(absl::Time now);  // a few times in a second
-  // Requests beyond `runs_at_once` wait, in order.
+  // Requests that cannot begin yet wait, in order.
   Ticket Submit(const Request& request, absl::Time now);
   // Answers with `reason` at once; the ranks stop. Too late where the answer is out.
   void CancelRequest(Ticket ticket, absl::Status reason, absl::Time now);
+  // Its run stands still, with all it has, or goes on. Nothing where the answer is out.
+  void SetPaused(Ticket ticket, bool paused, absl::Time now);
+  // It waits for the end of another request: there is no memory, or no place, beside what lives.
+  bool CrowdedOut(Ticket ticket) const;
+  // It waits while a run is being stopped. Whether it is crowded out is known when that one is over.
+  bool Undecided(Ticket ticket) const;
+  RunId run_of(Ticket ticket) const;  // that lives; 0: it waits, or is answered
 
   // ---- Leases on K and V. Those that lapse end by OnTick, or by EndLapsed there.
   KvDirectory& kv() { return kv_; }
@@ -151,7 +169,12 @@ class Leader {
     RunId run = 0;  // 0: it waits
     absl::Time waiting_since;
     int attempts = 0;
-    int epochs_ended = 0;
+    int epochs_ended = 0;     // while no other run may have been to blame
+    bool suspect = false;     // an epoch ended while its run and others computed
+    bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
+    PausedTime pauses;        // as asked for
+    absl::Time begin;         // of its first run
+    double lost_seconds = 0;  // from there to its present run's begin, without pauses
   };
   struct LiveRun {
     Ticket ticket;  // of its request, which may be answered already
@@ -186,9 +209,21 @@ class Leader {
   // Once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
   void StartRun(Ticket ticket, absl::Time now);
-  // What runs next for a request: behind what is cached of it, or all of it.
-  absl::StatusOr<PlannedRun> PlanRun(RunId run, const Request& request);
-  absl::StatusOr<PlannedRun> PlanBehind(RunId run, const Request& request, KvSlabs& prefix);
+  // What runs next for a request: behind what is cached of it, or all of it. Nothing: there is no memory
+  // beside the runs that live.
+  absl::StatusOr<std::optional<PlannedRun>> PlanRun(RunId run, const Request& request);
+  absl::StatusOr<std::optional<PlannedRun>> PlanBehind(RunId run, const Request& request, KvSlabs& prefix);
+  bool HasRoom(const Plan& plan) const;
+  int MostRuns() const;
+  bool AnyStops() const;  // of the runs
+  bool Waits(Ticket ticket) const;
+  // The first request whose turn it is and that has no run; null: none.
+  std::pair<const Ticket, LiveRequest>* FirstWaiting();
+  void PauseRuns(absl::Time now);
+  void Forget(RunId run);  // it is over
+  void LookForRoomAgain();
+  // An epoch has ended in the request's run; why it is poisonous, or empty.
+  std::string Blame(LiveRequest& request, RunId run, const std::string& why, absl::Time now);
   void RefuseOverdue(absl::Time now);  // requests that have waited for a worker for empty_timeout
   LiveRequest* FindRequest(Ticket ticket);
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);

@@ -21,9 +21,12 @@ struct RunResult {
   Plan plan;
   std::vector<float> logits;
   std::vector<RankStats> ranks;
-  double peak_flops = 0;  // of the ranks that took part
-  double seconds = 0;     // of this run, from Prepare to the last RankDone, without probes
-  bool probed = false;    // the run measured links, too
+  double peak_flops = 0;      // of the ranks that took part
+  double seconds = 0;         // of this run, from Prepare to the last RankDone, without probes and pauses
+  bool probed = false;        // the run measured links, too
+  int attempts = 1;           // runs that the request took
+  double lost_seconds = 0;    // from the first one's begin to this one's, without pauses
+  double paused_seconds = 0;  // of all of them together
 };
 
 class LeaderActions {

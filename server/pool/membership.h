@@ -27,7 +27,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 5;
+inline constexpr uint32_t kControlProtocol = 6;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.

@@ -25,7 +25,7 @@ namespace {
 
 constexpr absl::Duration kTick = absl::Milliseconds(50);
 
-Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model, int runs_at_once) {
+Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
   Leader::Options options;
   options.build = kBuildName;
@@ -34,7 +34,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   options.kv_cache = ToEngineOptions(config).kv_cache;
   options.vocab = model.shape.vocab;
   options.links = ConfiguredLinksOf(pool);
-  options.runs_at_once = runs_at_once;
+  options.runs_at_once = kLiveRuns;
   // Epochs of a leader that was started again are later than those before: the time of day says so, and
   // nothing else here asks for it. No pool has a new epoch every millisecond.
   options.first_epoch = static_cast<uint64_t>(absl::ToUnixMillis(absl::Now()));
@@ -51,7 +51,7 @@ PoolEngine::PoolEngine(const v1::Config& config, IdentifiedModel model,
     : model_(std::move(model)),
       defaults_(ToEngineOptions(config)),
       metrics_(metrics),
-      leader_(LeaderOptions(config, model_, kPrefillsAtOnce),
+      leader_(LeaderOptions(config, model_),
               [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
                      const CachedPrefix& cached) { return PlanFor(capacity, tokens, options, cached); }),
       kv_leases_(KvShapeOf(model_.shape), std::move(holders),
@@ -154,13 +154,17 @@ class PoolEngine::Run final : public Prefill {
   }
 
   // The engine calls these three with its mutex held.
-  void Submit() {
+  absl::Status Submit() {
     engine_.mu_.AssertHeld();
     ticket_ = engine_.leader_.Submit(
         {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options},
         MonotonicNow());
     engine_.runs_[ticket_] = this;
     engine_.DoActions();
+    while (engine_.leader_.Undecided(ticket_)) engine_.changed_.WaitFor(engine_.mu_, kTick);
+    if (!engine_.leader_.CrowdedOut(ticket_)) return absl::OkStatus();
+    return absl::ResourceExhaustedError(
+        "the workers have no room for the prefill beside those that live; wait for the end of one");
   }
   void OnAnswer(absl::StatusOr<Leader::Result> answer) {
     engine_.mu_.AssertHeld();
@@ -178,6 +182,9 @@ class PoolEngine::Run final : public Prefill {
     engine_.DoActions();
   }
 
+  void Pause() override { SetPaused(true); }
+  void Resume() override { SetPaused(false); }
+
   absl::StatusOr<PrefillResult> Wait() override {
     ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
     PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
@@ -189,10 +196,19 @@ class PoolEngine::Run final : public Prefill {
     // A run that measured the links was planned without knowing them: it says nothing of the predictions to
     // come.
     if (!run.probed) engine_.correction_.Observe(result.plan.predicted.seconds, run.seconds);
+    result.lost_seconds = run.lost_seconds;
+    result.paused_seconds = run.paused_seconds;
+    result.attempts = run.attempts;
     return result;
   }
 
  private:
+  void SetPaused(bool paused) {
+    const MutexLock lock(engine_.mu_);
+    engine_.leader_.SetPaused(ticket_, paused, MonotonicNow());
+    engine_.DoActions();
+  }
+
   absl::StatusOr<Leader::Result> WaitForAnswer() {
     int told = 0;
     MutexLock lock(engine_.mu_);
@@ -231,7 +247,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest&
     return absl::ResourceExhaustedError(
         absl::StrCat("the pool runs ", capacity(), " prefills at a time; wait for the end of one"));
   }
-  run->Submit();
+  RETURN_IF_ERROR(run->Submit());
   return run;
 }
 

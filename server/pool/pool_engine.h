@@ -17,6 +17,7 @@
 #include "engine/engine_options.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
+#include "engine/run_memory.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/observe/metrics.h"
@@ -42,7 +43,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   const std::string& backend_name() const override { return backend_name_; }
   int ranks() const override;
   double peak_flops() const override;
-  int capacity() const override { return kPrefillsAtOnce; }
+  int capacity() const override { return kLiveRuns; }
   std::vector<PoolMember> members() const override;
   std::vector<PoolLink> links() const override;
 
@@ -55,10 +56,6 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
                                                  PrefillObserver* observer) override;
 
  private:
-  // The one place that says how many runs may live: the queue and the leader follow it. Workers could take
-  // more, but plans do not share memory and time between runs yet.
-  static constexpr int kPrefillsAtOnce = 1;
-
   class Run;
 
   PoolEngine(const v1::Config& config, IdentifiedModel model, std::unique_ptr<HolderChannels> holders,

@@ -113,6 +113,10 @@ class RankHost::ActiveRun {
   }
 
   // From any thread.
+  void Pause() { stop_.Pause(); }
+  void Resume() { stop_.Resume(); }
+
+  // From any thread.
   void Abort(const absl::Status& reason) {
     stop_.Stop();
     const MutexLock lock(mu_);
@@ -158,7 +162,8 @@ class RankHost::ActiveRun {
                                       .rank = rank(i),
                                       .ranks = part_.plan.ranks(),
                                       .epoch = part_.epoch,
-                                      .run = DataPlaneRun(part_)});
+                                      .run = DataPlaneRun(part_),
+                                      .stop = &stop_});
   }
 
   // Says so where a rank failed because its device is lost.
@@ -181,22 +186,26 @@ class RankHost::ActiveRun {
     host_.LogRejectedPeers(rank(i), seat.endpoint->strangers());
     if (!communicator.ok()) return communicator.status();
     seat.communicator = *std::move(communicator);
-    TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0);
-    return RunRank({.plan = part_.plan,
-                    .model = *host_.pool_.models[i],
-                    .weights = weights_->feed(i),
-                    .reader = weights_->reader(i),
-                    .rank = rank(i),
-                    .ids = part_.shards[i],
-                    .stream = *seat.stream,
-                    .communicator = *seat.communicator,
-                    .wait_timeout = PeerWaitTimeout(part_.plan),
-                    .on_layer_done =
-                        [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                    .kv = kv_.get(),
-                    .prefix = prefix_.get(),
-                    .recorder = &recorder,
-                    .probes = probes_});
+    TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0, &stop_);
+    const absl::Duration paused_before = stop_.PausedTime();
+    absl::StatusOr<RankOutput> output =
+        RunRank({.plan = part_.plan,
+                 .model = *host_.pool_.models[i],
+                 .weights = weights_->feed(i),
+                 .reader = weights_->reader(i),
+                 .rank = rank(i),
+                 .ids = part_.shards[i],
+                 .stream = *seat.stream,
+                 .communicator = *seat.communicator,
+                 .wait_timeout = PeerWaitTimeout(part_.plan),
+                 .on_layer_done =
+                     [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
+                 .kv = kv_.get(),
+                 .prefix = prefix_.get(),
+                 .recorder = &recorder,
+                 .probes = probes_});
+    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
+    return output;
   }
 
   WorkerMachine::RunPart part_;
@@ -267,6 +276,7 @@ void RankHost::Describe(v1::Join& offer) const {
   for (const std::string& name : pool_.device_names) offer.add_devices(name);
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_.budget_bytes()));
+  offer.set_many_runs(data_plane_->takes_many_runs());
   offer.set_kv_on_host(!pool_.hardware->in_host_memory());
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
@@ -339,6 +349,14 @@ void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vect
     if (IsStopping(run)) return;  // its Stop comes next
     if (auto current = Find(run)) current->Start(std::move(addresses), std::move(probes));
   });
+}
+
+void RankHost::Pause(uint64_t run) {
+  if (auto current = Find(run)) current->Pause();
+}
+
+void RankHost::Resume(uint64_t run) {
+  if (auto current = Find(run)) current->Resume();
 }
 
 void RankHost::Stop(uint64_t run, const std::string& reason) {

@@ -4,7 +4,8 @@
 // Stop also raises the run's stop token and aborts its communicators there and then, so that no wait outlives
 // it. Thread-safe.
 //
-// Runs know nothing of each other: each rank of each has a thread and a stream of its own.
+// Runs know nothing of each other: each rank of each has a thread, a stream and connections of its own. One
+// that stands still keeps its memory and these alone.
 #ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
 #define MESHFILL_SERVER_POOL_RANK_HOST_H_
 
@@ -42,7 +43,7 @@ class RankHost {
     int ranks = 1;
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
-    int64_t memory_bytes = 0;  // for the activations of one run; 0: 80 % of what is free after the load
+    int64_t memory_bytes = 0;  // for the activations of all runs; 0: 80 % of what is free after the load
     std::optional<int64_t> kv_memory_bytes;       // for K and V that CPUs keep; none: an eighth of the above
     std::optional<int64_t> kv_host_memory_bytes;  // for those behind GPUs; none: a tenth of what is free
     std::string data_listen = "127.0.0.1";
@@ -72,6 +73,10 @@ class RankHost {
 
   void Prepare(WorkerMachine::RunPart part);
   void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
+  // There and then: the ranks of a run that has been prepared stand still between two tiles, or go on.
+  // Nothing where there is none, or it is being stopped.
+  void Pause(uint64_t run);
+  void Resume(uint64_t run);
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
   WorkerMachine::ProgressOfRuns progress() const;

@@ -46,6 +46,10 @@ absl::Duration HangTimeout(const Plan& plan, const RunCoordinator::Options& opti
 
 }  // namespace
 
+int64_t ReservedBytes(const Plan& plan, int ranks) {
+  return (plan.predicted.run_bytes + plan.ranks() - 1) / plan.ranks() * ranks;
+}
+
 RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::span<const uint32_t> tokens,
                                const std::vector<const Membership::Worker*>& workers,
                                const KvDirectory::RunKv& kv, const Options& options, LeaderActions& actions,
@@ -84,8 +88,7 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
   prepare.set_ranks(static_cast<uint32_t>(part.ranks));
   if (kv.keep.has_value()) *prepare.mutable_keep_kv() = *kv.keep;
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
-  prepare.set_reserve_bytes(
-      static_cast<uint64_t>((plan_.predicted.run_bytes + plan_.ranks() - 1) / plan_.ranks()) * part.ranks);
+  prepare.set_reserve_bytes(static_cast<uint64_t>(ReservedBytes(plan_, part.ranks)));
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
     const std::vector<uint32_t>& ids = shards.emplace_back(plan_.layout.Deal(plan_.RankAt(seat), tokens));
@@ -115,7 +118,7 @@ RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::
   }
   unanswered_.erase(worker);
   for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
-  if (unanswered_.empty()) SendRun(now);
+  if (unanswered_.empty() && !pauses_.paused()) SendRun(now);
   return {};
 }
 
@@ -186,7 +189,7 @@ RunCoordinator::Outcome RunCoordinator::OnRankDone(Connection worker, const v1::
 
 RunCoordinator::Outcome RunCoordinator::Finish(absl::Time now) {
   RunResult result{.plan = std::move(plan_), .logits = std::move(logits_)};
-  result.seconds = absl::ToDoubleSeconds(now - begin_);
+  result.seconds = absl::ToDoubleSeconds(now - begin_ - pauses_.Total(now));
   TakeLinks(result);
   for (const Seat& seat : seats_) {
     result.ranks.push_back(seat.stats);
@@ -214,6 +217,26 @@ void RunCoordinator::TakeLinks(RunResult& result) {
                    absl::FormatDuration(absl::Trunc(absl::Seconds(seconds), absl::Milliseconds(1)))));
   result.seconds -= seconds;
   result.probed = true;
+}
+
+void RunCoordinator::SetPaused(bool paused, absl::Time now) {
+  if (paused == pauses_.paused() || phase_ == Phase::kStopping) return;
+  const absl::Duration pause = pauses_.Current(now);
+  pauses_.Set(paused, now);
+  if (phase_ == Phase::kPreparing) {
+    if (!paused && unanswered_.empty()) SendRun(now);
+    return;
+  }
+  // What hangs gains nothing by pauses.
+  for (Seat& seat : seats_) seat.moved_at = std::min(now, seat.moved_at + pause);
+  for (const auto& [worker, part] : parts_) {
+    v1::LeaderMessage& message = AddMessage(worker);
+    if (paused) {
+      message.mutable_pause()->set_run(number_);
+    } else {
+      message.mutable_resume()->set_run(number_);
+    }
+  }
 }
 
 void RunCoordinator::Abort(const std::string& why, absl::Time now) {
@@ -251,10 +274,11 @@ void RunCoordinator::OnWorkerLost(Connection worker) {
 
 RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
   if (phase_ != Phase::kRunning) {
-    if (now < deadline_) return {};
+    if (now < deadline_ || unanswered_.empty()) return {};
     if (phase_ == Phase::kStopping) return WorkersFailed{unanswered_, "it did not stop in time"};
     return WorkersFailed{unanswered_, "it did not prepare in time", /*keep_out=*/true};
   }
+  if (pauses_.paused()) return {};
   std::set<Connection> hung;
   absl::Time last_move = absl::InfinitePast();
   for (const Seat& seat : seats_) {

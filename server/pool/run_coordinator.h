@@ -4,7 +4,7 @@
 // out, and an outcome says what an event means beyond this run. A run knows nothing of other runs, nor of who
 // else is in the pool. Not thread-safe.
 //
-//                        all Prepared              all RankDone
+//                        all Prepared, its turn    all RankDone
 //     ──────► preparing ──────────────► running ────────────────► over   (Finish, Completed)
 //                 │ Abort, Cancel          │ Abort, Cancel
 //                 └────────► stopping ◄────┘
@@ -31,8 +31,12 @@
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
+#include "server/pool/paused_time.h"
 
 namespace meshfill {
+
+// Activations that so many ranks of the plan take of their worker's memory.
+int64_t ReservedBytes(const Plan& plan, int ranks);
 
 class RunCoordinator {
  public:
@@ -84,6 +88,9 @@ class RunCoordinator {
   // What takes too long.
   Outcome OnTick(absl::Time now) const;
 
+  // Lets its ranks stand still, or go on. A run whose turn it is not begins no further than to be prepared.
+  void SetPaused(bool paused, absl::Time now);
+
   // Stop the run: because it failed, or because its answer is out. Nothing happens while it stops already.
   void Abort(const std::string& why, absl::Time now);
   void Cancel(absl::Time now);
@@ -95,6 +102,9 @@ class RunCoordinator {
   bool stopped() const { return phase_ == Phase::kStopping && unanswered_.empty(); }
   int layers_done() const { return layers_done_; }  // by all ranks, as far as they have said
   bool Has(Connection worker) const { return parts_.contains(worker); }
+  // Whether its ranks may have computed since then.
+  bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
+  int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
   int first_rank(Connection worker) const { return parts_.at(worker).first_rank; }
   int ranks(Connection worker) const { return parts_.at(worker).ranks; }
 
@@ -138,6 +148,7 @@ class RunCoordinator {
   absl::Time deadline_;  // of preparing and stopping
   absl::Duration hang_timeout_;
   Phase phase_ = Phase::kPreparing;
+  PausedTime pauses_;
   std::vector<Seat> seats_;           // by rank
   std::map<Connection, Part> parts_;  // of the workers that take part and are not lost
   std::set<Connection> unanswered_;   // Prepare, or Cancel or Abort, not answered yet

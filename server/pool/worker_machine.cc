@@ -105,6 +105,16 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
     case v1::LeaderMessage::kRun:
       OnRun(message.run());
       break;
+    case v1::LeaderMessage::kPause:
+      if (Find(message.pause().run(), Phase::kRunning) != nullptr) {
+        actions_.push_back(PauseRun{message.pause().run()});
+      }
+      break;
+    case v1::LeaderMessage::kResume:
+      if (Find(message.resume().run(), Phase::kRunning) != nullptr) {
+        actions_.push_back(ResumeRun{message.resume().run()});
+      }
+      break;
     case v1::LeaderMessage::kFinish:
       OnFinish(message.finish().run());
       break;

@@ -12,11 +12,11 @@
 //                              over
 //
 // Invariants:
-//  - Runs are kept by number and know nothing of each other; the leader says how many live at once.
+//  - Runs are kept by number and know nothing of each other; the leader says how many live at once, and
+//    which of them stand still.
 //  - The host stands still before the worker joins again.
 //  - Memory is reserved from Prepare to Finish or to the host's OnRunStopped, by all runs together never more
-//  than
-//    was offered.
+//    than was offered.
 //  - What is of an unknown run is late and ignored, but Cancel and Abort are always confirmed.
 #ifndef MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
 #define MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
@@ -92,6 +92,12 @@ class WorkerMachine {
     std::vector<std::string> addresses;  // by rank of the whole run
     std::vector<LinkProbe> probes;       // pairings of its ranks, for before the first layer
   };
+  struct PauseRun {  // between two tiles, until ResumeRun or StopRun
+    uint64_t run;
+  };
+  struct ResumeRun {
+    uint64_t run;
+  };
   struct StopRun {  // at a block's boundary, whatever it is at; → OnRunStopped, then nothing more of this run
     uint64_t run;
     std::string reason;
@@ -117,8 +123,8 @@ class WorkerMachine {
     std::string text;
     LogLevel level;
   };
-  using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, StopRun, ReleaseRun, KvLasts,
-                              KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
+  using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, PauseRun, ResumeRun, StopRun,
+                              ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
 
   explicit WorkerMachine(Options options) : options_(std::move(options)) {}
 

@@ -124,8 +124,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     return exit_;
   }
 
-  // A rank has to move while it is inside an operation, and from when its run was told to stop. While it
-  // waits for a peer, it has a deadline of its own.
+  // A rank has to move while it is inside an operation and its run is not paused, and from when its run was
+  // told to stop. While it waits for a peer, it has a deadline of its own.
   std::string standstill() {
     std::vector<StandstillWatch::At> all;
     const WorkerMachine::ProgressOfRuns progress = host_->progress();
@@ -137,7 +137,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
         all.push_back({.run = number,
                        .rank = rank.rank,
                        .moves = rank.operations,
-                       .has_to_move = rank.computing || run->second.stopping,
+                       .has_to_move = (rank.computing && !run->second.paused) || run->second.stopping,
                        .predicted_seconds = run->second.layer_seconds});
       }
     }
@@ -162,6 +162,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
  private:
   struct WatchedRun {
     double layer_seconds = 0;  // predicted
+    bool paused = false;       // another run has its turn
     bool stopping = false;
   };
 
@@ -211,6 +212,14 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
   void Do(WorkerMachine::StartRun& start) {
     host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
+  }
+  void Do(WorkerMachine::PauseRun& pause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    watched_[pause.run].paused = true;
+    host_->Pause(pause.run);
+  }
+  void Do(WorkerMachine::ResumeRun& resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    watched_[resume.run].paused = false;
+    host_->Resume(resume.run);
   }
   void Do(WorkerMachine::StopRun& stop) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     watched_[stop.run].stopping = true;

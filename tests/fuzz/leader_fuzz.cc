@@ -1,10 +1,12 @@
 // Everything that workers and strangers may say to the leader, in any order: joins, words of runs, silence.
+// Several runs live at once, and their turns change.
 //
 // An input is a list of events. Most are messages as they come from the wire; some are what an honest worker
 // would say next, so that mutations get deep into a run.
 #include <cmath>
 #include <deque>
 #include <map>
+#include <utility>
 #include <variant>
 
 #include "server/pool/leader.h"
@@ -37,7 +39,7 @@ class Pool {
  private:
   struct Line {
     Leader::Connection connection = 0;
-    v1::LeaderMessage prepare;  // the newest
+    std::vector<v1::LeaderMessage> prepares;
   };
 
   static Leader::Options Options() {
@@ -47,16 +49,17 @@ class Pool {
     options.model.set_weights_hash(0);
     options.kv = KvShapeOf(SmallModel());
     options.vocab = SmallModel().vocab;
+    options.runs_at_once = 3;
     return options;
   }
 
   void Do(FuzzInput& input) {
     const uint8_t what = input.Byte();
     Line& line = lines_[input.Byte() % kConnections];
-    switch (what % 8) {
+    switch (what % 9) {
       case 0:
         if (line.connection != 0) leader_.OnDisconnected(line.connection, now_);
-        line = {.connection = ++last_connection_, .prepare = {}};
+        line = {.connection = ++last_connection_, .prepares = {}};
         return leader_.OnConnected(line.connection, now_);
       case 1:
         leader_.OnDisconnected(line.connection, now_);
@@ -74,24 +77,37 @@ class Pool {
         leader_.CancelRequest(tickets_[input.Byte() % tickets_.size()], absl::CancelledError("gone"), now_);
         return;
       case 5:
-        return SayPrepared(line);
-      case 6:
-        return SayDone(line, input.Byte());
+        return SayPrepared(line, PrepareOf(line, input.Byte()));
+      case 6: {
+        const uint32_t rank = input.Byte();
+        return SayDone(line, PrepareOf(line, input.Byte()), rank);
+      }
       case 7: {
         v1::WorkerMessage message;
         if (!message.ParseFromString(input.Piece())) return;
         return leader_.OnMessage(line.connection, message, now_);
       }
+      case 8: {
+        if (tickets_.empty()) return;
+        const uint8_t whose = input.Byte();
+        return leader_.SetPaused(tickets_[whose / 2 % tickets_.size()], whose % 2 == 0, now_);
+      }
     }
   }
 
-  void SayPrepared(const Line& line) {
-    const v1::Prepare& prepare = line.prepare.prepare();
+  // Of the runs that the line was told, the newest first.
+  static v1::LeaderMessage PrepareOf(const Line& line, size_t back) {
+    if (line.prepares.empty()) return {};
+    return line.prepares[line.prepares.size() - 1 - back % line.prepares.size()];
+  }
+
+  void SayPrepared(const Line& line, const v1::LeaderMessage& told) {
+    const v1::Prepare& prepare = told.prepare();
     const auto plan = FromRunPlan(prepare.plan());
     if (!plan.ok()) return;  // nothing was prepared
     std::vector<std::vector<uint32_t>> shards;
     v1::WorkerMessage message;
-    message.set_epoch(line.prepare.epoch());
+    message.set_epoch(told.epoch());
     message.mutable_prepared()->set_run(prepare.run());
     for (uint32_t seat = prepare.first_rank(); seat < prepare.first_rank() + prepare.ranks(); ++seat) {
       const int rank = plan->RankAt(static_cast<int>(seat));
@@ -102,10 +118,10 @@ class Pool {
     leader_.OnMessage(line.connection, message, now_);
   }
 
-  void SayDone(const Line& line, uint32_t rank) {
+  void SayDone(const Line& line, const v1::LeaderMessage& told, uint32_t rank) {
     v1::WorkerMessage message;
-    message.set_epoch(line.prepare.epoch());
-    message.mutable_rank_done()->set_run(line.prepare.prepare().run());
+    message.set_epoch(told.epoch());
+    message.mutable_rank_done()->set_run(told.prepare().run());
     message.mutable_rank_done()->set_rank(rank % 8);
     for (int64_t i = 0; i < SmallModel().vocab; ++i) message.mutable_rank_done()->add_logits(0);
     leader_.OnMessage(line.connection, message, now_);
@@ -113,9 +129,12 @@ class Pool {
 
   void TakeActions() {
     for (Leader::Action& action : leader_.TakeActions()) {
-      if (auto* send = std::get_if<Leader::Send>(&action); send != nullptr && send->message.has_prepare()) {
+      if (auto* send = std::get_if<Leader::Send>(&action)) {
+        CheckTurn(send->to, send->message);
         for (Line& line : lines_) {
-          if (line.connection == send->to) line.prepare = send->message;
+          if (line.connection == send->to && send->message.has_prepare()) {
+            line.prepares.push_back(send->message);
+          }
         }
       } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
         FUZZ_CHECK(answered_[answer->ticket]++ == 0);  // once
@@ -126,6 +145,18 @@ class Pool {
         FUZZ_CHECK(log->text.find('\n') == std::string::npos);
       }
     }
+  }
+
+  // Pause and Resume come after Run, by turns.
+  void CheckTurn(Leader::Connection to, const v1::LeaderMessage& message) {
+    if (message.has_run()) {
+      FUZZ_CHECK(paused_.emplace(std::pair(to, message.run().run()), false).second);
+    }
+    if (!message.has_pause() && !message.has_resume()) return;
+    const uint64_t number = message.has_pause() ? message.pause().run() : message.resume().run();
+    const auto run = paused_.find(std::pair(to, number));
+    FUZZ_CHECK(run != paused_.end() && run->second == message.has_resume());
+    run->second = message.has_pause();
   }
 
   // What everybody may count on, whoever has joined.
@@ -145,6 +176,7 @@ class Pool {
   Leader::Connection last_connection_ = 0;
   std::vector<Leader::Ticket> tickets_;
   std::map<Leader::Ticket, int> answered_;
+  std::map<std::pair<Leader::Connection, uint64_t>, bool> paused_;  // runs that were told to begin
   Leader leader_;
 };
 
@@ -183,14 +215,26 @@ std::vector<std::string> FuzzSeeds() {
   prepared.mutable_prepared()->mutable_outcome()->set_code(9);
   const std::string two = JoinAs(0, "a", 1) + JoinAs(1, "b", 2);
   const std::string submit = Event(3, 0) + "\xc8" + std::string(1, '\0'), tick = Event(2, 0) + "\x32";
-  const std::string all_prepared = Event(5, 0) + Event(5, 1);
-  const auto rank_done = [](int line, char rank) { return Event(6, line) + rank; };
+  // Of the newest run, or of one that is older.
+  const auto prepared_by = [](int line, char back) { return Event(5, line) + back; };
+  const std::string all_prepared = prepared_by(0, 0) + prepared_by(1, 0);
+  const auto rank_done = [](int line, char rank, char back = 0) { return Event(6, line) + rank + back; };
+  const auto all_done = [&](char back) {
+    return rank_done(0, 0, back) + rank_done(1, 1, back) + rank_done(1, 2, back);
+  };
+  const auto pause = [](int request) { return Event(8, 0) + static_cast<char>(2 * request); };
+  const auto resume = [](int request) { return Event(8, 0) + static_cast<char>(2 * request + 1); };
   return {
-      two + submit + all_prepared + Say(0, progress) + rank_done(0, 0) + rank_done(1, 1) + rank_done(1, 2),
+      two + submit + all_prepared + Say(0, progress) + all_done(0),
       two + submit + all_prepared + Say(1, done) + Say(0, stopped) + Say(1, stopped) + tick + all_prepared,
       two + submit + Say(0, prepared) + tick + Say(1, leave) + tick,
       two + submit + all_prepared + Event(4, 0) + '\0' + Say(0, stopped) + Event(1, 1) + tick,
-      submit + JoinAs(0, "a", 64) + JoinAs(1, "a", 1) + tick + Event(5, 0) + tick + tick,
+      submit + JoinAs(0, "a", 64) + JoinAs(1, "a", 1) + tick + prepared_by(0, 0) + tick + tick,
+      two + submit + all_prepared + pause(0) + submit + all_prepared + all_done(0) + resume(0) + all_done(1),
+      two + submit + pause(0) + all_prepared + submit + all_prepared + resume(0) + pause(1) + Event(1, 1) +
+          tick,
+      two + submit + all_prepared + submit + submit + pause(0) + submit + tick + Event(4, 0) + '\1' +
+          resume(0),
   };
 }
 

@@ -55,13 +55,22 @@ class Worker {
     for (WorkerMachine::Action& action : machine_.TakeActions()) {
       if (auto* connect = std::get_if<WorkerMachine::Connect>(&action)) {
         connection_ = connect->connection;
-        FUZZ_CHECK(preparing_.empty() && stopping_.empty());  // the host stands still
+        FUZZ_CHECK(preparing_.empty() && running_.empty() && stopping_.empty());  // the host stands still
       } else if (auto* prepare = std::get_if<WorkerMachine::PrepareRun>(&action)) {
         Check(prepare->part);
         preparing_.emplace(prepare->part.number, prepare->part.shards.size());
+      } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
+        FUZZ_CHECK(running_.insert(start->run).second);
+      } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
+        FUZZ_CHECK(running_.contains(pause->run));
+      } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
+        FUZZ_CHECK(running_.contains(resume->run));
       } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
         preparing_.erase(stop->run);
+        running_.erase(stop->run);
         stopping_.insert(stop->run);
+      } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
+        running_.erase(release->run);
       }
     }
   }
@@ -88,6 +97,7 @@ class Worker {
   absl::Time now_ = absl::UnixEpoch();
   WorkerMachine::Connection connection_ = 0;
   std::map<uint64_t, size_t> preparing_;  // by run: its ranks here
+  std::set<uint64_t> running_;            // that may be told to stand still
   std::set<uint64_t> stopping_;
   WorkerMachine machine_;
 };
@@ -126,7 +136,7 @@ std::string GoodRun(uint64_t run, uint32_t first_rank, uint32_t ranks) {
 const int kFuzzRounds = 30'000;
 
 std::vector<std::string> FuzzSeeds() {
-  v1::LeaderMessage welcome, run, finish, cancel, abort, goodbye, lasts, prefix;
+  v1::LeaderMessage welcome, run, pause, resume, finish, cancel, abort, goodbye, lasts, prefix;
   welcome.mutable_welcome();
   run.set_epoch(1);
   run.mutable_run()->set_run(1);
@@ -135,6 +145,8 @@ std::vector<std::string> FuzzSeeds() {
     if (run.run().probes_size() == 0) run.mutable_run()->add_probes();
     run.mutable_run()->mutable_probes(0)->add_peers(peer);
   }
+  pause.mutable_pause()->set_run(1);
+  resume.mutable_resume()->set_run(1);
   finish.mutable_finish()->set_run(1);
   cancel.mutable_cancel()->set_run(1);
   abort.mutable_abort()->set_run(2);
@@ -150,6 +162,8 @@ std::vector<std::string> FuzzSeeds() {
   const std::string begin = std::string("\x00\x01", 2) + Say(welcome);
   return {
       begin + GoodRun(1, 0, 2) + Say(run) + Say(finish) + GoodRun(2, 1, 1) + Say(abort) + "\x04",
+      begin + GoodRun(1, 0, 2) + Say(run) + Say(pause) + GoodRun(2, 0, 1) + Say(resume) + Say(finish),
+      begin + GoodRun(1, 0, 2) + Say(pause) + Say(run) + Say(pause) + Say(cancel) + Say(resume) + "\x04",
       begin + GoodRun(1, 0, 2) + Say(cancel) + "\x04" + Say(lasts) + "\x02" + Say(goodbye),
       begin + Say(prefix) + GoodRun(4, 0, 1) + "\x01" + "\x04" + std::string("\x00\xff", 2),
   };

@@ -143,8 +143,9 @@ class CliTestCase(unittest.TestCase):
         if arguments and not str(arguments[0]).startswith("-") and arguments[0] in ("prefill", "plan", "make-model"):
             self.assertTrue(error.startswith(f"meshfill {arguments[0]}: "), error)
 
-    def check_prefill_object(self, result, tokens, ranks, top_k=1):
-        self.assertEqual(list(result), PREFILL_KEYS)
+    def check_prefill_object(self, result, tokens, ranks, top_k=1, attempts=1):
+        self.assertEqual(list(result), PREFILL_KEYS + (["attempts"] if attempts > 1 else []))
+        self.assertEqual(result.get("attempts", 1), attempts)
         self.assertEqual(result["tokens"], tokens)
         self.assertEqual(len(result["top"]), top_k)
         for best in result["top"]:

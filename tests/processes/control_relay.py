@@ -13,7 +13,7 @@ FRAME_HEADER, MESSAGE_HEADER, DATA = 9, 5, 0
 # The bodies of WorkerMessage and LeaderMessage by their field (proto/meshfill/v1/control.proto).
 FROM_WORKER = {2: "Join", 3: "Prepared", 4: "Progress", 5: "RankDone", 6: "Stopped", 7: "Leave"}
 FROM_LEADER = {2: "Welcome", 3: "Refused", 4: "Prepare", 5: "Shard", 6: "Run", 7: "Finish", 8: "Cancel", 9: "Abort",
-               10: "Heartbeat", 11: "Goodbye"}
+               10: "Heartbeat", 11: "Goodbye", 15: "Pause", 16: "Resume"}
 
 
 def fields_of(data):

@@ -91,6 +91,11 @@ class PoolTestCase(CliTestCase):
         text = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=5).read().decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(name + r"[ {]", line))
 
+    def phases(self):
+        """The prefills that the leader has, by id."""
+        status = json.load(urllib.request.urlopen(f"http://{self.metrics_address}/status.json", timeout=5))
+        return {request["id"]: request["phase"] for request in status["pool"]["requests"]}
+
     def wait_until(self, condition, seconds=TIMEOUT_SECONDS):
         deadline = time.monotonic() + seconds
         while not condition():

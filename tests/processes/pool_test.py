@@ -125,7 +125,7 @@ class PoolTest(PoolTestCase):
 
     def test_a_worker_dies_and_one_is_stopped_in_the_middle(self):
         prompt = self.tmp / "middle.bytes"
-        prompt.write_bytes(self.long_prompt.read_bytes()[:30_000])
+        prompt.write_bytes(self.long_prompt.read_bytes()[:16_000])
         self.workers("a", "d")
         for number, name, limit_seconds in ((signal.SIGKILL, "b", SILENCE_SECONDS / 2),
                                             (signal.SIGSTOP, "c", SILENCE_SECONDS + 2)):
@@ -145,7 +145,7 @@ class PoolTest(PoolTestCase):
                 # A kill by the end of its stream, a stop by silence; pool_churn.py holds them to the default times.
                 self.assertLess(time.monotonic() - struck_at[0], limit_seconds)
                 result = self.answer_of(running)
-                self.check_prefill_object(result, 30_000, ranks=result["plan"]["ranks"])
+                self.check_prefill_object(result, 16_000, ranks=result["plan"]["ranks"], attempts=2)
                 self.assertLess(result["plan"]["ranks"], 3)
                 # What the run that was struck had kept is not mixed with what the next one keeps.
                 calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
@@ -157,6 +157,70 @@ class PoolTest(PoolTestCase):
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 2)
         victim.signal(signal.SIGCONT)  # it comes back by itself
         self.leader.wait_for('worker "c" joined', count=2)
+
+    def begun_one_after_the_other(self, **tokens):
+        """Prompts by id, each at most half as long as the one before; each is begun once the one before computes."""
+        running = {}
+        for name, count in tokens.items():
+            prompt = self.tmp / f"{name}.bytes"
+            prompt.write_bytes(self.long_prompt.read_bytes()[:count])
+            running[name] = self.prefill_later(prompt, "--format", "bytes", "--request-id", name, "--logits-out",
+                                               self.tmp / f"{name}.logits")
+            self.wait_until(lambda: self.phases().get(name) == "running")  # noqa: B023
+        return running
+
+    def check_calm(self, name, result):
+        """Alone, with the same workers, the prompt has the same plan and the same bits."""
+        calm = self.tmp / "calm.logits"
+        again = self.prefill(self.tmp / f"{name}.bytes", "--format", "bytes", "--logits-out", calm)
+        self.assertEqual(again["plan"], result["plan"])
+        self.assertEqual(again["top"], result["top"])
+        self.assertEqual(calm.read_bytes(), (self.tmp / f"{name}.logits").read_bytes())
+
+    def test_long_prompts_give_way_to_shorter_ones(self):
+        self.workers("a", "b")
+        running = self.begun_one_after_the_other(long=24_000, middle=10_000)
+        self.assertEqual(self.phases(), {"middle": "running", "long": "paused"})
+        for _ in range(3):
+            short = self.prefill(self.prompt, "--logits-out", self.tmp / "short.logits")
+            self.assertIsNone(running["long"].poll())
+        self.assertGreaterEqual(self.metric("meshfill_preemptions_total"), 4)
+        results = {name: self.answer_of(each) for name, each in running.items()}
+        self.assertLess(results["middle"]["seconds"]["queue"], results["long"]["seconds"]["queue"])
+        self.assertGreater(self.metric("meshfill_paused_seconds_total"), 0)
+        for name, result in results.items():
+            self.assertNotIn("attempts", result)
+            self.check_calm(name, result)
+        alone = self.prefill(self.prompt, "--logits-out", self.tmp / "alone.logits")
+        self.assertEqual(short["top"], alone["top"])
+        self.assertEqual((self.tmp / "short.logits").read_bytes(), (self.tmp / "alone.logits").read_bytes())
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
+        self.assertEqual(self.metric("meshfill_requests_retried_total"), 0)
+
+    def test_a_worker_dies_while_three_prefills_live(self):
+        workers = self.workers("a", "b", "c")
+        running = self.begun_one_after_the_other(long=28_000, middle=14_000, small=7_000)
+        self.assertEqual(self.phases(), {"small": "running", "middle": "paused", "long": "paused"})
+        workers[1].signal(signal.SIGKILL)
+        results = {name: self.answer_of(each) for name, each in running.items()}
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 1)
+        self.assertEqual(self.metric("meshfill_requests_retried_total"), 3)
+        for name, result in results.items():
+            self.assertEqual(result["attempts"], 2)
+            self.assertLessEqual(result["plan"]["ranks"], 2)
+            self.check_calm(name, result)
+            self.assertEqual(self.logged(f"id=\"{name}\""), 1)
+        self.assertEqual(self.logged("attempts=2"), 3)
+
+    def test_cancelled_while_it_stands_still(self):
+        self.workers("a", "b")
+        running = self.begun_one_after_the_other(long=24_000, middle=10_000)
+        running["long"].send_signal(signal.SIGINT)
+        self.wait_until(lambda: "long" not in self.phases())
+        out, error = running["long"].communicate(timeout=TIMEOUT_SECONDS)
+        self.assertEqual((running["long"].returncode, out, error), (130, b"", b"meshfill prefill: cancelled\n"))
+        self.check_calm("middle", self.answer_of(running["middle"]))
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
 
     def test_workers_that_do_not_fit_are_refused_with_the_reason(self):
         self.workers("a")

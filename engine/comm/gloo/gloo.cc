@@ -17,6 +17,7 @@
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo_pair.h"
 #include "engine/comm/gloo/gloo_rendezvous.h"
+#include "engine/comm/run_deadline.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -234,9 +235,11 @@ absl::Status GlooRun::StartSend(Message& message) {
 absl::StatusOr<BufferRef> GlooRun::Wait(Message& message, absl::Time deadline) {
   int lost_peer;
   {
+    const RunDeadline until(options_.stop, deadline);
     MutexLock lock(mu_);
     while (!WaitIsOver(message)) {
-      if (changed_.WaitUntil(mu_, deadline) || WaitIsOver(message)) continue;
+      if (changed_.WaitUntil(mu_, until.Now()) || WaitIsOver(message)) continue;
+      if (MonotonicNow() < until.Now()) continue;
       return absl::DeadlineExceededError(
           absl::StrCat(Describe(message), ": nothing whole arrived before the deadline"));
     }

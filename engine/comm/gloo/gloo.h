@@ -35,6 +35,7 @@
 
 #include "absl/status/statusor.h"
 #include "engine/comm/endpoint.h"
+#include "kernels/stop_token.h"
 
 namespace meshfill {
 
@@ -44,6 +45,7 @@ struct GlooOptions {
   int ranks = 1;
   uint64_t run = 0;      // tells this run's messages from those of any other; the same on all ranks
   bool checksum = true;  // of every payload that this rank sends
+  const StopToken* stop = nullptr;  // of the run: its pauses are no part of a wait; null: it has none
 };
 
 // Connect: what cannot be reached is named by its rank. Messages are received into buffers of the stream

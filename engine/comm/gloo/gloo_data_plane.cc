@@ -10,12 +10,16 @@ class GlooDataPlane final : public DataPlane {
   explicit GlooDataPlane(const DataPlaneOptions& options) : options_(options) {}
 
   absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
-    return GlooEndpoint::Listen(
-        {.listen = options_.listen, .rank = seat.rank, .ranks = seat.ranks, .run = seat.run});
+    return GlooEndpoint::Listen({.listen = options_.listen,
+                                 .rank = seat.rank,
+                                 .ranks = seat.ranks,
+                                 .run = seat.run,
+                                 .stop = seat.stop});
   }
   void Keep() override {}
   absl::Duration connect_timeout() const override { return absl::Seconds(5); }
   bool connects_slowly() const override { return false; }
+  bool takes_many_runs() const override { return true; }
 
  private:
   const DataPlaneOptions options_;

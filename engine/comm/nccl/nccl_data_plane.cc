@@ -27,6 +27,8 @@ class NcclDataPlane final : public DataPlane {
   }
   absl::Duration connect_timeout() const override { return absl::Seconds(60); }  // NCCL tries out the links
   bool connects_slowly() const override { return true; }
+  // A rank keeps one communicator, and kernels of two that wait for each other's peers share one device.
+  bool takes_many_runs() const override { return false; }
 
  private:
   const DataPlaneOptions options_;

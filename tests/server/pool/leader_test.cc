@@ -46,6 +46,7 @@ v1::Join Offer(const std::string& name, uint32_t ranks = 1) {
   offer.mutable_model()->set_weights_hash(2);
   offer.mutable_model()->set_dtype("f32");
   *offer.mutable_speed() = ToProto(PoolSpeed{});
+  offer.set_many_runs(true);
   return offer;
 }
 
@@ -119,15 +120,17 @@ class LeaderTest : public testing::Test {
   }
   void Submit(std::vector<uint32_t> tokens) {
     tokens_ = std::move(tokens);
-    leader_.Submit({.id = "r7", .tokens = tokens_, .options = {}}, now_);
+    newest_ = leader_.Submit({.id = "r7", .tokens = tokens_, .options = {}}, now_);
     Do();
   }
-  // Workers 1, 2, … with one rank each answer the newest Prepare.
-  void Prepare(const std::vector<Leader::Connection>& workers) {
+  // Workers with one rank each answer the newest Prepare; or that of `run`.
+  void Prepare(const std::vector<Leader::Connection>& workers) { PrepareRun(0, workers); }
+  void PrepareRun(uint64_t run, const std::vector<Leader::Connection>& workers) {
     for (Leader::Connection connection : workers) {
       const v1::Prepare* prepare = nullptr;
       for (const v1::LeaderMessage& message : sent_[connection]) {
-        if (message.has_prepare()) prepare = &message.prepare();
+        if (message.has_prepare() && (run == 0 || message.prepare().run() == run))
+          prepare = &message.prepare();
       }
       ASSERT_NE(prepare, nullptr);
       run_ = prepare->run();
@@ -170,6 +173,7 @@ class LeaderTest : public testing::Test {
   std::vector<std::string> log_;
   std::vector<uint32_t> tokens_;
   uint64_t run_ = 0;
+  Leader::Ticket newest_ = 0;
 };
 
 TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
@@ -470,7 +474,7 @@ TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
   EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
 }
 
-// A leader that runs two requests at once: a policy that no server sets yet.
+// A leader that runs two requests at once.
 class TwoRunsLeaderTest : public LeaderTest {
  protected:
   TwoRunsLeaderTest() : LeaderTest(Two()) {}
@@ -486,6 +490,7 @@ class TwoRunsLeaderTest : public LeaderTest {
     Submit(std::vector<uint32_t>(200, 1));
     Prepare({1, 2});
     first_ = run_;
+    first_ticket_ = newest_;
     ticket_ = leader_.Submit({.id = "r8", .tokens = tokens_, .options = {}}, now_);
     Do();
     Prepare({1, 2});
@@ -503,9 +508,253 @@ class TwoRunsLeaderTest : public LeaderTest {
                       [](const v1::LeaderMessage& message) { return message.has_prepare(); }));
   }
 
+  void SetPaused(Leader::Ticket ticket, bool paused) {
+    leader_.SetPaused(ticket, paused, now_);
+    Do();
+  }
+  // Ends both runs at worker 1, which is left.
+  void BothStop() {
+    v1::WorkerMessage stopped = OfRun();
+    for (const uint64_t run : {second_, first_}) {
+      stopped.mutable_stopped()->set_run(run);
+      Say(1, stopped);
+    }
+  }
+
   uint64_t first_ = 0, second_ = 0;
+  Leader::Ticket first_ticket_ = 0;
   Leader::Ticket ticket_ = 0;  // of the second
 };
+
+TEST_F(TwoRunsLeaderTest, APausedRunStandsStillAndDoesNotHang) {
+  SetPaused(first_ticket_, true);
+  for (const Leader::Connection worker : {1, 2}) {
+    ASSERT_TRUE(sent_[worker].back().has_pause());
+    EXPECT_EQ(sent_[worker].back().pause().run(), first_);
+  }
+  SetPaused(first_ticket_, true);
+  EXPECT_TRUE(sent_[1].back().has_pause());
+  Finish(second_);
+  EXPECT_EQ(answers_.back()->paused_seconds, 0);
+  run_ = first_;
+  Pass(absl::Seconds(20), {1, 2}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 2) << "what stands still does not hang";
+  SetPaused(first_ticket_, false);
+  for (const Leader::Connection worker : {1, 2}) EXPECT_EQ(sent_[worker].back().resume().run(), first_);
+  Pass(absl::Milliseconds(1900), {1, 2}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 2) << "its time counts from here";
+  Finish(first_);
+  ASSERT_EQ(answers_.size(), 2u);
+  ASSERT_TRUE(answers_.back().ok()) << answers_.back().status();
+  EXPECT_NEAR(answers_.back()->seconds, 1.9, 0.11) << "without the pause";
+  EXPECT_NEAR(answers_.back()->paused_seconds, 20, 0.1);
+  EXPECT_EQ(answers_.back()->attempts, 1);
+}
+
+TEST_F(TwoRunsLeaderTest, ARunThatHangsBetweenItsPausesIsNoticed) {
+  Finish(second_);
+  run_ = first_;
+  for (int turn = 0; turn < 4; ++turn) {
+    EXPECT_EQ(leader_.capacity().ranks, 2) << turn;
+    SetPaused(first_ticket_, true);
+    Pass(absl::Seconds(3), {1, 2}, /*computing=*/true);
+    SetPaused(first_ticket_, false);
+    Pass(absl::Milliseconds(550), {1, 2}, /*computing=*/true);
+  }
+  EXPECT_EQ(leader_.capacity().ranks, 0);
+}
+
+TEST_F(TwoRunsLeaderTest, APausedRunIsPreparedAndBeginsAtItsTurn) {
+  Finish(second_);
+  SetPaused(first_ticket_, true);
+  const Leader::Ticket third = leader_.Submit({.id = "r9", .tokens = tokens_, .options = {}}, now_);
+  SetPaused(third, true);
+  Prepare({1, 2});
+  ASSERT_EQ(run_, second_ + 1);
+  Pass(absl::Seconds(20), {1, 2});
+  EXPECT_EQ(leader_.capacity().ranks, 2) << "its workers have done what they were to do";
+  EXPECT_FALSE(sent_[1].back().has_run() || sent_[1].back().has_pause());
+  SetPaused(third, false);
+  EXPECT_EQ(sent_[1].back().run().run(), second_ + 1);
+  Finish(second_ + 1);
+  EXPECT_EQ(answers_.size(), 2u);
+}
+
+TEST_F(TwoRunsLeaderTest, WhoeverComputedIsToBlameAndNotWhoStoodStill) {
+  SetPaused(first_ticket_, true);
+  Pass(absl::Seconds(2), {1, 2});
+  Join(3, Offer("c"));
+  leader_.OnDisconnected(2, now_);
+  BothStop();
+  ASSERT_EQ(PreparesOf(1), 3) << "a paused request begins no run";
+  Prepare({1, 3});
+  EXPECT_EQ(run_, leader_.run_of(ticket_));
+  EXPECT_EQ(leader_.run_of(first_ticket_), 0u);
+  leader_.OnDisconnected(3, now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
+  EXPECT_NE(answers_[0].status().message().find("request r8 "), absl::string_view::npos);
+  Stopped(1);
+
+  // Once more, now by its own run: that is the first time.
+  SetPaused(first_ticket_, false);
+  Prepare({1});
+  Join(4, Offer("d"));
+  leader_.OnDisconnected(1, now_);
+  Do();
+  EXPECT_EQ(answers_.size(), 1u);
+  Prepare({4});
+  RankDone(4, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 2u);
+  ASSERT_TRUE(answers_[1].ok()) << answers_[1].status();
+  EXPECT_EQ(answers_[1]->attempts, 3);
+  EXPECT_NEAR(answers_[1]->paused_seconds, 2, 0.1);
+}
+
+// Two compute when a worker is lost: each may be to blame. The one that does it again alone is; the other one
+// then begins with a clean slate.
+TEST_F(TwoRunsLeaderTest, SuspicionCountsOnceAndEndsWithWhoIsToBlame) {
+  Join(3, Offer("c"));
+  leader_.OnDisconnected(2, now_);
+  SetPaused(first_ticket_, true);
+  BothStop();
+  Prepare({1, 3});
+  EXPECT_EQ(run_, leader_.run_of(ticket_));
+  leader_.OnDisconnected(3, now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
+  Stopped(1);
+
+  SetPaused(first_ticket_, false);
+  Prepare({1});
+  leader_.OnDisconnected(1, now_);
+  Do();
+  EXPECT_EQ(answers_.size(), 1u) << "the first time that it was alone";
+  Join(4, Offer("d"));
+  Prepare({4});
+  leader_.OnDisconnected(4, now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_TRUE(absl::IsInternal(answers_[1].status())) << answers_[1].status();
+}
+
+TEST_F(TwoRunsLeaderTest, WhoIsNeverAloneIsNotRefusedAsPoisonous) {
+  for (Leader::Connection worker = 1; worker < 7; worker += 2) {
+    for (const Leader::Connection next : {worker + 2, worker + 3}) Join(next, Offer(absl::StrCat("w", next)));
+    leader_.OnDisconnected(worker, now_);
+    leader_.OnDisconnected(worker + 1, now_);
+    Do();
+    PrepareRun(first_ = leader_.run_of(first_ticket_), {worker + 2, worker + 3});
+    PrepareRun(second_ = leader_.run_of(ticket_), {worker + 2, worker + 3});
+  }
+  EXPECT_TRUE(answers_.empty());
+  for (const uint64_t run : {first_, second_}) {
+    run_ = run;
+    RankDone(7, 0, 0);
+    RankDone(8, 1, kVocab);
+  }
+  ASSERT_EQ(answers_.size(), 2u);
+  for (const auto& answer : answers_) EXPECT_TRUE(answer.ok()) << answer.status();
+  EXPECT_EQ(answers_[0]->attempts, 4);
+}
+
+// Workers whose memory takes one prefill of 4,096 tokens, and small ones beside it.
+class CrowdedLeaderTest : public LeaderTest {
+ protected:
+  CrowdedLeaderTest() : LeaderTest(Many()) {}
+
+  static Leader::Options Many() {
+    Leader::Options options = Options();
+    options.runs_at_once = 8;
+    return options;
+  }
+  void SetUp() override {
+    const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 2}, 4096, {});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    for (const Leader::Connection worker : {1, 2}) {
+      v1::Join offer = Offer(absl::StrCat("w", worker));
+      offer.set_memory_bytes(static_cast<uint64_t>(plan->plan.predicted.run_bytes * 6 / 10));
+      ASSERT_EQ(Join(worker, offer), "");
+    }
+  }
+  Leader::Ticket SubmitTokens(size_t tokens) {
+    Submit(std::vector<uint32_t>(tokens, 1));
+    return newest_;
+  }
+};
+
+TEST_F(CrowdedLeaderTest, BeginsBesideOthersWhatTheWorkersHaveMemoryFor) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  EXPECT_NE(leader_.run_of(large), 0u);
+  const Leader::Ticket small = SubmitTokens(64);
+  EXPECT_NE(leader_.run_of(small), 0u);
+  EXPECT_FALSE(leader_.CrowdedOut(small));
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_EQ(leader_.run_of(other), 0u);
+  EXPECT_TRUE(leader_.CrowdedOut(other));
+  const size_t planned = planned_with_.size();
+  Pass(absl::Seconds(3), {1, 2});
+  EXPECT_EQ(planned_with_.size(), planned) << "nothing has changed: no need to plan again";
+  leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
+  Do();
+  EXPECT_FALSE(leader_.CrowdedOut(other)) << "a run stops: it may have room in a moment";
+  EXPECT_TRUE(leader_.Undecided(other));
+  EXPECT_EQ(leader_.run_of(other), 0u) << "not before its memory is free";
+  run_ = 1;
+  Stopped(1);
+  EXPECT_EQ(leader_.run_of(other), 0u);
+  Stopped(2);
+  EXPECT_NE(leader_.run_of(other), 0u);
+  EXPECT_FALSE(leader_.Undecided(other));
+}
+
+TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  const Leader::Ticket small = SubmitTokens(64);
+  ASSERT_NE(leader_.run_of(small), 0u);
+  leader_.CancelRequest(small, absl::CancelledError("the client left"), now_);
+  Do();
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_TRUE(leader_.Undecided(other));
+  run_ = 2;
+  Stopped(1);
+  EXPECT_TRUE(leader_.Undecided(other));
+  EXPECT_FALSE(leader_.CrowdedOut(other));
+  Stopped(2);
+  EXPECT_FALSE(leader_.Undecided(other));
+  EXPECT_TRUE(leader_.CrowdedOut(other)) << "the first still has its memory";
+  leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
+  Do();
+  run_ = 1;
+  Stopped(1);
+  Stopped(2);
+  EXPECT_NE(leader_.run_of(other), 0u);
+}
+
+TEST_F(CrowdedLeaderTest, RunsThatStandStillGoOnWhileAnotherWaitsForTheirMemory) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  Prepare({1, 2});
+  const uint64_t first = run_;
+  leader_.SetPaused(large, true, now_);
+  Do();
+  ASSERT_TRUE(sent_[1].back().has_pause());
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_TRUE(leader_.CrowdedOut(other));
+  EXPECT_EQ(sent_[1].back().resume().run(), first);
+  leader_.CancelRequest(other, absl::CancelledError("later"), now_);
+  Do();
+  EXPECT_TRUE(sent_[1].back().has_pause());
+}
+
+TEST_F(CrowdedLeaderTest, WorkersThatTakeOneRunAtATimeGetOne) {
+  v1::Join offer = Offer("w3");
+  offer.set_many_runs(false);
+  ASSERT_EQ(Join(3, offer), "");
+  SubmitTokens(64);
+  EXPECT_TRUE(leader_.CrowdedOut(SubmitTokens(64)));
+}
 
 TEST_F(TwoRunsLeaderTest, AThirdRequestWaitsForTheEndOfOne) {
   leader_.Submit({.id = "r9", .tokens = tokens_, .options = {}}, now_);

@@ -22,17 +22,20 @@ namespace {
 constexpr uint32_t kPoison = 666;            // an id that kills whoever computes with it
 constexpr uint64_t kEpochsOfALeader = 1000;  // more than one has in a story
 constexpr absl::Duration kTick = absl::Milliseconds(250);
-constexpr absl::Duration kPatience = absl::Seconds(30);  // within which every request has its answer
+constexpr absl::Duration kPatience = absl::Seconds(120);  // within which every request has its answer
 constexpr absl::Duration kHungBound =
     absl::Seconds(5);  // hang_timeout, stop_timeout and the way of the messages
 constexpr char kTenant[] = "tenant";
 constexpr int64_t kStripe = 2;
+constexpr int kLongestPrompt = 72;
 constexpr int kBlockTokens = 2;
 constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
 constexpr int kMostLeaseMs = 2000;
+constexpr int kMostAttempts = 6;                       // leader.cc
 constexpr absl::Duration kKeptOut = absl::Seconds(1);  // whoever did not prepare, at most
 // From the last fault to a pool that is whole again, kKeptOut included.
 constexpr absl::Duration kSettle = absl::Seconds(10);
+constexpr absl::Duration kHealed = absl::Seconds(60);  // the same beside runs that met the fault late: paused
 
 // The network: what a flow moves, and what the flows out of a host do together.
 constexpr Link kOnHost = {.latency_seconds = 5e-5, .bytes_per_second = 2e9};
@@ -75,19 +78,32 @@ absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t 
   EngineOptions defaults;
   defaults.stripe = kStripe;
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
-  using Key = std::tuple<int64_t, int64_t, int, std::vector<int>, double, double, double, double, double>;
+  using Key =
+      std::tuple<int64_t, int64_t, int, std::vector<int>, int64_t, double, double, double, double, double>;
   static std::mutex mutex;
   static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
   const Topology& links = capacity.topology;
   auto [entry, fresh] =
       plans.try_emplace(Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks, links.node_of_seat,
-                            links.same_node.bytes_per_second, links.same_node.latency_seconds,
-                            links.between_nodes.bytes_per_second, links.between_nodes.latency_seconds,
-                            links.node_bytes_per_second},
+                            capacity.rank_memory_bytes, links.same_node.bytes_per_second,
+                            links.same_node.latency_seconds, links.between_nodes.bytes_per_second,
+                            links.between_nodes.latency_seconds, links.node_bytes_per_second},
                         absl::UnknownError("not planned"));
   if (fresh) entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options, cached);
   return entry->second;
+}
+
+// What the longest prompt takes on a rank that is alone.
+int64_t MostRunBytes() {
+  static const int64_t bytes = [] {
+    EngineOptions defaults;
+    defaults.stripe = kStripe;
+    return PlanForPool(SimulatedShape(), defaults, {.ranks = 1}, kLongestPrompt, {})
+        .value()
+        .plan.predicted.run_bytes;
+  }();
+  return bytes;
 }
 
 }  // namespace
@@ -97,13 +113,18 @@ PoolSimulation::~PoolSimulation() = default;
 
 std::string PoolSimulation::Run() {
   nodes_.resize(Draw(1, 8));
+  many_runs_.resize(nodes_.size(), true);
+  if (Chance(0.1)) many_runs_[static_cast<size_t>(Draw(0, static_cast<int>(nodes_.size()) - 1))] = false;
   for (size_t i = 0; i < nodes_.size(); ++i) {
     nodes_[i].name = absl::StrCat("w", i);
     nodes_[i].ranks = Chance(0.3) ? 2 : 1;
   }
-  requests_left_ = Draw(3, 8);
+  quiet_ = Chance(0.15);
+  sticky_ = Chance(0.3);
+  most_requests_ = Chance(0.3) ? 1 : Draw(2, 5);
+  requests_left_ = Draw(3, 8) + most_requests_;
   chaos_ends_ = now_ + DrawMs(3000, 8000);
-  for (int i = Draw(0, 4); i > 0; --i) {
+  for (int i = quiet_ ? 0 : Draw(0, 4); i > 0; --i) {
     const auto step = static_cast<Step>(Draw(0, kSteps - 1));
     crash_plan_[{Draw(0, static_cast<int>(nodes_.size()) - 1), step}] = Draw(1, 4);
   }
@@ -111,8 +132,9 @@ std::string PoolSimulation::Run() {
   for (size_t i = 0; i < nodes_.size(); ++i) {
     After(DrawMs(0, 300), -1, [this, i] { StartNode(static_cast<int>(i)); });
   }
-  After(DrawMs(200, 1000), -1, [this] { SubmitNext(); });
-  After(DrawMs(0, 500), -1, [this] { Chaos(); });
+  SubmitAgainAfter(DrawMs(200, 1000));
+  ChangeTurns();
+  if (!quiet_) After(DrawMs(0, 500), -1, [this] { Chaos(); });
   At(chaos_ends_, -1, [this] { Heal(); });
 
   const absl::Time bound = now_ + absl::Minutes(10);
@@ -132,7 +154,9 @@ std::string PoolSimulation::Run() {
       continue;
     }
     event.what();
-    if (request_.has_value() && now_ - request_->submitted_at > kPatience) Fail("a request has no answer");
+    for (const auto& [ticket, request] : requests_) {
+      if (now_ - request.submitted_at > kPatience) Fail("a request has no answer");
+    }
   }
   return failure_;
 }
@@ -169,6 +193,7 @@ void PoolSimulation::StartLeader() {
   options.vocab = kVocab;
   options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
   options.heartbeat_interval = 2 * kTick;
+  options.runs_at_once = runs_at_once_ = Chance(0.2) ? 1 : Draw(2, 8);
   leader_measures_links_ = Chance(0.5);
   options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
   options.links.links.between_nodes = leader_measures_links_ ? kAssumed : kBetweenHosts;
@@ -177,7 +202,6 @@ void PoolSimulation::StartLeader() {
   options.most_kept_out = kKeptOut;
   if (Chance(0.2)) options.kv_cache = false;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
-  run_sent_ = 0;
   runs_told_.clear();
   Note("leader starts");
   After(DrawMs(0, 250), -1, [this, incarnation = leader_incarnation_] { TickLeader(incarnation); });
@@ -191,12 +215,10 @@ void PoolSimulation::CrashLeader() {
     if (link.open_at_leader) CutLink(id, false, Chance(0.8));
   }
   for (auto& [name, lease] : leases_) lease.ended = true;  // the next leader knows of none
-  if (request_.has_value()) {                              // its client sees the connection break
-    ++census_.answers;
-    ++census_.errors;
-    request_.reset();
-    After(DrawMs(100, 500), -1, [this] { SubmitNext(); });
-  }
+  census_.answers += static_cast<int>(requests_.size());   // clients see their connections break
+  census_.errors += static_cast<int>(requests_.size());
+  requests_.clear();
+  turn_ = 0;
   After(DrawMs(100, 2000), -1, [this] { StartLeader(); });
 }
 
@@ -212,7 +234,9 @@ void PoolSimulation::StartNode(int index) {
   offer.set_name(node.name);
   offer.set_host(absl::StrCat("host", HostOf(index)));
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
-  offer.set_memory_bytes(static_cast<uint64_t>(kRankMemory * node.ranks));
+  offer.set_many_runs(many_runs_[static_cast<size_t>(index)]);
+  node.memory_bytes = MostRunBytes() * (Chance(0.5) ? 2 : 8) / 2 * node.ranks;
+  offer.set_memory_bytes(static_cast<uint64_t>(node.memory_bytes));
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
   *offer.mutable_speed() = SimulatedSpeed();
@@ -222,6 +246,7 @@ void PoolSimulation::StartNode(int index) {
   node.kv = std::make_unique<HeldKv>(KvShapeOf(SimulatedShape()), kv_bytes, [this] { return now_; });
   node.machine = std::make_unique<WorkerMachine>(options);
   node.machine->Start(now_);
+  node.host_free_at = now_;
   Note(absl::StrCat(node.name, " starts"));
   After(DrawMs(0, 250), index,
         [this, index, incarnation = node.incarnation] { TickNode(index, incarnation); });
@@ -234,7 +259,9 @@ void PoolSimulation::CrashNode(int index, bool half_open) {
   node.machine.reset();
   node.frozen_until = node.compute_frozen_until = absl::InfinitePast();
   if (node.link != 0) CutLink(std::exchange(node.link, 0), !half_open, false);
-  if (const std::shared_ptr<Mesh> mesh = node.host.mesh) {
+  for (const auto& [run, host] : std::exchange(node.hosts, {})) {
+    const std::shared_ptr<Mesh> mesh = host.mesh;
+    if (mesh == nullptr) continue;
     mesh->broken = true;
     for (size_t rank = 0; rank < mesh->members.size(); ++rank) {
       const Mesh::Member& member = mesh->members[rank];
@@ -242,7 +269,6 @@ void PoolSimulation::CrashNode(int index, bool half_open) {
       After(DrawMs(1, 20), member.node, [this, mesh, rank] { RankFails(mesh, static_cast<int>(rank)); });
     }
   }
-  node.host = {};
   node.kv.reset();
   After(healed_ ? DrawMs(10, 500) : DrawMs(10, 3000), -1, [this, index] { StartNode(index); });
 }
@@ -267,26 +293,35 @@ void PoolSimulation::TickLeader(int incarnation) {
 // A rank that is stuck in one operation is out of the pool, however lively its process is.
 void PoolSimulation::CheckHungRanksAreLost() {
   for (const Node& node : nodes_) {
-    if (node.machine == nullptr || node.link == 0) continue;
-    const Link& link = links_[node.link];
-    if (!link.open_at_leader || link.leader_incarnation != leader_incarnation_) continue;
-    for (const HostRank& rank : node.host.ranks) {
-      if (rank.computing && now_ - rank.computing_since > kHungBound) {
-        Fail(absl::StrCat(node.name, " hangs in compute and is still in the pool"));
+    if (!IsMember(node)) continue;
+    for (const auto& [run, host] : node.hosts) {
+      for (const HostRank& rank : host.ranks) {
+        if (rank.computing && !host.paused && now_ - rank.computing_since > kHungBound) {
+          Fail(absl::StrCat(node.name, " hangs in compute and is still in the pool"));
+        }
       }
     }
   }
+}
+
+// As the leader sees it.
+bool PoolSimulation::IsMember(const Node& node) {
+  if (node.machine == nullptr || node.link == 0) return false;
+  const Link& link = links_[node.link];
+  return link.open_at_leader && link.leader_incarnation == leader_incarnation_;
 }
 
 void PoolSimulation::TickNode(int index, int incarnation) {
   Node& node = nodes_[index];
   if (node.machine == nullptr || node.incarnation != incarnation) return;
   WorkerMachine::ProgressOfRuns progress;
-  for (const HostRank& rank : node.host.ranks) {
-    progress[node.host.part->number].push_back({.rank = rank.seat,
-                                                .layers_done = rank.operations / 4,
-                                                .operations = static_cast<uint64_t>(rank.operations),
-                                                .computing = rank.computing});
+  for (const auto& [run, host] : node.hosts) {
+    for (const HostRank& rank : host.ranks) {
+      progress[run].push_back({.rank = rank.seat,
+                               .layers_done = rank.operations / 4,
+                               .operations = static_cast<uint64_t>(rank.operations),
+                               .computing = rank.computing});
+    }
   }
   node.kv->EndLapsed();
   node.machine->OnTick(now_, progress);
@@ -313,6 +348,7 @@ void PoolSimulation::DoLeaderActions() {
   for (const Leader::WorkerView& worker : leader_->workers()) {
     if (!names.insert(worker.offer->name()).second) Fail("two members of one name");
   }
+  if (quiet_ && leader_->counters().losses > poison_deaths_) Fail("a worker is lost that nothing ailed");
   CheckLinks(/*all_measured=*/false);
   CheckKvBudgets();
 }
@@ -336,19 +372,23 @@ void PoolSimulation::DoNodeActions(int index) {
       PrepareHost(index, std::move(prepare->part));
     } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
       StartHost(index, *start);
+    } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
+      PauseHost(index, pause->run, true);
+    } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
+      PauseHost(index, resume->run, false);
     } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
       StopHost(index, stop->run);
     } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
-      if (!node.host.part.has_value() || node.host.part->number != release->run) Fail("releases another run");
       node.kv->Keep(release->run);
-      node.host = {};
+      if (node.hosts.erase(release->run) == 0) Fail("releases a run that is not there");
     } else if (auto* lasts = std::get_if<WorkerMachine::KvLasts>(&action)) {
       node.kv->Lasts(lasts->lease, lasts->lasts);
     } else if (auto* ends = std::get_if<WorkerMachine::KvEnds>(&action)) {
       node.kv->Ends(ends->lease);
-      std::optional<WorkerMachine::RunPart>& part = node.host.part;  // that is still being prepared
-      const bool kept = part.has_value() && part->keep_kv.has_value() && part->keep_kv->lease == ends->lease;
-      if (kept && node.host.kv == nullptr) part->keep_kv.reset();
+      for (auto& [run, host] : node.hosts) {  // that are still being prepared
+        std::optional<HeldKv::Keeping>& keep = host.part.keep_kv;
+        if (host.kv == nullptr && keep.has_value() && keep->lease == ends->lease) keep.reset();
+      }
     } else if (auto* run_ends = std::get_if<WorkerMachine::KvRunEnds>(&action)) {
       node.kv->RunEnds(run_ends->run);
     } else if (std::get_if<WorkerMachine::AllKvEnds>(&action) != nullptr) {
@@ -362,10 +402,10 @@ void PoolSimulation::DoNodeActions(int index) {
     if (node.machine == nullptr || node.incarnation != incarnation) return;
   }
   const int64_t reserved = node.machine->reserved_bytes();
-  if (reserved < 0 || reserved > kRankMemory * node.ranks) Fail("reserves more memory than there is");
-  if (node.host.part.has_value() && reserved != node.host.part->reserve_bytes) {
-    Fail("a run holds memory that is not reserved");
-  }
+  if (reserved < 0 || reserved > node.memory_bytes) Fail("reserves more memory than there is");
+  int64_t held = 0;
+  for (const auto& [run, host] : node.hosts) held += host.part.reserve_bytes;
+  if (held > reserved) Fail("runs hold memory that is not reserved");
 }
 
 // ---- Network.
@@ -459,8 +499,10 @@ void PoolSimulation::DeliverToNode(uint64_t id, v1::LeaderMessage message) {
   Link& link = links_[id];
   if (link.cut || !link.open_at_leader) return;
   const int index = link.node;
-  const bool twice = Chance(0.02) && !message.has_kv_lasts();  // an old one would count for the present one
-  if (message.has_shard() && message.shard().ids_size() > 0 && !healed_ && Chance(0.003)) {
+  // An old one of these would count for the present one.
+  const bool once = message.has_kv_lasts() || message.has_pause() || message.has_resume();
+  const bool twice = !once && Chance(0.02);
+  if (message.has_shard() && message.shard().ids_size() > 0 && !healed_ && !quiet_ && Chance(0.003)) {
     Note("a shard is corrupted");
     Fault(absl::ZeroDuration());
     message.mutable_shard()->set_ids(0, message.shard().ids(0) ^ 1);
@@ -517,7 +559,7 @@ uint64_t PoolSimulation::Mix(uint64_t token, uint64_t id) {
 }
 
 uint64_t PoolSimulation::Digest(const Host& host, int seat) const {
-  const WorkerMachine::RunPart& part = *host.part;
+  const WorkerMachine::RunPart& part = host.part;
   const Plan& plan = part.plan;
   const int rank = plan.RankAt(seat);
   const SlotPositions positions = plan.layout.Positions(rank);
@@ -540,73 +582,77 @@ uint64_t PoolSimulation::Digest(const Host& host, int seat) const {
 void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   if (MayCrashAt(index, Step::kHostPrepare)) return;
   Node& node = nodes_[index];
-  if (node.host.part.has_value()) return Fail(absl::StrCat(node.name, " has two runs at once"));
   auto prefix = node.kv->PrefixOf(part.prefix);
   if (!prefix.ok()) return Fail(absl::StrCat(node.name, " lacks a prefix: ", prefix.status().message()));
-  node.host.prefix = *std::move(prefix);
-  node.host.part = std::move(part);
-  const uint64_t run = node.host.part->number;
-  After(DrawMs(0, 30), index, [this, index, run, incarnation = node.incarnation] {
+  const uint64_t run = part.number;
+  Host& prepared = node.hosts.emplace(run, Host{.part = std::move(part)}).first->second;
+  prepared.prefix = *std::move(prefix);
+  if (IsMember(node) &&
+      std::ssize(node.hosts) > (many_runs_[static_cast<size_t>(index)] ? runs_at_once_ : 1)) {
+    Fail(absl::StrCat(node.name, " has more runs than may live at once"));
+  }
+  census_.most_at_once = std::max(census_.most_at_once, static_cast<int>(node.hosts.size()));
+  node.host_free_at = std::max(now_ + DrawMs(0, 30), node.host_free_at);
+  At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
     Node& node = nodes_[index];
-    if (node.machine == nullptr || node.incarnation != incarnation || !node.host.part.has_value() ||
-        node.host.part->number != run) {
-      return;
-    }
-    if (!healed_ && Chance(0.005)) {
+    if (node.machine == nullptr || node.incarnation != incarnation || !node.hosts.contains(run)) return;
+    Host& host = node.hosts.at(run);
+    if (!healed_ && !quiet_ && Chance(0.005)) {
       Fault(absl::ZeroDuration());
       node.machine->OnRunPrepared(run, absl::ResourceExhaustedError("no memory"));
       return DoNodeActions(index);
     }
-    const WorkerMachine::RunPart& part = *node.host.part;
+    const WorkerMachine::RunPart& part = host.part;
     if (part.keep_kv.has_value()) {
       std::vector<int> ranks;
       for (size_t i = 0; i < part.shards.size(); ++i) {
         ranks.push_back(part.plan.RankAt(part.first_rank + static_cast<int>(i)));
       }
-      auto kv = node.kv->Begin(run, *part.keep_kv, node.host.prefix, part.plan.layout, ranks);
+      auto kv = node.kv->Begin(run, *part.keep_kv, host.prefix, part.plan.layout, ranks);
       if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
-      node.host.kv = *std::move(kv);
+      host.kv = *std::move(kv);
     }
-    for (size_t i = 0; i < node.host.part->shards.size(); ++i) {
-      node.host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
+    for (size_t i = 0; i < part.shards.size(); ++i) {
+      host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
     }
-    node.machine->OnRunPrepared(run, node.host.addresses);
+    node.machine->OnRunPrepared(run, host.addresses);
     DoNodeActions(index);
   });
 }
 
 void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) {
   Node& node = nodes_[index];
-  Host& host = node.host;
-  if (!host.part.has_value() || host.part->number != start.run)
-    return Fail("starts a run that is not prepared");
-  const int first = host.part->first_rank;
-  if (static_cast<int>(start.addresses.size()) != host.part->plan.ranks())
+  if (!node.hosts.contains(start.run)) return Fail("starts a run that is not prepared");
+  Host& host = node.hosts.at(start.run);
+  const int first = host.part.first_rank;
+  if (static_cast<int>(start.addresses.size()) != host.part.plan.ranks())
     return Fail("not every rank has an address");
   for (size_t i = 0; i < host.addresses.size(); ++i) {
-    const int rank = host.part->plan.RankAt(first + static_cast<int>(i));
+    const int rank = host.part.plan.RankAt(first + static_cast<int>(i));
     if (start.addresses[rank] != host.addresses[i]) return Fail("a run with an address of another run");
   }
   std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
   if (mesh == nullptr) {
     mesh = std::make_shared<Mesh>();
+    mesh->run = start.run;
     mesh->members.resize(start.addresses.size());
   }
   host.mesh = mesh;
-  CheckProbes(start.probes, *host.part);
+  CheckProbes(start.probes, host.part);
   host.probes = start.probes;
   for (size_t i = 0; i < host.addresses.size(); ++i) {
     const int seat = first + static_cast<int>(i);
-    mesh->members[host.part->plan.RankAt(seat)] = {.node = index,
-                                                   .seat = seat,
-                                                   .incarnation = node.incarnation,
-                                                   .done = 0,
-                                                   .digest = Digest(host, seat)};
+    mesh->members[host.part.plan.RankAt(seat)] = {.node = index,
+                                                  .seat = seat,
+                                                  .incarnation = node.incarnation,
+                                                  .done = 0,
+                                                  .digest = Digest(host, seat)};
     host.ranks.push_back({.seat = seat});
   }
-  const auto begin = [this, index, first, mesh] {
-    for (size_t i = 0; nodes_[index].host.mesh == mesh && i < nodes_[index].host.ranks.size(); ++i) {
-      if (!nodes_[index].host.ranks[i].over) BeginOperation(index, first + static_cast<int>(i));
+  const auto begin = [this, index, first, mesh, incarnation = node.incarnation] {
+    const Host* host = HostOfMesh(index, incarnation, mesh);
+    for (size_t i = 0; host != nullptr && i < host->ranks.size(); ++i) {
+      if (!host->ranks[i].over) BeginOperation(index, mesh->run, first + static_cast<int>(i));
     }
   };
   if (host.probes.empty()) return begin();
@@ -670,60 +716,87 @@ void PoolSimulation::CheckLinks(bool all_measured) {
   }
 }
 
+PoolSimulation::Host* PoolSimulation::HostOfMesh(int index, int incarnation,
+                                                 const std::shared_ptr<Mesh>& mesh) {
+  Node& node = nodes_[index];
+  if (node.machine == nullptr || node.incarnation != incarnation) return nullptr;
+  const auto host = node.hosts.find(mesh->run);
+  return host != node.hosts.end() && host->second.mesh == mesh ? &host->second : nullptr;
+}
+
+// What is at the end of its operation goes on, each rank in its own time.
+void PoolSimulation::PauseHost(int index, uint64_t run, bool paused) {
+  Node& node = nodes_[index];
+  if (!node.hosts.contains(run)) return Fail("pauses a run that is not there");
+  Host& host = node.hosts.at(run);
+  if (paused) ++census_.pauses;
+  host.paused = paused;
+  for (HostRank& rank : host.ranks) {
+    if (rank.computing) rank.computing_since = now_;
+    if (paused || !std::exchange(rank.held, false)) continue;
+    After(DrawMs(0, 20), index,
+          [this, index, seat = rank.seat, mesh = host.mesh, incarnation = node.incarnation] {
+            if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
+          });
+  }
+}
+
 void PoolSimulation::StopHost(int index, uint64_t run) {
   Node& node = nodes_[index];
-  if (!node.host.part.has_value() || node.host.part->number != run) return Fail("stops another run");
-  const absl::Time when = std::max(now_ + DrawMs(0, 60), node.compute_frozen_until);
-  At(when, index, [this, index, run, incarnation = node.incarnation] {
+  if (!node.hosts.contains(run)) return Fail("stops a run that is not there");
+  node.host_free_at = std::max({now_ + DrawMs(0, 60), node.compute_frozen_until, node.host_free_at});
+  At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
     Node& node = nodes_[index];
     if (node.machine == nullptr || node.incarnation != incarnation) return;
-    if (!node.host.part.has_value() || node.host.part->number != run)
-      return Fail("a run that was stopped is gone");
-    node.host = {};
+    if (node.hosts.erase(run) == 0) return Fail("a run that was stopped is gone");
     node.kv->Drop(run);
     node.machine->OnRunStopped(run, now_);
     DoNodeActions(index);
   });
 }
 
-void PoolSimulation::BeginOperation(int index, int seat) {
+void PoolSimulation::BeginOperation(int index, uint64_t run, int seat) {
   Node& node = nodes_[index];
-  HostRank& state = node.host.ranks[seat - node.host.part->first_rank];
+  Host& host = node.hosts.at(run);
+  HostRank& state = host.ranks[seat - host.part.first_rank];
   state.computing = true;
   state.computing_since = now_;
   const absl::Time when =
       std::max(now_ + (Chance(0.01) ? DrawMs(100, 900) : DrawMs(1, 40)), node.compute_frozen_until);
-  At(when, index, [this, index, seat, mesh = node.host.mesh, incarnation = node.incarnation] {
-    Node& node = nodes_[index];
-    if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
-    EndOperation(index, seat);
+  At(when, index, [this, index, seat, mesh = host.mesh, incarnation = node.incarnation] {
+    if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
   });
 }
 
-void PoolSimulation::EndOperation(int index, int seat) {
+void PoolSimulation::EndOperation(int index, uint64_t run, int seat) {
   Node& node = nodes_[index];
+  Host& host = node.hosts.at(run);
+  HostRank& state = host.ranks[seat - host.part.first_rank];
+  if (host.paused) {
+    state.held = true;
+    return;
+  }
   if (node.compute_frozen_until > now_) {  // frozen in the middle
     At(node.compute_frozen_until, index,
-       [this, index, seat, mesh = node.host.mesh, incarnation = node.incarnation] {
-         Node& node = nodes_[index];
-         if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
-         EndOperation(index, seat);
+       [this, index, seat, mesh = host.mesh, incarnation = node.incarnation] {
+         if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
        });
     return;
   }
-  const auto& shard = node.host.part->shards[seat - node.host.part->first_rank];
-  HostRank& state = node.host.ranks[seat - node.host.part->first_rank];
+  const auto& shard = host.part.shards[seat - host.part.first_rank];
   if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
-    const bool its_run = request_.has_value() && node.host.part->number > request_->runs_before &&
-                         node.host.part->epoch >= kEpochsOfALeader * leader_incarnation_;
-    if (its_run && ++request_->deaths > 2) Fail("a poisonous request ends a third epoch");
+    ++poison_deaths_;
+    // Whether it did so alone nobody can tell where others may have computed just before.
+    ClientRequest* request = RequestOf(host.part);
+    const int most = runs_at_once_ == 1 ? 2 : kMostAttempts;
+    if (request != nullptr && ++request->deaths > most) Fail("a poisonous request ends epoch after epoch");
     return CrashNode(index, false);
   }
   if (MayCrashAt(index, Step::kCompute)) return;
   state.computing = false;
   ++state.operations;
-  const std::shared_ptr<Mesh> mesh = node.host.mesh;
-  mesh->members[node.host.part->plan.RankAt(seat)].done = state.operations;
+  const std::shared_ptr<Mesh> mesh = host.mesh;
+  mesh->members[host.part.plan.RankAt(seat)].done = state.operations;
   PassBarrier(mesh, state.operations);
 }
 
@@ -741,29 +814,29 @@ void PoolSimulation::PassBarrier(const std::shared_ptr<Mesh>& mesh, int operatio
   }
   const std::vector<Mesh::Member> members = mesh->members;
   for (const Mesh::Member& member : members) {
-    if (nodes_[member.node].incarnation != member.incarnation || nodes_[member.node].host.mesh != mesh)
-      continue;
+    if (HostOfMesh(member.node, member.incarnation, mesh) == nullptr) continue;
     if (operation < kOperations) {
-      BeginOperation(member.node, member.seat);
+      BeginOperation(member.node, mesh->run, member.seat);
     } else {
-      FinishRank(member.node, member.seat);
+      FinishRank(member.node, mesh->run, member.seat);
     }
   }
 }
 
-void PoolSimulation::FinishRank(int index, int seat) {
-  const std::shared_ptr<Mesh> mesh = nodes_[index].host.mesh;
+void PoolSimulation::FinishRank(int index, uint64_t run, int seat) {
+  const std::shared_ptr<Mesh> mesh = nodes_[index].hosts.at(run).mesh;
   After(DrawMs(0, 30), index, [this, index, seat, mesh, incarnation = nodes_[index].incarnation] {
+    Host* const host = HostOfMesh(index, incarnation, mesh);
+    if (host == nullptr) return;
     Node& node = nodes_[index];
-    if (node.machine == nullptr || node.incarnation != incarnation || node.host.mesh != mesh) return;
-    const WorkerMachine::RunPart& part = *node.host.part;
-    node.host.ranks[seat - part.first_rank].over = true;
-    KeepLayers(index, seat);
+    const WorkerMachine::RunPart& part = host->part;
+    host->ranks[seat - part.first_rank].over = true;
+    KeepLayers(*host, seat);
     const int rank = part.plan.RankAt(seat);
     RankOutput output;
     output.stats.blocks = static_cast<int64_t>(part.number);
-    for (const LinkProbe& probe : node.host.probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
-    output.probe_seconds = kProbeSeconds * static_cast<double>(node.host.probes.size());
+    for (const LinkProbe& probe : host->probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
+    output.probe_seconds = kProbeSeconds * static_cast<double>(host->probes.size());
     if (part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
       uint64_t sum = 0;
       for (const Mesh::Member& member : mesh->members) sum += member.digest;
@@ -777,12 +850,12 @@ void PoolSimulation::FinishRank(int index, int seat) {
 
 void PoolSimulation::RankFails(const std::shared_ptr<Mesh>& mesh, int rank) {
   const Mesh::Member& member = mesh->members[rank];
-  Node& node = nodes_[member.node];
-  if (node.machine == nullptr || node.incarnation != member.incarnation || node.host.mesh != mesh) return;
-  HostRank& state = node.host.ranks[member.seat - node.host.part->first_rank];
+  Host* const host = HostOfMesh(member.node, member.incarnation, mesh);
+  if (host == nullptr) return;
+  HostRank& state = host->ranks[member.seat - host->part.first_rank];
   if (std::exchange(state.over, true)) return;
   state.computing = false;
-  node.machine->OnRankDone(node.host.part->number, member.seat, absl::UnavailableError("a peer is gone"));
+  nodes_[member.node].machine->OnRankDone(mesh->run, member.seat, absl::UnavailableError("a peer is gone"));
   DoNodeActions(member.node);
 }
 
@@ -808,11 +881,10 @@ std::string PoolSimulation::AdmitKv(int64_t tokens) {
 }
 
 // A row's first bytes say who computed it, the next ones from which id.
-void PoolSimulation::KeepLayers(int index, int seat) {
-  const Host& host = nodes_[index].host;
+void PoolSimulation::KeepLayers(const Host& host, int seat) {
   if (host.kv == nullptr) return;
   const KvShape shape = KvShapeOf(SimulatedShape());
-  const WorkerMachine::RunPart& part = *host.part;
+  const WorkerMachine::RunPart& part = host.part;
   const TokenLayout& layout = part.plan.layout;
   const int rank = part.plan.RankAt(seat);
   const int64_t row_bytes = shape.kv_heads * shape.head_bytes();
@@ -831,15 +903,18 @@ void PoolSimulation::KeepLayers(int index, int seat) {
 
 // What a run is told to follow was computed from the same tokens, for the same tenant.
 void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
-  run_sent_ = prepare.run();
   const auto [entry, fresh] = runs_told_.try_emplace(prepare.run());
   if (!fresh) return;
+  const auto owner = std::find_if(requests_.begin(), requests_.end(), [&](const auto& request) {
+    return leader_->run_of(request.first) == prepare.run();
+  });
+  if (owner == requests_.end()) return;  // it was stopped in the moment in which it began
+  ClientRequest& request = owner->second;
+  request.runs.insert(prepare.run());
   RunTold& told = entry->second;
-  told = {.tokens = request_->tokens,
-          .cache_tenant = request_->cache_tenant,
-          .computed_by = {},
-          .stopped = false};
-  if (prepare.prefix_size() > 0 && request_->ignores_cache) Fail("the cache is not ignored");
+  told = {
+      .tokens = request.tokens, .cache_tenant = request.cache_tenant, .computed_by = {}, .stopped = false};
+  if (prepare.prefix_size() > 0 && request.ignores_cache) Fail("the cache is not ignored");
   for (const v1::RunTokens& piece : prepare.prefix()) {
     const auto found = runs_told_.find(piece.run());
     if (found == runs_told_.end()) return Fail("a prefix of a run that never was");
@@ -990,61 +1065,85 @@ void PoolSimulation::CheckKvBudgets() {
 // ---- Clients and chaos.
 
 void PoolSimulation::SubmitNext() {
-  if (request_.has_value()) return;
-  if (leader_ == nullptr) return After(DrawMs(50, 200), -1, [this] { SubmitNext(); });
-  if (requests_left_ <= 0 && !healed_) return After(DrawMs(100, 300), -1, [this] { SubmitNext(); });
-  const bool last = requests_left_-- <= 0;
-  if (last && !CalmSince(now_ - kSettle)) {
-    ++requests_left_;
-    return After(DrawMs(100, 1000), -1, [this] { SubmitNext(); });
+  if (leader_ == nullptr || std::ssize(requests_) >= most_requests_) return SubmitAgainAfter(DrawMs(20, 200));
+  if (requests_left_ <= 0 && !healed_) return SubmitAgainAfter(DrawMs(100, 300));
+  const bool last = requests_left_ <= 0;  // alone, in a pool that is whole
+  if (last && (!requests_.empty() || !CalmSince(now_ - kSettle))) return SubmitAgainAfter(DrawMs(100, 1000));
+  if (const std::string missing = last ? Missing() : ""; !missing.empty()) {
+    if (CalmSince(now_ - kHealed)) Fail(absl::StrCat("the pool did not heal: without", missing));
+    return SubmitAgainAfter(DrawMs(100, 1000));
   }
+  --requests_left_;
   ClientRequest request;
   request.tokens = DrawPrompt();
-  request.poisonous = !last && !healed_ && Chance(0.1);
+  request.poisonous = !last && !healed_ && Chance(quiet_ ? 0.25 : 0.1);
   if (request.poisonous) request.tokens[Draw(0, static_cast<int>(request.tokens.size()) - 1)] = kPoison;
-  if (request.poisonous) Fault(absl::ZeroDuration());
+  if (request.poisonous) last_fault_end_ = std::max(last_fault_end_, now_);
   request.calm = last;
   request.submitted_at = now_;
-  request.runs_before = run_sent_;
-  request_ = std::move(request);
-  Note(absl::StrCat("submit ", request_->tokens.size(), " tokens", request_->poisonous ? ", poisonous" : "",
+  Note(absl::StrCat("submit ", request.tokens.size(), " tokens", request.poisonous ? ", poisonous" : "",
                     last ? ", the last" : ""));
-  if (last) {
-    std::string missing;
-    std::set<std::string> members;
-    for (const Leader::WorkerView& worker : leader_->workers()) members.insert(worker.offer->name());
-    for (const Node& node : nodes_) {
-      if (!members.contains(node.name)) absl::StrAppend(&missing, " ", node.name);
-    }
-    if (!missing.empty()) Fail(absl::StrCat("the pool did not heal: without", missing));
-  }
   PrefillOptions options;
   if (Chance(0.9)) {
-    request_->cache_tenant = Chance(0.8) ? kTenant : "another";
-    options.ignore_cache = request_->ignores_cache = Chance(0.1);
+    request.cache_tenant = Chance(0.8) ? kTenant : "another";
+    options.ignore_cache = request.ignores_cache = Chance(0.1);
     BlockHasher hasher(kBlockTokens, "");
-    hasher.Append(request_->tokens);
+    hasher.Append(request.tokens);
     options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
-        .tenant = request_->cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
+        .tenant = request.cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
   }
-  if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request_->tokens));
-  request_->lease = options.kv_lease;
-  const uint64_t expected_ticket =
-      leader_->Submit({.id = "r", .tokens = request_->tokens, .options = options}, now_);
-  if (request_.has_value()) request_->ticket = expected_ticket;
+  if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request.tokens));
+  request.lease = options.kv_lease;
+  const Leader::Ticket ticket =
+      leader_->Submit({.id = "r", .tokens = request.tokens, .options = options}, now_);
+  if (leader_->CrowdedOut(ticket)) ++census_.crowded_out;
+  requests_.emplace(ticket, std::move(request));  // its tokens stay where they are
   DoLeaderActions();
-  if (last || !request_.has_value() || !Chance(0.15)) return;
-  After(DrawMs(0, 600), -1, [this, ticket = request_->ticket, incarnation = leader_incarnation_] {
+  if (Chance(0.6)) GiveTurn(ticket);
+  if (last) return;
+  SubmitAgainAfter(DrawMs(1, 600));
+  if (!requests_.contains(ticket) || !Chance(0.15)) return;
+  After(DrawMs(0, 600), -1, [this, ticket, incarnation = leader_incarnation_] {
     if (leader_ == nullptr || incarnation != leader_incarnation_) return;
-    const bool lives = request_.has_value() && request_->ticket == ticket;
-    if (lives) request_->cancelled = true;
+    const bool lives = requests_.contains(ticket);
+    if (lives) requests_.at(ticket).cancelled = true;
     leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
-    if (lives) CheckNothingRuns();
+    if (lives && requests_.size() == 1) CheckNothingRuns();
     DoLeaderActions();
   });
 }
 
-// One request lives at a time here: once it is cancelled, no run goes on.
+std::string PoolSimulation::Missing() {
+  std::string missing;
+  std::set<std::string> members;
+  for (const Leader::WorkerView& worker : leader_->workers()) members.insert(worker.offer->name());
+  for (const Node& node : nodes_) {
+    if (!members.contains(node.name)) absl::StrAppend(&missing, " ", node.name);
+  }
+  return missing;
+}
+
+// As a queue does it: one goes on, the others stand still.
+void PoolSimulation::GiveTurn(Leader::Ticket ticket) {
+  if (leader_ == nullptr || requests_.empty()) return;
+  if (ticket == 0)
+    ticket = std::next(requests_.begin(), Draw(0, static_cast<int>(requests_.size()) - 1))->first;
+  const bool for_all = Chance(0.1);
+  turn_ = for_all ? 0 : ticket;
+  for (const auto& [other, request] : requests_) {
+    if (other != ticket) leader_->SetPaused(other, !for_all, now_);
+  }
+  leader_->SetPaused(ticket, false, now_);
+  DoLeaderActions();
+}
+
+void PoolSimulation::ChangeTurns() {
+  const bool gone = turn_ != 0 && !requests_.contains(turn_);
+  if (gone || (!sticky_ && Chance(0.1))) GiveTurn(0);
+  After(DrawMs(10, 400), -1, [this] { ChangeTurns(); });
+}
+
+// One request lived: once it is cancelled, no run goes on.
 void PoolSimulation::CheckNothingRuns() {
   for (const Leader::WorkerView& worker : leader_->workers()) {
     const bool runs =
@@ -1053,8 +1152,16 @@ void PoolSimulation::CheckNothingRuns() {
   }
 }
 
+PoolSimulation::ClientRequest* PoolSimulation::RequestOf(const WorkerMachine::RunPart& part) {
+  if (part.epoch < kEpochsOfALeader * leader_incarnation_) return nullptr;
+  for (auto& [ticket, request] : requests_) {
+    if (request.runs.contains(part.number)) return &request;
+  }
+  return nullptr;
+}
+
 std::vector<uint32_t> PoolSimulation::DrawPrompt() {
-  constexpr int kLengths[] = {1, 3, 8, 17, 40, 72};
+  constexpr int kLengths[] = {1, 3, 8, 17, 40, kLongestPrompt};
   constexpr int kInCommon[] = {7, 16, 33, 64};
   std::vector<uint32_t> prompt;
   const size_t length = static_cast<size_t>(kLengths[Draw(0, 5)]);
@@ -1072,10 +1179,10 @@ std::vector<uint32_t> PoolSimulation::DrawPrompt() {
 }
 
 void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
-  if (!request_.has_value() || answer.ticket != request_->ticket)
-    return Fail("an answer to nobody, or a second one");
+  auto entry = requests_.extract(answer.ticket);
+  if (entry.empty()) return Fail("an answer to nobody, or a second one");
   ++census_.answers;
-  const ClientRequest request = *std::exchange(request_, std::nullopt);
+  const ClientRequest request = std::move(entry.mapped());
   After(absl::ZeroDuration(), -1,
         [this, lease = request.lease, done = answer.result.ok()] { OnPrefillEnded(lease, done); });
   if (answer.result.ok()) {
@@ -1085,15 +1192,24 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
                       " ranks"));
     uint64_t sum = 0;
     for (size_t token = 0; token < request.tokens.size(); ++token) sum += Mix(token, request.tokens[token]);
-    const std::vector<float> expected = {
-        static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
-        static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(run_sent_)};
+    const uint64_t run = request.runs.empty() ? 0 : *request.runs.rbegin();
+    const std::vector<float> expected = {static_cast<float>(sum & 0xFFFFF),
+                                         static_cast<float>(sum >> 20 & 0xFFFFF),
+                                         static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(run)};
     if (result.logits != expected) Fail("a wrong result, or one of an old run");
     if (result.ranks.size() != static_cast<size_t>(result.plan.ranks())) Fail("a partial result");
     for (const RankStats& stats : result.ranks) {
-      if (stats.blocks != static_cast<int64_t>(run_sent_)) Fail("a result put together from two runs");
+      if (stats.blocks != static_cast<int64_t>(run)) Fail("a result put together from two runs");
     }
     if (request.poisonous) Fail("a poisonous request has a result");
+    if (result.attempts < std::ssize(request.runs)) Fail("a result with another number of attempts");
+    if (result.attempts > 1 && quiet_) ++census_.attempts_of_innocents;
+    const double seconds = absl::ToDoubleSeconds(now_ - request.submitted_at);
+    if (result.seconds < 0 || result.lost_seconds < 0 ||
+        result.seconds + result.lost_seconds > seconds + 1e-6 || result.paused_seconds < 0 ||
+        result.paused_seconds > seconds + 1e-6) {
+      Fail("a result that took longer than its request");
+    }
     if (request.calm && result.plan.ranks() == leader_->capacity().ranks) CheckLinks(/*all_measured=*/true);
   } else {
     ++census_.errors;
@@ -1102,12 +1218,16 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
     if (code == absl::StatusCode::kCancelled) ++census_.cancelled;
     if (code == absl::StatusCode::kCancelled && !request.cancelled) Fail("cancelled, but not by its client");
     if (code == absl::StatusCode::kInternal) ++census_.poisoned;
+    if (code == absl::StatusCode::kInternal && !request.poisonous && quiet_) {
+      Fail("a request is refused as poisonous that only lived beside one");
+    }
     const bool known = code == absl::StatusCode::kCancelled || code == absl::StatusCode::kInternal ||
                        code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kResourceExhausted;
     if (!known) Fail(absl::StrCat("an error that nothing explains: ", answer.result.status().ToString()));
     if (request.calm) Fail(absl::StrCat("an error in a healthy pool: ", answer.result.status().ToString()));
   }
-  if (!request.calm) return After(DrawMs(1, 500), -1, [this] { SubmitNext(); });
+  if (answer.ticket == turn_ || turn_ == 0) After(DrawMs(0, 20), -1, [this] { GiveTurn(0); });
+  if (!request.calm) return;
   census_.losses += static_cast<int>(leader_->counters().losses);
   census_.retries += static_cast<int>(leader_->counters().retries);
   std::vector<std::string> names;
@@ -1182,6 +1302,7 @@ void PoolSimulation::Chaos() {
       offer.set_build("simulated");
       offer.set_name(node.name);
       offer.set_ranks(1);
+      offer.set_many_runs(true);
       *offer.mutable_model() = SimulatedModel();
       *offer.mutable_speed() = SimulatedSpeed();
       leader_->OnConnected(id, now_);
@@ -1234,7 +1355,7 @@ void PoolSimulation::CheckEnd() {
       Fail(absl::StrCat(node.name, " is no member at the end"));
     if (node.machine != nullptr && node.machine->reserved_bytes() != 0)
       Fail("memory is still reserved at the end");
-    if (node.host.part.has_value()) Fail("a host still holds a run at the end");
+    if (!node.hosts.empty()) Fail("a host still holds a run at the end");
   }
   final_answered_ = true;
 }

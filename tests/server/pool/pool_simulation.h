@@ -1,6 +1,10 @@
 // A pool in virtual time: one leader and up to eight workers, the real state machines, on a network and
 // machines that fail. Everything that happens is drawn from one seed, so a failing seed replays.
 //
+// Several requests live at once, each as long as it lasts. One has the turn, the others stand still; who has
+// it changes whenever somebody comes or goes, and in between. Memory is too small for many of them. In quiet
+// stories nothing fails but what poisonous requests kill.
+//
 // What fails: streams (cut, or half-open, so that one side learns it late), messages (late, twice; in order
 // within one stream), partitions of the control and of the data plane, workers (killed at named steps,
 // stopped, frozen in compute, short of memory, with a wrong shard) that come back under their name, workers
@@ -55,6 +59,7 @@ class PoolSimulation {
     int leases = 0, refused = 0, reads = 0, lost_reads = 0, missed_reads = 0, renewals = 0, releases = 0,
         lapses = 0;
     int behind_a_prefix = 0, evictions = 0;
+    int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
   };
   const Census& census() const { return census_; }
 
@@ -62,7 +67,6 @@ class PoolSimulation {
   static constexpr int kLayers = 3;
   static constexpr int kOperations = 2 * kLayers;  // of a rank in a run
   static constexpr int kVocab = 4;
-  static constexpr int64_t kRankMemory = 1 << 30;
 
   // Steps of a worker at which it can be killed.
   enum class Step {
@@ -88,6 +92,7 @@ class PoolSimulation {
       int done = 0;  // operations
       uint64_t digest = 0;
     };
+    uint64_t run = 0;
     std::vector<Member> members;  // by rank
     bool broken = false;          // a member died
   };
@@ -96,16 +101,19 @@ class PoolSimulation {
     int operations = 0;  // begun and ended
     bool computing = false;
     absl::Time computing_since;
+    bool held = false;  // it stands still in its operation, which has nothing left to do
     bool over = false;
   };
+  // A run's part of a node.
   struct Host {
-    std::optional<WorkerMachine::RunPart> part;
-    std::vector<std::string> addresses;
-    std::vector<LinkProbe> probes;
-    std::vector<HostRank> ranks;
-    std::shared_ptr<Mesh> mesh;
-    std::shared_ptr<KvSink> kv;             // null: K and V are dropped
-    std::shared_ptr<const KvSlabs> prefix;  // of the plan's cached tokens; null: there are none
+    WorkerMachine::RunPart part;
+    bool paused = false;
+    std::vector<std::string> addresses = {};
+    std::vector<LinkProbe> probes = {};
+    std::vector<HostRank> ranks = {};
+    std::shared_ptr<Mesh> mesh = nullptr;
+    std::shared_ptr<KvSink> kv = nullptr;             // null: K and V are dropped
+    std::shared_ptr<const KvSlabs> prefix = nullptr;  // of the plan's cached tokens; null: there are none
   };
   struct Node {
     std::string name;
@@ -113,8 +121,10 @@ class PoolSimulation {
     int incarnation = 0;
     std::unique_ptr<WorkerMachine> machine;  // null: dead
     std::unique_ptr<HeldKv> kv;              // of this incarnation
-    Host host;
+    int64_t memory_bytes = 0;
+    std::map<uint64_t, Host> hosts;     // by run
     uint64_t link = 0;                  // 0: none
+    absl::Time host_free_at;            // it prepares and stops runs in the order in which it was told
     absl::Time frozen_until;            // stopped: nothing happens
     absl::Time compute_frozen_until;    // its host does nothing, the control plane lives
     absl::Time partitioned_until;       // from the leader
@@ -131,12 +141,11 @@ class PoolSimulation {
     absl::Time to_leader, to_node;  // the last arrival: streams keep their order
   };
   struct ClientRequest {
-    Leader::Ticket ticket = 0;
     std::vector<uint32_t> tokens;
     bool poisonous = false;
     bool calm = false;  // no fault since it was submitted, and well before
     bool cancelled = false;
-    uint64_t runs_before = 0;  // of this leader
+    std::set<uint64_t> runs;   // of this leader
     int deaths = 0;            // in its runs, by its poison
     std::string lease;         // empty: K and V are not kept
     std::string cache_tenant;  // whose prompts it may begin like
@@ -181,6 +190,7 @@ class PoolSimulation {
   void CrashNode(int node, bool half_open);
   void TickLeader(int incarnation);
   void CheckHungRanksAreLost();
+  bool IsMember(const Node& node);
   void TickNode(int node, int incarnation);
   void DoLeaderActions();
   void DoNodeActions(int node);
@@ -197,11 +207,14 @@ class PoolSimulation {
   // ---- Computing.
   void PrepareHost(int node, WorkerMachine::RunPart part);
   void StartHost(int node, const WorkerMachine::StartRun& start);
+  void PauseHost(int node, uint64_t run, bool paused);
   void StopHost(int node, uint64_t run);
-  void BeginOperation(int node, int seat);
-  void EndOperation(int node, int seat);
+  // Null: it is gone, or of another mesh.
+  Host* HostOfMesh(int node, int incarnation, const std::shared_ptr<Mesh>& mesh);
+  void BeginOperation(int node, uint64_t run, int seat);
+  void EndOperation(int node, uint64_t run, int seat);
   void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
-  void FinishRank(int node, int seat);
+  void FinishRank(int node, uint64_t run, int seat);
   void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
   std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
   void CheckLinks(bool all_measured);
@@ -212,7 +225,7 @@ class PoolSimulation {
 
   // ---- K and V.
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
-  void KeepLayers(int node, int seat);
+  void KeepLayers(const Host& host, int seat);
   void OnRunTold(const v1::Prepare& prepare);
   void CheckNothingRuns();
   std::vector<uint32_t> DrawPrompt();
@@ -226,12 +239,20 @@ class PoolSimulation {
 
   // ---- Clients and chaos.
   void SubmitNext();
+  void SubmitAgainAfter(absl::Duration delay) {
+    After(delay, -1, [this] { SubmitNext(); });
+  }
+  // Somebody's turn; `ticket` 0: of a random one.
+  void GiveTurn(Leader::Ticket ticket);
+  void ChangeTurns();
+  std::string Missing();  // workers that are not in the pool
   void OnAnswer(const Leader::Answer& answer);
   void Chaos();
   void Heal();
   void CheckEnd();
   bool CalmSince(absl::Time since) const { return last_fault_end_ < since; }
   void Fault(absl::Duration duration);
+  ClientRequest* RequestOf(const WorkerMachine::RunPart& part);
 
   const uint64_t seed_;
   const bool verbose_;
@@ -255,14 +276,20 @@ class PoolSimulation {
   int leader_incarnation_ = 0;
   bool leader_measures_links_ = false;
   std::vector<Node> nodes_;
+  std::vector<bool> many_runs_;  // by node
   std::map<uint64_t, Link> links_;
   uint64_t last_link_ = 0;
   std::map<std::string, std::shared_ptr<Mesh>> meshes_;  // by the run's addresses
   std::map<std::pair<int, Step>, int> crash_plan_;       // → how many passes until the crash
-  uint64_t run_sent_ = 0;                                // the newest run of the leader
   std::map<uint64_t, RunTold> runs_told_;                // of this leader
   std::vector<std::vector<uint32_t>> prompts_;           // that later ones may begin like
-  std::optional<ClientRequest> request_;
+  std::map<Leader::Ticket, ClientRequest> requests_;     // that have no answer yet
+  Leader::Ticket turn_ = 0;                              // whose turn it is; 0: everybody's
+  int most_requests_ = 1;                                // that live at once
+  int runs_at_once_ = 1;                                 // of this leader
+  bool quiet_ = false;                                   // nothing fails but by poison
+  bool sticky_ = false;                                  // turns change only when somebody comes or goes
+  uint64_t poison_deaths_ = 0;                           // of workers
   std::map<std::string, KvClient> leases_;
   int requests_left_ = 0;
   absl::Time chaos_ends_;

@@ -2,6 +2,7 @@
 // tells it; MESHFILL_SEEDS=n tries so many; MESHFILL_FIRST_SEED=n starts there instead of at a random one.
 #include "tests/server/pool/pool_simulation.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -58,6 +59,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.lapses += census.lapses;
       total.behind_a_prefix += census.behind_a_prefix;
       total.evictions += census.evictions;
+      total.most_at_once = std::max(total.most_at_once, census.most_at_once);
+      total.pauses += census.pauses;
+      total.crowded_out += census.crowded_out;
+      total.attempts_of_innocents += census.attempts_of_innocents;
       if (failure.empty()) continue;
       if (++failures <= 5) {
         ADD_FAILURE() << "seed " << first + i << ": " << failure
@@ -79,6 +84,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.leases, total.refused, total.reads, total.lost_reads, total.missed_reads, total.renewals,
       total.releases, total.lapses);
   std::printf("%d runs behind a cached prefix, %d evictions\n", total.behind_a_prefix, total.evictions);
+  std::printf(
+      "up to %d runs at once on a worker; ranks stood still %d times; %d requests waited for memory or a "
+      "place; %d results beside a poisonous request took more than one run\n",
+      total.most_at_once, total.pauses, total.crowded_out, total.attempts_of_innocents);
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
@@ -96,6 +105,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.lapses, share);
   EXPECT_GT(total.behind_a_prefix, share);
   EXPECT_GT(total.evictions, share / 4);
+  EXPECT_GE(total.most_at_once, 3);
+  EXPECT_GT(total.pauses, 10 * share);
+  EXPECT_GT(total.crowded_out, share);
+  EXPECT_GT(total.attempts_of_innocents, share / 4);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {

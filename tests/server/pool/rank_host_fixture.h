@@ -39,6 +39,10 @@ class HostListener final : public RankHost::Listener {
     Wait(lock, [&] { return outputs_[run].size() == ranks; });
     return outputs_[run];
   }
+  size_t EndedRanks(uint64_t run) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return outputs_[run].size();
+  }
   // The first failure of the run's ranks, once all have ended.
   absl::Status Ended(uint64_t run, size_t ranks) {
     for (const auto& output : Outputs(run, ranks)) {

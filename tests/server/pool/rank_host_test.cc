@@ -209,6 +209,95 @@ TEST_F(RankHostTest, KeepsRunsApart) {
   RunWell(*host, listener, second);
 }
 
+// What stands still keeps what it has computed, and lets others run beside it.
+TEST_F(RankHostTest, ARunGivesWayToAnotherAndGoesOnWithTheSameBits) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  const auto logits = [&](uint64_t run) {
+    std::vector<float> of_last;
+    for (const auto& output : listener.Outputs(run, kRanks)) {
+      EXPECT_TRUE(output.ok()) << output.status();
+      if (output.ok() && !output->logits.empty()) of_last = output->logits;
+    }
+    return of_last;
+  };
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
+  const std::vector<float> calm = logits(run_);
+  ASSERT_FALSE(calm.empty());
+
+  for (const bool at_once : {true, false}) {
+    host->Prepare(Part());
+    const uint64_t first = run_;
+    const std::vector<std::string> addresses = listener.Addresses(first);
+    if (at_once) host->Pause(first);
+    host->Start(first, addresses, {});
+    if (!at_once) host->Pause(first);  // wherever its ranks are
+    host->Prepare(Part());
+    RunWell(*host, listener, run_);
+    EXPECT_EQ(logits(run_), calm);
+    if (at_once) {
+      EXPECT_EQ(listener.EndedRanks(first), 0u);
+    }
+    for (int i = 0; i < 100; ++i) i % 2 == 0 ? host->Resume(first) : host->Pause(first);
+    host->Resume(first);
+    EXPECT_EQ(logits(first), calm);
+    host->Release(first);
+  }
+}
+
+// The ranks of one host stand still first, and those of the other wait for them.
+TEST_F(RankHostTest, RanksNeedNotStandStillAtTheSamePlace) {
+  HostListener one, two;
+  const auto first = Load(one), second = Load(two);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  std::vector<std::vector<float>> answers;
+  for (const bool paused : {false, true}) {
+    first->Prepare(Part(2 * kRanks));
+    WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
+    rest.number = --run_;
+    second->Prepare(std::move(rest));
+    std::vector<std::string> addresses = one.Addresses(run_);
+    for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+    if (paused) first->Pause(run_);
+    first->Start(run_, addresses, {});
+    second->Start(run_, addresses, {});
+    if (paused) {
+      second->Pause(run_);
+      EXPECT_EQ(one.EndedRanks(run_) + two.EndedRanks(run_), 0u);
+      second->Resume(run_);
+      first->Resume(run_);
+    }
+    for (HostListener* listener : {&one, &two}) {
+      for (const auto& output : listener->Outputs(run_, kRanks)) {
+        ASSERT_TRUE(output.ok()) << output.status();
+        if (!output->logits.empty()) answers.push_back(output->logits);
+      }
+    }
+    first->Release(run_);
+    second->Release(run_);
+  }
+  ASSERT_EQ(answers.size(), 2u);
+  EXPECT_EQ(answers[0], answers[1]);
+}
+
+TEST_F(RankHostTest, StopsARunThatStandsStill) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Pause(99);  // unknown
+  host->Prepare(Part());
+  const std::vector<std::string> addresses = listener.Addresses(run_);
+  host->Pause(run_);
+  host->Start(run_, addresses, {});
+  host->Stop(run_, "the request was cancelled");
+  listener.Stopped(run_);
+  host->Resume(run_);
+  host->Prepare(Part());
+  RunWell(*host, listener, run_);
+}
+
 TEST_F(RankHostTest, SaysWhatItsRanksAreAt) {
   HostListener listener;
   const auto host = Load(listener);

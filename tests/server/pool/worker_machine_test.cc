@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -59,6 +60,10 @@ class WorkerMachineTest : public testing::Test {
         prepared_.push_back(std::move(prepare->part));
       } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
         started_.push_back(std::move(*start));
+      } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
+        turns_.emplace_back(pause->run, false);
+      } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
+        turns_.emplace_back(resume->run, true);
       } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
         stopped_.push_back(stop->run);
       } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
@@ -149,6 +154,7 @@ class WorkerMachineTest : public testing::Test {
   std::vector<WorkerMachine::RunPart> prepared_;
   std::vector<WorkerMachine::StartRun> started_;
   std::vector<uint64_t> stopped_, released_;
+  std::vector<std::pair<uint64_t, bool>> turns_;  // runs that stood still (false) or went on
   std::optional<absl::Status> exit_;
 };
 
@@ -344,6 +350,33 @@ TEST_F(WorkerMachineTest, KeepsRunsApart) {
   Do();
   ASSERT_EQ(sent_.size(), 1u);
   EXPECT_EQ(sent_[0].rank_done().run(), 6u);
+}
+
+TEST_F(WorkerMachineTest, LetsTheRunStandStillThatIsNamed) {
+  const auto pause = [&](uint64_t run) {
+    Hear([&](v1::LeaderMessage& message) { message.mutable_pause()->set_run(run); });
+  };
+  const auto resume = [&](uint64_t run) {
+    Hear([&](v1::LeaderMessage& message) { message.mutable_resume()->set_run(run); });
+  };
+  Join();
+  BeginRun(5);
+  BeginRun(6);
+  HearPrepare(7);
+  pause(5);
+  pause(7);  // not before Run
+  pause(99);
+  EXPECT_EQ(turns_, (std::vector<std::pair<uint64_t, bool>>{{5, false}}));
+  EXPECT_EQ(machine_.reserved_bytes(), 300) << "with all it has";
+  resume(5);
+  pause(6);
+  HearCancel(6);
+  EXPECT_EQ(stopped_, std::vector<uint64_t>{6});
+  resume(6);  // it is being stopped
+  EXPECT_EQ(turns_, (std::vector<std::pair<uint64_t, bool>>{{5, false}, {5, true}, {6, false}}));
+  Hear([](v1::LeaderMessage& message) { message.mutable_finish()->set_run(5); });
+  pause(5);
+  EXPECT_EQ(turns_.size(), 3u) << "it is over";
 }
 
 TEST_F(WorkerMachineTest, ConfirmsEveryCancel) {

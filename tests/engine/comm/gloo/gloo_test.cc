@@ -7,9 +7,11 @@
 #include <atomic>
 #include <cstring>
 
+#include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
 #include "engine/comm/in_process.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/stop_token.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/schedule/random_schedule.h"
@@ -236,6 +238,22 @@ TEST(Gloo, RefusesMisuse) {
 }
 
 // ---- Ends.
+
+TEST(Gloo, AWaitDoesNotCountThePausesOfItsRun) {
+  StopToken run;
+  GlooEndpoints endpoints(2, {.stop = &run});
+  auto ranks = endpoints.ConnectAll();
+  auto receive = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(8, 0), 1, 8).value();
+  constexpr absl::Duration kDeadline = absl::Milliseconds(100);
+  run.Pause();
+  std::thread peer([&] {
+    absl::SleepFor(3 * kDeadline);  // longer than the wait would last
+    EXPECT_TRUE(ranks[1]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 1), 0, 8).ok());
+  });
+  const absl::StatusOr<BufferRef> received = receive->Wait(MonotonicNow() + kDeadline);
+  peer.join();
+  EXPECT_TRUE(received.ok()) << received.status();
+}
 
 TEST(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
   GlooEndpoints endpoints(3);

@@ -1,0 +1,32 @@
+// How long something has stood still, by the leader's clock. Not thread-safe.
+#ifndef MESHFILL_SERVER_POOL_PAUSED_TIME_H_
+#define MESHFILL_SERVER_POOL_PAUSED_TIME_H_
+
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+class PausedTime {
+ public:
+  bool paused() const { return paused_; }
+  void Set(bool paused, absl::Time now) {
+    if (paused_) total_ += now - since_;
+    paused_ = paused;
+    since_ = now;
+  }
+  // Of the pause that lasts.
+  absl::Duration Current(absl::Time now) const { return paused_ ? now - since_ : absl::ZeroDuration(); }
+  // Until `now`, in all.
+  absl::Duration Total(absl::Time now) const { return paused_ ? total_ + (now - since_) : total_; }
+  // Whether it stands still, and has all the time since then.
+  bool PausedSince(absl::Time time) const { return paused_ && since_ < time; }
+
+ private:
+  bool paused_ = false;
+  absl::Time since_;  // of its last change
+  absl::Duration total_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_PAUSED_TIME_H_
