@@ -18,11 +18,13 @@
 #include "absl/strings/strip.h"
 #include "server/cli/cancel_watch.h"
 #include "server/cli/commands/bench.h"
+#include "server/cli/commands/cancel.h"
 #include "server/cli/commands/make_model.h"
 #include "server/cli/commands/plan.h"
 #include "server/cli/commands/prefill.h"
 #include "server/cli/commands/serve.h"
 #include "server/cli/commands/simulate.h"
+#include "server/cli/commands/status.h"
 #include "server/cli/commands/worker.h"
 #include "server/config/closest_name.h"
 #include "server/observe/build_name.h"
@@ -156,6 +158,8 @@ int Main(int argc, char** argv) {
   commands.push_back(AddWorkerCommand(app));
   commands.push_back(AddPrefillCommand(app));
   commands.push_back(AddPlanCommand(app));
+  commands.push_back(AddStatusCommand(app));
+  commands.push_back(AddCancelCommand(app));
   commands.push_back(AddSimulateCommand(app));
   commands.push_back(AddMakeModelCommand(app));
   commands.push_back(AddBenchCommand(app));

@@ -191,6 +191,11 @@ def _pool(arguments) -> str:
             f"queue        {pool.queued_requests} requests, {pool.queued_tokens} tokens",
             f"running      {running}, layer {pool.running_layers_done} of {pool.running_layers}",
         ]
+        + [
+            f"request      {request.id}: {request.phase}, {request.tokens} tokens, "
+            f"about {request.predicted_rest_seconds:.1f} s left"
+            for request in pool.requests
+        ]
     )
 
 

@@ -298,6 +298,19 @@ class Link:
 
 
 @dataclass(frozen=True)
+class PoolRequest:
+    """A prefill that was accepted, or whose prompt is being uploaded."""
+
+    id: str
+    phase: str  # running, paused (it gave way to another), waiting, uploading
+    tokens: int
+    elapsed_seconds: float
+    predicted_rest_seconds: float  # until its prefill ends
+    layers_done: int
+    layers: int  # 0: it has not begun
+
+
+@dataclass(frozen=True)
 class Pool:
     """The ranks, the queue and what runs now."""
 
@@ -316,6 +329,7 @@ class Pool:
     build: str
     workers: Tuple[Worker, ...]
     links: Tuple[Link, ...]
+    requests: Tuple[PoolRequest, ...]  # of the caller's tenant, or all
 
     @classmethod
     def from_proto(cls, message) -> "Pool":
@@ -339,5 +353,17 @@ class Pool:
             ),
             links=tuple(
                 Link(link.where, link.bytes_per_second, link.latency_seconds, link.source) for link in message.links
+            ),
+            requests=tuple(
+                PoolRequest(
+                    id=request.id,
+                    phase=request.phase,
+                    tokens=request.tokens,
+                    elapsed_seconds=request.elapsed_seconds,
+                    predicted_rest_seconds=request.predicted_rest_seconds,
+                    layers_done=request.layers_done,
+                    layers=request.layers,
+                )
+                for request in message.requests
             ),
         )

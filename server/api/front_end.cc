@@ -15,6 +15,7 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/access.h"
+#include "server/access/tenant.h"
 #include "server/access/transport.h"
 #include "server/api/channel_limits.h"
 #include "server/api/decoded.h"
@@ -317,13 +318,17 @@ class FrontEnd::Service final : public ServiceBase {
     return v1::ReleaseKvReply();
   }
 
+  // An admin who names no tenant need not know whose request it is.
   absl::StatusOr<v1::CancelReply> CancelRequest(const grpc::CallbackServerContext& context,
                                                 const grpc::ByteBuffer& bytes) {
-    ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
+    ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, kServed));
+    ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, TenantOf(context)));
     ASSIGN_OR_RETURN(const auto request, Decoded<v1::CancelRequest>(bytes));
-    if (live_.CancelRequest(request.request_id(), tenant)) return v1::CancelReply();
-    return absl::NotFoundError(absl::StrCat("no live request of this tenant has the id \"",
-                                            request.request_id().substr(0, 128), "\"; it may have ended"));
+    const bool of_any = caller.role == Role::kAdmin && tenant.empty();
+    if (live_.CancelRequest(request.request_id(), of_any ? nullptr : &tenant)) return v1::CancelReply();
+    return absl::NotFoundError(absl::StrCat("no live request", of_any ? "" : " of this tenant",
+                                            " has the id \"", request.request_id().substr(0, 128),
+                                            "\"; it may have ended"));
   }
 
   absl::StatusOr<v1::PlanReply> MakePlan(const grpc::CallbackServerContext& context,

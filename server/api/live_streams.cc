@@ -113,7 +113,7 @@ void LiveStreams::StopUploads() {
   for (const auto& stream : Streams()) stream->OnUploadStopped();
 }
 
-bool LiveStreams::CancelRequest(const std::string& request_id, const std::string& tenant) {
+bool LiveStreams::CancelRequest(const std::string& request_id, const std::string* tenant) {
   const std::vector<std::shared_ptr<Stream>> streams = Streams();
   return std::any_of(streams.begin(), streams.end(),
                      [&](const auto& stream) { return stream->CancelRequest(request_id, tenant); });

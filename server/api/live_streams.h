@@ -31,8 +31,8 @@ class LiveStreams {
     virtual void OnUploadStopped() = 0;
     // Its result was not read in time, or others need the memory.
     virtual void OnResultUnread() = 0;
-    // Ends the stream if it is live and of this request and tenant. Whether it was.
-    virtual bool CancelRequest(const std::string& request_id, const std::string& tenant) = 0;
+    // Ends the stream if it is live and of this request and tenant; null: of any. Whether it was.
+    virtual bool CancelRequest(const std::string& request_id, const std::string* tenant) = 0;
   };
 
   struct Limits {
@@ -59,8 +59,8 @@ class LiveStreams {
   // Ends what is still uploading.
   void StopUploads();
 
-  // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant.
-  bool CancelRequest(const std::string& request_id, const std::string& tenant);
+  // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant; null: any.
+  bool CancelRequest(const std::string& request_id, const std::string* tenant);
 
   // False where streams are still live at the deadline.
   bool WaitUntilNone(absl::Time deadline);

@@ -322,10 +322,11 @@ void PrefillStream::OnResultUnread() {
   context_->TryCancel();
 }
 
-bool PrefillStream::CancelRequest(const std::string& request_id, const std::string& tenant) {
+bool PrefillStream::CancelRequest(const std::string& request_id, const std::string* tenant) {
   const MutexLock lock(mu_);
   const bool live = phase_ == Phase::kTokens || phase_ == Phase::kQueued;
-  if (!live || header_.request_id() != request_id || header_.tenant() != tenant) return false;
+  if (!live || header_.request_id() != request_id) return false;
+  if (tenant != nullptr && header_.tenant() != *tenant) return false;
   End(absl::CancelledError("cancelled by a call of Cancel"));
   return true;
 }

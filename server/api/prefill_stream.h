@@ -72,7 +72,7 @@ class PrefillStream final : public PrefillReactor,
   void OnUploadOverdue() override;
   void OnUploadStopped() override;
   void OnResultUnread() override;
-  bool CancelRequest(const std::string& request_id, const std::string& tenant) override;
+  bool CancelRequest(const std::string& request_id, const std::string* tenant) override;
 
  private:
   enum class Phase { kHeader, kTokens, kQueued, kEnded };

@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 
 namespace meshfill {
@@ -32,6 +33,31 @@ bool Upload(v1::PrefillHeader header, std::span<const uint32_t> tokens, PrefillS
     tokens = tokens.subspan(chunk.size());
   }
   return stream.WritesDone();
+}
+
+absl::Status ServerError(const std::string& address, const grpc::Status& status) {
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  if (absl::StrContains(status.error_message(), "DNS resolution failed")) {
+    return absl::NotFoundError(
+        absl::StrCat("server ", address, ": no host of this name is known; check the address and the DNS"));
+  }
+  std::string message = absl::StrCat("server ", address, ": ", status.error_message());
+  if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
+    absl::StrAppend(&message, "; is `meshfill serve` listening there?");
+  }
+  return absl::Status(code, message);
+}
+
+// A call of one message each way.
+template <typename Request, typename Reply, typename Method>
+absl::Status CallOnce(const ServerChannel& server, absl::Duration timeout, const Request& request,
+                      Reply& reply, Method method) {
+  grpc::ClientContext context;
+  server.Authorize(context);
+  context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  const std::unique_ptr<v1::PrefillService::Stub> stub = v1::PrefillService::NewStub(server.channel());
+  const grpc::Status status = (stub.get()->*method)(&context, request, &reply);
+  return status.ok() ? absl::OkStatus() : ServerError(server.address(), status);
 }
 
 }  // namespace
@@ -78,19 +104,6 @@ class PrefillClient::Call {
   void Cancel() { context_.TryCancel(); }
 
  private:
-  static absl::Status ServerError(const std::string& address, const grpc::Status& status) {
-    const auto code = static_cast<absl::StatusCode>(status.error_code());
-    if (absl::StrContains(status.error_message(), "DNS resolution failed")) {
-      return absl::NotFoundError(
-          absl::StrCat("server ", address, ": no host of this name is known; check the address and the DNS"));
-    }
-    std::string message = absl::StrCat("server ", address, ": ", status.error_message());
-    if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
-      absl::StrAppend(&message, "; is `meshfill serve` listening there?");
-    }
-    return absl::Status(code, message);
-  }
-
   grpc::ClientContext context_;
 };
 
@@ -105,5 +118,20 @@ absl::StatusOr<v1::PrefillResult> PrefillClient::Prefill(const ServerChannel& se
 }
 
 void PrefillClient::Cancel() { call_->Cancel(); }
+
+absl::StatusOr<v1::PoolStatus> GetPool(const ServerChannel& server, absl::Duration timeout) {
+  v1::PoolStatus status;
+  RETURN_IF_ERROR(
+      CallOnce(server, timeout, v1::GetPoolRequest(), status, &v1::PrefillService::Stub::GetPool));
+  return status;
+}
+
+absl::Status CancelOnServer(const ServerChannel& server, const std::string& request_id,
+                            absl::Duration timeout) {
+  v1::CancelRequest request;
+  request.set_request_id(request_id);
+  v1::CancelReply reply;
+  return CallOnce(server, timeout, request, reply, &v1::PrefillService::Stub::Cancel);
+}
 
 }  // namespace meshfill

@@ -41,6 +41,12 @@ class PrefillClient {
   std::unique_ptr<Call> call_;
 };
 
+// Who is there, what runs and what waits. Errors as Prefill's; DEADLINE_EXCEEDED: no answer in time.
+absl::StatusOr<v1::PoolStatus> GetPool(const ServerChannel& server, absl::Duration timeout);
+// Ends a request, its own tenant's, or anybody's where the caller is an admin. NOT_FOUND: it does not live.
+absl::Status CancelOnServer(const ServerChannel& server, const std::string& request_id,
+                            absl::Duration timeout);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_SERVER_CLI_CLIENT_H_

@@ -5,6 +5,7 @@
 
 #include "engine/mesh/placement_name.h"
 #include "nlohmann/json.hpp"
+#include "server/config/message_json.h"
 
 namespace meshfill {
 namespace {
@@ -74,6 +75,8 @@ std::string PrefillJson(const v1::PrefillResult& result) {
   if (result.attempts() > 1) object["attempts"] = result.attempts();
   return Dump(object);
 }
+
+std::string PoolJson(const v1::PoolStatus& status) { return Dump(MessageJson(status)); }
 
 std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {
   const Plan& plan = choice.plan;

@@ -20,6 +20,9 @@ std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> 
 // "striped", "zigzag", "contiguous".
 const char* LayoutName(v1::Layout layout);
 
+// All fields of the message: the object `pool` of /status.json.
+std::string PoolJson(const v1::PoolStatus& status);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_SERVER_CLI_RESULT_JSON_H_

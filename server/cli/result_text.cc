@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "engine/mesh/placement_name.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_json.h"
@@ -37,6 +41,35 @@ void AlignColumn(std::vector<std::string>& cells) {
   for (const std::string& cell : cells) width = std::max(width, cell.size());
   for (std::string& cell : cells) cell.resize(width, ' ');
 }
+
+// Rows below their headings; no rows: nothing.
+class Table {
+ public:
+  explicit Table(const std::vector<std::string>& headings) {
+    for (const std::string& heading : headings) columns_.push_back({heading});
+  }
+  void Add(std::vector<std::string> row) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      std::replace_if(
+          row[i].begin(), row[i].end(), [](unsigned char byte) { return absl::ascii_iscntrl(byte); }, '?');
+      columns_[i].push_back(std::move(row[i]));
+    }
+  }
+  std::string Text() {
+    if (columns_.front().size() == 1) return "";
+    for (size_t i = 0; i + 1 < columns_.size(); ++i) AlignColumn(columns_[i]);
+    std::string text = "\n";
+    for (size_t row = 0; row < columns_.front().size(); ++row) {
+      std::vector<std::string> cells;
+      for (const std::vector<std::string>& column : columns_) cells.push_back(column[row]);
+      absl::StrAppend(&text, absl::StrJoin(cells, "  "), "\n");
+    }
+    return text;
+  }
+
+ private:
+  std::vector<std::vector<std::string>> columns_;
+};
 
 // One row a step, so that large tiles stay readable:
 //
@@ -183,6 +216,35 @@ std::string PrefillText(const v1::PrefillResult& result) {
                  FormatBytes(static_cast<double>(bytes.kv())), FormatBytes(static_cast<double>(bytes.o()))),
              text);
   return text;
+}
+
+// Columns, with a heading each; text that clients chose has no control characters.
+//
+//     request  phase    tokens  layers  elapsed  rest
+//     r-1      running  65,536  12/32   8.1 s    13.5 s
+std::string PoolText(const v1::PoolStatus& status) {
+  std::string text;
+  const std::string state = v1::PoolStatus::State_Name(status.state());
+  AppendLine("pool",
+             absl::StrCat(absl::AsciiStrToLower(absl::StripPrefix(state, "STATE_")), ", ", status.ranks(),
+                          " rank", status.ranks() == 1 ? "" : "s", " of ", status.backend()),
+             text);
+  AppendLine("model", status.model(), text);
+  AppendLine("queue",
+             absl::StrCat(status.queued_requests(), " waiting, ",
+                          FormatCount(static_cast<double>(status.queued_tokens())), " tokens"),
+             text);
+  Table requests({"request", "phase", "tokens", "layers", "elapsed", "rest"});
+  for (const v1::PoolStatus::Request& each : status.requests()) {
+    requests.Add({each.id(), each.phase(), FormatCount(static_cast<double>(each.tokens())),
+                  each.layers() == 0 ? "-" : absl::StrCat(each.layers_done(), "/", each.layers()),
+                  FormatSeconds(each.elapsed_seconds()), FormatSeconds(each.predicted_rest_seconds())});
+  }
+  Table workers({"worker", "state", "ranks", "host", "backend"});
+  for (const v1::PoolStatus::Worker& each : status.workers()) {
+    workers.Add({each.name(), each.state(), absl::StrCat(each.ranks()), each.host(), each.backend()});
+  }
+  return absl::StrCat(text, requests.Text(), workers.Text());
 }
 
 std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {

@@ -18,6 +18,8 @@ std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> 
 std::string FormatBytes(double bytes);  // "3.2 MiB"
 std::string FormatCount(double count);  // "1,048,576"
 
+std::string PoolText(const v1::PoolStatus& status);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_SERVER_CLI_RESULT_TEXT_H_

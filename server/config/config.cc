@@ -37,7 +37,7 @@ constexpr uint64_t kMaxMessageBytes = 1 << 30;
 constexpr uint64_t kMinChannelBytes = 16 << 20;
 
 void FillDefaults(v1::Config& config) {
-  if (!config.has_listen()) config.set_listen("127.0.0.1:50051");
+  if (!config.has_listen()) config.set_listen(kDefaultListen);
   if (!config.has_metrics_listen()) config.set_metrics_listen("127.0.0.1:9464");
   auto& embedded = *config.mutable_pool()->mutable_embedded();
   if (!embedded.has_ranks()) embedded.set_ranks(1);

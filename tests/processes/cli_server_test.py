@@ -41,6 +41,28 @@ class CliServerTest(CliTestCase):
             self.assertEqual(served[key], embedded[key], key)
         self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
 
+    def test_status_shows_a_prefill_and_cancel_ends_it(self):
+        at = ("--server", self.server.address)
+        idle = json.loads(self.succeed("status", *at, "--json"))
+        self.assertEqual((idle["state"], idle["ranks"], idle["requests"]), ("STATE_READY", 4, []))
+        self.assertRegex(self.succeed("status", *at), r"\Apool +ready, 4 ranks of cpu.*\nmodel .*\nqueue +0 waiting, 0 tokens\n\Z")
+        running = subprocess.Popen(
+            [MESHFILL, "prefill", *at, "--tokens", str(self.long_prompt), "--format", "bytes", "--request-id", "a\x1b[2Jb",
+             "--tenant", "somebody"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (requests := json.loads(self.succeed("status", *at, "--json"))["requests"]) or requests[0]["phase"] != "running":
+            self.assertLess(time.monotonic(), deadline)
+        self.assertEqual((requests[0]["id"], requests[0]["tokens"]), ("a\x1b[2Jb", 400_000))
+        text = self.succeed("status", *at)
+        self.assertRegex(text, r"\nrequest +phase +tokens +layers +elapsed +rest\na\?\[2Jb +running +400,000 +\d/2 ")
+        self.assertEqual(self.succeed("cancel", *at, "a\x1b[2Jb"), "cancelled a\x1b[2Jb\n")
+        out, error = running.communicate(timeout=TIMEOUT_SECONDS)
+        self.assertEqual((running.returncode, out), (1, b""))
+        self.assertRegex(error.decode(), r"meshfill prefill: .*cancelled by a call of Cancel\n\Z")
+        self.refuse("cancel", *at, "a\x1b[2Jb", status=2, message=r"^meshfill cancel: .*no live request has the id.*ended")
+        self.refuse("cancel", *at, status=2, message=r"^meshfill cancel: ID is required")
+        self.refuse("status", "--server", "127.0.0.1:1", status=1, message=r"^meshfill status: .*listening there\?")
+
     def test_kv_of_server_and_embedded_pool_agree_to_the_byte(self):
         for options in (["--tile", "2x2"], ["--heads", 2, "--layout", "zigzag"], ["--stripe", 3]):
             files = [self.tmp / "served.kv", self.tmp / "embedded.kv"]

@@ -91,6 +91,9 @@ class SchemasTest(CliTestCase):
             with urllib.request.urlopen(f"http://{pages}/status.json", timeout=30) as answer:
                 status = self.check(answer.read(), "status")
             self.assertEqual(status["last_prefill"]["tokens"], 3)
+            told = json.loads(self.succeed("status", "--server", server.address, "--json"))
+            self.assertEqual(list(told), list(status["pool"]))
+            self.check(json.dumps({"pool": told, "last_prefill": None}), "status")
         finally:
             server.stop()
 

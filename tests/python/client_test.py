@@ -133,6 +133,8 @@ class PrefillTest(ServerTest):
         self.assertEqual(plan.candidates[0].layout, "zigzag")
         pool = client.pool()
         self.assertEqual((pool.state, pool.model, pool.workers[0].first_rank), ("ready", "fake", -1))
+        (request,) = pool.requests
+        self.assertEqual((request.id, request.phase, request.tokens, request.layers_done), ("long", "paused", 65536, 3))
 
 
 class ConnectionTest(ServerTest):

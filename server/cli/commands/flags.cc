@@ -8,6 +8,8 @@
 #include "absl/strings/str_join.h"
 #include "engine/engine_options.h"
 #include "engine/platforms.h"
+#include "kernels/return_if_error.h"
+#include "server/config/address.h"
 #include "server/config/config.h"
 
 namespace meshfill {
@@ -94,6 +96,34 @@ CLI::Option* AddRanksOption(CLI::App& app, std::optional<int>& ranks) {
 
 CLI::Option* AddJsonFlag(CLI::App& app, bool& json) {
   return app.add_flag("--json", json, "Print one JSON object and nothing else");
+}
+
+CLI::Option* AddServerOption(CLI::App& app, ServerOptions& server, const std::string& help) {
+  const auto parse = [](const std::string& text) -> absl::StatusOr<std::string> {
+    RETURN_IF_ERROR(ParseHostPort(text).status());
+    return text;
+  };
+  return AddParsedOption(app, "--server", server.address, parse, "HOST:PORT", help);
+}
+
+std::vector<CLI::Option*> AddConnectionOptions(CLI::App& app, ServerOptions& server) {
+  const auto add_file = [&app](const char* name, std::string& path, const char* help) {
+    return app.add_option(name, path, help)->type_name("FILE");
+  };
+  CLI::Option* cert = add_file("--cert", server.cert, "Client certificate, PEM; with --key");
+  CLI::Option* key = add_file("--key", server.key, "Its private key, PEM")->needs(cert);
+  cert->needs(key);
+  const std::vector<CLI::Option*> options = {
+      app.add_flag("--tls", server.tls, "Encrypt; implied by the certificates"),
+      add_file("--ca", server.ca, "Root certificates, PEM (default: the system's)"),
+      cert,
+      key,
+      app.add_option("--server-name", server.server_name,
+                     "Name in the server's certificate (default: the host)")
+          ->type_name("NAME"),
+      add_file("--token-file", server.token_file, "File of the bearer token (default: $MESHFILL_TOKEN)")};
+  for (CLI::Option* option : options) option->group("Connection");
+  return options;
 }
 
 CLI::Option* ConfigFlags::AddTo(CLI::App& app) {

@@ -13,6 +13,7 @@
 #include "engine/prefill_engine.h"
 #include "kernels/dtype.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/cli/server_channel.h"
 
 namespace meshfill {
 
@@ -52,6 +53,10 @@ CLI::Option* AddDeviceOption(CLI::App& app, std::string& device);
 CLI::Option* AddDTypeOption(CLI::App& app, std::optional<DType>& dtype);
 CLI::Option* AddRanksOption(CLI::App& app, std::optional<int>& ranks);
 CLI::Option* AddJsonFlag(CLI::App& app, bool& json);
+
+// --server; and --tls, --ca and so on, in a group of their own, named as the Python client's.
+CLI::Option* AddServerOption(CLI::App& app, ServerOptions& server, const std::string& help);
+std::vector<CLI::Option*> AddConnectionOptions(CLI::App& app, ServerOptions& server);
 
 // --config and --set.
 struct ConfigFlags {

@@ -80,11 +80,6 @@ class StopSwitch {
 
 constexpr uint32_t kLeaseSeconds = 3600;  // of K and V, which are released once they are in the file
 
-absl::StatusOr<std::string> ParseServerAddress(const std::string& text) {
-  if (absl::StatusOr<HostPort> address = ParseHostPort(text); !address.ok()) return address.status();
-  return text;
-}
-
 class PrefillCommand : public Command {
  public:
   explicit PrefillCommand(CLI::App& parent)
@@ -122,10 +117,9 @@ class PrefillCommand : public Command {
   };
 
   void DeclareWhereToRun() {
-    CLI::Option* server = AddParsedOption(*app_, "--server", server_.address, ParseServerAddress, "HOST:PORT",
-                                          "Run on the server that listens there")
-                              ->group("Where to run");
-    DeclareConnection(server);
+    CLI::Option* server =
+        AddServerOption(*app_, server_, "Run on the server that listens there")->group("Where to run");
+    for (CLI::Option* option : AddConnectionOptions(*app_, server_)) option->needs(server);
     CLI::Option* config = config_.AddTo(*app_)->group("Where to run")->excludes(server);
     app_->get_option("--set")->group("Where to run")->needs(config);
     app_->add_option("--model", model_path_, "Model folder (default: the config's)")
@@ -134,26 +128,6 @@ class PrefillCommand : public Command {
         ->needs(config);
     AddRanksOption(*app_, ranks_)->group("Where to run")->needs(config);
     AddDTypeOption(*app_, dtype_)->group("Where to run")->needs(config);
-  }
-
-  // Named as the Python client's.
-  void DeclareConnection(CLI::Option* server) {
-    const auto add_file = [&](const char* name, std::string& path, const char* help) {
-      return app_->add_option(name, path, help)->type_name("FILE")->needs(server)->group("Connection");
-    };
-    app_->add_flag("--tls", server_.tls, "Encrypt; implied by the certificates")
-        ->needs(server)
-        ->group("Connection");
-    add_file("--ca", server_.ca, "Root certificates, PEM (default: the system's)");
-    CLI::Option* cert = add_file("--cert", server_.cert, "Client certificate, PEM; with --key");
-    CLI::Option* key = add_file("--key", server_.key, "Its private key, PEM")->needs(cert);
-    cert->needs(key);
-    app_->add_option("--server-name", server_.server_name,
-                     "Name in the server's certificate (default: the host)")
-        ->type_name("NAME")
-        ->needs(server)
-        ->group("Connection");
-    add_file("--token-file", server_.token_file, "File of the bearer token (default: $MESHFILL_TOKEN)");
   }
 
   void DeclareRequest() {

@@ -278,7 +278,9 @@ TEST_F(AccessTest, ClientsSeeAndCancelWhatIsTheirs) {
   EXPECT_EQ(Cancel(Bearer("bob"), "1").error_code(), StatusCode::NOT_FOUND);
   EXPECT_EQ(Cancel(Of(Bearer("bob"), "a"), "1").error_code(), StatusCode::PERMISSION_DENIED);
   EXPECT_EQ(Cancel(Bearer("pool"), "1").error_code(), StatusCode::PERMISSION_DENIED);
-  EXPECT_TRUE(Cancel(Of(Bearer("ops"), "a"), "1").ok());
+  EXPECT_EQ(Cancel(Of(Bearer("ops"), "b"), "1").error_code(), StatusCode::NOT_FOUND) << "it is of a";
+  EXPECT_EQ(Cancel(Bearer("ops"), "3").error_code(), StatusCode::NOT_FOUND);
+  EXPECT_TRUE(Cancel(Bearer("ops"), "1").ok()) << "an admin need not name whose it is";
   EXPECT_TRUE(Cancel(Bearer("bob"), "2").ok());
   engine_->Release();
   for (std::thread& each : threads) each.join();
