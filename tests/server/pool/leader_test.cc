@@ -612,6 +612,45 @@ TEST_F(TwoRunsLeaderTest, WhoeverComputedIsToBlameAndNotWhoStoodStill) {
   EXPECT_NEAR(answers_[1]->paused_seconds, 2, 0.1);
 }
 
+TEST_F(TwoRunsLeaderTest, WhoeverStoodStillIsNoSuspect) {
+  SetPaused(first_ticket_, true);
+  Pass(absl::Seconds(2), {1, 2});
+  leader_.OnDisconnected(2, now_);
+  SetPaused(ticket_, true);
+  SetPaused(first_ticket_, false);
+  BothStop();
+  Prepare({1});
+  EXPECT_EQ(run_, leader_.run_of(first_ticket_));
+  leader_.OnDisconnected(1, now_);
+  Do();
+  ASSERT_TRUE(answers_.empty()) << "it is the first time";
+  Join(3, Offer("c"));
+  Prepare({3});
+  RankDone(3, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+}
+
+TEST_F(TwoRunsLeaderTest, AWorkerThatDrainsStaysForAllItsRuns) {
+  SetPaused(first_ticket_, true);
+  v1::WorkerMessage leave = OfRun();
+  leave.mutable_leave();
+  Say(2, leave);
+  const auto is_let_go = [this] {
+    return std::any_of(sent_[2].begin(), sent_[2].end(),
+                       [](const v1::LeaderMessage& message) { return message.has_goodbye(); });
+  };
+  Finish(second_);
+  EXPECT_EQ(answers_.size(), 1u);
+  EXPECT_FALSE(is_let_go()) << "the other run stands still there";
+  SetPaused(first_ticket_, false);
+  EXPECT_TRUE(sent_[2].back().has_resume());
+  Finish(first_);
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_TRUE(answers_[0].ok() && answers_[1].ok());
+  EXPECT_TRUE(is_let_go());
+}
+
 // Two compute when a worker is lost: each may be to blame. The one that does it again alone is; the other one
 // then begins with a clean slate.
 TEST_F(TwoRunsLeaderTest, SuspicionCountsOnceAndEndsWithWhoIsToBlame) {

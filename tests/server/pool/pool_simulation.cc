@@ -332,9 +332,7 @@ void PoolSimulation::TickNode(int index, int incarnation) {
 void PoolSimulation::DoLeaderActions() {
   for (Leader::Action& action : leader_->TakeActions()) {
     if (auto* send = std::get_if<Leader::Send>(&action)) {
-      if (send->message.has_prepare()) OnRunTold(send->message.prepare());
-      if (send->message.has_abort()) runs_told_.at(send->message.abort().run()).stopped = true;
-      if (send->message.has_cancel()) runs_told_.at(send->message.cancel().run()).stopped = true;
+      OnTold(send->message);
       DeliverToNode(send->to, std::move(send->message));
     } else if (auto* close = std::get_if<Leader::Close>(&action)) {
       CloseAtLeader(close->connection);
@@ -901,6 +899,26 @@ void PoolSimulation::KeepLayers(const Host& host, int seat) {
   }
 }
 
+void PoolSimulation::OnTold(const v1::LeaderMessage& message) {
+  if (message.has_prepare()) OnRunTold(message.prepare());
+  if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
+  if (message.has_pause()) runs_told_.at(message.pause().run()).paused_since = now_;
+  if (message.has_resume()) runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
+  if (message.has_cancel()) runs_told_.at(message.cancel().run()).stopped = true;
+  if (!message.has_abort()) return;
+  RunTold& told = runs_told_.at(message.abort().run());
+  told.stopped = true;
+  told.innocent = told.paused_since < now_ - Leader::Options().silence_timeout;
+}
+
+// A run whose workers are all lost is told of nothing.
+int PoolSimulation::EpochsEnded(const ClientRequest& request) const {
+  return static_cast<int>(std::count_if(request.runs.begin(), request.runs.end(), [this](uint64_t run) {
+    const RunTold& told = runs_told_.at(run);
+    return told.begun && !told.innocent;
+  }));
+}
+
 // What a run is told to follow was computed from the same tokens, for the same tenant.
 void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   const auto [entry, fresh] = runs_told_.try_emplace(prepare.run());
@@ -1218,6 +1236,9 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
     if (code == absl::StatusCode::kCancelled) ++census_.cancelled;
     if (code == absl::StatusCode::kCancelled && !request.cancelled) Fail("cancelled, but not by its client");
     if (code == absl::StatusCode::kInternal) ++census_.poisoned;
+    if (code == absl::StatusCode::kInternal && EpochsEnded(request) < 2) {
+      Fail("a request is refused as poisonous that did not end two epochs");
+    }
     if (code == absl::StatusCode::kInternal && !request.poisonous && quiet_) {
       Fail("a request is refused as poisonous that only lived beside one");
     }

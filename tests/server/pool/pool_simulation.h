@@ -158,6 +158,9 @@ class PoolSimulation {
     std::string cache_tenant;
     std::vector<uint64_t> computed_by;  // by token: the run
     bool stopped = false;
+    bool begun = false;
+    absl::Time paused_since = absl::InfiniteFuture();  // it goes on
+    bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
   };
 
   // A client's lease, as it must be.
@@ -227,6 +230,8 @@ class PoolSimulation {
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
   void KeepLayers(const Host& host, int seat);
   void OnRunTold(const v1::Prepare& prepare);
+  void OnTold(const v1::LeaderMessage& message);
+  int EpochsEnded(const ClientRequest& request) const;  // by its runs, at most
   void CheckNothingRuns();
   std::vector<uint32_t> DrawPrompt();
   void OnPrefillEnded(const std::string& lease, bool done);
