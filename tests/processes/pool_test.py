@@ -6,16 +6,18 @@ Usage: pool_test.py PATH_OF_MESHFILL [unittest arguments]
 import gzip
 import json
 import os
+import re
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import unittest
 import urllib.error
 import urllib.request
 
-from cli_harness import TIMEOUT_SECONDS, run
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, run
 from pool_harness import SILENCE_SECONDS, PoolTestCase
 
 
@@ -221,6 +223,23 @@ class PoolTest(PoolTestCase):
         self.assertEqual((running["long"].returncode, out, error), (130, b"", b"meshfill prefill: cancelled\n"))
         self.check_calm("middle", self.answer_of(running["middle"]))
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
+
+    def test_bench_mix_measures_a_pool(self):
+        bench = subprocess.Popen(
+            [MESHFILL, "bench", "mix", "--config", self.pool_config, "--workers", "2", "--long", "8000", "--short", "100",
+             "--count", "4", "--rounds", "1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.addCleanup(bench.kill)
+        address = re.fullmatch(r"2 workers join at (\S+:\d+)\n", bench.stderr.readline().decode()).group(1)
+        for name in ("a", "b"):
+            self.worker(name, join=address)
+        out, error = bench.communicate(timeout=TIMEOUT_SECONDS)
+        self.assertEqual(bench.returncode, 0, error)
+        mix = json.loads(out)
+        self.assertEqual((mix["workers"], mix["long_tokens"], mix["short_tokens"], mix["count"]), (2, 8000, 100, 4))
+        behind = mix["short_behind_seconds"]
+        self.assertGreater(behind["median"], 0)
+        self.assertLessEqual(behind["median"], behind["p95"])
+        self.assertGreater(mix["long_mixed_seconds"], 0)
 
     def test_workers_that_do_not_fit_are_refused_with_the_reason(self):
         self.workers("a")

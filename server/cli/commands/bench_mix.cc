@@ -19,11 +19,14 @@
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/config/config.h"
+#include "server/pool/pool_engine.h"
 
 namespace meshfill {
 namespace {
 
 constexpr double kTailShare = 0.95;
+constexpr absl::Duration kJoinTimeout = absl::Minutes(2);
+constexpr absl::Duration kPoll = absl::Milliseconds(50);
 
 double Percentile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
@@ -72,6 +75,7 @@ class BenchMixCommand : public Command {
     AddCount(*app_, "--short", short_tokens_, "Tokens of a short one");
     AddCount(*app_, "--count", count_, "Short prompts, at random moments of the long ones");
     AddCount(*app_, "--rounds", rounds_, "Long prompts; each alone, too");
+    AddCount(*app_, "--workers", workers_, "Workers to wait for, where the config has pool.control_listen");
     app_->add_option("--seed", seed_, "Of the tokens and moments")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }
@@ -79,8 +83,7 @@ class BenchMixCommand : public Command {
   // In turn, so that what else the machine does meets all alike.
   absl::Status Run() override {
     ASSIGN_OR_RETURN(const v1::Config config, config_.Load());
-    ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine,
-                     LoadEmbeddedEngine(ToEngineOptions(config)));
+    ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine, Engine(config));
     random_.seed(seed_);
     PrefillQueue queue(*engine, {}, metrics_, last_prefill_);
     for (int warm_up = 0; warm_up < 3; ++warm_up) {
@@ -109,6 +112,27 @@ class BenchMixCommand : public Command {
   }
 
  private:
+  // Of the config: an embedded pool, or, with pool.control_listen, a pool of so many workers.
+  absl::StatusOr<std::unique_ptr<PrefillEngine>> Engine(const v1::Config& config) {
+    if (config.pool().control_listen().empty()) {
+      workers_ = 0;
+      return LoadEmbeddedEngine(ToEngineOptions(config));
+    }
+    ASSIGN_OR_RETURN(std::unique_ptr<PoolEngine> pool, PoolEngine::Listen(config, metrics_));
+    std::fprintf(stderr, "%d workers join at %s\n", workers_, pool->control_address().c_str());
+    const absl::Time deadline = MonotonicNow() + kJoinTimeout;
+    while (std::ssize(pool->members()) < workers_) {
+      if (MonotonicNow() >= deadline) {
+        return absl::DeadlineExceededError(
+            absl::StrCat(pool->members().size(), " of ", workers_, " workers joined at ",
+                         pool->control_address(), " within ", absl::FormatDuration(kJoinTimeout),
+                         "; start `meshfill worker --join` there, or name fewer with --workers"));
+      }
+      absl::SleepFor(kPoll);
+    }
+    return pool;
+  }
+
   std::vector<uint32_t> Prompt(const PrefillEngine& engine, int64_t tokens) {
     std::vector<uint32_t> prompt(static_cast<size_t>(tokens));
     for (uint32_t& id : prompt) id = static_cast<uint32_t>(random_() % engine.model().vocab);
@@ -152,6 +176,7 @@ class BenchMixCommand : public Command {
         {"long_tokens", long_tokens_},
         {"short_tokens", short_tokens_},
         {"count", count_},
+        {"workers", workers_},
         {"short_alone_seconds", Percentile(short_alone_, 0.5)},
         {"short_behind_seconds",
          {{"median", Percentile(short_behind_, 0.5)}, {"p95", Percentile(short_behind_, kTailShare)}}},
@@ -177,6 +202,7 @@ class BenchMixCommand : public Command {
   int64_t short_tokens_ = 100;
   int count_ = 50;
   int rounds_ = 3;
+  int workers_ = 1;
   uint64_t seed_ = 1;
   bool json_ = false;
   std::mt19937_64 random_;
