@@ -16,8 +16,8 @@
 namespace meshfill {
 namespace {
 
-// Messages of one mailbox that their receiver has not taken. A rank in a ring is at most one round ahead of
-// its neighbour, so that only a broken caller meets this.
+// Messages of one mailbox that their receiver has not taken. A rank in a ring is at most as many messages
+// ahead of its neighbour as there are other ranks, so that only a broken caller meets this.
 constexpr size_t kMailboxMessages = 1024;
 
 struct Route {

@@ -27,14 +27,20 @@ struct Tile {
 
 std::vector<Tile> TilesOf(int ranks);  // every a·b = ranks, by rising a
 
+// Which way KV chunks go in their groups. Rising, as in the paper: KV#v is v places further on, so that a
+// chunk goes to the ranks before its own first. Falling: KV#v is v places back, and a chunk goes to the ranks
+// behind its own first: where these hold the next tokens, it meets all queries that see it, and can stop.
+enum class KvOrder { kRising, kFalling };
+
 class Mesh {
  public:
-  explicit Mesh(Tile tile) : tile_(tile) {}
+  explicit Mesh(Tile tile, KvOrder kv_order = KvOrder::kRising) : tile_(tile), kv_order_(kv_order) {}
   Tile tile() const { return tile_; }
   int ranks() const { return tile_.ranks(); }
 
-  int QChunk(int rank, int u) const;   // global index of Q#u and O#u: a⌊rank/a⌋ + (rank + u) mod a
-  int KvChunk(int rank, int v) const;  // global index of KV#v: (rank + a·v) mod n
+  int QChunk(int rank, int u) const;  // global index of Q#u and O#u: a⌊rank/a⌋ + (rank + u) mod a
+  int KvChunk(int rank,
+              int v) const;  // global index of KV#v: (rank + a·v) mod n; falling: (rank − a·v) mod n
   int Owner(int q_chunk, int kv_chunk) const;  // the assignment matrix: who computes the block
 
   // Chunks flow from `from` to `to`: Recv Q and Send O within the Q group, Recv KV within the KV group.
@@ -47,6 +53,7 @@ class Mesh {
 
  private:
   Tile tile_;
+  KvOrder kv_order_;
 };
 
 }  // namespace meshfill

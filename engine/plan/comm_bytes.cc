@@ -1,6 +1,9 @@
 #include "engine/plan/comm_bytes.h"
 
+#include <iterator>
 #include <vector>
+
+#include "engine/plan/layer_reach.h"
 
 namespace meshfill {
 namespace {
@@ -13,73 +16,134 @@ int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, in
          slice.q_bytes(group_tokens - own_tokens);
 }
 
-// LayerCommBytes of the rank that sends most. A rank sends its groups' chunks but one of each kind, so that
-// the groups' sums give all ranks' bytes in time O(n).
-CommBytes LargestLayerCommBytes(const ModelShape& model, const PlanShape& shape) {
-  const auto& [layout, heads, tile, partial_dtype, cached_tokens, links, keeps_kv, kv_on_host, one_memory] =
-      shape;
-  const Mesh mesh(tile);
-  const ModelShape slice = model.HeadSlice(heads);
-  const TokenLayout groups = layout.Groups(heads);
-  const TokenLayout kv_layout = KvLayout(layout, cached_tokens);
-  const TokenLayout kv_groups = kv_layout.Groups(heads);
-  std::vector<int64_t> chunk_tokens(mesh.ranks());
-  std::vector<int64_t> kv_chunk_tokens(mesh.ranks());
-  std::vector<int64_t> q_group_tokens(tile.b, 0);   // of mesh ranks a·g … a·g + a−1
-  std::vector<int64_t> kv_group_tokens(tile.a, 0);  // of mesh ranks g, g + a, g + 2a …
-  for (int rank = 0; rank < mesh.ranks(); ++rank) {
-    chunk_tokens[rank] = groups.ChunkTokens(rank);
-    kv_chunk_tokens[rank] = kv_groups.ChunkTokens(rank);
-    q_group_tokens[rank / tile.a] += chunk_tokens[rank];
-    kv_group_tokens[rank % tile.a] += kv_chunk_tokens[rank];
+// Of the queries of a Q group, those whose partial outputs go round.
+int64_t ReturningTokens(const LayerReach& reach, int group) {
+  const int a = reach.mesh().tile().a;
+  int64_t tokens = 0;
+  for (int chunk = a * group; chunk < a * (group + 1); ++chunk) {
+    if (reach.OReturns(chunk)) tokens += reach.q_layout().ChunkTokens(chunk);
   }
-  CommBytes largest;
-  for (int global_rank = 0; global_rank < layout.ranks(); ++global_rank) {
-    const int rank = global_rank / heads;
-    const int64_t q_tokens = q_group_tokens[rank / tile.a];
-    const int64_t kv_tokens = kv_group_tokens[rank % tile.a];
-    const int64_t last_q_tokens = chunk_tokens[mesh.QChunk(rank, tile.a - 1)];
-    const int64_t last_kv_tokens = kv_chunk_tokens[mesh.KvChunk(rank, tile.b - 1)];
-    const int64_t all_to_all = heads == 1
-                                   ? 0
-                                   : AllToAllBytes(slice, heads, layout.ChunkTokens(global_rank),
-                                                   kv_layout.ChunkTokens(global_rank), chunk_tokens[rank]);
-    const CommBytes bytes = {{Traffic::kQ, slice.q_bytes(q_tokens - last_q_tokens)},
-                             {Traffic::kKv, slice.kv_bytes(kv_tokens - last_kv_tokens)},
-                             {Traffic::kO, slice.partial_bytes(q_tokens - chunk_tokens[rank], partial_dtype)},
-                             {Traffic::kAllToAll, all_to_all}};
-    if (bytes.total() > largest.total()) largest = bytes;
+  return tokens;
+}
+
+// What a mesh rank's rings carry in one layer: Q#0 … Q#a−2 and O#1 … O#a−1 leave, KV#0 … KV#b−2 leave, each
+// as far as it is seen. `returning_tokens`: of the rank's Q group.
+CommBytes RingBytes(const ModelShape& slice, const LayerReach& reach, DType partial_dtype, int rank,
+                    int64_t returning_tokens) {
+  const Mesh& mesh = reach.mesh();
+  const auto [a, b] = mesh.tile();
+  int64_t q_tokens = 0, kv_tokens = 0;
+  for (int hop = 1; hop < a && reach.LargestQ(hop) > 0; ++hop) {
+    const int chunk = mesh.QChunk(rank, hop - 1);
+    if (reach.QReaches(chunk, hop)) q_tokens += reach.q_layout().ChunkTokens(chunk);
   }
-  return largest;
+  const int64_t o_tokens = returning_tokens - (reach.OReturns(rank) ? reach.q_layout().ChunkTokens(rank) : 0);
+  for (int hop = 1; hop < b && reach.LargestKv(hop) > 0; ++hop) {
+    kv_tokens += reach.KvReach(mesh.KvChunk(rank, hop - 1), hop).slots();
+  }
+  return {{Traffic::kQ, slice.q_bytes(q_tokens)},
+          {Traffic::kKv, slice.kv_bytes(kv_tokens)},
+          {Traffic::kO, slice.partial_bytes(o_tokens, partial_dtype)}};
+}
+
+// RingBytes of all ranks of a layer whose chunks all ranks see. A rank sends its groups' chunks but one of
+// each kind, so that the groups' sums give all ranks' bytes in time O(n).
+class WholeRings {
+ public:
+  WholeRings(const ModelShape& slice, const LayerReach& reach, DType partial_dtype)
+      : slice_(slice),
+        reach_(reach),
+        partial_dtype_(partial_dtype),
+        a_(reach.mesh().tile().a),
+        q_group_tokens_(reach.mesh().tile().b, 0),
+        kv_group_tokens_(a_, 0) {
+    for (int rank = 0; rank < reach.mesh().ranks(); ++rank) {
+      q_group_tokens_[rank / a_] += reach.q_layout().ChunkTokens(rank);
+      kv_group_tokens_[rank % a_] += reach.kv_layout().ChunkTokens(rank);
+    }
+  }
+
+  CommBytes Of(int rank) const {
+    const Mesh& mesh = reach_.mesh();
+    const int64_t q = q_group_tokens_[rank / a_];
+    const int64_t last_q = reach_.q_layout().ChunkTokens(mesh.QChunk(rank, a_ - 1));
+    const int64_t last_kv = reach_.kv_layout().ChunkTokens(mesh.KvChunk(rank, mesh.tile().b - 1));
+    const int64_t own_o = reach_.q_layout().ChunkTokens(rank);
+    return {{Traffic::kQ, slice_.q_bytes(q - last_q)},
+            {Traffic::kKv, slice_.kv_bytes(kv_group_tokens_[rank % a_] - last_kv)},
+            {Traffic::kO, slice_.partial_bytes(q - own_o, partial_dtype_)}};
+  }
+
+ private:
+  const ModelShape& slice_;
+  const LayerReach& reach_;
+  const DType partial_dtype_;
+  const int a_;
+  std::vector<int64_t> q_group_tokens_;   // of mesh ranks a·g … a·g + a−1
+  std::vector<int64_t> kv_group_tokens_;  // of mesh ranks g, g + a, g + 2a …
+};
+
+int64_t RankAllToAllBytes(const ModelShape& slice, const PlanShape& shape, int rank) {
+  if (shape.heads == 1) return 0;
+  return AllToAllBytes(slice, shape.heads, shape.layout.ChunkTokens(rank),
+                       shape.kv_layout().ChunkTokens(rank),
+                       shape.layout.Groups(shape.heads).ChunkTokens(rank / shape.heads));
+}
+
+CommBytes Times(int layers, CommBytes bytes) {
+  for (Traffic traffic : kPrefillTraffics) bytes[traffic] *= layers;
+  return bytes;
 }
 
 }  // namespace
 
-CommBytes LayerCommBytes(const ModelShape& model, const TokenLayout& layout, int heads, Tile tile,
-                         DType partial_dtype, int rank, int64_t cached_tokens) {
-  const Mesh mesh(tile);
-  const ModelShape slice = model.HeadSlice(heads);
-  const TokenLayout groups = layout.Groups(heads);
-  const TokenLayout kv_layout = KvLayout(layout, cached_tokens);
-  const TokenLayout kv_groups = kv_layout.Groups(heads);
-  const int mesh_rank = rank / heads;
+CommBytes LayerCommBytes(const ModelShape& model, const PlanShape& shape, int64_t window, int rank) {
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  const LayerReach reach(shape, window);
+  const int mesh_rank = rank / shape.heads;
+  CommBytes bytes = RingBytes(slice, reach, shape.partial_dtype, mesh_rank,
+                              ReturningTokens(reach, mesh_rank / shape.tile.a));
+  bytes[Traffic::kAllToAll] = RankAllToAllBytes(slice, shape, rank);
+  return bytes;
+}
+
+CommBytes RankCommBytes(const ModelShape& model, const PlanShape& shape, int rank) {
   CommBytes bytes;
-  for (int u = 0; u < tile.a - 1; ++u) {  // Q#0 … Q#a−2 and O#1 … O#a−1 leave
-    bytes[Traffic::kQ] += slice.q_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u)));
-    bytes[Traffic::kO] +=
-        slice.partial_bytes(groups.ChunkTokens(mesh.QChunk(mesh_rank, u + 1)), partial_dtype);
-  }
-  for (int v = 0; v < tile.b - 1; ++v)
-    bytes[Traffic::kKv] += slice.kv_bytes(kv_groups.ChunkTokens(mesh.KvChunk(mesh_rank, v)));
-  bytes[Traffic::kAllToAll] = AllToAllBytes(slice, heads, layout.ChunkTokens(rank),
-                                            kv_layout.ChunkTokens(rank), groups.ChunkTokens(mesh_rank));
+  model.ForEachWindow([&](int64_t window, int layers) {
+    bytes += Times(layers, LayerCommBytes(model, shape, window, rank));
+  });
   return bytes;
 }
 
 CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape) {
-  CommBytes bytes = LargestLayerCommBytes(model, shape);
-  for (Traffic traffic : kPrefillTraffics) bytes[traffic] *= model.layers;
-  return bytes;
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  std::vector<CommBytes> rings(shape.ranks() / shape.heads);  // by mesh rank, over all layers
+  model.ForEachWindow([&](int64_t window, int layers) {
+    const LayerReach reach(shape, window);
+    const auto add = [&](const auto& of) {
+      for (int rank = 0; rank < std::ssize(rings); ++rank) rings[rank] += Times(layers, of(rank));
+    };
+    if (reach.sees_all()) {
+      const WholeRings whole(slice, reach, shape.partial_dtype);
+      add([&](int rank) { return whole.Of(rank); });
+    } else {
+      const int a = shape.tile.a;
+      std::vector<int64_t> returning_tokens(shape.tile.b);
+      for (int group = 0; group < shape.tile.b; ++group) {
+        returning_tokens[group] = ReturningTokens(reach, group);
+      }
+      add([&](int rank) {
+        return RingBytes(slice, reach, shape.partial_dtype, rank, returning_tokens[rank / a]);
+      });
+    }
+  });
+  CommBytes largest;
+  for (int rank = 0; rank < shape.ranks(); ++rank) {
+    CommBytes bytes = rings[rank / shape.heads];
+    bytes[Traffic::kAllToAll] = model.layers * RankAllToAllBytes(slice, shape, rank);
+    if (bytes.total() > largest.total()) largest = bytes;
+  }
+  return largest;
 }
 
 }  // namespace meshfill

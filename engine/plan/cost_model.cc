@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
+#include <numeric>
 
 #include "engine/plan/comm_bytes.h"
+#include "engine/plan/layer_reach.h"
 #include "engine/plan/peak_bytes.h"
 
 namespace meshfill {
@@ -23,37 +24,14 @@ double PoolSeconds(const PoolSpeed& speed, double largest, double mean) {
   return shared + std::clamp(in_turns - shared, 0.0, kTimeSliceSeconds);
 }
 
-// Pairs of the prompt's queries with its own keys and those before it.
-double PairsAfter(const TokenLayout& layout, int64_t cached_tokens, int64_t window) {
-  return VisiblePairs(cached_tokens + layout.tokens(), window) - VisiblePairs(cached_tokens, window);
-}
-
-// Visible pairs of a heavy block, for which the ranks wait in lockstep. Striped and zigzag layouts deal every
-// block the same share of the prompt's pairs; under the contiguous one, every step has some rank at a block
-// that sees all.
-double HeavyBlockPairs(const TokenLayout& layout, int64_t window, int64_t cached_tokens) {
-  const TokenLayout kv_layout = KvLayout(layout, cached_tokens);
-  const double chunk = static_cast<double>(layout.LargestChunkTokens());
-  const double kv_chunk = static_cast<double>(kv_layout.LargestChunkTokens());
-  if (layout.kind() == LayoutKind::kContiguous && layout.ranks() > 1) {
-    return chunk * (window == 0 ? kv_chunk : std::min(kv_chunk, static_cast<double>(window)));
-  }
-  return PairsAfter(layout, cached_tokens, window) * (chunk / static_cast<double>(layout.tokens())) *
-         (kv_chunk / static_cast<double>(kv_layout.tokens()));
-}
-
-double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout,
-                    int64_t window, int64_t cached_tokens) {
+// What one block's visible pairs take. `model` has the heads of one mesh.
+double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const BlockPairs& block) {
+  if (block.largest_rows == 0) return 0;
   const auto seconds = [&](double pairs, double rows) {
     return 4.0 * model.head_dim * model.q_heads * pairs / speed.attention_flops_per_second +
            model.q_heads * rows * speed.block_row_seconds;
   };
-  const double ranks = layout.ranks();
-  const auto tokens = static_cast<double>(layout.tokens());
-  return PoolSeconds(speed,
-                     seconds(HeavyBlockPairs(layout, window, cached_tokens),
-                             static_cast<double>(layout.LargestChunkTokens())),
-                     seconds(PairsAfter(layout, cached_tokens, window) / (ranks * ranks), tokens / ranks));
+  return PoolSeconds(speed, seconds(block.largest, block.largest_rows), seconds(block.mean, block.mean_rows));
 }
 
 // What is local to a token, in all layers.
@@ -83,87 +61,42 @@ double SecondsBesideAttention(const ModelShape& model, const PoolSpeed& speed, c
   return speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
 }
 
-// Costs of one mesh, whose heads `model` has: its ranks are the head groups.
-PlanShape MeshOf(const PlanShape& shape) {
-  PlanShape mesh = shape;
-  mesh.layout = shape.layout.Groups(shape.heads);
-  mesh.heads = 1;
-  return mesh;
-}
-
-// Costs of the longest chunk in one mesh.
-PerTraffic<double> TransferSeconds(const ModelShape& model, const PlanShape& mesh) {
-  const int64_t chunk = mesh.layout.LargestChunkTokens();
-  const int64_t kv_chunk = KvLayout(mesh.layout, mesh.cached_tokens).LargestChunkTokens();
-  const auto seconds = [&](Traffic traffic, int64_t bytes) {
-    return std::pair(traffic, mesh.links[traffic].Seconds(static_cast<double>(bytes)));
+// What the messages of one mesh's layer take: of the largest chunk, and of each hop where these differ.
+// `slice` has the heads of one mesh.
+void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanShape& shape,
+                  AttentionSeconds& seconds) {
+  const auto [a, b] = shape.tile;
+  const auto of = [&](Traffic traffic, int64_t tokens) {
+    if (tokens == 0 && !reach.sees_all()) return 0.0;
+    const int64_t bytes = traffic == Traffic::kQ    ? slice.q_bytes(tokens)
+                          : traffic == Traffic::kKv ? slice.kv_bytes(tokens)
+                                                    : slice.partial_bytes(tokens, shape.partial_dtype);
+    return shape.links[traffic].Seconds(static_cast<double>(bytes));
   };
-  return {seconds(Traffic::kQ, model.q_bytes(chunk)), seconds(Traffic::kKv, model.kv_bytes(kv_chunk)),
-          seconds(Traffic::kO, model.partial_bytes(chunk, mesh.partial_dtype))};
-}
-
-// How many blocks' time a transfer takes, rounded, and 1 to a·b. `model` has the heads of one mesh.
-OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& mesh,
-                            double (*round)(double)) {
-  const auto block_seconds = [&](int64_t window) {
-    return BlockSeconds(model, speed, mesh.layout, window, mesh.cached_tokens);
-  };
-  double all_layers = 0;
-  model.ForEachWindow([&](int64_t window, int layers) { all_layers += layers * block_seconds(window); });
-  const double average = all_layers / model.layers;
-  const PerTraffic<double> transfer = TransferSeconds(model, mesh);
-  const auto cost = [&](Traffic traffic) {
-    const double blocks = round(transfer[traffic] / average);
-    return static_cast<int>(std::clamp<double>(blocks, 1, mesh.tile.ranks()));
-  };
-  return {.c_q = cost(Traffic::kQ), .c_kv = cost(Traffic::kKv), .c_o = cost(Traffic::kO)};
-}
-
-}  // namespace
-
-OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  return TransferBlocks(model.HeadSlice(shape.heads), speed, MeshOf(shape),
-                        [](double blocks) { return std::ceil(blocks); });
-}
-
-OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  return TransferBlocks(model.HeadSlice(shape.heads), speed, MeshOf(shape),
-                        [](double blocks) { return std::floor(blocks); });
-}
-
-double AttentionSeconds::Transfer(std::optional<Traffic> comm) const {
-  return comm.has_value() ? transfer[*comm] : 0;
-}
-
-double AttentionSeconds::Compute(Tile tile) const {
-  return tile.ranks() * block + (tile.a - 1) * merge + reorder_to_heads + reorder_to_tokens;
-}
-
-double AttentionSeconds::Wait(const Schedule& schedule) const {
-  double wait = to_heads + to_tokens;
-  for (const Step& step : schedule.steps) {
-    wait += std::max(0.0, Transfer(step.comm) - static_cast<double>(step.blocks.size()) * block);
+  // The first message is as long as any.
+  seconds.transfer = {{Traffic::kQ, of(Traffic::kQ, reach.LargestQ(1))},
+                      {Traffic::kKv, of(Traffic::kKv, reach.LargestKv(1))},
+                      {Traffic::kO, of(Traffic::kO, reach.LargestQ(1))}};
+  if (reach.sees_all()) return;
+  for (int hop = 1; hop < a; ++hop) {
+    seconds.by_hop[Traffic::kQ].push_back(of(Traffic::kQ, reach.LargestQ(hop)));
   }
-  return wait;
+  for (int hop = 1; hop < b; ++hop) {
+    seconds.by_hop[Traffic::kKv].push_back(of(Traffic::kKv, reach.LargestKv(hop)));
+  }
 }
 
-double AttentionSeconds::LeastWait(Tile tile) const {
-  const double transfers =
-      (tile.a - 1) * (transfer[Traffic::kQ] + transfer[Traffic::kO]) + (tile.b - 1) * transfer[Traffic::kKv];
-  return to_heads + to_tokens + std::max(0.0, transfers - tile.ranks() * block);
-}
-
-AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                                    int64_t window) {
+// All but the blocks, of which each takes nothing.
+AttentionSeconds WithoutBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                               const LayerReach& reach) {
   const ModelShape slice = model.HeadSlice(shape.heads);
-  const PlanShape mesh = MeshOf(shape);
   const auto rework = [&](int64_t bytes) {
     return static_cast<double>(bytes) / speed.merge_bytes_per_second;
   };
-  const int64_t chunk = mesh.layout.LargestChunkTokens();
-  AttentionSeconds seconds = {.block = BlockSeconds(slice, speed, mesh.layout, window, shape.cached_tokens),
-                              .transfer = TransferSeconds(slice, mesh),
-                              .merge = rework(slice.partial_bytes(chunk, shape.partial_dtype))};
+  const int64_t chunk = reach.q_layout().LargestChunkTokens();
+  AttentionSeconds seconds = {.tile = shape.tile};
+  AddTransfers(slice, reach, shape, seconds);
+  if (reach.LargestQ(1) > 0) seconds.merge = rework(slice.partial_bytes(chunk, shape.partial_dtype));
   if (shape.heads == 1) return seconds;
   const TokenLayout kv_layout = KvLayout(shape.layout, shape.cached_tokens);
   const int64_t own_q_bytes = slice.q_bytes(shape.layout.LargestChunkTokens());
@@ -181,13 +114,110 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
   return seconds;
 }
 
+// At most AttentionSeconds' Compute and Wait of one layer under any schedule.
+double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                             int64_t window) {
+  const LayerReach reach(shape, window);
+  const LayerPairs pairs(reach, shape.cached_tokens, window);
+  const AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  const auto [a, b] = shape.tile;
+  const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
+                                      : BlockSeconds(slice, speed, pairs.LeastOfTile());
+  double transfers = (a - 1) * seconds.TransferOf(Traffic::kO, 0);
+  if (reach.sees_all()) {
+    transfers += (a - 1) * seconds.transfer[Traffic::kQ] + (b - 1) * seconds.transfer[Traffic::kKv];
+  } else {
+    for (int hop = 0; hop < a - 1; ++hop) transfers += seconds.TransferOf(Traffic::kQ, hop);
+    for (int hop = 0; hop < b - 1; ++hop) transfers += seconds.TransferOf(Traffic::kKv, hop);
+  }
+  return seconds.Compute() + blocks + seconds.to_heads + seconds.to_tokens +
+         std::max(0.0, transfers - blocks);
+}
+
+// How many blocks' time a transfer takes, rounded, and 1 to a·b.
+OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                            double (*round)(double)) {
+  double all_layers = 0;
+  PerTraffic<double> longest;
+  model.ForEachWindow([&](int64_t window, int layers) {
+    const AttentionSeconds layer = AttentionSecondsOf(model, speed, shape, window);
+    all_layers += layers * layer.block;
+    for (Traffic traffic : kPrefillTraffics) {
+      longest[traffic] = std::max(longest[traffic], layer.transfer[traffic]);
+    }
+  });
+  const double average = all_layers / model.layers;
+  const auto cost = [&](Traffic traffic) {
+    const double blocks = round(longest[traffic] / average);
+    return static_cast<int>(std::clamp<double>(blocks, 1, shape.tile.ranks()));
+  };
+  return {.c_q = cost(Traffic::kQ), .c_kv = cost(Traffic::kKv), .c_o = cost(Traffic::kO)};
+}
+
+}  // namespace
+
+OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  return TransferBlocks(model, speed, shape, [](double blocks) { return std::ceil(blocks); });
+}
+
+OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  return TransferBlocks(model, speed, shape, [](double blocks) { return std::floor(blocks); });
+}
+
+double AttentionSeconds::Block(BlockIndex index) const {
+  return blocks.empty() ? block : blocks[index.u * tile.b + index.v];
+}
+
+double AttentionSeconds::TransferOf(Traffic traffic, int number) const {
+  return by_hop[traffic].empty() ? transfer[traffic] : by_hop[traffic][number];
+}
+
+double AttentionSeconds::Compute() const {
+  return tile.ranks() * block + (tile.a - 1) * merge + reorder_to_heads + reorder_to_tokens;
+}
+
+double AttentionSeconds::Wait(const Schedule& schedule) const {
+  double wait = to_heads + to_tokens;
+  PerTraffic<int> number;
+  for (const Step& step : schedule.steps) {
+    if (!step.comm.has_value()) continue;
+    double computing = static_cast<double>(step.blocks.size()) * block;
+    if (!blocks.empty()) {
+      computing = 0;
+      for (const BlockIndex index : step.blocks) computing += Block(index);
+    }
+    wait += std::max(0.0, TransferOf(*step.comm, number[*step.comm]++) - computing);
+  }
+  return wait;
+}
+
+AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                                    int64_t window) {
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  const LayerReach reach(shape, window);
+  const LayerPairs pairs(reach, shape.cached_tokens, window);
+  AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
+  if (pairs.alike()) {
+    seconds.block = BlockSeconds(slice, speed, pairs.Of(0, 0));
+    return seconds;
+  }
+  for (int u = 0; u < shape.tile.a; ++u) {
+    for (int v = 0; v < shape.tile.b; ++v) {
+      seconds.blocks.push_back(BlockSeconds(slice, speed, pairs.Of(u, v)));
+    }
+  }
+  seconds.block = std::accumulate(seconds.blocks.begin(), seconds.blocks.end(), 0.0) / shape.tile.ranks();
+  return seconds;
+}
+
 Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                 const Schedule& schedule) {
   Prediction predicted;
   predicted.compute_seconds = SecondsBesideAttention(model, speed, shape.layout);
   model.ForEachWindow([&](int64_t window, int layers) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
-    predicted.compute_seconds += layers * seconds.Compute(schedule.tile);
+    predicted.compute_seconds += layers * seconds.Compute();
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   });
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
@@ -198,8 +228,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
   double least = SecondsBesideAttention(model, speed, shape.layout);
   model.ForEachWindow([&](int64_t window, int layers) {
-    const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
-    least += layers * (seconds.Compute(shape.tile) + seconds.LeastWait(shape.tile));
+    least += layers * LeastAttentionSeconds(model, speed, shape, window);
   });
   return least;
 }

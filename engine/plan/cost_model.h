@@ -2,12 +2,14 @@
 // engine/plan/comm_bytes.h, memory in engine/plan/peak_bytes.h.
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
-// its communication and its blocks, and what the communication takes beyond its blocks is comm wait.
+// its communication and its blocks, and what the communication takes beyond its blocks is comm wait. Where
+// blocks or messages of a layer differ (layer_reach.h), each counts as that of the rank that has most.
 #ifndef MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "engine/mesh/layout.h"
 #include "engine/mesh/mesh.h"
@@ -29,18 +31,21 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
 
 // What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
 struct AttentionSeconds {
-  double block = 0;
-  PerTraffic<double> transfer;  // one Q, KV or O chunk
-  double merge = 0;             // of one partial output that arrived
-  double to_heads = 0;          // the all-to-alls before the mesh, and after; 0 with one head group
+  Tile tile;
+  double block = 0;                        // one block, on average
+  std::vector<double> blocks;              // [a·b], by u·b + v; empty: all take that
+  PerTraffic<double> transfer;             // of one Q, KV or O chunk; where they differ, of the longest
+  PerTraffic<std::vector<double>> by_hop;  // of the first, second … of each; empty: all take that
+  double merge = 0;                        // of one partial output that arrived; 0: none does
+  double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
   double reorder_to_heads = 0;  // passes of memory that put what they bring in order
   double reorder_to_tokens = 0;
 
-  double Transfer(std::optional<Traffic> comm) const;
-  double Compute(Tile tile) const;  // of the whole layer
+  double Block(BlockIndex index) const;
+  double TransferOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
+  double Compute() const;                                // of the whole layer
   double Wait(const Schedule& schedule) const;
-  double LeastWait(Tile tile) const;  // under any schedule
 };
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);

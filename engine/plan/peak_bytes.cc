@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/model/layer_shape.h"
+#include "engine/plan/layer_reach.h"
 #include "engine/schedule/schedule_walk.h"
 
 namespace meshfill {
@@ -79,6 +80,25 @@ class AttentionPeak : public ScheduleVisitor {
   int64_t peak_ = 0;
 };
 
+// The most bytes of keys, over all ranks, that layers in which some messages are spared (layer_reach.h) hold
+// beside the chunks that the walk counts.
+//
+// Between processes: a copy of what goes on in part, on each rank; of what the walk counts some never
+// arrives. In one memory a layer may be over after few messages, so that a rank is layers ahead of one that
+// lags, and its chunks wait there. On a ring a message that waits for one rank is one that another waits for:
+// with those that ranks compute with, as many as there are ranks at most.
+int64_t SparedLayersBytes(const ModelShape& model, const PlanShape& shape) {
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  int64_t most = 0;
+  model.ForEachWindow([&](int64_t window, int) {
+    const LayerReach reach(shape, window);
+    if (reach.sees_all()) return;
+    most = std::max(most, shape.one_memory ? shape.heads * slice.kv_bytes(reach.kv_layout().tokens())
+                                           : shape.ranks() * slice.kv_bytes(reach.MostCutKeys()));
+  });
+  return most;
+}
+
 // The most bytes alive around the all-to-alls, over all ranks: the tensors of tokens and of heads, and of
 // what is on its way, where that has buffers of its own, one more.
 int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
@@ -119,8 +139,8 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv && !shape.kv_on_host ? model.layers * model.kv_bytes(tokens) : 0;
-  const int64_t layer =
-      std::max({attention.peak(), ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
+  const int64_t layer = std::max({attention.peak() + SparedLayersBytes(model, shape),
+                                  ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
   return residual + rope_tables + slices + kept + layer;
 }
 

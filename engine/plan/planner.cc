@@ -78,9 +78,13 @@ absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {
   return absl::OkStatus();
 }
 
-// The layouts that a plan may have, those that win ties first.
-std::vector<TokenLayout> LayoutsOf(const PlanRequest& request) {
+// The layouts that a plan may have, those that win ties first: stripes, and contiguous chunks if they send
+// least, as where all layers have a window, unless the prompt's keys are kept, which others may follow.
+std::vector<TokenLayout> LayoutsOf(const ModelShape& model, const PlanRequest& request) {
   std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  bool windows = true;
+  model.ForEachWindow([&](int64_t window, int) { windows = windows && window > 0; });
+  if (windows && !request.keeps_kv) std::swap(kinds.front(), kinds.back());
   if (request.layout.has_value()) kinds = {*request.layout};
   std::vector<TokenLayout> layouts;
   for (LayoutKind kind : kinds) {
@@ -172,7 +176,7 @@ class ShapePlanner {
       : model_(model),
         speed_(speed),
         request_(request),
-        layouts_(LayoutsOf(request)),
+        layouts_(LayoutsOf(model, request)),
         schedules_(request.schedule) {}
 
   // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.

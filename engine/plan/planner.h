@@ -8,7 +8,8 @@
 //     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
 //
 // The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
-// another gains 1 %. Of two schedules that tie, the one that needs less memory.
+// another gains 1 %. For a model whose layers all have a window, contiguous chunks come first, which send
+// least, unless K and V are kept. Of two schedules that tie, the one that needs less memory.
 #ifndef MESHFILL_ENGINE_PLAN_PLANNER_H_
 #define MESHFILL_ENGINE_PLAN_PLANNER_H_
 

@@ -25,10 +25,12 @@ class LayerSpans : public ScheduleVisitor {
 
   // Visits the walk.
   void Start(const Transfer& transfer) {
-    arrival_ = now_ + seconds_.Transfer(transfer.traffic);
+    // The k-th Recv sends #k, the k-th Send O sends O#k+1.
+    const int number = transfer.traffic == Traffic::kO ? transfer.sent - 1 : transfer.sent;
+    arrival_ = now_ + seconds_.TransferOf(transfer.traffic, number);
     Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, arrival_);
   }
-  void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.block); }
+  void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.Block(block)); }
   void End(const Transfer& transfer, RowState) {
     if (arrival_ > now_) Wait(OperationName(transfer.traffic), arrival_);
     if (transfer.traffic == Traffic::kO) Work({.what = "merge"}, seconds_.merge);

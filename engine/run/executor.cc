@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/mesh/mesh.h"
+#include "engine/plan/layer_reach.h"
 #include "engine/run/timeline_recorder.h"
 #include "engine/schedule/schedule_walk.h"
 #include "kernels/monotonic_time.h"
@@ -44,11 +45,10 @@ class LayerRun : public ScheduleVisitor {
            int64_t window)
       : plan_(plan),
         model_(model.HeadSlice(plan.heads)),
-        q_layout_(plan.layout.Groups(plan.heads)),
-        kv_layout_(plan.kv_layout().Groups(plan.heads)),
+        reach_(plan, window),
         member_(rank % plan.heads),
         rank_(rank / plan.heads),
-        mesh_(plan.tile),
+        mesh_(reach_.mesh()),
         stream_(stream),
         communicator_(communicator),
         wait_timeout_(wait_timeout),
@@ -72,21 +72,19 @@ class LayerRun : public ScheduleVisitor {
   static constexpr bool kHandsOver = true;
 
   absl::Status Start(const Transfer& transfer) {
-    if (transfer.traffic == Traffic::kQ) {
-      return SendReceive(transfer, mesh_.QSendTo(rank_), q_[transfer.sent], mesh_.QReceiveFrom(rank_),
-                         model_.q_bytes(QTokens(transfer.received)));
+    switch (transfer.traffic) {
+      case Traffic::kQ:
+        return StartQ(transfer);
+      case Traffic::kKv:
+        return StartKv(transfer);
+      default:
+        return StartO(transfer);
     }
-    if (transfer.traffic == Traffic::kKv) {
-      return SendReceive(transfer, mesh_.KvSendTo(rank_), kv_[transfer.sent], mesh_.KvReceiveFrom(rank_),
-                         model_.kv_bytes(KvTokens(transfer.received)));
-    }
-    ASSIGN_OR_RETURN(BufferRef message, WireForm(transfer.sent));
-    return SendReceive(transfer, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
-                       model_.partial_bytes(QTokens(transfer.received), plan_.partial_dtype));
   }
 
   absl::Status End(const Transfer& transfer, RowState) {
     const std::unique_ptr<PendingReceive> pending = std::move(pending_);
+    if (pending == nullptr) return absl::OkStatus();
     ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer.traffic, *pending));
     if (transfer.traffic == Traffic::kO) return AcceptPartial(transfer.received, std::move(message));
     (transfer.traffic == Traffic::kQ ? q_ : kv_)[transfer.received] = std::move(message);
@@ -97,6 +95,7 @@ class LayerRun : public ScheduleVisitor {
   void FreeKv(int v) { kv_[v].reset(); }
 
   absl::Status Block(BlockIndex block, RowState) {
+    if (!HasPairs(block)) return absl::OkStatus();
     const Buffer& kv = *kv_[block.v];
     Row& row = rows_[block.u];
     const int64_t q_tokens = QTokens(block.u);
@@ -113,12 +112,12 @@ class LayerRun : public ScheduleVisitor {
           .k = kv.data(),
           .v = kv.data<std::byte>() + kv.size_bytes() / 2,
           .q_tokens = q_tokens,
-          .k_tokens = KvTokens(block.v),
+          .k_tokens = Held(block.v).slots(),
           .q_heads = model_.q_heads,
           .kv_heads = model_.kv_heads,
           .head_dim = model_.head_dim,
-          .band = {.q = q_layout_.Positions(mesh_.QChunk(rank_, block.u)),
-                   .k = kv_layout_.Positions(mesh_.KvChunk(rank_, block.v)),
+          .band = {.q = reach_.q_layout().Positions(QChunk(block.u)),
+                   .k = KvPositions(block.v),
                    .window = window_,
                    .first_q = plan_.cached_tokens},
           .scale = scale_,
@@ -133,6 +132,81 @@ class LayerRun : public ScheduleVisitor {
   }
 
  private:
+  // Where no rank has anything to send, there is no message; where some have, the others send an empty one.
+  absl::Status StartQ(const Transfer& transfer) {
+    const int hop = transfer.received;
+    if (reach_.LargestQ(hop) == 0) return absl::OkStatus();
+    const bool sends = reach_.QReaches(QChunk(transfer.sent), hop);
+    BufferRef message = q_[transfer.sent];
+    if (!sends) {
+      ASSIGN_OR_RETURN(message, stream_.Allocate(0));
+    }
+    const bool receives = reach_.QReaches(QChunk(transfer.received), hop);
+    return SendReceive(transfer, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
+                       receives ? model_.q_bytes(QTokens(transfer.received)) : 0);
+  }
+
+  absl::Status StartKv(const Transfer& transfer) {
+    const int hop = transfer.received;
+    if (reach_.LargestKv(hop) == 0) return absl::OkStatus();
+    ASSIGN_OR_RETURN(BufferRef message,
+                     KvPart(transfer.sent, reach_.KvReach(mesh_.KvChunk(rank_, transfer.sent), hop)));
+    return SendReceive(transfer, mesh_.KvSendTo(rank_), std::move(message), mesh_.KvReceiveFrom(rank_),
+                       model_.kv_bytes(Held(transfer.received).slots()));
+  }
+
+  absl::Status StartO(const Transfer& transfer) {
+    if (reach_.LargestQ(1) == 0) return absl::OkStatus();
+    const bool sends = reach_.OReturns(QChunk(transfer.sent));
+    ASSIGN_OR_RETURN(BufferRef message, sends ? WireForm(transfer.sent) : stream_.Allocate(0));
+    const bool receives = reach_.OReturns(QChunk(transfer.received));
+    return SendReceive(transfer, mesh_.QSendTo(rank_), std::move(message), mesh_.QReceiveFrom(rank_),
+                       receives ? model_.partial_bytes(QTokens(transfer.received), plan_.partial_dtype) : 0);
+  }
+
+  // The rank's own block always counts, so that its row begins even where it has no tokens.
+  bool HasPairs(BlockIndex block) const {
+    return block == BlockIndex() || reach_.Sees(QChunk(block.u), mesh_.KvChunk(rank_, block.v));
+  }
+
+  // What this rank has of KV#v.
+  SlotRange Held(int v) const {
+    const int chunk = mesh_.KvChunk(rank_, v);
+    return v == 0 ? SlotRange{0, reach_.kv_layout().ChunkTokens(chunk)} : reach_.KvReach(chunk, v);
+  }
+
+  SlotPositions KvPositions(int v) const {
+    const SlotPositions chunk = reach_.kv_layout().Positions(mesh_.KvChunk(rank_, v));
+    const int64_t begin = Held(v).begin;
+    // A contiguous chunk's, from a slot on: all in one stripe, or in neighbouring ones.
+    return begin == 0 ? chunk : SlotPositions{.base = 1, .stride = 1, .width = chunk.At(begin)};
+  }
+
+  // Those slots of KV#v: the chunk itself, or a copy of them.
+  absl::StatusOr<BufferRef> KvPart(int v, SlotRange part) {
+    const SlotRange held = Held(v);
+    if (part.slots() == 0) return stream_.Allocate(0);
+    if (part == held) return kv_[v];
+    ASSIGN_OR_RETURN(BufferRef copy, stream_.Allocate(model_.kv_bytes(part.slots())));
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "cut"});
+    const auto rows = [this](int64_t slots, int64_t first) {
+      return HeadRows{.dtype = model_.dtype,
+                      .head_stride = slots * model_.head_dim,
+                      .slot_stride = model_.head_dim,
+                      .slots = {.base = first}};
+    };
+    for (const size_t half : {0, 1}) {
+      RETURN_IF_ERROR(stream_.CopyHeads({.from = kv_[v]->data<std::byte>() + half * kv_[v]->size_bytes() / 2,
+                                         .from_rows = rows(held.slots(), part.begin - held.begin),
+                                         .to = copy->data<std::byte>() + half * copy->size_bytes() / 2,
+                                         .to_rows = rows(part.slots(), 0),
+                                         .heads = model_.kv_heads,
+                                         .tokens = part.slots(),
+                                         .head_dim = model_.head_dim}));
+    }
+    return copy;
+  }
+
   absl::Status SendReceive(const Transfer& transfer, int to, BufferRef message, int from,
                            int64_t receive_bytes) {
     stats_.sent[transfer.traffic] += static_cast<int64_t>(message->size_bytes());
@@ -159,6 +233,7 @@ class LayerRun : public ScheduleVisitor {
   // A partial that arrives for a row not yet begun becomes its state as it is, without a pass over it; in a
   // narrower dtype it waits for the row's first block.
   absl::Status AcceptPartial(int u, BufferRef message) {
+    if (!reach_.OReturns(QChunk(u))) return absl::OkStatus();
     Row& row = rows_[u];
     if (row.partial != nullptr) return Merge(row, QTokens(u), *message);
     (plan_.partial_dtype == DType::kF32 ? row.partial : row.arrived) = std::move(message);
@@ -178,8 +253,9 @@ class LayerRun : public ScheduleVisitor {
                                  .head_dim = model_.head_dim});
   }
 
-  // O#u as it travels; this rank needs it no more.
+  // O#u as it travels; this rank needs it no more. Where it saw none of the keys here, as it came.
   absl::StatusOr<BufferRef> WireForm(int u) {
+    if (rows_[u].arrived != nullptr) return std::move(rows_[u].arrived);
     BufferRef partial = std::move(rows_[u].partial);
     if (plan_.partial_dtype == DType::kF32) return partial;
     SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "convert"});
@@ -192,16 +268,15 @@ class LayerRun : public ScheduleVisitor {
     return message;
   }
 
-  int64_t QTokens(int u) const { return q_layout_.ChunkTokens(mesh_.QChunk(rank_, u)); }
-  int64_t KvTokens(int v) const { return kv_layout_.ChunkTokens(mesh_.KvChunk(rank_, v)); }
+  int QChunk(int u) const { return mesh_.QChunk(rank_, u); }
+  int64_t QTokens(int u) const { return reach_.q_layout().ChunkTokens(QChunk(u)); }
   int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
 
   const Plan& plan_;
-  const ModelShape model_;       // with the heads of this mesh
-  const TokenLayout q_layout_;   // over the ranks of the mesh, which are head groups
-  const TokenLayout kv_layout_;  // likewise, of a cached prefix and the prompt
-  const int member_;             // of its head group: which of the h meshes
-  const int rank_;               // in the mesh
+  const ModelShape model_;  // with the heads of this mesh
+  const LayerReach reach_;  // of chunks of the mesh, whose ranks are head groups
+  const int member_;        // of its head group: which of the h meshes
+  const int rank_;          // in the mesh
   const Mesh mesh_;
   Stream& stream_;
   Communicator& communicator_;

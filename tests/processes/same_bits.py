@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Shows that a change keeps every bit: two binaries, the same prompts under the same plans, the same bytes.
 
-Usage: tests/processes/same_bits.py OLD NEW [--cases N] [--seed S] [--scenarios]
+Usage: tests/processes/same_bits.py OLD NEW [--cases N] [--seed S] [--families NAME …] [--scenarios]
 
 Each case draws a model (family, heads, layers, window), a dtype, ranks, head groups, tile, layout, stripe and length, and
 compares the files of --logits-out and --kv-out. Half of the cases run without some of the processor's instruction sets, which
@@ -49,12 +49,12 @@ def hide_instructions(folder):
     return library if works.returncode == 0 else None
 
 
-def draw(rng, number):
+def draw(rng, number, families):
     q_heads, kv_heads, head_dim = rng.choice(SHAPES)
     ranks = rng.choice([1, 2, 3, 4, 6, 8, 9, 12, 16])
     heads, a, b = rng.choice(list(splits(ranks, q_heads, kv_heads)))
     return {
-        "family": rng.choice(list(FAMILIES)),
+        "family": rng.choice(families),
         "shape": (q_heads, kv_heads, head_dim),
         "layers": rng.choice([1, 2, 3]),
         "dtype": rng.choice(["bf16", "f32"]),
@@ -123,6 +123,7 @@ def main():
     parser.add_argument("new")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--scenarios", action="store_true")
     options = parser.parse_args()
     differing = refused = 0
@@ -136,7 +137,7 @@ def main():
             print("did not run: other instruction sets than this processor's (no C compiler, or CPUID does not trap)")
         for number in range(options.cases):
             rng = random.Random(f"{options.seed}/{number}")
-            case = draw(rng, number)
+            case = draw(rng, number, options.families)
             model = make_model(options.old, folder, case)
             ids = folder / "ids"
             ids.write_text(" ".join(str(rng.randrange(300)) for _ in range(case["tokens"])))

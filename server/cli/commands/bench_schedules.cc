@@ -101,11 +101,14 @@ struct PoolTiming {
   double greedy_seconds = 0;
   double optimal_seconds = 0;
   double plan_seconds = 0;
+  double windows_plan_seconds = 0;  // of the model with a window of kWindow in all layers
 };
 
+constexpr int64_t kWindow = 4096;
+
 // A million tokens of an 8-billion-parameter Llama on ranks of 400 TFLOP/s, eight in a node, with every
-// choice left to the planner.
-double PlanSeconds(int ranks) {
+// choice left to the planner. `window`: of all layers, 0: none.
+double PlanSeconds(int ranks, int64_t window) {
   const ModelShape model = {.layers = 32,
                             .hidden = 4096,
                             .intermediate = 14336,
@@ -113,6 +116,7 @@ double PlanSeconds(int ranks) {
                             .kv_heads = 8,
                             .head_dim = 128,
                             .vocab = 128256,
+                            .kinds = LayerKindsOf(std::vector<LayerForm>(32, {.window = window})),
                             .dtype = DType::kBf16};
   const PoolSpeed speed = {.gemm_flops_per_second = 400e12, .attention_flops_per_second = 400e12};
   PlanRequest request = {.tokens = 1 << 20, .ranks = ranks};
@@ -140,7 +144,8 @@ PoolTiming TimePool(int ranks, OverlapCosts costs) {
           .shapes = static_cast<int>(tiles.size()),
           .greedy_seconds = greedy.seconds(),
           .optimal_seconds = optimal.seconds(),
-          .plan_seconds = PlanSeconds(ranks)};
+          .plan_seconds = PlanSeconds(ranks, 0),
+          .windows_plan_seconds = PlanSeconds(ranks, kWindow)};
 }
 
 class BenchSchedulesCommand : public Command {
@@ -213,7 +218,8 @@ class BenchSchedulesCommand : public Command {
                                {"shapes", pool.shapes},
                                {"greedy_seconds", pool.greedy_seconds},
                                {"optimal_seconds", pool.optimal_seconds},
-                               {"plan_seconds", pool.plan_seconds}});
+                               {"plan_seconds", pool.plan_seconds},
+                               {"windows_plan_seconds", pool.windows_plan_seconds}});
     }
     return absl::StrCat(json.dump(), "\n");
   }
@@ -238,9 +244,10 @@ class BenchSchedulesCommand : public Command {
     for (const PoolTiming& pool : pools) {
       absl::StrAppendFormat(
           &text,
-          "%4d ranks, %2d shapes: Algorithm 2 %5.1f ms, least time %5.1f ms, the whole plan %5.1f ms\n",
+          "%4d ranks, %2d shapes: Algorithm 2 %5.1f ms, least time %5.1f ms, the whole plan %5.1f ms, "
+          "of windows of %d %5.1f ms\n",
           pool.ranks, pool.shapes, pool.greedy_seconds * 1e3, pool.optimal_seconds * 1e3,
-          pool.plan_seconds * 1e3);
+          pool.plan_seconds * 1e3, kWindow, pool.windows_plan_seconds * 1e3);
     }
     return text;
   }

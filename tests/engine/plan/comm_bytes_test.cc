@@ -2,10 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <set>
 #include <vector>
 
+#include "engine/plan/layer_reach.h"
+#include "tests/engine/layer_kinds.h"
+#include "tests/engine/plan/visible_blocks.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -25,7 +29,8 @@ TEST(LayerCommBytes, OfEqualChunksIsTheFormula) {  // Mesh-Attention, Table 2
         const int64_t q_elements = chunk * 8 * 64;
         const int64_t rho = wire == DType::kF32 ? 2 : 1;  // wire bytes over Q's 2
         for (int rank = 0; rank < n; ++rank) {
-          const CommBytes bytes = LayerCommBytes(model, *layout, 1, {.a = a, .b = b}, wire, rank);
+          const CommBytes bytes = LayerCommBytes(
+              model, {.layout = *layout, .tile = {.a = a, .b = b}, .partial_dtype = wire}, 0, rank);
           ASSERT_EQ(bytes[Traffic::kQ], (a - 1) * q_elements * 2);
           ASSERT_EQ(bytes[Traffic::kKv], (b - 1) * q_elements * 2 * 2 / 4);  // (2/g)(b−1), g = 4
           ASSERT_EQ(bytes[Traffic::kO], (a - 1) * (rho * q_elements * 2 + 4 * chunk * 8));
@@ -52,12 +57,13 @@ std::set<int> KvHeads(const ModelShape& model, int h, int member) {
   return heads;
 }
 
-// All that is sent must be what all receive: each member of a head group gets its heads of the others' tokens
+// All that is sent must be what all need: each member of a head group gets its heads of the others' tokens
 // and all heads of its own; in its mesh, each rank gets the other Q, KV chunks of its tile, and each of its
-// rows' partials leaves it once.
+// rows' partials leaves it once. Where there is a window: as far as someone sees any of it.
 TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
+  int64_t saved = 0;
   for (int i = 0; i < 200; ++i) {
     const ModelShape model = Llama(12, std::array{1, 2, 3, 6, 12}[Draw(random, 0, 4)], DType::kF32);
     const int n = Draw(random, 1, 24);
@@ -67,28 +73,65 @@ TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
     }
     const int h = possible[Draw<size_t>(random, 0, possible.size() - 1)];
     const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
-                                          Draw<int64_t>(random, 1, 400), Draw<int64_t>(random, 1, 20));
+                                          Draw<int64_t>(random, 1, 300), Draw<int64_t>(random, 1, 20));
+    const int64_t window = Draw(random, 0, 1) ? 0 : Draw<int64_t>(random, 1, 100);
     const auto mesh_tokens = [&](int mesh_rank) {
       int64_t tokens = 0;
       for (int member = 0; member < h; ++member) tokens += layout->ChunkTokens(mesh_rank * h + member);
       return tokens;
     };
+    const auto visible = VisibleBlocksOf({.layout = *layout, .heads = h, .tile = {1, n / h}}, window);
     for (Tile tile : TilesOf(n / h)) {
+      const PlanShape shape = {.layout = *layout, .heads = h, .tile = tile, .partial_dtype = DType::kBf16};
+      const LayerReach reach(shape, window);
+      const Mesh& mesh = reach.mesh();
+      // By the seen keys of a rank's KV#v, or of its row Q#u.
+      const auto first_key = [&](int mesh_rank, int v) {
+        const int chunk = mesh.KvChunk(mesh_rank, v);
+        int64_t first = mesh_tokens(chunk);
+        for (int u = 0; u < tile.a; ++u) {
+          first = std::min(first, visible[mesh.QChunk(mesh_rank, u)][chunk].first_key);
+        }
+        return first;
+      };
+      const auto row_sees = [&](int mesh_rank, int u) {
+        bool sees = reach.sees_all();
+        for (int v = 0; v < tile.b; ++v) {
+          sees |= visible[mesh.QChunk(mesh_rank, u)][mesh.KvChunk(mesh_rank, v)].pairs > 0;
+        }
+        return sees;
+      };
       CommBytes sent;
       CommBytes needed;
-      const Mesh mesh(tile);
       for (int rank = 0; rank < n; ++rank) {
-        const CommBytes bytes = LayerCommBytes(model, *layout, h, tile, DType::kBf16, rank);
+        const CommBytes bytes = LayerCommBytes(model, shape, window, rank);
         for (Traffic traffic : kPrefillTraffics) sent[traffic] += bytes[traffic];
         const int64_t q_heads = std::ssize(QueryHeads(model, h, rank % h));
         const int64_t kv_heads = std::ssize(KvHeads(model, h, rank % h));
+        // This rank's own chunks, at those who get them: hop by hop the next rank of the ring.
+        const int own = rank / h;
+        int at = own;
+        bool o_begun = false;
+        std::vector<bool> q_sees(tile.a + 1, false);
+        for (int u = 1; u < tile.a; ++u) q_sees[u] = row_sees(at = mesh.QSendTo(at), u);
         for (int u = 1; u < tile.a; ++u) {
-          const int64_t tokens = mesh_tokens(mesh.QChunk(rank / h, u));
-          needed[Traffic::kQ] += tokens * q_heads * 64 * 4;
-          needed[Traffic::kO] += tokens * q_heads * (64 * 2 + 4);
+          const bool someone = std::any_of(q_sees.begin() + u, q_sees.end(), [](bool sees) { return sees; });
+          o_begun = o_begun || q_sees[u];
+          if (someone) needed[Traffic::kQ] += mesh_tokens(own) * q_heads * 64 * 4;
+          if (o_begun) needed[Traffic::kO] += mesh_tokens(own) * q_heads * (64 * 2 + 4);
+        }
+        std::vector<int64_t> first(tile.b + 1, mesh_tokens(own));
+        at = own;
+        for (int v = 1; v < tile.b; ++v) {
+          at = mesh.KvSendTo(at);
+          first[v] = first_key(at, v);
         }
         for (int v = 1; v < tile.b; ++v) {
-          needed[Traffic::kKv] += mesh_tokens(mesh.KvChunk(rank / h, v)) * kv_heads * 64 * 2 * 4;
+          int64_t keys = mesh_tokens(own) - *std::min_element(first.begin() + v, first.end());
+          const bool in_part = layout->kind() == LayoutKind::kContiguous && !reach.sees_all();
+          if (reach.sees_all() || (keys > 0 && !in_part)) keys = mesh_tokens(own);
+          needed[Traffic::kKv] += keys * kv_heads * 64 * 2 * 4;
+          saved += mesh_tokens(own) - keys;
         }
         const int64_t own_tokens = layout->ChunkTokens(rank);
         const int64_t other_tokens = mesh_tokens(rank / h) - own_tokens;
@@ -96,16 +139,20 @@ TEST(LayerCommBytes, OfRaggedChunksIsWhatTheTilesNeed) {
         needed[Traffic::kAllToAll] += own_tokens * (model.q_heads - q_heads) * 64 * 4;   // after it
       }
       ASSERT_EQ(sent, needed) << "seed " << seed << ": " << layout->DebugString() << ", " << h << " · "
-                              << tile.DebugString() << ", " << model.kv_heads << " KV heads";
+                              << tile.DebugString() << ", window " << window << ", " << model.kv_heads
+                              << " KV heads";
     }
   }
+  EXPECT_GT(saved, 0);
 }
 
 TEST(LayerCommBytes, OfACachedPrefixMoveWithTheKeysAlone) {
   const ModelShape model = Llama(8, 8, DType::kBf16);
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 4 * 64, 64);
-  const CommBytes cold = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0);
-  const CommBytes warm = LayerCommBytes(model, *layout, 1, {2, 2}, DType::kF32, 0, 4 * 64 * 9);
+  PlanShape shape = {.layout = *layout, .tile = {2, 2}};
+  const CommBytes cold = LayerCommBytes(model, shape, 0, 0);
+  shape.cached_tokens = 4 * 64 * 9;
+  const CommBytes warm = LayerCommBytes(model, shape, 0, 0);
   EXPECT_EQ(warm[Traffic::kKv], 10 * cold[Traffic::kKv]);
   EXPECT_EQ(warm[Traffic::kQ], cold[Traffic::kQ]);
   EXPECT_EQ(warm[Traffic::kO], cold[Traffic::kO]);
@@ -117,7 +164,7 @@ TEST(PrefillCommBytes, AreThoseOfTheRankThatSendsMost) {
   std::mt19937_64 random(seed);
   for (int i = 0; i < 200; ++i) {
     const int h = Draw(random, 1, 2), a = Draw(random, 1, 4), b = Draw(random, 1, 4);
-    const ModelShape model = Llama(8, std::array{1, 2, 4, 8}[Draw(random, 0, 3)], DType::kBf16);
+    ModelShape model = Llama(8, std::array{1, 2, 4, 8}[Draw(random, 0, 3)], DType::kBf16);
     const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), h * a * b,
                                           Draw<int64_t>(random, 1, 400), Draw<int64_t>(random, 1, 20));
     const PlanShape shape = {.layout = *layout,
@@ -125,13 +172,19 @@ TEST(PrefillCommBytes, AreThoseOfTheRankThatSendsMost) {
                              .tile = {.a = a, .b = b},
                              .partial_dtype = DType::kF32,
                              .cached_tokens = Draw<int64_t>(random, 0, 100)};
+    if (Draw(random, 0, 1) == 1) {
+      SetWindow(model, Draw<int64_t>(random, 1, 100), Draw(random, 1, model.layers));
+    }
     int64_t most = 0;
     for (int rank = 0; rank < h * a * b; ++rank) {
-      const CommBytes sent =
-          LayerCommBytes(model, *layout, h, shape.tile, DType::kF32, rank, shape.cached_tokens);
-      most = std::max(most, sent.total());
+      int64_t sent = 0;
+      model.ForEachWindow([&](int64_t window, int layers) {
+        sent += layers * LayerCommBytes(model, shape, window, rank).total();
+      });
+      EXPECT_EQ(RankCommBytes(model, shape, rank).total(), sent);
+      most = std::max(most, sent);
     }
-    ASSERT_EQ(PrefillCommBytes(model, shape).total(), model.layers * most)
+    ASSERT_EQ(PrefillCommBytes(model, shape).total(), most)
         << "seed " << seed << ": " << layout->DebugString() << ", " << h << " · " << shape.tile.DebugString();
   }
 }

@@ -141,11 +141,9 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
     ASSERT_EQ(candidates.front().heads, plan.heads);
     int64_t most_bytes = 0;
     for (int rank = 0; rank < request.ranks; ++rank) {
-      most_bytes = std::max(
-          most_bytes,
-          LayerCommBytes(model, plan.layout, plan.heads, plan.tile, *request.partial_dtype, rank).total());
+      most_bytes = std::max(most_bytes, RankCommBytes(model, plan, rank).total());
     }
-    ASSERT_EQ(plan.predicted.comm_bytes.total(), model.layers * most_bytes);
+    ASSERT_EQ(plan.predicted.comm_bytes.total(), most_bytes);
     for (size_t c = 0; c < candidates.size(); ++c) {
       const Prediction& predicted = candidates[c].predicted;
       ASSERT_GT(predicted.compute_seconds, 0);
@@ -579,6 +577,46 @@ TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
   }
   EXPECT_TRUE(layouts.contains(LayoutKind::kStriped) && layouts.contains(LayoutKind::kZigzag));
   EXPECT_EQ(dtypes, (std::set{DType::kF32, DType::kBf16}));
+}
+
+// A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
+// window's keys before its own, and contiguous chunks send no more.
+TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
+  const PoolSpeed speed = {.gemm_flops_per_second = 600e12,
+                           .attention_flops_per_second = 600e12,
+                           .merge_bytes_per_second = 1e12,
+                           .block_row_seconds = 1e-11};
+  const int64_t window = 4096;
+  ModelShape model = {.layers = 32,
+                      .hidden = 4096,
+                      .intermediate = 14336,
+                      .q_heads = 32,
+                      .kv_heads = 8,
+                      .head_dim = 128,
+                      .vocab = 32000,
+                      .context_tokens = 1 << 20,
+                      .dtype = DType::kBf16};
+  SetWindow(model, window, model.layers);
+  for (int ranks : {8, 16, 32, 64}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks");
+    PlanRequest request = {.tokens = 131072, .ranks = ranks, .layout = std::nullopt, .one_memory = false};
+    request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 360e9},
+                        .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 45e9},
+                        .node_bytes_per_second = 45e9};
+    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / 8);
+    const auto choice = MakePlan(model, speed, request);
+    request.layout = LayoutKind::kStriped;
+    const auto striped = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok() && striped.ok()) << choice.status() << striped.status();
+    const Prediction& predicted = choice->plan.predicted;
+    EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kContiguous) << choice->plan.DebugString();
+    EXPECT_LE(static_cast<double>(predicted.comm_bytes.total()),
+              1.1 * static_cast<double>(model.layers * model.kv_bytes(window)));
+    EXPECT_LT(predicted.seconds, striped->plan.predicted.seconds);
+    if (ranks == 64) {
+      EXPECT_LT(predicted.seconds, 0.3 * 0.264) << "of what it took before windows cut messages";
+    }
+  }
 }
 
 // What costs accuracy and gains nothing is not chosen.

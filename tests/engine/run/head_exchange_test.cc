@@ -201,8 +201,7 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
         ExpectFilled(kO, heads, tokens, dtype, output->parts[part]->data());
       }
 
-      CommBytes expected = LayerCommBytes(c.model, c.plan.layout, c.h(), c.plan.tile, c.plan.partial_dtype,
-                                          rank, c.plan.cached_tokens);
+      const CommBytes expected = LayerCommBytes(c.model, c.plan, 0, rank);
       EXPECT_EQ(stats.sent, (CommBytes{{Traffic::kAllToAll, expected[Traffic::kAllToAll]}}));
       EXPECT_LE(stats.merge_seconds + stats.comm_wait_seconds(), stats.attention_seconds);
       EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[Traffic::kAllToAll]);

@@ -15,7 +15,8 @@
 
 namespace meshfill {
 
-// Memory that knows how much of it is alive. Its buffers may outlive it, on any thread.
+// Memory that knows how much of it is alive. Copies are the same memory. Its buffers may outlive it, on any
+// thread.
 class CountedMemory {
  public:
   BufferRef Allocate(size_t size_bytes) {
@@ -35,7 +36,7 @@ class CountedMemory {
     std::atomic<int64_t> live = 0;
     std::atomic<int64_t> peak = 0;
   };
-  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
+  std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
 };
 
 // Forwards to the reference; counts, and lets a test look in before each block.
