@@ -53,7 +53,7 @@ COLUMNS = 100
 TYPES = {"google.protobuf.Duration": "duration", "string": "text", "bool": "true or false"}
 DECLARATION = re.compile(r"^(service|message|enum|oneof)\s+(\w+)\s*\{(\s*\})?")
 RPC = re.compile(r"^rpc\s+(\w+)\((.*?)\)\s*returns\s*\((.*?)\)")
-FIELD = re.compile(r"^((?:repeated |optional )?[\w.]+)\s+(\w+)\s*=\s*(\d+);\s*(?://\s*(.*))?$")
+FIELD = re.compile(r"^((?:repeated |optional )?[\w.]+|map<string, \w+>)\s+(\w+)\s*=\s*(\d+);\s*(?://\s*(.*))?$")
 VALUE = re.compile(r"^(\w+)\s*=\s*(\d+);\s*(?://\s*(.*))?$")
 
 
@@ -165,6 +165,8 @@ def keys(sections, path, prefix):
     yield "\n" + wrapped(section.comment) + "\n"
     for name, kind, meaning in section.rows:
         kind = kind.strip("`").removeprefix("optional ")
+        if named := re.fullmatch(r"map<string, (\w+)>", kind):
+            kind, name = named[1], f"{name}.NAME"
         message = next((each for each in (f"{path}.{kind}", kind) if each in sections), None)
         if message and sections[message].kind == "message":
             inner.append((message, f"{prefix}{name}."))

@@ -79,6 +79,18 @@ std::optional<absl::Duration> KvStore::RoomIn(int64_t bytes) const {
   return when - now;
 }
 
+std::vector<KvStore::LeaseEnd> KvStore::LeasesOf(const std::string& tenant) const {
+  const MutexLock lock(mu_);
+  const absl::Time now = clock_();
+  std::vector<LeaseEnd> leases;
+  for (const auto& [name, entry] : leases_) {
+    if (Live(name, tenant) == nullptr) continue;
+    leases.push_back(
+        {.ends_in = std::max(absl::ZeroDuration(), entry.expires - now), .bytes = entry.prompt->bytes()});
+  }
+  return leases;
+}
+
 const KvStore::Entry* KvStore::Live(const std::string& lease, const std::string& tenant) const {
   const auto found = leases_.find(lease);
   if (found == leases_.end() || found->second.tenant != tenant) return nullptr;

@@ -76,6 +76,11 @@ class KvStore {
     uint64_t evicted_bytes = 0;  // that were free then
   };
 
+  struct LeaseEnd {
+    absl::Duration ends_in;  // if it is not renewed; zero while its prefill runs
+    int64_t bytes = 0;
+  };
+
   explicit KvStore(int64_t budget_bytes, Clock clock = MonotonicNow);
   ~KvStore();  // no KvLease is left
   KvStore(const KvStore&) = delete;
@@ -90,6 +95,9 @@ class KvStore {
   // How long about until leases will have lapsed that hold this many bytes, if none is renewed; leases whose
   // prefill still runs are taken for ones that end now. Nothing: above the budget.
   std::optional<absl::Duration> RoomIn(int64_t bytes) const;
+
+  // The live leases of a tenant.
+  std::vector<LeaseEnd> LeasesOf(const std::string& tenant) const;
 
   // NOT_FOUND: unknown, ended, or another tenant's.
   absl::StatusOr<std::shared_ptr<const KvPrompt>> Find(const std::string& lease,

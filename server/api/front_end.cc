@@ -39,11 +39,13 @@ namespace {
 
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that are on their way to clients
 
-PrefillQueue::Limits QueueLimits(const v1::QueueSection& queue) {
+PrefillQueue::Limits QueueLimits(const v1::Config& config) {
+  const v1::QueueSection& queue = config.queue();
   return {.max_requests = queue.max_requests(),
           .max_tokens = static_cast<int64_t>(queue.max_tokens()),
           .max_wait = ToDuration(queue.max_wait()),
-          .max_age = ToDuration(queue.max_age())};
+          .max_age = ToDuration(queue.max_age()),
+          .tenants = Tenants(config)};
 }
 
 const char* PhaseName(PrefillQueue::Phase phase) {
@@ -71,6 +73,7 @@ KvService::Options KvOptions(const v1::Config& config) {
   return {.lease = ToDuration(config.kv().lease()),
           .max_lease = ToDuration(config.kv().max_lease()),
           .block_tokens = static_cast<int>(config.kv().block_tokens()),
+          .tenants = Tenants(config),
           .streams = {.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
                       .read_timeout = ToDuration(config.limits().result_timeout())}};
 }
@@ -90,7 +93,7 @@ using ServiceBase =
 class FrontEnd::Service final : public ServiceBase {
  public:
   Service(const v1::Config& config, Metrics& metrics)
-      : queue_limits_(QueueLimits(config.queue())),
+      : queue_limits_(QueueLimits(config)),
         embedded_ranks_(
             config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
         metrics_(metrics),

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -61,6 +62,8 @@ class HeldKvLease {
 class KvLeases : public KvSource {
  public:
   virtual int64_t budget_bytes() const = 0;
+  // Those of a tenant that live.
+  virtual std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant) const = 0;
 
   // A lease for a prompt that no run has begun, and that is expected to run by `plan`. RESOURCE_EXHAUSTED: no
   // room (RoomIn says when to try again).

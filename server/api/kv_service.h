@@ -11,9 +11,11 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "grpcpp/server_context.h"
+#include "kernels/mutex.h"
 #include "meshfill/v1/prefill.pb.h"
 #include "server/api/kv_leases.h"
 #include "server/api/kv_streams.h"
+#include "server/config/tenants.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -24,6 +26,7 @@ class KvService final : private KvStreams::Listener {
     absl::Duration lease = absl::Seconds(30);  // where a request does not say
     absl::Duration max_lease = absl::Hours(1);
     int block_tokens = 16;
+    Tenants tenants;
     KvStreams::Limits streams;
   };
 
@@ -33,7 +36,8 @@ class KvService final : private KvStreams::Listener {
   const Options& options() const { return options_; }
 
   // A lease for a prompt that no run has begun and that `plan` is for; `seconds` as a request says them.
-  // RESOURCE_EXHAUSTED: no room, with RetryInfo where leases will make some.
+  // RESOURCE_EXHAUSTED: no room, or the tenant has as much as it may; with RetryInfo where leases will make
+  // room.
   absl::StatusOr<std::unique_ptr<HeldKvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                      const Plan& plan, const std::string& tenant,
                                                      uint32_t seconds);
@@ -54,10 +58,12 @@ class KvService final : private KvStreams::Listener {
   void OnKvFetched(int64_t bytes) override { metrics_.OnKvFetched(bytes); }
   void OnFetchRefused(absl::StatusCode code) override { metrics_.OnCallRefused("FetchKv", code); }
   absl::Duration LeaseOf(uint32_t seconds) const;
+  absl::Status CheckTenantsShare(const std::string& tenant, int64_t bytes) const;
 
   KvLeases& leases_;
   const Options options_;
   Metrics& metrics_;
+  Mutex admit_mu_;     // from the check of a tenant's share to its new lease
   KvStreams streams_;  // last: its thread uses all of the above
 };
 

@@ -31,10 +31,6 @@ namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
 
-RunOrder::Job ToRunOrder(const PrefillQueue::Request& request) {
-  return {.tenant = request.tenant, .priority = request.priority, .work_seconds = request.predicted_seconds};
-}
-
 }  // namespace
 
 void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
@@ -83,6 +79,14 @@ absl::Status PrefillQueue::CheckId(const std::string& id) const {
   return CheckUnused(id);
 }
 
+RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
+  return {.tenant = request.tenant,
+          .priority = request.priority,
+          .work_seconds = request.predicted_seconds,
+          .weight = limits_.tenants.LimitsOf(request.tenant).weight,
+          .deadline = request.deadline};
+}
+
 absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
   for (const auto& [ticket, job] : jobs_) {
     if (job->request.id != id) continue;
@@ -92,40 +96,64 @@ absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
   return absl::OkStatus();
 }
 
+std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const Load& of_tenant,
+                                                       const Request& request) const {
+  const auto refuse = [](Refusal refusal, const std::string& message) {
+    return WithRefusal(absl::ResourceExhaustedError(message), refusal);
+  };
+  if (queue.requests + 1 > limits_.max_requests) {
+    return refuse(Refusal::kQueueRequests,
+                  absl::StrCat("the queue is full: ", queue.requests, " requests (queue.max_requests is ",
+                               limits_.max_requests, "); try again later"));
+  }
+  if (queue.tokens + request.tokens > limits_.max_tokens) {
+    return refuse(
+        Refusal::kQueueTokens,
+        absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", queue.tokens,
+                     " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"));
+  }
+  const TenantLimits& tenant = limits_.tenants.LimitsOf(request.tenant);
+  if (of_tenant.requests + 1 > tenant.max_requests) {
+    return refuse(Refusal::kTenantShare, absl::StrCat("the tenant has ", of_tenant.requests,
+                                                      " requests in the queue (its max_requests is ",
+                                                      tenant.max_requests, "); try again later"));
+  }
+  if (of_tenant.tokens + request.tokens > tenant.max_tokens) {
+    return refuse(
+        Refusal::kTenantShare,
+        absl::StrCat("the tenant has no room for ", request.tokens, " tokens beside its ", of_tenant.tokens,
+                     " in the queue (its max_tokens is ", tenant.max_tokens, "); try again later"));
+  }
+  return std::nullopt;
+}
+
 absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   const auto refuse = [](Refusal refusal, const std::string& message) {
     return WithRefusal(absl::ResourceExhaustedError(message), refusal);
   };
-  const auto refuse_for_now = [&](Refusal refusal, const std::string& message, double retry_seconds) {
-    return WithRetryAfter(refuse(refusal, message), absl::Seconds(std::max(1.0, retry_seconds)));
+  const auto retry_after = [](const absl::Status& status, double seconds) {
+    return WithRetryAfter(status, absl::Seconds(std::max(1.0, seconds)));
   };
-  const Snapshot count = Count();
+  const int64_t tenants_tokens = limits_.tenants.LimitsOf(request.tenant).max_tokens;
   if (request.tokens > limits_.max_tokens) {
     return refuse(Refusal::kQueueTokens, absl::StrCat("the queue never has room for ", request.tokens,
                                                       " tokens (queue.max_tokens is ", limits_.max_tokens,
                                                       "); send a shorter prompt"));
   }
-  if (count.requests + 1 > limits_.max_requests) {
-    return refuse_for_now(
-        Refusal::kQueueRequests,
-        absl::StrCat("the queue is full: ", count.requests, " requests (queue.max_requests is ",
-                     limits_.max_requests, "); try again later"),
-        SecondsUntilRoom(request));
+  if (request.tokens > tenants_tokens) {
+    return refuse(Refusal::kTenantShare,
+                  absl::StrCat("the tenant never has room for ", request.tokens,
+                               " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
   }
-  if (count.tokens + request.tokens > limits_.max_tokens) {
-    return refuse_for_now(
-        Refusal::kQueueTokens,
-        absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", count.tokens,
-                     " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"),
-        SecondsUntilRoom(request));
-  }
+  const std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
+  if (no_room.has_value()) return retry_after(*no_room, SecondsUntilRoom(request));
   const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), MonotonicNow());
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   if (wait_seconds > max_wait_seconds) {
-    return refuse_for_now(
-        Refusal::kQueueWait,
-        absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
-                        wait_seconds, max_wait_seconds),
+    return retry_after(
+        refuse(Refusal::kQueueWait,
+               absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
+                               wait_seconds, max_wait_seconds)),
         wait_seconds - max_wait_seconds);
   }
   const double left_seconds = absl::ToDoubleSeconds(request.deadline - MonotonicNow());
@@ -139,11 +167,11 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
                         left_seconds, request.predicted_seconds));
   }
   if (wait_seconds + request.predicted_seconds > left_seconds) {
-    return refuse_for_now(
-        Refusal::kDeadline,
-        absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and %.3g s of "
-                        "prefill; allow more time, or try again later",
-                        left_seconds, wait_seconds, request.predicted_seconds),
+    return retry_after(
+        refuse(Refusal::kDeadline,
+               absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and "
+                               "%.3g s of prefill; allow more time, or try again later",
+                               left_seconds, wait_seconds, request.predicted_seconds)),
         wait_seconds);
   }
   return absl::OkStatus();
@@ -163,10 +191,10 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   job.waiter = std::move(waiter);
   order_.Complete(ticket, job.submitted_at);
   Turn turn;
-  for (const uint64_t other : order_.Turns(job.submitted_at)) {
-    if (other == ticket) break;
+  for (const RunOrder::Turn& each : order_.Turns(job.submitted_at)) {
+    turn.wait_seconds = each.begins_seconds;
+    if (each.ticket == ticket) break;
     ++turn.before;
-    turn.wait_seconds += order_.RestSeconds(other, job.submitted_at);
   }
   GiveTurn();
   PublishCount();
@@ -386,30 +414,32 @@ PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
   return ticket == computing_ ? Phase::kRunning : Phase::kPaused;
 }
 
-// A place in the queue gets free when its prefill begins. Uploads are taken after what waits.
+// A place in the queue gets free when its prefill begins.
 double PrefillQueue::SecondsUntilRoom(const Request& request) const {
-  const absl::Time now = MonotonicNow();
-  Snapshot count = Count();
+  Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
   double seconds = 0;
-  for (const uint64_t ticket : order_.Turns(now)) {
-    if (!Live(ticket)) {
-      --count.requests;
-      count.tokens -= jobs_.at(ticket)->request.tokens;
-      if (count.requests < limits_.max_requests && count.tokens + request.tokens <= limits_.max_tokens) break;
+  for (const RunOrder::Turn& turn : order_.Turns(MonotonicNow())) {
+    if (Live(turn.ticket)) continue;
+    seconds = turn.begins_seconds;
+    const Request& begins = jobs_.at(turn.ticket)->request;
+    for (Load* load : {&queue, &of_tenant}) {
+      if (load == &of_tenant && begins.tenant != request.tenant) continue;
+      --load->requests;
+      load->tokens -= begins.tokens;
     }
-    seconds += order_.RestSeconds(ticket, now);
+    if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
   }
   return seconds;
 }
 
-PrefillQueue::Snapshot PrefillQueue::Count() const {
-  Snapshot count;
+PrefillQueue::Load PrefillQueue::LoadOf(const std::string* tenant) const {
+  Load load;
   for (const auto& [ticket, job] : jobs_) {
-    if (Live(ticket)) continue;
-    ++count.requests;
-    count.tokens += job->request.tokens;
+    if (Live(ticket) || (tenant != nullptr && job->request.tenant != *tenant)) continue;
+    ++load.requests;
+    load.tokens += job->request.tokens;
   }
-  return count;
+  return load;
 }
 
 void PrefillQueue::PublishCount() {
@@ -430,11 +460,12 @@ void PrefillQueue::PublishCount() {
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const MutexLock lock(mu_);
   const absl::Time now = MonotonicNow();
-  Snapshot snapshot = Count();
-  double rest_seconds = 0;
-  for (const uint64_t ticket : order_.Turns(now)) {
+  Snapshot snapshot;
+  const Load load = LoadOf(nullptr);
+  snapshot.requests = load.requests;
+  snapshot.tokens = load.tokens;
+  for (const auto& [ticket, begins_seconds, ends_seconds] : order_.Turns(now)) {
     const Job& job = *jobs_.at(ticket);
-    rest_seconds += order_.RestSeconds(ticket, now);
     const bool began = Live(ticket);
     const absl::Time since = began ? std::min(now, job.begin) : job.reserved_at;
     snapshot.jobs.push_back({.id = job.request.id,
@@ -442,7 +473,7 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
                              .phase = PhaseOf(ticket),
                              .tokens = job.request.tokens,
                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
-                             .predicted_rest_seconds = rest_seconds,
+                             .predicted_rest_seconds = ends_seconds,
                              .layers_done = job.layers_done,
                              .layers = !began           ? 0
                                        : job.layers > 0 ? job.layers

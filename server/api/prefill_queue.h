@@ -6,8 +6,8 @@
 //        │ RESOURCE_EXHAUSTED                       └ Slot.Withdraw at any time
 //
 // A place is taken by the announced token count when the header comes, so that uploads are bounded too. What
-// waits and what uploads count towards the limits; what has begun does not. The predicted wait of a new
-// request is the rest of all whose turn comes before its own: what runs, waits or uploads.
+// waits and what uploads count towards the limits, of the queue and of the tenant; what has begun does not.
+// What is predicted of a request is what RunOrder would do if nothing else came.
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
 // or the engine's threads, never under the queue's lock.
@@ -29,6 +29,7 @@
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
 #include "server/api/run_order.h"
+#include "server/config/tenants.h"
 #include "server/observe/last_prefill.h"
 #include "server/observe/liveness.h"
 #include "server/observe/metrics.h"
@@ -42,6 +43,7 @@ class PrefillQueue {
     int64_t max_tokens = 16 << 20;
     absl::Duration max_wait = absl::Hours(1);
     absl::Duration max_age = absl::Minutes(10);
+    Tenants tenants;
   };
 
   struct Request {
@@ -146,6 +148,10 @@ class PrefillQueue {
     absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
   };
   class ProgressObserver;
+  struct Load {
+    int64_t requests = 0;
+    int64_t tokens = 0;
+  };
 
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
@@ -165,8 +171,13 @@ class PrefillQueue {
 
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Nothing: the request has room.
+  std::optional<absl::Status> NoRoomBeside(const Load& queue, const Load& of_tenant,
+                                           const Request& request) const;
   double SecondsUntilRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  Snapshot Count() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  RunOrder::Job ToRunOrder(const Request& request) const;
+  // What waits or uploads, of all tenants or of one.
+  Load LoadOf(const std::string* tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   PrefillEngine& engine_;

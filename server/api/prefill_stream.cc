@@ -192,9 +192,8 @@ absl::Status PrefillStream::PrepareKv() {
 
 absl::Status PrefillStream::AdmitKv(const Plan& plan) {
   if (kv_ == nullptr) return absl::OkStatus();
-  auto lease = environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds());
-  if (absl::IsResourceExhausted(lease.status())) return WithRefusal(lease.status(), Refusal::kKvRoom);
-  ASSIGN_OR_RETURN(lease_, std::move(lease));
+  ASSIGN_OR_RETURN(lease_,
+                   environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
   options_.kv_lease = lease_->id();
   return absl::OkStatus();
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <set>
 #include <string_view>
 #include <tuple>
@@ -14,6 +13,8 @@ namespace {
 
 constexpr double kLeastRestSeconds = 1e-6;
 constexpr size_t kMostTenants = 4096;  // whose leads are kept, beside those that have something here
+constexpr double kRestToSpare = 1.25;  // before a deadline
+constexpr int kLooks = 32;             // that RunAhead takes, at least, at whose turn it is
 
 }  // namespace
 
@@ -22,7 +23,9 @@ bool RunOrder::Rank::Before(const Rank& other) const {
   if (aged != other.aged) return aged;
   if (aged) return std::tie(complete_at, ticket) < std::tie(other.complete_at, other.ticket);
   if (priority != other.priority) return priority > other.priority;
-  if (weight != other.weight) return weight < other.weight;
+  if (urgent != other.urgent) return urgent;
+  if (urgent && deadline != other.deadline) return deadline < other.deadline;
+  if (weighted_rest != other.weighted_rest) return weighted_rest < other.weighted_rest;
   return std::tie(complete_at, ticket) < std::tie(other.complete_at, other.ticket);
 }
 
@@ -76,30 +79,39 @@ void RunOrder::Remove(Ticket ticket, absl::Time now) {
 
 RunOrder::Ticket RunOrder::Choose(absl::Time now) {
   Settle(now);
-  std::optional<Rank> barrier;  // the first that waits for memory: nothing new begins after it
-  for (const auto& [ticket, entry] : entries_) {
-    if (!entry.put_back) continue;
-    const Rank rank = RankOf(ticket, entry, leads_.at(entry.job.tenant), now);
-    if (!barrier.has_value() || rank.Before(*barrier)) barrier = rank;
-  }
-  const bool full = live() >= options_.most_live;
-  std::optional<Rank> best;
-  for (const auto& [ticket, entry] : entries_) {
+  Give(FirstThatMay(Ranked(now)), now);
+  return computing_;
+}
+
+std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
+  FindUrgent(now);
+  std::vector<Rank> ranks;
+  ranks.reserve(entries_.size());
+  for (const auto& [ticket, entry] : entries_) ranks.push_back(RankOf(ticket, entry, now));
+  std::sort(ranks.begin(), ranks.end(),
+            [](const Rank& left, const Rank& right) { return left.Before(right); });
+  std::vector<Ticket> ranked;
+  ranked.reserve(ranks.size());
+  for (const Rank& rank : ranks) ranked.push_back(rank.ticket);
+  return ranked;
+}
+
+RunOrder::Ticket RunOrder::FirstThatMay(const std::vector<Ticket>& ranked) const {
+  bool may_begin = live() < options_.most_live;
+  for (const Ticket ticket : ranked) {
+    const Entry& entry = entries_.at(ticket);
     if (entry.state == State::kUploading || entry.leaving) continue;
-    const bool waits = entry.state == State::kWaiting;
-    if (waits && (full || entry.put_back)) continue;
-    const Rank rank = RankOf(ticket, entry, leads_.at(entry.job.tenant), now);
-    if (waits && barrier.has_value() && barrier->Before(rank)) continue;
-    if (!best.has_value() || rank.Before(*best)) best = rank;
+    if (entry.put_back) may_begin = false;  // nothing new begins after who waits for memory
+    if (entry.state == State::kLive || may_begin) return ticket;
   }
-  const Ticket chosen = best.has_value() ? best->ticket : 0;
-  if (chosen == computing_) return chosen;
-  computing_ = chosen;
-  if (chosen == 0) return 0;
-  Entry& entry = entries_.at(chosen);
+  return 0;
+}
+
+void RunOrder::Give(Ticket ticket, absl::Time now) {
+  if (std::exchange(computing_, ticket) == ticket || ticket == 0) return;
+  Entry& entry = entries_.at(ticket);
   entry.state = State::kLive;
   entry.since = now;
-  return chosen;
 }
 
 int RunOrder::live() const {
@@ -115,32 +127,65 @@ double RunOrder::ComputedSeconds(Ticket ticket, absl::Time now) const {
   return absl::ToDoubleSeconds(Computed(ticket, entries_.at(ticket), now));
 }
 
-std::vector<RunOrder::Ticket> RunOrder::Turns(absl::Time now) const {
-  std::vector<std::pair<bool, Rank>> ranks;  // whether it uploads
-  for (const auto& [ticket, entry] : entries_) {
-    ranks.emplace_back(entry.state == State::kUploading,
-                       RankOf(ticket, entry, leads_.at(entry.job.tenant), now));
-  }
-  std::sort(ranks.begin(), ranks.end(), [](const auto& left, const auto& right) {
-    return left.first != right.first ? right.first : left.second.Before(right.second);
-  });
-  std::vector<Ticket> turns;
-  for (const auto& [uploads, rank] : ranks) turns.push_back(rank.ticket);
-  return turns;
-}
+std::vector<RunOrder::Turn> RunOrder::Turns(absl::Time now) const { return RunOrder(*this).RunAhead(now, 0); }
 
 double RunOrder::WaitSeconds(const Job& job, absl::Time now) const {
-  Entry added;
-  added.job = job;
-  added.job.priority = std::clamp(job.priority, -kTopPriority, kTopPriority);
-  added.rest_seconds = job.work_seconds;
-  const Rank rank = RankOf(std::numeric_limits<Ticket>::max(), added, LeadOfNew(job.tenant), now);
-  double seconds = 0;
+  constexpr Ticket kAdded = std::numeric_limits<Ticket>::max();
+  RunOrder ahead(*this);
   for (const auto& [ticket, entry] : entries_) {
-    if (RankOf(ticket, entry, leads_.at(entry.job.tenant), now).Before(rank))
-      seconds += Rest(ticket, entry, now);
+    if (entry.state == State::kUploading) ahead.Complete(ticket, now);
   }
-  return seconds;
+  ahead.Announce(kAdded, job, now);
+  ahead.Complete(kAdded, now);
+  return ahead.RunAhead(now, kAdded).back().begins_seconds;
+}
+
+std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
+  Settle(now);
+  if (std::erase_if(entries_, [](const auto& each) { return each.second.leaving; }) > 0) {
+    for (auto& [ticket, entry] : entries_) entry.put_back = false;
+  }
+  double all_seconds = 0;
+  for (auto& [ticket, entry] : entries_) {
+    entry.rest_seconds = Rest(ticket, entry, now);
+    entry.measured_at = entry.computed;
+    all_seconds += entry.rest_seconds;
+  }
+  const double look_seconds = std::max(kLeastRestSeconds, all_seconds / kLooks);
+  std::vector<Turn> turns;
+  std::map<Ticket, size_t> place;  // in turns
+  double seconds = 0;
+  while (!entries_.empty()) {
+    std::vector<Ticket> ranked = Ranked(now + absl::Seconds(seconds));
+    const double until = seconds + look_seconds;
+    bool computes = false;
+    while (seconds < until) {
+      const Ticket ticket = FirstThatMay(ranked);
+      if (ticket == 0) break;
+      computes = true;
+      Give(ticket, now + absl::Seconds(seconds));
+      const auto [turn, first] = place.emplace(ticket, turns.size());
+      if (first) turns.push_back({.ticket = ticket, .begins_seconds = seconds, .ends_seconds = seconds});
+      if (ticket == stop) return turns;
+      const double rest = Rest(ticket, entries_.at(ticket), now + absl::Seconds(seconds));
+      const bool ends = seconds + rest <= until;
+      seconds = ends ? seconds + rest : until;
+      Settle(now + absl::Seconds(seconds));
+      if (!ends) break;
+      turns[turn->second].ends_seconds = seconds;
+      Remove(ticket, now + absl::Seconds(seconds));
+      std::erase(ranked, ticket);
+    }
+    if (computes) continue;
+    bool completes = false;
+    for (auto& [ticket, entry] : entries_) {
+      if (entry.state != State::kUploading) continue;
+      Complete(ticket, now + absl::Seconds(seconds));
+      completes = true;
+    }
+    if (!completes) break;
+  }
+  return turns;
 }
 
 absl::Duration RunOrder::Computed(Ticket ticket, const Entry& entry, absl::Time now) const {
@@ -154,14 +199,43 @@ double RunOrder::Rest(Ticket ticket, const Entry& entry, absl::Time now) const {
   return std::abs(entry.rest_seconds - absl::ToDoubleSeconds(since_measured));
 }
 
-RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, double lead, absl::Time now) const {
+RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, absl::Time now) const {
   const double rest = std::max(kLeastRestSeconds, Rest(ticket, entry, now));
+  const double lead = leads_.at(entry.job.tenant);
   return {.stays = options_.most_live == 1 && entry.state == State::kLive,
           .aged = now - entry.complete_at - Computed(ticket, entry, now) > options_.max_age,
           .priority = entry.job.priority,
-          .weight = std::log2(rest) + lead / kLeadSeconds - (ticket == computing_ ? 1 : 0),
+          .urgent = entry.urgent && CanMeetDeadline(ticket, entry, now),
+          .deadline = entry.job.deadline,
+          .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (ticket == computing_ ? 1 : 0),
           .complete_at = entry.complete_at,
           .ticket = ticket};
+}
+
+bool RunOrder::CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now) const {
+  return entry.state != State::kUploading && !entry.leaving &&
+         now + absl::Seconds(Rest(ticket, entry, now)) <= entry.job.deadline;
+}
+
+// Of each class, from the last deadline back: when the one before it must begin at the latest.
+void RunOrder::FindUrgent(absl::Time now) {
+  const double most_lead = LeastLead() + kLeadSeconds;
+  std::vector<std::pair<Ticket, Entry*>> due;
+  for (auto& [ticket, entry] : entries_) {
+    if (entry.job.deadline == absl::InfiniteFuture() || !CanMeetDeadline(ticket, entry, now)) continue;
+    if (entry.urgent || leads_.at(entry.job.tenant) <= most_lead) due.emplace_back(ticket, &entry);
+  }
+  std::sort(due.begin(), due.end(), [](const auto& left, const auto& right) {
+    const RunOrder::Job &one = left.second->job, &other = right.second->job;
+    return std::tie(one.priority, one.deadline) > std::tie(other.priority, other.deadline);
+  });
+  absl::Time latest = absl::InfiniteFuture();
+  int priority = kTopPriority + 1;
+  for (const auto& [ticket, entry] : due) {
+    if (std::exchange(priority, entry->job.priority) != priority) latest = absl::InfiniteFuture();
+    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * Rest(ticket, *entry, now));
+    entry->urgent = entry->urgent || now >= latest;
+  }
 }
 
 double RunOrder::LeadOfNew(const std::string& tenant) const {
@@ -180,7 +254,7 @@ double RunOrder::LeastLead() const {
 void RunOrder::Settle(absl::Time now) {
   if (computing_ == 0) return;
   Entry& entry = entries_.at(computing_);
-  leads_[entry.job.tenant] += absl::ToDoubleSeconds(now - entry.since);
+  leads_[entry.job.tenant] += absl::ToDoubleSeconds(now - entry.since) / entry.job.weight;
   entry.computed += now - entry.since;
   entry.since = now;
 }

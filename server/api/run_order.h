@@ -5,15 +5,21 @@
 // One prefill computes at a time. It is the first of this order:
 //   1. those that have waited for `max_age`, the oldest first: nobody starves;
 //   2. the higher priority class;
-//   3. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, or, of
+//   3. those whose deadline can still be met, but not if they wait any longer, the earliest deadline first.
+//      They are taken as late as that can be: so late that all deadlines of a class are met, one after the
+//      other, with a quarter of each rest to spare. A tenant that has had kLeadSeconds more than another
+//      gets no such turns;
+//   4. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, or, of
 //      one that is over its prediction, by how much it is. The lead is the seconds that the ranks have
-//      computed for its tenant. Shorter prompts go first, so they never wait for long ones; each kLeadSeconds
-//      that a tenant has had more than another make its prompts look twice as long. A tenant that comes
-//      starts where the one with the least stands;
-//   4. the order of arrival.
-// What computes gives way only to what has a higher class, or at most half its (so weighted) rest. It then
-// stands still, alive, with what it has computed. At most `most_live` have begun and not ended; where that is
-// one, nothing gives way.
+//      computed for its tenant, by the tenant's weight. Shorter prompts go first, so they never wait for long
+//      ones; each kLeadSeconds that a tenant has had more than another make its prompts look twice as long.
+//      A tenant that comes starts where the one with the least stands;
+//   5. the order of arrival.
+// What computes gives way only to what has a higher class or an urgent deadline, or at most half its (so
+// weighted) rest. It then stands still, alive, with what it has computed. At most `most_live` have begun and
+// not ended; where that is one, nothing gives way.
+//
+// What is to come is told by running this very order ahead.
 //
 //     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
 //                                  ◄────PutBack────┘  (no memory beside the others)
@@ -45,6 +51,8 @@ class RunOrder {
     std::string tenant;
     int priority = 0;         // higher first
     double work_seconds = 0;  // predicted
+    double weight = 1;        // of the tenant: 2 gets twice the seconds of 1
+    absl::Time deadline = absl::InfiniteFuture();
   };
   enum class State { kUploading, kWaiting, kLive };
 
@@ -66,15 +74,21 @@ class RunOrder {
   // ---- What to do: decides anew whose turn it is; that one lives from now on. 0: nobody's.
   Ticket Choose(absl::Time now);
 
-  // ---- What is to come, if nothing else arrives.
   State state(Ticket ticket) const { return entries_.at(ticket).state; }
   int live() const;
   double RestSeconds(Ticket ticket, absl::Time now) const;
   // Seconds that it has computed.
   double ComputedSeconds(Ticket ticket, absl::Time now) const;
-  // Those that are complete, by their turn, then those that upload.
-  std::vector<Ticket> Turns(absl::Time now) const;
-  // Until such a prefill, added now, would begin.
+
+  // ---- What is to come, if nothing else arrives.
+  struct Turn {
+    Ticket ticket;
+    double begins_seconds;  // from now on, until it computes; 0 if it does now
+    double ends_seconds;
+  };
+  // By when they compute next; those that upload are complete when all others have ended.
+  std::vector<Turn> Turns(absl::Time now) const;
+  // Until such a prefill, added now, would begin. Uploads are taken for complete.
   double WaitSeconds(const Job& job, absl::Time now) const;
 
  private:
@@ -83,6 +97,7 @@ class RunOrder {
     State state = State::kUploading;
     bool leaving = false;
     bool put_back = false;
+    bool urgent = false;  // once it could wait no longer, for good
     absl::Time complete_at = absl::InfiniteFuture();
     absl::Duration computed;  // before `since`, where it computes
     absl::Time since;         // it computes since then
@@ -94,7 +109,9 @@ class RunOrder {
     bool stays;  // it lives, and no other can
     bool aged;
     int priority;
-    double weight;
+    bool urgent;
+    absl::Time deadline;
+    double weighted_rest;
     absl::Time complete_at;
     Ticket ticket;
     bool Before(const Rank& other) const;
@@ -102,7 +119,15 @@ class RunOrder {
 
   absl::Duration Computed(Ticket ticket, const Entry& entry, absl::Time now) const;
   double Rest(Ticket ticket, const Entry& entry, absl::Time now) const;
-  Rank RankOf(Ticket ticket, const Entry& entry, double lead, absl::Time now) const;
+  Rank RankOf(Ticket ticket, const Entry& entry, absl::Time now) const;
+  std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
+  // Of `ranked`, who may compute. 0: nobody.
+  Ticket FirstThatMay(const std::vector<Ticket>& ranked) const;
+  void Give(Ticket ticket, absl::Time now);  // the turn
+  bool CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now) const;
+  void FindUrgent(absl::Time now);
+  // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
+  std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
   double LeadOfNew(const std::string& tenant) const;  // of a tenant that comes
   double LeastLead() const;                           // of the tenants that have something here
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead

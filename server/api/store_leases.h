@@ -24,6 +24,9 @@ class StoreLeases final : public KvLeases {
   void SetObserver(std::function<void()> changed) override { store_.SetObserver(std::move(changed)); }
 
   int64_t budget_bytes() const override { return store_.budget_bytes(); }
+  std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant) const override {
+    return store_.LeasesOf(tenant);
+  }
   absl::StatusOr<std::unique_ptr<HeldKvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                      const Plan& plan, std::string tenant,
                                                      absl::Duration lasts) override;

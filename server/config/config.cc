@@ -154,6 +154,16 @@ void ValidatePool(const v1::PoolSection& pool, const KeyOrigins& origins, Checke
   check.Require(files == 0 || files == 3, "pool.tls", "TLS needs all of cert, key and ca");
 }
 
+void ValidateTenant(const v1::Tenant& tenant, const std::string& path, Checker& check) {
+  check.Require(!tenant.has_weight() || (tenant.weight() >= 1e-3 && tenant.weight() <= 1e3), path + ".weight",
+                "must be from 0.001 to 1000");
+  if (tenant.has_max_requests())
+    check.RequireRange(tenant.max_requests(), 1, UINT32_MAX, path + ".max_requests");
+  if (tenant.has_max_tokens()) check.RequireRange(tenant.max_tokens(), 1, INT64_MAX, path + ".max_tokens");
+  if (tenant.has_max_kv_bytes())
+    check.RequireRange(tenant.max_kv_bytes(), 0, INT64_MAX, path + ".max_kv_bytes");
+}
+
 void ValidateApi(const v1::ApiSection::Tls& tls, Checker& check) {
   check.Require(tls.cert().empty() == tls.key().empty(), "api.tls", "TLS needs both of cert and key");
   check.Require(!tls.client_certificates() || (!tls.cert().empty() && !tls.ca().empty()),
@@ -182,6 +192,9 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.queue().max_tokens(), 1, INT64_MAX, "queue.max_tokens");
   check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
   check.RequirePositive(config.queue().max_age(), "queue.max_age");
+  ValidateTenant(config.tenant_limits(), "tenant_limits", check);
+  for (const auto& [name, tenant] : config.tenants())
+    ValidateTenant(tenant, absl::StrCat("tenants.", name), check);
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
   const bool has_dtype = config.model().dtype() != v1::ModelSection::DTYPE_AUTO;
   check.Require(has_dtype || config.plan().partial_dtype() != v1::PlanSection::PARTIAL_DTYPE_MODEL,

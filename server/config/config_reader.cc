@@ -28,6 +28,8 @@ constexpr Readers kReaders[] = {
     {"pool.measure_links", "serve"},
     {"pool.worker", "worker"},
     {"queue", "serve"},
+    {"tenant_limits", "serve"},
+    {"tenants", "serve"},
     {"api.tls.server_name", "serve"},
     {"api.token", "serve"},
     {"plan.layout", "serve"},

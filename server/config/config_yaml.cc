@@ -46,8 +46,27 @@ bool IsDuration(const FieldDescriptor& field) {
          field.message_type() == google::protobuf::Duration::descriptor();
 }
 
+// Keys that somebody chooses, a section of each.
+bool IsNamedSections(const FieldDescriptor& field) { return field.is_map(); }
+
 bool IsSection(const FieldDescriptor& field) {
   return field.cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE && !IsDuration(field);
+}
+
+// The section of that name, new or not.
+Message* NamedSection(Message* message, const FieldDescriptor& field, const std::string& name) {
+  const auto* reflection = message->GetReflection();
+  const FieldDescriptor* key = field.message_type()->map_key();
+  const FieldDescriptor* value = field.message_type()->map_value();
+  const int size = reflection->FieldSize(*message, &field);
+  for (int i = 0; i < size; ++i) {
+    Message* entry = reflection->MutableRepeatedMessage(message, &field, i);
+    if (entry->GetReflection()->GetString(*entry, key) == name)
+      return entry->GetReflection()->MutableMessage(entry, value);
+  }
+  Message* entry = reflection->AddMessage(message, &field);
+  entry->GetReflection()->SetString(entry, key, name);
+  return entry->GetReflection()->MutableMessage(entry, value);
 }
 
 std::string Child(const std::string& path, const std::string& key) {
@@ -163,10 +182,28 @@ class YamlReader {
   absl::Status ReadField(const YAML::Node& node, const FieldDescriptor& field, const std::string& origin,
                          const std::string& path, Message* message) {
     (*origins_)[path] = origin;
+    if (IsNamedSections(field)) return ReadNamedSections(node, field, path, message);
     if (IsSection(field))
       return ReadSection(node, path, message->GetReflection()->MutableMessage(message, &field));
     if (!node.IsScalar()) return KeyError(origin, path, "must be a single value, \"key: value\"");
     return SetValue(node.Scalar(), /*quoted=*/node.Tag() == "!", field, origin, path, message);
+  }
+
+  absl::Status ReadNamedSections(const YAML::Node& node, const FieldDescriptor& field,
+                                 const std::string& path, Message* message) {
+    if (node.IsNull()) return absl::OkStatus();
+    if (!node.IsMap()) return KeyError(Origin(node), path, "must be a map of names, \"name: {key: value}\"");
+    std::set<std::string> seen;
+    for (const auto& entry : node) {
+      if (!entry.first.IsScalar()) return KeyError(Origin(entry.first), path, "a name must be a single word");
+      const std::string& name = entry.first.Scalar();
+      const std::string child = Child(path, name);
+      if (!seen.insert(name).second)
+        return KeyError(Origin(entry.first), child, "duplicate name; keep one of them");
+      (*origins_)[child] = Origin(entry.first);
+      RETURN_IF_ERROR(ReadSection(entry.second, child, NamedSection(message, field, name)));
+    }
+    return absl::OkStatus();
   }
 
   std::string Origin(const YAML::Node& node) const {
@@ -231,15 +268,23 @@ absl::Status ReadOverride(const std::string& assignment, Message* message, KeyOr
   }
   const std::vector<std::string> keys = absl::StrSplit(assignment.substr(0, equals), '.');
   std::string path;
-  for (const std::string& key : keys) {
-    path = Child(path, key);
-    const FieldDescriptor* field = message->GetDescriptor()->FindFieldByName(key);
-    if (field == nullptr) return KeyError(origin, path, UnknownKey(*message->GetDescriptor(), key));
-    const bool last = &key == &keys.back();
+  for (auto key = keys.begin(); key != keys.end(); ++key) {
+    path = Child(path, *key);
+    const FieldDescriptor* field = message->GetDescriptor()->FindFieldByName(*key);
+    if (field == nullptr) return KeyError(origin, path, UnknownKey(*message->GetDescriptor(), *key));
+    const bool last = key + 1 == keys.end();
     if (IsSection(*field) && last) return KeyError(origin, path, "is a section; set one of its keys");
     if (!IsSection(*field) && !last)
       return KeyError(origin, path, "is a single value and has no keys of its own");
     (*origins)[path] = origin;
+    if (IsNamedSections(*field)) {
+      if (++key + 1 == keys.end())
+        return KeyError(origin, path, "is a section; set a key of one of its names, e.g. NAME.KEY");
+      path = Child(path, *key);
+      (*origins)[path] = origin;
+      message = NamedSection(message, *field, *key);
+      continue;
+    }
     if (last) return SetValue(assignment.substr(equals + 1), /*quoted=*/false, *field, origin, path, message);
     message = message->GetReflection()->MutableMessage(message, field);
   }

@@ -112,6 +112,8 @@ const char* RefusalName(Refusal refusal) {
       return "queue_tokens";
     case Refusal::kQueueWait:
       return "queue_wait";
+    case Refusal::kTenantShare:
+      return "tenant_share";
     case Refusal::kDeadline:
       return "deadline";
     case Refusal::kKvRoom:

@@ -31,6 +31,7 @@ enum class Refusal {
   kQueueRequests,  // the queue is full, by requests, tokens or the predicted wait
   kQueueTokens,
   kQueueWait,
+  kTenantShare,  // the tenant has as much as its limits allow
   kDeadline,     // it cannot be met, or the upload took too long
   kKvRoom,       // no room for the K and V that are to be kept
   kMemory,       // no memory for its tokens

@@ -65,6 +65,16 @@ std::optional<absl::Duration> KvDirectory::RoomIn(const Plan& plan, const Worker
   return when - now;
 }
 
+std::vector<KvStore::LeaseEnd> KvDirectory::LeasesOf(const std::string& tenant, absl::Time now) const {
+  std::vector<KvStore::LeaseEnd> leases;
+  for (const auto& [name, lease] : leases_) {
+    if (Live(name, tenant, now) == nullptr || !lease.lost.empty()) continue;
+    leases.push_back({.ends_in = std::max(absl::ZeroDuration(), lease.expires - now),
+                      .bytes = shape_.layers * shape_.LayerBytes(lease.admission.tokens)});
+  }
+  return leases;
+}
+
 bool KvDirectory::ReadsCache(const PrefillOptions& options) const {
   return cache_.value_or(true) && options.block_names != nullptr && !options.ignore_cache;
 }

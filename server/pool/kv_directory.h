@@ -133,6 +133,8 @@ class KvDirectory {
   // Of a lease that was found with a run.
   const Place& PlaceOf(const std::string& lease) const { return *leases_.at(lease).place; }
 
+  // The live leases of a tenant, by the bytes that its tokens take.
+  std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant, absl::Time now) const;
   KvStore::Counts counts(const std::map<Connection, Membership::Worker>& workers) const;
   // By name, of the workers that are given.
   std::map<std::string, WorkerKv> CountByWorker(

@@ -120,6 +120,11 @@ int64_t PoolKvLeases::budget_bytes() const {
   });
 }
 
+std::vector<KvStore::LeaseEnd> PoolKvLeases::LeasesOf(const std::string& tenant) const {
+  return Ask<std::vector<KvStore::LeaseEnd>>(
+      [&](Leader& leader, absl::Time now) { return leader.kv().LeasesOf(tenant, now); });
+}
+
 absl::StatusOr<std::unique_ptr<HeldKvLease>> PoolKvLeases::Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                                  const Plan& plan, std::string tenant,
                                                                  absl::Duration lasts) {

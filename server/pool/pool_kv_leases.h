@@ -36,6 +36,7 @@ class PoolKvLeases final : public KvLeases {
   void SetObserver(std::function<void()> changed) override;
 
   int64_t budget_bytes() const override;  // of all workers that are there
+  std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant) const override;
   absl::StatusOr<std::unique_ptr<HeldKvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                      const Plan& plan, std::string tenant,
                                                      absl::Duration lasts) override;

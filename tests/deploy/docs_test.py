@@ -170,7 +170,7 @@ class DocsTest(unittest.TestCase):
                     self.assertIn(part, fields, f"{path}: {key}")
 
     def test_what_one_command_alone_reads_are_keys(self):
-        keys = set(re.findall(r"^- `([a-z_.]+)`", read("docs/configuration.md"), re.M))
+        keys = set(re.findall(r"^- `([\w.]+)`", read("docs/configuration.md"), re.M))
         for key, command in re.findall(r'\{"([\w.]+)", "(serve|worker)"\}', read("server/config/config_reader.cc")):
             self.assertTrue(any(f"{each}.".startswith(f"{key}.") for each in keys), key)
             self.assertIn(f"of `{command}`", read("docs/configuration.md"))

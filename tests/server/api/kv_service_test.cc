@@ -272,6 +272,35 @@ TEST_F(KvServiceTest, RefusesWhatHasNoRoomBeforeItComputes) {
   Prefill(1000);
 }
 
+TEST_F(KvServiceTest, ATenantKeepsNoMoreThanItMay) {
+  const KvShape shape = KvShapeOf(FakeEngine().model());
+  const int64_t token_bytes = shape.LayerBytes(1) * shape.layers;
+  StartServer({absl::StrCat("tenants.small.max_kv_bytes=", 100 * token_bytes, "B")});
+  v1::PrefillHeader header = client_->Header(0);
+  header.set_tenant("small");
+  header.mutable_kv()->set_lease_seconds(20);
+  KvClient small(Channel(), "small");
+  const auto prefill = [&](size_t tokens) {
+    header.set_token_count(tokens);
+    return small.Prefill(header, std::vector<uint32_t>(tokens, 7));
+  };
+  auto refused = prefill(101);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  EXPECT_EQ(RetryAfter(refused.status()), std::nullopt);
+  const auto kept = prefill(60);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  refused = prefill(41);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  ASSERT_TRUE(RetryAfter(refused.status()).has_value());
+  EXPECT_LE(*RetryAfter(refused.status()), absl::Seconds(20));
+  EXPECT_GT(*RetryAfter(refused.status()), absl::Seconds(10));
+  EXPECT_TRUE(prefill(40).ok());
+  Prefill(1000);  // of another tenant
+  EXPECT_TRUE(small.Release(kept->kv().lease()).ok());
+  EXPECT_TRUE(prefill(60).ok());
+  EXPECT_TRUE(EventuallyHasMetric("meshfill_requests_refused_total{reason=\"tenant_share\"} 2"));
+}
+
 TEST_F(KvServiceTest, AFailedOrCancelledPrefillEndsItsLeaseAndItsReaders) {
   StartServer();
   for (const bool cancelled : {false, true}) {

@@ -10,6 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "server/api/refusal.h"
 #include "server/api/status_details.h"
 #include "tests/server/fake_engine.h"
 
@@ -185,6 +186,59 @@ TEST_F(PrefillQueueTest, BoundsTokens) {
   ExpectRefusedForGood({.id = "3", .tokens = 101});
 }
 
+TEST_F(PrefillQueueTest, BoundsWhatATenantHas) {
+  v1::Config config;
+  config.mutable_tenant_limits()->set_max_requests(2);
+  (*config.mutable_tenants())["big"].set_max_tokens(100);
+  PrefillQueue::Limits limits;
+  limits.tenants = Tenants(config);
+  MakeQueue(limits);
+  engine_.Hold(0);
+  auto running = Reserve({.id = "1", .tenant = "small", .tokens = 3, .predicted_seconds = 100});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*running, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  // What has begun does not count.
+  auto two = Reserve({.id = "2", .tenant = "small", .tokens = 3, .predicted_seconds = 10});
+  auto three = Reserve({.id = "3", .tenant = "small", .tokens = 3, .predicted_seconds = 10});
+  ExpectRefusedWithRetry({.id = "4", .tenant = "small", .tokens = 3}, 80, 100);
+  EXPECT_EQ(RefusalOf(queue_->Reserve({.id = "4", .tenant = "small", .tokens = 3}).status()),
+            Refusal::kTenantShare);
+  // Others have their own bounds, and the named tenant both kinds.
+  EXPECT_NE(Reserve({.id = "5", .tenant = "other", .tokens = 1000}), nullptr);
+  ExpectRefusedForGood({.id = "6", .tenant = "big", .tokens = 101});
+  auto big = Reserve({.id = "6", .tenant = "big", .tokens = 60});
+  ExpectRefusedWithRetry({.id = "7", .tenant = "big", .tokens = 41}, 1, 200);
+  auto more = Reserve({.id = "7", .tenant = "big", .tokens = 40});
+  two.reset();
+  EXPECT_NE(Reserve({.id = "4", .tenant = "small", .tokens = 3}), nullptr);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+}
+
+// One that would be too late by its turn is accepted where it goes before the others, and does.
+TEST_F(PrefillQueueTest, ADeadlineThatCanBeMetIsMet) {
+  MakeQueue();
+  engine_.Hold();
+  auto running = Reserve({.id = "runs", .tokens = 3, .predicted_seconds = 0.1});
+  Submit(*running, 1, std::make_shared<RecordingWaiter>());
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  auto shorter = Reserve({.id = "shorter", .tokens = 3, .predicted_seconds = 50});
+  auto first = std::make_shared<RecordingWaiter>();
+  Submit(*shorter, 2, first);
+  auto due = Reserve(
+      {.id = "due", .tokens = 3, .predicted_seconds = 60, .deadline = MonotonicNow() + absl::Seconds(70)});
+  ASSERT_NE(due, nullptr);
+  auto second = std::make_shared<RecordingWaiter>();
+  EXPECT_EQ(Submit(*due, 3, second), 1);
+  engine_.Release();
+  EXPECT_TRUE(first->Result().ok());
+  EXPECT_TRUE(second->Result().ok());
+  const std::vector<uint32_t> order = engine_.first_ids();
+  ASSERT_EQ(order.size(), 3u);
+  EXPECT_EQ(order[1], 3u);
+}
+
 TEST_F(PrefillQueueTest, BoundsThePredictedWaitForTheTurn) {
   MakeQueue({.max_wait = absl::Seconds(50)});
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
@@ -214,11 +268,13 @@ TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
 
 TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   MakeQueue();
-  auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
+  auto one = Reserve({.id = "1", .tokens = 3, .priority = 1, .predicted_seconds = 60});
   const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 65, .deadline = deadline}, 60, 60);
   ExpectRefusedForGood({.id = "2", .tokens = 3, .predicted_seconds = 75, .deadline = deadline});
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 5, .deadline = deadline}), nullptr);
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1, .predicted_seconds = 65, .deadline = deadline}),
+            nullptr);  // before the other, which has none
   const auto late = queue_->Reserve({.id = "3", .tokens = 3, .deadline = MonotonicNow() - absl::Seconds(1)});
   EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded);
 }

@@ -27,6 +27,8 @@ struct Prompt {
   std::string tenant;
   int priority = 0;
   double predicted_of_work = 1;  // the prediction, as a part of the work
+  double weight = 1;             // of the tenant
+  double deadline = std::numeric_limits<double>::infinity();
 
   // What the simulation finds.
   std::optional<double> begins;
@@ -83,7 +85,9 @@ class Pool {
       order_.Announce(added,
                       {.tenant = comes.tenant,
                        .priority = comes.priority,
-                       .work_seconds = comes.work * comes.predicted_of_work},
+                       .work_seconds = comes.work * comes.predicted_of_work,
+                       .weight = comes.weight,
+                       .deadline = At(comes.deadline)},
                       At(now));
       order_.Complete(added, At(now));
     }
@@ -191,10 +195,10 @@ TEST(RunOrder, NobodyWaitsLongerThanMaxAge) {
   constexpr double kMaxAge = 20;
   for (const bool by_class : {true, false}) {
     std::vector<Prompt> prompts;
-    // More than the pool can do, of short ones or of the highest class.
+    // Twice what the pool can do, of short ones or of the highest class.
     double now = 0;
     for (int i = 0; i < 800; ++i) {
-      now += Exponential(random, 0.08);
+      now += Exponential(random, 0.05);
       prompts.push_back({.comes = now, .work = 0.1, .priority = by_class ? 2 : 0, .begins = {}, .ends = {}});
     }
     const size_t starved = prompts.size();
@@ -252,7 +256,7 @@ TEST(RunOrder, NothingGivesWayWhereOneLives) {
 TEST(RunOrder, PredictsTheWait) {
   std::mt19937_64 random(TestSeed());
   for (int draw = 0; draw < 200; ++draw) {
-    RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+    RunOrder order({.max_age = absl::Hours(1), .most_live = Draw(random, 1, 8)});
     std::map<Ticket, double> rest;
     double now = 0;
     const auto compute = [&](double seconds) {
@@ -287,6 +291,93 @@ TEST(RunOrder, PredictsTheWait) {
     while (order.Choose(At(now)) != 11) compute(0.01);
     EXPECT_NEAR(now - added_at, predicted, 0.02 + 1e-6);
   }
+}
+
+TEST(RunOrder, AWeightIsAShare) {
+  for (const double weight : {0.25, 1.0, 3.0}) {
+    std::vector<Prompt> prompts;
+    for (int i = 0; i < 200; ++i) {
+      prompts.push_back({.comes = 0.001 * i,
+                         .work = 0.5,
+                         .tenant = i % 2 == 0 ? "weighted" : "other",
+                         .weight = i % 2 == 0 ? weight : 1,
+                         .begins = {},
+                         .ends = {}});
+    }
+    Pool pool({.max_age = absl::Hours(1), .most_live = 8}, prompts);
+    std::map<std::string, double> computed;
+    pool.on_computed = [&](const Prompt& prompt, double begin, double end) {
+      if (std::max(computed["weighted"], computed["other"]) < 45) computed[prompt.tenant] += end - begin;
+    };
+    pool.Run();
+    EXPECT_NEAR(computed["weighted"] / (computed["weighted"] + computed["other"]), weight / (1 + weight),
+                0.04);
+  }
+}
+
+// Deadlines that can be met one after the other are met, though there is more of shorter prompts than the
+// pool can do.
+TEST(RunOrder, DeadlinesThatCanBeMetAreMet) {
+  std::mt19937_64 random(TestSeed());
+  int missed_without = 0;
+  for (int draw = 0; draw < 30; ++draw) {
+    std::vector<Prompt> prompts;
+    double due_seconds = 0;
+    for (int i = 0; i < 8; ++i) {
+      const double work = Draw(random, 2000, 8000) / 1000.0;
+      due_seconds += 1.4 * work;
+      prompts.push_back({.comes = 0.001 * i,
+                         .work = work,
+                         .tenant = "t",
+                         .deadline = due_seconds + 0.1 + Draw(random, 0, 3000) / 1000.0,
+                         .begins = {},
+                         .ends = {}});
+    }
+    const size_t due = prompts.size();
+    for (double now = 0; now < due_seconds; now += Exponential(random, 0.4)) {
+      prompts.push_back(
+          {.comes = now, .work = Draw(random, 50, 1500) / 1000.0, .tenant = "t", .begins = {}, .ends = {}});
+    }
+    std::shuffle(prompts.begin(), prompts.begin() + static_cast<std::ptrdiff_t>(due), random);
+    std::vector<Prompt> without = prompts;
+    for (size_t i = 0; i < due; ++i) without[i].deadline = std::numeric_limits<double>::infinity();
+    const RunOrder::Options options{.max_age = absl::Hours(1), .most_live = 64};
+    Pool(options, prompts).Run();
+    Pool(options, without).Run();
+    for (size_t i = 0; i < due; ++i) {
+      EXPECT_LE(*prompts[i].ends, prompts[i].deadline) << "work " << prompts[i].work;
+      missed_without += *without[i].ends > prompts[i].deadline ? 1 : 0;
+    }
+  }
+  EXPECT_GT(missed_without, 100) << "of 240: the deadlines are too easy to show anything";
+}
+
+// What cannot be met any more has no turn before others.
+TEST(RunOrder, ALostDeadlineGivesNoTurn) {
+  for (const bool lost : {true, false}) {
+    std::vector<Prompt> prompts = {
+        {.comes = 0, .work = 10, .tenant = "t", .deadline = lost ? 9.0 : 12.0, .begins = {}, .ends = {}},
+        {.comes = 0, .work = 4, .tenant = "t", .begins = {}, .ends = {}}};
+    Pool({.most_live = 8}, prompts).Run();
+    EXPECT_NEAR(*prompts[1].ends, lost ? 4 : 14, 1e-6);
+  }
+}
+
+TEST(RunOrder, AFloodOfTightDeadlinesLeavesTheOtherItsHalf) {
+  std::vector<Prompt> prompts;
+  for (int i = 0; i < 200; ++i) {
+    const double comes = 0.5 * i;
+    prompts.push_back(
+        {.comes = comes, .work = 1, .tenant = "flood", .deadline = comes + 1.4, .begins = {}, .ends = {}});
+    prompts.push_back({.comes = comes, .work = 1, .tenant = "other", .begins = {}, .ends = {}});
+  }
+  Pool pool({.max_age = absl::Hours(1), .most_live = 8}, prompts);
+  std::map<std::string, double> computed;
+  pool.on_computed = [&](const Prompt& prompt, double begin, double end) {
+    if (end < 100) computed[prompt.tenant] += end - begin;
+  };
+  pool.Run();
+  EXPECT_GE(computed["other"] / (computed["other"] + computed["flood"]), 0.45);
 }
 
 TEST(RunOrder, TenantsThatAreGoneAreForgotten) {

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "engine/engine_options.h"
 #include "engine/speed/pool_profile.h"
 #include "gtest/gtest.h"
+#include "server/config/tenants.h"
 
 namespace meshfill {
 namespace {
@@ -77,9 +79,9 @@ TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
     EXPECT_NE(refusal(assignment, ConfigReader::kServe).find("`meshfill worker` alone reads this key"),
               std::string::npos);
   }
-  for (const char* assignment :
-       {"listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0", "queue.max_tokens=5", "plan.stripe=8",
-        "pool.control_listen=127.0.0.1:0", "pool.embedded.ranks=2", "pool.measure_links=true"}) {
+  for (const char* assignment : {"listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0", "queue.max_tokens=5",
+                                 "plan.stripe=8", "pool.control_listen=127.0.0.1:0", "pool.embedded.ranks=2",
+                                 "pool.measure_links=true", "tenant_limits.weight=2", "tenants.a.weight=2"}) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kServe), "accepted");
     EXPECT_NE(refusal(assignment, ConfigReader::kWorker).find("`meshfill serve` alone reads this key"),
               std::string::npos);
@@ -90,6 +92,40 @@ TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
   }
   EXPECT_EQ(refusal("pool.worker.ranks=2", ConfigReader::kServe).substr(0, 20), "--set: pool.worker: ");
+}
+
+TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
+  const auto config = LoadConfig(
+      [&] {
+        std::ofstream(path_)
+            << "tenant_limits: {max_requests: 4, weight: 2}\n"
+               "tenants:\n  batch: {weight: 0.5, max_kv_bytes: 1GiB}\n  \"\": {max_tokens: 9}\n";
+        return path_;
+      }(),
+      std::vector<std::string>{"tenants.batch.max_tokens=7", "tenants.new.weight=3"});
+  ASSERT_TRUE(config.ok()) << config.status();
+  const Tenants tenants(*config);
+  EXPECT_EQ(tenants.LimitsOf("batch").weight, 0.5);
+  EXPECT_EQ(tenants.LimitsOf("batch").max_requests, 4);
+  EXPECT_EQ(tenants.LimitsOf("batch").max_tokens, 7);
+  EXPECT_EQ(tenants.LimitsOf("batch").max_kv_bytes, 1 << 30);
+  EXPECT_EQ(tenants.LimitsOf("").max_tokens, 9);
+  EXPECT_EQ(tenants.LimitsOf("new").weight, 3);
+  EXPECT_EQ(tenants.LimitsOf("unnamed").weight, 2);
+  EXPECT_EQ(tenants.LimitsOf("unnamed").max_tokens, std::numeric_limits<int64_t>::max());
+}
+
+TEST_F(ConfigTest, MistakesInTenantsAreRefused) {
+  EXPECT_EQ(Refusal("tenants:\n  a: {weight: 0}"), "FILE:2: tenants.a.weight: must be from 0.001 to 1000");
+  EXPECT_EQ(Refusal("tenant_limits: {max_requests: 0}").substr(0, 37),
+            "FILE:1: tenant_limits.max_requests: 0");
+  EXPECT_EQ(Refusal("tenants: [a]"), "FILE:1: tenants: must be a map of names, \"name: {key: value}\"");
+  EXPECT_EQ(Refusal("tenants: {a: 3}").substr(0, 19), "FILE:1: tenants.a: ");
+  EXPECT_EQ(Refusal("tenants: {a: {}, a: {}}"), "FILE:1: tenants.a: duplicate name; keep one of them");
+  EXPECT_NE(Refusal("tenants: {a: {wait: 3}}").find("tenants.a.wait: unknown key"), std::string::npos);
+  for (const char* assignment : {"tenants=3", "tenants.a=3", "tenants.a.wait=3", "tenants.a.weight.b=3"}) {
+    EXPECT_FALSE(LoadConfig("", std::vector<std::string>{assignment}).ok()) << assignment;
+  }
 }
 
 TEST_F(ConfigTest, TooLittleMemoryIsRefused) {
@@ -201,7 +237,7 @@ TEST_F(ConfigTest, UnknownKeysAreRefusedWithLinePathAndHint) {
       "host_link_latency, link_bytes_per_second, link_latency, measure_links, silence_timeout, tls, worker");
   EXPECT_EQ(Refusal("xyzzyplugh: 1\n"),
             "FILE:1: xyzzyplugh: unknown key; known keys here: api, kv, limits, listen, log, "
-            "metrics_listen, model, plan, pool, queue");
+            "metrics_listen, model, plan, pool, queue, tenant_limits, tenants");
   EXPECT_EQ(
       Refusal("", {"pool.embedded.rank=2"}),
       "--set: pool.embedded.rank: unknown key; did you mean ranks? known keys here: device, memory_bytes, "

@@ -66,6 +66,22 @@ class PoolLeasesTest : public PoolKvTest {
   }
 };
 
+TEST_F(PoolLeasesTest, ATenantKeepsNoMoreThanItMay) {
+  of_leader_.push_back(absl::StrCat("tenant_limits.max_kv_bytes=", 100 * kTokenBytes, "B"));
+  StartPool({1, 1});
+  const auto keep = [&](KvClient& client, int64_t tokens) {
+    return client.Prefill(client.Header(static_cast<size_t>(tokens)),
+                          std::vector<uint32_t>(static_cast<size_t>(tokens), 7));
+  };
+  EXPECT_TRUE(absl::IsResourceExhausted(keep(*client_, 101).status()));
+  const auto kept = keep(*client_, 60);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  EXPECT_TRUE(absl::IsResourceExhausted(keep(*client_, 41).status()));
+  EXPECT_TRUE(keep(*client_, 40).ok());
+  EXPECT_TRUE(client_->Release(kept->kv().lease()).ok());
+  EXPECT_TRUE(keep(*client_, 60).ok());
+}
+
 TEST_F(PoolLeasesTest, RandomLivesLeaveNothing) {
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

@@ -1,0 +1,39 @@
+// What the configuration gives to each tenant: its share of the ranks' time, and its bounds.
+#ifndef MESHFILL_SERVER_CONFIG_TENANTS_H_
+#define MESHFILL_SERVER_CONFIG_TENANTS_H_
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <string>
+
+#include "meshfill/v1/config.pb.h"
+
+namespace meshfill {
+
+struct TenantLimits {
+  double weight = 1;                                           // of its share beside other tenants
+  int64_t max_requests = std::numeric_limits<int64_t>::max();  // that wait or upload
+  int64_t max_tokens = std::numeric_limits<int64_t>::max();    // in these
+  int64_t max_kv_bytes = std::numeric_limits<int64_t>::max();  // of K and V under its leases
+};
+
+class Tenants {
+ public:
+  Tenants() = default;
+  // `config` has its defaults. A tenant that it names has what is said of it, and else what all others have.
+  explicit Tenants(const v1::Config& config);
+
+  const TenantLimits& LimitsOf(const std::string& tenant) const {
+    const auto named = named_.find(tenant);
+    return named == named_.end() ? others_ : named->second;
+  }
+
+ private:
+  TenantLimits others_;
+  std::map<std::string, TenantLimits> named_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_CONFIG_TENANTS_H_
