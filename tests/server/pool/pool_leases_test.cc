@@ -153,7 +153,7 @@ TEST_F(PoolLeasesTest, RandomLivesLeaveNothing) {
   }));
   for (const auto& worker : workers_) EXPECT_EQ(worker->kv().leases, 0);
   std::printf("%d leases: %d refused, %d read whole, %d workers lost\n", leases, refused, served, lost);
-  EXPECT_GT(served, leases / 40);
+  EXPECT_GE(served, leases / 40);
   EXPECT_LT(refused, leases / 4);
 }
 
