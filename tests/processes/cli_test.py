@@ -294,7 +294,7 @@ class CliTest(CliTestCase):
     def test_bad_usage(self):
         config, prompt = self.config, self.prompt
         for arguments, message in (
-            ([], r"serve, worker, prefill, plan, simulate, make-model, bench"),
+            ([], r"serve, worker, prefill, plan, status, cancel, simulate, make-model, bench"),
             (["train"], r"'train' is no command"),
             (["bench"], r"attention, comm, gemm, kv, layer, mix, pieces, plan, prefix, prefill, schedules, weights"),
             (["bench", "fft"], r"'fft' is no command"),
