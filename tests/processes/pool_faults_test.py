@@ -83,7 +83,7 @@ class PoolFaultsTest(PoolTestCase):
         before = ticks_by_thread(workers[1].process.pid)
         time.sleep(0.5)
         after = ticks_by_thread(workers[1].process.pid)
-        busiest = max(after, key=lambda thread: after[thread] - before.get(thread, after[thread]))
+        busiest = max(after, key=lambda thread: after[thread] - before.get(thread, 0))
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(frozen(busiest))

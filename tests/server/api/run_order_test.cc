@@ -278,7 +278,9 @@ TEST(RunOrder, PredictsTheWait) {
     };
     const auto random_job = [&] {
       return RunOrder::Job{
-          .tenant = "t", .priority = Draw(random, -1, 1), .work_seconds = Draw(random, 1, 1000) / 100.0};
+          .tenant = "t",
+          .priority = Draw(random, -1, 1),
+          .work_seconds = std::uniform_real_distribution<double>(0.01, 10)(random)};  // no two alike
     };
     for (Ticket ticket = 1; ticket <= 8; ++ticket) {
       add(ticket, random_job());
