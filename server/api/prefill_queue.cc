@@ -31,6 +31,10 @@ namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
 
+absl::Status Refuse(Refusal refusal, const std::string& message) {
+  return WithRefusal(absl::ResourceExhaustedError(message), refusal);
+}
+
 }  // namespace
 
 void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
@@ -98,28 +102,25 @@ absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
 
 std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const Load& of_tenant,
                                                        const Request& request) const {
-  const auto refuse = [](Refusal refusal, const std::string& message) {
-    return WithRefusal(absl::ResourceExhaustedError(message), refusal);
-  };
   if (queue.requests + 1 > limits_.max_requests) {
-    return refuse(Refusal::kQueueRequests,
+    return Refuse(Refusal::kQueueRequests,
                   absl::StrCat("the queue is full: ", queue.requests, " requests (queue.max_requests is ",
                                limits_.max_requests, "); try again later"));
   }
   if (queue.tokens + request.tokens > limits_.max_tokens) {
-    return refuse(
+    return Refuse(
         Refusal::kQueueTokens,
         absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", queue.tokens,
                      " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"));
   }
   const TenantLimits& tenant = limits_.tenants.LimitsOf(request.tenant);
   if (of_tenant.requests + 1 > tenant.max_requests) {
-    return refuse(Refusal::kTenantShare, absl::StrCat("the tenant has ", of_tenant.requests,
+    return Refuse(Refusal::kTenantShare, absl::StrCat("the tenant has ", of_tenant.requests,
                                                       " requests in the queue (its max_requests is ",
                                                       tenant.max_requests, "); try again later"));
   }
   if (of_tenant.tokens + request.tokens > tenant.max_tokens) {
-    return refuse(
+    return Refuse(
         Refusal::kTenantShare,
         absl::StrCat("the tenant has no room for ", request.tokens, " tokens beside its ", of_tenant.tokens,
                      " in the queue (its max_tokens is ", tenant.max_tokens, "); try again later"));
@@ -128,20 +129,17 @@ std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const 
 }
 
 absl::Status PrefillQueue::CheckRoom(const Request& request) const {
-  const auto refuse = [](Refusal refusal, const std::string& message) {
-    return WithRefusal(absl::ResourceExhaustedError(message), refusal);
-  };
   const auto retry_after = [](const absl::Status& status, double seconds) {
     return WithRetryAfter(status, absl::Seconds(std::max(1.0, seconds)));
   };
   const int64_t tenants_tokens = limits_.tenants.LimitsOf(request.tenant).max_tokens;
   if (request.tokens > limits_.max_tokens) {
-    return refuse(Refusal::kQueueTokens, absl::StrCat("the queue never has room for ", request.tokens,
+    return Refuse(Refusal::kQueueTokens, absl::StrCat("the queue never has room for ", request.tokens,
                                                       " tokens (queue.max_tokens is ", limits_.max_tokens,
                                                       "); send a shorter prompt"));
   }
   if (request.tokens > tenants_tokens) {
-    return refuse(Refusal::kTenantShare,
+    return Refuse(Refusal::kTenantShare,
                   absl::StrCat("the tenant never has room for ", request.tokens,
                                " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
   }
@@ -151,7 +149,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   if (wait_seconds > max_wait_seconds) {
     return retry_after(
-        refuse(Refusal::kQueueWait,
+        Refuse(Refusal::kQueueWait,
                absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
                                wait_seconds, max_wait_seconds)),
         wait_seconds - max_wait_seconds);
@@ -160,7 +158,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
   if (request.predicted_seconds > left_seconds) {
-    return refuse(
+    return Refuse(
         Refusal::kDeadline,
         absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of prefill without "
                         "any waiting; allow more time, or send a shorter prompt",
@@ -168,7 +166,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
   }
   if (wait_seconds + request.predicted_seconds > left_seconds) {
     return retry_after(
-        refuse(Refusal::kDeadline,
+        Refuse(Refusal::kDeadline,
                absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and "
                                "%.3g s of prefill; allow more time, or try again later",
                                left_seconds, wait_seconds, request.predicted_seconds)),

@@ -788,7 +788,8 @@ TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
 TEST_F(FrontEndTest, FullQueueSaysWhenToTryAgain) {
   const std::map<std::string, std::string> reasons = {{"queue.max_requests=1", "queue_requests"},
                                                       {"queue.max_tokens=10", "queue_tokens"},
-                                                      {"queue.max_wait=100s", "queue_wait"}};
+                                                      {"queue.max_wait=100s", "queue_wait"},
+                                                      {"tenant_limits.max_requests=1", "tenant_share"}};
   for (const auto& [limit, reason] : reasons) {
     SCOPED_TRACE(limit);
     StartServer({limit});

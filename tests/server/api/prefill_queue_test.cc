@@ -216,6 +216,31 @@ TEST_F(PrefillQueueTest, BoundsWhatATenantHas) {
   EXPECT_TRUE(waiter->Result().ok());
 }
 
+// A tenth of a second counts as 100 s for the one, whose short prompt then looks longer than the other's.
+TEST_F(PrefillQueueTest, SharesGoByTheWeights) {
+  v1::Config config;
+  (*config.mutable_tenants())["light"].set_weight(0.001);
+  PrefillQueue::Limits limits;
+  limits.tenants = Tenants(config);
+  MakeQueue(limits);
+  engine_.Hold(0);
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  const auto submit = [&](const Request& request) {
+    slots.push_back(Reserve(request));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    Submit(*slots.back(), static_cast<uint32_t>(slots.size()), waiters.back());
+  };
+  submit({.id = "runs", .tenant = "light", .tokens = 3, .predicted_seconds = 60});
+  submit({.id = "long", .tenant = "other", .tokens = 3, .predicted_seconds = 4});
+  submit({.id = "short", .tenant = "light", .tokens = 3, .predicted_seconds = 1});
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  absl::SleepFor(absl::Milliseconds(100));  // the ranks' time of the one
+  engine_.Release();
+  for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+  EXPECT_EQ(engine_.first_ids(), (std::vector<uint32_t>{1, 2, 3}));
+}
+
 // One that would be too late by its turn is accepted where it goes before the others, and does.
 TEST_F(PrefillQueueTest, ADeadlineThatCanBeMetIsMet) {
   MakeQueue();
