@@ -17,7 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "server/cli/cancel_watch.h"
-#include "server/cli/commands/bench.h"
+#include "server/cli/bench/bench.h"
 #include "server/cli/commands/cancel.h"
 #include "server/cli/commands/make_model.h"
 #include "server/cli/commands/plan.h"

@@ -41,9 +41,10 @@ INNER = {
     "server/access": {"server/config", "server/observe"},
     "server/api": {"server/config", "server/observe", "server/access"},
     "server/pool": {"server/config", "server/observe", "server/access", "server/api"},
-    "server/cli": {"server/config", "server/access"},
+    "server/cli": {"server/config", "server/access", "server/api"},
     "server/cli/commands": {"server/config", "server/pictures", "server/api", "server/pool", "server/cli",
                             "server"},
+    "server/cli/bench": {"server/config", "server/api", "server/pool", "server/cli", "server/cli/commands"},
     "server": {"server/config", "server/observe", "server/api", "server/pool"},
 }
 # The binary's root, which knows the commands.

@@ -7,11 +7,14 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/status_details.h"
 
 namespace meshfill {
 namespace {
@@ -36,16 +39,18 @@ bool Upload(v1::PrefillHeader header, std::span<const uint32_t> tokens, PrefillS
 }
 
 absl::Status ServerError(const std::string& address, const grpc::Status& status) {
-  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  const absl::Status said = FromGrpcStatus(status);
   if (absl::StrContains(status.error_message(), "DNS resolution failed")) {
     return absl::NotFoundError(
         absl::StrCat("server ", address, ": no host of this name is known; check the address and the DNS"));
   }
   std::string message = absl::StrCat("server ", address, ": ", status.error_message());
-  if (code == absl::StatusCode::kUnavailable && absl::StrContains(message, "failed to connect")) {
+  if (absl::IsUnavailable(said) && absl::StrContains(message, "failed to connect")) {
     absl::StrAppend(&message, "; is `meshfill serve` listening there?");
   }
-  return absl::Status(code, message);
+  absl::Status error(said.code(), message);
+  said.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) { error.SetPayload(url, payload); });
+  return error;
 }
 
 // A call of one message each way.

@@ -28,7 +28,8 @@ class PrefillClient {
   ~PrefillClient();
 
   // Sends one prompt and waits for its result; blocks; call it once. The header's token_count is filled in
-  // here. Errors: the server's own status, with the address; UNAVAILABLE where nothing listens there.
+  // here. Errors: the server's own status, with the address and when to try again (status_details.h);
+  // UNAVAILABLE where nothing listens there.
   absl::StatusOr<v1::PrefillResult> Prefill(const ServerChannel& server, v1::PrefillHeader header,
                                             std::span<const uint32_t> tokens, absl::Time deadline,
                                             PrefillEvents& events);

@@ -84,6 +84,16 @@ class SchemasTest(CliTestCase):
                                  ("weights", "--config", self.config, "--tokens", 99, "--rounds", 1)):
             self.check(self.succeed("bench", name, "--json", *arguments), "bench", name)
 
+    def test_bench_serve(self):
+        server = Server("--config", self.config)
+        try:
+            for scenario in ("mix", "flight", "overload"):
+                text = self.succeed("bench", "serve", "--server", server.address, "--scenario", scenario, "--json", "--tokens", 16,
+                                    "--seconds", 0.5 if scenario == "mix" else 0.05, "--in-flight", 8, "--rounds", 1)
+                self.assertEqual(self.check(text, "bench", "serve")["scenario"], scenario)
+        finally:
+            server.stop()
+
     def test_status(self):
         server = Server("--config", self.config, "--set", "metrics_listen=127.0.0.1:0")
         try:

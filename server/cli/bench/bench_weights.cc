@@ -1,0 +1,163 @@
+#include "server/cli/bench/bench_weights.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "engine/embedded_engine.h"
+#include "kernels/median.h"
+#include "kernels/return_if_error.h"
+#include "nlohmann/json.hpp"
+#include "server/cli/commands/flags.h"
+#include "server/cli/progress_bar.h"
+#include "server/cli/result_text.h"
+#include "server/config/config.h"
+
+namespace meshfill {
+namespace {
+
+constexpr std::array kModes = {WeightMode::kResident, WeightMode::kStreamed};
+constexpr int64_t kWarmUpTokens = 64;
+
+// Memory of this process that no file stands behind; 0 where the system does not say.
+int64_t AnonymousBytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string key, rest; status >> key;) {
+    int64_t kib = 0;
+    if (key == "RssAnon:" && status >> kib) return kib * 1024;
+    std::getline(status, rest);
+  }
+  return 0;
+}
+
+// The most of it while the object lives.
+class AnonymousPeak {
+ public:
+  AnonymousPeak() : thread_([this] { Watch(); }) {}
+  ~AnonymousPeak() { Stop(); }
+  int64_t Stop() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+    return most_;
+  }
+
+ private:
+  void Watch() {
+    while (!stop_) {
+      most_ = std::max(most_, AnonymousBytes());
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+  }
+
+  std::atomic<bool> stop_{false};
+  int64_t most_ = 0;    // the thread's, until it has ended
+  std::thread thread_;  // last: it uses all of the above
+};
+
+// Of one way to hold the weights, over all rounds.
+struct Measured {
+  std::vector<double> seconds;
+  double weight_seconds = 0;  // that the last plan states
+  int64_t weight_bytes = 0;
+  int64_t anonymous_bytes = 0;  // the most
+};
+
+class BenchWeightsCommand : public Command {
+ public:
+  explicit BenchWeightsCommand(CLI::App& parent)
+      : Command(parent.add_subcommand(
+            "weights", "Prompts with weights that stream beside the same with weights that stay")) {
+    config_.AddTo(*app_)->required();
+    AddCount(*app_, "--tokens", tokens_, "Tokens of a prompt");
+    AddCount(*app_, "--rounds", rounds_, "Prompts of each");
+    app_->add_option("--seed", seed_, "Of the tokens")->capture_default_str();
+    AddJsonFlag(*app_, json_);
+  }
+
+  // In turn, so that what else the machine does meets both alike; one model at a time is in memory.
+  absl::Status Run() override {
+    ASSIGN_OR_RETURN(const v1::Config config, config_.Load());
+    RETURN_IF_ERROR(config_.CheckModelPath(config));
+    for (int round = 0; round < rounds_; ++round) {
+      for (size_t turn = 0; turn < kModes.size(); ++turn) {
+        const size_t mode = (turn + static_cast<size_t>(round)) % kModes.size();
+        RETURN_IF_ERROR(Measure(ToEngineOptions(config), kModes[mode], measured_[mode]));
+      }
+    }
+    std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status Measure(EngineOptions options, WeightMode mode, Measured& measured) const {
+    AnonymousPeak peak;
+    options.weights = mode;
+    ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(options));
+    std::mt19937_64 random(seed_);
+    std::vector<uint32_t> prompt(static_cast<size_t>(tokens_));
+    for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % engine->model().vocab);
+    const auto warm_up = std::span<const uint32_t>(prompt).first(std::min(tokens_, kWarmUpTokens));
+    RETURN_IF_ERROR(RunPrefill(*engine, {warm_up, {}}).status());
+    ASSIGN_OR_RETURN(const PrefillResult result, RunPrefill(*engine, {prompt, {}}));
+    measured.seconds.push_back(result.prefill_seconds);
+    measured.weight_seconds = result.plan.predicted.weight_seconds;
+    measured.weight_bytes = result.plan.predicted.weight_bytes;
+    measured.anonymous_bytes = std::max(measured.anonymous_bytes, peak.Stop());
+    return absl::OkStatus();
+  }
+
+  double Ratio() const { return Median(measured_[0].seconds) / Median(measured_[1].seconds); }
+
+  std::string Json() const {
+    nlohmann::ordered_json json = {{"tokens", tokens_}, {"rounds", rounds_}};
+    for (size_t mode = 0; mode < kModes.size(); ++mode) {
+      const Measured& of = measured_[mode];
+      json[WeightModeName(kModes[mode])] = {
+          {"seconds", Median(of.seconds)},
+          {"tokens_per_second", static_cast<double>(tokens_) / Median(of.seconds)},
+          {"weight_seconds", of.weight_seconds},
+          {"weight_bytes", of.weight_bytes},
+          {"anonymous_bytes", of.anonymous_bytes}};
+    }
+    json["streamed_over_resident"] = Ratio();
+    return absl::StrCat(json.dump(), "\n");
+  }
+
+  std::string Text() const {
+    std::string text = absl::StrFormat("%d tokens, median of %d\n", tokens_, rounds_);
+    for (size_t mode = 0; mode < kModes.size(); ++mode) {
+      const Measured& of = measured_[mode];
+      absl::StrAppendFormat(&text, "%-9s  %s  %.1f tokens/s  weights %s  most anonymous memory %s\n",
+                            WeightModeName(kModes[mode]), FormatSeconds(Median(of.seconds)),
+                            static_cast<double>(tokens_) / Median(of.seconds),
+                            FormatBytes(static_cast<double>(of.weight_bytes)),
+                            FormatBytes(static_cast<double>(of.anonymous_bytes)));
+    }
+    absl::StrAppendFormat(&text, "streamed over resident, tokens/s: %.3f\n", Ratio());
+    return text;
+  }
+
+  ConfigFlags config_;
+  int64_t tokens_ = 16384;
+  int rounds_ = 3;
+  uint64_t seed_ = 1;
+  bool json_ = false;
+  std::array<Measured, kModes.size()> measured_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> AddBenchWeightsCommand(CLI::App& parent) {
+  return std::make_unique<BenchWeightsCommand>(parent);
+}
+
+}  // namespace meshfill

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""A server under load, as `meshfill bench serve` puts it: each scenario against a server of its own.
+
+Prints every figure with its bound, and whether it is met. With --workers N the pool has so many worker processes, and
+with --kill-every S one of them is killed and started again each S seconds. The resident memory of an embedded pool
+is held against its budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
+is not met. Takes minutes; with --short it is one of the ordinary tests.
+
+Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--layers N] [--tokens N]
+               [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
+"""
+import argparse
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+from cli_harness import MESHFILL, run
+from pool_process import Process
+
+SCENARIOS = ("mix", "flight", "overload")
+QUEUE_TOKENS = 4 << 20
+TOKEN_BYTES = 4  # of a prompt in the queue
+
+
+class Pool:
+    """A server, and its workers where it has any."""
+
+    def __init__(self, arguments, folder):
+        self.random = random.Random(arguments.seed)
+        self.quit = threading.Event()
+        self.kills = 0
+        self.folder = folder
+        queue = f"queue:\n  max_tokens: {QUEUE_TOKENS}\nkv:\n  memory_bytes: {arguments.kv_mib}MiB\n"
+        memory = f"    memory_bytes: {arguments.memory_mib}MiB\n"
+        head = f"model:\n  path: {folder / 'model'}\n"
+        listen = "listen: 127.0.0.1:0\nmetrics_listen: ''\n"
+        if arguments.workers:
+            pool = "pool:\n  control_listen: 127.0.0.1:0\n"
+            (folder / "worker.yaml").write_text(
+                f"{head}pool:\n  worker:\n    threads: 1\n    peak_flops: 1e11\n{memory}")
+        else:
+            pool = f"pool:\n  embedded:\n    peak_flops: 1e11\n{memory}"
+        (folder / "serve.yaml").write_text(head + listen + pool + queue)
+        self.server = Process("serve", "--config", folder / "serve.yaml")
+        self.workers = {}
+        if arguments.workers:
+            self.control = self.server.wait_for(r"workers join at (\S+:\d+)").group(1)
+            for index in range(arguments.workers):
+                self.start(f"w{index}")
+            for worker in self.workers.values():
+                worker.wait_for("joined the pool")
+        self.address = self.server.wait_for(r"Z listening on (\S+:\d+)").group(1)
+        self.server.wait_for("Z ready: |waits for workers")
+        self.killer = threading.Thread(target=self.kill, args=(arguments.kill_every,))
+        if arguments.workers and arguments.kill_every:
+            self.killer.start()
+
+    def start(self, name):
+        self.workers[name] = Process("worker", "--config", self.folder / "worker.yaml", "--join", self.control, "--set",
+                                     f"pool.worker.name={name}")
+
+    def kill(self, every):
+        while not self.quit.wait(every):
+            name = self.random.choice(sorted(self.workers))
+            self.workers[name].signal(signal.SIGKILL)
+            self.workers[name].end()
+            self.kills += 1
+            self.start(name)
+
+    def memory(self, key):
+        """Bytes of /proc's VmRSS or VmHWM."""
+        text = pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE).group(1)) * 1024
+
+    def end(self):
+        self.quit.set()
+        if self.killer.is_alive():
+            self.killer.join()
+        for process in (*self.workers.values(), self.server):
+            process.end()
+
+
+def bench(pool, scenario, arguments):
+    """What `bench serve --json` says."""
+    command = [MESHFILL, "bench", "serve", "--server", pool.address, "--scenario", scenario, "--json", "--seed",
+               str(arguments.seed), "--tokens", str(arguments.tokens), "--in-flight", str(arguments.in_flight), "--rounds",
+               str(arguments.rounds)]
+    seconds = arguments.seconds if scenario == "mix" else arguments.overload_seconds
+    done = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"bench serve --scenario {scenario} ended with {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def show(said, kills):
+    text = f"{said['scenario']}: {said['requests']} requests in {said['seconds']:.1f} s, {said['refusals']} tries refused"
+    print(text + (f", {kills} workers killed" if kills else ""))
+    for length in said["lengths"]:
+        line = f"  {length['tokens']} tokens, alone {length['lone_seconds']:.4g} s: {length['requests']}"
+        for name in ("slowdown", "first_come_first_served"):
+            if name in length:
+                line += f", {name} median {length[name]['median']:.3g}, 99th percentile {length[name]['p99']:.3g}"
+        print(line)
+    for name, value in said["figures"].items():
+        print(f"  {name} {value:.5g}")
+    for check in said["checks"]:
+        bound = f"at least {check['at_least']:g}" if "at_least" in check else f"at most {check['at_most']:g}"
+        print(f"  {check['name']:26} {check['value']:9.4g}  {bound}: {'met' if check['met'] else 'NOT MET'}", flush=True)
+
+
+def load(scenario, arguments, folder):
+    pool = Pool(arguments, folder)
+    try:
+        before = pool.memory("VmRSS")
+        said = bench(pool, scenario, arguments)
+        if not arguments.workers:
+            grown = pool.memory("VmHWM") - before
+            budget = ((arguments.memory_mib + arguments.kv_mib) << 20) + TOKEN_BYTES * QUEUE_TOKENS
+            said["checks"].append({"name": "memory_of_budget", "value": grown / budget, "at_most": 1.05,
+                                   "met": grown <= 1.05 * budget})
+    finally:
+        pool.end()
+    show(said, pool.kills)
+    return said
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--short", action="store_true", help="a tiny model and seconds: an ordinary test")
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS)
+    parser.add_argument("--seconds", type=float, help="while prompts of the mix come")
+    parser.add_argument("--overload-seconds", type=float, help="while prompts of the overload come")
+    parser.add_argument("--hidden", type=int, help="of the model")
+    parser.add_argument("--layers", type=int, help="of the model")
+    parser.add_argument("--tokens", type=int, help="of the shortest prompts")
+    parser.add_argument("--in-flight", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--memory-mib", type=int, help="for what runs: of the server, or of each worker")
+    parser.add_argument("--kv-mib", type=int, help="for kept K and V")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--kill-every", type=float, default=0, help="seconds")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    parser.add_argument("--strict", action="store_true")
+    short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, in_flight=16, rounds=1, memory_mib=256,
+                 kv_mib=64)
+    long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, in_flight=64, rounds=5, memory_mib=768,
+                kv_mib=768)
+    parser.set_defaults(**(short if "--short" in sys.argv else long))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
+        made = run("make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden",
+                   arguments.hidden, "--heads", 4, "--kv-heads", 2, "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20)
+        assert made.returncode == 0, made.stderr
+        said = [load(scenario, arguments, folder) for scenario in arguments.scenario or SCENARIOS]
+    overloads = [each for each in said if each["scenario"] == "overload"]
+    good = all(each["failed"] == 0 and each["requests"] > 0 for each in said)
+    good = good and all(each["refusals"] > 0 for each in overloads)
+    if arguments.strict:
+        good = good and all(check["met"] for each in said for check in each["checks"])
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
