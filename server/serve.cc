@@ -92,7 +92,7 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, Liveness& live
 absl::Status Serve(const v1::Config& config) {
   SetUpProcess(config.log());
   const LogFlush flush;
-  ShutdownSignals signals([] { Log(kNothingToReload); });
+  ShutdownSignals signals;
   Metrics metrics;
   auto front_end = FrontEnd::Start(config, metrics);
   if (!front_end.ok()) {

@@ -1,31 +1,26 @@
-// SIGTERM and SIGINT as something to wait for; SIGHUP as a word in passing.
+// SIGTERM and SIGINT as something to wait for; the others that people send, as a word in passing.
 #ifndef MESHFILL_SERVER_SHUTDOWN_SIGNALS_H_
 #define MESHFILL_SERVER_SHUTDOWN_SIGNALS_H_
 
 #include <algorithm>
 #include <csignal>
-#include <functional>
-#include <utility>
+#include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "kernels/monotonic_time.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 
-// What a process says of a SIGHUP that asks for nothing.
-constexpr char kNothingToReload[] =
-    "SIGHUP changes nothing: the configuration is read at start, certificates and tokens as they change";
-
 // Make it before any other thread: threads inherit that the signals are blocked, so that they stay pending
-// for Wait. A SIGHUP ends nothing: neither a closed terminal nor `systemctl reload` costs a prefill.
+// for Wait. SIGHUP, SIGUSR1 and SIGUSR2 end nothing: neither a closed terminal nor `systemctl reload` nor
+// somebody's script that asks other servers to open their logs anew costs a prefill.
 class ShutdownSignals {
  public:
-  // `on_hangup` is called for a SIGHUP, within Wait.
-  explicit ShutdownSignals(std::function<void()> on_hangup) : on_hangup_(std::move(on_hangup)) {
+  ShutdownSignals() {
     sigemptyset(&signals_);
-    sigaddset(&signals_, SIGTERM);
-    sigaddset(&signals_, SIGINT);
-    sigaddset(&signals_, SIGHUP);
+    for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2}) sigaddset(&signals_, signal);
     pthread_sigmask(SIG_BLOCK, &signals_, &old_mask_);
   }
   ~ShutdownSignals() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
@@ -40,13 +35,15 @@ class ShutdownSignals {
       const timespec time = absl::ToTimespec(left);
       const int signal = sigtimedwait(&signals_, nullptr, &time);
       if (signal == SIGTERM || signal == SIGINT) return true;
-      if (signal == SIGHUP) on_hangup_();
+      if (signal > 0) {
+        Log(absl::StrCat("SIG", sigabbrev_np(signal), " changes nothing: the configuration is read at start, ",
+                         "certificates and tokens as they change"));
+      }
       if (left == absl::ZeroDuration()) return false;
     }
   }
 
  private:
-  const std::function<void()> on_hangup_;
   sigset_t signals_;
   sigset_t old_mask_;
 };

@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   SetUpProcess(config.log());
   const LogFlush flush;
-  ShutdownSignals signals([] { Log(kNothingToReload); });
+  ShutdownSignals signals;
   WorkerMetrics metrics;
   Liveness liveness;
   ASSIGN_OR_RETURN(const auto pages,
