@@ -87,6 +87,9 @@ absl::StatusOr<std::vector<Certificate>> Certificates(const File& file) {
         absl::StrCat("has a damaged certificate, number ", found.size() + 1, ": ", reason, "; copy it anew"));
   }
   if (!found.empty()) return found;
+  if (absl::StrContains(file.text, "CERTIFICATE REQUEST-----")) {
+    return file.Error("is a signing request; name the certificate that an authority made of it");
+  }
   return file.Error(
       absl::StrContains(file.text, "PRIVATE KEY-----")
           ? "has a private key and no certificate; name the certificate's file here"
@@ -103,8 +106,12 @@ absl::StatusOr<Key> PrivateKey(const File& file) {
   if (encrypted) {
     return file.Error("is encrypted, and nobody is there to give its password; `openssl pkey` decrypts it");
   }
+  if (absl::StrContains(file.text, "BEGIN OPENSSH PRIVATE KEY-----"))
+    return file.Error("is a key of OpenSSH's; `openssl genpkey -algorithm ED25519` makes one for TLS");
   if (absl::StrContains(file.text, "PRIVATE KEY-----"))
     return file.Error(absl::StrCat("has a damaged private key: ", reason, "; copy it anew"));
+  if (absl::StrContains(file.text, "BEGIN PUBLIC KEY-----"))
+    return file.Error("has a public key; name the private one, which stays on this machine");
   return file.Error(
       absl::StrContains(file.text, "BEGIN CERTIFICATE-----")
           ? "has a certificate and no private key; name the key's file here"

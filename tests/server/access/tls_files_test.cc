@@ -103,6 +103,10 @@ TEST_F(TlsFilesTest, CertificatesThatCannotServeAreRefused) {
   const std::string key = TestCertificates::Read(Good().key);
   EXPECT_THAT(Cert(key), HasSubstr("has a private key and no certificate"));
   EXPECT_THAT(Cert("\x30\x82\x01"), HasSubstr("no certificate in PEM"));
+  EXPECT_THAT(Cert("-----BEGIN CERTIFICATE REQUEST-----\nMIIH\n-----END CERTIFICATE REQUEST-----\n"),
+              HasSubstr("is a signing request"));
+  EXPECT_EQ(Cert("\xef\xbb\xbf# of the host\r\n" + good), "none");  // text before it, as tools write it
+  EXPECT_THAT(Cert(good + good), HasSubstr("chain out of order"));
   EXPECT_THAT(Cert(good.substr(0, good.size() / 2)), HasSubstr("damaged certificate, number 1"));
   EXPECT_THAT(Cert(good + good.substr(0, good.size() / 2)), HasSubstr("damaged certificate, number 2"));
   std::string flipped = good;
@@ -142,12 +146,21 @@ TEST_F(TlsFilesTest, KeysThatCannotServeAreRefused) {
   EXPECT_THAT(Key(TestCertificates::Pem(another, "password")), HasSubstr("is encrypted"));
   EXPECT_THAT(Key(TestCertificates::Read(Good().cert)), HasSubstr("has a certificate and no private key"));
   EXPECT_THAT(Key(good.substr(0, good.size() / 2)), HasSubstr("damaged private key"));
+  EXPECT_THAT(Key("-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl\n-----END OPENSSH PRIVATE KEY-----\n"),
+              HasSubstr("is a key of OpenSSH's"));
+  EXPECT_THAT(Key("-----BEGIN PUBLIC KEY-----\nMCow\n-----END PUBLIC KEY-----\n"),
+              HasSubstr("has a public key; name the private one"));
+  EXPECT_THAT(Key("-----BEGIN EC PARAMETERS-----\nBggq\n-----END EC PARAMETERS-----\n"),
+              HasSubstr("no private key in PEM"));
   EXPECT_THAT(Key("secret words"), AllOf(HasSubstr("no private key in PEM"), Not(HasSubstr("secret"))));
 }
 
 TEST_F(TlsFilesTest, AuthoritiesThatSignNothingAreRefused) {
   EXPECT_THAT(Ca(TestCertificates::Read(Good().cert)),
               AllOf(HasSubstr("is no authority's certificate"), HasSubstr("/CN=host")));
+  EXPECT_THAT(Ca("-----BEGIN X509 CRL-----\nMIIH\n-----END X509 CRL-----\n"),
+              HasSubstr("no certificate in PEM"));
+  EXPECT_THAT(Ca(TestCertificates::Pem(made_.authority()).substr(0, 200)), HasSubstr("damaged certificate"));
   EXPECT_THAT(Ca(TestCertificates::Read(Good().key)), HasSubstr("has a private key and no certificate"));
   const auto key = TestCertificates::MakeKey(0);
   const auto old =
