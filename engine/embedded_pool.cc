@@ -96,6 +96,9 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
   if (weights->plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasureStream(options, hardware, *pool.models.front(), weights->plan));
   }
+  if (weights->plan.mode == WeightMode::kSharded) {
+    MeasureSharing(options, WeightBytesOf(shape, hardware.WeightDType(shape.dtype)), weights->plan);
+  }
   ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
                                            /*weights_to_come=*/0));
   pool.peak_flops = options.peak_flops;
@@ -116,6 +119,10 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   ASSIGN_OR_RETURN(ChosenWeights weights, ChooseWeights(options, shape, *hardware));
   if (weights.plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasurePacking(options, *hardware, shape, *devices.front(), weights.plan));
+  }
+  if (weights.plan.mode == WeightMode::kSharded) {
+    MeasureSharing(options, WeightBytesOf(shape, hardware->WeightDType(shape.dtype)), weights.plan);
+    return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0);
   }
   return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes);
 }

@@ -23,6 +23,7 @@ struct EngineOptions {
   std::optional<DType> dtype;   // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
   // Default: resident on GPUs; on CPUs as AutoWeightMode says (weight_choice.h)
   std::optional<WeightMode> weights;
+  bool of_worker = false;  // the ranks are a worker's of a pool, which may share its weights
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <ctime>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/comm/checksum.h"
 #include "engine/devices/free_memory.h"
 #include "engine/model/layer_shape.h"
 #include "kernels/return_if_error.h"
@@ -64,12 +66,26 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head)};
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
                              .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer};
+  // Of a worker's share nothing is known before the pool is: the leader counts it.
+  const PlanWeights sharded{.mode = WeightMode::kSharded,
+                            .loaded_bytes = bytes.layers + bytes.head,
+                            .run_bytes = kPartsAhead * bytes.most_layer,
+                            .layer_bytes = bytes.most_layer,
+                            .head_bytes = bytes.head};
+  if (options.weights == WeightMode::kSharded && !options.of_worker) {
+    return absl::InvalidArgumentError(
+        "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
+        "copy "
+        "of the weights together: set resident, streamed or auto");
+  }
   const int64_t free = FreeMemoryBytes();
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };
   const WeightMode mode =
       options.weights.value_or(AutoWeightMode(resident.loaded_bytes, free, options.memory_budget_bytes));
-  const PlanWeights& chosen = mode == WeightMode::kResident ? resident : streamed;
-  const int64_t needed = chosen.loaded_bytes + chosen.run_bytes;
+  const PlanWeights& chosen = mode == WeightMode::kResident   ? resident
+                              : mode == WeightMode::kStreamed ? streamed
+                                                              : sharded;
+  const int64_t needed = chosen.run_bytes + (mode == WeightMode::kSharded ? 0 : chosen.loaded_bytes);
   if (fits(needed)) {
     return ChosenWeights{
         .plan = chosen,
@@ -94,6 +110,19 @@ absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hard
   SetSeconds(WeightBytesOf(model.shape(), packed), elements * static_cast<double>(DTypeBytes(packed)), begin,
              options, weights);
   return absl::OkStatus();
+}
+
+void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights) {
+  constexpr size_t kSample = size_t{16} << 20;
+  std::vector<std::byte> from(kSample, std::byte{1}), to(kSample);
+  const Instant begin;
+  uint64_t sums = 0;
+  for (int pass = 0; pass < 2; ++pass) sums += Checksum(from.data(), kSample);  // of what leaves and comes
+  for (int pass = 0; pass < 3; ++pass) {  // into the socket, out of it, to its place
+    std::memcpy(to.data(), from.data(), kSample);
+    from[pass] = static_cast<std::byte>(sums);
+  }
+  SetSeconds(bytes, static_cast<double>(kSample), begin, options, weights);
 }
 
 absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,

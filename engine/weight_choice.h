@@ -33,6 +33,8 @@ WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t me
 // alone, where there are no files.
 absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
                            PlanWeights& weights);
+// The same of weights that workers share: of a thread that sends and receives as much as a layer.
+void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights);
 absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,
                             const ModelShape& shape, Device& device, PlanWeights& weights);
 

@@ -20,6 +20,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -46,6 +47,16 @@ class PackedWeight {
  private:
   int64_t out_features_;
   int64_t in_features_;
+};
+
+// A packed weight as bytes: panels of rows, one after the other, each as it is packed by itself.
+struct PackedForm {
+  int64_t bytes = 0;
+  int64_t panel_rows = 0;   // of each panel but the last
+  int64_t panel_bytes = 0;  // likewise
+
+  int64_t panels() const { return (bytes + panel_bytes - 1) / panel_bytes; }
+  int64_t ByteOf(int64_t panel) const { return panel < panels() ? panel * panel_bytes : bytes; }
 };
 
 // Rows of a matrix that are in no memory yet. Thread-safe.
@@ -96,8 +107,29 @@ class Device {
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                                    int64_t in_features) = 0;
 
+  // Weights in parts, for those that several devices of one kind have together. UNIMPLEMENTED: this one's
+  // weights cannot be divided.
+  virtual absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features) {
+    return CannotDivide();
+  }
+  // Panels [first, first + panels) of what PackWeight makes of the rows, without biases.
+  virtual absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features,
+                                               int64_t first, int64_t panels) {
+    return CannotDivide();
+  }
+  // The weight of all those bytes, which stay where they are. `bias`: [out_features], or empty.
+  virtual absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
+                                                                 BufferRef packed, std::vector<float> bias) {
+    return CannotDivide();
+  }
+
   // A stream for one rank of one run, which watches `stop`. The token may be null, and outlives the stream.
   virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) = 0;
+
+ private:
+  absl::Status CannotDivide() const {
+    return absl::UnimplementedError(name() + ": its packed weights cannot be divided");
+  }
 };
 
 }  // namespace meshfill

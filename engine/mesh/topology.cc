@@ -21,8 +21,7 @@ Link Slowest(const Flows& flows, const Topology& topology) {
                                         topology.node_bytes_per_second / flows.most()})};
 }
 
-// Each rank sends to the other members of its head group, one after the other; their flows share the nodes'
-// links.
+// The same in groups of `heads` side by side, all groups at once.
 Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank, int nodes) {
   if (heads == 1) return {};
   std::vector<int64_t> out(nodes, 0);  // messages
@@ -112,6 +111,11 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
           {Traffic::kKv, Slowest(kv, topology)},
           {Traffic::kO, Slowest(q, topology)},
           {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
+}
+
+Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member) {
+  const int nodes = 1 + *std::max_element(node_of_member.begin(), node_of_member.end());
+  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member, nodes);
 }
 
 }  // namespace meshfill

@@ -46,6 +46,10 @@ using Links = PerTraffic<Link>;
 // The topology has a seat for each rank of the placement.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement);
 
+// The link that each of some members finds when all send to all others, one after the other; the flows share
+// the links of their nodes. `node_of_member`: those of a node side by side.
+Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_ENGINE_MESH_TOPOLOGY_H_

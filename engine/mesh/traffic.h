@@ -5,7 +5,7 @@
 //     kO          partial outputs, back along the Q rings
 //     kDq, kDkv   gradients of a backward pass, along the Q rings and the KV rings
 //     kAllToAll   tokens for heads in a head group, and back
-//     kGather     all of a tensor's parts, to every member of a team
+//     kGather     all of a tensor's parts, to every member of a team: weights that workers share
 #ifndef MESHFILL_ENGINE_MESH_TRAFFIC_H_
 #define MESHFILL_ENGINE_MESH_TRAFFIC_H_
 
@@ -22,7 +22,8 @@ inline constexpr std::array kAllTraffics = {Traffic::kQ,   Traffic::kKv,       T
 inline constexpr int kTraffics = static_cast<int>(kAllTraffics.size());
 
 // Traffic of a prefill. The rest moves in simulations alone.
-inline constexpr std::array kPrefillTraffics = {Traffic::kQ, Traffic::kKv, Traffic::kO, Traffic::kAllToAll};
+inline constexpr std::array kPrefillTraffics = {Traffic::kQ, Traffic::kKv, Traffic::kO, Traffic::kAllToAll,
+                                                Traffic::kGather};
 
 // "q", "kv", "o", "dq", "dkv", "all_to_all", "gather": the names of bytes and of schedules.
 const char* TrafficName(Traffic traffic);

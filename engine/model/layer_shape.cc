@@ -138,6 +138,8 @@ const char* WeightModeName(WeightMode mode) {
       return "resident";
     case WeightMode::kStreamed:
       return "streamed";
+    case WeightMode::kSharded:
+      return "sharded";
   }
   return "unknown";
 }

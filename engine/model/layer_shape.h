@@ -97,6 +97,7 @@ int64_t LayersMatrixElements(const ModelShape& model);
 enum class WeightMode {
   kResident,  // all of them
   kStreamed,  // two layers of each run, read from the files a layer ahead of their use
+  kSharded,   // a part of each layer, and two layers of each run, gathered a layer ahead from all workers
 };
 const char* WeightModeName(WeightMode mode);  // as the configuration has it
 

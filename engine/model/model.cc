@@ -99,6 +99,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     model->streamed_ = std::make_unique<StreamedWeights>(std::move(tensors), device);
     return model;
   }
+  if (place.mode == WeightMode::kSharded) {
+    model->embedding_->DropResidentPages();
+    model->sharded_ = std::move(tensors);
+    return model;
+  }
   for (int layer = 0; layer < shape.layers; ++layer) {
     ASSIGN_OR_RETURN(LayerWeights packed, tensors->PackLayer(device, layer, nullptr));
     model->resident_.push_back({.layer = std::move(packed), .head = nullptr});
@@ -111,6 +116,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
 }
 
 WeightMode Model::weight_mode() const {
+  if (sharded_ != nullptr) return WeightMode::kSharded;
   return streamed_ == nullptr ? WeightMode::kResident : WeightMode::kStreamed;
 }
 
@@ -119,6 +125,7 @@ absl::Status Model::Embed(Stream& stream, std::span<const uint32_t> ids, float* 
 }
 
 int Model::parts() const {
+  if (sharded_ != nullptr) return shape().layers + HeadParts(shape());
   return streamed_ == nullptr ? static_cast<int>(resident_.size()) : shape().layers + streamed_->head_parts();
 }
 

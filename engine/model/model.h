@@ -21,9 +21,10 @@
 namespace meshfill {
 
 class EmbeddingTable;
+class ModelTensors;
 class StreamedWeights;
 
-// Where a model's weights go. To stream them, the device's memory has to be the host's.
+// Where a model's weights go. To stream or share them, the device's memory has to be the host's.
 struct WeightPlace {
   WeightPlace(Device* on, WeightMode as = WeightMode::kResident) : device(on), mode(as) {}
   Device* device;
@@ -34,7 +35,7 @@ class Model {
  public:
   // Reads config.json, then decides the compute dtype (`dtype`, or f32 for f32 weights and bf16 otherwise)
   // and asks `place_for` where the weights of it go, when all else has been checked; an error of it is this
-  // one's. The device outlives the model where they stream. NOT_FOUND: no such folder or file.
+  // one's. The device outlives the model where they do not stay. NOT_FOUND: no such folder or file.
   // INVALID_ARGUMENT: anything in it is broken or not implemented; the message names the file, the tensor or
   // key, and what to do.
   static absl::StatusOr<std::unique_ptr<Model>> Load(
@@ -56,13 +57,17 @@ class Model {
   // For so many ranks of one run, which also read the LM head or do not. The token may be null, and outlives
   // the feed; so does the model.
   std::unique_ptr<WeightFeed> OpenFeed(int readers, bool with_head, const StopToken* stop) const;
+  // Where they are sharded, a feed comes from what is made of these (engine/run/sharded_weights.h); else
+  // null.
+  const ModelTensors* sharded_tensors() const { return sharded_.get(); }
 
  private:
   Model();
   ModelConfig config_;
   std::unique_ptr<EmbeddingTable> embedding_;
-  std::vector<WeightPart> resident_;           // empty where they stream
-  std::unique_ptr<StreamedWeights> streamed_;  // null: they do not
+  std::vector<WeightPart> resident_;             // empty: they are not
+  std::unique_ptr<StreamedWeights> streamed_;    // null: they are not
+  std::unique_ptr<const ModelTensors> sharded_;  // null: they are not
   PlacedVector final_norm_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <set>
 #include <span>
 #include <utility>
@@ -188,37 +189,137 @@ class TensorRows final : public RowSource {
   const BeforeRead& before_read_;
 };
 
-// Stacks the layers' rows into one packed weight. The device's copy is the only one, but for what a mapped
-// file has unaligned.
-absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<const Linear> linears,
-                                                   const BeforeRead& before_read) {
-  std::vector<WeightRows> rows;
-  std::vector<TensorRows> sources;
-  sources.reserve(linears.size());
-  std::vector<std::vector<float>> biases(linears.size());
-  std::vector<std::vector<std::byte>> aligned(linears.size());
-  for (size_t i = 0; i < linears.size(); ++i) {
-    const Weight& matrix = linears[i].matrix;
-    ASSIGN_OR_RETURN(biases[i], ToFloats(linears[i].bias, before_read));
-    const float* const bias = biases[i].empty() ? nullptr : biases[i].data();
-    const int64_t row_count = matrix.entry->tensor.shape[0];
-    if (before_read != nullptr) {
-      sources.emplace_back(matrix, before_read);
-      rows.push_back({nullptr, matrix.dtype, row_count, bias, &sources.back()});
-      continue;
+// The rows of stacked linear layers, as a device packs them. No copy, but for what a mapped file has
+// unaligned.
+class StackedRows {
+ public:
+  // `before_read` outlives the object.
+  static absl::StatusOr<std::unique_ptr<StackedRows>> Of(std::span<const Linear> linears,
+                                                         const BeforeRead& before_read) {
+    std::unique_ptr<StackedRows> stacked(new StackedRows(linears.size()));
+    for (size_t i = 0; i < linears.size(); ++i) {
+      RETURN_IF_ERROR(stacked->Add(linears[i], before_read));
     }
-    const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
-    const void* data = bytes.data();
-    if (reinterpret_cast<uintptr_t>(data) % DTypeBytes(matrix.dtype) != 0) {
-      aligned[i].assign(bytes.begin(), bytes.end());
-      data = aligned[i].data();
-    }
-    rows.push_back({data, matrix.dtype, row_count, bias});
+    return stacked;
   }
-  return device.PackWeight(rows, linears[0].matrix.entry->tensor.shape[1]);
+  StackedRows(const StackedRows&) = delete;
+  StackedRows& operator=(const StackedRows&) = delete;
+
+  std::span<const WeightRows> rows() const { return rows_; }
+
+ private:
+  explicit StackedRows(size_t linears) {
+    sources_.reserve(linears);
+    biases_.reserve(linears);
+    aligned_.reserve(linears);
+  }
+
+  absl::Status Add(const Linear& linear, const BeforeRead& before_read) {
+    const Weight& matrix = linear.matrix;
+    ASSIGN_OR_RETURN(std::vector<float> values, ToFloats(linear.bias, before_read));
+    const std::vector<float>& bias = biases_.emplace_back(std::move(values));
+    WeightRows rows = {.data = nullptr,
+                       .dtype = matrix.dtype,
+                       .rows = matrix.entry->tensor.shape[0],
+                       .bias = bias.empty() ? nullptr : bias.data()};
+    if (before_read != nullptr) {
+      rows.source = &sources_.emplace_back(matrix, before_read);
+    } else {
+      const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
+      rows.data = bytes.data();
+      if (reinterpret_cast<uintptr_t>(rows.data) % DTypeBytes(matrix.dtype) != 0) {
+        rows.data = aligned_.emplace_back(bytes.begin(), bytes.end()).data();
+      }
+    }
+    rows_.push_back(rows);
+    return absl::OkStatus();
+  }
+
+  std::vector<WeightRows> rows_;
+  std::vector<TensorRows> sources_;
+  std::vector<std::vector<float>> biases_;
+  std::vector<std::vector<std::byte>> aligned_;
+};
+
+int64_t WidthOf(std::span<const Linear> linears) { return linears[0].matrix.entry->tensor.shape[1]; }
+
+int64_t StackedOutFeatures(std::span<const Linear> linears) {
+  int64_t rows = 0;
+  for (const Linear& linear : linears) rows += linear.matrix.entry->tensor.shape[0];
+  return rows;
 }
 
+// Stacks the layers' rows into one packed weight.
+absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<const Linear> linears,
+                                                   const BeforeRead& before_read) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked, StackedRows::Of(linears, before_read));
+  return device.PackWeight(stacked->rows(), WidthOf(linears));
+}
+
+// The biases of stacked linear layers, 0 where one has none; empty where none has.
+absl::StatusOr<std::vector<float>> StackedBias(std::span<const Linear> linears,
+                                               const BeforeRead& before_read) {
+  std::vector<float> stacked;
+  bool any = false;
+  for (const Linear& linear : linears) {
+    ASSIGN_OR_RETURN(std::vector<float> bias, ToFloats(linear.bias, before_read));
+    any = any || !bias.empty();
+    bias.resize(linear.matrix.entry->tensor.shape[0], 0.0f);
+    stacked.insert(stacked.end(), bias.begin(), bias.end());
+  }
+  if (!any) stacked.clear();
+  return stacked;
+}
+
+// A matrix of so many features behind what the image has.
+absl::Status AddMatrix(Device& device, LayerPart part, int copy, int64_t out_features, int64_t in_features,
+                       WeightImage& image) {
+  ASSIGN_OR_RETURN(const PackedForm form, device.FormOf(out_features, in_features));
+  image.Add(
+      {.part = part, .copy = copy, .out_features = out_features, .in_features = in_features, .form = form});
+  return absl::OkStatus();
+}
+
+// Bytes [begin, end) of the image, whose matrices are stacked from `linears_of`.
+absl::StatusOr<BufferRef> PackBytes(
+    Device& device, const WeightImage& image, int64_t begin, int64_t end, const BeforeRead& before_read,
+    const std::function<std::span<const Linear>(const WeightImage::Matrix&)>& linears_of) {
+  ASSIGN_OR_RETURN(BufferRef bytes, device.Allocate(static_cast<size_t>(end - begin)));
+  for (const WeightImage::Matrix& matrix : image.matrices) {
+    const int64_t from = std::max(begin, matrix.begin) - matrix.begin;
+    const int64_t until = std::min(end, matrix.begin + matrix.form.bytes) - matrix.begin;
+    if (from >= until) continue;
+    const int64_t first = from / matrix.form.panel_bytes;
+    const int64_t panels = (until + matrix.form.panel_bytes - 1) / matrix.form.panel_bytes - first;
+    ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked,
+                     StackedRows::Of(linears_of(matrix), before_read));
+    ASSIGN_OR_RETURN(const BufferRef packed,
+                     device.PackPanels(stacked->rows(), matrix.in_features, first, panels));
+    std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin, packed->data(), packed->size_bytes());
+  }
+  return bytes;
+}
+
+constexpr int64_t kLineBytes = 64;  // of a cache
+
 }  // namespace
+
+void WeightImage::Add(Matrix matrix) {
+  matrix.begin = (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  bytes = matrix.begin + matrix.form.bytes;
+  matrices.push_back(matrix);
+}
+
+int64_t WeightImage::Cut(int index, int of) const {
+  if (index == of) return bytes;
+  const int64_t even = static_cast<int64_t>(static_cast<__int128>(bytes) * index / of);
+  const auto behind =
+      std::upper_bound(matrices.begin(), matrices.end(), even,
+                       [](int64_t byte, const Matrix& matrix) { return byte < matrix.begin; });
+  if (behind == matrices.begin()) return 0;
+  const Matrix& matrix = *std::prev(behind);
+  return matrix.begin + matrix.form.ByteOf((even - matrix.begin) / matrix.form.panel_bytes);
+}
 
 absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std::string& folder) {
   ASSIGN_OR_RETURN(SafetensorsFolder weights, SafetensorsFolder::Open(folder));
@@ -248,6 +349,13 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
 
 absl::StatusOr<LayerWeights> ModelTensors::PackLayer(Device& device, int layer,
                                                      const BeforeRead& before_read) const {
+  return MakeLayer(device, layer, before_read, [&](LayerPart, int, const std::vector<Linear>& linears) {
+    return Pack(device, linears, before_read);
+  });
+}
+
+absl::StatusOr<LayerWeights> ModelTensors::MakeLayer(Device& device, int layer, const BeforeRead& before_read,
+                                                     const Packer& pack) const {
   const FoundLayer& found = layers_[layer];
   LayerWeights weights;
   ExpertWeights& experts = weights.experts;
@@ -273,30 +381,94 @@ absl::StatusOr<LayerWeights> ModelTensors::PackLayer(Device& device, int layer,
   for (const auto& [part, packed] : products) {
     const auto copies = found.find(part);
     if (copies == found.end()) continue;
-    ASSIGN_OR_RETURN(*packed, Pack(device, copies->second[0], before_read));
+    ASSIGN_OR_RETURN(*packed, pack(part, 0, copies->second[0]));
   }
   const std::pair<LayerPart, std::vector<std::unique_ptr<PackedWeight>>*> by_expert[] = {
       {LayerPart::kExpertGateUp, &experts.gate_up}, {LayerPart::kExpertDown, &experts.down}};
   for (const auto& [part, packed] : by_expert) {
     const auto copies = found.find(part);
     if (copies == found.end()) continue;
-    for (const std::vector<Linear>& linears : copies->second) {
-      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> expert, Pack(device, linears, before_read));
+    for (size_t copy = 0; copy < copies->second.size(); ++copy) {
+      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> expert,
+                       pack(part, static_cast<int>(copy), copies->second[copy]));
       packed->push_back(std::move(expert));
     }
   }
   return weights;
 }
 
-absl::StatusOr<std::unique_ptr<PackedWeight>> ModelTensors::PackHead(Device& device, int64_t first,
-                                                                     int64_t rows,
-                                                                     const BeforeRead& before_read) const {
+SafetensorsFolder::Entry ModelTensors::HeadRows(int64_t first, int64_t rows) const {
   SafetensorsFolder::Entry part = *lm_head_.entry;
   const size_t row_bytes = static_cast<size_t>(config_.shape.hidden) * DTypeBytes(lm_head_.dtype);
   part.tensor.shape[0] = rows;
   part.tensor.bytes = part.tensor.bytes.subspan(first * row_bytes, rows * row_bytes);
+  return part;
+}
+
+absl::StatusOr<std::unique_ptr<PackedWeight>> ModelTensors::PackHead(Device& device, int64_t first,
+                                                                     int64_t rows,
+                                                                     const BeforeRead& before_read) const {
+  const SafetensorsFolder::Entry part = HeadRows(first, rows);
   const Linear head[] = {{{&part, lm_head_.dtype}, {}}};
   return Pack(device, head, before_read);
+}
+
+absl::StatusOr<WeightImage> ModelTensors::LayerImage(Device& device, int layer) const {
+  WeightImage image;
+  for (const auto& [part, copies] : layers_[layer]) {
+    if (copies[0][0].matrix.entry->tensor.shape.size() != 2) continue;  // a vector
+    for (size_t copy = 0; copy < copies.size(); ++copy) {
+      RETURN_IF_ERROR(AddMatrix(device, part, static_cast<int>(copy), StackedOutFeatures(copies[copy]),
+                                WidthOf(copies[copy]), image));
+    }
+  }
+  return image;
+}
+
+absl::StatusOr<WeightImage> ModelTensors::HeadImage(Device& device, int64_t rows) const {
+  WeightImage image;
+  RETURN_IF_ERROR(AddMatrix(device, LayerPart{}, 0, rows, config_.shape.hidden, image));
+  return image;
+}
+
+absl::StatusOr<BufferRef> ModelTensors::PackLayerBytes(Device& device, int layer, const WeightImage& image,
+                                                       int64_t begin, int64_t end,
+                                                       const BeforeRead& before_read) const {
+  return PackBytes(device, image, begin, end, before_read, [&](const WeightImage::Matrix& matrix) {
+    return std::span<const Linear>(layers_[layer].at(matrix.part)[matrix.copy]);
+  });
+}
+
+absl::StatusOr<BufferRef> ModelTensors::PackHeadBytes(Device& device, int64_t first, const WeightImage& image,
+                                                      int64_t begin, int64_t end,
+                                                      const BeforeRead& before_read) const {
+  const SafetensorsFolder::Entry part = HeadRows(first, image.matrices.front().out_features);
+  const Linear head[] = {{{&part, lm_head_.dtype}, {}}};
+  return PackBytes(device, image, begin, end, before_read,
+                   [&](const WeightImage::Matrix&) { return std::span<const Linear>(head); });
+}
+
+absl::StatusOr<LayerWeights> ModelTensors::LayerOf(Device& device, int layer, const WeightImage& image,
+                                                   const BufferRef& bytes,
+                                                   const BeforeRead& before_read) const {
+  auto next = image.matrices.begin();
+  const auto pack = [&](LayerPart part, int copy,
+                        const std::vector<Linear>& linears) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+    const auto is_it = [&](const WeightImage::Matrix& matrix) {
+      return matrix.part == part && matrix.copy == copy;
+    };
+    // Mostly the next one: MakeLayer and the image have them in nearly the same order.
+    if (next == image.matrices.end() || !is_it(*next)) {
+      next = std::find_if(image.matrices.begin(), image.matrices.end(), is_it);
+    }
+    const WeightImage::Matrix& matrix = *next++;
+    ASSIGN_OR_RETURN(std::vector<float> bias, StackedBias(linears, before_read));
+    return device.WeightOf(
+        matrix.out_features, matrix.in_features,
+        PartOf(bytes, static_cast<size_t>(matrix.begin), static_cast<size_t>(matrix.form.bytes)),
+        std::move(bias));
+  };
+  return MakeLayer(device, layer, before_read, pack);
 }
 
 absl::StatusOr<PlacedVector> ModelTensors::PlaceFinalNorm(Device& device) const {

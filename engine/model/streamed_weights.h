@@ -5,7 +5,6 @@
 #ifndef MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
 #define MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -19,6 +18,10 @@
 
 namespace meshfill {
 
+// Of the LM head, in each part but the last, where it comes in parts: about a layer's bytes.
+int64_t RowsOfHeadPart(const ModelShape& shape);
+int HeadParts(const ModelShape& shape);
+
 // Thread-safe. The device's memory is the host's, and its operations have run when their calls return; it
 // outlives all feeds.
 class StreamedWeights {
@@ -26,9 +29,8 @@ class StreamedWeights {
   StreamedWeights(std::unique_ptr<const ModelTensors> tensors, Device& device);
 
   const ModelTensors& tensors() const { return *tensors_; }
-  // Rows of each part of the LM head but the last: about a layer's bytes.
-  int64_t head_rows() const { return head_rows_; }
-  int head_parts() const;
+  int64_t head_rows() const { return head_rows_; }  // RowsOfHeadPart
+  int head_parts() const { return HeadParts(tensors_->config().shape); }
   int held_parts();  // that are in memory now, of all runs
 
   // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it.
@@ -38,6 +40,8 @@ class StreamedWeights {
   std::unique_ptr<WeightFeed> Open(int readers, int parts, const StopToken* stop);
 
  private:
+  class Maker;
+
   const std::unique_ptr<const ModelTensors> tensors_;
   Device& device_;
   const int64_t head_rows_;

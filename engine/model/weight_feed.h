@@ -12,17 +12,23 @@
 //
 //                 so that two parts are in memory at most, however far apart the ranks are. A rank waits for
 //                 ranks behind it alone, which wait for nothing of it.
+//     sharded     the same, of parts that the thread gathers from all processes of the run
 #ifndef MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 #define MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
+#include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/model/layer.h"
 #include "engine/model/layer_shape.h"
 #include "kernels/device.h"
+#include "kernels/stop_token.h"
 
 namespace meshfill {
 
@@ -30,6 +36,37 @@ namespace meshfill {
 struct WeightPart {
   LayerWeights layer;
   std::unique_ptr<PackedWeight> head;  // [rows, hidden]; null: a layer
+};
+
+// Of the processes that share weights: which keeps this part, of how many.
+struct WeightShare {
+  int index = 0;
+  int of = 0;  // 0: they are not shared
+  bool operator==(const WeightShare&) const = default;
+};
+
+// Called while parts are made, before each thing that may take long; its error ends the making.
+using BeforeRead = std::function<absl::Status()>;
+
+// Moves shares of parts between the processes of a run. But for End, one thread uses it.
+class ShareExchange {
+ public:
+  virtual ~ShareExchange() = default;
+  // Sends `mine` to the process that has share `to`, and receives `theirs` from the one that has share
+  // `from`; null, or empty: nothing. All processes call it in the same order, with the same `most_bytes`,
+  // above which no message of theirs is.
+  virtual absl::Status Exchange(int to, const BufferRef& mine, int from, std::span<std::byte> theirs,
+                                int64_t most_bytes, const BeforeRead& before_piece) = 0;
+  // Any thread: nobody needs the shares any more. Every Exchange fails soon, and the peers' do.
+  virtual void End() = 0;
+};
+
+// How a run gathers shared weights.
+struct Gathering {
+  WeightShare share;
+  int head = 0;          // whose process reads the LM head
+  bool at_once = false;  // false: from when a reader asks for the first part
+  std::unique_ptr<ShareExchange> exchange;
 };
 
 // Thread-safe.
@@ -43,9 +80,33 @@ class WeightFeed {
   virtual absl::StatusOr<const WeightPart*> Take(int reader, int part, absl::Duration timeout) = 0;
   // The reader asks for nothing more.
   virtual void Leave(int reader) = 0;
-  // How often the files were read, so that others see that a rank waits for something that goes on.
+  // How often the files, or the network, were read, so that others see that a rank waits for something that
+  // goes on.
   virtual uint64_t reads() const = 0;
+  // Bytes that other processes gather from it in the run.
+  virtual int64_t sent_bytes() const { return 0; }
 };
+
+// Makes the parts of one feed, one after the other. The feed's thread alone calls Load.
+class PartMaker {
+ public:
+  virtual ~PartMaker() = default;
+  // Null: no reader of this feed has use for the part.
+  virtual absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read) = 0;
+  // Any thread: Load fails soon, where it waits for anything but its reads.
+  virtual void Quit() = 0;
+  // Whether others need its work on parts that no reader will ask for any more.
+  virtual bool serves_others() const = 0;
+  virtual int64_t sent_bytes() const = 0;  // as the feed's
+  // What a reader is told whose part does not come: "/models/m: layer 3", and where to look.
+  virtual std::string PartName(int part) const = 0;
+  virtual const char* advice() const = 0;
+};
+
+// Of parts [0, parts), for so many readers. Begins to make them at once, or when a reader asks for the first.
+// The token may be null.
+std::unique_ptr<WeightFeed> MakeAhead(std::unique_ptr<PartMaker> maker, int readers, int parts, bool at_once,
+                                      const StopToken* stop);
 
 }  // namespace meshfill
 

@@ -15,13 +15,35 @@ PlanWeights PlanWeights::Share(int64_t ranks, int64_t of) const {
   return share;
 }
 
+int64_t ShareBytes(const PlanWeights& one, int workers) { return (one.loaded_bytes + workers - 1) / workers; }
+
+PlanWeights SharedAmong(const PlanWeights& one, int workers, const Link& link) {
+  PlanWeights shared = one;
+  shared.run_bytes = workers * one.run_bytes;
+  const auto others = [workers](int64_t bytes) { return bytes - bytes / workers; };
+  shared.sent_bytes = others(one.loaded_bytes - one.head_bytes) + one.head_bytes / workers;
+  shared.layer_bytes = others(one.layer_bytes);
+  shared.head_bytes = others(one.head_bytes);
+  shared.gather_bytes_per_second = link.bytes_per_second;
+  const auto seconds = [&](int64_t bytes) {
+    return (workers - 1) * link.latency_seconds + static_cast<double>(bytes) / link.bytes_per_second;
+  };
+  const double part = 1 - 1.0 / workers;
+  shared.layer_seconds = std::max(seconds(shared.layer_bytes), part * one.layer_seconds);
+  shared.layer_busy_seconds = part * one.layer_busy_seconds;
+  shared.head_seconds = std::max(seconds(shared.head_bytes), part * one.head_seconds);
+  return shared;
+}
+
 PlanWeights MostOf(const PlanWeights& left, const PlanWeights& right) {
   return {.mode = std::max(left.mode, right.mode),
           .loaded_bytes = std::max(left.loaded_bytes, right.loaded_bytes),
           .run_bytes = std::max(left.run_bytes, right.run_bytes),
           .layer_seconds = std::max(left.layer_seconds, right.layer_seconds),
           .layer_busy_seconds = std::max(left.layer_busy_seconds, right.layer_busy_seconds),
-          .head_seconds = std::max(left.head_seconds, right.head_seconds)};
+          .head_seconds = std::max(left.head_seconds, right.head_seconds),
+          .layer_bytes = std::max(left.layer_bytes, right.layer_bytes),
+          .head_bytes = std::max(left.head_bytes, right.head_bytes)};
 }
 
 absl::Status CheckPlanWeights(const PlanWeights& weights) {
@@ -32,7 +54,9 @@ absl::Status CheckPlanWeights(const PlanWeights& weights) {
                  {"run_bytes", static_cast<double>(weights.run_bytes)},
                  {"layer_seconds", weights.layer_seconds},
                  {"layer_busy_seconds", weights.layer_busy_seconds},
-                 {"head_seconds", weights.head_seconds}};
+                 {"head_seconds", weights.head_seconds},
+                 {"layer_bytes", static_cast<double>(weights.layer_bytes)},
+                 {"head_bytes", static_cast<double>(weights.head_bytes)}};
   for (const auto& [name, value] : numbers) {
     if (std::isfinite(value) && value >= 0) continue;
     return absl::InvalidArgumentError(
@@ -43,10 +67,16 @@ absl::Status CheckPlanWeights(const PlanWeights& weights) {
 
 void CountWeights(const PlanWeights& weights, int layers, Prediction& predicted) {
   const double layer = (predicted.compute_seconds + predicted.comm_wait_seconds) / std::max(1, layers);
-  if (weights.mode == WeightMode::kStreamed) {
-    const double longer = std::max(layer + weights.layer_busy_seconds, weights.layer_seconds) - layer;
+  if (weights.mode != WeightMode::kResident) {
+    const double chunks = weights.gather_bytes_per_second == 0
+                              ? 0
+                              : static_cast<double>(predicted.comm_bytes.total()) /
+                                    weights.gather_bytes_per_second / std::max(1, layers);
+    const double longer =
+        std::max(layer + weights.layer_busy_seconds, weights.layer_seconds + chunks) - layer;
     predicted.weight_seconds = weights.layer_seconds + layers * longer + weights.head_seconds;
   }
+  predicted.comm_bytes[Traffic::kGather] = weights.sent_bytes;
   predicted.seconds += predicted.weight_seconds;
   predicted.weight_bytes = weights.loaded_bytes + weights.run_bytes;
   predicted.run_bytes += weights.run_bytes;

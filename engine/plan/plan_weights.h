@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "engine/mesh/topology.h"
 #include "engine/model/layer_shape.h"
 
 namespace meshfill {
@@ -20,6 +21,11 @@ struct PlanWeights {
   double layer_seconds = 0;       // from the call for a layer until it is there, when nothing else runs
   double layer_busy_seconds = 0;  // of these, what the ranks' cores would have computed in
   double head_seconds = 0;        // the same as layer_seconds for the LM head
+  // Where workers share them: of a worker's, the largest layer and the LM head
+  int64_t layer_bytes = 0;
+  int64_t head_bytes = 0;
+  int64_t sent_bytes = 0;              // to the others, of a run
+  double gather_bytes_per_second = 0;  // of the link that they come by, beside chunks; 0: they do not
 
   PlanWeights Share(int64_t ranks, int64_t of) const;  // of `ranks` ranks, where these are of `of`
   bool operator==(const PlanWeights&) const = default;
@@ -32,6 +38,13 @@ struct WeightModeBytes {
   bool fits;  // in what is free now
 };
 
+// Weights that `workers` workers share, of all together: each keeps an equal part, and gathers the others' by
+// `link`. `one` is what a worker offers: all the weights, what its runs take, and how long it takes to send
+// and receive as much as a layer, whatever the link.
+PlanWeights SharedAmong(const PlanWeights& one, int workers, const Link& link);
+// What each of them keeps, a panel of rows more or less.
+int64_t ShareBytes(const PlanWeights& one, int workers);
+
 // The same for every process of a pool: what the one that needs most, and longest, does.
 PlanWeights MostOf(const PlanWeights& left, const PlanWeights& right);
 
@@ -40,7 +53,7 @@ absl::Status CheckPlanWeights(const PlanWeights& weights);
 
 // Adds them to the prediction of a run's compute, communication and activations. A layer comes while the one
 // before it is computed: the first is waited for, a later one as far as its coming takes longer than that
-// layer. It takes cores from it, too.
+// layer. It takes cores from it, too; and where it is gathered, the link from its chunks.
 void CountWeights(const PlanWeights& weights, int layers, Prediction& predicted);
 
 }  // namespace meshfill

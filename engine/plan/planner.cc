@@ -277,10 +277,10 @@ absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& requ
   const Plan& smallest = *std::min_element(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) {
     return x.predicted.run_bytes < y.predicted.run_bytes;
   });
-  const int64_t streamed = request.weights.run_bytes;
+  const int64_t passing = request.weights.run_bytes;
   return absl::FailedPreconditionError(absl::StrCat(
-      "a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.run_bytes + streamed,
-      " bytes of activations", streamed == 0 ? "" : " and streamed layers", " on ", request.ranks,
+      "a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.run_bytes + passing,
+      " bytes of activations", passing == 0 ? "" : " and of layers that pass", " on ", request.ranks,
       request.ranks == 1 ? " rank (" : " ranks (", smallest.heads, " head group",
       smallest.heads == 1 ? "" : "s", " of ", smallest.tile.DebugString(),
       "), more than the memory budget of ", request.memory_budget_bytes,

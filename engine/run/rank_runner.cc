@@ -55,6 +55,7 @@ class Runner {
     RETURN_IF_ERROR(stream_.Finish());
     if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
+    if (run_.reader == 0) output_.stats.sent[Traffic::kGather] = run_.weights.sent_bytes();
     return std::move(output_);
   }
 
@@ -137,7 +138,10 @@ class Runner {
     if (run_.model.weight_mode() == WeightMode::kResident) {
       return run_.weights.Take(run_.reader, part, run_.wait_timeout);
     }
-    SpanTimer timer(nullptr, run_.recorder, {.kind = SpanKind::kWait, .what = "weights"});
+    double* const wait = run_.model.weight_mode() == WeightMode::kSharded
+                             ? &output_.stats.wait_seconds[Traffic::kGather]
+                             : nullptr;
+    SpanTimer timer(wait, run_.recorder, {.kind = SpanKind::kWait, .what = "weights"});
     return run_.weights.Take(run_.reader, part, run_.wait_timeout);
   }
 

@@ -1,5 +1,7 @@
 #include "engine/run/rank_weights.h"
 
+#include <utility>
+
 namespace meshfill {
 
 RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models,
@@ -14,6 +16,11 @@ RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models,
     }
     feeds_.push_back(model.OpenFeed(readers, head, stop));
   }
+}
+
+RankWeights::RankWeights(ShardedWeights& weights, int ranks, Gathering gathering, const StopToken* stop) {
+  for (int rank = 0; rank < ranks; ++rank) seats_.push_back({.feed = 0, .reader = rank});
+  feeds_.push_back(weights.Open(std::move(gathering), ranks, stop));
 }
 
 }  // namespace meshfill

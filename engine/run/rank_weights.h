@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/model/model.h"
+#include "engine/run/sharded_weights.h"
 #include "kernels/stop_token.h"
 
 namespace meshfill {
@@ -17,6 +18,8 @@ class RankWeights {
   // `models` and `reads_head` by rank. Begins to read at once. Models and token outlive it.
   RankWeights(std::span<const std::shared_ptr<const Model>> models, const std::vector<bool>& reads_head,
               const StopToken* stop);
+  // The same of a model that is sharded, which all ranks share.
+  RankWeights(ShardedWeights& weights, int ranks, Gathering gathering, const StopToken* stop);
 
   WeightFeed& feed(size_t rank) const { return *feeds_[seats_[rank].feed]; }
   int reader(size_t rank) const { return seats_[rank].reader; }

@@ -41,8 +41,20 @@ class CpuDevice final : public Device {
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     const MutexLock lock(packing_mu_);
-    if (packers_ == nullptr) packers_ = std::make_unique<ThreadPool>(threads_);
-    return PackMatrix(rows, in_features, dtype_, *packers_);
+    return PackMatrix(rows, in_features, dtype_, Packers());
+  }
+
+  absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features) override {
+    return PackedFormOf(in_features, out_features, dtype_);
+  }
+  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
+                                       int64_t panels) override {
+    const MutexLock lock(packing_mu_);
+    return PackMatrixPanels(rows, in_features, dtype_, first, panels, Packers());
+  }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
+                                                         BufferRef packed, std::vector<float> bias) override {
+    return MatrixOfPanels(in_features, out_features, dtype_, std::move(packed), std::move(bias));
   }
 
   absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
@@ -55,6 +67,11 @@ class CpuDevice final : public Device {
   }
 
  private:
+  ThreadPool& Packers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(packing_mu_) {
+    if (packers_ == nullptr) packers_ = std::make_unique<ThreadPool>(threads_);
+    return *packers_;
+  }
+
   absl::StatusOr<std::unique_ptr<CpuTeam>> TakeTeam() {
     {
       const MutexLock lock(mu_);

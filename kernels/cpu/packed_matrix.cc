@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/return_if_error.h"
@@ -102,6 +103,56 @@ absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t column
   }
 }
 
+absl::StatusOr<memory::desc> LayoutOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
+  try {
+    return PreferredLayout(in_features, out_features, MultiplyDType(compute_dtype));
+  } catch (const dnnl::error& error) {
+    return OneDnnError("choosing a weight's layout", error);
+  }
+}
+
+// Of the first element of a column, in elements.
+int64_t OffsetOf(const memory::desc& layout, int64_t in_features, int64_t column) {
+  const int64_t columns = std::min(kPanelFeatures, layout.dims()[1] - column);
+  return layout.submemory_desc({in_features, columns}, {0, column}).data.offset0;
+}
+
+int64_t RowsOf(std::span<const WeightRows> sources) {
+  int64_t rows = 0;
+  for (const WeightRows& source : sources) rows += source.rows;
+  return rows;
+}
+
+// Packs panels [first, first + panels) of the matrix, whose first element belongs at `elements`.
+absl::Status PackInto(const PackedMatrix& matrix, std::byte* elements, std::span<const WeightRows> rows,
+                      DType compute_dtype, int64_t first, int64_t panels, ThreadPool& pool) {
+  const DType dtype = MultiplyDType(compute_dtype);
+  const int64_t in_features = matrix.in_features(), out_features = matrix.out_features();
+  std::vector<Staging> staging;
+  for (int worker = 0; worker < pool.threads(); ++worker) {
+    ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
+                                                     compute_dtype, dtype));
+    staging.push_back(std::move(allocated));
+  }
+  pool.ParallelFor(panels, [&](int64_t panel, int worker) {
+    const int64_t begin = (first + panel) * kPanelFeatures;
+    const int64_t columns = std::min(kPanelFeatures, out_features - begin);
+    Staging& mine = staging[worker];
+    if (!mine.status.ok()) return;
+    mine.status = CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
+    if (!mine.status.ok()) return;
+    if (mine.widened != mine.rounded) {
+      ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
+    }
+    mine.status.Update(
+        Reorder(mine, in_features, columns, dtype, matrix.ColumnsFrom(begin, columns, elements)));
+  });
+  for (const Staging& worker : staging) {
+    if (!worker.status.ok()) return worker.status;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 DType MultiplyDType(DType compute_dtype) {
@@ -114,49 +165,67 @@ DType MultiplyDType(DType compute_dtype) {
   }
 }
 
-PackedMatrix::Columns PackedMatrix::ColumnsFrom(int64_t begin, int64_t columns) const {
+PackedMatrix::Columns PackedMatrix::ColumnsFrom(int64_t begin, int64_t columns, std::byte* elements) const {
   memory::desc layout = layout_.submemory_desc({in_features(), columns}, {0, begin});
   // The offset goes into the pointer, since the fast matmul takes none in the layout.
   const int64_t offset = std::exchange(layout.data.offset0, 0);
-  return {layout, elements_->data<std::byte>() + offset * DTypeBytes(dtype_)};
+  return {layout, elements + offset * DTypeBytes(dtype_)};
 }
 
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool) {
-  const DType dtype = MultiplyDType(compute_dtype);
-  int64_t out_features = 0;
-  for (const WeightRows& source : rows) out_features += source.rows;
-  memory::desc layout;
-  try {
-    layout = PreferredLayout(in_features, out_features, dtype);
-  } catch (const dnnl::error& error) {
-    return OneDnnError("choosing a weight's layout", error);
-  }
+  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, RowsOf(rows), compute_dtype));
   ASSIGN_OR_RETURN(BufferRef elements, AllocateHostMemory(layout.get_size()));
-  std::vector<Staging> staging;
-  for (int worker = 0; worker < pool.threads(); ++worker) {
-    ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
-                                                     compute_dtype, dtype));
-    staging.push_back(std::move(allocated));
-  }
-
-  auto packed = std::make_unique<PackedMatrix>(layout, dtype, std::move(elements), StackBias(rows));
-  pool.ParallelFor((out_features + kPanelFeatures - 1) / kPanelFeatures, [&](int64_t panel, int worker) {
-    const int64_t begin = panel * kPanelFeatures, columns = std::min(kPanelFeatures, out_features - begin);
-    Staging& mine = staging[worker];
-    if (!mine.status.ok()) return;
-    mine.status = CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
-    if (!mine.status.ok()) return;
-    if (mine.widened != mine.rounded) {
-      ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
-    }
-    mine.status.Update(Reorder(mine, in_features, columns, dtype, packed->ColumnsFrom(begin, columns)));
-  });
-  for (const Staging& worker : staging) {
-    if (!worker.status.ok()) return worker.status;
-  }
+  auto packed =
+      std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), elements, StackBias(rows));
+  const int64_t panels = (packed->out_features() + kPanelFeatures - 1) / kPanelFeatures;
+  RETURN_IF_ERROR(PackInto(*packed, elements->data<std::byte>(), rows, compute_dtype, 0, panels, pool));
   return packed;
+}
+
+absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
+  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
+  const auto bytes = static_cast<int64_t>(layout.get_size());
+  if (out_features <= kPanelFeatures) return PackedForm{bytes, out_features, bytes};
+  const auto width = static_cast<int64_t>(DTypeBytes(MultiplyDType(compute_dtype)));
+  const int64_t panel_bytes = OffsetOf(layout, in_features, kPanelFeatures) * width;
+  const int64_t panels = (out_features + kPanelFeatures - 1) / kPanelFeatures;
+  // The panels fill the bytes one by one only where no row of an input feature spans two of them.
+  const int64_t padded_in = layout.data.padded_dims[0];
+  if (panel_bytes != kPanelFeatures * padded_in * width || bytes <= (panels - 1) * panel_bytes ||
+      bytes > panels * panel_bytes) {
+    return absl::UnimplementedError(
+        absl::StrCat("cpu: oneDNN lays weights of ", out_features, " x ", in_features,
+                     " out so that they cannot be divided; set model.weights to streamed"));
+  }
+  return PackedForm{bytes, kPanelFeatures, panel_bytes};
+}
+
+absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
+                                           DType compute_dtype, int64_t first, int64_t panels,
+                                           ThreadPool& pool) {
+  const int64_t out_features = RowsOf(rows);
+  ASSIGN_OR_RETURN(const PackedForm form, PackedFormOf(in_features, out_features, compute_dtype));
+  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
+  const int64_t begin = form.ByteOf(first);
+  ASSIGN_OR_RETURN(BufferRef bytes, AllocateHostMemory(form.ByteOf(first + panels) - begin));
+  const PackedMatrix whole(layout, MultiplyDType(compute_dtype), nullptr, {});
+  RETURN_IF_ERROR(
+      PackInto(whole, bytes->data<std::byte>() - begin, rows, compute_dtype, first, panels, pool));
+  return bytes;
+}
+
+absl::StatusOr<std::unique_ptr<PackedMatrix>> MatrixOfPanels(int64_t in_features, int64_t out_features,
+                                                             DType compute_dtype, BufferRef elements,
+                                                             std::vector<float> bias) {
+  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
+  if (elements->size_bytes() != layout.get_size()) {
+    return absl::InternalError(absl::StrCat("a packed weight of ", elements->size_bytes(), " bytes, where ",
+                                            out_features, " x ", in_features, " take ", layout.get_size()));
+  }
+  return std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), std::move(elements),
+                                        std::move(bias));
 }
 
 }  // namespace meshfill

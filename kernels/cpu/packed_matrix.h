@@ -45,7 +45,11 @@ class PackedMatrix final : public PackedWeight {
     dnnl::memory::desc layout;
     void* elements;
   };
-  Columns ColumnsFrom(int64_t begin, int64_t columns) const;
+  Columns ColumnsFrom(int64_t begin, int64_t columns) const {
+    return ColumnsFrom(begin, columns, elements_->data<std::byte>());
+  }
+  // The same of a matrix like this whose first element is at `elements`.
+  Columns ColumnsFrom(int64_t begin, int64_t columns, std::byte* elements) const;
 
   bool has_bias() const { return !bias_.empty(); }
   float* bias(int64_t column) const { return const_cast<float*>(bias_.data()) + column; }
@@ -62,6 +66,19 @@ class PackedMatrix final : public PackedWeight {
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool);
+
+// The bytes of such a matrix. UNIMPLEMENTED where oneDNN's layout does not keep each panel's in one piece.
+absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_features, DType compute_dtype);
+
+// The bytes of panels [first, first + panels) alone. Errors: PackMatrix's, and PackedFormOf's.
+absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
+                                           DType compute_dtype, int64_t first, int64_t panels,
+                                           ThreadPool& pool);
+
+// A matrix of all its bytes.
+absl::StatusOr<std::unique_ptr<PackedMatrix>> MatrixOfPanels(int64_t in_features, int64_t out_features,
+                                                             DType compute_dtype, BufferRef elements,
+                                                             std::vector<float> bias);
 
 }  // namespace meshfill
 

@@ -94,10 +94,11 @@ class CommBytes:
     kv: int
     o: int
     all_to_all: int
+    gather: int  # of weights that workers share
 
     @classmethod
     def from_proto(cls, message) -> "CommBytes":
-        return cls(q=message.q, kv=message.kv, o=message.o, all_to_all=message.all_to_all)
+        return cls(q=message.q, kv=message.kv, o=message.o, all_to_all=message.all_to_all, gather=message.gather)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ v1::CommBytes ToProto(const CommBytes& bytes) {
   message.set_kv(static_cast<uint64_t>(bytes[Traffic::kKv]));
   message.set_o(static_cast<uint64_t>(bytes[Traffic::kO]));
   message.set_all_to_all(static_cast<uint64_t>(bytes[Traffic::kAllToAll]));
+  message.set_gather(static_cast<uint64_t>(bytes[Traffic::kGather]));
   return message;
 }
 

@@ -17,7 +17,9 @@ std::string Dump(const Json& json) { return json.dump(-1, ' ', false, Json::erro
 
 Json CommBytesJson(const CommBytes& bytes) {
   Json json = Json::object();
-  for (Traffic traffic : kPrefillTraffics) json[TrafficName(traffic)] = bytes[traffic];
+  for (Traffic traffic : kPrefillTraffics) {
+    if (traffic != Traffic::kGather || bytes[traffic] > 0) json[TrafficName(traffic)] = bytes[traffic];
+  }
   return json;
 }
 
@@ -71,6 +73,7 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                {"comm_bytes",
                 {{"q", bytes.q()}, {"kv", bytes.kv()}, {"o", bytes.o()}, {"all_to_all", bytes.all_to_all()}}},
                {"mfu", result.mfu()}});
+  if (bytes.gather() > 0) object["comm_bytes"]["gather"] = bytes.gather();
   if (result.cached_tokens() > 0) object["cached_tokens"] = result.cached_tokens();
   if (result.attempts() > 1) object["attempts"] = result.attempts();
   return Dump(object);

@@ -178,7 +178,8 @@ std::string PrefillText(const v1::PrefillResult& result) {
     absl::StrAppendFormat(&top, "%s%u (%.4g)", top.empty() ? "" : "  ", best.token(), best.logit());
   }
   const double tokens = static_cast<double>(result.tokens());
-  const double sent = static_cast<double>(bytes.q() + bytes.kv() + bytes.o() + bytes.all_to_all());
+  const double sent =
+      static_cast<double>(bytes.q() + bytes.kv() + bytes.o() + bytes.all_to_all() + bytes.gather());
 
   std::string text;
   AppendLine("request", result.request_id(), text);

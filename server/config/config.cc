@@ -236,6 +236,8 @@ std::optional<WeightMode> WeightsOf(v1::ModelSection::Weights weights) {
       return WeightMode::kResident;
     case v1::ModelSection::WEIGHTS_STREAMED:
       return WeightMode::kStreamed;
+    case v1::ModelSection::WEIGHTS_SHARDED:
+      return WeightMode::kSharded;
     default:
       return std::nullopt;
   }

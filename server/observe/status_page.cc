@@ -15,7 +15,10 @@ using Json = nlohmann::ordered_json;
 
 Json RankJson(const RankStats& stats) {
   Json waits = Json::object();
-  for (Traffic traffic : kPrefillTraffics) waits[OperationName(traffic)] = stats.wait_seconds[traffic];
+  for (Traffic traffic : kPrefillTraffics) {
+    const double wait = stats.wait_seconds[traffic];
+    if (traffic != Traffic::kGather || wait > 0) waits[OperationName(traffic)] = wait;
+  }
   return {{"total_seconds", stats.total_seconds},
           {"attention_seconds", stats.attention_seconds},
           {"block_seconds", stats.block_seconds},

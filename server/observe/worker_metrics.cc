@@ -32,6 +32,9 @@ class WorkerMetrics::Families {
                              "Bytes of K and V charged to this worker, cached ones too.");
   Gauge& kv_max_bytes =
       AddGauge(registry, "meshfill_worker_kept_max_bytes", "The bound on what this worker keeps.");
+  Gauge& shared_weight_bytes =
+      AddGauge(registry, "meshfill_worker_shared_weight_bytes",
+               "Where workers share the weights: bytes of this one's share and of gathered layers.");
 };
 
 WorkerMetrics::WorkerMetrics() : families_(std::make_unique<Families>()) {
@@ -48,6 +51,7 @@ void WorkerMetrics::Set(const WorkerLoad& load) {
   families_->kv_leases.Set(static_cast<double>(load.kv_leases));
   families_->kv_bytes.Set(static_cast<double>(load.kv_bytes));
   families_->kv_max_bytes.Set(static_cast<double>(load.kv_max_bytes));
+  families_->shared_weight_bytes.Set(static_cast<double>(load.shared_weight_bytes));
 }
 
 std::string WorkerMetrics::Text() const {

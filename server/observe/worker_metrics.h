@@ -21,6 +21,7 @@ struct WorkerLoad {
   int64_t kv_leases = 0;
   int64_t kv_bytes = 0;      // charged
   int64_t kv_max_bytes = 0;  // the bound on them
+  int64_t shared_weight_bytes = 0;  // where workers share weights: this one's share, and what runs gathered
 };
 
 class WorkerMetrics {

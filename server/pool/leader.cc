@@ -284,7 +284,7 @@ void Leader::PauseRuns(absl::Time now) {
 
 bool Leader::HasRoom(const Plan& plan) const {
   for (const auto& [worker, first, count] : SeatWorkers(members_.ByPlace(), plan.ranks())) {
-    const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
+    const int64_t offered = members_.RunMemoryBytes(*worker);
     int64_t reserved = 0;
     for (const auto& [number, run] : runs_) {
       if (!run.coordinator.Has(worker->connection)) continue;
@@ -323,12 +323,13 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
   }
   request.lost_seconds = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now));
   request.run = last_run_ = number;
+  PlannedRun& run = **planned;
   const RunCoordinator::Options options = {.layers = options_.kv.layers,
                                            .vocab = options_.vocab,
+                                           .shares_weights = run.shares_weights,
                                            .hang_timeout = options_.hang_timeout,
                                            .prepare_timeout = options_.prepare_timeout,
                                            .stop_timeout = options_.stop_timeout};
-  PlannedRun& run = **planned;
   const auto new_tokens = request.request.tokens.subspan(static_cast<size_t>(run.plan.cached_tokens));
   runs_.emplace(number,
                 LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), new_tokens,
@@ -352,7 +353,9 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, 
   if (!HasRoom(choice.plan)) return std::nullopt;
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
                    kv_.BeginRun(run, request.options, prefix, choice.plan, members_.ByPlace()));
-  return PlannedRun{.plan = std::move(choice.plan), .kv = std::move(kv)};
+  return PlannedRun{.plan = std::move(choice.plan),
+                    .shares_weights = choice.weights.mode == WeightMode::kSharded,
+                    .kv = std::move(kv)};
 }
 
 void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {

@@ -182,6 +182,7 @@ class Leader {
   };
   struct PlannedRun {
     Plan plan;
+    bool shares_weights;
     KvDirectory::RunKv kv;
   };
 

@@ -47,9 +47,9 @@ absl::Status CheckOfferedSpeed(const PoolSpeed& speed) {
 absl::Status CheckOfferedWeights(const PlanWeights& weights) {
   RETURN_IF_ERROR(CheckPlanWeights(weights));
   const double longest = std::max({weights.layer_seconds, weights.layer_busy_seconds, weights.head_seconds});
-  if (longest <= kMostSeconds && std::max(weights.loaded_bytes, weights.run_bytes) <= kMostWeightBytes) {
-    return absl::OkStatus();
-  }
+  const int64_t most =
+      std::max({weights.loaded_bytes, weights.run_bytes, weights.layer_bytes, weights.head_bytes});
+  if (longest <= kMostSeconds && most <= kMostWeightBytes) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("its weights take ", weights.loaded_bytes, " + ",
                                                  weights.run_bytes, " bytes and ", longest,
                                                  " s, as on no machine"));
@@ -159,6 +159,15 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
   if (absl::Status good = CheckOfferedWeights(FromProto(offer.weights())); !good.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say what its weights take (",
                                                    good.message(), "); run the same version on both"));
+  }
+  const bool sharded = offer.weights().sharded();
+  for (const auto& [connection, worker] : workers_) {
+    if (worker.offer.weights().sharded() == sharded) continue;
+    retry = true;
+    return absl::FailedPreconditionError(absl::StrCat("the worker's weights are ", sharded ? "" : "not ",
+                                                      "sharded, those of the workers that are there are",
+                                                      sharded ? " not" : "",
+                                                      "; give all the same model.weights"));
   }
   if (!(offer.peak_flops() >= 0 && offer.peak_flops() <= kMostPeakFlops)) {
     return absl::InvalidArgumentError(absl::StrCat("the worker offers ", offer.peak_flops(),
@@ -291,6 +300,14 @@ int Membership::ranks() const {
   return ranks;
 }
 
+int64_t Membership::RunMemoryBytes(const Worker& worker) const {
+  const auto offered = static_cast<int64_t>(worker.offer.memory_bytes());
+  const PlanWeights weights = FromProto(worker.offer.weights());
+  if (offered == 0 || weights.mode != WeightMode::kSharded) return offered;
+  const int64_t left = offered - ShareBytes(weights, std::max(1, static_cast<int>(ByPlace().size())));
+  return left == 0 ? -1 : left;
+}
+
 PoolCapacity Membership::Capacity(const Topology& links) const {
   constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
   PoolCapacity capacity;
@@ -300,10 +317,12 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
     const PoolSpeed offered = FromProto(worker.offer.speed());
     capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
     if (worker.offer.memory_bytes() != 0) {
-      tightest = std::min(tightest, static_cast<int64_t>(worker.offer.memory_bytes() / worker.offer.ranks()));
+      tightest = std::min(tightest, RunMemoryBytes(worker) / worker.offer.ranks());
     }
+    const PlanWeights weights = FromProto(worker.offer.weights());
+    const bool sharded = weights.mode == WeightMode::kSharded;
     capacity.rank_weights =
-        MostOf(capacity.rank_weights, FromProto(worker.offer.weights()).Share(1, worker.offer.ranks()));
+        MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, worker.offer.ranks()));
     capacity.ranks += static_cast<int>(worker.offer.ranks());
     capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
   }
@@ -312,6 +331,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
   int host = -1;
   for (size_t i = 0; i < by_place.size(); ++i) {
     if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;
+    capacity.first_seats.push_back(static_cast<int>(capacity.topology.node_of_seat.size()));
     capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), by_place[i]->offer.ranks(),
                                           host);
   }

@@ -27,7 +27,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 6;
+inline constexpr uint32_t kControlProtocol = 7;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.
@@ -35,8 +35,9 @@ struct PoolCapacity {
   int ranks = 0;
   PoolSpeed speed;
   Topology topology;
-  int64_t rank_memory_bytes = 0;  // 0: no limit
-  PlanWeights rank_weights;       // of a rank, where the workers need most
+  int64_t rank_memory_bytes = 0;  // beside shared weights; 0: no limit, below: not even for those
+  PlanWeights rank_weights;       // of a rank, where the workers need most; sharded: of a worker
+  std::vector<int> first_seats;   // of the workers
   bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
 };
 
@@ -96,6 +97,9 @@ class Membership {
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
   std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
+  // For runs, of what the worker offered: less its share of the weights, where they are shared. 0: no limit,
+  // below: not even that has room.
+  int64_t RunMemoryBytes(const Worker& worker) const;
   // The workers that are there to stay, and their links.
   PoolCapacity Capacity(const Topology& links) const;
   double peak_flops() const;

@@ -37,21 +37,28 @@ PoolSpeed FromProto(const v1::Speed& message) {
 v1::Weights ToProto(const PlanWeights& weights) {
   v1::Weights message;
   message.set_streamed(weights.mode == WeightMode::kStreamed);
+  message.set_sharded(weights.mode == WeightMode::kSharded);
   message.set_loaded_bytes(static_cast<uint64_t>(weights.loaded_bytes));
   message.set_run_bytes(static_cast<uint64_t>(weights.run_bytes));
   message.set_layer_seconds(weights.layer_seconds);
   message.set_layer_busy_seconds(weights.layer_busy_seconds);
   message.set_head_seconds(weights.head_seconds);
+  message.set_layer_bytes(static_cast<uint64_t>(weights.layer_bytes));
+  message.set_head_bytes(static_cast<uint64_t>(weights.head_bytes));
   return message;
 }
 
 PlanWeights FromProto(const v1::Weights& message) {
-  return {.mode = message.streamed() ? WeightMode::kStreamed : WeightMode::kResident,
+  return {.mode = message.sharded()    ? WeightMode::kSharded
+                  : message.streamed() ? WeightMode::kStreamed
+                                       : WeightMode::kResident,
           .loaded_bytes = static_cast<int64_t>(message.loaded_bytes()),
           .run_bytes = static_cast<int64_t>(message.run_bytes()),
           .layer_seconds = message.layer_seconds(),
           .layer_busy_seconds = message.layer_busy_seconds(),
-          .head_seconds = message.head_seconds()};
+          .head_seconds = message.head_seconds(),
+          .layer_bytes = static_cast<int64_t>(message.layer_bytes()),
+          .head_bytes = static_cast<int64_t>(message.head_bytes())};
 }
 
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {

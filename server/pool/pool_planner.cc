@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <iterator>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "engine/mesh/topology.h"
 #include "engine/prefill_request.h"
+#include "kernels/return_if_error.h"
 #include "server/config/config_units.h"
 
 namespace meshfill {
@@ -23,20 +27,36 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
   return request;
 }
 
+// Of all ranks of the request.
+PlanWeights WeightsOf(const PoolCapacity& capacity, int ranks) {
+  if (capacity.rank_weights.mode != WeightMode::kSharded) return capacity.rank_weights.Share(ranks, 1);
+  std::vector<int> nodes;
+  for (int seat : capacity.first_seats) nodes.push_back(capacity.topology.node_of_seat[seat]);
+  return SharedWeightsOf(capacity.rank_weights, capacity.topology, nodes);
+}
+
+absl::Status CheckShares(const PoolCapacity& capacity) {
+  return CheckShares(capacity.rank_weights, static_cast<int>(capacity.first_seats.size()),
+                     capacity.rank_memory_bytes);
+}
+
 absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions& defaults,
                                    const PoolCapacity& capacity, int64_t tokens,
                                    const PrefillOptions& options) {
   if (capacity.ranks == 0) {
     return absl::UnavailableError("the pool has no workers; start some, or try again later");
   }
-  const int idle = options.tile.has_value() ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
+  RETURN_IF_ERROR(CheckShares(capacity));
+  // A worker that is idle would keep its share of the weights to itself.
+  const bool all = options.tile.has_value() || capacity.rank_weights.mode == WeightMode::kSharded;
+  const int idle = all ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
   PlanRequest request = RequestOf(defaults, capacity, tokens, options);
   absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
   std::vector<PlanCandidate> candidates;
   for (int ranks = capacity.ranks; ranks >= capacity.ranks - idle && ranks >= 1; --ranks) {
     request.ranks = ranks;
     request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
-    request.weights = capacity.rank_weights.Share(ranks, 1);
+    request.weights = WeightsOf(capacity, ranks);
     absl::StatusOr<PlanChoice> choice = MakePlan(model, capacity.speed, request);
     if (choice.ok()) {
       std::move(choice->candidates.begin(), choice->candidates.end(), std::back_inserter(candidates));
@@ -56,6 +76,27 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
 }
 
 }  // namespace
+
+PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
+                            const std::vector<int>& node_of_worker) {
+  return SharedAmong(one, static_cast<int>(node_of_worker.size()), AllToAllLink(topology, node_of_worker));
+}
+
+absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_bytes_left) {
+  if (one.mode != WeightMode::kSharded) return absl::OkStatus();
+  if (workers == 1) {
+    return absl::FailedPreconditionError(
+        "model.weights is sharded, and the pool has one worker, which has nobody to share with: start more, "
+        "or "
+        "set resident or streamed");
+  }
+  if (memory_bytes_left >= 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("the weights take ", one.loaded_bytes, " bytes, of which each of ", workers,
+                   " workers keeps ", ShareBytes(one, workers),
+                   ", more than one of them has memory for: start more workers, or set "
+                   "model.weights to streamed"));
+}
 
 Topology LinksOf(const v1::PoolSection& pool) {
   Link between = kAssumedLink;
@@ -94,11 +135,12 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
                                        const PrefillOptions& options, const CachedPrefix& cached) {
   absl::StatusOr<PlanChoice> all = PlanAll(model, defaults, capacity, tokens, options);
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
-  if (cached_tokens == 0 || cached.ranks > capacity.ranks) return all;
+  const bool fewer = cached.ranks < capacity.ranks && capacity.rank_weights.mode == WeightMode::kSharded;
+  if (cached_tokens == 0 || cached.ranks > capacity.ranks || fewer || !CheckShares(capacity).ok()) return all;
   PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
   request.ranks = cached.ranks;
   request.memory_budget_bytes = capacity.rank_memory_bytes * cached.ranks;
-  request.weights = capacity.rank_weights.Share(cached.ranks, 1);
+  request.weights = WeightsOf(capacity, cached.ranks);
   request.layout = LayoutKind::kStriped;
   request.cached_tokens = cached_tokens;
   absl::StatusOr<PlanChoice> behind = MakePlan(model, capacity.speed, request);

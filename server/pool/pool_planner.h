@@ -2,6 +2,8 @@
 #ifndef MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 #define MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 
+#include <vector>
+
 #include "absl/status/statusor.h"
 #include "engine/engine_options.h"
 #include "engine/mesh/topology.h"
@@ -20,11 +22,21 @@ Topology LinksOf(const v1::PoolSection& pool);
 // The same, and which classes it leaves to be measured: those with neither bytes/s nor latency.
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
+// Of weights that so many workers share, as plans over all of them count them. `node_of_worker`: as
+// AllToAllLink has it.
+PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
+                            const std::vector<int>& node_of_worker);
+
+// FAILED_PRECONDITION where one worker alone is to share weights, or `memory_bytes_left`, of a rank beside
+// its worker's share, is below 0: the share does not fit.
+absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_bytes_left);
+
 // The plan of least predicted time among those for all ranks and for up to a quarter fewer: of 7 ranks left,
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
 // stripe and so on where the request leaves them open. Behind what is cached of the prompt, on the ranks that
-// have it, where that is faster. CheckPromptOptions has passed. Errors: those of MakePlan, and UNAVAILABLE
-// where the pool has no ranks.
+// have it, where that is faster. Workers that share weights all take part. CheckPromptOptions has passed.
+// Errors: those of MakePlan; UNAVAILABLE where the pool has no ranks; FAILED_PRECONDITION where one worker
+// has nobody to share weights with, or too few do.
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached = {});

@@ -8,7 +8,9 @@
 #include "absl/time/clock.h"
 #include "engine/devices/free_memory.h"
 #include "engine/kv_budget.h"
+#include "engine/model/model_tensors.h"
 #include "engine/run/rank_weights.h"
+#include "engine/run/weight_exchange.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -23,10 +25,12 @@ namespace {
 
 constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
 
-uint64_t DataPlaneRun(const WorkerMachine::RunPart& part) {
+// What the connections of a run's ranks, and those that bring weights, tell themselves apart by.
+uint64_t DataPlaneRun(const WorkerMachine::RunPart& part, Traffic traffic) {
   WordHash hash;
   hash.Add(part.epoch);
   hash.Add(part.number);
+  hash.Add(static_cast<uint64_t>(traffic));
   return hash.Finish();
 }
 
@@ -39,6 +43,15 @@ class RankHost::ActiveRun {
       : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {}
 
   uint64_t number() const { return part_.number; }
+
+  // A leader that counts on other weights than these has been told so by another worker.
+  absl::Status CheckWeights() const {
+    const bool sharded = host_.sharded_ != nullptr;
+    if (sharded == SharesWeights()) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("the run's workers ", sharded ? "do not share" : "share",
+                                            " their weights, and this one's are ",
+                                            WeightModeName(host_.pool_.models.front()->weight_mode())));
+  }
 
   // Holds the memory of the run until its ranks take it, so that a lack of it shows before any rank's first
   // step.
@@ -94,6 +107,18 @@ class RankHost::ActiveRun {
       if (!abort_reason_.ok()) return abort_reason_;
       seats_[i].endpoint = std::move(endpoint);
     }
+    if (!SharesWeights()) return addresses;
+    ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint,
+                     host_.data_plane_->Listen({.local_rank = 0,
+                                                .rank = part_.weights.share.index,
+                                                .ranks = part_.weights.share.of,
+                                                .epoch = part_.epoch,
+                                                .run = DataPlaneRun(part_, Traffic::kGather),
+                                                .stop = &stop_}));
+    addresses.push_back(endpoint->address());
+    const MutexLock lock(mu_);
+    if (!abort_reason_.ok()) return abort_reason_;
+    weights_endpoint_ = std::move(endpoint);
     return addresses;
   }
 
@@ -103,7 +128,7 @@ class RankHost::ActiveRun {
     reservations_.clear();
     std::vector<bool> reads_head;
     for (size_t i = 0; i < seats_.size(); ++i) reads_head.push_back(ReadsHead(part_.plan, rank(i)));
-    weights_.emplace(host_.pool_.models, reads_head, &stop_);
+    OpenWeights(reads_head);
     started_.store(true, std::memory_order_release);
     ranks_.Start(
         static_cast<int>(seats_.size()), [this](int i) { return RunSeat(i); },
@@ -124,6 +149,7 @@ class RankHost::ActiveRun {
     for (Seat& seat : seats_) {
       if (seat.endpoint != nullptr) seat.endpoint->Abort(abort_reason_);
     }
+    if (weights_endpoint_ != nullptr) weights_endpoint_->Abort(abort_reason_);
   }
 
   void Join() { ranks_.Join(); }
@@ -162,8 +188,33 @@ class RankHost::ActiveRun {
                                       .rank = rank(i),
                                       .ranks = part_.plan.ranks(),
                                       .epoch = part_.epoch,
-                                      .run = DataPlaneRun(part_),
+                                      .run = DataPlaneRun(part_, Traffic::kQ),
                                       .stop = &stop_});
+  }
+
+  bool SharesWeights() const { return part_.weights.share.of > 0; }
+
+  // Begins to read or gather. The ranks measure their links first, where they do.
+  void OpenWeights(const std::vector<bool>& reads_head) {
+    if (!SharesWeights()) {
+      weights_.emplace(host_.pool_.models, reads_head, &stop_);
+      return;
+    }
+    const size_t ranks = std::min(addresses_.size(), static_cast<size_t>(part_.plan.ranks()));
+    std::vector<std::string> addresses(addresses_.begin() + static_cast<ptrdiff_t>(ranks), addresses_.end());
+    addresses_.resize(ranks);
+    Endpoint* endpoint;
+    {
+      const MutexLock lock(mu_);
+      endpoint = weights_endpoint_.get();
+    }
+    Gathering gathering{
+        .share = part_.weights.share,
+        .head = part_.weights.head,
+        .at_once = probes_.empty(),
+        .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
+                                       host_.data_plane_->connect_timeout(), PeerWaitTimeout(part_.plan))};
+    weights_.emplace(*host_.sharded_, static_cast<int>(seats_.size()), std::move(gathering), &stop_);
   }
 
   // Says so where a rank failed because its device is lost.
@@ -219,14 +270,17 @@ class RankHost::ActiveRun {
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
-  std::vector<Seat> seats_;             // by rank of this worker; endpoints are set under mu_
+  std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_
+  std::unique_ptr<Endpoint> weights_endpoint_;  // set likewise; null: the weights are not shared
   std::optional<RankWeights> weights_;  // from the start on
   LocalRanks ranks_;                    // last: its threads use all of the above
 };
 
-RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
-                   int64_t kv_budget_bytes, Listener& listener)
+RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded,
+                   std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id, int64_t kv_budget_bytes,
+                   Listener& listener)
     : pool_(std::move(pool)),
+      sharded_(std::move(sharded)),
       data_plane_(std::move(data_plane)),
       model_id_(std::move(model_id)),
       kv_(KvShapeOf(pool_.models.front()->shape()), kv_budget_bytes),
@@ -240,6 +294,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .device = options.device,
                                      .dtype = options.dtype,
                                      .weights = options.weights,
+                                     .of_worker = true,
                                      .peak_flops = options.peak_flops,
                                      .memory_budget_bytes = options.memory_bytes,
                                      .communication_multiprocessors = options.attention_sm_margin,
@@ -251,7 +306,11 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
       pool.hardware->MakeDataPlane({.listen = options.data_listen, .nccl_ctas = options.nccl_ctas}));
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
   const int64_t kv_budget_bytes = KvBudgetBytes(pool, options.kv_memory_bytes, options.kv_host_memory_bytes);
-  return std::unique_ptr<RankHost>(new RankHost(std::move(pool), std::move(data_plane),
+  std::unique_ptr<ShardedWeights> sharded;
+  if (const ModelTensors* tensors = pool.models.front()->sharded_tensors(); tensors != nullptr) {
+    ASSIGN_OR_RETURN(sharded, ShardedWeights::Make(*tensors, *pool.devices.front()));
+  }
+  return std::unique_ptr<RankHost>(new RankHost(std::move(pool), std::move(sharded), std::move(data_plane),
                                                 std::move(identified.id), kv_budget_bytes, listener));
 }
 
@@ -338,6 +397,7 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
     runs_[run->number()] = run;
     if (stopping_.contains(run->number())) return absl::CancelledError("stopped before it was prepared");
   }
+  RETURN_IF_ERROR(run->CheckWeights());
   RETURN_IF_ERROR(run->Reserve());
   RETURN_IF_ERROR(run->BeginKv());
   RETURN_IF_ERROR(run->OpenStreams());

@@ -26,6 +26,7 @@
 #include "engine/embedded_pool.h"
 #include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
+#include "engine/run/sharded_weights.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/held_kv.h"
@@ -83,13 +84,15 @@ class RankHost {
   void EndKv(const std::string& lease);  // as the calls above: behind them
   void EndKvRun(uint64_t run);           // likewise
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
+  // Of a worker that shares its weights: its share, and what runs have gathered.
+  WeightMemory shared_weights() const { return sharded_ == nullptr ? WeightMemory() : sharded_->memory(); }
   bool lost() const;                     // a device has failed for good: no run will go well in this process
 
  private:
   class ActiveRun;
 
-  RankHost(EmbeddedPool pool, std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id,
-           int64_t kv_budget_bytes, Listener& listener);
+  RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded, std::unique_ptr<DataPlane> data_plane,
+           v1::ModelId model_id, int64_t kv_budget_bytes, Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
@@ -101,6 +104,7 @@ class RankHost {
   std::vector<std::shared_ptr<ActiveRun>> Runs() const;
 
   const EmbeddedPool pool_;
+  const std::unique_ptr<ShardedWeights> sharded_;  // null: they are not
   const std::unique_ptr<DataPlane> data_plane_;
   const v1::ModelId model_id_;
   HeldKv kv_;

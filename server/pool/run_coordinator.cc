@@ -64,17 +64,21 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
       deadline_(now + options.prepare_timeout +
                 absl::Seconds(static_cast<double>(tokens.size()) * kPrepareSecondsPerToken)),
       hang_timeout_(HangTimeout(plan_, options)) {
-  for (const auto& [worker, first, count] : SeatWorkers(workers, plan_.ranks())) {
+  const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan_.ranks());
+  for (const auto& [worker, first, count] : seated) {
     const v1::Join& offer = worker->offer;
     seats_.resize(first + count, Seat{.worker = worker->connection, .moved_at = now});
-    Part& part = parts_[worker->connection];
-    part = {.name = offer.name(),
-            .host = offer.host(),
-            .rank_peak_flops = offer.peak_flops() / offer.ranks(),
-            .first_rank = first,
-            .ranks = count};
+    const int share = static_cast<int>(parts_.size());
+    parts_[worker->connection] = {.name = offer.name(),
+                                  .host = offer.host(),
+                                  .rank_peak_flops = offer.peak_flops() / offer.ranks(),
+                                  .first_rank = first,
+                                  .ranks = count,
+                                  .weight_share = share};
     unanswered_.insert(worker->connection);
-    SendPrepare(worker->connection, part, tokens, kv);
+  }
+  for (const SeatsOfWorker& of : seated) {
+    SendPrepare(of.worker->connection, parts_.at(of.worker->connection), tokens, kv);
   }
 }
 
@@ -87,6 +91,13 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
   prepare.set_first_rank(static_cast<uint32_t>(part.first_rank));
   prepare.set_ranks(static_cast<uint32_t>(part.ranks));
   if (kv.keep.has_value()) *prepare.mutable_keep_kv() = *kv.keep;
+  if (weight_shares() > 0) {
+    const int last_rank = plan_.layout.RankOf(plan_.layout.tokens() - 1);
+    prepare.set_weight_share(static_cast<uint32_t>(part.weight_share));
+    prepare.set_weight_shares(static_cast<uint32_t>(weight_shares()));
+    prepare.set_weight_head_share(
+        static_cast<uint32_t>(parts_.at(seats_[plan_.SeatOf(last_rank)].worker).weight_share));
+  }
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
   prepare.set_reserve_bytes(static_cast<uint64_t>(ReservedBytes(plan_, part.ranks)));
   std::vector<std::vector<uint32_t>> shards;
@@ -108,16 +119,18 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
 RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::Prepared& message,
                                                    absl::Time now) {
   if (phase_ != Phase::kPreparing || !unanswered_.contains(worker)) return {};
-  const Part& part = parts_.at(worker);
+  Part& part = parts_.at(worker);
   if (const absl::Status status = FromOutcome(message.outcome()); !status.ok()) {
     if (IsRetryable(status.code())) return WorkersFailed{{worker}, std::string(status.message())};
     return RequestFailed{WithWorkerName(part.name, status)};
   }
-  if (message.hash() != part.expected_hash || message.addresses_size() != part.ranks) {
+  const int addresses = part.ranks + (options_.shares_weights ? 1 : 0);
+  if (message.hash() != part.expected_hash || message.addresses_size() != addresses) {
     return WorkersFailed{{worker}, "it prepared another run than the one it was sent", /*keep_out=*/true};
   }
   unanswered_.erase(worker);
   for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
+  if (options_.shares_weights) part.weight_address = message.addresses(part.ranks);
   if (unanswered_.empty() && !pauses_.paused()) SendRun(now);
   return {};
 }
@@ -132,12 +145,17 @@ void RunCoordinator::SendRun(absl::Time now) {
     host_of_rank.push_back(host_numbers.emplace(host, std::ssize(host_numbers)).first->second);
   }
   probes_ = survey_.Ask(std::move(host_of_rank));
+  std::vector<std::string> weight_addresses(weight_shares());
+  if (options_.shares_weights) {
+    for (const auto& [worker, part] : parts_) weight_addresses[part.weight_share] = part.weight_address;
+  }
   for (const auto& [worker, part] : parts_) {
     v1::Run& run = *AddMessage(worker).mutable_run();
     run.set_run(number_);
     for (int rank = 0; rank < plan_.ranks(); ++rank) {
       run.add_addresses(seats_[plan_.SeatOf(rank)].address);
     }
+    for (const std::string& address : weight_addresses) run.add_addresses(address);
     for (const LinkProbe& probe : probes_.pairs) {
       run.add_probes()->mutable_peers()->Assign(probe.peer_of_rank.begin(), probe.peer_of_rank.end());
     }

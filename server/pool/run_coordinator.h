@@ -45,6 +45,7 @@ class RunCoordinator {
   struct Options {
     int layers = 1;  // of the model
     int64_t vocab = 1;
+    bool shares_weights = false;  // the workers gather them from each other
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // and a second for each million tokens
     absl::Duration stop_timeout;
@@ -116,6 +117,8 @@ class RunCoordinator {
     int first_rank = 0;
     int ranks = 0;
     uint64_t expected_hash = 0;
+    int weight_share = 0;        // where the workers share the weights
+    std::string weight_address;  // of whom it is gathered from
   };
   struct Seat {  // of one rank
     Connection worker = 0;
@@ -132,6 +135,8 @@ class RunCoordinator {
 
   void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
                    const KvDirectory::RunKv& kv);
+  // Shares of the weights; 0: they are not shared.
+  int weight_shares() const { return options_.shares_weights ? static_cast<int>(parts_.size()) : 0; }
   void SendRun(absl::Time now);
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);

@@ -154,6 +154,7 @@ v1::RankRunStats ToProto(const RankStats& stats) {
   message.set_sent_kv_bytes(static_cast<uint64_t>(stats.sent[Traffic::kKv]));
   message.set_sent_o_bytes(static_cast<uint64_t>(stats.sent[Traffic::kO]));
   message.set_sent_all_to_all_bytes(static_cast<uint64_t>(stats.sent[Traffic::kAllToAll]));
+  message.set_sent_gather_bytes(static_cast<uint64_t>(stats.sent[Traffic::kGather]));
   message.set_blocks(static_cast<uint64_t>(stats.blocks));
   return message;
 }
@@ -169,7 +170,8 @@ RankStats FromProto(const v1::RankRunStats& message) {
   stats.sent = {{Traffic::kQ, static_cast<int64_t>(message.sent_q_bytes())},
                 {Traffic::kKv, static_cast<int64_t>(message.sent_kv_bytes())},
                 {Traffic::kO, static_cast<int64_t>(message.sent_o_bytes())},
-                {Traffic::kAllToAll, static_cast<int64_t>(message.sent_all_to_all_bytes())}};
+                {Traffic::kAllToAll, static_cast<int64_t>(message.sent_all_to_all_bytes())},
+                {Traffic::kGather, static_cast<int64_t>(message.sent_gather_bytes())}};
   stats.blocks = static_cast<int64_t>(message.blocks());
   return stats;
 }

@@ -243,6 +243,17 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                      reserved > 0 ? absl::StrCat(", ", reserved, " of them in use by other runs") : "",
                      "; shorten the prompt or add ranks"));
   }
+  const RunWeights weights = {.share = {.index = static_cast<int>(message.weight_share()),
+                                        .of = static_cast<int>(message.weight_shares())},
+                              .head = static_cast<int>(message.weight_head_share())};
+  if (status.ok() && message.weight_shares() > 0 &&
+      (message.weight_shares() > static_cast<uint32_t>(plan->ranks()) ||
+       std::max(message.weight_share(), message.weight_head_share()) >= message.weight_shares())) {
+    status = absl::InternalError(absl::StrCat("the leader gave share ", message.weight_share(), " of ",
+                                              message.weight_shares(), " of the weights to a worker of ",
+                                              plan->ranks(), " ranks, the LM head to share ",
+                                              message.weight_head_share()));
+  }
   if (!status.ok()) return RefuseRun(message.run(), epoch, status);
   ActiveRun run{.part = {.number = message.run(),
                          .epoch = epoch,
@@ -250,6 +261,7 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .first_rank = static_cast<int>(message.first_rank()),
                          .reserve_bytes = static_cast<int64_t>(message.reserve_bytes()),
                          .keep_kv = std::nullopt,
+                         .weights = weights,
                          .prefix = std::move(prefix),
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
   if (message.has_keep_kv()) {

@@ -31,6 +31,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/model/weight_feed.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_runner.h"
 #include "meshfill/v1/control.pb.h"
@@ -62,6 +63,12 @@ class WorkerMachine {
 
   using ProgressOfRuns = std::map<uint64_t, std::vector<RankProgress>>;  // by the run's number
 
+  // Which of the shared weights a run's worker keeps.
+  struct RunWeights {
+    WeightShare share;  // of 0: they are not shared
+    int head = 0;       // the share of whose worker reads the LM head
+  };
+
   // The part of a run that this worker takes.
   struct RunPart {
     uint64_t number = 0;
@@ -70,6 +77,7 @@ class WorkerMachine {
     int first_rank = 0;
     int64_t reserve_bytes = 0;
     std::optional<HeldKv::Keeping> keep_kv;     // none: K and V are dropped
+    RunWeights weights = {};
     std::vector<HeldKv::RunTokens> prefix;      // whose K and V are those of the plan's cached tokens
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
@@ -89,7 +97,7 @@ class WorkerMachine {
   };
   struct StartRun {  // → OnRankDone for each rank
     uint64_t run;
-    std::vector<std::string> addresses;  // by rank of the whole run
+    std::vector<std::string> addresses;  // by rank of the whole run, then by share of the weights
     std::vector<LinkProbe> probes;       // pairings of its ranks, for before the first layer
   };
   struct PauseRun {  // between two tiles, until ResumeRun or StopRun

@@ -153,7 +153,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
             .runs = runs,
             .kv_leases = kept.leases,
             .kv_bytes = kept.bytes,
-            .kv_max_bytes = host_->kv().budget_bytes()};
+            .kv_max_bytes = host_->kv().budget_bytes(),
+            .shared_weight_bytes = host_->shared_weights().bytes};
   }
   void Drain() {
     Handle([](WorkerMachine& machine) { machine.Drain(MonotonicNow()); });

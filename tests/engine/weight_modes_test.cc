@@ -148,6 +148,14 @@ TEST_F(StreamedEngineTest, PlansCountTheirBytesAndSeconds) {
               1e-9 * passes.seconds);
 }
 
+// The ranks of a process have one copy together: there is nobody to share it with.
+TEST_F(StreamedEngineTest, AnEmbeddedPoolSharesNoWeights) {
+  const auto engine = LoadEmbeddedEngine(
+      {.model_path = path_, .ranks = 2, .device = "cpu", .weights = WeightMode::kSharded, .peak_flops = 1e12});
+  EXPECT_TRUE(absl::IsInvalidArgument(engine.status())) << engine.status();
+  EXPECT_NE(engine.status().message().find("set resident, streamed or auto"), std::string::npos);
+}
+
 TEST(WeightModesTest, AutoStreamsWhatLeavesNoRoom) {
   const auto resident = [](int64_t bytes, int64_t free, int64_t budget) {
     return AutoWeightMode(bytes, free, budget) == WeightMode::kResident;

@@ -6,6 +6,7 @@ Usage: pool_test.py PATH_OF_MESHFILL [unittest arguments]
 import gzip
 import json
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -53,6 +54,38 @@ class PoolTest(PoolTestCase):
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
         self.assertEqual(self.metric("meshfill_worker_joins_total"), 3)
         self.assertEqual(self.metric('meshfill_ranks{state="ready"}'), 4)
+
+    @unittest.skipUnless("avx512f" in pathlib.Path("/proc/cpuinfo").read_text(), "needs AVX-512")
+    def test_workers_share_the_weights_to_the_same_bits(self):
+        def sharing(name, *settings):
+            worker = self.worker(name, "model.weights=sharded", *settings)
+            worker.wait_for("joined the pool")
+            return worker
+
+        def check(tile, ranks):
+            options = ["--tile", tile, "--top-k", 5, "--logits-out"]
+            files = [self.tmp / "shared.logits", self.tmp / "resident.logits"]
+            pool = self.prefill(self.prompt, *options, files[0])
+            self.embedded("--tokens", self.prompt, "--ranks", ranks, *options, files[1])
+            self.assertGreater(pool["comm_bytes"]["gather"], 0)
+            self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
+
+        sharing("a", "pool.worker.ranks=2")
+        second, third = sharing("b"), sharing("c")
+        self.worker("resident").wait_for("give all the same model.weights")
+        for _ in range(2):  # the second finds the shares in memory
+            check("2x2", 4)
+        self.assertGreater(self.metric('meshfill_comm_bytes_total{op="gather"}'), 0)
+        third.signal(signal.SIGKILL)
+        self.wait_until(lambda: self.metric('meshfill_ranks{state="ready"}') == 3)
+        check("1x3", 3)  # by new shares
+        second.signal(signal.SIGKILL)
+        self.wait_until(lambda: self.metric('meshfill_ranks{state="ready"}') == 2)
+        alone = run("prefill", "--server", self.address, "--tokens", self.prompt)
+        self.assertEqual(alone.returncode, 1)
+        self.assertIn(b"nobody to share with", alone.stderr)
+        sharing("d")
+        check("3x1", 3)
 
     def test_a_worker_has_pages_of_its_own(self):
         worker = self.worker("paged", "pool.worker.metrics_listen=127.0.0.1:0")

@@ -15,7 +15,11 @@ Then the planner's choice must be at least 3 times as fast as its best plan of s
 With --measured the front-end is not given the links: a first run measures them, and the planner has to pick the
 fastest with what it found. All plans are striped, as those are whose tile is named.
 
+With --weights sharded the workers share the weights. It compares with the same pool whose workers have them all, and
+holds that what sharing adds to a prefill is within 10 % of what the plan says.
+
 Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N] [--measured] [--window W]
+[--weights sharded]
 """
 import argparse
 import contextlib
@@ -49,6 +53,7 @@ SPREADS = {  # what is compared
 WINDOW_SPREADS = {STRIPES: ["--layout", "striped"], CHOICE: []}
 FRAMING, MESH_OVER_RING, CHOICE_OVER_STRIPES, NOTICE_SECONDS = 0.03, 2.2, 3, 2
 MEASURED = 0.2  # of the link, either way
+ADDED_BY_WEIGHTS = 0.1  # of what the plan says, either way
 
 
 def ip(*arguments):
@@ -108,16 +113,17 @@ class WorkerOf(Process):
 
 
 class Pool:
-    def __init__(self, folder, network, measured, window):
-        self.folder, self.network, self.measured, self.window = folder, network, measured, window
+    def __init__(self, folder, network, measured, window, weights="resident"):
+        self.folder, self.network, self.measured, self.window, self.weights = folder, network, measured, window, weights
         self.leader, self.workers = None, []
 
     def set_up(self):
         folder, model = self.folder, self.folder / "model"
         family = ["--arch", "mistral", "--sliding-window", self.window] if self.window else ["--arch", "llama"]
-        made = run("make-model", *family, "--out", model, "--layers", 8, "--hidden", 512,
-                   "--intermediate", 64, "--heads", 4, "--kv-heads", 4, "--head-dim", 128, "--dtype", "bf16")
-        assert made.returncode == 0, made.stderr
+        if not model.exists():
+            made = run("make-model", *family, "--out", model, "--layers", 8, "--hidden", 512,
+                       "--intermediate", 64, "--heads", 4, "--kv-heads", 4, "--head-dim", 128, "--dtype", "bf16")
+            assert made.returncode == 0, made.stderr
         self.prompt = folder / "prompt.bytes"
         self.prompt.write_bytes(random.Random(1).randbytes(TOKENS))
         (folder / "pool.yaml").write_text(
@@ -135,7 +141,8 @@ class Pool:
         control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
         for host in range(HOSTS):
             self.workers.append(WorkerOf(host, "--config", folder / "worker.yaml", "--join", control, "--set",
-                                         f"pool.worker.name=host{host}", "--set", f"pool.worker.host=host{host}"))
+                                         f"pool.worker.name=host{host}", "--set", f"pool.worker.host=host{host}",
+                                         "--set", f"model.weights={self.weights}"))
         for worker in self.workers:
             worker.wait_for("joined the pool")
 
@@ -145,6 +152,13 @@ class Pool:
         done = run("prefill", "--server", self.address, "--tokens", self.prompt, "--format", "bytes", "--json", *spread)
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout), [after - b for after, b in zip(self.network.sent_bytes(), before)]
+
+    def planned(self, spread):
+        """What the plan says that weights add, in seconds."""
+        done = run("plan", "--config", self.folder / "pool.yaml", "--set", f"model.weights={self.weights}", "--tokens",
+                   TOKENS, "--ranks", HOSTS, "--ranks-per-host", 1, "--json", *spread)
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout)["weights"]["seconds"]
 
     def close(self):
         for worker in self.workers:
@@ -194,6 +208,27 @@ def compare(pool, repeats):
     return holds and seconds[CHOICE] <= 1.05 * seconds[fastest]
 
 
+def compare_weights(folder, network, repeats):
+    """Whether sharing the weights adds what the plan says."""
+    spread = SPREADS["Mesh 4x4"]
+    seconds, gathered = {}, 0
+    for weights in ("resident", "sharded"):
+        with contextlib.ExitStack() as stack:
+            pool = Pool(folder, network, measured=False, window=0, weights=weights)
+            stack.callback(pool.close)
+            pool.set_up()
+            pool.prefill(spread)  # packs the shares
+            answers = [pool.prefill(spread)[0] for _ in range(repeats)]
+            seconds[weights] = statistics.median(answer["seconds"]["prefill"] for answer in answers)
+            gathered = answers[0]["comm_bytes"].get("gather", 0)
+            planned = pool.planned(spread)
+    added = seconds["sharded"] - seconds["resident"]
+    print(f"{TOKENS:,} tokens, {HOSTS} hosts, Mesh 4x4: resident {seconds['resident']:.2f} s, sharded "
+          f"{seconds['sharded']:.2f} s; {gathered / 2**20:.2f} MiB of weights from each host; they add {added:.2f} s, "
+          f"the plan says {planned:.2f} s")
+    return gathered > 0 and abs(added / planned - 1) <= ADDED_BY_WEIGHTS
+
+
 def measure(pool):
     answer, _ = pool.prefill([])
     found = pool.leader.wait_for(r"links measured: between hosts (\S+) MB/s, .*")
@@ -229,6 +264,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--weights", choices=["resident", "sharded"], default="resident")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("throttled_network.py: needs root, for network namespaces")
@@ -239,6 +275,11 @@ def main():
         network = Network()
         stack.callback(network.close)
         network.set_up()
+        if arguments.weights == "sharded":
+            holds = compare_weights(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network,
+                                    arguments.repeats)
+            print("holds" if holds else "DOES NOT HOLD")
+            sys.exit(0 if holds else 1)
         pool = Pool(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network, arguments.measured,
                     arguments.window)
         stack.callback(pool.close)

@@ -15,18 +15,23 @@
 #include "absl/time/clock.h"
 #include "engine/embedded_engine.h"
 #include "kernels/median.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_text.h"
 #include "server/config/config.h"
+#include "server/pool/pool_engine.h"
+#include "server/pool/worker_process.h"
 
 namespace meshfill {
 namespace {
 
-constexpr std::array kModes = {WeightMode::kResident, WeightMode::kStreamed};
 constexpr int64_t kWarmUpTokens = 64;
+constexpr absl::Duration kJoinTimeout = absl::Seconds(60);
+// Of workers that compute on the same cores as the front-end.
+constexpr int kPatienceSeconds = 120;
 
 // Memory of this process that no file stands behind; 0 where the system does not say.
 int64_t AnonymousBytes() {
@@ -71,14 +76,78 @@ struct Measured {
   int64_t anonymous_bytes = 0;  // the most
 };
 
+// A pool of workers that are in this process, each with one rank.
+class LocalPool {
+ public:
+  static absl::StatusOr<std::unique_ptr<LocalPool>> Start(v1::Config config, int workers, WeightMode mode) {
+    v1::PoolSection& pool = *config.mutable_pool();
+    pool.set_control_listen("127.0.0.1:0");
+    pool.mutable_silence_timeout()->set_seconds(kPatienceSeconds);
+    pool.mutable_hang_timeout()->set_seconds(kPatienceSeconds);
+    config.mutable_kv()->set_cache(false);
+    config.mutable_model()->set_weights(mode == WeightMode::kSharded ? v1::ModelSection::WEIGHTS_SHARDED
+                                                                     : v1::ModelSection::WEIGHTS_RESIDENT);
+    std::unique_ptr<LocalPool> local(new LocalPool);
+    ASSIGN_OR_RETURN(local->engine_, PoolEngine::Listen(config, local->metrics_));
+    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    for (int worker = 0; worker < workers; ++worker) {
+      v1::PoolSection::Worker& section = *pool.mutable_worker();
+      section.set_name(absl::StrCat("worker ", worker));
+      section.set_ranks(1);
+      section.set_threads(static_cast<uint32_t>(std::max(1, cores / workers)));
+      ASSIGN_OR_RETURN(auto started, WorkerProcess::Start(config, local->engine_->control_address()));
+      local->workers_.push_back(std::move(started));
+    }
+    local->clock_ = std::thread([pool = local.get()] { pool->Tick(); });
+    const absl::Time deadline = MonotonicNow() + kJoinTimeout;
+    while (std::ssize(local->engine_->members()) < workers) {
+      if (MonotonicNow() >= deadline) {
+        return absl::DeadlineExceededError(absl::StrCat(local->engine_->members().size(), " of ", workers,
+                                                        " workers joined within ",
+                                                        absl::FormatDuration(kJoinTimeout)));
+      }
+      absl::SleepFor(WorkerProcess::kTick);
+    }
+    return local;
+  }
+  ~LocalPool() {
+    stop_ = true;
+    if (clock_.joinable()) clock_.join();
+    workers_.clear();
+  }
+
+  PrefillEngine& engine() { return *engine_; }
+
+ private:
+  LocalPool() = default;
+  void Tick() {
+    while (!stop_) {
+      for (const auto& worker : workers_) worker->Tick();
+      absl::SleepFor(WorkerProcess::kTick);
+    }
+  }
+
+  Metrics metrics_;
+  std::unique_ptr<PoolEngine> engine_;
+  std::vector<std::unique_ptr<WorkerProcess>> workers_;
+  std::atomic<bool> stop_{false};
+  std::thread clock_;  // last: it uses all of the above
+};
+
 class BenchWeightsCommand : public Command {
  public:
   explicit BenchWeightsCommand(CLI::App& parent)
       : Command(parent.add_subcommand(
-            "weights", "Prompts with weights that stream beside the same with weights that stay")) {
+            "weights",
+            "Prompts with weights that are streamed, or shared by workers, beside the same with weights that "
+            "stay")) {
     config_.AddTo(*app_)->required();
     AddCount(*app_, "--tokens", tokens_, "Tokens of a prompt");
     AddCount(*app_, "--rounds", rounds_, "Prompts of each");
+    app_->add_option("--workers", workers_,
+                     "Compare sharded with resident instead, in a pool of so many workers in this process")
+        ->type_name("N")
+        ->check(CLI::Range(2, kMaxHostRanks));
     app_->add_option("--seed", seed_, "Of the tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }
@@ -87,10 +156,11 @@ class BenchWeightsCommand : public Command {
   absl::Status Run() override {
     ASSIGN_OR_RETURN(const v1::Config config, config_.Load());
     RETURN_IF_ERROR(config_.CheckModelPath(config));
+    if (workers_ > 0) modes_[1] = WeightMode::kSharded;
     for (int round = 0; round < rounds_; ++round) {
-      for (size_t turn = 0; turn < kModes.size(); ++turn) {
-        const size_t mode = (turn + static_cast<size_t>(round)) % kModes.size();
-        RETURN_IF_ERROR(Measure(ToEngineOptions(config), kModes[mode], measured_[mode]));
+      for (size_t turn = 0; turn < modes_.size(); ++turn) {
+        const size_t mode = (turn + static_cast<size_t>(round)) % modes_.size();
+        RETURN_IF_ERROR(Measure(config, modes_[mode], measured_[mode]));
       }
     }
     std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
@@ -98,16 +168,25 @@ class BenchWeightsCommand : public Command {
   }
 
  private:
-  absl::Status Measure(EngineOptions options, WeightMode mode, Measured& measured) const {
+  absl::Status Measure(const v1::Config& config, WeightMode mode, Measured& measured) const {
     AnonymousPeak peak;
+    if (workers_ > 0) {
+      ASSIGN_OR_RETURN(const std::unique_ptr<LocalPool> pool, LocalPool::Start(config, workers_, mode));
+      return Measure(pool->engine(), peak, measured);
+    }
+    EngineOptions options = ToEngineOptions(config);
     options.weights = mode;
     ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(options));
+    return Measure(*engine, peak, measured);
+  }
+
+  absl::Status Measure(PrefillEngine& engine, AnonymousPeak& peak, Measured& measured) const {
     std::mt19937_64 random(seed_);
     std::vector<uint32_t> prompt(static_cast<size_t>(tokens_));
-    for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % engine->model().vocab);
+    for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % engine.model().vocab);
     const auto warm_up = std::span<const uint32_t>(prompt).first(std::min(tokens_, kWarmUpTokens));
-    RETURN_IF_ERROR(RunPrefill(*engine, {warm_up, {}}).status());
-    ASSIGN_OR_RETURN(const PrefillResult result, RunPrefill(*engine, {prompt, {}}));
+    RETURN_IF_ERROR(RunPrefill(engine, {warm_up, {}}).status());
+    ASSIGN_OR_RETURN(const PrefillResult result, RunPrefill(engine, {prompt, {}}));
     measured.seconds.push_back(result.prefill_seconds);
     measured.weight_seconds = result.plan.predicted.weight_seconds;
     measured.weight_bytes = result.plan.predicted.weight_bytes;
@@ -119,30 +198,31 @@ class BenchWeightsCommand : public Command {
 
   std::string Json() const {
     nlohmann::ordered_json json = {{"tokens", tokens_}, {"rounds", rounds_}};
-    for (size_t mode = 0; mode < kModes.size(); ++mode) {
+    if (workers_ > 0) json["workers"] = workers_;
+    for (size_t mode = 0; mode < modes_.size(); ++mode) {
       const Measured& of = measured_[mode];
-      json[WeightModeName(kModes[mode])] = {
+      json[WeightModeName(modes_[mode])] = {
           {"seconds", Median(of.seconds)},
           {"tokens_per_second", static_cast<double>(tokens_) / Median(of.seconds)},
           {"weight_seconds", of.weight_seconds},
           {"weight_bytes", of.weight_bytes},
           {"anonymous_bytes", of.anonymous_bytes}};
     }
-    json["streamed_over_resident"] = Ratio();
+    json[absl::StrCat(WeightModeName(modes_[1]), "_over_resident")] = Ratio();
     return absl::StrCat(json.dump(), "\n");
   }
 
   std::string Text() const {
     std::string text = absl::StrFormat("%d tokens, median of %d\n", tokens_, rounds_);
-    for (size_t mode = 0; mode < kModes.size(); ++mode) {
+    for (size_t mode = 0; mode < modes_.size(); ++mode) {
       const Measured& of = measured_[mode];
       absl::StrAppendFormat(&text, "%-9s  %s  %.1f tokens/s  weights %s  most anonymous memory %s\n",
-                            WeightModeName(kModes[mode]), FormatSeconds(Median(of.seconds)),
+                            WeightModeName(modes_[mode]), FormatSeconds(Median(of.seconds)),
                             static_cast<double>(tokens_) / Median(of.seconds),
                             FormatBytes(static_cast<double>(of.weight_bytes)),
                             FormatBytes(static_cast<double>(of.anonymous_bytes)));
     }
-    absl::StrAppendFormat(&text, "streamed over resident, tokens/s: %.3f\n", Ratio());
+    absl::StrAppendFormat(&text, "%s over resident, tokens/s: %.3f\n", WeightModeName(modes_[1]), Ratio());
     return text;
   }
 
@@ -151,7 +231,9 @@ class BenchWeightsCommand : public Command {
   int rounds_ = 3;
   uint64_t seed_ = 1;
   bool json_ = false;
-  std::array<Measured, kModes.size()> measured_;
+  int workers_ = 0;  // 0: an embedded pool
+  std::array<WeightMode, 2> modes_ = {WeightMode::kResident, WeightMode::kStreamed};
+  std::array<Measured, 2> measured_;  // by mode
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <numeric>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "engine/embedded_pool.h"
@@ -80,6 +81,7 @@ class PlanCommand : public Command {
     EngineOptions options = ToEngineOptions(config);
     const int ranks = ranks_.value_or(options.ranks);
     const bool workers = !config.pool().control_listen().empty();
+    options.of_worker = workers;
     options.ranks = workers ? std::min(ranks, ranks_per_host_.value_or(ranks)) : ranks;  // on this machine
     if (options.ranks > kMaxHostRanks) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -94,7 +96,7 @@ class PlanCommand : public Command {
                                                 " tokens; plan a shorter prompt"));
     }
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
-    const PlanRequest request = Request(config, options, host, ranks);
+    ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
     // An embedded pool cuts what does not fit where a block begins, too.
     const int64_t granule = std::lcm<int64_t>(RoundTokens(ranks, request.stripe), config.kv().block_tokens());
     ASSIGN_OR_RETURN(PlanChoice choice, workers ? MakePlan(shape, host.speed, request)
@@ -111,8 +113,8 @@ class PlanCommand : public Command {
 
  private:
   // `options` and `host` are of one host, which this machine stands for.
-  PlanRequest Request(const v1::Config& config, const EngineOptions& options,
-                      const EmbeddedPoolCapacity& host, int ranks) const {
+  absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options,
+                                      const EmbeddedPoolCapacity& host, int ranks) const {
     PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
     request.ranks = ranks;
     request.cached_tokens = cached_tokens_;
@@ -123,6 +125,14 @@ class PlanCommand : public Command {
     request.one_memory = false;
     request.topology = LinksOf(config.pool());
     for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
+    if (host.weights.mode != WeightMode::kSharded) return request;
+    std::vector<int> hosts((ranks + options.ranks - 1) / options.ranks);
+    std::iota(hosts.begin(), hosts.end(), 0);
+    const int workers = static_cast<int>(hosts.size());
+    request.memory_budget_bytes -= workers * ShareBytes(host.weights, workers);
+    RETURN_IF_ERROR(CheckShares(host.weights, workers, request.memory_budget_bytes));
+    request.memory_budget_bytes = std::max<int64_t>(1, request.memory_budget_bytes);
+    request.weights = SharedWeightsOf(host.weights, request.topology, hosts);
     return request;
   }
 

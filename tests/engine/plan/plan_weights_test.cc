@@ -52,6 +52,42 @@ TEST(PlanWeightsTest, ALayerIsWaitedForAsFarAsItsComingTakesLongerThanTheOneBefo
   EXPECT_EQ(resident.run_bytes, 7);
 }
 
+// Each of four workers gathers three quarters of a layer while it computes the one before. On the link its
+// chunks go first or with it: together they take what the bytes of both take.
+TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
+  const PlanWeights one = {.mode = WeightMode::kSharded,
+                           .loaded_bytes = 4400,
+                           .run_bytes = 2000,
+                           .layer_seconds = 0.4,
+                           .layer_busy_seconds = 0.2,
+                           .head_seconds = 0.1,
+                           .layer_bytes = 1000,
+                           .head_bytes = 400};
+  EXPECT_EQ(ShareBytes(one, 4), 1100);
+  const PlanWeights shared = SharedAmong(one, 4, {.latency_seconds = 0.25, .bytes_per_second = 1000});
+  EXPECT_EQ(shared.loaded_bytes, 4400);
+  EXPECT_EQ(shared.run_bytes, 8000);
+  EXPECT_EQ(shared.layer_bytes, 750);
+  EXPECT_EQ(shared.head_bytes, 300);
+  EXPECT_EQ(shared.sent_bytes, 3000 + 100);
+  EXPECT_DOUBLE_EQ(shared.layer_seconds, 1.5);
+  EXPECT_DOUBLE_EQ(shared.layer_busy_seconds, 0.15);
+  EXPECT_DOUBLE_EQ(shared.head_seconds, 1.05);
+  // A fast link: the thread that copies is what is waited for.
+  EXPECT_DOUBLE_EQ(SharedAmong(one, 4, {.bytes_per_second = 1e9}).layer_seconds, 0.3);
+
+  Prediction hidden = {.seconds = 12, .compute_seconds = 12};
+  hidden.comm_bytes[Traffic::kKv] = 4000;  // a second of each layer's three
+  CountWeights(shared, 4, hidden);
+  EXPECT_DOUBLE_EQ(hidden.weight_seconds, 1.5 + 4 * 0.15 + 1.05);
+  EXPECT_EQ(hidden.comm_bytes[Traffic::kGather], 3100);
+  EXPECT_EQ(hidden.weight_bytes, 12400);
+  Prediction exposed = {.seconds = 8, .compute_seconds = 6, .comm_wait_seconds = 2};
+  exposed.comm_bytes[Traffic::kKv] = 4000;
+  CountWeights(shared, 4, exposed);
+  EXPECT_DOUBLE_EQ(exposed.weight_seconds, 1.5 + 4 * 0.5 + 1.05);
+}
+
 // Whatever the weights take, the shape is the one that is planned without them in the rest of the memory.
 TEST(PlanWeightsTest, ChangeNoChoiceButByTheirMemory) {
   std::mt19937_64 random(TestSeed());

@@ -365,6 +365,7 @@ TEST_F(ConfigTest, EveryNameOfAnEnumIsRead) {
   EXPECT_EQ(options("model", "weights: auto").weights, std::nullopt);
   EXPECT_EQ(options("model", "weights: resident").weights, WeightMode::kResident);
   EXPECT_EQ(options("model", "weights: streamed").weights, WeightMode::kStreamed);
+  EXPECT_EQ(options("model", "weights: sharded").weights, WeightMode::kSharded);
   EXPECT_EQ(options("plan", "layout: auto").layout, std::nullopt);
   EXPECT_EQ(options("plan", "layout: striped").layout, LayoutKind::kStriped);
   EXPECT_EQ(options("plan", "layout: zigzag").layout, LayoutKind::kZigzag);

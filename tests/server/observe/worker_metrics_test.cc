@@ -15,12 +15,18 @@ TEST(WorkerMetricsTest, PagesTellTheWorker) {
   const std::string& address = (*pages)->address();
   EXPECT_NE(HttpGet(address, "/readyz").find(" 503 "), std::string::npos);
 
-  metrics.Set({.member = true, .runs = 1, .kv_leases = 3, .kv_bytes = 4096, .kv_max_bytes = 8192});
+  metrics.Set({.member = true,
+               .runs = 1,
+               .kv_leases = 3,
+               .kv_bytes = 4096,
+               .kv_max_bytes = 8192,
+               .shared_weight_bytes = 77});
   EXPECT_NE(HttpGet(address, "/readyz").find(" 200 "), std::string::npos);
   const std::string text = HttpBody(HttpGet(address, "/metrics"));
   for (const char* line :
        {"meshfill_worker_member 1\n", "meshfill_worker_runs 1\n", "meshfill_worker_kept_leases 3\n",
         "meshfill_worker_kept_bytes 4096\n", "meshfill_worker_kept_max_bytes 8192\n",
+        "meshfill_worker_shared_weight_bytes 77\n",
         "meshfill_build_info{version=\"" MESHFILL_VERSION "\"} 1\n", "\nprocess_open_fds "}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << " is missing in\n" << text;
   }

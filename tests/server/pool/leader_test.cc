@@ -227,6 +227,79 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_EQ(leader_.counters().refusals, 24u);
 }
 
+v1::Join SharingOffer(const std::string& name) {
+  v1::Join offer = Offer(name);
+  offer.set_memory_bytes(1 << 30);
+  *offer.mutable_weights() = ToProto(PlanWeights{.mode = WeightMode::kSharded,
+                                                 .loaded_bytes = 3000,
+                                                 .run_bytes = 400,
+                                                 .layer_seconds = 1e-6,
+                                                 .layer_busy_seconds = 1e-6,
+                                                 .head_seconds = 1e-6,
+                                                 .layer_bytes = 200,
+                                                 .head_bytes = 600});
+  return offer;
+}
+
+// Each worker of a run hears which share is its own, in the order of the seats, and from whom it gathers the
+// others; the plan counts them.
+TEST_F(LeaderTest, WorkersThatShareWeightsHearOfEachOther) {
+  for (const auto& [connection, name] :
+       std::map<Leader::Connection, std::string>{{1, "c"}, {2, "a"}, {3, "b"}}) {
+    ASSERT_EQ(Join(connection, SharingOffer(name)), "");
+  }
+  Submit(std::vector<uint32_t>(200, 3));
+  std::map<Leader::Connection, v1::Prepare> prepares;
+  for (Leader::Connection connection : {1, 2, 3}) {
+    for (const v1::LeaderMessage& message : sent_[connection]) {
+      if (message.has_prepare()) prepares[connection] = message.prepare();
+    }
+  }
+  ASSERT_EQ(prepares.size(), 3u);
+  const auto plan = FromRunPlan(prepares[1].plan());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const int head_seat = plan->SeatOf(plan->layout.RankOf(199));
+  for (const auto& [connection, prepare] : prepares) {
+    EXPECT_EQ(prepare.weight_shares(), 3u);
+    EXPECT_EQ(prepare.weight_share(), prepare.first_rank());  // a rank each
+    EXPECT_EQ(prepare.weight_head_share(), static_cast<uint32_t>(head_seat));
+    const int rank = plan->RankAt(static_cast<int>(prepare.first_rank()));
+    v1::WorkerMessage message = OfRun();
+    message.mutable_prepared()->set_run(prepare.run());
+    message.mutable_prepared()->add_addresses(absl::StrCat("rank ", rank));
+    message.mutable_prepared()->add_addresses(absl::StrCat("share ", prepare.weight_share()));
+    message.mutable_prepared()->set_hash(
+        RunHash(*plan, static_cast<int>(prepare.first_rank()),
+                {{plan->layout.Deal(rank, std::span<const uint32_t>(tokens_))}}));
+    Say(connection, message);
+  }
+  ASSERT_TRUE(sent_[2].back().has_run());
+  const auto& addresses = sent_[2].back().run().addresses();
+  EXPECT_EQ(std::vector<std::string>(addresses.begin(), addresses.end()),
+            (std::vector<std::string>{"rank 0", "rank 1", "rank 2", "share 0", "share 1", "share 2"}));
+}
+
+TEST_F(LeaderTest, WeightsAreSharedByAllWorkersOrByNone) {
+  ASSERT_EQ(Join(1, SharingOffer("a")), "");
+  EXPECT_NE(Join(2, Offer("b")).find("not sharded"), std::string::npos);
+  EXPECT_TRUE(sent_[2].back().refused().retry());
+  Submit({1, 2, 3});
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsFailedPrecondition(answers_[0].status()));
+  EXPECT_NE(answers_[0].status().message().find("nobody to share with"), std::string::npos);
+  ASSERT_EQ(Join(3, SharingOffer("c")), "");
+  EXPECT_EQ(leader_.capacity().rank_memory_bytes, (1 << 30) - 1500);
+  v1::Join small = SharingOffer("d");
+  small.set_memory_bytes(900);
+  ASSERT_EQ(Join(4, small), "");
+  EXPECT_LT(leader_.capacity().rank_memory_bytes, 0);
+  Submit({1, 2, 3});
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_TRUE(absl::IsFailedPrecondition(answers_[1].status()));
+  EXPECT_NE(answers_[1].status().message().find("each of 3 workers keeps 1000"), std::string::npos)
+      << answers_[1].status();
+}
+
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {
   Leader::Connection connection = 0;
   for (int ranks = 0; ranks < kMaxPlanRanks; ranks += 64) {
@@ -1032,14 +1105,40 @@ TEST(PoolPlannerTest, LayersThatPassTakeOfTheMemory) {
             absl::StatusCode::kFailedPrecondition);
 }
 
+// A worker that were idle would keep its share to itself: all take part.
+TEST(PoolPlannerTest, AllWorkersThatShareWeightsTakePart) {
+  for (int ranks = 2; ranks <= 13; ++ranks) {
+    PoolCapacity capacity = {
+        .ranks = ranks,
+        .topology = {.same_node = {.bytes_per_second = 1e9}},
+        .rank_memory_bytes = 1 << 30,
+        .rank_weights = {
+            .mode = WeightMode::kSharded, .loaded_bytes = 1000, .run_bytes = 100, .layer_bytes = 50}};
+    for (int seat = 0; seat < ranks; ++seat) {
+      capacity.first_seats.push_back(seat);
+      capacity.topology.node_of_seat.push_back(0);
+    }
+    const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->plan.ranks(), ranks);
+    EXPECT_EQ(choice->weights.run_bytes, ranks * 100);
+    EXPECT_EQ(choice->plan.predicted.weight_bytes, 1000 + ranks * 100);
+    EXPECT_GT(choice->plan.predicted.comm_bytes[Traffic::kGather], 0);
+  }
+}
+
 TEST(OfferedSpeedTest, WeightsArriveAsTheyWereSent) {
   const PlanWeights weights = {.mode = WeightMode::kStreamed,
                                .loaded_bytes = 1,
                                .run_bytes = 2,
                                .layer_seconds = 3,
                                .layer_busy_seconds = 4,
-                               .head_seconds = 5};
+                               .head_seconds = 5,
+                               .layer_bytes = 6,
+                               .head_bytes = 7};
   EXPECT_EQ(FromProto(ToProto(weights)), weights);
+  const PlanWeights sharded = {.mode = WeightMode::kSharded, .layer_bytes = 1};
+  EXPECT_EQ(FromProto(ToProto(sharded)), sharded);
   EXPECT_EQ(FromProto(ToProto(PlanWeights{})), PlanWeights());
 }
 

@@ -10,6 +10,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/platforms.h"
 #include "engine/prefill_engine.h"
+#include "kernels/cpu/cpu_device.h"
 #include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/server/pool/rank_host_fixture.h"
 
@@ -143,6 +144,88 @@ TEST_F(RankHostTest, StreamsItsWeights) {
       host->Release(run_);
     }
   }
+}
+
+// Hosts that share their weights, over connections of their own: the same bits, a part of the weights each.
+// Then one of them is gone, and the rest share all of it.
+TEST_F(RankHostTest, SharesItsWeights) {
+  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64); !form.ok()) {
+    GTEST_SKIP() << form.status();
+  }
+  const int most = 3;
+  std::vector<std::unique_ptr<HostListener>> listeners;
+  std::vector<std::unique_ptr<RankHost>> hosts;
+  std::map<int, std::vector<float>> expected;  // by hosts
+  for (const WeightMode mode : {WeightMode::kResident, WeightMode::kSharded}) {
+    options_.weights = mode;
+    hosts.clear();
+    listeners.clear();
+    for (int i = 0; i < most; ++i) {
+      listeners.push_back(std::make_unique<HostListener>());
+      hosts.push_back(Load(*listeners.back()));
+      ASSERT_NE(hosts.back(), nullptr);
+    }
+    const bool shares = mode == WeightMode::kSharded;
+    v1::Join offer;
+    hosts[0]->Describe(offer);
+    EXPECT_EQ(offer.weights().sharded(), shares);
+    EXPECT_GT(offer.weights().loaded_bytes(), 0u);
+    if (shares) EXPECT_GT(offer.weights().layer_bytes(), 0u);
+    int64_t all = 0;
+    for (const int count : {most, most, 2}) {
+      ++run_;
+      const Plan plan = PlanOver(count * kRanks);
+      const int head_seat = plan.SeatOf(plan.layout.RankOf(kTokens - 1));
+      for (int i = 0; i < count; ++i) {
+        --run_;
+        WorkerMachine::RunPart part = Part(count * kRanks, i * kRanks);
+        if (shares) part.weights = {.share = {.index = i, .of = count}, .head = head_seat / kRanks};
+        hosts[i]->Prepare(std::move(part));
+      }
+      std::vector<std::string> addresses, of_weights;
+      for (int i = 0; i < count; ++i) {
+        std::vector<std::string> mine = listeners[i]->Addresses(run_);
+        ASSERT_EQ(mine.size(), kRanks + (shares ? 1u : 0u));
+        if (shares) of_weights.push_back(mine.back());
+        addresses.insert(addresses.end(), mine.begin(), mine.begin() + kRanks);
+      }
+      addresses.insert(addresses.end(), of_weights.begin(), of_weights.end());
+      for (int i = 0; i < count; ++i) hosts[i]->Start(run_, addresses, {});
+      for (int i = 0; i < count; ++i) {
+        int64_t gathered = 0;
+        for (const auto& output : listeners[i]->Outputs(run_, kRanks)) {
+          ASSERT_TRUE(output.ok()) << output.status();
+          gathered += output->stats.sent[Traffic::kGather];
+          if (output->logits.empty()) continue;
+          if (expected[count].empty()) expected[count] = output->logits;
+          EXPECT_EQ(output->logits, expected[count]) << count << " hosts";
+        }
+        if (!shares) EXPECT_EQ(gathered, 0);
+      }
+      for (int i = 0; i < count; ++i) hosts[i]->Release(run_);
+      if (!shares) continue;
+      // Another run's Prepare is behind the Release: what was gathered is gone.
+      int64_t kept = 0;
+      for (int i = 0; i < count; ++i) {
+        hosts[i]->Stop(run_, "over");
+        listeners[i]->Stopped(run_);
+        kept += hosts[i]->shared_weights().bytes;
+      }
+      if (all == 0) all = kept;
+      EXPECT_EQ(kept, all) << count << " hosts";
+    }
+  }
+}
+
+TEST_F(RankHostTest, RefusesARunWhoseWorkersHoldWeightsOtherwise) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  WorkerMachine::RunPart part = Part();
+  part.weights.share = {.index = 0, .of = 2};
+  host->Prepare(std::move(part));
+  const auto prepared = listener.Prepared(run_);
+  EXPECT_TRUE(absl::IsInternal(prepared.status())) << prepared.status();
 }
 
 // A file that ends early fails the ranks, not the process.

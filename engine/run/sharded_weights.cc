@@ -1,0 +1,192 @@
+#include "engine/run/sharded_weights.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/model/streamed_weights.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+
+// Counts the bytes of the buffers that are given to it, until they go.
+class ShardedWeights::Tally : public std::enable_shared_from_this<Tally> {
+ public:
+  BufferRef Count(BufferRef buffer) {
+    const auto size = static_cast<int64_t>(buffer->size_bytes());
+    const int64_t now = bytes_.fetch_add(size) + size;
+    int64_t most = most_bytes_;
+    while (now > most && !most_bytes_.compare_exchange_weak(most, now)) {
+    }
+    void* const data = buffer->data();
+    return std::make_shared<Buffer>(
+        data, static_cast<size_t>(size),
+        [tally = shared_from_this(), buffer](void*, size_t) { tally->bytes_ -= buffer->size_bytes(); });
+  }
+  WeightMemory memory() const { return {bytes_, most_bytes_}; }
+
+ private:
+  std::atomic<int64_t> bytes_{0};
+  std::atomic<int64_t> most_bytes_{0};
+};
+
+// The bytes of one share, packed part by part. Thread-safe.
+class ShardedWeights::Share {
+ public:
+  Share(const ShardedWeights& weights, const WeightShare& share)
+      : weights_(weights), share_(share), parts_(weights.parts()) {}
+
+  const WeightShare& index() const { return share_; }
+  int64_t bytes_of(int part) const {
+    return weights_.images_[part].Cut(share_.index + 1, share_.of) -
+           weights_.images_[part].Cut(share_.index, share_.of);
+  }
+
+  // Null where the share has nothing of the part.
+  absl::StatusOr<BufferRef> Bytes(int part, const BeforeRead& before_read) {
+    if (bytes_of(part) == 0) return BufferRef();
+    const MutexLock lock(mu_);
+    if (parts_[part] == nullptr) {
+      ASSIGN_OR_RETURN(BufferRef packed, Pack(part, before_read));
+      parts_[part] = weights_.tally_->Count(std::move(packed));
+    }
+    return parts_[part];
+  }
+
+ private:
+  absl::StatusOr<BufferRef> Pack(int part, const BeforeRead& before_read) const {
+    const ModelTensors& tensors = weights_.tensors_;
+    const WeightImage& image = weights_.images_[part];
+    const int layers = tensors.config().shape.layers;
+    const int64_t begin = image.Cut(share_.index, share_.of), end = image.Cut(share_.index + 1, share_.of);
+    if (part < layers) {
+      return tensors.PackLayerBytes(weights_.device_, part, image, begin, end, before_read);
+    }
+    return tensors.PackHeadBytes(weights_.device_, (part - layers) * weights_.head_rows_, image, begin, end,
+                                 before_read);
+  }
+
+  const ShardedWeights& weights_;
+  const WeightShare share_;
+  Mutex mu_;  // held while a part is packed
+  std::vector<BufferRef> parts_ ABSL_GUARDED_BY(mu_);
+};
+
+// Gathers the parts of one run.
+class ShardedWeights::Maker final : public PartMaker {
+ public:
+  Maker(const ShardedWeights& weights, std::shared_ptr<Share> share, Gathering gathering)
+      : weights_(weights), share_(std::move(share)), gathering_(std::move(gathering)) {}
+
+  absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read) override {
+    const auto [me, of] = gathering_.share;
+    const WeightImage& image = weights_.images_[part];
+    ASSIGN_OR_RETURN(const BufferRef mine, share_->Bytes(part, before_read));
+    BufferRef whole;
+    if (Needs(me, part)) {
+      ASSIGN_OR_RETURN(whole, weights_.device_.Allocate(static_cast<size_t>(image.bytes)));
+      whole = weights_.tally_->Count(std::move(whole));
+      if (mine != nullptr) {
+        std::memcpy(whole->data<std::byte>() + image.Cut(me, of), mine->data(), mine->size_bytes());
+      }
+    }
+    int64_t most_bytes = 0;
+    for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, image.Cut(i + 1, of) - image.Cut(i, of));
+    for (int step = 1; step < of; ++step) {
+      const int to = (me + step) % of, from = (me - step + of) % of;
+      const int64_t begin = image.Cut(from, of), end = image.Cut(from + 1, of);
+      const std::span<std::byte> theirs =
+          whole == nullptr ? std::span<std::byte>()
+                           : std::span(whole->data<std::byte>() + begin, static_cast<size_t>(end - begin));
+      RETURN_IF_ERROR(gathering_.exchange->Exchange(to, Needs(to, part) ? mine : nullptr, from, theirs,
+                                                    most_bytes, before_read));
+    }
+    if (whole == nullptr) return std::shared_ptr<const WeightPart>();
+    return PartOfBytes(part, whole, before_read);
+  }
+
+  void Quit() override { gathering_.exchange->End(); }
+  bool serves_others() const override { return true; }
+
+  int64_t sent_bytes() const override {
+    const auto [me, of] = gathering_.share;
+    int64_t bytes = 0;
+    for (int part = 0; part < weights_.parts(); ++part) {
+      const int takers = part < layers() ? of - 1 : me == gathering_.head ? 0 : 1;
+      bytes += share_->bytes_of(part) * takers;
+    }
+    return bytes;
+  }
+
+  std::string PartName(int part) const override {
+    return absl::StrCat("share ", gathering_.share.index, " of ", gathering_.share.of,
+                        " of the weights: ", part < layers() ? absl::StrCat("layer ", part) : "the LM head");
+  }
+  const char* advice() const override { return "see whether the other workers get on, and the disk"; }
+
+ private:
+  int layers() const { return weights_.tensors_.config().shape.layers; }
+  bool Needs(int share, int part) const { return part < layers() || share == gathering_.head; }
+
+  absl::StatusOr<std::shared_ptr<const WeightPart>> PartOfBytes(int part, const BufferRef& whole,
+                                                                const BeforeRead& before_read) const {
+    const WeightImage& image = weights_.images_[part];
+    auto made = std::make_shared<WeightPart>();
+    if (part < layers()) {
+      ASSIGN_OR_RETURN(made->layer,
+                       weights_.tensors_.LayerOf(weights_.device_, part, image, whole, before_read));
+    } else {
+      const WeightImage::Matrix& head = image.matrices.front();
+      ASSIGN_OR_RETURN(made->head, weights_.device_.WeightOf(head.out_features, head.in_features, whole, {}));
+    }
+    return made;
+  }
+
+  const ShardedWeights& weights_;
+  const std::shared_ptr<Share> share_;
+  const Gathering gathering_;
+};
+
+ShardedWeights::ShardedWeights(const ModelTensors& tensors, Device& device)
+    : tensors_(tensors),
+      device_(device),
+      head_rows_(RowsOfHeadPart(tensors.config().shape)),
+      tally_(std::make_shared<Tally>()) {}
+
+ShardedWeights::~ShardedWeights() = default;
+
+absl::StatusOr<std::unique_ptr<ShardedWeights>> ShardedWeights::Make(const ModelTensors& tensors,
+                                                                     Device& device) {
+  std::unique_ptr<ShardedWeights> weights(new ShardedWeights(tensors, device));
+  const ModelShape& shape = tensors.config().shape;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    ASSIGN_OR_RETURN(WeightImage image, tensors.LayerImage(device, layer));
+    weights->images_.push_back(std::move(image));
+  }
+  for (int64_t first = 0; first < shape.vocab; first += weights->head_rows_) {
+    ASSIGN_OR_RETURN(WeightImage image,
+                     tensors.HeadImage(device, std::min(weights->head_rows_, shape.vocab - first)));
+    weights->images_.push_back(std::move(image));
+  }
+  return weights;
+}
+
+WeightMemory ShardedWeights::memory() const { return tally_->memory(); }
+
+std::shared_ptr<ShardedWeights::Share> ShardedWeights::ShareOf(const WeightShare& share) {
+  const MutexLock lock(mu_);
+  if (share_ == nullptr || share_->index() != share) share_ = std::make_shared<Share>(*this, share);
+  return share_;
+}
+
+std::unique_ptr<WeightFeed> ShardedWeights::Open(Gathering gathering, int readers, const StopToken* stop) {
+  std::shared_ptr<Share> share = ShareOf(gathering.share);
+  const bool at_once = gathering.at_once;
+  return MakeAhead(std::make_unique<Maker>(*this, std::move(share), std::move(gathering)), readers, parts(),
+                   at_once, stop);
+}
+
+}  // namespace meshfill

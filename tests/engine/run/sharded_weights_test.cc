@@ -1,0 +1,323 @@
+// Weights that several workers have together: whatever the paces of their ranks, each gets the parts that one
+// process would have packed, and keeps no more than its share and two parts.
+#include "engine/run/sharded_weights.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/comm/in_process.h"
+#include "engine/model/make_model.h"
+#include "engine/model/model_tensors.h"
+#include "engine/model/streamed_weights.h"
+#include "engine/run/weight_exchange.h"
+#include "kernels/cpu/cpu_device.h"
+#include "tests/engine/random_seed.h"
+#include "tests/engine/temp_folder.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr absl::Duration kLong = absl::Minutes(1);
+constexpr int64_t kHidden = 64;
+constexpr int64_t kVocab = 1300;
+constexpr int kLayers = 4;
+
+// Of an in-process communicator that is there already.
+class ReadyEndpoint final : public Endpoint {
+ public:
+  explicit ReadyEndpoint(std::unique_ptr<Communicator> communicator)
+      : communicator_(std::move(communicator)), shared_(communicator_.get()) {}
+  const std::string& address() const override { return address_; }
+  absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string>, Stream&,
+                                                        absl::Time) override {
+    return std::move(communicator_);
+  }
+  void Abort(absl::Status reason) override { shared_->Abort(std::move(reason)); }
+
+ private:
+  const std::string address_ = "here";
+  std::unique_ptr<Communicator> communicator_;
+  Communicator* const shared_;
+};
+
+std::vector<float> Product(Stream& stream, const PackedWeight& weight, DType dtype) {
+  std::vector<float> y(static_cast<size_t>(weight.out_features()));
+  std::vector<std::byte> x(static_cast<size_t>(weight.in_features()) * DTypeBytes(dtype));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<std::byte>(i % 61);  // no NaN in any dtype
+  const absl::Status status =
+      stream.Gemm({.weight = &weight, .x = x.data(), .tokens = 1, .y = y.data(), .y_dtype = DType::kF32});
+  EXPECT_TRUE(status.ok()) << status;
+  return y;
+}
+
+// A product with each matrix of the part.
+std::vector<std::vector<float>> Products(Stream& stream, const WeightPart& part, DType dtype) {
+  std::vector<const PackedWeight*> weights = {part.layer.qkv.get(),
+                                              part.layer.o.get(),
+                                              part.layer.gate_up.get(),
+                                              part.layer.down.get(),
+                                              part.layer.experts.router.get(),
+                                              part.head.get()};
+  for (const auto& expert : part.layer.experts.gate_up) weights.push_back(expert.get());
+  for (const auto& expert : part.layer.experts.down) weights.push_back(expert.get());
+  std::vector<std::vector<float>> products;
+  for (const PackedWeight* weight : weights) {
+    if (weight != nullptr) products.push_back(Product(stream, *weight, dtype));
+  }
+  return products;
+}
+
+// One model, and as many workers of it as a test wants.
+class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
+ protected:
+  void SetUp() override {
+    if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden); !form.ok()) {
+      GTEST_SKIP() << form.status();
+    }
+    const absl::Status made = MakeModel({.family = GetParam(),
+                                         .layers = kLayers,
+                                         .hidden = kHidden,
+                                         .intermediate = 640,
+                                         .q_heads = 8,
+                                         .kv_heads = 2,
+                                         .head_dim = 96,
+                                         .vocab = kVocab,
+                                         .experts = GetParam() == ModelFamily::kMixtral ? 5 : 0,
+                                         .dtype = DType::kF32},
+                                        path_);
+    ASSERT_TRUE(made.ok()) << made;
+  }
+
+  struct Worker {
+    std::unique_ptr<Device> device = MakeCpuDevice(DType::kF32, 1, 1);
+    std::unique_ptr<const ModelTensors> tensors;
+    std::unique_ptr<ShardedWeights> weights;
+  };
+  Worker Load() const {
+    Worker worker;
+    auto tensors = ModelTensors::Find(path_);
+    EXPECT_TRUE(tensors.ok()) << tensors.status();
+    worker.tensors = *std::move(tensors);
+    auto weights = ShardedWeights::Make(*worker.tensors, *worker.device);
+    EXPECT_TRUE(weights.ok()) << weights.status();
+    worker.weights = *std::move(weights);
+    return worker;
+  }
+  std::vector<Worker> LoadWorkers(int count) const {
+    std::vector<Worker> workers;
+    for (int i = 0; i < count; ++i) workers.push_back(Load());
+    return workers;
+  }
+
+  // A run over the workers: a feed for each.
+  struct Run {
+    std::vector<std::unique_ptr<ReadyEndpoint>> endpoints;
+    std::vector<std::unique_ptr<Stream>> streams;
+    StopToken stop;
+    std::vector<std::unique_ptr<WeightFeed>> feeds;  // last: they use the rest
+  };
+  static std::unique_ptr<Run> Open(std::vector<Worker>& workers, int head, const std::vector<int>& readers,
+                                   absl::Duration wait = kLong, bool all_at_once = false) {
+    auto run = std::make_unique<Run>();
+    const int of = static_cast<int>(workers.size());
+    std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(of);
+    for (int i = 0; i < of; ++i) {
+      run->endpoints.push_back(std::make_unique<ReadyEndpoint>(std::move(communicators[i])));
+      auto stream = workers[i].device->NewStream(&run->stop);
+      EXPECT_TRUE(stream.ok()) << stream.status();
+      run->streams.push_back(*std::move(stream));
+      run->feeds.push_back(workers[i].weights->Open(
+          {.share = {.index = i, .of = of},
+           .head = head,
+           .at_once = all_at_once || i % 2 == 0,
+           .exchange = MakeWeightExchange(*run->endpoints.back(), {}, *run->streams.back(), kLong, wait)},
+          readers[i], &run->stop));
+    }
+    return run;
+  }
+
+  // A rank of each worker takes all that it needs. Then everything has been sent, and the feeds go.
+  static void TakeAll(Run& run, const std::vector<Worker>& workers, int head) {
+    std::vector<std::thread> ranks;
+    for (int i = 0; i < static_cast<int>(run.feeds.size()); ++i) {
+      const int parts = i == head ? workers[i].weights->parts() : kLayers;
+      ranks.emplace_back([&run, i, parts] {
+        for (int part = 0; part < parts; ++part) EXPECT_TRUE(run.feeds[i]->Take(0, part, kLong).ok());
+        run.feeds[i]->Leave(0);
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    run.feeds.clear();
+  }
+
+  // Of the model, as one process packs it.
+  std::vector<std::vector<std::vector<float>>> Expected() const {
+    const std::unique_ptr<Device> device = MakeCpuDevice(DType::kF32, 2, 1);
+    const auto tensors = ModelTensors::Find(path_);
+    const auto stream = device->NewStream(nullptr);
+    EXPECT_TRUE(tensors.ok() && stream.ok()) << tensors.status();
+    std::vector<std::vector<std::vector<float>>> expected;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      auto packed = (*tensors)->PackLayer(*device, layer, nullptr);
+      EXPECT_TRUE(packed.ok()) << packed.status();
+      expected.push_back(Products(**stream, {.layer = *std::move(packed), .head = nullptr}, DType::kF32));
+    }
+    auto head = (*tensors)->PackHead(*device, 0, kVocab, nullptr);
+    EXPECT_TRUE(head.ok()) << head.status();
+    expected.push_back(Products(**stream, {.layer = {}, .head = *std::move(head)}, DType::kF32));
+    return expected;
+  }
+
+  // All packed bytes of the model, and of its largest part.
+  std::pair<int64_t, int64_t> Bytes() const {
+    const std::unique_ptr<Device> device = MakeCpuDevice(DType::kF32, 1, 1);
+    const auto tensors = ModelTensors::Find(path_);
+    EXPECT_TRUE(tensors.ok()) << tensors.status();
+    std::vector<int64_t> parts;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      parts.push_back((*tensors)->LayerImage(*device, layer).value().bytes);
+    }
+    const int64_t head_rows = RowsOfHeadPart((*tensors)->config().shape);
+    for (int64_t first = 0; first < kVocab; first += head_rows) {
+      parts.push_back((*tensors)->HeadImage(*device, std::min(head_rows, kVocab - first)).value().bytes);
+    }
+    return {std::accumulate(parts.begin(), parts.end(), int64_t{0}),
+            *std::max_element(parts.begin(), parts.end())};
+  }
+
+  const TempFolder folder_;
+  const std::string path_ = folder_ / "model";
+};
+
+INSTANTIATE_TEST_SUITE_P(Families, ShardedWeightsTest,
+                         testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kMixtral),
+                         [](const auto& param) {
+                           return param.param == ModelFamily::kLlama   ? "llama"
+                                  : param.param == ModelFamily::kQwen2 ? "qwen2"
+                                                                       : "mixtral";
+                         });
+
+TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
+  std::mt19937_64 random(TestSeed());
+  const auto expected = Expected();
+  for (int draw = 0; draw < 4; ++draw) {
+    const int count = Draw(random, 2, 5), head = Draw(random, 0, count - 1);
+    std::vector<Worker> workers = LoadWorkers(count);
+    for (int runs = 0; runs < 2; ++runs) {  // the second finds the shares in memory
+      std::vector<int> readers;
+      for (int i = 0; i < count; ++i) readers.push_back(Draw(random, 1, 3));
+      const auto run = Open(workers, head, readers);
+      std::vector<std::thread> ranks;
+      for (int i = 0; i < count; ++i) {
+        for (int reader = 0; reader < readers[i]; ++reader) {
+          const int parts = i == head ? workers[i].weights->parts() : kLayers;
+          ranks.emplace_back([&, i, reader, parts, seed = random()] {
+            std::mt19937_64 pace(seed);
+            const auto stream = workers[i].device->NewStream(nullptr);
+            ASSERT_TRUE(stream.ok()) << stream.status();
+            std::vector<float> logits;
+            for (int part = 0; part < parts; ++part) {
+              const auto taken = run->feeds[i]->Take(reader, part, kLong);
+              ASSERT_TRUE(taken.ok()) << taken.status();
+              std::this_thread::sleep_for(std::chrono::microseconds(Draw(pace, 0, 2000)));
+              const auto products = Products(**stream, **taken, DType::kF32);
+              if (part < kLayers) {
+                EXPECT_EQ(products, expected[part]) << "layer " << part;
+              } else {
+                logits.insert(logits.end(), products[0].begin(), products[0].end());
+              }
+            }
+            if (parts > kLayers) EXPECT_EQ(logits, expected.back()[0]);
+            run->feeds[i]->Leave(reader);
+          });
+        }
+      }
+      for (std::thread& rank : ranks) rank.join();
+    }
+  }
+}
+
+TEST_P(ShardedWeightsTest, AWorkerKeepsItsShareAndTwoParts) {
+  const std::pair<int64_t, int64_t> bytes = Bytes();
+  const int64_t all = bytes.first, largest = bytes.second;
+  // Shares are cut between panels: of 512 rows, of 768 inputs at most.
+  constexpr int64_t kPanel = 512 * 768 * 4;
+  for (const int count : {2, 4}) {
+    std::vector<Worker> workers = LoadWorkers(count);
+    TakeAll(*Open(workers, 0, std::vector<int>(count, 1)), workers, 0);
+    int64_t kept = 0;
+    for (int i = 0; i < count; ++i) {
+      const WeightMemory memory = workers[i].weights->memory();
+      kept += memory.bytes;
+      EXPECT_LE(memory.bytes, all / count + workers[i].weights->parts() * kPanel);
+      EXPECT_LE(memory.most_bytes, memory.bytes + kPartsAhead * largest) << i;
+      EXPECT_GE(memory.most_bytes, largest) << i;
+    }
+    EXPECT_EQ(kept, all);
+  }
+}
+
+// Another number of workers: new shares, read from the file, and the old ones go.
+TEST_P(ShardedWeightsTest, OtherSharesReplaceTheOldOnes) {
+  std::vector<Worker> workers = LoadWorkers(3);
+  const auto take_all = [&](const std::vector<int>& readers, int head) {
+    const auto run = Open(workers, head, readers);
+    TakeAll(*run, workers, head);
+  };
+  take_all({1, 1, 1}, 0);
+  const int64_t all = Bytes().first;
+  workers.pop_back();
+  take_all({1, 1}, 1);
+  EXPECT_EQ(workers[0].weights->memory().bytes + workers[1].weights->memory().bytes, all);
+}
+
+TEST_P(ShardedWeightsTest, APeerThatDoesNotComeIsAnErrorThatNamesIt) {
+  std::vector<Worker> workers = LoadWorkers(2);
+  const auto run = Open(workers, 0, {1, 1}, /*wait=*/absl::Milliseconds(50));  // nobody asks the other
+  const auto taken = run->feeds[0]->Take(0, 0, kLong);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(taken.status())) << taken.status();
+  EXPECT_THAT(std::string(taken.status().message()), HasSubstr("gather from rank 1"));
+}
+
+TEST_P(ShardedWeightsTest, AStopAndAnAbortEndTheWait) {
+  std::vector<Worker> workers = LoadWorkers(2);
+  {
+    const auto run = Open(workers, 0, {1, 1});
+    run->endpoints[0]->Abort(absl::AbortedError("another rank failed"));  // before any reader asks
+    EXPECT_TRUE(absl::IsAborted(run->feeds[0]->Take(0, 0, kLong).status()));
+  }
+  const auto run = Open(workers, 0, {1, 1});
+  run->stop.Stop();
+  EXPECT_TRUE(absl::IsCancelled(run->feeds[1]->Take(0, 0, kLong).status()));
+}
+
+TEST_P(ShardedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
+  std::vector<Worker> workers = LoadWorkers(2);
+  const std::string file = path_ + "/model.safetensors";
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) / 4);
+  const auto run = Open(workers, 0, {1, 1}, absl::Seconds(1), /*all_at_once=*/true);
+  absl::Status status;  // the other worker's is that nothing comes
+  for (int part = 0; part < kLayers && !absl::IsDataLoss(status); ++part) {
+    for (const auto& feed : run->feeds) {
+      if (!absl::IsDataLoss(status)) status = feed->Take(0, part, kLong).status();
+    }
+  }
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(file));
+}
+
+}  // namespace
+}  // namespace meshfill
