@@ -150,8 +150,11 @@ TEST_F(StreamedEngineTest, PlansCountTheirBytesAndSeconds) {
 
 // The ranks of a process have one copy together: there is nobody to share it with.
 TEST_F(StreamedEngineTest, AnEmbeddedPoolSharesNoWeights) {
-  const auto engine = LoadEmbeddedEngine(
-      {.model_path = path_, .ranks = 2, .device = "cpu", .weights = WeightMode::kSharded, .peak_flops = 1e12});
+  const auto engine = LoadEmbeddedEngine({.model_path = path_,
+                                          .ranks = 2,
+                                          .device = "cpu",
+                                          .weights = WeightMode::kSharded,
+                                          .peak_flops = 1e12});
   EXPECT_TRUE(absl::IsInvalidArgument(engine.status())) << engine.status();
   EXPECT_NE(engine.status().message().find("set resident, streamed or auto"), std::string::npos);
 }
