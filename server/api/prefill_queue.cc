@@ -30,6 +30,7 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
+constexpr int kRefusalsShare = 20;  // of the time, at most this part goes to the turns that refusals tell
 
 absl::Status Refuse(Refusal refusal, const std::string& message) {
   return WithRefusal(absl::ResourceExhaustedError(message), refusal);
@@ -51,7 +52,8 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
       limits_(limits),
       metrics_(metrics),
       last_prefill_(last_prefill),
-      order_({.max_age = limits.max_age, .most_live = engine.capacity()}) {
+      order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
+      retry_line_(limits.max_age) {
   metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });
@@ -128,7 +130,7 @@ std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const 
   return std::nullopt;
 }
 
-absl::Status PrefillQueue::CheckRoom(const Request& request) const {
+absl::Status PrefillQueue::CheckRoom(const Request& request) {
   const auto retry_after = [](const absl::Status& status, double seconds) {
     return WithRetryAfter(status, absl::Seconds(std::max(1.0, seconds)));
   };
@@ -144,9 +146,18 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
                                " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
   }
   const std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
-  if (no_room.has_value()) return retry_after(*no_room, SecondsUntilRoom(request));
-  const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), MonotonicNow());
+  const absl::Time now = MonotonicNow();
+  if (no_room.has_value()) {
+    return retry_after(*no_room, SecondsUntilRoom(request) +
+                                     retry_line_.Join(request.tenant, request.predicted_seconds, now));
+  }
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
+  const double left_seconds = absl::ToDoubleSeconds(request.deadline - now);
+  const double most_seconds = order_.MostWaitSeconds(now);
+  if (most_seconds <= max_wait_seconds && most_seconds + request.predicted_seconds <= left_seconds) {
+    return absl::OkStatus();
+  }
+  const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), now);
   if (wait_seconds > max_wait_seconds) {
     return retry_after(
         Refuse(Refusal::kQueueWait,
@@ -154,7 +165,6 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) const {
                                wait_seconds, max_wait_seconds)),
         wait_seconds - max_wait_seconds);
   }
-  const double left_seconds = absl::ToDoubleSeconds(request.deadline - MonotonicNow());
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
   if (request.predicted_seconds > left_seconds) {
@@ -188,12 +198,9 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   job.options.request_id = job.request.id;
   job.waiter = std::move(waiter);
   order_.Complete(ticket, job.submitted_at);
-  Turn turn;
-  for (const RunOrder::Turn& each : order_.Turns(job.submitted_at)) {
-    turn.wait_seconds = each.begins_seconds;
-    if (each.ticket == ticket) break;
-    ++turn.before;
-  }
+  const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
+  const Turn turn = {.before = static_cast<int>(turns.size()) - 1,
+                     .wait_seconds = turns.back().begins_seconds};
   GiveTurn();
   PublishCount();
   changed_.NotifyAll();  // there may be turns to look at from now on
@@ -413,11 +420,11 @@ PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
 }
 
 // A place in the queue gets free when its prefill begins.
-double PrefillQueue::SecondsUntilRoom(const Request& request) const {
+double PrefillQueue::SecondsUntilRoom(const Request& request) {
   Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
   double seconds = 0;
-  for (const RunOrder::Turn& turn : order_.Turns(MonotonicNow())) {
-    if (Live(turn.ticket)) continue;
+  for (const RunOrder::Turn& turn : RecentTurns(MonotonicNow())) {
+    if (!jobs_.contains(turn.ticket) || Live(turn.ticket)) continue;
     seconds = turn.begins_seconds;
     const Request& begins = jobs_.at(turn.ticket)->request;
     for (Load* load : {&queue, &of_tenant}) {
@@ -428,6 +435,15 @@ double PrefillQueue::SecondsUntilRoom(const Request& request) const {
     if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
   }
   return seconds;
+}
+
+const std::vector<RunOrder::Turn>& PrefillQueue::RecentTurns(absl::Time now) {
+  if (now >= recent_turns_until_) {
+    recent_turns_ = order_.Turns(now);
+    const absl::Time found = MonotonicNow();
+    recent_turns_until_ = found + kRefusalsShare * (found - now);
+  }
+  return recent_turns_;
 }
 
 PrefillQueue::Load PrefillQueue::LoadOf(const std::string* tenant) const {

@@ -28,6 +28,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
+#include "server/api/retry_line.h"
 #include "server/api/run_order.h"
 #include "server/config/tenants.h"
 #include "server/observe/last_prefill.h"
@@ -118,7 +119,8 @@ class PrefillQueue {
 
   // ALREADY_EXISTS: as CheckId. DEADLINE_EXCEEDED: it has passed. RESOURCE_EXHAUSTED: no room, or the
   // deadline is before wait + prefill; with RetryInfo where waiting helps: try again after the predicted
-  // seconds until that changes, at least 1 s. UNAVAILABLE: draining.
+  // seconds until that changes, at least 1 s. Where many are refused, each comes after those of its tenant
+  // that were told before (retry_line.h). UNAVAILABLE: draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
   // ALREADY_EXISTS: the id is live; wait for that request's end or choose another id.
   absl::Status CheckId(const std::string& id) const;
@@ -170,11 +172,13 @@ class PrefillQueue {
   bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status CheckRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Nothing: the request has room.
   std::optional<absl::Status> NoRoomBeside(const Load& queue, const Load& of_tenant,
                                            const Request& request) const;
-  double SecondsUntilRoom(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  double SecondsUntilRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Not older than some times as long as it takes to find them: refusals cost the ranks little.
+  const std::vector<RunOrder::Turn>& RecentTurns(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RunOrder::Job ToRunOrder(const Request& request) const;
   // What waits or uploads, of all tenants or of one.
   Load LoadOf(const std::string* tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -189,8 +193,11 @@ class PrefillQueue {
   CondVar changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
   RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // of the same tickets
-  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;                         // whose turn it is; 0: nobody's
-  std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);                  // chosen, for the next free thread
+  std::vector<RunOrder::Turn> recent_turns_ ABSL_GUARDED_BY(mu_);
+  absl::Time recent_turns_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
+  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;         // whose turn it is; 0: nobody's
+  std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);  // chosen, for the next free thread
   StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;

@@ -12,9 +12,10 @@ namespace meshfill {
 namespace {
 
 constexpr double kLeastRestSeconds = 1e-6;
-constexpr size_t kMostTenants = 4096;  // whose leads are kept, beside those that have something here
-constexpr double kRestToSpare = 1.25;  // before a deadline
-constexpr int kLooks = 32;             // that RunAhead takes, at least, at whose turn it is
+constexpr size_t kMostTenants = 4096;      // whose leads are kept, beside those that have something here
+constexpr double kRestToSpare = 1.25;      // before a deadline
+constexpr int kLooks = 32;                 // that RunAhead takes at whose turn it is
+constexpr double kLeastLookSeconds = 0.1;  // between two of them: no rank changes much before
 
 }  // namespace
 
@@ -70,11 +71,15 @@ void RunOrder::Leave(Ticket ticket, absl::Time now) {
 }
 
 void RunOrder::Remove(Ticket ticket, absl::Time now) {
+  End(ticket, now);
+  ForgetTenants();
+}
+
+void RunOrder::End(Ticket ticket, absl::Time now) {
   Settle(now);
   if (computing_ == ticket) computing_ = 0;
   entries_.erase(ticket);
   for (auto& [other, entry] : entries_) entry.put_back = false;
-  ForgetTenants();
 }
 
 RunOrder::Ticket RunOrder::Choose(absl::Time now) {
@@ -129,6 +134,16 @@ double RunOrder::ComputedSeconds(Ticket ticket, absl::Time now) const {
 
 std::vector<RunOrder::Turn> RunOrder::Turns(absl::Time now) const { return RunOrder(*this).RunAhead(now, 0); }
 
+std::vector<RunOrder::Turn> RunOrder::TurnsUpTo(Ticket ticket, absl::Time now) const {
+  return RunOrder(*this).RunAhead(now, ticket);
+}
+
+double RunOrder::MostWaitSeconds(absl::Time now) const {
+  double seconds = 0;
+  for (const auto& [ticket, entry] : entries_) seconds += Rest(ticket, entry, now);
+  return seconds;
+}
+
 double RunOrder::WaitSeconds(const Job& job, absl::Time now) const {
   constexpr Ticket kAdded = std::numeric_limits<Ticket>::max();
   RunOrder ahead(*this);
@@ -151,7 +166,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
     entry.measured_at = entry.computed;
     all_seconds += entry.rest_seconds;
   }
-  const double look_seconds = std::max(kLeastRestSeconds, all_seconds / kLooks);
+  const double look_seconds = std::max(kLeastLookSeconds, all_seconds / kLooks);
   std::vector<Turn> turns;
   std::map<Ticket, size_t> place;  // in turns
   double seconds = 0;
@@ -173,7 +188,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
       Settle(now + absl::Seconds(seconds));
       if (!ends) break;
       turns[turn->second].ends_seconds = seconds;
-      Remove(ticket, now + absl::Seconds(seconds));
+      End(ticket, now + absl::Seconds(seconds));
       std::erase(ranked, ticket);
     }
     if (computes) continue;
@@ -219,6 +234,10 @@ bool RunOrder::CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now
 
 // Of each class, from the last deadline back: when the one before it must begin at the latest.
 void RunOrder::FindUrgent(absl::Time now) {
+  absl::Time earliest = absl::InfiniteFuture();
+  for (const auto& [ticket, entry] : entries_) earliest = std::min(earliest, entry.job.deadline);
+  if (now + kRestToSpare * absl::Seconds(MostWaitSeconds(now)) < earliest)
+    return;  // one after the other, too
   const double most_lead = LeastLead() + kLeadSeconds;
   std::vector<std::pair<Ticket, Entry*>> due;
   for (auto& [ticket, entry] : entries_) {

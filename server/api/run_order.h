@@ -88,8 +88,12 @@ class RunOrder {
   };
   // By when they compute next; those that upload are complete when all others have ended.
   std::vector<Turn> Turns(absl::Time now) const;
+  // The same until that one, which is complete, computes: it is the last.
+  std::vector<Turn> TurnsUpTo(Ticket ticket, absl::Time now) const;
   // Until such a prefill, added now, would begin. Uploads are taken for complete.
   double WaitSeconds(const Job& job, absl::Time now) const;
+  // No wait is longer; takes no running ahead.
+  double MostWaitSeconds(absl::Time now) const;
 
  private:
   struct Entry {
@@ -130,6 +134,7 @@ class RunOrder {
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
   double LeadOfNew(const std::string& tenant) const;  // of a tenant that comes
   double LeastLead() const;                           // of the tenants that have something here
+  void End(Ticket ticket, absl::Time now);
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();
 

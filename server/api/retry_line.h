@@ -1,0 +1,32 @@
+// Tells those whom a full queue refuses when to come again: one after the other, as fast as the pool serves
+// them, and not all at once. A tenant's requests wait for its own alone, so that nobody else's announcements
+// make it come later. Advice: no place is kept. Pure; not thread-safe.
+#ifndef MESHFILL_SERVER_API_RETRY_LINE_H_
+#define MESHFILL_SERVER_API_RETRY_LINE_H_
+
+#include <map>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace meshfill {
+
+class RetryLine {
+ public:
+  // Of the predicted work of those before. They come a little too soon rather than that the pool stands idle.
+  static constexpr double kPace = 0.8;
+
+  explicit RetryLine(absl::Duration longest) : longest_(longest) {}
+
+  // Seconds that a request of so much predicted work stands behind those of its tenant that were told before,
+  // at most the longest. The next one stands behind it, too.
+  double Join(const std::string& tenant, double work_seconds, absl::Time now);
+
+ private:
+  const absl::Duration longest_;
+  std::map<std::string, absl::Time> ends_;  // by tenant; those that are over go as others come
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_RETRY_LINE_H_
