@@ -40,6 +40,8 @@ absl::Status Refuse(Refusal refusal, const std::string& message) {
 
 void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
 
+absl::Status PrefillQueue::Slot::Pay(int64_t tokens_so_far) { return queue_.Pay(ticket_, tokens_so_far); }
+
 absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Slot::Submit(std::vector<uint32_t> tokens,
                                                               const PrefillOptions& options,
                                                               std::shared_ptr<Waiter> waiter) {
@@ -145,8 +147,12 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) {
                   absl::StrCat("the tenant never has room for ", request.tokens,
                                " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
   }
-  const std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
   const absl::Time now = MonotonicNow();
+  std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
+  if (no_room.has_value()) {
+    TakePlacesFor(request, now);
+    no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
+  }
   if (no_room.has_value()) {
     return retry_after(*no_room, SecondsUntilRoom(request) +
                                      retry_line_.Join(request.tenant, request.predicted_seconds, now));
@@ -190,7 +196,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
                                                         std::shared_ptr<Waiter> waiter) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
-  if (entry == jobs_.end()) return stop_reason_;  // StopAll dropped the upload
+  if (entry == jobs_.end()) return PlaceLost();
   Job& job = *entry->second;
   job.submitted_at = MonotonicNow();
   job.tokens = std::move(tokens);
@@ -227,8 +233,76 @@ std::string PrefillQueue::standstill(absl::Time now) {
 
 void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds) {
   const MutexLock lock(mu_);
-  if (!jobs_.contains(ticket)) return;  // StopAll drops uploads
+  if (!jobs_.contains(ticket)) return;  // it has lost its place
   order_.SetWork(ticket, seconds);
+}
+
+absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
+  const MutexLock lock(mu_);
+  const auto entry = jobs_.find(ticket);
+  if (entry == jobs_.end()) return PlaceLost();
+  Job& job = *entry->second;
+  const int64_t claim_before = ClaimOf(ticket, job);
+  job.uploaded_tokens = tokens_so_far;
+  if (2 * tokens_so_far >= job.request.tokens) order_.Pay(ticket);
+  const int64_t claim = ClaimOf(ticket, job);
+  if (claim == claim_before) return absl::OkStatus();
+  const int64_t of_tenant = LoadOf(&job.request.tenant).tokens;
+  const int64_t tenants_tokens = limits_.tenants.LimitsOf(job.request.tenant).max_tokens;
+  const bool beyond_share = of_tenant > tenants_tokens;
+  if (!beyond_share && LoadOf(nullptr).tokens <= limits_.max_tokens) {
+    PublishCount();
+    return absl::OkStatus();
+  }
+  return WithRetryAfter(
+      Refuse(beyond_share ? Refusal::kTenantShare : Refusal::kQueueTokens,
+             absl::StrCat("others have taken the room for the rest of this upload, after ", tokens_so_far,
+                          " of ", job.request.tokens, " tokens (",
+                          beyond_share ? absl::StrCat("the tenant's max_tokens is ", tenants_tokens)
+                                       : absl::StrCat("queue.max_tokens is ", limits_.max_tokens),
+                          "); try again later")),
+      absl::Seconds(std::max(1.0, SecondsUntilRoom(job.request))));
+}
+
+absl::Status PrefillQueue::PlaceLost() const {
+  if (stopping_) return stop_reason_;  // StopAll drops uploads
+  return WithRetryAfter(
+      Refuse(Refusal::kQueueRequests,
+             absl::StrCat("the queue is full, and the upload was slower than ", kPlaceTokensPerSecond,
+                          " tokens/s: its place went to others; upload without pauses, or try again later")),
+      kUploadGrace);
+}
+
+void PrefillQueue::TakePlacesFor(const Request& request, absl::Time now) {
+  std::vector<std::pair<absl::Duration, uint64_t>> behind;  // by how much
+  for (const auto& [ticket, job] : jobs_) {
+    if (order_.state(ticket) != RunOrder::State::kUploading) continue;
+    const double paid_seconds = static_cast<double>(job->uploaded_tokens) / kPlaceTokensPerSecond;
+    const absl::Duration late = now - job->reserved_at - kUploadGrace - absl::Seconds(paid_seconds);
+    if (late > absl::ZeroDuration()) behind.emplace_back(late, ticket);
+  }
+  std::sort(behind.rbegin(), behind.rend());
+  Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
+  std::vector<uint64_t> taken;
+  for (const auto& [late, ticket] : behind) {
+    if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
+    const Job& job = *jobs_.at(ticket);
+    const bool queue_full = queue.requests + 1 > limits_.max_requests ||  //
+                            queue.tokens + request.tokens > limits_.max_tokens;
+    if (!queue_full && job.request.tenant != request.tenant) continue;
+    for (Load* load : {&queue, &of_tenant}) {
+      if (load == &of_tenant && job.request.tenant != request.tenant) continue;
+      --load->requests;
+      load->tokens -= ClaimOf(ticket, job);
+    }
+    taken.push_back(ticket);
+  }
+  if (NoRoomBeside(queue, of_tenant, request).has_value()) return;
+  for (const uint64_t ticket : taken) {
+    jobs_.erase(ticket);
+    order_.Remove(ticket, now);
+  }
+  PublishCount();
 }
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
@@ -426,11 +500,11 @@ double PrefillQueue::SecondsUntilRoom(const Request& request) {
   for (const RunOrder::Turn& turn : RecentTurns(MonotonicNow())) {
     if (!jobs_.contains(turn.ticket) || Live(turn.ticket)) continue;
     seconds = turn.begins_seconds;
-    const Request& begins = jobs_.at(turn.ticket)->request;
+    const Job& begins = *jobs_.at(turn.ticket);
     for (Load* load : {&queue, &of_tenant}) {
-      if (load == &of_tenant && begins.tenant != request.tenant) continue;
+      if (load == &of_tenant && begins.request.tenant != request.tenant) continue;
       --load->requests;
-      load->tokens -= begins.tokens;
+      load->tokens -= ClaimOf(turn.ticket, begins);
     }
     if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
   }
@@ -451,9 +525,14 @@ PrefillQueue::Load PrefillQueue::LoadOf(const std::string* tenant) const {
   for (const auto& [ticket, job] : jobs_) {
     if (Live(ticket) || (tenant != nullptr && job->request.tenant != *tenant)) continue;
     ++load.requests;
-    load.tokens += job->request.tokens;
+    load.tokens += ClaimOf(ticket, *job);
   }
   return load;
+}
+
+int64_t PrefillQueue::ClaimOf(uint64_t ticket, const Job& job) const {
+  if (order_.state(ticket) != RunOrder::State::kUploading) return job.request.tokens;
+  return std::min(job.request.tokens, std::max(kFreeTokens, 2 * job.uploaded_tokens));
 }
 
 void PrefillQueue::PublishCount() {
@@ -465,7 +544,7 @@ void PrefillQueue::PublishCount() {
       continue;
     }
     ++load.requests;
-    load.tokens += job->request.tokens;
+    load.tokens += ClaimOf(ticket, *job);
     if (state == RunOrder::State::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
   }
   metrics_.SetQueue(load);

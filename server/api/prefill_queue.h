@@ -5,9 +5,13 @@
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
 //        │ RESOURCE_EXHAUSTED                       └ Slot.Withdraw at any time
 //
-// A place is taken by the announced token count when the header comes, so that uploads are bounded too. What
-// waits and what uploads count towards the limits, of the queue and of the tenant; what has begun does not.
-// What is predicted of a request is what RunOrder would do if nothing else came.
+// A place is taken when the header comes, so that uploads are bounded too. What waits and what uploads count
+// towards the limits, of the queue and of the tenant; what has begun does not. What is predicted of a request
+// is what RunOrder would do if nothing else came.
+//
+// A place is paid for by what is uploaded. An upload counts twice the tokens that have come, at least
+// kFreeTokens and at most those that were announced, and others wait for it once half of it has come. Where
+// the queue is full, an upload that is slower than kPlaceTokensPerSecond loses its place to who comes.
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
 // or the engine's threads, never under the queue's lock.
@@ -39,6 +43,10 @@ namespace meshfill {
 
 class PrefillQueue {
  public:
+  static constexpr int64_t kFreeTokens = 65536;
+  static constexpr double kPlaceTokensPerSecond = 10000;
+  static constexpr absl::Duration kUploadGrace = absl::Seconds(1);  // until that pace counts
+
   struct Limits {
     int64_t max_requests = 64;  // waiting and uploading
     int64_t max_tokens = 16 << 20;
@@ -84,8 +92,12 @@ class PrefillQueue {
     // requests, go by that.
     void SetPredictedSeconds(double seconds);
 
+    // So many of its tokens have come. RESOURCE_EXHAUSTED: the queue or the tenant has no room for more of
+    // them, or its place went to others; with RetryInfo.
+    absl::Status Pay(int64_t tokens_so_far);
+
     // Queues the complete prompt, once. From now on the waiter hears of the request's end, unless it is
-    // withdrawn while it waits. UNAVAILABLE after StopAll.
+    // withdrawn while it waits. UNAVAILABLE after StopAll; RESOURCE_EXHAUSTED as Pay.
     absl::StatusOr<Turn> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
                                 std::shared_ptr<Waiter> waiter);
 
@@ -107,7 +119,7 @@ class PrefillQueue {
   };
   struct Snapshot {
     int64_t requests = 0;       // waiting and uploading
-    int64_t tokens = 0;         // of these
+    int64_t tokens = 0;         // that these count
     std::vector<JobView> jobs;  // the one that runs, those that gave way, those that wait, uploads; by turns
   };
 
@@ -136,6 +148,7 @@ class PrefillQueue {
     Request request;
     absl::Time reserved_at;
     absl::Time submitted_at;
+    int64_t uploaded_tokens = 0;
     std::vector<uint32_t> tokens;
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
@@ -158,6 +171,7 @@ class PrefillQueue {
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
   void SetPredictedSeconds(uint64_t ticket, double seconds);
+  absl::Status Pay(uint64_t ticket, int64_t tokens_so_far);
   void Withdraw(uint64_t ticket);
   void OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers);
   void StopLive(uint64_t ticket, Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -171,6 +185,12 @@ class PrefillQueue {
   Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  // Why an upload has no place any more.
+  absl::Status PlaceLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes places of uploads that are too slow, the one furthest behind first, until `request` has room; none
+  // where that is not enough.
+  void TakePlacesFor(const Request& request, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Nothing: the request has room.
@@ -180,6 +200,8 @@ class PrefillQueue {
   // Not older than some times as long as it takes to find them: refusals cost the ranks little.
   const std::vector<RunOrder::Turn>& RecentTurns(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RunOrder::Job ToRunOrder(const Request& request) const;
+  // The tokens that it counts.
+  int64_t ClaimOf(uint64_t ticket, const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What waits or uploads, of all tenants or of one.
   Load LoadOf(const std::string* tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -220,7 +220,7 @@ absl::Status PrefillStream::TakeTokens() {
   }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
-  return absl::OkStatus();
+  return slot_->Pay(std::ssize(tokens_));
 }
 
 absl::Status PrefillStream::CheckIds() const {

@@ -43,8 +43,11 @@ void RunOrder::SetWork(Ticket ticket, double work_seconds) {
   entries_.at(ticket).rest_seconds = work_seconds;
 }
 
+void RunOrder::Pay(Ticket ticket) { entries_.at(ticket).paid = true; }
+
 void RunOrder::Complete(Ticket ticket, absl::Time now) {
   Entry& entry = entries_.at(ticket);
+  leads_[entry.job.tenant] = LeadOfNew(entry.job.tenant);
   entry.state = State::kWaiting;
   entry.complete_at = now;
 }
@@ -140,7 +143,9 @@ std::vector<RunOrder::Turn> RunOrder::TurnsUpTo(Ticket ticket, absl::Time now) c
 
 double RunOrder::MostWaitSeconds(absl::Time now) const {
   double seconds = 0;
-  for (const auto& [ticket, entry] : entries_) seconds += Rest(ticket, entry, now);
+  for (const auto& [ticket, entry] : entries_) {
+    if (entry.state != State::kUploading || entry.paid) seconds += Rest(ticket, entry, now);
+  }
   return seconds;
 }
 
@@ -148,7 +153,7 @@ double RunOrder::WaitSeconds(const Job& job, absl::Time now) const {
   constexpr Ticket kAdded = std::numeric_limits<Ticket>::max();
   RunOrder ahead(*this);
   for (const auto& [ticket, entry] : entries_) {
-    if (entry.state == State::kUploading) ahead.Complete(ticket, now);
+    if (entry.state == State::kUploading && entry.paid) ahead.Complete(ticket, now);
   }
   ahead.Announce(kAdded, job, now);
   ahead.Complete(kAdded, now);
@@ -265,7 +270,7 @@ double RunOrder::LeadOfNew(const std::string& tenant) const {
 double RunOrder::LeastLead() const {
   double least = std::numeric_limits<double>::infinity();
   for (const auto& [ticket, entry] : entries_) {
-    least = std::min(least, leads_.at(entry.job.tenant));
+    if (entry.state != State::kUploading) least = std::min(least, leads_.at(entry.job.tenant));
   }
   return std::isfinite(least) ? least : 0;
 }
@@ -278,11 +283,18 @@ void RunOrder::Settle(absl::Time now) {
   entry.since = now;
 }
 
-// Of those that have nothing here: who has no lead, or all where they are too many.
+// Of those that have nothing here: who has no lead, or all where they are too many. Of all, where nothing
+// here is complete: the ranks are idle.
 void RunOrder::ForgetTenants() {
-  if (entries_.empty()) return leads_.clear();
   std::set<std::string_view> here;
-  for (const auto& [ticket, entry] : entries_) here.insert(entry.job.tenant);
+  bool idle = true;
+  for (const auto& [ticket, entry] : entries_) {
+    here.insert(entry.job.tenant);
+    idle = idle && entry.state == State::kUploading;
+  }
+  if (idle) {
+    for (auto& [tenant, lead] : leads_) lead = 0;
+  }
   const double least = LeastLead();
   const bool too_many = leads_.size() > kMostTenants + here.size();
   std::erase_if(leads_, [&](const auto& lead) {

@@ -15,6 +15,7 @@
 //      ones; each kLeadSeconds that a tenant has had more than another make its prompts look twice as long.
 //      A tenant that comes starts where the one with the least stands;
 //   5. the order of arrival.
+// What uploads has no part in that, nor in anybody's lead, until it is complete.
 // What computes gives way only to what has a higher class or an urgent deadline, or at most half its (so
 // weighted) rest. It then stands still, alive, with what it has computed. At most `most_live` have begun and
 // not ended; where that is one, nothing gives way.
@@ -61,6 +62,7 @@ class RunOrder {
   // ---- What happens; `now` never falls.
   void Announce(Ticket ticket, const Job& job, absl::Time now);
   void SetWork(Ticket ticket, double work_seconds);  // of one that uploads: more is known of it
+  void Pay(Ticket ticket);                           // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);      // from now on it may be chosen
   // That share of its work is done, 0 to 1: corrects what is predicted of its rest.
   void SetDone(Ticket ticket, double share, absl::Time now);
@@ -90,7 +92,8 @@ class RunOrder {
   std::vector<Turn> Turns(absl::Time now) const;
   // The same until that one, which is complete, computes: it is the last.
   std::vector<Turn> TurnsUpTo(Ticket ticket, absl::Time now) const;
-  // Until such a prefill, added now, would begin. Uploads are taken for complete.
+  // Until such a prefill, added now, would begin. Uploads that are paid for are taken for complete; others
+  // count for nothing.
   double WaitSeconds(const Job& job, absl::Time now) const;
   // No wait is longer; takes no running ahead.
   double MostWaitSeconds(absl::Time now) const;
@@ -99,6 +102,7 @@ class RunOrder {
   struct Entry {
     Job job;
     State state = State::kUploading;
+    bool paid = false;  // of an upload
     bool leaving = false;
     bool put_back = false;
     bool urgent = false;  // once it could wait no longer, for good
@@ -133,7 +137,7 @@ class RunOrder {
   // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
   double LeadOfNew(const std::string& tenant) const;  // of a tenant that comes
-  double LeastLead() const;                           // of the tenants that have something here
+  double LeastLead() const;                           // of the tenants that have something complete here
   void End(Ticket ticket, absl::Time now);
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();

@@ -164,7 +164,7 @@ class Metrics::Families {
       AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
           .Add({});
   Gauge& queue_tokens = AddGauge(registry, "meshfill_queue_tokens",
-                                 "Prompt tokens of the requests that wait or upload. Scale on this.")
+                                 "Prompt tokens that wait, and that uploads count. Scale on this.")
                             .Add({});
   Gauge& queue_oldest =
       AddGauge(registry, "meshfill_queue_oldest_seconds",

@@ -186,6 +186,58 @@ TEST_F(PrefillQueueTest, BoundsTokens) {
   ExpectRefusedForGood({.id = "3", .tokens = 101});
 }
 
+// An upload counts twice what has come of it, and some tokens that are free.
+TEST_F(PrefillQueueTest, AnAnnouncementHoldsNoTokensThatHaveNotCome) {
+  constexpr int64_t kFree = PrefillQueue::kFreeTokens;
+  MakeQueue({.max_tokens = 10 * kFree});
+  auto announced = Reserve({.id = "1", .tokens = 9 * kFree});
+  EXPECT_EQ(queue_->snapshot().tokens, kFree);
+  auto other = Reserve({.id = "2", .tokens = 4 * kFree});
+  ASSERT_TRUE(other->Pay(4 * kFree).ok());
+  EXPECT_EQ(queue_->snapshot().tokens, 5 * kFree);
+  ASSERT_TRUE(announced->Pay(kFree / 4).ok());
+  EXPECT_EQ(queue_->snapshot().tokens, 5 * kFree);
+  ASSERT_TRUE(announced->Pay(3 * kFree).ok());
+  EXPECT_EQ(queue_->snapshot().tokens, 10 * kFree);
+  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
+  const absl::Status beyond = announced->Pay(3 * kFree + 1);
+  EXPECT_EQ(beyond.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfter(beyond).has_value());
+  other.reset();
+  EXPECT_TRUE(announced->Pay(9 * kFree).ok());
+  EXPECT_EQ(queue_->snapshot().tokens, 9 * kFree);
+}
+
+TEST_F(PrefillQueueTest, ASlowUploadGivesItsPlaceToOthersInAFullQueue) {
+  MakeQueue({.max_requests = 2});
+  constexpr int64_t kTokens = 1 << 20;
+  auto silent = Reserve({.id = "silent", .tokens = kTokens});
+  const absl::Time begin = MonotonicNow();
+  auto fast = Reserve({.id = "fast", .tokens = kTokens});
+  ASSERT_TRUE(fast->Pay(kTokens / 2).ok());
+  std::unique_ptr<PrefillQueue::Slot> comes;
+  while (comes == nullptr && MonotonicNow() < begin + absl::Seconds(20)) {
+    auto slot = queue_->Reserve({.id = "comes", .tokens = 3});
+    if (slot.ok()) {
+      comes = *std::move(slot);
+    } else {
+      EXPECT_TRUE(RetryAfter(slot.status()).has_value());
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+  }
+  ASSERT_NE(comes, nullptr);
+  EXPECT_GE(MonotonicNow() - begin, PrefillQueue::kUploadGrace);
+  EXPECT_TRUE(fast->Pay(kTokens / 2 + 1).ok());
+  const absl::Status lost = silent->Pay(1);
+  EXPECT_EQ(lost.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfter(lost).has_value());
+  auto waiter = std::make_shared<RecordingWaiter>();
+  EXPECT_EQ(silent->Submit({1, 2, 3}, {}, waiter).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_FALSE(waiter->done());
+  EXPECT_EQ(queue_->snapshot().requests, 2);
+  EXPECT_TRUE(queue_->CheckId("silent").ok());
+}
+
 TEST_F(PrefillQueueTest, BoundsWhatATenantHas) {
   v1::Config config;
   config.mutable_tenant_limits()->set_max_requests(2);
@@ -267,6 +319,9 @@ TEST_F(PrefillQueueTest, ADeadlineThatCanBeMetIsMet) {
 TEST_F(PrefillQueueTest, BoundsThePredictedWaitForTheTurn) {
   MakeQueue({.max_wait = absl::Seconds(50)});
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 60});
+  ASSERT_TRUE(one->Pay(1).ok());
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 60}), nullptr);  // little of it has come
+  ASSERT_TRUE(one->Pay(2).ok());
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 60}, 10, 10);
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .priority = 1, .predicted_seconds = 60}), nullptr);
   EXPECT_NE(Reserve({.id = "3", .tokens = 3, .predicted_seconds = 59}), nullptr);  // before it
@@ -280,6 +335,7 @@ TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
   Submit(*running, 1, waiter);
   ASSERT_TRUE(engine_.WaitForBegun(1));
   auto cached = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 60});
+  ASSERT_TRUE(cached->Pay(3).ok());
   ExpectRefusedWithRetry({.id = "3", .tokens = 3, .predicted_seconds = 70}, 10, 11);
   cached->SetPredictedSeconds(5);  // most of it is cached
   auto cached_waiter = std::make_shared<RecordingWaiter>();
@@ -294,6 +350,7 @@ TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
 TEST_F(PrefillQueueTest, RefusesDeadlinesThatCannotBeMet) {
   MakeQueue();
   auto one = Reserve({.id = "1", .tokens = 3, .priority = 1, .predicted_seconds = 60});
+  ASSERT_TRUE(one->Pay(3).ok());
   const absl::Time deadline = MonotonicNow() + absl::Seconds(70);
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 65, .deadline = deadline}, 60, 60);
   ExpectRefusedForGood({.id = "2", .tokens = 3, .predicted_seconds = 75, .deadline = deadline});

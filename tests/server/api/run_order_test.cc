@@ -382,6 +382,25 @@ TEST(RunOrder, AFloodOfTightDeadlinesLeavesTheOtherItsHalf) {
   EXPECT_GE(computed["other"] / (computed["other"] + computed["flood"]), 0.45);
 }
 
+// Nobody waits for an announcement, and a tenant has no turns for the time while its prompt was on its way.
+TEST(RunOrder, AnAnnouncementHoldsNothing) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  order.Announce(1, {.tenant = "slow", .work_seconds = 1.5}, At(0));
+  order.Announce(2, {.tenant = "busy", .work_seconds = 100}, At(0));
+  order.Complete(2, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 2u);
+  EXPECT_NEAR(order.WaitSeconds({.tenant = "busy", .work_seconds = 200}, At(50)), 50, 1e-6);
+  EXPECT_NEAR(order.MostWaitSeconds(At(50)), 50, 1e-6);
+  order.Pay(1);
+  EXPECT_NEAR(order.WaitSeconds({.tenant = "busy", .work_seconds = 200}, At(50)), 51.5, 1e-6);
+  EXPECT_NEAR(order.MostWaitSeconds(At(50)), 51.5, 1e-6);
+  order.Announce(3, {.tenant = "busy", .work_seconds = 1}, At(99));
+  order.Complete(3, At(99));
+  order.Complete(1, At(99));
+  order.Remove(2, At(100));
+  EXPECT_EQ(order.Choose(At(100)), 3u) << "the slow one's prompt is longer, and it has been owed nothing";
+}
+
 TEST(RunOrder, TenantsThatAreGoneAreForgotten) {
   RunOrder order({.most_live = 8});
   double now = 0;
