@@ -103,6 +103,10 @@ def rows():
                   [query("histogram_quantile(0.95, sum by (le, up_to) "
                          f"({rate('meshfill_ttft_by_prompt_seconds_bucket')}))", "up to {{up_to}} tokens")],
                   "95 % of the requests that ended in the window. Each class has the prompts that are longer than the class before."),
+            graph("Slowdown by prompt length", "none",
+                  [query("histogram_quantile(0.99, sum by (le, up_to) "
+                         f"({rate('meshfill_slowdown_bucket')}))", "up to {{up_to}} tokens")],
+                  "99 % of the requests that ended in the window: wait and prefill over the prefill alone. 1: nobody waited."),
             graph("Prompt length", "short", [query(quantile(share, "meshfill_request_prompt_tokens"), name)
                                              for share, name in ((0.5, "median"), (0.95, "95 %"))],
                   "Tokens of the prompts of requests that were answered in the window."),

@@ -474,6 +474,7 @@ void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int l
     order_.SetDone(ticket, static_cast<double>(layers_done) / layers, now);
     seconds = order_.ComputedSeconds(ticket, now);
     waiter = job.waiter;
+    CountComputing(others_wait_);
     GiveTurn();
   }
   waiter->OnLayerDone(layers_done, layers, seconds);
@@ -537,17 +538,30 @@ int64_t PrefillQueue::ClaimOf(uint64_t ticket, const Job& job) const {
 
 void PrefillQueue::PublishCount() {
   QueueLoad load;
+  int complete = 0;
   for (const auto& [ticket, job] : jobs_) {
     const RunOrder::State state = order_.state(ticket);
+    if (state != RunOrder::State::kUploading) ++complete;
     if (state == RunOrder::State::kLive) {
       load.running_tokens += job->request.tokens;
       continue;
     }
     ++load.requests;
     load.tokens += ClaimOf(ticket, *job);
+    constexpr int kTop = RunOrder::kTopPriority;
+    ++load.requests_by_class[std::clamp(job->request.priority, -kTop, kTop) + kTop];
     if (state == RunOrder::State::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
   }
   metrics_.SetQueue(load);
+  CountComputing(complete > 1);
+}
+
+void PrefillQueue::CountComputing(bool others) {
+  const absl::Time now = MonotonicNow();
+  if (computes_) metrics_.OnComputed(absl::ToDoubleSeconds(now - counted_until_), others_wait_);
+  counted_until_ = now;
+  computes_ = computing_ != 0;
+  others_wait_ = others;
 }
 
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {

@@ -205,6 +205,8 @@ class PrefillQueue {
   // What waits or uploads, of all tenants or of one.
   Load LoadOf(const std::string* tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Counts the time until now as it was, and goes on as it is.
+  void CountComputing(bool others) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   PrefillEngine& engine_;
   const Limits limits_;
@@ -218,7 +220,10 @@ class PrefillQueue {
   std::vector<RunOrder::Turn> recent_turns_ ABSL_GUARDED_BY(mu_);
   absl::Time recent_turns_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
-  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;         // whose turn it is; 0: nobody's
+  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;  // whose turn it is; 0: nobody's
+  absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
+  bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody, since then
+  bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // or stand still, since then
   std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);  // chosen, for the next free thread
   StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;

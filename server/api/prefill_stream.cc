@@ -192,8 +192,7 @@ absl::Status PrefillStream::PrepareKv() {
 
 absl::Status PrefillStream::AdmitKv(const Plan& plan) {
   if (kv_ == nullptr) return absl::OkStatus();
-  ASSIGN_OR_RETURN(lease_,
-                   environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
+  ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
   options_.kv_lease = lease_->id();
   return absl::OkStatus();
 }
@@ -244,6 +243,7 @@ absl::Status PrefillStream::FinishUpload() {
                                                    " tokens, but only ", tokens_.size(),
                                                    " came; announce the real count"));
   }
+  complete_at_ = MonotonicNow();
   environment_.live.UploadDone(this);
   incoming_ = v1::PrefillRequest();
   LookUpPrefix();
@@ -363,8 +363,11 @@ void PrefillStream::End(const absl::Status& status) {
   kv_.reset();
   environment_.live.Ended(this, status.ok() ? static_cast<int64_t>(result_.ByteSizeLong()) : 0);
   if (status.ok()) {
-    environment_.metrics.OnFirstToken(absl::ToDoubleSeconds(MonotonicNow() - begin_),
-                                      static_cast<int64_t>(header_.token_count()));
+    const absl::Time now = MonotonicNow();
+    environment_.metrics.OnFirstToken(
+        absl::ToDoubleSeconds(now - begin_),
+        absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, result_.seconds().prefill()),
+        static_cast<int64_t>(header_.token_count()));
   } else {
     accepted_.reset();
     progress_.reset();

@@ -117,6 +117,7 @@ class PrefillStream final : public PrefillReactor,
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
   v1::PrefillRequest incoming_ ABSL_GUARDED_BY(mu_);  // kept: its memory is used again
   absl::Time last_message_at_ ABSL_GUARDED_BY(mu_);
+  absl::Time complete_at_ ABSL_GUARDED_BY(mu_);  // its upload, once it is
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);

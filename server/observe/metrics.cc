@@ -6,6 +6,7 @@
 #include <array>
 #include <iterator>
 #include <map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,7 @@ const Histogram::BucketBoundaries kPrefillBuckets = {0.1,  0.25, 0.5,  1,    2.5
                                                      2400, 3600, 5400, 7200, 10800, 14400};
 const Histogram::BucketBoundaries kPromptBuckets = {256,    1024,    4096,    16384,   65536,
                                                     262144, 1048576, 4194304, 16777216};
+const Histogram::BucketBoundaries kSlowdownBuckets = {1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000};
 // Classes of prompts by length: each has those that are longer than the class before.
 constexpr std::array<int64_t, 3> kPromptClasses = {8192, 65536, 524288};  // and what is longer
 
@@ -163,6 +165,7 @@ class Metrics::Families {
   Gauge& queue_requests =
       AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
           .Add({});
+  std::array<Gauge*, std::tuple_size_v<decltype(QueueLoad::requests_by_class)>> queue_class_requests;
   Gauge& queue_tokens = AddGauge(registry, "meshfill_queue_tokens",
                                  "Prompt tokens that wait, and that uploads count. Scale on this.")
                             .Add({});
@@ -190,6 +193,13 @@ class Metrics::Families {
                                               "Time to first token by the prompt's length: longer than the "
                                               "class before, up to so many tokens.")
                                           .Register(registry);
+  Family<Histogram>& slowdown = prometheus::BuildHistogram()
+                                    .Name("meshfill_slowdown")
+                                    .Help(
+                                        "From the complete upload to the result, over the prefill's own "
+                                        "seconds, by the prompt's length: "
+                                        "longer than the class before, up to so many tokens.")
+                                    .Register(registry);
   Histogram& request_tokens = AddHistogram(registry, "meshfill_request_prompt_tokens",
                                            "Tokens of the prompts of finished prefills.", kPromptBuckets);
   Histogram& prefill =
@@ -200,6 +210,7 @@ class Metrics::Families {
   Counter& paused = AddCounter(registry, "meshfill_paused_seconds_total",
                                "Time that finished prefills stood still for others.")
                         .Add({});
+  std::array<Counter*, 2> computing;  // alone, and while others waited
   Counter& prompt_tokens =
       AddCounter(registry, "meshfill_prompt_tokens_total", "Prompt tokens of finished prefills.").Add({});
   Family<Counter>& comm_wait = AddCounter(
@@ -330,9 +341,22 @@ class Metrics::Families {
 
 Metrics::Metrics() : families_(std::make_unique<Families>()) {
   Families& f = *families_;
-  for (const int64_t tokens : kPromptClasses)
+  const auto add_class = [&](int64_t tokens) {
     f.ttft_by_prompt.Add({{"up_to", PromptClass(tokens)}}, kPrefillBuckets);
-  f.ttft_by_prompt.Add({{"up_to", PromptClass(kPromptClasses.back() + 1)}}, kPrefillBuckets);
+    f.slowdown.Add({{"up_to", PromptClass(tokens)}}, kSlowdownBuckets);
+  };
+  for (const int64_t tokens : kPromptClasses) add_class(tokens);
+  add_class(kPromptClasses.back() + 1);
+  Family<Gauge>& queue_class_requests = AddGauge(f.registry, "meshfill_queue_class_requests",
+                                                 "Requests that wait or upload, by priority class.");
+  const int top = static_cast<int>(f.queue_class_requests.size()) / 2;
+  for (int priority = -top; priority <= top; ++priority) {
+    f.queue_class_requests[priority + top] = &queue_class_requests.Add({{"class", std::to_string(priority)}});
+  }
+  Family<Counter>& computing =
+      AddCounter(f.registry, "meshfill_computing_seconds_total",
+                 "Time in which a prefill computed; others: whether others waited or stood still then.");
+  f.computing = {&computing.Add({{"others", "no"}}), &computing.Add({{"others", "yes"}})};
   AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
       .Add({{"version", MESHFILL_VERSION}})
       .Set(1);
@@ -432,6 +456,9 @@ void Metrics::SetQueue(const QueueLoad& load) {
   families_->queue_requests.Set(static_cast<double>(load.requests));
   families_->queue_tokens.Set(static_cast<double>(load.tokens));
   families_->running_tokens.Set(static_cast<double>(load.running_tokens));
+  for (size_t i = 0; i < load.requests_by_class.size(); ++i) {
+    families_->queue_class_requests[i]->Set(static_cast<double>(load.requests_by_class[i]));
+  }
   const MutexLock lock(families_->mu);
   families_->oldest_in_queue = load.oldest;
 }
@@ -439,6 +466,10 @@ void Metrics::SetQueue(const QueueLoad& load) {
 void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
 
 void Metrics::OnPreempted() { families_->preemptions.Increment(); }
+
+void Metrics::OnComputed(double seconds, bool others) {
+  families_->computing[others ? 1 : 0]->Increment(seconds);
+}
 
 void Metrics::OnPrefillDone(const PrefillResult& result) {
   Families& f = *families_;
@@ -503,10 +534,11 @@ void Metrics::OnCallRefused(const char* call, absl::StatusCode code) {
   families_->call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}}).Increment();
 }
 
-void Metrics::OnFirstToken(double seconds, int64_t prompt_tokens) {
+void Metrics::OnFirstToken(double seconds, double slowdown, int64_t prompt_tokens) {
   Families& f = *families_;
   f.ttft.Observe(seconds);
   f.ttft_by_prompt.Add({{"up_to", PromptClass(prompt_tokens)}}, kPrefillBuckets).Observe(seconds);
+  f.slowdown.Add({{"up_to", PromptClass(prompt_tokens)}}, kSlowdownBuckets).Observe(slowdown);
   f.request_tokens.Observe(static_cast<double>(prompt_tokens));
 }
 

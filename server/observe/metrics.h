@@ -7,6 +7,7 @@
 #ifndef MESHFILL_SERVER_OBSERVE_METRICS_H_
 #define MESHFILL_SERVER_OBSERVE_METRICS_H_
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -45,6 +46,7 @@ const char* RefusalName(Refusal refusal);  // "queue_tokens"
 struct QueueLoad {
   int64_t requests = 0;  // that wait or upload
   int64_t tokens = 0;
+  std::array<int64_t, 5> requests_by_class{};  // of these, by priority, -2 first
   int64_t running_tokens = 0;
   absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
 };
@@ -92,12 +94,16 @@ class Metrics {
   void OnKvFetched(int64_t bytes);
   void OnPrefillStart(double queue_seconds);
   void OnPreempted();  // a prefill that computed gave way to another
+  // The ranks have computed; `others`: while others waited, or stood still.
+  void OnComputed(double seconds, bool others);
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
   void OnRequestRefused(Refusal refusal);  // beside OnRequestDone
   // Of any call but Prefill, which its name says, e.g. "FetchKv"; one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
-  void OnFirstToken(double seconds, int64_t prompt_tokens);  // TTFT: from the stream's begin to its result
+  // TTFT: from the stream's begin to its result. The slowdown: from the complete upload, over what the
+  // prefill took by itself.
+  void OnFirstToken(double seconds, double slowdown, int64_t prompt_tokens);
 
  private:
   class Families;  // keeps Prometheus' headers out of this one

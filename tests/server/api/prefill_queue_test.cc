@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "server/api/refusal.h"
@@ -99,6 +100,36 @@ TEST_F(PrefillQueueTest, RunsWhatIsSubmitted) {
   EXPECT_EQ(waiter->layers(), 4);
   EXPECT_GE(waiter->queue_seconds(), 0);
   EXPECT_EQ(queue_->snapshot().requests, 0);
+}
+
+// Lone seconds, and those that are shared with what waits.
+TEST_F(PrefillQueueTest, CountsWhetherOthersWaitWhileOneComputes) {
+  MakeQueue();
+  const auto seconds = [&](const char* others) {
+    const std::string name = absl::StrCat("meshfill_computing_seconds_total{others=\"", others, "\"} ");
+    const std::string text = metrics_.Text();
+    const size_t at = text.find(name);
+    return at == std::string::npos ? -1 : std::stod(text.substr(at + name.size()));
+  };
+  const auto run = [&](int prompts) {
+    engine_.Hold();
+    std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+    std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+    for (int i = 0; i < prompts; ++i) {
+      slots.push_back(Reserve({.id = std::to_string(i), .tokens = 3, .predicted_seconds = 1}));
+      waiters.push_back(std::make_shared<RecordingWaiter>());
+      Submit(*slots.back(), 1, waiters.back());
+    }
+    engine_.Release();
+    for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+  };
+  run(1);
+  const double lone = seconds("no");
+  EXPECT_GT(lone, 0);
+  EXPECT_EQ(seconds("yes"), 0);
+  run(2);
+  EXPECT_GT(seconds("no"), lone);
+  EXPECT_GT(seconds("yes"), 0);
 }
 
 TEST_F(PrefillQueueTest, WhatStandsStillIsTold) {

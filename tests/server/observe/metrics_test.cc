@@ -40,10 +40,14 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
   metrics.SetPeakFlops(2e12);
   metrics.SetQueueLimits(8192, absl::Minutes(5));
-  metrics.SetQueue({.requests = 3, .tokens = 4096, .running_tokens = 1000});
+  metrics.SetQueue(
+      {.requests = 3, .tokens = 4096, .requests_by_class = {0, 0, 1, 0, 2}, .running_tokens = 1000});
   metrics.OnPrefillStart(0.02);
   metrics.OnPrefillDone(RunOnce(engine, 1000));
-  metrics.OnFirstToken(2.25, 100000);
+  metrics.OnComputed(3, /*others=*/true);
+  metrics.OnComputed(0.5, /*others=*/false);
+  metrics.OnComputed(2, /*others=*/true);
+  metrics.OnFirstToken(2.25, 7, 100000);
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
   metrics.OnRequestRefused(Refusal::kQueueTokens);
@@ -72,6 +76,14 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_ttft_by_prompt_seconds_sum{up_to=\"524288\"}", 2.25},
       {"meshfill_ttft_by_prompt_seconds_bucket{up_to=\"524288\",le=\"14400\"}", 1},
       {"meshfill_ttft_by_prompt_seconds_count{up_to=\"+Inf\"}", 0},
+      {"meshfill_slowdown_bucket{up_to=\"524288\",le=\"5\"}", 0},
+      {"meshfill_slowdown_bucket{up_to=\"524288\",le=\"10\"}", 1},
+      {"meshfill_slowdown_count{up_to=\"8192\"}", 0},
+      {"meshfill_computing_seconds_total{others=\"no\"}", 0.5},
+      {"meshfill_computing_seconds_total{others=\"yes\"}", 5},
+      {"meshfill_queue_class_requests{class=\"0\"}", 1},
+      {"meshfill_queue_class_requests{class=\"2\"}", 2},
+      {"meshfill_queue_class_requests{class=\"-2\"}", 0},
       {"meshfill_request_prompt_tokens_bucket{le=\"65536\"}", 0},
       {"meshfill_request_prompt_tokens_bucket{le=\"262144\"}", 1},
       {"meshfill_request_prompt_tokens_bucket{le=\"16777216\"}", 1},
