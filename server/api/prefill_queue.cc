@@ -8,7 +8,6 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
-#include "server/api/refusal.h"
 #include "server/api/status_details.h"
 
 namespace meshfill {

@@ -32,7 +32,7 @@
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
 #include "kernels/mutex.h"
-#include "server/api/retry_line.h"
+#include "server/api/refusal.h"
 #include "server/api/run_order.h"
 #include "server/config/tenants.h"
 #include "server/observe/last_prefill.h"
@@ -132,7 +132,7 @@ class PrefillQueue {
   // ALREADY_EXISTS: as CheckId. DEADLINE_EXCEEDED: it has passed. RESOURCE_EXHAUSTED: no room, or the
   // deadline is before wait + prefill; with RetryInfo where waiting helps: try again after the predicted
   // seconds until that changes, at least 1 s. Where many are refused, each comes after those of its tenant
-  // that were told before (retry_line.h). UNAVAILABLE: draining.
+  // that were told before (refusal.h). UNAVAILABLE: draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
   // ALREADY_EXISTS: the id is live; wait for that request's end or choose another id.
   absl::Status CheckId(const std::string& id) const;

@@ -1,9 +1,14 @@
-// Why a request was refused, for the metrics: part of a status inside our code, unknown to clients.
+// Why a request was refused, for the metrics: part of a status inside our code, unknown to clients. And when
+// those come again whom a full queue refuses.
 #ifndef MESHFILL_SERVER_API_REFUSAL_H_
 #define MESHFILL_SERVER_API_REFUSAL_H_
 
+#include <map>
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/observe/metrics.h"
 
 namespace meshfill {
@@ -14,6 +19,25 @@ inline constexpr absl::string_view kRefusalUrl = "meshfill/refusal";  // of the 
 absl::Status WithRefusal(absl::Status status, Refusal refusal);
 // The reason that it was given, or what its code says.
 Refusal RefusalOf(const absl::Status& status);
+
+// Tells those whom a full queue refuses when to come again: one after the other, as fast as the pool serves
+// them, and not all at once. A tenant's requests wait for its own alone, so that nobody else's announcements
+// make it come later. Advice: no place is kept. Pure; not thread-safe.
+class RetryLine {
+ public:
+  // Of the predicted work of those before. They come a little too soon rather than that the pool stands idle.
+  static constexpr double kPace = 0.8;
+
+  explicit RetryLine(absl::Duration longest) : longest_(longest) {}
+
+  // Seconds that a request of so much predicted work stands behind those of its tenant that were told before,
+  // at most the longest. The next one stands behind it, too.
+  double Join(const std::string& tenant, double work_seconds, absl::Time now);
+
+ private:
+  const absl::Duration longest_;
+  std::map<std::string, absl::Time> ends_;  // by tenant; those that are over go as others come
+};
 
 }  // namespace meshfill
 
