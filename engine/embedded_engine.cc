@@ -157,14 +157,7 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
   ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(model(), pool_.capacity.speed, request,
                                                        GranuleTokens(options_, options, options_.ranks)));
-  const int64_t kept_bytes = model().layers * model().kv_bytes(tokens);
-  if (!choice.pieces.empty() && kept_bytes > kv_store_.budget_bytes()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "a prompt of ", tokens, " tokens does not fit the memory budget of ", request.memory_budget_bytes,
-        " bytes whole, and in pieces its K and V take ", kept_bytes, " bytes, more than the ",
-        kv_store_.budget_bytes(),
-        " for them: send a shorter prompt, or raise kv.memory_bytes (behind GPUs kv.host_memory_bytes)"));
-  }
+  RETURN_IF_ERROR(CheckKvOfPieces(model(), request, choice, kv_store_.budget_bytes()));
   correction_.Apply(choice);
   return choice;
 }

@@ -67,7 +67,7 @@ struct PrefillResult {
   int64_t cached_tokens = 0;     // of the prompt, from the engine's cache: nobody computed them
   double prefill_seconds = 0;    // wall time of the run, without its pauses; so are all seconds that follow
   double paused_seconds = 0;     // that it stood still for others
-  int attempts = 1;              // runs that it took, each after the loss of a worker; the last one counts
+  int attempts = 1;              // that it took, each after one that failed; the last one counts
   double lost_seconds = 0;       // from the first one's begin to the last one's, without pauses
   double attention_seconds = 0;  // of the rank that spent most
   double comm_wait_seconds = 0;  // of the rank that waited most

@@ -113,4 +113,15 @@ absl::StatusOr<PlanChoice> MakePlanInPieces(const ModelShape& model, const PoolS
   return planner.Plan(fits * granule_tokens);
 }
 
+absl::Status CheckKvOfPieces(const ModelShape& model, const PlanRequest& request, const PlanChoice& choice,
+                             int64_t kv_budget_bytes) {
+  const int64_t tokens = request.cached_tokens + request.tokens;
+  const int64_t kept_bytes = model.layers * model.kv_bytes(tokens);
+  if (choice.pieces.empty() || kept_bytes <= kv_budget_bytes) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "a prompt of ", tokens, " tokens does not fit the memory budget of ", request.memory_budget_bytes,
+      " bytes whole, and in pieces its K and V take ", kept_bytes, " bytes, more than the ", kv_budget_bytes,
+      " for them: send a shorter prompt, or raise kv.memory_bytes (behind GPUs kv.host_memory_bytes)"));
+}
+
 }  // namespace meshfill

@@ -27,6 +27,11 @@ int64_t RoundTokens(int ranks, int64_t stripe);
 absl::StatusOr<PlanChoice> MakePlanInPieces(const ModelShape& model, const PoolSpeed& speed,
                                             const PlanRequest& request, int64_t granule_tokens);
 
+// FAILED_PRECONDITION: the choice for `request` is in pieces, and K and V of its tokens, which stay between
+// them, take more than what there is for kept ones, whoever holds it now.
+absl::Status CheckKvOfPieces(const ModelShape& model, const PlanRequest& request, const PlanChoice& choice,
+                             int64_t kv_budget_bytes);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_ENGINE_PLAN_PIECES_H_

@@ -27,6 +27,7 @@ void SpeedCorrection::Apply(PlanChoice& choice) const {
     predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds + predicted.weight_seconds;
   };
   scale(choice.plan.predicted);
+  for (Plan& piece : choice.pieces) scale(piece.predicted);
   for (PlanCandidate& candidate : choice.candidates) scale(candidate.predicted);
 }
 

@@ -9,6 +9,13 @@
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
+namespace {
+
+TokenLayout WithTokens(const TokenLayout& layout, int64_t tokens) {
+  return TokenLayout::Make(layout.kind(), layout.ranks(), tokens, layout.stripe()).value();
+}
+
+}  // namespace
 
 KvDirectory::Place KvDirectory::PlaceFor(const Plan& plan, const Workers& workers) const {
   const TokenLayout layout = plan.kv_layout();
@@ -101,50 +108,59 @@ CachedPrefix KvDirectory::Describe(const KvSlabs& prefix) {
 }
 
 absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const PrefillOptions& options,
-                                                         const KvSlabs& prefix, Plan& plan,
-                                                         const Workers& workers) {
+                                                         const KvSlabs& prefix, const Piece& piece,
+                                                         Plan& plan, const Workers& workers) {
   const auto found = leases_.find(options.kv_lease);
   Lease* const lease = found == leases_.end() ? nullptr : &found->second;
   const bool caches = cache_.value_or(true) && options.block_names != nullptr;
-  const bool keeps = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
+  const bool more_pieces = piece.tokens_ahead > 0;
+  const bool wanted = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
+  const bool keeps = wanted || more_pieces;
+  const bool leased = lease != nullptr && !more_pieces;
   if (lease != nullptr) Discharge(*lease);  // as it was expected to run
 
-  Running running = {.lease = lease == nullptr ? "" : options.kv_lease,
+  Running running = {.lease = leased ? options.kv_lease : "",
                      .names = nullptr,
+                     .more_pieces = more_pieces,
                      .looked_up = ReadsCache(options),
-                     .cached_tokens = plan.cached_tokens,
+                     .cached_tokens = piece.first ? plan.cached_tokens : 0,
                      .new_tokens = plan.layout.tokens(),
                      .slabs = FirstTokens(prefix, plan.cached_tokens)};
   const bool follows = plan.cached_tokens > 0;
   if (follows && !runs_held_.Follow(running.slabs, workers, plan)) {
     return absl::ResourceExhaustedError("the workers of a cached prefix are not where the plan has them");
   }
-  std::vector<Holder> holders = runs_held_.HoldersOf(plan, plan.layout, workers);
-  if (!keeps) {
-    for (Holder& holder : holders) holder.bytes = 0;
-  }
-  const absl::Status room = keeps || follows ? runs_held_.CheckRoom(holders, workers) : absl::OkStatus();
-  if (!room.ok() && (follows || lease != nullptr)) {
+  const auto holders_of = [&](int64_t tokens) {
+    std::vector<Holder> holders = runs_held_.HoldersOf(plan, WithTokens(plan.layout, tokens), workers);
+    for (Holder& holder : holders) holder.bytes = keeps ? holder.bytes : 0;
+    return holders;
+  };
+  const int64_t tokens = plan.layout.tokens();
+  const absl::Status room = keeps || follows
+                                ? runs_held_.CheckRoom(holders_of(tokens + piece.tokens_ahead), workers)
+                                : absl::OkStatus();
+  if (!room.ok() && (follows || lease != nullptr || more_pieces)) {
     if (!follows) ++refused_;
     return room;
   }
 
   RunKv told;
-  for (const KvPiece& piece : running.slabs.pieces) {
+  for (const KvPiece& earlier : running.slabs.pieces) {
     v1::RunTokens& of_run = told.prefix.emplace_back();
-    of_run.set_run(runs_held_.NumberOf(*piece.run));
-    of_run.set_tokens(static_cast<uint64_t>(piece.tokens));
+    of_run.set_run(runs_held_.NumberOf(*earlier.run));
+    of_run.set_tokens(static_cast<uint64_t>(earlier.tokens));
   }
   if (keeps && room.ok()) {
-    if (caches) running.names = options.block_names;
+    if (caches && !more_pieces) running.names = options.block_names;
     running.slabs.shape = shape_;
     running.slabs.pieces.push_back({.first_token = plan.cached_tokens,
                                     .tokens = plan.layout.tokens(),
-                                    .run = runs_held_.Hold(run, plan.layout, holders)});
+                                    .run = runs_held_.Hold(run, plan.layout, holders_of(tokens))});
     told.keep.emplace();
-    told.keep->set_cache(caches);
+    told.keep->set_cache(caches || more_pieces);
   }
-  if (lease != nullptr) {
+  if (more_pieces) told.ahead = HoldAhead(plan, piece.tokens_ahead, workers);
+  if (leased) {
     lease->place = PlaceFor(plan, workers);
     lease->slabs = running.slabs;
     lease->begun = true;
@@ -155,6 +171,12 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
   running_.emplace(run, std::move(running));
   runs_held_.MakeRoom(workers);
   return told;
+}
+
+std::shared_ptr<const KvRunSlabs> KvDirectory::HoldAhead(const Plan& plan, int64_t tokens,
+                                                         const Workers& workers) {
+  const TokenLayout layout = WithTokens(plan.layout, tokens);
+  return runs_held_.Hold(/*run=*/0, layout, runs_held_.HoldersOf(plan, layout, workers));
 }
 
 KvDirectory::Lease* KvDirectory::LeaseOf(uint64_t run) {
@@ -178,25 +200,27 @@ void KvDirectory::OnLayersDone(uint64_t run, int layers) {
   ++version_;
 }
 
-void KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
+KvSlabs KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
   Lease* const lease = LeaseOf(run);
-  const auto extracted = running_.extract(run);
-  if (extracted.empty()) return;
-  const Running& running = extracted.mapped();
+  auto extracted = running_.extract(run);
+  if (extracted.empty()) return {};
+  Running& running = extracted.mapped();
   if (running.looked_up) {
     hit_tokens_ += static_cast<uint64_t>(running.cached_tokens);
     miss_tokens_ += static_cast<uint64_t>(running.new_tokens);
   }
   ++version_;
   if (!running.lease.empty() && lease == nullptr)
-    return;  // it has ended, and its workers drop what they have
+    return {};  // it has ended, and its workers drop what they have
   if (lease != nullptr) {
     lease->over = true;
     lease->layers_done = shape_.layers;
   }
-  if (running.names == nullptr) return;
+  if (running.names == nullptr && !running.more_pieces) return {};
   runs_held_.OnKept(*running.slabs.pieces.back().run);
+  if (running.more_pieces) return std::move(running.slabs);
   runs_held_.Enter(*running.names, running.slabs, workers);
+  return {};
 }
 
 void KvDirectory::OnRunFailed(uint64_t run, const std::string& why) {

@@ -12,6 +12,9 @@
 // Until Keep the lease is held by its prefill: it cannot lapse. Who ends a lease tells its workers; those
 // lapse by themselves, too, as they were last told.
 //
+// A prompt may run in pieces: each run but the last keeps its K and V for the next, whoever wants them, and
+// the room of all that is to come is charged with the first. The lease is the last run's, and has it all.
+//
 // A run may begin behind what earlier runs of the same tenant computed: FindPrefix, before it is planned. A
 // run that is over is such a prefix for others, unless its lease ended before. held_runs.h has the account.
 //
@@ -67,8 +70,14 @@ class KvDirectory {
   };
   // What the workers of a run are told.
   struct RunKv {
-    std::optional<v1::KeepKv> keep;     // none: K and V are dropped
-    std::vector<v1::RunTokens> prefix;  // runs that computed the plan's cached tokens
+    std::optional<v1::KeepKv> keep;           // none: K and V are dropped
+    std::vector<v1::RunTokens> prefix;        // runs that computed the plan's cached tokens
+    std::shared_ptr<const KvRunSlabs> ahead;  // nobody is told: room for the pieces to come; null: none do
+  };
+  // Which piece of its prompt a run is.
+  struct Piece {
+    bool first = true;         // else what it follows is of the pieces before it
+    int64_t tokens_ahead = 0;  // of the pieces after it
   };
   // What a reader needs before each part.
   struct View {
@@ -99,16 +108,20 @@ class KvDirectory {
   CachedPrefix LookUpPrefix(const PrefillOptions& options) const;
   static CachedPrefix Describe(const KvSlabs& prefix);
 
-  // A run of a prompt begins, by a plan behind the first tokens of `prefix`, if it has cached ones: where its
-  // ranks sit follows the prefix. A lease that has ended: the run keeps nothing. RESOURCE_EXHAUSTED: as for
+  // A run of a prompt, or of a piece of it, begins, by a plan behind the first tokens of `prefix`, if it has
+  // cached ones: where its ranks sit follows the prefix. A lease that has ended: the last run keeps nothing.
+  // The caller has let go of the room that the piece before this one left ahead. RESOURCE_EXHAUSTED: as for
   // Admit; or not behind this prefix, which would take the room of what was promised to others.
   absl::StatusOr<RunKv> BeginRun(uint64_t run, const PrefillOptions& options, const KvSlabs& prefix,
-                                 Plan& plan, const Workers& workers);
+                                 const Piece& piece, Plan& plan, const Workers& workers);
+  // Charges room for `tokens` more that are dealt as the plan's.
+  std::shared_ptr<const KvRunSlabs> HoldAhead(const Plan& plan, int64_t tokens, const Workers& workers);
   // All workers of the run know of its lease: readers may come.
   void OnRunning(uint64_t run);
   void OnLayersDone(uint64_t run, int layers);
-  // The run is over, and its workers keep what they have. `workers` are those that are there to stay.
-  void OnRunOver(uint64_t run, const Workers& workers);
+  // The run is over, and its workers keep what they have. `workers` are those that are there to stay. What
+  // the next piece of its prompt runs behind, if one does.
+  KvSlabs OnRunOver(uint64_t run, const Workers& workers);
   // The run is being stopped: its workers drop what they have. Once is enough.
   void OnRunFailed(uint64_t run, const std::string& why);
 
@@ -146,11 +159,12 @@ class KvDirectory {
     Admission admission;
     bool held = true;                           // by its prefill
     absl::Time expires = absl::InfinitePast();  // not before, if held
-    std::optional<Place> place;  // of the run, or expected; none: its run has failed, or it is lost
-    KvSlabs slabs;               // the runs there, without slabs
-    bool begun = false;          // a run of it lives, or is over
-    bool over = false;           // its run is
-    uint64_t run = 0;            // that can be read; 0: none yet
+    // Of the run, or expected; none: its run has failed, or is of a piece before the last, or it is lost.
+    std::optional<Place> place;
+    KvSlabs slabs;       // the runs there, without slabs
+    bool begun = false;  // a run of it lives, or is over
+    bool over = false;   // its run is
+    uint64_t run = 0;    // that can be read; 0: none yet
     int layers_done = 0;
     std::string last_failure;  // of a run
     std::string lost;          // why; not empty: nothing can be read any more
@@ -158,10 +172,11 @@ class KvDirectory {
   using Leases = std::map<std::string, Lease>;
 
   struct Running {
-    std::string lease;                          // empty: none
+    std::string lease;                          // empty: none, or not this piece's
     std::shared_ptr<const KvBlockNames> names;  // to enter it into the cache; null: it is not
+    bool more_pieces = false;                   // follow it
     bool looked_up = false;                     // its tokens count as hits and misses
-    int64_t cached_tokens = 0;
+    int64_t cached_tokens = 0;                  // before the first piece; 0 in others
     int64_t new_tokens = 0;
     KvSlabs slabs;  // the prefix, and the run where it is kept
   };

@@ -156,6 +156,14 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
       absl::StrAppend(&names, names.empty() ? "" : ", ", name);
     }
   }
+  for (auto& [ticket, request] : requests_) {
+    const bool has_part =
+        request.pieces.has_value() && std::any_of(connections.begin(), connections.end(),
+                                                  [&](Connection lost) { return request.pieces->Has(lost); });
+    if (!has_part) continue;
+    request.pieces.reset();
+    request.new_attempt = true;
+  }
   kv_.OnWorkersChanged(members_.ByPlace());
   LookForRoomAgain();
   for (const auto& [number, names] : runs) {
@@ -243,7 +251,7 @@ void Leader::RefuseOverdue(absl::Time now) {
 void Leader::StartWaiting(absl::Time now) {
   while (auto* next = FirstWaiting()) {
     auto& [ticket, request] = *next;
-    if (request.no_room || members_.ByPlace().empty()) break;  // OnTick ends the wait for a worker
+    if (request.no_room || WorkersFor(request).empty()) break;  // OnTick ends the wait for a worker
     if (std::ssize(runs_) >= MostRuns()) {
       request.no_room = true;
     } else {
@@ -254,10 +262,26 @@ void Leader::StartWaiting(absl::Time now) {
 }
 
 int Leader::MostRuns() const {
-  const std::vector<const Membership::Worker*> workers = members_.ByPlace();
-  const bool many = std::all_of(workers.begin(), workers.end(),
-                                [](const Membership::Worker* worker) { return worker->offer.many_runs(); });
+  const bool many = std::all_of(members_.all().begin(), members_.all().end(), [this](const auto& entry) {
+    const auto& [connection, worker] = entry;
+    return worker.offer.many_runs() || (worker.leaving && !HasPiecesOf(connection));
+  });
   return many ? options_.runs_at_once : 1;
+}
+
+bool Leader::HasPiecesOf(Connection worker) const {
+  return std::any_of(requests_.begin(), requests_.end(), [worker](const auto& request) {
+    return request.second.pieces.has_value() && request.second.pieces->Has(worker);
+  });
+}
+
+HeldRuns::Workers Leader::WorkersFor(const LiveRequest& live) const {
+  if (!live.pieces.has_value()) return members_.ByPlace();
+  HeldRuns::Workers workers;
+  for (const Connection connection : live.pieces->workers()) {
+    workers.push_back(&members_.all().at(connection));
+  }
+  return workers;
 }
 
 bool Leader::AnyStops() const {
@@ -282,8 +306,16 @@ void Leader::PauseRuns(absl::Time now) {
   }
 }
 
-bool Leader::HasRoom(const Plan& plan) const {
-  for (const auto& [worker, first, count] : SeatWorkers(members_.ByPlace(), plan.ranks())) {
+std::vector<Leader::Connection> Leader::Seated(const Plan& plan) const {
+  std::vector<Connection> seated;
+  for (const SeatsOfWorker& seats : SeatWorkers(members_.ByPlace(), plan.ranks())) {
+    seated.push_back(seats.worker->connection);
+  }
+  return seated;
+}
+
+bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers) const {
+  for (const auto& [worker, first, count] : SeatWorkers(workers, plan.ranks())) {
     const int64_t offered = members_.RunMemoryBytes(*worker);
     int64_t reserved = 0;
     for (const auto& [number, run] : runs_) {
@@ -298,13 +330,13 @@ bool Leader::HasRoom(const Plan& plan) const {
 // Begins a run for the request, or answers it.
 void Leader::StartRun(Ticket ticket, absl::Time now) {
   LiveRequest& request = requests_.at(ticket);
-  if (request.attempts >= kMaxAttempts) {
+  if (request.new_attempt && request.attempts >= kMaxAttempts) {
     return AnswerRequest(
         ticket, absl::UnavailableError(absl::StrCat("the pool lost workers in each of ", request.attempts,
                                                     " attempts at this request; try again later")));
   }
   const RunId number = last_run_ + 1;
-  absl::StatusOr<std::optional<PlannedRun>> planned = PlanRun(number, request.request);
+  absl::StatusOr<std::optional<PlannedRun>> planned = PlanRun(number, request);
   if (planned.ok() && !planned->has_value()) {
     request.no_room = true;
     return;
@@ -316,46 +348,87 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
                                         : planned.status());
   }
   if (members_.BeginRun()) survey_.AskAgain();
+  if (std::exchange(request.new_attempt, false)) BeginAttempt(request, now);
+  request.run = last_run_ = number;
+  const bool more_pieces = request.pieces.has_value() && !request.pieces->last();
+  PlannedRun& run = **planned;
+  const RunCoordinator::Options options = {.layers = options_.kv.layers,
+                                           .vocab = options_.vocab,
+                                           .shares_weights = run.shares_weights,
+                                           .more_pieces = more_pieces,
+                                           .hang_timeout = options_.hang_timeout,
+                                           .prepare_timeout = options_.prepare_timeout,
+                                           .stop_timeout = options_.stop_timeout};
+  const auto first = static_cast<size_t>(run.plan.cached_tokens);
+  const auto tokens = request.request.tokens.subspan(first, static_cast<size_t>(run.plan.layout.tokens()));
+  runs_.emplace(
+      number, LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), tokens,
+                                             WorkersFor(request), run.kv, options, actions_, survey_, now)});
+}
+
+void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
   if (request.attempts++ > 0) ++retries_;
   if (request.attempts == 1) {
     request.begin = now;
     request.pauses = {};
   }
-  request.lost_seconds = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now));
-  request.run = last_run_ = number;
-  PlannedRun& run = **planned;
-  const RunCoordinator::Options options = {.layers = options_.kv.layers,
-                                           .vocab = options_.vocab,
-                                           .shares_weights = run.shares_weights,
-                                           .hang_timeout = options_.hang_timeout,
-                                           .prepare_timeout = options_.prepare_timeout,
-                                           .stop_timeout = options_.stop_timeout};
-  const auto new_tokens = request.request.tokens.subspan(static_cast<size_t>(run.plan.cached_tokens));
-  runs_.emplace(number,
-                LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), new_tokens,
-                                               members_.ByPlace(), run.kv, options, actions_, survey_, now)});
+  const double counted = request.pieces.has_value() ? request.pieces->seconds() : 0;
+  request.lost_seconds = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now)) - counted;
 }
 
-absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, const Request& request) {
-  KvSlabs prefix = kv_.FindPrefix(request.options);
-  absl::StatusOr<std::optional<PlannedRun>> planned = PlanBehind(run, request, prefix);
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, LiveRequest& live) {
+  if (live.pieces.has_value()) return PlanNextPiece(run, live);
+  KvSlabs prefix = kv_.FindPrefix(live.request.options);
+  absl::StatusOr<std::optional<PlannedRun>> planned = PlanBehind(run, live, prefix);
   const bool was_behind = prefix.tokens() > 0;
   prefix = {};  // let go: others may need its room
-  if (absl::IsResourceExhausted(planned.status()) && was_behind) return PlanBehind(run, request, prefix);
+  if (absl::IsResourceExhausted(planned.status()) && was_behind) return PlanBehind(run, live, prefix);
   return planned;
 }
 
-absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, const Request& request,
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, LiveRequest& live,
                                                                      KvSlabs& prefix) {
+  const Request& request = live.request;
   ASSIGN_OR_RETURN(PlanChoice choice, planner_(capacity(), std::ssize(request.tokens), request.options,
                                                KvDirectory::Describe(prefix)));
-  if (choice.plan.cached_tokens == 0) prefix = {};
-  if (!HasRoom(choice.plan)) return std::nullopt;
+  const bool shares_weights = choice.weights.mode == WeightMode::kSharded;
+  std::optional<PromptPieces> pieces;
+  if (!choice.pieces.empty()) {
+    std::vector<Connection> workers = Seated(choice.plan);
+    pieces.emplace(std::move(choice), std::move(workers));
+  }
+  Plan plan = pieces.has_value() ? pieces->plan() : std::move(choice.plan);
+  if (plan.cached_tokens == 0) prefix = {};
+  if (!HasRoom(plan, members_.ByPlace())) return std::nullopt;
+  const KvDirectory::Piece piece = {.first = true,
+                                    .tokens_ahead = pieces.has_value() ? pieces->tokens_ahead() : 0};
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
-                   kv_.BeginRun(run, request.options, prefix, choice.plan, members_.ByPlace()));
-  return PlannedRun{.plan = std::move(choice.plan),
-                    .shares_weights = choice.weights.mode == WeightMode::kSharded,
-                    .kv = std::move(kv)};
+                   kv_.BeginRun(run, request.options, prefix, piece, plan, members_.ByPlace()));
+  live.pieces = std::move(pieces);
+  if (live.pieces.has_value()) live.pieces->HoldAhead(std::move(kv.ahead));
+  return PlannedRun{.plan = std::move(plan), .shares_weights = shares_weights, .kv = std::move(kv)};
+}
+
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanNextPiece(RunId run, LiveRequest& live) {
+  PromptPieces& pieces = *live.pieces;
+  const HeldRuns::Workers workers = WorkersFor(live);
+  Plan plan = pieces.plan();
+  if (!HasRoom(plan, workers)) return std::nullopt;
+  pieces.HoldAhead(nullptr);
+  const KvDirectory::Piece piece = {.first = false, .tokens_ahead = pieces.tokens_ahead()};
+  ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
+                   kv_.BeginRun(run, live.request.options, pieces.before(), piece, plan, workers));
+  pieces.HoldAhead(std::move(kv.ahead));
+  return PlannedRun{.plan = std::move(plan), .shares_weights = false, .kv = std::move(kv)};
+}
+
+void Leader::KeepPieces(LiveRequest& live) {
+  if (!live.pieces.has_value()) return;
+  PromptPieces& pieces = *live.pieces;
+  if (pieces.first()) return live.pieces.reset();  // to be planned anew
+  const Plan plan = pieces.plan();
+  pieces.HoldAhead(nullptr);
+  pieces.HoldAhead(kv_.HoldAhead(plan, plan.layout.tokens() + pieces.tokens_ahead(), WorkersFor(live)));
 }
 
 void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
@@ -369,7 +442,13 @@ void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
 }
 
 void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
-  actions_.Add(LayersDone{runs_.at(run).ticket, done.layers});
+  const Ticket ticket = runs_.at(run).ticket;
+  const LiveRequest* request = FindRequest(ticket);
+  const PromptPieces* pieces =
+      request != nullptr && request->pieces.has_value() ? &*request->pieces : nullptr;
+  const int before = pieces != nullptr ? pieces->done() : 0, count = pieces != nullptr ? pieces->count() : 1;
+  const int layers = options_.kv.layers;
+  actions_.Add(LayersDone{ticket, before * layers + done.layers, count * layers});
   kv_.OnLayersDone(run, done.layers);
 }
 
@@ -378,9 +457,19 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
   RunCoordinator::LayersDone all{options_.kv.layers};
   if (completed.result.ok() && runs_.at(run).coordinator.layers_done() < all.layers) Do(run, all, now);
   const Ticket ticket = runs_.at(run).ticket;
-  kv_.OnRunOver(run, members_.ByPlace());
+  KvSlabs kept = kv_.OnRunOver(run, members_.ByPlace());
   Forget(run);
-  if (const LiveRequest* request = FindRequest(ticket); request != nullptr && completed.result.ok()) {
+  if (LiveRequest* request = FindRequest(ticket); request != nullptr && completed.result.ok()) {
+    if (request->pieces.has_value()) {
+      PromptPieces& pieces = *request->pieces;
+      if (!pieces.last()) {
+        pieces.OnDone(*std::move(completed.result), std::move(kept));
+        request->run = 0;
+        request->waiting_since = now;
+        return;
+      }
+      completed.result = pieces.Finish(*std::move(completed.result));
+    }
     completed.result->attempts = request->attempts;
     completed.result->lost_seconds = request->lost_seconds;
     completed.result->paused_seconds = absl::ToDoubleSeconds(request->pauses.Total(now));
@@ -414,7 +503,11 @@ void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
                LogLevel::kWarning);
   run.Abort(why, now);
   kv_.OnRunFailed(number, why);
-  if (request != nullptr) request->waiting_since = now;
+  if (request != nullptr) {
+    request->waiting_since = now;
+    request->new_attempt = true;
+    KeepPieces(*request);
+  }
   if (!poisonous.empty()) AnswerRequest(ticket, absl::InternalError(poisonous));
 }
 
@@ -453,9 +546,9 @@ void Leader::ForgetStoppedRuns() {
     Forget(run->first);
   }
   members_.ReleaseDrained([this](Connection connection) {
-    return kv_.Holds(connection) || std::any_of(runs_.begin(), runs_.end(), [&](const auto& run) {
-             return run.second.coordinator.Has(connection);
-           });
+    return kv_.Holds(connection) || HasPiecesOf(connection) ||
+           std::any_of(runs_.begin(), runs_.end(),
+                       [&](const auto& run) { return run.second.coordinator.Has(connection); });
   });
 }
 

@@ -6,10 +6,13 @@
 // (run_coordinator.h); the leader joins the two: which request runs next, and what the end of a run means for
 // it.
 //
-//              Submit             a run completes
-//     ─────────────────► waiting ◄──────────────► running ──────────────────► answered
-//                           ▲     begins a run       │ the run fails, a worker is lost
-//                           └────────────────────────┘
+//              Submit                             a run completes
+//     ─────────────────► waiting ──────────────► running ──────────────────► answered
+//                           ▲     begins a run      │ the run fails, a worker is lost
+//                           └───────────────────────┘ a piece of the prompt is done, and it has more
+//
+// A prompt that does not fit the memory whole runs in pieces, one run after the other (prompt_pieces.h). A
+// turn may end between two of them as anywhere else; what comes back waits for memory like any other.
 //
 // Several runs live at once; whose turn it is, SetPaused says: the others' ranks stand still between two
 // tiles, each wherever it is. No rank has to agree with another on that place: each run has connections,
@@ -29,7 +32,7 @@
 //  - A request whose runs ended two epochs is refused as poisonous. A run is blamed for an epoch's end only
 //    where it may have computed within silence_timeout of it. If another run may have, too, each is a suspect
 //    from then on, which counts once, and only until one of them is refused.
-//  - A worker that drains stays while it holds K and V under a live lease.
+//  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
 
@@ -46,12 +49,13 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
-#include "server/pool/paused_time.h"
+#include "server/pool/prompt_pieces.h"
 #include "server/pool/run_coordinator.h"
 
 namespace meshfill {
@@ -113,7 +117,7 @@ class Leader {
     int ranks_in_use;
   };
   struct Counters : Membership::Counters {
-    uint64_t retries = 0;  // runs begun again for the same request
+    uint64_t retries = 0;  // attempts at a request after the first one
   };
 
   Leader(const Options& options, PoolPlanner planner);
@@ -168,13 +172,15 @@ class Leader {
     Request request;
     RunId run = 0;  // 0: it waits
     absl::Time waiting_since;
+    std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
+    bool new_attempt = true;             // its next run begins one
     int attempts = 0;
     int epochs_ended = 0;     // while no other run may have been to blame
     bool suspect = false;     // an epoch ended while its run and others computed
     bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
     PausedTime pauses;        // as asked for
     absl::Time begin;         // of its first run
-    double lost_seconds = 0;  // from there to its present run's begin, without pauses
+    double lost_seconds = 0;  // from there to its present attempt's begin, without pauses and what counts
   };
   struct LiveRun {
     Ticket ticket;  // of its request, which may be answered already
@@ -212,12 +218,20 @@ class Leader {
   void StartRun(Ticket ticket, absl::Time now);
   // What runs next for a request: behind what is cached of it, or all of it. Nothing: there is no memory
   // beside the runs that live.
-  absl::StatusOr<std::optional<PlannedRun>> PlanRun(RunId run, const Request& request);
-  absl::StatusOr<std::optional<PlannedRun>> PlanBehind(RunId run, const Request& request, KvSlabs& prefix);
-  bool HasRoom(const Plan& plan) const;
+  absl::StatusOr<std::optional<PlannedRun>> PlanRun(RunId run, LiveRequest& live);
+  absl::StatusOr<std::optional<PlannedRun>> PlanBehind(RunId run, LiveRequest& live, KvSlabs& prefix);
+  absl::StatusOr<std::optional<PlannedRun>> PlanNextPiece(RunId run, LiveRequest& live);
+  // Whom a run of the request takes: who is there to stay, or who has its pieces.
+  HeldRuns::Workers WorkersFor(const LiveRequest& live) const;
+  bool HasRoom(const Plan& plan, const HeldRuns::Workers& workers) const;
   int MostRuns() const;
   bool AnyStops() const;  // of the runs
   bool Waits(Ticket ticket) const;
+  bool HasPiecesOf(Connection worker) const;               // of a prompt
+  std::vector<Connection> Seated(const Plan& plan) const;  // in a new run by this plan
+  void BeginAttempt(LiveRequest& request, absl::Time now);
+  // After a run of the request that failed: what it has of its prompt in pieces, and their room.
+  void KeepPieces(LiveRequest& live);
   // The first request whose turn it is and that has no run; null: none.
   std::pair<const Ticket, LiveRequest>* FirstWaiting();
   void PauseRuns(absl::Time now);

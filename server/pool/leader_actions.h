@@ -18,13 +18,16 @@ namespace meshfill {
 
 // What a complete run gave.
 struct RunResult {
-  Plan plan;
+  Plan plan;  // of a prompt in pieces: that of the last one, with the prediction of all
   std::vector<float> logits;
   std::vector<RankStats> ranks;
   double peak_flops = 0;      // of the ranks that took part
   double seconds = 0;         // of this run, from Prepare to the last RankDone, without probes and pauses
   bool probed = false;        // the run measured links, too
-  int attempts = 1;           // runs that the request took
+  int pieces = 1;             // that the prompt ran in: ranks' stats and seconds are of all of them
+  int64_t piece_tokens = 0;   // of each but the last; 0: there is one
+  int64_t cached_tokens = 0;  // before the first one
+  int attempts = 1;           // at the request, each after a run that failed
   double lost_seconds = 0;    // from the first one's begin to this one's, without pauses
   double paused_seconds = 0;  // of all of them together
 };
@@ -45,9 +48,10 @@ class LeaderActions {
     Ticket ticket;
     absl::StatusOr<RunResult> result;
   };
-  struct LayersDone {  // by all ranks of the request's present run
+  struct LayersDone {  // by all ranks; each piece of a prompt has all layers
     Ticket ticket;
     int layers;
+    int of;
   };
   struct LogLine {
     std::string text;

@@ -311,7 +311,7 @@ int64_t Membership::RunMemoryBytes(const Worker& worker) const {
 PoolCapacity Membership::Capacity(const Topology& links) const {
   constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
   PoolCapacity capacity;
-  int64_t tightest = kNoLimit;
+  int64_t tightest = kNoLimit, tightest_kv = kNoLimit;
   for (const auto& [connection, worker] : workers_) {
     if (worker.leaving) continue;
     const PoolSpeed offered = FromProto(worker.offer.speed());
@@ -319,6 +319,8 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
     if (worker.offer.memory_bytes() != 0) {
       tightest = std::min(tightest, RunMemoryBytes(worker) / worker.offer.ranks());
     }
+    tightest_kv =
+        std::min(tightest_kv, static_cast<int64_t>(worker.offer.kv_memory_bytes() / worker.offer.ranks()));
     const PlanWeights weights = FromProto(worker.offer.weights());
     const bool sharded = weights.mode == WeightMode::kSharded;
     capacity.rank_weights =
@@ -336,6 +338,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
                                           host);
   }
   if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
+  if (tightest_kv != kNoLimit) capacity.rank_kv_bytes = tightest_kv;
   return capacity;
 }
 

@@ -27,7 +27,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 7;
+inline constexpr uint32_t kControlProtocol = 8;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.
@@ -39,6 +39,7 @@ struct PoolCapacity {
   PlanWeights rank_weights;       // of a rank, where the workers need most; sharded: of a worker
   std::vector<int> first_seats;   // of the workers
   bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
+  int64_t rank_kv_bytes = 0;      // that the tightest rank may keep of K and V
 };
 
 class Membership {

@@ -170,9 +170,10 @@ class PoolEngine::Run final : public Prefill {
     engine_.mu_.AssertHeld();
     answer_ = std::move(answer);
   }
-  void OnLayersDone(int layers) {
+  void OnLayersDone(int layers, int of) {
     engine_.mu_.AssertHeld();
     layers_done_ = layers;
+    layers_ = of;
   }
 
   // The leader answers at once and reads the tokens no more.
@@ -188,7 +189,9 @@ class PoolEngine::Run final : public Prefill {
   absl::StatusOr<PrefillResult> Wait() override {
     ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
     PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
-    result.cached_tokens = result.plan.cached_tokens;
+    result.pieces = run.pieces;
+    result.piece_tokens = run.piece_tokens;
+    result.cached_tokens = run.cached_tokens;
     result.ranks = std::move(run.ranks);
     result.prefill_seconds = run.seconds;
     RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,
@@ -210,16 +213,19 @@ class PoolEngine::Run final : public Prefill {
   }
 
   absl::StatusOr<Leader::Result> WaitForAnswer() {
-    int told = 0;
+    int64_t told = 0, told_of = 1;  // another attempt may have other pieces; nobody is told less than before
     MutexLock lock(engine_.mu_);
-    while (layers_done_ > told || !answer_.has_value()) {
-      if (layers_done_ <= told) {
+    while (true) {
+      const bool more = layers_done_ * told_of > told * layers_;
+      if (!more && answer_.has_value()) break;
+      if (!more) {
         engine_.changed_.Wait(engine_.mu_);
         continue;
       }
       told = layers_done_;
+      told_of = layers_;
       lock.Unlock();
-      if (observer_ != nullptr) observer_->OnLayerDone(told, engine_.model_.shape.layers);
+      if (observer_ != nullptr) observer_->OnLayerDone(static_cast<int>(told), static_cast<int>(told_of));
       lock.Lock();
     }
     return *std::move(answer_);
@@ -230,6 +236,7 @@ class PoolEngine::Run final : public Prefill {
   PrefillObserver* const observer_;
   Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
   int layers_done_ ABSL_GUARDED_BY(engine_.mu_) = 0;
+  int layers_ ABSL_GUARDED_BY(engine_.mu_) = 1;  // of all pieces
   std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
 };
 
@@ -289,7 +296,7 @@ void PoolEngine::Do(Leader::Answer& answer) {
 
 void PoolEngine::Do(Leader::LayersDone& done) {
   const auto run = runs_.find(done.ticket);
-  if (run != runs_.end()) run->second->OnLayersDone(done.layers);
+  if (run != runs_.end()) run->second->OnLayersDone(done.layers, done.of);
 }
 
 void PoolEngine::DoActions() {

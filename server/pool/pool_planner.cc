@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/mesh/topology.h"
+#include "engine/plan/pieces.h"
 #include "engine/prefill_request.h"
 #include "kernels/return_if_error.h"
 #include "server/config/config_units.h"
@@ -40,6 +41,20 @@ absl::Status CheckShares(const PoolCapacity& capacity) {
                      capacity.rank_memory_bytes);
 }
 
+// In pieces, where the prompt does not fit whole. Ranks that share weights run it whole or not at all.
+absl::StatusOr<PlanChoice> PlanInPieces(const ModelShape& model, const EngineOptions& defaults,
+                                        const PoolCapacity& capacity, PlanRequest request, int ranks,
+                                        const PrefillOptions& options) {
+  request.ranks = ranks;
+  request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
+  request.weights = WeightsOf(capacity, ranks);
+  if (capacity.rank_weights.mode == WeightMode::kSharded) return MakePlan(model, capacity.speed, request);
+  ASSIGN_OR_RETURN(PlanChoice choice,
+                   MakePlanInPieces(model, capacity.speed, request, GranuleTokens(defaults, options, ranks)));
+  RETURN_IF_ERROR(CheckKvOfPieces(model, request, choice, capacity.rank_kv_bytes * ranks));
+  return choice;
+}
+
 absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions& defaults,
                                    const PoolCapacity& capacity, int64_t tokens,
                                    const PrefillOptions& options) {
@@ -65,6 +80,9 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
     const bool better =
         choice.ok() && (!best.ok() || choice->plan.predicted.seconds < best->plan.predicted.seconds);
     if (first || better) best = std::move(choice);
+  }
+  if (absl::IsFailedPrecondition(best.status())) {
+    return PlanInPieces(model, defaults, capacity, request, capacity.ranks, options);
   }
   if (!best.ok()) return best;
   std::stable_sort(candidates.begin(), candidates.end(),
@@ -138,12 +156,9 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
   const bool fewer = cached.ranks < capacity.ranks && capacity.rank_weights.mode == WeightMode::kSharded;
   if (cached_tokens == 0 || cached.ranks > capacity.ranks || fewer || !CheckShares(capacity).ok()) return all;
   PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
-  request.ranks = cached.ranks;
-  request.memory_budget_bytes = capacity.rank_memory_bytes * cached.ranks;
-  request.weights = WeightsOf(capacity, cached.ranks);
   request.layout = LayoutKind::kStriped;
   request.cached_tokens = cached_tokens;
-  absl::StatusOr<PlanChoice> behind = MakePlan(model, capacity.speed, request);
+  absl::StatusOr<PlanChoice> behind = PlanInPieces(model, defaults, capacity, request, cached.ranks, options);
   const bool better =
       behind.ok() && (!all.ok() || behind->plan.predicted.seconds < all->plan.predicted.seconds);
   return better ? behind : all;

@@ -127,7 +127,9 @@ class RankHost::ActiveRun {
     probes_ = std::move(probes);
     reservations_.clear();
     std::vector<bool> reads_head;
-    for (size_t i = 0; i < seats_.size(); ++i) reads_head.push_back(ReadsHead(part_.plan, rank(i)));
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      reads_head.push_back(ReadsHead(part_.plan, rank(i), !part_.more_pieces));
+    }
     OpenWeights(reads_head);
     started_.store(true, std::memory_order_release);
     ranks_.Start(
@@ -253,6 +255,7 @@ class RankHost::ActiveRun {
                      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
                  .kv = kv_.get(),
                  .prefix = prefix_.get(),
+                 .wants_logits = !part_.more_pieces,
                  .recorder = &recorder,
                  .probes = probes_});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
@@ -272,8 +275,8 @@ class RankHost::ActiveRun {
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_
   std::unique_ptr<Endpoint> weights_endpoint_;  // set likewise; null: the weights are not shared
-  std::optional<RankWeights> weights_;  // from the start on
-  LocalRanks ranks_;                    // last: its threads use all of the above
+  std::optional<RankWeights> weights_;          // from the start on
+  LocalRanks ranks_;                            // last: its threads use all of the above
 };
 
 RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded,

@@ -99,6 +99,7 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
         static_cast<uint32_t>(parts_.at(seats_[plan_.SeatOf(last_rank)].worker).weight_share));
   }
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
+  prepare.set_more_pieces(options_.more_pieces);
   prepare.set_reserve_bytes(static_cast<uint64_t>(ReservedBytes(plan_, part.ranks)));
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
@@ -208,16 +209,18 @@ RunCoordinator::Outcome RunCoordinator::OnRankDone(Connection worker, const v1::
 RunCoordinator::Outcome RunCoordinator::Finish(absl::Time now) {
   RunResult result{.plan = std::move(plan_), .logits = std::move(logits_)};
   result.seconds = absl::ToDoubleSeconds(now - begin_ - pauses_.Total(now));
+  result.cached_tokens = result.plan.cached_tokens;
   TakeLinks(result);
   for (const Seat& seat : seats_) {
     result.ranks.push_back(seat.stats);
     result.peak_flops += parts_.at(seat.worker).rank_peak_flops;
   }
   for (const auto& [worker, part] : parts_) AddMessage(worker).mutable_finish()->set_run(number_);
-  if (std::ssize(result.logits) == options_.vocab) return Completed{std::move(result)};
+  const int64_t logits = options_.more_pieces ? 0 : options_.vocab;
+  if (std::ssize(result.logits) == logits) return Completed{std::move(result)};
   return Completed{
       absl::InternalError(absl::StrCat("the run ended with ", result.logits.size(), " logits instead of ",
-                                       options_.vocab, "; this is a bug of Meshfill: please report it"))};
+                                       logits, "; this is a bug of Meshfill: please report it"))};
 }
 
 // What the run's ranks measured is for the plans to come; the time that it took is none of the request's.

@@ -26,12 +26,12 @@
 #include "absl/time/time.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
+#include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
 #include "server/pool/membership.h"
-#include "server/pool/paused_time.h"
 
 namespace meshfill {
 
@@ -46,6 +46,7 @@ class RunCoordinator {
     int layers = 1;  // of the model
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
+    bool more_pieces = false;  // of the prompt come in later runs: there are no logits
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // and a second for each million tokens
     absl::Duration stop_timeout;

@@ -263,6 +263,7 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .keep_kv = std::nullopt,
                          .weights = weights,
                          .prefix = std::move(prefix),
+                         .more_pieces = message.more_pieces(),
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
   if (message.has_keep_kv()) {
     run.part.keep_kv = {.lease = message.keep_kv().lease(),

@@ -140,7 +140,7 @@ class Pool {
         FUZZ_CHECK(answered_[answer->ticket]++ == 0);  // once
         if (answer->result.ok()) FUZZ_CHECK(std::ssize(answer->result->logits) == SmallModel().vocab);
       } else if (auto* done = std::get_if<Leader::LayersDone>(&action)) {
-        FUZZ_CHECK(done->layers > 0 && done->layers <= SmallModel().layers);
+        FUZZ_CHECK(done->layers > 0 && done->layers <= done->of && done->of % SmallModel().layers == 0);
       } else if (auto* log = std::get_if<Leader::LogLine>(&action)) {
         FUZZ_CHECK(log->text.find('\n') == std::string::npos);
       }

@@ -97,5 +97,20 @@ TEST(MakePlanInPieces, SaysWhatDoesNotFitEvenSo) {
   EXPECT_TRUE(absl::IsInvalidArgument(MakePlanInPieces(Small(), {}, request, 64).status()));
 }
 
+TEST(CheckKvOfPieces, KAndVOfAllPiecesMustHaveRoomAtSomeTime) {
+  PlanRequest request = {.tokens = 20'000, .cached_tokens = 128, .ranks = 2};
+  const auto whole = MakePlanInPieces(Small(), {}, request, 128);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_TRUE(CheckKvOfPieces(Small(), request, *whole, 0).ok()) << "a whole prompt need not keep any";
+  request.memory_budget_bytes = whole->plan.predicted.peak_bytes * 7 / 10;
+  const auto pieces = MakePlanInPieces(Small(), {}, request, 128);
+  ASSERT_TRUE(pieces.ok()) << pieces.status();
+  ASSERT_GT(pieces->pieces.size(), 1u);
+  const int64_t bytes = int64_t{4} * 2 * 2 * 32 * 2 * (128 + 20'000);  // layers, K and V, heads, of bf16
+  EXPECT_TRUE(CheckKvOfPieces(Small(), request, *pieces, bytes).ok());
+  const absl::Status refused = CheckKvOfPieces(Small(), request, *pieces, bytes - 1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+}
+
 }  // namespace
 }  // namespace meshfill

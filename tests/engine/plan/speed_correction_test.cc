@@ -64,7 +64,8 @@ TEST(SpeedCorrection, IgnoresSecondsThatAreNone) {
 TEST(SpeedCorrection, ScalesSecondsAndNothingElse) {
   SpeedCorrection correction;
   for (int i = 0; i < 5; ++i) correction.Observe(1, 1.7);
-  const PlanChoice before = SomeChoice();
+  PlanChoice before = SomeChoice();
+  before.pieces = {before.plan};
   PlanChoice after = before;
   correction.Apply(after);
   const double factor = correction.factor();
@@ -76,6 +77,7 @@ TEST(SpeedCorrection, ScalesSecondsAndNothingElse) {
     EXPECT_EQ(scaled.peak_bytes, plain.peak_bytes);
   };
   expect_scaled(after.plan.predicted, before.plan.predicted);
+  expect_scaled(after.pieces.at(0).predicted, before.plan.predicted);
   ASSERT_EQ(after.candidates.size(), before.candidates.size());
   for (size_t i = 0; i < after.candidates.size(); ++i) {
     EXPECT_EQ(after.candidates[i].tile, before.candidates[i].tile);

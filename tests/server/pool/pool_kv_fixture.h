@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,10 +30,14 @@ namespace meshfill {
 
 constexpr int kLayers = 3, kKvHeads = 2, kHeadDim = 16;
 
-inline std::string MakeTestModel() {
-  const std::string folder = testing::TempDir() + "/pool_kv_" + program_invocation_short_name;
+inline ModelFamily model_family =
+    ModelFamily::kQwen3;  // of the model that pools have; Mistral: with a window
+
+inline std::string MakeTestModel(ModelFamily family) {
+  const std::string folder = absl::StrCat(testing::TempDir(), "/pool_kv_", program_invocation_short_name, "_",
+                                          static_cast<int>(family));
   std::filesystem::remove_all(folder);
-  const absl::Status status = MakeModel({.family = ModelFamily::kQwen3,
+  const absl::Status status = MakeModel({.family = family,
                                          .layers = kLayers,
                                          .hidden = 64,
                                          .intermediate = 96,
@@ -41,6 +46,7 @@ inline std::string MakeTestModel() {
                                          .head_dim = kHeadDim,
                                          .vocab = 300,
                                          .context_tokens = 1 << 16,
+                                         .sliding_window = family == ModelFamily::kMistral ? 500 : 0,
                                          .dtype = DType::kF32,
                                          .seed = 7},
                                         folder);
@@ -49,7 +55,9 @@ inline std::string MakeTestModel() {
 }
 
 inline const std::string& Folder() {
-  static const std::string folder = MakeTestModel();
+  static std::map<ModelFamily, std::string> folders;
+  std::string& folder = folders[model_family];
+  if (folder.empty()) folder = MakeTestModel(model_family);
   return folder;
 }
 

@@ -29,7 +29,8 @@ constexpr char kTenant[] = "tenant";
 constexpr int64_t kStripe = 2;
 constexpr int kLongestPrompt = 72;
 constexpr int kBlockTokens = 2;
-constexpr absl::Duration kTold = absl::Seconds(2);  // within which workers hear what the leader has said
+constexpr int64_t kTokenBytes = 3 * 2 * 2 * 16 * 4;  // of kept K and V: layers, K and V, heads, of f32
+constexpr absl::Duration kTold = absl::Seconds(2);   // within which workers hear what the leader has said
 constexpr int kMostLeaseMs = 2000;
 constexpr int kMostAttempts = 6;                       // leader.cc
 constexpr absl::Duration kKeptOut = absl::Seconds(1);  // whoever did not prepare, at most
@@ -78,20 +79,40 @@ absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t 
   EngineOptions defaults;
   defaults.stripe = kStripe;
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
-  using Key =
-      std::tuple<int64_t, int64_t, int, std::vector<int>, int64_t, double, double, double, double, double>;
+  using Key = std::tuple<int64_t, int64_t, int, bool, bool, std::vector<int>, int64_t, double, double, double,
+                         double, double>;
   static std::mutex mutex;
   static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
   const Topology& links = capacity.topology;
   auto [entry, fresh] =
-      plans.try_emplace(Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks, links.node_of_seat,
+      plans.try_emplace(Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks,
+                            capacity.rank_kv_bytes * capacity.ranks < tokens * kTokenBytes,
+                            capacity.rank_kv_bytes * cached.ranks < tokens * kTokenBytes, links.node_of_seat,
                             capacity.rank_memory_bytes, links.same_node.bytes_per_second,
                             links.same_node.latency_seconds, links.between_nodes.bytes_per_second,
                             links.between_nodes.latency_seconds, links.node_bytes_per_second},
                         absl::UnknownError("not planned"));
   if (fresh) entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options, cached);
   return entry->second;
+}
+
+// Of a rank, where the longest prompt runs in a few pieces on so many.
+int64_t SmallRankBytes(int ranks) {
+  static std::mutex mutex;
+  static std::map<int, int64_t> bytes_of_rank;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int64_t& bytes = bytes_of_rank[ranks];
+  EngineOptions defaults;
+  defaults.stripe = kStripe;
+  PoolCapacity capacity = {.ranks = ranks, .rank_kv_bytes = kLongestPrompt * kTokenBytes};
+  const auto whole = PlanForPool(SimulatedShape(), defaults, capacity, kLongestPrompt, {});
+  for (int percent = 50; bytes == 0; percent += 5) {
+    capacity.rank_memory_bytes = whole->plan.predicted.run_bytes * percent / 100 / ranks + 1;
+    const auto choice = PlanForPool(SimulatedShape(), defaults, capacity, kLongestPrompt, {});
+    if (choice.ok() && choice->pieces.size() <= 6) bytes = capacity.rank_memory_bytes;
+  }
+  return bytes;
 }
 
 // What the longest prompt takes on a rank that is alone.
@@ -121,6 +142,7 @@ std::string PoolSimulation::Run() {
   }
   quiet_ = Chance(0.15);
   sticky_ = Chance(0.3);
+  small_ = Chance(0.3);
   most_requests_ = Chance(0.3) ? 1 : Draw(2, 5);
   requests_left_ = Draw(3, 8) + most_requests_;
   chaos_ends_ = now_ + DrawMs(3000, 8000);
@@ -179,7 +201,8 @@ void PoolSimulation::Note(const std::string& what) const {
 absl::Duration PoolSimulation::Latency() {
   const int kind = Draw(0, 99);
   if (kind < 90) return absl::Microseconds(Draw(100, 5000));
-  return kind < 99 ? DrawMs(5, 100) : DrawMs(100, 900);
+  // Twice as late as that, a worker is taken for silent.
+  return kind < 99 || quiet_ ? DrawMs(5, 100) : DrawMs(100, 900);
 }
 
 // ---- Machines.
@@ -235,12 +258,17 @@ void PoolSimulation::StartNode(int index) {
   offer.set_host(absl::StrCat("host", HostOf(index)));
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
   offer.set_many_runs(many_runs_[static_cast<size_t>(index)]);
-  node.memory_bytes = MostRunBytes() * (Chance(0.5) ? 2 : 8) / 2 * node.ranks;
+  int ranks = 0;
+  for (const Node& each : nodes_) ranks += each.ranks;
+  const int64_t rank_bytes = small_ ? SmallRankBytes(ranks) : MostRunBytes() * (Chance(0.5) ? 2 : 8) / 2;
+  node.memory_bytes = rank_bytes * node.ranks;
   offer.set_memory_bytes(static_cast<uint64_t>(node.memory_bytes));
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
   *offer.mutable_speed() = SimulatedSpeed();
-  const int64_t kv_bytes = Chance(0.3) ? Draw(0, 60'000) : 1 << 20;
+  // For pieces, what the longest prompt needs even where this rank is alone.
+  const int64_t least_kv_bytes = small_ ? kLongestPrompt * kTokenBytes * node.ranks : 0;
+  const int64_t kv_bytes = Chance(0.3) ? least_kv_bytes + Draw(0, 60'000) : 1 << 20;
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_bytes));
   offer.set_kv_address(node.name);
   node.kv = std::make_unique<HeldKv>(KvShapeOf(SimulatedShape()), kv_bytes, [this] { return now_; });
@@ -810,6 +838,12 @@ void PoolSimulation::PassBarrier(const std::shared_ptr<Mesh>& mesh, int operatio
     At(apart_until, -1, [this, mesh, operation] { PassBarrier(mesh, operation); });
     return;
   }
+  if (small_ && !healed_ && !quiet_ && Chance(0.01)) {  // its workers stay, and what they keep
+    Note(absl::StrCat("a connection breaks in run ", mesh->run));
+    Fault(absl::ZeroDuration());
+    const int rank = Draw(0, static_cast<int>(mesh->members.size()) - 1);
+    return At(now_, mesh->members[rank].node, [this, mesh, rank] { RankFails(mesh, rank); });
+  }
   const std::vector<Mesh::Member> members = mesh->members;
   for (const Mesh::Member& member : members) {
     if (HostOfMesh(member.node, member.incarnation, mesh) == nullptr) continue;
@@ -835,7 +869,7 @@ void PoolSimulation::FinishRank(int index, uint64_t run, int seat) {
     output.stats.blocks = static_cast<int64_t>(part.number);
     for (const LinkProbe& probe : host->probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
     output.probe_seconds = kProbeSeconds * static_cast<double>(host->probes.size());
-    if (part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
+    if (!part.more_pieces && part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
       uint64_t sum = 0;
       for (const Mesh::Member& member : mesh->members) sum += member.digest;
       output.logits = {static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
@@ -904,6 +938,10 @@ void PoolSimulation::OnTold(const v1::LeaderMessage& message) {
   if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
   if (message.has_pause()) runs_told_.at(message.pause().run()).paused_since = now_;
   if (message.has_resume()) runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
+  if (message.has_finish()) {
+    runs_told_.at(message.finish().run()).finished = true;
+    runs_told_.at(message.finish().run()).losses = leader_->counters().losses;
+  }
   if (message.has_cancel()) runs_told_.at(message.cancel().run()).stopped = true;
   if (!message.has_abort()) return;
   RunTold& told = runs_told_.at(message.abort().run());
@@ -919,7 +957,7 @@ int PoolSimulation::EpochsEnded(const ClientRequest& request) const {
   }));
 }
 
-// What a run is told to follow was computed from the same tokens, for the same tenant.
+// What a run is told to follow was computed from the same tokens, for the same tenant, by runs that are over.
 void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   const auto [entry, fresh] = runs_told_.try_emplace(prepare.run());
   if (!fresh) return;
@@ -928,18 +966,23 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   });
   if (owner == requests_.end()) return;  // it was stopped in the moment in which it began
   ClientRequest& request = owner->second;
-  request.runs.insert(prepare.run());
+  const uint64_t last = request.runs.empty() ? 0 : *request.runs.rbegin();
+  bool goes_on = false, begun = false;
   RunTold& told = entry->second;
   told = {
       .tokens = request.tokens, .cache_tenant = request.cache_tenant, .computed_by = {}, .stopped = false};
-  if (prepare.prefix_size() > 0 && request.ignores_cache) Fail("the cache is not ignored");
   for (const v1::RunTokens& piece : prepare.prefix()) {
     const auto found = runs_told_.find(piece.run());
     if (found == runs_told_.end()) return Fail("a prefix of a run that never was");
     const RunTold& before = found->second;
+    const bool own = request.runs.contains(piece.run());
+    if (!own && (begun || request.ignores_cache)) Fail("the cache is not ignored, or comes between pieces");
+    if (!before.finished || before.stopped) Fail("a prefix of a run that was not done");
+    begun = begun || own;
+    goes_on = goes_on || piece.run() == last;
     const size_t end = told.computed_by.size() + piece.tokens();
     if (before.cache_tenant != told.cache_tenant) Fail("a prefix of another tenant");
-    if (end >= told.tokens.size() || end > before.tokens.size() ||
+    if (end >= told.tokens.size() || end > before.computed_by.size() ||
         !std::equal(told.tokens.begin(), told.tokens.begin() + static_cast<std::ptrdiff_t>(end),
                     before.tokens.begin())) {
       return Fail("a prefix of other tokens");
@@ -947,8 +990,16 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
     told.computed_by.resize(end, piece.run());
   }
   if (told.computed_by.size() != prepare.plan().cached_tokens()) Fail("a prefix of another length");
-  if (prepare.prefix_size() > 0) ++census_.behind_a_prefix;
-  told.computed_by.resize(told.tokens.size(), prepare.run());
+  if (prepare.prefix_size() > 0 && !begun) ++census_.behind_a_prefix;
+  told.computed_by.resize(prepare.plan().cached_tokens() + prepare.plan().tokens(), prepare.run());
+  const bool is_last = told.computed_by.size() == told.tokens.size();
+  if (prepare.more_pieces() == is_last) Fail("a piece that does not know whether more come");
+  if (prepare.more_pieces() && !prepare.keep_kv().cache()) Fail("a piece that no other can follow");
+  if (prepare.more_pieces() && !prepare.keep_kv().lease().empty()) Fail("a lease of a piece");
+  if (last != 0 && begun && !goes_on) ++census_.pieces_again;
+  if (last != 0 && !begun && runs_told_.at(last).finished) ++census_.pieces_lost;
+  request.attempts += goes_on ? 0 : 1;
+  request.runs.insert(prepare.run());
 }
 
 void PoolSimulation::OnPrefillEnded(const std::string& name, bool done) {
@@ -1086,7 +1137,8 @@ void PoolSimulation::SubmitNext() {
   if (leader_ == nullptr || std::ssize(requests_) >= most_requests_) return SubmitAgainAfter(DrawMs(20, 200));
   if (requests_left_ <= 0 && !healed_) return SubmitAgainAfter(DrawMs(100, 300));
   const bool last = requests_left_ <= 0;  // alone, in a pool that is whole
-  if (last && (!requests_.empty() || !CalmSince(now_ - kSettle))) return SubmitAgainAfter(DrawMs(100, 1000));
+  const bool alone = requests_.empty() && (!small_ || leader_->kv_counts().leases == 0);
+  if (last && (!alone || !CalmSince(now_ - kSettle))) return SubmitAgainAfter(DrawMs(100, 1000));
   if (const std::string missing = last ? Missing() : ""; !missing.empty()) {
     if (CalmSince(now_ - kHealed)) Fail(absl::StrCat("the pool did not heal: without", missing));
     return SubmitAgainAfter(DrawMs(100, 1000));
@@ -1216,11 +1268,22 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
                                          static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(run)};
     if (result.logits != expected) Fail("a wrong result, or one of an old run");
     if (result.ranks.size() != static_cast<size_t>(result.plan.ranks())) Fail("a partial result");
+    std::set<uint64_t> pieces;
+    int64_t cached = 0, run_numbers = 0;
+    for (const uint64_t by : runs_told_.at(run).computed_by) {
+      if (request.runs.contains(by)) pieces.insert(by);
+      cached += request.runs.contains(by) ? 0 : 1;
+    }
+    for (const uint64_t piece : pieces) run_numbers += static_cast<int64_t>(piece);
+    if (pieces.size() > 1) ++census_.in_pieces;
+    if (result.pieces != std::ssize(pieces) || result.cached_tokens != cached)
+      Fail("a result of other pieces");
     for (const RankStats& stats : result.ranks) {
-      if (stats.blocks != static_cast<int64_t>(run)) Fail("a result put together from two runs");
+      if (stats.blocks != run_numbers) Fail("a result put together from other runs than its own");
     }
     if (request.poisonous) Fail("a poisonous request has a result");
-    if (result.attempts < std::ssize(request.runs)) Fail("a result with another number of attempts");
+    if (result.attempts < request.attempts) Fail("a result with another number of attempts");
+    if (result.attempts > 1 && request.calm) Fail("a healthy pool begins a request again");
     if (result.attempts > 1 && quiet_) ++census_.attempts_of_innocents;
     const double seconds = absl::ToDoubleSeconds(now_ - request.submitted_at);
     if (result.seconds < 0 || result.lost_seconds < 0 ||
@@ -1242,8 +1305,16 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
     if (code == absl::StatusCode::kInternal && !request.poisonous && quiet_) {
       Fail("a request is refused as poisonous that only lived beside one");
     }
-    const bool known = code == absl::StatusCode::kCancelled || code == absl::StatusCode::kInternal ||
-                       code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kResourceExhausted;
+    // Too few workers were left for a prompt in pieces.
+    const bool too_small = small_ && code == absl::StatusCode::kFailedPrecondition;
+    const RunTold* last = request.runs.empty() ? nullptr : &runs_told_.at(*request.runs.rbegin());
+    if (code == absl::StatusCode::kResourceExhausted && last != nullptr && last->finished &&
+        last->losses == leader_->counters().losses) {
+      Fail("a piece has no room beside what came after its prompt");
+    }
+    const bool known = too_small || code == absl::StatusCode::kCancelled ||
+                       code == absl::StatusCode::kInternal || code == absl::StatusCode::kUnavailable ||
+                       code == absl::StatusCode::kResourceExhausted;
     if (!known) Fail(absl::StrCat("an error that nothing explains: ", answer.result.status().ToString()));
     if (request.calm) Fail(absl::StrCat("an error in a healthy pool: ", answer.result.status().ToString()));
   }

@@ -22,6 +22,9 @@
 // What is cached: prompts begin like earlier ones. What a run adds up of a cached prefix is what its ranks
 // have kept of it, so that a wrong one shows.
 //
+// What runs in pieces: in some stories the ranks' memory takes the longest prompts in pieces alone. Each
+// piece runs behind those before it, all of which are there, and a result is that of exactly one run of each.
+//
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
@@ -59,6 +62,7 @@ class PoolSimulation {
     int leases = 0, refused = 0, reads = 0, lost_reads = 0, missed_reads = 0, renewals = 0, releases = 0,
         lapses = 0;
     int behind_a_prefix = 0, evictions = 0;
+    int in_pieces = 0, pieces_again = 0, pieces_lost = 0;
     int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
   };
   const Census& census() const { return census_; }
@@ -146,6 +150,7 @@ class PoolSimulation {
     bool calm = false;  // no fault since it was submitted, and well before
     bool cancelled = false;
     std::set<uint64_t> runs;   // of this leader
+    int attempts = 0;          // that these began
     int deaths = 0;            // in its runs, by its poison
     std::string lease;         // empty: K and V are not kept
     std::string cache_tenant;  // whose prompts it may begin like
@@ -156,8 +161,10 @@ class PoolSimulation {
   struct RunTold {
     std::vector<uint32_t> tokens;  // of the whole prompt
     std::string cache_tenant;
-    std::vector<uint64_t> computed_by;  // by token: the run
+    std::vector<uint64_t> computed_by;  // by token, up to the end of the piece: the run
     bool stopped = false;
+    bool finished = false;
+    uint64_t losses = 0;  // of workers, until it was
     bool begun = false;
     absl::Time paused_since = absl::InfiniteFuture();  // it goes on
     bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
@@ -293,6 +300,7 @@ class PoolSimulation {
   int most_requests_ = 1;                                // that live at once
   int runs_at_once_ = 1;                                 // of this leader
   bool quiet_ = false;                                   // nothing fails but by poison
+  bool small_ = false;                                   // long prompts run in pieces
   bool sticky_ = false;                                  // turns change only when somebody comes or goes
   uint64_t poison_deaths_ = 0;                           // of workers
   std::map<std::string, KvClient> leases_;

@@ -59,6 +59,9 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.lapses += census.lapses;
       total.behind_a_prefix += census.behind_a_prefix;
       total.evictions += census.evictions;
+      total.in_pieces += census.in_pieces;
+      total.pieces_again += census.pieces_again;
+      total.pieces_lost += census.pieces_lost;
       total.most_at_once = std::max(total.most_at_once, census.most_at_once);
       total.pauses += census.pauses;
       total.crowded_out += census.crowded_out;
@@ -84,6 +87,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.leases, total.refused, total.reads, total.lost_reads, total.missed_reads, total.renewals,
       total.releases, total.lapses);
   std::printf("%d runs behind a cached prefix, %d evictions\n", total.behind_a_prefix, total.evictions);
+  std::printf("%d results in pieces, %d pieces ran again, %d prompts lost what they had of theirs\n",
+              total.in_pieces, total.pieces_again, total.pieces_lost);
   std::printf(
       "up to %d runs at once on a worker; ranks stood still %d times; %d requests waited for memory or a "
       "place; %d results beside a poisonous request took more than one run\n",
@@ -105,6 +110,9 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.lapses, share);
   EXPECT_GT(total.behind_a_prefix, share);
   EXPECT_GT(total.evictions, share / 4);
+  EXPECT_GT(total.in_pieces, share);
+  EXPECT_GT(total.pieces_again, 0);
+  EXPECT_GT(total.pieces_lost, share / 10);
   EXPECT_GE(total.most_at_once, 3);
   EXPECT_GT(total.pauses, 10 * share);
   EXPECT_GT(total.crowded_out, share);

@@ -1,6 +1,6 @@
-// How long something has stood still, by the leader's clock. Not thread-safe.
-#ifndef MESHFILL_SERVER_POOL_PAUSED_TIME_H_
-#define MESHFILL_SERVER_POOL_PAUSED_TIME_H_
+// How long something has stood still, by the clock of who asks. Not thread-safe.
+#ifndef MESHFILL_KERNELS_PAUSED_TIME_H_
+#define MESHFILL_KERNELS_PAUSED_TIME_H_
 
 #include "absl/time/time.h"
 
@@ -29,4 +29,4 @@ class PausedTime {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_PAUSED_TIME_H_
+#endif  // MESHFILL_KERNELS_PAUSED_TIME_H_

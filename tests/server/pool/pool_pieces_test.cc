@@ -1,0 +1,234 @@
+// Prompts in pieces in a pool of workers: the answer and the K and V of the whole prompt, the very bytes of
+// an embedded pool that runs the same pieces, and nothing left of what was lost or cancelled on the way.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "tests/engine/random_seed.h"
+#include "tests/server/pool/pool_cache_fixture.h"
+
+namespace meshfill {
+namespace {
+
+// Counts what is done of all pieces' layers.
+class WatchLayers final : public PrefillObserver {
+ public:
+  void OnLayerDone(int layers_done, int layers) override {
+    EXPECT_GT(layers_done * of_.load(), done_.load() * layers);
+    done_ = layers_done;
+    of_ = layers;
+  }
+  int done() const { return done_; }
+  int of() const { return of_; }
+
+ private:
+  std::atomic<int> done_{0};
+  std::atomic<int> of_{1};
+};
+
+class PoolPiecesTest : public PoolCacheTest {
+ protected:
+  // Workers whose memory takes `part` of what a prompt of `tokens` takes whole.
+  void StartSmallPool(const std::vector<int>& ranks_of_workers, int64_t tokens, double part,
+                      const PrefillOptions& options = {}) {
+    StartPool(ranks_of_workers);
+    const int ranks = engine_->ranks();
+    const auto whole = engine_->MakePlan(tokens, options);
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    ASSERT_TRUE(whole->pieces.empty());
+    StopPool();
+    const double of_rank = static_cast<double>(whole->plan.predicted.run_bytes) * part / ranks;
+    const int most = *std::max_element(ranks_of_workers.begin(), ranks_of_workers.end());
+    of_workers_ = {absl::StrCat("pool.worker.memory_bytes=", static_cast<int64_t>(of_rank * most), "B"),
+                   "kv.memory_bytes=64MiB"};
+    StartPool(ranks_of_workers, of_workers_);
+  }
+  int64_t KeptBytes() {
+    int64_t bytes = counts().bytes;
+    for (const auto& worker : workers_) bytes += worker == nullptr ? 0 : worker->kv().bytes;
+    return bytes;
+  }
+  // An embedded pool that runs the same pieces: one with as much memory as they take there. Null: none does.
+  std::unique_ptr<PrefillEngine> EmbeddedWithPieces(const PlanChoice& choice, int64_t tokens,
+                                                    const PrefillOptions& options) {
+    EngineOptions embedded = {.model_path = Folder(),
+                              .ranks = choice.plan.ranks(),
+                              .dtype = DType::kF32,
+                              .peak_flops = 1e12,
+                              .threads = 1};
+    embedded.kv_memory_bytes = embedded.kv_host_memory_bytes = 64 << 20;
+    embedded.speed_profile_path = SpeedProfile();
+    const auto lengths = [](const std::vector<Plan>& pieces) {
+      std::vector<int64_t> tokens_of;
+      for (const Plan& piece : pieces) tokens_of.push_back(piece.layout.tokens());
+      return tokens_of;
+    };
+    int64_t too_little = 0, too_much = 2 * choice.plan.predicted.run_bytes;
+    while (too_much - too_little > 1) {
+      embedded.memory_budget_bytes = std::midpoint(too_little, too_much);
+      auto engine = LoadEmbeddedEngine(embedded);
+      EXPECT_TRUE(engine.ok()) << engine.status();
+      if (!engine.ok()) return nullptr;
+      const auto planned = (*engine)->MakePlan(tokens, options);
+      if (planned.ok() && lengths(planned->pieces) == lengths(choice.pieces)) return *std::move(engine);
+      const bool longer =
+          planned.ok() && (planned->pieces.empty() || lengths(planned->pieces) > lengths(choice.pieces));
+      (longer ? too_much : too_little) = embedded.memory_budget_bytes;
+    }
+    return nullptr;
+  }
+
+  std::vector<std::string> of_workers_;
+};
+
+TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolInPieces) {
+  std::mt19937_64 random(TestSeed());
+  int to_the_byte = 0;
+  for (const ModelFamily family : {ModelFamily::kQwen3, ModelFamily::kMistral}) {
+    model_family = family;
+    SetUp();
+    for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1}, {1, 1}, {2, 1}, {2, 2}}) {
+      const int ranks = std::accumulate(pool.begin(), pool.end(), 0);
+      const std::vector<Tile> tiles = TilesOf(ranks);
+      const PrefillOptions options = {.tile = tiles[random() % tiles.size()]};
+      const auto prompt = RandomTokens(random, Draw<int64_t>(random, 1500, 2200));
+      const int64_t tokens = std::ssize(prompt);
+      StartSmallPool(pool, tokens, 0.6, options);
+      const auto choice = engine_->MakePlan(tokens, options);
+      ASSERT_TRUE(choice.ok()) << choice.status();
+      ASSERT_GT(choice->pieces.size(), 1u);
+
+      WatchLayers layers;
+      const auto ran = RunPrefill(*engine_, {prompt, options}, &layers);
+      ASSERT_TRUE(ran.ok()) << ran.status();
+      EXPECT_EQ(ran->pieces, std::ssize(choice->pieces));
+      EXPECT_EQ(ran->piece_tokens, choice->pieces.front().layout.tokens());
+      EXPECT_EQ(ran->tokens(), tokens);
+      EXPECT_EQ(ran->cached_tokens, 0);
+      EXPECT_EQ(layers.of(), ran->pieces * kLayers);
+      EXPECT_EQ(layers.done(), layers.of());
+      EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; }));
+
+      v1::PrefillHeader header = Header(/*keep=*/true);
+      header.mutable_kv()->set_ignore_cache(true);
+      header.mutable_plan()->mutable_tile()->set_a(static_cast<uint32_t>(options.tile->a));
+      header.mutable_plan()->mutable_tile()->set_b(static_cast<uint32_t>(options.tile->b));
+      const std::string what =
+          absl::StrCat(choice->plan.DebugString(), ", ", choice->pieces.size(), " pieces");
+      EXPECT_EQ(PrefillAndCompare(*client_, prompt, header, what), 0);
+
+      // What is kept under the lease takes of the memory, too: the pieces are shorter.
+      PrefillOptions keeping = options;
+      keeping.kv = std::make_shared<KvPrompt>(KvShapeOf(engine_->model()), tokens);
+      const auto kept = engine_->MakePlan(tokens, keeping);
+      ASSERT_TRUE(kept.ok()) << kept.status();
+      const auto embedded = EmbeddedWithPieces(*kept, tokens, keeping);
+      ASSERT_NE(embedded, nullptr) << what;
+      const auto expected = PrefillKeepingKv(*embedded, prompt, options);
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      EXPECT_EQ(expected->pieces, std::ssize(kept->pieces));
+      const auto there = embedded->MakePlan(tokens, keeping);
+      bool same = true;  // where the links' seconds differ, so may the order of blocks
+      for (size_t i = 0; i < kept->pieces.size(); ++i) {
+        same = same && there->pieces[i].schedule == kept->pieces[i].schedule;
+      }
+      EXPECT_TRUE(same || ranks > 1);
+      const Fetched fetched = client_->Fetch(Request(leases_.back()));
+      for (int layer = 0; layer < kLayers; ++layer) {
+        const auto& [k, v] = expected->kv.layers[layer];
+        if (!same) continue;
+        ++to_the_byte;
+        EXPECT_EQ(fetched.k.at(layer).compare(0, std::string::npos, reinterpret_cast<const char*>(k.data()),
+                                              k.size()),
+                  0)
+            << what;
+        EXPECT_EQ(fetched.v.at(layer).compare(0, std::string::npos, reinterpret_cast<const char*>(v.data()),
+                                              v.size()),
+                  0)
+            << what;
+      }
+      ReleaseAll();
+      EXPECT_TRUE(Eventually([&] { return counts().bytes == counts().cached_bytes; }));
+      StopPool();
+    }
+  }
+  model_family = ModelFamily::kQwen3;
+  EXPECT_GE(to_the_byte, 2 * kLayers);
+}
+
+TEST_F(PoolPiecesTest, PiecesFollowACachedPrefixAndAreOneForOthers) {
+  std::mt19937_64 random(TestSeed());
+  for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1, 1}, {2, 1}}) {
+    StartSmallPool(pool, 2000, 0.6);
+    std::vector<uint32_t> prompt = RandomTokens(random, Draw<int64_t>(random, 500, 700));
+    EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "first"), 0);
+    const int64_t round = engine_->ranks() * 64;
+    for (const bool keep : {false, true}) {
+      const int64_t before = std::ssize(prompt);
+      prompt = Joined(prompt, before, RandomTokens(random, 1800));
+      v1::PrefillHeader header = Header(keep);
+      const int64_t cached = PrefillAndCompare(*client_, prompt, header, keep ? "kept" : "behind");
+      EXPECT_GT(cached, before - 2 * round);
+      EXPECT_LE(cached, before);
+    }
+    // What the pieces left is one prefix.
+    const int64_t before = std::ssize(prompt);
+    prompt = Joined(prompt, before, RandomTokens(random, 100));
+    EXPECT_GT(PrefillAndCompare(*client_, prompt, Header(true), "behind pieces"), before - 2 * round);
+    ReleaseAll();
+    EXPECT_EQ(counts().bytes, counts().cached_bytes);
+    StopPool();
+  }
+}
+
+TEST_F(PoolPiecesTest, AWorkerThatIsLostBetweenPiecesLeavesNothingBehind) {
+  std::mt19937_64 random(TestSeed());
+  of_leader_.push_back("kv.cache=false");
+  StartSmallPool({1, 1}, 3000, 0.5);
+  for (int round = 0; round < 3; ++round) {
+    const auto prompt = RandomTokens(random, 3000);
+    const int after = Draw(random, 1, 2 * kLayers);
+    WatchLayers layers;
+    std::thread killer([&] {
+      Eventually([&] { return layers.done() >= after; });
+      workers_.back().reset();
+      AddWorker(1, of_workers_);
+    });
+    const auto result = RunPrefill(*engine_, {prompt, {}}, &layers);
+    killer.join();
+    ASSERT_TRUE(result.ok()) << result.status();
+    ExpectClose(result->logits, RunPrefill(*fresh_, {prompt, {}})->logits, kTolerance,
+                absl::StrCat("lost after ", after, " layers, ", result->attempts, " attempts"));
+    EXPECT_GT(result->pieces, 1);
+    ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
+    EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; })) << KeptBytes();
+  }
+}
+
+TEST_F(PoolPiecesTest, WhoCancelsBetweenPiecesLeavesNothingBehind) {
+  std::mt19937_64 random(TestSeed());
+  of_leader_.push_back("kv.cache=false");
+  StartSmallPool({1, 1}, 3000, 0.5);
+  for (int round = 0; round < 3; ++round) {
+    const auto prompt = RandomTokens(random, 3000);
+    const int after = Draw(random, 1, 2 * kLayers);
+    WatchLayers layers;
+    auto run = engine_->Start({prompt, {}}, &layers);
+    ASSERT_TRUE(run.ok()) << run.status();
+    std::thread canceller([&] {
+      Eventually([&] { return layers.done() >= after; });
+      (*run)->Stop();
+    });
+    const auto result = (*run)->Wait();
+    canceller.join();
+    EXPECT_TRUE(result.ok() || absl::IsCancelled(result.status())) << result.status();
+    run->reset();
+    EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; })) << KeptBytes();
+  }
+}
+
+}  // namespace
+}  // namespace meshfill
