@@ -372,8 +372,10 @@ void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
     request.begin = now;
     request.pauses = {};
   }
+  // Pieces may have run on while their request was asked to stand still.
   const double counted = request.pieces.has_value() ? request.pieces->seconds() : 0;
-  request.lost_seconds = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now)) - counted;
+  const double lost = absl::ToDoubleSeconds(now - request.begin - request.pauses.Total(now)) - counted;
+  request.lost_seconds = std::max(0.0, lost);
 }
 
 absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, LiveRequest& live) {
