@@ -148,6 +148,7 @@ class PoolSimulation {
     std::vector<uint32_t> tokens;
     bool poisonous = false;
     bool calm = false;  // no fault since it was submitted, and well before
+    uint64_t losses = 0;  // of workers, before it
     bool cancelled = false;
     std::set<uint64_t> runs;   // of this leader
     int attempts = 0;          // that these began
