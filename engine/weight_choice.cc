@@ -75,8 +75,7 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   if (options.weights == WeightMode::kSharded && !options.of_worker) {
     return absl::InvalidArgumentError(
         "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
-        "copy "
-        "of the weights together: set resident, streamed or auto");
+        "copy of the weights together: set resident, streamed or auto");
   }
   const int64_t free = FreeMemoryBytes();
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };

@@ -105,8 +105,7 @@ absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_byt
   if (workers == 1) {
     return absl::FailedPreconditionError(
         "model.weights is sharded, and the pool has one worker, which has nobody to share with: start more, "
-        "or "
-        "set resident or streamed");
+        "or set resident or streamed");
   }
   if (memory_bytes_left >= 0) return absl::OkStatus();
   return absl::FailedPreconditionError(

@@ -84,8 +84,18 @@ class PoolTest(PoolTestCase):
         alone = run("prefill", "--server", self.address, "--tokens", self.prompt)
         self.assertEqual(alone.returncode, 1)
         self.assertIn(b"nobody to share with", alone.stderr)
-        sharing("d")
+        fourth = sharing("d")
         check("3x1", 3)
+        sharing("e")
+        prompt = self.tmp / "shared.bytes"
+        prompt.write_bytes(self.long_prompt.read_bytes()[:30_000])
+        running = self.prefill_later(prompt, "--format", "bytes")
+        self.wait_until(lambda: "running" in self.phases().values())
+        fourth.signal(signal.SIGKILL)  # within a run: it begins anew by other shares
+        alone = self.embedded("--tokens", prompt, "--format", "bytes")
+        answer = self.answer_of(running)
+        self.assertEqual((answer["first_token"], answer["attempts"]), (alone["first_token"], 2))
+        check("1x3", 3)
 
     def test_a_worker_has_pages_of_its_own(self):
         worker = self.worker("paged", "pool.worker.metrics_listen=127.0.0.1:0")
