@@ -105,9 +105,9 @@ absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hard
   const Instant begin;
   const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/false, nullptr);
   RETURN_IF_ERROR(feed->Take(0, 0, kFirstReadTimeout).status());
-  const auto elements = static_cast<double>(LayerMatrixElements(LayerShapeOf(model.config(), 0)));
-  SetSeconds(WeightBytesOf(model.shape(), packed), elements * static_cast<double>(DTypeBytes(packed)), begin,
-             options, weights);
+  const LayerShape first = LayerShapeOf(model.shape(), model.config().layers.front());
+  SetSeconds(WeightBytesOf(model.shape(), packed), static_cast<double>(LayerMatrixBytes(first, packed)),
+             begin, options, weights);
   return absl::OkStatus();
 }
 

@@ -74,6 +74,16 @@ struct WeightRows {
   int64_t rows;
   const float* bias = nullptr;        // [rows] or null
   const RowSource* source = nullptr;  // only on a device whose memory is the host's
+  // Of FP8 alone: an element counts as many times itself as the scale of its block of scale_rows ·
+  // scale_columns says, [⌈rows / scale_rows⌉, ⌈in_features / scale_columns⌉], finite.
+  const float* scales = nullptr;
+  int64_t scale_rows = 1;
+  int64_t scale_columns = 1;
+
+  float ScaleOf(int64_t row, int64_t column, int64_t in_features) const {
+    const int64_t scales_of_row = (in_features + scale_columns - 1) / scale_columns;
+    return scales[row / scale_rows * scales_of_row + column / scale_columns];
+  }
 };
 
 // How much a device takes on at a time: enough to be busy, little enough that what lies between operations
@@ -103,7 +113,9 @@ class Device {
   // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
   virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
   // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards. A
-  // source's error is this one's.
+  // source's error is this one's. Of FP8 are all rows or none, with blocks of as many columns each; they stay
+  // as they are where the device can, and each product is that of the f32 products of element and scale,
+  // rounded to the compute dtype.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                                    int64_t in_features) = 0;
 

@@ -1,4 +1,4 @@
-// Element types of tensors, and the 16-bit floats that C++20 lacks.
+// Element types of tensors, and the floats of 16 and 8 bits that C++20 lacks.
 #ifndef MESHFILL_KERNELS_DTYPE_H_
 #define MESHFILL_KERNELS_DTYPE_H_
 
@@ -8,7 +8,8 @@
 
 namespace meshfill {
 
-enum class DType { kF32, kBf16, kF16 };
+// kF8E4M3: of weights alone, with scales beside them (kernels/device.h).
+enum class DType { kF32, kBf16, kF16, kF8E4M3 };
 
 constexpr size_t DTypeBytes(DType dtype) {
   switch (dtype) {
@@ -17,11 +18,13 @@ constexpr size_t DTypeBytes(DType dtype) {
     case DType::kBf16:
     case DType::kF16:
       return 2;
+    case DType::kF8E4M3:
+      return 1;
   }
   return 0;  // no value of the enum: nothing that is allocated by it is ever large enough to use
 }
 
-// "f32", "bf16", "f16": the names of the command line and of the config.
+// "f32", "bf16", "f16", "fp8": the names of the command line and of the config.
 constexpr const char* DTypeName(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -30,6 +33,8 @@ constexpr const char* DTypeName(DType dtype) {
       return "bf16";
     case DType::kF16:
       return "f16";
+    case DType::kF8E4M3:
+      return "fp8";
   }
   return "?";
 }
@@ -58,6 +63,18 @@ constexpr float HalfToFloat(uint16_t half) {
     return sign != 0 ? -magnitude : magnitude;
   }
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// E4M3 as models ship it (OCP's, without infinities): 4 bits of exponent, 3 of mantissa; exact.
+constexpr float Fp8ToFloat(uint8_t fp8) {
+  const uint32_t sign = static_cast<uint32_t>(fp8 & 0x80u) << 24;
+  const uint32_t magnitude = fp8 & 0x7fu;
+  if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
+  if (magnitude < 8) {  // subnormal
+    const float value = static_cast<float>(magnitude) * 0x1p-9f;
+    return sign != 0 ? -value : value;
+  }
+  return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
 }
 
 }  // namespace meshfill

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/model/json_keys.h"
+#include "engine/model/strict_json.h"
 #include "engine/model/make_model.h"
 #include "engine/model/model_config.h"
 

@@ -19,6 +19,7 @@ LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form) {
           .mlp = form.mlp,
           .experts = model.experts,
           .router = {.experts = model.experts.count, .used = model.experts.used},
+          .fp8 = model.fp8,
           .dtype = model.dtype};
 }
 
@@ -49,6 +50,10 @@ std::string LayerTensor::WeightName(int layer, int copy) const {
 
 std::string LayerTensor::BiasName(int layer, int copy) const {
   return absl::StrCat(NameOf(*this, layer, copy), ".bias");
+}
+
+std::string LayerTensor::ScalesName(int layer, int copy, const char* scales) const {
+  return absl::StrCat(NameOf(*this, layer, copy), ".", scales);
 }
 
 namespace {
@@ -132,6 +137,20 @@ int64_t LayersMatrixElements(const ModelShape& model) {
   return elements;
 }
 
+int64_t LayerMatrixBytes(const LayerShape& shape, DType packed) {
+  int64_t bytes = 0;
+  for (const LayerTensor& tensor : LayerTensors(shape)) {
+    if (tensor.is_vector()) continue;
+    if (shape.fp8.rows == 0 || !tensor.may_be_fp8()) {
+      bytes += tensor.elements() * static_cast<int64_t>(DTypeBytes(packed));
+    } else {  // with a scale for each row and block of columns, in f32 (kernels/cpu/fp8_matrix.h)
+      const int64_t scales = tensor.out_features * shape.fp8.ScaleColumns(tensor.in_features);
+      bytes += tensor.elements() + tensor.copies * scales * static_cast<int64_t>(sizeof(float));
+    }
+  }
+  return bytes;
+}
+
 const char* WeightModeName(WeightMode mode) {
   switch (mode) {
     case WeightMode::kResident:
@@ -148,7 +167,7 @@ WeightBytes WeightBytesOf(const ModelShape& model, DType packed) {
   const auto element_bytes = static_cast<int64_t>(DTypeBytes(packed));
   WeightBytes bytes;
   model.ForEachKind([&](const LayerForm& form, int layers) {
-    const int64_t layer = element_bytes * LayerMatrixElements(LayerShapeOf(model, form));
+    const int64_t layer = LayerMatrixBytes(LayerShapeOf(model, form), packed);
     bytes.layers += layers * layer;
     bytes.most_layer = std::max(bytes.most_layer, layer);
   });

@@ -30,6 +30,7 @@ struct LayerShape {
   bool router_correction = false;  // the router has a correction for each expert
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
   QkNorm qk_norm = QkNorm::kNone;
+  Fp8Blocks fp8;              // of all matrices that may be in FP8
   DType dtype = DType::kF32;  // compute dtype
 
   int64_t q_width() const { return int64_t{q_heads} * head_dim; }
@@ -73,10 +74,12 @@ struct LayerTensor {
 
   bool is_vector() const { return in_features == 0; }
   bool is_norm() const { return is_vector() && part != LayerPart::kRouterCorrection; }
+  bool may_be_fp8() const { return !is_vector() && part != LayerPart::kRouter; }
   int64_t elements() const { return copies * out_features * (is_vector() ? 1 : in_features); }
   // The tensor's name in the model's folder, less ".bias".
   std::string WeightName(int layer, int copy) const;
   std::string BiasName(int layer, int copy) const;
+  std::string ScalesName(int layer, int copy, const char* scales) const;  // of FP8
 };
 
 // All tensors, in the order in which the layer uses them.
@@ -92,6 +95,8 @@ ProductShape ProductOf(const LayerShape& shape, LayerPart part);
 // Elements of all matrices: of a layer, and of all layers.
 int64_t LayerMatrixElements(const LayerShape& shape);
 int64_t LayersMatrixElements(const ModelShape& model);
+// Bytes of a layer's matrices, where those that are not in FP8 are held in `packed`.
+int64_t LayerMatrixBytes(const LayerShape& shape, DType packed);
 
 // How a model's weights are in the memory of the ranks.
 enum class WeightMode {

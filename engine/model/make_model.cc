@@ -32,6 +32,8 @@ const char* TorchName(DType dtype) {
       return "bfloat16";
     case DType::kF16:
       return "float16";
+    case DType::kF8E4M3:  // of the rest
+      return "bfloat16";
   }
   return "?";
 }
@@ -62,6 +64,12 @@ json ConfigJson(const MakeModelOptions& options) {
       {"tie_word_embeddings", options.tied_embeddings},
   };
   family.write(options, config);
+  if (options.dtype == DType::kF8E4M3) {
+    config["quantization_config"] = {{"quant_method", "fp8"},
+                                     {"fmt", "e4m3"},
+                                     {"activation_scheme", "dynamic"},
+                                     {"weight_block_size", {128, 128}}};
+  }
   return config;
 }
 
@@ -76,14 +84,26 @@ struct RandomTensor {
 std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   constexpr double kNormDeviation = 0.1;
   constexpr double kBiasDeviation = 0.1;
+  constexpr double kFp8Deviation = 112;    // a quarter of the largest
+  constexpr double kScaleDeviation = 0.1;  // of the mean
   const ModelShape& shape = config.shape;
-  const ElementType type = ElementTypeOf(dtype);
+  const ElementType type = ElementTypeOf(dtype == DType::kF8E4M3 ? DType::kBf16 : dtype);
   std::vector<RandomTensor> tensors;
   const auto norm = [&](const std::string& name, int64_t width) {
     tensors.push_back({{name, type, {width}}, 1, kNormDeviation});
   };
   const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
     tensors.push_back({{name, type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
+  };
+  const auto fp8 = [&](const LayerTensor& tensor, int layer, int copy) {
+    const int64_t out = tensor.out_features, in = tensor.in_features;
+    const double scale = 1 / (kFp8Deviation * std::sqrt(static_cast<double>(in)));
+    tensors.push_back({{tensor.WeightName(layer, copy), ElementType::kF8E4M3, {out, in}}, 0, kFp8Deviation});
+    tensors.push_back({{tensor.ScalesName(layer, copy, config.fp8.scales),
+                        ElementType::kF32,
+                        {config.fp8.blocks.ScaleRows(out), config.fp8.blocks.ScaleColumns(in)}},
+                       scale,
+                       kScaleDeviation * scale});
   };
   const double embedding = config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1;
   tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
@@ -95,6 +115,8 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
           norm(name, tensor.out_features);
         } else if (tensor.is_vector()) {
           tensors.push_back({{name, type, {tensor.out_features}}, 0, kBiasDeviation});
+        } else if (config.fp8.scales != nullptr && tensor.may_be_fp8()) {
+          fp8(tensor, layer, copy);
         } else {
           linear(name, tensor.out_features, tensor.in_features);
         }
@@ -140,6 +162,17 @@ uint16_t HalfFromFloat(float value) {
   return static_cast<uint16_t>(sign + ((unit + 24) << 10) + steps);
 }
 
+// Likewise to E4M3; for magnitudes up to 448.
+uint8_t Fp8FromFloat(float value) {
+  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  const float magnitude = std::fabs(value);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  const int unit = std::max(exponent, -5) - 4;
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
+  return static_cast<uint8_t>(sign + ((unit + 9) << 3) + steps);
+}
+
 template <typename Element, typename Convert>
 absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert convert,
                           SafetensorsWriter& writer) {
@@ -159,19 +192,21 @@ absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert c
   return absl::OkStatus();
 }
 
-absl::Status AppendTensor(const RandomTensor& tensor, DType dtype, uint64_t stream,
-                          SafetensorsWriter& writer) {
-  switch (dtype) {
-    case DType::kF32:
+absl::Status AppendTensor(const RandomTensor& tensor, uint64_t stream, SafetensorsWriter& writer) {
+  switch (tensor.spec.type) {
+    case ElementType::kF32:
       return AppendRandom<float>(
           tensor, stream, [](float x) { return x; }, writer);
-    case DType::kBf16:
+    case ElementType::kBf16:
       return AppendRandom<uint16_t>(
           tensor, stream, [](float x) { return BFloat16::FromFloat(x).bits; }, writer);
-    case DType::kF16:
+    case ElementType::kF16:
       return AppendRandom<uint16_t>(tensor, stream, HalfFromFloat, writer);
+    case ElementType::kF8E4M3:
+      return AppendRandom<uint8_t>(tensor, stream, Fp8FromFloat, writer);
+    default:
+      return absl::InternalError(absl::StrCat(tensor.spec.name, ": of a dtype that is never made"));
   }
-  return absl::OkStatus();
 }
 
 // ---- Files.
@@ -213,7 +248,7 @@ absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tens
   ASSIGN_OR_RETURN(SafetensorsWriter writer, SafetensorsWriter::Create(path.string(), specs));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const uint64_t stream = Mix(Mix(options.seed) + first_tensor + i + 1);
-    RETURN_IF_ERROR(AppendTensor(tensors[i], options.dtype, stream, writer));
+    RETURN_IF_ERROR(AppendTensor(tensors[i], stream, writer));
   }
   return writer.Finish();
 }

@@ -26,7 +26,8 @@ struct MakeModelOptions {
   int64_t expert_width = 0;    // 0: intermediate
   double rope_theta = 1000000;
   bool tied_embeddings = false;
-  DType dtype = DType::kBf16;              // of the weights
+  DType dtype = DType::kBf16;              // of the weights; FP8: of the layers' matrices, with scales of
+                                           // blocks of 128 · 128, the rest in bf16
   uint64_t seed = 1;                       // same options, same bytes
   int64_t shard_bytes = int64_t{2} << 30;  // a model above this is split into shards with an index
 };

@@ -37,9 +37,16 @@ struct ExpertNames {
   const char* shared_down = "mlp.shared_experts.down_proj";
 };
 
+// Where the scales of matrices in FP8 are.
+struct Fp8Config {
+  const char* scales = nullptr;  // of <name>.weight, <name>.<scales>; null: no matrix is in FP8
+  Fp8Blocks blocks;
+};
+
 struct ModelConfig {
   ModelFamily family = ModelFamily::kLlama;
-  ModelShape shape;  // dtype: of the weights where config.json says one
+  ModelShape shape;  // dtype: of the weights where config.json says one, but FP8
+  Fp8Config fp8;
   float norm_eps = 1e-6f;
   bool tied_embeddings = false;
   bool qkv_bias = false;

@@ -42,6 +42,18 @@ struct ExpertsShape {
   bool operator==(const ExpertsShape&) const = default;
 };
 
+// Elements of a matrix in FP8 that share a scale.
+struct Fp8Blocks {
+  static constexpr int64_t kAll = INT64_MAX;  // as many as the matrix has
+
+  int64_t rows = 0;  // 0: weights are not in FP8
+  int64_t columns = 0;
+
+  int64_t ScaleRows(int64_t matrix_rows) const { return (matrix_rows - 1) / rows + 1; }
+  int64_t ScaleColumns(int64_t matrix_columns) const { return (matrix_columns - 1) / columns + 1; }
+  bool operator==(const Fp8Blocks&) const = default;
+};
+
 struct ModelShape {
   int layers = 0;
   int64_t hidden = 0;
@@ -54,6 +66,7 @@ struct ModelShape {
   int64_t context_tokens = 0;  // longest prompt that the model is for
   ExpertsShape experts;
   std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
+  Fp8Blocks fp8;                 // of all matrices of the layers, less their routers'
   DType dtype = DType::kF32;     // compute dtype
 
   int rotated_dim() const { return rope_dim == 0 ? head_dim : rope_dim; }
@@ -90,10 +103,10 @@ struct ModelShape {
     return q_elements(tokens) * static_cast<int64_t>(DTypeBytes(wire)) + tokens * q_heads * 4;
   }
 
-  // Head parallelism (docs/concepts.md, Head groups): member k of a head group of h ranks attends with query heads
-  // [k·q_heads/h, (k+1)·q_heads/h) and with the KV heads from ⌊k·kv_heads/h⌋ on that those see: kv_heads/h of
-  // them, or one, where fewer KV heads than members are replicated. Possible where h divides q_heads, and
-  // kv_heads and h one the other.
+  // Head parallelism (docs/concepts.md, Head groups): member k of a head group of h ranks attends with query
+  // heads [k·q_heads/h, (k+1)·q_heads/h) and with the KV heads from ⌊k·kv_heads/h⌋ on that those see:
+  // kv_heads/h of them, or one, where fewer KV heads than members are replicated. Possible where h divides
+  // q_heads, and kv_heads and h one the other.
   bool CanSplitHeads(int h) const {
     return h >= 1 && q_heads % h == 0 && (kv_heads % h == 0 || h % kv_heads == 0);
   }

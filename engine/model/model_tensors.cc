@@ -1,6 +1,7 @@
 #include "engine/model/model_tensors.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -19,119 +20,6 @@ namespace {
 
 using Weight = ModelTensors::Weight;
 using Linear = ModelTensors::Linear;
-
-// Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
-// error is kept, so that a caller asks once.
-class TensorFinder {
- public:
-  explicit TensorFinder(const SafetensorsFolder& folder) : folder_(folder) {}
-
-  Weight Find(const std::string& name, std::vector<int64_t> shape) {
-    found_.insert(name);
-    const SafetensorsFolder::Entry* entry = folder_.Find(name);
-    if (entry == nullptr) {
-      Fail(folder_.path(), name,
-           absl::StrCat("is missing; config.json asks for it, with the shape ", ShapeString(shape)));
-      return {};
-    }
-    if (entry->tensor.shape != shape) {
-      Fail(entry->file->path(), name,
-           absl::StrCat("has the shape ", ShapeString(entry->tensor.shape), ", but config.json asks for ",
-                        ShapeString(shape)));
-    }
-    Weight weight{entry};
-    switch (entry->tensor.type) {
-      case ElementType::kF32:
-        weight.dtype = DType::kF32;
-        break;
-      case ElementType::kBf16:
-        weight.dtype = DType::kBf16;
-        break;
-      case ElementType::kF16:
-        weight.dtype = DType::kF16;
-        break;
-      default:
-        Fail(entry->file->path(), name,
-             absl::StrCat("is of dtype ", ElementTypeName(entry->tensor.type),
-                          "; implemented are F32, BF16 and F16"));
-    }
-    if (shape.size() == 2 && weight.dtype != DType::kF32) all_f32_ = false;
-    return weight;
-  }
-
-  Linear Find(const LayerTensor& tensor, int layer, int copy) {
-    std::vector<int64_t> shape = {tensor.out_features};
-    if (!tensor.is_vector()) shape.push_back(tensor.in_features);
-    Linear linear = {.matrix = Find(tensor.WeightName(layer, copy), std::move(shape)), .bias = {}};
-    if (tensor.bias) linear.bias = Find(tensor.BiasName(layer, copy), {tensor.out_features});
-    return linear;
-  }
-
-  // Tensors whose names begin so may be there, and are of no use.
-  void Ignore(std::string prefix) { ignored_.push_back(std::move(prefix)); }
-
-  // Tensors that nobody asked for are an error: the config and the weights are not of one model.
-  absl::Status Finish() {
-    for (const auto& [name, entry] : folder_.entries()) {
-      // Some exports hold the RoPE frequencies, which the config gives as well.
-      if (found_.contains(name) || absl::EndsWith(name, "rotary_emb.inv_freq")) continue;
-      const auto ignores = [&name = name](const std::string& prefix) {
-        return absl::StartsWith(name, prefix);
-      };
-      if (std::any_of(ignored_.begin(), ignored_.end(), ignores)) continue;
-      Fail(entry.file->path(), name,
-           "is not in the model that config.json describes; the two do not belong together");
-    }
-    return status_;
-  }
-
-  bool all_f32() const { return all_f32_; }  // of all matrices
-
- private:
-  void Fail(const std::string& path, const std::string& name, const std::string& what) {
-    if (status_.ok()) {
-      status_ = absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", Excerpt(name), " ", what));
-    }
-  }
-
-  const SafetensorsFolder& folder_;
-  std::set<std::string, std::less<>> found_;
-  std::vector<std::string> ignored_;
-  bool all_f32_ = true;
-  absl::Status status_;
-};
-
-std::map<LayerPart, std::vector<std::vector<Linear>>> FindLayer(TensorFinder& finder,
-                                                                const ModelConfig& config, int layer) {
-  std::map<LayerPart, std::vector<std::vector<Linear>>> found;
-  for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
-    std::vector<std::vector<Linear>>& copies = found[tensor.part];
-    copies.resize(tensor.copies);
-    for (int copy = 0; copy < tensor.copies; ++copy) {
-      copies[copy].push_back(finder.Find(tensor, layer, copy));
-    }
-  }
-  return found;
-}
-
-// The LM head's matrix: lm_head.weight, or the embedding where the two are tied (a copy in the file must then
-// agree).
-absl::StatusOr<Weight> FindLmHead(TensorFinder& finder, const SafetensorsFolder& folder,
-                                  const ModelConfig& config, const Weight& embedding) {
-  static constexpr char kName[] = "lm_head.weight";
-  const std::vector<int64_t> shape = {config.shape.vocab, config.shape.hidden};
-  if (!config.tied_embeddings) return finder.Find(kName, shape);
-  if (embedding.entry == nullptr || folder.Find(kName) == nullptr) return embedding;
-  const Weight copy = finder.Find(kName, shape);
-  const TensorView& x = embedding.entry->tensor;
-  const TensorView& y = copy.entry->tensor;
-  if (x.type != y.type || !std::equal(x.bytes.begin(), x.bytes.end(), y.bytes.begin(), y.bytes.end())) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        copy.entry->file->path(), ": tensor \"", kName,
-        "\" differs from the embedding, although config.json says tie_word_embeddings; correct one of them"));
-  }
-  return embedding;
-}
 
 // A tensor's elements from the file; `before_read` null: from the mapping.
 absl::Status CopyElements(const Weight& weight, const BeforeRead& before_read, void* to) {
@@ -165,9 +53,184 @@ absl::StatusOr<std::vector<float>> ToFloats(const Weight& weight, const BeforeRe
         std::memcpy(&half, element, sizeof(half));
         floats[i] = HalfToFloat(half);
         break;
+      case DType::kF8E4M3:
+        break;  // of no vector, and no scale
     }
   }
   return floats;
+}
+
+// Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
+// error is kept, so that a caller asks once.
+class TensorFinder {
+ public:
+  TensorFinder(const SafetensorsFolder& folder, const Fp8Config& fp8) : folder_(folder), fp8_(fp8) {}
+
+  Weight Find(const std::string& name, std::vector<int64_t> shape, bool may_be_fp8 = false) {
+    found_.insert(name);
+    const SafetensorsFolder::Entry* entry = folder_.Find(name);
+    if (entry == nullptr) {
+      Fail(folder_.path(), name,
+           absl::StrCat("is missing; config.json asks for it, with the shape ", ShapeString(shape)));
+      return {};
+    }
+    if (entry->tensor.shape != shape) {
+      Fail(entry->file->path(), name,
+           absl::StrCat("has the shape ", ShapeString(entry->tensor.shape), ", but config.json asks for ",
+                        ShapeString(shape)));
+    }
+    Weight weight{entry};
+    switch (entry->tensor.type) {
+      case ElementType::kF32:
+        weight.dtype = DType::kF32;
+        break;
+      case ElementType::kBf16:
+        weight.dtype = DType::kBf16;
+        break;
+      case ElementType::kF16:
+        weight.dtype = DType::kF16;
+        break;
+      case ElementType::kF8E4M3:
+        weight.dtype = DType::kF8E4M3;
+        if (may_be_fp8) break;
+        [[fallthrough]];
+      default:
+        Fail(entry->file->path(), name,
+             absl::StrCat("is of dtype ", ElementTypeName(entry->tensor.type),
+                          "; implemented are F32, BF16 and F16, and F8_E4M3 for a layer's matrices"));
+    }
+    if (shape.size() == 2 && weight.dtype != DType::kF32) all_f32_ = false;
+    return weight;
+  }
+
+  Linear Find(const LayerTensor& tensor, int layer, int copy) {
+    std::vector<int64_t> shape = {tensor.out_features};
+    if (!tensor.is_vector()) shape.push_back(tensor.in_features);
+    Linear linear = {.matrix = Find(tensor.WeightName(layer, copy), std::move(shape), tensor.may_be_fp8()),
+                     .bias = {},
+                     .scales = {}};
+    if (tensor.may_be_fp8()) all_fp8_ = all_fp8_ && linear.matrix.dtype == DType::kF8E4M3;
+    if (linear.matrix.dtype == DType::kF8E4M3) linear.scales = FindScales(tensor, layer, copy);
+    if (tensor.bias) linear.bias = Find(tensor.BiasName(layer, copy), {tensor.out_features});
+    return linear;
+  }
+
+  // The matrices of one product are in FP8 all, or none is.
+  void CheckProduct(const std::vector<Linear>& linears) {
+    const auto in_fp8 = [](const Linear& linear) { return linear.matrix.dtype == DType::kF8E4M3; };
+    const auto odd = std::find_if(linears.begin(), linears.end(), [&](const Linear& linear) {
+      return in_fp8(linear) != in_fp8(linears.front());
+    });
+    if (!status_.ok() || odd == linears.end()) return;
+    const TensorView& tensor = odd->matrix.entry->tensor;
+    const auto is_odd = [&](const auto& entry) {
+      return entry.second.tensor.bytes.data() == tensor.bytes.data();
+    };
+    Fail(odd->matrix.entry->file->path(),
+         std::find_if(folder_.entries().begin(), folder_.entries().end(), is_odd)->first,
+         absl::StrCat("is of dtype ", ElementTypeName(tensor.type), " and ",
+                      ElementTypeName(linears.front().matrix.entry->tensor.type),
+                      " is what it is multiplied with; all of q, k and v, or of gate and up, may be in FP8"));
+  }
+
+  // Tensors whose names begin so may be there, and are of no use.
+  void Ignore(std::string prefix) { ignored_.push_back(std::move(prefix)); }
+
+  // Tensors that nobody asked for are an error: the config and the weights are not of one model.
+  absl::Status Finish() {
+    for (const auto& [name, entry] : folder_.entries()) {
+      // Some exports hold the RoPE frequencies, which the config gives as well.
+      if (found_.contains(name) || absl::EndsWith(name, "rotary_emb.inv_freq")) continue;
+      const auto ignores = [&name = name](const std::string& prefix) {
+        return absl::StartsWith(name, prefix);
+      };
+      if (std::any_of(ignored_.begin(), ignored_.end(), ignores)) continue;
+      Fail(entry.file->path(), name,
+           "is not in the model that config.json describes; the two do not belong together");
+    }
+    return status_;
+  }
+
+  bool all_f32() const { return all_f32_; }  // of all matrices
+  bool all_fp8() const { return all_fp8_; }  // of those that may be
+
+ private:
+  Weight FindScales(const LayerTensor& tensor, int layer, int copy) {
+    const std::string name = tensor.WeightName(layer, copy);
+    if (fp8_.scales == nullptr) {
+      Fail(
+          folder_.Find(name)->file->path(), name,
+          "is of dtype F8_E4M3, but config.json has no quantization_config, which says where its scales are");
+      return {};
+    }
+    std::vector<int64_t> shape = {fp8_.blocks.ScaleRows(tensor.out_features)};
+    if (fp8_.blocks.rows != Fp8Blocks::kAll) shape.push_back(fp8_.blocks.ScaleColumns(tensor.in_features));
+    const std::string scales_name = tensor.ScalesName(layer, copy, fp8_.scales);
+    const Weight scales = Find(scales_name, std::move(shape));
+    if (!status_.ok()) return scales;
+    const absl::StatusOr<std::vector<float>> values = ToFloats(scales, [] { return absl::OkStatus(); });
+    if (!values.ok()) {
+      status_ = values.status();
+      return scales;
+    }
+    const auto bad =
+        std::find_if(values->begin(), values->end(), [](float scale) { return !std::isfinite(scale); });
+    if (bad != values->end()) {
+      Fail(scales.entry->file->path(), scales_name,
+           absl::StrCat("has ", *bad, " for a scale, at ", bad - values->begin(),
+                        "; scales are finite numbers"));
+    }
+    return scales;
+  }
+
+  void Fail(const std::string& path, const std::string& name, const std::string& what) {
+    if (status_.ok()) {
+      status_ = absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", Excerpt(name), " ", what));
+    }
+  }
+
+  const SafetensorsFolder& folder_;
+  const Fp8Config& fp8_;
+  std::set<std::string, std::less<>> found_;
+  std::vector<std::string> ignored_;
+  bool all_f32_ = true;
+  bool all_fp8_ = true;
+  absl::Status status_;
+};
+
+std::map<LayerPart, std::vector<std::vector<Linear>>> FindLayer(TensorFinder& finder,
+                                                                const ModelConfig& config, int layer) {
+  std::map<LayerPart, std::vector<std::vector<Linear>>> found;
+  for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
+    std::vector<std::vector<Linear>>& copies = found[tensor.part];
+    copies.resize(tensor.copies);
+    for (int copy = 0; copy < tensor.copies; ++copy) {
+      copies[copy].push_back(finder.Find(tensor, layer, copy));
+    }
+  }
+  for (const auto& [part, copies] : found) {
+    for (const std::vector<Linear>& linears : copies) finder.CheckProduct(linears);
+  }
+  return found;
+}
+
+// The LM head's matrix: lm_head.weight, or the embedding where the two are tied (a copy in the file must then
+// agree).
+absl::StatusOr<Weight> FindLmHead(TensorFinder& finder, const SafetensorsFolder& folder,
+                                  const ModelConfig& config, const Weight& embedding) {
+  static constexpr char kName[] = "lm_head.weight";
+  const std::vector<int64_t> shape = {config.shape.vocab, config.shape.hidden};
+  if (!config.tied_embeddings) return finder.Find(kName, shape);
+  if (embedding.entry == nullptr || folder.Find(kName) == nullptr) return embedding;
+  const Weight copy = finder.Find(kName, shape);
+  const TensorView& x = embedding.entry->tensor;
+  const TensorView& y = copy.entry->tensor;
+  if (x.type != y.type || !std::equal(x.bytes.begin(), x.bytes.end(), y.bytes.begin(), y.bytes.end())) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        copy.entry->file->path(), ": tensor \"", kName,
+        "\" differs from the embedding, although config.json says tie_word_embeddings; correct one of them"));
+  }
+  return embedding;
 }
 
 // Rows of a tensor as its file has them.
@@ -195,10 +258,11 @@ class StackedRows {
  public:
   // `before_read` outlives the object.
   static absl::StatusOr<std::unique_ptr<StackedRows>> Of(std::span<const Linear> linears,
+                                                         const Fp8Blocks& blocks,
                                                          const BeforeRead& before_read) {
     std::unique_ptr<StackedRows> stacked(new StackedRows(linears.size()));
     for (size_t i = 0; i < linears.size(); ++i) {
-      RETURN_IF_ERROR(stacked->Add(linears[i], before_read));
+      RETURN_IF_ERROR(stacked->Add(linears[i], blocks, before_read));
     }
     return stacked;
   }
@@ -211,10 +275,11 @@ class StackedRows {
   explicit StackedRows(size_t linears) {
     sources_.reserve(linears);
     biases_.reserve(linears);
+    scales_.reserve(linears);
     aligned_.reserve(linears);
   }
 
-  absl::Status Add(const Linear& linear, const BeforeRead& before_read) {
+  absl::Status Add(const Linear& linear, const Fp8Blocks& blocks, const BeforeRead& before_read) {
     const Weight& matrix = linear.matrix;
     ASSIGN_OR_RETURN(std::vector<float> values, ToFloats(linear.bias, before_read));
     const std::vector<float>& bias = biases_.emplace_back(std::move(values));
@@ -222,6 +287,12 @@ class StackedRows {
                        .dtype = matrix.dtype,
                        .rows = matrix.entry->tensor.shape[0],
                        .bias = bias.empty() ? nullptr : bias.data()};
+    if (linear.scales.entry != nullptr) {
+      ASSIGN_OR_RETURN(std::vector<float> factors, ToFloats(linear.scales, before_read));
+      rows.scales = scales_.emplace_back(std::move(factors)).data();
+      rows.scale_rows = std::min(blocks.rows, rows.rows);
+      rows.scale_columns = std::min(blocks.columns, matrix.entry->tensor.shape[1]);
+    }
     if (before_read != nullptr) {
       rows.source = &sources_.emplace_back(matrix, before_read);
     } else {
@@ -237,7 +308,7 @@ class StackedRows {
 
   std::vector<WeightRows> rows_;
   std::vector<TensorRows> sources_;
-  std::vector<std::vector<float>> biases_;
+  std::vector<std::vector<float>> biases_, scales_;
   std::vector<std::vector<std::byte>> aligned_;
 };
 
@@ -251,8 +322,8 @@ int64_t StackedOutFeatures(std::span<const Linear> linears) {
 
 // Stacks the layers' rows into one packed weight.
 absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(Device& device, std::span<const Linear> linears,
-                                                   const BeforeRead& before_read) {
-  ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked, StackedRows::Of(linears, before_read));
+                                                   const Fp8Blocks& blocks, const BeforeRead& before_read) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked, StackedRows::Of(linears, blocks, before_read));
   return device.PackWeight(stacked->rows(), WidthOf(linears));
 }
 
@@ -292,7 +363,7 @@ absl::StatusOr<BufferRef> PackBytes(
     const int64_t first = from / matrix.form.panel_bytes;
     const int64_t panels = (until + matrix.form.panel_bytes - 1) / matrix.form.panel_bytes - first;
     ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked,
-                     StackedRows::Of(linears_of(matrix), before_read));
+                     StackedRows::Of(linears_of(matrix), {}, before_read));
     ASSIGN_OR_RETURN(const BufferRef packed,
                      device.PackPanels(stacked->rows(), matrix.in_features, first, panels));
     std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin, packed->data(), packed->size_bytes());
@@ -328,7 +399,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(config_text, config_path));
 
   std::unique_ptr<ModelTensors> found(new ModelTensors(std::move(weights)));
-  TensorFinder finder(found->folder_);
+  TensorFinder finder(found->folder_, config.fp8);
   found->embedding_ = finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
   found->layers_.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {
@@ -343,6 +414,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
   if (!lm_head.ok()) return lm_head.status();
   found->lm_head_ = *lm_head;
   found->all_f32_ = finder.all_f32();
+  if (!finder.all_fp8()) config.shape.fp8 = {};  // counted as if all were wide
   found->config_ = std::move(config);
   return found;
 }
@@ -350,7 +422,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
 absl::StatusOr<LayerWeights> ModelTensors::PackLayer(Device& device, int layer,
                                                      const BeforeRead& before_read) const {
   return MakeLayer(device, layer, before_read, [&](LayerPart, int, const std::vector<Linear>& linears) {
-    return Pack(device, linears, before_read);
+    return Pack(device, linears, config_.fp8.blocks, before_read);
   });
 }
 
@@ -409,14 +481,20 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> ModelTensors::PackHead(Device& dev
                                                                      int64_t rows,
                                                                      const BeforeRead& before_read) const {
   const SafetensorsFolder::Entry part = HeadRows(first, rows);
-  const Linear head[] = {{{&part, lm_head_.dtype}, {}}};
-  return Pack(device, head, before_read);
+  const Linear head[] = {{{&part, lm_head_.dtype}, {}, {}}};
+  return Pack(device, head, {}, before_read);
 }
 
 absl::StatusOr<WeightImage> ModelTensors::LayerImage(Device& device, int layer) const {
   WeightImage image;
   for (const auto& [part, copies] : layers_[layer]) {
     if (copies[0][0].matrix.entry->tensor.shape.size() != 2) continue;  // a vector
+    if (copies[0][0].matrix.dtype == DType::kF8E4M3) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          path(),
+          ": model.weights is sharded, and the weights are in FP8, which workers do not share yet; set "
+          "resident or streamed"));
+    }
     for (size_t copy = 0; copy < copies.size(); ++copy) {
       RETURN_IF_ERROR(AddMatrix(device, part, static_cast<int>(copy), StackedOutFeatures(copies[copy]),
                                 WidthOf(copies[copy]), image));
@@ -443,7 +521,7 @@ absl::StatusOr<BufferRef> ModelTensors::PackHeadBytes(Device& device, int64_t fi
                                                       int64_t begin, int64_t end,
                                                       const BeforeRead& before_read) const {
   const SafetensorsFolder::Entry part = HeadRows(first, image.matrices.front().out_features);
-  const Linear head[] = {{{&part, lm_head_.dtype}, {}}};
+  const Linear head[] = {{{&part, lm_head_.dtype}, {}, {}}};
   return PackBytes(device, image, begin, end, before_read,
                    [&](const WeightImage::Matrix&) { return std::span<const Linear>(head); });
 }

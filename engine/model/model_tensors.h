@@ -57,11 +57,12 @@ class ModelTensors {
     const SafetensorsFolder::Entry* entry = nullptr;
     DType dtype = DType::kF32;
   };
-  // A linear layer's matrix and, where the model has one, its bias (else entry is null). A vector is a linear
-  // layer without a bias.
+  // A linear layer's matrix and, where the model has them, its bias and the scales of FP8 (else entry is
+  // null). A vector is a linear layer without a bias.
   struct Linear {
     Weight matrix;
     Weight bias;
+    Weight scales;
   };
 
   // Reads config.json and finds all that it asks for. Errors: those of Model::Load.

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
-#include "engine/model/json_keys.h"
+#include "engine/model/strict_json.h"
 
 namespace meshfill {
 namespace {

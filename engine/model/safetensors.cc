@@ -194,6 +194,8 @@ ElementType ElementTypeOf(DType dtype) {
       return ElementType::kBf16;
     case DType::kF16:
       return ElementType::kF16;
+    case DType::kF8E4M3:
+      return ElementType::kF8E4M3;
   }
   return ElementType::kF32;
 }

@@ -78,6 +78,25 @@ std::vector<std::byte> HostNoise(int64_t elements, DType dtype) {
   return noise;
 }
 
+// A weight in FP8 with scales as the model has them.
+absl::StatusOr<std::unique_ptr<PackedWeight>> PackFp8Noise(Device& device, const ProductShape& product,
+                                                           const Fp8Blocks& blocks) {
+  constexpr unsigned kNoNan = 0xf7;  // of a byte's bits
+  std::minstd_rand random(1);
+  std::vector<uint8_t> values(product.out_features * product.in_features);
+  for (uint8_t& value : values) value = static_cast<uint8_t>(random() >> 8 & kNoNan);
+  const int64_t scale_count =
+      blocks.ScaleRows(product.out_features) * blocks.ScaleColumns(product.in_features);
+  const std::vector<float> scales(scale_count, 1.0f / 512);
+  const WeightRows source{.data = values.data(),
+                          .dtype = DType::kF8E4M3,
+                          .rows = product.out_features,
+                          .scales = scales.data(),
+                          .scale_rows = std::min(blocks.rows, product.out_features),
+                          .scale_columns = std::min(blocks.columns, product.in_features)};
+  return device.PackWeight({&source, 1}, product.in_features);
+}
+
 absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
   const std::vector<std::byte> noise = HostNoise(std::min(elements, kUploadedAtOnce), dtype);
   ASSIGN_OR_RETURN(BufferRef buffer, stream.Allocate(elements * DTypeBytes(dtype)));
@@ -99,7 +118,9 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
   weights->layer_shape = LayerShapeOf(shape, shape.kinds.front().form);
-  const auto pack = [&](const ProductShape& product) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+  const auto pack = [&](const ProductShape& product,
+                        const Fp8Blocks& fp8) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+    if (fp8.rows != 0) return PackFp8Noise(device, product, fp8);
     const std::vector<std::byte> values = HostNoise(product.out_features * product.in_features, shape.dtype);
     const WeightRows source{.data = values.data(), .dtype = shape.dtype, .rows = product.out_features};
     return device.PackWeight({&source, 1}, product.in_features);
@@ -113,18 +134,18 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   for (const auto& [part, weight] : parts) {
     const ProductShape product = ProductOf(weights->layer_shape, part);
     if (product.out_features == 0) continue;  // such a layer has none
-    ASSIGN_OR_RETURN(*weight, pack(product));
+    ASSIGN_OR_RETURN(*weight, pack(product, part == LayerPart::kRouter ? Fp8Blocks() : shape.fp8));
   }
   const std::pair<LayerPart, std::vector<std::unique_ptr<PackedWeight>>*> by_expert[] = {
       {LayerPart::kExpertGateUp, &experts.gate_up}, {LayerPart::kExpertDown, &experts.down}};
   for (const auto& [part, of_experts] : by_expert) {
     const ProductShape product = ProductOf(weights->layer_shape, part);
     for (int expert = 0; product.out_features > 0 && expert < shape.experts.count; ++expert) {
-      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, pack(product));
+      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, pack(product, shape.fp8));
       of_experts->push_back(std::move(weight));
     }
   }
-  ASSIGN_OR_RETURN(weights->lm_head, pack({.out_features = shape.vocab, .in_features = shape.hidden}));
+  ASSIGN_OR_RETURN(weights->lm_head, pack({.out_features = shape.vocab, .in_features = shape.hidden}, {}));
   ASSIGN_OR_RETURN(weights->embedding, Noise(stream, shape.vocab * shape.hidden, shape.dtype));
   for (PlacedVector* const norm : {&weights->layer.attention_norm, &weights->layer.mlp_norm}) {
     ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, std::vector<float>(shape.hidden, 1.0f)));

@@ -5,12 +5,15 @@
 #include <compare>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cpu/fp8_matrix.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/cpu/onednn.h"
@@ -37,7 +40,9 @@ struct Product {
 
 // What a Product depends on.
 struct ProductKey {
-  int64_t tokens, in_features, out_features, columns;
+  int64_t tokens, in_features, columns;
+  int64_t matrix_columns;  // of which `columns` are multiplied
+  int64_t y_stride;        // elements from one token to the next
   DType y_dtype;
   bool bias, accumulate;
   auto operator<=>(const ProductKey&) const = default;
@@ -53,67 +58,69 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
     attributes.set_post_ops(sum);
   }
   const memory::desc x = RowMajor(key.tokens, key.in_features, dtype);
-  const memory::desc y = RowMajor(key.tokens, key.columns, key.y_dtype);
+  const memory::desc y({key.tokens, key.columns}, OneDnnType(key.y_dtype), memory::dims{key.y_stride, 1});
   const memory::desc bias = key.bias ? RowMajor(1, key.columns, DType::kF32) : memory::desc();
   const auto operation = key.bias ? dnnl::matmul::desc(x, weight, bias, y) : dnnl::matmul::desc(x, weight, y);
   const dnnl::matmul::primitive_desc compiled(operation, attributes, CpuEngine());
   return {x, weight, bias, y, dnnl::matmul(compiled), compiled.scratchpad_desc()};
 }
 
-// One task: tokens [token, token + tokens) times columns [column, column + columns) of a weight. It spans all
-// columns unless there is one token only, so x and y are without gaps.
-struct Piece {
-  const PackedMatrix* matrix;
-  int64_t token, tokens;
+// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end). Of a weight in
+// FP8 they are what is widened at a time.
+struct Strip {
+  const CpuWeight* weight;
   int64_t column, columns;
-  int64_t padded_tokens;   // for which its product is compiled; more than `tokens`: the rest is of no account
-  void* weight = nullptr;  // the first of the columns
+  int64_t begin, end;
+};
+
+// One task: tokens [token, token + tokens) times columns [column, column + columns) of a strip.
+struct Piece {
+  const Strip* strip;
+  const WideMatrix* matrix;  // the strip's
+  int64_t token, tokens;
+  int64_t column, columns;  // of the matrix
+  int64_t padded_tokens;  // for which its product is compiled; more than `tokens`: the rest is of no account
+  void* elements = nullptr;  // the first of the columns
   const Product* product = nullptr;
 
   bool padded() const { return padded_tokens > tokens; }
+  int64_t y_column() const { return strip->column + column; }
 };
 
-std::vector<Piece> CutColumns(const PackedMatrix& matrix) {
-  std::vector<Piece> pieces;
-  const int64_t out_features = matrix.out_features();
-  for (int64_t column = 0; column < out_features; column += kPanelFeatures) {
-    pieces.push_back({&matrix, 0, 1, column, std::min(kPanelFeatures, out_features - column), 1});
+using CutStrip =
+    std::function<void(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces)>;
+
+void CutColumns(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces) {
+  for (int64_t column = 0; column < strip.columns; column += kPanelFeatures) {
+    pieces.push_back({&strip, &matrix, 0, 1, column, std::min(kPanelFeatures, strip.columns - column), 1});
   }
-  return pieces;
 }
 
 // Tiles of powers of two, so that few sizes are ever compiled: 300 tokens are 128 + 128 + 32 + 8 + 4.
-std::vector<Piece> CutTokens(const PackedMatrix& matrix, int64_t tokens, int threads) {
+void CutTokens(const Strip& strip, const WideMatrix& matrix, int threads, std::vector<Piece>& pieces) {
+  const int64_t tokens = strip.end;
   const int64_t share = std::max(kSmallestSharedTile, (tokens + threads - 1) / threads);
   const int64_t tile = std::min<int64_t>(kTileTokens, std::bit_floor(static_cast<uint64_t>(share)));
-  std::vector<Piece> pieces;
   for (int64_t token = 0; token < tokens;) {
     const int64_t rest = std::bit_floor(static_cast<uint64_t>(tokens - token));
     const int64_t cut = std::min(tile, rest);
-    pieces.push_back({&matrix, token, cut, 0, matrix.out_features(), cut});
+    pieces.push_back({&strip, &matrix, token, cut, 0, strip.columns, cut});
     token += cut;
   }
-  return pieces;
 }
 
-// The rows of every expert by itself, in tiles; a last one is filled up to a size of which there are few: a
+// The rows of an expert by itself, in tiles; a last one is filled up to a size of which there are few: a
 // power of two, or a multiple of kPaddedTile. A few hundred rows in powers of two would be many small tiles,
 // and each of them reads the expert's weights.
-std::vector<Piece> CutExperts(const ExpertGemmArgs& args) {
+void CutExpert(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces) {
   constexpr int64_t kPaddedTile = 16;
-  std::vector<Piece> pieces;
-  for (size_t expert = 0; expert < args.weights.size(); ++expert) {
-    const auto& matrix = static_cast<const PackedMatrix&>(*args.weights[expert]);
-    const int64_t end = args.rows.begin[expert + 1];
-    for (int64_t row = args.rows.begin[expert]; row < end; row += kTileTokens) {
-      const int64_t rows = std::min(kTileTokens, end - row);
-      const int64_t padded = rows < kPaddedTile
-                                 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)))
-                                 : (rows + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
-      pieces.push_back({&matrix, row, rows, 0, matrix.out_features(), padded});
-    }
+  for (int64_t row = strip.begin; row < strip.end; row += kTileTokens) {
+    const int64_t rows = std::min(kTileTokens, strip.end - row);
+    const int64_t padded = rows < kPaddedTile
+                               ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)))
+                               : (rows + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
+    pieces.push_back({&strip, &matrix, row, rows, 0, strip.columns, padded});
   }
-  return pieces;
 }
 
 }  // namespace
@@ -125,17 +132,28 @@ class CpuGemm::Impl {
 
   absl::Status Run(const GemmArgs& args, const StopToken* stop) {
     if (args.tokens == 0) return absl::OkStatus();
-    const auto& weight = static_cast<const PackedMatrix&>(*args.weight);
+    std::vector<Strip> strips;
+    AddStrips(static_cast<const CpuWeight&>(*args.weight), 0, args.tokens, strips);
     const Operands operands = {
         .x = args.x, .y = args.y, .y_dtype = args.y_dtype, .accumulate = args.accumulate};
-    return RunPieces(args.tokens == 1 ? CutColumns(weight) : CutTokens(weight, args.tokens, pool_.threads()),
-                     operands, "gemm", stop);
+    const int threads = pool_.threads();
+    const CutStrip cut_tokens = [threads](const Strip& strip, const WideMatrix& matrix,
+                                          std::vector<Piece>& pieces) {
+      CutTokens(strip, matrix, threads, pieces);
+    };
+    return RunStrips(strips, args.tokens == 1 ? CutStrip(CutColumns) : cut_tokens, operands, "gemm", stop);
   }
 
   absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
+    std::vector<Strip> strips;
+    for (size_t expert = 0; expert < args.weights.size(); ++expert) {
+      const int64_t begin = args.rows.begin[expert], end = args.rows.begin[expert + 1];
+      if (begin == end) continue;
+      AddStrips(static_cast<const CpuWeight&>(*args.weights[expert]), begin, end, strips);
+    }
     const Operands operands = {
         .x = args.x, .row_token = args.by_token ? args.rows.token : nullptr, .y = args.y, .y_dtype = dtype_};
-    return RunPieces(CutExperts(args), operands, "expert gemm", stop);
+    return RunStrips(strips, CutExpert, operands, "expert gemm", stop);
   }
 
  private:
@@ -156,6 +174,93 @@ class CpuGemm::Impl {
     DType y_dtype;
     bool accumulate = false;
   };
+
+  // What is widened into at a time; a panel of a wide layer may be more.
+  static constexpr int64_t kWidenedBytes = int64_t{32} << 20;
+
+  int64_t WidenedBytes(const CpuWeight& weight, int64_t columns) const {
+    return weight.in_features() * columns * static_cast<int64_t>(DTypeBytes(multiply_dtype_));
+  }
+
+  // A weight that is wide is one strip.
+  void AddStrips(const CpuWeight& weight, int64_t begin, int64_t end, std::vector<Strip>& strips) const {
+    int64_t most = weight.out_features();
+    if (weight.wide() == nullptr) {
+      const int64_t panels = kWidenedBytes / WidenedBytes(weight, kPanelFeatures);
+      most = std::max<int64_t>(1, panels) * kPanelFeatures;
+    }
+    for (int64_t column = 0; column < weight.out_features(); column += most) {
+      strips.push_back({&weight, column, std::min(most, weight.out_features() - column), begin, end});
+    }
+  }
+
+  // Strips that are wide run all at once, others as many as are widened together.
+  absl::Status RunStrips(std::span<const Strip> strips, const CutStrip& cut, const Operands& operands,
+                         const char* operation, const StopToken* stop) {
+    while (!strips.empty()) {
+      size_t count = 0;
+      for (int64_t bytes = 0; count < strips.size(); ++count) {
+        const Strip& strip = strips[count];
+        if (strip.weight->wide() == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
+        if (count > 0 && bytes > kWidenedBytes) break;
+      }
+      ASSIGN_OR_RETURN(const std::vector<WideMatrix> matrices, Widen(strips.first(count), stop));
+      std::vector<Piece> pieces;
+      for (size_t i = 0; i < count; ++i) cut(strips[i], matrices[i], pieces);
+      RETURN_IF_ERROR(RunPieces(std::move(pieces), operands, operation, stop));
+      strips = strips.subspan(count);
+    }
+    return absl::OkStatus();
+  }
+
+  // Each strip's matrix: the weight's own, or in `widened_`, where it is until the next call.
+  absl::StatusOr<std::vector<WideMatrix>> Widen(std::span<const Strip> strips, const StopToken* stop) {
+    struct Tile {
+      size_t strip;
+      int64_t tile;
+    };
+    std::vector<WideMatrix> matrices;
+    std::vector<size_t> offsets;
+    std::vector<Tile> tiles;
+    size_t bytes = 0;
+    KeepOneDnnSingleThreaded();
+    for (const Strip& strip : strips) {
+      offsets.push_back(bytes);
+      if (const WideMatrix* wide = strip.weight->wide(); wide != nullptr) {
+        matrices.push_back(*wide);
+        continue;
+      }
+      try {
+        matrices.push_back({PreferredLayout(strip.weight->in_features(), strip.columns, multiply_dtype_),
+                            multiply_dtype_, nullptr});
+      } catch (const dnnl::error& error) {
+        return OneDnnError("choosing a weight's layout", error);
+      }
+      constexpr size_t kCacheLine = 64;
+      bytes += (matrices.back().layout.get_size() + kCacheLine - 1) / kCacheLine * kCacheLine;
+      for (int64_t tile = 0; tile * Fp8Matrix::kTileColumns < strip.columns; ++tile) {
+        tiles.push_back({matrices.size() - 1, tile});
+      }
+    }
+    if (tiles.empty()) return matrices;
+    if (widened_ == nullptr || widened_->size_bytes() < bytes) {
+      widened_ = nullptr;
+      ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
+    }
+    std::vector<Fp8Matrix::Places> places(strips.size());
+    for (size_t i = 0; i < strips.size(); ++i) {
+      if (strips[i].weight->wide() != nullptr) continue;
+      matrices[i].elements = widened_->data<std::byte>() + offsets[i];
+      places[i] = Fp8Matrix::PlacesIn(matrices[i]);
+    }
+    pool_.ParallelFor(std::ssize(tiles), [&](int64_t task, int) {
+      if (stop != nullptr && !stop->Proceed()) return;
+      const auto [i, tile] = tiles[task];
+      static_cast<const Fp8Matrix*>(strips[i].weight)
+          ->WidenTile(strips[i].column, tile, places[i], matrices[i]);
+    });
+    return matrices;
+  }
 
   absl::Status RunPieces(std::vector<Piece> pieces, const Operands& operands, const char* operation,
                          const StopToken* stop) {
@@ -180,20 +285,22 @@ class CpuGemm::Impl {
     KeepOneDnnSingleThreaded();
     try {
       for (Piece& piece : pieces) {
-        const PackedMatrix& matrix = *piece.matrix;
-        const PackedMatrix::Columns columns = matrix.ColumnsFrom(piece.column, piece.columns);
+        const CpuWeight& weight = *piece.strip->weight;
+        const WideMatrix::Columns columns = piece.matrix->ColumnsFrom(piece.column, piece.columns);
+        const bool apart = piece.padded_tokens > 1 && !copies_y(operands, piece);
         const ProductKey key{.tokens = piece.padded_tokens,
-                             .in_features = matrix.in_features(),
-                             .out_features = matrix.out_features(),
+                             .in_features = weight.in_features(),
                              .columns = piece.columns,
+                             .matrix_columns = piece.matrix->columns(),
+                             .y_stride = apart ? weight.out_features() : piece.columns,
                              .y_dtype = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
-                             .bias = matrix.has_bias(),
+                             .bias = weight.has_bias(),
                              .accumulate = operands.accumulate};
         auto found = products_.find(key);
         if (found == products_.end()) {
           found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
         }
-        piece.weight = columns.elements;
+        piece.elements = columns.elements;
         piece.product = &found->second;
       }
     } catch (const dnnl::error& error) {
@@ -210,7 +317,7 @@ class CpuGemm::Impl {
       if (copies_x(operands, piece)) x_bytes = std::max(x_bytes, piece.product->x.get_size());
       if (copies_y(operands, piece)) y_bytes = std::max(y_bytes, piece.product->y.get_size());
       if (operands.row_token != nullptr && widens()) {
-        const int64_t elements = piece.tokens * piece.matrix->in_features();
+        const int64_t elements = piece.tokens * piece.strip->weight->in_features();
         gathered_bytes = std::max(gathered_bytes, static_cast<size_t>(elements) * DTypeBytes(dtype_));
       }
     }
@@ -235,15 +342,21 @@ class CpuGemm::Impl {
   }
 
   absl::Status RunPiece(const Operands& operands, const Piece& piece, Worker& worker) {
-    const int64_t y_begin = piece.token * piece.matrix->out_features() + piece.column;
-    void* const y = static_cast<std::byte*>(operands.y) + y_begin * DTypeBytes(operands.y_dtype);
+    const int64_t width = piece.strip->weight->out_features();
+    std::byte* const y = static_cast<std::byte*>(operands.y) +
+                         (piece.token * width + piece.y_column()) * DTypeBytes(operands.y_dtype);
     // oneDNN's handles are not const, yet it reads only.
     void* const x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
                                               : const_cast<std::byte*>(RowOfX(operands, piece, 0));
     if (!copies_y(operands, piece)) return Multiply(piece, x, y, worker);
     RETURN_IF_ERROR(Multiply(piece, x, worker.y->data(), worker));
-    ConvertValues(worker.y->data(), widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
-                  piece.tokens * piece.columns, operands.y_dtype, y);
+    const DType from = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype;
+    // Side by side, where the piece has all columns.
+    const int64_t copies = piece.columns == width ? 1 : piece.tokens, count = piece.tokens / copies;
+    for (int64_t copy = 0; copy < copies; ++copy) {
+      ConvertValues(worker.y->data<std::byte>() + copy * piece.columns * DTypeBytes(from), from,
+                    count * piece.columns, operands.y_dtype, y + copy * width * DTypeBytes(operands.y_dtype));
+    }
     return absl::OkStatus();
   }
 
@@ -251,12 +364,12 @@ class CpuGemm::Impl {
     const int64_t token =
         operands.row_token == nullptr ? piece.token + row : operands.row_token[piece.token + row];
     return static_cast<const std::byte*>(operands.x) +
-           token * piece.matrix->in_features() * DTypeBytes(dtype_);
+           token * piece.strip->weight->in_features() * DTypeBytes(dtype_);
   }
 
   // The piece's rows of x side by side, in multiply_dtype_; those that fill it up are 0.
   void* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
-    const int64_t width = piece.matrix->in_features();
+    const int64_t width = piece.strip->weight->in_features();
     const void* rows = RowOfX(operands, piece, 0);
     if (operands.row_token != nullptr) {
       const int64_t row_bytes = width * DTypeBytes(dtype_);
@@ -281,11 +394,11 @@ class CpuGemm::Impl {
       const Product& product = *piece.product;
       std::unordered_map<int, memory> operands{
           {DNNL_ARG_SRC, memory(product.x, CpuEngine(), x)},
-          {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), piece.weight)},
+          {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), piece.elements)},
           {DNNL_ARG_DST, memory(product.y, CpuEngine(), y)},
           {DNNL_ARG_SCRATCHPAD, memory(product.scratchpad, CpuEngine(), worker.scratchpad->data())}};
-      if (piece.matrix->has_bias()) {
-        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), piece.matrix->bias(piece.column)));
+      if (const CpuWeight& weight = *piece.strip->weight; weight.has_bias()) {
+        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), weight.bias(piece.y_column())));
       }
       product.primitive.execute(worker.stream, operands);
       return absl::OkStatus();
@@ -299,6 +412,7 @@ class CpuGemm::Impl {
   ThreadPool& pool_;
   std::vector<Worker> workers_;
   std::map<ProductKey, Product> products_;
+  BufferRef widened_;  // strips of weights in FP8, in the layout of the multiplication
 };
 
 CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(dtype, pool)) {}

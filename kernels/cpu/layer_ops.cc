@@ -133,6 +133,8 @@ void Convert(const void* from, DType from_dtype, int64_t count, DType to_dtype, 
       return ConvertFrom(static_cast<const BFloat16*>(from), count, to_dtype, to);
     case DType::kF16:
       return ConvertFrom(static_cast<const Half*>(from), count, to_dtype, to);
+    case DType::kF8E4M3:
+      return;  // has scales: Fp8Matrix
   }
 }
 

@@ -12,7 +12,7 @@
 
 namespace meshfill {
 
-// to[i] = from[i]; `from_dtype` is any, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
+// to[i] = from[i]; `from_dtype` is any but FP8, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to);
 
 // Normalises `rows` rows of `width`.

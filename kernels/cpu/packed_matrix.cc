@@ -18,14 +18,6 @@ using dnnl::memory;
 // multiplies.
 constexpr int64_t kTypicalTokens = 128;
 
-memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
-  const dnnl::matmul::desc operation(
-      RowMajor(kTypicalTokens, in_features, dtype),
-      memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
-      RowMajor(kTypicalTokens, out_features, DType::kF32));
-  return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
-}
-
 // Reads rows of a source, converted: where that changes nothing, to where they go.
 absl::Status ReadRows(const WeightRows& source, int64_t in_features, int64_t first, int64_t count,
                       DType dtype, std::byte* to) {
@@ -61,18 +53,6 @@ absl::Status CopyRows(std::span<const WeightRows> sources, int64_t in_features, 
   return absl::OkStatus();
 }
 
-std::vector<float> StackBias(std::span<const WeightRows> sources) {
-  std::vector<float> stacked;
-  const bool any =
-      std::any_of(sources.begin(), sources.end(), [](const auto& rows) { return rows.bias != nullptr; });
-  if (!any) return stacked;
-  for (const WeightRows& source : sources) {
-    stacked.resize(stacked.size() + source.rows, 0.0f);
-    if (source.bias != nullptr) std::copy_n(source.bias, source.rows, stacked.end() - source.rows);
-  }
-  return stacked;
-}
-
 // One worker's rows on their way into the packed layout.
 struct Staging {
   BufferRef rounded;  // [panel, in_features], compute dtype
@@ -89,7 +69,7 @@ absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dt
 }
 
 absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t columns, DType dtype,
-                     const PackedMatrix::Columns& panel) {
+                     const WideMatrix::Columns& panel) {
   KeepOneDnnSingleThreaded();
   try {
     const memory::desc rows({in_features, columns}, OneDnnType(dtype), memory::dims{1, in_features});
@@ -123,11 +103,11 @@ int64_t RowsOf(std::span<const WeightRows> sources) {
   return rows;
 }
 
-// Packs panels [first, first + panels) of the matrix, whose first element belongs at `elements`.
-absl::Status PackInto(const PackedMatrix& matrix, std::byte* elements, std::span<const WeightRows> rows,
-                      DType compute_dtype, int64_t first, int64_t panels, ThreadPool& pool) {
+// Packs panels [first, first + panels) of the matrix.
+absl::Status PackInto(const WideMatrix& matrix, std::span<const WeightRows> rows, DType compute_dtype,
+                      int64_t first, int64_t panels, ThreadPool& pool) {
   const DType dtype = MultiplyDType(compute_dtype);
-  const int64_t in_features = matrix.in_features(), out_features = matrix.out_features();
+  const int64_t in_features = matrix.in_features(), out_features = matrix.columns();
   std::vector<Staging> staging;
   for (int worker = 0; worker < pool.threads(); ++worker) {
     ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
@@ -144,8 +124,7 @@ absl::Status PackInto(const PackedMatrix& matrix, std::byte* elements, std::span
     if (mine.widened != mine.rounded) {
       ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
     }
-    mine.status.Update(
-        Reorder(mine, in_features, columns, dtype, matrix.ColumnsFrom(begin, columns, elements)));
+    mine.status.Update(Reorder(mine, in_features, columns, dtype, matrix.ColumnsFrom(begin, columns)));
   });
   for (const Staging& worker : staging) {
     if (!worker.status.ok()) return worker.status;
@@ -154,6 +133,26 @@ absl::Status PackInto(const PackedMatrix& matrix, std::byte* elements, std::span
 }
 
 }  // namespace
+
+memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
+  const dnnl::matmul::desc operation(
+      RowMajor(kTypicalTokens, in_features, dtype),
+      memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
+      RowMajor(kTypicalTokens, out_features, DType::kF32));
+  return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
+}
+
+std::vector<float> StackBias(std::span<const WeightRows> rows) {
+  std::vector<float> stacked;
+  const bool any =
+      std::any_of(rows.begin(), rows.end(), [](const auto& source) { return source.bias != nullptr; });
+  if (!any) return stacked;
+  for (const WeightRows& source : rows) {
+    stacked.resize(stacked.size() + source.rows, 0.0f);
+    if (source.bias != nullptr) std::copy_n(source.bias, source.rows, stacked.end() - source.rows);
+  }
+  return stacked;
+}
 
 DType MultiplyDType(DType compute_dtype) {
   KeepOneDnnSingleThreaded();
@@ -165,11 +164,11 @@ DType MultiplyDType(DType compute_dtype) {
   }
 }
 
-PackedMatrix::Columns PackedMatrix::ColumnsFrom(int64_t begin, int64_t columns, std::byte* elements) const {
-  memory::desc layout = layout_.submemory_desc({in_features(), columns}, {0, begin});
+WideMatrix::Columns WideMatrix::ColumnsFrom(int64_t begin, int64_t columns) const {
+  memory::desc part = layout.submemory_desc({in_features(), columns}, {0, begin});
   // The offset goes into the pointer, since the fast matmul takes none in the layout.
-  const int64_t offset = std::exchange(layout.data.offset0, 0);
-  return {layout, elements + offset * DTypeBytes(dtype_)};
+  const int64_t offset = std::exchange(part.data.offset0, 0);
+  return {part, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
 }
 
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
@@ -177,10 +176,10 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightR
                                                          ThreadPool& pool) {
   ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, RowsOf(rows), compute_dtype));
   ASSIGN_OR_RETURN(BufferRef elements, AllocateHostMemory(layout.get_size()));
-  auto packed =
-      std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), elements, StackBias(rows));
+  auto packed = std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), std::move(elements),
+                                               StackBias(rows));
   const int64_t panels = (packed->out_features() + kPanelFeatures - 1) / kPanelFeatures;
-  RETURN_IF_ERROR(PackInto(*packed, elements->data<std::byte>(), rows, compute_dtype, 0, panels, pool));
+  RETURN_IF_ERROR(PackInto(*packed->wide(), rows, compute_dtype, 0, panels, pool));
   return packed;
 }
 
@@ -210,9 +209,8 @@ absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int
   ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
   const int64_t begin = form.ByteOf(first);
   ASSIGN_OR_RETURN(BufferRef bytes, AllocateHostMemory(form.ByteOf(first + panels) - begin));
-  const PackedMatrix whole(layout, MultiplyDType(compute_dtype), nullptr, {});
-  RETURN_IF_ERROR(
-      PackInto(whole, bytes->data<std::byte>() - begin, rows, compute_dtype, first, panels, pool));
+  const WideMatrix whole{layout, MultiplyDType(compute_dtype), bytes->data<std::byte>() - begin};
+  RETURN_IF_ERROR(PackInto(whole, rows, compute_dtype, first, panels, pool));
   return bytes;
 }
 

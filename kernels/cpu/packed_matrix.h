@@ -28,41 +28,65 @@ inline constexpr int64_t kPanelFeatures = 512;
 // nothing else.
 DType MultiplyDType(DType compute_dtype);
 
-// Immutable. All but the constructor may be called from any thread.
-class PackedMatrix final : public PackedWeight {
- public:
-  PackedMatrix(dnnl::memory::desc layout, DType dtype, BufferRef elements, std::vector<float> bias)
-      : PackedWeight(layout.dims()[1], layout.dims()[0]),
-        layout_(layout),
-        dtype_(dtype),
-        elements_(std::move(elements)),
-        bias_(std::move(bias)) {}
+// Elements in the layout and the dtype of the multiplication. A view.
+struct WideMatrix {
+  dnnl::memory::desc layout;  // [in_features, columns]
+  DType dtype;                // MultiplyDType(compute dtype)
+  void* elements;             // not const, as oneDNN's handles are not, though it reads only
 
-  // Columns [begin, begin + columns): their layout, and their first element (not const, as oneDNN's handles
-  // are not, though it reads only). `begin` is a multiple of kPanelFeatures; `columns` is too, or reaches the
-  // last column.
+  int64_t in_features() const { return layout.dims()[0]; }
+  int64_t columns() const { return layout.dims()[1]; }
+
+  // Columns [begin, begin + columns): their layout, and their first element. `begin` is a multiple of
+  // kPanelFeatures; `columns` is too, or reaches the last column.
   struct Columns {
     dnnl::memory::desc layout;
     void* elements;
   };
-  Columns ColumnsFrom(int64_t begin, int64_t columns) const {
-    return ColumnsFrom(begin, columns, elements_->data<std::byte>());
-  }
-  // The same of a matrix like this whose first element is at `elements`.
-  Columns ColumnsFrom(int64_t begin, int64_t columns, std::byte* elements) const;
+  Columns ColumnsFrom(int64_t begin, int64_t columns) const;
+};
 
+// The layout that suits a matrix of this size best. Throws dnnl::error where the machine multiplies no such
+// dtype.
+dnnl::memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype);
+
+// A weight of this device, of either kind.
+class CpuWeight : public PackedWeight {
+ public:
+  // All of its elements; null: they are in FP8 (fp8_matrix.h).
+  virtual const WideMatrix* wide() const = 0;
   bool has_bias() const { return !bias_.empty(); }
   float* bias(int64_t column) const { return const_cast<float*>(bias_.data()) + column; }
 
+ protected:
+  CpuWeight(int64_t out_features, int64_t in_features, std::vector<float> bias)
+      : PackedWeight(out_features, in_features), bias_(std::move(bias)) {}
+
  private:
-  dnnl::memory::desc layout_;
-  DType dtype_;  // MultiplyDType(compute dtype)
-  BufferRef elements_;
   std::vector<float> bias_;  // [out_features] or empty
 };
 
-// Stacks the rows, rounds them to `compute_dtype` and packs them, panel by panel on the team: no second copy
-// of the whole matrix. At least one row and one input feature. RESOURCE_EXHAUSTED where memory is short.
+// The rows' biases; empty where none has one.
+std::vector<float> StackBias(std::span<const WeightRows> rows);
+
+// Immutable. All but the constructor may be called from any thread.
+class PackedMatrix final : public CpuWeight {
+ public:
+  PackedMatrix(dnnl::memory::desc layout, DType dtype, BufferRef elements, std::vector<float> bias)
+      : CpuWeight(layout.dims()[1], layout.dims()[0], std::move(bias)),
+        wide_{layout, dtype, elements->data()},
+        elements_(std::move(elements)) {}
+
+  const WideMatrix* wide() const override { return &wide_; }
+
+ private:
+  WideMatrix wide_;
+  BufferRef elements_;
+};
+
+// Stacks the rows, none of them of FP8, rounds them to `compute_dtype` and packs them, panel by panel on the
+// team: no second copy of the whole matrix. At least one row and one input feature. RESOURCE_EXHAUSTED where
+// memory is short.
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool);

@@ -167,6 +167,7 @@ class CublasGemm final : public CudaGemm {
     bool bias = false;
     for (const WeightRows& source : rows) {
       if (source.data == nullptr) return absl::UnimplementedError("a GPU packs rows that are in memory");
+      if (source.scales != nullptr) return absl::UnimplementedError("a GPU packs no rows of FP8");
       out_features += source.rows;
       bias = bias || source.bias != nullptr;
     }

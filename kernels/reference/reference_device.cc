@@ -25,6 +25,8 @@ double Load(const void* tensor, DType dtype, int64_t index) {
       return static_cast<const BFloat16*>(tensor)[index].ToFloat();
     case DType::kF16:
       return HalfToFloat(static_cast<const uint16_t*>(tensor)[index]);
+    case DType::kF8E4M3:
+      return Fp8ToFloat(static_cast<const uint8_t*>(tensor)[index]);
   }
   return std::numeric_limits<double>::quiet_NaN();
 }
@@ -377,7 +379,8 @@ class ReferenceDevice final : public Device {
         data = read.data();
       }
       for (int64_t i = 0; i < source.rows * in_features; ++i) {
-        const auto value = static_cast<float>(Load(data, source.dtype, i));
+        auto value = static_cast<float>(Load(data, source.dtype, i));
+        if (source.scales != nullptr) value *= source.ScaleOf(i / in_features, i % in_features, in_features);
         packed->w[first * in_features + i] =
             dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;
       }

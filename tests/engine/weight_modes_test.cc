@@ -25,7 +25,7 @@ using testing::HasSubstr;
 // A few layers of odd widths, with an LM head of more than one part.
 MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
   const int kv_heads = Draw(random, 1, 2), group = Draw(random, 1, 3);
-  const DType dtypes[] = {DType::kF32, DType::kBf16, DType::kF16};
+  const DType dtypes[] = {DType::kF32, DType::kBf16, DType::kF16, DType::kF8E4M3};
   MakeModelOptions options = {.family = family.family,
                               .layers = Draw(random, 1, 4),
                               .hidden = 16 * Draw(random, 1, 4),
@@ -36,7 +36,7 @@ MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
                               .vocab = Draw(random, 500, 1400),
                               .context_tokens = 4096,
                               .tied_embeddings = Draw(random, 0, 1) == 1,
-                              .dtype = dtypes[Draw(random, 0, 2)],
+                              .dtype = dtypes[Draw(random, 0, 3)],
                               .seed = random()};
   if (family.family == ModelFamily::kMistral) options.sliding_window = Draw(random, 0, 100);
   if (family.has_experts) {

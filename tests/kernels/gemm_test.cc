@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/cpu/fp8_matrix.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
@@ -193,6 +194,207 @@ TEST_P(GemmTest, RowsThatAreReadAndPartsOfPanelsGiveTheSameBits) {
     const auto failed = PackMatrix(read, layer.in_features, GetParam(), pool);
     EXPECT_TRUE(absl::IsDataLoss(failed.status())) << failed.status();
   }
+}
+
+// A linear layer of FP8 rows, with a scale for each block, and the same in f32: each element times its scale.
+struct Fp8Layer {
+  int64_t in_features, out_features = 0;
+  std::vector<Tensor> elements, scales, biases, dequantised;
+  std::vector<WeightRows> rows, dequantised_rows;
+
+  Fp8Layer(std::mt19937_64& random, int64_t in_features, int64_t max_rows, int64_t max_sources = 3)
+      : in_features(in_features) {
+    const int64_t sources = Draw(random, 1, max_sources), scale_columns = Draw(random, 1, in_features + 20);
+    const bool bias = Draw(random, 0, 1) == 1;
+    for (int64_t i = 0; i < sources; ++i) {
+      const int64_t count = Draw(random, 1, max_rows), scale_rows = Draw(random, 1, count + 5);
+      const int64_t scale_count =
+          ((count + scale_rows - 1) / scale_rows) * ((in_features + scale_columns - 1) / scale_columns);
+      elements.push_back(Tensor::Normal(random, DType::kF8E4M3, count * in_features, 60));
+      scales.push_back(Tensor::Normal(random, DType::kF32, scale_count, 0.01f));
+      biases.push_back(Tensor::Normal(random, DType::kF32, count));
+      dequantised.push_back(Tensor(DType::kF32, count * in_features));
+      const WeightRows source{.data = elements[i].data(),
+                              .dtype = DType::kF8E4M3,
+                              .rows = count,
+                              .bias = bias ? biases[i].data<float>() : nullptr,
+                              .scales = scales[i].data<float>(),
+                              .scale_rows = scale_rows,
+                              .scale_columns = scale_columns};
+      for (int64_t e = 0; e < count * in_features; ++e) {
+        dequantised[i].Set(e,
+                           elements[i].At(e) * source.ScaleOf(e / in_features, e % in_features, in_features));
+      }
+      rows.push_back(source);
+      dequantised_rows.push_back({.data = nullptr, .dtype = DType::kF32, .rows = count, .bias = source.bias});
+      out_features += count;
+    }
+    Point();
+  }
+
+  // Tensors move with the vectors that hold them; what the rows point to does not.
+  void Point() {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      rows[i].data = elements[i].data();
+      dequantised_rows[i].data = dequantised[i].data();
+    }
+  }
+};
+
+TEST(Fp8, EveryValueIsWhatItsBitsSay) {
+  for (int bits = 0; bits < 256; ++bits) {
+    const float value = Fp8ToFloat(static_cast<uint8_t>(bits));
+    const int exponent = (bits >> 3) & 15, mantissa = bits & 7;
+    if (exponent == 15 && mantissa == 7) {
+      EXPECT_TRUE(std::isnan(value));
+      continue;
+    }
+    const double magnitude =
+        exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    EXPECT_EQ(value, bits >= 128 ? -magnitude : magnitude) << bits;
+  }
+}
+
+TEST_P(GemmTest, Fp8AgreesWithTheReference) {
+  const LoneStream reference = ReferenceStream(GetParam());
+  for (int draw = 0; draw < 30; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), pool);
+    const Fp8Layer layer(random, Draw(random, 1, 300), draw % 3 == 0 ? 900 : 90);
+    const auto weight = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
+    ASSERT_TRUE(weight.ok()) << weight.status();
+    EXPECT_EQ((*weight)->out_features(), layer.out_features);
+    for (int call = 0; call < 2; ++call) {
+      const int64_t tokens = draw % 4 == 0 ? call : Draw(random, 0, 150);
+      const bool accumulate = Draw(random, 0, 1) == 1;
+      const DType y_dtype = accumulate || Draw(random, 0, 1) == 1 ? DType::kF32 : GetParam();
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
+      Tensor y = accumulate ? Tensor::Normal(random, y_dtype, tokens * layer.out_features)
+                            : Tensor(y_dtype, tokens * layer.out_features);
+      Tensor expected = y;
+      GemmArgs args{.weight = weight->get(),
+                    .x = x.data(),
+                    .tokens = tokens,
+                    .y = y.data(),
+                    .y_dtype = y_dtype,
+                    .accumulate = accumulate};
+      const absl::Status status = gemm.Run(args, nullptr);
+      ASSERT_TRUE(status.ok()) << status;
+      args.weight = reference_weight->get();
+      args.y = expected.data();
+      ASSERT_TRUE(reference->Gemm(args).ok());
+      SCOPED_TRACE(testing::Message() << tokens << " tokens, " << layer.in_features << " to "
+                                      << layer.out_features << (accumulate ? ", accumulated" : ""));
+      ExpectClose(y, expected, 2 * Tolerance(layer.in_features));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// What is widened gives the bits of the same values held wide.
+TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
+  if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
+    GTEST_SKIP() << "only AVX-512 promises this";
+  }
+  for (int draw = 0; draw < 5; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    ThreadPool pool(2);
+    CpuGemm gemm(GetParam(), pool);
+    const Fp8Layer layer(random, Draw(random, 1, 700), 600);
+    const auto weight = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), pool);
+    ASSERT_TRUE(weight.ok() && wide.ok());
+    for (const int64_t tokens : {int64_t{1}, Draw(random, 2, 200)}) {
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
+      Tensor y(GetParam(), tokens * layer.out_features), expected = y;
+      GemmArgs args{
+          .weight = weight->get(), .x = x.data(), .tokens = tokens, .y = y.data(), .y_dtype = GetParam()};
+      ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+      args.weight = wide->get();
+      args.y = expected.data();
+      ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+      EXPECT_TRUE(y.SameBits(expected))
+          << tokens << " tokens, " << layer.in_features << " to " << layer.out_features;
+    }
+  }
+}
+
+// So many input features that one panel fills what is widened at a time. oneDNN may sum them in another order
+// than those of the whole matrix.
+TEST_P(GemmTest, Fp8IsWidenedStripByStrip) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  ThreadPool pool(2);
+  CpuGemm gemm(GetParam(), pool);
+  const int64_t in_features = 17000, columns = 2 * kPanelFeatures + 70;
+  std::vector<uint8_t> elements(in_features * columns);
+  for (uint8_t& element : elements) element = static_cast<uint8_t>(random()) & 0xb7;  // up to 1.875
+  const std::vector<float> scales(columns, 0.5f);
+  const WeightRows rows{.data = elements.data(),
+                        .dtype = DType::kF8E4M3,
+                        .rows = columns,
+                        .scales = scales.data(),
+                        .scale_rows = 1,
+                        .scale_columns = in_features};
+  const auto weight = Fp8Matrix::Pack({&rows, 1}, in_features, GetParam(), pool);
+  ASSERT_TRUE(weight.ok());
+  for (const int64_t tokens : {1, 3}) {
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * in_features);
+    std::vector<float> y(tokens * columns, NAN);
+    ASSERT_TRUE(gemm.Run({.weight = weight->get(),
+                          .x = x.data(),
+                          .tokens = tokens,
+                          .y = y.data(),
+                          .y_dtype = DType::kF32},
+                         nullptr)
+                    .ok());
+    for (int64_t token = 0; token < tokens; ++token) {
+      for (int64_t column = 0; column < columns; column += 37) {
+        double expected = 0;
+        for (int64_t in = 0; in < in_features; ++in) {
+          expected +=
+              double{x.At(token * in_features + in)} * 0.5 * Fp8ToFloat(elements[column * in_features + in]);
+        }
+        ASSERT_NEAR(y[token * columns + column], expected, 0.01) << "token " << token << ", " << column;
+      }
+    }
+  }
+}
+
+TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
+  std::mt19937_64 random(1);
+  ThreadPool pool(2);
+  CpuGemm gemm(GetParam(), pool);
+  const Fp8Layer layer(random, 77, 300);
+  std::vector<RowsOf> sources;
+  for (const Tensor& tensor : layer.elements) sources.emplace_back(tensor, layer.in_features);
+  std::vector<WeightRows> read = layer.rows;
+  for (size_t i = 0; i < read.size(); ++i) {
+    read[i].data = nullptr;
+    read[i].source = &sources[i];
+  }
+  const auto mapped = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+  const auto from_file = Fp8Matrix::Pack(read, layer.in_features, GetParam(), pool);
+  ASSERT_TRUE(mapped.ok() && from_file.ok());
+  const Tensor x = Tensor::Normal(random, GetParam(), 5 * layer.in_features);
+  Tensor y(DType::kF32, 5 * layer.out_features), expected = y;
+  GemmArgs args{
+      .weight = from_file->get(), .x = x.data(), .tokens = 5, .y = y.data(), .y_dtype = DType::kF32};
+  ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+  args.weight = mapped->get();
+  args.y = expected.data();
+  ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+  EXPECT_TRUE(y.SameBits(expected));
+
+  sources.back().fails_at = read.back().rows - 1;
+  EXPECT_TRUE(absl::IsDataLoss(Fp8Matrix::Pack(read, layer.in_features, GetParam(), pool).status()));
 }
 
 // Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.

@@ -60,10 +60,12 @@ class Tensor {
         return data<BFloat16>()[i].ToFloat();
       case DType::kF16:
         return HalfToFloat(data<uint16_t>()[i]);
+      case DType::kF8E4M3:
+        return Fp8ToFloat(data<uint8_t>()[i]);
     }
     return NAN;
   }
-  // f16 takes normal numbers only, and cuts off the bits that it lacks.
+  // f16 and FP8 take normal numbers only, and cut off the bits that they lack.
   void Set(int64_t i, float value) {
     switch (dtype_) {
       case DType::kF32:
@@ -78,6 +80,14 @@ class Tensor {
         const uint32_t magnitude =
             exponent < 1 ? 0 : (static_cast<uint32_t>(exponent) << 10) | ((bits >> 13) & 0x3ff);
         data<uint16_t>()[i] = static_cast<uint16_t>(((bits >> 16) & 0x8000) | magnitude);
+        break;
+      }
+      case DType::kF8E4M3: {
+        const uint32_t bits = std::bit_cast<uint32_t>(value);
+        const int exponent = static_cast<int>((bits >> 23) & 0xff) - 120;
+        const uint32_t magnitude =
+            exponent < 1 ? 0 : (static_cast<uint32_t>(exponent) << 3) | ((bits >> 20) & 7);
+        data<uint8_t>()[i] = static_cast<uint8_t>(((bits >> 24) & 0x80) | magnitude);
         break;
       }
     }

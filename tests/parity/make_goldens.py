@@ -16,6 +16,8 @@ rope/<case>/             config.json and rope.safetensors, with real models' par
     positions            [p] int64
     cos, sin             [p, head_dim / 2] float32, times the attention factor
 
+Of a model in FP8, transformers computes what the elements times their scales are, in float32.
+
 Before a golden is written, the script makes sure that it can tell a wrong model from a right one: another RoPE and
 another mask must each move the logits by far more than the test's tolerance.
 """
@@ -24,10 +26,11 @@ import argparse
 import json
 import pathlib
 import shutil
+import tempfile
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -147,6 +150,17 @@ CASES = {
                                                "num_experts_per_tok": 1, "num_key_value_heads": 1,
                                                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
                                                                    "partial_rotary_factor": 0.75}}),
+    # In FP8: [rows, columns] of the elements that share a scale, or each row by itself.
+    "llama_fp8_blocks": dict(model="llama", dtype="bfloat16", prompts=[1, 65, 777], fp8=[16, 32],
+                             config={"hidden_size": 72, "head_dim": 20, "vocab_size": 128,
+                                     "intermediate_size": 90}),
+    "qwen2_fp8_channels_tied": dict(model="qwen2", dtype="bfloat16", prompts=[2, 64, 777], fp8=None,
+                                    config={"tie_word_embeddings": True, "use_sliding_window": False,
+                                            "rope_theta": 1e6}),
+    "qwen3_moe_fp8_blocks": dict(model="qwen3_moe", dtype="bfloat16", prompts=[2, 63, 1500], fp8=[24, 16],
+                                 config={"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 3,
+                                         "moe_intermediate_size": 40, "norm_topk_prob": True,
+                                         "vocab_size": 128, "rope_theta": 1e6}),
 }
 ROPES = {
     "llama2": {"head_dim": 128, "rope_theta": 10000.0},
@@ -332,6 +346,45 @@ def write_prompt(path, tokens, firm, logits, kv, generator):
     save_file(tensors, path)
 
 
+def quantise(folder, block):
+    """Turns the folder's projections into FP8, and returns a folder of the same values in float32.
+
+    `block`: [rows, columns] with a scale each, as Qwen3-FP8 has them; None: a scale for each row, as
+    compressed-tensors does.
+    """
+    wide_folder = pathlib.Path(tempfile.mkdtemp())
+    shutil.copy(folder / "config.json", wide_folder)
+    narrow, wide = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        narrow[name], wide[name] = tensor, tensor.float()
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = block or (1, tensor.shape[1])
+        spread = lambda scales: scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[
+            :tensor.shape[0], :tensor.shape[1]]
+        scales = torch.stack([torch.stack([part.abs().max() / 448 for part in strip.split(columns, 1)])
+                              for strip in tensor.float().split(rows, 0)])
+        scales = scales if block else scales.to(torch.bfloat16)
+        narrow[name] = (tensor.float() / spread(scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        narrow[name + ("_scale_inv" if block else "_scale")] = scales
+        wide[name] = narrow[name].float() * spread(scales)
+    save_file(narrow, folder / "model.safetensors")
+    save_file(wide, wide_folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block,
+        "modules_to_not_convert": ["lm_head"],
+    } if block else {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "quantization_status": "compressed", "kv_cache_scheme": None,
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "output_activations": None,
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}}}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return wide_folder
+
+
 def make_case(name, case, seed):
     folder = HERE / "goldens" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -349,19 +402,22 @@ def make_case(name, case, seed):
     if "rope_parameters" not in case["config"]:  # else the file stays as transformers 5 writes it
         config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
 
-    model = load(folder)  # what is on disk, computed in float32
+    computed = quantise(folder, case["fp8"]) if "fp8" in case else folder
+    model = load(computed)  # what is on disk, computed in float32
     drawn = [draw_prompt(model, n, generator) for n in case["prompts"]]
     prompts = [tokens for tokens, _ in drawn]
     answers = []
     for tokens, firm in drawn:
         long = len(tokens) > 1000
-        logits, kv = prefill(load(folder, "sdpa") if long else model, tokens)
+        logits, kv = prefill(load(computed, "sdpa") if long else model, tokens)
         answers.append((logits, kv))
         write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, firm, logits, kv, generator)
     print(f"{name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "
           f"{answers[-1][0].std():.2f}, {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
     check_experts(model, prompts, case.get("starved", False))
-    check_sensitivity(folder, model, prompts)
+    check_sensitivity(computed, model, prompts)
+    if computed != folder:
+        shutil.rmtree(computed)
     for file in folder.iterdir():
         assert file.stat().st_size < MAX_FILE_BYTES, file
 

@@ -246,6 +246,13 @@ class CliTest(CliTestCase):
             result = self.embedded("--model", folder, "--tokens", self.prompt)
             self.check_prefill_object(result, len(self.ids), ranks=4)
 
+    def test_models_in_fp8_run(self):
+        for arch in ("qwen3", "qwen3_moe"):
+            folder = self.tmp / f"model-{arch}-fp8"
+            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 192, "--layers", 1, "--dtype", "fp8")
+            result = self.embedded("--model", folder, "--tokens", self.prompt)
+            self.check_prefill_object(result, len(self.ids), ranks=4)
+
     def test_same_seed_same_model(self):
         files = {}
         for name, seed in (("a", 5), ("b", 5), ("c", 6)):

@@ -19,11 +19,11 @@ absl::StatusOr<ModelFamily> ParseFamily(const std::string& name) {
 }
 
 absl::StatusOr<DType> ParseWeightDType(const std::string& name) {
-  for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF32}) {
+  for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF32, DType::kF8E4M3}) {
     if (name == DTypeName(dtype)) return dtype;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("'", name, "' is no dtype of weights; use bf16, f16 or f32"));
+      absl::StrCat("'", name, "' is no dtype of weights; use bf16, f16, f32 or fp8"));
 }
 
 class MakeModelCommand : public Command {
@@ -53,8 +53,9 @@ class MakeModelCommand : public Command {
         ->check(PositiveNumber())
         ->capture_default_str();
     app_->add_flag("--tied", options_.tied_embeddings, "The LM head shares the embedding table");
-    AddParsedOption(*app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
-                    "Of the weights: bf16 (default), f16 or f32");
+    AddParsedOption(
+        *app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
+        "Of the weights: bf16 (default), f16, f32 or fp8 (in blocks of 128 x 128, the rest in bf16)");
     app_->add_option("--seed", options_.seed, "Same options and seed: same bytes")->capture_default_str();
     AddCount(*app_, "--shard-bytes", options_.shard_bytes,
              "Largest file; a larger model is split, with an index");

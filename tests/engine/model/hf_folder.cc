@@ -24,7 +24,9 @@ std::vector<float> HfTensor::Floats() const {
   std::vector<float> floats(bytes.size() / ElementTypeBytes(type));
   for (size_t i = 0; i < floats.size(); ++i) {
     uint16_t half = 0;
-    if (type == ElementType::kF32) {
+    if (type == ElementType::kF8E4M3) {
+      floats[i] = Fp8ToFloat(static_cast<uint8_t>(bytes[i]));
+    } else if (type == ElementType::kF32) {
       std::memcpy(&floats[i], &bytes[4 * i], 4);
     } else {
       std::memcpy(&half, &bytes[2 * i], 2);

@@ -17,7 +17,7 @@ struct HfTensor {
   std::vector<int64_t> shape;
   std::vector<std::byte> bytes;
 
-  std::vector<float> Floats() const;  // of F32, BF16 and F16
+  std::vector<float> Floats() const;  // of F32, BF16, F16 and F8_E4M3, without scales
 };
 
 struct HfFolder {

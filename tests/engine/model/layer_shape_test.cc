@@ -70,6 +70,25 @@ TEST(LayerShape, CountsTheExpertsThatATokenUses) {
   }
 }
 
+TEST(LayerShape, CountsFp8AsBytesWithScales) {
+  std::mt19937_64 random(TestSeed());
+  LayerShape shape = RandomShape(random);
+  shape.mlp = MlpKind::kExperts;
+  shape.experts = {.count = 5, .used = 2, .width = 300, .shared_width = 0};
+  shape.hidden = 200;
+  EXPECT_EQ(LayerMatrixBytes(shape, DType::kBf16), 2 * LayerMatrixElements(shape));
+  EXPECT_EQ(LayerMatrixBytes(shape, DType::kF32), 4 * LayerMatrixElements(shape));
+
+  shape.fp8 = {.rows = 1, .columns = Fp8Blocks::kAll};
+  const int64_t router = 5 * 200, rows = shape.qkv_width() + 200 + 5 * (2 * 300 + 200);
+  EXPECT_EQ(LayerMatrixBytes(shape, DType::kBf16), LayerMatrixElements(shape) + router + 4 * rows);
+  shape.fp8 = {.rows = 128, .columns = 128};
+  const int64_t of_q_width = (shape.q_width() + 127) / 128;
+  EXPECT_EQ(LayerMatrixBytes(shape, DType::kBf16),
+            LayerMatrixElements(shape) + router +
+                4 * (2 * (shape.qkv_width() + 5 * 600) + of_q_width * 200 + 3 * 5 * 200));
+}
+
 TEST(LayerShape, StacksTheLinearLayersOfAProduct) {
   std::mt19937_64 random(TestSeed());
   const LayerShape shape = RandomShape(random);

@@ -167,6 +167,28 @@ TEST(MakeModelTest, HalfWeightsAreTheF32OnesRounded) {
   }
 }
 
+// Elements of the same deviation as other weights', and scales beside them.
+TEST(MakeModelTest, MakesWeightsInFp8) {
+  MakeModelOptions options;
+  options.dtype = DType::kF8E4M3;
+  options.hidden = 192;
+  const HfFolder model = Make(options);
+  EXPECT_EQ(model.config["torch_dtype"], "bfloat16");
+  EXPECT_EQ(model.config["quantization_config"]["quant_method"], "fp8");
+  EXPECT_EQ(model.tensors.at("model.embed_tokens.weight").type, ElementType::kBf16);
+  EXPECT_EQ(model.tensors.at("lm_head.weight").type, ElementType::kBf16);
+  const HfTensor& matrix = model.tensors.at("model.layers.1.mlp.gate_proj.weight");
+  const HfTensor& scales = model.tensors.at("model.layers.1.mlp.gate_proj.weight_scale_inv");
+  EXPECT_EQ(matrix.type, ElementType::kF8E4M3);
+  EXPECT_EQ(scales.type, ElementType::kF32);
+  EXPECT_EQ(matrix.shape, (std::vector<int64_t>{512, 192}));
+  EXPECT_EQ(scales.shape, (std::vector<int64_t>{4, 2}));
+  const Moments elements = MomentsOf(matrix.Floats()), factors = MomentsOf(scales.Floats());
+  EXPECT_NEAR(elements.mean / elements.deviation, 0, 0.02);
+  EXPECT_NEAR(elements.deviation * factors.mean * std::sqrt(192), 1, 0.15);
+  EXPECT_GT(factors.deviation, 0);
+}
+
 TEST(MakeModelTest, LeavesFoldersAloneThatHoldSomething) {
   const TempFolder folder;
   folder.Write("precious.txt", "x");

@@ -59,6 +59,46 @@ json Without(json config, const std::string& key) {
   config.erase(key);
   return config;
 }
+json Fp8(const json& changes) {
+  json quantisation = {{"quant_method", "fp8"},
+                       {"fmt", "e4m3"},
+                       {"activation_scheme", "dynamic"},
+                       {"weight_block_size", {128, 64}},
+                       {"modules_to_not_convert", {"lm_head", "model.layers.0.mlp.gate"}}};
+  quantisation.update(changes);
+  return With(Llama(), {{"quantization_config", quantisation}});
+}
+// As GLM-4.6-FP8 has it.
+json Compressed(const json& changes, const json& weight_changes) {
+  json weights = {{"num_bits", 8},
+                  {"type", "float"},
+                  {"strategy", "channel"},
+                  {"symmetric", true},
+                  {"dynamic", false},
+                  {"group_size", nullptr},
+                  {"block_structure", nullptr},
+                  {"actorder", nullptr},
+                  {"observer", "minmax"},
+                  {"observer_kwargs", json::object()}};
+  weights.update(weight_changes);
+  const json activations = {{"num_bits", 8}, {"type", "float"}, {"strategy", "token"}, {"dynamic", true}};
+  json quantisation = {{"quant_method", "compressed-tensors"},
+                       {"format", "float-quantized"},
+                       {"quantization_status", "compressed"},
+                       {"global_compression_ratio", nullptr},
+                       {"kv_cache_scheme", nullptr},
+                       {"sparsity_config", json::object()},
+                       {"version", "0.12.2"},
+                       {"ignore", {"lm_head"}},
+                       {"config_groups",
+                        {{"group_0",
+                          {{"targets", {"Linear"}},
+                           {"weights", weights},
+                           {"input_activations", activations},
+                           {"output_activations", nullptr}}}}}};
+  quantisation.update(changes);
+  return With(Llama(), {{"quantization_config", quantisation}});
+}
 json Rope(const json& rope_scaling) {
   return With(Llama(), {{"rope_theta", 500000.0}, {"rope_scaling", rope_scaling}});
 }
@@ -254,6 +294,32 @@ TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
   EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", "float32"}})).shape.dtype, DType::kF32);
 }
 
+TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
+  const ModelConfig wide = ParseGood(Llama());
+  EXPECT_EQ(wide.fp8.scales, nullptr);
+  EXPECT_EQ(wide.shape.fp8, Fp8Blocks());
+
+  const ModelConfig blocks = ParseGood(Fp8(json::object()));
+  EXPECT_STREQ(blocks.fp8.scales, "weight_scale_inv");
+  EXPECT_EQ(blocks.fp8.blocks, (Fp8Blocks{.rows = 128, .columns = 64}));
+  EXPECT_EQ(blocks.shape.fp8, blocks.fp8.blocks);
+  EXPECT_EQ(blocks.shape.dtype, DType::kBf16);
+
+  const ModelConfig channels = ParseGood(Compressed(json::object(), json::object()));
+  EXPECT_STREQ(channels.fp8.scales, "weight_scale");
+  EXPECT_EQ(channels.fp8.blocks, (Fp8Blocks{.rows = 1, .columns = Fp8Blocks::kAll}));
+  const json of_blocks = {{"strategy", "block"}, {"block_structure", {128, 128}}};
+  EXPECT_EQ(ParseGood(Compressed(json::object(), of_blocks)).fp8.blocks,
+            (Fp8Blocks{.rows = 128, .columns = 128}));
+  EXPECT_EQ(ParseGood(Compressed(json::object(), {{"strategy", "tensor"}})).fp8.blocks,
+            (Fp8Blocks{.rows = Fp8Blocks::kAll, .columns = Fp8Blocks::kAll}));
+
+  // Where some of the layers' matrices are wide, all are counted so: rather too much memory than too little.
+  const ModelConfig some = ParseGood(Fp8({{"modules_to_not_convert", {"model.layers.0.self_attn.q_proj"}}}));
+  EXPECT_EQ(some.fp8.blocks, blocks.fp8.blocks);
+  EXPECT_EQ(some.shape.fp8, Fp8Blocks());
+}
+
 TEST(ModelConfigTest, RopeInOldAndNewSpelling) {
   const json llama3 = {{"rope_type", "llama3"},
                        {"factor", 8.0},
@@ -313,9 +379,51 @@ std::vector<BadConfig> BadConfigs() {
   const json windowed = With(Qwen2(), {{"use_sliding_window", true}, {"sliding_window", 8}});
   return {
       {"unknown key", With(Llama(), {{"num_experts", 8}}), {"\"num_experts\"", "8"}},
-      {"quantised",
+      {"quantised otherwise",
+       With(Llama(), {{"quantization_config", {{"quant_method", "gptq"}, {"bits", 4}}}}),
+       {"\"quantization_config.quant_method\"", "gptq", "fp8", "compressed-tensors"}},
+      {"quantised somehow",
        With(Llama(), {{"quantization_config", {{"bits", 4}}}}),
-       {"\"quantization_config\"", "bits"}},
+       {"\"quantization_config.quant_method\" is absent"}},
+      {"quantised by text", With(Llama(), {{"quantization_config", "fp8"}}), {"\"quantization_config\""}},
+      {"FP8 of another kind", Fp8({{"fmt", "e5m2"}}), {"\"quantization_config.fmt\"", "e5m2"}},
+      {"FP8 activations measured ahead",
+       Fp8({{"activation_scheme", "static"}}),
+       {"\"quantization_config.activation_scheme\"", "static"}},
+      {"FP8 without blocks",
+       Fp8({{"weight_block_size", nullptr}}),
+       {"\"quantization_config.weight_block_size\"", "missing"}},
+      {"FP8 in blocks of none",
+       Fp8({{"weight_block_size", {128, 0}}}),
+       {"\"quantization_config.weight_block_size\"", "[128,0]"}},
+      {"FP8 with an unknown key", Fp8({{"zeros", 1}}), {"\"quantization_config.zeros\""}},
+      {"FP8 but for a number",
+       Fp8({{"modules_to_not_convert", {1}}}),
+       {"\"quantization_config.modules_to_not_convert\""}},
+      {"compressed to integers",
+       Compressed(json::object(), {{"type", "int"}}),
+       {"\"quantization_config.config_groups.weights.type\"", "int"}},
+      {"compressed to four bits",
+       Compressed(json::object(), {{"num_bits", 4}}),
+       {"\"quantization_config.config_groups.weights.num_bits\"", "4"}},
+      {"compressed in groups",
+       Compressed(json::object(), {{"strategy", "group"}, {"group_size", 128}}),
+       {"\"quantization_config.config_groups.weights.group_size\"", "128"}},
+      {"compressed by another strategy",
+       Compressed(json::object(), {{"strategy", "attn_head"}}),
+       {"\"quantization_config.config_groups.weights.strategy\"", "attn_head"}},
+      {"compressed in another format",
+       Compressed({{"format", "pack-quantized"}}, json::object()),
+       {"\"quantization_config.format\"", "pack-quantized"}},
+      {"compressed K and V",
+       Compressed({{"kv_cache_scheme", {{"num_bits", 8}}}}, json::object()),
+       {"\"quantization_config.kv_cache_scheme\""}},
+      {"compressed and sparse",
+       Compressed({{"sparsity_config", {{"format", "sparse-bitmask"}}}}, json::object()),
+       {"\"quantization_config.sparsity_config\""}},
+      {"compressed in no group",
+       Compressed({{"config_groups", json::object()}}, json::object()),
+       {"\"quantization_config.config_groups\""}},
       {"window in Llama", With(Llama(), {{"sliding_window", 8}}), {"\"sliding_window\"", "8"}},
       {"no architecture",
        Without(Without(Llama(), "architectures"), "model_type"),

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <bit>
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -19,6 +21,7 @@
 namespace meshfill {
 namespace {
 
+using nlohmann::json;
 using testing::HasSubstr;
 
 constexpr char kLayer1[] = "model.layers.1.";
@@ -65,6 +68,20 @@ HfFolder Good(ModelFamily family = ModelFamily::kLlama, DType dtype = DType::kF3
   return HfFolder::Read(folder.path());
 }
 
+struct BadModel {
+  std::string what;
+  std::function<void(HfFolder&)> damage;
+  std::vector<std::string> named;
+};
+
+void Reshape(HfFolder& folder, const std::string& name, std::vector<int64_t> shape) {
+  HfTensor& tensor = folder.tensors.at(name);
+  int64_t bytes = ElementTypeBytes(tensor.type);
+  for (const int64_t extent : shape) bytes *= extent;
+  tensor.shape = std::move(shape);
+  tensor.bytes.resize(static_cast<size_t>(bytes));
+}
+
 // Rows and bias of a packed f32 weight, read back by multiplying: row r of the answer is output feature r,
 // [out_features, in_features + 1], the bias last.
 std::vector<std::vector<float>> Unpack(const PackedWeight& weight) {
@@ -81,6 +98,23 @@ std::vector<std::vector<float>> Unpack(const PackedWeight& weight) {
   return rows;
 }
 
+// The linear layer's matrix, times its scales where it is in FP8.
+std::vector<float> MatrixOf(const HfFolder& folder, const std::string& name) {
+  const HfTensor& matrix = folder.tensors.at(name + ".weight");
+  std::vector<float> values = matrix.Floats();
+  if (matrix.type != ElementType::kF8E4M3) return values;
+  const bool blocks = folder.tensors.contains(name + ".weight_scale_inv");
+  const HfTensor& scales = folder.tensors.at(name + (blocks ? ".weight_scale_inv" : ".weight_scale"));
+  const std::vector<float> factors = scales.Floats();
+  const json& size = folder.config["quantization_config"]["weight_block_size"];
+  const size_t rows = blocks ? size[0].get<size_t>() : 1, columns = blocks ? size[1].get<size_t>() : SIZE_MAX;
+  const auto width = static_cast<size_t>(matrix.shape[1]), stride = static_cast<size_t>(scales.shape[1]);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] *= factors[i / width / rows * stride + i % width / columns];
+  }
+  return values;
+}
+
 // `packed` holds the named linear layers of `folder`, stacked in this order.
 void ExpectRows(const std::vector<std::vector<float>>& rows, const HfFolder& folder,
                 const std::vector<std::string>& names) {
@@ -89,7 +123,7 @@ void ExpectRows(const std::vector<std::vector<float>>& rows, const HfFolder& fol
     SCOPED_TRACE(name);
     const HfTensor& matrix = folder.tensors.at(name + ".weight");
     const auto bias = folder.tensors.find(name + ".bias");
-    const std::vector<float> expected = matrix.Floats();
+    const std::vector<float> expected = MatrixOf(folder, name);
     const size_t in = static_cast<size_t>(matrix.shape[1]);
     for (int64_t o = 0; o < matrix.shape[0]; ++o, ++row) {
       ASSERT_LT(row, rows.size());
@@ -269,6 +303,128 @@ TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
   }
 }
 
+TEST(ModelTest, HoldsWeightsInFp8) {
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kQwen3Moe}) {
+    for (const bool channels : {false, true}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(family) << (channels ? ", channels" : ", blocks"));
+      HfFolder good = Good(family, DType::kF8E4M3);
+      json& quantisation = good.config["quantization_config"];
+      quantisation["weight_block_size"] = {5, 7};  // some of them cut at the edges
+      if (channels) {
+        const json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", "channel"}};
+        quantisation = {{"quant_method", "compressed-tensors"},
+                        {"format", "float-quantized"},
+                        {"config_groups", {{"group_0", {{"weights", weights}}}}}};
+      }
+      HfFolder content = good;
+      std::mt19937 random(7);
+      for (const auto& [name, tensor] : good.tensors) {
+        if (!name.ends_with("_scale_inv")) continue;
+        content.tensors.erase(name);
+        const std::vector<int64_t>& shape = good.tensors.at(name.substr(0, name.size() - 10)).shape;
+        const std::vector<int64_t> scales_shape =
+            channels ? std::vector<int64_t>{shape[0], 1}
+                     : std::vector<int64_t>{(shape[0] + 4) / 5, (shape[1] + 6) / 7};
+        HfTensor scales = {ElementType::kF32, scales_shape, {}};
+        for (int64_t i = 0; i < scales_shape[0] * scales_shape[1]; ++i) {
+          const auto bits =
+              std::bit_cast<std::array<std::byte, 4>>(static_cast<float>(random() % 100) * 1e-4f);
+          scales.bytes.insert(scales.bytes.end(), bits.begin(), bits.end());
+        }
+        content.tensors[channels ? name.substr(0, name.size() - 4) : name] = std::move(scales);
+      }
+      const TempFolder folder;
+      content.Write(folder.path());
+      for (const WeightMode mode : kModes) {
+        const auto [device, model] = LoadAs(mode, folder.path());
+        ASSERT_TRUE(model.ok()) << model.status();
+        ExpectHolds(**model, content);
+        if (family == ModelFamily::kQwen3Moe) {
+          ExpectHoldsExperts(**model, 1, content, "mlp", {"gate_proj", "up_proj", "down_proj"});
+        }
+        EXPECT_NE((*model)->shape().fp8.rows, 0);
+      }
+    }
+  }
+}
+
+// What a tensor is, the tensor says: some of the layers' matrices may be wide. Memory is then counted as if
+// all were.
+TEST(ModelTest, HoldsWeightsOfWhichSomeAreInFp8) {
+  HfFolder content = Good(ModelFamily::kLlama, DType::kF8E4M3);
+  const std::string name = std::string(kLayer1) + "self_attn.o_proj";
+  HfTensor& matrix = content.tensors.at(name + ".weight");
+  matrix = {ElementType::kF32, matrix.shape, std::vector<std::byte>(4 * matrix.bytes.size(), std::byte{60})};
+  content.tensors.erase(name + ".weight_scale_inv");
+  const TempFolder folder;
+  content.Write(folder.path());
+  const auto [device, model] = LoadAs(WeightMode::kResident, folder.path());
+  ASSERT_TRUE(model.ok()) << model.status();
+  ExpectHolds(**model, content);
+  EXPECT_EQ((*model)->shape().fp8.rows, 0);
+}
+
+TEST(ModelTest, RefusesBrokenFp8ByName) {
+  const HfFolder good = Good(ModelFamily::kLlama, DType::kF8E4M3);
+  const std::string q = std::string(kLayer1) + "self_attn.q_proj.weight", scales = q + "_scale_inv";
+  const BadModel kCases[] = {
+      {"scales of another shape",
+       [&](HfFolder& f) {
+         Reshape(f, scales, {1, 2});
+       },
+       {scales, "[1, 2]", "[1, 1]"}},
+      {"no scales", [&](HfFolder& f) { f.tensors.erase(scales); }, {scales, "missing"}},
+      {"a scale that is NaN",
+       [&](HfFolder& f) { f.tensors.at(scales).bytes.assign(4, std::byte{0xff}); },
+       {scales, "nan"}},
+      {"scales of integers",
+       [&](HfFolder& f) { f.tensors.at(scales).type = ElementType::kI32; },
+       {scales, "I32"}},
+      {"no word of FP8 in the config",
+       [](HfFolder& f) { f.config.erase("quantization_config"); },
+       {"model.layers.0.self_attn.q_proj.weight", "F8_E4M3", "quantization_config"}},
+      {"a norm in FP8",
+       [](HfFolder& f) {
+         f.tensors.at("model.norm.weight") = {ElementType::kF8E4M3, {16}, std::vector<std::byte>(16)};
+       },
+       {"model.norm.weight", "F8_E4M3", "a layer's matrices"}},
+      {"an embedding in FP8",
+       [](HfFolder& f) {
+         f.tensors.at("model.embed_tokens.weight") = {
+             ElementType::kF8E4M3, {11, 16}, std::vector<std::byte>(176)};
+       },
+       {"model.embed_tokens.weight", "F8_E4M3"}},
+      {"another kind of FP8",
+       [&](HfFolder& f) { f.tensors.at(q).type = ElementType::kF8E5M2; },
+       {q, "F8_E5M2"}},
+      {"q wide, and k and v not",
+       [&](HfFolder& f) {
+         HfTensor& matrix = f.tensors.at(q);
+         matrix = {ElementType::kBf16, matrix.shape, std::vector<std::byte>(2 * matrix.bytes.size())};
+         f.tensors.erase(scales);
+       },
+       {"self_attn.k_proj.weight", "F8_E4M3", "BF16", "q, k and v"}},
+      {"scales of what is wide",
+       [&](HfFolder& f) {
+         HfTensor& matrix = f.tensors.at(std::string(kLayer1) + "mlp.down_proj.weight");
+         matrix = {ElementType::kBf16, matrix.shape, std::vector<std::byte>(2 * matrix.bytes.size())};
+       },
+       {"mlp.down_proj.weight_scale_inv", "not in the model"}},
+  };
+  for (const BadModel& bad : kCases) {
+    SCOPED_TRACE(bad.what);
+    const TempFolder folder;
+    HfFolder content = good;
+    bad.damage(content);
+    content.Write(folder.path());
+    const auto model = Load(folder.path());
+    ASSERT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
+    const std::string message(model.status().message());
+    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
+    EXPECT_EQ(message.find('\n'), std::string::npos);
+  }
+}
+
 // All biases at once, in f16, MQA; and shards with an index.
 TEST(ModelTest, HoldsTheWeightsOfPublishedFolders) {
   for (const std::string name :
@@ -343,20 +499,6 @@ TEST(ModelTest, ReadsUnalignedFiles) {
       ExpectHolds(**model, content);
     }
   }
-}
-
-struct BadModel {
-  std::string what;
-  std::function<void(HfFolder&)> damage;
-  std::vector<std::string> named;
-};
-
-void Reshape(HfFolder& folder, const std::string& name, std::vector<int64_t> shape) {
-  HfTensor& tensor = folder.tensors.at(name);
-  int64_t bytes = ElementTypeBytes(tensor.type);
-  for (const int64_t extent : shape) bytes *= extent;
-  tensor.shape = std::move(shape);
-  tensor.bytes.resize(static_cast<size_t>(bytes));
 }
 
 std::vector<BadModel> BadModels() {
