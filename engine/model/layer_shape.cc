@@ -31,6 +31,7 @@ LayerShape LayerShapeOf(const ModelConfig& config, int layer) {
   shape.qkv_bias = config.qkv_bias;
   shape.o_bias = config.o_bias;
   shape.mlp_bias = config.mlp_bias;
+  shape.fused_projections = config.fused_projections;
   shape.qk_norm = config.qk_norm;
   return shape;
 }
@@ -58,14 +59,28 @@ std::string LayerTensor::ScalesName(int layer, int copy, const char* scales) con
 
 namespace {
 
-void AppendDenseMlp(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
+void AppendQkv(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
   const int64_t hidden = shape.hidden;
-  tensors.insert(tensors.end(),
-                 {
-                     {LayerPart::kGateUp, "mlp.gate_proj", shape.intermediate, hidden, shape.mlp_bias},
-                     {LayerPart::kGateUp, "mlp.up_proj", shape.intermediate, hidden, shape.mlp_bias},
-                     {LayerPart::kDown, "mlp.down_proj", hidden, shape.intermediate, shape.mlp_bias},
-                 });
+  const bool bias = shape.qkv_bias;
+  if (shape.fused_projections) {
+    tensors.push_back({LayerPart::kQkv, "self_attn.qkv_proj", shape.qkv_width(), hidden, bias});
+    return;
+  }
+  tensors.push_back({LayerPart::kQkv, "self_attn.q_proj", shape.q_width(), hidden, bias});
+  tensors.push_back({LayerPart::kQkv, "self_attn.k_proj", shape.kv_width(), hidden, bias});
+  tensors.push_back({LayerPart::kQkv, "self_attn.v_proj", shape.kv_width(), hidden, bias});
+}
+
+void AppendDenseMlp(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
+  const int64_t hidden = shape.hidden, width = shape.intermediate;
+  const bool bias = shape.mlp_bias;
+  if (shape.fused_projections) {
+    tensors.push_back({LayerPart::kGateUp, "mlp.gate_up_proj", 2 * width, hidden, bias});
+  } else {
+    tensors.push_back({LayerPart::kGateUp, "mlp.gate_proj", width, hidden, bias});
+    tensors.push_back({LayerPart::kGateUp, "mlp.up_proj", width, hidden, bias});
+  }
+  tensors.push_back({LayerPart::kDown, "mlp.down_proj", hidden, width, bias});
 }
 
 void AppendExperts(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
@@ -88,12 +103,8 @@ void AppendExperts(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
 
 std::vector<LayerTensor> LayerTensors(const LayerShape& shape) {
   const int64_t hidden = shape.hidden;
-  std::vector<LayerTensor> tensors = {
-      {LayerPart::kAttentionNorm, "input_layernorm", hidden, 0},
-      {LayerPart::kQkv, "self_attn.q_proj", shape.q_width(), hidden, shape.qkv_bias},
-      {LayerPart::kQkv, "self_attn.k_proj", shape.kv_width(), hidden, shape.qkv_bias},
-      {LayerPart::kQkv, "self_attn.v_proj", shape.kv_width(), hidden, shape.qkv_bias},
-  };
+  std::vector<LayerTensor> tensors = {{LayerPart::kAttentionNorm, "input_layernorm", hidden, 0}};
+  AppendQkv(shape, tensors);
   if (shape.qk_norm != QkNorm::kNone) {
     const bool per_head = shape.qk_norm == QkNorm::kHead;
     tensors.push_back(

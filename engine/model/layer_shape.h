@@ -29,6 +29,7 @@ struct LayerShape {
   ExpertNames expert_names;
   bool router_correction = false;  // the router has a correction for each expert
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
+  bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   QkNorm qk_norm = QkNorm::kNone;
   Fp8Blocks fp8;              // of all matrices that may be in FP8
   DType dtype = DType::kF32;  // compute dtype

@@ -352,6 +352,7 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::strin
   ParseShape(keys, *family, config.shape);
   config.layers.resize(config.shape.layers);
   family->read(keys, config);
+  RETURN_IF_ERROR(keys.status());
   config.shape.kinds = LayerKindsOf(config.layers);
   ParseFlags(keys, family->norm_eps, config);
   RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.context_tokens, config.rope));

@@ -15,7 +15,7 @@
 
 namespace meshfill {
 
-enum class ModelFamily { kLlama, kMistral, kQwen2, kQwen3, kQwen3Moe, kMixtral, kGlm4Moe, kMiniMaxM2 };
+enum class ModelFamily { kLlama, kMistral, kQwen2, kQwen3, kQwen3Moe, kMixtral, kGlm4Moe, kMiniMaxM2, kPhi3 };
 
 // What Q and K are normalised over, before RoPE.
 enum class QkNorm {
@@ -52,6 +52,7 @@ struct ModelConfig {
   bool qkv_bias = false;
   bool o_bias = false;
   bool mlp_bias = false;
+  bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   QkNorm qk_norm = QkNorm::kNone;
   RopeConfig rope;
   std::vector<LayerForm> layers;  // [shape.layers]

@@ -37,7 +37,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 HERE = pathlib.Path(__file__).resolve().parent
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM",
-                 "glm4_moe": "Glm4MoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM"}
+                 "glm4_moe": "Glm4MoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM",
+                 "phi3": "Phi3ForCausalLM"}
 MAX_FILE_BYTES = 1_000_000
 VISIBLE_CHANGE = 1e-2  # of the logits' standard deviation; the test allows 1e-3
 KEPT_ROWS = 12
@@ -150,6 +151,17 @@ CASES = {
                                                "num_experts_per_tok": 1, "num_key_value_heads": 1,
                                                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
                                                                    "partial_rotary_factor": 0.75}}),
+    "phi3_mha": dict(model="phi3", dtype="float32", prompts=[1, 65, 777],
+                     config={"pad_token_id": None, "num_key_value_heads": 4, "vocab_size": 128, "rope_theta": 10000.0,
+                             "original_max_position_embeddings": 8192, "rope_scaling": None}),
+    "phi3_window_tied": dict(model="phi3", dtype="bfloat16", prompts=[2, 65, 4096],
+                             config={"pad_token_id": None, "sliding_window": 47, "tie_word_embeddings": True,
+                                     "partial_rotary_factor": 0.75}),
+    "phi3_mqa_sharded": dict(model="phi3", dtype="float16", prompts=[63, 777], shards="60KB",
+                             config={"pad_token_id": None, "num_key_value_heads": 1, "hidden_size": 96,
+                                     "vocab_size": 128,
+                                     "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0,
+                                                         "partial_rotary_factor": 0.5}}),
     # In FP8: [rows, columns] of the elements that share a scale, or each row by itself.
     "llama_fp8_blocks": dict(model="llama", dtype="bfloat16", prompts=[1, 65, 777], fp8=[16, 32],
                              config={"hidden_size": 72, "head_dim": 20, "vocab_size": 128,
@@ -208,7 +220,7 @@ def randomise(model, generator):
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-    gain = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 1.5, "lm_head": 1.0}
+    gain = {"qkv_proj": 1.4, "q_proj": 1.4, "k_proj": 1.4, "o_proj": 1.5, "lm_head": 1.0}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         module = name.split(".")[-2]

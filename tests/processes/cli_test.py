@@ -237,7 +237,7 @@ class CliTest(CliTestCase):
 
     def test_models_of_every_architecture_run(self):
         experts = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
-        for arch in ("llama", "mistral", "qwen2", "qwen3", *experts):
+        for arch in ("llama", "mistral", "qwen2", "qwen3", "phi3", *experts):
             folder = self.tmp / f"model-{arch}"
             options = ["--sliding-window", 100] if arch == "mistral" else []
             if arch in experts:

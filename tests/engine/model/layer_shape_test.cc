@@ -18,6 +18,7 @@ LayerShape RandomShape(std::mt19937_64& random) {
           .qkv_bias = Draw(random, 0, 1) == 1,
           .o_bias = Draw(random, 0, 1) == 1,
           .mlp_bias = Draw(random, 0, 1) == 1,
+          .fused_projections = Draw(random, 0, 1) == 1,
           .qk_norm = Draw(random, 0, 1) == 1 ? QkNorm::kHead : QkNorm::kNone};
 }
 

@@ -55,6 +55,8 @@ json MiniMaxM2() {
               {{"num_local_experts", 5}, {"num_experts_per_tok", 3}, {"rotary_dim", 8}, {"head_dim", 16}});
 }
 
+json Phi3() { return Base("phi3", "Phi3ForCausalLM"); }
+
 json Without(json config, const std::string& key) {
   config.erase(key);
   return config;
@@ -294,6 +296,23 @@ TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
   EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", "float32"}})).shape.dtype, DType::kF32);
 }
 
+TEST(ModelConfigTest, ReadsPhi3AndPhi4) {
+  const ModelConfig plain = ParseGood(With(Phi3(), {{"original_max_position_embeddings", 1024},
+                                                    {"embd_pdrop", 0.0},
+                                                    {"resid_pdrop", 0.0},
+                                                    {"rope_scaling", nullptr},
+                                                    {"sliding_window", nullptr},
+                                                    {"auto_map", {{"AutoConfig", "x"}}}}));
+  EXPECT_TRUE(plain.fused_projections);
+  EXPECT_THAT(WindowsOf(plain), ElementsAre(0, 0, 0));
+  EXPECT_EQ(plain.shape.rope_dim, 0);
+  const ModelConfig windowed =
+      ParseGood(With(Phi3(), {{"sliding_window", 47}, {"partial_rotary_factor", 0.75}}));
+  EXPECT_THAT(WindowsOf(windowed), ElementsAre(47, 47, 47));
+  EXPECT_EQ(windowed.shape.rope_dim, 12);
+  EXPECT_FALSE(ParseGood(Llama()).fused_projections);
+}
+
 TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
   const ModelConfig wide = ParseGood(Llama());
   EXPECT_EQ(wide.fp8.scales, nullptr);
@@ -379,6 +398,13 @@ std::vector<BadConfig> BadConfigs() {
   const json windowed = With(Qwen2(), {{"use_sliding_window", true}, {"sliding_window", 8}});
   return {
       {"unknown key", With(Llama(), {{"num_experts", 8}}), {"\"num_experts\"", "8"}},
+      {"Phi-3 with longrope",
+       With(Phi3(), {{"rope_scaling", {{"type", "longrope"}, {"short_factor", {1}}, {"long_factor", {2}}}}}),
+       {"\"rope_scaling\"", "longrope", "default"}},
+      {"Phi-3 with yarn, which is longrope there",
+       With(Phi3(), {{"rope_parameters", {{"rope_type", "yarn"}, {"factor", 4.0}}}}),
+       {"\"rope_parameters\"", "yarn"}},
+      {"Phi-3 with a bias", With(Phi3(), {{"lm_head_bias", true}}), {"\"lm_head_bias\"", "true"}},
       {"quantised otherwise",
        With(Llama(), {{"quantization_config", {{"quant_method", "gptq"}, {"bits", 4}}}}),
        {"\"quantization_config.quant_method\"", "gptq", "fp8", "compressed-tensors"}},

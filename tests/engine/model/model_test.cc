@@ -176,11 +176,17 @@ void ExpectHolds(const Model& model, const HfFolder& folder) {
               qk_norm ? folder.tensors.at(prefix + "self_attn.q_norm.weight").Floats() : Floats());
     EXPECT_EQ(layer.k_norm.values(),
               qk_norm ? folder.tensors.at(prefix + "self_attn.k_norm.weight").Floats() : Floats());
-    ExpectStacked(*layer.qkv, folder,
-                  {prefix + "self_attn.q_proj", prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"});
+    using Names = std::vector<std::string>;
+    const bool fused = model.config().fused_projections;
+    ExpectStacked(
+        *layer.qkv, folder,
+        fused ? Names{prefix + "self_attn.qkv_proj"}
+              : Names{prefix + "self_attn.q_proj", prefix + "self_attn.k_proj", prefix + "self_attn.v_proj"});
     ExpectStacked(*layer.o, folder, {prefix + "self_attn.o_proj"});
     if (model.config().layers[i].mlp == MlpKind::kExperts) continue;  // ExpectHoldsExperts
-    ExpectStacked(*layer.gate_up, folder, {prefix + "mlp.gate_proj", prefix + "mlp.up_proj"});
+    ExpectStacked(
+        *layer.gate_up, folder,
+        fused ? Names{prefix + "mlp.gate_up_proj"} : Names{prefix + "mlp.gate_proj", prefix + "mlp.up_proj"});
     ExpectStacked(*layer.down, folder, {prefix + "mlp.down_proj"});
   }
   std::vector<std::vector<float>> head;
@@ -284,8 +290,8 @@ TEST(ModelTest, RefusesBrokenExpertsByName) {
 }
 
 TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
-  for (const ModelFamily family :
-       {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2,
+                                   ModelFamily::kQwen3, ModelFamily::kPhi3}) {
     for (const DType dtype : {DType::kF32, DType::kBf16, DType::kF16}) {
       for (const bool tied : {false, true}) {
         SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family) << ", " << DTypeName(dtype)
@@ -428,7 +434,7 @@ TEST(ModelTest, RefusesBrokenFp8ByName) {
 // All biases at once, in f16, MQA; and shards with an index.
 TEST(ModelTest, HoldsTheWeightsOfPublishedFolders) {
   for (const std::string name :
-       {"llama_biases_mqa", "mistral_sharded_head_dim_32", "qwen3_bias_layer_types"}) {
+       {"llama_biases_mqa", "mistral_sharded_head_dim_32", "qwen3_bias_layer_types", "phi3_mqa_sharded"}) {
     SCOPED_TRACE(name);
     const std::string folder = std::string(MESHFILL_PARITY_DIR) + "/goldens/" + name;
     for (const WeightMode mode : kModes) {
