@@ -13,6 +13,7 @@
 #include "engine/comm/checksum.h"
 #include "engine/devices/free_memory.h"
 #include "engine/model/layer_shape.h"
+#include "kernels/cpu/gemm.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -63,9 +64,12 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
     return ChosenWeights{.plan = {.loaded_bytes = on_devices},
                          .modes = {{WeightMode::kResident, on_devices, true}}};  // CheckModel's to say
   }
-  const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head)};
+  const int64_t widened = options.ranks * std::min(MostWidenedBytes(shape, hardware.WeightDType(shape.dtype)),
+                                                   CpuGemm::kWidenedBytes);
+  const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head),
+                             .run_bytes = widened};
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
-                             .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer};
+                             .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer + widened};
   // Of a worker's share nothing is known before the pool is: the leader counts it.
   const PlanWeights sharded{.mode = WeightMode::kSharded,
                             .loaded_bytes = bytes.layers + bytes.head,
@@ -76,6 +80,11 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
     return absl::InvalidArgumentError(
         "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
         "copy of the weights together: set resident, streamed or auto");
+  }
+  if (options.weights == WeightMode::kSharded && shape.fp8.rows != 0) {
+    return absl::InvalidArgumentError(
+        "model.weights is sharded, and the model's weights are in FP8, which workers do not share yet: set "
+        "resident, streamed or auto");
   }
   const int64_t free = FreeMemoryBytes();
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };

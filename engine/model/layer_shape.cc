@@ -162,6 +162,20 @@ int64_t LayerMatrixBytes(const LayerShape& shape, DType packed) {
   return bytes;
 }
 
+int64_t MostWidenedBytes(const ModelShape& model, DType packed) {
+  int64_t most = 0;
+  model.ForEachKind([&](const LayerForm& form, int) {
+    const LayerShape shape = LayerShapeOf(model, form);
+    if (shape.fp8.rows == 0) return;
+    int64_t elements = 0;
+    for (const LayerTensor& tensor : LayerTensors(shape)) {
+      if (tensor.may_be_fp8()) elements += tensor.elements();
+    }
+    most = std::max(most, elements * static_cast<int64_t>(DTypeBytes(packed)));
+  });
+  return most;
+}
+
 const char* WeightModeName(WeightMode mode) {
   switch (mode) {
     case WeightMode::kResident:

@@ -99,6 +99,9 @@ int64_t LayersMatrixElements(const ModelShape& model);
 // Bytes of a layer's matrices, where those that are not in FP8 are held in `packed`.
 int64_t LayerMatrixBytes(const LayerShape& shape, DType packed);
 
+// Bytes of the largest layer's matrices in FP8 once they are widened to `packed`; 0 where none is in FP8.
+int64_t MostWidenedBytes(const ModelShape& model, DType packed);
+
 // How a model's weights are in the memory of the ranks.
 enum class WeightMode {
   kResident,  // all of them

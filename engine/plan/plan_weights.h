@@ -16,7 +16,8 @@ struct Prediction;
 struct PlanWeights {
   WeightMode mode = WeightMode::kResident;
   int64_t loaded_bytes = 0;  // in memory whether something runs or not
-  int64_t run_bytes = 0;     // of each run beside them: two layers that stream past
+  int64_t run_bytes =
+      0;  // of each run beside them: two layers that stream past, and what FP8 is widened into
   // Where they stream:
   double layer_seconds = 0;       // from the call for a layer until it is there, when nothing else runs
   double layer_busy_seconds = 0;  // of these, what the ranks' cores would have computed in

@@ -175,9 +175,6 @@ class CpuGemm::Impl {
     bool accumulate = false;
   };
 
-  // What is widened into at a time; a panel of a wide layer may be more.
-  static constexpr int64_t kWidenedBytes = int64_t{32} << 20;
-
   int64_t WidenedBytes(const CpuWeight& weight, int64_t columns) const {
     return weight.in_features() * columns * static_cast<int64_t>(DTypeBytes(multiply_dtype_));
   }

@@ -7,6 +7,7 @@
 #ifndef MESHFILL_KERNELS_CPU_GEMM_H_
 #define MESHFILL_KERNELS_CPU_GEMM_H_
 
+#include <cstdint>
 #include <memory>
 
 #include "kernels/cpu/thread_pool.h"
@@ -18,6 +19,9 @@ namespace meshfill {
 // same dtype.
 class CpuGemm {
  public:
+  // What weights in FP8 are widened into at a time; a panel of a layer that is very wide may be more.
+  static constexpr int64_t kWidenedBytes = int64_t{32} << 20;
+
   CpuGemm(DType dtype, ThreadPool& pool);  // f32 or bf16; `pool` must outlive this
   ~CpuGemm();
   CpuGemm(const CpuGemm&) = delete;

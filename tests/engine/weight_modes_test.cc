@@ -8,6 +8,7 @@
 #include <random>
 
 #include "engine/embedded_engine.h"
+#include "engine/embedded_pool.h"
 #include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
@@ -146,6 +147,49 @@ TEST_F(StreamedEngineTest, PlansCountTheirBytesAndSeconds) {
   EXPECT_GT(passes.weight_seconds, 0);
   EXPECT_NEAR(passes.seconds, passes.compute_seconds + passes.comm_wait_seconds + passes.weight_seconds,
               1e-9 * passes.seconds);
+}
+
+// What FP8 is widened into is of each run and rank, whether the weights stay or stream.
+TEST_F(StreamedEngineTest, PlansCountWhatFp8IsWidenedInto) {
+  constexpr int64_t kLayer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256;
+  const TempFolder folder;
+  const auto plan_of = [&](DType dtype, WeightMode mode) {
+    const std::string path = folder / DTypeName(dtype);
+    const absl::Status made = MakeModel({.layers = 2,
+                                         .hidden = 128,
+                                         .intermediate = 256,
+                                         .q_heads = 4,
+                                         .kv_heads = 2,
+                                         .head_dim = 32,
+                                         .vocab = 500,
+                                         .dtype = dtype},
+                                        path);
+    EXPECT_TRUE(made.ok() || absl::IsAlreadyExists(made)) << made;
+    return Load(path, 2, mode)->MakePlan(1000, {})->weights;
+  };
+  const PlanWeights wide = plan_of(DType::kBf16, WeightMode::kResident);
+  const int64_t element = wide.loaded_bytes / (2 * kLayer) < 4 ? 2 : 4;  // f32 without AVX-512
+  const PlanWeights narrow = plan_of(DType::kF8E4M3, WeightMode::kResident);
+  EXPECT_EQ(wide.run_bytes, 0);
+  EXPECT_EQ(narrow.run_bytes, 2 * element * kLayer);
+  EXPECT_LT(narrow.loaded_bytes, wide.loaded_bytes);
+  const PlanWeights streamed = plan_of(DType::kF8E4M3, WeightMode::kStreamed);
+  const int64_t scales = (2 * 128 + 128 + 2 * 256) * 4 + 128 * 2 * 4;  // f32, one of each row and 128 columns
+  EXPECT_EQ(streamed.run_bytes, 2 * kLayer + 2 * scales + narrow.run_bytes);
+}
+
+// Their pieces are packed another way.
+TEST_F(StreamedEngineTest, WorkersDoNotShareWeightsInFp8) {
+  const TempFolder folder;
+  ASSERT_TRUE(MakeModel({.dtype = DType::kF8E4M3}, folder / "fp8").ok());
+  const auto pool = LoadEmbeddedPool({.model_path = folder / "fp8",
+                                      .ranks = 1,
+                                      .device = "cpu",
+                                      .weights = WeightMode::kSharded,
+                                      .of_worker = true,
+                                      .peak_flops = 1e12});
+  EXPECT_TRUE(absl::IsInvalidArgument(pool.status())) << pool.status();
+  EXPECT_NE(pool.status().message().find("in FP8, which workers do not share yet"), std::string::npos);
 }
 
 // The ranks of a process have one copy together: there is nobody to share it with.
