@@ -105,7 +105,7 @@ def problems(page, page_is_loaded_from, workers):
         "the product's name": r"<h1>Meshfill</h1>",
         "the model's name": r'id="model">demo-model<',
         "the tokens, time and rest of what runs": r"400,000 tokens, layer \d of 2, [\d.]+ m?s, about [\d.]+ m?s left",
-        "who waits": r'class="id">waits-behind-it</p><p class="quiet">1,000 tokens, (waiting|uploading) for',
+        "who waits": r'class="id">waits-behind-it</p><p class="quiet">500,000 tokens, (waiting|uploading) for',
         "the state": r'class="ready">ready<',
         "the queue's depth": r"<dt>requests</dt><dd>[1-9]",
         "what runs": r"layer \d of 2",
@@ -146,7 +146,7 @@ def check_pool(browser, workers):
             url = f"http://{server.pages}/"
             clients = [server.start_prefill(400_000, "--request-id", NASTY_ID)]
             wait_for("a prefill", lambda: '"phase":"running"' in get(url + "status.json"))
-            clients.append(server.start_prefill(1000, "--request-id", "waits-behind-it"))
+            clients.append(server.start_prefill(500_000, "--request-id", "waits-behind-it"))  # a shorter one would run first
             browser.open(url)
             found, until = ["nothing is shown"], time.monotonic() + SHOWN_SECONDS
             while found and time.monotonic() < until:  # the page asks every two seconds
