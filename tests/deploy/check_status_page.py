@@ -104,7 +104,7 @@ def problems(page, page_is_loaded_from, workers):
     expected = {
         "the product's name": r"<h1>Meshfill</h1>",
         "the model's name": r'id="model">demo-model<',
-        "the tokens, time and rest of what runs": r"400,000 tokens, layer \d of 2, [\d.]+ m?s, about [\d.]+ m?s left",
+        "the tokens, time and rest of what runs": r"400,000 tokens, layer \d of 2, [\d.]+ m?s, about (?:\d+ h )?(?:\d+ min)?(?: ?[\d.]+ m?s)? left",
         "who waits": r'class="id">waits-behind-it</p><p class="quiet">500,000 tokens, (waiting|uploading) for',
         "the state": r'class="ready">ready<',
         "the queue's depth": r"<dt>requests</dt><dd>[1-9]",
