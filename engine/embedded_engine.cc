@@ -74,7 +74,8 @@ class EmbeddedEngine : public PrefillEngine {
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
         backend_name_(pool_.devices.front()->name()),
-        kv_store_(KvBudgetBytes(pool_, options.kv_memory_bytes, options.kv_host_memory_bytes)),
+        kv_store_(KvBudgetBytes(pool_, options.kv_memory_bytes, options.kv_host_memory_bytes), MonotonicNow,
+                  KvMemoryOfDevices(pool_)),
         uses_cache_(options.kv_cache.value_or(true)),
         caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())),
         run_memory_(pool_.capacity.memory_budget_bytes, kLiveRuns) {

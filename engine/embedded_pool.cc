@@ -45,12 +45,20 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
   ASSIGN_OR_RETURN(PoolSpeed speed,
                    KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
                                  [&] { return hardware.MeasureSpeed(shape, devices); }));
+  const int64_t kv_device_bytes = hardware.in_host_memory() ? 0 : options.kv_memory_bytes.value_or(0);
   int64_t budget = options.memory_budget_bytes;
   if (budget <= 0) {
     ASSIGN_OR_RETURN(budget, hardware.BudgetBytes(weights_to_come));
+    if (kv_device_bytes >= budget) {
+      return absl::InvalidArgumentError(absl::StrCat("kv.memory_bytes is ", kv_device_bytes,
+                                                     ", but the devices have ", budget,
+                                                     " bytes for it and for activations; lower it"));
+    }
+    budget -= kv_device_bytes;
   }
   return EmbeddedPoolCapacity{.speed = speed,
                               .memory_budget_bytes = budget,
+                              .kv_device_bytes = kv_device_bytes,
                               .one_memory = hardware.count() == 1,
                               .weights = weights.plan,
                               .weight_modes = weights.modes};

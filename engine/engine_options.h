@@ -30,8 +30,10 @@ struct EngineOptions {
   ScheduleChoice schedule = ScheduleChoice::kAuto;
   double peak_flops = 0;            // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;  // activations of one prefill; 0: 80 % of what is free after load
-  // K and V that are kept for clients: in the ranks' memory, and in the host's behind GPUs. Default: an
-  // eighth of what activations may take, and of the host's free memory after load
+  // K and V that are kept. Where the ranks' memory is the host's, `kv_memory_bytes` bounds them; default: an
+  // eighth of what activations may take. Else `kv_host_memory_bytes` does (default: an eighth of the host's
+  // free memory after load), and `kv_memory_bytes` of them stay with the devices (default: 0), beside
+  // memory_budget_bytes, or out of what is measured
   std::optional<int64_t> kv_memory_bytes;
   std::optional<int64_t> kv_host_memory_bytes;
   // Whether they serve later prompts that begin alike, those too that no client wants kept. Default: on CPUs;

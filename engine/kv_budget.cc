@@ -16,4 +16,9 @@ int64_t KvBudgetBytes(const EmbeddedPool& pool, std::optional<int64_t> memory_by
   return memory_bytes.value_or(pool.capacity.memory_budget_bytes / kDefaultPart);
 }
 
+std::shared_ptr<KvDeviceMemory> KvMemoryOfDevices(const EmbeddedPool& pool) {
+  const int64_t bytes = pool.capacity.kv_device_bytes;
+  return bytes == 0 ? nullptr : std::make_shared<KvDeviceMemory>(pool.devices, bytes);
+}
+
 }  // namespace meshfill

@@ -3,16 +3,23 @@
 #define MESHFILL_ENGINE_KV_BUDGET_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "engine/embedded_pool.h"
+#include "engine/kv/kv_device_memory.h"
 
 namespace meshfill {
 
 // Of the ranks' memory where that is the host's (`memory_bytes`), else of the host's (`host_memory_bytes`).
 // Left out: a part of what activations may take, beside it.
+//
+// Behind GPUs `memory_bytes` is how much of that stays in their memory, as KvMemoryOfDevices has it.
 int64_t KvBudgetBytes(const EmbeddedPool& pool, std::optional<int64_t> memory_bytes,
                       std::optional<int64_t> host_memory_bytes);
+
+// Null: all that is kept is in the host's memory.
+std::shared_ptr<KvDeviceMemory> KvMemoryOfDevices(const EmbeddedPool& pool);
 
 }  // namespace meshfill
 

@@ -1,10 +1,9 @@
 #include "engine/kv/kv_prompt.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -24,8 +23,31 @@ KvPrompt::KvPrompt(const KvShape& shape, const TokenLayout& layout, std::vector<
       here_(std::move(here)),
       kept_tokens_(TokensOf(layout, here_)) {}
 
-void KvPrompt::Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge) {
+// A slab that is copied to the host.
+class KvPrompt::OnItsWay final : public KvKeeping {
+ public:
+  OnItsWay(KvPrompt& prompt, int rank, int layer, HostCopies copies)
+      : prompt_(prompt), rank_(rank), layer_(layer), copies_(std::move(copies)) {}
+
+  bool there() const { return copies_.empty(); }
+
+  absl::Status Finish() override {
+    for (const std::unique_ptr<HostCopy>& copy : copies_) RETURN_IF_ERROR(copy->Wait());
+    prompt_.OnLayerKept(rank_, layer_);
+    return absl::OkStatus();
+  }
+
+ private:
+  KvPrompt& prompt_;
+  const int rank_;
+  const int layer_;
+  const HostCopies copies_;
+};
+
+void KvPrompt::Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge,
+                     std::shared_ptr<KvDeviceMemory> device_memory) {
   on_layer_ = std::move(on_layer);
+  device_memory_ = std::move(device_memory);
   const MutexLock lock(mu_);
   charge_ = std::move(charge);
 }
@@ -66,22 +88,40 @@ void KvPrompt::Charge(int64_t tokens, int64_t before, std::vector<std::shared_pt
   charge_->Drop(charge_->bytes() - KvBytesOf(tokens_ - before - tokens));
 }
 
-absl::StatusOr<std::byte*> KvPrompt::Place(int rank, int layer) {
+KvSlab* KvPrompt::NewSlab(int rank, int layer) {
   std::shared_ptr<KvRunSlabs> run;
   {
     const MutexLock lock(mu_);
     if (dropped_ && !kept_for_runs_) return nullptr;
     run = runs_.back().slabs;
   }
-  const auto bytes = static_cast<size_t>(shape_.LayerBytes(run->layout.ChunkTokens(rank)));
-  std::unique_ptr<std::byte[]>& slab = run->slabs[layer][rank];  // no other thread's
-  slab.reset(new (std::nothrow) std::byte[bytes]);
-  if (slab == nullptr) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no memory for the ", bytes, " bytes of K and V that rank ", rank, " keeps of layer ",
-                     layer, "; lower kv.memory_bytes, or send shorter prompts"));
-  }
+  std::unique_ptr<KvSlab>& slab = run->slabs[layer][rank];  // no other thread's
+  slab = std::make_unique<KvSlab>(KvSlabShape{.model = shape_, .tokens = run->layout.ChunkTokens(rank)});
   return slab.get();
+}
+
+absl::StatusOr<std::byte*> KvPrompt::Place(int rank, int layer) {
+  KvSlab* const slab = NewSlab(rank, layer);
+  return slab == nullptr ? nullptr : slab->Place();
+}
+
+absl::StatusOr<std::unique_ptr<KvKeeping>> KvPrompt::Keep(int rank, int layer, const BufferRef& kv,
+                                                          Stream& stream) {
+  KvSlab* const slab = NewSlab(rank, layer);
+  if (slab == nullptr) return nullptr;
+  if (device_memory_ != nullptr) {
+    ASSIGN_OR_RETURN(KvDeviceMemory::Holding holding, device_memory_->Hold(*slab, kv, stream));
+    if (holding.held) {
+      OnLayerKept(rank, layer);
+      return std::move(holding.beside);
+    }
+  }
+  ASSIGN_OR_RETURN(std::byte * to, slab->Place());
+  ASSIGN_OR_RETURN(HostCopies copies, StartSlabCopy(slab->shape(), kv, to, stream));
+  auto on_its_way = std::make_unique<OnItsWay>(*this, rank, layer, std::move(copies));
+  if (!on_its_way->there()) return on_its_way;
+  RETURN_IF_ERROR(on_its_way->Finish());
+  return nullptr;
 }
 
 void KvPrompt::OnLayerKept(int rank, int layer) {

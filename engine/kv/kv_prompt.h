@@ -1,7 +1,8 @@
 // K and V of one prompt, kept by the ranks of this process where they computed them: in one run, or in runs
 // one after the other, behind a prefix that it may share with other prompts.
 //
-// A rank writes its slab of a layer once in a run; a layer that all ranks have written is read by anyone.
+// A rank keeps its slab of a layer once in a run; a layer that all ranks have kept is read by anyone. A slab
+// stays on its device where a store has room for it there (kv_store.h), else it goes to the host.
 // Readers hold the slabs that they read from: a run that begins again drops its own only once the readers
 // have let go. Thread-safe.
 #ifndef MESHFILL_ENGINE_KV_KV_PROMPT_H_
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "engine/kv/kv_device_memory.h"
 #include "engine/kv/kv_shape.h"
 #include "engine/kv/kv_sink.h"
 #include "engine/kv/kv_slabs.h"
@@ -37,15 +39,20 @@ class KvPrompt final : public KvSink {
   // KvSink.
   using KvSink::Begin;
   void Begin(const TokenLayout& layout, std::shared_ptr<const KvSlabs> before) override;
-  absl::StatusOr<std::byte*> Place(int rank, int layer) override;
-  void OnLayerKept(int rank, int layer) override;
+  absl::StatusOr<std::unique_ptr<KvKeeping>> Keep(int rank, int layer, const BufferRef& kv,
+                                                  Stream& stream) override;
+
+  // The same for who has K and V on the host: memory for them (kv_slab.h), null where nothing is wanted, and
+  // the word that it is filled.
+  absl::StatusOr<std::byte*> Place(int rank, int layer);
+  void OnLayerKept(int rank, int layer);
 
   // The slabs of all tokens, if all ranks that are here have written `layer` of them; else null.
   std::shared_ptr<const KvSlabs> Layer(int layer) const;
   // Those of the tokens that runs have begun so far, whatever their ranks have written; null: none has begun.
   std::shared_ptr<const KvSlabs> slabs() const;
 
-  // From now on Place gives nothing: nobody will read. What is there stays until this goes.
+  // From now on nothing is kept: nobody will read. What is there stays until this goes.
   void Drop();
   // The prompt's own later runs read it: Drop changes nothing.
   void KeepForRuns();
@@ -54,15 +61,20 @@ class KvPrompt final : public KvSink {
   bool charged() const;
 
   // Calls `on_layer` whenever a layer is there. `charge` is of all tokens' bytes: what is a prefix's, and
-  // charged for already, is given back as a run begins behind it. Before Begin, once.
-  void Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge);
+  // charged for already, is given back as a run begins behind it. What fits stays in `device_memory`, which
+  // may be null. Before Begin, once.
+  void Watch(std::function<void()> on_layer, std::unique_ptr<KvCharge> charge,
+             std::shared_ptr<KvDeviceMemory> device_memory);
 
  private:
+  class OnItsWay;
   struct Run {
     std::shared_ptr<KvRunSlabs> slabs;
     std::vector<int> ranks_missing;  // by layer: ranks that are here and have not written it
   };
 
+  // For a rank of the last run; null: nothing is wanted.
+  KvSlab* NewSlab(int rank, int layer);
   int64_t KvBytesOf(int64_t tokens) const { return shape_.layers * shape_.LayerBytes(tokens); }
   // Charges for a run of `tokens` tokens behind the first `before`, of which those in `charges` are there.
   void Charge(int64_t tokens, int64_t before, std::vector<std::shared_ptr<const KvCharge>>& charges)
@@ -73,6 +85,7 @@ class KvPrompt final : public KvSink {
   const std::vector<bool> here_;  // by rank; empty: all
   const int64_t kept_tokens_;     // of the ranks that are here
   std::function<void()> on_layer_;
+  std::shared_ptr<KvDeviceMemory> device_memory_;
 
   mutable Mutex mu_;
   std::shared_ptr<const KvSlabs> slabs_ ABSL_GUARDED_BY(mu_);  // null: no run has begun

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "kernels/return_if_error.h"
+
 namespace meshfill {
 namespace {
 
@@ -61,11 +63,7 @@ struct Source {
     slot = piece->run->layout.SlotOf(token);
   }
 
-  // K's row (half 0) or V's (half 1), of `slot_bytes`.
-  const std::byte* Row(int layer, int half, int64_t slot_bytes) const {
-    const std::byte* const slab = piece->run->slabs[layer][rank].get();
-    return slab + (half * piece->run->layout.ChunkTokens(rank) + slot) * slot_bytes;
-  }
+  KvSlab* Slab(int layer) const { return piece->run->slabs[layer][rank].get(); }
   // Tokens from here on that lie one after the other.
   int64_t Run() const {
     const int64_t stripe = piece->run->layout.stripe();
@@ -74,7 +72,8 @@ struct Source {
 };
 
 // K (half 0) or V (half 1).
-void CopyHalf(const KvSlabs& slabs, int layer, int half, const KvRange& range, const Destination& to) {
+absl::Status CopyHalf(const KvSlabs& slabs, int layer, int half, const KvRange& range,
+                      const Destination& to) {
   const int64_t head_bytes = slabs.shape.head_bytes();
   const int64_t slot_bytes = slabs.shape.kv_heads * head_bytes;
   const int64_t end = range.first_token + range.tokens;
@@ -83,10 +82,13 @@ void CopyHalf(const KvSlabs& slabs, int layer, int half, const KvRange& range, c
     const Source source(slabs, token);
     const int64_t page_rest = to.page_tokens - offset % to.page_tokens;
     const int64_t run = std::min({source.Run(), page_rest, end - token});
-    CopyRun(source.Row(layer, half, slot_bytes) + range.first_head * head_bytes, slot_bytes, to, offset, run,
+    KvSlab& slab = *source.Slab(layer);
+    RETURN_IF_ERROR(slab.BringToHost());
+    CopyRun(slab.Row(half, source.slot) + range.first_head * head_bytes, slot_bytes, to, offset, run,
             range.heads, head_bytes);
     token += run;
   }
+  return absl::OkStatus();
 }
 
 Destination TokensAt(std::byte* base, int heads, int64_t head_bytes) {
@@ -137,31 +139,29 @@ int64_t KvRangeBytes(const KvShape& shape, const KvRange& range, KvFormat format
   return 2 * tokens * range.heads * shape.head_bytes();
 }
 
-void CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v) {
+absl::Status CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v) {
   const int64_t head_bytes = slabs.shape.head_bytes();
-  CopyHalf(slabs, layer, 0, range, TokensAt(k, range.heads, head_bytes));
-  CopyHalf(slabs, layer, 1, range, TokensAt(v, range.heads, head_bytes));
+  RETURN_IF_ERROR(CopyHalf(slabs, layer, 0, range, TokensAt(k, range.heads, head_bytes)));
+  return CopyHalf(slabs, layer, 1, range, TokensAt(v, range.heads, head_bytes));
 }
 
-void CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat format, int64_t page_tokens,
-            std::byte* to) {
+absl::Status CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat format,
+                    int64_t page_tokens, std::byte* to) {
   const int64_t head_bytes = slabs.shape.head_bytes();
   if (format == KvFormat::kTokens) {
-    CopyKvTokens(slabs, layer, range, to, to + range.tokens * range.heads * head_bytes);
-    return;
+    return CopyKvTokens(slabs, layer, range, to, to + range.tokens * range.heads * head_bytes);
   }
   Destination pages = PagesAt(to, format, page_tokens, range.heads, head_bytes);
   ZeroRest(pages, range.tokens, range.heads, head_bytes);
-  CopyHalf(slabs, layer, 0, range, pages);
+  RETURN_IF_ERROR(CopyHalf(slabs, layer, 0, range, pages));
   pages.base += head_bytes;
-  CopyHalf(slabs, layer, 1, range, pages);
+  return CopyHalf(slabs, layer, 1, range, pages);
 }
 
 KvRows KvRowsOf(const KvSlabs& slabs, int layer, const TokenLayout& layout, int rank, int64_t slot,
                 int64_t most) {
-  const int64_t slot_bytes = slabs.shape.kv_heads * slabs.shape.head_bytes();
   const Source first(slabs, layout.TokenAt(rank, slot));
-  KvRows rows = {.k = first.Row(layer, 0, slot_bytes), .v = first.Row(layer, 1, slot_bytes)};
+  KvRows rows = {.slab = first.Slab(layer), .first_slot = first.slot};
   while (rows.slots < most) {
     const int64_t token = layout.TokenAt(rank, slot + rows.slots);
     const Source source(slabs, token);

@@ -15,18 +15,19 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "engine/kv/kv_charge.h"
 #include "engine/kv/kv_shape.h"
+#include "engine/kv/kv_slab.h"
 #include "engine/mesh/layout.h"
 
 namespace meshfill {
 
 // What the ranks of one run computed.
 struct KvRunSlabs {
-  TokenLayout layout;  // of the run's tokens
-  // By layer, then rank: K, then V, each [chunk_tokens, kv_heads, head_dim]. Null: not computed yet.
-  std::vector<std::vector<std::unique_ptr<std::byte[]>>> slabs;
-  std::vector<std::shared_ptr<const KvCharge>> charges;  // of their bytes; none: nobody counts them
+  TokenLayout layout;                                       // of the run's tokens
+  std::vector<std::vector<std::unique_ptr<KvSlab>>> slabs;  // by layer, then rank; null: not computed yet
+  std::vector<std::shared_ptr<const KvCharge>> charges;     // of their bytes; none: nobody counts them
 };
 
 // The run's tokens 0 … tokens − 1, which are the prompt's from `first_token` on.
@@ -68,16 +69,17 @@ int64_t KvRangeBytes(const KvShape& shape, const KvRange& range, KvFormat format
 
 // Copies a range of one layer, whose slabs are all there, to `to`. The first page begins at the range's first
 // token; what the last page lacks in tokens is filled with zeros. Cost: each byte is moved once, in pieces of
-// a stripe's tokens (kTokens, all heads) or of a head's row.
-void CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat format, int64_t page_tokens,
-            std::byte* to);
+// a stripe's tokens (kTokens, all heads) or of a head's row. A slab that is on its device alone is brought to
+// the host first; the error of that.
+absl::Status CopyKv(const KvSlabs& slabs, int layer, const KvRange& range, KvFormat format,
+                    int64_t page_tokens, std::byte* to);
 // Copies a range as CopyKv does with kTokens, K and V to places of their own.
-void CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v);
+absl::Status CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range, std::byte* k, std::byte* v);
 
-// Rows of consecutive slots of a chunk, one after the other: K and V, each [slots, kv_heads, head_dim].
+// Rows of consecutive slots of a chunk, which are consecutive slots of a slab.
 struct KvRows {
-  const std::byte* k = nullptr;
-  const std::byte* v = nullptr;
+  KvSlab* slab = nullptr;
+  int64_t first_slot = 0;  // of the slab
   int64_t slots = 0;
 };
 // Where the rows of a rank's chunk lie from `slot` on, up to `most` slots (≥ 1), where `layout` deals the

@@ -18,7 +18,8 @@ absl::StatusOr<absl::Duration> KvLease::Keep() {
   return store_.Keep(id_, lasts_);
 }
 
-KvStore::KvStore(int64_t budget_bytes, Clock clock) : budget_bytes_(budget_bytes), clock_(std::move(clock)) {}
+KvStore::KvStore(int64_t budget_bytes, Clock clock, std::shared_ptr<KvDeviceMemory> device_memory)
+    : budget_bytes_(budget_bytes), clock_(std::move(clock)), device_memory_(std::move(device_memory)) {}
 
 KvStore::~KvStore() { SetObserver(nullptr); }
 
@@ -33,7 +34,7 @@ std::unique_ptr<KvCharge> KvStore::Charge(int64_t bytes) {
 }
 
 void KvStore::Attach(KvPrompt& prompt, std::unique_ptr<KvCharge> charge) const {
-  prompt.Watch([bytes = bytes_] { bytes->Notify(); }, std::move(charge));
+  prompt.Watch([bytes = bytes_] { bytes->Notify(); }, std::move(charge), device_memory_);
 }
 
 absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<KvPrompt>& prompt,
@@ -257,7 +258,8 @@ KvStore::Counts KvStore::counts() const {
           .hit_tokens = hit_tokens_,
           .miss_tokens = miss_tokens_,
           .evictions = evictions_,
-          .evicted_bytes = evicted_bytes_};
+          .evicted_bytes = evicted_bytes_,
+          .device_bytes = device_memory_ == nullptr ? 0 : device_memory_->bytes()};
 }
 
 }  // namespace meshfill

@@ -12,6 +12,9 @@
 // The cache is what room the others leave: what is admitted may take its place. That goes, least recently
 // used first, in MakeRoom, before the memory for new K and V is allocated.
 //
+// Where the ranks' memory is not the host's, the budget is of host memory, and what was used last of all this
+// stays on the devices (kv_device_memory.h). Whatever leaves these has its room on the host.
+//
 // Invariants: what is charged, without what the cache alone holds, never exceeds the budget, and after
 // MakeRoom neither does the whole; no prompt is found by a lease that has ended; a tenant finds its own
 // alone. Thread-safe. Time is the caller's clock.
@@ -30,6 +33,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/kv/kv_charge.h"
+#include "engine/kv/kv_device_memory.h"
 #include "engine/kv/kv_prefix_cache.h"
 #include "engine/kv/kv_prompt.h"
 #include "kernels/monotonic_time.h"
@@ -74,6 +78,7 @@ class KvStore {
     uint64_t miss_tokens = 0;    // of prompts that were looked up: what they computed
     uint64_t evictions = 0;      // entries that the cache gave up, since the start
     uint64_t evicted_bytes = 0;  // that were free then
+    int64_t device_bytes = 0;    // that are in memory of devices
   };
 
   struct LeaseEnd {
@@ -81,7 +86,9 @@ class KvStore {
     int64_t bytes = 0;
   };
 
-  explicit KvStore(int64_t budget_bytes, Clock clock = MonotonicNow);
+  // `device_memory` may be null.
+  explicit KvStore(int64_t budget_bytes, Clock clock = MonotonicNow,
+                   std::shared_ptr<KvDeviceMemory> device_memory = nullptr);
   ~KvStore();  // no KvLease is left
   KvStore(const KvStore&) = delete;
   KvStore& operator=(const KvStore&) = delete;
@@ -158,6 +165,7 @@ class KvStore {
 
   const int64_t budget_bytes_;
   const Clock clock_;
+  const std::shared_ptr<KvDeviceMemory> device_memory_;
   // Shared: K and V outlive the store with somebody who still reads them.
   const std::shared_ptr<KvBytes> bytes_ = std::make_shared<KvBytes>();
 

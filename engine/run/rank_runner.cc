@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,28 @@ namespace {
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+// The slabs of a prefix that one layer of a rank reads, each asked for once.
+class PrefixSlabs {
+ public:
+  explicit PrefixSlabs(Stream& stream) : stream_(stream) {}
+
+  // As the stream's operations read it; null: it is on the host.
+  absl::StatusOr<BufferRef> OnDevice(KvSlab& slab) {
+    if (const auto known = known_.find(&slab); known != known_.end()) return known->second;
+    BufferRef kept;
+    if (std::optional<DeviceMessage> on_device = slab.On(stream_.device()); on_device.has_value()) {
+      ASSIGN_OR_RETURN(kept, stream_.TakeOver(*std::move(on_device)));
+    } else {
+      RETURN_IF_ERROR(slab.BringToHost());
+    }
+    return known_[&slab] = kept;
+  }
+
+ private:
+  Stream& stream_;
+  std::map<const KvSlab*, BufferRef> known_;
+};
 
 // Runs one rank; members are what all layers share.
 class Runner {
@@ -188,35 +212,55 @@ class Runner {
                                          .head_dim = shape_.head_dim}));
     }
     const TokenLayout layout = run_.plan.kv_layout();
-    for (int64_t begin = 0; begin < prefix_slots_; begin += slice_tokens_) {
-      const int64_t tokens = std::min(slice_tokens_, prefix_slots_ - begin);
-      RETURN_IF_ERROR(UploadPrefix(layout, layer, begin, tokens));
-      for (int half = 0; half < 2; ++half) {
-        RETURN_IF_ERROR(stream_.CopyHeads({.from = SliceHalf(half),
-                                           .from_rows = TokensOutermost(tokens),
-                                           .to = half_of(all, half),
-                                           .to_rows = HeadsOutermost(slots, begin),
-                                           .heads = shape_.kv_heads,
-                                           .tokens = tokens,
-                                           .head_dim = shape_.head_dim}));
+    const auto copy = [&](int half, const std::byte* from, const HeadRows& from_rows, int64_t slot,
+                          int64_t tokens) {
+      return stream_.CopyHeads({.from = from,
+                                .from_rows = from_rows,
+                                .to = half_of(all, half),
+                                .to_rows = HeadsOutermost(slots, slot),
+                                .heads = shape_.kv_heads,
+                                .tokens = tokens,
+                                .head_dim = shape_.head_dim});
+    };
+    PrefixSlabs slabs(stream_);
+    for (int64_t slot = 0; slot < prefix_slots_;) {
+      KvRows rows = KvRowsOf(*run_.prefix, layer, layout, run_.rank, slot, /*most=*/1);
+      ASSIGN_OR_RETURN(const BufferRef kept, slabs.OnDevice(*rows.slab));
+      if (kept == nullptr) {
+        ASSIGN_OR_RETURN(rows.slots, UploadPrefix(layout, layer, slot, slabs));
+      } else {
+        rows = KvRowsOf(*run_.prefix, layer, layout, run_.rank, slot, prefix_slots_ - slot);
       }
+      for (int half = 0; half < 2; ++half) {
+        RETURN_IF_ERROR(kept == nullptr
+                            ? copy(half, SliceHalf(half), TokensOutermost(rows.slots), slot, rows.slots)
+                            : copy(half, half_of(kept, half),
+                                   HeadsOutermost(rows.slab->shape().tokens, rows.first_slot), slot,
+                                   rows.slots));
+      }
+      slot += rows.slots;
     }
     return all;
   }
 
-  // Brings a slice of the prefix, [tokens, kv_heads, head_dim] of K and of V, to where the projections will
-  // be.
-  absl::Status UploadPrefix(const TokenLayout& layout, int layer, int64_t begin, int64_t tokens) {
-    const size_t slot_bytes =
-        static_cast<size_t>(shape_.kv_heads) * shape_.head_dim * DTypeBytes(shape_.dtype);
-    for (int64_t done = 0; done < tokens;) {
-      const KvRows rows = KvRowsOf(*run_.prefix, layer, layout, run_.rank, begin + done, tokens - done);
-      const size_t bytes = static_cast<size_t>(rows.slots) * slot_bytes;
-      RETURN_IF_ERROR(stream_.Upload(rows.k, bytes, SliceHalf(0) + done * slot_bytes));
-      RETURN_IF_ERROR(stream_.Upload(rows.v, bytes, SliceHalf(1) + done * slot_bytes));
+  // Brings tokens of the prefix that are on the host, at most a slice, [tokens, kv_heads, head_dim] of K and
+  // of V, to where the projections will be. How many: up to the first that are on the device.
+  absl::StatusOr<int64_t> UploadPrefix(const TokenLayout& layout, int layer, int64_t begin,
+                                       PrefixSlabs& slabs) {
+    const int64_t most = std::min(slice_tokens_, prefix_slots_ - begin);
+    int64_t done = 0;
+    while (done < most) {
+      const KvRows rows = KvRowsOf(*run_.prefix, layer, layout, run_.rank, begin + done, most - done);
+      ASSIGN_OR_RETURN(const BufferRef kept, slabs.OnDevice(*rows.slab));
+      if (kept != nullptr) break;
+      const auto slot_bytes = static_cast<size_t>(rows.slab->shape().slot_bytes());
+      for (int half = 0; half < 2; ++half) {
+        RETURN_IF_ERROR(stream_.Upload(rows.slab->Row(half, rows.first_slot), rows.slots * slot_bytes,
+                                       SliceHalf(half) + done * slot_bytes));
+      }
       done += rows.slots;
     }
-    return absl::OkStatus();
+    return done;
   }
 
   // K (half 0) or V of a slice, in the buffer of the projections.
@@ -257,33 +301,16 @@ class Runner {
     return layer.AddMlp(slice.tokens, Residual(slice.begin));
   }
 
-  // Begins to copy this rank's K and V where the sink wants them.
+  // Begins to keep this rank's K and V, as the sink wants them.
   absl::Status KeepKv(const BufferRef& kv, int layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
-    ASSIGN_OR_RETURN(std::byte * kept, run_.kv->Place(run_.rank, layer));
-    if (kept == nullptr) return absl::OkStatus();
-    const size_t half_bytes = kv->size_bytes() / 2;
-    for (const size_t offset : {size_t{0}, half_bytes}) {
-      ASSIGN_OR_RETURN(std::unique_ptr<HostCopy> copy,
-                       stream_.CopyHeadsToHost({.from = kv->data<std::byte>() + offset,
-                                                .from_rows = HeadsOutermost(chunk_tokens_),
-                                                .to = kept + offset,
-                                                .to_rows = TokensOutermost(chunk_tokens_),
-                                                .heads = shape_.kv_heads,
-                                                .tokens = chunk_tokens_,
-                                                .head_dim = shape_.head_dim},
-                                               kv));
-      if (copy != nullptr) keeping_.push_back(std::move(copy));
-    }
-    kept_layer_ = layer;
-    return keeping_.empty() ? EndKeeping() : absl::OkStatus();
+    ASSIGN_OR_RETURN(keeping_, run_.kv->Keep(run_.rank, layer, kv, stream_));
+    return absl::OkStatus();
   }
 
   absl::Status EndKeeping() {
-    for (const std::unique_ptr<HostCopy>& copy : keeping_) RETURN_IF_ERROR(copy->Wait());
-    keeping_.clear();
-    if (const int layer = std::exchange(kept_layer_, -1); layer >= 0) run_.kv->OnLayerKept(run_.rank, layer);
-    return absl::OkStatus();
+    const std::unique_ptr<KvKeeping> keeping = std::move(keeping_);
+    return keeping == nullptr ? absl::OkStatus() : keeping->Finish();
   }
 
   // On the last token's rank.
@@ -319,13 +346,12 @@ class Runner {
   RankOutput output_;
   HeadExchange exchange_;
   AttentionExecutor executor_;
-  std::unique_ptr<float[]> rope_;  // cos, then sin
-  BufferRef x_;                    // [chunk_tokens, hidden], f32: the residual stream
-  BufferRef cos_;                  // [chunk_tokens, rotated_dim/2], f32
-  BufferRef sin_;                  // [chunk_tokens, rotated_dim/2], f32
-  LayerBuffers buffers_;           // of a slice
-  int kept_layer_ = -1;            // whose K and V are on their way to the sink; -1: none are
-  std::vector<std::unique_ptr<HostCopy>> keeping_;
+  std::unique_ptr<float[]> rope_;       // cos, then sin
+  BufferRef x_;                         // [chunk_tokens, hidden], f32: the residual stream
+  BufferRef cos_;                       // [chunk_tokens, rotated_dim/2], f32
+  BufferRef sin_;                       // [chunk_tokens, rotated_dim/2], f32
+  LayerBuffers buffers_;                // of a slice
+  std::unique_ptr<KvKeeping> keeping_;  // goes on beside the layer; null: nothing does
 };
 
 }  // namespace

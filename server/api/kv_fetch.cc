@@ -97,8 +97,8 @@ absl::StatusOr<KvFetch> CheckFetch(const v1::FetchKvRequest& request, const KvSh
   return fetch;
 }
 
-void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, int64_t tokens,
-              v1::KvPart& part) {
+absl::Status FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token,
+                      int64_t tokens, v1::KvPart& part) {
   KvRange range = fetch.range;
   range.first_token = first_token;
   range.tokens = tokens;
@@ -110,12 +110,13 @@ void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t fir
   if (fetch.format == KvFormat::kTokens) {
     part.mutable_k()->resize(bytes / 2);
     part.mutable_v()->resize(bytes / 2);
-    CopyKvTokens(slabs, layer, range, data(part.mutable_k()), data(part.mutable_v()));
+    RETURN_IF_ERROR(CopyKvTokens(slabs, layer, range, data(part.mutable_k()), data(part.mutable_v())));
   } else {
     part.mutable_pages()->resize(bytes);
-    CopyKv(slabs, layer, range, fetch.format, fetch.page_tokens, data(part.mutable_pages()));
+    RETURN_IF_ERROR(CopyKv(slabs, layer, range, fetch.format, fetch.page_tokens, data(part.mutable_pages())));
   }
   part.set_crc32c(PartChecksum(part));
+  return absl::OkStatus();
 }
 
 uint32_t PartChecksum(const v1::KvPart& part) {

@@ -26,9 +26,9 @@ absl::StatusOr<KvFetch> CheckFetch(const v1::FetchKvRequest& request, const KvSh
                                    int64_t max_message_bytes);
 
 // Fills `part` with tokens of a layer, in the fetch's heads and format. With pages, the first token begins
-// one.
-void FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token, int64_t tokens,
-              v1::KvPart& part);
+// one. The error of bringing them from a device (CopyKv).
+absl::Status FillPart(const KvFetch& fetch, const KvSlabs& slabs, int layer, int64_t first_token,
+                      int64_t tokens, v1::KvPart& part);
 
 // The checksum that a part of these bytes has.
 uint32_t PartChecksum(const v1::KvPart& part);

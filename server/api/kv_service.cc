@@ -80,7 +80,8 @@ void KvService::OnKvChanged(const KvStore::Counts& counts) {
                   .hit_tokens = counts.hit_tokens,
                   .miss_tokens = counts.miss_tokens,
                   .evictions = counts.evictions,
-                  .evicted_bytes = counts.evicted_bytes});
+                  .evicted_bytes = counts.evicted_bytes,
+                  .device_bytes = counts.device_bytes});
 }
 
 }  // namespace meshfill

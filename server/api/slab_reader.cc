@@ -52,7 +52,7 @@ absl::StatusOr<KvReader::Next> SlabReader::Take(v1::KvPart& part) {
     const Run run = NextRun(*slabs);
     if (run.begin == run.end) continue;  // nothing of the range is here
     RETURN_IF_ERROR(CheckWholePages(run, *slabs));
-    FillPart(fetch_, *slabs, layer_, run.begin, run.end - run.begin, part);
+    RETURN_IF_ERROR(FillPart(fetch_, *slabs, layer_, run.begin, run.end - run.begin, part));
     token_ = run.end;
     if (const Run rest = NextRun(*slabs); rest.begin == rest.end) {
       token_ = fetch_.range.first_token;

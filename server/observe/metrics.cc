@@ -303,6 +303,9 @@ class Metrics::Families {
   Gauge& kv_cached_bytes = AddGauge(registry, "meshfill_kv_cached_bytes",
                                     "Of the kept bytes, those that later prompts may begin with.")
                                .Add({});
+  Gauge& kv_device_bytes = AddGauge(registry, "meshfill_kv_device_bytes",
+                                    "Of the kept bytes, those that are in the memory of GPUs.")
+                               .Add({});
   Counter& kv_hit_tokens = AddCounter(registry, "meshfill_kv_cache_hit_tokens_total",
                                       "Tokens of prompts that came from a cached prefix.")
                                .Add({});
@@ -415,6 +418,7 @@ void Metrics::SetKv(const KvLoad& load) {
   RaiseTo(f.kv_lapsed, load.lapsed);
   RaiseTo(f.kv_refused, load.refused);
   f.kv_cached_bytes.Set(static_cast<double>(load.cached_bytes));
+  f.kv_device_bytes.Set(static_cast<double>(load.device_bytes));
   RaiseTo(f.kv_hit_tokens, load.hit_tokens);
   RaiseTo(f.kv_miss_tokens, load.miss_tokens);
   RaiseTo(f.kv_evictions, load.evictions);

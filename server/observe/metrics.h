@@ -73,6 +73,7 @@ struct KvLoad {
   uint64_t miss_tokens = 0;
   uint64_t evictions = 0;  // prompts, and what was free then; since the start
   uint64_t evicted_bytes = 0;
+  int64_t device_bytes = 0;  // that are in the memory of GPUs
 };
 
 class Metrics {

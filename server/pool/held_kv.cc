@@ -26,10 +26,10 @@ absl::StatusOr<std::shared_ptr<const KvSlabs>> HeldKv::PrefixOf(const std::vecto
   return prefix;
 }
 
-absl::StatusOr<std::shared_ptr<KvSink>> HeldKv::Begin(uint64_t run, const Keeping& keeping,
-                                                      const std::shared_ptr<const KvSlabs>& prefix,
-                                                      const TokenLayout& layout,
-                                                      const std::vector<int>& ranks) {
+absl::StatusOr<std::shared_ptr<KvPrompt>> HeldKv::Begin(uint64_t run, const Keeping& keeping,
+                                                        const std::shared_ptr<const KvSlabs>& prefix,
+                                                        const TokenLayout& layout,
+                                                        const std::vector<int>& ranks) {
   Ends(keeping.lease);
   std::vector<bool> here(layout.ranks());
   for (const int rank : ranks) here[rank] = true;

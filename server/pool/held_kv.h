@@ -22,7 +22,6 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/kv/kv_prompt.h"
-#include "engine/kv/kv_sink.h"
 #include "engine/kv/kv_slabs.h"
 #include "engine/kv/kv_store.h"
 #include "kernels/mutex.h"
@@ -47,8 +46,10 @@ class HeldKv final : public KvSource {
     bool operator==(const RunTokens&) const = default;
   };
 
-  HeldKv(const KvShape& shape, int64_t budget_bytes, KvStore::Clock clock = MonotonicNow)
-      : shape_(shape), store_(budget_bytes, std::move(clock)) {}
+  // `device_memory` may be null.
+  HeldKv(const KvShape& shape, int64_t budget_bytes, KvStore::Clock clock = MonotonicNow,
+         std::shared_ptr<KvDeviceMemory> device_memory = nullptr)
+      : shape_(shape), store_(budget_bytes, std::move(clock), std::move(device_memory)) {}
 
   int64_t budget_bytes() const { return store_.budget_bytes(); }
 
@@ -59,9 +60,9 @@ class HeldKv final : public KvSource {
   // A run begins behind `prefix`, whose `ranks` of `layout` are here, and were in the prefix's runs: where
   // their K and V go. It lives as long as the run. What an earlier run kept under this lease is dropped.
   // RESOURCE_EXHAUSTED: no room.
-  absl::StatusOr<std::shared_ptr<KvSink>> Begin(uint64_t run, const Keeping& keeping,
-                                                const std::shared_ptr<const KvSlabs>& prefix,
-                                                const TokenLayout& layout, const std::vector<int>& ranks);
+  absl::StatusOr<std::shared_ptr<KvPrompt>> Begin(uint64_t run, const Keeping& keeping,
+                                                  const std::shared_ptr<const KvSlabs>& prefix,
+                                                  const TokenLayout& layout, const std::vector<int>& ranks);
   void Keep(uint64_t run);  // it is done; nothing where it keeps nothing
   void Drop(uint64_t run);  // it was stopped; likewise
 

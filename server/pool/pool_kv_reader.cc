@@ -88,7 +88,7 @@ absl::StatusOr<KvReader::Next> PoolKvReader::Take(v1::KvPart& part) {
         CheckWait(sources_[source_of_rank_[place_->layout.RankOf(token)]], found.view.layers_done));
     return Next::kNotYet;
   }
-  Deliver(part);
+  RETURN_IF_ERROR(Deliver(part));
   begun_ = true;
   return Next::kPart;
 }
@@ -154,29 +154,28 @@ absl::Status PoolKvReader::CheckWait(const Source& source, int layers_done) {
 }
 
 // What was gathered is as the slab of one rank that has the part's tokens and heads alone.
-void PoolKvReader::Deliver(v1::KvPart& part) {
+absl::Status PoolKvReader::Deliver(v1::KvPart& part) {
   const int64_t tokens = part_tokens();
   const auto run = std::make_shared<KvRunSlabs>(
       KvRunSlabs{.layout = TokenLayout::Make(LayoutKind::kContiguous, 1, tokens, tokens).value(),
                  .slabs = {},
                  .charges = {}});
-  run->slabs.emplace_back().push_back(std::move(gathered_));
-  const KvSlabs slabs{.shape = {.layers = 1,
-                                .kv_heads = fetch_.range.heads,
-                                .head_dim = shape_.head_dim,
-                                .dtype = shape_.dtype},
-                      .pieces = {{.first_token = 0, .tokens = tokens, .run = run}}};
+  const KvShape shape = {
+      .layers = 1, .kv_heads = fetch_.range.heads, .head_dim = shape_.head_dim, .dtype = shape_.dtype};
+  run->slabs.emplace_back().push_back(
+      std::make_unique<KvSlab>(KvSlabShape{.model = shape, .tokens = tokens}, gathered_.get()));
+  const KvSlabs slabs{.shape = shape, .pieces = {{.first_token = 0, .tokens = tokens, .run = run}}};
   KvFetch fetch = fetch_;
   fetch.range.first_head = 0;
-  FillPart(fetch, slabs, /*layer=*/0, /*first_token=*/0, tokens, part);
-  gathered_ = std::move(run->slabs[0][0]);
+  RETURN_IF_ERROR(FillPart(fetch, slabs, /*layer=*/0, /*first_token=*/0, tokens, part));
   part.set_layer(static_cast<uint32_t>(layer_));
   part.set_first_token(static_cast<uint64_t>(token_));
   gathered_tokens_ = 0;
   token_ += tokens;
-  if (token_ < end_token()) return;
+  if (token_ < end_token()) return absl::OkStatus();
   token_ = fetch_.range.first_token;
   ++layer_;
+  return absl::OkStatus();
 }
 
 }  // namespace meshfill

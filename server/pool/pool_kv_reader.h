@@ -57,7 +57,7 @@ class PoolKvReader final : public KvReader {
   absl::Status WhyItEnded(const Source& source, const absl::Status& end) const;
   // While a holder says nothing of a layer that it has.
   absl::Status CheckWait(const Source& source, int layers_done);
-  void Deliver(v1::KvPart& part);
+  absl::Status Deliver(v1::KvPart& part);
 
   int64_t row_bytes() const { return fetch_.range.heads * shape_.head_bytes(); }
   int64_t end_token() const { return fetch_.range.first_token + fetch_.range.tokens; }

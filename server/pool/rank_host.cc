@@ -265,7 +265,7 @@ class RankHost::ActiveRun {
   WorkerMachine::RunPart part_;
   RankHost& host_;
   std::shared_ptr<const KvSlabs> prefix_;  // K and V of the plan's cached tokens; null: there are none
-  std::shared_ptr<KvSink> kv_;             // null: K and V are dropped
+  std::shared_ptr<KvPrompt> kv_;           // null: K and V are dropped
   std::vector<BufferRef> reservations_;    // of the memory that the run will take; until it starts
   std::vector<std::string> addresses_;     // by rank of the whole run
   std::vector<LinkProbe> probes_;          // of the whole run
@@ -286,7 +286,7 @@ RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded,
       sharded_(std::move(sharded)),
       data_plane_(std::move(data_plane)),
       model_id_(std::move(model_id)),
-      kv_(KvShapeOf(pool_.models.front()->shape()), kv_budget_bytes),
+      kv_(KvShapeOf(pool_.models.front()->shape()), kv_budget_bytes, MonotonicNow, KvMemoryOfDevices(pool_)),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
@@ -300,6 +300,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .of_worker = true,
                                      .peak_flops = options.peak_flops,
                                      .memory_budget_bytes = options.memory_bytes,
+                                     .kv_memory_bytes = options.kv_memory_bytes,
                                      .communication_multiprocessors = options.attention_sm_margin,
                                      .devices = options.devices,
                                      .threads = options.threads,

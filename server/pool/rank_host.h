@@ -45,7 +45,8 @@ class RankHost {
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
     int64_t memory_bytes = 0;  // for the activations of all runs; 0: 80 % of what is free after the load
-    std::optional<int64_t> kv_memory_bytes;       // for K and V that CPUs keep; none: an eighth of the above
+    // For K and V that CPUs keep; none: an eighth of the above. Of those behind GPUs, what stays there.
+    std::optional<int64_t> kv_memory_bytes;
     std::optional<int64_t> kv_host_memory_bytes;  // for those behind GPUs; none: a tenth of what is free
     std::string data_listen = "127.0.0.1";
     int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
@@ -86,7 +87,7 @@ class RankHost {
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
   // Of a worker that shares its weights: its share, and what runs have gathered.
   WeightMemory shared_weights() const { return sharded_ == nullptr ? WeightMemory() : sharded_->memory(); }
-  bool lost() const;                     // a device has failed for good: no run will go well in this process
+  bool lost() const;  // a device has failed for good: no run will go well in this process
 
  private:
   class ActiveRun;

@@ -15,6 +15,7 @@
 #include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
 #include "tests/engine/close.h"
+#include "tests/engine/devices/far_platform.h"
 #include "tests/engine/fixed_speeds.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/random_seed.h"
@@ -27,6 +28,13 @@ namespace {
 constexpr int kBlockTokens = 4;
 constexpr int64_t kStripe = 8;
 constexpr int64_t kVocab = 300;
+
+// Also on a device that keeps what was used last in memory of its own.
+class CachedPrefixTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { RegisterFarPlatform(); }
+};
+const char kFar[] = "far";
 
 // Relative to the largest logit, or element. A row of attention is summed in another order behind a prefix.
 double Tolerance(DType dtype) { return dtype == DType::kF32 && !TestsOnCuda() ? 1e-4 : 4e-2; }
@@ -123,12 +131,14 @@ std::string NameOf(const PrefillOptions& options) {
   return options.tile->DebugString() + " of " + std::to_string(*options.heads) + " head groups";
 }
 
-TEST(CachedPrefixTest, EveryShapeContinuesBehindAPrefix) {
+void TestEveryShape(const std::string& device, const std::vector<DType>& dtypes) {
   std::mt19937_64 random(TestSeed());
-  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+  for (const DType dtype : dtypes) {
     for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {
       for (const int ranks : {1, 2, 4, 6, 9}) {
-        const auto engine = Load(OptionsOf(family, ranks, dtype));
+        EngineOptions options = OptionsOf(family, ranks, dtype);
+        options.device = device;
+        const auto engine = Load(options);
         const std::vector<uint32_t> earlier = RandomTokens(470, random);
         ASSERT_TRUE(RunPrefill(*engine, {earlier, Cached(earlier)}).ok());
         const int64_t round = ranks * kStripe;
@@ -160,7 +170,15 @@ TEST(CachedPrefixTest, EveryShapeContinuesBehindAPrefix) {
   }
 }
 
-TEST(CachedPrefixTest, TenantsSaltsAndWhoIgnoresTheCacheHaveNoneOfOthers) {
+TEST_F(CachedPrefixTest, EveryShapeContinuesBehindAPrefix) {
+  TestEveryShape(TestDevice(), {DType::kF32, DType::kBf16});
+}
+
+TEST_F(CachedPrefixTest, EveryShapeContinuesBehindAPrefixThatIsOnTheDevice) {
+  TestEveryShape(kFar, {DType::kF32});
+}
+
+TEST_F(CachedPrefixTest, TenantsSaltsAndWhoIgnoresTheCacheHaveNoneOfOthers) {
   std::mt19937_64 random(TestSeed());
   const auto engine = Load(OptionsOf(ModelFamily::kLlama, 2));
   const std::vector<uint32_t> prompt = RandomTokens(100, random);
@@ -185,13 +203,16 @@ TEST(CachedPrefixTest, TenantsSaltsAndWhoIgnoresTheCacheHaveNoneOfOthers) {
 
 // Prompts that grow, branch, are kept or not, of tenants, salts, layouts and stripes, in a store too small
 // for all: beside an engine that keeps nothing.
-TEST(CachedPrefixTest, NoHistoryGivesAWrongLogit) {
+void TestHistory(const std::string& device) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   EngineOptions options = OptionsOf(ModelFamily::kMistral, 4);
+  options.device = device;
   const auto fresh = Load(options);
-  constexpr int64_t kTokenBytes = 2 * 2 * 2 * 16 * 4;
-  options.kv_memory_bytes = options.kv_host_memory_bytes = 1200 * kTokenBytes;
+  const bool far = device != "cpu";
+  const int64_t token_bytes = 2 * 2 * 2 * 16 * (TestsOnCuda() ? 2 : 4);
+  options.kv_host_memory_bytes = 1200 * token_bytes;
+  options.kv_memory_bytes = (far ? 400 : 1200) * token_bytes;
   const auto engine = Load(options);
   KvStore& store = *engine->kv_store();
   std::vector<std::vector<uint32_t>> prompts = {RandomTokens(200, random)};
@@ -234,11 +255,13 @@ TEST(CachedPrefixTest, NoHistoryGivesAWrongLogit) {
       if (!tenant.empty()) store.Release(lease->id(), tenant);
     }
     ASSERT_LE(store.counts().bytes, store.budget_bytes());
+    ASSERT_LE(store.counts().device_bytes, far ? *options.kv_memory_bytes : 0);
     prompts.push_back(prompt);
     if (prompts.size() > 8) prompts.erase(prompts.begin() + Draw<int>(random, 0, 7));
   }
   EXPECT_GT(hits, 15);
   EXPECT_GT(store.counts().evictions, 10u);
+  EXPECT_EQ(store.counts().device_bytes > 0, far);
   for (const std::string& id : leases) store.Release(id, "");
   // Whoever needs all of it gets all of it.
   auto all = std::make_shared<KvPrompt>(KvShapeOf(engine->model()), 1200);
@@ -250,9 +273,15 @@ TEST(CachedPrefixTest, NoHistoryGivesAWrongLogit) {
   lease->reset();
   all.reset();
   EXPECT_EQ(store.counts().bytes, 0);
+  EXPECT_EQ(store.counts().device_bytes, 0);
 }
 
-TEST(CachedPrefixTest, CachesNothingWhereTheConfigSaysSo) {
+TEST_F(CachedPrefixTest, NoHistoryGivesAWrongLogit) { TestHistory(TestDevice()); }
+
+// The device has room for a third of what is kept.
+TEST_F(CachedPrefixTest, NoHistoryGivesAWrongLogitOnADeviceWithMemoryOfItsOwn) { TestHistory(kFar); }
+
+TEST_F(CachedPrefixTest, CachesNothingWhereTheConfigSaysSo) {
   std::mt19937_64 random(TestSeed());
   for (const bool no_memory : {false, true}) {
     EngineOptions options = OptionsOf(ModelFamily::kLlama, 1);
@@ -279,53 +308,57 @@ class CountLayers final : public PrefillObserver {
   int of = 0;
 };
 
-TEST(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
+void TestPieces(ModelFamily family, int ranks, const std::string& device) {
   std::mt19937_64 random(TestSeed());
-  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {
-    for (const int ranks : {1, 4}) {
-      EngineOptions options = OptionsOf(family, ranks);
-      const auto whole = Load(options);
-      const std::vector<uint32_t> prompt = RandomTokens(3000, random);
-      const auto needed = whole->MakePlan(3000, {})->plan.predicted.run_bytes;
-      options.memory_budget_bytes = needed * 6 / 10;
-      const auto engine = Load(options);
-      for (const PrefillOptions& shape : ShapesOf(ranks)) {
-        const auto plan = engine->MakePlan(3000, shape);
-        ASSERT_TRUE(plan.ok()) << plan.status() << " " << NameOf(shape);
-        EXPECT_GT(plan->pieces.size(), 1u);
-        EXPECT_LE(plan->plan.predicted.run_bytes, needed * 6 / 10);
-        CountLayers layers;
-        const auto actual = RunPrefill(*engine, {prompt, shape}, &layers);
-        ASSERT_TRUE(actual.ok()) << actual.status() << " " << NameOf(shape);
-        EXPECT_EQ(actual->pieces, std::ssize(plan->pieces));
-        EXPECT_EQ(actual->piece_tokens % (ranks * kStripe), 0);
-        EXPECT_EQ(actual->tokens(), 3000);
-        EXPECT_EQ(actual->cached_tokens, 0);
-        EXPECT_EQ(layers.done, actual->pieces * 2);
-        EXPECT_EQ(layers.of, actual->pieces * 2);
-        EXPECT_EQ(engine->kv_store()->counts().bytes, 0);
-        const auto expected = RunPrefill(*whole, {prompt, shape});
-        ExpectClose(actual->logits, expected->logits, Tolerance(DType::kF32), NameOf(shape));
-        if (ranks == 1) {
-          EXPECT_NEAR(actual->mfu * actual->prefill_seconds, expected->mfu * expected->prefill_seconds,
-                      1e-6 * expected->mfu * expected->prefill_seconds);
-        }
-      }
-      // Kept, cached and continued like any other.
-      const auto kept = PrefillKeepingKv(*engine, prompt, Cached(prompt));
-      ASSERT_TRUE(kept.ok()) << kept.status();
-      const auto expected = PrefillKeepingKv(*whole, prompt);
-      ExpectSameKv(kept->kv, expected->kv, Tolerance(DType::kF32), "kept");
-      const auto longer = Joined(prompt, 3000, RandomTokens(300, random));
-      const auto behind = RunPrefill(*engine, {longer, Cached(longer)});
-      ASSERT_TRUE(behind.ok()) << behind.status();
-      EXPECT_GT(behind->cached_tokens, 2900);
-      ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(DType::kF32), "behind");
+  EngineOptions options = OptionsOf(family, ranks);
+  options.device = device;
+  const auto whole = Load(options);
+  const std::vector<uint32_t> prompt = RandomTokens(3000, random);
+  const auto needed = whole->MakePlan(3000, {})->plan.predicted.run_bytes;
+  options.memory_budget_bytes = needed * 6 / 10;
+  const auto engine = Load(options);
+  for (const PrefillOptions& shape : ShapesOf(ranks)) {
+    const auto plan = engine->MakePlan(3000, shape);
+    ASSERT_TRUE(plan.ok()) << plan.status() << " " << NameOf(shape);
+    EXPECT_GT(plan->pieces.size(), 1u);
+    EXPECT_LE(plan->plan.predicted.run_bytes, needed * 6 / 10);
+    CountLayers layers;
+    const auto actual = RunPrefill(*engine, {prompt, shape}, &layers);
+    ASSERT_TRUE(actual.ok()) << actual.status() << " " << NameOf(shape);
+    EXPECT_EQ(actual->pieces, std::ssize(plan->pieces));
+    EXPECT_EQ(actual->piece_tokens % (ranks * kStripe), 0);
+    EXPECT_EQ(actual->tokens(), 3000);
+    EXPECT_EQ(actual->cached_tokens, 0);
+    EXPECT_EQ(layers.done, actual->pieces * 2);
+    EXPECT_EQ(layers.of, actual->pieces * 2);
+    EXPECT_EQ(engine->kv_store()->counts().bytes, 0);
+    const auto expected = RunPrefill(*whole, {prompt, shape});
+    ExpectClose(actual->logits, expected->logits, Tolerance(DType::kF32), NameOf(shape));
+    if (ranks == 1) {
+      EXPECT_NEAR(actual->mfu * actual->prefill_seconds, expected->mfu * expected->prefill_seconds,
+                  1e-6 * expected->mfu * expected->prefill_seconds);
     }
   }
+  // Kept, cached and continued like any other.
+  const auto kept = PrefillKeepingKv(*engine, prompt, Cached(prompt));
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  const auto expected = PrefillKeepingKv(*whole, prompt);
+  ExpectSameKv(kept->kv, expected->kv, Tolerance(DType::kF32), "kept");
+  const auto longer = Joined(prompt, 3000, RandomTokens(300, random));
+  const auto behind = RunPrefill(*engine, {longer, Cached(longer)});
+  ASSERT_TRUE(behind.ok()) << behind.status();
+  EXPECT_GT(behind->cached_tokens, 2900);
+  ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(DType::kF32), "behind");
 }
 
-TEST(CachedPrefixTest, PiecesThatNobodyHasRoomForAreRefused) {
+TEST_F(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {
+    for (const int ranks : {1, 4}) TestPieces(family, ranks, TestDevice());
+  }
+  TestPieces(ModelFamily::kMistral, 4, kFar);
+}
+
+TEST_F(CachedPrefixTest, PiecesThatNobodyHasRoomForAreRefused) {
   std::mt19937_64 random(TestSeed());
   EngineOptions options = OptionsOf(ModelFamily::kLlama, 2);
   const auto needed = Load(options)->MakePlan(3000, {})->plan.predicted.run_bytes;

@@ -32,7 +32,9 @@ inline KeptKv InTokenOrder(const KvPrompt& prompt) {
     v.resize(k.size());
     const std::shared_ptr<const KvSlabs> slabs = prompt.Layer(layer);
     EXPECT_NE(slabs, nullptr) << "layer " << layer << " is not kept";
-    if (slabs != nullptr) CopyKvTokens(*slabs, layer, all, k.data(), v.data());
+    if (slabs == nullptr) continue;
+    const absl::Status copied = CopyKvTokens(*slabs, layer, all, k.data(), v.data());
+    EXPECT_TRUE(copied.ok()) << copied;
   }
   return kept;
 }

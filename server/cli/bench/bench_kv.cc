@@ -94,7 +94,8 @@ class BenchKvCommand : public Command {
     ASSIGN_OR_RETURN(const KvFetch fetch,
                      CheckFetch({}, shape_, tokens_, kv.options().streams.max_message_bytes));
     v1::KvPart raw;
-    FillPart(fetch, *prompt->Layer(0), 0, 0, std::min<int64_t>(tokens_, fetch.part_tokens), raw);
+    RETURN_IF_ERROR(
+        FillPart(fetch, *prompt->Layer(0), 0, 0, std::min<int64_t>(tokens_, fetch.part_tokens), raw));
     const int64_t parts = (tokens_ + fetch.part_tokens - 1) / fetch.part_tokens * shape_.layers;
 
     BenchService service(kv, std::move(raw), parts);

@@ -285,8 +285,7 @@ class PrefillCommand : public Command {
   static ReadKvLayer ReadKept(std::shared_ptr<const KvPrompt> kv) {
     return [kv = std::move(kv)](int layer, std::span<std::byte> k, std::span<std::byte> v) {
       const KvRange all = {.tokens = kv->tokens(), .heads = kv->shape().kv_heads};
-      CopyKvTokens(*kv->Layer(layer), layer, all, k.data(), v.data());
-      return absl::OkStatus();
+      return CopyKvTokens(*kv->Layer(layer), layer, all, k.data(), v.data());
     };
   }
 

@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "engine/embedded_engine.h"
+#include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "tests/engine/close.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/stop_after_a_layer.h"
 #include "tests/fake_cuda/fake_cuda.h"
@@ -199,6 +201,66 @@ TEST_F(CudaEngineTest, ACancelledPrefillLeavesNothingBehind) {
     EXPECT_EQ(FakeCuda::bytes_in_use(), before);
     EXPECT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
   }
+}
+
+// What is kept stays with the devices while there is room, and leaves them in time: prompts that go on from
+// it are answered as those that compute all, what is fetched is what they computed, and no other memory is
+// taken.
+TEST_F(CudaEngineTest, KeepsKvOnTheDevices) {
+  FakeCuda::set_devices(2);
+  constexpr int64_t kTokenBytes = 3 * 2 * 2 * 16 * 2;
+  EngineOptions options = Options(4);
+  options.stripe = 16;
+  options.kv_memory_bytes = 600 * kTokenBytes;
+  options.kv_host_memory_bytes = 5000 * kTokenBytes;
+  options.kv_cache = true;
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  KvStore& store = *(*engine)->kv_store();
+  std::vector<uint32_t> prompt(400);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
+  ASSERT_TRUE(RunPrefill(**engine, {prompt, {}}).ok());  // takes what runs keep for the next
+  const int64_t before = FakeCuda::bytes_in_use();
+  int64_t most_on_devices = 0;
+  for (int step = 0; step < 6; ++step) {
+    BlockHasher hasher(16, "");
+    hasher.Append(prompt);
+    const auto names = std::make_shared<const KvBlockNames>(
+        KvBlockNames{.tenant = "", .block_tokens = 16, .hashes = hasher.hashes()});
+    const auto cold = PrefillKeepingKv(**engine, prompt);
+    ASSERT_TRUE(cold.ok()) << cold.status();
+    auto kv = std::make_shared<KvPrompt>(KvShapeOf((*engine)->model()), std::ssize(prompt));
+    auto lease = store.Admit(kv, "", absl::Minutes(1));
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    const auto result = RunPrefill(**engine, {prompt, {.kv = kv, .block_names = names}});
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->cached_tokens > 0, step > 0);
+    ExpectClose(result->logits, cold->logits, 4e-2, "step " + std::to_string(step));
+    const int64_t on_devices = store.counts().device_bytes;
+    EXPECT_LE(on_devices, *options.kv_memory_bytes);
+    EXPECT_EQ(FakeCuda::bytes_in_use() - before, on_devices);
+    most_on_devices = std::max(most_on_devices, on_devices);
+    if (step % 2 == 0) {  // a reader
+      const KeptKv read = InTokenOrder(*kv);
+      for (size_t layer = 0; layer < read.layers.size(); ++layer) {
+        ExpectClose(AsFloats(read.layers[layer].k, DType::kBf16),
+                    AsFloats(cold->kv.layers[layer].k, DType::kBf16), 4e-2, "k");
+        ExpectClose(AsFloats(read.layers[layer].v, DType::kBf16),
+                    AsFloats(cold->kv.layers[layer].v, DType::kBf16), 4e-2, "v");
+      }
+      EXPECT_EQ(store.counts().device_bytes, on_devices);  // the host has a copy
+    }
+    for (int more = 0; more < 200; ++more) prompt.push_back(static_cast<uint32_t>(more * 17 % 100));
+  }
+  EXPECT_GT(most_on_devices, 300 * kTokenBytes);
+  EXPECT_GT(store.counts().bytes, 1000 * kTokenBytes);
+}
+
+TEST_F(CudaEngineTest, RefusesMoreKvOnTheDevicesThanTheyHaveMemory) {
+  EngineOptions options = Options(1);
+  options.kv_memory_bytes = kMemoryBytes;
+  const absl::Status status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "kv.memory_bytes is 1073741824")) << status;
 }
 
 TEST_F(CudaEngineTest, ALostDeviceIsSaidAndTheEngineNoLongerReady) {

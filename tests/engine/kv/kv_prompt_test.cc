@@ -20,7 +20,7 @@ TEST(KvPromptTest, ALayerIsThereOnceAllRanksHaveWrittenIt) {
   EXPECT_EQ(prompt.bytes(), 3 * 2 * 50 * 2 * 4 * 4);
   EXPECT_EQ(prompt.Layer(0), nullptr);
   int layers_seen = 0;
-  prompt.Watch([&] { ++layers_seen; }, nullptr);
+  prompt.Watch([&] { ++layers_seen; }, nullptr, nullptr);
   const TokenLayout layout = Striped(2, 50);
   prompt.Begin(layout);
   EXPECT_TRUE(KeepValues(prompt, layout, 1, 0));
@@ -46,8 +46,8 @@ TEST(KvPromptTest, ARunThatBeginsAgainBringsAllLayersAgainAndLeavesReadersTheirs
   EXPECT_EQ(before->pieces.front().run->layout.ranks(), 2);
   std::vector<std::byte> old_kv(kShape.LayerBytes(50)), new_kv(kShape.LayerBytes(50));
   const KvRange all = {.tokens = 50, .heads = 2};
-  CopyKv(*before, 0, all, KvFormat::kTokens, 0, old_kv.data());
-  CopyKv(*after, 0, all, KvFormat::kTokens, 0, new_kv.data());
+  ASSERT_TRUE(CopyKv(*before, 0, all, KvFormat::kTokens, 0, old_kv.data()).ok());
+  ASSERT_TRUE(CopyKv(*after, 0, all, KvFormat::kTokens, 0, new_kv.data()).ok());
   EXPECT_EQ(old_kv, new_kv);
 }
 
@@ -70,7 +70,7 @@ TEST(KvPromptTest, RunsBehindAPrefixShareItsSlabs) {
   EXPECT_EQ(slabs->pieces[0].run, first.Layer(0)->pieces[0].run);
   std::vector<std::byte> all(kShape.LayerBytes(60));
   const KvRange range = {.tokens = 60, .heads = 2};
-  CopyKv(*slabs, 2, range, KvFormat::kTokens, 0, all.data());
+  ASSERT_TRUE(CopyKv(*slabs, 2, range, KvFormat::kTokens, 0, all.data()).ok());
   EXPECT_EQ(all, KvBytes(kShape, 2, range, KvFormat::kTokens, 1));
 
   // What a run brings anew takes the place of what came before it.
@@ -116,7 +116,8 @@ TEST(KvPromptTest, IsReadWhileItsRanksWrite) {
     }
     uint32_t value = 0;
     std::byte kv[2 * 4 * 4];
-    CopyKv(*slabs, layer, {.first_token = 63, .tokens = 1, .heads = 1}, KvFormat::kTokens, 0, kv);
+    const KvRange last = {.first_token = 63, .tokens = 1, .heads = 1};
+    EXPECT_TRUE(CopyKv(*slabs, layer, last, KvFormat::kTokens, 0, kv).ok());
     std::memcpy(&value, kv, sizeof value);
     EXPECT_EQ(value, KvValue(layer, 0, 63, 0, 0));
     ++layer;

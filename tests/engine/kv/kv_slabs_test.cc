@@ -51,7 +51,7 @@ TEST(KvSlabsTest, AnyRangeOfAnyRunsIsCopiedAsDefined) {
     // Poisoned, with a guard behind it.
     const int64_t count = KvRangeBytes(shape, range, to, page_tokens);
     std::vector<std::byte> copied(count + 64, std::byte{0xee});
-    CopyKv(*slabs, layer, range, to, page_tokens, copied.data());
+    ASSERT_TRUE(CopyKv(*slabs, layer, range, to, page_tokens, copied.data()).ok());
     EXPECT_EQ(std::vector<std::byte>(copied.end() - 64, copied.end()),
               std::vector<std::byte>(64, std::byte{0xee}));
     copied.resize(count);
@@ -83,8 +83,10 @@ TEST(KvSlabsTest, RowsOfAChunkAreThoseOfItsTokens) {
           const KvRange token = {
               .first_token = layout.TokenAt(rank, slot + row), .tokens = 1, .heads = shape.kv_heads};
           const std::vector<std::byte> expected = KvBytes(shape, layer, token, KvFormat::kTokens, 1);
-          ASSERT_EQ(std::memcmp(rows.k + row * row_bytes, expected.data(), row_bytes), 0) << runs;
-          ASSERT_EQ(std::memcmp(rows.v + row * row_bytes, expected.data() + row_bytes, row_bytes), 0) << runs;
+          const std::byte* const k = rows.slab->Row(0, rows.first_slot + row);
+          const std::byte* const v = rows.slab->Row(1, rows.first_slot + row);
+          ASSERT_EQ(std::memcmp(k, expected.data(), row_bytes), 0) << runs;
+          ASSERT_EQ(std::memcmp(v, expected.data() + row_bytes, row_bytes), 0) << runs;
         }
         slot += rows.slots;
       }

@@ -142,20 +142,40 @@ class ComparingSink : public KvSink {
         slab_(expected.shape.LayerBytes(tokens)) {}
 
   void Begin(const TokenLayout&, std::shared_ptr<const KvSlabs>) override {}
-  absl::StatusOr<std::byte*> Place(int, int) override {
+  absl::StatusOr<std::unique_ptr<KvKeeping>> Keep(int, int layer, const BufferRef& kv,
+                                                  Stream& stream) override {
+    EXPECT_EQ(layer, layers_);
     std::memset(slab_.data(), 0xff, slab_.size());
-    return slab_.data();
-  }
-  void OnLayerKept(int, int layer) override {
-    EXPECT_EQ(layer, layers_++);
-    std::vector<float> kept(slab_.size() / 4), expected(kept.size());
-    std::memcpy(kept.data(), slab_.data(), slab_.size());
-    CopyKv(expected_, layer, range_, KvFormat::kTokens, 0, reinterpret_cast<std::byte*>(expected.data()));
-    for (size_t i = 0; i < kept.size(); ++i) ASSERT_NEAR(kept[i], expected[i], 1e-4) << i;
+    auto copies =
+        StartSlabCopy({.model = expected_.shape, .tokens = range_.tokens}, kv, slab_.data(), stream);
+    if (!copies.ok()) return copies.status();
+    return std::make_unique<Copying>(*this, *std::move(copies));
   }
   int layers() const { return layers_; }
 
  private:
+  class Copying : public KvKeeping {
+   public:
+    Copying(ComparingSink& sink, HostCopies copies) : sink_(sink), copies_(std::move(copies)) {}
+    absl::Status Finish() override {
+      for (const auto& copy : copies_) EXPECT_TRUE(copy->Wait().ok());
+      sink_.Compare();
+      return absl::OkStatus();
+    }
+
+   private:
+    ComparingSink& sink_;
+    const HostCopies copies_;
+  };
+
+  void Compare() {
+    std::vector<float> kept(slab_.size() / 4), expected(kept.size());
+    std::memcpy(kept.data(), slab_.data(), slab_.size());
+    auto* const to = reinterpret_cast<std::byte*>(expected.data());
+    ASSERT_TRUE(CopyKv(expected_, layers_++, range_, KvFormat::kTokens, 0, to).ok());
+    for (size_t i = 0; i < kept.size(); ++i) ASSERT_NEAR(kept[i], expected[i], 1e-4) << i;
+  }
+
   const KvSlabs& expected_;
   const KvRange range_;
   std::vector<std::byte> slab_;

@@ -127,7 +127,8 @@ TEST(KvFetchTest, PartsMakeUpTheRange) {
     std::string k, v, pages;
     for (int64_t token = first; token < tokens; token += fetch->part_tokens) {
       v1::KvPart part;
-      FillPart(*fetch, *prompt.Layer(0), 0, token, std::min(fetch->part_tokens, tokens - token), part);
+      const int64_t count = std::min(fetch->part_tokens, tokens - token);
+      ASSERT_TRUE(FillPart(*fetch, *prompt.Layer(0), 0, token, count, part).ok());
       EXPECT_LE(static_cast<int64_t>(part.ByteSizeLong()), message_bytes);
       EXPECT_EQ(part.first_token(), static_cast<uint64_t>(token));
       EXPECT_EQ(part.tokens(), static_cast<uint64_t>(std::min(fetch->part_tokens, tokens - token)));

@@ -11,6 +11,7 @@
 
 #include "engine/embedded_engine.h"
 #include "tests/engine/close.h"
+#include "tests/engine/devices/far_platform.h"
 #include "tests/engine/fixed_speeds.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/server/pool/pool_kv_fixture.h"
@@ -36,15 +37,18 @@ class PoolCacheTest : public PoolKvTest {
  protected:
   void SetUp() override {
     of_leader_ = {"plan.layout=striped"};
-    for (const int ranks : {1, 2}) {  // of a worker
-      EngineOptions options = {.model_path = Folder(),
-                               .ranks = ranks,
-                               .device = "cpu",
-                               .dtype = DType::kF32,
-                               .peak_flops = 1e12,
-                               .threads = 1};
-      options.speed_profile_path = SpeedProfile();
-      ASSERT_TRUE(LoadEmbeddedEngine(options).ok());  // measures
+    RegisterFarPlatform();
+    for (const std::string device : {"cpu", "far"}) {
+      for (const int ranks : {1, 2}) {  // of a worker
+        EngineOptions options = {.model_path = Folder(),
+                                 .ranks = ranks,
+                                 .device = device,
+                                 .dtype = DType::kF32,
+                                 .peak_flops = 1e12,
+                                 .threads = 1};
+        options.speed_profile_path = SpeedProfile();
+        ASSERT_TRUE(LoadEmbeddedEngine(options).ok());  // measures
+      }
     }
     FixSpeeds(SpeedProfile(), {.gemm_flops_per_second = 1e8});  // what is computed counts, not what is sent
     auto fresh = LoadEmbeddedEngine({.model_path = Folder(),

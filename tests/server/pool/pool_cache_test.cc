@@ -106,5 +106,34 @@ TEST_F(PoolCacheTest, NoHistoryGivesAWrongLogit) {
   EXPECT_GT(counts().evictions, 5u);
 }
 
+// Workers whose devices have memory of their own keep there what was used last, a third of all of it: what
+// has left for the host, and what has not, is read by later prompts and by who fetches it.
+TEST_F(PoolCacheTest, DevicesWithMemoryOfTheirOwnKeepWhatWasUsedLast) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  constexpr int64_t kTokenBytes = 2 * kLayers * kKvHeads * kHeadDim * 4;
+  of_leader_.push_back("kv.cache=true");
+  StartPool({2, 1}, {"pool.worker.device=far", absl::StrCat("kv.memory_bytes=", 400 * kTokenBytes, "B"),
+                     absl::StrCat("kv.host_memory_bytes=", 4000 * kTokenBytes, "B")});
+  const auto on_devices = [&](int worker) { return workers_[worker]->kv().device_bytes; };
+  std::vector<uint32_t> prompt = RandomTokens(random, 700);
+  EXPECT_EQ(PrefillAndCompare(*client_, prompt, Header(), "first"), 0);
+  for (int step = 0; step < 6; ++step) {
+    const int64_t before = std::ssize(prompt);
+    prompt = Joined(prompt, before, RandomTokens(random, Draw<int64_t>(random, 100, 300)));
+    const std::string what = absl::StrCat("step ", step, ", seed ", seed);
+    EXPECT_GT(PrefillAndCompare(*client_, prompt, Header(/*keep=*/step % 2 == 0), what), before - 3 * 64);
+    for (const int worker : {0, 1}) {
+      EXPECT_GT(on_devices(worker), 0) << what;
+      EXPECT_LE(on_devices(worker), 400 * kTokenBytes) << what;
+      EXPECT_LE(on_devices(worker), workers_[worker]->kv().bytes) << what;
+    }
+  }
+  // Most of it has left: there is more than the devices hold.
+  EXPECT_GT(workers_[0]->kv().bytes, 2 * on_devices(0));
+  ReleaseAll();
+  workers_.clear();
+}
+
 }  // namespace
 }  // namespace meshfill

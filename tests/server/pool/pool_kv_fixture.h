@@ -88,7 +88,7 @@ class TestWorker {
  public:
   TestWorker(const std::string& join, const std::string& name, int ranks,
              std::vector<std::string> overrides) {
-    overrides.insert(overrides.end(),
+    overrides.insert(overrides.begin(),
                      {absl::StrCat("pool.worker.name=", name), absl::StrCat("pool.worker.ranks=", ranks),
                       "pool.worker.device=cpu", "pool.worker.threads=1", "pool.worker.peak_flops=1e12"});
     auto process = WorkerProcess::Start(Config(overrides), join);

@@ -599,7 +599,7 @@ uint64_t PoolSimulation::Digest(const Host& host, int seat) const {
   for (int64_t slot = 0; slot < prefix_slots; ++slot) {
     uint64_t of_id = 0;
     const KvRows rows = KvRowsOf(*host.prefix, 0, layout, rank, slot, 1);
-    std::memcpy(&of_id, rows.k + sizeof of_id, sizeof of_id);
+    std::memcpy(&of_id, rows.slab->Row(0, rows.first_slot) + sizeof of_id, sizeof of_id);
     sum += of_id;
   }
   return sum;

@@ -116,7 +116,7 @@ class PoolSimulation {
     std::vector<LinkProbe> probes = {};
     std::vector<HostRank> ranks = {};
     std::shared_ptr<Mesh> mesh = nullptr;
-    std::shared_ptr<KvSink> kv = nullptr;             // null: K and V are dropped
+    std::shared_ptr<KvPrompt> kv = nullptr;           // null: K and V are dropped
     std::shared_ptr<const KvSlabs> prefix = nullptr;  // of the plan's cached tokens; null: there are none
   };
   struct Node {
@@ -147,7 +147,7 @@ class PoolSimulation {
   struct ClientRequest {
     std::vector<uint32_t> tokens;
     bool poisonous = false;
-    bool calm = false;  // no fault since it was submitted, and well before
+    bool calm = false;    // no fault since it was submitted, and well before
     uint64_t losses = 0;  // of workers, before it
     bool cancelled = false;
     std::set<uint64_t> runs;   // of this leader
