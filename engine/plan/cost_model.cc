@@ -135,7 +135,7 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
          std::max(0.0, transfers - blocks);
 }
 
-// How many blocks' time a transfer takes, rounded, and 1 to a·b.
+// How many blocks' time a transfer takes, rounded, at most a·b; 1 for those that the tile has none of.
 OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                             double (*round)(double)) {
   double all_layers = 0;
@@ -148,21 +148,24 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
     }
   });
   const double average = all_layers / model.layers;
-  const auto cost = [&](Traffic traffic) {
-    const double blocks = round(longest[traffic] / average);
-    return static_cast<int>(std::clamp<double>(blocks, 1, shape.tile.ranks()));
+  const auto cost = [&](Traffic traffic, int chunks) {
+    if (chunks == 1) return 1;
+    return static_cast<int>(std::min<double>(round(longest[traffic] / average), shape.tile.ranks()));
   };
-  return {.c_q = cost(Traffic::kQ), .c_kv = cost(Traffic::kKv), .c_o = cost(Traffic::kO)};
+  return {.c_q = cost(Traffic::kQ, shape.tile.a),
+          .c_kv = cost(Traffic::kKv, shape.tile.b),
+          .c_o = cost(Traffic::kO, shape.tile.a)};
 }
 
 }  // namespace
 
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  return TransferBlocks(model, speed, shape, [](double blocks) { return std::ceil(blocks); });
+  return TransferBlocks(model, speed, shape, [](double blocks) { return std::max(1.0, std::ceil(blocks)); });
 }
 
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  return TransferBlocks(model, speed, shape, [](double blocks) { return std::floor(blocks); });
+  return TransferBlocks(model, speed, shape,
+                        [](double blocks) { return blocks < 0.5 ? 0.0 : std::max(1.0, std::floor(blocks)); });
 }
 
 double AttentionSeconds::Block(BlockIndex index) const {

@@ -26,7 +26,9 @@ namespace meshfill {
 // the average layer, where some have a sliding window; at most a·b, beyond which they mean the same.
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
-// The most blocks that are over when such a transfer is, at least 1: a step of them makes no transfer longer.
+// The most blocks that are over when such a transfer is: a step of them makes no transfer longer. 1 where it
+// takes half a block or more; 0 where it takes less, so that a long transfer behind it has the blocks beside
+// it.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
 // What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.

@@ -37,7 +37,8 @@
 
 namespace meshfill {
 
-// The tile and the costs are positive. Passes CheckSchedule; the same for the same arguments on every rank.
+// The tile is positive, no cost negative: beside a message of cost 0 nothing is computed. Passes
+// CheckSchedule; the same for the same arguments on every rank.
 Schedule OptimalSchedule(Tile tile, OverlapCosts costs);
 
 }  // namespace meshfill

@@ -44,7 +44,7 @@ class OrderSearch {
   void Extend(const State& state) {
     if (best_exposed_ == bound_) return;
     if (state.exposed + std::max<int64_t>(0, state.left - state.hideable) >= best_exposed_) return;
-    if (state.hideable == 0) {
+    if (state.q_chunks == tile_.a && state.kv_chunks == tile_.b && state.o_sent == tile_.a - 1) {
       best_exposed_ = state.exposed + state.left;
       best_order_ = order_;
       return;

@@ -17,7 +17,7 @@ namespace meshfill {
 // after the last chunk arrived (the critical path), less what the Send O of earlier rows hide.
 int64_t LeastTimeBound(Tile tile, OverlapCosts costs);
 
-// The tile and the costs are positive.
+// The tile is positive, no cost negative.
 Schedule SearchSchedule(Tile tile, OverlapCosts costs);
 
 }  // namespace meshfill

@@ -9,9 +9,11 @@
 namespace meshfill {
 namespace {
 
-OverlapCosts DrawCosts(std::mt19937_64& random, int limit) {
+OverlapCosts DrawCosts(std::mt19937_64& random, int limit, int least = 1) {
   limit = Draw(random, 1, limit);
-  return {.c_q = Draw(random, 1, limit), .c_kv = Draw(random, 1, limit), .c_o = Draw(random, 1, limit)};
+  return {.c_q = Draw(random, least, limit),
+          .c_kv = Draw(random, least, limit),
+          .c_o = Draw(random, least, limit)};
 }
 
 std::string Named(uint64_t seed, Tile tile, OverlapCosts costs) {
@@ -24,7 +26,7 @@ TEST(OptimalSchedule, TakesAsLongAsTheSearchs) {
   std::mt19937_64 random(seed);
   for (int i = 0; i < 2000; ++i) {
     const Tile tile = {.a = Draw(random, 1, 8), .b = Draw(random, 1, 8)};
-    const OverlapCosts costs = DrawCosts(random, 16);
+    const OverlapCosts costs = DrawCosts(random, 16, /*least=*/0);
     ASSERT_EQ(TimeInBlocks(OptimalSchedule(tile, costs), costs),
               TimeInBlocks(SearchSchedule(tile, costs), costs))
         << Named(seed, tile, costs);
@@ -52,7 +54,7 @@ TEST(OptimalSchedule, RunsOnEveryMesh) {
   std::mt19937_64 random(seed);
   for (int n = 1; n <= 64; ++n) {
     for (Tile tile : TilesOf(n)) {
-      const OverlapCosts costs = DrawCosts(random, 12);
+      const OverlapCosts costs = DrawCosts(random, 12, /*least=*/0);
       const Schedule schedule = OptimalSchedule(tile, costs);
       ASSERT_TRUE(CheckSchedule(schedule).ok())
           << Named(seed, tile, costs) << ": " << CheckSchedule(schedule);
@@ -63,6 +65,12 @@ TEST(OptimalSchedule, RunsOnEveryMesh) {
 
 TEST(OptimalSchedule, OfOneRankIsOneBlock) {
   EXPECT_EQ(OptimalSchedule({.a = 1, .b = 1}, {}).DebugString(), "1x1 | none: (0,0)");
+}
+
+// Short messages first, with nothing beside them, leave a whole row to the long one.
+TEST(OptimalSchedule, ComputesNothingBesideMessagesThatCostNothing) {
+  EXPECT_EQ(OptimalSchedule({.a = 3, .b = 2}, {.c_q = 0, .c_kv = 9, .c_o = 0}).DebugString(),
+            "3x2 | q: | q: | kv: (1,0) (2,0) (0,0) | none: (1,1) | o: | none: (2,1) | o: | none: (0,1)");
 }
 
 TEST(OptimalSchedule, OfARingReceivesWhileItComputes) {
