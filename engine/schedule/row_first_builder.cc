@@ -16,7 +16,10 @@ void RowFirstBuilder::Append(Traffic comm) {
   }
   AppendStep(comm, CommBlocks(comm, costs_));
   q_chunks_ += comm == Traffic::kQ ? 1 : 0;
-  kv_chunks_ += comm == Traffic::kKv ? 1 : 0;
+  if (comm == Traffic::kKv) {
+    ++kv_chunks_;
+    first_ready_ = 1;
+  }
   o_sent_ += comm == Traffic::kO ? 1 : 0;
 }
 
@@ -27,8 +30,10 @@ Schedule RowFirstBuilder::Finish() && {
 
 void RowFirstBuilder::AppendStep(std::optional<Traffic> comm, int64_t max_blocks) {
   Step step{.comm = comm, .blocks = {}};
-  while (first_row_ < q_chunks_ && IsWhole(first_row_)) ++first_row_;
-  for (int row = first_row_; row < q_chunks_; ++row) TakeRow(row, max_blocks, step);
+  for (; first_ready_ < q_chunks_; ++first_ready_) {
+    TakeRow(first_ready_, max_blocks, step);
+    if (computed_[first_ready_] < kv_chunks_) break;  // the step is full
+  }
   TakeRow(0, max_blocks, step);
   schedule_.steps.push_back(std::move(step));
 }

@@ -41,7 +41,7 @@ class RowFirstBuilder {
   int q_chunks_ = 1;
   int kv_chunks_ = 1;
   int o_sent_ = 0;
-  int first_row_ = 1;          // rows 1 … first_row_ − 1 are whole
+  int first_ready_ = 1;        // rows 1 … first_ready_ − 1 have no ready block
   std::vector<int> computed_;  // [a]: blocks, by rising v
 };
 

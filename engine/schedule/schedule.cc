@@ -38,6 +38,7 @@ class GreedyScheduler {
     } else {
       Append(Traffic::kKv, costs_.c_kv);
       ++kv_chunks_;
+      first_ready_ = 1;
     }
   }
 
@@ -50,10 +51,9 @@ class GreedyScheduler {
         step.blocks.push_back({.u = u, .v = computed_[u]++});
       }
     };
-    while (first_row_ < q_chunks_ && computed_[first_row_] == schedule_.tile.b) ++first_row_;
-    for (int u = first_row_; u < q_chunks_; ++u) {
-      if (static_cast<int>(step.blocks.size()) == max_blocks) break;
-      take_row(u);
+    for (; first_ready_ < q_chunks_; ++first_ready_) {
+      take_row(first_ready_);
+      if (computed_[first_ready_] < kv_chunks_) break;  // the step is full
     }
     take_row(0);
     schedule_.steps.push_back(std::move(step));
@@ -63,7 +63,7 @@ class GreedyScheduler {
   Schedule schedule_;
   int q_chunks_ = 1;           // Q#0 … that have arrived in earlier steps
   int kv_chunks_ = 1;          // KV#0 … likewise
-  int first_row_ = 1;          // rows 1 … first_row_ − 1 are whole
+  int first_ready_ = 1;        // rows 1 … first_ready_ − 1 have no ready block
   std::vector<int> computed_;  // blocks computed, by row
 };
 
