@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/sim/head_groups.h"
+#include "engine/sim/mesh_rings.h"
 
 namespace meshfill::sim {
 namespace {
@@ -106,6 +107,37 @@ void Collective(ProgramBuilder& builder, int channel, int64_t bytes, int count) 
   }
 }
 
+// One of a ring's hops on each channel, which share the bytes, and what is computed meanwhile.
+template <typename Compute>
+void Hop(ProgramBuilder& builder, const std::vector<int>& channels, int64_t bytes, Compute compute) {
+  const auto rings = static_cast<int64_t>(channels.size());
+  for (int channel : channels) builder.Start(channel, (bytes + rings - 1) / rings);
+  compute();
+  for (int channel : channels) builder.Wait(channel);
+}
+
+std::vector<int> RingChannels(ProgramBuilder& builder, const HeadGroups& groups, const ParallelRings& rings) {
+  std::vector<int> channels;
+  for (int ring = 0; ring < rings.rings; ++ring) {
+    const auto place = [&](int position) {
+      position %= rings.places;
+      return position / rings.span * rings.span + (position + ring) % rings.span;
+    };
+    std::vector<int> from(rings.places);
+    for (int position = 0; position < rings.places; ++position) from[place(position)] = place(position + 1);
+    channels.push_back(builder.AddChannel(Traffic::kKv, groups.InEveryMesh(from)));
+  }
+  return channels;
+}
+
+// A block of each KV chunk, while the next one is under way.
+void PassKvRound(ProgramBuilder& builder, const HeadGroups& groups, const ParallelRings& rings) {
+  const std::vector<int> channels = RingChannels(builder, groups, rings);
+  const auto block = [&] { builder.Compute(groups.BlockFlops(Pass::kForward), 1); };
+  for (int hop = 1; hop < rings.places; ++hop) Hop(builder, channels, groups.chunk().kv, block);
+  block();
+}
+
 }  // namespace
 
 RankProgram DoubleRingProgram(const AttentionJob& job, const DoubleRing& ring, Pass pass) {
@@ -113,21 +145,22 @@ RankProgram DoubleRingProgram(const AttentionJob& job, const DoubleRing& ring, P
 }
 
 RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pass pass) {
-  const Grid grid = star.grid();
+  const Grid grid = star.star();
   const int team = star.team;
   const int hops = grid.rows;
-  const HeadGroups groups(job, 1, star.ranks);
+  const HeadGroups groups(job, star.heads, star.ranks);
   const ChunkBytes& chunk = groups.chunk();
-  ProgramBuilder builder(star.ranks);
+  ProgramBuilder builder(star.all_ranks());
   const bool forward = pass == Pass::kForward;
   const double flops = groups.BlockFlops(pass) * team * team;
-
-  const auto in_team = Peers(grid, [&](int i, int y, int x) { return grid.Rank(i, y, (x + 1) % team); });
-  const auto in_ring = Peers(grid, [&](int i, int y, int x) { return grid.Rank(i, (y + 1) % hops, x); });
+  const auto peers = [&](auto from) { return groups.InEveryMesh(Peers(grid, from)); };
+  const auto in_team = peers([&](int i, int y, int x) { return grid.Rank(i, y, (x + 1) % team); });
+  const auto in_ring = peers([&](int i, int y, int x) { return grid.Rank(i, (y + 1) % hops, x); });
   // Place x of every team works on the KV of the teams in sub-ring x: place i of team (x, y) has it for team
   // (i, y).
-  const auto start = Peers(grid, [&](int i, int y, int x) { return grid.Rank(x, y, i); });
+  const auto start = peers([&](int i, int y, int x) { return grid.Rank(x, y, i); });
 
+  groups.Exchange(builder, {forward ? chunk.q : chunk.odoq, groups.k_bytes(), groups.k_bytes()});
   builder.Take(team * ((forward ? chunk.q + chunk.o_state : chunk.odoq + chunk.dq) + 2 * chunk.kv) +
                (forward ? 0 : 2 * team * chunk.dkv));
   const int gather = builder.AddChannel(Traffic::kGather, in_team);
@@ -136,20 +169,65 @@ RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pas
   builder.Start(place, team * chunk.kv);
   builder.Wait(place);
   const int ring = builder.AddChannel(Traffic::kKv, in_ring);
+  const int gradients = builder.AddChannel(Traffic::kDkv, in_ring);
+  const bool returns = !forward && hops > 1;
   for (int hop = 0; hop < hops; ++hop) {
     if (hop + 1 < hops) builder.Start(ring, team * chunk.kv);
     builder.Compute(flops, team * team);
+    if (returns && hop > 0) builder.Wait(gradients);
+    if (returns) builder.Start(gradients, team * chunk.dkv);  // on with its chunk, at last home
     if (hop + 1 < hops) builder.Wait(ring);
   }
+  if (returns) builder.Wait(gradients);
   if (forward) {
     Collective(builder, gather, chunk.o, team);
+    groups.Exchange(builder, {chunk.o_finished});
     return std::move(builder).Build();
   }
-  const int gradients = builder.AddChannel(Traffic::kDkv, in_ring);
-  Collective(builder, gradients, team * chunk.dkv, hops);
   builder.Start(place, team * chunk.dkv);
   builder.Wait(place);
   Collective(builder, gather, chunk.dkv + chunk.dq, team);
+  groups.Exchange(builder, {chunk.dq, chunk.dkv});
+  return std::move(builder).Build();
+}
+
+RankProgram ParallelRingsProgram(const AttentionJob& job, const ParallelRings& rings) {
+  const HeadGroups groups(job, rings.heads, rings.places);
+  const ChunkBytes& chunk = groups.chunk();
+  ProgramBuilder builder(rings.ranks());
+  groups.Exchange(builder, {chunk.q, groups.k_bytes(), groups.k_bytes()});
+  builder.Take(chunk.q + chunk.o_state + std::min(rings.places, 2) * chunk.kv);
+  PassKvRound(builder, groups, rings);
+  groups.Exchange(builder, {chunk.o_finished});
+  return std::move(builder).Build();
+}
+
+RankProgram Attention2dProgram(const AttentionJob& job, const Attention2d& attention) {
+  const auto [a, b] = attention.tile;
+  const HeadGroups groups(job, attention.heads, a * b);
+  const ChunkBytes& chunk = groups.chunk();
+  const MeshRings rings = MeshRingsOf(groups, attention.tile);
+  ProgramBuilder builder(groups.ranks());
+  groups.Exchange(builder, {chunk.q, groups.k_bytes(), groups.k_bytes()});
+  builder.Take(a * (chunk.q + chunk.o_state) + (attention.overlaps ? std::min(b, 2) : b) * chunk.kv);
+  const int q = builder.AddChannel(Traffic::kQ, rings.q_from);
+  const int kv = builder.AddChannel(Traffic::kKv, rings.kv_from);
+  const int o = builder.AddChannel(Traffic::kO, rings.q_from);
+  for (int hop = 1; hop < std::max(a, b); ++hop) {
+    const bool with_kv = !attention.overlaps && hop < b;
+    if (hop < a) builder.Start(q, chunk.q);
+    if (with_kv) builder.Start(kv, chunk.kv);
+    if (hop < a) builder.Wait(q);
+    if (with_kv) builder.Wait(kv);
+  }
+  for (int hop = 1; hop <= b; ++hop) {
+    const bool passes_on = attention.overlaps && hop < b;
+    if (passes_on) builder.Start(kv, chunk.kv);
+    builder.Compute(a * groups.BlockFlops(Pass::kForward), a);
+    if (passes_on) builder.Wait(kv);
+  }
+  Collective(builder, o, chunk.o, a);
+  groups.Exchange(builder, {chunk.o_finished});
   return std::move(builder).Build();
 }
 
@@ -180,16 +258,25 @@ RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks) {
   return std::move(builder).Build();
 }
 
-RankProgram TensorParallelProgram(const AttentionJob& job, int ranks) {
-  const HeadGroups groups(job, 1, ranks);
-  const Grid line{.columns = ranks};
-  ProgramBuilder builder(ranks);
-  const int channel =
-      builder.AddChannel(Traffic::kGather, Peers(line, [&](int, int, int x) { return (x + 1) % ranks; }));
-  builder.Take(ranks * groups.chunk().q + groups.chunk().q + groups.chunk().kv + groups.chunk().o_state);
-  Collective(builder, channel, groups.chunk().q, ranks);
-  builder.Compute(job.Flops(Pass::kForward) / ranks, 1);
-  Collective(builder, channel, groups.chunk().o_finished, ranks);
+RankProgram TensorContextProgram(const AttentionJob& job, const TensorContext& plan) {
+  const HeadGroups groups(job, plan.tensor, plan.context.places);
+  const ChunkBytes& chunk = groups.chunk();
+  ProgramBuilder builder(groups.ranks());
+  const Grid line{.planes = plan.tensor, .columns = plan.context.places};
+  const int team = builder.AddChannel(Traffic::kGather, Peers(line, [&](int i, int, int x) {
+                                        return line.Rank((i + 1) % plan.tensor, 0, x);
+                                      }));
+  builder.Take(plan.tensor * groups.share().q + chunk.q + chunk.o_state +
+               std::min(plan.context.places, plan.gathers ? plan.context.places : 2) * chunk.kv);
+  Collective(builder, team, groups.share().q, plan.tensor);
+  if (plan.gathers) {
+    const std::vector<int> channels = RingChannels(builder, groups, plan.context);
+    for (int hop = 1; hop < plan.context.places; ++hop) Hop(builder, channels, chunk.kv, [] {});
+    builder.Compute(job.Flops(Pass::kForward) / groups.ranks(), 1);
+  } else {
+    PassKvRound(builder, groups, plan.context);
+  }
+  Collective(builder, team, groups.share().o_finished, plan.tensor);
   return std::move(builder).Build();
 }
 

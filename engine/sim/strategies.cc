@@ -18,10 +18,11 @@ namespace meshfill::sim {
 namespace {
 
 constexpr std::array<StrategyKind, kStrategyKinds> kAllKinds = {
-    StrategyKind::kRing,           StrategyKind::kPassQ,     StrategyKind::kPaperMesh,
-    StrategyKind::kUlysses,        StrategyKind::kUsp,       StrategyKind::kBurst,
-    StrategyKind::kLoongTrain,     StrategyKind::kStarTrail, StrategyKind::kTwoWayRing,
-    StrategyKind::kTensorParallel, StrategyKind::kPlanned,   StrategyKind::kPlannedLanes};
+    StrategyKind::kRing,           StrategyKind::kPassQ,       StrategyKind::kPaperMesh,
+    StrategyKind::kUlysses,        StrategyKind::kUsp,         StrategyKind::kBurst,
+    StrategyKind::kLoongTrain,     StrategyKind::kStarTrail,   StrategyKind::kTwoWayRing,
+    StrategyKind::kAllGather,      StrategyKind::kAttention2d, StrategyKind::kTasp,
+    StrategyKind::kTensorParallel, StrategyKind::kPlanned,     StrategyKind::kPlannedLanes};
 
 // One setting of a strategy.
 struct Variant {
@@ -84,7 +85,10 @@ class Variants {
         }
         break;
       case StrategyKind::kUsp:
-        for (int heads : HeadGroupCounts()) AddPlacedMeshes(heads, {.a = 1, .b = ranks_ / heads});
+        for (int heads : HeadGroupCounts()) {
+          AddPlacedMeshes(heads, {.a = 1, .b = ranks_ / heads});
+          if (pass_ == Pass::kBackward) AddDoubleRing({.heads = heads, .window = ranks_ / heads});
+        }
         break;
       case StrategyKind::kBurst:
         AddDoubleRings(1, /*moves_queries=*/true);
@@ -93,17 +97,31 @@ class Variants {
         for (int heads : HeadGroupCounts()) AddDoubleRings(heads, /*moves_queries=*/false);
         break;
       case StrategyKind::kStarTrail:
-        AddStarTrails();
+        for (int heads : HeadGroupCounts()) AddStarTrails(heads);
         break;
       case StrategyKind::kTwoWayRing:
         if (pass_ == Pass::kForward) {
           shortlist_.Add("both ways", TwoWayRingProgram(job_, ranks_), RowFirst(ranks_));
         }
         break;
+      case StrategyKind::kAllGather:
+        AddTensorContexts(1);
+        break;
+      case StrategyKind::kAttention2d:
+        for (int heads : HeadGroupCounts()) {
+          for (const Tile tile : TilesOf(ranks_ / heads)) AddAttention2d(heads, tile);
+        }
+        break;
+      case StrategyKind::kTasp:
+        for (int heads : HeadGroupCounts()) {
+          for (const ParallelRings& rings : RingsSideBySide(heads)) {
+            AddForward(RingsText(rings), [&] { return ParallelRingsProgram(job_, rings); });
+          }
+        }
+        break;
       case StrategyKind::kTensorParallel:
-        if (pass_ == Pass::kForward && job_.q_heads % ranks_ == 0) {
-          shortlist_.Add(absl::StrCat(ranks_, " ways"), TensorParallelProgram(job_, ranks_),
-                         RowFirst(ranks_));
+        for (int tensor : HeadGroupCounts()) {
+          if (tensor > 1) AddTensorContexts(tensor);
         }
         break;
       case StrategyKind::kPlanned:
@@ -183,28 +201,77 @@ class Variants {
 
   void AddDoubleRings(int heads, bool moves_queries) {
     for (int window : DivisorsOf(ranks_ / heads)) {
-      const DoubleRing ring{.heads = heads,
-                            .windows = ranks_ / heads / window,
-                            .window = window,
-                            .moves_queries = moves_queries};
-      const RankProgram program = DoubleRingProgram(job_, ring, pass_);
-      for (Placement& placement : PlacementsOf(ring.grid(), cluster_.gpus_per_node)) {
-        std::string settings = absl::StrCat(ring.grid().DebugString(), ", ", placement.name);
-        shortlist_.Add(std::move(settings), program, std::move(placement));
+      AddDoubleRing({.heads = heads,
+                     .windows = ranks_ / heads / window,
+                     .window = window,
+                     .moves_queries = moves_queries});
+    }
+  }
+
+  // In every placement.
+  void AddDoubleRing(const DoubleRing& ring) {
+    AddPlaced(ring.grid().DebugString(), ring.grid(), DoubleRingProgram(job_, ring, pass_));
+  }
+
+  void AddStarTrails(int heads) {
+    const int ranks = ranks_ / heads;
+    for (int team : DivisorsOf(ranks)) {
+      if (ranks % (team * team) != 0) continue;
+      const StarTrail star{.heads = heads, .ranks = ranks, .team = team};
+      const std::string groups = heads == 1 ? "" : absl::StrCat(heads, "·");
+      AddPlaced(absl::StrCat(groups, "C=", team), star.grid(), StarTrailProgram(job_, star, pass_));
+    }
+  }
+
+  void AddAttention2d(int heads, Tile tile) {
+    if (pass_ != Pass::kForward) return;
+    for (const bool overlaps : {false, true}) {
+      const std::string name =
+          PlacedMesh{.heads = heads, .tile = tile, .placement = RowFirst(1)}.DebugString();
+      AddPlaced(absl::StrCat(name, overlaps ? ", overlapped" : ""), MeshGrid(heads, tile),
+                Attention2dProgram(job_, {.heads = heads, .tile = tile, .overlaps = overlaps}));
+    }
+  }
+
+  void AddPlaced(const std::string& settings, Grid grid, const RankProgram& program) {
+    for (Placement& placement : PlacementsOf(grid, cluster_.gpus_per_node)) {
+      std::string placed = absl::StrCat(settings, ", ", placement.name);
+      shortlist_.Add(std::move(placed), program, std::move(placement));
+    }
+  }
+
+  // Rows of ranks in a node fill it; several leave it at different GPUs.
+  std::vector<ParallelRings> RingsSideBySide(int heads) const {
+    const int places = ranks_ / heads;
+    int span = std::clamp(cluster_.gpus_per_node / heads, 1, places);
+    while (places % span != 0) --span;
+    std::vector<ParallelRings> all;
+    for (int rings : DivisorsOf(span)) {
+      all.push_back({.heads = heads, .places = places, .span = span, .rings = rings});
+    }
+    return all;
+  }
+
+  static std::string RingsText(const ParallelRings& rings) {
+    return absl::StrCat(rings.heads, "·", rings.places, ", ", rings.rings,
+                        rings.rings == 1 ? " ring" : " rings");
+  }
+
+  // Members of a team first, so that as many as possible are in a node.
+  void AddTensorContexts(int tensor) {
+    for (const ParallelRings& rings : RingsSideBySide(tensor)) {
+      for (const bool gathers : {true, false}) {
+        if (tensor == 1 && !gathers) continue;  // a ring, or TASP
+        AddForward(absl::StrCat(RingsText(rings), gathers ? ", gathered" : ""), [&] {
+          return TensorContextProgram(job_, {.tensor = tensor, .context = rings, .gathers = gathers});
+        });
       }
     }
   }
 
-  void AddStarTrails() {
-    for (int team : DivisorsOf(ranks_)) {
-      if (ranks_ % (team * team) != 0) continue;
-      const StarTrail star{.ranks = ranks_, .team = team};
-      const RankProgram program = StarTrailProgram(job_, star, pass_);
-      for (Placement& placement : PlacementsOf(star.grid(), cluster_.gpus_per_node)) {
-        std::string settings = absl::StrCat("C=", team, ", ", placement.name);
-        shortlist_.Add(std::move(settings), program, std::move(placement));
-      }
-    }
+  template <typename Program>
+  void AddForward(std::string settings, const Program& program) {
+    if (pass_ == Pass::kForward) shortlist_.Add(std::move(settings), program(), RowFirst(ranks_));
   }
 
   const AttentionJob& job_;
@@ -268,6 +335,12 @@ const char* StrategyName(StrategyKind kind) {
       return "startrail";
     case StrategyKind::kTwoWayRing:
       return "two_way_ring";
+    case StrategyKind::kAllGather:
+      return "all_gather";
+    case StrategyKind::kAttention2d:
+      return "attention2d";
+    case StrategyKind::kTasp:
+      return "tasp";
     case StrategyKind::kTensorParallel:
       return "tensor_parallel";
     case StrategyKind::kPlanned:
@@ -301,11 +374,19 @@ bool IsRunnable(StrategyKind kind) {
     case StrategyKind::kLoongTrain:
     case StrategyKind::kStarTrail:
     case StrategyKind::kTwoWayRing:
+    case StrategyKind::kAllGather:
+    case StrategyKind::kAttention2d:
+    case StrategyKind::kTasp:
     case StrategyKind::kTensorParallel:
     case StrategyKind::kPlannedLanes:
       return false;
   }
   return false;
+}
+
+bool IsRival(StrategyKind kind) {
+  return kind != StrategyKind::kPlanned && kind != StrategyKind::kPlannedLanes &&
+         kind != StrategyKind::kTwoWayRing;
 }
 
 absl::StatusOr<std::optional<PassResult>> RunStrategy(StrategyKind kind, const AttentionJob& job, Pass pass,

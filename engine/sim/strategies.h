@@ -24,22 +24,27 @@ enum class StrategyKind {
   kPassQ,           // b = 1, row-first
   kPaperMesh,       // the paper's own rule (placed_mesh.h)
   kUlysses,         // h = n
-  kUsp,             // h × ring, any h and placement
+  kUsp,             // h × ring, any h and placement; backward, dKV beside KV where that is faster
   kBurst,           // double ring; queries move in the backward pass
   kLoongTrain,      // h × double ring, any h, window and placement
-  kStarTrail,       // any team and placement
+  kStarTrail,       // any h, team and placement
   kTwoWayRing,      // KV both ways round, forward only
-  kTensorParallel,  // forward only
+  kAllGather,       // all KV gathered first, forward only
+  kAttention2d,     // any h, tile and placement, forward only
+  kTasp,            // h × parallel rings, any h and number of rings, forward only
+  kTensorParallel,  // TP × CP, any TP from 2 on; CP gathers KV or passes it round, forward only
   kPlanned,         // h × mesh, any h, tile and placement: forward, what Meshfill's planner chooses
   kPlannedLanes,    // the same with two communications at once (mesh_lanes.h), or a two-way ring
 };
-inline constexpr int kStrategyKinds = 12;
+inline constexpr int kStrategyKinds = 15;
 
 std::span<const StrategyKind, kStrategyKinds> AllStrategies();
 const char* StrategyName(StrategyKind kind);  // "ring", "usp", "planned", …
 absl::StatusOr<StrategyKind> ParseStrategy(
     std::string_view name);          // INVALID_ARGUMENT with the names there are
 bool IsRunnable(StrategyKind kind);  // a plan of the executor, so that the planner may choose it
+// Published by others: neither Meshfill's plan, nor what that may become with more messages at once.
+bool IsRival(StrategyKind kind);
 
 // One pass of a strategy.
 struct PassResult {

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -48,12 +49,22 @@ class ScenarioReader {
       return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
     const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
     RETURN_IF_ERROR(ReadYaml(path_, text, &source_, &origins_));
+    RETURN_IF_ERROR(ReadStrategies());
+    if (source_.report() == v1::Scenario::REPORT_SWEEP) {
+      scenario_.report = Scenario::Report::kSweep;
+      RETURN_IF_ERROR(ReadSweep());
+      return std::move(scenario_);
+    }
+    RETURN_IF_ERROR(ReadCluster("cluster", source_.cluster(), scenario_.cluster));
     if (source_.report() == v1::Scenario::REPORT_MESH_ATTENTION_PAPER) {
       scenario_.report = Scenario::Report::kMeshAttentionPaper;
+      RETURN_IF_ERROR(ReadPaper());
+    } else {
+      const auto& attention = source_.attention();
+      ASSIGN_OR_RETURN(scenario_.job, ReadJob(attention.tokens(), attention.q_heads(), attention.kv_heads()));
+      ASSIGN_OR_RETURN(scenario_.gpus, ReadGpus());
+      scenario_.passes = Passes();
     }
-    RETURN_IF_ERROR(ReadCluster());
-    RETURN_IF_ERROR(ReadStrategies());
-    RETURN_IF_ERROR(scenario_.report == Scenario::Report::kStrategies ? ReadJob() : ReadPaper());
     return std::move(scenario_);
   }
 
@@ -64,12 +75,12 @@ class ScenarioReader {
         absl::StrCat(origin == origins_.end() ? path_ : origin->second, ": ", key, ": ", problem));
   }
 
-  absl::Status ReadCluster() {
-    const auto& section = source_.cluster();
-    sim::Cluster& cluster = scenario_.cluster;
+  using ClusterSection = v1::Scenario::ClusterSection;
+
+  absl::Status ReadCluster(const std::string& key, const ClusterSection& section, sim::Cluster& cluster) {
     cluster.gpus_per_node = section.has_gpus_per_node() ? static_cast<int>(section.gpus_per_node()) : 8;
     if (!section.fitted_to().empty()) {
-      RETURN_IF_ERROR(FitCluster());
+      RETURN_IF_ERROR(FitCluster(key, section, cluster));
     } else {
       cluster.same_node = LinkOf(section.same_node());
       cluster.between_nodes = LinkOf(section.between_nodes());
@@ -85,30 +96,30 @@ class ScenarioReader {
         .jitter = variation.jitter(),
         .seed = variation.has_seed() ? variation.seed() : 1};
     if (absl::Status status = sim::CheckCluster(cluster); !status.ok()) {
-      return Refuse("cluster", std::string(absl::StripPrefix(status.message(), "cluster: ")));
+      return Refuse(key, std::string(absl::StripPrefix(status.message(), "cluster: ")));
     }
     return absl::OkStatus();
   }
 
-  absl::Status FitCluster() {
-    const auto& section = source_.cluster();
+  absl::Status FitCluster(const std::string& key, const ClusterSection& section, sim::Cluster& cluster) {
+    const std::string fitted_to = absl::StrCat(key, ".fitted_to");
     if (section.has_between_nodes() || section.node_bytes_per_second() != 0 ||
         section.attention_flops_per_second() != 0) {
-      return Refuse("cluster.fitted_to",
+      return Refuse(fitted_to,
                     "leave out between_nodes, node_bytes_per_second and attention_flops_per_second: they are "
                     "fitted");
     }
-    ASSIGN_OR_RETURN(auto table, ReadTable("cluster.fitted_to", section.fitted_to()));
+    ASSIGN_OR_RETURN(auto table, ReadTable(fitted_to, section.fitted_to()));
     sim::FitAssumptions assumptions{
-        .gpus_per_node = scenario_.cluster.gpus_per_node,
+        .gpus_per_node = cluster.gpus_per_node,
         .same_node_bytes_per_second = section.same_node().flow_bytes_per_second()};
     if (section.same_node().has_latency()) {
       assumptions.same_node_latency_seconds =
           absl::ToDoubleSeconds(ToDuration(section.same_node().latency()));
     }
-    auto cluster = sim::FitPaperCluster(table, assumptions);
-    if (!cluster.ok()) return Refuse("cluster", std::string(cluster.status().message()));
-    scenario_.cluster = *std::move(cluster);
+    auto fitted = sim::FitPaperCluster(table, assumptions);
+    if (!fitted.ok()) return Refuse(key, std::string(fitted.status().message()));
+    cluster = *std::move(fitted);
     return absl::OkStatus();
   }
 
@@ -129,42 +140,87 @@ class ScenarioReader {
     return absl::OkStatus();
   }
 
-  absl::Status ReadJob() {
+  absl::StatusOr<sim::AttentionJob> ReadJob(uint64_t tokens, uint32_t q_heads, uint32_t kv_heads) const {
     const auto& attention = source_.attention();
-    sim::AttentionJob& job = scenario_.job;
     constexpr uint64_t kMaxTokens = uint64_t{1} << 31;
-    if (attention.tokens() >= kMaxTokens || attention.q_heads() > 1u << 16 ||
-        attention.head_dim() > 1u << 16) {
+    constexpr uint32_t kMaxHeads = 1u << 16;
+    if (tokens >= kMaxTokens || q_heads > kMaxHeads || kv_heads > kMaxHeads ||
+        attention.head_dim() > kMaxHeads) {
       return Refuse("attention", "too large: below 2^31 tokens, at most 65536 heads of at most 65536");
     }
-    job.tokens = static_cast<int64_t>(attention.tokens());
-    job.q_heads = static_cast<int>(attention.q_heads());
-    job.kv_heads = static_cast<int>(attention.kv_heads());
-    job.head_dim = static_cast<int>(attention.head_dim());
-    job.causal = attention.mask() == v1::Scenario::AttentionSection::MASK_CAUSAL;
+    sim::AttentionJob job = {.tokens = static_cast<int64_t>(tokens),
+                             .q_heads = static_cast<int>(q_heads),
+                             .kv_heads = static_cast<int>(kv_heads),
+                             .head_dim = static_cast<int>(attention.head_dim()),
+                             .causal = attention.mask() == v1::Scenario::AttentionSection::MASK_CAUSAL};
     job.wire.element = attention.has_dtype() ? BytesOf(attention.dtype()) : 2;
     job.wire.partial = BytesOf(attention.partial_dtype());
     job.wire.gradient = BytesOf(attention.gradient_dtype());
     if (absl::Status status = sim::CheckJob(job); !status.ok()) {
       return Refuse("attention", std::string(status.message()));
     }
-    return ReadGpusAndPasses();
+    return job;
   }
 
-  absl::Status ReadGpusAndPasses() {
+  absl::StatusOr<std::vector<int>> ReadGpus() const {
+    std::vector<int> all;
     for (const std::string& word : Words(source_.gpus())) {
       int gpus = 0;
       if (!absl::SimpleAtoi(word, &gpus) || gpus < 1 || gpus > kMaxGpus) {
         return Refuse("gpus", absl::StrCat("\"", word, "\" is no number from 1 to ", kMaxGpus));
       }
-      scenario_.gpus.push_back(gpus);
+      all.push_back(gpus);
     }
-    if (scenario_.gpus.empty()) return Refuse("gpus", "is missing; write e.g. gpus: 16, 32, 64");
-    scenario_.passes = {sim::Pass::kForward};
-    if (source_.passes() == v1::Scenario::PASSES_FORWARD_BACKWARD) {
-      scenario_.passes.push_back(sim::Pass::kBackward);
+    if (all.empty()) return Refuse("gpus", "is missing; write e.g. gpus: 16, 32, 64");
+    return all;
+  }
+
+  std::vector<sim::Pass> Passes() const {
+    if (source_.passes() == v1::Scenario::PASSES_BACKWARD) return {sim::Pass::kBackward};
+    if (source_.passes() == v1::Scenario::PASSES_FORWARD) return {sim::Pass::kForward};
+    return {sim::Pass::kForward, sim::Pass::kBackward};
+  }
+
+  absl::Status ReadSweep() {
+    const auto& section = source_.sweep();
+    const auto& attention = source_.attention();
+    if (source_.has_cluster()) return Refuse("cluster", "a sweep has its clusters in sweep.clusters");
+    if (attention.tokens() != 0 || attention.q_heads() != 0 || attention.kv_heads() != 0) {
+      return Refuse("attention", "leave out tokens, q_heads and kv_heads: sweep has them");
     }
+    const std::map<std::string, ClusterSection> clusters(section.clusters().begin(),
+                                                         section.clusters().end());
+    if (clusters.empty()) return Refuse("sweep.clusters", "is missing; give at least one cluster a name");
+    for (const auto& [name, cluster] : clusters) {
+      sim::SweepCluster& read = scenario_.sweep.clusters.emplace_back();
+      read.name = name;
+      RETURN_IF_ERROR(ReadCluster(absl::StrCat("sweep.clusters.", name), cluster, read.cluster));
+    }
+    RETURN_IF_ERROR(ReadSweepJobs(section));
+    ASSIGN_OR_RETURN(scenario_.sweep.gpus, ReadGpus());
+    scenario_.sweep.passes = Passes();
     return absl::OkStatus();
+  }
+
+  absl::Status ReadSweepJobs(const v1::Scenario::SweepSection& section) {
+    for (const std::string& heads : Words(section.heads())) {
+      const std::vector<std::string> parts = absl::StrSplit(heads, '/');
+      uint32_t q_heads = 0, kv_heads = 0;
+      if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &q_heads) ||
+          !absl::SimpleAtoi(parts[1], &kv_heads)) {
+        return Refuse("sweep.heads", absl::StrCat("\"", heads, "\" is no pair of numbers; write e.g. 32/8"));
+      }
+      for (const std::string& word : Words(section.tokens())) {
+        uint64_t tokens = 0;
+        if (!absl::SimpleAtoi(word, &tokens)) {
+          return Refuse("sweep.tokens", absl::StrCat("\"", word, "\" is no number of tokens"));
+        }
+        ASSIGN_OR_RETURN(sim::AttentionJob job, ReadJob(tokens, q_heads, kv_heads));
+        scenario_.sweep.jobs.push_back(job);
+      }
+    }
+    if (!scenario_.sweep.jobs.empty()) return absl::OkStatus();
+    return Refuse("sweep", "heads and tokens are missing; write e.g. heads: 32/8, 64/8 and tokens: 131072");
   }
 
   absl::Status ReadPaper() {

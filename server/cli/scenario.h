@@ -12,20 +12,24 @@
 #include "engine/sim/cluster.h"
 #include "engine/sim/paper_tables.h"
 #include "engine/sim/strategies.h"
+#include "engine/sim/sweep.h"
 
 namespace meshfill {
 
 struct Scenario {
-  enum class Report { kStrategies, kMeshAttentionPaper };
+  enum class Report { kStrategies, kMeshAttentionPaper, kSweep };
 
   Report report = Report::kStrategies;
-  sim::Cluster cluster;
+  sim::Cluster cluster;  // of no sweep
   std::vector<sim::StrategyKind> strategies;
 
   // For kStrategies.
   sim::AttentionJob job;
   std::vector<int> gpus;
   std::vector<sim::Pass> passes;
+
+  // For kSweep.
+  sim::Sweep sweep;
 
   // For kMeshAttentionPaper.
   std::vector<sim::PaperCell> throughput;

@@ -96,9 +96,46 @@ Json MemoryJson(const std::vector<sim::MemoryRow>& rows) {
   return cells;
 }
 
+Json RunJson(const sim::SweepResult::Run& run) {
+  return {{"strategy", sim::StrategyName(run.kind)}, {"settings", run.settings}, {"seconds", run.seconds}};
+}
+
+Json SweepJson(const Scenario& scenario, const std::vector<sim::SweepResult>& results) {
+  Json clusters = Json::object();
+  for (const sim::SweepCluster& cluster : scenario.sweep.clusters) {
+    clusters[cluster.name] = ClusterJson(cluster.cluster);
+  }
+  Json cells = Json::array();
+  for (const sim::SweepResult& cell : results) {
+    cells.push_back({{"cluster", cell.cluster},
+                     {"tokens", cell.job.tokens},
+                     {"q_heads", cell.job.q_heads},
+                     {"kv_heads", cell.job.kv_heads},
+                     {"gpus", cell.gpus},
+                     {"pass", sim::PassName(cell.pass)},
+                     {"planned", RunJson(cell.planned)},
+                     {"rival", RunJson(cell.rival)},
+                     {"slower_for_want_of", sim::SlowerReasonName(cell.reason)}});
+  }
+  const sim::SweepSummary summary = sim::SummaryOf(results);
+  Json reasons = Json::object();
+  for (const auto& [reason, count] : summary.reasons) reasons[sim::SlowerReasonName(reason)] = count;
+  const bool has_head_rings = summary.over_head_rings.has_value();
+  return {{"clusters", std::move(clusters)},
+          {"cells", std::move(cells)},
+          {"slower", summary.slower},
+          {"most", summary.most},
+          {"over_rivals", summary.over_rivals},
+          {"over_head_rings", has_head_rings ? Json(*summary.over_head_rings) : Json(nullptr)},
+          {"reasons", std::move(reasons)}};
+}
+
 }  // namespace
 
 std::string SimulationJson(const Scenario& scenario, const SimulationReport& report) {
+  if (scenario.report == Scenario::Report::kSweep) {
+    return Json{{"sweep", SweepJson(scenario, report.sweep)}}.dump();
+  }
   Json json = {{"cluster", ClusterJson(report.cluster)}};
   if (scenario.report == Scenario::Report::kMeshAttentionPaper) {
     json["throughput"] = ThroughputJson(report.throughput);

@@ -1,5 +1,7 @@
 #include "server/cli/simulation_report.h"
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "engine/sim/paper_fit.h"
@@ -36,14 +38,11 @@ const sim::StrategyResult* Comparison::Find(sim::StrategyKind kind) const {
   return nullptr;
 }
 
-const sim::StrategyResult* Comparison::FastestRival() const {
-  const sim::StrategyResult* fastest = nullptr;
+double Comparison::FastestRivalSeconds(std::optional<size_t> pass) const {
+  double fastest = std::numeric_limits<double>::infinity();
   for (const sim::StrategyResult& result : results) {
-    const bool own = result.kind == sim::StrategyKind::kPlanned ||
-                     result.kind == sim::StrategyKind::kPlannedLanes ||
-                     result.kind == sim::StrategyKind::kTwoWayRing;
-    if (own || result.passes.empty()) continue;
-    if (fastest == nullptr || result.seconds() < fastest->seconds()) fastest = &result;
+    if (!sim::IsRival(result.kind) || result.passes.empty()) continue;
+    fastest = std::min(fastest, pass.has_value() ? result.passes[*pass].seconds : result.seconds());
   }
   return fastest;
 }
@@ -55,6 +54,10 @@ absl::StatusOr<SimulationReport> RunScenario(const Scenario& scenario) {
       ASSIGN_OR_RETURN(auto comparison, Compare(scenario, scenario.job, scenario.passes, gpus));
       report.comparisons.push_back(std::move(comparison));
     }
+    return report;
+  }
+  if (scenario.report == Scenario::Report::kSweep) {
+    ASSIGN_OR_RETURN(report.sweep, sim::RunSweep(scenario.sweep, scenario.strategies));
     return report;
   }
   RETURN_IF_ERROR(ReproducePaper(scenario, report));

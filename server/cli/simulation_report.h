@@ -2,12 +2,14 @@
 #ifndef MESHFILL_SERVER_CLI_SIMULATION_REPORT_H_
 #define MESHFILL_SERVER_CLI_SIMULATION_REPORT_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "engine/sim/paper_reproduction.h"
 #include "engine/sim/strategies.h"
+#include "engine/sim/sweep.h"
 #include "server/cli/scenario.h"
 
 namespace meshfill {
@@ -20,14 +22,14 @@ struct Comparison {
 
   // Null where the scenario does not ask for it, or it does not apply.
   const sim::StrategyResult* Find(sim::StrategyKind kind) const;
-  // The fastest of all but Meshfill's plans and what they may become with more messages at once; null if
-  // there is none.
-  const sim::StrategyResult* FastestRival() const;
+  // Of one pass, or of all: nullopt. Infinite where no rival (sim::IsRival) applies.
+  double FastestRivalSeconds(std::optional<size_t> pass = std::nullopt) const;
 };
 
 struct SimulationReport {
-  sim::Cluster cluster;
+  sim::Cluster cluster;                 // of no sweep
   std::vector<Comparison> comparisons;  // by GPUs, or by cell of the paper
+  std::vector<sim::SweepResult> sweep;  // for Scenario::Report::kSweep, in its cells' order
 
   // For Scenario::Report::kMeshAttentionPaper.
   sim::ThroughputTable throughput;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -75,16 +76,17 @@ std::string ComparisonsText(const Scenario& scenario, const SimulationReport& re
 
 // How the planner's plans stand to the fastest rival, over all comparisons. Virtual time is in whole
 // nanoseconds: a millionth is rounding.
-std::string StandingText(const SimulationReport& report, StrategyKind planner) {
+std::string StandingText(const SimulationReport& report, StrategyKind planner, std::optional<size_t> pass,
+                         const std::string& name) {
   int compared = 0;
   int behind = 0;
   double least = 0;
   double sum_of_logs = 0;
   for (const Comparison& comparison : report.comparisons) {
     const sim::StrategyResult* planned = comparison.Find(planner);
-    const sim::StrategyResult* rival = comparison.FastestRival();
-    if (planned == nullptr || rival == nullptr) continue;
-    const double ratio = rival->seconds() / planned->seconds();
+    const double fastest = comparison.FastestRivalSeconds(pass);
+    if (planned == nullptr || std::isinf(fastest)) continue;
+    const double ratio = fastest / (pass.has_value() ? planned->passes[*pass].seconds : planned->seconds());
     least = compared == 0 ? ratio : std::min(least, ratio);
     sum_of_logs += std::log(ratio);
     behind += ratio < 1 - 1e-6 ? 1 : 0;
@@ -95,7 +97,19 @@ std::string StandingText(const SimulationReport& report, StrategyKind planner) {
       "%s: the fastest rival takes at least %.3f times as long, %.3f in the geometric mean; slower than it "
       "in "
       "%d of %d\n",
-      StrategyName(planner), least, std::exp(sum_of_logs / compared), behind, compared);
+      name, least, std::exp(sum_of_logs / compared), behind, compared);
+}
+
+// The same of each pass by itself, where there are several.
+std::string StandingsText(const SimulationReport& report, StrategyKind planner) {
+  const std::string name = StrategyName(planner);
+  std::string text = StandingText(report, planner, std::nullopt, name);
+  if (report.comparisons.empty()) return text;
+  const sim::StrategyResult* first = report.comparisons.front().Find(planner);
+  if (first == nullptr || first->passes.size() < 2) return text;
+  absl::StrAppend(&text, StandingText(report, planner, 0, absl::StrCat(name, ", forward alone")),
+                  StandingText(report, planner, 1, absl::StrCat(name, ", backward alone")));
+  return text;
 }
 
 std::string ThroughputText(const sim::ThroughputTable& table) {
@@ -176,9 +190,39 @@ std::string PaperText(const Scenario& scenario, const SimulationReport& report) 
   return text;
 }
 
+std::string SweepText(const std::vector<sim::SweepResult>& cells) {
+  std::string text =
+      absl::StrFormat("%-14s %7s %8s %5s %-8s  %10s %-24s  %10s %-15s %-26s %6s  %s\n", "cluster", "heads",
+                      "tokens", "gpus", "pass", "planned ms", "plan", "rival ms", "fastest rival",
+                      "its settings", "ratio*", "slower for want of");
+  for (const sim::SweepResult& cell : cells) {
+    absl::StrAppendFormat(&text, "%-14s %7s %8d %5d %-8s  %10.4g %-24s  %10.4g %-15s %-26s %6.3f  %s\n",
+                          cell.cluster, absl::StrCat(cell.job.q_heads, "/", cell.job.kv_heads),
+                          cell.job.tokens, cell.gpus, sim::PassName(cell.pass), cell.planned.seconds * 1e3,
+                          cell.planned.settings, cell.rival.seconds * 1e3, StrategyName(cell.rival.kind),
+                          cell.rival.settings, 1 / cell.slowdown(), sim::SlowerReasonName(cell.reason));
+  }
+  const sim::SweepSummary summary = sim::SummaryOf(cells);
+  absl::StrAppendFormat(&text,
+                        "* of the fastest rival over planned\nplanned: slower than the fastest rival by more "
+                        "than %.1f %% in %d of %d cells",
+                        100 * sim::SweepResult::kTie, summary.slower, summary.cells);
+  if (summary.slower > 0) absl::StrAppendFormat(&text, ", %.3f times as long at most", summary.most);
+  absl::StrAppendFormat(&text, "; the fastest rival takes %.3f times as long in the geometric mean",
+                        summary.over_rivals);
+  if (summary.over_head_rings.has_value()) {
+    absl::StrAppendFormat(&text, ", the better of USP and LoongTrain %.3f times", *summary.over_head_rings);
+  }
+  for (const auto& [reason, count] : summary.reasons) {
+    absl::StrAppendFormat(&text, "\n  %4d for want of: %s", count, sim::SlowerReasonName(reason));
+  }
+  return absl::StrCat(text, "\n");
+}
+
 }  // namespace
 
 std::string SimulationText(const Scenario& scenario, const SimulationReport& report) {
+  if (scenario.report == Scenario::Report::kSweep) return SweepText(report.sweep);
   std::string text;
   if (scenario.report == Scenario::Report::kMeshAttentionPaper) {
     text = PaperText(scenario, report);
@@ -188,8 +232,8 @@ std::string SimulationText(const Scenario& scenario, const SimulationReport& rep
                                       [](std::string* out, sim::Pass pass) { *out += sim::PassName(pass); }),
                         ": seconds\n", ComparisonsText(scenario, report, /*name_cell=*/false));
   }
-  absl::StrAppend(&text, StandingText(report, StrategyKind::kPlanned),
-                  StandingText(report, StrategyKind::kPlannedLanes));
+  absl::StrAppend(&text, StandingsText(report, StrategyKind::kPlanned),
+                  StandingsText(report, StrategyKind::kPlannedLanes));
   return text;
 }
 

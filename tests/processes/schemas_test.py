@@ -73,7 +73,23 @@ class SchemasTest(CliTestCase):
             self.assertIn(f"partial outputs in {plan.get('partial_dtype', 'f32')}, ranks {plan.get('placement', 'row-first')}", text)
 
     def test_simulate(self):
-        self.check(self.succeed("simulate", "--scenario", ROOT / "configs/scenarios/ethernet.yaml", "--json"), "simulate")
+        self.check(self.succeed("simulate", "--scenario", ROOT / "configs/scenarios/ethernet.yaml", "--json"), "simulate", "strategies")
+
+    def test_simulate_a_sweep(self):
+        scenario = self.tmp / "sweep.yaml"
+        scenario.write_text(
+            "report: sweep\n"
+            "sweep:\n"
+            "  clusters:\n"
+            "    one: {attention_flops_per_second: 1e14, same_node: {flow_bytes_per_second: 1e11},"
+            " between_nodes: {flow_bytes_per_second: 1e10}}\n"
+            "  heads: 28/4\n"
+            "  tokens: 65536\n"
+            "attention: {head_dim: 64}\n"
+            "gpus: 8, 16\n"
+        )
+        value = self.check(self.succeed("simulate", "--scenario", scenario, "--json"), "simulate", "sweep")
+        self.assertEqual(len(value["sweep"]["cells"]), 2)
 
     def test_bench(self):
         shape = ("--hidden", 64, "--q-heads", 2, "--kv-heads", 1, "--intermediate", 64)

@@ -41,8 +41,14 @@ const char* StrategyTitle(sim::StrategyKind kind) {
       return "StarTrail";
     case sim::StrategyKind::kTwoWayRing:
       return "Two-way ring";
+    case sim::StrategyKind::kAllGather:
+      return "All-gather KV";
+    case sim::StrategyKind::kAttention2d:
+      return "Attention2D";
+    case sim::StrategyKind::kTasp:
+      return "TASP";
     case sim::StrategyKind::kTensorParallel:
-      return "Tensor parallelism";
+      return "Tensor × context parallelism";
     case sim::StrategyKind::kPlanned:
       return "Meshfill's plan";
     case sim::StrategyKind::kPlannedLanes:

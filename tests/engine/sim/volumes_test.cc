@@ -1,5 +1,6 @@
 // Bytes on the wire of every strategy, exactly: Mesh-Attention Table 2 and §3.6.
 #include <cmath>
+#include <set>
 
 #include "engine/sim/head_groups.h"
 #include "engine/sim/mesh_lanes.h"
@@ -121,6 +122,76 @@ TEST(Volumes, DoubleRingPassesEveryChunkOnce) {
   }
 }
 
+// Head groups shorten what a star sends by their number, and replicate no KV head here.
+TEST(Volumes, StarTrailInHeadGroups) {
+  for (const int heads : {1, 2, 4}) {
+    for (const int team : {1, 2, 3}) {
+      const StarTrail star{.heads = heads, .ranks = 36, .team = team};
+      const int64_t n = star.all_ranks();
+      const AttentionJob job = TableJob(static_cast<int>(n));
+      const RankProgram program = StarTrailProgram(job, star, Pass::kForward);
+      const int64_t chunk = Nd(job) / n;  // a member's heads of its group's tokens
+      EXPECT_EQ(program.sent_bytes[Traffic::kAllToAll], (heads - 1) * (4 * chunk / heads));
+      EXPECT_EQ(program.sent_bytes.total() - program.sent_bytes[Traffic::kAllToAll],
+                (4 * team - 4) * chunk + 2 * 36 * chunk / team);
+    }
+  }
+}
+
+// TASP, all-gather KV and a ring send the same; so do a mesh and Attention2D, whether or not it overlaps.
+TEST(Volumes, CollectivesSendWhatRingsDo) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 50; ++draw) {
+    const int heads = 1 << Draw(random, 0, 3), span = 1 << Draw(random, 0, 3);
+    const ParallelRings rings{
+        .heads = heads, .places = span * Draw(random, 1, 5), .span = span, .rings = 1 << Draw(random, 0, 3)};
+    if (rings.rings > span) continue;
+    const AttentionJob job = TableJob(rings.ranks());
+    const int64_t ring = SentBy(job, Pass::kForward, heads, {.a = 1, .b = rings.places});
+    EXPECT_EQ(ParallelRingsProgram(job, rings).sent_bytes.total(), ring);
+    for (const Tile tile : TilesOf(rings.places)) {
+      const int64_t mesh = SentBy(job, Pass::kForward, heads, tile);
+      for (const bool overlaps : {false, true}) {
+        const Attention2d attention{.heads = heads, .tile = tile, .overlaps = overlaps};
+        EXPECT_EQ(Attention2dProgram(job, attention).sent_bytes.total(), mesh);
+      }
+    }
+    // Megatron's two collectives move all heads of a rank's tokens to every other of its team.
+    const int64_t share = Nd(job) / rings.ranks();
+    for (const bool gathers : {false, true}) {
+      const RankProgram program =
+          TensorContextProgram(job, {.tensor = heads, .context = rings, .gathers = gathers});
+      EXPECT_EQ(program.sent_bytes[Traffic::kGather], 2 * (heads - 1) * share);
+      EXPECT_EQ(program.sent_bytes[Traffic::kKv], (rings.places - 1) * 2 * share);
+    }
+  }
+}
+
+// Each is one round through all places of a head group, and leaves every node from a GPU of its own.
+TEST(ParallelRings, AreRoundsThatLeaveNodesAtDifferentGpus) {
+  for (const int heads : {1, 2, 4}) {
+    const int span = 8 / heads;
+    const ParallelRings rings{.heads = heads, .places = 4 * span, .span = span, .rings = span};
+    const RankProgram program = ParallelRingsProgram(TableJob(rings.ranks()), rings);
+    std::set<int> leave;  // ranks that send to another node
+    for (const Channel& channel : program.channels) {
+      if (channel.traffic != Traffic::kKv) continue;
+      int rank = 0, hops = 0;
+      do {
+        const int from = channel.from[rank];
+        EXPECT_EQ(from % heads, rank % heads) << "within the ring of a member";
+        if (from / 8 != rank / 8) {
+          EXPECT_TRUE(leave.insert(from * heads + rank % heads).second) << "rank " << from << " sends twice";
+        }
+        rank = from;
+        ++hops;
+      } while (rank != 0);
+      EXPECT_EQ(hops, rings.places);
+    }
+    EXPECT_EQ(leave.size(), static_cast<size_t>(4 * span)) << "every GPU of member 0 sends";
+  }
+}
+
 TEST(Volumes, EveryStrategyComputesEveryPair) {
   std::mt19937_64 random(TestSeed());
   const auto flops_of = [](const RankProgram& program) {
@@ -145,6 +216,15 @@ TEST(Volumes, EveryStrategyComputesEveryPair) {
       EXPECT_NEAR(
           flops_of(DoubleRingProgram(job, {.heads = heads, .windows = tile.a, .window = tile.b}, pass)) / all,
           1, 1e-9);
+    }
+    const ParallelRings rings{.heads = heads, .places = tile.ranks(), .span = tile.b, .rings = tile.b};
+    const double all = job.Flops(Pass::kForward);
+    EXPECT_NEAR(flops_of(ParallelRingsProgram(job, rings)) / all, 1, 1e-9);
+    for (const bool option : {false, true}) {
+      EXPECT_NEAR(flops_of(Attention2dProgram(job, {.heads = heads, .tile = tile, .overlaps = option})) / all,
+                  1, 1e-9);
+      const TensorContext plan{.tensor = heads, .context = rings, .gathers = option};
+      EXPECT_NEAR(flops_of(TensorContextProgram(job, plan)) / all, 1, 1e-9);
     }
   }
 }
