@@ -97,6 +97,7 @@ class SchemasTest(CliTestCase):
                                  ("layer", "--tokens", 64, *shape), ("prefill", "--model", self.model, "--tokens", 99, "--repeats", 1),
                                  ("plan", "--model", self.model, "--shapes", 1, "--choices", 1, "--repeats", 1, "--max-seconds", 0.05),
                                  ("prefix", "--config", self.config, "--tokens", 128, "--cached", 64, "--rounds", 1),
+                                 ("pieces", "--config", self.config, "--tokens", 2000, "--part", 2, "--rounds", 1),
                                  ("weights", "--config", self.config, "--tokens", 99, "--rounds", 1)):
             self.check(self.succeed("bench", name, "--json", *arguments), "bench", name)
 
