@@ -23,6 +23,7 @@
 #include "engine/run/rank_weights.h"
 #include "engine/run/timeline_recorder.h"
 #include "engine/run_memory.h"
+#include "engine/speed/pool_profile.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -129,6 +130,8 @@ class EmbeddedEngine : public PrefillEngine {
                                       int64_t cached_tokens) const;
   absl::StatusOr<PlanChoice> PlanBehind(int64_t cached_tokens, int64_t tokens,
                                         const PrefillOptions& options) const;
+  // Where predictions stay wrong: the next start measures the speed anew.
+  void ForgetWrongSpeed();
   // Gives K and V a place, where a client, the cache or later pieces want them.
   absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
 
@@ -140,6 +143,7 @@ class EmbeddedEngine : public PrefillEngine {
   const bool uses_cache_;  // prompts begin behind what others have in common with them
   const bool caches_all_;  // also what no client wants kept
   SpeedCorrection correction_;
+  std::atomic<bool> speed_forgotten_{false};
   std::atomic<bool> lost_{false};  // a device has failed for good
   RunMemory run_memory_;
 };
@@ -156,11 +160,20 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   request.keeps_kv = options.kv != nullptr || (request.kv_on_host && Caches(options));
   request.cached_tokens = cached_tokens;
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
-  ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(model(), pool_.capacity.speed, request,
-                                                       GranuleTokens(options_, options, options_.ranks)));
+  const int64_t granule_tokens = GranuleTokens(options_, options, options_.ranks);
+  const auto plan = [&](const PoolSpeed& speed, const Topology&) {
+    return MakePlanInPieces(model(), speed, request, granule_tokens);
+  };
+  ASSIGN_OR_RETURN(PlanChoice choice, correction_.Plan(pool_.capacity.speed, /*topology=*/{}, plan));
   RETURN_IF_ERROR(CheckKvOfPieces(model(), request, choice, kv_store_.budget_bytes()));
-  correction_.Apply(choice);
   return choice;
+}
+
+void EmbeddedEngine::ForgetWrongSpeed() {
+  if (options_.speed_profile_path.empty() || !correction_.StaysWrong() || speed_forgotten_.exchange(true))
+    return;
+  const std::string key = pool_.hardware->SpeedKey(model(), pool_.devices);
+  ForgetPoolSpeed(options_.speed_profile_path, key).IgnoreError();  // it cannot be written: nor then
 }
 
 absl::StatusOr<EmbeddedEngine::PlannedPrefill> EmbeddedEngine::Plan(int64_t tokens,
@@ -267,7 +280,8 @@ class EmbeddedEngine::Run final : public Prefill {
     for (absl::StatusOr<RankOutput>& output : outputs_) {
       if (!output->logits.empty()) result_.logits = std::move(output->logits);
     }
-    engine_.correction_.Observe(result_.plan.predicted.seconds, result_.prefill_seconds);
+    engine_.correction_.Observe(result_.plan.predicted, MeasuredSecondsOf(result_));
+    engine_.ForgetWrongSpeed();
     RETURN_IF_ERROR(SummarisePrefill(engine_.model(), engine_.model_name_, engine_.pool_.peak_flops,
                                      request_.options.top_k, result_));
     if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));

@@ -42,9 +42,9 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
 absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
                                               const PoolDevices& hardware, DevicesByRank devices,
                                               const ChosenWeights& weights, int64_t weights_to_come) {
-  ASSIGN_OR_RETURN(PoolSpeed speed,
-                   KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
-                                 [&] { return hardware.MeasureSpeed(shape, devices); }));
+  ASSIGN_OR_RETURN(PoolSpeed speed, KeptPoolSpeed(options.speed_profile_path,
+                                                  hardware.SpeedKey(shape, devices), options.measure_speed,
+                                                  [&] { return hardware.MeasureSpeed(shape, devices); }));
   const int64_t kv_device_bytes = hardware.in_host_memory() ? 0 : options.kv_memory_bytes.value_or(0);
   int64_t budget = options.memory_budget_bytes;
   if (budget <= 0) {

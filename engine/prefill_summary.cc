@@ -23,6 +23,18 @@ std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) 
 
 }  // namespace
 
+MeasuredSeconds MeasuredSecondsOf(const PrefillResult& result) {
+  MeasuredSeconds measured = {.all = result.prefill_seconds};
+  for (const RankStats& stats : result.ranks) {
+    measured.attention += stats.block_seconds + stats.merge_seconds;
+    measured.comm_wait += stats.comm_wait_seconds();
+  }
+  const double ranks = std::max<double>(1, static_cast<double>(result.ranks.size()));
+  measured.attention /= ranks;
+  measured.comm_wait /= ranks;
+  return measured;
+}
+
 absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
                               int top_k, PrefillResult& result) {
   for (const RankStats& stats : result.ranks) {

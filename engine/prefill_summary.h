@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "engine/model/model_shape.h"
+#include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
 
 namespace meshfill {
@@ -15,6 +16,9 @@ namespace meshfill {
 // the logits.
 absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
                               int top_k, PrefillResult& result);
+
+// What the prefill took, from its ranks and its prefill_seconds.
+MeasuredSeconds MeasuredSecondsOf(const PrefillResult& result);
 
 }  // namespace meshfill
 

@@ -57,8 +57,8 @@ double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
          bytes / speed.lm_head_bytes_per_second;
 }
 
-double SecondsBesideAttention(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
-  return speed.start_seconds + TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
+double ProductSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
+  return TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
 }
 
 // What the messages of one mesh's layer take: of the largest chunk, and of each hop where these differ.
@@ -195,6 +195,15 @@ double AttentionSeconds::Wait(const Schedule& schedule) const {
   return wait;
 }
 
+double AttentionSeconds::Transfers(const Schedule& schedule) const {
+  double seconds = to_heads + to_tokens;
+  PerTraffic<int> number;
+  for (const Step& step : schedule.steps) {
+    if (step.comm.has_value()) seconds += TransferOf(*step.comm, number[*step.comm]++);
+  }
+  return seconds;
+}
+
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window) {
   const ModelShape slice = model.HeadSlice(shape.heads);
@@ -217,19 +226,24 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
 Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                 const Schedule& schedule) {
   Prediction predicted;
-  predicted.compute_seconds = SecondsBesideAttention(model, speed, shape.layout);
+  PartSeconds& parts = predicted.parts;
+  parts.fixed = speed.start_seconds;
+  parts.products = ProductSeconds(model, speed, shape.layout);
   model.ForEachWindow([&](int64_t window, int layers) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
-    predicted.compute_seconds += layers * seconds.Compute();
+    parts.attention += layers * seconds.Compute();
+    parts.transfers += layers * seconds.Transfers(schedule);
     predicted.comm_wait_seconds += layers * seconds.Wait(schedule);
   });
+  parts.hidden = parts.transfers - predicted.comm_wait_seconds;
+  predicted.compute_seconds = parts.fixed + parts.products + parts.attention;
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
   predicted.run_bytes = predicted.peak_bytes = PeakBytes(model, speed.slice_tokens, shape, schedule);
   return predicted;
 }
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  double least = SecondsBesideAttention(model, speed, shape.layout);
+  double least = speed.start_seconds + ProductSeconds(model, speed, shape.layout);
   model.ForEachWindow([&](int64_t window, int layers) {
     least += layers * LeastAttentionSeconds(model, speed, shape, window);
   });

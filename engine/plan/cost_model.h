@@ -48,6 +48,7 @@ struct AttentionSeconds {
   double TransferOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
   double Compute() const;                                // of the whole layer
   double Wait(const Schedule& schedule) const;
+  double Transfers(const Schedule& schedule) const;  // Wait, and what blocks hide
 };
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);

@@ -44,6 +44,7 @@ class PiecePlanner {
       total.run_bytes = std::max(total.run_bytes, predicted.run_bytes);
       total.weight_bytes = predicted.weight_bytes;
       total.weight_seconds += predicted.weight_seconds;
+      total.parts += predicted.parts;
       plans.push_back(last->plan);
     }
     last->plan.predicted = total;

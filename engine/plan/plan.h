@@ -24,6 +24,26 @@ enum class ScheduleChoice {
 // Bytes that one rank sends. Those of kO count 4 bytes of LSE for each query and head.
 using CommBytes = PerTraffic<int64_t>;
 
+// What a prefill's seconds go to, as the measured speeds say. Each part is corrected by itself
+// (speed_correction.h). The seconds are products + attention + (transfers − hidden) + fixed.
+struct PartSeconds {
+  double products = 0;   // projections, MLP, LM head, and what is between them; weights that stream
+  double attention = 0;  // blocks, merges, chunks reordered
+  double transfers = 0;  // of chunks between ranks; of weights that workers share
+  double hidden = 0;     // of the transfers: beside blocks
+  double fixed = 0;      // whatever the prompt's length
+
+  PartSeconds& operator+=(const PartSeconds& other) {
+    products += other.products;
+    attention += other.attention;
+    transfers += other.transfers;
+    hidden += other.hidden;
+    fixed += other.fixed;
+    return *this;
+  }
+  bool operator==(const PartSeconds&) const = default;
+};
+
 struct Prediction {
   double seconds = 0;            // of the whole prefill
   double compute_seconds = 0;    // a rank's own
@@ -33,6 +53,7 @@ struct Prediction {
   int64_t run_bytes = 0;         // of these, what the run takes: all but the weights that are loaded anyway
   int64_t weight_bytes = 0;      // of these, weights
   double weight_seconds = 0;     // that weights which stream add
+  PartSeconds parts;
   bool operator==(const Prediction&) const = default;
 };
 

@@ -1,33 +1,93 @@
-// Corrects predicted seconds by what prefills took: one factor for all plans, so that it never changes which
-// plan is best. Safe on any thread.
+// Corrects predicted seconds by what prefills took, each part by itself: products, attention and transfers by
+// a factor, and what does not depend on the prompt by seconds.
+//
+//     finished prefill ──► measured seconds ──► Observe ──► factors ──► Plan ──► corrected predictions
+//
+// A part moves by how much of a prefill it is: many short prompts say little of attention, one long prompt
+// says much. A prefill that is far off moves a part little; three that agree move it all the way.
+//
+// Plans are ranked by factors that follow in steps of kRankingStep, so that a prompt keeps its plan while
+// predictions change with every prefill. Safe on any thread.
 #ifndef MESHFILL_ENGINE_PLAN_SPEED_CORRECTION_H_
 #define MESHFILL_ENGINE_PLAN_SPEED_CORRECTION_H_
 
+#include <functional>
+
 #include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "engine/mesh/topology.h"
 #include "engine/plan/plan.h"
+#include "engine/plan/rank_speed.h"
 #include "kernels/mutex.h"
 
 namespace meshfill {
 
+// Real seconds over those that the speeds say; `fixed_seconds` come to a prefill's fixed ones. They are below
+// 0 where these are less than measured, at most by all of them.
+struct PartFactors {
+  double products = 1;
+  double attention = 1;
+  double transfers = 1;
+  double fixed_seconds = 0;
+  bool operator==(const PartFactors&) const = default;
+};
+
+// What a prefill took: by the clock, and of that, on average of its ranks, in attention and comm wait.
+struct MeasuredSeconds {
+  double all = 0;
+  double attention = 0;
+  double comm_wait = 0;
+};
+
 class SpeedCorrection {
  public:
-  // A prefill took `measured` seconds under a plan whose prediction, as corrected then, was `predicted`. The
-  // factor moves by kStep of their ratio's logarithm, which is taken as at most kMostRatio either way; it
-  // stays in [1/kMostFactor, kMostFactor]. Seconds that are not positive are ignored.
-  void Observe(double predicted, double measured);
+  static constexpr double kMostFactor = 8;  // 1 / kMostFactor at least
+  static constexpr double kMostFixedSeconds = 1;
+  static constexpr double kMostStep = 1.6;     // of a factor, by one prefill
+  static constexpr double kRankingStep = 1.5;  // plans are ranked anew where a factor is off by that,
+  static constexpr int kRankingPrefills = 32;  // and not before so many prefills
+  static constexpr double kWrong = 2;
+  static constexpr int kWrongPrefills = 256;
 
-  double factor() const;
+  using Planner = std::function<absl::StatusOr<PlanChoice>(const PoolSpeed& speed, const Topology& topology)>;
 
-  // Scales the seconds of the plan and of all candidates. Bytes and order stay.
-  void Apply(PlanChoice& choice) const;
+  // What `planner` plans with these speeds and links as they are ranked by, with corrected predictions. The
+  // candidates keep their order.
+  absl::StatusOr<PlanChoice> Plan(const PoolSpeed& speed, const Topology& topology,
+                                  const Planner& planner) const;
 
-  static constexpr double kStep = 0.2;
-  static constexpr double kMostRatio = 2;
-  static constexpr double kMostFactor = 8;
+  // A prefill under a plan of Plan's took so long. Seconds that are negative or not finite are ignored.
+  void Observe(const Prediction& predicted, const MeasuredSeconds& measured);
+
+  PartFactors factors() const;
+  // Products or attention have been off by kWrong since kWrongPrefills: the speeds are to be measured anew.
+  bool StaysWrong() const;
 
  private:
+  // Seconds = factor · x + addend, from samples of both sides: a Kalman filter that trusts no sample that is
+  // far off, until the next one agrees with it.
+  struct Line {
+    double factor = 1;
+    double addend = 0;
+    double factor_variance = 1;
+    double covariance = 0;
+    double addend_variance = 0;  // 0: the line has no addend
+    int beyond = 0;  // samples that were far off, since one lay on the other side: above 0 too long
+
+    // `deviation`: of the seconds, as samples vary.
+    void Observe(double x, double seconds, double deviation, double least_addend = 0);
+    double At(double x) const { return factor * x + addend; }
+  };
+
+  PartFactors Current() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   mutable Mutex mu_;
-  double factor_ ABSL_GUARDED_BY(mu_) = 1;
+  Line products_ ABSL_GUARDED_BY(mu_) = {.addend_variance = 9e-6};  // 3 ms
+  Line attention_ ABSL_GUARDED_BY(mu_);
+  Line transfers_ ABSL_GUARDED_BY(mu_);
+  int prefills_ ABSL_GUARDED_BY(mu_) = 0;
+  int wrong_prefills_ ABSL_GUARDED_BY(mu_) = 0;  // in a row
+  PartFactors ranking_ ABSL_GUARDED_BY(mu_);     // over that of products
 };
 
 }  // namespace meshfill

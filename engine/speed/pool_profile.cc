@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 
@@ -101,6 +103,30 @@ std::string ShapeKey(const ModelShape& model) {
                       model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns));
 }
 
+absl::Status WritePools(const std::string& path, const Json& pools) {
+  const Json object = {{"version", kPoolProfileVersion}, {"pools", pools}};
+
+  const auto failed = [&path](const std::string& why) {
+    return absl::UnavailableError(absl::StrCat(path, ": the pool's speed cannot be kept: ", why));
+  };
+  std::error_code error;
+  if (const auto folder = std::filesystem::path(path).parent_path(); !folder.empty()) {
+    std::filesystem::create_directories(folder, error);
+    if (error) return failed(error.message());
+  }
+  const std::string draft = absl::StrCat(path, ".", getpid());
+  std::ofstream file(draft, std::ios::binary | std::ios::trunc);
+  file << object.dump(1, ' ', false, Json::error_handler_t::replace) << "\n";
+  file.close();
+  if (!file) {
+    std::filesystem::remove(draft, error);
+    return failed(absl::StrCat("cannot write ", draft));
+  }
+  std::filesystem::rename(draft, path, error);
+  if (error) return failed(error.message());
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::string DefaultPoolProfilePath() {
@@ -131,36 +157,27 @@ absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed) {
   absl::StatusOr<Json> old = ReadObject(path);
   Json pools = Json::array();
-  pools.push_back({{"pool", key}, {"speed", SpeedJson(speed)}});
+  const std::string now = absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::Now(), absl::UTCTimeZone());
+  pools.push_back({{"pool", key}, {"measured", now}, {"speed", SpeedJson(speed)}});
   if (old.ok() && !old->is_null()) {
     for (Json& pool : (*old)["pools"]) {
       if (pool["pool"] != key && pools.size() < kMaxKeptPools) pools.push_back(std::move(pool));
     }
   }
-  const Json object = {{"version", kPoolProfileVersion}, {"pools", std::move(pools)}};
-
-  const auto failed = [&path](const std::string& why) {
-    return absl::UnavailableError(absl::StrCat(path, ": the pool's speed cannot be kept: ", why));
-  };
-  std::error_code error;
-  if (const auto folder = std::filesystem::path(path).parent_path(); !folder.empty()) {
-    std::filesystem::create_directories(folder, error);
-    if (error) return failed(error.message());
-  }
-  const std::string draft = absl::StrCat(path, ".", getpid());
-  std::ofstream file(draft, std::ios::binary | std::ios::trunc);
-  file << object.dump(1, ' ', false, Json::error_handler_t::replace) << "\n";
-  file.close();
-  if (!file) {
-    std::filesystem::remove(draft, error);
-    return failed(absl::StrCat("cannot write ", draft));
-  }
-  std::filesystem::rename(draft, path, error);
-  if (error) return failed(error.message());
-  return absl::OkStatus();
+  return WritePools(path, pools);
 }
 
-absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
+absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key) {
+  ASSIGN_OR_RETURN(Json object, ReadObject(path));
+  if (object.is_null()) return absl::OkStatus();
+  Json others = Json::array();
+  for (Json& pool : object["pools"]) {
+    if (pool["pool"] != key) others.push_back(std::move(pool));
+  }
+  return WritePools(path, others);
+}
+
+absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure) {
   if (path.empty()) return measure();
   const auto warn = [](const absl::Status& status) {
@@ -169,7 +186,7 @@ absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::stri
   absl::StatusOr<std::optional<PoolSpeed>> kept = ReadPoolProfile(path, key);
   if (!kept.ok()) {
     warn(kept.status());
-  } else if (kept->has_value()) {
+  } else if (kept->has_value() && !anew) {
     return **kept;
   }
   ASSIGN_OR_RETURN(PoolSpeed speed, measure());

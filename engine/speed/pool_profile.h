@@ -1,7 +1,7 @@
 // Measured speeds of pools, kept on disk, so that a start need not measure and the same pool plans the same.
 //
-//     {"version": 1, "pools": [{"pool": "<what was measured>", "speed": {"gemm_flops_per_second": 1e11, …}},
-//     …]}
+//     {"version": 1, "pools": [{"pool": "<what was measured>", "measured": "2026-01-31T12:00:00Z",
+//                               "speed": {"gemm_flops_per_second": 1e11, …}}, …]}
 //
 // The file holds the kMaxKeptPools pools that were stored last. A pool's key has all that its speed depends
 // on: machine, backend, this build, the model's shape, threads and ranks; another key is another pool. Files
@@ -36,12 +36,16 @@ std::string PoolKey(const std::string& hardware, const ModelShape& model, const 
 // says what to do).
 absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key);
 
-// Keeps the speed beside those of other pools; a file that cannot be read is replaced. Makes the folder.
+// Keeps the speed, measured now, beside those of other pools; a file that cannot be read is replaced. Makes
+// the folder.
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed);
 
-// From the profile, else measured and stored there; `path` empty: measured. What is wrong with the file is
-// one line on standard error and no failure.
-absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key,
+// Drops the speed under `key`, so that the next start measures it anew.
+absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key);
+
+// From the profile, else, or with `anew`, measured and stored there; `path` empty: measured. What is wrong
+// with the file is one line on standard error and no failure.
+absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure);
 
 }  // namespace meshfill

@@ -336,6 +336,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   options.schedule = ScheduleOf(config.plan().schedule());
   options.speed_profile_path =
       config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();
+  options.measure_speed = config.plan().measure();
   options.peak_flops = embedded.peak_flops();
   options.memory_budget_bytes = static_cast<int64_t>(embedded.memory_bytes());
   options.threads = static_cast<int>(embedded.threads());

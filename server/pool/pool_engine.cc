@@ -136,9 +136,13 @@ int64_t PoolEngine::CachedTokens(int64_t tokens, const PrefillOptions& options) 
 absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                                const PrefillOptions& options,
                                                const CachedPrefix& cached) const {
-  absl::StatusOr<PlanChoice> choice = PlanForPool(model_.shape, defaults_, capacity, tokens, options, cached);
-  if (choice.ok()) correction_.Apply(*choice);
-  return choice;
+  return correction_.Plan(capacity.speed, capacity.topology,
+                          [&](const PoolSpeed& speed, const Topology& topology) {
+                            PoolCapacity corrected = capacity;
+                            corrected.speed = speed;
+                            corrected.topology = topology;
+                            return PlanForPool(model_.shape, defaults_, corrected, tokens, options, cached);
+                          });
 }
 
 // One request at the leader.
@@ -198,7 +202,7 @@ class PoolEngine::Run final : public Prefill {
                                      request_.options.top_k, result));
     // A run that measured the links was planned without knowing them: it says nothing of the predictions to
     // come.
-    if (!run.probed) engine_.correction_.Observe(result.plan.predicted.seconds, run.seconds);
+    if (!run.probed) engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
     result.lost_seconds = run.lost_seconds;
     result.paused_seconds = run.paused_seconds;
     result.attempts = run.attempts;

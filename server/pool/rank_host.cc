@@ -304,7 +304,8 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .communication_multiprocessors = options.attention_sm_margin,
                                      .devices = options.devices,
                                      .threads = options.threads,
-                                     .speed_profile_path = options.speed_profile_path}));
+                                     .speed_profile_path = options.speed_profile_path,
+                                     .measure_speed = options.measure_speed}));
   ASSIGN_OR_RETURN(
       std::unique_ptr<DataPlane> data_plane,
       pool.hardware->MakeDataPlane({.listen = options.data_listen, .nccl_ctas = options.nccl_ctas}));

@@ -53,6 +53,7 @@ class RankHost {
     int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
     std::vector<int> devices = {};   // GPUs by number, one for each rank; empty: the first ones
     std::string speed_profile_path;  // keeps this host's measured speed (pool_profile.h); empty: measured
+    bool measure_speed = false;      // whatever the profile keeps
   };
 
   // Called from the host's threads, without its locks.

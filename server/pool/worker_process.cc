@@ -49,7 +49,8 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .nccl_ctas = static_cast<int>(worker.nccl_ctas()),
           .attention_sm_margin = static_cast<int>(worker.attention_sm_margin()),
           .devices = ParseDeviceNumbers(worker.devices()).value(),  // the config was checked
-          .speed_profile_path = ToEngineOptions(config).speed_profile_path};
+          .speed_profile_path = ToEngineOptions(config).speed_profile_path,
+          .measure_speed = config.plan().measure()};
 }
 
 // Where K and V are served.

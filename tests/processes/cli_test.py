@@ -203,6 +203,14 @@ class CliTest(CliTestCase):
         first = self.succeed(*kept)
         self.assertTrue(profile.exists())
         self.assertEqual(self.succeed(*kept), first)
+        (pool,) = json.loads(profile.read_text())["pools"]
+        self.assertRegex(pool["measured"], r"\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")
+        slow = {**pool, "measured": "2000-01-01T00:00:00Z", "speed": {**pool["speed"], "gemm_flops_per_second": 1}}
+        profile.write_text(json.dumps({"version": 1, "pools": [slow]}))
+        self.assertGreater(json.loads(self.succeed(*kept))["predicted"]["seconds"], 1000)
+        anew = json.loads(self.succeed(*kept, "--set", "plan.measure=true"))
+        self.assertLess(anew["predicted"]["seconds"], 1000)
+        self.assertNotIn("2000-01-01", profile.read_text())
         profile.write_text("{")
         broken = run(*kept)
         self.assertEqual(broken.returncode, 0)

@@ -107,6 +107,9 @@ def show(said, kills):
         for name in ("slowdown", "first_come_first_served"):
             if name in length:
                 line += f", {name} median {length[name]['median']:.3g}, 99th percentile {length[name]['p99']:.3g}"
+        for name, error in length.get("prediction_error", {}).items():
+            line += f"\n      prediction error {name}: median {error['median']:.3g}, 95th percentile {error['p95']:.3g}"
+            line += f", bias {error['bias']:+.3g}"
         print(line)
     for name, value in said["figures"].items():
         print(f"  {name} {value:.5g}")

@@ -59,7 +59,14 @@ struct LengthFigures {
   LoadClass of;
   std::vector<double> slowdowns;    // TTFT over lone TTFT
   std::vector<double> first_comes;  // the same, first come, first served
+  // Wait and prefill; the same where only one of them were wrong.
+  std::vector<PredictedTime> predictions, wait_predictions, prefill_predictions;
 };
+
+nlohmann::ordered_json ErrorJson(const std::vector<PredictedTime>& times) {
+  const PredictionFigures figures = FiguresOf(times);
+  return {{"median", figures.median_error}, {"p95", figures.p95_error}, {"bias", figures.bias}};
+}
 
 double EndOf(const std::vector<LoadOutcome>& outcomes) {
   double end = 0;
@@ -185,8 +192,7 @@ class BenchServeCommand : public Command {
     Count(outcomes);
     RETURN_IF_ERROR(measure_lone());  // what else the machine does may have changed
 
-    for (const LoadClass& each : classes)
-      lengths_.push_back({.of = each, .slowdowns = {}, .first_comes = {}});
+    for (const LoadClass& each : classes) lengths_.push_back({.of = each});
     const std::vector<double> first_comes = FirstComeFirstServed(prompts, classes);
     std::vector<PredictedTime> predictions;
     for (size_t i = 0; i < prompts.size(); ++i) {
@@ -196,8 +202,15 @@ class BenchServeCommand : public Command {
       });
       length->slowdowns.push_back((outcomes[i].ended_at - prompts[i].due_seconds) / length->of.lone_seconds);
       length->first_comes.push_back(first_comes[i] / length->of.lone_seconds);
-      predictions.push_back({.predicted_seconds = outcomes[i].predicted_seconds,
-                             .real_seconds = outcomes[i].ended_at - outcomes[i].accepted_at});
+      const LoadOutcome& of = outcomes[i];
+      const double real_seconds = of.ended_at - of.accepted_at;
+      const double wait_error = of.predicted_wait_seconds - of.wait_seconds;
+      const double prefill_error = of.predicted_prefill_seconds - of.prefill_seconds;
+      predictions.push_back({.predicted_seconds = of.predicted_wait_seconds + of.predicted_prefill_seconds,
+                             .real_seconds = real_seconds});
+      length->predictions.push_back(predictions.back());
+      length->wait_predictions.push_back({std::max(0.0, real_seconds + wait_error), real_seconds});
+      length->prefill_predictions.push_back({std::max(0.0, real_seconds + prefill_error), real_seconds});
     }
     const auto check_slowdown = [&](const LengthFigures& length, double bound) {
       if (length.slowdowns.empty()) return;
@@ -284,6 +297,9 @@ class BenchServeCommand : public Command {
       if (length.slowdowns.empty()) continue;
       each["slowdown"] = percentiles(length.slowdowns);
       each["first_come_first_served"] = percentiles(length.first_comes);
+      each["prediction_error"] = {{"all", ErrorJson(length.predictions)},
+                                  {"of_wait", ErrorJson(length.wait_predictions)},
+                                  {"of_prefill", ErrorJson(length.prefill_predictions)}};
     }
     for (const auto& [name, value] : figures_) json["figures"][name] = value;
     for (const LoadCheck& check : checks_) {
@@ -309,6 +325,13 @@ class BenchServeCommand : public Command {
             ", slowdown median %.3g, 99th percentile %.3g; first come, first served: %.3g, %.3g (calculated)",
             Percentile(length.slowdowns, 0.5), Percentile(length.slowdowns, 0.99),
             Percentile(length.first_comes, 0.5), Percentile(length.first_comes, 0.99));
+        for (const auto& [name, times] : {std::pair{"predictions off", &length.predictions},
+                                          std::pair{"by the wait", &length.wait_predictions},
+                                          std::pair{"by the prefill", &length.prefill_predictions}}) {
+          const PredictionFigures figures = FiguresOf(*times);
+          absl::StrAppendFormat(&text, "; %s: median %.3g, 95th percentile %.3g, bias %+.3g", name,
+                                figures.median_error, figures.p95_error, figures.bias);
+        }
       }
       absl::StrAppend(&text, "\n");
     }

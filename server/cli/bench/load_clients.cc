@@ -20,20 +20,20 @@ namespace {
 
 constexpr absl::Duration kLongestCall = absl::Hours(2);
 
-class AcceptedTime final : public PrefillEvents {
+class AcceptedEvent final : public PrefillEvents {
  public:
   void OnAccepted(const v1::Accepted& accepted) override {
     at_ = MonotonicNow();
-    predicted_seconds_ = accepted.predicted_queue_seconds() + accepted.predicted_seconds();
+    accepted_ = accepted;
   }
   void OnProgress(const v1::Progress&) override {}
 
   absl::Time at() const { return at_; }
-  double predicted_seconds() const { return predicted_seconds_; }
+  const v1::Accepted& accepted() const { return accepted_; }
 
  private:
   absl::Time at_;
-  double predicted_seconds_ = 0;
+  v1::Accepted accepted_;
 };
 
 class LoadRun {
@@ -104,11 +104,12 @@ class LoadRun {
     for (uint32_t& token : tokens) token = static_cast<uint32_t>(random() % options_.vocab);
     v1::PrefillHeader header;
     header.set_tenant(prompts_[prompt].tenant);
-    AcceptedTime accepted;
+    AcceptedEvent accepted;
     PrefillClient client;
     const absl::Time sent_at = MonotonicNow();
-    outcome.status =
-        client.Prefill(server_, std::move(header), tokens, sent_at + kLongestCall, accepted).status();
+    const absl::StatusOr<v1::PrefillResult> result =
+        client.Prefill(server_, std::move(header), tokens, sent_at + kLongestCall, accepted);
+    outcome.status = result.status();
     const absl::Time now = MonotonicNow();
     if (const auto again = RetryAfter(outcome.status); again.has_value()) {
       outcome.refusal_seconds.push_back(absl::ToDoubleSeconds(now - sent_at));
@@ -116,7 +117,11 @@ class LoadRun {
     }
     outcome.accepted_at = absl::ToDoubleSeconds(accepted.at() - begin_);
     outcome.ended_at = absl::ToDoubleSeconds(now - begin_);
-    outcome.predicted_seconds = accepted.predicted_seconds();
+    outcome.predicted_wait_seconds = accepted.accepted().predicted_queue_seconds();
+    outcome.predicted_prefill_seconds = accepted.accepted().predicted_seconds();
+    if (!result.ok()) return std::nullopt;
+    outcome.wait_seconds = result->seconds().queue();
+    outcome.prefill_seconds = result->seconds().prefill();
     return std::nullopt;
   }
 

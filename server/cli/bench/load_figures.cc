@@ -63,6 +63,7 @@ PredictionFigures FiguresOf(std::span<const PredictedTime> times) {
   const double drift = MedianRatio(times.last(third)) / MedianRatio(times.first(third));
   return {.median_error = Percentile(errors, 0.5),
           .p95_error = Percentile(errors, 0.95),
+          .bias = MedianRatio(times) - 1,
           .drift = std::max(drift, 1 / drift) - 1};
 }
 

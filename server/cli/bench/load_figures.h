@@ -45,6 +45,7 @@ struct PredictedTime {
 struct PredictionFigures {
   double median_error = 0;  // |predicted − real| / real
   double p95_error = 0;
+  double bias = 0;  // of the median of predicted / real: factor − 1
   double drift =
       0;  // of the median of predicted / real, from the first third of the time to the last: factor − 1
 };

@@ -18,6 +18,9 @@ class ServeCommand : public Command {
     config_.AddTo(*app_);
     AddKey("--model", "DIR", "model.path", "Model folder");
     AddKey("--listen", "HOST:PORT", "listen", "Where the API listens");
+    app_->add_flag_callback(
+        "--measure", [this] { config_.overrides.push_back("plan.measure=true"); },
+        "Measure the pool's speed anew, whatever plan.profile_path keeps (as --set plan.measure=true)");
     AddKey("--metrics-listen", "HOST:PORT", "metrics_listen", "Where /metrics and the status page listen");
   }
 

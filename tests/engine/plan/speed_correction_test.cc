@@ -1,100 +1,360 @@
 #include "engine/plan/speed_correction.h"
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
+#include <random>
 #include <thread>
 #include <vector>
 
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
 
 namespace meshfill {
 namespace {
 
-PlanChoice SomeChoice() {
-  const ModelShape model{.layers = 2,
-                         .hidden = 64,
-                         .intermediate = 128,
-                         .q_heads = 4,
-                         .kv_heads = 4,
-                         .head_dim = 16,
-                         .vocab = 100,
-                         .context_tokens = 1 << 20,
-                         .dtype = DType::kBf16};
-  auto choice = MakePlan(model, {}, {.tokens = 1000, .ranks = 4});
-  EXPECT_TRUE(choice.ok()) << choice.status();
-  return *std::move(choice);
+constexpr double kNoise = 0.1;
+
+const ModelShape kModel{.layers = 2,
+                        .hidden = 64,
+                        .intermediate = 128,
+                        .q_heads = 4,
+                        .kv_heads = 4,
+                        .head_dim = 16,
+                        .vocab = 100,
+                        .context_tokens = 1 << 20,
+                        .dtype = DType::kBf16};
+
+absl::StatusOr<PlanChoice> PlanOf(const SpeedCorrection& correction, int64_t tokens, int ranks,
+                                  const PoolSpeed& speed = {}) {
+  return correction.Plan(speed, {}, [&](const PoolSpeed& ranked, const Topology&) {
+    return MakePlan(kModel, ranked, {.tokens = tokens, .ranks = ranks});
+  });
 }
 
-TEST(SpeedCorrection, FollowsWhatPrefillsTake) {
-  SpeedCorrection correction;
-  EXPECT_EQ(correction.factor(), 1);
-  // A pool that is 1.5 times as slow as predicted: each prediction is corrected, each prefill the same.
-  for (int prefill = 0; prefill < 40; ++prefill) correction.Observe(2 * correction.factor(), 3);
-  EXPECT_NEAR(correction.factor(), 1.5, 0.01);
-  for (int prefill = 0; prefill < 40; ++prefill) correction.Observe(2 * correction.factor(), 2);
-  EXPECT_NEAR(correction.factor(), 1, 0.01);
+// A pool that is not as fast as its speeds say: each part takes its own factor longer.
+class Pool {
+ public:
+  Pool(const PartFactors& truth, uint64_t seed) : truth_(truth), random_(seed) {}
+
+  // Short ones mostly, as a service has them. Attention grows with the square, half of the transfers hide.
+  Prediction Draw() {
+    const double tokens = 1000 * std::pow(2.0, std::uniform_int_distribution<int>(0, 7)(random_));
+    PartSeconds parts{.products = 10e-6 * tokens,
+                      .attention = 0.4e-9 * tokens * tokens,
+                      .transfers = 4e-6 * tokens,
+                      .fixed = 5e-3};
+    parts.hidden = std::min(0.5 * parts.transfers, parts.attention);
+    Prediction predicted;
+    predicted.parts = parts;
+    return predicted;
+  }
+
+  // Exactly, but for noise.
+  MeasuredSeconds Run(const PartSeconds& parts, double noise = kNoise) {
+    const auto noisy = [&](double seconds) {
+      return seconds * std::uniform_real_distribution<double>(1 - noise, 1 + noise)(random_);
+    };
+    MeasuredSeconds measured;
+    measured.attention = noisy(truth_.attention * parts.attention);
+    measured.comm_wait =
+        noisy(std::max(0.0, truth_.transfers * parts.transfers - truth_.attention * parts.hidden));
+    measured.all = measured.attention + measured.comm_wait + noisy(truth_.products * parts.products) +
+                   noisy(parts.fixed + truth_.fixed_seconds);
+    return measured;
+  }
+
+  double Exactly(const PartSeconds& parts) { return Run(parts, 0).all; }
+
+ private:
+  const PartFactors truth_;
+  std::mt19937_64 random_;
+};
+
+double Predicted(const SpeedCorrection& correction, const PartSeconds& parts) {
+  const auto any = [&](const PoolSpeed& speed, const Topology&) {
+    static const auto choice = MakePlan(kModel, speed, {.tokens = 100, .ranks = 2});
+    PlanChoice same = *choice;
+    same.plan.predicted.parts = parts;
+    same.plan.predicted.comm_wait_seconds = parts.transfers - parts.hidden;
+    same.plan.predicted.seconds =
+        parts.products + parts.attention + parts.fixed + parts.transfers - parts.hidden;
+    return absl::StatusOr<PlanChoice>(same);
+  };
+  return correction.Plan({}, {}, any)->plan.predicted.seconds;
+}
+
+double Quantile(std::vector<double> values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(share * static_cast<double>(values.size()))];
+}
+
+double Ratio(double one, double other) { return std::max(one / other, other / one); }
+
+TEST(SpeedCorrection, FindsTheFactorOfEachPart) {
+  std::mt19937_64 random(TestSeed());
+  std::vector<double> of_products, of_attention, of_predictions;
+  for (int round = 0; round < 200; ++round) {
+    const auto factor = [&] { return std::exp2(std::uniform_real_distribution<double>(-1.5, 2)(random)); };
+    const PartFactors truth = {.products = factor(),
+                               .attention = factor(),
+                               .transfers = factor(),
+                               .fixed_seconds = std::uniform_real_distribution<double>(-4e-3, 4e-3)(random)};
+    Pool pool(truth, random());
+    SpeedCorrection correction;
+    for (int prefill = 0; prefill < 20; ++prefill) {
+      const Prediction predicted = pool.Draw();
+      correction.Observe(predicted, pool.Run(predicted.parts));
+    }
+    const PartFactors found = correction.factors();
+    of_attention.push_back(Ratio(found.attention, truth.attention) - 1);
+    of_products.push_back(Ratio(found.products, truth.products) - 1);
+    for (int prefill = 0; prefill < 20; ++prefill) {
+      const PartSeconds parts = pool.Draw().parts;
+      of_predictions.push_back(Ratio(Predicted(correction, parts), pool.Exactly(parts)) - 1);
+    }
+  }
+  EXPECT_LT(Quantile(of_attention, 0.5), 0.05);
+  EXPECT_LT(Quantile(of_attention, 0.9), 0.15);
+  EXPECT_LT(Quantile(of_products, 0.5), 0.1);
+  EXPECT_LT(Quantile(of_products, 0.9), 0.25);
+  EXPECT_LT(Quantile(of_predictions, 0.5), 0.07);
+  EXPECT_LT(Quantile(of_predictions, 0.95), 0.3);
+}
+
+// All takes three times as long as when the speeds were measured.
+TEST(SpeedCorrection, FollowsAMachineThatIsBusy) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 200; ++round) {
+    Pool pool({.products = 3, .attention = 3, .transfers = 3, .fixed_seconds = 1e-3}, random());
+    SpeedCorrection correction;
+    for (int prefill = 0; prefill < 20; ++prefill) {
+      const Prediction predicted = pool.Draw();
+      correction.Observe(predicted, pool.Run(predicted.parts));
+    }
+    for (int prefill = 0; prefill < 20; ++prefill) {
+      const PartSeconds parts = pool.Draw().parts;
+      EXPECT_LT(Ratio(Predicted(correction, parts), pool.Exactly(parts)), 1.2) << "round " << round;
+    }
+  }
+}
+
+// Also later, when it has long been as it was.
+TEST(SpeedCorrection, FollowsAChange) {
+  std::mt19937_64 random(TestSeed());
+  std::vector<double> errors;
+  for (int round = 0; round < 100; ++round) {
+    const double later = round % 2 == 0 ? 3 : 1.0 / 3;
+    SpeedCorrection correction;
+    Pool before({}, random());
+    Pool after({.products = later, .attention = later, .transfers = later}, random());
+    for (int prefill = 0; prefill < 300; ++prefill) {
+      const Prediction predicted = before.Draw();
+      correction.Observe(predicted, before.Run(predicted.parts));
+    }
+    for (int prefill = 0; prefill < 30; ++prefill) {
+      const Prediction predicted = after.Draw();
+      correction.Observe(predicted, after.Run(predicted.parts));
+    }
+    for (int prefill = 0; prefill < 20; ++prefill) {
+      const PartSeconds parts = after.Draw().parts;
+      errors.push_back(Ratio(Predicted(correction, parts), after.Exactly(parts)) - 1);
+    }
+  }
+  EXPECT_LT(Quantile(errors, 0.5), 0.1);
+  EXPECT_LT(Quantile(errors, 0.9), 0.3);
 }
 
 TEST(SpeedCorrection, OneOutlierMovesItLittle) {
-  SpeedCorrection correction;
-  correction.Observe(1, 1e6);
-  EXPECT_LT(correction.factor(), 1.2);
-  correction.Observe(1, 1e-6);
-  EXPECT_NEAR(correction.factor(), 1, 1e-9);
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 200; ++round) {
+    Pool pool({}, random());
+    SpeedCorrection correction;
+    const int before = Draw(random, 0, 60);
+    for (int prefill = 0; prefill < before; ++prefill) {
+      const Prediction predicted = pool.Draw();
+      correction.Observe(predicted, pool.Run(predicted.parts));
+    }
+    const PartFactors factors = correction.factors();
+    const Prediction predicted = pool.Draw();
+    MeasuredSeconds outlier = pool.Run(predicted.parts);
+    for (double* seconds : {&outlier.all, &outlier.attention, &outlier.comm_wait}) *seconds *= 10;
+    correction.Observe(predicted, outlier);
+    const PartFactors moved = correction.factors();
+    const double most = before < 20 ? SpeedCorrection::kMostStep : 1.1;
+    EXPECT_LE(Ratio(moved.products, factors.products), most * (1 + 1e-9)) << before;
+    EXPECT_LE(Ratio(moved.attention, factors.attention), most * (1 + 1e-9)) << before;
+    EXPECT_LE(Ratio(moved.transfers, factors.transfers), most * (1 + 1e-9)) << before;
+  }
 }
 
-TEST(SpeedCorrection, StaysWithinItsBounds) {
+TEST(SpeedCorrection, NeverLeavesItsBounds) {
+  std::mt19937_64 random(TestSeed());
   SpeedCorrection correction;
-  for (int i = 0; i < 1000; ++i) correction.Observe(1, 100);
-  EXPECT_EQ(correction.factor(), SpeedCorrection::kMostFactor);
-  for (int i = 0; i < 1000; ++i) correction.Observe(100, 1);
-  EXPECT_EQ(correction.factor(), 1 / SpeedCorrection::kMostFactor);
+  const auto some_seconds = [&] {
+    return Draw(random, 0, 9) == 0 ? 0 : std::exp(std::uniform_real_distribution<double>(-14, 14)(random));
+  };
+  const auto within = [](double factor) {
+    return factor >= 1 / SpeedCorrection::kMostFactor && factor <= SpeedCorrection::kMostFactor;
+  };
+  for (int prefill = 0; prefill < 20000; ++prefill) {
+    Prediction predicted;
+    predicted.parts = {.products = some_seconds(),
+                       .attention = some_seconds(),
+                       .transfers = some_seconds(),
+                       .fixed = some_seconds()};
+    predicted.parts.hidden = predicted.parts.transfers * 0.5;
+    correction.Observe(predicted,
+                       {.all = some_seconds(), .attention = some_seconds(), .comm_wait = some_seconds()});
+    const PartFactors factors = correction.factors();
+    ASSERT_TRUE(within(factors.products) && within(factors.attention) && within(factors.transfers));
+    ASSERT_GE(factors.fixed_seconds, -predicted.parts.fixed);
+    ASSERT_LE(factors.fixed_seconds, SpeedCorrection::kMostFixedSeconds);
+  }
+  Pool pool({}, random());
+  for (int prefill = 0; prefill < 100; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  EXPECT_LT(Ratio(correction.factors().attention, 1), 1.25) << "it has not found back";
+}
+
+TEST(SpeedCorrection, SaysWhenTheSpeedsStayWrong) {
+  std::mt19937_64 random(TestSeed());
+  for (const double factor : {1.3, 3.0, 0.25}) {
+    Pool pool({.products = factor, .attention = factor, .transfers = factor}, random());
+    SpeedCorrection correction;
+    const auto run = [&](Pool& from, int prefills) {
+      for (int prefill = 0; prefill < prefills; ++prefill) {
+        const Prediction predicted = from.Draw();
+        correction.Observe(predicted, from.Run(predicted.parts));
+      }
+    };
+    run(pool, SpeedCorrection::kWrongPrefills - 1);
+    EXPECT_FALSE(correction.StaysWrong()) << factor;
+    run(pool, 100);
+    EXPECT_EQ(correction.StaysWrong(), factor != 1.3) << factor;
+    Pool right({}, random());
+    run(right, 100);
+    EXPECT_FALSE(correction.StaysWrong()) << "it is right again";
+  }
 }
 
 TEST(SpeedCorrection, IgnoresSecondsThatAreNone) {
   SpeedCorrection correction;
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (const double none : {0.0, -1.0, nan}) {
-    correction.Observe(none, 1);
-    correction.Observe(1, none);
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Prediction predicted = Pool({}, 1).Draw();
+  for (const double none : {-1.0, nan, infinity}) {
+    correction.Observe(predicted, {.all = none, .attention = 1, .comm_wait = 1});
+    correction.Observe(predicted, {.all = 1, .attention = none, .comm_wait = 1});
+    correction.Observe(predicted, {.all = 1, .attention = 1, .comm_wait = none});
   }
-  EXPECT_EQ(correction.factor(), 1);
+  EXPECT_EQ(correction.factors(), PartFactors());
 }
 
-TEST(SpeedCorrection, ScalesSecondsAndNothingElse) {
+TEST(SpeedCorrection, PlansAsMeasuredUntilAPrefillHasEnded) {
+  const auto plain = MakePlan(kModel, {}, {.tokens = 1000, .ranks = 4});
+  const auto corrected = PlanOf(SpeedCorrection(), 1000, 4);
+  ASSERT_TRUE(plain.ok() && corrected.ok());
+  EXPECT_EQ(corrected->plan, plain->plan);
+}
+
+TEST(SpeedCorrection, CorrectsSecondsAndNothingElse) {
   SpeedCorrection correction;
-  for (int i = 0; i < 5; ++i) correction.Observe(1, 1.7);
-  PlanChoice before = SomeChoice();
-  before.pieces = {before.plan};
-  PlanChoice after = before;
-  correction.Apply(after);
-  const double factor = correction.factor();
-  const auto expect_scaled = [factor](const Prediction& scaled, const Prediction& plain) {
-    EXPECT_DOUBLE_EQ(scaled.compute_seconds, plain.compute_seconds * factor);
-    EXPECT_DOUBLE_EQ(scaled.comm_wait_seconds, plain.comm_wait_seconds * factor);
-    EXPECT_DOUBLE_EQ(scaled.seconds, scaled.compute_seconds + scaled.comm_wait_seconds);
-    EXPECT_EQ(scaled.comm_bytes.total(), plain.comm_bytes.total());
-    EXPECT_EQ(scaled.peak_bytes, plain.peak_bytes);
-  };
-  expect_scaled(after.plan.predicted, before.plan.predicted);
-  expect_scaled(after.pieces.at(0).predicted, before.plan.predicted);
-  ASSERT_EQ(after.candidates.size(), before.candidates.size());
-  for (size_t i = 0; i < after.candidates.size(); ++i) {
-    EXPECT_EQ(after.candidates[i].tile, before.candidates[i].tile);
-    expect_scaled(after.candidates[i].predicted, before.candidates[i].predicted);
+  Pool pool({.products = 2, .attention = 0.5, .transfers = 1.5, .fixed_seconds = 1e-3}, TestSeed());
+  for (int prefill = 0; prefill < 20; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  const auto plain = MakePlan(kModel, {}, {.tokens = 1000, .ranks = 4});
+  const auto corrected = PlanOf(correction, 1000, 4);
+  ASSERT_TRUE(plain.ok() && corrected.ok());
+  const Prediction& before = plain->plan.predicted;
+  const Prediction& after = corrected->plan.predicted;
+  EXPECT_EQ(corrected->plan.schedule, plain->plan.schedule);
+  EXPECT_EQ(after.comm_bytes.total(), before.comm_bytes.total());
+  EXPECT_EQ(after.peak_bytes, before.peak_bytes);
+  EXPECT_EQ(after.parts, before.parts);
+  EXPECT_NEAR(after.seconds, after.compute_seconds + after.comm_wait_seconds, 1e-12);
+  const PartFactors factors = correction.factors();
+  EXPECT_NEAR(after.compute_seconds,
+              factors.products * before.parts.products + factors.attention * before.parts.attention +
+                  std::max(0.0, before.parts.fixed + factors.fixed_seconds),
+              1e-12);
+  ASSERT_EQ(corrected->candidates.size(), plain->candidates.size());
+  for (size_t i = 0; i < plain->candidates.size(); ++i) {
+    EXPECT_EQ(corrected->candidates[i].tile, plain->candidates[i].tile);
+    EXPECT_NEAR(corrected->candidates[i].predicted.seconds / after.seconds,
+                plain->candidates[i].predicted.seconds / before.seconds, 1e-9);
+  }
+}
+
+// What is as good as the best plan of the pool as it is ranks first, once prefills have shown how it is.
+TEST(SpeedCorrection, RanksPlansByWhatPrefillsShow) {
+  constexpr int64_t kTokens = 16384;
+  constexpr int kRanks = 16;
+  constexpr double kSlower = 6;  // links
+  int tests = 0;
+  for (double link = 1e11; link > 1e6; link /= 2) {
+    PoolSpeed said;
+    said.link_bytes_per_second = link;
+    PoolSpeed truth = said;
+    truth.link_bytes_per_second /= kSlower;
+    truth.link_latency_seconds *= kSlower;
+    const auto really = [&](const Plan& plan) {
+      return MakePlan(kModel, truth,
+                      {.tokens = kTokens, .ranks = kRanks, .tile = plan.tile, .heads = plan.heads})
+          ->plan.predicted;
+    };
+    SpeedCorrection correction;
+    const double before = really(PlanOf(correction, kTokens, kRanks, said)->plan).seconds;
+    const double best = MakePlan(kModel, truth, {.tokens = kTokens, .ranks = kRanks})->plan.predicted.seconds;
+    if (before < 1.1 * best) continue;
+    ++tests;
+    for (int prefill = 0; prefill < 100; ++prefill) {
+      const Plan plan = PlanOf(correction, kTokens, kRanks, said)->plan;
+      const Prediction took = really(plan);
+      correction.Observe(
+          plan.predicted,
+          {.all = took.seconds, .attention = took.parts.attention, .comm_wait = took.comm_wait_seconds});
+    }
+    const auto found = PlanOf(correction, kTokens, kRanks, said);
+    EXPECT_LT(really(found->plan).seconds, 1.05 * best) << link << " bytes/s";
+    EXPECT_NEAR(found->plan.predicted.seconds / best, 1, 0.1) << link << " bytes/s";
+  }
+  EXPECT_GT(tests, 0);
+}
+
+TEST(SpeedCorrection, NoiseChangesNoPlan) {
+  Pool pool({}, TestSeed());
+  SpeedCorrection correction;
+  const auto before = PlanOf(correction, 16384, 16);
+  for (int prefill = 0; prefill < 500; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+    if (prefill % 50 == 0) {
+      EXPECT_EQ(PlanOf(correction, 16384, 16)->plan.schedule, before->plan.schedule);
+    }
   }
 }
 
 TEST(SpeedCorrection, IsSafeOnAnyThread) {
   SpeedCorrection correction;
   std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&correction] {
-      for (int prefill = 0; prefill < 1000; ++prefill) correction.Observe(2 * correction.factor(), 3);
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    threads.emplace_back([&correction, seed] {
+      Pool pool({.products = 1.5, .attention = 1.5, .transfers = 1.5}, seed);
+      for (int prefill = 0; prefill < 200; ++prefill) {
+        const Prediction predicted = pool.Draw();
+        correction.Observe(predicted, pool.Run(predicted.parts));
+        Predicted(correction, predicted.parts);
+      }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_NEAR(correction.factor(), 1.5, 0.3);
+  EXPECT_NEAR(correction.factors().attention, 1.5, 0.3);
 }
 
 }  // namespace

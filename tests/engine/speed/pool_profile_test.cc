@@ -1,12 +1,16 @@
 #include "engine/speed/pool_profile.h"
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
 #include <utility>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
 #include "tests/engine/temp_folder.h"
 
 namespace meshfill {
@@ -109,20 +113,56 @@ TEST(PoolProfile, APoolIsMeasuredOnce) {
   const std::string path = folder / "speed.json";
   int measurements = 0;
   const auto measure = [&]() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9 * ++measurements); };
-  const auto first = KeptPoolSpeed(path, "a", measure);
+  const auto first = KeptPoolSpeed(path, "a", false, measure);
   ASSERT_TRUE(first.ok()) << first.status();
-  const auto second = KeptPoolSpeed(path, "a", measure);
+  const auto second = KeptPoolSpeed(path, "a", false, measure);
   ASSERT_TRUE(second.ok()) << second.status();
   EXPECT_EQ(*second, *first);
   EXPECT_EQ(measurements, 1);
-  EXPECT_TRUE(KeptPoolSpeed(path, "b", measure).ok());
+  EXPECT_TRUE(KeptPoolSpeed(path, "b", false, measure).ok());
   EXPECT_EQ(measurements, 2);
-  EXPECT_TRUE(KeptPoolSpeed("", "a", measure).ok());  // nothing is kept
+  EXPECT_TRUE(KeptPoolSpeed("", "a", false, measure).ok());  // nothing is kept
   EXPECT_EQ(measurements, 3);
 }
 
+TEST(PoolProfile, APoolIsMeasuredAnewWhereThatIsWanted) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  ASSERT_TRUE(StorePoolProfile(path, "b", SpeedOf(2e9)).ok());
+  const auto measure = []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(3e9); };
+  EXPECT_EQ(*KeptPoolSpeed(path, "a", /*anew=*/true, measure), SpeedOf(3e9));
+  EXPECT_EQ(ReadPoolProfile(path, "a").value(), SpeedOf(3e9));
+  EXPECT_EQ(ReadPoolProfile(path, "b").value(), SpeedOf(2e9));
+}
+
+TEST(PoolProfile, AForgottenSpeedIsMeasuredAtTheNextStart) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  EXPECT_TRUE(ForgetPoolSpeed(path, "a").ok()) << "there is no file";
+  EXPECT_FALSE(std::filesystem::exists(path));
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  ASSERT_TRUE(StorePoolProfile(path, "b", SpeedOf(2e9)).ok());
+  ASSERT_TRUE(ForgetPoolSpeed(path, "a").ok());
+  EXPECT_EQ(ReadPoolProfile(path, "a").value(), std::nullopt);
+  EXPECT_EQ(ReadPoolProfile(path, "b").value(), SpeedOf(2e9));
+}
+
+TEST(PoolProfile, ASpeedHasTheDateOfItsMeasurement) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  const absl::Time before = absl::Now() - absl::Seconds(1);  // dates have whole seconds
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  const auto pools = nlohmann::json::parse(Contents(path)).at("pools");
+  absl::Time measured;
+  ASSERT_TRUE(
+      absl::ParseTime(absl::RFC3339_full, pools.at(0).at("measured").get<std::string>(), &measured, nullptr));
+  EXPECT_GE(measured, before);
+  EXPECT_LE(measured, absl::Now());
+}
+
 TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
-  const auto speed = KeptPoolSpeed("/proc/no/such/speed.json", "a",
+  const auto speed = KeptPoolSpeed("/proc/no/such/speed.json", "a", false,
                                    []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); });
   ASSERT_TRUE(speed.ok()) << speed.status();
 }

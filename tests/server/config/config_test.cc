@@ -412,6 +412,8 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(options.memory_budget_bytes, 2ll << 30);
   EXPECT_EQ(options.threads, 3);
   EXPECT_EQ(options.speed_profile_path, "p.json");
+  EXPECT_FALSE(options.measure_speed);
+  EXPECT_TRUE(ToEngineOptions(*Load("plan: {measure: true}")).measure_speed);
   EXPECT_EQ(ToEngineOptions(*Load("plan: {profile_path: \'\'}")).speed_profile_path, "");
   EXPECT_EQ(ToEngineOptions(*Load("")).speed_profile_path, DefaultPoolProfilePath());
   EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);

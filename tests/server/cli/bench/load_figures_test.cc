@@ -104,6 +104,7 @@ TEST(LoadFigures, PredictionsAreJudgedByWhatCame) {
   const PredictionFigures figures = FiguresOf(times);
   EXPECT_NEAR(figures.median_error, 0.08, 1e-9);
   EXPECT_NEAR(figures.p95_error, 1, 1e-9);
+  EXPECT_NEAR(figures.bias, 0, 1e-9);
   EXPECT_NEAR(figures.drift, 1.08 / 0.92 - 1, 1e-9);
   std::reverse(times.begin(), times.end());
   EXPECT_NEAR(FiguresOf(times).drift, 1.08 / 0.92 - 1, 1e-9) << "down is as bad as up";
