@@ -66,6 +66,20 @@ def missing_paths(text, root=ROOT, folders=frozenset(TOP_FOLDERS)):
     return missing
 
 
+def conflict_lines(text):
+    """Numbers of the lines that a merge has left behind."""
+    marks = re.compile(r"(<{7}|={7}|>{7})(?: .*)?$")
+    return [number for number, line in enumerate(text.split("\n"), 1) if marks.match(line)]
+
+
+def text_files(root):
+    """Every file with a suffix of texts, less those that are built, and git's own."""
+    for path in sorted(root.rglob("*")):
+        top = path.relative_to(root).parts[0]
+        if top not in ("build", ".git") and SOURCE.search(path.name) and path.is_file():
+            yield path
+
+
 class ChecksTest(unittest.TestCase):
     """The checks of this file find what is planted."""
 
@@ -74,6 +88,10 @@ class ChecksTest(unittest.TestCase):
         for line in ("x" * 101, "    " + "x" * 97, "| " + "x " * 49 + "|", "```\n" + "y" * 101 + "\n```"):
             self.assertEqual(len(long_lines(f"short\n{line}\nshort\n")), 1, line)
         self.assertEqual(long_lines("a\n" + "b" * 101 + "\nc\n" + "d" * 101), [2, 4])
+
+    def test_a_merge_that_was_not_ended_is_found(self):
+        self.assertEqual(conflict_lines("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> 76b563b (Add c)\n"), [2, 4, 6])
+        self.assertEqual(conflict_lines("a << b\n====\n========\n  =======\n#=======\n"), [])
 
     def test_a_path_that_leads_nowhere_is_found(self):
         there = "`engine/mesh/mesh.h`, `docs/`, `tests/run.sh all`, `docs/*.md`, `engine/<folder>/x.h`"
@@ -110,6 +128,10 @@ class DocsTest(unittest.TestCase):
         for path in ("docs/api.md", "docs/configuration.md"):
             self.assertGreater(len(re.findall(r"^- `[\w.]+`.*:", read(path), re.M)), 40, path)
             self.assertEqual(re.findall(r"^- `[\w.]+`.*: *\n(?!  )", read(path), re.M), [], path)
+
+    def test_no_merge_was_left_unended(self):
+        left = {str(path.relative_to(ROOT)): lines for path in text_files(ROOT) if (lines := conflict_lines(path.read_text(errors="replace")))}
+        self.assertEqual(left, {})
 
     def test_lines_are_short(self):
         for path in DOCUMENTS:
