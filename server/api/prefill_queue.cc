@@ -133,7 +133,7 @@ std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const 
 
 absl::Status PrefillQueue::CheckRoom(const Request& request) {
   const auto retry_after = [](const absl::Status& status, double seconds) {
-    return WithRetryAfter(status, absl::Seconds(std::max(1.0, seconds)));
+    return WithRetryAfter(status, std::max(kLeastRetry, absl::Seconds(seconds)));
   };
   const int64_t tenants_tokens = limits_.tenants.LimitsOf(request.tenant).max_tokens;
   if (request.tokens > limits_.max_tokens) {
@@ -260,7 +260,7 @@ absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
                           beyond_share ? absl::StrCat("the tenant's max_tokens is ", tenants_tokens)
                                        : absl::StrCat("queue.max_tokens is ", limits_.max_tokens),
                           "); try again later")),
-      absl::Seconds(std::max(1.0, SecondsUntilRoom(job.request))));
+      std::max(kLeastRetry, absl::Seconds(SecondsUntilRoom(job.request))));
 }
 
 absl::Status PrefillQueue::PlaceLost() const {

@@ -46,6 +46,9 @@ class PrefillQueue {
   static constexpr int64_t kFreeTokens = 65536;
   static constexpr double kPlaceTokensPerSecond = 10000;
   static constexpr absl::Duration kUploadGrace = absl::Seconds(1);  // until that pace counts
+  // What RetryInfo says at least. Short beside what a pool of short prompts has in its queue: were it longer,
+  // the queue would run empty before those that were refused come again.
+  static constexpr absl::Duration kLeastRetry = absl::Milliseconds(100);
 
   struct Limits {
     int64_t max_requests = 64;  // waiting and uploading

@@ -68,6 +68,8 @@ class PrefillQueueTest : public testing::Test {
     return before.ok() ? before->before : -1;
   }
 
+  static constexpr double kLeast = 0.1;  // seconds, as RetryInfo says them
+
   // Waiting would not help.
   void ExpectRefusedForGood(const Request& request) {
     const auto slot = queue_->Reserve(request);
@@ -187,9 +189,9 @@ TEST_F(PrefillQueueTest, BoundsRequestsIncludingUploads) {
   MakeQueue({.max_requests = 2});
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 20});
   auto two = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 30});
-  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 1,
-                         1);  // nothing runs: the first place is free as soon as it begins
-  one.reset();                // given back
+  // Nothing runs: the first place is free as soon as it begins.
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, kLeast, kLeast);
+  one.reset();  // given back
   EXPECT_NE(Reserve({.id = "3", .tokens = 3}), nullptr);
 }
 
@@ -209,11 +211,11 @@ TEST_F(PrefillQueueTest, RetryIsTheRestOfWhatRuns) {
 TEST_F(PrefillQueueTest, BoundsTokens) {
   MakeQueue({.max_tokens = 100});
   auto one = Reserve({.id = "1", .tokens = 60});
-  ExpectRefusedWithRetry({.id = "2", .tokens = 41}, 1, 1);
+  ExpectRefusedWithRetry({.id = "2", .tokens = 41}, kLeast, kLeast);
   auto two = Reserve({.id = "2", .tokens = 40});
   EXPECT_EQ(queue_->snapshot().tokens, 100);
   EXPECT_EQ(queue_->snapshot().requests, 2);
-  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
+  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, kLeast, kLeast);
   ExpectRefusedForGood({.id = "3", .tokens = 101});
 }
 
@@ -230,7 +232,7 @@ TEST_F(PrefillQueueTest, AnAnnouncementHoldsNoTokensThatHaveNotCome) {
   EXPECT_EQ(queue_->snapshot().tokens, 5 * kFree);
   ASSERT_TRUE(announced->Pay(3 * kFree).ok());
   EXPECT_EQ(queue_->snapshot().tokens, 10 * kFree);
-  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, 1, 1);
+  ExpectRefusedWithRetry({.id = "3", .tokens = 1}, kLeast, kLeast);
   const absl::Status beyond = announced->Pay(3 * kFree + 1);
   EXPECT_EQ(beyond.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(RetryAfter(beyond).has_value());
@@ -291,7 +293,7 @@ TEST_F(PrefillQueueTest, BoundsWhatATenantHas) {
   EXPECT_NE(Reserve({.id = "5", .tenant = "other", .tokens = 1000}), nullptr);
   ExpectRefusedForGood({.id = "6", .tenant = "big", .tokens = 101});
   auto big = Reserve({.id = "6", .tenant = "big", .tokens = 60});
-  ExpectRefusedWithRetry({.id = "7", .tenant = "big", .tokens = 41}, 1, 200);
+  ExpectRefusedWithRetry({.id = "7", .tenant = "big", .tokens = 41}, kLeast, 200);
   auto more = Reserve({.id = "7", .tenant = "big", .tokens = 40});
   two.reset();
   EXPECT_NE(Reserve({.id = "4", .tenant = "small", .tokens = 3}), nullptr);
