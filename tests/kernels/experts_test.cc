@@ -80,7 +80,9 @@ TEST_P(ExpertsTest, RowsAreAPermutationSortedByExpert) {
         ASSERT_TRUE(row >= 0 && row < tokens * rule.used);
         ++seen[row];
         ASSERT_EQ(rows.token[row], token);
-        if (i > 0) ASSERT_LT(ExpertOf(rows, rule, token, i - 1), ExpertOf(rows, rule, token, i));
+        if (i > 0) {
+          ASSERT_LT(ExpertOf(rows, rule, token, i - 1), ExpertOf(rows, rule, token, i));
+        }
       }
     }
     EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }));

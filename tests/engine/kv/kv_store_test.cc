@@ -150,7 +150,9 @@ TEST_F(KvStoreTest, LeasesThatHaveLapsedMakeRoomBeforeAnybodySweeps) {
     EXPECT_FALSE(store.AdmitToCache(prompt, prompt->bytes()));
     now_ += absl::Seconds(30);
     store.Release((*lease)->id(), "tenant");  // too late: it has ended by itself
-    if (turn == 0) EXPECT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
+    if (turn == 0) {
+      EXPECT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
+    }
   }
 }
 

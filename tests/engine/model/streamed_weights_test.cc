@@ -95,7 +95,9 @@ TEST_F(StreamedWeightsTest, RanksAtAnyPaceHaveTwoPartsOfEachRun) {
                   break;
                 }
                 EXPECT_EQ((*taken)->head == nullptr, part < kLayers);
-                if (part < kLayers) EXPECT_EQ((*taken)->layer.attention_norm.values().size(), 16u);
+                if (part < kLayers) {
+                  EXPECT_EQ((*taken)->layer.attention_norm.values().size(), 16u);
+                }
                 std::this_thread::sleep_for(std::chrono::microseconds(Draw(pace, 0, 300)));
                 if (Draw(pace, 0, 60) == 0) stop->Stop();
               }

@@ -240,7 +240,9 @@ TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
                 logits.insert(logits.end(), products[0].begin(), products[0].end());
               }
             }
-            if (parts > kLayers) EXPECT_EQ(logits, expected.back()[0]);
+            if (parts > kLayers) {
+              EXPECT_EQ(logits, expected.back()[0]);
+            }
             run->feeds[i]->Leave(reader);
           });
         }

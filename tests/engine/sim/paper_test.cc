@@ -54,7 +54,9 @@ TEST_F(PaperTest, FittedClusterReproducesTable3) {
     EXPECT_LT(errors.mesh_mean_error, most ? 0.55 : 0.12);
     EXPECT_NEAR(errors.gain_ratio, most ? 2.0 : 1.0, 0.2);
     EXPECT_LE(std::abs(errors.mesh_bias), errors.mesh_mean_error + 1e-12);
-    if (most) EXPECT_LT(errors.mesh_bias, -0.3) << "no longer too fast: say so in docs/simulation.md";
+    if (most) {
+      EXPECT_LT(errors.mesh_bias, -0.3) << "no longer too fast: say so in docs/simulation.md";
+    }
     mean += errors.mesh_mean_error / 4;
   }
   EXPECT_NEAR(mean, table->mesh_mean_error, 1e-12) << "six cells to each number of GPUs";

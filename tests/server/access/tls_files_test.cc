@@ -92,7 +92,9 @@ TEST_F(TlsFilesTest, FilesThatCannotBeReadAreNamedWithTheReason) {
     EXPECT_THAT(problem(fifo), HasSubstr("not a regular file"));
     const std::string locked = made_.Write("locked", "x");
     chmod(locked.c_str(), 0);
-    if (geteuid() != 0) EXPECT_THAT(problem(locked), HasSubstr("Permission denied"));
+    if (geteuid() != 0) {
+      EXPECT_THAT(problem(locked), HasSubstr("Permission denied"));
+    }
     EXPECT_THAT(problem(made_.Write("junk", "no PEM at all\n")), HasSubstr(key));
     std::filesystem::remove(fifo);
   }

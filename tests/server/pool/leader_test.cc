@@ -853,7 +853,9 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
     for (int i = 0; i < prepare.prefix_size(); ++i) EXPECT_EQ(prepare.prefix(i).run(), runs[i]);
     EXPECT_EQ(prepare.keep_kv().cache(), prepare.more_pieces());
     EXPECT_EQ(prepare.reserve_bytes(), LastPrepare(2).reserve_bytes());
-    if (prepare.more_pieces()) EXPECT_EQ(leader_.kv_counts().bytes, all_bytes) << "room for all is held";
+    if (prepare.more_pieces()) {
+      EXPECT_EQ(leader_.kv_counts().bytes, all_bytes) << "room for all is held";
+    }
     runs.push_back(prepare.run());
     tokens += static_cast<int64_t>(prepare.plan().tokens());
     last = RunPiece({1, 2});

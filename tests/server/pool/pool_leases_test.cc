@@ -27,7 +27,9 @@ class PoolLeasesTest : public PoolKvTest {
     const int64_t most = kRoomTokens * kTokenBytes;
     EXPECT_LE(counts().bytes, std::ssize(workers_) * most);
     for (const auto& worker : workers_) {
-      if (worker != nullptr) EXPECT_LE(worker->kv().bytes, most);
+      if (worker != nullptr) {
+        EXPECT_LE(worker->kv().bytes, most);
+      }
     }
   }
   // Reads a part or all, and goes away.
@@ -96,8 +98,9 @@ TEST_F(PoolLeasesTest, RandomLivesLeaveNothing) {
     for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % 4);  // some begin alike
     if (Draw<int>(random, 0, 5) == 0) {
       const std::string lease = LeaveEarly(prompt, Draw<int>(random, 0, 1) == 0);
-      if (!lease.empty())
+      if (!lease.empty()) {
         EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(client_->Fetch(Request(lease)).status); }));
+      }
       continue;
     }
     v1::PrefillHeader header = client_->Header(prompt.size());
@@ -114,7 +117,9 @@ TEST_F(PoolLeasesTest, RandomLivesLeaveNothing) {
     lapse[lease] = ends;
     const int fate = Draw<int>(random, 0, 4);
     if (fate == 0) Read(lease, Draw<int>(random, 0, 2));
-    if (fate == 1) EXPECT_TRUE(client_->Renew(lease, 1).ok());
+    if (fate == 1) {
+      EXPECT_TRUE(client_->Renew(lease, 1).ok());
+    }
     if (fate == 2) {
       const Fetched fetched = client_->Fetch(Request(lease));
       EXPECT_TRUE(fetched.status.ok()) << fetched.status;

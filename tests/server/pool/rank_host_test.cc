@@ -170,7 +170,9 @@ TEST_F(RankHostTest, SharesItsWeights) {
     hosts[0]->Describe(offer);
     EXPECT_EQ(offer.weights().sharded(), shares);
     EXPECT_GT(offer.weights().loaded_bytes(), 0u);
-    if (shares) EXPECT_GT(offer.weights().layer_bytes(), 0u);
+    if (shares) {
+      EXPECT_GT(offer.weights().layer_bytes(), 0u);
+    }
     int64_t all = 0;
     for (const int count : {most, most, 2}) {
       ++run_;
@@ -200,7 +202,9 @@ TEST_F(RankHostTest, SharesItsWeights) {
           if (expected[count].empty()) expected[count] = output->logits;
           EXPECT_EQ(output->logits, expected[count]) << count << " hosts";
         }
-        if (!shares) EXPECT_EQ(gathered, 0);
+        if (!shares) {
+          EXPECT_EQ(gathered, 0);
+        }
       }
       for (int i = 0; i < count; ++i) hosts[i]->Release(run_);
       if (!shares) continue;
