@@ -11,13 +11,16 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <thread>
 
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
+#include "engine/plan/speed_correction.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/stop_after_a_layer.h"
+#include "tests/engine/temp_folder.h"
 
 namespace meshfill {
 namespace {
@@ -268,6 +271,37 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
   EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted) << result.status();
   EXPECT_THAT(std::string(result.status().message()), testing::HasSubstr("no thread could be started"));
   ExpectServes(**engine);
+}
+
+// Kept speeds that are a thirtieth of the real ones: predictions are corrected at once, and the file loses
+// the speeds once they have been wrong for long.
+TEST_F(PrefillEngineTest, DropsAKeptSpeedThatStaysWrong) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  const auto load = [&] {
+    return *LoadEmbeddedEngine(
+        {.model_path = folder_, .ranks = 1, .peak_flops = 1e12, .speed_profile_path = path});
+  };
+  const auto kept = [&] { return nlohmann::json::parse(std::ifstream(path)); };
+  load();
+  nlohmann::json wrong = kept();
+  ASSERT_EQ(wrong["pools"].size(), 1u);
+  for (const auto& [name, value] : wrong["pools"][0]["speed"].items()) {
+    if (name.find("per_second") != std::string::npos) value = value.get<double>() / 30;
+  }
+  std::ofstream(path) << wrong;
+  const auto engine = load();
+  const std::vector<uint32_t> prompt(2000, 7);
+  for (int i = 0; i < SpeedCorrection::kWrongPrefills; ++i) {
+    if (i % 64 == 0) {
+      EXPECT_EQ(kept(), wrong) << "after " << i << " prefills";
+    }
+    ASSERT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
+  }
+  for (int i = 0; i < 64 && !kept()["pools"].empty(); ++i) {  // the first ones said too little
+    ASSERT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
+  }
+  EXPECT_TRUE(kept()["pools"].empty());
 }
 
 TEST_F(PrefillEngineTest, RefusesBadOptionsAndFolders) {
