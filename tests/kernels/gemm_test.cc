@@ -47,6 +47,32 @@ class GemmTest : public testing::TestWithParam<DType> {
  protected:
   // Of a sum of `in_features` products of normal numbers.
   static double Tolerance(int64_t in_features) { return 2e-6 * std::sqrt(static_cast<double>(in_features)); }
+
+  // The product with so many random tokens is the reference's, with flags that are drawn.
+  static void ExpectAgrees(CpuGemm& gemm, const PackedWeight& weight, const LoneStream& reference,
+                           const PackedWeight& reference_weight, int64_t tokens, double tolerance,
+                           std::mt19937_64& random) {
+    const bool accumulate = Draw(random, 0, 1) == 1;
+    const DType y_dtype = accumulate || Draw(random, 0, 1) == 1 ? DType::kF32 : GetParam();
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * weight.in_features());
+    Tensor y = accumulate ? Tensor::Normal(random, y_dtype, tokens * weight.out_features())
+                          : Tensor(y_dtype, tokens * weight.out_features());
+    Tensor expected = y;
+    GemmArgs args{.weight = &weight,
+                  .x = x.data(),
+                  .tokens = tokens,
+                  .y = y.data(),
+                  .y_dtype = y_dtype,
+                  .accumulate = accumulate};
+    const absl::Status status = gemm.Run(args, nullptr);
+    ASSERT_TRUE(status.ok()) << status;
+    args.weight = &reference_weight;
+    args.y = expected.data();
+    ASSERT_TRUE(reference->Gemm(args).ok());
+    SCOPED_TRACE(testing::Message() << tokens << " tokens, " << weight.in_features() << " to "
+                                    << weight.out_features() << (accumulate ? ", accumulated" : ""));
+    ExpectClose(y, expected, tolerance);
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, GemmTest, testing::Values(DType::kF32, DType::kBf16),
@@ -68,26 +94,8 @@ TEST_P(GemmTest, AgreesWithTheReference) {
     EXPECT_EQ((*weight)->in_features(), layer.in_features);
     for (int call = 0; call < 3; ++call) {  // other token counts and flags with the same weight
       const int64_t tokens = draw % 4 == 0 ? call : Draw(random, 0, 300);
-      const bool accumulate = Draw(random, 0, 1) == 1;
-      const DType y_dtype = accumulate || Draw(random, 0, 1) == 1 ? DType::kF32 : GetParam();
-      const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
-      Tensor y = accumulate ? Tensor::Normal(random, y_dtype, tokens * layer.out_features)
-                            : Tensor(y_dtype, tokens * layer.out_features);
-      Tensor expected = y;
-      GemmArgs args{.weight = weight->get(),
-                    .x = x.data(),
-                    .tokens = tokens,
-                    .y = y.data(),
-                    .y_dtype = y_dtype,
-                    .accumulate = accumulate};
-      const absl::Status status = gemm.Run(args, nullptr);
-      ASSERT_TRUE(status.ok()) << status;
-      args.weight = reference_weight->get();
-      args.y = expected.data();
-      ASSERT_TRUE(reference->Gemm(args).ok());
-      SCOPED_TRACE(testing::Message() << tokens << " tokens, " << layer.in_features << " to "
-                                      << layer.out_features << (accumulate ? ", accumulated" : ""));
-      ExpectClose(y, expected, Tolerance(layer.in_features));
+      ExpectAgrees(gemm, **weight, reference, **reference_weight, tokens, Tolerance(layer.in_features),
+                   random);
       if (HasFatalFailure()) return;
     }
   }
@@ -270,26 +278,8 @@ TEST_P(GemmTest, Fp8AgreesWithTheReference) {
     EXPECT_EQ((*weight)->out_features(), layer.out_features);
     for (int call = 0; call < 2; ++call) {
       const int64_t tokens = draw % 4 == 0 ? call : Draw(random, 0, 150);
-      const bool accumulate = Draw(random, 0, 1) == 1;
-      const DType y_dtype = accumulate || Draw(random, 0, 1) == 1 ? DType::kF32 : GetParam();
-      const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
-      Tensor y = accumulate ? Tensor::Normal(random, y_dtype, tokens * layer.out_features)
-                            : Tensor(y_dtype, tokens * layer.out_features);
-      Tensor expected = y;
-      GemmArgs args{.weight = weight->get(),
-                    .x = x.data(),
-                    .tokens = tokens,
-                    .y = y.data(),
-                    .y_dtype = y_dtype,
-                    .accumulate = accumulate};
-      const absl::Status status = gemm.Run(args, nullptr);
-      ASSERT_TRUE(status.ok()) << status;
-      args.weight = reference_weight->get();
-      args.y = expected.data();
-      ASSERT_TRUE(reference->Gemm(args).ok());
-      SCOPED_TRACE(testing::Message() << tokens << " tokens, " << layer.in_features << " to "
-                                      << layer.out_features << (accumulate ? ", accumulated" : ""));
-      ExpectClose(y, expected, 2 * Tolerance(layer.in_features));
+      ExpectAgrees(gemm, **weight, reference, **reference_weight, tokens, 2 * Tolerance(layer.in_features),
+                   random);
       if (HasFatalFailure()) return;
     }
   }

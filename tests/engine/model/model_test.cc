@@ -9,6 +9,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,23 @@ struct BadModel {
   std::function<void(HfFolder&)> damage;
   std::vector<std::string> named;
 };
+
+// Each is refused in one line that says where, and names what is wrong.
+void ExpectRefusedByName(const HfFolder& good, std::span<const BadModel> cases) {
+  for (const BadModel& bad : cases) {
+    SCOPED_TRACE(bad.what);
+    const TempFolder folder;
+    HfFolder content = good;
+    bad.damage(content);
+    content.Write(folder.path());
+    const auto model = Load(folder.path());
+    ASSERT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
+    const std::string message(model.status().message());
+    EXPECT_THAT(message, HasSubstr(folder.path()));
+    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
+    EXPECT_EQ(message.find('\n'), std::string::npos);
+  }
+}
 
 void Reshape(HfFolder& folder, const std::string& name, std::vector<int64_t> shape) {
   HfTensor& tensor = folder.tensors.at(name);
@@ -417,18 +435,7 @@ TEST(ModelTest, RefusesBrokenFp8ByName) {
        },
        {"mlp.down_proj.weight_scale_inv", "not in the model"}},
   };
-  for (const BadModel& bad : kCases) {
-    SCOPED_TRACE(bad.what);
-    const TempFolder folder;
-    HfFolder content = good;
-    bad.damage(content);
-    content.Write(folder.path());
-    const auto model = Load(folder.path());
-    ASSERT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
-    const std::string message(model.status().message());
-    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
-    EXPECT_EQ(message.find('\n'), std::string::npos);
-  }
+  ExpectRefusedByName(good, kCases);
 }
 
 // All biases at once, in f16, MQA; and shards with an index.
@@ -578,19 +585,7 @@ std::vector<BadModel> BadModels() {
 
 TEST(ModelTest, RefusesBrokenModelsByName) {
   const HfFolder good = Good();
-  for (const BadModel& bad : BadModels()) {
-    SCOPED_TRACE(bad.what);
-    const TempFolder folder;
-    HfFolder content = good;
-    bad.damage(content);
-    content.Write(folder.path());
-    const auto model = Load(folder.path());
-    ASSERT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument) << model.status();
-    const std::string message(model.status().message());
-    EXPECT_THAT(message, HasSubstr(folder.path()));
-    for (const std::string& named : bad.named) EXPECT_THAT(message, HasSubstr(named));
-    EXPECT_EQ(message.find('\n'), std::string::npos);
-  }
+  ExpectRefusedByName(good, BadModels());
 }
 
 TEST(ModelTest, MissingPartsAreNotFound) {

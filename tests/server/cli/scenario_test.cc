@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <span>
 
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
@@ -62,12 +63,22 @@ TEST(Scenario, ReadsWhatItSays) {
   EXPECT_EQ(scenario->strategies.size(), 4u);
 }
 
+struct BadScenario {
+  const char* from;
+  const char* to;
+  const char* named;
+};
+
+void ExpectRefused(const char* good, std::span<const BadScenario> cases) {
+  for (const auto& [from, to, named] : cases) {
+    const auto scenario = LoadText(Replaced(good, from, to));
+    EXPECT_EQ(scenario.status().code(), absl::StatusCode::kInvalidArgument) << to;
+    EXPECT_NE(scenario.status().message().find(named), std::string::npos) << scenario.status();
+  }
+}
+
 TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
-  const struct {
-    const char* from;
-    const char* to;
-    const char* named;
-  } kCases[] = {
+  const BadScenario kCases[] = {
       {"strategies:", "stratgies:", ":10: stratgies"},
       {"gpus_per_node: 4", "gpus_per_nod: 4", ":3: cluster.gpus_per_nod"},
       {"gpus_per_node: 4", "gpus_per_node: 0", "gpus_per_node"},
@@ -89,11 +100,7 @@ TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
       {"gpus: 4, 8", "report: mesh_attention_paper", "paper.throughput"},
       {"  gpus_per_node: 4", "  fitted_to: none.csv", "cluster.fitted_to"},
   };
-  for (const auto& [from, to, named] : kCases) {
-    const auto scenario = LoadText(Replaced(kGood, from, to));
-    EXPECT_EQ(scenario.status().code(), absl::StatusCode::kInvalidArgument) << to;
-    EXPECT_NE(scenario.status().message().find(named), std::string::npos) << scenario.status();
-  }
+  ExpectRefused(kGood, kCases);
   EXPECT_EQ(LoadScenario("/nowhere.yaml").status().code(), absl::StatusCode::kNotFound);
 }
 
@@ -130,11 +137,7 @@ TEST(Scenario, ReadsASweep) {
   EXPECT_EQ(scenario->sweep.jobs[1].kv_heads, 2);
   EXPECT_EQ(scenario->sweep.jobs[2].q_heads, 4);
   EXPECT_EQ(scenario->sweep.passes.size(), 2u);
-  const struct {
-    const char* from;
-    const char* to;
-    const char* named;
-  } kCases[] = {
+  const BadScenario kCases[] = {
       {"8/2, 4/4", "8/2, 4", ":15: sweep.heads"},
       {"8/2, 4/4", "8/3", "KV heads"},
       {"8/2, 4/4", "\"\"", "sweep: heads and tokens"},
@@ -147,11 +150,7 @@ TEST(Scenario, ReadsASweep) {
       {"flow_bytes_per_second: 1e9", "flow: 1e9", ":13: sweep.clusters.far.between_nodes.flow"},
       {"report: sweep", "report: sweep\ncluster: {gpus_per_node: 4}", "sweep.clusters"},
   };
-  for (const auto& [from, to, named] : kCases) {
-    const auto refused = LoadText(Replaced(kSweep, from, to));
-    EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << to;
-    EXPECT_NE(refused.status().message().find(named), std::string::npos) << refused.status();
-  }
+  ExpectRefused(kSweep, kCases);
 }
 
 TEST(Simulation, PrintsASweepAsTextAndJson) {
