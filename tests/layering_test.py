@@ -22,6 +22,7 @@ INNER = {
     "engine/mesh": set(),
     "engine/schedule": {"engine/mesh"},
     "engine/model": set(),
+    "engine/model/families": {"engine/model"},
     "engine/comm": {"engine/mesh"},
     "engine/comm/gloo": {"engine/comm"},
     "engine/comm/nccl": {"engine/comm"},

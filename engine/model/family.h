@@ -1,4 +1,4 @@
-// What one family of models has of its own: a file each, listed in family.cc.
+// What one family of models has of its own: a file each in families/, listed in family.cc.
 #ifndef MESHFILL_ENGINE_MODEL_FAMILY_H_
 #define MESHFILL_ENGINE_MODEL_FAMILY_H_
 
