@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -64,8 +65,8 @@ class ShareExchange {
 // How a run gathers shared weights.
 struct Gathering {
   WeightShare share;
-  int head = 0;          // whose process reads the LM head
-  bool at_once = false;  // false: from when a reader asks for the first part
+  std::optional<int> head;  // whose process reads the LM head; none: nobody does
+  bool at_once = false;     // false: from when a reader asks for the first part
   std::unique_ptr<ShareExchange> exchange;
 };
 

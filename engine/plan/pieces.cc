@@ -79,6 +79,7 @@ class PiecePlanner {
     PlanRequest piece = request_;
     piece.tokens = range.tokens;
     piece.cached_tokens += range.first;
+    if (range.first + range.tokens < request_.tokens) piece.weights = piece.weights.WithoutHead();
     return MakePlan(model_, speed_, piece);
   }
 

@@ -15,13 +15,22 @@ PlanWeights PlanWeights::Share(int64_t ranks, int64_t of) const {
   return share;
 }
 
+PlanWeights PlanWeights::WithoutHead() const {
+  PlanWeights layers = *this;
+  layers.head_seconds = 0;
+  layers.sent_bytes -= sent_head_bytes;
+  layers.sent_head_bytes = 0;
+  return layers;
+}
+
 int64_t ShareBytes(const PlanWeights& one, int workers) { return (one.loaded_bytes + workers - 1) / workers; }
 
 PlanWeights SharedAmong(const PlanWeights& one, int workers, const Link& link) {
   PlanWeights shared = one;
   shared.run_bytes = workers * one.run_bytes;
   const auto others = [workers](int64_t bytes) { return bytes - bytes / workers; };
-  shared.sent_bytes = others(one.loaded_bytes - one.head_bytes) + one.head_bytes / workers;
+  shared.sent_head_bytes = one.head_bytes / workers;
+  shared.sent_bytes = others(one.loaded_bytes - one.head_bytes) + shared.sent_head_bytes;
   shared.layer_bytes = others(one.layer_bytes);
   shared.head_bytes = others(one.head_bytes);
   shared.gather_bytes_per_second = link.bytes_per_second;

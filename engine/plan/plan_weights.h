@@ -26,9 +26,11 @@ struct PlanWeights {
   int64_t layer_bytes = 0;
   int64_t head_bytes = 0;
   int64_t sent_bytes = 0;              // to the others, of a run
+  int64_t sent_head_bytes = 0;         // of these, of the LM head
   double gather_bytes_per_second = 0;  // of the link that they come by, beside chunks; 0: they do not
 
   PlanWeights Share(int64_t ranks, int64_t of) const;  // of `ranks` ranks, where these are of `of`
+  PlanWeights WithoutHead() const;                     // of a run whose logits nobody needs
   bool operator==(const PlanWeights&) const = default;
 };
 

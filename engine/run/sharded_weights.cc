@@ -82,6 +82,7 @@ class ShardedWeights::Maker final : public PartMaker {
       : weights_(weights), share_(std::move(share)), gathering_(std::move(gathering)) {}
 
   absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read) override {
+    if (part >= layers() && !gathering_.head.has_value()) return std::shared_ptr<const WeightPart>();
     const auto [me, of] = gathering_.share;
     const WeightImage& image = weights_.images_[part];
     ASSIGN_OR_RETURN(const BufferRef mine, share_->Bytes(part, before_read));
@@ -115,7 +116,8 @@ class ShardedWeights::Maker final : public PartMaker {
     const auto [me, of] = gathering_.share;
     int64_t bytes = 0;
     for (int part = 0; part < weights_.parts(); ++part) {
-      const int takers = part < layers() ? of - 1 : me == gathering_.head ? 0 : 1;
+      int takers = 0;
+      for (int share = 0; share < of; ++share) takers += share != me && Needs(share, part) ? 1 : 0;
       bytes += share_->bytes_of(part) * takers;
     }
     return bytes;

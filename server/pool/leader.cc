@@ -316,7 +316,7 @@ std::vector<Leader::Connection> Leader::Seated(const Plan& plan) const {
 
 bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers) const {
   for (const auto& [worker, first, count] : SeatWorkers(workers, plan.ranks())) {
-    const int64_t offered = members_.RunMemoryBytes(*worker);
+    const int64_t offered = Membership::RunMemoryBytes(*worker, workers.size());
     int64_t reserved = 0;
     for (const auto& [number, run] : runs_) {
       if (!run.coordinator.Has(worker->connection)) continue;
@@ -421,7 +421,7 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanNextPiece(RunId ru
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
                    kv_.BeginRun(run, live.request.options, pieces.before(), piece, plan, workers));
   pieces.HoldAhead(std::move(kv.ahead));
-  return PlannedRun{.plan = std::move(plan), .shares_weights = false, .kv = std::move(kv)};
+  return PlannedRun{.plan = std::move(plan), .shares_weights = pieces.shares_weights(), .kv = std::move(kv)};
 }
 
 void Leader::KeepPieces(LiveRequest& live) {

@@ -300,16 +300,17 @@ int Membership::ranks() const {
   return ranks;
 }
 
-int64_t Membership::RunMemoryBytes(const Worker& worker) const {
+int64_t Membership::RunMemoryBytes(const Worker& worker, size_t workers) {
   const auto offered = static_cast<int64_t>(worker.offer.memory_bytes());
   const PlanWeights weights = FromProto(worker.offer.weights());
   if (offered == 0 || weights.mode != WeightMode::kSharded) return offered;
-  const int64_t left = offered - ShareBytes(weights, std::max(1, static_cast<int>(ByPlace().size())));
+  const int64_t left = offered - ShareBytes(weights, std::max(1, static_cast<int>(workers)));
   return left == 0 ? -1 : left;
 }
 
 PoolCapacity Membership::Capacity(const Topology& links) const {
   constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+  const std::vector<const Worker*> by_place = ByPlace();
   PoolCapacity capacity;
   int64_t tightest = kNoLimit, tightest_kv = kNoLimit;
   for (const auto& [connection, worker] : workers_) {
@@ -317,7 +318,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
     const PoolSpeed offered = FromProto(worker.offer.speed());
     capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
     if (worker.offer.memory_bytes() != 0) {
-      tightest = std::min(tightest, RunMemoryBytes(worker) / worker.offer.ranks());
+      tightest = std::min(tightest, RunMemoryBytes(worker, by_place.size()) / worker.offer.ranks());
     }
     tightest_kv =
         std::min(tightest_kv, static_cast<int64_t>(worker.offer.kv_memory_bytes() / worker.offer.ranks()));
@@ -329,7 +330,6 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
     capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
   }
   capacity.topology = links;
-  const std::vector<const Worker*> by_place = ByPlace();
   int host = -1;
   for (size_t i = 0; i < by_place.size(); ++i) {
     if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;

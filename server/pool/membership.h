@@ -98,9 +98,9 @@ class Membership {
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
   std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
-  // For runs, of what the worker offered: less its share of the weights, where they are shared. 0: no limit,
-  // below: not even that has room.
-  int64_t RunMemoryBytes(const Worker& worker) const;
+  // For runs, of what the worker offered: less its share of the weights, where so many workers share them.
+  // 0: no limit, below: not even that has room.
+  static int64_t RunMemoryBytes(const Worker& worker, size_t workers);
   // The workers that are there to stay, and their links.
   PoolCapacity Capacity(const Topology& links) const;
   double peak_flops() const;

@@ -41,14 +41,13 @@ absl::Status CheckShares(const PoolCapacity& capacity) {
                      capacity.rank_memory_bytes);
 }
 
-// In pieces, where the prompt does not fit whole. Ranks that share weights run it whole or not at all.
+// In pieces, where the prompt does not fit whole.
 absl::StatusOr<PlanChoice> PlanInPieces(const ModelShape& model, const EngineOptions& defaults,
                                         const PoolCapacity& capacity, PlanRequest request, int ranks,
                                         const PrefillOptions& options) {
   request.ranks = ranks;
   request.memory_budget_bytes = capacity.rank_memory_bytes * ranks;
   request.weights = WeightsOf(capacity, ranks);
-  if (capacity.rank_weights.mode == WeightMode::kSharded) return MakePlan(model, capacity.speed, request);
   ASSIGN_OR_RETURN(PlanChoice choice,
                    MakePlanInPieces(model, capacity.speed, request, GranuleTokens(defaults, options, ranks)));
   RETURN_IF_ERROR(CheckKvOfPieces(model, request, choice, capacity.rank_kv_bytes * ranks));

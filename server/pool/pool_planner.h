@@ -35,7 +35,7 @@ absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_byt
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
 // stripe and so on where the request leaves them open. Behind what is cached of the prompt, on the ranks that
 // have it, where that is faster. A prompt that fits no such number of ranks whole runs in pieces on all of
-// them. Workers that share weights all take part, and run it whole. CheckPromptOptions has passed. Errors:
+// them. Workers that share weights all take part. CheckPromptOptions has passed. Errors:
 // those of MakePlanInPieces and CheckKvOfPieces; UNAVAILABLE where the pool has no ranks; FAILED_PRECONDITION
 // where one worker has nobody to share weights with, or too few do.
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,

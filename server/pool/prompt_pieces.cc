@@ -9,6 +9,7 @@ PromptPieces::PromptPieces(PlanChoice choice, std::vector<Connection> workers)
     : pieces_(std::move(choice.pieces)),
       predicted_(choice.plan.predicted),
       workers_(std::move(workers)),
+      shares_weights_(choice.weights.mode == WeightMode::kSharded),
       so_far_{.plan = pieces_.front(), .logits = {}, .ranks = {}} {}
 
 Plan PromptPieces::plan() const {

@@ -37,6 +37,7 @@ class PromptPieces {
 
   const std::vector<Connection>& workers() const { return workers_; }
   bool Has(Connection worker) const;
+  bool shares_weights() const { return shares_weights_; }
 
   // K and V of the tokens before the piece.
   const KvSlabs& before() const { return before_; }
@@ -51,8 +52,9 @@ class PromptPieces {
 
  private:
   std::vector<Plan> pieces_;  // those to come have their ranks where those that are done had them
-  Prediction predicted_;  // of all of them
+  Prediction predicted_;      // of all of them
   std::vector<Connection> workers_;
+  bool shares_weights_;  // the workers do
   int done_ = 0;
   KvSlabs before_;
   std::shared_ptr<const KvRunSlabs> ahead_;

@@ -212,7 +212,7 @@ class RankHost::ActiveRun {
     }
     Gathering gathering{
         .share = part_.weights.share,
-        .head = part_.weights.head,
+        .head = part_.more_pieces ? std::nullopt : std::optional(part_.weights.head),
         .at_once = probes_.empty(),
         .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
                                        host_.data_plane_->connect_timeout(), PeerWaitTimeout(part_.plan))};

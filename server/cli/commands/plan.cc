@@ -99,9 +99,7 @@ class PlanCommand : public Command {
     ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
     // The server cuts what does not fit where a block begins, too.
     const int64_t granule = std::lcm<int64_t>(RoundTokens(ranks, request.stripe), config.kv().block_tokens());
-    const bool whole = workers && request.weights.mode == WeightMode::kSharded;
-    ASSIGN_OR_RETURN(PlanChoice choice, whole ? MakePlan(shape, host.speed, request)
-                                              : MakePlanInPieces(shape, host.speed, request, granule));
+    ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(shape, host.speed, request, granule));
     if (!svg_path_.empty()) {
       const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));

@@ -7,6 +7,8 @@
 #include <random>
 #include <thread>
 
+#include "engine/plan/plan_weights.h"
+#include "kernels/cpu/cpu_device.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/pool/pool_cache_fixture.h"
 
@@ -31,19 +33,26 @@ class WatchLayers final : public PrefillObserver {
 
 class PoolPiecesTest : public PoolCacheTest {
  protected:
-  // Workers whose memory takes `part` of what a prompt of `tokens` takes whole.
+  // Workers whose memory takes `part` of what a prompt of `tokens` takes whole, beside the weights.
   void StartSmallPool(const std::vector<int>& ranks_of_workers, int64_t tokens, double part,
                       const PrefillOptions& options = {}) {
-    StartPool(ranks_of_workers);
+    StartPool(ranks_of_workers, weights_);
     const int ranks = engine_->ranks();
     const auto whole = engine_->MakePlan(tokens, options);
     ASSERT_TRUE(whole.ok()) << whole.status();
     ASSERT_TRUE(whole->pieces.empty());
     StopPool();
-    const double of_rank = static_cast<double>(whole->plan.predicted.run_bytes) * part / ranks;
+    const PlanWeights& weights = whole->weights;
+    const auto activations = static_cast<double>(whole->plan.predicted.run_bytes - weights.run_bytes);
+    const double of_rank = (activations * part + static_cast<double>(weights.run_bytes)) / ranks;
     const int most = *std::max_element(ranks_of_workers.begin(), ranks_of_workers.end());
-    of_workers_ = {absl::StrCat("pool.worker.memory_bytes=", static_cast<int64_t>(of_rank * most), "B"),
-                   "kv.memory_bytes=64MiB"};
+    int64_t bytes = static_cast<int64_t>(of_rank * most);
+    if (weights.mode == WeightMode::kSharded) {
+      bytes += ShareBytes(weights, static_cast<int>(ranks_of_workers.size()));
+    }
+    of_workers_ = weights_;
+    of_workers_.push_back(absl::StrCat("pool.worker.memory_bytes=", bytes, "B"));
+    of_workers_.push_back("kv.memory_bytes=64MiB");
     StartPool(ranks_of_workers, of_workers_);
   }
   int64_t KeptBytes() {
@@ -81,7 +90,8 @@ class PoolPiecesTest : public PoolCacheTest {
     return nullptr;
   }
 
-  std::vector<std::string> of_workers_;
+  std::vector<std::string> weights_;     // settings of the workers for them
+  std::vector<std::string> of_workers_;  // all settings
 };
 
 TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolInPieces) {
@@ -157,6 +167,52 @@ TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolIn
   }
   model_family = ModelFamily::kQwen3;
   EXPECT_GE(to_the_byte, 2 * kLayers);
+}
+
+TEST_F(PoolPiecesTest, WorkersThatShareTheWeightsGatherTheLayersForEachPiece) {
+  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64); !form.ok()) {
+    GTEST_SKIP() << form.status();
+  }
+  std::mt19937_64 random(TestSeed());
+  weights_ = {"model.weights=sharded"};
+  of_leader_.push_back("kv.cache=false");
+  for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1, 1}, {2, 1, 1}}) {
+    const auto prompt = RandomTokens(random, Draw<int64_t>(random, 1500, 2000));
+    StartSmallPool(pool, std::ssize(prompt), 0.5);
+    const auto choice = engine_->MakePlan(std::ssize(prompt), {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    ASSERT_GT(choice->pieces.size(), 1u);
+    const PlanWeights& weights = choice->weights;
+    const int64_t of_layers = weights.sent_bytes - weights.sent_head_bytes;
+    for (size_t piece = 0; piece < choice->pieces.size(); ++piece) {
+      const bool last = piece + 1 == choice->pieces.size();
+      EXPECT_EQ(choice->pieces[piece].predicted.comm_bytes[Traffic::kGather],
+                last ? weights.sent_bytes : of_layers);
+    }
+    for (const bool joined : {false, true}) {  // who joins takes no part in the pieces that go on
+      WatchLayers layers;
+      std::thread joining([&] {
+        Eventually([&] { return layers.done() > kLayers; });
+        if (joined) AddWorker(1, of_workers_);
+      });
+      const auto result = RunPrefill(*engine_, {prompt, {}}, &layers);
+      joining.join();
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_GT(result->pieces, 1);
+      EXPECT_EQ(result->attempts, 1);
+      ExpectClose(result->logits, RunPrefill(*fresh_, {prompt, {}})->logits, kTolerance,
+                  absl::StrCat(pool.size(), " workers, ", result->pieces, " pieces"));
+      int64_t gathered = 0;
+      for (const RankStats& rank : result->ranks) gathered += rank.sent[Traffic::kGather];
+      // The LM head goes once, to the worker that reads it, from those that have a panel of it: packed, 320
+      // rows for 300.
+      const int64_t of_head = gathered - result->pieces * of_layers * std::ssize(pool);
+      EXPECT_GE(of_head, 0);
+      EXPECT_LE(300 * of_head, 320 * weights.sent_head_bytes * std::ssize(pool));
+      EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; })) << KeptBytes();
+    }
+    StopPool();
+  }
 }
 
 TEST_F(PoolPiecesTest, PiecesFollowACachedPrefixAndAreOneForOthers) {
