@@ -187,6 +187,12 @@ class Stream {
   virtual absl::Status RmsNorm(const float* x /* [tokens, width] */, const float* weight /* [width] */,
                                int64_t tokens, int64_t width, float eps,
                                void* y /* [tokens, width], compute dtype */) = 0;
+  // x += y / sqrt(mean(y²) + eps) · weight, computed in f32: the norm behind a sublayer.
+  virtual absl::Status AddRmsNorm(const float* y /* [tokens, width] */, const float* weight /* [width] */,
+                                  int64_t tokens, int64_t width, float eps,
+                                  float* x /* [tokens, width] */) = 0;
+  // x *= factor.
+  virtual absl::Status Scale(float* x, int64_t count, float factor) = 0;
   virtual absl::Status Gemm(const GemmArgs& args) = 0;
   virtual absl::Status SplitQkv(const SplitQkvArgs& args) = 0;
   virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
@@ -200,6 +206,9 @@ class Stream {
   // y = silu(gate) · up, with x = [gate | up] per token.
   virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
                               int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
+  // The same with GELU in its tanh form: gelu(g) = g/2 · (1 + tanh(√(2/π)·(g + 0.044715·g³))).
+  virtual absl::Status GeGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
+                             int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
   // The MLP of experts (kernels/experts.h): chooses each token's experts and sorts the rows; multiplies the
   // rows of every expert; adds what the experts say.
   virtual absl::Status Route(const RouteArgs& args) = 0;

@@ -17,9 +17,9 @@ constexpr int64_t kMaxExperts = 4096;
 constexpr int64_t kMaxUsedExperts = 256;
 constexpr int64_t kMaxExpertWidth = int64_t{1} << 20;
 
-constexpr std::array kFamilies = {&kLlamaFamily,   &kMistralFamily,   &kQwen2Family,
-                                  &kQwen3Family,   &kQwen3MoeFamily,  &kMixtralFamily,
-                                  &kGlm4MoeFamily, &kMiniMaxM2Family, &kPhi3Family};
+constexpr std::array kFamilies = {&kLlamaFamily,    &kMistralFamily, &kQwen2Family,   &kQwen3Family,
+                                  &kQwen3MoeFamily, &kMixtralFamily, &kGlm4MoeFamily, &kMiniMaxM2Family,
+                                  &kPhi3Family,     &kGemma3Family};
 
 }  // namespace
 

@@ -8,16 +8,20 @@
 #include <string>
 #include <vector>
 
-#include "engine/model/strict_json.h"
 #include "engine/model/make_model.h"
 #include "engine/model/model_config.h"
+#include "engine/model/strict_json.h"
 
 namespace meshfill {
 
 struct Family {
   ModelFamily family;
-  const char* name;  // its model_type, and of make-model's --arch
+  const char* name;  // its model_type where that is null, and of make-model's --arch
   const char* architecture;
+  const char* model_type = nullptr;
+  // Of models that read images, too, and have one of the family inside; null: there are none.
+  const char* outer_architecture = nullptr;
+  const char* outer_model_type = nullptr;
 
   // What an absent key means (transformers' configuration_<family>.py).
   int64_t hidden, intermediate, layers, q_heads;
@@ -25,8 +29,15 @@ struct Family {
   std::optional<int64_t> head_dim;  // nullopt: hidden / q_heads
   int64_t vocab, context_tokens;
   double norm_eps = 1e-6;
+  bool tied_embeddings = false;
+  const char* activation_key = "hidden_act";  // which may state that, but no other
+  const char* activation = "silu";
   bool has_experts = false;
+  bool has_window = false;      // that make-model may choose
   bool partial_rotary = false;  // partial_rotary_factor may say so
+  bool local_rope = false;      // layers with a window have their own
+
+  const char* config_name() const { return model_type == nullptr ? name : model_type; }
 
   // Reads the keys that are the family's own: biases, norms of Q and K, the window or the MLP of each layer,
   // its experts, its share of RoPE. `config` has the shape, and layers that are dense and see all keys.
@@ -36,7 +47,7 @@ struct Family {
 };
 
 extern const Family kLlamaFamily, kMistralFamily, kQwen2Family, kQwen3Family, kQwen3MoeFamily, kMixtralFamily,
-    kGlm4MoeFamily, kMiniMaxM2Family, kPhi3Family;
+    kGlm4MoeFamily, kMiniMaxM2Family, kPhi3Family, kGemma3Family;
 
 std::span<const Family* const> Families();
 const Family& FamilyOf(ModelFamily family);  // every one is there

@@ -54,7 +54,7 @@ absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads
 
 absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const {
   RETURN_IF_ERROR(Gather(attended, slice));
-  return AddProduct(*weights_.o, slice.tokens, x);
+  return AddProduct(*weights_.o, weights_.attention_post_norm, slice.tokens, x);
 }
 
 absl::Status Layer::AddMlp(int64_t tokens, float* x) const {
@@ -66,8 +66,8 @@ absl::Status Layer::AddMlp(int64_t tokens, float* x) const {
 absl::Status Layer::AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width,
                              int64_t tokens, float* x) const {
   RETURN_IF_ERROR(Multiply(gate_up, tokens));
-  RETURN_IF_ERROR(stream_.SwiGlu(buffers_.wide->data(), tokens, width, buffers_.narrow->data()));
-  return AddProduct(down, tokens, x);
+  RETURN_IF_ERROR(Activate(tokens, width));
+  return AddProduct(down, weights_.mlp_post_norm, tokens, x);
 }
 
 absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
@@ -95,7 +95,7 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
                                       .by_token = true,
                                       .x = buffers_.normed->data(),
                                       .y = buffers_.wide->data()}));
-  RETURN_IF_ERROR(stream_.SwiGlu(buffers_.wide->data(), row_count, width, buffers_.narrow->data()));
+  RETURN_IF_ERROR(Activate(row_count, width));
   RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.down,
                                       .rows = rows,
                                       .row_count = row_count,
@@ -143,13 +143,30 @@ absl::Status Layer::Gather(const Attended& attended, const ChunkSlice& slice) co
   return absl::OkStatus();
 }
 
-absl::Status Layer::AddProduct(const PackedWeight& weight, int64_t tokens, float* x) const {
-  return stream_.Gemm({.weight = &weight,
-                       .x = buffers_.narrow->data(),
-                       .tokens = tokens,
-                       .y = x,
-                       .y_dtype = DType::kF32,
-                       .accumulate = true});
+absl::Status Layer::Activate(int64_t rows, int64_t width) const {
+  const void* const gate_up = buffers_.wide->data();
+  void* const y = buffers_.narrow->data();
+  switch (shape_.activation) {
+    case Activation::kSilu:
+      return stream_.SwiGlu(gate_up, rows, width, y);
+    case Activation::kGelu:
+      return stream_.GeGlu(gate_up, rows, width, y);
+  }
+  return absl::InternalError("no such activation");
+}
+
+absl::Status Layer::AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,
+                               float* x) const {
+  const bool adds = post_norm.data() == nullptr;
+  auto* const y = adds ? x : buffers_.wide->data<float>();
+  RETURN_IF_ERROR(stream_.Gemm({.weight = &weight,
+                                .x = buffers_.narrow->data(),
+                                .tokens = tokens,
+                                .y = y,
+                                .y_dtype = DType::kF32,
+                                .accumulate = adds}));
+  if (adds) return absl::OkStatus();
+  return stream_.AddRmsNorm(y, post_norm.data(), tokens, shape_.hidden, norm_eps_, x);
 }
 
 }  // namespace meshfill

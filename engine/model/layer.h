@@ -2,10 +2,10 @@
 //
 //     q, k, v = heads(rope(norm(x) Wqkv))              Project
 //     x += attention(q, k, v) Wo                       AddAttention, of what the mesh has attended
-//     x += (silu(norm(x) Wgate) · norm(x) Wup) Wdown   AddMlp
+//     x += (act(norm(x) Wgate) · norm(x) Wup) Wdown    AddMlp; act is SiLU or GELU
 //
 // With experts, the MLP is a sum of such MLPs: of the shared expert, and of those that a router chooses for
-// the token, each times its weight.
+// the token, each times its weight. With norms behind the sublayers, what each adds to x is normalised first.
 //
 // The runner computes a prefill with it, and the probe measures a pool with it (layer_shape.h has its sizes).
 #ifndef MESHFILL_ENGINE_MODEL_LAYER_H_
@@ -49,6 +49,8 @@ struct ExpertWeights {
 struct LayerWeights {
   PlacedVector attention_norm;            // [hidden]
   PlacedVector mlp_norm;                  // [hidden]
+  PlacedVector attention_post_norm;       // [hidden], or empty
+  PlacedVector mlp_post_norm;             // [hidden], or empty
   PlacedVector q_norm, k_norm;            // [head_dim] or [heads·head_dim], or empty
   std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
   std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
@@ -104,7 +106,10 @@ class Layer {
   absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;  // into normed
   absl::Status Multiply(const PackedWeight& weight, int64_t tokens) const;              // normed into wide
   absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;         // into narrow
-  absl::Status AddProduct(const PackedWeight& weight, int64_t tokens, float* x) const;  // of narrow
+  absl::Status Activate(int64_t rows, int64_t width) const;                             // wide into narrow
+  // Of narrow, normalised where `post_norm` is not empty.
+  absl::Status AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,
+                          float* x) const;
   absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
                         float* x) const;                    // of normed
   absl::Status AddExperts(int64_t tokens, float* x) const;  // of normed

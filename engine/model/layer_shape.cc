@@ -19,6 +19,9 @@ LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form) {
           .mlp = form.mlp,
           .experts = model.experts,
           .router = {.experts = model.experts.count, .used = model.experts.used},
+          .post_norms = model.post_norms,
+          .activation = model.activation,
+          .rope = form.rope,
           .fp8 = model.fp8,
           .dtype = model.dtype};
 }
@@ -113,12 +116,16 @@ std::vector<LayerTensor> LayerTensors(const LayerShape& shape) {
         {LayerPart::kKNorm, "self_attn.k_norm", per_head ? shape.head_dim : shape.kv_width(), 0});
   }
   tensors.push_back({LayerPart::kO, "self_attn.o_proj", hidden, shape.q_width(), shape.o_bias});
-  tensors.push_back({LayerPart::kMlpNorm, "post_attention_layernorm", hidden, 0});
+  if (shape.post_norms)
+    tensors.push_back({LayerPart::kAttentionPostNorm, "post_attention_layernorm", hidden, 0});
+  tensors.push_back({LayerPart::kMlpNorm,
+                     shape.post_norms ? "pre_feedforward_layernorm" : "post_attention_layernorm", hidden, 0});
   if (shape.mlp == MlpKind::kDense) {
     AppendDenseMlp(shape, tensors);
   } else {
     AppendExperts(shape, tensors);
   }
+  if (shape.post_norms) tensors.push_back({LayerPart::kMlpPostNorm, "post_feedforward_layernorm", hidden, 0});
   return tensors;
 }
 
@@ -211,14 +218,16 @@ double LayerTokenFlops(const LayerShape& shape) {
 double LayerPairFlops(const LayerShape& shape) { return 4.0 * shape.head_dim * shape.q_heads; }
 
 SliceWidths SliceWidthsOf(const LayerShape& shape) {
+  const auto f32_elements = static_cast<int64_t>(sizeof(float) / DTypeBytes(shape.dtype));
   SliceWidths widths = {.normed = shape.hidden, .wide = shape.qkv_width(), .narrow = shape.q_width()};
+  if (shape.post_norms) widths.wide = std::max(widths.wide, shape.hidden * f32_elements);
   if (shape.mlp == MlpKind::kDense) {
     widths.wide = std::max(widths.wide, 2 * shape.intermediate);
     widths.narrow = std::max(widths.narrow, shape.intermediate);
     return widths;
   }
   const auto& [count, used, width, shared_width] = shape.experts;
-  const int64_t logits = count * static_cast<int64_t>(sizeof(float) / DTypeBytes(shape.dtype));
+  const int64_t logits = count * f32_elements;
   widths.wide = std::max({widths.wide, logits, 2 * shared_width, used * std::max(2 * width, shape.hidden)});
   widths.narrow = std::max({widths.narrow, shared_width, used * width});
   widths.experts = shape.experts;

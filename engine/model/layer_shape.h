@@ -30,6 +30,9 @@ struct LayerShape {
   bool router_correction = false;  // the router has a correction for each expert
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
+  bool post_norms = false;         // what attention and MLP add is normalised, too
+  Activation activation = Activation::kSilu;
+  LayerRope rope = LayerRope::kMain;
   QkNorm qk_norm = QkNorm::kNone;
   Fp8Blocks fp8;              // of all matrices that may be in FP8
   DType dtype = DType::kF32;  // compute dtype
@@ -51,9 +54,11 @@ enum class LayerPart {
   kQNorm,
   kKNorm,
   kO,
+  kAttentionPostNorm,
   kMlpNorm,
   kGateUp,
   kDown,
+  kMlpPostNorm,
   kRouter,
   kRouterCorrection,
   kSharedGateUp,
@@ -130,7 +135,8 @@ double LayerPairFlops(const LayerShape& shape);
 // and its MLP are never needed at the same time, so they share what is wide.
 struct SliceWidths {
   int64_t normed = 0;    // after a norm
-  int64_t wide = 0;      // q, k, v; gate, up; the router's logits; what each used expert has to say
+  int64_t wide = 0;      // q, k, v; gate, up; the router's logits; what each used expert has to say; what a
+                         // sublayer adds before its norm, in f32
   int64_t narrow = 0;    // the gathered attention; silu(gate) · up
   ExpertsShape experts;  // whose rows are sorted; count 0: none
 

@@ -47,7 +47,7 @@ json ConfigJson(const MakeModelOptions& options) {
   const Family& family = FamilyOf(options.family);
   json config = {
       {"architectures", {family.architecture}},
-      {"model_type", family.name},
+      {"model_type", family.config_name()},
       {"torch_dtype", TorchName(options.dtype)},
       {"num_hidden_layers", options.layers},
       {"hidden_size", options.hidden},
@@ -60,7 +60,7 @@ json ConfigJson(const MakeModelOptions& options) {
       {"rope_theta", options.rope_theta},
       {"rope_scaling", nullptr},
       {"rms_norm_eps", 1e-6},
-      {"hidden_act", "silu"},
+      {family.activation_key, family.activation},
       {"tie_word_embeddings", options.tied_embeddings},
   };
   family.write(options, config);
@@ -90,7 +90,7 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   const ElementType type = ElementTypeOf(dtype == DType::kF8E4M3 ? DType::kBf16 : dtype);
   std::vector<RandomTensor> tensors;
   const auto norm = [&](const std::string& name, int64_t width) {
-    tensors.push_back({{name, type, {width}}, 1, kNormDeviation});
+    tensors.push_back({{name, type, {width}}, 1 - config.norm_offset, kNormDeviation});
   };
   const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
     tensors.push_back({{name, type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
@@ -105,7 +105,8 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
                        scale,
                        kScaleDeviation * scale});
   };
-  const double embedding = config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1;
+  const double embedding =
+      config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1 / config.embedding_scale;
   tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
   for (int layer = 0; layer < shape.layers; ++layer) {
     for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
@@ -274,9 +275,9 @@ absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> 
 }
 
 absl::Status CheckOptions(const MakeModelOptions& options) {
-  if (options.sliding_window != 0 && options.family != ModelFamily::kMistral) {
+  if (options.sliding_window != 0 && !FamilyOf(options.family).has_window) {
     return absl::InvalidArgumentError(
-        "sliding_window is for Mistral alone; leave it out or make a Mistral model");
+        "sliding_window is for mistral and gemma3 alone; leave it out or make such a model");
   }
   if ((options.experts != 0 || options.experts_used != 0 || options.expert_width != 0) &&
       !FamilyOf(options.family).has_experts) {

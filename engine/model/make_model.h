@@ -20,7 +20,7 @@ struct MakeModelOptions {
   int head_dim = 0;  // 0: hidden / q_heads
   int64_t vocab = 256;
   int64_t context_tokens = 4194304;
-  int64_t sliding_window = 0;  // Mistral alone; 0: none
+  int64_t sliding_window = 0;  // Mistral (0: none) and Gemma 3 (0: 1024) alone
   int experts = 0;             // of families that have them, and the next two; 0: 8
   int experts_used = 0;        // by each token; 0: 2
   int64_t expert_width = 0;    // 0: intermediate

@@ -1,6 +1,7 @@
 #include "engine/model/model.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -121,7 +122,11 @@ WeightMode Model::weight_mode() const {
 }
 
 absl::Status Model::Embed(Stream& stream, std::span<const uint32_t> ids, float* x) const {
-  return embedding_->Embed(stream, ids, x);
+  RETURN_IF_ERROR(embedding_->Embed(stream, ids, x));
+  if (config_.embedding_scale == 1) return absl::OkStatus();
+  const auto scale = static_cast<float>(config_.embedding_scale);
+  return stream.Scale(x, std::ssize(ids) * shape().hidden,
+                      shape().dtype == DType::kF32 ? scale : BFloat16::FromFloat(scale).ToFloat());
 }
 
 int Model::parts() const {

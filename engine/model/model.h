@@ -47,7 +47,7 @@ class Model {
   const ModelShape& shape() const { return config_.shape; }  // with the compute dtype
   WeightMode weight_mode() const;
 
-  // x[t] = the embedding of ids[t], [ids, hidden], f32.
+  // x[t] = the embedding of ids[t] times the model's scale, [ids, hidden], f32.
   absl::Status Embed(Stream& stream, std::span<const uint32_t> ids, float* x) const;
   const PlacedVector& final_norm() const { return final_norm_; }  // [hidden]
 

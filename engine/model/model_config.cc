@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "engine/model/family.h"
+#include "engine/model/language_model.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
 
@@ -37,6 +38,7 @@ constexpr const char* kIgnoredKeys[] = {
     "bad_words_ids",
     "begin_suppress_tokens",
     "bos_token_id",
+    "cache_implementation",
     "chunk_size_feed_forward",
     "decoder_start_token_id",
     "diversity_penalty",
@@ -117,10 +119,10 @@ const Family* ParseFamily(JsonKeys& keys) {
     return nullptr;
   }
   for (const Family* family : Families()) {
-    const bool named = architectures == nullptr ? *model_type == family->name
+    const bool named = architectures == nullptr ? *model_type == family->config_name()
                                                 : *architectures == json::array({family->architecture});
     if (!named) continue;
-    keys.Expect("model_type", family->name);
+    keys.Expect("model_type", family->config_name());
     return family;
   }
   keys.Reject(architectures == nullptr ? "model_type" : "architectures",
@@ -167,11 +169,11 @@ void ParseShape(JsonKeys& keys, const Family& family, ModelShape& shape) {
 }
 
 // What all families have. What the family fixes may be stated in the config, but not otherwise.
-void ParseFlags(JsonKeys& keys, double norm_eps, ModelConfig& config) {
+void ParseFlags(JsonKeys& keys, const Family& family, ModelConfig& config) {
   keys.Expect("mlp_bias", config.mlp_bias);
-  config.tied_embeddings = keys.Flag("tie_word_embeddings", false);
-  config.norm_eps = static_cast<float>(keys.Number("rms_norm_eps", norm_eps, 1e-30, 1));
-  keys.Expect("hidden_act", "silu");
+  config.tied_embeddings = keys.Flag("tie_word_embeddings", family.tied_embeddings);
+  config.norm_eps = static_cast<float>(keys.Number("rms_norm_eps", family.norm_eps, 1e-30, 1));
+  keys.Expect(family.activation_key, family.activation);
   keys.Expect("pretraining_tp", 1);
   keys.Expect("is_encoder_decoder", false);
   keys.Expect("add_cross_attention", false);
@@ -338,11 +340,7 @@ absl::Status ParseFp8(JsonKeys& top, const std::string& path, ModelConfig& confi
   return keys.Finish(kIgnored);
 }
 
-}  // namespace
-
-absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::string_view path) {
-  const std::string file(path);
-  ASSIGN_OR_RETURN(const json object, ParseJsonObject(text, file));
+absl::StatusOr<ModelConfig> ParseLanguageModel(const json& object, const std::string& file) {
   JsonKeys keys(object, file);
   const Family* family = ParseFamily(keys);
   if (family == nullptr) return keys.Finish();
@@ -354,11 +352,24 @@ absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::strin
   family->read(keys, config);
   RETURN_IF_ERROR(keys.status());
   config.shape.kinds = LayerKindsOf(config.layers);
-  ParseFlags(keys, family->norm_eps, config);
-  RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.context_tokens, config.rope));
+  ParseFlags(keys, *family, config);
+  RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.context_tokens, config.rope,
+                            family->local_rope ? &config.local_rope : nullptr));
   config.shape.rope_dim = RopeDim(keys, config);
   RETURN_IF_ERROR(ParseFp8(keys, file, config));
   RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));
+  return config;
+}
+
+}  // namespace
+
+absl::StatusOr<ModelConfig> ModelConfig::Parse(std::string_view text, std::string_view path) {
+  const std::string file(path);
+  ASSIGN_OR_RETURN(const json object, ParseJsonObject(text, file));
+  ASSIGN_OR_RETURN(const std::optional<json> inside, FindLanguageConfig(object, file, kIgnoredKeys));
+  if (!inside.has_value()) return ParseLanguageModel(object, file);
+  ASSIGN_OR_RETURN(ModelConfig config, ParseLanguageModel(*inside, absl::StrCat(file, ": text_config")));
+  config.inside_another = true;
   return config;
 }
 

@@ -15,7 +15,18 @@
 
 namespace meshfill {
 
-enum class ModelFamily { kLlama, kMistral, kQwen2, kQwen3, kQwen3Moe, kMixtral, kGlm4Moe, kMiniMaxM2, kPhi3 };
+enum class ModelFamily {
+  kLlama,
+  kMistral,
+  kQwen2,
+  kQwen3,
+  kQwen3Moe,
+  kMixtral,
+  kGlm4Moe,
+  kMiniMaxM2,
+  kPhi3,
+  kGemma3
+};
 
 // What Q and K are normalised over, before RoPE.
 enum class QkNorm {
@@ -48,19 +59,25 @@ struct ModelConfig {
   ModelShape shape;  // dtype: of the weights where config.json says one, but FP8
   Fp8Config fp8;
   float norm_eps = 1e-6f;
+  float norm_offset = 0;       // what a norm multiplies with, less its weight in the file
+  double embedding_scale = 1;  // of the rows of the embedding; rounded to the compute dtype
   bool tied_embeddings = false;
   bool qkv_bias = false;
   bool o_bias = false;
   bool mlp_bias = false;
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   QkNorm qk_norm = QkNorm::kNone;
-  RopeConfig rope;
+  RopeConfig rope;                // of layers of LayerRope::kMain
+  RopeConfig local_rope;          // of layers of LayerRope::kLocal
   std::vector<LayerForm> layers;  // [shape.layers]
   RouterRule router;              // of the layers that have experts
   bool router_correction = false;
   ExpertNames expert_names;
+  bool inside_another = false;  // engine/model/language_model.h
   int unused_layers =
       0;  // behind these in the files, for what a prefill does not do: predicting further tokens
+
+  const RopeConfig& RopeOf(LayerRope which) const { return which == LayerRope::kMain ? rope : local_rope; }
 
   // `text` is the content of `path` (named in errors). INVALID_ARGUMENT names the key.
   static absl::StatusOr<ModelConfig> Parse(std::string_view text, std::string_view path);

@@ -1,7 +1,9 @@
 #include "engine/model/model_shape.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
+#include <set>
 
 #include "engine/model/layer_shape.h"
 
@@ -13,6 +15,16 @@ std::vector<LayerKind> LayerKindsOf(std::span<const LayerForm> layers) {
   std::vector<LayerKind> kinds;
   for (const auto& [form, count] : counts) kinds.push_back({.form = form, .layers = count});
   return kinds;
+}
+
+float ModelShape::score_scale() const {
+  return 1.0f / std::sqrt(static_cast<float>(score_scalar == 0 ? head_dim : score_scalar));
+}
+
+int ModelShape::rope_count() const {
+  std::set<LayerRope> ropes;
+  ForEachKind([&](const LayerForm& form, int) { ropes.insert(form.rope); });
+  return static_cast<int>(ropes.size());
 }
 
 ModelShape ModelShape::HeadSlice(int h) const {

@@ -12,14 +12,27 @@
 namespace meshfill {
 
 enum class MlpKind {
-  kDense,    // down(silu(gate) · up)
+  kDense,    // down(activation(gate) · up)
   kExperts,  // a router sends each token through some of many of these
+};
+
+// What the gate of an MLP goes through.
+enum class Activation {
+  kSilu,
+  kGelu,  // in its tanh form
+};
+
+// Which of a model's rotary embeddings a layer has.
+enum class LayerRope {
+  kMain,
+  kLocal,  // of layers with a window, where they have their own
 };
 
 // What the layers of one model may differ in.
 struct LayerForm {
   int64_t window = 0;  // tokens; 0: none
   MlpKind mlp = MlpKind::kDense;
+  LayerRope rope = LayerRope::kMain;
   auto operator<=>(const LayerForm&) const = default;
 };
 
@@ -61,7 +74,10 @@ struct ModelShape {
   int q_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  int rope_dim = 0;  // how many dimensions of a head are rotated, from the first on; 0: all
+  int rope_dim = 0;         // how many dimensions of a head are rotated, from the first on; 0: all
+  double score_scalar = 0;  // scores are q·k / √score_scalar; 0: head_dim
+  Activation activation = Activation::kSilu;
+  bool post_norms = false;  // what a sublayer adds is normalised, too
   int64_t vocab = 0;
   int64_t context_tokens = 0;  // longest prompt that the model is for
   ExpertsShape experts;
@@ -70,6 +86,8 @@ struct ModelShape {
   DType dtype = DType::kF32;     // compute dtype
 
   int rotated_dim() const { return rope_dim == 0 ? head_dim : rope_dim; }
+  float score_scale() const;  // of q·k
+  int rope_count() const;     // of different rotary embeddings
   // visit(form, layers) for each form.
   template <typename Visit>
   void ForEachKind(const Visit& visit) const {

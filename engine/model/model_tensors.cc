@@ -11,6 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/language_model.h"
 #include "engine/model/layer_shape.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
@@ -64,9 +65,20 @@ absl::StatusOr<std::vector<float>> ToFloats(const Weight& weight, const BeforeRe
 // error is kept, so that a caller asks once.
 class TensorFinder {
  public:
-  TensorFinder(const SafetensorsFolder& folder, const Fp8Config& fp8) : folder_(folder), fp8_(fp8) {}
+  TensorFinder(const SafetensorsFolder& folder, const ModelConfig& config)
+      : folder_(folder),
+        fp8_(config.fp8),
+        names_(config.inside_another ? LanguageTensorNames::In(folder) : LanguageTensorNames()) {
+    for (const std::string& part : names_.left_out()) Ignore(part);
+  }
 
-  Weight Find(const std::string& name, std::vector<int64_t> shape, bool may_be_fp8 = false) {
+  const SafetensorsFolder::Entry* FindEntry(const std::string& name) const {
+    return folder_.Find(names_.InFolder(name));
+  }
+
+  // `language_name`: as a folder of a language model alone has it.
+  Weight Find(const std::string& language_name, std::vector<int64_t> shape, bool may_be_fp8 = false) {
+    const std::string name = names_.InFolder(language_name);
     found_.insert(name);
     const SafetensorsFolder::Entry* entry = folder_.Find(name);
     if (entry == nullptr) {
@@ -159,7 +171,7 @@ class TensorFinder {
     const std::string name = tensor.WeightName(layer, copy);
     if (fp8_.scales == nullptr) {
       Fail(
-          folder_.Find(name)->file->path(), name,
+          FindEntry(name)->file->path(), name,
           "is of dtype F8_E4M3, but config.json has no quantization_config, which says where its scales are");
       return {};
     }
@@ -191,6 +203,7 @@ class TensorFinder {
 
   const SafetensorsFolder& folder_;
   const Fp8Config& fp8_;
+  const LanguageTensorNames names_;
   std::set<std::string, std::less<>> found_;
   std::vector<std::string> ignored_;
   bool all_f32_ = true;
@@ -216,12 +229,11 @@ std::map<LayerPart, std::vector<std::vector<Linear>>> FindLayer(TensorFinder& fi
 
 // The LM head's matrix: lm_head.weight, or the embedding where the two are tied (a copy in the file must then
 // agree).
-absl::StatusOr<Weight> FindLmHead(TensorFinder& finder, const SafetensorsFolder& folder,
-                                  const ModelConfig& config, const Weight& embedding) {
+absl::StatusOr<Weight> FindLmHead(TensorFinder& finder, const ModelConfig& config, const Weight& embedding) {
   static constexpr char kName[] = "lm_head.weight";
   const std::vector<int64_t> shape = {config.shape.vocab, config.shape.hidden};
   if (!config.tied_embeddings) return finder.Find(kName, shape);
-  if (embedding.entry == nullptr || folder.Find(kName) == nullptr) return embedding;
+  if (embedding.entry == nullptr || finder.FindEntry(kName) == nullptr) return embedding;
   const Weight copy = finder.Find(kName, shape);
   const TensorView& x = embedding.entry->tensor;
   const TensorView& y = copy.entry->tensor;
@@ -371,6 +383,14 @@ absl::StatusOr<BufferRef> PackBytes(
   return bytes;
 }
 
+// Each element and `offset`.
+absl::StatusOr<PlacedVector> PlaceVector(Device& device, const Weight& weight, float offset,
+                                         const BeforeRead& before_read) {
+  ASSIGN_OR_RETURN(std::vector<float> values, ToFloats(weight, before_read));
+  for (float& value : values) value += offset;
+  return PlacedVector::Make(device, std::move(values));
+}
+
 constexpr int64_t kLineBytes = 64;  // of a cache
 
 }  // namespace
@@ -399,7 +419,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(config_text, config_path));
 
   std::unique_ptr<ModelTensors> found(new ModelTensors(std::move(weights)));
-  TensorFinder finder(found->folder_, config.fp8);
+  TensorFinder finder(found->folder_, config);
   found->embedding_ = finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
   found->layers_.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {
@@ -409,7 +429,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
     finder.Ignore(absl::StrCat("model.layers.", config.shape.layers + layer, "."));
   }
   found->final_norm_ = finder.Find("model.norm.weight", {config.shape.hidden});
-  const absl::StatusOr<Weight> lm_head = FindLmHead(finder, found->folder_, config, found->embedding_);
+  const absl::StatusOr<Weight> lm_head = FindLmHead(finder, config, found->embedding_);
   RETURN_IF_ERROR(finder.Finish());
   if (!lm_head.ok()) return lm_head.status();
   found->lm_head_ = *lm_head;
@@ -431,16 +451,19 @@ absl::StatusOr<LayerWeights> ModelTensors::MakeLayer(Device& device, int layer, 
   const FoundLayer& found = layers_[layer];
   LayerWeights weights;
   ExpertWeights& experts = weights.experts;
-  const std::pair<LayerPart, PlacedVector*> vectors[] = {{LayerPart::kAttentionNorm, &weights.attention_norm},
-                                                         {LayerPart::kMlpNorm, &weights.mlp_norm},
-                                                         {LayerPart::kQNorm, &weights.q_norm},
-                                                         {LayerPart::kKNorm, &weights.k_norm},
-                                                         {LayerPart::kRouterCorrection, &experts.correction}};
+  const std::pair<LayerPart, PlacedVector*> vectors[] = {
+      {LayerPart::kAttentionNorm, &weights.attention_norm},
+      {LayerPart::kAttentionPostNorm, &weights.attention_post_norm},
+      {LayerPart::kMlpNorm, &weights.mlp_norm},
+      {LayerPart::kMlpPostNorm, &weights.mlp_post_norm},
+      {LayerPart::kQNorm, &weights.q_norm},
+      {LayerPart::kKNorm, &weights.k_norm},
+      {LayerPart::kRouterCorrection, &experts.correction}};
   for (const auto& [part, vector] : vectors) {
     const auto copies = found.find(part);
     if (copies == found.end()) continue;
-    ASSIGN_OR_RETURN(std::vector<float> values, ToFloats(copies->second[0][0].matrix, before_read));
-    ASSIGN_OR_RETURN(*vector, PlacedVector::Make(device, std::move(values)));
+    const float offset = part == LayerPart::kRouterCorrection ? 0 : config_.norm_offset;
+    ASSIGN_OR_RETURN(*vector, PlaceVector(device, copies->second[0][0].matrix, offset, before_read));
   }
   const std::pair<LayerPart, std::unique_ptr<PackedWeight>*> products[] = {
       {LayerPart::kQkv, &weights.qkv},
@@ -550,8 +573,7 @@ absl::StatusOr<LayerWeights> ModelTensors::LayerOf(Device& device, int layer, co
 }
 
 absl::StatusOr<PlacedVector> ModelTensors::PlaceFinalNorm(Device& device) const {
-  ASSIGN_OR_RETURN(std::vector<float> values, ToFloats(final_norm_, nullptr));
-  return PlacedVector::Make(device, std::move(values));
+  return PlaceVector(device, final_norm_, config_.norm_offset, nullptr);
 }
 
 }  // namespace meshfill

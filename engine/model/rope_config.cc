@@ -6,12 +6,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
 
 using nlohmann::json;
 
+constexpr double kLeastTheta = 1.001;
 constexpr double kMaxTheta = 1e18;
 constexpr double kMaxRopeFactor = 1e6;
 
@@ -91,16 +93,15 @@ const char* RopeObjectKey(JsonKeys& top) {
   return found;
 }
 
-}  // namespace
+const json& NoObject() {
+  static const json no_object = json::object();
+  return no_object;
+}
 
-absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
-                       RopeConfig& rope) {
-  static const json kNoObject = json::object();
-  const char* object_key = RopeObjectKey(top);
-  JsonKeys keys(object_key == nullptr ? kNoObject : *top.FindValue(object_key), path,
-                absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
-
-  rope.theta = EitherNumber(top, keys, "rope_theta", 1.001, kMaxTheta).value_or(rope.theta);
+// Reads one embedding's object, and the keys that may stand at the top instead.
+absl::Status ParseRopeObject(JsonKeys& top, JsonKeys& keys, bool partial, int64_t& context_tokens,
+                             RopeConfig& rope) {
+  rope.theta = EitherNumber(top, keys, "rope_theta", kLeastTheta, kMaxTheta).value_or(rope.theta);
   if (partial) {
     rope.share = EitherNumber(top, keys, "partial_rotary_factor", 1e-3, 1).value_or(rope.share);
   } else {
@@ -135,6 +136,55 @@ absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int
     keys.Reject(old_type == type ? "type" : "rope_type", "implemented are default, linear, llama3 and yarn");
   }
   return keys.Finish();
+}
+
+// `rope_parameters`, which has an object for each kind of layer; null: there is none.
+const json* RopeByLayerType(JsonKeys& top) {
+  const json* value = top.FindValue("rope_parameters");
+  if (value == nullptr || !value->is_object() || value->empty()) return nullptr;
+  if (value->contains("full_attention") || value->contains("sliding_attention")) return value;
+  top.Reject("rope_parameters",
+             "in this architecture it must have an object for full_attention and one for sliding_attention");
+  return nullptr;
+}
+
+absl::Status ParseRopesByLayerType(JsonKeys& top, const json& by_type, const std::string& path, bool partial,
+                                   int64_t& context_tokens, RopeConfig& rope, RopeConfig& local) {
+  const std::string prefix = "rope_parameters.";
+  JsonKeys types(by_type, path, prefix);
+  top.Expect("rope_scaling", nullptr);
+  int64_t local_context_tokens = context_tokens;
+  const struct {
+    const char* type;
+    int64_t& context_tokens;
+    RopeConfig& rope;
+  } ropes[] = {{"full_attention", context_tokens, rope}, {"sliding_attention", local_context_tokens, local}};
+  for (const auto& [type, tokens, parsed] : ropes) {
+    const json* value = types.FindValue(type);
+    if (value != nullptr && !value->is_object()) types.Reject(type, "it must be an object");
+    RETURN_IF_ERROR(types.status());
+    JsonKeys keys(value == nullptr ? NoObject() : *value, path, absl::StrCat(prefix, type, "."));
+    JsonKeys no_keys(NoObject(), path);
+    RETURN_IF_ERROR(ParseRopeObject(no_keys, keys, partial, tokens, parsed));
+  }
+  return types.Finish();
+}
+
+}  // namespace
+
+absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
+                       RopeConfig& rope, RopeConfig* local) {
+  if (local != nullptr) {
+    local->theta = top.OptionalNumber("rope_local_base_freq", kLeastTheta, kMaxTheta).value_or(local->theta);
+    if (const json* by_type = RopeByLayerType(top); by_type != nullptr) {
+      rope.theta = top.OptionalNumber("rope_theta", kLeastTheta, kMaxTheta).value_or(rope.theta);
+      return ParseRopesByLayerType(top, *by_type, path, partial, context_tokens, rope, *local);
+    }
+  }
+  const char* object_key = RopeObjectKey(top);
+  JsonKeys keys(object_key == nullptr ? NoObject() : *top.FindValue(object_key), path,
+                absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
+  return ParseRopeObject(top, keys, partial, context_tokens, rope);
 }
 
 }  // namespace meshfill

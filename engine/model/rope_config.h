@@ -30,10 +30,15 @@ struct RopeConfig {
 
 // Reads `rope_theta`, and `rope_parameters` or `rope_scaling`, of a config's `top` object. `context_tokens`
 // comes as max_position_embeddings and grows to what YaRN extends it to; `rope` with the family's own share,
-// which `partial_rotary_factor` may change where `partial` says so. INVALID_ARGUMENT names the key and
-// `path`.
+// which `partial_rotary_factor` may change where `partial` says so.
+//
+// `local`: the embedding of layers with a window, where the family has another for them, else null. Its base
+// is `rope_local_base_freq`, and the other keys are not its own; or `rope_parameters` has an object for
+// `full_attention` and one for `sliding_attention`.
+//
+// Both come with the bases that count where no key says another. INVALID_ARGUMENT names the key and `path`.
 absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
-                       RopeConfig& rope);
+                       RopeConfig& rope, RopeConfig* local);
 
 }  // namespace meshfill
 

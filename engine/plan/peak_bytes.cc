@@ -130,7 +130,8 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
                   const Schedule& schedule) {
   const int64_t tokens = shape.layout.tokens();
   const int64_t residual = tokens * model.hidden * 4;
-  const int64_t rope_tables = tokens * model.rotated_dim() * 4;  // cos and sin of rotated_dim/2 angles each
+  const int64_t rope_tables =  // cos and sin of rotated_dim/2 angles each
+      model.rope_count() * tokens * model.rotated_dim() * 4;
   const SliceWidths widths = SliceWidthsOf(model);
   int64_t slices = 0;
   for (int rank = 0; rank < shape.layout.ranks(); ++rank) {

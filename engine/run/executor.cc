@@ -1,6 +1,5 @@
 #include "engine/run/executor.h"
 
-#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -55,7 +54,7 @@ class LayerRun : public ScheduleVisitor {
         stats_(stats),
         recorder_(recorder),
         window_(window),
-        scale_(1.0f / std::sqrt(static_cast<float>(model.head_dim))),
+        scale_(model.score_scale()),
         q_(plan.tile.a),
         kv_(plan.tile.b),
         rows_(plan.tile.a) {

@@ -126,20 +126,32 @@ class Runner {
     ASSIGN_OR_RETURN(x_, Elements(chunk_tokens_ * shape_.hidden, DType::kF32));
     ASSIGN_OR_RETURN(buffers_,
                      LayerBuffers::Make(stream_, SliceWidthsOf(shape_), shape_.dtype, slice_tokens_));
-    const SlotPositions positions = run_.plan.layout.Positions(run_.rank);
-    RETURN_IF_ERROR(PlaceRopeTables(positions));
+    for (const LayerForm& form : config_.layers) {
+      RopeTables& tables = ropes_[form.rope];
+      if (tables.cos == nullptr) {
+        ASSIGN_OR_RETURN(tables, PlaceRopeTables(config_.RopeOf(form.rope)));
+      }
+    }
     return run_.model.Embed(stream_, run_.ids, Residual(0));
   }
 
-  absl::Status PlaceRopeTables(const SlotPositions& positions) {
+  // Of one rotary embedding.
+  struct RopeTables {
+    std::unique_ptr<float[]> host;  // cos, then sin; goes after them
+    BufferRef cos, sin;             // [chunk_tokens, rotated_dim/2], f32
+  };
+
+  absl::StatusOr<RopeTables> PlaceRopeTables(const RopeConfig& rope) {
     const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.rotated_dim() / 2);
-    rope_.reset(new float[2 * elements]);
-    FillRopeTables(config_.rope, shape_.rotated_dim(), run_.plan.cached_tokens, positions, chunk_tokens_,
-                   rope_.get(), rope_.get() + elements, stream_.device().grain().host_threads);
-    ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.get(), 2 * elements * sizeof(float)));
-    cos_ = PartOf(tables, 0, elements * sizeof(float));
-    sin_ = PartOf(tables, elements * sizeof(float), elements * sizeof(float));
-    return absl::OkStatus();
+    RopeTables tables;
+    tables.host.reset(new float[2 * elements]);
+    FillRopeTables(rope, shape_.rotated_dim(), run_.plan.cached_tokens, run_.plan.layout.Positions(run_.rank),
+                   chunk_tokens_, tables.host.get(), tables.host.get() + elements,
+                   stream_.device().grain().host_threads);
+    ASSIGN_OR_RETURN(BufferRef placed, stream_.Place(tables.host.get(), 2 * elements * sizeof(float)));
+    tables.cos = PartOf(placed, 0, elements * sizeof(float));
+    tables.sin = PartOf(placed, elements * sizeof(float), elements * sizeof(float));
+    return tables;
   }
 
   absl::Status RunLayer(int index) {
@@ -147,7 +159,7 @@ class Runner {
     ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(index));
     const Layer layer(shape, weights->layer, config_.norm_eps, buffers_, stream_);
     RETURN_IF_ERROR(EndKeeping());  // of the layer before: one layer's K and V at a time (peak_bytes.h)
-    ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer));
+    ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer, ropes_.at(shape.rope)));
     if (run_.kv != nullptr) {
       RETURN_IF_ERROR(KeepKv(chunks.kv, index));
     }
@@ -180,12 +192,12 @@ class Runner {
   }
 
   // The chunks that move.
-  absl::StatusOr<LayerChunks> Project(const Layer& layer) {
+  absl::StatusOr<LayerChunks> Project(const Layer& layer, const RopeTables& rope) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "projections"});
     ASSIGN_OR_RETURN(BufferRef q, Elements(shape_.q_elements(chunk_tokens_), shape_.dtype));
     ASSIGN_OR_RETURN(BufferRef kv, Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype));
-    const Layer::Heads heads = {.rope_cos = cos_->data<float>(),
-                                .rope_sin = sin_->data<float>(),
+    const Layer::Heads heads = {.rope_cos = rope.cos->data<float>(),
+                                .rope_sin = rope.sin->data<float>(),
                                 .q = q->data(),
                                 .k = kv->data(),
                                 .v = kv->data<std::byte>() + kv->size_bytes() / 2};
@@ -346,10 +358,8 @@ class Runner {
   RankOutput output_;
   HeadExchange exchange_;
   AttentionExecutor executor_;
-  std::unique_ptr<float[]> rope_;       // cos, then sin
-  BufferRef x_;                         // [chunk_tokens, hidden], f32: the residual stream
-  BufferRef cos_;                       // [chunk_tokens, rotated_dim/2], f32
-  BufferRef sin_;                       // [chunk_tokens, rotated_dim/2], f32
+  BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream
+  std::map<LayerRope, RopeTables> ropes_;
   LayerBuffers buffers_;                // of a slice
   std::unique_ptr<KvKeeping> keeping_;  // goes on beside the layer; null: nothing does
 };

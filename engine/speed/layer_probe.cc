@@ -147,8 +147,14 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   }
   ASSIGN_OR_RETURN(weights->lm_head, pack({.out_features = shape.vocab, .in_features = shape.hidden}, {}));
   ASSIGN_OR_RETURN(weights->embedding, Noise(stream, shape.vocab * shape.hidden, shape.dtype));
-  for (PlacedVector* const norm : {&weights->layer.attention_norm, &weights->layer.mlp_norm}) {
-    ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, std::vector<float>(shape.hidden, 1.0f)));
+  const std::pair<LayerPart, PlacedVector*> norms[] = {
+      {LayerPart::kAttentionNorm, &weights->layer.attention_norm},
+      {LayerPart::kAttentionPostNorm, &weights->layer.attention_post_norm},
+      {LayerPart::kMlpNorm, &weights->layer.mlp_norm},
+      {LayerPart::kMlpPostNorm, &weights->layer.mlp_post_norm}};
+  for (const auto& [part, norm] : norms) {
+    const std::vector<float> ones(ProductOf(weights->layer_shape, part).out_features, 1.0f);
+    ASSIGN_OR_RETURN(*norm, PlacedVector::Make(device, ones));
   }
   return std::shared_ptr<const ProbeWeights>(std::move(weights));
 }
@@ -255,7 +261,7 @@ absl::Status LayerProbe::Block(int64_t tokens) {
       .kv_heads = kv_heads_,
       .head_dim = shape_.head_dim,
       .band = {.q = {.base = 0, .stride = 1, .width = 64}, .k = {.base = 0, .stride = 1, .width = 64}},
-      .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
+      .scale = shape_.score_scale(),
       .carry_in = true,
       .o = state_->data<float>(),
       .lse = state_->data<float>() + block_tokens_ * q_heads_ * shape_.head_dim,

@@ -99,7 +99,8 @@ std::string ShapeKey(const ModelShape& model) {
                                              experts.width, " + ", experts.shared_width, ", ");
   return absl::StrCat(mlp, model.layers, " layers of ", model.hidden, " and ", model.intermediate, ", ",
                       model.q_heads, ":", model.kv_heads, " heads of ", model.head_dim, ", vocabulary ",
-                      model.vocab, ", ", DTypeName(model.dtype),
+                      model.vocab, ", ", DTypeName(model.dtype), model.post_norms ? ", post norms" : "",
+                      model.activation == Activation::kGelu ? ", GELU" : "",
                       model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns));
 }
 

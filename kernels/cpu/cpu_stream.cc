@@ -48,6 +48,18 @@ absl::Status CpuStream::RmsNorm(const float* x, const float* weight, int64_t tok
   });
 }
 
+absl::Status CpuStream::AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width,
+                                   float eps, float* x) {
+  return Share("add rms norm", tokens, 2 * width * sizeof(float), [&](int64_t begin, int64_t end) {
+    AddRmsNormRows(y + begin * width, weight, end - begin, width, eps, x + begin * width);
+  });
+}
+
+absl::Status CpuStream::Scale(float* x, int64_t count, float factor) {
+  return Share("scale", count, sizeof(float),
+               [&](int64_t begin, int64_t end) { ScaleValues(x + begin, end - begin, factor); });
+}
+
 absl::Status CpuStream::Gemm(const GemmArgs& args) { return team_->gemm.Run(args, stop_); }
 
 absl::Status CpuStream::SplitQkv(const SplitQkvArgs& args) {
@@ -76,6 +88,14 @@ absl::Status CpuStream::SwiGlu(const void* x, int64_t tokens, int64_t width, voi
   const int64_t token_bytes = 2 * width * DTypeBytes(dtype_);
   return Share("swiglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
     SwiGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
+  });
+}
+
+absl::Status CpuStream::GeGlu(const void* x, int64_t tokens, int64_t width, void* y) {
+  const auto* gate_up = static_cast<const std::byte*>(x);
+  const int64_t token_bytes = 2 * width * DTypeBytes(dtype_);
+  return Share("geglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
+    GeGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
   });
 }
 

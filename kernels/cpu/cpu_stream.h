@@ -31,12 +31,16 @@ class CpuStream final : public HostStream {
                      float* x) override;
   absl::Status RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
                        void* y) override;
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override;
+  absl::Status Scale(float* x, int64_t count, float factor) override;
   absl::Status Gemm(const GemmArgs& args) override;
   absl::Status SplitQkv(const SplitQkvArgs& args) override;
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override;
   absl::Status MergePartial(const MergePartialArgs& args) override;
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
+  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
   absl::Status Route(const RouteArgs& args) override;
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override;
   absl::Status AddExperts(const AddExpertsArgs& args) override;

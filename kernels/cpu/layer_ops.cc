@@ -158,6 +158,21 @@ void RmsNorm(const float* x, const float* weight, int64_t rows, int64_t width, f
   }
 }
 
+void AddRmsNorm(const float* y, const float* weight, int64_t rows, int64_t width, float eps, float* x) {
+  for (int64_t row = 0; row < rows; ++row, x += width, y += width) {
+    const float inverse_rms = InverseRms(y, width, eps);
+    Sweep(width, [&](auto d, int64_t i) HWY_ATTR {
+      const auto normed = hn::Mul(LoadF32(d, y + i), hn::Set(d, inverse_rms));
+      StoreF32(d, hn::MulAdd(normed, LoadF32(d, weight + i), LoadF32(d, x + i)), x + i);
+    });
+  }
+}
+
+void Scale(float* x, int64_t count, float factor) {
+  Sweep(count, [&](auto d, int64_t i)
+                   HWY_ATTR { StoreF32(d, hn::Mul(LoadF32(d, x + i), hn::Set(d, factor)), x + i); });
+}
+
 // How a head is normalised.
 struct HeadNorm {
   const float* weight;  // [head_dim]; null: not at all
@@ -301,26 +316,57 @@ void CopyHeads(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// silu(gate) · up = gate / (1 + exp(−gate)) · up.
-template <class T>
-void SwiGluTokensOf(const T* x, int64_t tokens, int64_t width, T* y) {
+// gate · sigmoid(steepness) = gate / (1 + exp(−steepness)).
+template <class D>
+HWY_INLINE hn::Vec<D> TimesSigmoid(D d, hn::Vec<D> gate, hn::Vec<D> steepness) {
+  // Where Exp ends (104) the quotient is already −0 in f32.
+  const auto exp = hn::Exp(d, hn::Min(hn::Neg(steepness), hn::Set(d, 104.0f)));
+  return hn::Div(gate, hn::Add(hn::Set(d, 1.0f), exp));
+}
+
+struct Silu {
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> gate) const {
+    return TimesSigmoid(d, gate, gate);
+  }
+};
+
+// In its tanh form: gate/2 · (1 + tanh u) = gate · sigmoid(2u).
+struct Gelu {
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> gate) const {
+    constexpr float kTwice = 1.5957691216057308f;  // 2·√(2/π)
+    const auto cubic = hn::MulAdd(hn::Mul(gate, gate), hn::Set(d, 0.044715f * kTwice), hn::Set(d, kTwice));
+    return TimesSigmoid(d, gate, hn::Mul(gate, cubic));
+  }
+};
+
+// activation(gate) · up.
+template <class Activation, class T>
+void GatedTokensOf(const T* x, int64_t tokens, int64_t width, T* y) {
   for (int64_t token = 0; token < tokens; ++token, x += 2 * width, y += width) {
     Sweep(width, [&](auto d, int64_t i) HWY_ATTR {
       const auto gate = LoadF32(d, x + i), up = LoadF32(d, x + width + i);
-      // Where Exp ends (104) the quotient is already −0 in f32.
-      const auto exp = hn::Exp(d, hn::Min(hn::Neg(gate), hn::Set(d, 104.0f)));
-      const auto silu = hn::Div(gate, hn::Add(hn::Set(d, 1.0f), exp));
-      StoreF32(d, hn::Mul(silu, up), y + i);
+      StoreF32(d, hn::Mul(Activation()(d, gate), up), y + i);
     });
   }
 }
 
-void SwiGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+template <class Activation>
+void GatedTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
   if (dtype == DType::kF32) {
-    SwiGluTokensOf(static_cast<const float*>(x), tokens, width, static_cast<float*>(y));
+    GatedTokensOf<Activation>(static_cast<const float*>(x), tokens, width, static_cast<float*>(y));
   } else {
-    SwiGluTokensOf(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y));
+    GatedTokensOf<Activation>(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y));
   }
+}
+
+void SwiGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+  GatedTokens<Silu>(x, tokens, width, dtype, y);
+}
+
+void GeGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+  GatedTokens<Gelu>(x, tokens, width, dtype, y);
 }
 
 template <class T>
@@ -358,10 +404,13 @@ namespace meshfill {
 
 HWY_EXPORT(Convert);
 HWY_EXPORT(RmsNorm);
+HWY_EXPORT(AddRmsNorm);
+HWY_EXPORT(Scale);
 HWY_EXPORT(SplitQkv);
 HWY_EXPORT(MergePartial);
 HWY_EXPORT(CopyHeads);
 HWY_EXPORT(SwiGlu);
+HWY_EXPORT(GeGlu);
 HWY_EXPORT(AddExperts);
 
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
@@ -377,6 +426,12 @@ void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t widt
   HWY_DYNAMIC_DISPATCH(RmsNorm)(x, weight, rows, width, eps, dtype, y);
 }
 
+void AddRmsNormRows(const float* y, const float* weight, int64_t rows, int64_t width, float eps, float* x) {
+  HWY_DYNAMIC_DISPATCH(AddRmsNorm)(y, weight, rows, width, eps, x);
+}
+
+void ScaleValues(float* x, int64_t count, float factor) { HWY_DYNAMIC_DISPATCH(Scale)(x, count, factor); }
+
 void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_t end) {
   HWY_DYNAMIC_DISPATCH(SplitQkv)(args, dtype, begin, end);
 }
@@ -391,6 +446,10 @@ void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
 
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
   HWY_DYNAMIC_DISPATCH(SwiGlu)(x, tokens, width, dtype, y);
+}
+
+void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
+  HWY_DYNAMIC_DISPATCH(GeGlu)(x, tokens, width, dtype, y);
 }
 
 void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end) {

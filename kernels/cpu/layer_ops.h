@@ -18,6 +18,10 @@ void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_d
 // Normalises `rows` rows of `width`.
 void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
                  void* y);
+void AddRmsNormRows(const float* y, const float* weight, int64_t rows, int64_t width, float eps, float* x);
+
+// x[i] *= factor.
+void ScaleValues(float* x, int64_t count, float factor);
 
 // Tokens [begin, end) of the slice.
 void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_t end);
@@ -30,6 +34,7 @@ void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end);
 
 // `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
+void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
 
 // Tokens [begin, end).
 void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end);

@@ -149,6 +149,16 @@ absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, vo
   });
 }
 
+absl::Status CudaStream::AddRmsNorm(const float*, const float*, int64_t, int64_t, float, float*) {
+  return absl::UnimplementedError("cuda: add rms norm");
+}
+
+absl::Status CudaStream::Scale(float*, int64_t, float) { return absl::UnimplementedError("cuda: scale"); }
+
+absl::Status CudaStream::GeGlu(const void*, int64_t, int64_t, void*) {
+  return absl::UnimplementedError("cuda: geglu");
+}
+
 absl::Status CudaStream::Route(const RouteArgs&) { return absl::UnimplementedError("cuda: route"); }
 
 absl::Status CudaStream::ExpertGemm(const ExpertGemmArgs&) {

@@ -49,7 +49,11 @@ class CudaStream final : public Stream {
   absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
                                                             BufferRef source) override;
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
-  // Not implemented: its platform refuses models with experts.
+  // Not implemented: its platform refuses models that need these, and models with experts.
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override;
+  absl::Status Scale(float* x, int64_t count, float factor) override;
+  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
   absl::Status Route(const RouteArgs& args) override;
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override;
   absl::Status AddExperts(const AddExpertsArgs& args) override;

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 #include <limits>
+#include <numbers>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -71,6 +72,21 @@ class ReferenceStream final : public HostStream {
       for (int64_t i = 0; i < width; ++i)
         Store(y, dtype_, t * width + i, x[t * width + i] * scale * weight[i]);
     }
+    return Done();
+  }
+
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const double scale = InverseRms(y, DType::kF32, t * width, width, eps);
+      for (int64_t i = 0; i < width; ++i)
+        Store(x, DType::kF32, t * width + i, x[t * width + i] + y[t * width + i] * scale * weight[i]);
+    }
+    return Done();
+  }
+
+  absl::Status Scale(float* x, int64_t count, float factor) override {
+    for (int64_t i = 0; i < count; ++i) x[i] *= factor;
     return Done();
   }
 
@@ -147,6 +163,19 @@ class ReferenceStream final : public HostStream {
         const double gate = Load(x, dtype_, t * 2 * width + i);
         const double up = Load(x, dtype_, t * 2 * width + width + i);
         Store(y, dtype_, t * width + i, gate / (1 + std::exp(-gate)) * up);
+      }
+    }
+    return Done();
+  }
+
+  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t i = 0; i < width; ++i) {
+        const double gate = Load(x, dtype_, t * 2 * width + i);
+        const double up = Load(x, dtype_, t * 2 * width + width + i);
+        const double u = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
+        // (1 + tanh u) / 2, without its cancellation far below 0.
+        Store(y, dtype_, t * width + i, gate / (1 + std::exp(-2 * u)) * up);
       }
     }
     return Done();

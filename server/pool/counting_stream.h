@@ -49,6 +49,13 @@ class CountingStream final : public Stream {
                        void* y) override {
     return Count([&] { return stream_->RmsNorm(x, weight, tokens, width, eps, y); });
   }
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override {
+    return Count([&] { return stream_->AddRmsNorm(y, weight, tokens, width, eps, x); });
+  }
+  absl::Status Scale(float* x, int64_t count, float factor) override {
+    return Count([&] { return stream_->Scale(x, count, factor); });
+  }
   absl::Status Gemm(const GemmArgs& args) override {
     return Count([&] { return stream_->Gemm(args); });
   }
@@ -70,6 +77,9 @@ class CountingStream final : public Stream {
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return stream_->SwiGlu(x, tokens, width, y); });
+  }
+  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    return Count([&] { return stream_->GeGlu(x, tokens, width, y); });
   }
   absl::Status Route(const RouteArgs& args) override {
     return Count([&] { return stream_->Route(args); });

@@ -13,6 +13,7 @@
 
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "tests/engine/close.h"
 #include "tests/engine/devices/far_platform.h"
@@ -54,7 +55,7 @@ const std::string& ModelFolder(ModelFamily family) {
                                          .head_dim = 16,
                                          .vocab = kVocab,
                                          .context_tokens = 4096,
-                                         .sliding_window = family == ModelFamily::kMistral ? 100 : 0,
+                                         .sliding_window = FamilyOf(family).has_window ? 100 : 0,
                                          .rope_theta = 10000,
                                          .dtype = DType::kF32,
                                          .seed = 7},
@@ -134,7 +135,8 @@ std::string NameOf(const PrefillOptions& options) {
 void TestEveryShape(const std::string& device, const std::vector<DType>& dtypes) {
   std::mt19937_64 random(TestSeed());
   for (const DType dtype : dtypes) {
-    for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {
+    for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kGemma3}) {
+      if (TestsOnCuda() && family == ModelFamily::kGemma3) continue;  // a GPU does not compute it
       for (const int ranks : {1, 2, 4, 6, 9}) {
         EngineOptions options = OptionsOf(family, ranks, dtype);
         options.device = device;

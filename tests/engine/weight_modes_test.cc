@@ -39,7 +39,7 @@ MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
                               .tied_embeddings = Draw(random, 0, 1) == 1,
                               .dtype = dtypes[Draw(random, 0, 3)],
                               .seed = random()};
-  if (family.family == ModelFamily::kMistral) options.sliding_window = Draw(random, 0, 100);
+  if (family.has_window) options.sliding_window = Draw(random, 0, 100);
   if (family.has_experts) {
     options.experts = Draw(random, 2, 5);
     options.experts_used = Draw(random, 1, options.experts);

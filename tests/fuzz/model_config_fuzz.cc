@@ -48,6 +48,14 @@ std::vector<std::string> FuzzSeeds() {
       config(R"("model_type":"mistral","sliding_window":32)"),
       config(R"("model_type":"qwen2","use_sliding_window":true,"sliding_window":32,"max_window_layers":1)"),
       config(R"("model_type":"qwen3","head_dim":16)"),
+      config(R"("model_type":"gemma3_text","head_dim":16,"sliding_window":32,"sliding_window_pattern":2,)"
+             R"("query_pre_attn_scalar":24,"rope_local_base_freq":10000.0,)"
+             R"("rope_scaling":{"rope_type":"linear","factor":8.0})"),
+      config(R"("model_type":"gemma3_text","layer_types":["full_attention","sliding_attention"],)"
+             R"("rope_parameters":{"full_attention":{"rope_type":"linear","factor":8.0},)"
+             R"("sliding_attention":{"rope_theta":10000.0}})"),
+      R"({"model_type":"gemma3","torch_dtype":"bfloat16","vision_config":{},"text_config":)" +
+          config(R"("model_type":"gemma3_text","head_dim":16)") + "}",
       config(
           R"("model_type":"qwen3_moe","head_dim":16,"num_experts":4,"num_experts_per_tok":2,)"
           R"("moe_intermediate_size":32,"norm_topk_prob":true,"mlp_only_layers":[0],"decoder_sparse_step":1)"),

@@ -65,6 +65,30 @@ TEST_P(CpuStreamTest, RmsNorm) {
   });
 }
 
+TEST_P(CpuStreamTest, AddRmsNorm) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 400), width = Draw(random, 1, 1500);
+    const Tensor y = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random, DType::kF32, width);
+    Tensor got = Tensor::Normal(random, DType::kF32, tokens * width), expected = got;
+    for (auto [backend, x] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(
+          backend->AddRmsNorm(y.data<float>(), weight.data<float>(), tokens, width, 1e-5f, x->data<float>())
+              .ok());
+    }
+    ExpectClose(got, expected, 2e-6);
+  });
+}
+
+TEST_P(CpuStreamTest, Scale) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+    Tensor got = Tensor::Normal(random, DType::kF32, Draw(random, 0, 300000)), expected = got;
+    ASSERT_TRUE(cpu.Scale(got.data<float>(), got.count(), 33.75f).ok());
+    ASSERT_TRUE(reference.Scale(expected.data<float>(), expected.count(), 33.75f).ok());
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
 TEST_P(CpuStreamTest, SplitQkv) {
   ForRandomDraws(20, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
@@ -255,6 +279,18 @@ TEST_P(CpuStreamTest, SwiGlu) {
   });
 }
 
+TEST_P(CpuStreamTest, GeGlu) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
+    Tensor got(GetParam(), tokens * width), expected = got;
+    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend->GeGlu(x.data(), tokens, width, y->data()).ok());
+    }
+    ExpectClose(got, expected, 1e-6);
+  });
+}
+
 TEST_P(CpuStreamTest, Convert) {
   ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 300000));
@@ -314,6 +350,8 @@ TEST_P(CpuStreamTest, ARaisedStopTokenCancels) {
     return std::vector<absl::Status>{
         cpu.Embed(ids, x.data(), DType::kF32, 8, y.data<float>()),
         cpu.RmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data()),
+        cpu.AddRmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data<float>()),
+        cpu.Scale(y.data<float>(), 64, 2),
         cpu.Gemm(
             {.weight = weight->get(), .x = weights.data(), .tokens = 2, .y = y.data(), .y_dtype = dtype}),
         cpu.MergePartial({.o = y.data<float>(),
@@ -331,6 +369,7 @@ TEST_P(CpuStreamTest, ARaisedStopTokenCancels) {
                        .tokens = 2,
                        .head_dim = 8}),
         cpu.SwiGlu(weights.data(), 2, 8, y.data()),
+        cpu.GeGlu(weights.data(), 2, 8, y.data()),
         cpu.Convert(x.data<float>(), 64, DType::kF32, y.data()),
     };
   };

@@ -79,6 +79,38 @@ TEST_P(LayerOpsTest, SwiGluIsAccurateOverTheWholeRange) {
   }
 }
 
+TEST_P(LayerOpsTest, GeGluIsAccurateOverTheWholeRange) {
+  std::vector<float> gates;
+  for (float gate = -10.0f; gate <= 20.0f; gate += 0.0007f) gates.push_back(gate);
+  std::vector<float> x = gates, y(gates.size());
+  x.resize(2 * gates.size(), 1.0f);  // up
+  GeGluTokens(x.data(), 1, std::ssize(gates), DType::kF32, y.data());
+  for (size_t i = 0; i < gates.size(); ++i) {
+    const double gate = gates[i], u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+    const double expected = gate / (1 + std::exp(-2 * u));  // gate/2 · (1 + tanh u), without its cancellation
+    EXPECT_NEAR(y[i], expected, 3e-5 * std::abs(expected)) << gate;  // 60 ulp of u, where it is large
+    EXPECT_NEAR(y[i], gate / 2 * (1 + std::tanh(u)), 1e-6 * std::abs(gate)) << gate;
+  }
+}
+
+TEST_P(LayerOpsTest, GeGluAtItsEnds) {
+  std::vector<float> x = {-12.0f, -104.5f, -1e4f, -std::numeric_limits<float>::max(),
+                          1e30f,  kNaN,    0.0f,  2.0f};
+  const int64_t width = std::ssize(x);
+  x.resize(2 * width, 1.0f);
+  x.back() = kNaN;
+  std::vector<float> y(width);
+  GeGluTokens(x.data(), 1, width, DType::kF32, y.data());
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_LE(y[i], 0);
+    EXPECT_GE(y[i], -1e-6f);
+  }
+  EXPECT_EQ(y[4], 1e30f);
+  EXPECT_TRUE(std::isnan(y[5]));
+  EXPECT_EQ(y[6], 0);
+  EXPECT_TRUE(std::isnan(y[7]));
+}
+
 TEST_P(LayerOpsTest, SwiGluAtItsEnds) {
   std::vector<float> x = {-88.5f, -104.5f, -1e4f, -std::numeric_limits<float>::max(),
                           1e30f,  kNaN,    0.0f,  2.0f};

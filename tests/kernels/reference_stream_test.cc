@@ -94,6 +94,23 @@ TEST_F(ReferenceStreamTest, SwiGluAtKnownPoints) {
   ExpectNear(y, {0, 2 * e / (e + 1), -2 / (e + 1), 30}, 1e-6);
 }
 
+TEST_F(ReferenceStreamTest, GeGluAtKnownPoints) {
+  const std::vector<float> x = {0, 1, -1, 60, 3, 2, 2, 0.5f};  // gates, then ups
+  std::vector<float> y(4);
+  ASSERT_TRUE(f32_->GeGlu(x.data(), 1, 4, y.data()).ok());
+  ExpectNear(y, {0, 2 * 0.8411920f, 2 * -0.1588080f, 30}, 1e-6);
+}
+
+TEST_F(ReferenceStreamTest, AddRmsNormAddsWhatRmsNormGives) {
+  const int64_t width = Draw(random_, 1, 300);
+  const std::vector<float> y = Normal(width, 7), weight = Normal(width, 1);
+  std::vector<float> normed(width), x(width, 3.0f);
+  ASSERT_TRUE(f32_->RmsNorm(y.data(), weight.data(), 1, width, 1e-5f, normed.data()).ok());
+  ASSERT_TRUE(f32_->AddRmsNorm(y.data(), weight.data(), 1, width, 1e-5f, x.data()).ok());
+  ASSERT_TRUE(f32_->Scale(x.data(), width, 2).ok());
+  for (int64_t i = 0; i < width; ++i) EXPECT_NEAR(x[i], 2 * (3 + normed[i]), 1e-5);
+}
+
 TEST_F(ReferenceStreamTest, Bf16OutputsAreRoundedOnceToNearestEven) {
   // 1 + 2^-8 is halfway between 1 and 1 + 2^-7; a little more rounds up.
   const std::vector<float> from = {1 + 0x1p-8f, 1 + 0x3p-8f, 1 + 0x1p-8f + 0x1p-20f, kInfinity};

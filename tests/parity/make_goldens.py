@@ -38,7 +38,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM",
                  "glm4_moe": "Glm4MoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM",
-                 "phi3": "Phi3ForCausalLM"}
+                 "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+                 "gemma3": "Gemma3ForConditionalGeneration"}
 MAX_FILE_BYTES = 1_000_000
 VISIBLE_CHANGE = 1e-2  # of the logits' standard deviation; the test allows 1e-3
 KEPT_ROWS = 12
@@ -173,6 +174,38 @@ CASES = {
                                  config={"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 3,
                                          "moe_intermediate_size": 40, "norm_topk_prob": True,
                                          "vocab_size": 128, "rope_theta": 1e6}),
+    # Five layers of six with a window, and a RoPE of their own; the keys as transformers 4 spells them.
+    "gemma3_tied_linear": dict(model="gemma3_text", dtype="bfloat16", prompts=[1, 65, 777, 4096],
+                               config={"head_dim": 24, "num_hidden_layers": 7, "sliding_window": 50,
+                                       "sliding_window_pattern": 6, "query_pre_attn_scalar": 40,
+                                       "rope_theta": 30000.0, "rope_local_base_freq": 5000.0,
+                                       "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                                       "tie_word_embeddings": True, "vocab_size": 128}),
+    "gemma3_layer_types_bias_mqa": dict(model="gemma3_text", dtype="float32", prompts=[2, 63, 777],
+                                        config={"hidden_size": 48, "num_attention_heads": 6, "head_dim": 18,
+                                                "num_key_value_heads": 1, "num_hidden_layers": 3,
+                                                "attention_bias": True, "sliding_window": 17,
+                                                "query_pre_attn_scalar": 18,
+                                                "layer_types": ["full_attention", "sliding_attention",
+                                                                "full_attention"],
+                                                "rope_parameters": {
+                                                    "full_attention": {"rope_type": "linear", "factor": 4.0,
+                                                                       "rope_theta": 500000.0},
+                                                    "sliding_attention": {"rope_type": "default",
+                                                                          "rope_theta": 100.0}}}),
+    "gemma3_head_dim_256_sharded": dict(model="gemma3_text", dtype="float16", prompts=[64, 777], shards="200KB",
+                                        config={"num_attention_heads": 2, "num_key_value_heads": 1,
+                                                "head_dim": 256, "num_hidden_layers": 2, "sliding_window": 100,
+                                                "sliding_window_pattern": 2}),
+    # A language model inside one that reads images, too.
+    "gemma3_with_images": dict(model="gemma3", dtype="bfloat16", prompts=[3, 65, 777],
+                               vision={"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                                       "num_attention_heads": 1, "image_size": 28, "patch_size": 14,
+                                       "model_type": "siglip_vision_model"},
+                               config={"head_dim": 20, "num_hidden_layers": 3, "sliding_window": 30,
+                                       "sliding_window_pattern": 3, "query_pre_attn_scalar": 25,
+                                       "rope_local_base_freq": 300.0, "tie_word_embeddings": True,
+                                       "vocab_size": 128}),
 }
 ROPES = {
     "llama2": {"head_dim": 128, "rope_theta": 10000.0},
@@ -191,8 +224,12 @@ ROPE_POSITIONS = [0, 1, 2, 63, 64, 1000, 4095, 32767, 131071, 1000003, 4194303]
 
 
 def config_json(case):
-    return {"architectures": [ARCHITECTURES[case["model"]]], "model_type": case["model"],
-            "torch_dtype": case["dtype"], **SMALL, **case["config"]}
+    names = {"architectures": [ARCHITECTURES[case["model"]]], "model_type": case["model"],
+             "torch_dtype": case["dtype"]}
+    if "vision" not in case:
+        return {**names, **SMALL, **case["config"]}
+    return {**names, "text_config": {"model_type": case["model"] + "_text", **SMALL, **case["config"]},
+            "mm_tokens_per_image": 4, "vision_config": case["vision"]}
 
 
 def starve(model):
@@ -220,16 +257,18 @@ def randomise(model, generator):
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    config = model.config.get_text_config()
+    gemma = config.model_type == "gemma3_text"  # norms multiply with 1 + weight, the embedding with √hidden
     gain = {"qkv_proj": 1.4, "q_proj": 1.4, "k_proj": 1.4, "o_proj": 1.5, "lm_head": 1.0}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         module = name.split(".")[-2]
         if "norm" in name:
-            value = 1 + 0.3 * noise
+            value = (0 if gemma else 1) + 0.3 * noise
         elif name.endswith(".bias"):
             value = 0.5 * noise
         elif module == "embed_tokens":
-            value = noise / (parameter.shape[1] ** 0.5 if model.config.tie_word_embeddings else 1)
+            value = noise / (parameter.shape[1] ** 0.5 if config.tie_word_embeddings or gemma else 1)
         else:
             value = gain.get(module, 1.0) * noise / parameter.shape[-1] ** 0.5
         parameter.data.copy_(value)
@@ -238,7 +277,7 @@ def randomise(model, generator):
 def load(folder, attention="eager", **overrides):
     config = AutoConfig.from_pretrained(folder)
     for key, value in overrides.items():
-        setattr(config, key, value)
+        setattr(config.get_text_config(), key, value)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32,
                                                 attn_implementation=attention,
                                                 experts_implementation="eager").eval()
@@ -286,7 +325,7 @@ def firmly_routed(model, tokens, generator):
 def draw_prompt(model, count, generator):
     """A prompt whose last token is firmly routed, and which tokens are."""
     for _ in range(100):
-        tokens = torch.randint(model.config.vocab_size, (count,), generator=generator).tolist()
+        tokens = torch.randint(model.config.get_text_config().vocab_size, (count,), generator=generator).tolist()
         if not experts_of(model):
             return tokens, None
         firm = firmly_routed(model, tokens, generator)
@@ -309,32 +348,44 @@ def check_experts(model, prompts, starved):
         assert all(loads[:-1]) and bool(loads[-1]) != starved, loads
 
 
+def wrong_ropes(config):
+    """(what is wrong, rope_parameters): another base, and no scaling; of each kind of layers that has its own."""
+    parameters = dict(config.rope_parameters)
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if kind in parameters]
+    for kind in kinds or [None]:
+        right = parameters[kind] if kind else parameters
+        with_rope = lambda rope: {**parameters, kind: rope} if kind else rope
+        yield f"theta {kind or ''}", with_rope({**right, "rope_theta": right["rope_theta"] * 1.3})
+        if right["rope_type"] != "default":
+            yield f"scaling {kind or ''}", with_rope({"rope_type": "default", "rope_theta": right["rope_theta"]})
+
+
 def check_sensitivity(folder, model, prompts):
     """A wrong RoPE and a wrong mask must show in the prompts that are long enough for them."""
+    config = model.config.get_text_config()
     prompt = max((tokens for tokens in prompts if len(tokens) <= 1000), key=len)
     logits = prefill(model, prompt)[0]
-    parameters = dict(model.config.rope_parameters)
-    wrong_theta = load(folder, rope_parameters={**parameters, "rope_theta": parameters["rope_theta"] * 1.3})
-    moved = {"theta": change(logits, prefill(wrong_theta, prompt)[0])}
-    if parameters["rope_type"] != "default" and len(prompt) > 2:
-        plain = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
-        moved["scaling"] = change(logits, prefill(load(folder, rope_parameters=plain), prompt)[0])
-    window = getattr(model.config, "sliding_window", None)
+    moved = {what: change(logits, prefill(load(folder, rope_parameters=parameters), prompt)[0])
+             for what, parameters in wrong_ropes(config) if len(prompt) > 2 or "theta" in what}
+    window = getattr(config, "sliding_window", None)
     if window and len(prompt) > window:
         for wrong in (window - 1, window + 1):
             moved[f"window {wrong}"] = change(logits, prefill(load(folder, sliding_window=wrong), prompt)[0])
-    routers = {"num_experts_per_tok": model.config.num_experts_per_tok % 2 + 1} if experts_of(model) else {}
+    if hasattr(config, "query_pre_attn_scalar"):
+        wrong_scale = load(folder, query_pre_attn_scalar=config.query_pre_attn_scalar + 7)
+        moved["query_pre_attn_scalar"] = change(logits, prefill(wrong_scale, prompt)[0])
+    routers = {"num_experts_per_tok": config.num_experts_per_tok % 2 + 1} if experts_of(model) else {}
     for key in ("norm_topk_prob", "routed_scaling_factor"):
-        if hasattr(model.config, key):
-            routers[key] = not getattr(model.config, key) if key.startswith("norm") else 0.7
+        if hasattr(config, key):
+            routers[key] = not getattr(config, key) if key.startswith("norm") else 0.7
     for key, value in routers.items():
-        if key == "norm_topk_prob" and model.config.num_experts_per_tok == 1 and model.config.norm_topk_prob:
+        if key == "norm_topk_prob" and config.num_experts_per_tok == 1 and config.norm_topk_prob:
             continue
         moved[key] = change(logits, prefill(load(folder, **{key: value}), prompt)[0])
     # The last query's nearest key, among few: a causal mask that is off by one would lose it.
     short = min((tokens for tokens in prompts if len(tokens) > 1), key=len)
     other = short.copy()
-    other[-2] = (other[-2] + 1) % model.config.vocab_size
+    other[-2] = (other[-2] + 1) % config.vocab_size
     moved["key"] = change(prefill(model, short)[0], prefill(model, other)[0])
     print("   ", ", ".join(f"{what} moves logits by {by:.3f} std" for what, by in moved.items()))
     assert min(moved.values()) > VISIBLE_CHANGE, moved

@@ -245,9 +245,9 @@ class CliTest(CliTestCase):
 
     def test_models_of_every_architecture_run(self):
         experts = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
-        for arch in ("llama", "mistral", "qwen2", "qwen3", "phi3", *experts):
+        for arch in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", *experts):
             folder = self.tmp / f"model-{arch}"
-            options = ["--sliding-window", 100] if arch == "mistral" else []
+            options = ["--sliding-window", 100] if arch in ("mistral", "gemma3") else []
             if arch in experts:
                 options = ["--experts", 5, "--experts-used", 3, "--expert-width", 48]
             self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 64, "--layers", 1, *options)

@@ -68,6 +68,11 @@ class CudaDevices final : public PoolDevices {
           absl::StrCat("device cuda: the model has ", shape.experts.count,
                        " experts, which it does not compute yet; choose the device cpu"));
     }
+    if (shape.post_norms || shape.activation != Activation::kSilu) {
+      return absl::InvalidArgumentError(
+          "device cuda: the model has GELU and norms behind its sublayers, which it does not compute yet; "
+          "choose the device cpu");
+    }
     if (shape.fp8.rows != 0) {
       return absl::InvalidArgumentError(
           "device cuda: the model's weights are in FP8, which it does not multiply yet; choose the device "

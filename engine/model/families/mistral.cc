@@ -30,6 +30,7 @@ const Family kMistralFamily = {.family = ModelFamily::kMistral,
                                .head_dim = std::nullopt,
                                .vocab = 32000,
                                .context_tokens = 131072,
+                               .has_window = true,
                                .read = Read,
                                .write = Write};
 

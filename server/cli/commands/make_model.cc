@@ -43,7 +43,7 @@ class MakeModelCommand : public Command {
     AddCount(*app_, "--vocab", options_.vocab, "Token ids");
     AddCount(*app_, "--context", options_.context_tokens, "Longest prompt, in tokens");
     AddCount(*app_, "--sliding-window", options_.sliding_window,
-             "Keys that a query sees, mistral alone (default: all)");
+             "Keys that a query sees, of mistral (default: all) and gemma3 (default: 1024) alone");
     AddCount(*app_, "--experts", options_.experts, "Experts, of an architecture that has them (default: 8)");
     AddCount(*app_, "--experts-used", options_.experts_used,
              "Experts that each token goes through (default: 2)");

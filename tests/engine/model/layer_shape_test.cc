@@ -19,6 +19,7 @@ LayerShape RandomShape(std::mt19937_64& random) {
           .o_bias = Draw(random, 0, 1) == 1,
           .mlp_bias = Draw(random, 0, 1) == 1,
           .fused_projections = Draw(random, 0, 1) == 1,
+          .post_norms = Draw(random, 0, 1) == 1,
           .qk_norm = Draw(random, 0, 1) == 1 ? QkNorm::kHead : QkNorm::kNone};
 }
 
@@ -36,7 +37,8 @@ TEST(LayerShape, CountsWhatTheEquationsMultiply) {
     EXPECT_EQ(LayerPairFlops(shape), 2.0 * 2 * static_cast<double>(q));  // QKᵀ and PV
     const SliceWidths widths = SliceWidthsOf(shape);
     EXPECT_EQ(widths.normed, shape.hidden);
-    EXPECT_EQ(widths.wide, std::max(q + 2 * kv, 2 * shape.intermediate));
+    EXPECT_EQ(widths.wide,
+              std::max({q + 2 * kv, 2 * shape.intermediate, shape.post_norms ? shape.hidden : 0}));
     EXPECT_EQ(widths.narrow, std::max(q, shape.intermediate));
   }
 }
@@ -101,6 +103,18 @@ TEST(LayerShape, StacksTheLinearLayersOfAProduct) {
   EXPECT_EQ(ProductOf(shape, LayerPart::kDown).in_features, shape.intermediate);
 }
 
+// Beside what is multiplied, in a buffer of the compute dtype.
+TEST(LayerShape, HasRoomForWhatASublayerAddsInF32) {
+  const LayerShape shape = {.hidden = 100,
+                            .intermediate = 10,
+                            .q_heads = 1,
+                            .kv_heads = 1,
+                            .head_dim = 8,
+                            .post_norms = true,
+                            .dtype = DType::kBf16};
+  EXPECT_EQ(SliceWidthsOf(shape).wide, 200);
+}
+
 TEST(LayerShape, ListsNormsAndBiasesThatTheModelHas) {
   std::mt19937_64 random(TestSeed());
   for (int draw = 0; draw < 20; ++draw) {
@@ -113,7 +127,7 @@ TEST(LayerShape, ListsNormsAndBiasesThatTheModelHas) {
                                                        : shape.mlp_bias && !tensor.is_norm();
       EXPECT_EQ(tensor.bias, bias) << tensor.name;
     }
-    EXPECT_EQ(norms, shape.qk_norm == QkNorm::kHead ? 4 : 2);
+    EXPECT_EQ(norms, 2 + (shape.qk_norm == QkNorm::kHead ? 2 : 0) + (shape.post_norms ? 2 : 0));
   }
 }
 

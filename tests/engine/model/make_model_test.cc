@@ -66,7 +66,7 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     MakeModelOptions options = Small();
     options.family = family;
     options.tied_embeddings = true;
-    if (family == ModelFamily::kMistral) options.sliding_window = 77;
+    if (described->has_window) options.sliding_window = 77;
     if (described->has_experts) {
       options.experts = 5;
       options.experts_used = 3;

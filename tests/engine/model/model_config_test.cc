@@ -42,6 +42,10 @@ json With(json config, const json& changes) {
   config.update(changes);
   return config;
 }
+json Without(json config, const std::string& key) {
+  config.erase(key);
+  return config;
+}
 json Qwen3Moe() {
   return With(Base("qwen3_moe", "Qwen3MoeForCausalLM"),
               {{"num_experts", 5}, {"num_experts_per_tok", 3}, {"moe_intermediate_size", 24}});
@@ -57,10 +61,29 @@ json MiniMaxM2() {
 
 json Phi3() { return Base("phi3", "Phi3ForCausalLM"); }
 
-json Without(json config, const std::string& key) {
-  config.erase(key);
-  return config;
+json Gemma3() { return Without(Base("gemma3_text", "Gemma3ForCausalLM"), "hidden_act"); }
+// As Gemma 3 ships from 4B on.
+json Gemma3WithImages(const json& text_changes) {
+  return {{"architectures", {"Gemma3ForConditionalGeneration"}},
+          {"model_type", "gemma3"},
+          {"boi_token_index", 255999},
+          {"eoi_token_index", 256000},
+          {"eos_token_id", {1, 106}},
+          {"image_token_index", 262144},
+          {"initializer_range", 0.02},
+          {"mm_tokens_per_image", 256},
+          {"torch_dtype", "bfloat16"},
+          {"transformers_version", "4.50.0.dev0"},
+          {"text_config", With({{"hidden_size", 2560},
+                                {"intermediate_size", 10240},
+                                {"model_type", "gemma3_text"},
+                                {"num_hidden_layers", 34},
+                                {"rope_scaling", {{"factor", 8.0}, {"rope_type", "linear"}}},
+                                {"sliding_window", 1024}},
+                               text_changes)},
+          {"vision_config", {{"hidden_size", 1152}, {"model_type", "siglip_vision_model"}}}};
 }
+
 json Fp8(const json& changes) {
   json quantisation = {{"quant_method", "fp8"},
                        {"fmt", "e4m3"},
@@ -281,6 +304,16 @@ TEST(ModelConfigTest, PublishedModelsHaveTheirParameters) {
                                                                 {"intermediate_size", 1536},
                                                                 {"rotary_dim", 64}}),
        228.7e9, 9.8e9},
+      // Their 27.0e9 are without what reads images, and with one of the two tables.
+      {"Gemma 3 27B",
+       Gemma3WithImages({{"hidden_size", 5376},
+                         {"intermediate_size", 21504},
+                         {"num_attention_heads", 32},
+                         {"num_key_value_heads", 16},
+                         {"head_dim", 128},
+                         {"num_hidden_layers", 62},
+                         {"query_pre_attn_scalar", 168}}),
+       28.4e9, 25.6e9},
   };
   for (const auto& [name, config, parameters, used] : models) {
     SCOPED_TRACE(name);
@@ -311,6 +344,88 @@ TEST(ModelConfigTest, ReadsPhi3AndPhi4) {
   EXPECT_THAT(WindowsOf(windowed), ElementsAre(47, 47, 47));
   EXPECT_EQ(windowed.shape.rope_dim, 12);
   EXPECT_FALSE(ParseGood(Llama()).fused_projections);
+}
+
+std::vector<bool> LocalRopes(const ModelConfig& config) {
+  std::vector<bool> local;
+  for (const LayerForm& layer : config.layers) local.push_back(layer.rope == LayerRope::kLocal);
+  return local;
+}
+
+TEST(ModelConfigTest, ReadsGemma3) {
+  const ModelConfig plain = ParseGood(With(Gemma3(), {{"sliding_window_pattern", 2},
+                                                      {"query_pre_attn_scalar", 168},
+                                                      {"hidden_activation", "gelu_pytorch_tanh"},
+                                                      {"attn_logit_softcapping", nullptr},
+                                                      {"final_logit_softcapping", nullptr},
+                                                      {"cache_implementation", "hybrid"},
+                                                      {"sliding_window", 7}}));
+  EXPECT_EQ(plain.family, ModelFamily::kGemma3);
+  EXPECT_EQ(plain.shape.head_dim, 256);
+  EXPECT_EQ(plain.shape.activation, Activation::kGelu);
+  EXPECT_TRUE(plain.shape.post_norms && plain.tied_embeddings && plain.qk_norm == QkNorm::kHead);
+  EXPECT_FALSE(plain.qkv_bias || plain.o_bias || plain.mlp_bias || plain.inside_another);
+  EXPECT_EQ(plain.shape.score_scale(), 1 / std::sqrt(168.0f));
+  EXPECT_EQ(plain.embedding_scale, 8);
+  EXPECT_EQ(plain.norm_offset, 1);
+  EXPECT_EQ(plain.rope.theta, 1e6);
+  EXPECT_EQ(plain.local_rope.theta, 1e4);
+  EXPECT_THAT(WindowsOf(plain), ElementsAre(7, 0, 7));
+  EXPECT_THAT(LocalRopes(plain), ElementsAre(true, false, true));
+  EXPECT_EQ(plain.shape.rope_count(), 2);
+
+  const ModelConfig biased =
+      ParseGood(With(Gemma3(), {{"attention_bias", true},
+                                {"tie_word_embeddings", false},
+                                {"layer_types", {"full_attention", "sliding_attention", "full_attention"}},
+                                {"sliding_window", 9},
+                                {"hidden_act", "silu"}}));  // which transformers does not read in this family
+  EXPECT_TRUE(biased.qkv_bias && biased.o_bias);
+  EXPECT_FALSE(biased.tied_embeddings);
+  EXPECT_THAT(WindowsOf(biased), ElementsAre(0, 9, 0));
+  EXPECT_EQ(biased.shape.score_scale(), 1 / 16.0f);
+
+  const ModelConfig all_local = ParseGood(Gemma3());
+  EXPECT_THAT(WindowsOf(all_local), ElementsAre(4096, 4096, 4096));  // the sixth would see all
+  EXPECT_EQ(all_local.shape.rope_count(), 1);
+}
+
+TEST(ModelConfigTest, Gemma3HasTwoRopesInOldAndNewSpelling) {
+  const ModelConfig old_spelling =
+      ParseGood(With(Gemma3(), {{"rope_theta", 5e5},
+                                {"rope_local_base_freq", 2e4},
+                                {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}}));
+  const json by_type = {{"full_attention", {{"rope_type", "linear"}, {"factor", 8.0}, {"rope_theta", 5e5}}},
+                        {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 2e4}}}};
+  const ModelConfig new_spelling = ParseGood(With(Gemma3(), {{"rope_parameters", by_type}}));
+  for (const ModelConfig& config : {old_spelling, new_spelling}) {
+    EXPECT_EQ(config.RopeOf(LayerRope::kMain).theta, 5e5);
+    EXPECT_EQ(config.RopeOf(LayerRope::kMain).scaling, RopeScaling::kLinear);
+    EXPECT_EQ(config.RopeOf(LayerRope::kMain).factor, 8);
+    EXPECT_EQ(config.RopeOf(LayerRope::kLocal).theta, 2e4);
+    EXPECT_EQ(config.RopeOf(LayerRope::kLocal).scaling, RopeScaling::kNone);
+    EXPECT_EQ(config.shape.context_tokens, 1024);
+  }
+  const ModelConfig one_type =
+      ParseGood(With(Gemma3(), {{"rope_parameters", Without(by_type, "full_attention")}}));
+  EXPECT_EQ(one_type.rope.theta, 1e6);
+  EXPECT_EQ(one_type.rope.scaling, RopeScaling::kNone);
+  EXPECT_EQ(one_type.local_rope.theta, 2e4);
+}
+
+TEST(ModelConfigTest, ReadsTheLanguageModelInsideAnother) {
+  const ModelConfig config = ParseGood(Gemma3WithImages(json::object()));
+  EXPECT_TRUE(config.inside_another && config.tied_embeddings);
+  EXPECT_EQ(config.family, ModelFamily::kGemma3);
+  EXPECT_EQ(config.shape.layers, 34);
+  EXPECT_EQ(config.shape.hidden, 2560);
+  EXPECT_EQ(config.shape.vocab, 262208);
+  EXPECT_EQ(config.shape.context_tokens, 131072);
+  EXPECT_EQ(config.shape.dtype, DType::kBf16);
+  EXPECT_EQ(config.rope.factor, 8);
+  EXPECT_THAT(config.shape.kinds,
+              ElementsAre(LayerKind{{}, 5}, LayerKind{{.window = 1024, .rope = LayerRope::kLocal}, 29}));
+  EXPECT_TRUE(ParseGood(Without(Gemma3WithImages(json::object()), "architectures")).inside_another);
 }
 
 TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
@@ -501,6 +616,66 @@ std::vector<BadConfig> BadConfigs() {
       {"sliced projections", With(Llama(), {{"pretraining_tp", 2}}), {"\"pretraining_tp\"", "2"}},
       {"encoder and decoder", With(Llama(), {{"is_encoder_decoder", true}}), {"\"is_encoder_decoder\""}},
       {"multimodal rope", With(Qwen2(), {{"use_mrope", true}}), {"\"use_mrope\""}},
+      {"capped scores",
+       With(Gemma3(), {{"attn_logit_softcapping", 50.0}}),
+       {"\"attn_logit_softcapping\"", "50.0"}},
+      {"capped logits",
+       With(Gemma3(), {{"final_logit_softcapping", 30.0}}),
+       {"\"final_logit_softcapping\"", "30.0"}},
+      {"attention to both sides",
+       With(Gemma3(), {{"use_bidirectional_attention", true}}),
+       {"\"use_bidirectional_attention\""}},
+      {"other activation in Gemma",
+       With(Gemma3(), {{"hidden_activation", "gelu"}}),
+       {"\"hidden_activation\"", "\"gelu\""}},
+      {"scores divided by nothing",
+       With(Gemma3(), {{"query_pre_attn_scalar", 0}}),
+       {"\"query_pre_attn_scalar\"", "0"}},
+      {"Gemma without a window",
+       With(Gemma3(), {{"sliding_window", nullptr}}),
+       {"\"sliding_window\"", "null"}},
+      {"a pattern of no layers",
+       With(Gemma3(), {{"sliding_window_pattern", 0}}),
+       {"\"sliding_window_pattern\"", "0"}},
+      {"local theta of one",
+       With(Gemma3(), {{"rope_local_base_freq", 1}}),
+       {"\"rope_local_base_freq\"", "1"}},
+      {"local theta in Llama", With(Llama(), {{"rope_local_base_freq", 1e4}}), {"\"rope_local_base_freq\""}},
+      {"rope by layer type in Llama",
+       With(Llama(), {{"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
+       {"\"rope_parameters.full_attention\""}},
+      {"one rope for two layer types",
+       With(Gemma3(), {{"rope_parameters", {{"rope_type", "linear"}, {"factor", 8.0}}}}),
+       {"\"rope_parameters\"", "sliding_attention"}},
+      {"rope of another layer type",
+       With(Gemma3(), {{"rope_parameters", {{"full_attention", json::object()}, {"linear_attention", 1}}}}),
+       {"\"rope_parameters.linear_attention\""}},
+      {"rope of a layer type no object",
+       With(Gemma3(), {{"rope_parameters", {{"sliding_attention", 1e4}}}}),
+       {"\"rope_parameters.sliding_attention\"", "10000.0"}},
+      {"rope of a layer type of another kind",
+       With(Gemma3(), {{"rope_parameters", {{"full_attention", {{"rope_type", "longrope"}}}}}}),
+       {"\"rope_parameters.full_attention.rope_type\"", "longrope"}},
+      {"both spellings of two ropes",
+       With(Gemma3(), {{"rope_scaling", {{"rope_type", "linear"}, {"factor", 2.0}}},
+                       {"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
+       {"\"rope_scaling\""}},
+      {"language model without a config",
+       Without(Gemma3WithImages(json::object()), "text_config"),
+       {"\"text_config\"", "missing"}},
+      {"language model no object",
+       With(Gemma3WithImages(json::object()), {{"text_config", 1}}),
+       {"\"text_config\"", "1"}},
+      {"language model of another kind",
+       Gemma3WithImages({{"model_type", "llama"}}),
+       {"\"text_config.model_type\"", "llama", "gemma3_text"}},
+      {"language model with an unknown key", Gemma3WithImages({{"altup", 1}}), {"text_config", "\"altup\""}},
+      {"unknown key around a language model",
+       With(Gemma3WithImages(json::object()), {{"audio_config", {{"x", 1}}}}),
+       {"\"audio_config\""}},
+      {"tied and not tied",
+       With(Gemma3WithImages({{"tie_word_embeddings", false}}), {{"tie_word_embeddings", true}}),
+       {"\"tie_word_embeddings\"", "text_config"}},
       {"window of nothing", With(Mistral(), {{"sliding_window", 0}}), {"\"sliding_window\"", "0"}},
       {"too few layer types",
        With(windowed, {{"layer_types", {"full_attention"}}}),

@@ -79,6 +79,25 @@ TEST(LayerKinds, AreSortedByWindowAndCounted) {
   EXPECT_EQ(windows, (std::vector<std::pair<int64_t, int>>{{0, 1}, {7, 3}}));
 }
 
+TEST(LayerKinds, AreOfOneWindowWhateverTheirRope) {
+  const LayerForm full, local = {.window = 7, .rope = LayerRope::kLocal}, windowed = {.window = 7};
+  ModelShape model = {.layers = 4};
+  EXPECT_EQ(model.rope_count(), 1);
+  model.kinds = LayerKindsOf(std::vector<LayerForm>{local, full, windowed, local});
+  EXPECT_EQ(model.kinds, (std::vector<LayerKind>{{full, 1}, {windowed, 1}, {local, 2}}));
+  EXPECT_EQ(model.rope_count(), 2);
+  std::vector<std::pair<int64_t, int>> windows;
+  model.ForEachWindow([&](int64_t window, int count) { windows.emplace_back(window, count); });
+  EXPECT_EQ(windows, (std::vector<std::pair<int64_t, int>>{{0, 1}, {7, 3}}));
+}
+
+TEST(ModelShape, ScoresAreOverTheRootOfTheHeadOrOfWhatTheModelSays) {
+  ModelShape model = {.head_dim = 64};
+  EXPECT_EQ(model.score_scale(), 0.125f);
+  model.score_scalar = 256;
+  EXPECT_EQ(model.score_scale(), 0.0625f);
+}
+
 TEST(ModelShape, CountsChunkBytes) {
   const ModelShape model = {.q_heads = 6, .kv_heads = 2, .head_dim = 8, .dtype = DType::kBf16};
   EXPECT_EQ(model.q_bytes(10), 10 * 6 * 8 * 2);

@@ -168,7 +168,16 @@ void ExpectEmbeds(const Model& model, const HfFolder& folder) {
   const LoneStream reference = ReferenceStream(DType::kF32);
   const absl::Status status = model.Embed(*reference, ids, x.data());
   EXPECT_TRUE(status.ok()) << status;
-  EXPECT_EQ(x, folder.tensors.at("model.embed_tokens.weight").Floats());
+  std::vector<float> expected = folder.tensors.at("model.embed_tokens.weight").Floats();
+  for (float& value : expected) value *= static_cast<float>(model.config().embedding_scale);
+  EXPECT_EQ(x, expected);
+}
+
+// A norm's weight as it counts.
+std::vector<float> NormOf(const Model& model, const HfFolder& folder, const std::string& name) {
+  std::vector<float> weight = folder.tensors.at(name + ".weight").Floats();
+  for (float& value : weight) value += model.config().norm_offset;
+  return weight;
 }
 
 const WeightPart& Part(WeightFeed& feed, int part) {
@@ -179,21 +188,23 @@ const WeightPart& Part(WeightFeed& feed, int part) {
 
 void ExpectHolds(const Model& model, const HfFolder& folder) {
   ExpectEmbeds(model, folder);
-  EXPECT_EQ(model.final_norm().values(), folder.tensors.at("model.norm.weight").Floats());
+  EXPECT_EQ(model.final_norm().values(), NormOf(model, folder, "model.norm"));
   const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/true, nullptr);
   for (int i = 0; i < model.shape().layers; ++i) {
     const LayerWeights& layer = Part(*feed, i).layer;
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     SCOPED_TRACE(prefix);
-    EXPECT_EQ(layer.attention_norm.values(), folder.tensors.at(prefix + "input_layernorm.weight").Floats());
+    const auto norm = [&](bool there, const char* name) {
+      return there ? NormOf(model, folder, prefix + name) : std::vector<float>();
+    };
+    const bool post_norms = model.shape().post_norms, qk_norm = model.config().qk_norm != QkNorm::kNone;
+    EXPECT_EQ(layer.attention_norm.values(), norm(true, "input_layernorm"));
+    EXPECT_EQ(layer.attention_post_norm.values(), norm(post_norms, "post_attention_layernorm"));
     EXPECT_EQ(layer.mlp_norm.values(),
-              folder.tensors.at(prefix + "post_attention_layernorm.weight").Floats());
-    const bool qk_norm = model.config().qk_norm != QkNorm::kNone;
-    using Floats = std::vector<float>;
-    EXPECT_EQ(layer.q_norm.values(),
-              qk_norm ? folder.tensors.at(prefix + "self_attn.q_norm.weight").Floats() : Floats());
-    EXPECT_EQ(layer.k_norm.values(),
-              qk_norm ? folder.tensors.at(prefix + "self_attn.k_norm.weight").Floats() : Floats());
+              norm(true, post_norms ? "pre_feedforward_layernorm" : "post_attention_layernorm"));
+    EXPECT_EQ(layer.mlp_post_norm.values(), norm(post_norms, "post_feedforward_layernorm"));
+    EXPECT_EQ(layer.q_norm.values(), norm(qk_norm, "self_attn.q_norm"));
+    EXPECT_EQ(layer.k_norm.values(), norm(qk_norm, "self_attn.k_norm"));
     using Names = std::vector<std::string>;
     const bool fused = model.config().fused_projections;
     ExpectStacked(
@@ -309,7 +320,7 @@ TEST(ModelTest, RefusesBrokenExpertsByName) {
 
 TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
   for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2,
-                                   ModelFamily::kQwen3, ModelFamily::kPhi3}) {
+                                   ModelFamily::kQwen3, ModelFamily::kPhi3, ModelFamily::kGemma3}) {
     for (const DType dtype : {DType::kF32, DType::kBf16, DType::kF16}) {
       for (const bool tied : {false, true}) {
         SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family) << ", " << DTypeName(dtype)
@@ -323,6 +334,52 @@ TEST(ModelTest, HoldsTheWeightsOfEveryFamilyAndDType) {
           ExpectHolds(**model, good);
         }
       }
+    }
+  }
+}
+
+// As Gemma 3 ships from 4B on, and as transformers names its tensors in memory.
+TEST(ModelTest, HoldsTheLanguageModelInsideAnother) {
+  const struct {
+    std::string model, lm_head, others;
+  } kSpellings[] = {{"language_model.model.", "language_model.lm_head.", ""},
+                    {"model.language_model.", "lm_head.", "model."}};
+  for (const auto& [model_prefix, head_prefix, others] : kSpellings) {
+    for (const bool tied : {false, true}) {
+      SCOPED_TRACE(model_prefix + (tied ? ", tied" : ""));
+      const HfFolder alone = Good(ModelFamily::kGemma3, DType::kF32, tied);
+      HfFolder inside = alone;
+      inside.tensors.clear();
+      for (const auto& [name, tensor] : alone.tensors) {
+        const bool of_model = name.starts_with("model.");
+        inside.tensors[of_model ? model_prefix + name.substr(6) : head_prefix + name.substr(8)] = tensor;
+      }
+      inside.tensors[others + "vision_tower.patch.weight"] = alone.tensors.at("model.norm.weight");
+      inside.tensors[others + "multi_modal_projector.norm.weight"] = alone.tensors.at("model.norm.weight");
+      json text = alone.config;
+      text.erase("architectures");
+      inside.config = {{"architectures", {"Gemma3ForConditionalGeneration"}},
+                       {"model_type", "gemma3"},
+                       {"text_config", text},
+                       {"vision_config", {{"hidden_size", 8}}}};
+      for (const WeightMode mode : kModes) {
+        const TempFolder folder;
+        inside.Write(folder.path());
+        const auto [device, model] = LoadAs(mode, folder.path());
+        ASSERT_TRUE(model.ok()) << model.status();
+        ExpectHolds(**model, alone);
+      }
+      const std::string lost = model_prefix + "layers.1.mlp.up_proj.weight";
+      ExpectRefusedByName(inside,
+                          std::vector<BadModel>{{"a tensor that is missing",
+                                                 [&](HfFolder& folder) { folder.tensors.erase(lost); },
+                                                 {lost, "is missing"}},
+                                                {"a tensor of nothing",
+                                                 [&](HfFolder& folder) {
+                                                   folder.tensors["audio_tower.weight"] =
+                                                       alone.tensors.at("model.norm.weight");
+                                                 },
+                                                 {"audio_tower.weight", "is not in the model"}}});
     }
   }
 }

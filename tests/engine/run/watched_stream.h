@@ -83,6 +83,13 @@ class WatchedStream : public Stream {
                        void* y) override {
     return reference_->RmsNorm(x, weight, tokens, width, eps, y);
   }
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override {
+    return reference_->AddRmsNorm(y, weight, tokens, width, eps, x);
+  }
+  absl::Status Scale(float* x, int64_t count, float factor) override {
+    return reference_->Scale(x, count, factor);
+  }
   absl::Status Gemm(const GemmArgs& args) override {
     most_product_tokens = std::max(most_product_tokens, args.tokens);
     return reference_->Gemm(args);
@@ -107,6 +114,9 @@ class WatchedStream : public Stream {
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->SwiGlu(x, tokens, width, y);
+  }
+  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    return reference_->GeGlu(x, tokens, width, y);
   }
   absl::Status Route(const RouteArgs& args) override { return reference_->Route(args); }
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override { return reference_->ExpertGemm(args); }
