@@ -46,6 +46,7 @@ absl::StatusOr<uint64_t> ParseByteSize(absl::string_view text) {
   const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
   const absl::string_view unit_name = text.substr(std::min(text.find_first_not_of(' ', digits), text.size()));
   double number = 0;
+  if (text == "0") return 0;  // the same in every unit
   for (const Unit& unit : kUnits) {
     if (unit.name != unit_name || !absl::SimpleAtod(text.substr(0, digits), &number)) continue;
     const double bytes = std::floor(number * unit.bytes);

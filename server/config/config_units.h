@@ -19,7 +19,7 @@ absl::Duration ToDuration(const google::protobuf::Duration& duration);
 google::protobuf::Duration ToProto(absl::Duration duration);  // to the nanosecond
 
 // "512MiB", "1.5GB", "4096B": B, powers of 1000 (KB, MB, GB, TB) and of 1024 (KiB, MiB, GiB, TiB).
-// INVALID_ARGUMENT without a unit or at 2^63 bytes and above.
+// INVALID_ARGUMENT without a unit, unless it is 0, or at 2^63 bytes and above.
 absl::StatusOr<uint64_t> ParseByteSize(absl::string_view text);
 
 }  // namespace meshfill

@@ -15,6 +15,7 @@ import make_api_docs  # noqa: E402
 DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 COLUMNS = 100
 TOP_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", "build"}
+FIELDS = {"kv.keep", "kv.lease_seconds", "kv.ignore_cache"}  # of a request's header
 SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
 
 
@@ -25,6 +26,25 @@ def read(path):
 def metric_names():
     sources = sorted((ROOT / "server/observe").glob("*metrics.cc"))
     return {name for path in sources for name in re.findall(r'"((?:meshfill|process)_[a-z_]+)"', path.read_text())}
+
+
+def configuration_keys():
+    """Every key, and every section that holds one."""
+    keys = re.findall(r"^- `([\w.]+)`", read("docs/configuration.md"), re.M)
+    return {".".join(key.split(".")[:count]) for key in keys for count in range(1, key.count(".") + 2)}
+
+
+def unknown_keys(text, keys):
+    """Code spans that look like keys of the configuration, and are none. Fields of the API have sections of the same names."""
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    found = re.findall(r"`((?:" + "|".join(sorted(sections)) + r")\.[a-z_.]+)\b", text)
+    return [key for key in found if key.replace("tenants.", "tenants.NAME.") not in keys and key not in FIELDS]
+
+
+def unknown_metrics(text, known):
+    """Names of metrics, written whole, that the server does not have."""
+    found = re.findall(r"(?<![\w/.-])((?:meshfill|process)_[a-z_]+_[a-z_]*[a-z])(?![\w.*-])", text)
+    return sorted({without_suffix(name) for name in found} - known)
 
 
 def without_suffix(name):
@@ -106,6 +126,18 @@ class ChecksTest(unittest.TestCase):
             self.assertEqual(missing_paths(text), [path], text)
 
 
+    def test_a_key_that_is_none_is_found(self):
+        keys = configuration_keys()
+        self.assertEqual(unknown_keys("`pool.embedded`, `kv.keep`, `plan.stripe: 64`, `model.dtype=bf16`, `tenants.weight`", keys), [])
+        for key in ("pool.ranks", "plan.embedded", "kv.tls", "log.level", "limits.max_wait"):
+            self.assertEqual(unknown_keys(f"a `{key}` b", keys), [key])
+
+    def test_a_metric_that_is_none_is_found(self):
+        known = {"meshfill_ttft_seconds", "process_open_fds"}
+        self.assertEqual(unknown_metrics("`meshfill_ttft_seconds_bucket{le=\"1\"}`, process_open_fds, meshfill_<folder>, x/meshfill_a_b", known), [])
+        self.assertEqual(unknown_metrics("`meshfill_queue_lenght`, sum(meshfill_ttft_second_sum)", known),
+                         ["meshfill_queue_lenght", "meshfill_ttft_second"])
+
     def test_generated_prose_is_wrapped(self):
         for text in ("word " * 60 + "`code that stays whole` " * 9 + "end", "default: 16777216. " * 20,
                      "x" * 90 + " see 12. - # + word"):
@@ -185,11 +217,12 @@ class DocsTest(unittest.TestCase):
         self.assertEqual(dashboard_lint.missed(dashboard), [])
 
     def test_keys_in_the_docs_are_keys_of_the_configuration(self):
-        fields = set(re.findall(r"\b(\w+) = \d+;", read("proto/meshfill/v1/config.proto")))
         for path in DOCUMENTS:
-            for key in re.findall(r"`((?:model|pool|queue|plan|limits)\.[a-z_.]+)\b", read(path)):
-                for part in key.split("."):
-                    self.assertIn(part, fields, f"{path}: {key}")
+            self.assertEqual(unknown_keys(read(path), configuration_keys()), [], path)
+
+    def test_metrics_in_the_docs_are_there(self):
+        for path in DOCUMENTS:
+            self.assertEqual(unknown_metrics(read(path), metric_names()), [], path)
 
     def test_what_one_command_alone_reads_are_keys(self):
         keys = set(re.findall(r"^- `([\w.]+)`", read("docs/configuration.md"), re.M))

@@ -135,6 +135,7 @@ TEST_F(ConfigTest, TooLittleMemoryIsRefused) {
             std::string::npos);
   EXPECT_TRUE(Load("pool: {embedded: {memory_bytes: 1MiB}}").ok());
   EXPECT_TRUE(Load("pool: {embedded: {memory_bytes: 0B}}").ok());
+  EXPECT_TRUE(Load("pool: {embedded: {memory_bytes: 0}}").ok());
 }
 
 TEST_F(ConfigTest, DefaultsAreFilledIn) {
