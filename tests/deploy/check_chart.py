@@ -112,6 +112,12 @@ def check_chart():
         yield from (f"{overlay} as {OTHER[0]}: {each}" for each in problems(documents, NEWEST))
     documents, error = helm(CHART, [], options=["--set", "model.image=registry.example.com/q:1"])
     yield from ([error] if error else (f"with the model as an image: {each}" for each in problems(documents, NEWEST)))
+    url = "https://git.example.com/meshfill"
+    documents, _ = helm(CHART, [], options=["--set", f"monitoring.documentation={url}"])
+    runbooks = [rule["annotations"]["runbook_url"] for each in documents if each["kind"] == "PrometheusRule"
+                for group in each["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    yield from (f"monitoring.documentation: a runbook_url is {each}" for each in runbooks or ["not there"]
+                if not each.startswith(f"{url}/docs/operating.md#"))
     yield from (f"planted, and not found: {each}" for each in missed())
 
 

@@ -4,9 +4,11 @@ Usage: check_kubernetes.py    (tests/deploy/check-kubernetes.sh calls it, and sa
 """
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 import check_chart
 import yaml
@@ -63,6 +65,28 @@ def check_own_overlays():
             yield f"{overlay} with the model as an image: {images}"
 
 
+def documented_overlay():
+    """The lines of the overlay of one's own in docs/operating.md."""
+    block = re.search(r"^    # kustomization.yaml\n((?:    .*\n)+)", (ROOT / "docs/operating.md").read_text(), re.M)[1]
+    return textwrap.dedent(block).replace("meshfill/deploy/kubernetes/", "KUBERNETES/").split("\n")
+
+
+def check_documented_overlay(lines):
+    """It is sound, and every alert leads to where it says that this page is read."""
+    documents = own_overlay(lines)
+    yield from problems(documents)
+    text = yaml.safe_dump_all(documents)
+    url = re.search(r"operating=(\S+)\]", "\n".join(lines))[1]
+    alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
+    for alert in re.findall(r"alert: (\w+)", alerts):
+        if f"{url}#{alert.lower()}\n" not in text:
+            yield f"{alert} does not lead to {url}"
+    if "https://example.com/meshfill" in text:
+        yield "a runbook_url is left as it was"
+    if any(each["metadata"]["name"].startswith("documentation") for each in documents):
+        yield "the ConfigMap documentation is applied, too"
+
+
 def report(what, found):
     print(f"{what}, {len(found)} problems")
     for each in found:
@@ -79,6 +103,7 @@ def main():
             found += check_with_binary(documents)
         failed |= report(f"{folder.relative_to(DEPLOY)}: {len(documents)} objects", found)
     failed |= report("overlays of one's own", [*check_own_overlays()])
+    failed |= report("the overlay of docs/operating.md", [*check_documented_overlay(documented_overlay())])
     failed |= report(f"helm/meshfill, with {len(check_chart.pairs())} sets of values", [*check_chart.check_chart()])
     for what, documents in check_chart.rendered() if MESHFILL else []:
         failed |= report(f"{what}, given to the binary", [*check_with_binary(documents)])
@@ -87,6 +112,14 @@ def main():
         if not problems(documents, NEWEST):
             failed = True
             print(f"NOT FOUND: {what}")
+    for old, new in (("runbook_url]", "summary]"), ("local-config", "other"), ("infiniband", "no-such-overlay")):
+        try:
+            found = [*check_documented_overlay([line.replace(old, new) for line in documented_overlay()])]
+        except subprocess.CalledProcessError as error:
+            found = [error]
+        if not found:
+            failed = True
+            print(f"NOT FOUND: {new} in the documented overlay")
     print(f"{len(broken)} manifests broken on purpose were looked at")
     sys.exit(1 if failed else 0)
 
