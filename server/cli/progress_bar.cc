@@ -71,7 +71,10 @@ std::string RenderProgress(const PrefillProgress& progress, int width) {
   constexpr absl::string_view kLabel = "prefill ";
   const int room = width - static_cast<int>(kLabel.size() + facts.size()) - 3;  // brackets and a space
   const int bar = std::min(room, kLongestBar);
-  if (bar < 5) return facts.substr(0, static_cast<size_t>(std::max(width, 0)));
+  if (bar < 5) {
+    const size_t columns = static_cast<size_t>(std::max(width, 0));
+    return (kLabel.size() + facts.size() <= columns ? absl::StrCat(kLabel, facts) : facts).substr(0, columns);
+  }
   const int filled = static_cast<int>(share * bar);
   std::string drawn(static_cast<size_t>(filled), '=');
   if (filled < bar) absl::StrAppend(&drawn, ">", std::string(static_cast<size_t>(bar - filled - 1), ' '));

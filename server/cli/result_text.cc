@@ -169,7 +169,7 @@ std::string PiecesText(uint64_t pieces, uint64_t piece_tokens) {
 
 }  // namespace
 
-std::string PrefillText(const v1::PrefillResult& result) {
+std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) {
   const v1::PrefillResult::Seconds& seconds = result.seconds();
   const v1::PlanSummary& plan = result.plan();
   const v1::CommBytes& bytes = result.comm_bytes();
@@ -190,8 +190,11 @@ std::string PrefillText(const v1::PrefillResult& result) {
           ? ""
           : absl::StrFormat(", %s of them cached", FormatCount(static_cast<double>(result.cached_tokens())));
   AppendLine("tokens", FormatCount(tokens) + cached, text);
+  const std::string upload =
+      upload_seconds > 0 ? absl::StrCat("upload ", FormatSeconds(upload_seconds), ", ") : "";
   AppendLine("TTFT",
-             absl::StrFormat("%s (queue %s, prefill %s)", FormatSeconds(seconds.queue() + seconds.prefill()),
+             absl::StrFormat("%s (%squeue %s, prefill %s)",
+                             FormatSeconds(upload_seconds + seconds.queue() + seconds.prefill()), upload,
                              FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
              text);
   if (result.attempts() > 1) {
@@ -241,9 +244,10 @@ std::string PoolText(const v1::PoolStatus& status) {
                   each.layers() == 0 ? "-" : absl::StrCat(each.layers_done(), "/", each.layers()),
                   FormatSeconds(each.elapsed_seconds()), FormatSeconds(each.predicted_rest_seconds())});
   }
-  Table workers({"worker", "state", "ranks", "host", "backend"});
+  Table workers({"worker", "state", "ranks", "first rank", "host", "backend"});
   for (const v1::PoolStatus::Worker& each : status.workers()) {
-    workers.Add({each.name(), each.state(), absl::StrCat(each.ranks()), each.host(), each.backend()});
+    workers.Add({each.name(), each.state(), absl::StrCat(each.ranks()),
+                 each.first_rank() < 0 ? "-" : absl::StrCat(each.first_rank()), each.host(), each.backend()});
   }
   return absl::StrCat(text, requests.Text(), workers.Text());
 }

@@ -10,7 +10,9 @@
 
 namespace meshfill {
 
-std::string PrefillText(const v1::PrefillResult& result);
+// `upload_seconds`: what the client waited for beside queue and prefill: for its connection, its upload and the
+// answer's way; 0 where there was none.
+std::string PrefillText(const v1::PrefillResult& result, double upload_seconds);
 
 // The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates.
 std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {});

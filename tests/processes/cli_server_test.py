@@ -63,6 +63,12 @@ class CliServerTest(CliTestCase):
         self.refuse("cancel", *at, status=2, message=r"^meshfill cancel: ID is required")
         self.refuse("status", "--server", "127.0.0.1:1", status=1, message=r"^meshfill status: .*listening there\?")
 
+    def test_ttft_is_what_the_client_waits_for(self):
+        at = ("prefill", "--tokens", self.prompt)
+        served = self.succeed(*at, "--server", self.server.address)
+        self.assertRegex(served, r"(?m)^TTFT +[^(]+ \(upload [^,]+, queue [^,]+, prefill [^,]+\)$")
+        self.assertRegex(self.succeed(*at, "--config", self.config), r"(?m)^TTFT +[^(]+ \(queue [^,]+, prefill [^,]+\)$")
+
     def test_kv_of_server_and_embedded_pool_agree_to_the_byte(self):
         for options in (["--tile", "2x2"], ["--heads", 2, "--layout", "zigzag"], ["--stripe", 3]):
             files = [self.tmp / "served.kv", self.tmp / "embedded.kv"]
@@ -99,6 +105,7 @@ class CliServerTest(CliTestCase):
         server = Server("--model", self.model, "--listen", "127.0.0.1:0", "--metrics-listen", "")
         try:
             self.assertEqual(server.prefill_tokens("[1, 2, 3]").stdout[:15], server.prefill_tokens("1 2 3").stdout[:15])
+            self.assertTrue(any(" on 1 rank of " in line for line in server.lines), server.lines)
         finally:
             self.assertEqual(server.stop(), 0)
 

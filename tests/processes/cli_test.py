@@ -227,6 +227,10 @@ class CliTest(CliTestCase):
                 got = plan(*shape)
                 self.assertEqual(sorted((c["heads"], c["a"], c["b"]) for c in got["candidates"]), expected)
                 self.assertIn((got["heads"], got["a"], got["b"]), expected)
+        for option, value in (("layout", "zigzag"), ("layout", "contiguous"), ("stripe", 128), ("stripe", 32)):
+            self.assertEqual(plan(f"--{option}", value)[option], value)
+        halved = [plan("--tile", "2x4", "--dtype", dtype)["predicted"]["comm_bytes"]["kv"] for dtype in ("f32", "bf16")]
+        self.assertEqual(halved[0], 2 * halved[1])
         self.refuse("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, "--heads", 8, status=2,
                     message=r"8 head groups.*1, 2, 4$")
         self.refuse("plan", "--config", self.config, "--tokens", 4096, "--ranks", 8, "--heads", 4, "--tile", "2x4",
@@ -342,6 +346,8 @@ class CliTest(CliTestCase):
             (["prefill", "--config", config, "--tokens", prompt, "--ranks", "many"], r"--ranks.*many"),
             (["prefill", "--config", config, "--tokens", prompt, "--stripe", 0], r"--stripe"),
             (["prefill", "--config", config, "--tokens", prompt, "surplus"], r"surplus"),
+            (["prefill", "--config", config, "--tokens", prompt, "--set", "pool.embedded.memory_bytes=900TiB"],
+             r"memory_bytes is \d+, but this machine or its container has \d+ bytes"),
             (["prefill", "--config", config, "--tokens", prompt, "--logits-out", "/no/such/folder/x"], r"/no/such"),
             (["plan", "--config", config], r"--tokens"),
             (["plan", "--config", config, "--tokens", 0], r"--tokens.*'0' is no whole number of 1 or more"),

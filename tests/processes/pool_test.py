@@ -54,6 +54,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(files[0].read_bytes(), again.read_bytes())
         self.assertEqual(self.metric("meshfill_worker_joins_total"), 3)
         self.assertEqual(self.metric('meshfill_ranks{state="ready"}'), 4)
+        status = self.succeed("status", "--server", self.address)
+        self.assertRegex(status, r"\nworker +state +ranks +first rank +host +backend\n(\w+ +ready +[12] +- +\S+ +cpu[^\n]*\n){3}\Z")
 
     @unittest.skipUnless("avx512f" in pathlib.Path("/proc/cpuinfo").read_text(), "needs AVX-512")
     def test_workers_share_the_weights_to_the_same_bits(self):

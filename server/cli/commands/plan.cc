@@ -64,8 +64,11 @@ class PlanCommand : public Command {
                      "is taken to be as fast and as large as this machine")
         ->type_name("N")
         ->check(CLI::Range(1, kMaxHostRanks));
-    AddTileOption(*app_, tile_);
-    AddHeadsOption(*app_, heads_);
+    AddTileOption(*app_, shape_.tile);
+    AddHeadsOption(*app_, shape_.heads);
+    AddLayoutOption(*app_, shape_.layout);
+    AddStripeOption(*app_, shape_.stripe);
+    AddDTypeOption(*app_, dtype_);
     AddJsonFlag(*app_, json_);
     app_->add_option("--svg", svg_path_,
                      "Draw the plan: who computes what, in which steps, how long it takes")
@@ -79,6 +82,7 @@ class PlanCommand : public Command {
     ASSIGN_OR_RETURN(v1::Config config, config_.Load());
     RETURN_IF_ERROR(config_.CheckModelPath(config));
     EngineOptions options = ToEngineOptions(config);
+    if (dtype_.has_value()) options.dtype = dtype_;
     const int ranks = ranks_.value_or(options.ranks);
     const bool workers = !config.pool().control_listen().empty();
     options.of_worker = workers;
@@ -114,7 +118,7 @@ class PlanCommand : public Command {
   // `options` and `host` are of one host, which this machine stands for.
   absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options,
                                       const EmbeddedPoolCapacity& host, int ranks) const {
-    PlanRequest request = PlanRequestOf(options, {.tile = tile_, .heads = heads_}, tokens_);
+    PlanRequest request = PlanRequestOf(options, shape_, tokens_);
     request.ranks = ranks;
     request.cached_tokens = cached_tokens_;
     request.memory_budget_bytes = host.memory_budget_bytes * ((ranks + options.ranks - 1) / options.ranks);
@@ -140,8 +144,8 @@ class PlanCommand : public Command {
   int64_t cached_tokens_ = 0;
   std::optional<int> ranks_;
   std::optional<int> ranks_per_host_;
-  std::optional<Tile> tile_;
-  std::optional<int> heads_;
+  PrefillOptions shape_;  // what it fixes of the plan
+  std::optional<DType> dtype_;
   bool json_ = false;
   std::string svg_path_;
 };

@@ -1,5 +1,6 @@
 #include "server/cli/commands/prefill.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -114,6 +115,7 @@ class PrefillCommand : public Command {
     ReadKvLayer read_kv;  // where --kv-out asks for it
     KvShape kv_shape;
     std::optional<Timeline> timeline;
+    double upload_seconds = 0;
   };
 
   void DeclareWhereToRun() {
@@ -242,11 +244,14 @@ class PrefillCommand : public Command {
     ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));  // starts gRPC's threads
     ProgressBar bar;
     BarEvents events(bar);
+    const absl::Time begin = MonotonicNow();
     absl::StatusOr<v1::PrefillResult> result = client.Prefill(server, Header(), tokens, deadline, events);
+    const double seconds = absl::ToDoubleSeconds(MonotonicNow() - begin);
     if (absl::Status reason = watch.status(); absl::IsCancelled(result.status()) && !reason.ok())
       return reason;
     if (!result.ok()) return result.status();
     Outcome outcome;
+    outcome.upload_seconds = std::max(0.0, seconds - result->seconds().queue() - result->seconds().prefill());
     if (!kv_path_.empty()) {
       ASSIGN_OR_RETURN(outcome.kv_shape, KvShapeOf(result->kv()));
       outcome.read_kv = [download = std::make_shared<KvDownload>(server, tenant_, result->kv().lease())](
@@ -310,8 +315,8 @@ class PrefillCommand : public Command {
     if (!trace_path_.empty()) {
       RETURN_IF_ERROR(WriteTrace(*outcome.timeline));
     }
-    const std::string text =
-        json_ ? absl::StrCat(PrefillJson(outcome.result), "\n") : PrefillText(outcome.result);
+    const std::string text = json_ ? absl::StrCat(PrefillJson(outcome.result), "\n")
+                                   : PrefillText(outcome.result, outcome.upload_seconds);
     std::fputs(text.c_str(), stdout);
     return absl::OkStatus();
   }

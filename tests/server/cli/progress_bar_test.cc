@@ -42,6 +42,13 @@ TEST(RenderProgress, SaysWhatIsBeforeItWhileItIsQueued) {
             "prefill [=========>                              ] 0/4 layers   24 %  500 ms, 500 ms left");
 }
 
+TEST(RenderProgress, KeepsItsNameWhereTheBarHasNoRoom) {
+  const PrefillProgress progress = {.layers = 4, .elapsed_seconds = 4.5, .predicted_seconds = 2};
+  EXPECT_EQ(RenderProgress(progress, 40), "prefill [=>   ] 0/4 layers   24 %  4.5 s");
+  EXPECT_EQ(RenderProgress(progress, 39), "prefill 0/4 layers   24 %  4.5 s");
+  EXPECT_EQ(RenderProgress(progress, 30), "0/4 layers   24 %  4.5 s");
+}
+
 TEST(RenderProgress, FitsAnyWidth) {
   const uint32_t seed = std::random_device{}();
   SCOPED_TRACE(seed);
