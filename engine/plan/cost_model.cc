@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "engine/plan/comm_bytes.h"
+#include "engine/plan/exposed_exchange.h"
 #include "engine/plan/layer_reach.h"
 #include "engine/plan/peak_bytes.h"
 
@@ -34,19 +35,32 @@ double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const Block
   return PoolSeconds(speed, seconds(block.largest, block.largest_rows), seconds(block.mean, block.mean_rows));
 }
 
-// What is local to a token, in all layers.
-double TokenWorkSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
-  const auto pool_seconds = [&](const auto& seconds) {
-    return PoolSeconds(speed, seconds(static_cast<double>(layout.LargestChunkTokens())),
-                       seconds(static_cast<double>(layout.tokens()) / layout.ranks()));
-  };
-  const double flops = ProjectionFlopsPerToken(model) / model.layers;
-  const auto layer = [&](double tokens) {
-    const double slices = std::ceil(tokens / static_cast<double>(speed.slice_tokens));
-    return tokens * flops / speed.gemm_flops_per_second + slices * speed.slice_seconds;
-  };
-  const auto begin = [&](double tokens) { return tokens * speed.token_seconds; };
-  return model.layers * pool_seconds(layer) + pool_seconds(begin);
+// What is local to a token, in one layer.
+struct TokenWork {
+  explicit TokenWork(const ModelShape& model) : flops(ProjectionFlopsPerToken(model) / model.layers) {
+    const double heads = model.q_heads + 2.0 * model.kv_heads;
+    share_before_attention =
+        std::min(1.0, 2.0 * static_cast<double>(model.hidden) * model.head_dim * heads / flops);
+  }
+
+  double Seconds(const PoolSpeed& speed, const PlanShape& shape) const {
+    const auto slice_tokens = static_cast<double>(PlanSliceTokens(shape, speed.slice_tokens));
+    const auto seconds = [&](double tokens) {
+      return tokens * flops / speed.gemm_flops_per_second +
+             std::ceil(tokens / slice_tokens) * speed.slice_seconds;
+    };
+    return PoolSeconds(speed, seconds(static_cast<double>(shape.layout.LargestChunkTokens())),
+                       seconds(static_cast<double>(shape.layout.tokens()) / shape.layout.ranks()));
+  }
+
+  double flops;  // of a token
+  double share_before_attention;
+};
+
+// Of each token once.
+double BeginSeconds(const PoolSpeed& speed, const TokenLayout& layout) {
+  return PoolSeconds(speed, static_cast<double>(layout.LargestChunkTokens()) * speed.token_seconds,
+                     static_cast<double>(layout.tokens()) / layout.ranks() * speed.token_seconds);
 }
 
 // On one rank, while the others wait.
@@ -57,8 +71,9 @@ double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
          bytes / speed.lm_head_bytes_per_second;
 }
 
-double ProductSeconds(const ModelShape& model, const PoolSpeed& speed, const TokenLayout& layout) {
-  return TokenWorkSeconds(model, speed, layout) + LmHeadSeconds(model, speed);
+double ProductSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  return model.layers * TokenWork(model).Seconds(speed, shape) + BeginSeconds(speed, shape.layout) +
+         LmHeadSeconds(model, speed);
 }
 
 // What the messages of one mesh's layer take: of the largest chunk, and of each hop where these differ.
@@ -86,7 +101,81 @@ void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanSh
   }
 }
 
-// All but the blocks, of which each takes nothing.
+// The all-to-alls of the layers of a shape with head groups, in any slices.
+class Exchanges {
+ public:
+  // `work`: of the model; null: for shapes that exchange at once alone.
+  Exchanges(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape, const TokenWork* work)
+      : speed_(speed),
+        link_(shape.links[Traffic::kAllToAll]),
+        layers_(model.layers),
+        others_(shape.heads - 1),
+        work_(work) {
+    const ModelShape one = model.HeadSlice(shape.heads);
+    const int64_t tokens = shape.layout.LargestChunkTokens();
+    const int64_t keys = KvLayout(shape.layout, shape.cached_tokens).LargestChunkTokens();
+    q_bytes_ = one.q_bytes(tokens);
+    kv_bytes_ = one.kv_bytes(tokens);
+    prefix_bytes_ = one.kv_bytes(keys - tokens);
+  }
+
+  // Q, K and V go to heads, and the outputs back.
+  void AddTo(const PlanShape& shape, AttentionSeconds& seconds) const {
+    const int slices = shape.exchanges();
+    if (slices == 1) {
+      seconds.to_heads = seconds.to_heads_wait = AllToAlls(3, q_bytes_ + kv_bytes_ + prefix_bytes_);
+      seconds.to_tokens = seconds.to_tokens_wait = AllToAlls(1, q_bytes_);
+      return;
+    }
+    const ExchangeSeconds between = {.slices = slices,
+                                     .arrives = AllToAlls(slices, q_bytes_) / slices,
+                                     .prefix = prefix_bytes_ == 0 ? 0 : AllToAlls(2, prefix_bytes_),
+                                     .leaves = AllToAlls(3 * slices, q_bytes_ + kv_bytes_) / slices};
+    seconds.to_heads = between.prefix + slices * between.leaves;
+    seconds.to_tokens = slices * between.arrives;
+    ExchangeSeconds first = between, last = between;
+    first.arrives = 0;
+    last.prefix = last.leaves = 0;
+    const double work = work_->Seconds(speed_, shape), before = work_->share_before_attention * work;
+    const ExposedSeconds exposed = ExposedOf(between, work);
+    const auto mean = [this](double inner, double outer) {
+      return ((layers_ - 1) * inner + outer) / layers_;
+    };
+    seconds.to_heads_wait = mean(exposed.to_heads, ExposedOf(first, before).to_heads);
+    seconds.to_tokens_wait = mean(exposed.to_tokens, ExposedOf(last, work - before).to_tokens);
+  }
+
+  // What the slices change of a layer's seconds.
+  double LayerSeconds(const PlanShape& shape) const {
+    AttentionSeconds seconds;
+    AddTo(shape, seconds);
+    return seconds.to_heads_wait + seconds.to_tokens_wait + work_->Seconds(speed_, shape);
+  }
+
+ private:
+  double AllToAlls(int count, int64_t bytes) const {
+    return count * link_.latency_seconds + static_cast<double>(others_ * bytes) / link_.bytes_per_second;
+  }
+
+  const PoolSpeed& speed_;
+  const Link link_;
+  const int layers_;
+  const int others_;  // members of a head group
+  const TokenWork* const work_;
+  int64_t q_bytes_ = 0;  // of the prompt's tokens, to one member
+  int64_t kv_bytes_ = 0;
+  int64_t prefix_bytes_ = 0;
+};
+
+void AddExchanges(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                  AttentionSeconds& seconds) {
+  if (shape.heads == 1) return;
+  if (shape.exchanges() == 1) return Exchanges(model, speed, shape, nullptr).AddTo(shape, seconds);
+  const TokenWork work(model);
+  Exchanges(model, speed, shape, &work).AddTo(shape, seconds);
+}
+
+// All but the blocks, of which each takes nothing, and the all-to-alls.
 AttentionSeconds WithoutBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                const LayerReach& reach) {
   const ModelShape slice = model.HeadSlice(shape.heads);
@@ -98,19 +187,29 @@ AttentionSeconds WithoutBlocks(const ModelShape& model, const PoolSpeed& speed, 
   AddTransfers(slice, reach, shape, seconds);
   if (reach.LargestQ(1) > 0) seconds.merge = rework(slice.partial_bytes(chunk, shape.partial_dtype));
   if (shape.heads == 1) return seconds;
-  const TokenLayout kv_layout = KvLayout(shape.layout, shape.cached_tokens);
-  const int64_t own_q_bytes = slice.q_bytes(shape.layout.LargestChunkTokens());
-  const int64_t own_kv_bytes = slice.kv_bytes(kv_layout.LargestChunkTokens());
-  const auto all_to_alls = [&](int count, int64_t bytes) {
-    const Link& link = shape.links[Traffic::kAllToAll];
-    return count * link.latency_seconds +
-           static_cast<double>((shape.heads - 1) * bytes) / link.bytes_per_second;
-  };
-  seconds.to_heads = all_to_alls(3, own_q_bytes + own_kv_bytes);  // of Q, K and V
-  seconds.to_tokens = all_to_alls(1, own_q_bytes);
-  const int64_t kv_chunk = kv_layout.Groups(shape.heads).LargestChunkTokens();
+  const int64_t kv_chunk = reach.kv_layout().LargestChunkTokens();
   seconds.reorder_to_heads = rework(slice.q_bytes(chunk) + slice.kv_bytes(kv_chunk));
   seconds.reorder_to_tokens = rework(slice.q_bytes(chunk));
+  return seconds;
+}
+
+// All but the all-to-alls.
+AttentionSeconds MeshSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                             int64_t window) {
+  const ModelShape slice = model.HeadSlice(shape.heads);
+  const LayerReach reach(shape, window);
+  const LayerPairs pairs(reach, shape.cached_tokens, window);
+  AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
+  if (pairs.alike()) {
+    seconds.block = BlockSeconds(slice, speed, pairs.Of(0, 0));
+    return seconds;
+  }
+  for (int u = 0; u < shape.tile.a; ++u) {
+    for (int v = 0; v < shape.tile.b; ++v) {
+      seconds.blocks.push_back(BlockSeconds(slice, speed, pairs.Of(u, v)));
+    }
+  }
+  seconds.block = std::accumulate(seconds.blocks.begin(), seconds.blocks.end(), 0.0) / shape.tile.ranks();
   return seconds;
 }
 
@@ -119,7 +218,8 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
                              int64_t window) {
   const LayerReach reach(shape, window);
   const LayerPairs pairs(reach, shape.cached_tokens, window);
-  const AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
+  AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
+  AddExchanges(model, speed, shape, seconds);
   const ModelShape slice = model.HeadSlice(shape.heads);
   const auto [a, b] = shape.tile;
   const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
@@ -131,7 +231,7 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
     for (int hop = 0; hop < a - 1; ++hop) transfers += seconds.TransferOf(Traffic::kQ, hop);
     for (int hop = 0; hop < b - 1; ++hop) transfers += seconds.TransferOf(Traffic::kKv, hop);
   }
-  return seconds.Compute() + blocks + seconds.to_heads + seconds.to_tokens +
+  return seconds.Compute() + blocks + seconds.to_heads_wait + seconds.to_tokens_wait +
          std::max(0.0, transfers - blocks);
 }
 
@@ -141,7 +241,7 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
   double all_layers = 0;
   PerTraffic<double> longest;
   model.ForEachWindow([&](int64_t window, int layers) {
-    const AttentionSeconds layer = AttentionSecondsOf(model, speed, shape, window);
+    const AttentionSeconds layer = MeshSeconds(model, speed, shape, window);
     all_layers += layers * layer.block;
     for (Traffic traffic : kPrefillTraffics) {
       longest[traffic] = std::max(longest[traffic], layer.transfer[traffic]);
@@ -158,6 +258,31 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
 }
 
 }  // namespace
+
+int64_t BestExchangeTokens(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  // A slice below that is all starts, and each of a product's takes as long as one of twice as many tokens.
+  constexpr int64_t kLeastTokens = 64;
+  if (shape.heads == 1) return 0;
+  const int64_t chunk = shape.layout.LargestChunkTokens();
+  const auto round_up = [](int64_t tokens, int64_t to) { return (tokens + to - 1) / to * to; };
+  const TokenWork work(model);
+  const Exchanges exchanges(model, speed, shape, &work);
+  PlanShape cut = shape;
+  cut.exchange_tokens = 0;
+  double least = exchanges.LayerSeconds(cut);
+  int64_t best = 0;
+  for (int slices = 2; slices <= kMostExchanges; slices *= 2) {
+    int64_t tokens = round_up(chunk, int64_t{slices} * kLeastTokens) / slices;
+    if (tokens > speed.slice_tokens) tokens = round_up(tokens, speed.slice_tokens);
+    if (tokens >= chunk || tokens == cut.exchange_tokens) continue;
+    cut.exchange_tokens = tokens;
+    const double taken = exchanges.LayerSeconds(cut);
+    if (taken >= least) continue;
+    least = taken;
+    best = tokens;
+  }
+  return best;
+}
 
 OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
   return TransferBlocks(model, speed, shape, [](double blocks) { return std::max(1.0, std::ceil(blocks)); });
@@ -181,7 +306,7 @@ double AttentionSeconds::Compute() const {
 }
 
 double AttentionSeconds::Wait(const Schedule& schedule) const {
-  double wait = to_heads + to_tokens;
+  double wait = to_heads_wait + to_tokens_wait;
   PerTraffic<int> number;
   for (const Step& step : schedule.steps) {
     if (!step.comm.has_value()) continue;
@@ -206,20 +331,8 @@ double AttentionSeconds::Transfers(const Schedule& schedule) const {
 
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window) {
-  const ModelShape slice = model.HeadSlice(shape.heads);
-  const LayerReach reach(shape, window);
-  const LayerPairs pairs(reach, shape.cached_tokens, window);
-  AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
-  if (pairs.alike()) {
-    seconds.block = BlockSeconds(slice, speed, pairs.Of(0, 0));
-    return seconds;
-  }
-  for (int u = 0; u < shape.tile.a; ++u) {
-    for (int v = 0; v < shape.tile.b; ++v) {
-      seconds.blocks.push_back(BlockSeconds(slice, speed, pairs.Of(u, v)));
-    }
-  }
-  seconds.block = std::accumulate(seconds.blocks.begin(), seconds.blocks.end(), 0.0) / shape.tile.ranks();
+  AttentionSeconds seconds = MeshSeconds(model, speed, shape, window);
+  AddExchanges(model, speed, shape, seconds);
   return seconds;
 }
 
@@ -228,7 +341,7 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
   Prediction predicted;
   PartSeconds& parts = predicted.parts;
   parts.fixed = speed.start_seconds;
-  parts.products = ProductSeconds(model, speed, shape.layout);
+  parts.products = ProductSeconds(model, speed, shape);
   model.ForEachWindow([&](int64_t window, int layers) {
     const AttentionSeconds seconds = AttentionSecondsOf(model, speed, shape, window);
     parts.attention += layers * seconds.Compute();
@@ -238,12 +351,13 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
   parts.hidden = parts.transfers - predicted.comm_wait_seconds;
   predicted.compute_seconds = parts.fixed + parts.products + parts.attention;
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
-  predicted.run_bytes = predicted.peak_bytes = PeakBytes(model, speed.slice_tokens, shape, schedule);
+  predicted.run_bytes = predicted.peak_bytes =
+      PeakBytes(model, PlanSliceTokens(shape, speed.slice_tokens), shape, schedule);
   return predicted;
 }
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
-  double least = speed.start_seconds + ProductSeconds(model, speed, shape.layout);
+  double least = speed.start_seconds + ProductSeconds(model, speed, shape);
   model.ForEachWindow([&](int64_t window, int layers) {
     least += layers * LeastAttentionSeconds(model, speed, shape, window);
   });

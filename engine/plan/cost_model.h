@@ -31,7 +31,9 @@ OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, con
 // it.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
-// What the parts of one layer's attention take, on every rank. Nothing hides an all-to-all.
+// What the parts of one layer's attention take, on every rank. Where a plan exchanges in slices, the work on
+// tokens before and behind attention hides a part of the all-to-alls; of the first and the last layer, which
+// have less of it, each layer here has its share.
 struct AttentionSeconds {
   Tile tile;
   double block = 0;                        // one block, on average
@@ -41,6 +43,8 @@ struct AttentionSeconds {
   double merge = 0;                        // of one partial output that arrived; 0: none does
   double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
+  double to_heads_wait = 0;  // what of them nothing hides
+  double to_tokens_wait = 0;
   double reorder_to_heads = 0;  // passes of memory that put what they bring in order
   double reorder_to_tokens = 0;
 
@@ -48,10 +52,14 @@ struct AttentionSeconds {
   double TransferOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
   double Compute() const;                                // of the whole layer
   double Wait(const Schedule& schedule) const;
-  double Transfers(const Schedule& schedule) const;  // Wait, and what blocks hide
+  double Transfers(const Schedule& schedule) const;  // Wait, and what blocks and the work on tokens hide
 };
 AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                     int64_t window);
+
+// The exchange_tokens with which the shape is predicted to be fastest: slices hide more, and each takes its
+// start. 0 where one exchange is; of those that tie, the fewest slices.
+int64_t BestExchangeTokens(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
 // Predicts the whole prefill with weights that are there (plan_weights.h). `schedule` must be for
 // `shape.tile`.

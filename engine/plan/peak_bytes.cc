@@ -99,10 +99,25 @@ int64_t SparedLayersBytes(const ModelShape& model, const PlanShape& shape) {
   return most;
 }
 
+// The most bytes alive around all-to-alls in slices, over all ranks: where the outputs leave for their
+// tokens, and where all of the next layer is on its way: O that has not left, Q, K and V as they were
+// projected and as they arrive, and their places; beside them K and V of whole chunks, which are kept.
+int64_t SlicedExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
+  const int64_t tokens = shape.layout.tokens();
+  const int64_t keys = shape.cached_tokens + tokens;
+  const int64_t q = model.q_bytes(tokens);
+  const int64_t kv = shape.heads * model.HeadSlice(shape.heads).kv_bytes(keys);
+  const int64_t copies = shape.one_memory ? 0 : 1;
+  const int64_t o_to_tokens = model.partial_bytes(tokens, DType::kF32) + q + copies * q;
+  const int64_t to_heads = 2 * q + model.kv_bytes(keys) + (1 + copies) * (q + kv);
+  return std::max(o_to_tokens, to_heads) + (shape.keeps_kv ? model.kv_bytes(tokens) : 0);
+}
+
 // The most bytes alive around the all-to-alls, over all ranks: the tensors of tokens and of heads, and of
 // what is on its way, where that has buffers of its own, one more.
 int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   if (shape.heads == 1) return 0;
+  if (shape.exchanges() > 1) return SlicedExchangePeakBytes(model, shape);
   const int64_t tokens = shape.layout.tokens();
   const int64_t keys = shape.cached_tokens + tokens;
   const int64_t q = model.q_bytes(tokens);
@@ -140,7 +155,10 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv && !shape.kv_on_host ? model.layers * model.kv_bytes(tokens) : 0;
-  const int64_t layer = std::max({attention.peak() + SparedLayersBytes(model, shape),
+  // In slices, what a member that lags has yet to take of the Q, K and V of one that attends already.
+  const int64_t yet_to_leave =
+      shape.exchanges() == 1 ? 0 : model.q_bytes(tokens) + model.kv_bytes(shape.cached_tokens + tokens);
+  const int64_t layer = std::max({attention.peak() + yet_to_leave + SparedLayersBytes(model, shape),
                                   ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
   return residual + rope_tables + slices + kept + layer;
 }

@@ -14,6 +14,9 @@
 
 namespace meshfill {
 
+// The most slices in which head groups exchange a layer's chunks.
+inline constexpr int kMostExchanges = 32;
+
 // The head groups were found possible (ModelShape::CanSplitHeads) and divide the layout's ranks; the tile is
 // that of each of the meshes of ranks/heads.
 struct PlanShape {
@@ -26,8 +29,12 @@ struct PlanShape {
   bool keeps_kv = false;      // K and V of the prompt are kept, layer by layer
   bool kv_on_host = false;    // what is kept leaves the ranks' memory while the layer is computed
   bool one_memory = true;     // ranks are threads on one device: a chunk is there once, however many hold it
+  // Of each rank, what a head group exchanges while the next tokens are computed: a multiple of the slices in
+  // which those are computed (Plan::slice_tokens). 0: all at once, between attention and what follows.
+  int64_t exchange_tokens = 0;
 
   int ranks() const { return layout.ranks(); }
+  int exchanges() const;            // slices of the longest chunk, 1 to kMostExchanges; the same on all ranks
   TokenLayout kv_layout() const;    // of the keys: cached_tokens and the prompt's
   std::string DebugString() const;  // "2x2, 1 head group, striped(…), partial outputs in f32"
   bool operator==(const PlanShape&) const = default;
@@ -54,7 +61,17 @@ inline int64_t SliceTokens(const PlanShape& shape, int rank, int64_t most) {
   return std::min(most, std::max(least, shape.layout.ChunkTokens(rank)));
 }
 
+// Tokens of the slices that a plan is computed in, where its backend has `most`.
+inline int64_t PlanSliceTokens(const PlanShape& shape, int64_t most) {
+  return shape.exchanges() == 1 ? most : std::min(most, shape.exchange_tokens);
+}
+
 inline TokenLayout PlanShape::kv_layout() const { return KvLayout(layout, cached_tokens); }
+
+inline int PlanShape::exchanges() const {
+  if (heads == 1 || exchange_tokens == 0) return 1;
+  return static_cast<int>((layout.LargestChunkTokens() + exchange_tokens - 1) / exchange_tokens);
+}
 
 }  // namespace meshfill
 

@@ -187,6 +187,7 @@ class ShapePlanner {
     if (!request_.topology.node_of_seat.empty()) {
       PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
+      ideal.exchange_tokens = ExchangeTokensOf(ideal);
       if (MayGain(ideal, *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
           TryPlacement(heads, tile, boxed, best);
@@ -201,19 +202,25 @@ class ShapePlanner {
   // Plans the shape in every layout and wire dtype. Puts what is better into `best`.
   void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
     for (const TokenLayout& layout : layouts_) {
+      PlanShape shape = {.layout = layout,
+                         .heads = heads,
+                         .tile = tile,
+                         .cached_tokens = request_.cached_tokens,
+                         .links = placed.links,
+                         .keeps_kv = request_.keeps_kv,
+                         .kv_on_host = request_.kv_on_host,
+                         .one_memory = request_.one_memory};
+      shape.exchange_tokens = ExchangeTokensOf(shape);
       for (DType partial_dtype : PartialDTypesOf(request_)) {
-        const PlanShape shape = {.layout = layout,
-                                 .heads = heads,
-                                 .tile = tile,
-                                 .partial_dtype = partial_dtype,
-                                 .cached_tokens = request_.cached_tokens,
-                                 .links = placed.links,
-                                 .keeps_kv = request_.keeps_kv,
-                                 .kv_on_host = request_.kv_on_host,
-                                 .one_memory = request_.one_memory};
+        shape.partial_dtype = partial_dtype;
         if (!best.has_value() || MayGain(shape, *best)) TrySchedules(shape, placed.placement, best);
       }
     }
+  }
+
+  int64_t ExchangeTokensOf(const PlanShape& shape) const {
+    const bool may = request_.hides_exchanges && request_.weights.mode == WeightMode::kResident;
+    return may ? BestExchangeTokens(model_, speed_, shape) : 0;
   }
 
   // Spares the schedules of a shape that none can make faster.
@@ -227,9 +234,22 @@ class ShapePlanner {
     for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
       const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
-      best_here = Plan{shape, speed_.slice_tokens, placement, *schedule, predicted};
+      best_here = MakePlanOf(shape, placement, *schedule, predicted);
+    }
+    if (shape.exchanges() > 1) {
+      PlanShape at_once = shape;
+      at_once.exchange_tokens = 0;
+      const Prediction predicted = PredictTimeAndMemory(model_, speed_, at_once, best_here->schedule);
+      if (!IsBetter(best_here->predicted, predicted)) {
+        best_here = MakePlanOf(at_once, placement, std::move(best_here->schedule), predicted);
+      }
     }
     if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
+  }
+
+  Plan MakePlanOf(const PlanShape& shape, const Placement& placement, Schedule schedule,
+                  const Prediction& predicted) const {
+    return {shape, PlanSliceTokens(shape, speed_.slice_tokens), placement, std::move(schedule), predicted};
   }
 
   bool Over(const Prediction& predicted) const {

@@ -6,10 +6,12 @@
 //     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (docs/tuning.md)
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
 //     schedule     Algorithm 2's, or that of least time (optimal_schedule.h)
+//     exchange     of head groups, at once or in slices beside the work on tokens
 //
 // The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
 // another gains 1 %. For a model whose layers all have a window, contiguous chunks come first, which send
-// least, unless K and V are kept. Of two schedules that tie, the one that needs less memory.
+// least, unless K and V are kept. Of two schedules that tie, the one that needs less memory. Slices, which
+// need more, have to gain 1 % as well.
 #ifndef MESHFILL_ENGINE_PLAN_PLANNER_H_
 #define MESHFILL_ENGINE_PLAN_PLANNER_H_
 
@@ -40,6 +42,9 @@ struct PlanRequest {
   bool keeps_kv = false;    // K and V of the prompt are kept
   bool kv_on_host = false;  // what is kept is in other memory (PlanShape)
   Topology topology = {};   // no seats: every link is that of the pool's speed
+  // Messages go on beside compute: head groups may exchange in slices. Where weights are not resident they
+  // never do, as two layers' are needed at once.
+  bool hides_exchanges = false;
 };
 
 // Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,

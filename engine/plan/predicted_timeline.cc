@@ -15,11 +15,11 @@ class LayerSpans : public ScheduleVisitor {
   explicit LayerSpans(const AttentionSeconds& seconds) : seconds_(seconds) {}
 
   std::vector<Span> Run(const Schedule& schedule) {
-    AllToAll(seconds_.to_heads);
+    AllToAll(seconds_.to_heads_wait);
     Work({.what = "reorder"}, seconds_.reorder_to_heads);
     Walk(schedule, *this);
     Work({.what = "reorder"}, seconds_.reorder_to_tokens);
-    AllToAll(seconds_.to_tokens);
+    AllToAll(seconds_.to_tokens_wait);
     return std::move(spans_);
   }
 

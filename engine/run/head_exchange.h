@@ -14,17 +14,31 @@
 // h), all under way at once. There are four in a layer: of Q, K, V, and of the finished O, in the compute
 // dtype. A rank sends (h−1)·(Q + KV) of its own tokens with a member's heads, and O of every other member's
 // tokens with its own.
+//
+// In one slice, the plan's PlanShape::exchanges(), nothing else goes on meanwhile: Q, K and V move one after
+// the other, each once the one before has its place. In more slices a rank's tokens are cut at multiples of
+// exchange_tokens (a shorter chunk has empty slices at its end), and each is an all-to-all of its own. What
+// is local to a token then goes on while they are under way, for slices of 3:
+//
+//     rank        attention l | token work 0 | token work 1 | token work 2 | attention l + 1
+//     arrives                 | O 0   O 1   O 2
+//     leaves                                 | Q, K, V 0    | Q, K, V 1    | Q, K, V 2
+//
+// The messages are the same, each cut in as many. All ranks start them in the same order: O of all slices, K
+// and V of a cached prefix, then Q, K and V of each slice.
 #ifndef MESHFILL_ENGINE_RUN_HEAD_EXCHANGE_H_
 #define MESHFILL_ENGINE_RUN_HEAD_EXCHANGE_H_
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
 #include "engine/model/model_shape.h"
+#include "engine/plan/layer_reach.h"
 #include "engine/plan/plan.h"
 #include "engine/run/executor.h"
 #include "engine/run/rank_stats.h"
@@ -33,9 +47,10 @@
 
 namespace meshfill {
 
-// A rank's finished output of one layer: part k has query heads [k·q_heads/h, (k+1)·q_heads/h).
+// A rank's finished output of a slice of its tokens in one layer: part k has query heads [k·q_heads/h,
+// (k+1)·q_heads/h).
 struct LayerOutput {
-  std::vector<BufferRef> parts;  // [h] of [q_heads/h, chunk_tokens, head_dim], dtype
+  std::vector<BufferRef> parts;  // [h] of [q_heads/h, slice's tokens, head_dim], dtype
   DType dtype = DType::kF32;     // f32 as the mesh left it with one head group, else the compute dtype
 };
 
@@ -46,46 +61,91 @@ class HeadExchange {
                Communicator& communicator, absl::Duration wait_timeout, RankStats& stats,
                TimelineRecorder* recorder = nullptr);
 
-  // From all heads of this rank's tokens to this member's heads of the group's tokens, in the order of their
-  // positions. Without head groups, the same chunks. On an error, this rank's peers wait until the caller
-  // aborts the communicator; so for ToTokens.
-  absl::StatusOr<LayerChunks> ToHeads(LayerChunks own);
+  int slices() const { return slices_; }
+  // This rank's tokens of a slice, by slot of its chunk.
+  SlotRange OwnSlots(int slice) const { return Slots(q_, member_, slice); }
 
-  // From the mesh's output (AttentionExecutor::Run) to all heads of this rank's tokens.
-  absl::StatusOr<LayerOutput> ToTokens(BufferRef mesh_output);
+  // From all heads of this rank's tokens to this member's heads of the group's tokens, in the order of their
+  // positions. Each slice in turn, `own` with its tokens; in one slice its keys are all of kv_layout(), in
+  // more those of a cached prefix come before, by StartPrefix. On an error, this rank's peers wait until the
+  // caller aborts the communicator; so for all that follow.
+  absl::Status StartToHeads(int slice, LayerChunks own);
+  // K [kv_heads, tokens, head_dim], then V likewise, of the rank's cached tokens. In more slices than one.
+  absl::Status StartPrefix(const BufferRef& kv);
+  // Once all have been started. Without head groups, the chunks that were given.
+  absl::StatusOr<LayerChunks> FinishToHeads();
+
+  // From the mesh's output (AttentionExecutor::Run) to all heads of this rank's tokens: all slices at once,
+  // which are then taken each in turn.
+  absl::Status StartToTokens(BufferRef mesh_output);
+  absl::StatusOr<LayerOutput> FinishToTokens(int slice);
 
  private:
-  // What moves for one member of the group, this one included.
-  struct Moves {
-    std::function<absl::StatusOr<BufferRef>(int member)> send;
-    std::function<int64_t(int member)> receive_bytes;
-    std::function<absl::Status(int member, BufferRef message)> accept;
+  static constexpr int kPrefix = -1;  // for a slice: the cached tokens before the first one
+
+  // What is exchanged: of these tokens over the group's members, a member's `heads` of all.
+  struct Tensor {
+    TokenLayout members;
+    bool keys;  // they include the cached ones
+    int all_heads;
+    int heads;
   };
-  absl::Status AllToAll(const Moves& moves);
+  // An all-to-all that has begun.
+  struct UnderWay {
+    BufferRef own;                                         // this member's message to itself
+    std::vector<std::unique_ptr<PendingReceive>> pending;  // [h − 1], by rotation
+    TimelineRecorder::Moment start;
+  };
+  struct TensorUnderWay {
+    const Tensor* tensor;
+    int slice;
+    int half;  // 1: V
+    UnderWay messages;
+  };
+  absl::StatusOr<UnderWay> Start(const std::function<absl::StatusOr<BufferRef>(int member)>& send,
+                                 const std::function<int64_t(int member)>& receive_bytes);
+  absl::Status Finish(UnderWay under_way,
+                      const std::function<absl::Status(int member, BufferRef message)>& accept);
 
-  // `tensor`: [all_heads, own tokens, head_dim]; `to`: [heads, group's tokens, head_dim]; tokens are those
-  // that `members` deals.
-  absl::Status TensorToHeads(BufferRef tensor, const TokenLayout& members, int all_heads, int heads,
-                             void* to);
+  // `data`: all heads of the slice of the rank's own tokens, [all_heads, tokens, head_dim].
+  absl::StatusOr<UnderWay> StartTensor(const Tensor& tensor, int slice, const BufferRef& data);
+  // `to`: [heads, group's tokens, head_dim].
+  absl::Status FinishTensor(const Tensor& tensor, int slice, UnderWay under_way, void* to);
+  absl::StatusOr<LayerChunks> ExchangeWhole(LayerChunks own);
 
-  absl::Status Copy(const CopyHeadsArgs& args);
-  // Rows of a message: [heads, member's tokens, head_dim].
-  HeadRows MemberRows(const TokenLayout& members, int member, DType dtype) const;
-  // Rows of its tokens in [heads, group's tokens, head_dim].
-  HeadRows GroupRows(const TokenLayout& members, int member, DType dtype) const;
+  SlotRange Slots(const Tensor& tensor, int member, int slice) const;
+  int64_t TensorBytes(int64_t heads, int64_t tokens) const;
+  // Copies a member's slots, [heads, slots, head_dim] in the compute dtype as they travel, into their places
+  // among the group's tokens, or from there.
+  absl::Status CopyIn(const Tensor& tensor, int member, SlotRange slots, const void* message, void* group);
+  absl::Status CopyOut(const Tensor& tensor, int member, SlotRange slots, const void* group, void* message);
+  struct Rows {
+    HeadRows group;
+    HeadRows message;
+    int64_t tokens;
+  };
+  std::vector<Rows> RowsOf(const Tensor& tensor, int member, SlotRange slots, DType group_dtype) const;
 
   const ModelShape& model_;
-  const ModelShape slice_;        // with one member's heads
-  const int heads_;               // h
-  const int member_;              // of the group
-  const int first_rank_;          // of the group
-  const TokenLayout q_members_;   // the group's tokens over its members
-  const TokenLayout kv_members_;  // likewise, of a cached prefix and the prompt
+  const ModelShape one_;  // with one member's heads
+  const int heads_;       // h
+  const int member_;      // of the group
+  const int first_rank_;  // of the group
+  const int slices_;
+  const int64_t slice_tokens_;
+  const Tensor q_;
+  const Tensor kv_;  // K, or V
   Stream& stream_;
   Communicator& communicator_;
   const absl::Duration wait_timeout_;
   RankStats& stats_;
   TimelineRecorder* const recorder_;
+
+  LayerChunks whole_;  // of one slice: its all-to-alls have yet to begin
+  BufferRef output_;   // without head groups
+  std::vector<TensorUnderWay> to_heads_;
+  std::vector<UnderWay> to_tokens_;    // by slice
+  TimelineRecorder::Moment last_end_;  // of the transfers recorded so far
 };
 
 }  // namespace meshfill

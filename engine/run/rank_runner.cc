@@ -46,6 +46,11 @@ class PrefixSlabs {
   std::map<const KvSlab*, BufferRef> known_;
 };
 
+// K (half 0) or V.
+std::byte* HalfOf(const BufferRef& kv, int half) {
+  return kv->data<std::byte>() + half * (kv->size_bytes() / 2);
+}
+
 // Runs one rank; members are what all layers share.
 class Runner {
  public:
@@ -68,10 +73,10 @@ class Runner {
     const auto start = std::chrono::steady_clock::now();
     if (run_.recorder != nullptr) run_.recorder->set_stream(stream_);
     RETURN_IF_ERROR(Prepare());
+    RETURN_IF_ERROR(ComputeTokens(-1));
     for (int layer = 0; layer < shape_.layers; ++layer) {
-      SetRecordedLayer(layer);
-      RETURN_IF_ERROR(RunLayer(layer));
-      run_.on_layer_done(layer);
+      RETURN_IF_ERROR(Attend(layer));
+      RETURN_IF_ERROR(ComputeTokens(layer));
     }
     SetRecordedLayer(-1);
     RETURN_IF_ERROR(LmHead());
@@ -100,6 +105,10 @@ class Runner {
       return absl::InternalError(absl::StrCat("rank ", run_.rank, ": the plan has ", cached_tokens,
                                               " cached tokens, the prefix ",
                                               run_.prefix == nullptr ? 0 : run_.prefix->tokens()));
+    }
+    if (exchange_.slices() > 1 && run_.model.weight_mode() != WeightMode::kResident) {
+      return absl::InternalError(absl::StrCat("rank ", run_.rank, ": a plan in ", exchange_.slices(),
+                                              " exchanges needs two layers' weights at once"));
     }
     if (std::ssize(run_.ids) == chunk_tokens_) return absl::OkStatus();
     return absl::InternalError(
@@ -154,20 +163,54 @@ class Runner {
     return tables;
   }
 
-  absl::Status RunLayer(int index) {
-    const LayerShape shape = LayerShapeOf(config_, index);
-    ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(index));
-    const Layer layer(shape, weights->layer, config_.norm_eps, buffers_, stream_);
-    RETURN_IF_ERROR(EndKeeping());  // of the layer before: one layer's K and V at a time (peak_bytes.h)
-    ASSIGN_OR_RETURN(LayerChunks chunks, Project(layer, ropes_.at(shape.rope)));
-    if (run_.kv != nullptr) {
-      RETURN_IF_ERROR(KeepKv(chunks.kv, index));
+  // A layer whose products are being computed.
+  struct CurrentLayer {
+    CurrentLayer(const LayerShape& shape, const LayerWeights& weights, float norm_eps,
+                 const LayerBuffers& buffers, Stream& stream)
+        : shape(shape), ops(this->shape, weights, norm_eps, buffers, stream) {}
+    const LayerShape shape;
+    const Layer ops;
+  };
+
+  // All that is local to a token between the attention of `layer` (-1: the embedding) and that of the next
+  // one (none behind the last), a slice of the exchange at a time.
+  absl::Status ComputeTokens(int layer) {
+    const int next = layer + 1;
+    const bool begins_layer = next < shape_.layers;
+    if (begins_layer && run_.prefix != nullptr && exchange_.slices() > 1) {
+      RETURN_IF_ERROR(SendPrefix(next));
     }
-    if (run_.prefix != nullptr) {
-      ASSIGN_OR_RETURN(chunks.kv, BehindPrefix(std::move(chunks.kv), index));
+    for (int slice = 0; slice < exchange_.slices(); ++slice) {
+      if (layer >= 0) {
+        SetRecordedLayer(layer);
+        RETURN_IF_ERROR(EndLayer(slice));
+        if (slice == exchange_.slices() - 1) run_.on_layer_done(layer);
+      }
+      if (begins_layer) {
+        SetRecordedLayer(next);
+        if (slice == 0) {
+          RETURN_IF_ERROR(TakeLayer(next));
+        }
+        RETURN_IF_ERROR(BeginLayer(next, slice));
+      }
     }
-    ASSIGN_OR_RETURN(LayerOutput attended, Attend(std::move(chunks), shape.window));
-    return ForEachSlice([&](const ChunkSlice& slice) { return OutputAndMlp(layer, attended, slice); });
+    current_ = std::move(next_);
+    return absl::OkStatus();
+  }
+
+  // Of a layer that has been begun in all slices.
+  absl::Status Attend(int layer) {
+    SetRecordedLayer(layer);
+    ASSIGN_OR_RETURN(LayerChunks chunks, exchange_.FinishToHeads());
+    ASSIGN_OR_RETURN(BufferRef output, executor_.Run(std::move(chunks), current_->shape.window));
+    return exchange_.StartToTokens(std::move(output));
+  }
+
+  absl::Status TakeLayer(int layer) {
+    ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(layer));
+    next_ = std::make_unique<CurrentLayer>(LayerShapeOf(config_, layer), weights->layer, config_.norm_eps,
+                                           buffers_, stream_);
+    return EndKeeping();  // of the layer before: one layer's K and V at a time (peak_bytes.h)
   }
 
   absl::StatusOr<const WeightPart*> TakeWeights(int part) {
@@ -181,29 +224,58 @@ class Runner {
     return run_.weights.Take(run_.reader, part, run_.wait_timeout);
   }
 
+  // By the plan's slices; of tokens that are computed into buffers of their own.
   template <typename Body>
-  absl::Status ForEachSlice(const Body& body) const {
-    for (int64_t begin = 0; begin < chunk_tokens_; begin += slice_tokens_) {
+  absl::Status ForEachSlice(const SlotRange& slots, const Body& body) const {
+    for (int64_t begin = 0; begin < slots.slots(); begin += slice_tokens_) {
       RETURN_IF_ERROR(body(ChunkSlice{.begin = begin,
-                                      .tokens = std::min(slice_tokens_, chunk_tokens_ - begin),
-                                      .chunk_tokens = chunk_tokens_}));
+                                      .tokens = std::min(slice_tokens_, slots.slots() - begin),
+                                      .chunk_tokens = slots.slots()}));
     }
     return absl::OkStatus();
   }
 
-  // The chunks that move.
-  absl::StatusOr<LayerChunks> Project(const Layer& layer, const RopeTables& rope) {
+  // Up to the attention of a layer: the chunks of a slice, which leave.
+  absl::Status BeginLayer(int layer, int slice) {
+    const SlotRange slots = exchange_.OwnSlots(slice);
+    ASSIGN_OR_RETURN(LayerChunks chunks, Project(*next_, slots));
+    if (run_.kv != nullptr) {
+      RETURN_IF_ERROR(KeepKv(chunks.kv, slots));
+      if (slice == exchange_.slices() - 1) {
+        RETURN_IF_ERROR(BeginKeeping(layer));
+      }
+    }
+    if (run_.prefix != nullptr && exchange_.slices() == 1) {
+      ASSIGN_OR_RETURN(chunks.kv, BehindPrefix(std::move(chunks.kv), layer));
+    }
+    return exchange_.StartToHeads(slice, std::move(chunks));
+  }
+
+  // The chunks that move, of these tokens.
+  absl::StatusOr<LayerChunks> Project(const CurrentLayer& layer, const SlotRange& slots) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "projections"});
-    ASSIGN_OR_RETURN(BufferRef q, Elements(shape_.q_elements(chunk_tokens_), shape_.dtype));
-    ASSIGN_OR_RETURN(BufferRef kv, Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype));
-    const Layer::Heads heads = {.rope_cos = rope.cos->data<float>(),
-                                .rope_sin = rope.sin->data<float>(),
+    ASSIGN_OR_RETURN(BufferRef q, Elements(shape_.q_elements(slots.slots()), shape_.dtype));
+    ASSIGN_OR_RETURN(BufferRef kv, Elements(shape_.kv_elements(slots.slots()), shape_.dtype));
+    const RopeTables& rope = ropes_.at(layer.shape.rope);
+    const int64_t first_angle = slots.begin * shape_.rotated_dim() / 2;
+    const Layer::Heads heads = {.rope_cos = rope.cos->data<float>() + first_angle,
+                                .rope_sin = rope.sin->data<float>() + first_angle,
                                 .q = q->data(),
                                 .k = kv->data(),
                                 .v = kv->data<std::byte>() + kv->size_bytes() / 2};
-    RETURN_IF_ERROR(ForEachSlice(
-        [&](const ChunkSlice& slice) { return layer.Project(Residual(slice.begin), slice, heads); }));
+    RETURN_IF_ERROR(ForEachSlice(slots, [&](const ChunkSlice& slice) {
+      return layer.ops.Project(Residual(slots.begin + slice.begin), slice, heads);
+    }));
     return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
+  }
+
+  // Behind the attention of a layer.
+  absl::Status EndLayer(int slice) {
+    ASSIGN_OR_RETURN(const LayerOutput attended, exchange_.FinishToTokens(slice));
+    const SlotRange slots = exchange_.OwnSlots(slice);
+    return ForEachSlice(slots, [&](const ChunkSlice& part) {
+      return OutputAndMlp(current_->ops, attended, part, Residual(slots.begin + part.begin));
+    });
   }
 
   // The keys and values that queries see: those of the prefix that the rank has, then its own.
@@ -211,24 +283,37 @@ class Runner {
     SpanTimer timer(nullptr, run_.recorder, {.what = "read prefix"});
     const int64_t slots = prefix_slots_ + chunk_tokens_;
     ASSIGN_OR_RETURN(BufferRef all, Elements(shape_.kv_elements(slots), shape_.dtype));
-    const auto half_of = [&](const BufferRef& kv, int half) {
-      return kv->data<std::byte>() + half * kv->size_bytes() / 2;
-    };
     for (int half = 0; half < 2; ++half) {
-      RETURN_IF_ERROR(stream_.CopyHeads({.from = half_of(own, half),
+      RETURN_IF_ERROR(stream_.CopyHeads({.from = HalfOf(own, half),
                                          .from_rows = HeadsOutermost(chunk_tokens_),
-                                         .to = half_of(all, half),
+                                         .to = HalfOf(all, half),
                                          .to_rows = HeadsOutermost(slots, prefix_slots_),
                                          .heads = shape_.kv_heads,
                                          .tokens = chunk_tokens_,
                                          .head_dim = shape_.head_dim}));
     }
+    RETURN_IF_ERROR(ReadPrefix(layer, all, slots));
+    return all;
+  }
+
+  // To the members of the head group, apart from the rank's own keys and values.
+  absl::Status SendPrefix(int layer) {
+    ASSIGN_OR_RETURN(BufferRef prefix, Elements(shape_.kv_elements(prefix_slots_), shape_.dtype));
+    {
+      SpanTimer timer(nullptr, run_.recorder, {.what = "read prefix"});
+      RETURN_IF_ERROR(ReadPrefix(layer, prefix, prefix_slots_));
+    }
+    return exchange_.StartPrefix(prefix);
+  }
+
+  // Into the first slots of K and of V, each [kv_heads, slots, head_dim].
+  absl::Status ReadPrefix(int layer, const BufferRef& kv, int64_t slots) {
     const TokenLayout layout = run_.plan.kv_layout();
     const auto copy = [&](int half, const std::byte* from, const HeadRows& from_rows, int64_t slot,
                           int64_t tokens) {
       return stream_.CopyHeads({.from = from,
                                 .from_rows = from_rows,
-                                .to = half_of(all, half),
+                                .to = HalfOf(kv, half),
                                 .to_rows = HeadsOutermost(slots, slot),
                                 .heads = shape_.kv_heads,
                                 .tokens = tokens,
@@ -246,13 +331,13 @@ class Runner {
       for (int half = 0; half < 2; ++half) {
         RETURN_IF_ERROR(kept == nullptr
                             ? copy(half, SliceHalf(half), TokensOutermost(rows.slots), slot, rows.slots)
-                            : copy(half, half_of(kept, half),
+                            : copy(half, HalfOf(kept, half),
                                    HeadsOutermost(rows.slab->shape().tokens, rows.first_slot), slot,
                                    rows.slots));
       }
       slot += rows.slots;
     }
-    return all;
+    return absl::OkStatus();
   }
 
   // Brings tokens of the prefix that are on the host, at most a slice, [tokens, kv_heads, head_dim] of K and
@@ -294,29 +379,44 @@ class Runner {
             .slots = {.width = std::max<int64_t>(1, tokens)}};
   }
 
-  absl::StatusOr<LayerOutput> Attend(LayerChunks chunks, int64_t window) {
-    ASSIGN_OR_RETURN(LayerChunks mesh_chunks, exchange_.ToHeads(std::move(chunks)));
-    ASSIGN_OR_RETURN(BufferRef mesh_output, executor_.Run(std::move(mesh_chunks), window));
-    return exchange_.ToTokens(std::move(mesh_output));
-  }
-
-  // One slice after attention.
-  absl::Status OutputAndMlp(const Layer& layer, const LayerOutput& attended, const ChunkSlice& slice) {
+  absl::Status OutputAndMlp(const Layer& layer, const LayerOutput& attended, const ChunkSlice& slice,
+                            float* residual) {
     std::vector<const void*> parts;
     for (const BufferRef& part : attended.parts) parts.push_back(part->data());
     {
       SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
-      RETURN_IF_ERROR(
-          layer.AddAttention({.parts = parts, .dtype = attended.dtype}, slice, Residual(slice.begin)));
+      RETURN_IF_ERROR(layer.AddAttention({.parts = parts, .dtype = attended.dtype}, slice, residual));
     }
     SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
-    return layer.AddMlp(slice.tokens, Residual(slice.begin));
+    return layer.AddMlp(slice.tokens, residual);
   }
 
-  // Begins to keep this rank's K and V, as the sink wants them.
-  absl::Status KeepKv(const BufferRef& kv, int layer) {
+  // Gathers the K and V of all slices that are to be kept: the one slice's as they are.
+  absl::Status KeepKv(const BufferRef& kv, const SlotRange& slots) {
+    if (slots.slots() == chunk_tokens_) {
+      kept_ = kv;
+      return absl::OkStatus();
+    }
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
-    ASSIGN_OR_RETURN(keeping_, run_.kv->Keep(run_.rank, layer, kv, stream_));
+    if (slots.begin == 0) {
+      ASSIGN_OR_RETURN(kept_, Elements(shape_.kv_elements(chunk_tokens_), shape_.dtype));
+    }
+    for (int half = 0; half < 2; ++half) {
+      RETURN_IF_ERROR(stream_.CopyHeads({.from = HalfOf(kv, half),
+                                         .from_rows = HeadsOutermost(slots.slots()),
+                                         .to = HalfOf(kept_, half),
+                                         .to_rows = HeadsOutermost(chunk_tokens_, slots.begin),
+                                         .heads = shape_.kv_heads,
+                                         .tokens = slots.slots(),
+                                         .head_dim = shape_.head_dim}));
+    }
+    return absl::OkStatus();
+  }
+
+  // As the sink wants them.
+  absl::Status BeginKeeping(int layer) {
+    SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
+    ASSIGN_OR_RETURN(keeping_, run_.kv->Keep(run_.rank, layer, std::exchange(kept_, nullptr), stream_));
     return absl::OkStatus();
   }
 
@@ -360,8 +460,11 @@ class Runner {
   AttentionExecutor executor_;
   BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream
   std::map<LayerRope, RopeTables> ropes_;
-  LayerBuffers buffers_;                // of a slice
-  std::unique_ptr<KvKeeping> keeping_;  // goes on beside the layer; null: nothing does
+  LayerBuffers buffers_;                   // of a slice
+  std::unique_ptr<CurrentLayer> current_;  // in attention, or its tokens are behind it
+  std::unique_ptr<CurrentLayer> next_;     // whose tokens are on their way to attention
+  BufferRef kept_;                         // K and V of a layer's chunk, while slices come
+  std::unique_ptr<KvKeeping> keeping_;     // goes on beside the layer; null: nothing does
 };
 
 }  // namespace

@@ -7,7 +7,9 @@
 //     → on the rank that holds the last token: norm, LM head on that one row
 //
 // Everything but attention is local to a token, so it runs in the plan's slices and its intermediates stay
-// small whatever the chunk's length. The residual stream is f32.
+// small whatever the chunk's length. The residual stream is f32. Where head groups exchange in more slices
+// than one (head_exchange.h), a slice's tokens go from one layer's attention to the next one's at once, while
+// other slices are under way.
 #ifndef MESHFILL_ENGINE_RUN_RANK_RUNNER_H_
 #define MESHFILL_ENGINE_RUN_RANK_RUNNER_H_
 

@@ -581,8 +581,10 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     const auto own = [&](int64_t bytes) { return around.memory.Allocate(static_cast<size_t>(bytes)); };
     LayerChunks projected{.q = own(c.model.q_bytes(2)), .kv = own(c.model.kv_bytes(2))};
     if (leaves) leaving = projected.kv;
-    ASSERT_TRUE(exchange.ToHeads(std::move(projected)).ok());
-    ASSERT_TRUE(exchange.ToTokens(own(c.slice().partial_bytes(2 * heads, DType::kF32))).ok());
+    ASSERT_TRUE(exchange.StartToHeads(0, std::move(projected)).ok());
+    ASSERT_TRUE(exchange.FinishToHeads().ok());
+    ASSERT_TRUE(exchange.StartToTokens(own(c.slice().partial_bytes(2 * heads, DType::kF32))).ok());
+    ASSERT_TRUE(exchange.FinishToTokens(0).ok());
     EXPECT_LE(around.memory.peak_bytes() * ranks, predicted);
   }
 }

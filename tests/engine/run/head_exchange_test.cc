@@ -51,6 +51,20 @@ Case DrawCase(std::mt19937_64& random) {
                   Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 200) : 0);
 }
 
+// The same in slices of any length, behind cached tokens that the ranks have whole stripes of, or behind
+// none.
+Case DrawSlicedCase(std::mt19937_64& random) {
+  Case c = DrawCase(random);
+  const TokenLayout& layout = c.plan.layout;
+  const int64_t round = layout.ranks() * layout.stripe();
+  const bool follows = c.plan.cached_tokens > 0 && layout.kind() == LayoutKind::kStriped;
+  c.plan.cached_tokens = follows ? round * Draw(random, 1, 3) : 0;
+  const int64_t largest = layout.LargestChunkTokens();
+  c.plan.exchange_tokens =
+      Draw<int64_t>(random, (largest + kMostExchanges - 1) / kMostExchanges, largest + 1);
+  return c;
+}
+
 // Values of its own for each row, exact in bf16: the bits of the row's number, six in each.
 float Value(int tensor, int head, int64_t token, int x) {
   const int64_t row = (head * 512 + token) * 4 + tensor;
@@ -133,16 +147,60 @@ std::vector<int64_t> GroupTokens(const Case& c, const TokenLayout& layout, int r
   return tokens;
 }
 
-LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
-  const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank);
-  const std::vector<int64_t> keys = Tokens(c.plan.kv_layout(), rank);
-  LayerChunks chunks = {.q = stream.Allocate(c.model.q_bytes(std::ssize(tokens))).value(),
-                        .kv = stream.Allocate(c.model.kv_bytes(std::ssize(keys))).value()};
-  auto* const k = chunks.kv->data<std::byte>();
-  Fill(kQ, Heads(c.model.q_heads), tokens, c.model.dtype, chunks.q->data());
+// K, then V, of all heads of these tokens.
+BufferRef KvOf(const Case& c, const std::vector<int64_t>& keys, Stream& stream) {
+  BufferRef kv = stream.Allocate(c.model.kv_bytes(std::ssize(keys))).value();
+  auto* const k = kv->data<std::byte>();
   Fill(kK, Heads(c.model.kv_heads), keys, c.model.dtype, k);
-  Fill(kV, Heads(c.model.kv_heads), keys, c.model.dtype, k + chunks.kv->size_bytes() / 2);
-  return chunks;
+  Fill(kV, Heads(c.model.kv_heads), keys, c.model.dtype, k + kv->size_bytes() / 2);
+  return kv;
+}
+
+BufferRef QOf(const Case& c, const std::vector<int64_t>& tokens, Stream& stream) {
+  BufferRef q = stream.Allocate(c.model.q_bytes(std::ssize(tokens))).value();
+  Fill(kQ, Heads(c.model.q_heads), tokens, c.model.dtype, q->data());
+  return q;
+}
+
+// Of all a rank's tokens.
+LayerChunks ChunksOf(const Case& c, int rank, Stream& stream) {
+  return {.q = QOf(c, Tokens(c.plan.layout, rank), stream),
+          .kv = KvOf(c, Tokens(c.plan.kv_layout(), rank), stream)};
+}
+
+std::vector<int64_t> Part(const std::vector<int64_t>& tokens, int64_t begin, int64_t end) {
+  return {tokens.begin() + begin, tokens.begin() + end};
+}
+
+// Starts one slice of this rank's.
+absl::Status StartSlice(const Case& c, int rank, Stream& stream, HeadExchange& exchange, int slice) {
+  if (exchange.slices() == 1) return exchange.StartToHeads(0, ChunksOf(c, rank, stream));
+  const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank), keys = Tokens(c.plan.kv_layout(), rank);
+  const int64_t cached = std::ssize(keys) - std::ssize(tokens);
+  const int64_t begin = std::min<int64_t>(slice * c.plan.exchange_tokens, std::ssize(tokens));
+  const int64_t end = std::min<int64_t>(begin + c.plan.exchange_tokens, std::ssize(tokens));
+  EXPECT_EQ(exchange.OwnSlots(slice), (SlotRange{begin, end}));
+  if (slice == 0 && cached > 0) {
+    const absl::Status prefix = exchange.StartPrefix(KvOf(c, Part(keys, 0, cached), stream));
+    if (!prefix.ok()) return prefix;
+  }
+  return exchange.StartToHeads(slice, {.q = QOf(c, Part(tokens, begin, end), stream),
+                                       .kv = KvOf(c, Part(keys, cached + begin, cached + end), stream)});
+}
+
+absl::StatusOr<LayerChunks> ToHeads(const Case& c, int rank, Stream& stream, HeadExchange& exchange) {
+  for (int slice = 0; slice < exchange.slices(); ++slice) {
+    const absl::Status started = StartSlice(c, rank, stream, exchange, slice);
+    if (!started.ok()) return started;
+  }
+  return exchange.FinishToHeads();
+}
+
+// Of a whole chunk.
+absl::StatusOr<LayerOutput> ToTokens(HeadExchange& exchange, BufferRef output) {
+  const absl::Status started = exchange.StartToTokens(std::move(output));
+  if (!started.ok()) return started;
+  return exchange.FinishToTokens(0);
 }
 
 // Every rank on its thread, as its caller would; whoever fails aborts the others.
@@ -165,41 +223,49 @@ std::vector<absl::Status> RunRanks(
   return ends;
 }
 
+void ExpectGroup(const Case& c, int rank, const LayerChunks& chunks) {
+  const std::vector<int> kv_heads = KvHeads(c, rank % c.h());
+  const std::vector<int64_t> keys = GroupTokens(c, c.plan.kv_layout(), rank);
+  const DType dtype = c.model.dtype;
+  const auto* const kv = chunks.kv->data<std::byte>();
+  EXPECT_EQ(chunks.kv->size_bytes(), 2 * kv_heads.size() * keys.size() * 4 * DTypeBytes(dtype));
+  ExpectFilled(kQ, QueryHeads(c, rank % c.h()), GroupTokens(c, c.plan.layout, rank), dtype, chunks.q->data());
+  ExpectFilled(kK, kv_heads, keys, dtype, kv);
+  ExpectFilled(kV, kv_heads, keys, dtype, kv + chunks.kv->size_bytes() / 2);
+}
+
+// The mesh's output of a rank, as its value says.
+BufferRef GroupOutput(const Case& c, int rank, Stream& stream) {
+  const std::vector<int64_t> tokens = GroupTokens(c, c.plan.layout, rank);
+  const ModelShape slice = c.model.HeadSlice(c.h());
+  BufferRef o = stream.Allocate(slice.partial_bytes(std::ssize(tokens), DType::kF32)).value();
+  Fill(kO, QueryHeads(c, rank % c.h()), tokens, DType::kF32, o->data());
+  return o;
+}
+
+void ExpectOutput(const Case& c, const LayerOutput& output, const std::vector<int64_t>& tokens) {
+  EXPECT_EQ(output.dtype, c.model.dtype);
+  ASSERT_EQ(std::ssize(output.parts), c.h());
+  for (int part = 0; part < c.h(); ++part) {
+    const std::vector<int> heads = QueryHeads(c, part);
+    EXPECT_EQ(output.parts[part]->size_bytes(), heads.size() * tokens.size() * 4 * DTypeBytes(c.model.dtype));
+    ExpectFilled(kO, heads, tokens, c.model.dtype, output.parts[part]->data());
+  }
+}
+
 TEST(HeadExchange, TradesTokensForHeadsAndBack) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int i = 0; i < 100; ++i) {
     const Case c = DrawCase(random);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString());
-    const DType dtype = c.model.dtype;
     const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats& stats) {
-      const int member = rank % c.h();
-      const std::vector<int64_t> group_tokens = GroupTokens(c, c.plan.layout, rank);
-      const std::vector<int64_t> group_keys = GroupTokens(c, c.plan.kv_layout(), rank);
-      absl::StatusOr<LayerChunks> chunks = exchange.ToHeads(ChunksOf(c, rank, stream));
+      absl::StatusOr<LayerChunks> chunks = ToHeads(c, rank, stream, exchange);
       if (!chunks.ok()) return chunks.status();
-      const std::vector<int> kv_heads = KvHeads(c, member);
-      const auto* const kv = chunks->kv->data<std::byte>();
-      EXPECT_EQ(chunks->kv->size_bytes(), 2 * kv_heads.size() * group_keys.size() * 4 * DTypeBytes(dtype));
-      ExpectFilled(kQ, QueryHeads(c, member), group_tokens, dtype, chunks->q->data());
-      ExpectFilled(kK, kv_heads, group_keys, dtype, kv);
-      ExpectFilled(kV, kv_heads, group_keys, dtype, kv + chunks->kv->size_bytes() / 2);
-
-      const ModelShape slice = c.model.HeadSlice(c.h());
-      absl::StatusOr<BufferRef> o =
-          stream.Allocate(slice.partial_bytes(std::ssize(group_tokens), DType::kF32));
-      if (!o.ok()) return o.status();
-      Fill(kO, QueryHeads(c, member), group_tokens, DType::kF32, (*o)->data());
-      absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
+      ExpectGroup(c, rank, *chunks);
+      absl::StatusOr<LayerOutput> output = ToTokens(exchange, GroupOutput(c, rank, stream));
       if (!output.ok()) return output.status();
-      EXPECT_EQ(output->dtype, dtype);
-      EXPECT_EQ(std::ssize(output->parts), c.h());
-      for (int part = 0; part < c.h(); ++part) {
-        const std::vector<int> heads = QueryHeads(c, part);
-        const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank);
-        EXPECT_EQ(output->parts[part]->size_bytes(), heads.size() * tokens.size() * 4 * DTypeBytes(dtype));
-        ExpectFilled(kO, heads, tokens, dtype, output->parts[part]->data());
-      }
+      ExpectOutput(c, *output, Tokens(c.plan.layout, rank));
 
       const CommBytes expected = LayerCommBytes(c.model, c.plan, 0, rank);
       EXPECT_EQ(stats.sent, (CommBytes{{Traffic::kAllToAll, expected[Traffic::kAllToAll]}}));
@@ -212,6 +278,50 @@ TEST(HeadExchange, TradesTokensForHeadsAndBack) {
   }
 }
 
+// Three layers: while a slice's heads come back, those of others leave for the next layer.
+TEST(HeadExchange, TradesSlicesWhileOthersAreUnderWay) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  int several = 0;
+  for (int i = 0; i < 100; ++i) {
+    const Case c = DrawSlicedCase(random);
+    several += c.plan.exchanges() > 2;
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << c.DebugString() << ", "
+                                    << c.plan.exchanges() << " exchanges of " << c.plan.exchange_tokens);
+    const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats& stats) {
+      EXPECT_EQ(exchange.slices(), c.plan.exchanges());
+      const std::vector<int64_t> tokens = Tokens(c.plan.layout, rank);
+      for (int layer = 0; layer <= 3; ++layer) {
+        for (int slice = 0; slice < exchange.slices(); ++slice) {
+          if (layer > 0) {
+            absl::StatusOr<LayerOutput> output = exchange.FinishToTokens(slice);
+            if (!output.ok()) return output.status();
+            const auto [begin, end] = exchange.OwnSlots(slice);
+            ExpectOutput(c, *output, Part(tokens, begin, end));
+          }
+          if (layer == 3) continue;
+          const absl::Status started = StartSlice(c, rank, stream, exchange, slice);
+          if (!started.ok()) return started;
+        }
+        if (layer == 3) break;
+        absl::StatusOr<LayerChunks> chunks = exchange.FinishToHeads();
+        if (!chunks.ok()) return chunks.status();
+        ExpectGroup(c, rank, *chunks);
+        const absl::Status started = exchange.StartToTokens(GroupOutput(c, rank, stream));
+        if (!started.ok()) return started;
+      }
+      const CommBytes layer = LayerCommBytes(c.model, c.plan, 0, rank);
+      EXPECT_EQ(stats.sent, (CommBytes{{Traffic::kAllToAll, 3 * layer[Traffic::kAllToAll]}}));
+      EXPECT_LE(stats.merge_seconds + stats.comm_wait_seconds(), stats.attention_seconds);
+      EXPECT_EQ(stats.comm_wait_seconds(), stats.wait_seconds[Traffic::kAllToAll]);
+      return absl::OkStatus();
+    });
+    for (const absl::Status& end : ends) ASSERT_TRUE(end.ok()) << end;
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(several, 20);
+}
+
 TEST(HeadExchange, RoundsOutputsOnceToTheComputeDtype) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 2, 2, 1);
   const Case c = MakeCase(*layout, 2, 2, 2, DType::kBf16);
@@ -219,7 +329,7 @@ TEST(HeadExchange, RoundsOutputsOnceToTheComputeDtype) {
     absl::StatusOr<BufferRef> o = stream.Allocate(c.model.HeadSlice(2).partial_bytes(2, DType::kF32));
     if (!o.ok()) return o.status();
     std::fill_n((*o)->data<float>(), 2 * 4 + 2, 1 + 0x1p-8f + 0x1p-20f);  // just above the middle of two bf16
-    absl::StatusOr<LayerOutput> output = exchange.ToTokens(*std::move(o));
+    absl::StatusOr<LayerOutput> output = ToTokens(exchange, *std::move(o));
     if (!output.ok()) return output.status();
     for (const BufferRef& part : output->parts) {
       for (int x = 0; x < 4; ++x) EXPECT_EQ(part->data<BFloat16>()[x].ToFloat(), 1 + 0x1p-7f);
@@ -237,11 +347,12 @@ TEST(HeadExchange, WithoutHeadGroupsPassesBuffersOn) {
   RankStats stats;
   HeadExchange exchange(c.plan, c.model, 1, *stream, *communicators[1], absl::Seconds(1), stats);
   const LayerChunks own = ChunksOf(c, 1, *stream);
-  const auto chunks = exchange.ToHeads(own);
+  ASSERT_TRUE(exchange.StartToHeads(0, own).ok());
+  const auto chunks = exchange.FinishToHeads();
   ASSERT_TRUE(chunks.ok()) << chunks.status();
   EXPECT_EQ(chunks->q, own.q);
   EXPECT_EQ(chunks->kv, own.kv);
-  const auto output = exchange.ToTokens(own.q);
+  const auto output = ToTokens(exchange, own.q);
   ASSERT_TRUE(output.ok()) << output.status();
   EXPECT_EQ(output->parts, std::vector<BufferRef>{own.q});
   EXPECT_EQ(output->dtype, DType::kF32);
@@ -292,7 +403,9 @@ TEST(HeadExchange, ReleasesChunksOnceTheyHaveMoved) {
     EXPECT_EQ(q.expired(), message >= 2) << message;
     EXPECT_FALSE(kv.expired()) << message;
   };
-  ASSERT_TRUE(exchange.ToHeads(std::move(own)).ok());
+  ASSERT_TRUE(exchange.StartToHeads(0, std::move(own)).ok());
+  EXPECT_EQ(communicator.messages, 0);
+  ASSERT_TRUE(exchange.FinishToHeads().ok());
   EXPECT_EQ(communicator.messages, 6);
   EXPECT_TRUE(kv.expired());
 }
@@ -304,7 +417,7 @@ TEST(HeadExchange, AWaitForASilentMemberHasADeadline) {
   const LoneStream stream = ReferenceStream(DType::kF32);
   RankStats stats;
   HeadExchange exchange(c.plan, c.model, 2, *stream, *communicators[2], absl::Milliseconds(40), stats);
-  const absl::Status status = exchange.ToHeads(ChunksOf(c, 2, *stream)).status();
+  const absl::Status status = ToHeads(c, 2, *stream, exchange).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_NE(status.message().find("rank 2: all_to_all from rank 3"), std::string::npos) << status;
   EXPECT_GE(stats.wait_seconds[Traffic::kAllToAll], 0.04);
@@ -316,12 +429,59 @@ TEST(HeadExchange, AFailedMemberEndsItsGroup) {
   const absl::Time start = MonotonicNow();
   const auto ends = RunRanks(c, [&](int rank, Stream& stream, HeadExchange& exchange, RankStats&) {
     if (rank == 1) return absl::DataLossError("this rank's memory broke");
-    return exchange.ToHeads(ChunksOf(c, rank, stream)).status();
+    return ToHeads(c, rank, stream, exchange).status();
   });
   EXPECT_LT(MonotonicNow() - start, absl::Seconds(20));
   for (const absl::Status& end : ends) {
     EXPECT_EQ(end.code(), absl::StatusCode::kDataLoss) << end;
     EXPECT_NE(end.message().find("this rank's memory broke"), std::string::npos) << end;
+  }
+}
+
+// A member that goes silent, or fails, with slices of both directions under way.
+TEST(HeadExchange, AMemberThatIsLostBetweenSlicesIsNamed) {
+  const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 80, 4);
+  for (const bool fails : {false, true}) {
+    Case c = MakeCase(*layout, 2, 2, 2, DType::kF32);
+    c.plan.exchange_tokens = 4;  // five slices
+    auto communicators = MakeInProcessCommunicators(4);
+    std::vector<absl::Status> ends(2);
+    std::vector<RankStats> stats(2);
+    std::vector<std::thread> threads;
+    for (const int member : {0, 1}) {
+      threads.emplace_back([&, member] {
+        const int rank = 2 + member;
+        const LoneStream stream = ReferenceStream(DType::kF32);
+        HeadExchange exchange(c.plan, c.model, rank, *stream, *communicators[rank], absl::Milliseconds(200),
+                              stats[member]);
+        const auto run = [&]() -> absl::Status {
+          absl::StatusOr<LayerChunks> chunks = ToHeads(c, rank, *stream, exchange);
+          if (!chunks.ok()) return chunks.status();
+          absl::Status status = exchange.StartToTokens(GroupOutput(c, rank, *stream));
+          for (int slice = 0; slice < 5 && status.ok(); ++slice) {
+            if (member == 1 && slice == 2) {
+              return fails ? absl::DataLossError("this rank's memory broke") : absl::OkStatus();
+            }
+            status = exchange.FinishToTokens(slice).status();
+            if (status.ok()) status = StartSlice(c, rank, *stream, exchange, slice);
+          }
+          return status.ok() ? exchange.FinishToHeads().status() : status;
+        };
+        ends[member] = run();
+        if (fails && member == 1) communicators[rank]->Abort(ends[member]);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    const std::string message(ends[0].message());
+    if (fails) {  // met by a wait, or by the next message
+      EXPECT_EQ(ends[0].code(), absl::StatusCode::kDataLoss) << ends[0];
+      EXPECT_NE(message.find("all_to_all from rank"), std::string::npos) << message;
+      EXPECT_NE(message.find("this rank's memory broke"), std::string::npos) << message;
+      continue;
+    }
+    EXPECT_EQ(ends[0].code(), absl::StatusCode::kDeadlineExceeded) << ends[0];
+    EXPECT_NE(message.find("rank 2: all_to_all from rank 3"), std::string::npos) << message;
+    EXPECT_GE(stats[0].wait_seconds[Traffic::kAllToAll], 0.15);
   }
 }
 
