@@ -138,6 +138,7 @@ void TestEveryShape(const std::string& device, const std::vector<DType>& dtypes)
     for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kGemma3}) {
       if (TestsOnCuda() && family == ModelFamily::kGemma3) continue;  // a GPU does not compute it
       for (const int ranks : {1, 2, 4, 6, 9}) {
+        if (family == ModelFamily::kGemma3 && ranks > 2) continue;  // its second RoPE table is filled alike by more
         EngineOptions options = OptionsOf(family, ranks, dtype);
         options.device = device;
         const auto engine = Load(options);

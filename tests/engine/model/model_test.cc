@@ -124,8 +124,12 @@ std::vector<float> MatrixOf(const HfFolder& folder, const std::string& name) {
   const bool blocks = folder.tensors.contains(name + ".weight_scale_inv");
   const HfTensor& scales = folder.tensors.at(name + (blocks ? ".weight_scale_inv" : ".weight_scale"));
   const std::vector<float> factors = scales.Floats();
-  const json& size = folder.config["quantization_config"]["weight_block_size"];
-  const size_t rows = blocks ? size[0].get<size_t>() : 1, columns = blocks ? size[1].get<size_t>() : SIZE_MAX;
+  size_t rows = 1, columns = SIZE_MAX;
+  if (blocks) {
+    const json& size = folder.config.at("quantization_config").at("weight_block_size");
+    rows = size.at(0);
+    columns = size.at(1);
+  }
   const auto width = static_cast<size_t>(matrix.shape[1]), stride = static_cast<size_t>(scales.shape[1]);
   for (size_t i = 0; i < values.size(); ++i) {
     values[i] *= factors[i / width / rows * stride + i % width / columns];

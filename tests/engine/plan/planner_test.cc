@@ -256,6 +256,20 @@ TEST(MakePlan, StatesPeakMemory) {
             peak(1, {1, 1}, DType::kF32) + model.layers * tokens * 2 * 2 * 64 * 2);
 }
 
+// Each rotary embedding has tables of its own.
+TEST(MakePlan, StatesTheMemoryOfEachRope) {
+  const int64_t tokens = 8192;
+  const ModelShape one = Llama(8, 2, DType::kBf16);
+  std::vector<LayerForm> forms(one.layers);
+  forms.back().rope = LayerRope::kLocal;
+  ModelShape two = one;
+  two.kinds = LayerKindsOf(forms);
+  const auto peak = [&](const ModelShape& model) {
+    return MakePlan(model, kSlowLink, {.tokens = tokens, .tile = Tile{1, 1}})->plan.predicted.peak_bytes;
+  };
+  EXPECT_EQ(peak(two), peak(one) + tokens * 64 * 4);
+}
+
 // What leaves for the host costs the ranks its own chunk, where attention would not have it any more.
 TEST(MakePlan, StatesTheChunkThatLeavesForTheHost) {
   const int64_t tokens = 8192;

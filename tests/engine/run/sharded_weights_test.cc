@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "engine/model/model_tensors.h"
 #include "engine/model/streamed_weights.h"
@@ -205,12 +206,9 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Families, ShardedWeightsTest,
-                         testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kMixtral),
-                         [](const auto& param) {
-                           return param.param == ModelFamily::kLlama   ? "llama"
-                                  : param.param == ModelFamily::kQwen2 ? "qwen2"
-                                                                       : "mixtral";
-                         });
+                         testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kMixtral,
+                                         ModelFamily::kGemma3),
+                         [](const auto& param) { return FamilyOf(param.param).name; });
 
 TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
   std::mt19937_64 random(TestSeed());
