@@ -38,7 +38,8 @@ struct PlanWeights {
 struct WeightModeBytes {
   WeightMode mode;
   int64_t bytes;
-  bool fits;  // in what is free now
+  bool fits;           // in what is free now
+  double seconds = 0;  // that a plan predicts so; 0: none was made
 };
 
 // Weights that `workers` workers share, of all together: each keeps an equal part, and gathers the others' by

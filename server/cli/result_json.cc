@@ -81,7 +81,8 @@ std::string PrefillJson(const v1::PrefillResult& result) {
 
 std::string PoolJson(const v1::PoolStatus& status) { return Dump(MessageJson(status)); }
 
-std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {
+std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes,
+                     std::span<const std::string> not_yet) {
   const Plan& plan = choice.plan;
   Json steps = Json::array();
   for (const Step& step : plan.schedule.steps) {
@@ -101,7 +102,9 @@ std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> 
   }
   Json modes = Json::array();
   for (const WeightModeBytes& each : weight_modes) {
-    modes.push_back({{"mode", WeightModeName(each.mode)}, {"bytes", each.bytes}, {"fits", each.fits}});
+    Json& mode = modes.emplace_back(
+        Json{{"mode", WeightModeName(each.mode)}, {"bytes", each.bytes}, {"fits", each.fits}});
+    if (each.seconds > 0) mode["seconds"] = each.seconds;
   }
   Json weights = {{"mode", WeightModeName(choice.weights.mode)},
                   {"bytes", plan.predicted.weight_bytes},
@@ -123,6 +126,7 @@ std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> 
   if (!choice.pieces.empty()) {
     AddPieces(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens()), object);
   }
+  if (!not_yet.empty()) object["not_yet"] = not_yet;
   return Dump(object);
 }
 

@@ -14,8 +14,10 @@ namespace meshfill {
 // they read back to the same bits. `prefill --json`: the logits are not part of it.
 std::string PrefillJson(const v1::PrefillResult& result);
 
-// `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first.
-std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {});
+// `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first. `not_yet`: what of it
+// cannot run so far.
+std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {},
+                     std::span<const std::string> not_yet = {});
 
 // "striped", "zigzag", "contiguous".
 const char* LayoutName(v1::Layout layout);

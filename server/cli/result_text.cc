@@ -252,7 +252,8 @@ std::string PoolText(const v1::PoolStatus& status) {
   return absl::StrCat(text, requests.Text(), workers.Text());
 }
 
-std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes) {
+std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes,
+                     const char* place, std::span<const std::string> not_yet) {
   const Plan& plan = choice.plan;
   std::string text;
   const int64_t first = choice.pieces.empty() ? plan.cached_tokens : choice.pieces.front().cached_tokens;
@@ -286,9 +287,11 @@ std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> 
     AppendLine(
         "",
         absl::StrCat(WeightModeName(each.mode), " would need ", FormatBytes(static_cast<double>(each.bytes)),
-                     " of a host", each.fits ? "" : ", more than is free"),
+                     " of ", place, each.fits ? "" : ", more than is free",
+                     each.seconds > 0 ? absl::StrCat(", and take ", FormatSeconds(each.seconds)) : ""),
         text);
   }
+  if (!not_yet.empty()) AppendLine("not yet", absl::StrJoin(not_yet, ", "), text);
   return absl::StrCat(text, "\n", ScheduleText(plan.schedule), "\n", CandidatesText(choice));
 }
 

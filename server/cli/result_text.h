@@ -14,8 +14,10 @@ namespace meshfill {
 // answer's way; 0 where there was none.
 std::string PrefillText(const v1::PrefillResult& result, double upload_seconds);
 
-// The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates.
-std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {});
+// The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates. `place`:
+// of what the weights' bytes are. `not_yet`: what of it cannot run so far.
+std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {},
+                     const char* place = "a host", std::span<const std::string> not_yet = {});
 
 std::string FormatBytes(double bytes);  // "3.2 MiB"
 std::string FormatCount(double count);  // "1,048,576"

@@ -1,5 +1,6 @@
 #include "server/cli/scenario.h"
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -44,11 +45,7 @@ class ScenarioReader {
   explicit ScenarioReader(const std::string& path) : path_(path) {}
 
   absl::StatusOr<Scenario> Read() {
-    std::ifstream file(path_, std::ios::binary);
-    if (!file)
-      return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
-    const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-    RETURN_IF_ERROR(ReadYaml(path_, text, &source_, &origins_));
+    RETURN_IF_ERROR(ReadSource());
     RETURN_IF_ERROR(ReadStrategies());
     if (source_.report() == v1::Scenario::REPORT_SWEEP) {
       scenario_.report = Scenario::Report::kSweep;
@@ -68,7 +65,35 @@ class ScenarioReader {
     return std::move(scenario_);
   }
 
+  absl::StatusOr<GpuCluster> ReadGpuCluster(const std::string& key) {
+    RETURN_IF_ERROR(ReadSource());
+    const ClusterSection& section = source_.cluster();
+    GpuCluster gpus = {.gemm_flops_per_second = section.gemm_flops_per_second(),
+                       .memory_bytes_per_second = section.memory_bytes_per_second(),
+                       .host_bytes_per_second = section.host_bytes_per_second(),
+                       .memory_bytes = static_cast<int64_t>(section.memory_bytes())};
+    RETURN_IF_ERROR(ReadCluster(key, section, gpus.cluster));
+    for (const auto& [name, value] : {std::pair{"gemm_flops_per_second", gpus.gemm_flops_per_second},
+                                      std::pair{"memory_bytes_per_second", gpus.memory_bytes_per_second},
+                                      std::pair{"memory_bytes", static_cast<double>(gpus.memory_bytes)}}) {
+      if (value > 0 && std::isfinite(value)) continue;
+      return Refuse(absl::StrCat(key, ".", name), "is missing, or not above 0: a plan needs it of a GPU");
+    }
+    if (!(gpus.host_bytes_per_second >= 0) || !std::isfinite(gpus.host_bytes_per_second)) {
+      return Refuse(absl::StrCat(key, ".host_bytes_per_second"), "must be finite, and 0 or more");
+    }
+    return gpus;
+  }
+
  private:
+  absl::Status ReadSource() {
+    std::ifstream file(path_, std::ios::binary);
+    if (!file)
+      return absl::NotFoundError(absl::StrCat(path_, ": cannot be read; give a scenario's YAML file"));
+    const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    return ReadYaml(path_, text, &source_, &origins_);
+  }
+
   absl::Status Refuse(const std::string& key, const std::string& problem) const {
     const auto origin = origins_.find(key);
     return absl::InvalidArgumentError(
@@ -255,5 +280,9 @@ class ScenarioReader {
 }  // namespace
 
 absl::StatusOr<Scenario> LoadScenario(const std::string& path) { return ScenarioReader(path).Read(); }
+
+absl::StatusOr<GpuCluster> LoadGpuCluster(const std::string& path) {
+  return ScenarioReader(path).ReadGpuCluster("cluster");
+}
 
 }  // namespace meshfill

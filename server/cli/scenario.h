@@ -1,4 +1,4 @@
-// What `meshfill simulate` runs: YAML in, clusters and jobs of the simulator out.
+// What `meshfill simulate` runs, and on what `meshfill plan --cluster` plans: YAML in, clusters and jobs out.
 //
 // The schema, its defaults and its ranges stand in proto/meshfill/v1/scenario.proto.
 #ifndef MESHFILL_SERVER_CLI_SCENARIO_H_
@@ -36,6 +36,18 @@ struct Scenario {
   std::vector<sim::PaperCell> mfu;
   std::vector<sim::PaperCell> memory;
 };
+
+// GPUs that need not be here.
+struct GpuCluster {
+  sim::Cluster cluster;              // its variation counts for nothing
+  double gemm_flops_per_second = 0;  // of one GPU, as all of these
+  double memory_bytes_per_second = 0;
+  double host_bytes_per_second = 0;  // 0: weights cannot stream
+  int64_t memory_bytes = 0;
+};
+
+// The cluster of a scenario that has these keys, too. Errors as below.
+absl::StatusOr<GpuCluster> LoadGpuCluster(const std::string& path);
 
 // NOT_FOUND: no such file, or a table that it names. INVALID_ARGUMENT, in one line with the file and where
 // possible the line and the key: what is wrong and what to do.

@@ -5,6 +5,7 @@ Usage: cli_test.py PATH_OF_MESHFILL [unittest arguments]
 """
 import json
 import os
+import pathlib
 import pty
 import select
 import signal
@@ -244,6 +245,48 @@ class CliTest(CliTestCase):
                            "--tile", "2x2")
         for part in ("2x2", "step", "(0,0)", "chosen"):
             self.assertIn(part, out)
+
+    def test_plan_for_gpus_that_are_not_here(self):
+        root = pathlib.Path(__file__).resolve().parents[2]
+        cluster = root / "configs/scenarios/h100_nodes.yaml"
+        models = sorted(path.parent for path in root.glob("configs/models/*/config.json"))
+        self.assertGreater(len(models), 3)
+
+        def plan(model, tokens, ranks, *options):
+            return json.loads(self.succeed("plan", "--cluster", cluster, "--model", model, "--tokens", tokens,
+                                           "--ranks", ranks, *options, "--json"))
+
+        for model in models:
+            with self.subTest(model.name):
+                few, many = (plan(model, 100_000, ranks) for ranks in (16, 128))
+                self.assertLess(many["predicted"]["seconds"], few["predicted"]["seconds"])
+                self.assertEqual([mode["mode"] for mode in few["weights"]["modes"]], ["resident", "sharded", "streamed"])
+                experts = "experts" in (model / "config.json").read_text()
+                self.assertEqual("experts" in few.get("not_yet", []), experts)
+        llama = root / "configs/models/llama-3.1-405b"
+        text = self.succeed("plan", "--cluster", cluster, "--model", llama, "--tokens", 100_000, "--ranks", 64)
+        self.assertRegex(text, r"resident would need 7\d\d\.\d GiB of a GPU, more than is free")
+        self.assertRegex(text, r"not yet +sharded weights")
+        self.assertEqual(plan(llama, 100_000, 8, "--tile", "2x4", "--heads", 1)["a"], 2)
+        good = ("plan", "--cluster", cluster, "--model", llama, "--tokens", 1000)
+        self.assertIn("8 ranks", self.succeed(*good))  # a node
+        self.refuse("plan", "--model", llama, "--tokens", 1000, status=2, message="--config FILE or --cluster FILE")
+        self.refuse("plan", "--cluster", cluster, "--tokens", 1000, status=2, message="model.path")
+        self.refuse("plan", "--cluster", "nowhere.yaml", "--model", llama, "--tokens", 1000, status=2,
+                    message=r"nowhere\.yaml: cannot be read")
+        self.refuse(*good, "--ranks-per-host", 4, status=2, message="--ranks-per-host")
+        self.refuse("plan", "--cluster", root / "configs/scenarios/ethernet.yaml", "--model", llama, "--tokens", 1000,
+                    status=2, message=r"ethernet\.yaml: cluster\.gemm_flops_per_second")
+        self.refuse("plan", "--cluster", cluster, "--model", llama, "--tokens", 1 << 21, status=2,
+                    message="above the model's context")
+        self.refuse(*good, "--ranks", 1, status=1, message="do not fit 1 GPU.*resident.*streamed.*--ranks more")
+
+    def test_plan_takes_the_models_folder(self):
+        plans = [self.succeed("plan", "--config", self.config, *model, "--tokens", 1000, "--tile", "2x2", "--json")
+                 for model in ((), ("--model", self.model))]
+        self.assertEqual(*(json.loads(plan)["steps"] for plan in plans))
+        self.refuse("plan", "--config", self.config, "--model", "/nowhere", "--tokens", 1000, status=2,
+                    message="/nowhere/config.json")
 
     # ---- make-model.
 

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iterator>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -17,9 +18,11 @@
 #include "engine/prefill_request.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/commands/flags.h"
+#include "server/cli/gpu_plan.h"
 #include "server/cli/output_file.h"
 #include "server/cli/result_json.h"
 #include "server/cli/result_text.h"
+#include "server/cli/scenario.h"
 #include "server/config/config.h"
 #include "server/pictures/plan_picture.h"
 #include "server/pool/pool_planner.h"
@@ -45,7 +48,13 @@ class PlanCommand : public Command {
  public:
   explicit PlanCommand(CLI::App& parent)
       : Command(parent.add_subcommand("plan", "Show what a prefill would run, and how long it would take")) {
-    config_.AddTo(*app_)->required();
+    CLI::Option* config = config_.AddTo(*app_);
+    app_->add_option("--model", model_path_, "Model folder (default: the config's)")->type_name("DIR");
+    app_->add_option("--cluster", cluster_path_,
+                     "Plan for the GPUs of a scenario (YAML), which need not be here; without it for this "
+                     "machine, as --config has it")
+        ->type_name("FILE");
+    config->description(config->get_description() + "; needed without --cluster");
     app_->add_option("--tokens", tokens_, "Tokens in the prompt")
         ->type_name("N")
         ->check(WholeNumber(1))
@@ -56,7 +65,8 @@ class PlanCommand : public Command {
         ->capture_default_str();
     app_->add_option("--ranks", ranks_,
                      absl::StrCat("Ranks that share the prompt: of an embedded pool 1 to ", kMaxHostRanks,
-                                  ", of a pool of workers 1 to ", kMaxPlanRanks, " (default: the config's)"))
+                                  ", of a pool of workers or a cluster 1 to ", kMaxPlanRanks,
+                                  " (default: the config's, of a cluster a node)"))
         ->type_name("N")
         ->check(CLI::Range(1, kMaxPlanRanks));
     app_->add_option("--ranks-per-host", ranks_per_host_,
@@ -79,8 +89,14 @@ class PlanCommand : public Command {
     if (!svg_path_.empty()) {
       RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
-    ASSIGN_OR_RETURN(v1::Config config, config_.Load());
-    RETURN_IF_ERROR(config_.CheckModelPath(config));
+    if (config_.path.empty() && cluster_path_.empty()) {
+      return absl::InvalidArgumentError("nothing to plan for; give --config FILE or --cluster FILE");
+    }
+    ConfigFlags flags = config_;
+    if (!model_path_.empty()) flags.overrides.push_back(absl::StrCat("model.path=", model_path_));
+    ASSIGN_OR_RETURN(v1::Config config, flags.Load());
+    RETURN_IF_ERROR(flags.CheckModelPath(config));
+    if (!cluster_path_.empty()) return PlanForCluster(config);
     EngineOptions options = ToEngineOptions(config);
     if (dtype_.has_value()) options.dtype = dtype_;
     const int ranks = ranks_.value_or(options.ranks);
@@ -93,28 +109,61 @@ class PlanCommand : public Command {
           workers ? "give --ranks-per-host" : "plan for workers with a config that has pool.control_listen"));
     }
     ASSIGN_OR_RETURN(ModelShape shape, ReadModelShape(options));
-    if (cached_tokens_ + tokens_ > shape.context_tokens) {
-      const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
-      return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
-                                                " is above the model's context of ", shape.context_tokens,
-                                                " tokens; plan a shorter prompt"));
-    }
+    RETURN_IF_ERROR(CheckContext(shape));
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
     ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
-    // The server cuts what does not fit where a block begins, too.
-    const int64_t granule = std::lcm<int64_t>(RoundTokens(ranks, request.stripe), config.kv().block_tokens());
+    const int64_t granule = GranuleOf(config, request);
     ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(shape, host.speed, request, granule));
+    return Show(shape, host.speed, choice, host.weight_modes, "a host", {});
+  }
+
+ private:
+  absl::Status CheckContext(const ModelShape& shape) const {
+    if (cached_tokens_ + tokens_ <= shape.context_tokens) return absl::OkStatus();
+    const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
+    return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
+                                              " is above the model's context of ", shape.context_tokens,
+                                              " tokens; plan a shorter prompt"));
+  }
+
+  // The server cuts what does not fit where a block begins, too.
+  static int64_t GranuleOf(const v1::Config& config, const PlanRequest& request) {
+    return std::lcm<int64_t>(RoundTokens(request.ranks, request.stripe), config.kv().block_tokens());
+  }
+
+  absl::Status PlanForCluster(const v1::Config& config) const {
+    if (ranks_per_host_.has_value()) {
+      return absl::InvalidArgumentError(
+          "--ranks-per-host: a cluster has its own gpus_per_node; leave it out");
+    }
+    if (dtype_ == DType::kF32) {
+      return absl::InvalidArgumentError("--dtype f32: GPUs compute in bf16; leave it out");
+    }
+    ASSIGN_OR_RETURN(const GpuCluster gpus, LoadGpuCluster(cluster_path_));
+    EngineOptions options = ToEngineOptions(config);
+    options.dtype = DType::kBf16;
+    ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(options));
+    RETURN_IF_ERROR(CheckContext(shape));
+    PlanRequest request = PlanRequestOf(options, shape_, tokens_);
+    request.ranks = ranks_.value_or(gpus.cluster.gpus_per_node);
+    request.cached_tokens = cached_tokens_;
+    ASSIGN_OR_RETURN(const GpuPlan plan, PlanOnGpus(shape, gpus, request, GranuleOf(config, request)));
+    return Show(shape, plan.speed, plan.choice, plan.modes, "a GPU", plan.not_yet);
+  }
+
+  absl::Status Show(const ModelShape& shape, const PoolSpeed& speed, const PlanChoice& choice,
+                    const std::vector<WeightModeBytes>& modes, const char* place,
+                    const std::vector<std::string>& not_yet) const {
     if (!svg_path_.empty()) {
-      const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, host.speed, choice.plan));
+      const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));
     }
-    std::fputs(json_ ? absl::StrCat(PlanJson(choice, host.weight_modes), "\n").c_str()
-                     : PlanText(choice, host.weight_modes).c_str(),
+    std::fputs(json_ ? absl::StrCat(PlanJson(choice, modes, not_yet), "\n").c_str()
+                     : PlanText(choice, modes, place, not_yet).c_str(),
                stdout);
     return absl::OkStatus();
   }
 
- private:
   // `options` and `host` are of one host, which this machine stands for.
   absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options,
                                       const EmbeddedPoolCapacity& host, int ranks) const {
@@ -140,6 +189,8 @@ class PlanCommand : public Command {
   }
 
   ConfigFlags config_;
+  std::string model_path_;
+  std::string cluster_path_;
   int64_t tokens_ = 0;
   int64_t cached_tokens_ = 0;
   std::optional<int> ranks_;

@@ -104,6 +104,41 @@ TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
   EXPECT_EQ(LoadScenario("/nowhere.yaml").status().code(), absl::StatusCode::kNotFound);
 }
 
+TEST(GpuCluster, IsTheClusterAndWhatAGpuDoes) {
+  const std::string good = Replaced(kGood, "attention_flops_per_second: 100e12",
+                                    "attention_flops_per_second: 100e12\n  gemm_flops_per_second: 150e12\n  "
+                                    "memory_bytes_per_second: 2e12\n  memory_bytes: 80GB");
+  const std::string path = testing::TempDir() + "/gpus.yaml";
+  const auto load = [&](const std::string& text) {
+    std::ofstream(path) << text;
+    return LoadGpuCluster(path);
+  };
+  const auto gpus = load(good);
+  ASSERT_TRUE(gpus.ok()) << gpus.status();
+  EXPECT_EQ(gpus->cluster.gpus_per_node, 4);
+  EXPECT_DOUBLE_EQ(gpus->cluster.attention_flops_per_second, 100e12);
+  EXPECT_DOUBLE_EQ(gpus->gemm_flops_per_second, 150e12);
+  EXPECT_DOUBLE_EQ(gpus->memory_bytes_per_second, 2e12);
+  EXPECT_EQ(gpus->memory_bytes, 80'000'000'000);
+  EXPECT_EQ(gpus->host_bytes_per_second, 0);
+  EXPECT_TRUE(LoadGpuCluster(ScenarioPath("h100_nodes.yaml")).ok());
+  const BadScenario kCases[] = {
+      {"150e12", "0", ":8: cluster.gemm_flops_per_second: is missing, or not above 0"},
+      {"150e12", "nan", "cluster.gemm_flops_per_second"},
+      {"2e12", "-1", ":9: cluster.memory_bytes_per_second"},
+      {"  memory_bytes: 80GB", "", "cluster.memory_bytes: is missing"},
+      {"80GB", "80", "memory_bytes"},
+      {"80GB", "80GB\n  host_bytes_per_second: -1", ":11: cluster.host_bytes_per_second: must be"},
+      {"100e12", "0", "attention"},
+  };
+  for (const auto& [from, to, named] : kCases) {
+    const auto refused = load(Replaced(good, from, to));
+    EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << to;
+    EXPECT_NE(refused.status().message().find(named), std::string::npos) << refused.status();
+  }
+  EXPECT_EQ(LoadGpuCluster("/nowhere.yaml").status().code(), absl::StatusCode::kNotFound);
+}
+
 constexpr char kSweep[] = R"(
 report: sweep
 sweep:

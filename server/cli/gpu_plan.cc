@@ -1,0 +1,121 @@
+#include "server/cli/gpu_plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "engine/model/layer_shape.h"
+#include "engine/plan/pieces.h"
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kSliceTokens = 4096;  // as on GPUs that are here (kernels/cuda/cuda_grain.cc)
+constexpr int64_t kUsablePercent = 85;  // of what the weights leave of a GPU's memory: likewise
+
+PoolSpeed SpeedOf(const GpuCluster& gpus) {
+  PoolSpeed speed;
+  speed.gemm_flops_per_second = gpus.gemm_flops_per_second;
+  speed.attention_flops_per_second = gpus.cluster.attention_flops_per_second;
+  speed.merge_bytes_per_second = gpus.memory_bytes_per_second;
+  speed.lm_head_bytes_per_second = gpus.memory_bytes_per_second;
+  speed.slice_tokens = kSliceTokens;
+  return speed;
+}
+
+// Weights of all GPUs together, and what one keeps of them.
+struct Held {
+  PlanWeights weights;
+  int64_t kept_bytes = 0;     // of a GPU, whether something runs or not
+  int64_t passing_bytes = 0;  // of a GPU, of each run
+};
+
+std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, const PlanRequest& request) {
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t two_layers = kPartsAhead * bytes.most_layer;
+  const int ranks = request.ranks;
+  std::vector<Held> ways;
+  const int64_t all = bytes.layers + bytes.head + bytes.embedding;
+  ways.push_back({.weights = {.loaded_bytes = ranks * all}, .kept_bytes = all});
+  if (ranks > 1) {
+    std::vector<int> nodes(request.topology.node_of_seat.begin(),
+                           request.topology.node_of_seat.begin() + ranks);
+    const PlanWeights one = {.mode = WeightMode::kSharded,
+                             .loaded_bytes = bytes.layers + bytes.head,
+                             .run_bytes = two_layers,
+                             .layer_bytes = bytes.most_layer,
+                             .head_bytes = bytes.head};
+    ways.push_back({.weights = SharedAmong(one, ranks, AllToAllLink(request.topology, nodes)),
+                    .kept_bytes = ShareBytes(one, ranks),
+                    .passing_bytes = two_layers});
+  }
+  if (gpus.host_bytes_per_second > 0) {
+    const auto seconds = [&](int64_t moved) {
+      return static_cast<double>(moved) / gpus.host_bytes_per_second;
+    };
+    ways.push_back({.weights = {.mode = WeightMode::kStreamed,
+                                .run_bytes = ranks * two_layers,
+                                .layer_seconds = seconds(bytes.most_layer),
+                                .head_seconds = seconds(bytes.head)},
+                    .passing_bytes = two_layers});
+  }
+  return ways;
+}
+
+std::vector<std::string> NotYet(const ModelShape& model, WeightMode mode) {
+  std::vector<std::string> not_yet;
+  if (mode != WeightMode::kResident) not_yet.push_back(absl::StrCat(WeightModeName(mode), " weights"));
+  if (model.experts.count > 0) not_yet.push_back("experts");
+  if (model.fp8.rows != 0) not_yet.push_back("weights in FP8");
+  return not_yet;
+}
+
+}  // namespace
+
+absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gpus, PlanRequest request,
+                                   int64_t granule_tokens) {
+  const PoolSpeed speed = SpeedOf(gpus);
+  request.one_memory = false;
+  request.kv_on_host = true;
+  request.topology = sim::TopologyOf(gpus.cluster, request.ranks);
+  absl::Status status = absl::FailedPreconditionError(
+      absl::StrFormat("the weights do not fit %d GPU%s of %.1f GB", request.ranks,
+                      request.ranks == 1 ? "" : "s", static_cast<double>(gpus.memory_bytes) / 1e9));
+  std::optional<PlanChoice> best;
+  std::vector<WeightModeBytes> modes;
+  for (const Held& way : WaysToHold(model, gpus, request)) {
+    WeightModeBytes& mode = modes.emplace_back(WeightModeBytes{
+        .mode = way.weights.mode, .bytes = way.kept_bytes + way.passing_bytes, .fits = false});
+    const int64_t left = (gpus.memory_bytes - way.kept_bytes) / 100 * kUsablePercent;
+    if (left <= way.passing_bytes) continue;
+    mode.fits = true;
+    request.weights = way.weights;
+    request.memory_budget_bytes = left * request.ranks;
+    absl::StatusOr<PlanChoice> choice = MakePlanInPieces(model, speed, request, granule_tokens);
+    if (!choice.ok()) {
+      if (!absl::IsFailedPrecondition(choice.status())) return choice.status();
+      status = choice.status();
+      continue;
+    }
+    mode.seconds = choice->plan.predicted.seconds;
+    if (!best.has_value() || mode.seconds < best->plan.predicted.seconds) best = *std::move(choice);
+  }
+  if (best.has_value()) {
+    std::vector<std::string> not_yet = NotYet(model, best->weights.mode);
+    return GpuPlan{
+        .choice = *std::move(best), .speed = speed, .modes = std::move(modes), .not_yet = std::move(not_yet)};
+  }
+  std::string needs;
+  for (const WeightModeBytes& mode : modes) {
+    absl::StrAppendFormat(&needs, "%s %s %.1f GB", needs.empty() ? "" : ",", WeightModeName(mode.mode),
+                          static_cast<double>(mode.bytes) / 1e9);
+  }
+  return absl::FailedPreconditionError(absl::StrCat(status.message(), "; of a GPU, weights take", needs,
+                                                    ": give --ranks more, or GPUs with more memory"));
+}
+
+}  // namespace meshfill

@@ -1,0 +1,126 @@
+// Plans for GPUs that are not here: MakePlan's own where the weights are resident, and the fastest of what
+// fits.
+#include "server/cli/gpu_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "engine/model/layer_shape.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+constexpr int64_t kGranule = 64 * 16;
+
+ModelShape Model(std::mt19937_64& random) {
+  ModelShape model = {.layers = Draw(random, 4, 40),
+                      .hidden = 128 * Draw<int64_t>(random, 8, 64),
+                      .intermediate = 128 * Draw<int64_t>(random, 16, 200),
+                      .q_heads = 32,
+                      .kv_heads = 8,
+                      .head_dim = 128,
+                      .vocab = 128'000,
+                      .dtype = DType::kBf16};
+  model.context_tokens = 1 << 24;
+  return model;
+}
+
+GpuCluster Cluster(int64_t memory_bytes) {
+  GpuCluster gpus = {.gemm_flops_per_second = 650e12,
+                     .memory_bytes_per_second = 2.7e12,
+                     .host_bytes_per_second = 50e9,
+                     .memory_bytes = memory_bytes};
+  gpus.cluster = {.gpus_per_node = 8,
+                  .same_node = {.latency_seconds = 5e-6, .bytes_per_second = 360e9},
+                  .between_nodes = {.latency_seconds = 10e-6, .bytes_per_second = 45e9},
+                  .node_bytes_per_second = 360e9,
+                  .attention_flops_per_second = 600e12};
+  return gpus;
+}
+
+const WeightModeBytes* Find(const GpuPlan& plan, WeightMode mode) {
+  const auto found = std::find_if(plan.modes.begin(), plan.modes.end(),
+                                  [mode](const WeightModeBytes& each) { return each.mode == mode; });
+  return found == plan.modes.end() ? nullptr : &*found;
+}
+
+TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
+  std::mt19937_64 random(TestSeed());
+  int resident = 0, others = 0;
+  for (int draw = 0; draw < 30; ++draw) {
+    const ModelShape model = Model(random);
+    const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+    const int64_t all = bytes.layers + bytes.head + bytes.embedding;
+    const GpuCluster gpus = Cluster(all / 100 * Draw(random, 60, 300) + (int64_t{8} << 30));
+    const PlanRequest request = {.tokens = Draw<int64_t>(random, 5'000, 200'000),
+                                 .ranks = 8 * Draw(random, 1, 4)};
+    const auto plan = PlanOnGpus(model, gpus, request, kGranule);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    ASSERT_EQ(plan->modes.size(), 3u);
+    EXPECT_EQ(Find(*plan, WeightMode::kResident)->bytes, all);
+    EXPECT_LT(Find(*plan, WeightMode::kSharded)->bytes, all / request.ranks + 3 * bytes.most_layer);
+    EXPECT_EQ(Find(*plan, WeightMode::kStreamed)->bytes, kPartsAhead * bytes.most_layer);
+    for (const WeightModeBytes& mode : plan->modes) {
+      if (mode.seconds == 0) continue;
+      EXPECT_TRUE(mode.fits);
+      EXPECT_LE(plan->choice.plan.predicted.seconds, mode.seconds);
+    }
+    EXPECT_EQ(Find(*plan, plan->choice.weights.mode)->seconds, plan->choice.plan.predicted.seconds);
+    EXPECT_LE(plan->choice.plan.predicted.peak_bytes, request.ranks * gpus.memory_bytes);
+    if (plan->choice.weights.mode == WeightMode::kResident) {
+      ++resident;
+      EXPECT_THAT(plan->not_yet, IsEmpty());
+    } else {
+      ++others;
+      EXPECT_EQ(plan->not_yet.size(), 1u);
+      EXPECT_GT(plan->choice.plan.predicted.weight_seconds, 0);
+    }
+  }
+  EXPECT_GT(resident, 0);
+  EXPECT_GT(others, 0);
+}
+
+TEST(GpuPlan, ResidentWeightsCostNoTime) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 10; ++draw) {
+    const ModelShape model = Model(random);
+    GpuCluster gpus = Cluster(int64_t{1} << 42);
+    gpus.host_bytes_per_second = 0;  // cannot stream
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 5'000, 200'000), .ranks = Draw(random, 2, 16)};
+    const auto plan = PlanOnGpus(model, gpus, request, kGranule);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->modes.size(), 2u);
+    EXPECT_EQ(plan->choice.weights.mode, WeightMode::kResident);
+    request.one_memory = false;
+    request.kv_on_host = true;
+    request.topology = sim::TopologyOf(gpus.cluster, request.ranks);
+    const auto expected = MakePlan(model, plan->speed, request);
+    ASSERT_TRUE(expected.ok()) << expected.status();
+    EXPECT_EQ(plan->choice.plan.predicted.seconds, expected->plan.predicted.seconds);
+    EXPECT_EQ(plan->choice.plan.tile, expected->plan.tile);
+    EXPECT_EQ(plan->choice.plan.heads, expected->plan.heads);
+  }
+}
+
+TEST(GpuPlan, SaysWhatTheWeightsWouldTakeWhereNothingFits) {
+  std::mt19937_64 random(TestSeed());
+  ModelShape model = Model(random);
+  const auto plan = PlanOnGpus(model, Cluster(1 << 20), {.tokens = 1000, .ranks = 8}, kGranule);
+  EXPECT_TRUE(absl::IsFailedPrecondition(plan.status())) << plan.status();
+  EXPECT_THAT(std::string(plan.status().message()), HasSubstr("do not fit 8 GPUs of 0.0 GB"));
+  EXPECT_THAT(std::string(plan.status().message()), HasSubstr("resident"));
+  EXPECT_THAT(std::string(plan.status().message()), HasSubstr("--ranks more"));
+  const auto bad = PlanOnGpus(model, Cluster(int64_t{1} << 42), {.tokens = 0, .ranks = 8}, kGranule);
+  EXPECT_TRUE(absl::IsInvalidArgument(bad.status())) << bad.status();
+}
+
+}  // namespace
+}  // namespace meshfill
