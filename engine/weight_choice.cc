@@ -81,10 +81,10 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
         "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
         "copy of the weights together: set resident, streamed or auto");
   }
-  if (options.weights == WeightMode::kSharded && shape.fp8.rows != 0) {
-    return absl::InvalidArgumentError(
-        "model.weights is sharded, and the model's weights are in FP8, which workers do not share yet: set "
-        "resident, streamed or auto");
+  if (options.weights == WeightMode::kSharded && (shape.fp8.rows != 0 || shape.fp4_experts)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "model.weights is sharded, and the model's weights are in ", shape.fp4_experts ? "MXFP4" : "FP8",
+        ", which workers do not share yet: set resident, streamed or auto"));
   }
   const int64_t free = FreeMemoryBytes();
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };

@@ -79,6 +79,10 @@ struct WeightRows {
   const float* scales = nullptr;
   int64_t scale_rows = 1;
   int64_t scale_columns = 1;
+  // Of MXFP4 alone, whose rows are of in_features / 2 bytes, the element of the even column in the low half:
+  // an element counts as many times itself as the scale of its block of kMxBlock columns says, which divides
+  // in_features: [rows, in_features / kMxBlock], E8M0, none of them NaN.
+  const uint8_t* exponents = nullptr;
 
   float ScaleOf(int64_t row, int64_t column, int64_t in_features) const {
     const int64_t scales_of_row = (in_features + scale_columns - 1) / scale_columns;
@@ -113,9 +117,9 @@ class Device {
   // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
   virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
   // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards. A
-  // source's error is this one's. Of FP8 are all rows or none, with blocks of as many columns each; they stay
-  // as they are where the device can, and each product is that of the f32 products of element and scale,
-  // rounded to the compute dtype.
+  // source's error is this one's. Of FP8 are all rows or none, with blocks of as many columns each, and so of
+  // MXFP4; they stay as they are where the device can, and each product is that of the f32 products of
+  // element and scale, rounded to the compute dtype.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                                    int64_t in_features) = 0;
 

@@ -8,9 +8,10 @@
 
 namespace meshfill {
 
-// kF8E4M3: of weights alone, with scales beside them (kernels/device.h).
-enum class DType { kF32, kBf16, kF16, kF8E4M3 };
+// kF8E4M3 and kF4E2M1: of weights alone, with scales beside them (kernels/device.h).
+enum class DType { kF32, kBf16, kF16, kF8E4M3, kF4E2M1 };
 
+// Of one element; 0 of kF4E2M1, two of which are in a byte (ElementsBytes).
 constexpr size_t DTypeBytes(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -20,11 +21,18 @@ constexpr size_t DTypeBytes(DType dtype) {
       return 2;
     case DType::kF8E4M3:
       return 1;
+    case DType::kF4E2M1:
+      return 0;
   }
   return 0;  // no value of the enum: nothing that is allocated by it is ever large enough to use
 }
 
-// "f32", "bf16", "f16", "fp8": the names of the command line and of the config.
+// Of so many elements side by side; of kF4E2M1, an even number.
+constexpr int64_t ElementsBytes(DType dtype, int64_t elements) {
+  return dtype == DType::kF4E2M1 ? elements / 2 : elements * static_cast<int64_t>(DTypeBytes(dtype));
+}
+
+// "f32", "bf16", "f16", "fp8", "mxfp4": the names of the command line and of the config.
 constexpr const char* DTypeName(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -35,6 +43,8 @@ constexpr const char* DTypeName(DType dtype) {
       return "f16";
     case DType::kF8E4M3:
       return "fp8";
+    case DType::kF4E2M1:
+      return "mxfp4";
   }
   return "?";
 }
@@ -76,6 +86,21 @@ constexpr float Fp8ToFloat(uint8_t fp8) {
   }
   return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
 }
+
+// E2M1 in the low half of a byte (OCP Microscaling Formats 1.0): a sign, 2 bits of exponent, 1 of mantissa;
+// exact.
+constexpr float Fp4ToFloat(uint8_t fp4) {
+  constexpr float kMagnitudes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const float magnitude = kMagnitudes[fp4 & 7];
+  return (fp4 & 8) != 0 ? -magnitude : magnitude;
+}
+
+// E8M0, the scale of a block in MXFP4: 2^(bits − 127); 255 is NaN.
+constexpr float E8M0ToFloat(uint8_t bits) {
+  if (bits == 255) return std::bit_cast<float>(0x7fc00000u);
+  return std::bit_cast<float>(bits == 0 ? 0x00400000u : static_cast<uint32_t>(bits) << 23);
+}
+inline constexpr int64_t kMxBlock = 32;  // elements of a row that share such a scale
 
 }  // namespace meshfill
 

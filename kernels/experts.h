@@ -70,9 +70,10 @@ struct RouteArgs {
   ExpertRows rows;  // written
 };
 
-// y[row] = W x[row] for each row, W that of the row's expert.
+// y[row] = W x[row] + bias for each row, W and bias those of the row's expert.
 struct ExpertGemmArgs {
-  std::span<const std::unique_ptr<PackedWeight>> weights;  // by expert, all of one shape, without bias
+  std::span<const std::unique_ptr<PackedWeight>>
+      weights;  // by expert, all of one shape, with biases or without
   ExpertRows rows;
   int64_t row_count;  // tokens · used
   bool by_token;      // x has a row for each token, which those of its experts read; else for each row

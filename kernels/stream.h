@@ -101,6 +101,31 @@ struct MergePartialArgs {
   int head_dim;
 };
 
+// Attention sinks as gpt-oss has them (its model card, arXiv 2508.10925, Architecture; transformers'
+// modeling_gpt_oss.py): each head has a learned logit that joins the softmax's denominator, and no value. To
+// a row that has attended to all of its keys, that is one factor:
+//     o *= exp(lse) / (exp(lse) + exp(sink)) = 1 / (1 + exp(sink − lse))
+// The LSE stays that of the keys.
+struct ApplySinksArgs {
+  float* o;            // [heads, tokens, head_dim], f32, in and out
+  const float* lse;    // [heads, tokens], f32
+  const float* sinks;  // [heads], finite
+  int heads;
+  int64_t tokens;
+  int head_dim;
+};
+
+// gpt-oss's activation: y = g · sigmoid(alpha · g) · (u + 1), with g = min(gate, limit), u = up within
+// ±limit.
+struct ClampedSwiGluArgs {
+  const void* x;  // [tokens, width, 2], compute dtype: each gate beside its up
+  int64_t tokens;
+  int64_t width;
+  float alpha;
+  float limit;
+  void* y;  // [tokens, width], compute dtype
+};
+
 // Where the rows of a tensor of heads and slots lie: row (head, slot) is head_dim elements from element
 // head · head_stride + slots.At(slot) · slot_stride on.
 struct HeadRows {
@@ -197,6 +222,7 @@ class Stream {
   virtual absl::Status SplitQkv(const SplitQkvArgs& args) = 0;
   virtual absl::Status AttentionBlock(const AttentionBlockArgs& args) = 0;
   virtual absl::Status MergePartial(const MergePartialArgs& args) = 0;
+  virtual absl::Status ApplySinks(const ApplySinksArgs& args) = 0;
   virtual absl::Status CopyHeads(const CopyHeadsArgs& args) = 0;
   // The same with `to` in host memory and of the same dtype, slots outermost: [slots, heads, head_dim], from
   // what earlier operations left in `source`, which holds `from` in the order of its slots, and which nobody
@@ -209,6 +235,7 @@ class Stream {
   // The same with GELU in its tanh form: gelu(g) = g/2 · (1 + tanh(√(2/π)·(g + 0.044715·g³))).
   virtual absl::Status GeGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
                              int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
+  virtual absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) = 0;
   // The MLP of experts (kernels/experts.h): chooses each token's experts and sorts the rows; multiplies the
   // rows of every expert; adds what the experts say.
   virtual absl::Status Route(const RouteArgs& args) = 0;

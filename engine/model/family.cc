@@ -19,7 +19,7 @@ constexpr int64_t kMaxExpertWidth = int64_t{1} << 20;
 
 constexpr std::array kFamilies = {&kLlamaFamily,    &kMistralFamily, &kQwen2Family,   &kQwen3Family,
                                   &kQwen3MoeFamily, &kMixtralFamily, &kGlm4MoeFamily, &kMiniMaxM2Family,
-                                  &kPhi3Family,     &kGemma3Family};
+                                  &kPhi3Family,     &kGemma3Family,  &kGptOssFamily};
 
 }  // namespace
 

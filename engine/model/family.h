@@ -47,7 +47,7 @@ struct Family {
 };
 
 extern const Family kLlamaFamily, kMistralFamily, kQwen2Family, kQwen3Family, kQwen3MoeFamily, kMixtralFamily,
-    kGlm4MoeFamily, kMiniMaxM2Family, kPhi3Family, kGemma3Family;
+    kGlm4MoeFamily, kMiniMaxM2Family, kPhi3Family, kGemma3Family, kGptOssFamily;
 
 std::span<const Family* const> Families();
 const Family& FamilyOf(ModelFamily family);  // every one is there

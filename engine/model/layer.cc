@@ -95,7 +95,7 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
                                       .by_token = true,
                                       .x = buffers_.normed->data(),
                                       .y = buffers_.wide->data()}));
-  RETURN_IF_ERROR(Activate(row_count, width));
+  RETURN_IF_ERROR(ActivateExperts(row_count));
   RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.down,
                                       .rows = rows,
                                       .row_count = row_count,
@@ -108,6 +108,18 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
                              .used = used,
                              .width = shape_.hidden,
                              .x = x});
+}
+
+absl::Status Layer::ActivateExperts(int64_t rows) const {
+  const int64_t width = shape_.experts.width;
+  const SwiGluClamp& clamp = shape_.swiglu_clamp;
+  if (clamp.limit == 0) return Activate(rows, width);
+  return stream_.ClampedSwiGlu({.x = buffers_.wide->data(),
+                                .tokens = rows,
+                                .width = width,
+                                .alpha = clamp.alpha,
+                                .limit = clamp.limit,
+                                .y = buffers_.narrow->data()});
 }
 
 absl::Status Layer::Norm(const float* x, const PlacedVector& weight, int64_t tokens) const {

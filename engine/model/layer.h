@@ -4,6 +4,8 @@
 //     x += attention(q, k, v) Wo                       AddAttention, of what the mesh has attended
 //     x += (act(norm(x) Wgate) · norm(x) Wup) Wdown    AddMlp; act is SiLU or GELU
 //
+// Sinks (ApplySinks of kernels/stream.h) are applied with the mesh's attention, by whoever ends a row.
+//
 // With experts, the MLP is a sum of such MLPs: of the shared expert, and of those that a router chooses for
 // the token, each times its weight. With norms behind the sublayers, what each adds to x is normalised first.
 //
@@ -52,6 +54,7 @@ struct LayerWeights {
   PlacedVector attention_post_norm;       // [hidden], or empty
   PlacedVector mlp_post_norm;             // [hidden], or empty
   PlacedVector q_norm, k_norm;            // [head_dim] or [heads·head_dim], or empty
+  PlacedVector sinks;                     // [q_heads], or empty
   std::unique_ptr<PackedWeight> qkv;      // [(q_heads + 2·kv_heads)·head_dim, hidden]: q, k, v stacked
   std::unique_ptr<PackedWeight> o;        // [hidden, q_heads·head_dim]
   std::unique_ptr<PackedWeight> gate_up;  // [2·intermediate, hidden]: gate, up stacked; null: experts
@@ -113,6 +116,7 @@ class Layer {
   absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
                         float* x) const;                    // of normed
   absl::Status AddExperts(int64_t tokens, float* x) const;  // of normed
+  absl::Status ActivateExperts(int64_t rows) const;         // wide into narrow
 
   const LayerShape& shape_;
   const LayerWeights& weights_;

@@ -23,6 +23,7 @@ LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form) {
           .activation = model.activation,
           .rope = form.rope,
           .fp8 = model.fp8,
+          .fp4_experts = model.fp4_experts,
           .dtype = model.dtype};
 }
 
@@ -31,11 +32,14 @@ LayerShape LayerShapeOf(const ModelConfig& config, int layer) {
   shape.router = config.router;
   shape.expert_names = config.expert_names;
   shape.router_correction = config.router_correction;
+  shape.expert_bias = config.expert_bias;
+  shape.swiglu_clamp = config.swiglu_clamp;
   shape.qkv_bias = config.qkv_bias;
   shape.o_bias = config.o_bias;
   shape.mlp_bias = config.mlp_bias;
   shape.fused_projections = config.fused_projections;
   shape.qk_norm = config.qk_norm;
+  shape.sinks = config.sinks;
   return shape;
 }
 
@@ -49,11 +53,12 @@ std::string NameOf(const LayerTensor& tensor, int layer, int copy) {
 }  // namespace
 
 std::string LayerTensor::WeightName(int layer, int copy) const {
-  return absl::StrCat(NameOf(*this, layer, copy), part == LayerPart::kRouterCorrection ? "" : ".weight");
+  const bool whole = stacked || part == LayerPart::kRouterCorrection || part == LayerPart::kSinks;
+  return absl::StrCat(NameOf(*this, layer, copy), whole ? "" : ".weight");
 }
 
 std::string LayerTensor::BiasName(int layer, int copy) const {
-  return absl::StrCat(NameOf(*this, layer, copy), ".bias");
+  return absl::StrCat(NameOf(*this, layer, copy), stacked ? "_bias" : ".bias");
 }
 
 std::string LayerTensor::ScalesName(int layer, int copy, const char* scales) const {
@@ -90,16 +95,23 @@ void AppendExperts(const LayerShape& shape, std::vector<LayerTensor>& tensors) {
   const ExpertNames& names = shape.expert_names;
   const auto& [count, used, width, shared_width] = shape.experts;
   const int64_t hidden = shape.hidden;
-  tensors.push_back({LayerPart::kRouter, names.router, count, hidden});
+  const bool bias = shape.expert_bias;
+  tensors.push_back({LayerPart::kRouter, names.router, count, hidden, bias});
   if (shape.router_correction) tensors.push_back({LayerPart::kRouterCorrection, names.correction, count, 0});
   if (shared_width > 0) {
     tensors.push_back({LayerPart::kSharedGateUp, names.shared_gate, shared_width, hidden});
     tensors.push_back({LayerPart::kSharedGateUp, names.shared_up, shared_width, hidden});
     tensors.push_back({LayerPart::kSharedDown, names.shared_down, hidden, shared_width});
   }
-  tensors.push_back({LayerPart::kExpertGateUp, names.gate, width, hidden, false, count, used});
-  tensors.push_back({LayerPart::kExpertGateUp, names.up, width, hidden, false, count, used});
-  tensors.push_back({LayerPart::kExpertDown, names.down, hidden, width, false, count, used});
+  const bool stacked = names.gate_up != nullptr;
+  if (stacked) {
+    tensors.push_back(
+        {LayerPart::kExpertGateUp, names.gate_up, 2 * width, hidden, bias, count, used, stacked});
+  } else {
+    tensors.push_back({LayerPart::kExpertGateUp, names.gate, width, hidden, bias, count, used});
+    tensors.push_back({LayerPart::kExpertGateUp, names.up, width, hidden, bias, count, used});
+  }
+  tensors.push_back({LayerPart::kExpertDown, names.down, hidden, width, bias, count, used, stacked});
 }
 
 }  // namespace
@@ -115,6 +127,7 @@ std::vector<LayerTensor> LayerTensors(const LayerShape& shape) {
     tensors.push_back(
         {LayerPart::kKNorm, "self_attn.k_norm", per_head ? shape.head_dim : shape.kv_width(), 0});
   }
+  if (shape.sinks) tensors.push_back({LayerPart::kSinks, "self_attn.sinks", shape.q_heads, 0});
   tensors.push_back({LayerPart::kO, "self_attn.o_proj", hidden, shape.q_width(), shape.o_bias});
   if (shape.post_norms)
     tensors.push_back({LayerPart::kAttentionPostNorm, "post_attention_layernorm", hidden, 0});
@@ -155,13 +168,24 @@ int64_t LayersMatrixElements(const ModelShape& model) {
   return elements;
 }
 
+namespace {
+
+bool InFp4(const LayerShape& shape, const LayerTensor& tensor) {
+  return shape.fp4_experts &&
+         (tensor.part == LayerPart::kExpertGateUp || tensor.part == LayerPart::kExpertDown);
+}
+
+}  // namespace
+
 int64_t LayerMatrixBytes(const LayerShape& shape, DType packed) {
   int64_t bytes = 0;
   for (const LayerTensor& tensor : LayerTensors(shape)) {
     if (tensor.is_vector()) continue;
-    if (shape.fp8.rows == 0 || !tensor.may_be_fp8()) {
+    if (InFp4(shape, tensor)) {
+      bytes += tensor.elements() / 2 + tensor.elements() / kMxBlock;
+    } else if (shape.fp8.rows == 0 || !tensor.may_be_fp8()) {
       bytes += tensor.elements() * static_cast<int64_t>(DTypeBytes(packed));
-    } else {  // with a scale for each row and block of columns, in f32 (kernels/cpu/fp8_matrix.h)
+    } else {  // with a scale for each row and block of columns, in f32 (kernels/cpu/narrow_matrix.h)
       const int64_t scales = tensor.out_features * shape.fp8.ScaleColumns(tensor.in_features);
       bytes += tensor.elements() + tensor.copies * scales * static_cast<int64_t>(sizeof(float));
     }
@@ -173,10 +197,10 @@ int64_t MostWidenedBytes(const ModelShape& model, DType packed) {
   int64_t most = 0;
   model.ForEachKind([&](const LayerForm& form, int) {
     const LayerShape shape = LayerShapeOf(model, form);
-    if (shape.fp8.rows == 0) return;
     int64_t elements = 0;
     for (const LayerTensor& tensor : LayerTensors(shape)) {
-      if (tensor.may_be_fp8()) elements += tensor.elements();
+      const bool in_fp8 = shape.fp8.rows != 0 && tensor.may_be_fp8();
+      if (in_fp8 || InFp4(shape, tensor)) elements += tensor.elements();
     }
     most = std::max(most, elements * static_cast<int64_t>(DTypeBytes(packed)));
   });

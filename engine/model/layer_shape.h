@@ -28,13 +28,17 @@ struct LayerShape {
   RouterRule router;     // likewise
   ExpertNames expert_names;
   bool router_correction = false;  // the router has a correction for each expert
+  bool expert_bias = false;        // the experts and their router have biases
+  SwiGluClamp swiglu_clamp;        // of the experts
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   bool post_norms = false;         // what attention and MLP add is normalised, too
   Activation activation = Activation::kSilu;
   LayerRope rope = LayerRope::kMain;
   QkNorm qk_norm = QkNorm::kNone;
+  bool sinks = false;         // each query head has one
   Fp8Blocks fp8;              // of all matrices that may be in FP8
+  bool fp4_experts = false;   // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;  // compute dtype
 
   int64_t q_width() const { return int64_t{q_heads} * head_dim; }
@@ -53,6 +57,7 @@ enum class LayerPart {
   kQkv,
   kQNorm,
   kKNorm,
+  kSinks,
   kO,
   kAttentionPostNorm,
   kMlpNorm,
@@ -67,7 +72,7 @@ enum class LayerPart {
   kExpertDown,
 };
 
-// A vector (a norm's weight, the router's correction), [out_features], or a linear layer's matrix,
+// A vector (a norm's weight, the router's correction, sinks), [out_features], or a linear layer's matrix,
 // [out_features, in_features], with its bias, if any.
 struct LayerTensor {
   LayerPart part;
@@ -77,10 +82,15 @@ struct LayerTensor {
   bool bias = false;
   int copies = 1;       // one for each expert
   int used_copies = 1;  // by a token
+  // All copies are one tensor, transposed: [copies, in_features, out_features]; so are their biases,
+  // [copies, out_features].
+  bool stacked = false;
 
   bool is_vector() const { return in_features == 0; }
-  bool is_norm() const { return is_vector() && part != LayerPart::kRouterCorrection; }
-  bool may_be_fp8() const { return !is_vector() && part != LayerPart::kRouter; }
+  bool is_norm() const {
+    return is_vector() && part != LayerPart::kRouterCorrection && part != LayerPart::kSinks;
+  }
+  bool may_be_fp8() const { return !is_vector() && part != LayerPart::kRouter && !stacked; }
   int64_t elements() const { return copies * out_features * (is_vector() ? 1 : in_features); }
   // The tensor's name in the model's folder, less ".bias".
   std::string WeightName(int layer, int copy) const;
@@ -101,10 +111,10 @@ ProductShape ProductOf(const LayerShape& shape, LayerPart part);
 // Elements of all matrices: of a layer, and of all layers.
 int64_t LayerMatrixElements(const LayerShape& shape);
 int64_t LayersMatrixElements(const ModelShape& model);
-// Bytes of a layer's matrices, where those that are not in FP8 are held in `packed`.
+// Bytes of a layer's matrices, where those that are not in FP8 or MXFP4 are held in `packed`.
 int64_t LayerMatrixBytes(const LayerShape& shape, DType packed);
 
-// Bytes of the largest layer's matrices in FP8 once they are widened to `packed`; 0 where none is in FP8.
+// Bytes of the largest layer's matrices in FP8 and MXFP4 once they are widened to `packed`.
 int64_t MostWidenedBytes(const ModelShape& model, DType packed);
 
 // How a model's weights are in the memory of the ranks.

@@ -33,6 +33,7 @@ const char* TorchName(DType dtype) {
     case DType::kF16:
       return "float16";
     case DType::kF8E4M3:  // of the rest
+    case DType::kF4E2M1:
       return "bfloat16";
   }
   return "?";
@@ -70,6 +71,12 @@ json ConfigJson(const MakeModelOptions& options) {
                                      {"activation_scheme", "dynamic"},
                                      {"weight_block_size", {128, 128}}};
   }
+  if (options.dtype == DType::kF4E2M1) {
+    config["quantization_config"] = {
+        {"quant_method", "mxfp4"},
+        {"modules_to_not_convert",
+         {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}}};
+  }
   return config;
 }
 
@@ -78,22 +85,49 @@ struct RandomTensor {
   TensorSpec spec;
   double mean;
   double deviation;
+  bool bits = false;  // of bytes: all values alike
 };
 
 // Deviations keep the activations, and with them the logits, of order 1: a linear layer has 1/√in.
 std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   constexpr double kNormDeviation = 0.1;
   constexpr double kBiasDeviation = 0.1;
+  constexpr double kSinkDeviation = 1;     // as that of scores
   constexpr double kFp8Deviation = 112;    // a quarter of the largest
   constexpr double kScaleDeviation = 0.1;  // of the mean
+  constexpr double kFp4Deviation = 2.93;   // where all 16 values are alike
+  constexpr double kExponentDeviation = 0.5;
   const ModelShape& shape = config.shape;
-  const ElementType type = ElementTypeOf(dtype == DType::kF8E4M3 ? DType::kBf16 : dtype);
+  const ElementType type =
+      ElementTypeOf(dtype == DType::kF8E4M3 || dtype == DType::kF4E2M1 ? DType::kBf16 : dtype);
   std::vector<RandomTensor> tensors;
   const auto norm = [&](const std::string& name, int64_t width) {
     tensors.push_back({{name, type, {width}}, 1 - config.norm_offset, kNormDeviation});
   };
-  const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
-    tensors.push_back({{name, type, {out, in}}, 0, 1 / std::sqrt(static_cast<double>(in))});
+  const auto matrix = [&](const std::string& name, std::vector<int64_t> extents, int64_t in) {
+    tensors.push_back({{name, type, std::move(extents)}, 0, 1 / std::sqrt(static_cast<double>(in))});
+  };
+  const auto linear = [&](const std::string& name, int64_t out, int64_t in) { matrix(name, {out, in}, in); };
+  const auto fp4 = [&](const LayerTensor& tensor, int layer) {
+    const int64_t copies = tensor.copies, out = tensor.out_features, blocks = tensor.in_features / kMxBlock;
+    const std::string name = tensor.WeightName(layer, 0);
+    const double exponent =
+        127 - std::log2(kFp4Deviation * std::sqrt(static_cast<double>(tensor.in_features)));
+    tensors.push_back(
+        {{name + "_blocks", ElementType::kU8, {copies, out, blocks, kMxBlock / 2}}, 0, 0, /*bits=*/true});
+    tensors.push_back(
+        {{name + "_scales", ElementType::kU8, {copies, out, blocks}}, exponent, kExponentDeviation});
+  };
+  const auto stacked = [&](const LayerTensor& tensor, int layer) {
+    if (config.shape.fp4_experts) {
+      fp4(tensor, layer);
+    } else {
+      matrix(tensor.WeightName(layer, 0), {tensor.copies, tensor.in_features, tensor.out_features},
+             tensor.in_features);
+    }
+    if (!tensor.bias) return;
+    tensors.push_back(
+        {{tensor.BiasName(layer, 0), type, {tensor.copies, tensor.out_features}}, 0, kBiasDeviation});
   };
   const auto fp8 = [&](const LayerTensor& tensor, int layer, int copy) {
     const int64_t out = tensor.out_features, in = tensor.in_features;
@@ -110,12 +144,18 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
   for (int layer = 0; layer < shape.layers; ++layer) {
     for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
+      if (tensor.stacked) {
+        stacked(tensor, layer);
+        continue;
+      }
       for (int copy = 0; copy < tensor.copies; ++copy) {
         const std::string name = tensor.WeightName(layer, copy);
         if (tensor.is_norm()) {
           norm(name, tensor.out_features);
         } else if (tensor.is_vector()) {
-          tensors.push_back({{name, type, {tensor.out_features}}, 0, kBiasDeviation});
+          const bool sinks = tensor.part == LayerPart::kSinks;
+          tensors.push_back(
+              {{name, type, {tensor.out_features}}, 0, sinks ? kSinkDeviation : kBiasDeviation});
         } else if (config.fp8.scales != nullptr && tensor.may_be_fp8()) {
           fp8(tensor, layer, copy);
         } else {
@@ -135,6 +175,8 @@ std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
 // ---- Random values: a pure function of (stream, index), in integers up to the last, exact multiplication,
 // so that every machine makes the same bytes.
 
+constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15u;
+
 constexpr uint64_t Mix(uint64_t x) {  // SplitMix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -144,7 +186,7 @@ constexpr uint64_t Mix(uint64_t x) {  // SplitMix64's finaliser
 // Close to normal: the sum of four uniform numbers (Irwin–Hall), mean 0, deviation 1.
 constexpr double NearNormal(uint64_t stream, uint64_t index) {
   constexpr double kUnitsPerDeviation = 37837.22;  // √(4 · 2³² / 12)
-  const uint64_t bits = Mix(stream + index * 0x9e3779b97f4a7c15u);
+  const uint64_t bits = Mix(stream + index * kGoldenRatio);
   const int64_t sum =
       static_cast<int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
   return static_cast<double>(sum - 2 * 0xffff) * (1 / kUnitsPerDeviation);
@@ -193,6 +235,20 @@ absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert c
   return absl::OkStatus();
 }
 
+absl::Status AppendRandomBits(const RandomTensor& tensor, uint64_t stream, SafetensorsWriter& writer) {
+  constexpr int64_t kSliceBytes = 1 << 16;
+  const int64_t size = tensor.spec.size_bytes();
+  std::vector<std::byte> slice(std::min(size, kSliceBytes));
+  for (int64_t begin = 0; begin < size; begin += kSliceBytes) {
+    const int64_t count = std::min(kSliceBytes, size - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      slice[i] = static_cast<std::byte>(Mix(stream + static_cast<uint64_t>(begin + i) * kGoldenRatio) >> 56);
+    }
+    RETURN_IF_ERROR(writer.Append(std::span(slice).first(static_cast<size_t>(count))));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status AppendTensor(const RandomTensor& tensor, uint64_t stream, SafetensorsWriter& writer) {
   switch (tensor.spec.type) {
     case ElementType::kF32:
@@ -205,6 +261,10 @@ absl::Status AppendTensor(const RandomTensor& tensor, uint64_t stream, Safetenso
       return AppendRandom<uint16_t>(tensor, stream, HalfFromFloat, writer);
     case ElementType::kF8E4M3:
       return AppendRandom<uint8_t>(tensor, stream, Fp8FromFloat, writer);
+    case ElementType::kU8:
+      if (tensor.bits) return AppendRandomBits(tensor, stream, writer);
+      return AppendRandom<uint8_t>(
+          tensor, stream, [](float x) { return static_cast<uint8_t>(std::lround(x)); }, writer);
     default:
       return absl::InternalError(absl::StrCat(tensor.spec.name, ": of a dtype that is never made"));
   }
@@ -277,13 +337,17 @@ absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> 
 absl::Status CheckOptions(const MakeModelOptions& options) {
   if (options.sliding_window != 0 && !FamilyOf(options.family).has_window) {
     return absl::InvalidArgumentError(
-        "sliding_window is for mistral and gemma3 alone; leave it out or make such a model");
+        "sliding_window is for mistral, gemma3 and gpt_oss alone; leave it out or make such a model");
   }
   if ((options.experts != 0 || options.experts_used != 0 || options.expert_width != 0) &&
       !FamilyOf(options.family).has_experts) {
     return absl::InvalidArgumentError(
         absl::StrCat("experts, experts_used and expert_width are for families with experts, which ",
                      FamilyOf(options.family).name, " is not; leave them out"));
+  }
+  if (options.dtype == DType::kF4E2M1 && options.family != ModelFamily::kGptOss) {
+    return absl::InvalidArgumentError(
+        "weights in mxfp4 are for gpt-oss alone; choose another dtype or make a gpt-oss model");
   }
   if (!std::isfinite(options.rope_theta)) {
     return absl::InvalidArgumentError("rope_theta must be a finite number");

@@ -319,6 +319,22 @@ void ReadBlockwise(JsonKeys& keys, Fp8Config& fp8) {
   fp8.blocks = ReadBlocks(keys, "weight_block_size");
 }
 
+// gpt-oss's: the experts' matrices alone, with a scale for each 32 elements of a row. The list of what is not
+// in it says nothing that the tensors' names do not.
+void ReadMxfp4(JsonKeys& keys, JsonKeys& top, ModelConfig& config) {
+  NamesProjections(keys, "modules_to_not_convert");
+  keys.Find("dequantize");
+  for (const auto& [key, value] :
+       {std::pair("hidden_size", config.shape.hidden), {"intermediate_size", config.shape.experts.width}}) {
+    if (value % kMxBlock != 0) {
+      top.Reject(key, absl::StrCat("weights in mxfp4 need a multiple of ", kMxBlock));
+    }
+  }
+  config.shape.fp4_experts = true;
+  const bool says_dtype = top.FindValue("dtype") != nullptr || top.FindValue("torch_dtype") != nullptr;
+  if (!says_dtype) config.shape.dtype = DType::kBf16;  // of the rest, as published
+}
+
 // Reads `quantization_config`.
 absl::Status ParseFp8(JsonKeys& top, const std::string& path, ModelConfig& config) {
   static constexpr const char* kIgnored[] = {"quantization_status", "global_compression_ratio", "version"};
@@ -333,10 +349,15 @@ absl::Status ParseFp8(JsonKeys& top, const std::string& path, ModelConfig& confi
   } else if (method != nullptr && *method == "compressed-tensors") {
     projections = NamesProjections(keys, "ignore");
     RETURN_IF_ERROR(ReadCompressed(keys, path, config.fp8));
+  } else if (method != nullptr && *method == "mxfp4" && config.expert_names.gate_up != nullptr) {
+    ReadMxfp4(keys, top, config);
+    RETURN_IF_ERROR(top.status());
+    return keys.Finish(kIgnored);
   } else {
-    keys.Reject("quant_method", "implemented are fp8 and compressed-tensors");
+    keys.Reject("quant_method", "implemented are fp8 and compressed-tensors, and mxfp4 of gpt_oss");
   }
-  if (!projections) config.shape.fp8 = config.fp8.blocks;
+  // Experts that are one tensor are not in FP8: memory is then counted as if nothing was.
+  if (!projections && config.expert_names.gate_up == nullptr) config.shape.fp8 = config.fp8.blocks;
   return keys.Finish(kIgnored);
 }
 

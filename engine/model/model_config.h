@@ -25,7 +25,8 @@ enum class ModelFamily {
   kGlm4Moe,
   kMiniMaxM2,
   kPhi3,
-  kGemma3
+  kGemma3,
+  kGptOss
 };
 
 // What Q and K are normalised over, before RoPE.
@@ -43,9 +44,16 @@ struct ExpertNames {
   const char* gate = "mlp.experts.*.gate_proj";
   const char* up = "mlp.experts.*.up_proj";
   const char* down = "mlp.experts.*.down_proj";
+  const char* gate_up = nullptr;  // not null: this, and `down`, are one tensor of all experts each
   const char* shared_gate = "mlp.shared_experts.gate_proj";
   const char* shared_up = "mlp.shared_experts.up_proj";
   const char* shared_down = "mlp.shared_experts.down_proj";
+};
+
+// The clamped SwiGLU of kernels/stream.h, of gates that lie beside their ups.
+struct SwiGluClamp {
+  float alpha = 0;
+  float limit = 0;  // 0: the plain SwiGLU, of gates that lie before the ups
 };
 
 // Where the scales of matrices in FP8 are.
@@ -67,11 +75,14 @@ struct ModelConfig {
   bool mlp_bias = false;
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   QkNorm qk_norm = QkNorm::kNone;
+  bool sinks = false;             // each query head has a logit in the denominator of its softmax
   RopeConfig rope;                // of layers of LayerRope::kMain
   RopeConfig local_rope;          // of layers of LayerRope::kLocal
   std::vector<LayerForm> layers;  // [shape.layers]
   RouterRule router;              // of the layers that have experts
   bool router_correction = false;
+  bool expert_bias = false;  // of the router, too
+  SwiGluClamp swiglu_clamp;  // of the experts
   ExpertNames expert_names;
   bool inside_another = false;  // engine/model/language_model.h
   int unused_layers =

@@ -83,6 +83,7 @@ struct ModelShape {
   ExpertsShape experts;
   std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
   Fp8Blocks fp8;                 // of all matrices of the layers, less their routers'
+  bool fp4_experts = false;      // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;     // compute dtype
 
   int rotated_dim() const { return rope_dim == 0 ? head_dim : rope_dim; }

@@ -55,19 +55,59 @@ absl::StatusOr<std::vector<float>> ToFloats(const Weight& weight, const BeforeRe
         floats[i] = HalfToFloat(half);
         break;
       case DType::kF8E4M3:
+      case DType::kF4E2M1:
         break;  // of no vector, and no scale
     }
   }
   return floats;
 }
 
+// Turns a matrix of rows · columns elements, row by row, into that of its columns, a block that stays in the
+// cache at a time.
+template <size_t kElementBytes>
+void Transpose(const std::byte* from, int64_t rows, int64_t columns, std::byte* to) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t row = 0; row < rows; row += kBlock) {
+    const int64_t end_row = std::min(rows, row + kBlock);
+    for (int64_t column = 0; column < columns; column += kBlock) {
+      const int64_t end_column = std::min(columns, column + kBlock);
+      for (int64_t c = column; c < end_column; ++c) {
+        for (int64_t r = row; r < end_row; ++r) {
+          std::memcpy(to + (c * rows + r) * kElementBytes, from + (r * columns + c) * kElementBytes,
+                      kElementBytes);
+        }
+      }
+    }
+  }
+}
+
+// The elements of a transposed matrix as [out_features, in_features].
+absl::StatusOr<std::vector<std::byte>> ToRows(const Weight& matrix, const BeforeRead& before_read) {
+  const TensorView& tensor = matrix.entry->tensor;
+  std::vector<std::byte> read;
+  const std::byte* from = tensor.bytes.data();
+  if (before_read != nullptr) {
+    read.resize(tensor.bytes.size());
+    RETURN_IF_ERROR(CopyElements(matrix, before_read, read.data()));
+    from = read.data();
+  }
+  std::vector<std::byte> rows(tensor.bytes.size());
+  const auto transpose = DTypeBytes(matrix.dtype) == sizeof(float) ? Transpose<4> : Transpose<2>;
+  transpose(from, tensor.shape[1], tensor.shape[0], rows.data());
+  return rows;
+}
+
 // Finds the model's tensors one by one, checks their shapes, and remembers what nobody asked for. The first
 // error is kept, so that a caller asks once.
 class TensorFinder {
  public:
-  TensorFinder(const SafetensorsFolder& folder, const ModelConfig& config)
+  // `parts` gets those of tensors that stack experts.
+  TensorFinder(const SafetensorsFolder& folder, const ModelConfig& config,
+               std::deque<SafetensorsFolder::Entry>& parts)
       : folder_(folder),
         fp8_(config.fp8),
+        fp4_experts_(config.shape.fp4_experts),
+        parts_(parts),
         names_(config.inside_another ? LanguageTensorNames::In(folder) : LanguageTensorNames()) {
     for (const std::string& part : names_.left_out()) Ignore(part);
   }
@@ -77,20 +117,10 @@ class TensorFinder {
   }
 
   // `language_name`: as a folder of a language model alone has it.
-  Weight Find(const std::string& language_name, std::vector<int64_t> shape, bool may_be_fp8 = false) {
+  Weight Find(const std::string& language_name, const std::vector<int64_t>& shape, bool may_be_fp8 = false) {
     const std::string name = names_.InFolder(language_name);
-    found_.insert(name);
-    const SafetensorsFolder::Entry* entry = folder_.Find(name);
-    if (entry == nullptr) {
-      Fail(folder_.path(), name,
-           absl::StrCat("is missing; config.json asks for it, with the shape ", ShapeString(shape)));
-      return {};
-    }
-    if (entry->tensor.shape != shape) {
-      Fail(entry->file->path(), name,
-           absl::StrCat("has the shape ", ShapeString(entry->tensor.shape), ", but config.json asks for ",
-                        ShapeString(shape)));
-    }
+    const SafetensorsFolder::Entry* entry = FindShaped(name, shape);
+    if (entry == nullptr) return {};
     Weight weight{entry};
     switch (entry->tensor.type) {
       case ElementType::kF32:
@@ -111,7 +141,7 @@ class TensorFinder {
              absl::StrCat("is of dtype ", ElementTypeName(entry->tensor.type),
                           "; implemented are F32, BF16 and F16, and F8_E4M3 for a layer's matrices"));
     }
-    if (shape.size() == 2 && weight.dtype != DType::kF32) all_f32_ = false;
+    if (shape.size() >= 2 && weight.dtype != DType::kF32) all_f32_ = false;
     return weight;
   }
 
@@ -124,7 +154,25 @@ class TensorFinder {
     if (tensor.may_be_fp8()) all_fp8_ = all_fp8_ && linear.matrix.dtype == DType::kF8E4M3;
     if (linear.matrix.dtype == DType::kF8E4M3) linear.scales = FindScales(tensor, layer, copy);
     if (tensor.bias) linear.bias = Find(tensor.BiasName(layer, copy), {tensor.out_features});
+    if (tensor.part == LayerPart::kSinks) CheckFinite(linear.matrix, tensor.WeightName(layer, copy), "sink");
     return linear;
+  }
+
+  // All copies of a tensor that stacks them.
+  std::vector<Linear> FindStacked(const LayerTensor& tensor, int layer) {
+    if (fp4_experts_) return FindFp4(tensor, layer);
+    std::vector<Linear> linears(tensor.copies);
+    const Weight matrices =
+        Find(tensor.WeightName(layer, 0), {tensor.copies, tensor.in_features, tensor.out_features});
+    const Weight biases =
+        tensor.bias ? Find(tensor.BiasName(layer, 0), {tensor.copies, tensor.out_features}) : Weight();
+    if (!status_.ok()) return linears;
+    for (int copy = 0; copy < tensor.copies; ++copy) {
+      linears[copy].matrix = StackedPart(matrices, copy, {tensor.out_features, tensor.in_features});
+      linears[copy].matrix.transposed = true;
+      if (tensor.bias) linears[copy].bias = StackedPart(biases, copy, {tensor.out_features});
+    }
+    return linears;
   }
 
   // The matrices of one product are in FP8 all, or none is.
@@ -167,6 +215,62 @@ class TensorFinder {
   bool all_fp8() const { return all_fp8_; }  // of those that may be
 
  private:
+  // By its name in the folder. Null: it is missing.
+  const SafetensorsFolder::Entry* FindShaped(const std::string& name, const std::vector<int64_t>& shape) {
+    found_.insert(name);
+    const SafetensorsFolder::Entry* entry = folder_.Find(name);
+    if (entry == nullptr) {
+      Fail(folder_.path(), name,
+           absl::StrCat("is missing; config.json asks for it, with the shape ", ShapeString(shape)));
+    } else if (entry->tensor.shape != shape) {
+      Fail(entry->file->path(), name,
+           absl::StrCat("has the shape ", ShapeString(entry->tensor.shape), ", but config.json asks for ",
+                        ShapeString(shape)));
+    }
+    return entry;
+  }
+
+  // In MXFP4: two elements in a byte, and a scale for each block of them in another tensor.
+  std::vector<Linear> FindFp4(const LayerTensor& tensor, int layer) {
+    std::vector<Linear> linears(tensor.copies);
+    const int64_t copies = tensor.copies, out = tensor.out_features, in = tensor.in_features;
+    const std::string name = tensor.WeightName(layer, 0);
+    const Weight blocks = FindBytes(name + "_blocks", {copies, out, in / kMxBlock, kMxBlock / 2}),
+                 scales = FindBytes(name + "_scales", {copies, out, in / kMxBlock}),
+                 biases = Find(tensor.BiasName(layer, 0), {copies, out});
+    all_f32_ = false;
+    CheckExponents(scales, name + "_scales");
+    if (!status_.ok()) return linears;
+    for (int copy = 0; copy < copies; ++copy) {
+      linears[copy] = {.matrix = StackedPart(blocks, copy, {out, in}),
+                       .bias = StackedPart(biases, copy, {out}),
+                       .scales = StackedPart(scales, copy, {out, in / kMxBlock})};
+    }
+    return linears;
+  }
+
+  Weight FindBytes(const std::string& name, const std::vector<int64_t>& shape) {
+    const SafetensorsFolder::Entry* entry = FindShaped(name, shape);
+    if (entry != nullptr && entry->tensor.type != ElementType::kU8) {
+      Fail(entry->file->path(), name,
+           absl::StrCat("is of dtype ", ElementTypeName(entry->tensor.type), "; of mxfp4 it must be U8"));
+    }
+    return {entry, DType::kF4E2M1};
+  }
+
+  // None of them says NaN.
+  void CheckExponents(const Weight& scales, const std::string& name) {
+    constexpr std::byte kNan{255};
+    if (!status_.ok()) return;
+    std::vector<std::byte> bytes(scales.entry->tensor.bytes.size());
+    status_ = CopyElements(
+        scales, [] { return absl::OkStatus(); }, bytes.data());
+    const auto bad = std::find(bytes.begin(), bytes.end(), kNan);
+    if (bad == bytes.end()) return;
+    Fail(scales.entry->file->path(), name,
+         absl::StrCat("has nan for a scale, at ", bad - bytes.begin(), "; scales are finite numbers"));
+  }
+
   Weight FindScales(const LayerTensor& tensor, int layer, int copy) {
     const std::string name = tensor.WeightName(layer, copy);
     if (fp8_.scales == nullptr) {
@@ -179,20 +283,34 @@ class TensorFinder {
     if (fp8_.blocks.rows != Fp8Blocks::kAll) shape.push_back(fp8_.blocks.ScaleColumns(tensor.in_features));
     const std::string scales_name = tensor.ScalesName(layer, copy, fp8_.scales);
     const Weight scales = Find(scales_name, std::move(shape));
-    if (!status_.ok()) return scales;
-    const absl::StatusOr<std::vector<float>> values = ToFloats(scales, [] { return absl::OkStatus(); });
+    CheckFinite(scales, scales_name, "scale");
+    return scales;
+  }
+
+  // `what` is one of the vector's values: "scale".
+  void CheckFinite(const Weight& vector, const std::string& name, const char* what) {
+    if (!status_.ok()) return;
+    const absl::StatusOr<std::vector<float>> values = ToFloats(vector, [] { return absl::OkStatus(); });
     if (!values.ok()) {
       status_ = values.status();
-      return scales;
+      return;
     }
     const auto bad =
-        std::find_if(values->begin(), values->end(), [](float scale) { return !std::isfinite(scale); });
-    if (bad != values->end()) {
-      Fail(scales.entry->file->path(), scales_name,
-           absl::StrCat("has ", *bad, " for a scale, at ", bad - values->begin(),
-                        "; scales are finite numbers"));
-    }
-    return scales;
+        std::find_if(values->begin(), values->end(), [](float value) { return !std::isfinite(value); });
+    if (bad == values->end()) return;
+    Fail(vector.entry->file->path(), name,
+         absl::StrCat("has ", *bad, " for a ", what, ", at ", bad - values->begin(), "; ", what,
+                      "s are finite numbers"));
+  }
+
+  // Part `index` of a tensor along its first extent, of this shape.
+  Weight StackedPart(const Weight& whole, int64_t index, std::vector<int64_t> shape) {
+    SafetensorsFolder::Entry part = *whole.entry;
+    const size_t bytes = part.tensor.bytes.size() / static_cast<size_t>(part.tensor.shape[0]);
+    part.tensor.bytes = part.tensor.bytes.subspan(static_cast<size_t>(index) * bytes, bytes);
+    part.tensor.shape = std::move(shape);
+    parts_.push_back(std::move(part));
+    return {&parts_.back(), whole.dtype};
   }
 
   void Fail(const std::string& path, const std::string& name, const std::string& what) {
@@ -203,6 +321,8 @@ class TensorFinder {
 
   const SafetensorsFolder& folder_;
   const Fp8Config& fp8_;
+  const bool fp4_experts_;
+  std::deque<SafetensorsFolder::Entry>& parts_;
   const LanguageTensorNames names_;
   std::set<std::string, std::less<>> found_;
   std::vector<std::string> ignored_;
@@ -217,8 +337,10 @@ std::map<LayerPart, std::vector<std::vector<Linear>>> FindLayer(TensorFinder& fi
   for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
     std::vector<std::vector<Linear>>& copies = found[tensor.part];
     copies.resize(tensor.copies);
+    const std::vector<Linear> stacked =
+        tensor.stacked ? finder.FindStacked(tensor, layer) : std::vector<Linear>();
     for (int copy = 0; copy < tensor.copies; ++copy) {
-      copies[copy].push_back(finder.Find(tensor, layer, copy));
+      copies[copy].push_back(tensor.stacked ? stacked[copy] : finder.Find(tensor, layer, copy));
     }
   }
   for (const auto& [part, copies] : found) {
@@ -250,7 +372,7 @@ class TensorRows final : public RowSource {
  public:
   TensorRows(const Weight& weight, const BeforeRead& before_read)
       : entry_(*weight.entry),
-        row_bytes_(static_cast<size_t>(entry_.tensor.shape[1]) * DTypeBytes(weight.dtype)),
+        row_bytes_(static_cast<size_t>(ElementsBytes(weight.dtype, entry_.tensor.shape[1]))),
         before_read_(before_read) {}
 
   absl::Status Read(int64_t first, int64_t count, std::byte* to) const override {
@@ -299,18 +421,26 @@ class StackedRows {
                        .dtype = matrix.dtype,
                        .rows = matrix.entry->tensor.shape[0],
                        .bias = bias.empty() ? nullptr : bias.data()};
-    if (linear.scales.entry != nullptr) {
+    if (matrix.dtype == DType::kF4E2M1) {
+      std::vector<std::byte>& exponents = exponents_.emplace_back(linear.scales.entry->tensor.bytes.size());
+      RETURN_IF_ERROR(CopyElements(linear.scales, before_read, exponents.data()));
+      rows.exponents = reinterpret_cast<const uint8_t*>(exponents.data());
+    } else if (linear.scales.entry != nullptr) {
       ASSIGN_OR_RETURN(std::vector<float> factors, ToFloats(linear.scales, before_read));
       rows.scales = scales_.emplace_back(std::move(factors)).data();
       rows.scale_rows = std::min(blocks.rows, rows.rows);
       rows.scale_columns = std::min(blocks.columns, matrix.entry->tensor.shape[1]);
     }
-    if (before_read != nullptr) {
+    if (matrix.transposed) {
+      ASSIGN_OR_RETURN(std::vector<std::byte> elements, ToRows(matrix, before_read));
+      rows.data = aligned_.emplace_back(std::move(elements)).data();
+    } else if (before_read != nullptr) {
       rows.source = &sources_.emplace_back(matrix, before_read);
     } else {
       const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
       rows.data = bytes.data();
-      if (reinterpret_cast<uintptr_t>(rows.data) % DTypeBytes(matrix.dtype) != 0) {
+      const size_t alignment = std::max<size_t>(1, DTypeBytes(matrix.dtype));
+      if (reinterpret_cast<uintptr_t>(rows.data) % alignment != 0) {
         rows.data = aligned_.emplace_back(bytes.begin(), bytes.end()).data();
       }
     }
@@ -321,7 +451,7 @@ class StackedRows {
   std::vector<WeightRows> rows_;
   std::vector<TensorRows> sources_;
   std::vector<std::vector<float>> biases_, scales_;
-  std::vector<std::vector<std::byte>> aligned_;
+  std::vector<std::vector<std::byte>> aligned_, exponents_;
 };
 
 int64_t WidthOf(std::span<const Linear> linears) { return linears[0].matrix.entry->tensor.shape[1]; }
@@ -419,7 +549,7 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(config_text, config_path));
 
   std::unique_ptr<ModelTensors> found(new ModelTensors(std::move(weights)));
-  TensorFinder finder(found->folder_, config);
+  TensorFinder finder(found->folder_, config, found->parts_);
   found->embedding_ = finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
   found->layers_.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {
@@ -458,6 +588,7 @@ absl::StatusOr<LayerWeights> ModelTensors::MakeLayer(Device& device, int layer, 
       {LayerPart::kMlpPostNorm, &weights.mlp_post_norm},
       {LayerPart::kQNorm, &weights.q_norm},
       {LayerPart::kKNorm, &weights.k_norm},
+      {LayerPart::kSinks, &weights.sinks},
       {LayerPart::kRouterCorrection, &experts.correction}};
   for (const auto& [part, vector] : vectors) {
     const auto copies = found.find(part);
@@ -512,11 +643,13 @@ absl::StatusOr<WeightImage> ModelTensors::LayerImage(Device& device, int layer) 
   WeightImage image;
   for (const auto& [part, copies] : layers_[layer]) {
     if (copies[0][0].matrix.entry->tensor.shape.size() != 2) continue;  // a vector
-    if (copies[0][0].matrix.dtype == DType::kF8E4M3) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          path(),
-          ": model.weights is sharded, and the weights are in FP8, which workers do not share yet; set "
-          "resident or streamed"));
+    const DType dtype = copies[0][0].matrix.dtype;
+    if (dtype == DType::kF8E4M3 || dtype == DType::kF4E2M1) {
+      return absl::InvalidArgumentError(absl::StrCat(path(),
+                                                     ": model.weights is sharded, and weights are in ",
+                                                     dtype == DType::kF8E4M3 ? "FP8" : "MXFP4",
+                                                     ", which workers do not share yet; set "
+                                                     "resident or streamed"));
     }
     for (size_t copy = 0; copy < copies.size(); ++copy) {
       RETURN_IF_ERROR(AddMatrix(device, part, static_cast<int>(copy), StackedOutFeatures(copies[copy]),

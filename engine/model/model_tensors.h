@@ -3,6 +3,7 @@
 #define MESHFILL_ENGINE_MODEL_MODEL_TENSORS_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -54,8 +55,9 @@ class ModelTensors {
  public:
   // A tensor that has been found in the folder, of the expected shape.
   struct Weight {
-    const SafetensorsFolder::Entry* entry = nullptr;
+    const SafetensorsFolder::Entry* entry = nullptr;  // its shape: [out_features, in_features]
     DType dtype = DType::kF32;
+    bool transposed = false;  // its elements lie as [in_features, out_features]
   };
   // A linear layer's matrix and, where the model has them, its bias and the scales of FP8 (else entry is
   // null). A vector is a linear layer without a bias.
@@ -107,6 +109,7 @@ class ModelTensors {
 
   const SafetensorsFolder folder_;
   ModelConfig config_;
+  std::deque<SafetensorsFolder::Entry> parts_;  // of tensors that stack experts
   std::vector<FoundLayer> layers_;
   Weight embedding_, final_norm_, lm_head_;
   bool all_f32_ = false;

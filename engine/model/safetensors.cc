@@ -196,6 +196,8 @@ ElementType ElementTypeOf(DType dtype) {
       return ElementType::kF16;
     case DType::kF8E4M3:
       return ElementType::kF8E4M3;
+    case DType::kF4E2M1:
+      return ElementType::kU8;
   }
   return ElementType::kF32;
 }

@@ -41,7 +41,7 @@ class LayerRun : public ScheduleVisitor {
  public:
   LayerRun(const Plan& plan, const ModelShape& model, int rank, Stream& stream, Communicator& communicator,
            absl::Duration wait_timeout, RankStats& stats, TimelineRecorder* recorder, LayerChunks own,
-           int64_t window)
+           int64_t window, const float* sinks)
       : plan_(plan),
         model_(model.HeadSlice(plan.heads)),
         reach_(plan, window),
@@ -54,6 +54,7 @@ class LayerRun : public ScheduleVisitor {
         stats_(stats),
         recorder_(recorder),
         window_(window),
+        sinks_(sinks == nullptr ? nullptr : sinks + member_ * model_.q_heads),
         scale_(model.score_scale()),
         q_(plan.tile.a),
         kv_(plan.tile.b),
@@ -64,6 +65,7 @@ class LayerRun : public ScheduleVisitor {
 
   absl::StatusOr<BufferRef> Run() {
     RETURN_IF_ERROR(Walk(plan_.schedule, *this));
+    RETURN_IF_ERROR(ApplySinks());
     return std::move(rows_[0].partial);
   }
 
@@ -131,6 +133,19 @@ class LayerRun : public ScheduleVisitor {
   }
 
  private:
+  // O#0 is whole. A sink joins a row's denominator once, however many blocks and ranks the row came from.
+  absl::Status ApplySinks() {
+    if (sinks_ == nullptr) return absl::OkStatus();
+    SpanTimer timer(&stats_.merge_seconds, recorder_, {.what = "sinks"});
+    const PartialView state(*rows_[0].partial, model_, QTokens(0), DType::kF32);
+    return stream_.ApplySinks({.o = static_cast<float*>(state.o),
+                               .lse = state.lse,
+                               .sinks = sinks_,
+                               .heads = model_.q_heads,
+                               .tokens = QTokens(0),
+                               .head_dim = model_.head_dim});
+  }
+
   // Where no rank has anything to send, there is no message; where some have, the others send an empty one.
   absl::Status StartQ(const Transfer& transfer) {
     const int hop = transfer.received;
@@ -283,6 +298,7 @@ class LayerRun : public ScheduleVisitor {
   RankStats& stats_;
   TimelineRecorder* const recorder_;
   const int64_t window_;
+  const float* const sinks_;  // of the heads of this mesh; null: the layer has none
   const float scale_;
 
   std::vector<BufferRef> q_;                 // [a], by local index; null: not here yet, or no longer
@@ -306,10 +322,10 @@ AttentionExecutor::AttentionExecutor(const Plan& plan, const ModelShape& model, 
       stats_(stats),
       recorder_(recorder) {}
 
-absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window) {
+absl::StatusOr<BufferRef> AttentionExecutor::Run(LayerChunks chunks, int64_t window, const float* sinks) {
   SpanTimer timer(&stats_.attention_seconds, recorder_);
   return LayerRun(plan_, model_, rank_, stream_, communicator_, wait_timeout_, stats_, recorder_,
-                  std::move(chunks), window)
+                  std::move(chunks), window, sinks)
       .Run();
 }
 

@@ -36,11 +36,12 @@ class AttentionExecutor {
                     TimelineRecorder* recorder = nullptr);
 
   // Attention of one layer over chunks of the mesh's heads and the group's tokens; `window` is this layer's
-  // sliding window (0: none). Returns O#0: this rank's finished output, [q_heads, chunk_tokens, head_dim] of
-  // those heads and tokens, f32, with its LSE, [q_heads, chunk_tokens], f32, behind it. Chunks are released
-  // as soon as their last block has run and their last send has left. Deterministic: merges happen in the
-  // schedule's order. On an error, this rank's peers wait until the caller aborts the communicator.
-  absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window);
+  // sliding window (0: none), `sinks` its attention sinks, [q_heads] of all heads, as the stream reads them
+  // (null: it has none). Returns O#0: this rank's finished output, [q_heads, chunk_tokens, head_dim] of those
+  // heads and tokens, f32, with its LSE, [q_heads, chunk_tokens], f32, behind it. Chunks are released as soon
+  // as their last block has run and their last send has left. Deterministic: merges happen in the schedule's
+  // order. On an error, this rank's peers wait until the caller aborts the communicator.
+  absl::StatusOr<BufferRef> Run(LayerChunks chunks, int64_t window, const float* sinks = nullptr);
 
  private:
   const Plan& plan_;

@@ -167,9 +167,10 @@ class Runner {
   struct CurrentLayer {
     CurrentLayer(const LayerShape& shape, const LayerWeights& weights, float norm_eps,
                  const LayerBuffers& buffers, Stream& stream)
-        : shape(shape), ops(this->shape, weights, norm_eps, buffers, stream) {}
+        : shape(shape), ops(this->shape, weights, norm_eps, buffers, stream), sinks(weights.sinks.data()) {}
     const LayerShape shape;
     const Layer ops;
+    const float* const sinks;  // [q_heads]; null: none
   };
 
   // All that is local to a token between the attention of `layer` (-1: the embedding) and that of the next
@@ -202,7 +203,8 @@ class Runner {
   absl::Status Attend(int layer) {
     SetRecordedLayer(layer);
     ASSIGN_OR_RETURN(LayerChunks chunks, exchange_.FinishToHeads());
-    ASSIGN_OR_RETURN(BufferRef output, executor_.Run(std::move(chunks), current_->shape.window));
+    ASSIGN_OR_RETURN(BufferRef output,
+                     executor_.Run(std::move(chunks), current_->shape.window, current_->sinks));
     return exchange_.StartToTokens(std::move(output));
   }
 

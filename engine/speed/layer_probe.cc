@@ -97,6 +97,21 @@ absl::StatusOr<std::unique_ptr<PackedWeight>> PackFp8Noise(Device& device, const
   return device.PackWeight({&source, 1}, product.in_features);
 }
 
+// A weight in MXFP4.
+absl::StatusOr<std::unique_ptr<PackedWeight>> PackFp4Noise(Device& device, const ProductShape& product) {
+  constexpr uint8_t kScale = 125;  // 2^-2
+  std::minstd_rand random(1);
+  const int64_t elements = product.out_features * product.in_features;
+  std::vector<uint8_t> values(elements / 2);
+  for (uint8_t& value : values) value = static_cast<uint8_t>(random() >> 8);
+  const std::vector<uint8_t> exponents(elements / kMxBlock, kScale);
+  const WeightRows source{.data = values.data(),
+                          .dtype = DType::kF4E2M1,
+                          .rows = product.out_features,
+                          .exponents = exponents.data()};
+  return device.PackWeight({&source, 1}, product.in_features);
+}
+
 absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
   const std::vector<std::byte> noise = HostNoise(std::min(elements, kUploadedAtOnce), dtype);
   ASSIGN_OR_RETURN(BufferRef buffer, stream.Allocate(elements * DTypeBytes(dtype)));
@@ -141,7 +156,8 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   for (const auto& [part, of_experts] : by_expert) {
     const ProductShape product = ProductOf(weights->layer_shape, part);
     for (int expert = 0; product.out_features > 0 && expert < shape.experts.count; ++expert) {
-      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight, pack(product, shape.fp8));
+      ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight,
+                       shape.fp4_experts ? PackFp4Noise(device, product) : pack(product, shape.fp8));
       of_experts->push_back(std::move(weight));
     }
   }

@@ -101,7 +101,8 @@ std::string ShapeKey(const ModelShape& model) {
                       model.q_heads, ":", model.kv_heads, " heads of ", model.head_dim, ", vocabulary ",
                       model.vocab, ", ", DTypeName(model.dtype), model.post_norms ? ", post norms" : "",
                       model.activation == Activation::kGelu ? ", GELU" : "",
-                      model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns));
+                      model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns),
+                      model.fp4_experts ? ", experts in MXFP4" : "");
 }
 
 absl::Status WritePools(const std::string& path, const Json& pools) {

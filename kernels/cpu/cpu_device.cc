@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/cpu_stream.h"
-#include "kernels/cpu/fp8_matrix.h"
 #include "kernels/cpu/host_memory.h"
+#include "kernels/cpu/narrow_matrix.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -42,7 +42,9 @@ class CpuDevice final : public Device {
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     const MutexLock lock(packing_mu_);
-    if (rows.front().dtype == DType::kF8E4M3) return Fp8Matrix::Pack(rows, in_features, dtype_, Packers());
+    if (NarrowMatrix::Holds(rows.front().dtype)) {
+      return NarrowMatrix::Pack(rows, in_features, dtype_, Packers());
+    }
     return PackMatrix(rows, in_features, dtype_, Packers());
   }
 

@@ -77,6 +77,11 @@ absl::Status CpuStream::MergePartial(const MergePartialArgs& args) {
                [&](int64_t begin, int64_t end) { MergePartialRows(args, begin, end); });
 }
 
+absl::Status CpuStream::ApplySinks(const ApplySinksArgs& args) {
+  return Share("apply sinks", args.heads * args.tokens, args.head_dim * sizeof(float),
+               [&](int64_t begin, int64_t end) { ApplySinksRows(args, begin, end); });
+}
+
 absl::Status CpuStream::CopyHeads(const CopyHeadsArgs& args) {
   const int64_t slot_bytes = int64_t{args.heads} * args.head_dim * DTypeBytes(args.from_rows.dtype);
   return Share("copy heads", args.tokens, slot_bytes,
@@ -89,6 +94,11 @@ absl::Status CpuStream::SwiGlu(const void* x, int64_t tokens, int64_t width, voi
   return Share("swiglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
     SwiGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
   });
+}
+
+absl::Status CpuStream::ClampedSwiGlu(const ClampedSwiGluArgs& args) {
+  return Share("clamped swiglu", args.tokens, 2 * args.width * DTypeBytes(dtype_),
+               [&](int64_t begin, int64_t end) { ClampedSwiGluTokens(args, dtype_, begin, end); });
 }
 
 absl::Status CpuStream::GeGlu(const void* x, int64_t tokens, int64_t width, void* y) {

@@ -38,8 +38,10 @@ class CpuStream final : public HostStream {
   absl::Status SplitQkv(const SplitQkvArgs& args) override;
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override;
   absl::Status MergePartial(const MergePartialArgs& args) override;
+  absl::Status ApplySinks(const ApplySinksArgs& args) override;
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
   absl::Status Route(const RouteArgs& args) override;
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override;

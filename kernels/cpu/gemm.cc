@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/cpu/fp8_matrix.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
+#include "kernels/cpu/narrow_matrix.h"
 #include "kernels/cpu/onednn.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "kernels/return_if_error.h"
@@ -65,8 +65,8 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
   return {x, weight, bias, y, dnnl::matmul(compiled), compiled.scratchpad_desc()};
 }
 
-// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end). Of a weight in
-// FP8 they are what is widened at a time.
+// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end). Of a narrow
+// weight they are what is widened at a time.
 struct Strip {
   const CpuWeight* weight;
   int64_t column, columns;
@@ -235,7 +235,7 @@ class CpuGemm::Impl {
       }
       constexpr size_t kCacheLine = 64;
       bytes += (matrices.back().layout.get_size() + kCacheLine - 1) / kCacheLine * kCacheLine;
-      for (int64_t tile = 0; tile * Fp8Matrix::kTileColumns < strip.columns; ++tile) {
+      for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strip.columns; ++tile) {
         tiles.push_back({matrices.size() - 1, tile});
       }
     }
@@ -244,16 +244,16 @@ class CpuGemm::Impl {
       widened_ = nullptr;
       ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
     }
-    std::vector<Fp8Matrix::Places> places(strips.size());
+    std::vector<NarrowMatrix::Places> places(strips.size());
     for (size_t i = 0; i < strips.size(); ++i) {
       if (strips[i].weight->wide() != nullptr) continue;
       matrices[i].elements = widened_->data<std::byte>() + offsets[i];
-      places[i] = Fp8Matrix::PlacesIn(matrices[i]);
+      places[i] = NarrowMatrix::PlacesIn(matrices[i]);
     }
     pool_.ParallelFor(std::ssize(tiles), [&](int64_t task, int) {
       if (stop != nullptr && !stop->Proceed()) return;
       const auto [i, tile] = tiles[task];
-      static_cast<const Fp8Matrix*>(strips[i].weight)
+      static_cast<const NarrowMatrix*>(strips[i].weight)
           ->WidenTile(strips[i].column, tile, places[i], matrices[i]);
     });
     return matrices;
@@ -409,7 +409,7 @@ class CpuGemm::Impl {
   ThreadPool& pool_;
   std::vector<Worker> workers_;
   std::map<ProductKey, Product> products_;
-  BufferRef widened_;  // strips of weights in FP8, in the layout of the multiplication
+  BufferRef widened_;  // strips of narrow weights, in the layout of the multiplication
 };
 
 CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(dtype, pool)) {}

@@ -19,7 +19,8 @@ namespace meshfill {
 // same dtype.
 class CpuGemm {
  public:
-  // What weights in FP8 are widened into at a time; a panel of a layer that is very wide may be more.
+  // What weights in FP8 and MXFP4 are widened into at a time; a panel of a layer that is very wide may be
+  // more.
   static constexpr int64_t kWidenedBytes = int64_t{32} << 20;
 
   CpuGemm(DType dtype, ThreadPool& pool);  // f32 or bf16; `pool` must outlive this

@@ -54,6 +54,20 @@ HWY_INLINE hn::Vec<D> LoadF32(D d, const Half* from) {
   return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(is_finite, finite, infinity_or_nan)));
 }
 
+// Elements 2i into `even`, 2i + 1 into `odd`.
+template <class D>
+HWY_INLINE void LoadPairs(D d, const float* from, hn::Vec<D>& even, hn::Vec<D>& odd) {
+  hn::LoadInterleaved2(d, from, even, odd);
+}
+
+template <class D>
+HWY_INLINE void LoadPairs(D d, const BFloat16* from, hn::Vec<D>& even, hn::Vec<D>& odd) {
+  const hn::RebindToUnsigned<D> d32;
+  const auto pairs = hn::LoadU(d32, reinterpret_cast<const uint32_t*>(from));
+  even = hn::BitCast(d, hn::ShiftLeft<16>(pairs));
+  odd = hn::BitCast(d, hn::And(pairs, hn::Set(d32, 0xffff0000)));
+}
+
 template <class D>
 HWY_INLINE void StoreF32(D d, hn::Vec<D> value, float* to) {
   hn::StoreU(value, d, to);
@@ -134,7 +148,8 @@ void Convert(const void* from, DType from_dtype, int64_t count, DType to_dtype, 
     case DType::kF16:
       return ConvertFrom(static_cast<const Half*>(from), count, to_dtype, to);
     case DType::kF8E4M3:
-      return;  // has scales: Fp8Matrix
+    case DType::kF4E2M1:
+      return;  // have scales: NarrowMatrix
   }
 }
 
@@ -273,6 +288,15 @@ void MergePartial(const MergePartialArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+void ApplySinks(const ApplySinksArgs& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float share = 1.0f / (1.0f + std::exp(args.sinks[row / args.tokens] - args.lse[row]));
+    float* const o = args.o + row * args.head_dim;
+    Sweep(args.head_dim, [&](auto d, int64_t i)
+                             HWY_ATTR { StoreF32(d, hn::Mul(LoadF32(d, o + i), hn::Set(d, share)), o + i); });
+  }
+}
+
 template <class From, class To>
 void CopyHeadsSlotsOf(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
   const auto offset = [](const HeadRows& rows, int64_t head, int64_t slot) {
@@ -370,6 +394,33 @@ void GeGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
 }
 
 template <class T>
+void ClampedSwiGluTokensOf(const ClampedSwiGluArgs& args, int64_t begin, int64_t end) {
+  const int64_t width = args.width;
+  const T* const x = static_cast<const T*>(args.x);
+  T* const y = static_cast<T*>(args.y);
+  Sweep((end - begin) * width, [&](auto d, int64_t i) HWY_ATTR {
+    const int64_t at = begin * width + i;
+    hn::Vec<decltype(d)> gate, up;
+    LoadPairs(d, x + 2 * at, gate, up);
+    // Selects, not minima, of which a NaN would not come through.
+    const auto limit = hn::Set(d, args.limit), least = hn::Set(d, -args.limit);
+    gate = hn::IfThenElse(hn::Gt(gate, limit), limit, gate);
+    up = hn::IfThenElse(hn::Gt(up, limit), limit, hn::IfThenElse(hn::Lt(up, least), least, up));
+    const auto exp = hn::Exp(d, hn::Min(hn::Mul(hn::Set(d, -args.alpha), gate), hn::Set(d, 104.0f)));
+    const auto glu = hn::Div(gate, hn::Add(hn::Set(d, 1.0f), exp));
+    StoreF32(d, hn::Mul(hn::Add(up, hn::Set(d, 1.0f)), glu), y + at);
+  });
+}
+
+void ClampedSwiGlu(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end) {
+  if (dtype == DType::kF32) {
+    ClampedSwiGluTokensOf<float>(args, begin, end);
+  } else {
+    ClampedSwiGluTokensOf<BFloat16>(args, begin, end);
+  }
+}
+
+template <class T>
 void AddExpertsTokensOf(const AddExpertsArgs& args, int64_t begin, int64_t end) {
   const T* y = static_cast<const T*>(args.y);
   for (int64_t token = begin; token < end; ++token) {
@@ -408,8 +459,10 @@ HWY_EXPORT(AddRmsNorm);
 HWY_EXPORT(Scale);
 HWY_EXPORT(SplitQkv);
 HWY_EXPORT(MergePartial);
+HWY_EXPORT(ApplySinks);
 HWY_EXPORT(CopyHeads);
 HWY_EXPORT(SwiGlu);
+HWY_EXPORT(ClampedSwiGlu);
 HWY_EXPORT(GeGlu);
 HWY_EXPORT(AddExperts);
 
@@ -440,12 +493,20 @@ void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end) 
   HWY_DYNAMIC_DISPATCH(MergePartial)(args, begin, end);
 }
 
+void ApplySinksRows(const ApplySinksArgs& args, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(ApplySinks)(args, begin, end);
+}
+
 void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
   HWY_DYNAMIC_DISPATCH(CopyHeads)(args, begin, end);
 }
 
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
   HWY_DYNAMIC_DISPATCH(SwiGlu)(x, tokens, width, dtype, y);
+}
+
+void ClampedSwiGluTokens(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end) {
+  HWY_DYNAMIC_DISPATCH(ClampedSwiGlu)(args, dtype, begin, end);
 }
 
 void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {

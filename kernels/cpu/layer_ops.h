@@ -12,7 +12,7 @@
 
 namespace meshfill {
 
-// to[i] = from[i]; `from_dtype` is any but FP8, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
+// to[i] = from[i]; `from_dtype` is any without scales, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to);
 
 // Normalises `rows` rows of `width`.
@@ -29,12 +29,18 @@ void SplitQkvTokens(const SplitQkvArgs& args, DType dtype, int64_t begin, int64_
 // Rows [begin, end).
 void MergePartialRows(const MergePartialArgs& args, int64_t begin, int64_t end);
 
+// Rows [begin, end), of all heads.
+void ApplySinksRows(const ApplySinksArgs& args, int64_t begin, int64_t end);
+
 // Slots [begin, end).
 void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end);
 
 // `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
 void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
 void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
+
+// Tokens [begin, end).
+void ClampedSwiGluTokens(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end);
 
 // Tokens [begin, end).
 void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end);

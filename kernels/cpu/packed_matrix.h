@@ -53,7 +53,7 @@ dnnl::memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DT
 // A weight of this device, of either kind.
 class CpuWeight : public PackedWeight {
  public:
-  // All of its elements; null: they are in FP8 (fp8_matrix.h).
+  // All of its elements; null: they are narrow (narrow_matrix.h).
   virtual const WideMatrix* wide() const = 0;
   bool has_bias() const { return !bias_.empty(); }
   float* bias(int64_t column) const { return const_cast<float*>(bias_.data()) + column; }
@@ -84,9 +84,9 @@ class PackedMatrix final : public CpuWeight {
   BufferRef elements_;
 };
 
-// Stacks the rows, none of them of FP8, rounds them to `compute_dtype` and packs them, panel by panel on the
-// team: no second copy of the whole matrix. At least one row and one input feature. RESOURCE_EXHAUSTED where
-// memory is short.
+// Stacks the rows, none of them of FP8 or MXFP4, rounds them to `compute_dtype` and packs them, panel by
+// panel on the team: no second copy of the whole matrix. At least one row and one input feature.
+// RESOURCE_EXHAUSTED where memory is short.
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool);

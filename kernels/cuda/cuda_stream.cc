@@ -149,6 +149,14 @@ absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, vo
   });
 }
 
+absl::Status CudaStream::ApplySinks(const ApplySinksArgs&) {
+  return absl::UnimplementedError("cuda: apply sinks");
+}
+
+absl::Status CudaStream::ClampedSwiGlu(const ClampedSwiGluArgs&) {
+  return absl::UnimplementedError("cuda: clamped swiglu");
+}
+
 absl::Status CudaStream::AddRmsNorm(const float*, const float*, int64_t, int64_t, float, float*) {
   return absl::UnimplementedError("cuda: add rms norm");
 }

@@ -53,6 +53,8 @@ class CudaStream final : public Stream {
   absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
                           float* x) override;
   absl::Status Scale(float* x, int64_t count, float factor) override;
+  absl::Status ApplySinks(const ApplySinksArgs& args) override;
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
   absl::Status Route(const RouteArgs& args) override;
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override;

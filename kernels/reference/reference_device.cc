@@ -28,6 +28,9 @@ double Load(const void* tensor, DType dtype, int64_t index) {
       return HalfToFloat(static_cast<const uint16_t*>(tensor)[index]);
     case DType::kF8E4M3:
       return Fp8ToFloat(static_cast<const uint8_t*>(tensor)[index]);
+    case DType::kF4E2M1:
+      return Fp4ToFloat(
+          static_cast<uint8_t>(static_cast<const uint8_t*>(tensor)[index / 2] >> index % 2 * 4));
   }
   return std::numeric_limits<double>::quiet_NaN();
 }
@@ -142,6 +145,15 @@ class ReferenceStream final : public HostStream {
     return Done();
   }
 
+  absl::Status ApplySinks(const ApplySinksArgs& args) override {
+    for (int64_t i = 0; i < args.heads * args.tokens * args.head_dim; ++i) {
+      const int64_t row = i / args.head_dim;
+      const double sink = args.sinks[row / args.tokens];
+      args.o[i] = static_cast<float>(args.o[i] / (1 + std::exp(sink - args.lse[row])));
+    }
+    return Done();
+  }
+
   absl::Status CopyHeads(const CopyHeadsArgs& args) override {
     const auto row_at = [](const HeadRows& rows, int64_t head, int64_t slot) {
       return head * rows.head_stride + rows.slots.At(slot) * rows.slot_stride;
@@ -164,6 +176,17 @@ class ReferenceStream final : public HostStream {
         const double up = Load(x, dtype_, t * 2 * width + width + i);
         Store(y, dtype_, t * width + i, gate / (1 + std::exp(-gate)) * up);
       }
+    }
+    return Done();
+  }
+
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
+    const double limit = args.limit;
+    for (int64_t i = 0; i < args.tokens * args.width; ++i) {
+      const double gate = Load(args.x, dtype_, 2 * i), up = Load(args.x, dtype_, 2 * i + 1);
+      const double clamped = gate > limit ? limit : gate;
+      const double glu = clamped / (1 + std::exp(-double{args.alpha} * clamped));
+      Store(args.y, dtype_, i, glu * (1 + (up > limit ? limit : up < -limit ? -limit : up)));
     }
     return Done();
   }
@@ -210,7 +233,7 @@ class ReferenceStream final : public HostStream {
       for (int64_t row = args.rows.begin[e]; row < args.rows.begin[e + 1]; ++row) {
         const int64_t from = args.by_token ? args.rows.token[row] : row;
         for (int64_t y = 0; y < out; ++y) {
-          double sum = 0;
+          double sum = weight.bias[y];
           for (int64_t i = 0; i < in; ++i) sum += Load(args.x, dtype_, from * in + i) * weight.w[y * in + i];
           Store(args.y, dtype_, row * out + y, sum);
         }
@@ -403,12 +426,13 @@ class ReferenceDevice final : public Device {
       const void* data = source.data;
       std::vector<std::byte> read;
       if (data == nullptr) {
-        read.resize(source.rows * in_features * DTypeBytes(source.dtype));
+        read.resize(source.rows * ElementsBytes(source.dtype, in_features));
         RETURN_IF_ERROR(source.source->Read(0, source.rows, read.data()));
         data = read.data();
       }
       for (int64_t i = 0; i < source.rows * in_features; ++i) {
         auto value = static_cast<float>(Load(data, source.dtype, i));
+        if (source.exponents != nullptr) value *= E8M0ToFloat(source.exponents[i / kMxBlock]);
         if (source.scales != nullptr) value *= source.ScaleOf(i / in_features, i % in_features, in_features);
         packed->w[first * in_features + i] =
             dtype_ == DType::kBf16 ? BFloat16::FromFloat(value).ToFloat() : value;

@@ -68,6 +68,9 @@ class CountingStream final : public Stream {
   absl::Status MergePartial(const MergePartialArgs& args) override {
     return Count([&] { return stream_->MergePartial(args); });
   }
+  absl::Status ApplySinks(const ApplySinksArgs& args) override {
+    return Count([&] { return stream_->ApplySinks(args); });
+  }
   absl::Status CopyHeads(const CopyHeadsArgs& args) override {
     return Count([&] { return stream_->CopyHeads(args); });
   }
@@ -77,6 +80,9 @@ class CountingStream final : public Stream {
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return stream_->SwiGlu(x, tokens, width, y); });
+  }
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
+    return Count([&] { return stream_->ClampedSwiGlu(args); });
   }
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return Count([&] { return stream_->GeGlu(x, tokens, width, y); });

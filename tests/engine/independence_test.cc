@@ -236,8 +236,8 @@ TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
 // goes to.
 TEST(IndependenceTest, Experts) {
   std::mt19937_64 random(7);
-  for (const ModelFamily family :
-       {ModelFamily::kQwen3Moe, ModelFamily::kMixtral, ModelFamily::kGlm4Moe, ModelFamily::kMiniMaxM2}) {
+  for (const ModelFamily family : {ModelFamily::kQwen3Moe, ModelFamily::kMixtral, ModelFamily::kGlm4Moe,
+                                   ModelFamily::kMiniMaxM2, ModelFamily::kGptOss}) {
     if (TestsOnCuda()) GTEST_SKIP() << "a GPU does not compute experts";
     MakeModelOptions model = SmallModel(family);
     model.experts = 5;
@@ -262,6 +262,40 @@ TEST(IndependenceTest, Experts) {
         const std::string what = Describe(actual->plan);
         ExpectSameAnswer(*actual, *expected, what);
         ExpectPlanWasRun(*actual, engine->model(), what);
+      }
+    }
+  }
+}
+
+// A row's sink joins its softmax once, wherever the row is finished, and on the right heads. One expert, so
+// that no rounding decides between two.
+TEST(IndependenceTest, SinksJoinOnceUnderEveryPlan) {
+  if (TestsOnCuda()) GTEST_SKIP() << "a GPU does not compute experts";
+  std::mt19937_64 random(19);
+  MakeModelOptions model = SmallModel(ModelFamily::kGptOss);
+  model.q_heads = 12;
+  model.experts = model.experts_used = 1;
+  const std::string folder = MakeTestModel("sinks", model);
+  const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
+  ASSERT_NE(one, nullptr);
+  for (const int64_t tokens : {1, 5, 333}) {
+    const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
+    const auto expected = PrefillKeepingKv(*one, prompt);
+    ASSERT_TRUE(expected.ok()) << expected.status();
+    for (const int ranks : {4, 6}) {
+      const std::unique_ptr<PrefillEngine> engine = LoadEngine(folder, ranks);
+      ASSERT_NE(engine, nullptr);
+      for (int h = 1; h <= ranks; ++h) {
+        if (ranks % h != 0 || !engine->model().CanSplitHeads(h)) continue;
+        for (const Tile tile : TilesOf(ranks / h)) {
+          for (const Spread& spread : kSpreads) {
+            const auto actual = PrefillKeepingKv(
+                *engine, prompt,
+                {.tile = tile, .heads = h, .layout = spread.layout, .stripe = spread.stripe});
+            ASSERT_TRUE(actual.ok()) << actual.status();
+            ExpectSameAnswer(*actual, *expected, Describe(actual->plan));
+          }
+        }
       }
     }
   }

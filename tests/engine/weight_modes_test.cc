@@ -44,6 +44,11 @@ MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
     options.experts = Draw(random, 2, 5);
     options.experts_used = Draw(random, 1, options.experts);
   }
+  if (family.family == ModelFamily::kGptOss && Draw(random, 0, 1) == 1) {
+    options.dtype = DType::kF4E2M1;
+    options.hidden = 32 * Draw(random, 1, 2);
+    options.intermediate = 32 * Draw(random, 1, 3);
+  }
   if (Draw(random, 0, 2) == 0) options.shard_bytes = 4096;  // a tensor or so in each file
   return options;
 }
@@ -179,17 +184,21 @@ TEST_F(StreamedEngineTest, PlansCountWhatFp8IsWidenedInto) {
 }
 
 // Their pieces are packed another way.
-TEST_F(StreamedEngineTest, WorkersDoNotShareWeightsInFp8) {
+TEST_F(StreamedEngineTest, WorkersDoNotShareNarrowWeights) {
   const TempFolder folder;
-  ASSERT_TRUE(MakeModel({.dtype = DType::kF8E4M3}, folder / "fp8").ok());
-  const auto pool = LoadEmbeddedPool({.model_path = folder / "fp8",
-                                      .ranks = 1,
-                                      .device = "cpu",
-                                      .weights = WeightMode::kSharded,
-                                      .of_worker = true,
-                                      .peak_flops = 1e12});
-  EXPECT_TRUE(absl::IsInvalidArgument(pool.status())) << pool.status();
-  EXPECT_NE(pool.status().message().find("in FP8, which workers do not share yet"), std::string::npos);
+  ASSERT_TRUE(MakeModel({.dtype = DType::kF8E4M3}, folder / "FP8").ok());
+  ASSERT_TRUE(MakeModel({.family = ModelFamily::kGptOss, .dtype = DType::kF4E2M1}, folder / "MXFP4").ok());
+  for (const std::string narrow : {"FP8", "MXFP4"}) {
+    const auto pool = LoadEmbeddedPool({.model_path = folder / narrow,
+                                        .ranks = 1,
+                                        .device = "cpu",
+                                        .weights = WeightMode::kSharded,
+                                        .of_worker = true,
+                                        .peak_flops = 1e12});
+    EXPECT_TRUE(absl::IsInvalidArgument(pool.status())) << pool.status();
+    EXPECT_THAT(std::string(pool.status().message()),
+                HasSubstr("in " + narrow + ", which workers do not share yet"));
+  }
 }
 
 // The ranks of a process have one copy together: there is nobody to share it with.

@@ -65,6 +65,9 @@ std::vector<std::string> FuzzSeeds() {
              R"("topk_group":1,"partial_rotary_factor":0.5,"use_qk_norm":true)"),
       config(R"("model_type":"minimax_m2","head_dim":16,"rotary_dim":8,"num_local_experts":4,)"
              R"("num_experts_per_tok":2,"use_qk_norm":true,"scoring_func":"sigmoid")"),
+      config(R"("model_type":"gpt_oss","head_dim":16,"num_local_experts":4,"num_experts_per_tok":2,)"
+             R"("swiglu_limit":7.0,"rope_scaling":{"rope_type":"yarn","factor":4.0,"truncate":false,)"
+             R"("original_max_position_embeddings":1024}})"),
   };
 }
 

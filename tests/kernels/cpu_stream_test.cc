@@ -291,6 +291,49 @@ TEST_P(CpuStreamTest, GeGlu) {
   });
 }
 
+TEST_P(CpuStreamTest, ClampedSwiGlu) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
+    Tensor got(GetParam(), tokens * width), expected = got;
+    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend
+                      ->ClampedSwiGlu({.x = x.data(),
+                                       .tokens = tokens,
+                                       .width = width,
+                                       .alpha = 1.702f,
+                                       .limit = 5,
+                                       .y = y->data()})
+                      .ok());
+    }
+    EXPECT_TRUE(got.GuardIntact());
+    ExpectClose(got, expected, 1e-6);
+  });
+}
+
+TEST_P(CpuStreamTest, ApplySinks) {
+  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+    const int heads = static_cast<int>(Draw(random, 1, 20)),
+              head_dim = static_cast<int>(Draw(random, 1, 256));
+    const int64_t tokens = Draw(random, 0, 300);
+    const Tensor lse = Tensor::Normal(random, DType::kF32, heads * tokens, 5),
+                 sinks = Tensor::Normal(random, DType::kF32, heads, 5);
+    Tensor got = Tensor::Normal(random, DType::kF32, heads * tokens * head_dim), expected = got;
+    for (auto [backend, o] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+      ASSERT_TRUE(backend
+                      ->ApplySinks({.o = o->data<float>(),
+                                    .lse = lse.data<float>(),
+                                    .sinks = sinks.data<float>(),
+                                    .heads = heads,
+                                    .tokens = tokens,
+                                    .head_dim = head_dim})
+                      .ok());
+    }
+    EXPECT_TRUE(got.GuardIntact());
+    ExpectClose(got, expected, 1e-5);
+  });
+}
+
 TEST_P(CpuStreamTest, Convert) {
   ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const Tensor from = Tensor::Normal(random, DType::kF32, Draw(random, 0, 300000));
@@ -369,6 +412,14 @@ TEST_P(CpuStreamTest, ARaisedStopTokenCancels) {
                        .tokens = 2,
                        .head_dim = 8}),
         cpu.SwiGlu(weights.data(), 2, 8, y.data()),
+        cpu.ClampedSwiGlu(
+            {.x = weights.data(), .tokens = 2, .width = 8, .alpha = 1, .limit = 7, .y = y.data()}),
+        cpu.ApplySinks({.o = y.data<float>(),
+                        .lse = lse.data<float>(),
+                        .sinks = x.data<float>(),
+                        .heads = 2,
+                        .tokens = 2,
+                        .head_dim = 8}),
         cpu.GeGlu(weights.data(), 2, 8, y.data()),
         cpu.Convert(x.data<float>(), 64, DType::kF32, y.data()),
     };

@@ -163,11 +163,16 @@ TEST_P(ExpertsTest, MultipliesEachExpertsRows) {
     ASSERT_TRUE(
         reference->Route({.logits = logits.data<float>(), .tokens = tokens, .rule = rule, .rows = own.rows})
             .ok());
-    std::vector<Tensor> weights;
+    const bool biased = Draw(random, 0, 1) == 1;
+    std::vector<Tensor> weights, biases;
     std::vector<std::unique_ptr<PackedWeight>> packed, packed_reference;
     for (int expert = 0; expert < rule.experts; ++expert) {
       weights.push_back(Tensor::Normal(random, GetParam(), out * in));
-      const WeightRows rows = {.data = weights.back().data(), .dtype = GetParam(), .rows = out};
+      biases.push_back(Tensor::Normal(random, DType::kF32, out));
+      const WeightRows rows = {.data = weights.back().data(),
+                               .dtype = GetParam(),
+                               .rows = out,
+                               .bias = biased ? biases.back().data<float>() : nullptr};
       auto mine = cpu.device().PackWeight({&rows, 1}, in),
            theirs = reference.device().PackWeight({&rows, 1}, in);
       ASSERT_TRUE(mine.ok() && theirs.ok());

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/cpu/fp8_matrix.h"
+#include "kernels/cpu/narrow_matrix.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "tests/kernels/lone_stream.h"
 #include "tests/kernels/random_tensor.h"
@@ -272,7 +272,7 @@ TEST_P(GemmTest, Fp8AgreesWithTheReference) {
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Fp8Layer layer(random, Draw(random, 1, 300), draw % 3 == 0 ? 900 : 90);
-    const auto weight = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
     const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     EXPECT_EQ((*weight)->out_features(), layer.out_features);
@@ -297,7 +297,7 @@ TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
     ThreadPool pool(2);
     CpuGemm gemm(GetParam(), pool);
     const Fp8Layer layer(random, Draw(random, 1, 700), 600);
-    const auto weight = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
     const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), pool);
     ASSERT_TRUE(weight.ok() && wide.ok());
     for (const int64_t tokens : {int64_t{1}, Draw(random, 2, 200)}) {
@@ -312,6 +312,88 @@ TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
       EXPECT_TRUE(y.SameBits(expected))
           << tokens << " tokens, " << layer.in_features << " to " << layer.out_features;
     }
+  }
+}
+
+// A linear layer of MXFP4 rows, and the same in f32: each element times its scale.
+struct Fp4Layer {
+  int64_t in_features, out_features = 0;
+  std::vector<std::vector<uint8_t>> elements, exponents;
+  std::vector<Tensor> biases, dequantised;
+  std::vector<WeightRows> rows, dequantised_rows;
+
+  Fp4Layer(std::mt19937_64& random, int64_t blocks, int64_t max_rows) : in_features(blocks * kMxBlock) {
+    const bool bias = Draw(random, 0, 1) == 1;
+    const int64_t sources = Draw(random, 1, 3);
+    for (int64_t i = 0; i < sources; ++i) {
+      const int64_t count = Draw(random, 1, max_rows);
+      for (auto [bytes, size, least, most] :
+           {std::tuple(&elements, count * in_features / 2, 0, 255), {&exponents, count * blocks, 117, 127}}) {
+        bytes->emplace_back(size);
+        for (uint8_t& byte : bytes->back()) byte = static_cast<uint8_t>(Draw(random, least, most));
+      }
+      biases.push_back(Tensor::Normal(random, DType::kF32, count));
+      dequantised.emplace_back(DType::kF32, count * in_features);
+      for (int64_t e = 0; e < count * in_features; ++e) {
+        const int bits = elements[i][e / 2] >> (e % 2 == 0 ? 0 : 4) & 15;
+        dequantised[i].Set(
+            e, Fp4ToFloat(static_cast<uint8_t>(bits)) * std::ldexp(1.0f, exponents[i][e / kMxBlock] - 127));
+      }
+      out_features += count;
+    }
+    for (int64_t i = 0; i < sources; ++i) {
+      const int64_t count = dequantised[i].count() / in_features;
+      rows.push_back({.data = elements[i].data(),
+                      .dtype = DType::kF4E2M1,
+                      .rows = count,
+                      .bias = bias ? biases[i].data<float>() : nullptr,
+                      .exponents = exponents[i].data()});
+      dequantised_rows.push_back(
+          {.data = dequantised[i].data(), .dtype = DType::kF32, .rows = count, .bias = rows[i].bias});
+    }
+  }
+};
+
+TEST(Mxfp4, EveryValueIsWhatItsBitsSay) {
+  for (int bits = 0; bits < 16; ++bits) {
+    const int exponent = bits >> 1 & 3, mantissa = bits & 1;
+    const double magnitude = exponent == 0 ? mantissa * 0.5 : std::ldexp(1 + mantissa * 0.5, exponent - 1);
+    EXPECT_EQ(Fp4ToFloat(static_cast<uint8_t>(bits)), bits >= 8 ? -magnitude : magnitude) << bits;
+  }
+  for (int bits = 0; bits < 255; ++bits) {
+    EXPECT_EQ(E8M0ToFloat(static_cast<uint8_t>(bits)), std::ldexp(1.0, bits - 127)) << bits;
+  }
+  EXPECT_TRUE(std::isnan(E8M0ToFloat(255)));
+}
+
+TEST_P(GemmTest, Mxfp4AgreesWithTheReferenceAndWithItsValuesHeldWide) {
+  const LoneStream reference = ReferenceStream(GetParam());
+  const bool same_bits = __builtin_cpu_supports("avx512bw") && std::getenv("DNNL_MAX_CPU_ISA") == nullptr;
+  for (int draw = 0; draw < 15; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), pool);
+    const Fp4Layer layer(random, Draw(random, 1, 9), draw % 3 == 0 ? 700 : 90);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), pool);
+    const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
+    ASSERT_TRUE(weight.ok() && wide.ok() && reference_weight.ok()) << weight.status();
+    const int64_t tokens = Draw(random, 0, 150);
+    ExpectAgrees(gemm, **weight, reference, **reference_weight, tokens, 2 * Tolerance(layer.in_features),
+                 random);
+    if (HasFatalFailure()) return;
+    if (!same_bits) continue;  // only AVX-512 promises this
+    const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
+    Tensor y(GetParam(), tokens * layer.out_features), expected = y;
+    GemmArgs args{
+        .weight = weight->get(), .x = x.data(), .tokens = tokens, .y = y.data(), .y_dtype = GetParam()};
+    ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+    args.weight = wide->get();
+    args.y = expected.data();
+    ASSERT_TRUE(gemm.Run(args, nullptr).ok());
+    EXPECT_TRUE(y.SameBits(expected));
   }
 }
 
@@ -333,7 +415,7 @@ TEST_P(GemmTest, Fp8IsWidenedStripByStrip) {
                         .scales = scales.data(),
                         .scale_rows = 1,
                         .scale_columns = in_features};
-  const auto weight = Fp8Matrix::Pack({&rows, 1}, in_features, GetParam(), pool);
+  const auto weight = NarrowMatrix::Pack({&rows, 1}, in_features, GetParam(), pool);
   ASSERT_TRUE(weight.ok());
   for (const int64_t tokens : {1, 3}) {
     const Tensor x = Tensor::Normal(random, GetParam(), tokens * in_features);
@@ -370,8 +452,8 @@ TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
     read[i].data = nullptr;
     read[i].source = &sources[i];
   }
-  const auto mapped = Fp8Matrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
-  const auto from_file = Fp8Matrix::Pack(read, layer.in_features, GetParam(), pool);
+  const auto mapped = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+  const auto from_file = NarrowMatrix::Pack(read, layer.in_features, GetParam(), pool);
   ASSERT_TRUE(mapped.ok() && from_file.ok());
   const Tensor x = Tensor::Normal(random, GetParam(), 5 * layer.in_features);
   Tensor y(DType::kF32, 5 * layer.out_features), expected = y;
@@ -384,7 +466,7 @@ TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
   EXPECT_TRUE(y.SameBits(expected));
 
   sources.back().fails_at = read.back().rows - 1;
-  EXPECT_TRUE(absl::IsDataLoss(Fp8Matrix::Pack(read, layer.in_features, GetParam(), pool).status()));
+  EXPECT_TRUE(absl::IsDataLoss(NarrowMatrix::Pack(read, layer.in_features, GetParam(), pool).status()));
 }
 
 // Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.

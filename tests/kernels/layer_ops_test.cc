@@ -129,6 +129,38 @@ TEST_P(LayerOpsTest, SwiGluAtItsEnds) {
   EXPECT_TRUE(std::isnan(y[7]));
 }
 
+TEST_P(LayerOpsTest, ClampedSwiGluAtItsEnds) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  const struct {
+    float gate, up, expected;
+  } pairs[] = {{-1e4f, 1, 0},           {-kMax, 1, 0},    {0, 5, 0},       {7, 1e4f, 56},   {kMax, 7, 56},
+               {kInfinity, -1e4f, -42}, {70, -kMax, -42}, {kNaN, 1, kNaN}, {1, kNaN, kNaN}, {2, -1, 0}};
+  std::vector<float> x;
+  for (const auto& pair : pairs) x.insert(x.end(), {pair.gate, pair.up});
+  const int64_t width = std::ssize(x) / 2;
+  std::vector<float> y(width);
+  ClampedSwiGluTokens(
+      {.x = x.data(), .tokens = 1, .width = width, .alpha = 1.702f, .limit = 7, .y = y.data()}, DType::kF32,
+      0, 1);
+  for (int64_t i = 0; i < width; ++i) {
+    if (std::isnan(pairs[i].expected)) {
+      EXPECT_TRUE(std::isnan(y[i])) << i;  // a broken activation must show in the logits
+    } else {
+      EXPECT_NEAR(y[i], pairs[i].expected, 1e-3) << i;
+    }
+  }
+}
+
+TEST_P(LayerOpsTest, SinksAtTheirEnds) {
+  // No key seen; a sink that is nothing beside the keys; one beside which they are nothing; equal ones.
+  const std::vector<float> lse = {-kInfinity, 50, -3, 2}, sinks = {1, -60, 120, 2};
+  std::vector<float> o = {0, 0, 7, 7, 7, 7, 7, 7};
+  ApplySinksRows(
+      {.o = o.data(), .lse = lse.data(), .sinks = sinks.data(), .heads = 4, .tokens = 1, .head_dim = 2}, 0,
+      4);
+  EXPECT_EQ(o, (std::vector<float>{0, 0, 7, 7, 0, 0, 3.5f, 3.5f}));
+}
+
 TEST_P(LayerOpsTest, RowsThatHaveSeenNoKeyMergeWithoutNaN) {
   constexpr int kHeadDim = 19;
   std::vector<float> o(4 * kHeadDim, 0.0f), other_o(4 * kHeadDim, 0.0f);

@@ -62,6 +62,8 @@ class Tensor {
         return HalfToFloat(data<uint16_t>()[i]);
       case DType::kF8E4M3:
         return Fp8ToFloat(data<uint8_t>()[i]);
+      case DType::kF4E2M1:
+        break;  // not of a size of whole bytes
     }
     return NAN;
   }
@@ -90,6 +92,8 @@ class Tensor {
         data<uint8_t>()[i] = static_cast<uint8_t>(((bits >> 24) & 0x80) | magnitude);
         break;
       }
+      case DType::kF4E2M1:
+        break;
     }
   }
 

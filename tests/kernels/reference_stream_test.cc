@@ -94,6 +94,16 @@ TEST_F(ReferenceStreamTest, SwiGluAtKnownPoints) {
   ExpectNear(y, {0, 2 * e / (e + 1), -2 / (e + 1), 30}, 1e-6);
 }
 
+TEST_F(ReferenceStreamTest, ClampedSwiGluAtKnownPoints) {
+  const std::vector<float> x = {1, 0.5f, 9, 2, 1, -8, -1, 8};  // gate, up, …
+  std::vector<float> y(4);
+  ASSERT_TRUE(
+      f32_->ClampedSwiGlu({.x = x.data(), .tokens = 2, .width = 2, .alpha = 2, .limit = 7, .y = y.data()})
+          .ok());
+  const auto sigmoid = [](double s) { return static_cast<float>(1 / (1 + std::exp(-s))); };
+  ExpectNear(y, {1.5f * sigmoid(2), 21 * sigmoid(14), -6 * sigmoid(2), -8 * sigmoid(-2)}, 1e-5);
+}
+
 TEST_F(ReferenceStreamTest, GeGluAtKnownPoints) {
   const std::vector<float> x = {0, 1, -1, 60, 3, 2, 2, 0.5f};  // gates, then ups
   std::vector<float> y(4);
@@ -348,6 +358,47 @@ TEST_F(AttentionTest, HoweverTheKeysAreSplitTheResultIsTheSame) {
                   .ok());
   ExpectNear(left.o, whole.o, 1e-5);
   ExpectNear(left.lse, whole.lse, 1e-5);
+}
+
+// A sink is a key of that score whose value is 0.
+TEST_F(AttentionTest, ASinkIsAKeyWithoutAValue) {
+  const int64_t heads = Draw(random_, 1, 4), q_tokens = Draw(random_, 1, 9), k_tokens = Draw(random_, 1, 20);
+  const std::vector<float> sinks = Normal(heads, 2), q(heads * q_tokens, 1.0f),
+                           keys = Normal(heads * k_tokens, 2), values = Normal(heads * k_tokens);
+  // One dimension, and queries of 1: a key is its score.
+  const auto attend = [&](bool with_sinks) {
+    const int64_t all = k_tokens + (with_sinks ? 1 : 0);
+    std::vector<float> k, v, o(heads * q_tokens), lse(heads * q_tokens);
+    for (int64_t head = 0; head < heads; ++head) {
+      if (with_sinks) k.push_back(sinks[head]), v.push_back(0);
+      k.insert(k.end(), &keys[head * k_tokens], &keys[head * k_tokens] + k_tokens);
+      v.insert(v.end(), &values[head * k_tokens], &values[head * k_tokens] + k_tokens);
+    }
+    EXPECT_TRUE(f32_->AttentionBlock({.q = q.data(),
+                                      .k = k.data(),
+                                      .v = v.data(),
+                                      .q_tokens = q_tokens,
+                                      .k_tokens = all,
+                                      .q_heads = static_cast<int>(heads),
+                                      .kv_heads = static_cast<int>(heads),
+                                      .head_dim = 1,
+                                      .band = {.first_q = all},  // all keys are seen
+                                      .scale = 1,
+                                      .carry_in = false,
+                                      .o = o.data(),
+                                      .lse = lse.data()})
+                    .ok());
+    return std::pair(o, lse);
+  };
+  auto [o, lse] = attend(false);
+  ASSERT_TRUE(f32_->ApplySinks({.o = o.data(),
+                                .lse = lse.data(),
+                                .sinks = sinks.data(),
+                                .heads = static_cast<int>(heads),
+                                .tokens = q_tokens,
+                                .head_dim = 1})
+                  .ok());
+  ExpectNear(o, attend(true).first, 1e-5);
 }
 
 TEST_F(AttentionTest, MergesAreAssociative) {

@@ -16,7 +16,7 @@ rope/<case>/             config.json and rope.safetensors, with real models' par
     positions            [p] int64
     cos, sin             [p, head_dim / 2] float32, times the attention factor
 
-Of a model in FP8, transformers computes what the elements times their scales are, in float32.
+Of a model in FP8 or MXFP4, transformers computes what the elements times their scales are, in float32.
 
 Before a golden is written, the script makes sure that it can tell a wrong model from a right one: another RoPE and
 another mask must each move the logits by far more than the test's tolerance.
@@ -39,7 +39,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM",
                  "glm4_moe": "Glm4MoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM",
                  "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-                 "gemma3": "Gemma3ForConditionalGeneration"}
+                 "gemma3": "Gemma3ForConditionalGeneration", "gpt_oss": "GptOssForCausalLM"}
 MAX_FILE_BYTES = 1_000_000
 VISIBLE_CHANGE = 1e-2  # of the logits' standard deviation; the test allows 1e-3
 KEPT_ROWS = 12
@@ -206,6 +206,37 @@ CASES = {
                                        "sliding_window_pattern": 3, "query_pre_attn_scalar": 25,
                                        "rope_local_base_freq": 300.0, "tie_word_embeddings": True,
                                        "vocab_size": 128}),
+    # Gates reach limits of less than 7.
+    "gpt_oss_5_of_3": dict(model="gpt_oss", dtype="float32", prompts=[1, 2, 65, 777], starved=True,
+                           config={"head_dim": 16, "intermediate_size": 24, "num_local_experts": 5,
+                                   "num_experts_per_tok": 3, "sliding_window": 33, "num_hidden_layers": 3,
+                                   "swiglu_limit": 1.5, "rope_theta": 150000.0,
+                                   "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0,
+                                                    "beta_slow": 1.0, "truncate": False,
+                                                    "original_max_position_embeddings": 256}}),
+    "gpt_oss_window_tied": dict(model="gpt_oss", dtype="bfloat16", prompts=[1, 64, 777, 4096],
+                                config={"head_dim": 24, "hidden_size": 56, "intermediate_size": 40,
+                                        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40,
+                                        "num_attention_heads": 6, "num_key_value_heads": 2,
+                                        "tie_word_embeddings": True, "rope_theta": 150000.0, "swiglu_limit": 2.0,
+                                        "layer_types": ["full_attention", "sliding_attention"],
+                                        "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                                         "truncate": False,
+                                                         "original_max_position_embeddings": 2048}}),
+    "gpt_oss_all_experts_sharded": dict(model="gpt_oss", dtype="float16", prompts=[63, 777], shards="100KB",
+                                        config={"head_dim": 32, "intermediate_size": 33, "num_local_experts": 3,
+                                                "num_experts_per_tok": 3, "num_key_value_heads": 1,
+                                                "attention_bias": False, "sliding_window": 70, "swiglu_limit": 2.5,
+                                                "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0,
+                                                                    "factor": 8.0, "truncate": False,
+                                                                    "original_max_position_embeddings": 1024}}),
+    "gpt_oss_mxfp4": dict(model="gpt_oss", dtype="bfloat16", prompts=[2, 65, 777], mxfp4=True,
+                          config={"head_dim": 16, "intermediate_size": 96, "num_local_experts": 4,
+                                  "num_experts_per_tok": 2, "sliding_window": 50, "vocab_size": 128,
+                                  "rope_theta": 150000.0, "swiglu_limit": 3.0,
+                                  "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0,
+                                                   "beta_slow": 1.0, "truncate": False,
+                                                   "original_max_position_embeddings": 256}}),
 }
 ROPES = {
     "llama2": {"head_dim": 128, "rope_theta": 10000.0},
@@ -242,6 +273,8 @@ def starve(model):
             parameter.data[..., 0, :] = 0  # of the residual stream's channels, the first stays
         elif name.endswith("post_attention_layernorm.weight"):
             parameter.data[0] = 1
+        elif name.endswith("mlp.router.bias"):
+            parameter.data[-1] = -60
         elif name.endswith("mlp.gate.weight"):
             parameter.data[:, 0] = 0
             parameter.data[-1] = 0
@@ -265,8 +298,12 @@ def randomise(model, generator):
         module = name.split(".")[-2]
         if "norm" in name:
             value = (0 if gemma else 1) + 0.3 * noise
-        elif name.endswith(".bias"):
+        elif name.endswith("sinks"):
+            value = 3 + 2 * noise
+        elif name.endswith("bias"):
             value = 0.5 * noise
+        elif parameter.ndim == 3 and module == "experts" and model.config.model_type == "gpt_oss":
+            value = noise / parameter.shape[1] ** 0.5  # [experts, in, out]
         elif module == "embed_tokens":
             value = noise / (parameter.shape[1] ** 0.5 if config.tie_word_embeddings or gemma else 1)
         else:
@@ -314,7 +351,7 @@ def firmly_routed(model, tokens, generator):
             again = gate.forward(inputs[0] * noise, *inputs[1:])[2].sort(-1).values
             firm.logical_and_((again == chosen).all(-1).reshape(-1))
 
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    gates = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     hooks = [gate.register_forward_hook(compare) for gate in gates]
     prefill(model, tokens)
     for hook in hooks:
@@ -382,6 +419,13 @@ def check_sensitivity(folder, model, prompts):
         if key == "norm_topk_prob" and config.num_experts_per_tok == 1 and config.norm_topk_prob:
             continue
         moved[key] = change(logits, prefill(load(folder, **{key: value}), prompt)[0])
+    if hasattr(model.config, "swiglu_limit"):
+        moved["limit"] = change(logits, prefill(load(folder, swiglu_limit=model.config.swiglu_limit * 0.7), prompt)[0])
+        other_sinks = load(folder)
+        for name, parameter in other_sinks.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data.copy_(parameter.data.roll(1))  # each head has another's
+        moved["sinks"] = change(logits, prefill(other_sinks, prompt)[0])
     # The last query's nearest key, among few: a causal mask that is off by one would lose it.
     short = min((tokens for tokens in prompts if len(tokens) > 1), key=len)
     other = short.copy()
@@ -448,6 +492,43 @@ def quantise(folder, block):
     return wide_folder
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def quantise_experts(folder):
+    """Turns gpt-oss's experts into MXFP4, and returns a folder of the same values in float32.
+
+    A block of 32 elements of a row shares a power of two: the one that brings its largest within 4 to 8.
+    """
+    wide_folder = pathlib.Path(tempfile.mkdtemp())
+    shutil.copy(folder / "config.json", wide_folder)
+    narrow, wide = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            narrow[name], wide[name] = tensor, tensor.float()
+            continue
+        rows = tensor.float().transpose(1, 2).contiguous()  # [experts, out, in]
+        blocks = rows.unflatten(2, (-1, 32))
+        exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2
+        scaled = blocks / exponents.exp2()
+        codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+        values = E2M1[codes] * scaled.sign() * exponents.exp2()
+        codes = (codes + 8 * (scaled < 0)).to(torch.uint8)
+        narrow[name + "_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        narrow[name + "_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
+        wide[name] = values.flatten(2).transpose(1, 2).contiguous()
+    save_file(narrow, folder / "model.safetensors")
+    save_file(wide, wide_folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]  # as published
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                                   "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return wide_folder
+
+
 def make_case(name, case, seed):
     folder = HERE / "goldens" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -466,13 +547,16 @@ def make_case(name, case, seed):
         config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
 
     computed = quantise(folder, case["fp8"]) if "fp8" in case else folder
+    if "mxfp4" in case:
+        computed = quantise_experts(folder)
     model = load(computed)  # what is on disk, computed in float32
     drawn = [draw_prompt(model, n, generator) for n in case["prompts"]]
     prompts = [tokens for tokens, _ in drawn]
     answers = []
     for tokens, firm in drawn:
         long = len(tokens) > 1000
-        logits, kv = prefill(load(computed, "sdpa") if long else model, tokens)
+        sdpa = long and case["model"] != "gpt_oss"  # which has sinks
+        logits, kv = prefill(load(computed, "sdpa") if sdpa else model, tokens)
         answers.append((logits, kv))
         write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, firm, logits, kv, generator)
     print(f"{name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "

@@ -291,7 +291,7 @@ class CliTest(CliTestCase):
     # ---- make-model.
 
     def test_models_of_every_architecture_run(self):
-        experts = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
+        experts = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
         for arch in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", *experts):
             folder = self.tmp / f"model-{arch}"
             options = ["--sliding-window", 100] if arch in ("mistral", "gemma3") else []
@@ -301,10 +301,10 @@ class CliTest(CliTestCase):
             result = self.embedded("--model", folder, "--tokens", self.prompt)
             self.check_prefill_object(result, len(self.ids), ranks=4)
 
-    def test_models_in_fp8_run(self):
-        for arch in ("qwen3", "qwen3_moe"):
-            folder = self.tmp / f"model-{arch}-fp8"
-            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 192, "--layers", 1, "--dtype", "fp8")
+    def test_models_of_narrow_weights_run(self):
+        for arch, dtype in (("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")):
+            folder = self.tmp / f"model-{arch}-{dtype}"
+            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 192, "--layers", 1, "--dtype", dtype)
             result = self.embedded("--model", folder, "--tokens", self.prompt)
             self.check_prefill_object(result, len(self.ids), ranks=4)
 

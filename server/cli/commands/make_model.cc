@@ -19,11 +19,11 @@ absl::StatusOr<ModelFamily> ParseFamily(const std::string& name) {
 }
 
 absl::StatusOr<DType> ParseWeightDType(const std::string& name) {
-  for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF32, DType::kF8E4M3}) {
+  for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF32, DType::kF8E4M3, DType::kF4E2M1}) {
     if (name == DTypeName(dtype)) return dtype;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("'", name, "' is no dtype of weights; use bf16, f16, f32 or fp8"));
+      absl::StrCat("'", name, "' is no dtype of weights; use bf16, f16, f32, fp8 or mxfp4"));
 }
 
 class MakeModelCommand : public Command {
@@ -43,7 +43,7 @@ class MakeModelCommand : public Command {
     AddCount(*app_, "--vocab", options_.vocab, "Token ids");
     AddCount(*app_, "--context", options_.context_tokens, "Longest prompt, in tokens");
     AddCount(*app_, "--sliding-window", options_.sliding_window,
-             "Keys that a query sees, of mistral (default: all) and gemma3 (default: 1024) alone");
+             "Keys that a query sees, of mistral (default: all), gemma3 (1024) and gpt_oss (128) alone");
     AddCount(*app_, "--experts", options_.experts, "Experts, of an architecture that has them (default: 8)");
     AddCount(*app_, "--experts-used", options_.experts_used,
              "Experts that each token goes through (default: 2)");
@@ -55,7 +55,8 @@ class MakeModelCommand : public Command {
     app_->add_flag("--tied", options_.tied_embeddings, "The LM head shares the embedding table");
     AddParsedOption(
         *app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
-        "Of the weights: bf16 (default), f16, f32 or fp8 (in blocks of 128 x 128, the rest in bf16)");
+        "Of the weights: bf16 (default), f16, f32, fp8 (in blocks of 128 x 128) or mxfp4 (gpt_oss's "
+        "experts); the rest is then in bf16");
     app_->add_option("--seed", options_.seed, "Same options and seed: same bytes")->capture_default_str();
     AddCount(*app_, "--shard-bytes", options_.shard_bytes,
              "Largest file; a larger model is split, with an index");

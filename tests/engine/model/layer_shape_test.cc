@@ -20,7 +20,8 @@ LayerShape RandomShape(std::mt19937_64& random) {
           .mlp_bias = Draw(random, 0, 1) == 1,
           .fused_projections = Draw(random, 0, 1) == 1,
           .post_norms = Draw(random, 0, 1) == 1,
-          .qk_norm = Draw(random, 0, 1) == 1 ? QkNorm::kHead : QkNorm::kNone};
+          .qk_norm = Draw(random, 0, 1) == 1 ? QkNorm::kHead : QkNorm::kNone,
+          .sinks = Draw(random, 0, 1) == 1};
 }
 
 TEST(LayerShape, CountsWhatTheEquationsMultiply) {
@@ -55,6 +56,8 @@ TEST(LayerShape, CountsTheExpertsThatATokenUses) {
     shape.experts.width = Draw<int64_t>(random, 1, 90);
     shape.experts.shared_width = Draw<int64_t>(random, 0, 1) * Draw<int64_t>(random, 1, 90);
     shape.dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    shape.expert_bias = Draw(random, 0, 1) == 1;
+    if (Draw(random, 0, 1) == 1) shape.expert_names.gate_up = "mlp.experts.gate_up_proj";
     const auto& [count, used, width, shared_width] = shape.experts;
     const int64_t q = shape.q_heads * shape.head_dim, kv = shape.kv_heads * shape.head_dim;
     const int64_t rest = shape.hidden * (2 * q + 2 * kv + count + 3 * shared_width);
@@ -92,6 +95,25 @@ TEST(LayerShape, CountsFp8AsBytesWithScales) {
                 4 * (2 * (shape.qkv_width() + 5 * 600) + of_q_width * 200 + 3 * 5 * 200));
 }
 
+TEST(LayerShape, CountsMxfp4AsHalfBytesWithScales) {
+  std::mt19937_64 random(TestSeed());
+  LayerShape shape = RandomShape(random);
+  shape.mlp = MlpKind::kExperts;
+  shape.experts = {.count = 5, .used = 2, .width = 96, .shared_width = 0};
+  shape.hidden = 64;
+  const int64_t experts = 5 * 3 * 64 * 96;
+  const int64_t rest = LayerMatrixElements(shape) - experts;
+  shape.fp4_experts = true;
+  EXPECT_EQ(LayerMatrixBytes(shape, DType::kBf16), 2 * rest + experts / 2 + experts / 32);
+
+  ModelShape model = {.layers = 3, .hidden = 64, .q_heads = 2, .kv_heads = 1, .head_dim = 8};
+  model.experts = shape.experts;
+  model.kinds = {LayerKind{.form = {.mlp = MlpKind::kExperts}, .layers = 3}};
+  EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 0);
+  model.fp4_experts = true;
+  EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * experts);
+}
+
 TEST(LayerShape, StacksTheLinearLayersOfAProduct) {
   std::mt19937_64 random(TestSeed());
   const LayerShape shape = RandomShape(random);
@@ -120,14 +142,17 @@ TEST(LayerShape, ListsNormsAndBiasesThatTheModelHas) {
   for (int draw = 0; draw < 20; ++draw) {
     const LayerShape shape = RandomShape(random);
     int norms = 0;
+    bool sinks = false;
     for (const LayerTensor& tensor : LayerTensors(shape)) {
       norms += tensor.is_norm() ? 1 : 0;
+      sinks = sinks || tensor.part == LayerPart::kSinks;
       const bool bias = tensor.part == LayerPart::kQkv ? shape.qkv_bias
                         : tensor.part == LayerPart::kO ? shape.o_bias
-                                                       : shape.mlp_bias && !tensor.is_norm();
+                                                       : shape.mlp_bias && !tensor.is_vector();
       EXPECT_EQ(tensor.bias, bias) << tensor.name;
     }
     EXPECT_EQ(norms, 2 + (shape.qk_norm == QkNorm::kHead ? 2 : 0) + (shape.post_norms ? 2 : 0));
+    EXPECT_EQ(sinks, shape.sinks);
   }
 }
 

@@ -189,6 +189,31 @@ TEST(MakeModelTest, MakesWeightsInFp8) {
   EXPECT_GT(factors.deviation, 0);
 }
 
+TEST(MakeModelTest, MakesExpertsInMxfp4) {
+  MakeModelOptions options = Small();
+  options.family = ModelFamily::kGptOss;
+  options.dtype = DType::kF4E2M1;
+  options.hidden = 64;
+  options.intermediate = 96;
+  const HfFolder model = Make(options);
+  EXPECT_EQ(model.config["quantization_config"]["quant_method"], "mxfp4");
+  const HfTensor& blocks = model.tensors.at("model.layers.1.mlp.experts.down_proj_blocks");
+  const HfTensor& scales = model.tensors.at("model.layers.1.mlp.experts.down_proj_scales");
+  EXPECT_EQ(blocks.shape, (std::vector<int64_t>{8, 64, 3, 16}));
+  EXPECT_EQ(scales.shape, (std::vector<int64_t>{8, 64, 3}));
+  EXPECT_EQ(model.tensors.at("model.layers.1.self_attn.q_proj.weight").type, ElementType::kBf16);
+  std::vector<float> values;
+  for (size_t i = 0; i < blocks.bytes.size(); ++i) {
+    const auto byte = static_cast<uint8_t>(blocks.bytes[i]);
+    const float scale = E8M0ToFloat(static_cast<uint8_t>(scales.bytes[i / 16]));
+    values.insert(values.end(),
+                  {Fp4ToFloat(byte) * scale, Fp4ToFloat(static_cast<uint8_t>(byte >> 4)) * scale});
+  }
+  const Moments moments = MomentsOf(values);
+  EXPECT_NEAR(moments.mean / moments.deviation, 0, 0.03);
+  EXPECT_NEAR(moments.deviation * std::sqrt(96), 1, 0.4);  // scales are powers of two
+}
+
 TEST(MakeModelTest, LeavesFoldersAloneThatHoldSomething) {
   const TempFolder folder;
   folder.Write("precious.txt", "x");
@@ -219,6 +244,7 @@ TEST(MakeModelTest, RefusesOptionsThatNoModelHas) {
          o.family = ModelFamily::kMistral;
          o.sliding_window = -8;
        }},
+      {"mxfp4", [](MakeModelOptions& o) { o.dtype = DType::kF4E2M1; }},  // likewise
       {"rope_theta", [](MakeModelOptions& o) { o.rope_theta = NAN; }},
       {"rope_theta", [](MakeModelOptions& o) { o.rope_theta = 0; }},
       {"shard_bytes", [](MakeModelOptions& o) { o.shard_bytes = 0; }},

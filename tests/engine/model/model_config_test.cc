@@ -61,6 +61,28 @@ json MiniMaxM2() {
 
 json Phi3() { return Base("phi3", "Phi3ForCausalLM"); }
 
+// As the published models have it.
+json GptOss() {
+  json config = Base("gpt_oss", "GptOssForCausalLM");
+  config.update({{"num_local_experts", 5},
+                 {"num_experts_per_tok", 3},
+                 {"experts_per_token", 3},
+                 {"initial_context_length", 4096},
+                 {"attention_bias", true},
+                 {"sliding_window", 128},
+                 {"swiglu_limit", 7.0},
+                 {"rope_theta", 150000},
+                 {"max_position_embeddings", 131072},
+                 {"rope_scaling",
+                  {{"beta_fast", 32.0},
+                   {"beta_slow", 1.0},
+                   {"factor", 32.0},
+                   {"original_max_position_embeddings", 4096},
+                   {"rope_type", "yarn"},
+                   {"truncate", false}}}});
+  return config;
+}
+
 json Gemma3() { return Without(Base("gemma3_text", "Gemma3ForCausalLM"), "hidden_act"); }
 // As Gemma 3 ships from 4B on.
 json Gemma3WithImages(const json& text_changes) {
@@ -264,6 +286,44 @@ TEST(ModelConfigTest, Experts) {
   EXPECT_EQ(minimax.shape.rope_dim, 8);
 }
 
+TEST(ModelConfigTest, ReadsGptOss) {
+  const ModelConfig config = ParseGood(GptOss());
+  EXPECT_TRUE(config.qkv_bias && config.o_bias && config.expert_bias && config.sinks);
+  EXPECT_EQ(config.shape.experts, (ExpertsShape{.count = 5, .used = 3, .width = 96}));
+  EXPECT_EQ(config.router, (RouterRule{.experts = 5, .used = 3, .normalised = true}));
+  EXPECT_EQ(config.swiglu_clamp.alpha, 1.702f);
+  EXPECT_EQ(config.swiglu_clamp.limit, 7);
+  EXPECT_THAT(WindowsOf(config), ElementsAre(128, 0, 128));
+  EXPECT_EQ(config.rope.scaling, RopeScaling::kYarn);
+  EXPECT_FALSE(config.rope.truncate);
+  EXPECT_EQ(config.shape.context_tokens, 131072);
+
+  const ModelConfig other =
+      ParseGood(With(GptOss(), {{"layer_types", {"full_attention", "sliding_attention", "full_attention"}},
+                                {"sliding_window", 33},
+                                {"attention_bias", false},
+                                {"swiglu_limit", 2.5},
+                                {"swiglu_alpha", 1.5}}));
+  EXPECT_THAT(WindowsOf(other), ElementsAre(0, 33, 0));
+  EXPECT_FALSE(other.qkv_bias || other.o_bias);
+  EXPECT_EQ(other.swiglu_clamp.alpha, 1.5f);
+  EXPECT_EQ(other.swiglu_clamp.limit, 2.5f);
+}
+
+// As the published models have it, which state no dtype.
+TEST(ModelConfigTest, ReadsGptOssInMxfp4) {
+  const json quantisation = {
+      {"quant_method", "mxfp4"},
+      {"modules_to_not_convert",
+       {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}}};
+  const ModelConfig config =
+      ParseGood(Without(With(GptOss(), {{"quantization_config", quantisation}}), "torch_dtype"));
+  EXPECT_TRUE(config.shape.fp4_experts);
+  EXPECT_EQ(config.shape.dtype, DType::kBf16);
+  EXPECT_EQ(config.shape.fp8, Fp8Blocks());
+  EXPECT_FALSE(ParseGood(GptOss()).shape.fp4_experts);
+}
+
 // The sizes of published models, and the billions of parameters that their authors state: in all, and of
 // those that a token uses (without embedding and LM head).
 TEST(ModelConfigTest, PublishedModelsHaveTheirParameters) {
@@ -304,6 +364,20 @@ TEST(ModelConfigTest, PublishedModelsHaveTheirParameters) {
                                                                 {"intermediate_size", 1536},
                                                                 {"rotary_dim", 64}}),
        228.7e9, 9.8e9},
+      {"gpt-oss-20b",
+       With(With(GptOss(), sizes(2880, 24, 64, 8, 201088)), {{"head_dim", 64},
+                                                             {"num_local_experts", 32},
+                                                             {"num_experts_per_tok", 4},
+                                                             {"experts_per_token", 4},
+                                                             {"intermediate_size", 2880}}),
+       20.9e9, 3.03e9},
+      {"gpt-oss-120b",
+       With(With(GptOss(), sizes(2880, 36, 64, 8, 201088)), {{"head_dim", 64},
+                                                             {"num_local_experts", 128},
+                                                             {"num_experts_per_tok", 4},
+                                                             {"experts_per_token", 4},
+                                                             {"intermediate_size", 2880}}),
+       116.8e9, 4.55e9},
       // Their 27.0e9 are without what reads images, and with one of the two tables.
       {"Gemma 3 27B",
        Gemma3WithImages({{"hidden_size", 5376},
@@ -707,6 +781,24 @@ std::vector<BadConfig> BadConfigs() {
       {"more experts used than there are",
        With(Qwen3Moe(), {{"num_experts_per_tok", 6}}),
        {"\"num_experts_per_tok\"", "6", "5 experts"}},
+      {"more of gpt-oss's experts used than there are",
+       With(GptOss(), {{"num_experts_per_tok", 6}, {"experts_per_token", 6}}),
+       {"\"num_experts_per_tok\"", "6", "5 experts"}},
+      {"two numbers of used experts",
+       With(GptOss(), {{"experts_per_token", 2}}),
+       {"\"experts_per_token\"", "2"}},
+      {"mxfp4 in Llama",
+       With(Llama(), {{"quantization_config", {{"quant_method", "mxfp4"}}}}),
+       {"\"quantization_config.quant_method\"", "mxfp4"}},
+      {"mxfp4 of another size",
+       With(GptOss(), {{"quantization_config", {{"quant_method", "mxfp4"}}}, {"intermediate_size", 80}}),
+       {"\"intermediate_size\"", "80", "32"}},
+      {"mxfp4 of another kind",
+       With(GptOss(), {{"quantization_config", {{"quant_method", "mxfp4"}, {"bits", 3}}}}),
+       {"quantization_config.bits"}},
+      {"gpt-oss without a rope", Without(GptOss(), "rope_scaling"), {"\"rope_scaling\"", "missing"}},
+      {"no limit of a gate", With(GptOss(), {{"swiglu_limit", 0}}), {"\"swiglu_limit\"", "0"}},
+      {"a dense MLP with a bias, of none", With(GptOss(), {{"mlp_bias", true}}), {"\"mlp_bias\""}},
       {"dense layer that is not there",
        With(Qwen3Moe(), {{"mlp_only_layers", {3}}}),
        {"\"mlp_only_layers\"", "3"}},

@@ -35,9 +35,10 @@ namespace {
 
 // A prompt's Q, K and V of one layer, by token; K and V have its cached prefix, too.
 struct Prompt {
-  std::vector<float> q;  // [q_heads, tokens, head_dim]
-  std::vector<float> k;  // [kv_heads, cached tokens + tokens, head_dim]
-  std::vector<float> v;  // [kv_heads, cached tokens + tokens, head_dim]
+  std::vector<float> q;      // [q_heads, tokens, head_dim]
+  std::vector<float> k;      // [kv_heads, cached tokens + tokens, head_dim]
+  std::vector<float> v;      // [kv_heads, cached tokens + tokens, head_dim]
+  std::vector<float> sinks;  // [q_heads], or empty
 };
 
 struct Case {
@@ -61,7 +62,7 @@ struct Case {
   std::string DebugString() const {
     return plan.DebugString() + ", " + plan.schedule.DebugString() + ", " + std::to_string(model.q_heads) +
            "/" + std::to_string(model.kv_heads) + " heads of " + std::to_string(model.head_dim) +
-           ", window " + std::to_string(window);
+           ", window " + std::to_string(window) + (prompt.sinks.empty() ? "" : ", sinks");
   }
 };
 
@@ -92,6 +93,10 @@ Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DTy
     values->resize(rows * c.model.head_dim);
     std::generate(values->begin(), values->end(), [&] { return 2 * normal(random); });
   }
+  if (Draw(random, 0, 1) == 1) {
+    c.prompt.sinks.resize(c.model.q_heads);
+    for (float& sink : c.prompt.sinks) sink = 2 * normal(random);
+  }
   return c;
 }
 
@@ -108,7 +113,7 @@ Case DrawCase(std::mt19937_64& random, int64_t cached_tokens = 0) {
 
 // Attention by its definition, in double: [q_heads, tokens, head_dim].
 std::vector<double> DirectAttention(const Case& c) {
-  const auto& [q, k, v] = c.prompt;
+  const auto& [q, k, v, sinks] = c.prompt;
   const int64_t tokens = c.tokens();
   const int d = c.model.head_dim;
   std::vector<double> o(q.size());
@@ -127,6 +132,7 @@ std::vector<double> DirectAttention(const Case& c) {
       const double max = *std::max_element(scores.begin(), scores.end());
       double sum = 0;
       for (double score : scores) sum += std::exp(score - max);
+      if (!sinks.empty()) sum += std::exp(sinks[head] - max);
       for (int64_t j = first; j <= position; ++j) {
         const double weight = std::exp(scores[j - first] - max) / sum;
         for (int x = 0; x < d; ++x)
@@ -188,7 +194,8 @@ std::vector<RankEnd> RunMesh(const Case& c, absl::Duration wait_timeout, int lay
       AttentionExecutor executor(c.plan, c.model, rank, stream, *communicators[rank], wait_timeout,
                                  end.stats);
       for (int layer = 0; layer < layers && end.status.ok(); ++layer) {
-        absl::StatusOr<BufferRef> o = executor.Run(ChunksOf(c, rank, stream), c.window);
+        absl::StatusOr<BufferRef> o = executor.Run(ChunksOf(c, rank, stream), c.window,
+                                                   c.prompt.sinks.empty() ? nullptr : c.prompt.sinks.data());
         end.status = o.status();
         if (!o.ok()) continue;
         const float* data = (*o)->data<float>();

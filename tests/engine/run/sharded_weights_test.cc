@@ -89,17 +89,18 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
     if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden); !form.ok()) {
       GTEST_SKIP() << form.status();
     }
-    const absl::Status made = MakeModel({.family = GetParam(),
-                                         .layers = kLayers,
-                                         .hidden = kHidden,
-                                         .intermediate = 640,
-                                         .q_heads = 8,
-                                         .kv_heads = 2,
-                                         .head_dim = 96,
-                                         .vocab = kVocab,
-                                         .experts = GetParam() == ModelFamily::kMixtral ? 5 : 0,
-                                         .dtype = DType::kF32},
-                                        path_);
+    const absl::Status made =
+        MakeModel({.family = GetParam(),
+                   .layers = kLayers,
+                   .hidden = kHidden,
+                   .intermediate = 640,
+                   .q_heads = 8,
+                   .kv_heads = 2,
+                   .head_dim = 96,
+                   .vocab = kVocab,
+                   .experts = GetParam() == ModelFamily::kLlama || GetParam() == ModelFamily::kQwen2 ? 0 : 5,
+                   .dtype = DType::kF32},
+                  path_);
     ASSERT_TRUE(made.ok()) << made;
   }
 
@@ -207,8 +208,8 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
 
 INSTANTIATE_TEST_SUITE_P(Families, ShardedWeightsTest,
                          testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kMixtral,
-                                         ModelFamily::kGemma3),
-                         [](const auto& param) { return FamilyOf(param.param).name; });
+                                         ModelFamily::kGemma3, ModelFamily::kGptOss),
+                         [](const auto& param) { return std::string(FamilyOf(param.param).name); });
 
 TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
   std::mt19937_64 random(TestSeed());

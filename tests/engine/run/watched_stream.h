@@ -106,6 +106,7 @@ class WatchedStream : public Stream {
     ++merges;
     return reference_->MergePartial(args);
   }
+  absl::Status ApplySinks(const ApplySinksArgs& args) override { return reference_->ApplySinks(args); }
   absl::Status CopyHeads(const CopyHeadsArgs& args) override { return reference_->CopyHeads(args); }
   absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
                                                             BufferRef source) override {
@@ -114,6 +115,9 @@ class WatchedStream : public Stream {
   }
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->SwiGlu(x, tokens, width, y);
+  }
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
+    return reference_->ClampedSwiGlu(args);
   }
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->GeGlu(x, tokens, width, y);

@@ -1,4 +1,4 @@
-#include "kernels/cpu/fp8_matrix.h"
+#include "kernels/cpu/narrow_matrix.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 // Compiled once for each instruction set below, and chosen at run time.
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/cpu/fp8_matrix.cc"
+#define HWY_TARGET_INCLUDE "kernels/cpu/narrow_matrix.cc"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-constexpr int64_t kColumns = Fp8Matrix::kTileColumns;
+constexpr int64_t kColumns = NarrowMatrix::kTileColumns, kHalf = kColumns / 2;
 
 // Fp8ToFloat in vectors.
 template <class D>
@@ -49,35 +49,95 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16Bits(D d, hn::Vec<D> value) {
   return hn::IfThenElse(hn::RebindMask(d32, hn::IsNaN(value)), hn::Or(upper, hn::Set(d32, 0x40)), rounded);
 }
 
-// 64 elements times their scales, rounded to bf16 where the compute dtype is.
-void ScaleRow(const uint8_t* from, const float* scales, bool round, float* to) {
-  const hn::CappedTag<float, kColumns> d;
+// Fp4ToFloat in vectors, of elements from i on of a tile's row.
+template <class D>
+HWY_INLINE hn::Vec<D> LoadFp4(D d, const uint8_t* row, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  const hn::RebindToUnsigned<D> d32;
+  const auto bytes = hn::PromoteTo(d32, hn::LoadU(d8, row + i % kHalf));
+  const auto bits = i < kHalf ? bytes : hn::ShiftRight<4>(bytes);
+  const auto sign = hn::ShiftLeft<28>(hn::And(bits, hn::Set(d32, 8)));
+  const auto magnitude = hn::And(bits, hn::Set(d32, 7));
+  const auto one_and_more = hn::Add(hn::ShiftLeft<22>(magnitude), hn::Set(d32, 126u << 23));
+  const auto zero_or_half = hn::And(hn::Sub(hn::Zero(d32), magnitude), hn::Set(d32, 126u << 23));
+  const auto value = hn::IfThenElse(hn::Lt(magnitude, hn::Set(d32, 2)), zero_or_half, one_and_more);
+  return hn::BitCast(d, hn::Or(sign, value));
+}
+
+// A tile's row for one input feature: 64 elements and their scales.
+struct Fp8Row {
+  const uint8_t* elements;
+  const float* scales;
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Scaled(D d, int64_t i) const {
+    return hn::Mul(LoadFp8(d, elements + i), hn::LoadU(d, scales + i));
+  }
+};
+struct Fp4Row {
+  const uint8_t* elements;
+  const float* scales;
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Scaled(D d, int64_t i) const {
+    return hn::Mul(LoadFp4(d, elements, i), hn::LoadU(d, scales + i));
+  }
+};
+
+// Rounded to bf16 where the compute dtype is.
+template <class Row>
+void ScaleRowOf(const Row& row, bool round, float* to) {
+  const hn::CappedTag<float, kHalf> d;
   for (int64_t i = 0; i < kColumns; i += static_cast<int64_t>(hn::Lanes(d))) {
-    auto value = hn::Mul(LoadFp8(d, from + i), hn::LoadU(d, scales + i));
+    auto value = row.Scaled(d, i);
     if (round) value = hn::BitCast(d, hn::ShiftLeft<16>(Bf16Bits(d, value)));
     hn::StoreU(value, d, to + i);
   }
 }
 
+void ScaleRow(const uint8_t* from, const float* scales, bool fp4, bool round, float* to) {
+  if (fp4) {
+    ScaleRowOf(Fp4Row{from, scales}, round, to);
+  } else {
+    ScaleRowOf(Fp8Row{from, scales}, round, to);
+  }
+}
+
 // The same, to bf16.
-void ScaleRowToBf16(const uint8_t* from, const float* scales, uint16_t* to) {
-  const hn::CappedTag<float, kColumns> d;
+template <class Row>
+void ScaleRowToBf16Of(const Row& row, uint16_t* to) {
+  const hn::CappedTag<float, kHalf> d;
   const hn::Rebind<uint16_t, decltype(d)> d16;
   for (int64_t i = 0; i < kColumns; i += static_cast<int64_t>(hn::Lanes(d))) {
-    const auto value = hn::Mul(LoadFp8(d, from + i), hn::LoadU(d, scales + i));
-    hn::StoreU(hn::TruncateTo(d16, Bf16Bits(d, value)), d16, to + i);
+    hn::StoreU(hn::TruncateTo(d16, Bf16Bits(d, row.Scaled(d, i))), d16, to + i);
+  }
+}
+
+void ScaleRowToBf16(const uint8_t* from, const float* scales, bool fp4, uint16_t* to) {
+  if (fp4) {
+    ScaleRowToBf16Of(Fp4Row{from, scales}, to);
+  } else {
+    ScaleRowToBf16Of(Fp8Row{from, scales}, to);
   }
 }
 
 // Two rows to bf16, an element of the one beside that of the other.
-void ScalePairToBf16(const uint8_t* even, const float* even_scales, const uint8_t* odd,
-                     const float* odd_scales, uint16_t* to) {
-  const hn::CappedTag<float, kColumns> d;
+template <class Row>
+void ScalePairToBf16Of(const Row& even, const Row& odd, uint16_t* to) {
+  const hn::CappedTag<float, kHalf> d;
   const hn::RebindToUnsigned<decltype(d)> d32;
   for (int64_t i = 0; i < kColumns; i += static_cast<int64_t>(hn::Lanes(d))) {
-    const auto low = Bf16Bits(d, hn::Mul(LoadFp8(d, even + i), hn::LoadU(d, even_scales + i)));
-    const auto high = Bf16Bits(d, hn::Mul(LoadFp8(d, odd + i), hn::LoadU(d, odd_scales + i)));
+    const auto low = Bf16Bits(d, even.Scaled(d, i)), high = Bf16Bits(d, odd.Scaled(d, i));
     hn::StoreU(hn::Or(low, hn::ShiftLeft<16>(high)), d32, reinterpret_cast<uint32_t*>(to + 2 * i));
+  }
+}
+
+void ScalePairToBf16(const uint8_t* even, const float* even_scales, const uint8_t* odd,
+                     const float* odd_scales, bool fp4, uint16_t* to) {
+  if (fp4) {
+    ScalePairToBf16Of(Fp4Row{even, even_scales}, Fp4Row{odd, odd_scales}, to);
+  } else {
+    ScalePairToBf16Of(Fp8Row{even, even_scales}, Fp8Row{odd, odd_scales}, to);
   }
 }
 
@@ -115,8 +175,8 @@ std::vector<int64_t> PlacesAlong(const dnnl_memory_desc_t& layout, int dimension
 
 // Whether the tile's places from `first` on are `step` apart.
 bool InSteps(std::span<const int64_t> places, int64_t first, int64_t step) {
-  if (first + Fp8Matrix::kTileColumns > std::ssize(places)) return false;
-  for (int64_t i = 0; i < Fp8Matrix::kTileColumns; ++i) {
+  if (first + NarrowMatrix::kTileColumns > std::ssize(places)) return false;
+  for (int64_t i = 0; i < NarrowMatrix::kTileColumns; ++i) {
     if (places[first + i] != places[first] + i * step) return false;
   }
   return true;
@@ -124,18 +184,25 @@ bool InSteps(std::span<const int64_t> places, int64_t first, int64_t step) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Fp8Matrix>> Fp8Matrix::Pack(std::span<const WeightRows> rows,
-                                                           int64_t in_features, DType compute_dtype,
-                                                           ThreadPool& pool) {
+absl::StatusOr<std::unique_ptr<NarrowMatrix>> NarrowMatrix::Pack(std::span<const WeightRows> rows,
+                                                                 int64_t in_features, DType compute_dtype,
+                                                                 ThreadPool& pool) {
   int64_t out_features = 0;
   for (const WeightRows& source : rows) out_features += source.rows;
-  std::unique_ptr<Fp8Matrix> packed(new Fp8Matrix(out_features, in_features, StackBias(rows), compute_dtype));
+  std::unique_ptr<NarrowMatrix> packed(
+      new NarrowMatrix(out_features, in_features, StackBias(rows), rows.front().dtype, compute_dtype));
   const int64_t tiles = (out_features + kTileColumns - 1) / kTileColumns;
-  packed->block_ = std::min(rows.front().scale_columns, in_features);
+  packed->block_ = packed->fp4() ? kMxBlock : std::min(rows.front().scale_columns, in_features);
   packed->blocks_ = (in_features + packed->block_ - 1) / packed->block_;
-  packed->scales_.assign(tiles * packed->blocks_ * kTileColumns, 0.0f);
-  ASSIGN_OR_RETURN(packed->elements_, AllocateHostMemory(tiles * in_features * kTileColumns));
-  std::vector<std::vector<uint8_t>> staging(pool.threads(), std::vector<uint8_t>(kTileColumns * in_features));
+  const int64_t scales = tiles * packed->blocks_ * kTileColumns;
+  if (packed->fp4()) {
+    packed->exponents_.assign(scales, 0);
+  } else {
+    packed->scales_.assign(scales, 0.0f);
+  }
+  const int64_t tile_bytes = ElementsBytes(packed->dtype_, kTileColumns * in_features);
+  ASSIGN_OR_RETURN(packed->elements_, AllocateHostMemory(tiles * tile_bytes));
+  std::vector<std::vector<uint8_t>> staging(pool.threads(), std::vector<uint8_t>(tile_bytes));
   std::vector<absl::Status> statuses(pool.threads());
   pool.ParallelFor(tiles, [&](int64_t tile, int worker) {
     if (!statuses[worker].ok()) return;
@@ -147,45 +214,65 @@ absl::StatusOr<std::unique_ptr<Fp8Matrix>> Fp8Matrix::Pack(std::span<const Weigh
   return packed;
 }
 
-absl::Status Fp8Matrix::PackTile(std::span<const WeightRows> rows, int64_t tile,
-                                 std::vector<uint8_t>& staging) {
+absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t tile,
+                                    std::vector<uint8_t>& staging) {
   const int64_t begin = tile * kTileColumns, end = std::min(begin + kTileColumns, out_features());
+  const int64_t row_bytes = ElementsBytes(dtype_, in_features());
   std::fill(staging.begin(), staging.end(), uint8_t{0});
   int64_t first = 0;  // row of the stack at which the source begins
   for (const WeightRows& source : rows) {
     const int64_t from = std::max(begin, first), until = std::min(end, first + source.rows);
-    uint8_t* const to = staging.data() + (from - begin) * in_features();
+    uint8_t* const to = staging.data() + (from - begin) * row_bytes;
     if (from < until && source.data == nullptr) {
       RETURN_IF_ERROR(source.source->Read(from - first, until - from, reinterpret_cast<std::byte*>(to)));
     } else if (from < until) {
-      std::memcpy(to, static_cast<const uint8_t*>(source.data) + (from - first) * in_features(),
-                  (until - from) * in_features());
+      std::memcpy(to, static_cast<const uint8_t*>(source.data) + (from - first) * row_bytes,
+                  (until - from) * row_bytes);
     }
     for (int64_t row = from; row < until; ++row) {
       for (int64_t block = 0; block < blocks_; ++block) {
-        scales_[(tile * blocks_ + block) * kTileColumns + row - begin] =
-            source.ScaleOf(row - first, block * block_, in_features());
+        const int64_t at = (tile * blocks_ + block) * kTileColumns + row - begin;
+        if (fp4()) {
+          exponents_[at] = source.exponents[(row - first) * blocks_ + block];
+        } else {
+          scales_[at] = source.ScaleOf(row - first, block * block_, in_features());
+        }
       }
     }
     first += source.rows;
   }
-  uint8_t* to = elements_->data<uint8_t>() + tile * in_features() * kTileColumns;
+  uint8_t* to = elements_->data<uint8_t>() + tile * kTileColumns * row_bytes;
   for (int64_t in = 0; in < in_features(); ++in) {
-    for (int64_t column = 0; column < kTileColumns; ++column) *to++ = staging[column * in_features() + in];
+    if (!fp4()) {
+      for (int64_t column = 0; column < kTileColumns; ++column) *to++ = staging[column * row_bytes + in];
+      continue;
+    }
+    const auto bits = [&](int64_t column) { return staging[column * row_bytes + in / 2] >> in % 2 * 4 & 15; };
+    constexpr int64_t kHalf = kTileColumns / 2;
+    for (int64_t column = 0; column < kHalf; ++column) {
+      *to++ = static_cast<uint8_t>(bits(column) | bits(column + kHalf) << 4);
+    }
   }
   return absl::OkStatus();
 }
 
-Fp8Matrix::Places Fp8Matrix::PlacesIn(const WideMatrix& to) {
+NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideMatrix& to) {
   return {.in = PlacesAlong(to.layout.data, 0), .out = PlacesAlong(to.layout.data, 1)};
 }
 
-void Fp8Matrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideMatrix& to) const {
+void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideMatrix& to) const {
   static constexpr uint8_t kZeros[kTileColumns] = {};
   const int64_t source = column / kTileColumns + tile, first = tile * kTileColumns;
-  const uint8_t* const elements = elements_->data<uint8_t>() + source * in_features() * kTileColumns;
-  const float* const scales = scales_.data() + source * blocks_ * kTileColumns;
-  const auto row = [&](int64_t in) { return in < in_features() ? elements + in * kTileColumns : kZeros; };
+  const int64_t row_bytes = ElementsBytes(dtype_, kTileColumns), scales_of_tile = blocks_ * kTileColumns;
+  const uint8_t* const elements = elements_->data<uint8_t>() + source * in_features() * row_bytes;
+  std::vector<float> powers;
+  if (fp4()) {
+    powers.resize(scales_of_tile);
+    std::transform(&exponents_[source * scales_of_tile],
+                   &exponents_[source * scales_of_tile] + scales_of_tile, powers.begin(), E8M0ToFloat);
+  }
+  const float* const scales = fp4() ? powers.data() : &scales_[source * scales_of_tile];
+  const auto row = [&](int64_t in) { return in < in_features() ? elements + in * row_bytes : kZeros; };
   const auto row_scales = [&](int64_t in) {
     return scales + std::min(in / block_, blocks_ - 1) * kTileColumns;
   };
@@ -197,18 +284,18 @@ void Fp8Matrix::WidenTile(int64_t column, int64_t tile, const Places& places, co
   for (int64_t in = 0; in < rows; ++in) {
     if (in_pairs && in + 1 < rows && places.in[in + 1] == places.in[in] + 1) {
       HWY_DYNAMIC_DISPATCH(ScalePairToBf16)
-      (row(in), row_scales(in), row(in + 1), row_scales(in + 1),
+      (row(in), row_scales(in), row(in + 1), row_scales(in + 1), fp4(),
        static_cast<uint16_t*>(to.elements) + at(in, first));
       ++in;
     } else if (contiguous && bf16) {
       HWY_DYNAMIC_DISPATCH(ScaleRowToBf16)
-      (row(in), row_scales(in), static_cast<uint16_t*>(to.elements) + at(in, first));
+      (row(in), row_scales(in), fp4(), static_cast<uint16_t*>(to.elements) + at(in, first));
     } else if (contiguous) {
       HWY_DYNAMIC_DISPATCH(ScaleRow)
-      (row(in), row_scales(in), round, static_cast<float*>(to.elements) + at(in, first));
+      (row(in), row_scales(in), fp4(), round, static_cast<float*>(to.elements) + at(in, first));
     } else {
       float scaled[kTileColumns];
-      HWY_DYNAMIC_DISPATCH(ScaleRow)(row(in), row_scales(in), round, scaled);
+      HWY_DYNAMIC_DISPATCH(ScaleRow)(row(in), row_scales(in), fp4(), round, scaled);
       for (int64_t i = 0; i < columns; ++i) {
         const int64_t place = at(in, first + i);
         if (bf16) {
