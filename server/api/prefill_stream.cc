@@ -383,9 +383,10 @@ void PrefillStream::LogEnd() const {
   std::string line = absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
                                   " tenant=", LogQuote(header_.tenant().substr(0, kMaxLoggedBytes)),
                                   " tokens=", header_.token_count());
-  if (plan_.ranks() > 0) {
-    absl::StrAppend(&line, " plan=", plan_.a(), "x", plan_.b(), " heads=", plan_.heads(),
-                    " ranks=", plan_.ranks());
+  const v1::PlanSummary& plan = status_.ok() ? result_.plan() : plan_;  // after a retry another one ran
+  if (plan.ranks() > 0) {
+    absl::StrAppend(&line, " plan=", plan.a(), "x", plan.b(), " heads=", plan.heads(),
+                    " ranks=", plan.ranks());
   }
   absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
   if (status_.ok()) {

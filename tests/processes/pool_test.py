@@ -194,6 +194,8 @@ class PoolTest(PoolTestCase):
                 result = self.answer_of(running)
                 self.check_prefill_object(result, 16_000, ranks=result["plan"]["ranks"], attempts=2)
                 self.assertLess(result["plan"]["ranks"], 3)
+                ran = "plan={a}x{b} heads={heads} ranks={ranks} ".format(**result["plan"])
+                self.leader.wait_for(f'id="{result["request_id"]}" .*{ran}.* attempts=2')
                 # What the run that was struck had kept is not mixed with what the next one keeps.
                 calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
                 self.assertEqual(calm["plan"], result["plan"])
