@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Meshfill on this machine, end to end: installs what is missing, builds, makes a demo model of random weights, starts a
-# server with an embedded pool of 4 CPU ranks, and prefills a document as a mesh, as a ring and on one rank. It shows the
-# three beside each other, and leaves the pictures of both plans.
+# Meshfill on this machine, end to end: installs what is missing, builds, makes a demo model, starts a server with an embedded
+# pool of 4 CPU ranks, and prefills a document as a mesh, as a ring and on one rank. It shows the three beside each other, lets
+# the model go on for a line, and leaves the pictures of both plans.
 #
 #   deploy/run-local.sh          stops the server at the end
 #   deploy/run-local.sh --keep   leaves it running
@@ -50,21 +50,21 @@ if [ -z "${MESHFILL:-}" ]; then
   MESHFILL=build/release/server/meshfill
 fi
 
-if [ ! -d build/demo-model ]; then
-  step "Making build/demo-model: random weights, and a token is a byte"
-  "$MESHFILL" make-model --arch llama --layers 4 --hidden 256 --heads 4 --kv-heads 2 --vocab 256 --out build/demo-model >"$out/model.log"
+if [ ! -f build/demo-model/config.json ] || [ deploy/make_demo_model.py -nt build/demo-model/config.json ]; then
+  step "Making build/demo-model: a token is a byte, and it goes on as the document did before"
+  rm -rf build/demo-model
+  python3 deploy/make_demo_model.py build/demo-model
 fi
 
-# A real document: this repository's own text, again and again, a token a byte.
+# A real document: this repository's own text, again and again, a token a byte. It ends in words of its first lines.
 find README.md proto kernels engine server configs -type f \( -name '*.md' -o -name '*.proto' -o -name '*.h' -o -name '*.cc' \
   -o -name '*.yaml' \) | LC_ALL=C sort | xargs cat >"$out/text"
 while [ "$(stat -c %s "$out/text")" -lt "$tokens" ]; do cat "$out/text" "$out/text" >"$out/twice"; mv "$out/twice" "$out/text"; done
-head -c "$tokens" "$out/text" >"$out/document"
+question=$'\n\nMeshfill runs the transformer\'s forward pa'
+{ head -c "$((tokens - ${#question}))" "$out/text"; printf %s "$question"; } >"$out/document"
 
 step "Starting the server (log: $out/server.log)"
-# Without the cache, so that each prefill computes the whole document.
-"$MESHFILL" serve --config configs/local.yaml --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 --set kv.cache=false \
-  2>"$out/server.log" &
+"$MESHFILL" serve --config configs/local.yaml --listen 127.0.0.1:0 --metrics-listen 127.0.0.1:0 2>"$out/server.log" &
 server=$!
 address_of() { sed -n "s/^[^ ]* $1 //p" "$out/server.log" | head -n 1; }
 for _ in $(seq 600); do
@@ -76,21 +76,23 @@ api=$(address_of 'listening on')
 pages=$(address_of 'metrics listening on')
 step "Status page, while it works: http://$pages/"
 
-prefill() { "$MESHFILL" prefill --tokens "$out/document" --format bytes --json "$@"; }
+# With --logits-out each prefill computes the whole document, whatever the server has cached of it.
+prefill() { "$MESHFILL" prefill --tokens "$out/document" --format bytes --json --logits-out "$out/$1.logits" "${@:2}" >"$out/$1.json"; }
 draw() { "$MESHFILL" plan --config configs/local.yaml --tokens "$tokens" --tile "$1" --svg "$2" >"$out/plan.txt"; }
 draw 1x4 "$out/ring.svg"
 draw 2x2 "$out/mesh.svg"
 step "Prefilling $tokens tokens as Mesh-Attention 2x2: each rank computes 2 x 2 blocks"
-prefill --server "$api" --tile 2x2 >"$out/mesh.json"
+prefill mesh --server "$api" --tile 2x2
 step "The same as Ring Attention 1x4"
-prefill --server "$api" --tile 1x4 >"$out/ring.json"
+prefill ring --server "$api" --tile 1x4
 step "The same on one rank, which has all cores"
-prefill --config configs/local.yaml --ranks 1 >"$out/one.json"
-step "Done"
+prefill one --config configs/local.yaml --ranks 1
+step "Going on for 32 bytes, each behind what the server has cached"
 
-python3 - "$out" <<'PY'
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[1])
+PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=deploy python3 - "$out" "$MESHFILL" "$api" <<'PY'
+import json, pathlib, struct, subprocess, sys
+from make_demo_model import BYTES, continuation
+out, meshfill, api = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 def character(byte):
     return repr(chr(byte)) if 32 <= byte < 127 else f"byte {byte}"
 def mib(value):
@@ -102,8 +104,23 @@ for name, file in (("Mesh 2x2", "mesh"), ("Ring 1x4", "ring"), ("one rank", "one
     print(f"{name:16}{seconds['prefill']:9.1f}{result['tokens'] / seconds['prefill']:10,.0f}"
           f"{mib(sum(result['comm_bytes'].values())):>16}{seconds['comm_wait']:9.2f} s  "
           f"{result['first_token']} ({character(result['first_token'])})")
+def logits(name):
+    data = (out / f"{name}.logits").read_bytes()
+    return struct.unpack("<256f", data[-1024:])
+mesh, one = logits("mesh"), logits("one")
+print(f"\nThe logits of the mesh and of one rank differ by {max(abs(a - b) for a, b in zip(mesh, one)):.1g} at most, of {max(one):.3g}.")
 document = (out / "document").read_bytes()
-print(f"\nThe document ends in {document[-40:].decode(errors='replace')!r}. The weights are random, so is the token.")
+byte, count = continuation(document)
+if byte is not None:
+    often = f"once before, in front of {character(byte)}" if count == 1 else f"{count} times before, mostly in front of {character(byte)}"
+    print(f"The model answers what followed the last {BYTES} bytes before. A plain search finds them {often}.")
+going_on = document
+for _ in range(32):
+    command = [meshfill, "prefill", "--server", api, "--tokens", "-", "--format", "bytes", "--json"]
+    answer = subprocess.run(command, input=going_on, stdout=subprocess.PIPE, check=True).stdout
+    going_on += bytes([json.loads(answer)["first_token"]])
+asked, answered = document[document.rfind(b"\n") + 1:], going_on[len(document):]
+print(f"\n  document ends  {asked.decode(errors='replace')}\n  model goes on  {answered.decode(errors='replace')!r}\n")
 print("On one machine all plans share the same cores: the mesh's gain is in the bytes, which count between machines.")
 PY
 

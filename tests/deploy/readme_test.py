@@ -8,6 +8,7 @@ is what the last of them prints: `…` stands for anything; in a block `text mea
 `meshfill serve` and `meshfill worker` run on in the background, until the next server on that machine, or the page's end.
 Needs namespaces (unshare, ip); where there are none it is skipped.
 """
+import json
 import os
 import pathlib
 import queue
@@ -22,6 +23,10 @@ import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(ROOT / "deploy"))
+import make_demo_model  # noqa: E402
+
 INSIDE = "MESHFILL_README_TEST_INSIDE"
 SKIPPED = 77
 SECONDS = 120 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
@@ -199,6 +204,10 @@ class PagesTest(unittest.TestCase):
         self.run_page("README.md")
         for picture in ("mesh.svg", "ring.svg"):
             self.assertIn("<svg", (self.folder / "meshfill/build/run-local" / picture).read_text())
+        out = self.folder / "meshfill/build/run-local"
+        expected, _ = make_demo_model.continuation((out / "document").read_bytes())
+        for name in ("mesh", "ring", "one"):
+            self.assertEqual(json.loads((out / f"{name}.json").read_text())["first_token"], expected, name)
 
     def test_2_quick_starts(self):
         self.shells["second"].run("PATH=$PWD/build/release/server:$PATH")
