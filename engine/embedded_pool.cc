@@ -111,7 +111,9 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
                                            /*weights_to_come=*/0));
   pool.peak_flops = options.peak_flops;
   if (pool.peak_flops <= 0) {
-    ASSIGN_OR_RETURN(pool.peak_flops, hardware.PeakFlops(pool.devices));
+    ASSIGN_OR_RETURN(const double measured, hardware.PeakFlops(pool.devices));
+    pool.peak_flops = KeptPeakFlops(options.speed_profile_path, hardware.SpeedKey(shape, pool.devices),
+                                    options.measure_speed, measured);
   }
   return pool;
 }

@@ -22,6 +22,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr char kSliceTokens[] = "slice_tokens";
+constexpr char kPeak[] = "peak_flops_per_second";
 
 absl::Status Broken(const std::string& path, const std::string& what) {
   return absl::InvalidArgumentError(
@@ -194,6 +195,23 @@ absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::stri
   ASSIGN_OR_RETURN(PoolSpeed speed, measure());
   if (absl::Status status = StorePoolProfile(path, key, speed); !status.ok()) warn(status);
   return speed;
+}
+
+double KeptPeakFlops(const std::string& path, const std::string& key, bool anew, double measured) {
+  if (path.empty()) return measured;
+  absl::StatusOr<Json> object = ReadObject(path);
+  if (!object.ok() || object->is_null()) return measured;  // KeptPoolSpeed has said why
+  for (Json& pool : (*object)["pools"]) {
+    if (pool["pool"] != key) continue;
+    const auto kept = pool.find(kPeak);
+    if (!anew && kept != pool.end() && kept->is_number() && kept->get<double>() >= measured) {
+      return kept->get<double>();
+    }
+    pool[kPeak] = measured;
+    WritePools(path, (*object)["pools"]).IgnoreError();
+    break;
+  }
+  return measured;
 }
 
 }  // namespace meshfill

@@ -1,7 +1,8 @@
 // Measured speeds of pools, kept on disk, so that a start need not measure and the same pool plans the same.
 //
 //     {"version": 1, "pools": [{"pool": "<what was measured>", "measured": "2026-01-31T12:00:00Z",
-//                               "speed": {"gemm_flops_per_second": 1e11, …}}, …]}
+//                               "speed": {"gemm_flops_per_second": 1e11, …},
+//                               "peak_flops_per_second": 2e11}, …]}
 //
 // The file holds the kMaxKeptPools pools that were stored last. A pool's key has all that its speed depends
 // on: machine, backend, this build, the model's shape, threads and ranks; another key is another pool. Files
@@ -47,6 +48,11 @@ absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key);
 // with the file is one line on standard error and no failure.
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure);
+
+// The larger of `measured` and the peak that the profile has beside the speed under `key`, FLOP/s; it is kept there.
+// A busy machine measures a peak too small, never too large, so that MFU compares from start to start. `measured`
+// with `anew`, without a profile, or where that cannot be read or written.
+double KeptPeakFlops(const std::string& path, const std::string& key, bool anew, double measured);
 
 }  // namespace meshfill
 

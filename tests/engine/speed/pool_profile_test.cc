@@ -161,6 +161,27 @@ TEST(PoolProfile, ASpeedHasTheDateOfItsMeasurement) {
   EXPECT_LE(measured, absl::Now());
 }
 
+TEST(PoolProfile, TheLargestPeakIsKept) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 5e11), 5e11) << "there is no file";
+  EXPECT_FALSE(std::filesystem::exists(path));
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  ASSERT_TRUE(StorePoolProfile(path, "b", SpeedOf(2e9)).ok());
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 4e11), 4e11);
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 2e11), 4e11) << "the machine was busy";
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 6e11), 6e11);
+  EXPECT_EQ(KeptPeakFlops(path, "b", false, 1e11), 1e11) << "another pool's";
+  EXPECT_EQ(KeptPeakFlops("", "a", false, 1e11), 1e11);
+  EXPECT_EQ(ReadPoolProfile(path, "a").value(), SpeedOf(1e9));
+  EXPECT_EQ(KeptPeakFlops(path, "a", /*anew=*/true, 3e11), 3e11);
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 2e11), 3e11);
+  ASSERT_TRUE(StorePoolProfile(path, "a", SpeedOf(1e9)).ok());
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 2e11), 2e11) << "measured anew, with the speed";
+  std::ofstream(path) << "{";
+  EXPECT_EQ(KeptPeakFlops(path, "a", false, 1e11), 1e11);
+}
+
 TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
   const auto speed = KeptPoolSpeed("/proc/no/such/speed.json", "a", false,
                                    []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); });

@@ -3,7 +3,10 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
+#include <regex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -160,6 +163,36 @@ TEST_F(ConfigTest, DefaultsAreFilledIn) {
   EXPECT_EQ(config->kv().lease().seconds(), 30);
   EXPECT_EQ(config->kv().max_lease().seconds(), 3600);
   EXPECT_EQ(config->kv().block_tokens(), 16u);
+}
+
+// What docs/configuration.md states as a default can be written, and changes nothing.
+TEST_F(ConfigTest, DocumentedDefaultsAreTheRealOnes) {
+  // A value of these is "given" where it is written.
+  const std::set<std::string> unset = {"pool.link_bytes_per_second", "pool.link_latency",
+                                       "pool.host_bytes_per_second", "tenant_limits.weight",
+                                       "tenants.NAME.weight"};
+  const auto loaded = [](const std::vector<std::string>& overrides) {
+    const auto config = LoadConfig("", overrides);
+    if (!config.ok()) return std::string(config.status().message());
+    std::string text = config->ShortDebugString();
+    for (int depth = 0; depth < 2; ++depth) {  // a section that holds nothing is as good as none
+      text = std::regex_replace(text, std::regex(R"( \w+ \{ \})"), "");
+    }
+    return text;
+  };
+  std::ifstream file(std::string(MESHFILL_DOCS) + "/configuration.md");
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::regex key(R"(- `([\w.]+)` \([a-z ]+; default: ([^ ;)]+)[;)])");
+  int checked = 0;
+  for (std::sregex_iterator it(text.begin(), text.end(), key), end; it != end; ++it) {
+    const std::string name = (*it)[1], value = (*it)[2];
+    if (value == "none" || unset.count(name) > 0) continue;
+    const std::string set = absl::StrCat(name, "=", value == "empty" ? "" : value);
+    EXPECT_EQ(loaded({set}), loaded({})) << set;
+    ++checked;
+  }
+  EXPECT_GT(checked, 45);
+  EXPECT_NE(loaded({"plan.stripe=65"}), loaded({}));
 }
 
 TEST_F(ConfigTest, AttentionLeavesNcclWhatItMayTake) {
