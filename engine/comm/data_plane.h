@@ -20,6 +20,7 @@ namespace meshfill {
 // What an operator says of a worker's data plane. Each kind reads what it needs.
 struct DataPlaneOptions {
   std::string listen = "127.0.0.1";  // a host name, an address, or a network interface ("eth0")
+  bool encrypt = false;              // who cannot refuses it
   int nccl_ctas = 8;                 // of a GPU, that NCCL may take; 0: as many as it likes
 };
 

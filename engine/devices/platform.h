@@ -69,7 +69,8 @@ class PoolDevices {
   virtual absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) const = 0;
   virtual absl::StatusOr<KernelBenchResult> BenchGemm(const GemmBenchOptions& options) const = 0;
 
-  // How the ranks reach those of other processes. INVALID_ARGUMENT: more ranks than it connects.
+  // How the ranks reach those of other processes. INVALID_ARGUMENT: more ranks than it connects, or
+  // it cannot encrypt.
   virtual absl::StatusOr<std::unique_ptr<DataPlane>> MakeDataPlane(const DataPlaneOptions& options) const = 0;
 };
 

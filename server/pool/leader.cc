@@ -50,6 +50,7 @@ Leader::Leader(const Options& options, PoolPlanner planner)
       planner_(std::move(planner)),
       members_({.build = options.build,
                 .model = options.model,
+                .encrypt = options.encrypt,
                 .first_epoch = options.first_epoch,
                 .silence_timeout = options.silence_timeout,
                 .join_timeout = options.join_timeout,

@@ -74,8 +74,9 @@ class Leader {
 
   struct Options {
     std::string build;
-    v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
-    KvShape kv;         // of the model
+    v1::ModelId model;     // weights_hash 0: that of the first worker counts while the pool is not empty
+    bool encrypt = false;  // the data plane
+    KvShape kv;            // of the model
     std::optional<bool> kv_cache;  // whether prompts begin behind cached ones (KvDirectory)
     int64_t vocab = 1;
     ConfiguredLinks links;

@@ -148,6 +148,11 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
         "the worker's weights of model ", options_.model.name(), " differ from ",
         retry ? "those of the workers that are there" : "the leader's", "; give all the same files"));
   }
+  if (offer.encrypt() != options_.encrypt) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the worker ", offer.encrypt() ? "encrypts" : "does not encrypt", " its data plane, this pool ",
+        options_.encrypt ? "does; workers on CPUs can" : "does not", ": give both the same pool.encrypt"));
+  }
   if (offer.ranks() < 1 || offer.ranks() > kMaxHostRanks) {
     return absl::InvalidArgumentError(
         absl::StrCat("a worker has 1 to ", kMaxHostRanks, " ranks, not ", offer.ranks()));

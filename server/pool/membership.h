@@ -48,7 +48,8 @@ class Membership {
 
   struct Options {
     std::string build;
-    v1::ModelId model;  // weights_hash 0: that of the first worker counts while the pool is not empty
+    v1::ModelId model;     // weights_hash 0: that of the first worker counts while the pool is not empty
+    bool encrypt = false;  // the data plane, on all workers or none
     uint64_t first_epoch = 1;
     absl::Duration silence_timeout;
     absl::Duration join_timeout;  // from a connection to its Join

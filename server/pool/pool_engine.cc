@@ -30,6 +30,7 @@ Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& m
   Leader::Options options;
   options.build = kBuildName;
   options.model = model.id;
+  options.encrypt = pool.encrypt();
   options.kv = KvShapeOf(model.shape);
   options.kv_cache = ToEngineOptions(config).kv_cache;
   options.vocab = model.shape.vocab;

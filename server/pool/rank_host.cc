@@ -308,7 +308,8 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .measure_speed = options.measure_speed}));
   ASSIGN_OR_RETURN(
       std::unique_ptr<DataPlane> data_plane,
-      pool.hardware->MakeDataPlane({.listen = options.data_listen, .nccl_ctas = options.nccl_ctas}));
+      pool.hardware->MakeDataPlane(
+          {.listen = options.data_listen, .encrypt = options.encrypt, .nccl_ctas = options.nccl_ctas}));
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
   const int64_t kv_budget_bytes = KvBudgetBytes(pool, options.kv_memory_bytes, options.kv_host_memory_bytes);
   std::unique_ptr<ShardedWeights> sharded;

@@ -49,6 +49,7 @@ class RankHost {
     std::optional<int64_t> kv_memory_bytes;
     std::optional<int64_t> kv_host_memory_bytes;  // for those behind GPUs; none: a tenth of what is free
     std::string data_listen = "127.0.0.1";
+    bool encrypt = false;            // the data plane
     int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
     int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
     std::vector<int> devices = {};   // GPUs by number, one for each rank; empty: the first ones

@@ -46,6 +46,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .kv_memory_bytes = ToEngineOptions(config).kv_memory_bytes,
           .kv_host_memory_bytes = ToEngineOptions(config).kv_host_memory_bytes,
           .data_listen = worker.data_listen(),
+          .encrypt = config.pool().encrypt(),
           .nccl_ctas = static_cast<int>(worker.nccl_ctas()),
           .attention_sm_margin = static_cast<int>(worker.attention_sm_margin()),
           .devices = ParseDeviceNumbers(worker.devices()).value(),  // the config was checked
@@ -68,6 +69,7 @@ v1::Join MakeOffer(const v1::Config& config, const RankHost& host, const HolderS
   offer.set_name(worker.name().empty() ? HostName() : worker.name());
   offer.set_host(worker.host().empty() ? HostName() : worker.host());
   offer.set_kv_address(holder.address());
+  offer.set_encrypt(config.pool().encrypt());
   host.Describe(offer);
   return offer;
 }

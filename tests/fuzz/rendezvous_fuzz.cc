@@ -17,8 +17,9 @@ namespace {
 constexpr uint64_t kRun = 7;
 constexpr absl::Duration kSoon = absl::Seconds(20);
 
-std::unique_ptr<GlooRendezvous> Listen(int rank) {
-  auto rendezvous = GlooRendezvous::Listen("127.0.0.1", rank, 2, kRun);
+std::unique_ptr<GlooRendezvous> Listen(int rank, bool encrypt = false) {
+  auto rendezvous = GlooRendezvous::Listen(
+      {.listen = "127.0.0.1", .rank = rank, .ranks = 2, .run = kRun, .encrypt = encrypt});
   FUZZ_CHECK(rendezvous.ok());
   return *std::move(rendezvous);
 }
@@ -32,26 +33,44 @@ sockaddr_in* SocketIn(std::string& address) {
   return nullptr;
 }
 
-// Two ranks meet beside a stranger who sends `said`.
-void BesideAStranger(const std::string& said) {
-  const auto low = Listen(0), high = Listen(1);
+// What rank 1 says to rank 0, as their addresses have it.
+std::string Hello(const std::string& low, const std::string& high) {
+  constexpr size_t kSecret = 24, kSecretBytes = 16;
+  const uint32_t ranks[] = {1, 0};
+  return low.substr(0, 16) + std::string(reinterpret_cast<const char*>(ranks), sizeof(ranks)) +
+         high.substr(kSecret, kSecretBytes) + low.substr(kSecret, kSecretBytes);
+}
+
+// Two ranks meet beside a stranger who sends `said`; after the right hello, which he has heard, where the
+// ranks encrypt.
+void BesideAStranger(std::string said, bool encrypt) {
+  const auto low = Listen(0, encrypt), high = Listen(1, encrypt);
   const std::vector<std::string> addresses = {low->address(), high->address()};
   std::string address = low->address();
+  if (encrypt) said = Hello(low->address(), high->address()) + said;
   const FileDescriptor stranger(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const sockaddr_in* const to = SocketIn(address);
   FUZZ_CHECK(to != nullptr);
   FUZZ_CHECK(connect(stranger.get(), reinterpret_cast<const sockaddr*>(to), sizeof(*to)) == 0);
   FUZZ_CHECK(send(stranger.get(), said.data(), said.size(), MSG_NOSIGNAL) == std::ssize(said));
   const absl::Time deadline = MonotonicNow() + kSoon;
-  absl::StatusOr<std::vector<FileDescriptor>> of_high;
+  absl::StatusOr<std::vector<PeerSocket>> of_high;
   std::thread meet([&] { of_high = high->Connect(addresses, deadline); });
-  const auto of_low = low->Connect(addresses, deadline);
+  auto of_low = low->Connect(addresses, deadline);
   meet.join();
   FUZZ_CHECK(of_low.ok() && of_high.ok() && low->strangers() == 1);
   // They are each other's.
+  PeerSocket& to_high = (*of_low)[1];
+  PeerSocket& to_low = (*of_high)[0];
   char byte = 'x';
-  FUZZ_CHECK(send((*of_low)[1].get(), "y", 1, MSG_NOSIGNAL) == 1);
-  while (recv((*of_high)[0].get(), &byte, 1, 0) != 1) FUZZ_CHECK(MonotonicNow() < deadline);
+  if (encrypt) {
+    FUZZ_CHECK(to_high.tls->Write("y", 1).state == TlsChannel::State::kDone);
+    while (to_low.tls->Read(&byte, 1).state != TlsChannel::State::kDone)
+      FUZZ_CHECK(MonotonicNow() < deadline);
+  } else {
+    FUZZ_CHECK(send(to_high.socket.get(), "y", 1, MSG_NOSIGNAL) == 1);
+    while (recv(to_low.socket.get(), &byte, 1, 0) != 1) FUZZ_CHECK(MonotonicNow() < deadline);
+  }
   FUZZ_CHECK(byte == 'y');
 }
 
@@ -88,6 +107,8 @@ std::vector<std::string> FuzzSeeds() {
           "s" + address,
           "s" + address + address,
           "sGET / HTTP/1.1\r\n\r\n",
+          "tGET / HTTP/1.1\r\n\r\n",
+          std::string("t\x16\x03\x01\0\x06\1\0\0\2\3\3", 12),  // the beginning of a ClientHello
           std::string("a\0\0", 3) + FuzzPiece(address),
           std::string("a\x10\0", 3) + FuzzPiece("\1"),
           std::string("a\x28\0", 3) + FuzzPiece(std::string(8, '\xff'))};
@@ -98,10 +119,15 @@ std::vector<std::string> FuzzSeeds() {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace meshfill;
   FuzzInput input(data, size);
-  if (input.Byte() == 's') {
-    BesideAStranger(input.Rest());
-  } else {
-    WithAnAddress(input);
+  switch (input.Byte()) {
+    case 's':
+      BesideAStranger(input.Rest(), /*encrypt=*/false);
+      break;
+    case 't':
+      BesideAStranger(input.Rest(), /*encrypt=*/true);
+      break;
+    default:
+      WithAnAddress(input);
   }
   return 0;
 }

@@ -18,6 +18,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 
 namespace {
@@ -109,6 +110,23 @@ ssize_t writev(int fd, const iovec* pieces, int count) {
                                .iov_len = payload.iov_len - 1};
   const ssize_t written = next(fd, changed, pieces_changed);
   if (written > static_cast<ssize_t>(count == 2 ? pieces[0].iov_len : 0)) Panel().flips_left.fetch_sub(1);
+  return written;
+}
+
+// OpenSSL writes a record of TLS with it.
+ssize_t write(int fd, const void* data, size_t size) {
+  static auto* const next = Next<ssize_t(int, const void*, size_t)>("write");
+  constexpr unsigned char kApplicationData[] = {23, 3, 3};
+  constexpr size_t kHeaderBytes = 5, kMaxRecordBytes = kHeaderBytes + (1 << 14) + 256;
+  if (size < kLargeChunkBytes || size > kMaxRecordBytes || Panel().flips_left.load() <= 0 ||
+      std::memcmp(data, kApplicationData, sizeof(kApplicationData)) != 0) {
+    return next(fd, data, size);
+  }
+  char changed[kMaxRecordBytes];
+  std::memcpy(changed, data, size);
+  changed[kHeaderBytes] ^= 1;
+  const ssize_t written = next(fd, changed, size);
+  if (written > static_cast<ssize_t>(kHeaderBytes)) Panel().flips_left.fetch_sub(1);
   return written;
 }
 

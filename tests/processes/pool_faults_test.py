@@ -26,7 +26,7 @@ from frozen_thread import frozen, ticks_by_thread
 from pool_harness import PoolTestCase
 
 CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
-ADDRESS_MAGIC = struct.pack("<Q", 0x316F6F6C67666D01)  # of data addresses (engine/comm/gloo/gloo_rendezvous.cc)
+ADDRESS_MAGIC = struct.pack("<Q", 0x316F6F6C67666D02)  # of data addresses (engine/comm/gloo/gloo_rendezvous.cc)
 
 
 class Faults:
@@ -152,6 +152,21 @@ class PoolFaultsTest(PoolTestCase):
         self.assertRegex(refused.stderr.decode(), "poisonous.*checksum")
         faults.set()
         self.assertEqual(self.prefill(self.prompt, *arguments)["top"], expected["top"])
+
+    def test_a_flipped_bit_of_an_encrypted_message_costs_a_run_and_no_answer(self):
+        self.leader.end()
+        self.start_leader("pool.encrypt=true")
+        faults = Faults(self.tmp / "encrypted_flips")
+        self.worker("a", "pool.encrypt=true").wait_for("joined the pool")
+        self.worker("b", "pool.encrypt=true", environment=faults.environment).wait_for("joined the pool")
+        arguments = ["--tile", "2x1", "--top-k", 5]
+        expected = self.prefill(self.prompt, *arguments)
+        faults.set(flips=1)
+        result = self.prefill(self.prompt, *arguments)
+        self.assertEqual(faults.flips_left(), 0)
+        self.assertEqual(result["top"], expected["top"])
+        self.leader.wait_for("ended in run.*the connection with rank . is lost: TLS: ")
+        self.assertEqual(self.metric("meshfill_requests_retried_total"), 1)
 
     def test_a_worker_with_other_tokens_than_it_was_sent_takes_no_part(self):
         flips = [1]

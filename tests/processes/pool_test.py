@@ -57,6 +57,21 @@ class PoolTest(PoolTestCase):
         status = self.succeed("status", "--server", self.address)
         self.assertRegex(status, r"\nworker +state +ranks +first rank +host +backend\n(\w+ +ready +[12] +- +\S+ +cpu[^\n]*\n){3}\Z")
 
+    def test_an_encrypted_pool_gives_the_same_bits(self):
+        self.leader.end()
+        self.start_leader("pool.encrypt=true")
+        for name, ranks in (("a", 2), ("b", 1), ("c", 1)):
+            self.worker(name, "pool.encrypt=true", f"pool.worker.ranks={ranks}").wait_for("joined the pool")
+        bare = self.worker("bare")
+        self.assertEqual(bare.process.wait(TIMEOUT_SECONDS), 1)
+        bare.wait_for("does not encrypt its data plane, this pool does.*give both the same pool.encrypt")
+        files = [self.tmp / "encrypted.logits", self.tmp / "embedded.logits"]
+        options = ["--tile", "2x2", "--top-k", 5, "--logits-out"]
+        pool = self.prefill(self.prompt, *options, files[0])
+        embedded = self.embedded("--tokens", self.prompt, *options, files[1])
+        self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
+        self.assertEqual(pool["comm_bytes"], embedded["comm_bytes"])
+
     @unittest.skipUnless("avx512f" in pathlib.Path("/proc/cpuinfo").read_text(), "needs AVX-512")
     def test_workers_share_the_weights_to_the_same_bits(self):
         def sharing(name, *settings):

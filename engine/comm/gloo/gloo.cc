@@ -87,7 +87,7 @@ class GlooRun {
 
   const GlooOptions& options() const { return options_; }
 
-  absl::Status Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets, Stream& stream);
+  absl::Status Start(const SocketAddress& interface, std::vector<PeerSocket> sockets, Stream& stream);
 
   // A message to `to` leaves; the returned one, from `from`, is on its way.
   absl::StatusOr<std::shared_ptr<Message>> SendReceive(Traffic traffic, int to, BufferRef message, int from,
@@ -147,8 +147,7 @@ class GlooRun {
   std::shared_ptr<GlooContext> context_;  // last, so that the loop's thread ends first
 };
 
-absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDescriptor> sockets,
-                            Stream& stream) {
+absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<PeerSocket> sockets, Stream& stream) {
   stream_ = &stream;
   gloo::transport::tcp::attr attr;
   attr.ai_family = interface.storage.ss_family;
@@ -165,7 +164,7 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<FileDesc
       pairs_[peer] = &context_->AddPair(peer, [this] { OnEvents(); });
     }
     for (int peer = 0; peer < options_.ranks; ++peer) {
-      if (pairs_[peer] != nullptr) pairs_[peer]->Adopt(sockets[peer].Release());
+      if (pairs_[peer] != nullptr) pairs_[peer]->Adopt(std::move(sockets[peer]));
     }
   } catch (const std::exception& error) {
     return absl::UnavailableError(
@@ -213,13 +212,14 @@ absl::Status GlooRun::StartReceive(Message& message) {
 
 absl::Status GlooRun::StartSend(Message& message) {
   const size_t size_bytes = message.payload->size_bytes();
+  const bool checksum = options_.checksum && !options_.encrypt;
   message.header = {.run = options_.run,
                     .sequence = message.sequence,
                     .traffic = static_cast<uint32_t>(message.traffic),
                     .from = static_cast<uint32_t>(options_.rank),
                     .bytes = size_bytes,
-                    .has_checksum = options_.checksum,
-                    .payload_checksum = options_.checksum ? Checksum(message.payload->data(), size_bytes) : 0,
+                    .has_checksum = checksum,
+                    .payload_checksum = checksum ? Checksum(message.payload->data(), size_bytes) : 0,
                     .header_checksum = 0};
   message.header.header_checksum = message.header.Sum();
   try {
@@ -366,8 +366,9 @@ absl::Status GlooRun::Lost(int peer, absl::string_view what) {
   const MutexLock lock(mu_);
   if (aborted_) return AbortedIn(what);
   const GlooPair& pair = *pairs_[peer];
-  return absl::UnavailableError(absl::StrCat(what, ": the connection with rank ", peer,
-                                             " is lost: ", pair.closed() ? pair.close_reason() : "closing"));
+  const std::string why = absl::StrCat(what, ": the connection with rank ", peer,
+                                       " is lost: ", pair.closed() ? pair.close_reason() : "closing");
+  return pair.closed() && pair.forged() ? absl::DataLossError(why) : absl::UnavailableError(why);
 }
 
 class GlooReceive : public PendingReceive {
@@ -431,7 +432,7 @@ class GlooEndpointImpl : public GlooEndpoint {
     if (std::exchange(connected_, true)) {
       return absl::InternalError(absl::StrCat("rank ", run_->options().rank, ": connected twice"));
     }
-    absl::StatusOr<std::vector<FileDescriptor>> sockets = rendezvous_->Connect(addresses, deadline);
+    absl::StatusOr<std::vector<PeerSocket>> sockets = rendezvous_->Connect(addresses, deadline);
     absl::Status status = run_->AbortReason("connecting");
     if (status.ok()) status = sockets.status();
     if (status.ok()) status = run_->Start(rendezvous_->interface(), *std::move(sockets), stream);
@@ -464,7 +465,11 @@ absl::StatusOr<std::unique_ptr<GlooEndpoint>> GlooEndpoint::Listen(const GlooOpt
   if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL)
     std::signal(SIGPIPE, SIG_IGN);
   ASSIGN_OR_RETURN(std::unique_ptr<GlooRendezvous> rendezvous,
-                   GlooRendezvous::Listen(options.listen, options.rank, options.ranks, options.run));
+                   GlooRendezvous::Listen({.listen = options.listen,
+                                           .rank = options.rank,
+                                           .ranks = options.ranks,
+                                           .run = options.run,
+                                           .encrypt = options.encrypt}));
   return std::make_unique<GlooEndpointImpl>(options, std::move(rendezvous));
 }
 

@@ -9,12 +9,12 @@
 // Connect.
 //
 // Trust: an address holds a secret of its endpoint. Who connects to the data port without it is dropped,
-// however much it sends and wherever it stops; who has it can read and write the run's data. There is no
-// encryption.
+// however much it sends and wherever it stops; who has it can read and write the run's data. So can whoever
+// reads the network, unless the ranks encrypt: then all after the secrets is TLS 1.3 (tls_channel.h).
 //
-// Every message carries its run, operation, sequence number and size, and a checksum of its payload. A wait
-// ends with
-//   DATA_LOSS          the payload is not what the peer sent
+// Every message carries its run, operation, sequence number and size, and a checksum of its payload; where
+// the ranks encrypt, TLS's tag takes the checksum's place. A wait ends with
+//   DATA_LOSS          the payload, or a byte that TLS protects, is not what the peer sent
 //   INTERNAL           the peer is at another message: the ranks have diverged
 //   UNAVAILABLE        the connection with the peer is gone: it died, aborted, or ended its run; or so is
 //   that with
@@ -24,8 +24,8 @@
 //
 // Cost of a message: its bytes cross the wire once, out of and into buffers of the stream (host memory),
 // after one round trip in which the receiver says that it is ready; a checksum reads them once on each side,
-// on the rank's thread. Each rank has one thread for its sockets. Memory: what was sent is held until it has
-// left.
+// on the rank's thread. Each rank has one thread for its sockets, and TLS's ciphers run on that. Memory: what
+// was sent is held until it has left.
 #ifndef MESHFILL_ENGINE_COMM_GLOO_GLOO_H_
 #define MESHFILL_ENGINE_COMM_GLOO_GLOO_H_
 
@@ -44,7 +44,8 @@ struct GlooOptions {
   int rank = 0;
   int ranks = 1;
   uint64_t run = 0;      // tells this run's messages from those of any other; the same on all ranks
-  bool checksum = true;  // of every payload that this rank sends
+  bool checksum = true;  // of every payload that this rank sends in plain text
+  bool encrypt = false;  // the same on all ranks
   const StopToken* stop = nullptr;  // of the run: its pauses are no part of a wait; null: it has none
 };
 

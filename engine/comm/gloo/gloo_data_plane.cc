@@ -14,6 +14,7 @@ class GlooDataPlane final : public DataPlane {
                                  .rank = seat.rank,
                                  .ranks = seat.ranks,
                                  .run = seat.run,
+                                 .encrypt = options_.encrypt,
                                  .stop = seat.stop});
   }
   void Keep() override {}

@@ -8,6 +8,9 @@
 //
 // So a socket is connected elsewhere (gloo_rendezvous.h) and adopted; exceptions end at handleEvents; and
 // nobody waits inside gloo: an observer hears of every event, and then looks at the state of his transfers.
+//
+// Debian's gloo has no TLS. A pair with a channel (tls_channel.h) moves gloo's bytes through that instead of
+// the socket, gloo's own framing within.
 #ifndef MESHFILL_ENGINE_COMM_GLOO_GLOO_PAIR_H_
 #define MESHFILL_ENGINE_COMM_GLOO_GLOO_PAIR_H_
 
@@ -25,6 +28,9 @@
 #include <string>
 #include <utility>
 
+#include "engine/comm/gloo/gloo_rendezvous.h"
+#include "engine/comm/gloo/tls_channel.h"
+
 namespace meshfill {
 
 class GlooPair : public gloo::transport::tcp::Pair {
@@ -40,11 +46,12 @@ class GlooPair : public gloo::transport::tcp::Pair {
 
   ~GlooPair() override { Close(); }
 
-  // Takes over a connected socket. Throws what gloo throws.
-  void Adopt(int fd) {
+  // Takes over a connection. Throws what gloo throws.
+  void Adopt(PeerSocket connection) {
     std::lock_guard<std::mutex> lock(m_);
     throwIfException();
-    fd_ = fd;
+    tls_ = std::move(connection.tls);
+    fd_ = connection.socket.Release();
     handleConnected();
     adopted_ = true;
   }
@@ -67,6 +74,7 @@ class GlooPair : public gloo::transport::tcp::Pair {
 
   bool closed() const { return closed_; }
   const std::string& close_reason() const { return close_reason_; }  // once closed
+  bool forged() const { return forged_; }  // once closed: by bytes that the peer did not send
 
   void handleEvents(int events) override {
     std::lock_guard<std::mutex> lock(handling_events_);
@@ -82,7 +90,51 @@ class GlooPair : public gloo::transport::tcp::Pair {
   }
 
  protected:
-  void changeState(state next) noexcept override {  // under the lock
+  // These three run under the lock. Both directions go on with the next event where they return false.
+  bool write(gloo::transport::tcp::Op& op) override {
+    if (tls_ == nullptr) return Pair::write(op);
+    if (state_ == CLOSED) return false;
+    gloo::NonOwningPtr<gloo::transport::tcp::UnboundBuffer> buffer;
+    const auto opcode = op.getOpcode();
+    if (opcode == gloo::transport::tcp::Op::SEND_UNBOUND_BUFFER) {
+      buffer = gloo::NonOwningPtr<gloo::transport::tcp::UnboundBuffer>(op.ubuf);
+      if (!buffer) return false;
+    }
+    while (op.nwritten < op.preamble.nbytes) {
+      iovec pieces[2] = {};  // the rest of the preamble, where there is one, and of the payload
+      int count = 0;
+      prepareWrite(op, buffer, pieces, count);
+      const TlsChannel::Moved moved = tls_->Write(pieces[0].iov_base, pieces[0].iov_len);
+      if (moved.state == TlsChannel::State::kFailed) SignalFailure();
+      if (moved.state != TlsChannel::State::kDone) return false;  // of an end, the reader hears
+      op.nwritten += moved.bytes;
+    }
+    writeComplete(op, buffer, opcode);
+    return true;
+  }
+
+  // To the end of what has come, so that none of it is left in the channel, where no event tells of it.
+  bool read() override {
+    if (tls_ == nullptr) return Pair::read();
+    if (state_ == CLOSED) return false;
+    gloo::NonOwningPtr<gloo::transport::tcp::UnboundBuffer> buffer;
+    while (true) {
+      iovec rest = {};
+      const ssize_t bytes = prepareRead(rx_, buffer, rest);
+      if (bytes < 0) return false;
+      if (bytes == 0) break;
+      const TlsChannel::Moved moved = tls_->Read(rest.iov_base, rest.iov_len);
+      if (moved.state == TlsChannel::State::kFailed) SignalFailure();
+      if (moved.state == TlsChannel::State::kEnded)
+        signalException("Connection closed by peer " + peer_.str());
+      if (moved.state != TlsChannel::State::kDone) return false;
+      rx_.nread += moved.bytes;
+    }
+    readComplete(buffer);
+    return true;
+  }
+
+  void changeState(state next) noexcept override {
     Pair::changeState(next);
     if (next != CLOSED || closed_) return;
     close_reason_ = ExceptionText();
@@ -93,6 +145,11 @@ class GlooPair : public gloo::transport::tcp::Pair {
   void CloseDescriptor() {
     if (fd_ >= 0) ::close(fd_);
     fd_ = -1;
+  }
+
+  void SignalFailure() {
+    forged_ = true;
+    signalException(tls_->error());
   }
 
   // Where a user's thread has the lock, the loop comes back with the same event: the lock is not waited for,
@@ -118,7 +175,9 @@ class GlooPair : public gloo::transport::tcp::Pair {
   std::mutex handling_events_;  // held by the loop's thread while it is in here
   std::atomic<bool> adopted_ = false;
   std::atomic<bool> closed_ = false;
-  std::string close_reason_;  // written before closed_
+  std::unique_ptr<TlsChannel> tls_;   // null: plain text
+  std::atomic<bool> forged_ = false;  // written before closed_
+  std::string close_reason_;          // written before closed_
 };
 
 class GlooContext : public gloo::transport::tcp::Context {

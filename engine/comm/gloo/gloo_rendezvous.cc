@@ -26,8 +26,9 @@ namespace meshfill {
 namespace {
 
 using Secret = GlooRendezvous::Secret;
+using Key = TlsChannel::Key;
 
-constexpr uint64_t kMagic = 0x316f6f6c67666d01;  // tells the versions of these structs apart
+constexpr uint64_t kMagic = 0x316f6f6c67666d02;  // tells the versions of these structs apart
 constexpr int kBacklog = 4096;                   // the system lowers it to its own limit
 // A peer says its hello with its first packet. Who stays silent longer, or is one too many, is none.
 constexpr absl::Duration kHelloTimeout = absl::Seconds(3);
@@ -41,6 +42,8 @@ struct AddressBytes {
   Secret secret;
   sockaddr_storage socket;
   uint64_t socket_length;
+  uint64_t encrypt;
+  Key key;
 };
 struct Hello {
   uint64_t magic;
@@ -58,6 +61,14 @@ static_assert(std::is_trivially_copyable_v<AddressBytes> && std::has_unique_obje
               std::has_unique_object_representations_v<Welcome>);
 
 std::string ErrnoText(int error) { return std::generic_category().message(error); }
+
+// The key of one connection, of both endpoints' keys.
+absl::StatusOr<Key> ConnectionKey(const AddressBytes& server, const AddressBytes& client) {
+  std::array<uint8_t, 2 * sizeof(Key)> secret;
+  std::copy(server.key.begin(), server.key.end(), secret.begin());
+  std::copy(client.key.begin(), client.key.end(), secret.begin() + sizeof(Key));
+  return TlsChannel::DeriveKey(secret, absl::StrCat(server.run, ",", server.rank, ",", client.rank));
+}
 
 // Without an early end, which would tell how many bytes were right.
 bool Equal(const Secret& a, const Secret& b) {
@@ -124,6 +135,7 @@ class Meeting {
     int rank;
     int ranks;
     uint64_t run;
+    bool encrypt;
     Secret secret;
     const SocketAddress* interface;
     int listener;
@@ -132,8 +144,7 @@ class Meeting {
 
   explicit Meeting(const Self& self) : self_(self), peers_(self.ranks), sockets_(self.ranks) {}
 
-  absl::StatusOr<std::vector<FileDescriptor>> Run(std::span<const std::string> addresses,
-                                                  absl::Time deadline) {
+  absl::StatusOr<std::vector<PeerSocket>> Run(std::span<const std::string> addresses, absl::Time deadline) {
     RETURN_IF_ERROR(ParseAddresses(addresses));
     for (int peer = 0; peer < self_.rank; ++peer) {
       RETURN_IF_ERROR(StartConnecting(peer));
@@ -158,6 +169,14 @@ class Meeting {
     absl::Time since;
     PartRead<Hello> hello;
   };
+  // After hello and welcome, while TLS shakes hands.
+  struct Securing {
+    int peer;
+    TlsChannel::Side side;  // of this rank
+    absl::Time since;
+    PeerSocket connection;
+    TlsChannel::State state = TlsChannel::State::kWantsRead;
+  };
 
   absl::Status ParseAddresses(std::span<const std::string> addresses) {
     if (std::ssize(addresses) != self_.ranks) {
@@ -180,6 +199,10 @@ class Meeting {
       if (address.rank != static_cast<uint64_t>(rank))
         return refuse(absl::StrCat("is of rank ", address.rank));
       if (address.socket_length > sizeof(address.socket)) return refuse("is malformed");
+      if ((address.encrypt != 0) != self_.encrypt) {
+        return refuse(absl::StrCat("is of a rank that ", self_.encrypt ? "does not encrypt" : "encrypts",
+                                   ", unlike this one; give all the same pool.encrypt"));
+      }
     }
     return absl::OkStatus();
   }
@@ -212,6 +235,12 @@ class Meeting {
     for (const Stranger& stranger : strangers_) {
       polled.push_back({.fd = stranger.socket.get(), .events = POLLIN, .revents = 0});
     }
+    for (const Securing& securing : securing_) {
+      const bool writes = securing.state == TlsChannel::State::kWantsWrite;
+      polled.push_back({.fd = securing.connection.socket.get(),
+                        .events = static_cast<short>(writes ? POLLOUT : POLLIN),
+                        .revents = 0});
+    }
     const absl::Time now = MonotonicNow();
     if (now >= deadline) {
       return absl::DeadlineExceededError(absl::StrCat("rank ", self_.rank, ": no connection with rank ",
@@ -227,7 +256,14 @@ class Meeting {
     if (polled[0].revents != 0) {
       return absl::AbortedError(absl::StrCat("rank ", self_.rank, ": interrupted while connecting"));
     }
-    size_t next = 2;
+    // Those that shake hands first: the others, which come before them in `polled`, add to them.
+    size_t next = 2 + outgoing_.size() + strangers_.size();
+    for (auto securing = securing_.begin(); securing != securing_.end();) {
+      const bool ready = polled[next++].revents != 0;
+      ASSIGN_OR_RETURN(bool done, Secure(*securing, ready, now));
+      securing = done ? securing_.erase(securing) : std::next(securing);
+    }
+    next = 2;
     for (auto out = outgoing_.begin(); out != outgoing_.end();) {
       const bool ready = polled[next++].revents != 0;
       ASSIGN_OR_RETURN(bool done, ready ? Advance(*out) : false);
@@ -235,14 +271,13 @@ class Meeting {
     }
     for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
       const bool ready = polled[next++].revents != 0;
-      const bool done = ready ? Hear(*stranger) : now - stranger->since > kHelloTimeout;
+      ASSIGN_OR_RETURN(bool done, ready ? Hear(*stranger) : now - stranger->since > kHelloTimeout);
       stranger = done ? strangers_.erase(stranger) : std::next(stranger);
     }
-    if (polled[1].revents != 0) AcceptStrangers(now);
-    return absl::OkStatus();
+    return polled[1].revents != 0 ? AcceptStrangers(now) : absl::OkStatus();
   }
 
-  // Whether the socket has found its place in sockets_.
+  // Whether the socket has left this list for another.
   absl::StatusOr<bool> Advance(Outgoing& out) {
     if (!out.said_hello) {
       int error = 0;
@@ -271,12 +306,62 @@ class Meeting {
     if (welcome.magic != kMagic || !Equal(welcome.secret, self_.secret)) {
       return Unavailable(out.peer, "something else answers at its address");
     }
-    sockets_[out.peer] = std::move(out.socket);
+    RETURN_IF_ERROR(Meet(out.peer, TlsChannel::Side::kClient, std::move(out.socket)));
+    return true;
+  }
+
+  // The peer and this rank have shown each other their secrets.
+  absl::Status Meet(int peer, TlsChannel::Side side, FileDescriptor socket) {
+    PeerSocket connection = {.socket = std::move(socket), .tls = nullptr};
+    if (!self_.encrypt) {
+      Take(peer, side, std::move(connection));
+      return absl::OkStatus();
+    }
+    const bool serves = side == TlsChannel::Side::kServer;
+    ASSIGN_OR_RETURN(const Key key,
+                     ConnectionKey(peers_[serves ? self_.rank : peer], peers_[serves ? peer : self_.rank]));
+    ASSIGN_OR_RETURN(connection.tls, TlsChannel::Make(side, connection.socket.get(), key));
+    securing_.push_back(
+        {.peer = peer, .side = side, .since = MonotonicNow(), .connection = std::move(connection)});
+    ASSIGN_OR_RETURN(bool done, Secure(securing_.back(), /*ready=*/true, securing_.back().since));
+    if (done) securing_.pop_back();
+    return absl::OkStatus();
+  }
+
+  void Take(int peer, TlsChannel::Side side, PeerSocket connection) {
+    sockets_[peer] = std::move(connection);
+    if (side == TlsChannel::Side::kServer) ++met_;
+  }
+
+  // Whether the handshake is over, one way or the other. A peer that this rank has called must be who it
+  // says.
+  absl::StatusOr<bool> Secure(Securing& securing, bool ready, absl::Time now) {
+    const bool called = securing.side == TlsChannel::Side::kClient;
+    if (!ready) return !called && now - securing.since > kHelloTimeout;
+    TlsChannel& tls = *securing.connection.tls;
+    securing.state = tls.Handshake();
+    switch (securing.state) {
+      case TlsChannel::State::kDone:
+        if (!sockets_[securing.peer].socket.valid()) {
+          Take(securing.peer, securing.side, std::move(securing.connection));
+        }
+        return true;
+      case TlsChannel::State::kWantsRead:
+      case TlsChannel::State::kWantsWrite:
+        return false;
+      case TlsChannel::State::kEnded:
+        if (called) return Unavailable(securing.peer, "it hung up in the TLS handshake");
+        return true;
+      case TlsChannel::State::kFailed:
+        if (called)
+          return Unavailable(securing.peer, absl::StrCat("it has not this run's key: ", tls.error()));
+        return true;
+    }
     return true;
   }
 
   // Whether there is nothing more to hear from the stranger: it is a peer, or none.
-  bool Hear(Stranger& stranger) {
+  absl::StatusOr<bool> Hear(Stranger& stranger) {
     const auto state = stranger.hello.Read(stranger.socket);
     if (state != PartRead<Hello>::State::kWhole) return state == PartRead<Hello>::State::kBroken;
     const Hello& hello = stranger.hello.value();
@@ -285,15 +370,15 @@ class Meeting {
         Equal(hello.to_secret, self_.secret) && hello.from > static_cast<uint32_t>(self_.rank) &&
         hello.from < static_cast<uint32_t>(self_.ranks) &&
         Equal(hello.from_secret, peers_[hello.from].secret);
-    if (!is_peer || sockets_[hello.from].valid()) return true;
+    if (!is_peer || sockets_[hello.from].socket.valid()) return true;
     if (SendWhole(stranger.socket, Welcome{.magic = kMagic, .secret = hello.from_secret})) {
-      sockets_[hello.from] = std::move(stranger.socket);
-      ++met_;
+      RETURN_IF_ERROR(
+          Meet(static_cast<int>(hello.from), TlsChannel::Side::kServer, std::move(stranger.socket)));
     }
     return true;
   }
 
-  void AcceptStrangers(absl::Time now) {
+  absl::Status AcceptStrangers(absl::Time now) {
     for (size_t i = 0; i < kStrangers; ++i) {
       Stranger stranger = {
           .socket = FileDescriptor(accept4(self_.listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC)),
@@ -302,19 +387,21 @@ class Meeting {
       if (!stranger.socket.valid()) {
         // Out of descriptors: make room, for a peer may be next.
         if ((errno == EMFILE || errno == ENFILE) && !strangers_.empty()) strangers_.pop_front();
-        return;
+        break;
       }
       ++accepted_;
-      if (Hear(stranger)) continue;
+      ASSIGN_OR_RETURN(bool done, Hear(stranger));
+      if (done) continue;
       if (strangers_.size() == kStrangers) strangers_.pop_front();
       strangers_.push_back(std::move(stranger));
     }
+    return absl::OkStatus();
   }
 
   std::vector<int> MissingPeers() const {
     std::vector<int> missing;
     for (int peer = 0; peer < self_.ranks; ++peer) {
-      if (peer != self_.rank && !sockets_[peer].valid()) missing.push_back(peer);
+      if (peer != self_.rank && !sockets_[peer].socket.valid()) missing.push_back(peer);
     }
     return missing;
   }
@@ -325,10 +412,11 @@ class Meeting {
   }
 
   const Self self_;
-  std::vector<AddressBytes> peers_;      // by rank
-  std::vector<FileDescriptor> sockets_;  // by rank
+  std::vector<AddressBytes> peers_;  // by rank
+  std::vector<PeerSocket> sockets_;  // by rank
   std::list<Outgoing> outgoing_;
   std::list<Stranger> strangers_;  // oldest first
+  std::list<Securing> securing_;   // several may claim to be the same peer; one can show it
   int accepted_ = 0;               // connections, of peers and others
   int met_ = 0;                    // of them, peers
 };
@@ -339,8 +427,8 @@ FileDescriptor::~FileDescriptor() {
   if (valid()) close(fd_);
 }
 
-absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const std::string& listen, int rank,
-                                                                       int ranks, uint64_t run) {
+absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const Options& options) {
+  const std::string& listen = options.listen;
   ASSIGN_OR_RETURN(SocketAddress interface, Resolve(listen));
   if (IsWildcard(interface)) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -350,13 +438,16 @@ absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const std
     return absl::UnavailableError(
         absl::StrCat("data plane: cannot ", what, " ", listen, ": ", ErrnoText(errno)));
   };
-  std::unique_ptr<GlooRendezvous> rendezvous(new GlooRendezvous(rank, ranks, run));
+  std::unique_ptr<GlooRendezvous> rendezvous(new GlooRendezvous(options));
   rendezvous->interface_ = interface;
   rendezvous->listener_ =
       FileDescriptor(socket(interface.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   rendezvous->interrupt_ = FileDescriptor(eventfd(0, EFD_CLOEXEC));
   const int listener = rendezvous->listener_.get();
-  AddressBytes address = {.magic = kMagic, .run = run, .rank = static_cast<uint64_t>(rank)};
+  AddressBytes address = {.magic = kMagic,
+                          .run = options.run,
+                          .rank = static_cast<uint64_t>(options.rank),
+                          .encrypt = options.encrypt};
   socklen_t length = sizeof(address.socket);
   if (listener < 0 || !rendezvous->interrupt_.valid()) return unavailable("make a socket for");
   if (bind(listener, interface.get(), interface.length) != 0) return unavailable("bind to");
@@ -367,22 +458,26 @@ absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const std
   if (getrandom(address.secret.data(), address.secret.size(), 0) != std::ssize(address.secret)) {
     return unavailable("draw a secret for");
   }
+  if (options.encrypt && getrandom(address.key.data(), address.key.size(), 0) != std::ssize(address.key)) {
+    return unavailable("draw a key for");
+  }
   address.socket_length = length;
   rendezvous->secret_ = address.secret;
   rendezvous->address_.assign(reinterpret_cast<const char*>(&address), sizeof(address));
   return rendezvous;
 }
 
-absl::StatusOr<std::vector<FileDescriptor>> GlooRendezvous::Connect(std::span<const std::string> addresses,
-                                                                    absl::Time deadline) {
-  Meeting meeting({.rank = rank_,
-                   .ranks = ranks_,
-                   .run = run_,
+absl::StatusOr<std::vector<PeerSocket>> GlooRendezvous::Connect(std::span<const std::string> addresses,
+                                                                absl::Time deadline) {
+  Meeting meeting({.rank = options_.rank,
+                   .ranks = options_.ranks,
+                   .run = options_.run,
+                   .encrypt = options_.encrypt,
                    .secret = secret_,
                    .interface = &interface_,
                    .listener = listener_.get(),
                    .interrupt = interrupt_.get()});
-  absl::StatusOr<std::vector<FileDescriptor>> sockets = meeting.Run(addresses, deadline);
+  absl::StatusOr<std::vector<PeerSocket>> sockets = meeting.Run(addresses, deadline);
   listener_ = FileDescriptor();
   strangers_ = meeting.dropped();
   return sockets;

@@ -6,9 +6,11 @@
 //       │──── Hello: run, both ranks, ────────►│  drops whoever does not know both secrets
 //       │     both endpoints' secrets          │
 //       │◄─── Welcome: the client's secret ────│
+//       │◄─── TLS handshake, if encrypted ────►│  by a key of both endpoints' keys, which no hello shows
 //
 // No byte beyond these is read, so that the sockets are as new. Whatever else comes to the port costs one
-// descriptor for a few seconds at most, and never delays a peer.
+// descriptor for a few seconds at most, and never delays a peer. Who has heard a hello and repeats it gets as
+// far as the handshake.
 #ifndef MESHFILL_ENGINE_COMM_GLOO_GLOO_RENDEZVOUS_H_
 #define MESHFILL_ENGINE_COMM_GLOO_GLOO_RENDEZVOUS_H_
 
@@ -25,6 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/comm/gloo/tls_channel.h"
 
 namespace meshfill {
 
@@ -56,21 +59,34 @@ struct SocketAddress {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
+// A connection with a peer.
+struct PeerSocket {
+  FileDescriptor socket;            // connected, non-blocking; none for the rank itself
+  std::unique_ptr<TlsChannel> tls;  // over the socket, after its handshake; null: plain text
+};
+
 class GlooRendezvous {
  public:
   using Secret = std::array<uint8_t, 16>;
 
-  // `listen` is an interface, an address or a host name. INVALID_ARGUMENT where it is none of them, or all
-  // interfaces at once; UNAVAILABLE where it cannot be bound.
-  static absl::StatusOr<std::unique_ptr<GlooRendezvous>> Listen(const std::string& listen, int rank,
-                                                                int ranks, uint64_t run);
+  struct Options {
+    std::string listen;  // an interface, an address or a host name
+    int rank = 0;
+    int ranks = 1;
+    uint64_t run = 0;
+    bool encrypt = false;  // the same on all ranks
+  };
+  // INVALID_ARGUMENT: `listen` is none of its three, or all interfaces at once. UNAVAILABLE: it cannot be
+  // bound.
+  static absl::StatusOr<std::unique_ptr<GlooRendezvous>> Listen(const Options& options);
 
   const std::string& address() const { return address_; }        // opaque bytes
   const SocketAddress& interface() const { return interface_; }  // bound to, port 0
 
-  // A connected, non-blocking socket by rank, none for this rank itself; once. Errors name the peers.
-  absl::StatusOr<std::vector<FileDescriptor>> Connect(std::span<const std::string> addresses,
-                                                      absl::Time deadline);
+  // Connections by rank, once. Errors name the peers; INVALID_ARGUMENT where one encrypts and the other does
+  // not.
+  absl::StatusOr<std::vector<PeerSocket>> Connect(std::span<const std::string> addresses,
+                                                  absl::Time deadline);
 
   int strangers() const { return strangers_; }  // connections that Connect dropped, once it returned
 
@@ -78,11 +94,9 @@ class GlooRendezvous {
   void Interrupt();
 
  private:
-  GlooRendezvous(int rank, int ranks, uint64_t run) : rank_(rank), ranks_(ranks), run_(run) {}
+  explicit GlooRendezvous(const Options& options) : options_(options) {}
 
-  const int rank_;
-  const int ranks_;
-  const uint64_t run_;
+  const Options options_;
   Secret secret_ = {};
   SocketAddress interface_;
   FileDescriptor listener_;

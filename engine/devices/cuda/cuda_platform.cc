@@ -182,12 +182,17 @@ class CudaDevices final : public PoolDevices {
                              .peak_flops_per_second = CudaPeakFlops(gpu.name)};
   }
 
-  // NCCL has one rank on a GPU.
+  // NCCL has one rank on a GPU, and no encryption.
   absl::StatusOr<std::unique_ptr<DataPlane>> MakeDataPlane(const DataPlaneOptions& options) const override {
     if (ranks_ > count()) {
       return absl::InvalidArgumentError(absl::StrCat("pool.worker.ranks is ", ranks_,
                                                      ", more than this machine has GPUs; lower it, or "
                                                      "choose the device cpu"));
+    }
+    if (options.encrypt) {
+      return absl::InvalidArgumentError(
+          "pool.encrypt is set, and NCCL, which connects ranks on GPUs, cannot encrypt; encrypt the network "
+          "(docs/security.md) and leave the key out, or choose the device cpu");
     }
     std::vector<int> ordinals;
     for (const CudaDeviceInfo& gpu : gpus_) ordinals.push_back(gpu.ordinal);

@@ -197,6 +197,8 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
       has(refusal([](v1::Join& offer) { offer.mutable_model()->set_config_hash(9); }), "config.json"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_model()->set_weights_hash(9); }), "weights"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_model()->set_dtype("bf16"); }), "bf16"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_encrypt(true); }),
+                  "encrypts its data plane, this pool does not: give both the same pool.encrypt"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_name(""); }), "name"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_ranks(0); }), "ranks"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_ranks(65); }), "ranks"));

@@ -37,6 +37,17 @@ int ConnectTo(const sockaddr_in& address) {
   return -1;
 }
 
+// Both in plain text and encrypted.
+class Gloo : public ::testing::TestWithParam<bool> {
+ protected:
+  static GlooOptions With(GlooOptions options = {}) {
+    options.encrypt = GetParam();
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Wire, Gloo, ::testing::Values(false, true),
+                         [](const auto& info) { return info.param ? "Encrypted" : "Plain"; });
+
 TEST(Checksum, IsXxh3AndSeesEveryBit) {
   EXPECT_EQ(Checksum(nullptr, 0), 0x2d06800538d394c2);
   std::mt19937_64 random(TestSeed());
@@ -55,7 +66,7 @@ TEST(Checksum, IsXxh3AndSeesEveryBit) {
 }
 
 // Every rank passes messages round a ring of a random stride; each must see its neighbour's, in order.
-TEST(Gloo, RingsOfThreads) {
+TEST_P(Gloo, RingsOfThreads) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int draw = 0; draw < 8; ++draw) {
@@ -64,7 +75,7 @@ TEST(Gloo, RingsOfThreads) {
     std::vector<size_t> sizes = {0, 1, (4 << 20) + 3};
     for (int i = 0; i < 20; ++i)
       sizes.push_back(Draw<size_t>(random, 0, 1) * Draw<size_t>(random, 0, 100000));
-    GlooEndpoints endpoints(n, {.run = random(), .checksum = Draw(random, 0, 3) > 0});
+    GlooEndpoints endpoints(n, With({.run = random(), .checksum = Draw(random, 0, 3) > 0}));
     auto ranks = endpoints.ConnectAll();
     EXPECT_EQ(ranks[n - 1]->rank(), n - 1);
     EXPECT_EQ(ranks[n - 1]->size(), n);
@@ -88,8 +99,8 @@ TEST(Gloo, RingsOfThreads) {
   }
 }
 
-TEST(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
-  GlooEndpoints endpoints(2);
+TEST_P(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
+  GlooEndpoints endpoints(2, With());
   auto ranks = endpoints.ConnectAll();
   std::vector<std::unique_ptr<PendingReceive>> receives;
   for (int i = 0; i < 3; ++i) {
@@ -107,9 +118,9 @@ TEST(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
   EXPECT_EQ(other->Wait(Soon()).status().code(), absl::StatusCode::kInternal) << "waited twice";
 }
 
-TEST(Gloo, CarriesAMessageOf300MiB) {
+TEST_P(Gloo, CarriesAMessageOf300MiB) {
   const size_t size_bytes = size_t{300} << 20;
-  GlooEndpoints endpoints(2);
+  GlooEndpoints endpoints(2, With());
   auto ranks = endpoints.ConnectAll();
   BufferRef message = MakeBuffer(size_bytes);
   for (size_t i = 0; i < size_bytes / 8; ++i) message->data<uint64_t>()[i] = i * 0x9e3779b97f4a7c15;
@@ -121,8 +132,8 @@ TEST(Gloo, CarriesAMessageOf300MiB) {
   EXPECT_EQ((*other->Wait(Soon()))->size_bytes(), 0u);
 }
 
-TEST(Gloo, HoldsAMessageUntilItHasLeft) {
-  GlooEndpoints endpoints(2);
+TEST_P(Gloo, HoldsAMessageUntilItHasLeft) {
+  GlooEndpoints endpoints(2, With());
   auto ranks = endpoints.ConnectAll();
   std::weak_ptr<Buffer> message;
   {
@@ -137,8 +148,8 @@ TEST(Gloo, HoldsAMessageUntilItHasLeft) {
   EXPECT_TRUE(message.expired());
 }
 
-TEST(Gloo, AnEndedRankStillDeliversWhatItSent) {
-  GlooEndpoints endpoints(2);
+TEST_P(Gloo, AnEndedRankStillDeliversWhatItSent) {
+  GlooEndpoints endpoints(2, With());
   auto ranks = endpoints.ConnectAll();
   const size_t size_bytes = 20 << 20;
   ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(size_bytes, 5), 0, 1).ok());
@@ -164,7 +175,7 @@ std::vector<std::vector<float>> RunExecutors(const Plan& plan, const ModelShape&
   return outputs;
 }
 
-TEST(Gloo, RandomMeshesGiveTheBitsOfInProcessRanks) {
+TEST_P(Gloo, RandomMeshesGiveTheBitsOfInProcessRanks) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int draw = 0; draw < 6; ++draw) {
@@ -180,7 +191,7 @@ TEST(Gloo, RandomMeshesGiveTheBitsOfInProcessRanks) {
         /*predicted=*/{}};
     const ModelShape model = {.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 8, .dtype = DType::kF32};
     auto threads = MakeInProcessCommunicators(tile.ranks());
-    GlooEndpoints endpoints(tile.ranks());
+    GlooEndpoints endpoints(tile.ranks(), With());
     auto sockets = endpoints.ConnectAll();
     const uint64_t chunks_seed = random();
     const auto expected = RunExecutors(plan, model, chunks_seed, threads);
@@ -206,15 +217,15 @@ absl::Status SendCorrupted(bool checksum) {
   return receive->Wait(Soon()).status();
 }
 
-TEST(Gloo, FindsACorruptedPayload) {
+TEST(GlooPlain, FindsACorruptedPayload) {
   ExpectStatus(SendCorrupted(true), absl::StatusCode::kDataLoss,
                {"rank 1", "recv_kv", "rank 0", "message 0", "100000 bytes"});
   EXPECT_TRUE(SendCorrupted(false).ok());
 }
 
-TEST(Gloo, FindsDivergedSizes) {
+TEST_P(Gloo, FindsDivergedSizes) {
   for (auto [sent, expected] : {std::pair<size_t, size_t>{8, 16}, {16, 8}, {0, 8}, {8, 0}, {1 << 20, 8}}) {
-    GlooEndpoints endpoints(2);
+    GlooEndpoints endpoints(2, With());
     auto ranks = endpoints.ConnectAll();
     auto receive = ranks[0]->SendReceive(Traffic::kO, 1, PatternBuffer(4, 0), 1, expected).value();
     ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kO, 0, PatternBuffer(sent, 0), 0, 4).ok());
@@ -223,7 +234,7 @@ TEST(Gloo, FindsDivergedSizes) {
   }
 }
 
-TEST(Gloo, RefusesMisuse) {
+TEST(GlooPlain, RefusesMisuse) {
   GlooEndpoints endpoints(3);
   auto ranks = endpoints.ConnectAll();
   const auto code = [&](int to, BufferRef message, int from) {
@@ -239,7 +250,7 @@ TEST(Gloo, RefusesMisuse) {
 
 // ---- Ends.
 
-TEST(Gloo, AWaitDoesNotCountThePausesOfItsRun) {
+TEST(GlooPlain, AWaitDoesNotCountThePausesOfItsRun) {
   StopToken run;
   GlooEndpoints endpoints(2, {.stop = &run});
   auto ranks = endpoints.ConnectAll();
@@ -255,8 +266,8 @@ TEST(Gloo, AWaitDoesNotCountThePausesOfItsRun) {
   EXPECT_TRUE(received.ok()) << received.status();
 }
 
-TEST(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
-  GlooEndpoints endpoints(3);
+TEST_P(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
+  GlooEndpoints endpoints(3, With());
   auto ranks = endpoints.ConnectAll();
   auto receive = ranks[2]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 0), 1, 8).value();
   const absl::Time start = MonotonicNow();
@@ -270,9 +281,9 @@ TEST(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
   for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
 }
 
-TEST(Gloo, AbortFromAnyThreadEndsEveryWait) {
+TEST_P(Gloo, AbortFromAnyThreadEndsEveryWait) {
   constexpr int kRanks = 5;
-  GlooEndpoints endpoints(kRanks);
+  GlooEndpoints endpoints(kRanks, With());
   auto ranks = endpoints.ConnectAll();
   std::vector<absl::Status> ends(kRanks);
   std::vector<absl::Duration> took(kRanks);
@@ -309,9 +320,9 @@ TEST(Gloo, AbortFromAnyThreadEndsEveryWait) {
   }
 }
 
-TEST(Gloo, RunsOneAfterTheOther) {
+TEST_P(Gloo, RunsOneAfterTheOther) {
   for (uint64_t run = 0; run < 10; ++run) {
-    GlooEndpoints endpoints(4, {.run = run});
+    GlooEndpoints endpoints(4, With({.run = run}));
     auto ranks = endpoints.ConnectAll();
     std::vector<absl::Status> ends(4);
     RunRanks(4, [&](int rank) {
