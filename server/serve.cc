@@ -20,6 +20,7 @@
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/observe/metrics.h"
+#include "server/observe/span_exporter.h"
 #include "server/observe/status_page.h"
 #include "server/pool/pool_engine.h"
 #include "server/process_setup.h"
@@ -29,6 +30,7 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
+constexpr absl::Duration kLastSpans = absl::Seconds(3);  // for the collector to take, after a drain
 
 // The leader of workers that join.
 absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
@@ -54,12 +56,16 @@ absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, Sh
 }
 
 // /metrics, and the status page beside it.
-absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, const Metrics& metrics,
+absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address, Metrics& metrics,
+                                                          const SpanExporter* spans,
                                                           const FrontEnd& front_end,
                                                           const Liveness& liveness) {
   std::vector<HttpPage> pages =
       StatusPages([&front_end] { return front_end.pool_status(); }, front_end.last_prefill());
-  pages.push_back(MetricsPage([&metrics] { return metrics.Text(); }));
+  pages.push_back(MetricsPage([&metrics, spans] {
+    if (spans != nullptr) metrics.SetTraceSpans(spans->counts());
+    return metrics.Text();
+  }));
   pages.push_back(liveness.Page());
   return HttpPages::Listen(address, std::move(pages));
 }
@@ -94,14 +100,23 @@ absl::Status Serve(const v1::Config& config) {
   const LogFlush flush;
   ShutdownSignals signals;
   Metrics metrics;
-  auto front_end = FrontEnd::Start(config, metrics);
+  std::unique_ptr<SpanExporter> spans;
+  if (const v1::TraceSection& trace = config.trace(); !trace.endpoint().empty()) {
+    auto exporter = SpanExporter::Start(trace.endpoint(), ToDuration(trace.timeout()));
+    if (!exporter.ok()) {
+      return absl::Status(exporter.status().code(),
+                          absl::StrCat("trace.endpoint: ", exporter.status().message()));
+    }
+    spans = *std::move(exporter);
+  }
+  auto front_end = FrontEnd::Start(config, metrics, spans.get());
   if (!front_end.ok()) {
     return absl::Status(front_end.status().code(), absl::StrCat("listen: ", front_end.status().message()));
   }
   Liveness liveness;
   std::unique_ptr<HttpPages> pages;
   if (!config.metrics_listen().empty()) {
-    auto listening = ListenForPages(config.metrics_listen(), metrics, **front_end, liveness);
+    auto listening = ListenForPages(config.metrics_listen(), metrics, spans.get(), **front_end, liveness);
     if (!listening.ok()) {
       return absl::Status(listening.status().code(),
                           absl::StrCat("metrics_listen: ", listening.status().message()));
@@ -133,6 +148,7 @@ absl::Status Serve(const v1::Config& config) {
   absl::Status drained = Drain(config, **front_end, liveness, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();
+  if (spans != nullptr && drained.ok()) spans->Flush(MonotonicNow() + kLastSpans);
   if (drained.ok()) {
     Log("stopped");
   } else {

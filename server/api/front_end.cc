@@ -92,11 +92,12 @@ using ServiceBase =
 
 class FrontEnd::Service final : public ServiceBase {
  public:
-  Service(const v1::Config& config, Metrics& metrics)
+  Service(const v1::Config& config, Metrics& metrics, SpanExporter* spans)
       : queue_limits_(QueueLimits(config)),
         embedded_ranks_(
             config.pool().control_listen().empty() ? static_cast<int>(config.pool().embedded().ranks()) : 0),
         metrics_(metrics),
+        spans_(spans),
         kv_options_(KvOptions(config)),
         max_top_k_(static_cast<int>(config.limits().max_top_k())),
         return_logits_(config.limits().return_logits()),
@@ -182,6 +183,7 @@ class FrontEnd::Service final : public ServiceBase {
                                  .live = live_,
                                  .metrics = metrics_,
                                  .kv = kv_.get(),
+                                 .spans = spans_,
                                  .max_top_k = max_top_k_,
                                  .return_logits = return_logits_});
   }
@@ -374,6 +376,7 @@ class FrontEnd::Service final : public ServiceBase {
   const PrefillQueue::Limits queue_limits_;
   const int embedded_ranks_;
   Metrics& metrics_;
+  SpanExporter* const spans_;
   LastPrefill last_prefill_;
   const KvService::Options kv_options_;
   const int max_top_k_;
@@ -393,8 +396,9 @@ class FrontEnd::Service final : public ServiceBase {
 FrontEnd::FrontEnd(std::unique_ptr<Service> service) : service_(std::move(service)) {}
 FrontEnd::~FrontEnd() { Stop(); }
 
-absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& config, Metrics& metrics) {
-  auto service = std::make_unique<Service>(config, metrics);
+absl::StatusOr<std::unique_ptr<FrontEnd>> FrontEnd::Start(const v1::Config& config, Metrics& metrics,
+                                                          SpanExporter* spans) {
+  auto service = std::make_unique<Service>(config, metrics, spans);
   RETURN_IF_ERROR(service->Listen(config));
   return std::unique_ptr<FrontEnd>(new FrontEnd(std::move(service)));
 }

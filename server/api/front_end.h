@@ -21,14 +21,16 @@
 #include "server/api/kv_leases.h"
 #include "server/observe/last_prefill.h"
 #include "server/observe/metrics.h"
+#include "server/observe/span_exporter.h"
 
 namespace meshfill {
 
 class FrontEnd {
  public:
-  // Binds config.listen. `config` comes from LoadConfig; `metrics` outlives the front-end. UNAVAILABLE: the
-  // port is in use.
-  static absl::StatusOr<std::unique_ptr<FrontEnd>> Start(const v1::Config& config, Metrics& metrics);
+  // Binds config.listen. `config` comes from LoadConfig; `metrics` outlives the front-end, and so does
+  // `spans`, which takes those of its calls; null: nobody does. UNAVAILABLE: the port is in use.
+  static absl::StatusOr<std::unique_ptr<FrontEnd>> Start(const v1::Config& config, Metrics& metrics,
+                                                         SpanExporter* spans = nullptr);
   ~FrontEnd();  // Stop
 
   const std::string& address() const;  // HOST:PORT, the real port

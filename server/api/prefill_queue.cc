@@ -430,11 +430,14 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
 
 std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t ticket, Job& job) {
   bool alone = true;
+  std::shared_ptr<Waiter> waiter;
   {
     const MutexLock lock(mu_);
     if (job.stopped) return absl::CancelledError("stopped before it began");
     alone = order_.live() == 1;
+    waiter = job.waiter;
   }
+  waiter->OnPrefillBegin();
   ProgressObserver observer(*this, ticket, job);
   absl::StatusOr<std::unique_ptr<Prefill>> prefill = engine_.Start({job.tokens, job.options}, &observer);
   {

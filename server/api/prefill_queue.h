@@ -71,6 +71,8 @@ class PrefillQueue {
   class Waiter {
    public:
     virtual ~Waiter() = default;
+    // The engine is given the prompt; where it has no room yet, it is so again later.
+    virtual void OnPrefillBegin() {}
     virtual void OnLayerDone(int layers_done, int layers, double seconds_since_begin) = 0;
     // Once, last. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;

@@ -92,7 +92,11 @@ PrefillStream::PrefillStream(grpc::CallbackServerContext* context, const Caller&
       traceparent_(TraceparentOf(*context)),
       begin_(MonotonicNow()),
       deadline_(DeadlineOf(*context)),
-      last_message_at_(begin_) {}
+      last_message_at_(begin_) {
+  if (environment_.spans == nullptr) return;
+  trace_.emplace(traceparent_, begin_);
+  if (!trace_->recorded()) trace_.reset();
+}
 
 void PrefillStream::OnReadDone(bool ok) {
   const MutexLock lock(mu_);
@@ -139,7 +143,7 @@ absl::Status PrefillStream::TakeHeader() {
   RETURN_IF_ERROR(TakeOptions());
   RETURN_IF_ERROR(PrepareKv());
   const int64_t token_count = TokenCount(header_);
-  ASSIGN_OR_RETURN(const auto choice, environment_.engine.MakePlan(token_count, options_));
+  ASSIGN_OR_RETURN(const auto choice, MakePlan(token_count));
   plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
 
@@ -159,6 +163,13 @@ absl::Status PrefillStream::TakeHeader() {
   }
   phase_ = Phase::kTokens;
   return absl::OkStatus();
+}
+
+absl::StatusOr<PlanChoice> PrefillStream::MakePlan(int64_t tokens) {
+  const absl::Time begin = MonotonicNow();
+  absl::StatusOr<PlanChoice> choice = environment_.engine.MakePlan(tokens, options_);
+  if (trace_.has_value()) trace_->OnPlanned(begin, MonotonicNow());
+  return choice;
 }
 
 absl::Status PrefillStream::TakeOptions() {
@@ -244,6 +255,7 @@ absl::Status PrefillStream::FinishUpload() {
                                                    " came; announce the real count"));
   }
   complete_at_ = MonotonicNow();
+  if (trace_.has_value()) trace_->OnUploaded(complete_at_);
   environment_.live.UploadDone(this);
   incoming_ = v1::PrefillRequest();
   LookUpPrefix();
@@ -269,7 +281,7 @@ void PrefillStream::LookUpPrefix() {
   options_.ignore_cache = header_.kv().ignore_cache();
   const int64_t tokens = std::ssize(tokens_);
   if (environment_.engine.CachedTokens(tokens, options_) == 0) return;
-  const auto choice = environment_.engine.MakePlan(tokens, options_);
+  const auto choice = MakePlan(tokens);
   if (!choice.ok()) return;  // the engine will say what is wrong
   plan_ = SummaryOf(*choice);
   predicted_seconds_ = choice->plan.predicted.seconds;
@@ -330,9 +342,15 @@ bool PrefillStream::CancelRequest(const std::string& request_id, const std::stri
   return true;
 }
 
+void PrefillStream::OnPrefillBegin() {
+  const MutexLock lock(mu_);
+  if (trace_.has_value()) trace_->OnComputeBegin(MonotonicNow());
+}
+
 void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_since_begin) {
   const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
+  if (trace_.has_value()) trace_->OnLayerDone(layers_done, MonotonicNow());
   progress_.emplace();
   progress_->set_layers_done(layers_done);
   progress_->set_layers(layers);
@@ -343,6 +361,7 @@ void PrefillStream::OnLayerDone(int layers_done, int layers, double seconds_sinc
 void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) {
   const MutexLock lock(mu_);
   if (phase_ == Phase::kEnded) return;
+  if (trace_.has_value()) trace_->OnComputed(result, MonotonicNow());
   if (result.ok()) {
     result_ = ToProto(*result, header_.request_id());
     result_.mutable_seconds()->set_queue(queue_seconds);
@@ -446,10 +465,17 @@ void PrefillStream::OnWriteDone(bool ok) {
 }
 
 void PrefillStream::OnDone() {
+  std::vector<TraceSpan> spans;
   {
     const MutexLock lock(mu_);
     done_ = true;
+    if (trace_.has_value()) {
+      spans = trace_->Finish(
+          {.id = header_.request_id(), .tenant = header_.tenant(), .tokens = TokenCount(header_)}, status_,
+          MonotonicNow(), absl::Now());
+    }
   }
+  if (!spans.empty()) environment_.spans->Export(std::move(spans));
   environment_.live.Remove(this);
   self_.reset();  // may destroy this
 }

@@ -33,6 +33,8 @@
 #include "server/api/prefill_queue.h"
 #include "server/observe/log_line.h"
 #include "server/observe/metrics.h"
+#include "server/observe/prefill_trace.h"
+#include "server/observe/span_exporter.h"
 
 namespace meshfill {
 
@@ -45,7 +47,8 @@ struct StreamEnvironment {
   PrefillQueue& queue;
   LiveStreams& live;
   Metrics& metrics;
-  KvService* kv;  // null: this pool keeps no K and V
+  KvService* kv;        // null: this pool keeps no K and V
+  SpanExporter* spans;  // null: there are none
   // What a request may ask for.
   int max_top_k;
   bool return_logits;
@@ -67,6 +70,7 @@ class PrefillStream final : public PrefillReactor,
   void OnCancel() override;
   void OnDone() override;
 
+  void OnPrefillBegin() override;
   void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override;
   void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override;
   void OnUploadOverdue() override;
@@ -82,6 +86,7 @@ class PrefillStream final : public PrefillReactor,
 
   absl::Status TakeMessage() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<PlanChoice> MakePlan(int64_t tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeOptions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What the header's `kv` asks for: before the plan, and a lease once the request has its place.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -133,6 +138,7 @@ class PrefillStream final : public PrefillReactor,
   absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
   // In place of the status' message, which tells of the prompt; empty: that one.
   absl::string_view logged_message_ ABSL_GUARDED_BY(mu_);
+  std::optional<PrefillTrace> trace_ ABSL_GUARDED_BY(mu_);  // none: nobody wants its spans
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   bool done_ ABSL_GUARDED_BY(mu_) = false;  // the context is gone

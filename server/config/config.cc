@@ -57,6 +57,8 @@ void FillDefaults(v1::Config& config) {
   if (!queue.has_max_tokens()) queue.set_max_tokens(16 << 20);
   if (!queue.has_max_wait()) queue.mutable_max_wait()->set_seconds(3600);
   if (!queue.has_max_age()) queue.mutable_max_age()->set_seconds(600);
+  auto& trace = *config.mutable_trace();
+  if (!trace.has_timeout()) trace.mutable_timeout()->set_seconds(10);
   auto& plan = *config.mutable_plan();
   if (!plan.has_stripe()) plan.set_stripe(64);
   auto& limits = *config.mutable_limits();
@@ -195,6 +197,7 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   ValidateTenant(config.tenant_limits(), "tenant_limits", check);
   for (const auto& [name, tenant] : config.tenants())
     ValidateTenant(tenant, absl::StrCat("tenants.", name), check);
+  check.RequirePositive(config.trace().timeout(), "trace.timeout");
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
   const bool has_dtype = config.model().dtype() != v1::ModelSection::DTYPE_AUTO;
   check.Require(has_dtype || config.plan().partial_dtype() != v1::PlanSection::PARTIAL_DTYPE_MODEL,

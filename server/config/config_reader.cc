@@ -36,6 +36,7 @@ constexpr Readers kReaders[] = {
     {"plan.stripe", "serve"},
     {"plan.schedule", "serve"},
     {"kv.listen", "worker"},
+    {"trace", "serve"},
 };
 
 // The command that alone reads the key at `path`; empty: both do.

@@ -162,6 +162,11 @@ class Metrics::Families {
   Family<Counter>& call_refusals =
       AddCounter(registry, "meshfill_calls_refused_total",
                  "Calls other than Prefill that were refused, by call and status.");
+  Family<Counter>& trace_spans = AddCounter(
+      registry, "meshfill_trace_spans_total",
+      "Spans that the collector at trace.endpoint has taken (exported), and that got lost (dropped).");
+  Counter& exported_spans = trace_spans.Add({{"result", "exported"}});
+  Counter& dropped_spans = trace_spans.Add({{"result", "dropped"}});
   Gauge& queue_requests =
       AddGauge(registry, "meshfill_queue_requests", "Requests that wait or upload; what runs is not counted.")
           .Add({});
@@ -469,6 +474,10 @@ void Metrics::SetQueue(const QueueLoad& load) {
 
 void Metrics::OnPrefillStart(double queue_seconds) { families_->queue_wait.Observe(queue_seconds); }
 
+void Metrics::SetTraceSpans(const SpanExporter::Counts& counts) {
+  RaiseTo(families_->exported_spans, counts.exported);
+  RaiseTo(families_->dropped_spans, counts.dropped);
+}
 void Metrics::OnPreempted() { families_->preemptions.Increment(); }
 
 void Metrics::OnComputed(double seconds, bool others) {

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "server/observe/span_exporter.h"
 
 namespace meshfill {
 
@@ -93,6 +94,7 @@ class Metrics {
   void SetKv(const KvLoad& load);
   void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // of all that are there; no totals
   void OnKvFetched(int64_t bytes);
+  void SetTraceSpans(const SpanExporter::Counts& counts);
   void OnPrefillStart(double queue_seconds);
   void OnPreempted();  // a prefill that computed gave way to another
   // The ranks have computed; `others`: while others waited, or stood still.
