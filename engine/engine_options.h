@@ -28,6 +28,7 @@ struct EngineOptions {
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
   ScheduleChoice schedule = ScheduleChoice::kAuto;
+  bool whole_exchanges = false;     // of head groups, though slices would be faster
   double peak_flops = 0;            // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;  // activations of one prefill; 0: 80 % of what is free after load
   // K and V that are kept. Where the ranks' memory is the host's, `kv_memory_bytes` bounds them; default: an

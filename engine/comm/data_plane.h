@@ -49,6 +49,9 @@ class DataPlane {
   virtual bool connects_slowly() const = 0;
   // Whether endpoints of several runs may live at once.
   virtual bool takes_many_runs() const = 0;
+  // Whether many messages of a rank travel at once, beside its compute, so that head groups may exchange in
+  // slices (engine/run/head_exchange.h).
+  virtual bool hides_exchanges() const = 0;
 };
 
 }  // namespace meshfill

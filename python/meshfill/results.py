@@ -25,6 +25,7 @@ class PlanSummary:
     placement: str
     pieces: int = 1  # runs of tokens, one after the other, that fit the memory
     piece_tokens: int = 0  # of each piece but the last; 0: the prompt is whole
+    exchange_tokens: int = 0  # of each rank, that head groups exchange at a time; 0: all at once
 
     @classmethod
     def from_proto(cls, message) -> "PlanSummary":
@@ -39,6 +40,7 @@ class PlanSummary:
             placement=message.placement,
             pieces=max(1, message.pieces),
             piece_tokens=message.piece_tokens,
+            exchange_tokens=message.exchange_tokens,
         )
 
 

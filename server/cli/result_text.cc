@@ -102,6 +102,14 @@ std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view 
                       absl::StartsWith(placement, "box ") ? " on a host" : "");
 }
 
+void AppendExchange(uint64_t exchange_tokens, std::string& text) {
+  if (exchange_tokens == 0) return;
+  AppendLine("exchange",
+             absl::StrCat("by ", FormatCount(static_cast<double>(exchange_tokens)),
+                          " tokens of each rank, beside the work on others"),
+             text);
+}
+
 std::string ShapeName(int heads, Tile tile) {
   return heads == 1 ? tile.DebugString() : absl::StrCat(heads, "*", tile.DebugString());
 }
@@ -213,6 +221,7 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
                              plan.a(), plan.b(), LayoutText(LayoutName(plan.layout()), plan.stripe()),
                              WireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()))),
              text);
+  AppendExchange(plan.exchange_tokens(), text);
   if (plan.pieces() > 1) AppendLine("pieces", PiecesText(plan.pieces(), plan.piece_tokens()), text);
   AppendLine("sent by a rank",
              absl::StrFormat(
@@ -266,6 +275,7 @@ std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> 
                       LayoutText(LayoutName(plan.layout.kind()), plan.layout.stripe()),
                       WireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name))),
       text);
+  AppendExchange(static_cast<uint64_t>(plan.exchanges() == 1 ? 0 : plan.exchange_tokens), text);
   if (!choice.pieces.empty()) {
     AppendLine("pieces",
                PiecesText(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens())),

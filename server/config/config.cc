@@ -337,6 +337,7 @@ EngineOptions ToEngineOptions(const v1::Config& config) {
   options.stripe = config.plan().stripe();
   options.partial_dtype = PartialDTypeOf(config.plan().partial_dtype(), options.dtype);
   options.schedule = ScheduleOf(config.plan().schedule());
+  options.whole_exchanges = config.plan().exchange() == v1::PlanSection::EXCHANGE_WHOLE;
   options.speed_profile_path =
       config.plan().has_profile_path() ? config.plan().profile_path() : DefaultPoolProfilePath();
   options.measure_speed = config.plan().measure();

@@ -35,6 +35,7 @@ constexpr Readers kReaders[] = {
     {"plan.layout", "serve"},
     {"plan.stripe", "serve"},
     {"plan.schedule", "serve"},
+    {"plan.exchange", "serve"},
     {"kv.listen", "worker"},
     {"trace", "serve"},
 };

@@ -40,6 +40,7 @@ struct PoolCapacity {
   std::vector<int> first_seats;   // of the workers
   bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
   int64_t rank_kv_bytes = 0;      // that the tightest rank may keep of K and V
+  bool hides_exchanges = true;    // all workers' messages go on beside compute
 };
 
 class Membership {

@@ -24,6 +24,7 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
   request.one_memory = false;
   request.keeps_kv = options.kv != nullptr;
   request.kv_on_host = capacity.kv_on_host;
+  request.hides_exchanges = capacity.hides_exchanges && !defaults.whole_exchanges;
   request.topology = capacity.topology;
   return request;
 }

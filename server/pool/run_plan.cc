@@ -60,6 +60,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
   message.set_cached_tokens(static_cast<uint64_t>(plan.cached_tokens));
   message.set_predicted_seconds(plan.predicted.seconds);
   message.set_slice_tokens(static_cast<uint64_t>(plan.slice_tokens));
+  message.set_exchange_tokens(static_cast<uint64_t>(plan.exchange_tokens));
   message.mutable_seats()->Assign(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end());
   return message;
 }
@@ -76,7 +77,8 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
   if (message.tokens() > std::numeric_limits<int32_t>::max() ||
       message.cached_tokens() > std::numeric_limits<int32_t>::max() ||
       message.tokens() + message.cached_tokens() > std::numeric_limits<int32_t>::max() ||
-      message.stripe() > std::numeric_limits<int32_t>::max()) {
+      message.stripe() > std::numeric_limits<int32_t>::max() ||
+      message.exchange_tokens() > std::numeric_limits<int32_t>::max()) {
     return absl::InvalidArgumentError("a plan of more than 2^31 tokens");
   }
   if (message.slice_tokens() < 1 || message.slice_tokens() > std::numeric_limits<int32_t>::max()) {
@@ -110,7 +112,13 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
                         .heads = static_cast<int>(message.heads()),
                         .tile = tile,
                         .partial_dtype = partial_dtype,
-                        .cached_tokens = static_cast<int64_t>(message.cached_tokens())};
+                        .cached_tokens = static_cast<int64_t>(message.cached_tokens()),
+                        .exchange_tokens = static_cast<int64_t>(message.exchange_tokens())};
+  if (message.exchange_tokens() % message.slice_tokens() != 0 || shape.exchanges() > kMostExchanges) {
+    return absl::InvalidArgumentError(absl::StrCat("a plan in slices of ", message.slice_tokens(),
+                                                   " tokens, ", message.exchange_tokens(),
+                                                   " of which are exchanged at once"));
+  }
   Plan plan{shape, static_cast<int64_t>(message.slice_tokens()), {}, std::move(schedule), {}};
   plan.predicted.seconds = message.predicted_seconds();
   if (!IsPermutation(message.seats(), plan.ranks())) {
@@ -122,10 +130,11 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
 
 uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards) {
   WordHash hash;
-  for (int64_t word : {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
-                       static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
-                       int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.cached_tokens,
-                       plan.slice_tokens, int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
+  for (int64_t word :
+       {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
+        static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
+        int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.cached_tokens, plan.slice_tokens,
+        plan.exchange_tokens, int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
     hash.Add(static_cast<uint64_t>(word));
   }
   for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));

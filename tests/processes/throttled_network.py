@@ -18,8 +18,12 @@ fastest with what it found. All plans are striped, as those are whose tile is na
 With --weights sharded the workers share the weights. It compares with the same pool whose workers have them all, and
 holds that what sharing adds to a prefill is within 10 % of what the plan says.
 
+With --exchange 4 of the hosts are a head group whose all-to-all takes about as long as the work on tokens. It compares
+exchanges in slices with one exchange, in turns, and holds that slices are at least 1.15 times as fast and give the same first
+token.
+
 Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N] [--measured] [--window W]
-[--weights sharded]
+[--weights sharded] [--exchange]
 """
 import argparse
 import contextlib
@@ -52,6 +56,7 @@ SPREADS = {  # what is compared
 }
 WINDOW_SPREADS = {STRIPES: ["--layout", "striped"], CHOICE: []}
 FRAMING, MESH_OVER_RING, CHOICE_OVER_STRIPES, NOTICE_SECONDS = 0.03, 2.2, 3, 2
+SLICES_OVER_ONE = 1.15
 MEASURED = 0.2  # of the link, either way
 ADDED_BY_WEIGHTS = 0.1  # of what the plan says, either way
 
@@ -63,11 +68,14 @@ def ip(*arguments):
 class Network:
     """Namespaces that are behind a throttled link each, and a bridge with an address for the front-end."""
 
+    def __init__(self, hosts=HOSTS):
+        self.hosts = hosts
+
     def set_up(self):
         ip("link", "add", BRIDGE, "type", "bridge")
         ip("addr", "add", f"{SUBNET}.1/24", "dev", BRIDGE)
         ip("link", "set", BRIDGE, "up")
-        for host in range(HOSTS):
+        for host in range(self.hosts):
             name = self.namespace(host)
             ip("netns", "add", name)
             ip("link", "add", self.cable(host), "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -92,14 +100,14 @@ class Network:
 
     def sent_bytes(self):
         """By each host, since the beginning."""
-        counters = [pathlib.Path(f"/sys/class/net/{self.cable(host)}/statistics/rx_bytes") for host in range(HOSTS)]
+        counters = [pathlib.Path(f"/sys/class/net/{self.cable(host)}/statistics/rx_bytes") for host in range(self.hosts)]
         return [int(counter.read_text()) for counter in counters]
 
     def cut(self, host):
         ip("link", "set", self.cable(host), "down")
 
     def close(self):
-        for host in range(HOSTS):
+        for host in range(self.hosts):
             subprocess.run(["ip", "link", "del", self.cable(host)], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", self.namespace(host)], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], check=False, capture_output=True)
@@ -112,24 +120,29 @@ class WorkerOf(Process):
         super().__init__("worker", *arguments, prefix=["ip", "netns", "exec", Network.namespace(host)])
 
 
+# Layers that take their time, and a network that does.
+SMALL_MODEL = ["--layers", 8, "--hidden", 512, "--intermediate", 64, "--heads", 4, "--kv-heads", 4]
+WORKING_MODEL = ["--layers", 4, "--hidden", 1024, "--intermediate", 4096, "--heads", 8, "--kv-heads", 4]
+
+
 class Pool:
-    def __init__(self, folder, network, measured, window, weights="resident"):
+    def __init__(self, folder, network, measured, window, weights="resident", model=SMALL_MODEL, tokens=TOKENS, exchange="auto"):
         self.folder, self.network, self.measured, self.window, self.weights = folder, network, measured, window, weights
+        self.model, self.tokens, self.exchange = model, tokens, exchange
         self.leader, self.workers = None, []
 
     def set_up(self):
         folder, model = self.folder, self.folder / "model"
         family = ["--arch", "mistral", "--sliding-window", self.window] if self.window else ["--arch", "llama"]
         if not model.exists():
-            made = run("make-model", *family, "--out", model, "--layers", 8, "--hidden", 512,
-                       "--intermediate", 64, "--heads", 4, "--kv-heads", 4, "--head-dim", 128, "--dtype", "bf16")
+            made = run("make-model", *family, "--out", model, *self.model, "--head-dim", 128, "--dtype", "bf16")
             assert made.returncode == 0, made.stderr
         self.prompt = folder / "prompt.bytes"
-        self.prompt.write_bytes(random.Random(1).randbytes(TOKENS))
+        self.prompt.write_bytes(random.Random(1).randbytes(self.tokens))
         (folder / "pool.yaml").write_text(
             f"model:\n  path: {model}\n  dtype: bf16\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n"
             "kv:\n  cache: false\n"  # each run computes the whole prompt
-            f"plan:\n  partial_dtype: model\n  layout: {'auto' if self.window else 'striped'}\n"
+            f"plan:\n  partial_dtype: model\n  layout: {'auto' if self.window else 'striped'}\n  exchange: {self.exchange}\n"
             f"pool:\n  control_listen: {SUBNET}.1:0\n  tls:\n    insecure: true\n"
             + ("  measure_links: true\n" if self.measured else f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n")
             + "  hang_timeout: 20s\n")  # 16 processes share this machine's cores
@@ -139,7 +152,7 @@ class Pool:
         self.leader = Process("serve", "--config", folder / "pool.yaml")
         self.address = self.leader.wait_for(r" listening on (127\S+:\d+)").group(1)
         control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
-        for host in range(HOSTS):
+        for host in range(self.network.hosts):
             self.workers.append(WorkerOf(host, "--config", folder / "worker.yaml", "--join", control, "--set",
                                          f"pool.worker.name=host{host}", "--set", f"pool.worker.host=host{host}",
                                          "--set", f"model.weights={self.weights}"))
@@ -156,7 +169,7 @@ class Pool:
     def planned(self, spread):
         """What the plan says that weights add, in seconds."""
         done = run("plan", "--config", self.folder / "pool.yaml", "--set", f"model.weights={self.weights}", "--tokens",
-                   TOKENS, "--ranks", HOSTS, "--ranks-per-host", 1, "--json", *spread)
+                   self.tokens, "--ranks", self.network.hosts, "--ranks-per-host", 1, "--json", *spread)
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout)["weights"]["seconds"]
 
@@ -229,6 +242,34 @@ def compare_weights(folder, network, repeats):
     return gathered > 0 and abs(added / planned - 1) <= ADDED_BY_WEIGHTS
 
 
+def compare_exchanges(folder, network, repeats):
+    """Whether exchanges in slices are faster than one."""
+    spread = ["--heads", network.hosts, "--tile", "1x1"]
+    answers = {"whole": [], "auto": []}
+    with contextlib.ExitStack() as stack:
+        pools = {}
+        for exchange in answers:
+            (folder / exchange).mkdir()
+            pools[exchange] = Pool(folder / exchange, network, measured=False, window=0, model=WORKING_MODEL,
+                                   tokens=TOKENS // 2, exchange=exchange)
+            stack.callback(pools[exchange].close)
+            pools[exchange].set_up()
+            pools[exchange].prefill(spread)  # connects, and touches the memory
+        for _ in range(repeats):
+            for exchange, pool in pools.items():
+                answers[exchange].append(pool.prefill(spread)[0])
+    median = {exchange: {key: statistics.median(answer["seconds"][key] for answer in of) for key in ("prefill", "comm_wait")}
+              for exchange, of in answers.items()}
+    ratio = median["whole"]["prefill"] / median["auto"]["prefill"]
+    at_a_time = answers["auto"][0]["plan"].get("exchange_tokens", 0)
+    for exchange, name in (("whole", "one exchange"), ("auto", f"by {at_a_time} tokens")):
+        print(f"{name:16} {median[exchange]['prefill']:6.2f} s, of it {median[exchange]['comm_wait']:.2f} s comm wait")
+    print(f"{TOKENS // 2:,} tokens, {network.hosts} hosts, {repeats} runs each: slices are {ratio:.2f} times as fast "
+          f"(at least {SLICES_OVER_ONE})")
+    same = {answer["first_token"] for of in answers.values() for answer in of}
+    return at_a_time > 0 and len(same) == 1 and ratio >= SLICES_OVER_ONE
+
+
 def measure(pool):
     answer, _ = pool.prefill([])
     found = pool.leader.wait_for(r"links measured: between hosts (\S+) MB/s, .*")
@@ -265,6 +306,7 @@ def main():
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--weights", choices=["resident", "sharded"], default="resident")
+    parser.add_argument("--exchange", action="store_true")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("throttled_network.py: needs root, for network namespaces")
@@ -272,12 +314,12 @@ def main():
         if shutil.which(tool) is None:
             sys.exit(f"throttled_network.py: needs {tool} (Debian: iproute2)")
     with contextlib.ExitStack() as stack:
-        network = Network()
+        network = Network(4 if arguments.exchange else HOSTS)
         stack.callback(network.close)
         network.set_up()
-        if arguments.weights == "sharded":
-            holds = compare_weights(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network,
-                                    arguments.repeats)
+        if arguments.weights == "sharded" or arguments.exchange:
+            compare_two = compare_exchanges if arguments.exchange else compare_weights
+            holds = compare_two(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network, arguments.repeats)
             print("holds" if holds else "DOES NOT HOLD")
             sys.exit(0 if holds else 1)
         pool = Pool(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network, arguments.measured,

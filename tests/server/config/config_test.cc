@@ -326,6 +326,8 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_NE(Refusal("plan: {partial_dtype: model}").find("model.dtype"), std::string::npos);
   EXPECT_EQ(Refusal("plan: {schedule: fast}"),
             "FILE:1: plan.schedule: \"fast\" is not known; choose one of auto, greedy");
+  EXPECT_EQ(Refusal("plan: {exchange: sliced}"),
+            "FILE:1: plan.exchange: \"sliced\" is not known; choose one of auto, whole");
   EXPECT_EQ(Refusal("model:\n  dtype: fp8\n"),
             "FILE:2: model.dtype: \"fp8\" is not known; choose one of auto, bf16, f32");
   EXPECT_EQ(Refusal("", {"plan.partial_dtype=f16"}),
@@ -408,6 +410,8 @@ TEST_F(ConfigTest, EveryNameOfAnEnumIsRead) {
   EXPECT_EQ(options("plan", "partial_dtype: auto").partial_dtype, std::nullopt);
   EXPECT_EQ(options("plan", "schedule: auto").schedule, ScheduleChoice::kAuto);
   EXPECT_EQ(options("plan", "schedule: greedy").schedule, ScheduleChoice::kGreedy);
+  EXPECT_TRUE(options("plan", "exchange: whole").whole_exchanges);
+  EXPECT_FALSE(options("plan", "exchange: auto").whole_exchanges);
 }
 
 TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {

@@ -305,6 +305,31 @@ TEST_F(LeaderTest, WeightsAreSharedByAllWorkersOrByNone) {
       << answers_[1].status();
 }
 
+// Head groups exchange in slices where all workers' messages go on beside compute, and nobody has said whole.
+TEST_F(LeaderTest, PlansExchangesInSlicesWhereAllWorkersHideThem) {
+  const auto exchanges = [this](bool whole) {
+    PoolCapacity capacity = leader_.capacity();
+    capacity.topology.same_node =
+        capacity.topology.between_nodes = {.latency_seconds = 1e-6, .bytes_per_second = 1e6};
+    EngineOptions options;
+    options.whole_exchanges = whole;
+    const auto choice =
+        PlanForPool(Shape(), options, capacity, 4000, {.tile = Tile{1, 1}, .heads = capacity.ranks});
+    EXPECT_TRUE(choice.ok()) << choice.status();
+    return choice.ok() ? choice->plan.exchanges() : 0;
+  };
+  for (const int worker : {1, 2}) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.mutable_speed()->set_gemm_flops_per_second(1e7);
+    offer.set_hides_exchanges(true);
+    ASSERT_EQ(Join(worker, offer), "");
+  }
+  EXPECT_GT(exchanges(false), 1);
+  EXPECT_EQ(exchanges(true), 1);
+  for (const int worker : {3, 4}) ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
+  EXPECT_EQ(exchanges(false), 1);
+}
+
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {
   Leader::Connection connection = 0;
   for (int ranks = 0; ranks < kMaxPlanRanks; ranks += 64) {

@@ -35,6 +35,7 @@ Plan RandomPlan(std::mt19937_64& random) {
   EXPECT_TRUE(choice.ok()) << choice.status();
   Plan plan = choice->plan;
   plan.slice_tokens = Draw<int64_t>(random, 1, 9000);
+  plan.exchange_tokens = plan.slice_tokens * Draw(random, 0, 1) * Draw(random, 16, 40);
   if (Draw(random, 0, 1) == 0) {
     plan.placement = RowFirst(plan.ranks());
     std::shuffle(plan.placement.seat_of_rank.begin(), plan.placement.seat_of_rank.end(), random);
@@ -91,6 +92,9 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
     changed = plan;
     ++changed.slice_tokens;
     EXPECT_NE(RunHash(changed, 0, shards), hash);
+    changed = plan;
+    changed.exchange_tokens += changed.slice_tokens;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
     if (plan.ranks() > 1) {
       changed = plan;
       changed.placement = RowFirst(plan.ranks());
@@ -123,6 +127,11 @@ TEST(RunPlanTest, WhatIsNoPlanIsRefused) {
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_cached_tokens(uint64_t{1} << 31); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_cached_tokens(~uint64_t{0}); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_partial_dtype("f16"); }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) {
+    plan.set_slice_tokens(7);
+    plan.set_exchange_tokens(8);
+  }));
+  EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_exchange_tokens(uint64_t{1} << 33); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.clear_partial_dtype(); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.mutable_steps(0)->add_blocks(0); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) {
