@@ -259,14 +259,17 @@ class CliTest(CliTestCase):
         for model in models:
             with self.subTest(model.name):
                 few, many = (plan(model, 100_000, ranks) for ranks in (16, 128))
-                self.assertLess(many["predicted"]["seconds"], few["predicted"]["seconds"])
+                for each in (few, many):
+                    seconds = [mode["seconds"] for mode in each["weights"]["modes"] if "seconds" in mode]
+                    self.assertEqual(each["predicted"]["seconds"], min(seconds))
+                self.assertLess(many["predicted"]["compute_seconds"], few["predicted"]["compute_seconds"])
                 self.assertEqual([mode["mode"] for mode in few["weights"]["modes"]], ["resident", "sharded", "streamed"])
                 experts = "experts" in (model / "config.json").read_text()
                 self.assertEqual("experts" in few.get("not_yet", []), experts)
         llama = root / "configs/models/llama-3.1-405b"
         text = self.succeed("plan", "--cluster", cluster, "--model", llama, "--tokens", 100_000, "--ranks", 64)
         self.assertRegex(text, r"resident would need 7\d\d\.\d GiB of a GPU, more than is free")
-        self.assertRegex(text, r"not yet +sharded weights")
+        self.assertRegex(text, r"not yet +(sharded|streamed) weights")
         self.assertEqual(plan(llama, 100_000, 8, "--tile", "2x4", "--heads", 1)["a"], 2)
         good = ("plan", "--cluster", cluster, "--model", llama, "--tokens", 1000)
         self.assertIn("8 ranks", self.succeed(*good))  # a node
@@ -279,7 +282,10 @@ class CliTest(CliTestCase):
                     status=2, message=r"ethernet\.yaml: cluster\.gemm_flops_per_second")
         self.refuse("plan", "--cluster", cluster, "--model", llama, "--tokens", 1 << 21, status=2,
                     message="above the model's context")
-        self.refuse(*good, "--ranks", 1, status=1, message="do not fit 1 GPU.*resident.*streamed.*--ranks more")
+        small = self.tmp / "small.yaml"
+        small.write_text(cluster.read_text().replace("memory_bytes: 80GB", "memory_bytes: 8GB"))
+        self.refuse("plan", "--cluster", small, "--model", llama, "--tokens", 1000, "--ranks", 1, status=1,
+                    message="do not fit 1 GPU of 8.0 GB.*resident.*streamed.*--ranks more")
 
     def test_plan_takes_the_models_folder(self):
         plans = [self.succeed("plan", "--config", self.config, *model, "--tokens", 1000, "--tile", "2x2", "--json")

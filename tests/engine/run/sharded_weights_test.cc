@@ -89,18 +89,17 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
     if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden); !form.ok()) {
       GTEST_SKIP() << form.status();
     }
-    const absl::Status made =
-        MakeModel({.family = GetParam(),
-                   .layers = kLayers,
-                   .hidden = kHidden,
-                   .intermediate = 640,
-                   .q_heads = 8,
-                   .kv_heads = 2,
-                   .head_dim = 96,
-                   .vocab = kVocab,
-                   .experts = GetParam() == ModelFamily::kLlama || GetParam() == ModelFamily::kQwen2 ? 0 : 5,
-                   .dtype = DType::kF32},
-                  path_);
+    const absl::Status made = MakeModel({.family = GetParam(),
+                                         .layers = kLayers,
+                                         .hidden = kHidden,
+                                         .intermediate = 640,
+                                         .q_heads = 8,
+                                         .kv_heads = 2,
+                                         .head_dim = 96,
+                                         .vocab = kVocab,
+                                         .experts = FamilyOf(GetParam()).has_experts ? 5 : 0,
+                                         .dtype = DType::kF32},
+                                        path_);
     ASSERT_TRUE(made.ok()) << made;
   }
 

@@ -226,10 +226,10 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
     EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.set_peak_flops(flops); }), "as no machine has"))
         << flops;
   }
-  EXPECT_TRUE(sent_[20].back().refused().retry()) << "the other one may be about to go";
+  EXPECT_TRUE(sent_[21].back().refused().retry()) << "the other one may be about to go";
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
-  EXPECT_EQ(leader_.counters().refusals, 24u);
+  EXPECT_EQ(leader_.counters().refusals, 25u);
 }
 
 v1::Join SharingOffer(const std::string& name) {
