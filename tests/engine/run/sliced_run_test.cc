@@ -1,8 +1,10 @@
 // Runs whose head groups exchange in slices: the bits, bytes and blocks of one exchange, in the memory and
 // the time that the plan states.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -418,9 +420,7 @@ TEST(SlicedRunTest, TakesTheTimeThatIsPredicted) {
   std::mt19937_64 random(TestSeed());
   const std::vector<uint32_t> prompt = RandomPrompt(random, kTokens);
   std::map<int64_t, double> real, predicted;
-  for (const int64_t exchange_tokens : {0, 32, 8}) {
-    plan.exchange_tokens = exchange_tokens;
-    plan.slice_tokens = PlanSliceTokens(plan, speed.slice_tokens);
+  const auto run_once = [&] {
     std::vector<std::unique_ptr<SlowStream>> owned;
     std::vector<Stream*> streams;
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -430,14 +430,24 @@ TEST(SlicedRunTest, TakesTheTimeThatIsPredicted) {
     SlowPorts ports(kRanks, link);
     Communicators communicators = MakeInProcessCommunicators(streams);
     for (auto& each : communicators) each = std::make_unique<SlowCommunicator>(std::move(each), ports);
-    const auto run = runs.Prefill(plan, prompt, std::move(communicators), streams);
-    for (const absl::Status& end : run.ends) ASSERT_TRUE(end.ok()) << end;
+    return runs.Prefill(plan, prompt, std::move(communicators), streams);
+  };
+  for (const int64_t exchange_tokens : {0, 32, 8}) {
+    plan.exchange_tokens = exchange_tokens;
+    plan.slice_tokens = PlanSliceTokens(plan, speed.slice_tokens);
     const Prediction prediction = PredictTimeAndMemory(model, speed, plan, plan.schedule);
-    real[exchange_tokens] = run.seconds;
+    double least = std::numeric_limits<double>::infinity();
+    for (int attempt = 0; attempt < 4 && least > 1.5 * prediction.seconds;
+         ++attempt) {  // a machine may be busy
+      const auto run = run_once();
+      for (const absl::Status& end : run.ends) ASSERT_TRUE(end.ok()) << end;
+      least = std::min(least, run.seconds);
+      EXPECT_GT(run.stats[0].comm_wait_seconds(), 0.75 * prediction.comm_wait_seconds) << exchange_tokens;
+    }
+    real[exchange_tokens] = least;
     predicted[exchange_tokens] = prediction.seconds;
-    EXPECT_GT(run.seconds, 0.85 * prediction.seconds) << exchange_tokens;
-    EXPECT_LT(run.seconds, 2 * prediction.seconds) << exchange_tokens;
-    EXPECT_GT(run.stats[0].comm_wait_seconds(), 0.75 * prediction.comm_wait_seconds) << exchange_tokens;
+    EXPECT_GT(least, 0.85 * prediction.seconds) << exchange_tokens;
+    EXPECT_LT(least, 1.5 * prediction.seconds) << exchange_tokens;
   }
   EXPECT_GT(predicted[0], 1.4 * predicted[8]);
   EXPECT_GT(real[0], 1.2 * real[8]);
