@@ -215,10 +215,11 @@ class PoolTest(PoolTestCase):
                 calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
                 self.assertEqual(calm["plan"], result["plan"])
                 self.assertEqual(kept[0].read_bytes(), kept[1].read_bytes())
+        self.assertGreaterEqual(self.metric("meshfill_requests_retried_total"), 2)
+        # Before others take the cores, which may silence a worker for a while.
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 2)
         alone = self.embedded("--tokens", prompt, "--format", "bytes", "--ranks", 1)
         self.assertEqual(result["first_token"], alone["first_token"])
-        self.assertGreaterEqual(self.metric("meshfill_requests_retried_total"), 2)
-        self.assertEqual(self.metric("meshfill_worker_losses_total"), 2)
         victim.signal(signal.SIGCONT)  # it comes back by itself
         self.leader.wait_for('worker "c" joined', count=2)
 
