@@ -44,6 +44,8 @@ class Pool:
         of_leader, of_workers, self.client = POOLS[name]
         common = [f"model.path={folder / 'model'}", f"plan.profile_path={folder / 'speed.json'}"]
         self.processes = []
+        self.config = folder / "empty.yaml"  # all keys come by --set
+        self.config.touch()
         leader = self.start("serve", *common, "listen=127.0.0.1:0", "metrics_listen=", "pool.control_listen=127.0.0.1:0",
                             "kv.cache=false", *of_leader)
         control = leader.wait_for(r"workers join at (\S+:\d+)").group(1)
@@ -54,7 +56,7 @@ class Pool:
             self.start("worker", *settings, join=control).wait_for("joined the pool")
 
     def start(self, command, *settings, join=None):
-        words = [command, *(["--join", join] if join else [])]
+        words = [command, "--config", str(self.config), *(["--join", join] if join else [])]
         for setting in settings:
             words += ["--set", setting]
         self.processes.append(Process(*words))
