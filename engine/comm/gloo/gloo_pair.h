@@ -46,13 +46,18 @@ class GlooPair : public gloo::transport::tcp::Pair {
 
   ~GlooPair() override { Close(); }
 
-  // Takes over a connection. Throws what gloo throws.
+  // Takes over a connection. Throws what gloo throws: of one that the peer has reset already, for example.
   void Adopt(PeerSocket connection) {
     std::lock_guard<std::mutex> lock(m_);
     throwIfException();
     tls_ = std::move(connection.tls);
     fd_ = connection.socket.Release();
-    handleConnected();
+    try {
+      handleConnected();
+    } catch (...) {
+      CloseDescriptor();  // the loop does not know it: a pair that closes would ask the loop to forget it
+      throw;
+    }
     adopted_ = true;
   }
 

@@ -423,6 +423,43 @@ TEST(GlooConnect, IsAbortedAtOnce) {
   }
 }
 
+// Rank 1 shows who it is, and its process ends before rank 2 has come: rank 0 has a connection that is reset.
+TEST(GlooConnect, APeerThatIsGoneBeforeAllHaveMetEndsTheMeeting) {
+  constexpr size_t kHelloBytes = 56, kWelcomeBytes = 24;
+  GlooEndpoints endpoints(3);
+  sockaddr_in here = {};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(here);
+  const int listener = socket(AF_INET, SOCK_STREAM, 0);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&here), length), 0);
+  ASSERT_EQ(listen(listener, 1), 0);
+  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&here), &length), 0);
+  std::vector<std::string> of_rank1 = endpoints.addresses;
+  std::memcpy(of_rank1[0].data() + kSocketOffset, &here, sizeof(here));
+  std::thread rank1([&] { (void)endpoints.endpoints[1]->Connect(of_rank1, *endpoints.streams[1], Soon()); });
+  std::thread rank2([&] {
+    const int client = accept(listener, nullptr, nullptr);
+    const int server = ConnectTo(SocketOf(endpoints.addresses[0]));
+    const auto pass = [](int from, int to, size_t bytes) {
+      std::string passed(bytes, 0);
+      EXPECT_EQ(recv(from, passed.data(), bytes, MSG_WAITALL), std::ssize(passed));
+      EXPECT_EQ(send(to, passed.data(), bytes, MSG_NOSIGNAL), std::ssize(passed));
+    };
+    pass(client, server, kHelloBytes);
+    pass(server, client, kWelcomeBytes);
+    const linger reset = {.l_onoff = 1, .l_linger = 0};
+    EXPECT_EQ(setsockopt(server, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset)), 0);
+    close(server);
+    (void)endpoints.Connect(2);
+    close(client);
+  });
+  ExpectStatus(endpoints.Connect(0).status(), absl::StatusCode::kUnavailable, {"rank 0", "gloo"});
+  rank1.join();
+  rank2.join();
+  close(listener);
+}
+
 // Strangers that say nothing, nonsense, or half a hello, before and while the ranks meet.
 TEST(GlooConnect, StrangersNeitherGetInNorInTheWay) {
   const uint64_t seed = TestSeed();
