@@ -9,13 +9,11 @@
 #include "absl/strings/str_format.h"
 #include "engine/model/layer_shape.h"
 #include "engine/plan/pieces.h"
+#include "kernels/gpu_defaults.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
-
-constexpr int64_t kSliceTokens = 4096;  // as on GPUs that are here (kernels/cuda/cuda_grain.cc)
-constexpr int64_t kUsablePercent = 85;  // of what the weights leave of a GPU's memory: likewise
 
 PoolSpeed SpeedOf(const GpuCluster& gpus) {
   PoolSpeed speed;
@@ -23,7 +21,7 @@ PoolSpeed SpeedOf(const GpuCluster& gpus) {
   speed.attention_flops_per_second = gpus.cluster.attention_flops_per_second;
   speed.merge_bytes_per_second = gpus.memory_bytes_per_second;
   speed.lm_head_bytes_per_second = gpus.memory_bytes_per_second;
-  speed.slice_tokens = kSliceTokens;
+  speed.slice_tokens = kGpuSliceTokens;
   return speed;
 }
 
@@ -90,7 +88,7 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
   for (const Held& way : WaysToHold(model, gpus, request)) {
     WeightModeBytes& mode = modes.emplace_back(WeightModeBytes{
         .mode = way.weights.mode, .bytes = way.kept_bytes + way.passing_bytes, .fits = false});
-    const int64_t left = (gpus.memory_bytes - way.kept_bytes) / 100 * kUsablePercent;
+    const int64_t left = (gpus.memory_bytes - way.kept_bytes) / 100 * kGpuUsablePercent;
     if (left <= way.passing_bytes) continue;
     mode.fits = true;
     request.weights = way.weights;

@@ -14,6 +14,7 @@
 #include "kernels/cuda/cuda_device.h"
 #include "kernels/cuda/device_info.h"
 #include "kernels/cuda/gemm_bench.h"
+#include "kernels/gpu_defaults.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"
 
@@ -144,12 +145,11 @@ class CudaDevices final : public PoolDevices {
     return peak;
   }
 
-  // 85 % of what is free: the rest is for pieces that do not fit together, and NCCL.
   absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const override {
     int64_t bytes = 0;
     for (const CudaDeviceInfo& gpu : gpus_) {
       ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
-      bytes += std::max<int64_t>(1, (free_bytes - weights_to_come / count()) / 100 * 85);
+      bytes += std::max<int64_t>(1, (free_bytes - weights_to_come / count()) / 100 * kGpuUsablePercent);
     }
     return bytes;
   }
