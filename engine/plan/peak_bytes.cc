@@ -9,9 +9,15 @@
 namespace meshfill {
 namespace {
 
+// As if each rank had as many tokens as the one that has most: ranks are in different phases of a layer at
+// once, and one with few tokens may wait in its worst while one with many is in its own.
+int64_t EvenTokens(const PlanShape& shape) {
+  return shape.layout.ranks() * shape.layout.LargestChunkTokens();
+}
+
 // Bytes of a layer's K and V that are copied to the host until the next layer begins, over all ranks.
 int64_t LeavingKvBytes(const ModelShape& model, const PlanShape& shape) {
-  return shape.keeps_kv && shape.kv_on_host ? model.kv_bytes(shape.layout.tokens()) : 0;
+  return shape.keeps_kv && shape.kv_on_host ? model.kv_bytes(EvenTokens(shape)) : 0;
 }
 
 // Whether attention takes the chunk that the projections made.
@@ -30,11 +36,11 @@ class AttentionPeak : public ScheduleVisitor {
       : shared_(shape.one_memory),
         adopt_(shape.partial_dtype == DType::kF32),
         holds_own_kv_(AttendsOwnKv(shape) && LeavingKvBytes(model, shape) > 0),
-        q_bytes_(model.q_bytes(shape.layout.tokens())),
+        q_bytes_(model.q_bytes(EvenTokens(shape))),
         kv_bytes_(shape.heads *
-                  model.HeadSlice(shape.heads).kv_bytes(shape.cached_tokens + shape.layout.tokens())),
-        row_bytes_(model.partial_bytes(shape.layout.tokens(), DType::kF32)),
-        message_bytes_(model.partial_bytes(shape.layout.tokens(), shape.partial_dtype)) {
+                  model.HeadSlice(shape.heads).kv_bytes(shape.cached_tokens + EvenTokens(shape))),
+        row_bytes_(model.partial_bytes(EvenTokens(shape), DType::kF32)),
+        message_bytes_(model.partial_bytes(EvenTokens(shape), shape.partial_dtype)) {
     Add(q_bytes_ + kv_bytes_ + (AttendsOwnKv(shape) ? 0 : LeavingKvBytes(model, shape)));
   }
 
@@ -103,7 +109,7 @@ int64_t SparedLayersBytes(const ModelShape& model, const PlanShape& shape) {
 // tokens, and where all of the next layer is on its way: O that has not left, Q, K and V as they were
 // projected and as they arrive, and their places; beside them K and V of whole chunks, which are kept.
 int64_t SlicedExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
-  const int64_t tokens = shape.layout.tokens();
+  const int64_t tokens = EvenTokens(shape);
   const int64_t keys = shape.cached_tokens + tokens;
   const int64_t q = model.q_bytes(tokens);
   const int64_t kv = shape.heads * model.HeadSlice(shape.heads).kv_bytes(keys);
@@ -118,7 +124,7 @@ int64_t SlicedExchangePeakBytes(const ModelShape& model, const PlanShape& shape)
 int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   if (shape.heads == 1) return 0;
   if (shape.exchanges() > 1) return SlicedExchangePeakBytes(model, shape);
-  const int64_t tokens = shape.layout.tokens();
+  const int64_t tokens = EvenTokens(shape);
   const int64_t keys = shape.cached_tokens + tokens;
   const int64_t q = model.q_bytes(tokens);
   const int64_t own_kv = model.kv_bytes(keys);
@@ -132,10 +138,18 @@ int64_t ExchangePeakBytes(const ModelShape& model, const PlanShape& shape) {
   return std::max({q_to_heads, kv_to_heads, o_to_tokens});
 }
 
+// What members that lag have yet to take of the Q, K and V of those that attend already, over all ranks. Of
+// one exchange that is the last tensor, V, which is one piece of memory with K; elsewhere it has left.
+int64_t YetToLeaveBytes(const ModelShape& model, const PlanShape& shape) {
+  const int64_t keys = shape.cached_tokens + EvenTokens(shape);
+  if (shape.exchanges() > 1) return model.q_bytes(EvenTokens(shape)) + model.kv_bytes(keys);
+  return shape.heads > 1 && shape.one_memory ? model.kv_bytes(keys) : 0;
+}
+
 // The most bytes alive while a rank's keys go behind those of a cached prefix, over all ranks.
 int64_t PrefixPeakBytes(const ModelShape& model, const PlanShape& shape) {
   if (shape.cached_tokens == 0) return 0;
-  const int64_t tokens = shape.layout.tokens();
+  const int64_t tokens = EvenTokens(shape);
   return model.q_bytes(tokens) + model.kv_bytes(tokens) + model.kv_bytes(shape.cached_tokens + tokens);
 }
 
@@ -155,10 +169,8 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv && !shape.kv_on_host ? model.layers * model.kv_bytes(tokens) : 0;
-  // In slices, what a member that lags has yet to take of the Q, K and V of one that attends already.
-  const int64_t yet_to_leave =
-      shape.exchanges() == 1 ? 0 : model.q_bytes(tokens) + model.kv_bytes(shape.cached_tokens + tokens);
-  const int64_t layer = std::max({attention.peak() + yet_to_leave + SparedLayersBytes(model, shape),
+  const int64_t layer = std::max({attention.peak() + YetToLeaveBytes(model, shape) +
+                                      SparedLayersBytes(model, shape),
                                   ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
   return residual + rope_tables + slices + kept + layer;
 }
