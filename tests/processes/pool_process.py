@@ -18,6 +18,7 @@ class Process:
             env={**os.environ, **(environment or {})}
         )
         self.lines = []
+        self.sent = set()  # signals
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -38,6 +39,7 @@ class Process:
         raise AssertionError(f"no {count} lines match {pattern!r} in:\n" + "".join(self.lines))
 
     def signal(self, number):
+        self.sent.add(number)
         self.process.send_signal(number)
 
     def wait(self):
@@ -47,7 +49,10 @@ class Process:
         return status
 
     def end(self):
+        """Kills it where it still runs. It fails where a signal ended it that nobody here sent: it crashed."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.wait()
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+        status = self.wait()
+        if status < 0 and -status not in self.sent:
+            raise AssertionError(f"{self.process.args} ended by {signal.Signals(-status).name}:\n" + "".join(self.lines))
