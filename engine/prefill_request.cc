@@ -36,12 +36,16 @@ int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& op
   return most < 0 ? 0 : std::min(cached, most) / granule * granule;
 }
 
+absl::Status PromptTooLong(const ModelShape& model, const std::string& model_name, uint64_t tokens) {
+  return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name,
+                                            " is for ", model.context_tokens,
+                                            " at most; shorten the prompt"));
+}
+
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
                                 const PrefillOptions& options) {
   if (tokens > model.context_tokens) {
-    return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name,
-                                              " is for ", model.context_tokens,
-                                              " at most; shorten the prompt"));
+    return PromptTooLong(model, model_name, static_cast<uint64_t>(tokens));
   }
   if (options.top_k < 1 || options.top_k > model.vocab) {
     return absl::InvalidArgumentError(absl::StrCat(

@@ -26,6 +26,8 @@ int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options
 int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
                            int64_t cached, int64_t tokens);
 
+// OUT_OF_RANGE: what a prompt of more tokens than the model's context is told.
+absl::Status PromptTooLong(const ModelShape& model, const std::string& model_name, uint64_t tokens);
 // OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k.
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
                                 const PrefillOptions& options);

@@ -14,7 +14,9 @@ constexpr int kMaxMetadataBytes = 16 << 10;
 }  // namespace
 
 void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder) {
-  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes()));
+  // decoded.h bounds messages, and says how. This gRPC has a message whole before it looks at its own bound,
+  // so that memory is up to the quota below either way.
+  builder.SetMaxReceiveMessageSize(std::numeric_limits<int>::max());
   builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
   // A small compressed message may stand for gigabytes, which this gRPC allocates before it looks at its
   // limit.

@@ -1,7 +1,10 @@
 // Messages of the API from bytes, and back. Services take bytes: gRPC itself answers a call whose message it
-// cannot decode with UNIMPLEMENTED and no word, and takes such a message of a stream for the stream's end.
+// cannot decode with UNIMPLEMENTED and no word, and takes such a message of a stream for the stream's end. It
+// has a bound on a message's bytes, too, but says of it neither the key nor what to do.
 #ifndef MESHFILL_SERVER_API_DECODED_H_
 #define MESHFILL_SERVER_API_DECODED_H_
+
+#include <cstdint>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -9,21 +12,29 @@
 #include "absl/strings/string_view.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "meshfill/v1/prefill.grpc.pb.h"  // how messages become bytes
+#include "server/api/refusal.h"
 
 namespace meshfill {
 
-// `what`: "the request". INVALID_ARGUMENT where the bytes are no such message. The copy shares the bytes.
+// `what`: "the request". RESOURCE_EXHAUSTED: more bytes than `most_bytes`, which is limits.max_message_bytes.
+// INVALID_ARGUMENT where the bytes are no such message. The copy shares the bytes.
 template <typename Message>
-absl::Status Decode(absl::string_view what, grpc::ByteBuffer bytes, Message& message) {
+absl::Status Decode(absl::string_view what, grpc::ByteBuffer bytes, int64_t most_bytes, Message& message) {
+  if (bytes.Length() > static_cast<size_t>(most_bytes)) {
+    return WithRefusal(absl::ResourceExhaustedError(
+                           absl::StrCat(what, " has ", bytes.Length(), " bytes; at most ", most_bytes,
+                                        " are allowed (limits.max_message_bytes); send smaller messages")),
+                       Refusal::kInvalid);
+  }
   if (grpc::SerializationTraits<Message>::Deserialize(&bytes, &message).ok()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(what, " cannot be decoded; send ", message.GetTypeName(),
                                                  ", uncompressed, its texts in UTF-8"));
 }
 
 template <typename Message>
-absl::StatusOr<Message> Decoded(const grpc::ByteBuffer& bytes) {
+absl::StatusOr<Message> Decoded(const grpc::ByteBuffer& bytes, int64_t most_bytes) {
   Message message;
-  absl::Status status = Decode("the request", bytes, message);
+  absl::Status status = Decode("the request", bytes, most_bytes, message);
   if (!status.ok()) return status;
   return message;
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <initializer_list>
-#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -101,6 +100,7 @@ class FrontEnd::Service final : public ServiceBase {
         kv_options_(KvOptions(config)),
         max_top_k_(static_cast<int>(config.limits().max_top_k())),
         return_logits_(config.limits().return_logits()),
+        max_message_bytes_(static_cast<int64_t>(config.limits().max_message_bytes())),
         live_(StreamLimits(config.limits())) {
     metrics_.SetPool(PoolState::kLoading, embedded_ranks_);
   }
@@ -185,14 +185,15 @@ class FrontEnd::Service final : public ServiceBase {
                                  .kv = kv_.get(),
                                  .spans = spans_,
                                  .max_top_k = max_top_k_,
-                                 .return_logits = return_logits_});
+                                 .return_logits = return_logits_,
+                                 .max_message_bytes = max_message_bytes_});
   }
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
     absl::StatusOr<std::string> tenant = access_->AdmitTenant(*context, kFetching);
     absl::Status status = tenant.ok() ? CheckKv() : tenant.status();
     v1::FetchKvRequest request;
-    if (status.ok()) status = Decode("the request", *bytes, request);
+    if (status.ok()) status = Decode("the request", *bytes, max_message_bytes_, request);
     if (!status.ok()) {
       metrics_.OnCallRefused("FetchKv", status.code());
       return new RefusedStream<KvFetchReactor>(status);
@@ -310,7 +311,7 @@ class FrontEnd::Service final : public ServiceBase {
   absl::StatusOr<v1::KvLease> Renew(const grpc::CallbackServerContext& context,
                                     const grpc::ByteBuffer& bytes) {
     ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
-    ASSIGN_OR_RETURN(const auto request, Decoded<v1::RenewKvRequest>(bytes));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::RenewKvRequest>(bytes, max_message_bytes_));
     RETURN_IF_ERROR(CheckKv());
     return kv_->Renew(request, tenant);
   }
@@ -318,7 +319,7 @@ class FrontEnd::Service final : public ServiceBase {
   absl::StatusOr<v1::ReleaseKvReply> Release(const grpc::CallbackServerContext& context,
                                              const grpc::ByteBuffer& bytes) {
     ASSIGN_OR_RETURN(const std::string tenant, access_->AdmitTenant(context, kServed));
-    ASSIGN_OR_RETURN(const auto request, Decoded<v1::ReleaseKvRequest>(bytes));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::ReleaseKvRequest>(bytes, max_message_bytes_));
     if (CheckKv().ok()) kv_->Release(request, tenant);
     return v1::ReleaseKvReply();
   }
@@ -328,7 +329,7 @@ class FrontEnd::Service final : public ServiceBase {
                                                 const grpc::ByteBuffer& bytes) {
     ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, kServed));
     ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, TenantOf(context)));
-    ASSIGN_OR_RETURN(const auto request, Decoded<v1::CancelRequest>(bytes));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::CancelRequest>(bytes, max_message_bytes_));
     const bool of_any = caller.role == Role::kAdmin && tenant.empty();
     if (live_.CancelRequest(request.request_id(), of_any ? nullptr : &tenant)) return v1::CancelReply();
     return absl::NotFoundError(absl::StrCat("no live request", of_any ? "" : " of this tenant",
@@ -339,7 +340,7 @@ class FrontEnd::Service final : public ServiceBase {
   absl::StatusOr<v1::PlanReply> MakePlan(const grpc::CallbackServerContext& context,
                                          const grpc::ByteBuffer& bytes) const {
     RETURN_IF_ERROR(access_->Admit(context, kServed).status());
-    ASSIGN_OR_RETURN(const auto request, Decoded<v1::PlanRequest>(bytes));
+    ASSIGN_OR_RETURN(const auto request, Decoded<v1::PlanRequest>(bytes, max_message_bytes_));
     RETURN_IF_ERROR(CheckOpen());
     if (!request.model().empty() && request.model() != engine_->model_name()) {
       return absl::NotFoundError(absl::StrCat("model \"", request.model().substr(0, 128),
@@ -347,17 +348,15 @@ class FrontEnd::Service final : public ServiceBase {
                                               "\" or none"));
     }
     ASSIGN_OR_RETURN(const auto options, ToPrefillOptions(request.plan()));
-    const uint64_t most = std::numeric_limits<int64_t>::max();
-    ASSIGN_OR_RETURN(
-        const auto choice,
-        engine_->MakePlan(static_cast<int64_t>(std::min<uint64_t>(request.token_count(), most)), options));
+    ASSIGN_OR_RETURN(const int64_t tokens, ToTokenCount(request.token_count(), *engine_));
+    ASSIGN_OR_RETURN(const auto choice, engine_->MakePlan(tokens, options));
     return ToProto(choice);
   }
 
   absl::StatusOr<v1::PoolStatus> PoolFor(const grpc::CallbackServerContext& context,
                                          const grpc::ByteBuffer& bytes) const {
     ASSIGN_OR_RETURN(const Caller caller, access_->Admit(context, kServed));
-    RETURN_IF_ERROR(Decoded<v1::GetPoolRequest>(bytes).status());
+    RETURN_IF_ERROR(Decoded<v1::GetPoolRequest>(bytes, max_message_bytes_).status());
     return pool_status(caller.role == Role::kClient ? &caller.tenant : nullptr);
   }
 
@@ -381,6 +380,7 @@ class FrontEnd::Service final : public ServiceBase {
   const KvService::Options kv_options_;
   const int max_top_k_;
   const bool return_logits_;
+  const int64_t max_message_bytes_;
   UnknownMethods unknown_methods_;
   std::unique_ptr<const Access> access_;  // before the port
   LiveStreams live_;

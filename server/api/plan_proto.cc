@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/mesh/placement_name.h"
+#include "engine/prefill_request.h"
 #include "server/api/result_proto.h"
 
 namespace meshfill {
@@ -23,6 +24,13 @@ v1::PlanReply::Prediction ToProto(const Prediction& prediction) {
 }
 
 }  // namespace
+
+absl::StatusOr<int64_t> ToTokenCount(uint64_t tokens, const PrefillEngine& engine) {
+  if (tokens > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
+    return PromptTooLong(engine.model(), engine.model_name(), tokens);
+  }
+  return static_cast<int64_t>(tokens);
+}
 
 absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options) {
   constexpr uint32_t kMost = std::numeric_limits<int16_t>::max();  // far above any pool

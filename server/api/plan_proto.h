@@ -12,6 +12,9 @@ namespace meshfill {
 // Whether a plan fits the pool is the engine's to say.
 absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options);
 
+// The tokens that a message counts. OUT_OF_RANGE where no int64_t holds them: no model has such a context.
+absl::StatusOr<int64_t> ToTokenCount(uint64_t tokens, const PrefillEngine& engine);
+
 // What runs, in how many pieces.
 v1::PlanSummary SummaryOf(const PlanChoice& choice);
 

@@ -1,7 +1,6 @@
 #include "server/api/prefill_stream.h"
 
 #include <algorithm>
-#include <limits>
 #include <new>
 #include <utility>
 
@@ -49,12 +48,6 @@ absl::Status CheckName(const char* field, const std::string& name) {
   if (characters <= kMaxNameCharacters) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(field, " has ", characters, " characters; at most ", kMaxNameCharacters, " are allowed"));
-}
-
-// Beyond any model's context where it is beyond an int64_t.
-int64_t TokenCount(const v1::PrefillHeader& header) {
-  constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
-  return static_cast<int64_t>(std::min<uint64_t>(header.token_count(), kMost));
 }
 
 // What can be said of a header by itself and by the model's name.
@@ -118,7 +111,8 @@ void PrefillStream::OnReadDone(bool ok) {
 }
 
 absl::Status PrefillStream::TakeMessage() {
-  RETURN_IF_ERROR(Decode(absl::StrCat("a message after ", tokens_.size(), " tokens"), received_, incoming_));
+  RETURN_IF_ERROR(Decode(absl::StrCat("a message after ", tokens_.size(), " tokens"), received_,
+                         environment_.max_message_bytes, incoming_));
   const bool has_header = phase_ != Phase::kHeader;
   switch (incoming_.part_case()) {
     case v1::PrefillRequest::kHeader:
@@ -138,28 +132,28 @@ absl::Status PrefillStream::TakeHeader() {
   ASSIGN_OR_RETURN(*header_.mutable_tenant(), TenantFor(caller_, header_.tenant()));
   RETURN_IF_ERROR(environment_.queue.CheckId(header_.request_id()));
   RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
+  ASSIGN_OR_RETURN(token_count_, ToTokenCount(header_.token_count(), environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
   RETURN_IF_ERROR(TakeOptions());
   RETURN_IF_ERROR(PrepareKv());
-  const int64_t token_count = TokenCount(header_);
-  ASSIGN_OR_RETURN(const auto choice, MakePlan(token_count));
+  ASSIGN_OR_RETURN(const auto choice, MakePlan(token_count_));
   plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
                                                           .tenant = header_.tenant(),
-                                                          .tokens = token_count,
+                                                          .tokens = token_count_,
                                                           .priority = header_.priority(),
                                                           .predicted_seconds = predicted_seconds_,
                                                           .deadline = deadline_}));
   slot_ = std::move(slot);
   RETURN_IF_ERROR(AdmitKv(choice.plan));
   try {
-    tokens_.reserve(token_count);
+    tokens_.reserve(token_count_);
   } catch (const std::bad_alloc&) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("no memory for ", token_count, " token ids; send fewer"));
+        absl::StrCat("no memory for ", token_count_, " token ids; send fewer"));
   }
   phase_ = Phase::kTokens;
   return absl::OkStatus();
@@ -196,7 +190,7 @@ absl::Status PrefillStream::PrepareKv() {
   if (environment_.kv == nullptr) {
     return absl::FailedPreconditionError("kv.keep is set, but this pool keeps no K and V; leave it out");
   }
-  kv_ = std::make_shared<KvPrompt>(KvShapeOf(environment_.engine.model()), TokenCount(header_));
+  kv_ = std::make_shared<KvPrompt>(KvShapeOf(environment_.engine.model()), token_count_);
   options_.kv = kv_;
   return absl::OkStatus();
 }
@@ -470,9 +464,8 @@ void PrefillStream::OnDone() {
     const MutexLock lock(mu_);
     done_ = true;
     if (trace_.has_value()) {
-      spans = trace_->Finish(
-          {.id = header_.request_id(), .tenant = header_.tenant(), .tokens = TokenCount(header_)}, status_,
-          MonotonicNow(), absl::Now());
+      spans = trace_->Finish({.id = header_.request_id(), .tenant = header_.tenant(), .tokens = token_count_},
+                             status_, MonotonicNow(), absl::Now());
     }
   }
   if (!spans.empty()) environment_.spans->Export(std::move(spans));

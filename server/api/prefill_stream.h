@@ -52,6 +52,7 @@ struct StreamEnvironment {
   // What a request may ask for.
   int max_top_k;
   bool return_logits;
+  int64_t max_message_bytes;
 };
 
 class PrefillStream final : public PrefillReactor,
@@ -124,6 +125,7 @@ class PrefillStream final : public PrefillReactor,
   absl::Time last_message_at_ ABSL_GUARDED_BY(mu_);
   absl::Time complete_at_ ABSL_GUARDED_BY(mu_);  // its upload, once it is
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
+  int64_t token_count_ ABSL_GUARDED_BY(mu_) = 0;  // that the header announces
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);

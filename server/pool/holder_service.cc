@@ -72,7 +72,7 @@ class HolderService::Service final
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
     auto tenant = access_->AdmitTenant(*context, {Role::kClient, Role::kWorker, Role::kAdmin});
     if (!tenant.ok()) return new RefusedStream<KvFetchReactor>(tenant.status());
-    auto request = Decoded<v1::FetchKvRequest>(*bytes);
+    auto request = Decoded<v1::FetchKvRequest>(*bytes, streams_.limits().max_message_bytes);
     if (!request.ok()) return new RefusedStream<KvFetchReactor>(request.status());
     return streams_.Fetch(context, *std::move(tenant), *std::move(request));
   }

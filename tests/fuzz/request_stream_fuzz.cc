@@ -17,6 +17,8 @@
 namespace meshfill {
 namespace {
 
+constexpr int64_t kMostBytes = 1 << 14;  // of a message
+
 const ModelShape kModel = {.layers = 2,
                            .hidden = 64,
                            .intermediate = 128,
@@ -47,7 +49,7 @@ absl::Status TakeHeader(const v1::PrefillHeader& header) {
 absl::Status TakeMessage(const std::string& bytes, int64_t tokens_before, v1::PrefillRequest& message) {
   const grpc::Slice slice(bytes);
   const grpc::ByteBuffer buffer(&slice, 1);
-  RETURN_IF_ERROR(Decode("a message", buffer, message));
+  RETURN_IF_ERROR(Decode("a message", buffer, kMostBytes, message));
   if (message.has_header()) return TakeHeader(message.header());
   const auto& ids = message.tokens().ids();
   if (const auto wide = FindWideToken(buffer, message); wide.has_value()) {

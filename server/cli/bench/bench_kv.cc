@@ -55,7 +55,7 @@ class BenchService final
       : kv_(kv), raw_(std::move(raw)), raw_count_(raw_count) {}
 
   KvFetchReactor* FetchKv(grpc::CallbackServerContext* context, const grpc::ByteBuffer* bytes) override {
-    auto request = Decoded<v1::FetchKvRequest>(*bytes);
+    auto request = Decoded<v1::FetchKvRequest>(*bytes, kv_.options().streams.max_message_bytes);
     if (!request.ok()) return new RefusedStream<KvFetchReactor>(request.status());
     if (request->lease() == kRawLease) return new RawStream(raw_, raw_count_);
     return kv_.Fetch(context, "", *std::move(request));

@@ -363,11 +363,13 @@ std::vector<BadRequest> BadRequests() {
        [](Call& call) { return call.Send(Header(FakeEngine::kContext + 1)).Finish(); },
        StatusCode::kOutOfRange, "fake-model is for 8388608 at most"},
       {"absurdly long", [](Call& call) { return call.Send(Header(UINT64_MAX)).Finish(); },
-       StatusCode::kOutOfRange, "fake-model is for 8388608 at most"},
+       StatusCode::kOutOfRange,
+       "the prompt has 18446744073709551615 tokens; model fake-model is for 8388608 at most"},
       {"more than the memory",
        [](Call& call) { return call.Send(Header(FakeEngine::kMemoryTokens + 1)).Finish(); },
        StatusCode::kFailedPrecondition, "memory"},
-      {"top_k", header([](auto& h) { h.set_top_k(257); }), StatusCode::kInvalidArgument, "top_k is 257"},
+      {"top_k", header([](auto& h) { h.set_top_k(257); }), StatusCode::kInvalidArgument,
+       "top_k is 257; it must be 1 to the vocabulary's 256; ask for fewer"},
       {"empty tile", header([](auto& h) { h.mutable_plan()->mutable_tile(); }), StatusCode::kInvalidArgument,
        "0x0"},
       {"huge tile", header([](auto& h) {
@@ -388,7 +390,9 @@ std::vector<BadRequest> BadRequests() {
        StatusCode::kInvalidArgument, "tenant has 129"},
       {"message above the limit",
        [](Call& call) { return call.Send(Header(9)).Send(std::vector<uint32_t>(5 << 20, 1)).Finish(); },
-       StatusCode::kResourceExhausted, ""},
+       StatusCode::kResourceExhausted,
+       "a message after 0 tokens has 5242890 bytes; at most 4194304 are allowed (limits.max_message_bytes); "
+       "send smaller messages"},
   };
 }
 
@@ -545,6 +549,27 @@ TEST_F(FrontEndTest, EveryCallThatCannotBeDecodedSaysSo) {
     EXPECT_EQ(answer, "");
   }
   EXPECT_EQ(GetPool().ranks(), 4u);
+}
+
+TEST_F(FrontEndTest, EveryCallThatIsTooLongSaysSo) {
+  StartServer({"limits.max_message_bytes=64KiB"});
+  for (const char* method : {"Prefill", "FetchKv", "RenewKv", "ReleaseKv", "Cancel", "Plan", "GetPool"}) {
+    SCOPED_TRACE(method);
+    for (const size_t bytes : {size_t{64} << 10, (size_t{64} << 10) + 1, size_t{8} << 20}) {
+      const auto [status, answer] =
+          CallRaw(absl::StrCat("/meshfill.v1.PrefillService/", method), {std::string(bytes, '\xff')});
+      const bool allowed = bytes == size_t{64} << 10;
+      EXPECT_EQ(status.error_code(),
+                allowed ? grpc::StatusCode::INVALID_ARGUMENT : grpc::StatusCode::RESOURCE_EXHAUSTED);
+      const std::string said =
+          allowed
+              ? "cannot be decoded"
+              : absl::StrCat("has ", bytes, " bytes; at most 65536 are allowed (limits.max_message_bytes)");
+      EXPECT_NE(status.error_message().find(said), std::string::npos) << status.error_message();
+      EXPECT_EQ(answer, "");
+    }
+  }
+  ExpectGoodRequestIsServed();
 }
 
 TEST_F(FrontEndTest, AnUnknownMethodIsNamed) {
