@@ -36,7 +36,8 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kShutdownGrace = absl::Seconds(1);  // for answers that are on their way to clients
+constexpr absl::Duration kAnswerGrace = absl::Seconds(1);       // for clients to take what has ended
+constexpr absl::Duration kCloseGrace = absl::Milliseconds(50);  // for them to hang up
 
 PrefillQueue::Limits QueueLimits(const v1::Config& config) {
   const v1::QueueSection& queue = config.queue();
@@ -159,7 +160,8 @@ class FrontEnd::Service final : public ServiceBase {
     if (queue_ != nullptr)
       queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
     live_.StopUploads();
-    port_.Shutdown(absl::ToChronoTime(absl::Now() + kShutdownGrace));
+    live_.WaitUntilNone(MonotonicNow() + kAnswerGrace);
+    port_.Shutdown(absl::ToChronoTime(absl::Now() + kCloseGrace));
     live_.WaitUntilNone(absl::InfiniteFuture());
     if (kv_ != nullptr) kv_->WaitUntilNoStream();
     queue_.reset();

@@ -6,13 +6,16 @@ Usage: cli_server_test.py PATH_OF_MESHFILL [unittest arguments]
 import hashlib
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import threading
 import time
 import unittest
+import urllib.request
 
 from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
+from raw_http2 import DATA, Connection, frame, header_message
 
 CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
 
@@ -183,6 +186,34 @@ class CliServerTest(CliTestCase):
         self.assertEqual(running.returncode, 0, answer)
         self.check_prefill_object(json.loads(answer[0]), len(prompt), ranks=4)
         self.assertEqual(server.wait(), 0)
+
+    def test_stops_and_failing_starts_take_no_time(self):
+        def stop(*, uploading):
+            server = Server("--config", self.config, "--set", "metrics_listen=127.0.0.1:0")
+            pages = next(match.group(1) for line in server.lines if (match := re.search(r"metrics listening on (\S+)", line)))
+            connection = Connection(server.address)  # it stays, and hangs up for nothing
+            if uploading:
+                connection.send(frame(DATA, 0, connection.open_stream(), header_message(3)))
+                while b"meshfill_queue_requests 1\n" not in urllib.request.urlopen(f"http://{pages}/metrics").read():
+                    time.sleep(0.01)
+                server.process.send_signal(signal.SIGTERM)
+                while not any("draining" in line for line in server.lines):
+                    time.sleep(0.01)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            self.assertEqual(server.wait(), 1 if uploading else 0)
+            seconds = time.monotonic() - begin
+            connection.close()
+            return seconds
+
+        def fail_to_start():
+            begin = time.monotonic()
+            self.refuse("serve", "--config", self.config, "--set", f"listen={self.server.address}", status=1, message="in use")
+            return time.monotonic() - begin
+
+        # The least of a few: what else the machine does is no matter.
+        for kind in (lambda: stop(uploading=False), lambda: stop(uploading=True), fail_to_start):
+            self.assertLess(min(kind() for _ in range(4)), 0.5 * TIMEOUT_SECONDS / 120)
 
     def test_ctrl_c_stops_the_servers_ranks(self):
         self.interrupt("--server", self.server.address)
