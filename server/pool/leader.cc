@@ -52,6 +52,7 @@ Leader::Leader(const Options& options, PoolPlanner planner)
                 .model = options.model,
                 .encrypt = options.encrypt,
                 .first_epoch = options.first_epoch,
+                .least_memory_bytes = options.least_memory_bytes,
                 .silence_timeout = options.silence_timeout,
                 .join_timeout = options.join_timeout,
                 .least_kept_out = options.least_kept_out,

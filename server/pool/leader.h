@@ -81,6 +81,7 @@ class Leader {
     int64_t vocab = 1;
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
+    uint64_t least_memory_bytes = 1 << 20;  // of a worker: what the configuration takes at least
     // Each is planned over the whole pool, as if it had it for itself.
     int runs_at_once = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);

@@ -57,6 +57,11 @@ absl::Status CheckOfferedWeights(const PlanWeights& weights) {
 
 }  // namespace
 
+absl::string_view PlatformOf(const v1::Join& offer) {
+  const absl::string_view backend = offer.backend();
+  return backend.substr(0, backend.find('/'));
+}
+
 Membership::Membership(Options options, LeaderActions& actions)
     : options_(std::move(options)),
       actions_(actions),
@@ -131,6 +136,11 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                    " bytes of memory, as no machine has; set "
                                                    "pool.worker.memory_bytes and kv.memory_bytes"));
   }
+  if (offer.memory_bytes() != 0 && offer.memory_bytes() < options_.least_memory_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the worker offers ", offer.memory_bytes(), " bytes of memory, in which no prompt runs; ",
+        "free some of its memory, or raise pool.worker.memory_bytes"));
+  }
   if (model.config_hash() != options_.model.config_hash()) {
     return absl::FailedPreconditionError(
         absl::StrCat("the worker has model ", model.name().substr(0, 128), " with another config.json than ",
@@ -173,6 +183,13 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                       "sharded, those of the workers that are there are",
                                                       sharded ? " not" : "",
                                                       "; give all the same model.weights"));
+  }
+  for (const auto& [connection, worker] : workers_) {
+    if (PlatformOf(worker.offer) == PlatformOf(offer)) continue;
+    retry = true;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the worker computes on ", offer.backend(), ", those that are there on ", worker.offer.backend(),
+        ", and ranks of the two cannot talk to each other; give all the same pool.worker.device"));
   }
   if (!(offer.peak_flops() >= 0 && offer.peak_flops() <= kMostPeakFlops)) {
     return absl::InvalidArgumentError(absl::StrCat("the worker offers ", offer.peak_flops(),

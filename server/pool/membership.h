@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "engine/plan/cost_model.h"
 #include "meshfill/v1/control.pb.h"
@@ -43,6 +44,9 @@ struct PoolCapacity {
   bool hides_exchanges = true;    // all workers' messages go on beside compute
 };
 
+// The platform that a worker's ranks compute on: "cpu" of "cpu/avx2". It says which data plane they have.
+absl::string_view PlatformOf(const v1::Join& offer);
+
 class Membership {
  public:
   using Connection = LeaderActions::Connection;
@@ -52,6 +56,7 @@ class Membership {
     v1::ModelId model;     // weights_hash 0: that of the first worker counts while the pool is not empty
     bool encrypt = false;  // the data plane, on all workers or none
     uint64_t first_epoch = 1;
+    uint64_t least_memory_bytes = 0;  // of a worker that has a limit
     absl::Duration silence_timeout;
     absl::Duration join_timeout;  // from a connection to its Join
     absl::Duration least_kept_out;

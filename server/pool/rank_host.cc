@@ -18,21 +18,12 @@
 #include "server/pool/counting_stream.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
-#include "server/pool/word_hash.h"
+#include "server/pool/run_plan.h"
 
 namespace meshfill {
 namespace {
 
 constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
-
-// What the connections of a run's ranks, and those that bring weights, tell themselves apart by.
-uint64_t DataPlaneRun(const WorkerMachine::RunPart& part, Traffic traffic) {
-  WordHash hash;
-  hash.Add(part.epoch);
-  hash.Add(part.number);
-  hash.Add(static_cast<uint64_t>(traffic));
-  return hash.Finish();
-}
 
 }  // namespace
 
@@ -108,13 +99,14 @@ class RankHost::ActiveRun {
       seats_[i].endpoint = std::move(endpoint);
     }
     if (!SharesWeights()) return addresses;
-    ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint,
-                     host_.data_plane_->Listen({.local_rank = 0,
-                                                .rank = part_.weights.share.index,
-                                                .ranks = part_.weights.share.of,
-                                                .epoch = part_.epoch,
-                                                .run = DataPlaneRun(part_, Traffic::kGather),
-                                                .stop = &stop_}));
+    ASSIGN_OR_RETURN(
+        std::unique_ptr<Endpoint> endpoint,
+        host_.data_plane_->Listen({.local_rank = 0,
+                                   .rank = part_.weights.share.index,
+                                   .ranks = part_.weights.share.of,
+                                   .epoch = part_.epoch,
+                                   .run = DataPlaneRun(part_.epoch, part_.number, Traffic::kGather),
+                                   .stop = &stop_}));
     addresses.push_back(endpoint->address());
     const MutexLock lock(mu_);
     if (!abort_reason_.ok()) return abort_reason_;
@@ -190,7 +182,7 @@ class RankHost::ActiveRun {
                                       .rank = rank(i),
                                       .ranks = part_.plan.ranks(),
                                       .epoch = part_.epoch,
-                                      .run = DataPlaneRun(part_, Traffic::kQ),
+                                      .run = DataPlaneRun(part_.epoch, part_.number, Traffic::kQ),
                                       .stop = &stop_});
   }
 

@@ -6,6 +6,8 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "engine/comm/gloo/gloo_rendezvous.h"
+#include "kernels/return_if_error.h"
 #include "server/pool/run_plan.h"
 
 namespace meshfill {
@@ -14,6 +16,7 @@ namespace {
 constexpr int kShardIds = 512 << 10;  // of a message: below 4 MiB at 3 to 5 bytes each
 constexpr double kSlowBlock = 10;     // times the predicted seconds of a block: hung
 constexpr double kPrepareSecondsPerToken = 1e-6;
+constexpr absl::string_view kPlatformOverGloo = "cpu";
 
 // What a rank fails with when others did: the network, a peer, an abort. Anything else is the request's own.
 bool IsRetryable(absl::StatusCode code) {
@@ -74,6 +77,8 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
                                   .rank_peak_flops = offer.peak_flops() / offer.ranks(),
                                   .first_rank = first,
                                   .ranks = count,
+                                  .over_gloo = PlatformOf(offer) == kPlatformOverGloo,
+                                  .encrypts = offer.encrypt(),
                                   .weight_share = share};
     unanswered_.insert(worker->connection);
   }
@@ -129,11 +134,29 @@ RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::
   if (message.hash() != part.expected_hash || message.addresses_size() != addresses) {
     return WorkersFailed{{worker}, "it prepared another run than the one it was sent", /*keep_out=*/true};
   }
+  if (const absl::Status good = CheckAddresses(part, message); !good.ok()) {
+    return WorkersFailed{{worker}, std::string(good.message()), /*keep_out=*/true};
+  }
   unanswered_.erase(worker);
   for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
   if (options_.shares_weights) part.weight_address = message.addresses(part.ranks);
   if (unanswered_.empty() && !pauses_.paused()) SendRun(now);
   return {};
+}
+
+// Else its peers would find out, and nobody could tell which of them to believe.
+absl::Status RunCoordinator::CheckAddresses(const Part& part, const v1::Prepared& message) const {
+  if (!part.over_gloo) return absl::OkStatus();
+  const auto check = [&](int index, Traffic traffic, int rank) {
+    const absl::Status good = CheckGlooAddress(message.addresses(index),
+                                               DataPlaneRun(epoch_, number_, traffic), rank, part.encrypts);
+    if (good.ok()) return good;
+    return absl::InvalidArgumentError(absl::StrCat("its data address of rank ", rank, " ", good.message()));
+  };
+  for (int i = 0; i < part.ranks; ++i) {
+    RETURN_IF_ERROR(check(i, Traffic::kQ, plan_.RankAt(part.first_rank + i)));
+  }
+  return options_.shares_weights ? check(part.ranks, Traffic::kGather, part.weight_share) : absl::OkStatus();
 }
 
 void RunCoordinator::SendRun(absl::Time now) {

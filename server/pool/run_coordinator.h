@@ -46,7 +46,7 @@ class RunCoordinator {
     int layers = 1;  // of the model
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
-    bool more_pieces = false;  // of the prompt come in later runs: there are no logits
+    bool more_pieces = false;     // of the prompt come in later runs: there are no logits
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // and a second for each million tokens
     absl::Duration stop_timeout;
@@ -118,6 +118,8 @@ class RunCoordinator {
     int first_rank = 0;
     int ranks = 0;
     uint64_t expected_hash = 0;
+    bool over_gloo = false;  // its data plane
+    bool encrypts = false;
     int weight_share = 0;        // where the workers share the weights
     std::string weight_address;  // of whom it is gathered from
   };
@@ -136,6 +138,8 @@ class RunCoordinator {
 
   void SendPrepare(Connection worker, Part& part, std::span<const uint32_t> tokens,
                    const KvDirectory::RunKv& kv);
+  // INVALID_ARGUMENT: what is wrong with one that a worker on CPUs has sent.
+  absl::Status CheckAddresses(const Part& part, const v1::Prepared& message) const;
   // Shares of the weights; 0: they are not shared.
   int weight_shares() const { return options_.shares_weights ? static_cast<int>(parts_.size()) : 0; }
   void SendRun(absl::Time now);

@@ -152,6 +152,14 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
   return hash.Finish();
 }
 
+uint64_t DataPlaneRun(uint64_t epoch, uint64_t run, Traffic traffic) {
+  WordHash hash;
+  hash.Add(epoch);
+  hash.Add(run);
+  hash.Add(static_cast<uint64_t>(traffic));
+  return hash.Finish();
+}
+
 v1::RankRunStats ToProto(const RankStats& stats) {
   v1::RankRunStats message;
   message.set_attention_seconds(stats.attention_seconds);

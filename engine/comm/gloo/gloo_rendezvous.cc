@@ -184,25 +184,12 @@ class Meeting {
                                                      " addresses for ", self_.ranks, " ranks"));
     }
     for (int rank = 0; rank < self_.ranks; ++rank) {
-      const std::string& bytes = addresses[rank];
-      AddressBytes& address = peers_[rank];
-      const auto refuse = [&](absl::string_view why) {
+      if (const absl::Status good = CheckGlooAddress(addresses[rank], self_.run, rank, self_.encrypt);
+          !good.ok()) {
         return absl::InvalidArgumentError(
-            absl::StrCat("rank ", self_.rank, ": the data address of rank ", rank, " ", why));
-      };
-      if (bytes.size() != sizeof(address)) return refuse("is none");
-      std::memcpy(&address, bytes.data(), sizeof(address));
-      if (address.magic != kMagic) return refuse("is none of this version's");
-      if (address.run != self_.run) {
-        return refuse(absl::StrCat("is of run ", address.run, ", this is run ", self_.run));
+            absl::StrCat("rank ", self_.rank, ": the data address of rank ", rank, " ", good.message()));
       }
-      if (address.rank != static_cast<uint64_t>(rank))
-        return refuse(absl::StrCat("is of rank ", address.rank));
-      if (address.socket_length > sizeof(address.socket)) return refuse("is malformed");
-      if ((address.encrypt != 0) != self_.encrypt) {
-        return refuse(absl::StrCat("is of a rank that ", self_.encrypt ? "does not encrypt" : "encrypts",
-                                   ", unlike this one; give all the same pool.encrypt"));
-      }
+      std::memcpy(&peers_[rank], addresses[rank].data(), sizeof(AddressBytes));
     }
     return absl::OkStatus();
   }
@@ -425,6 +412,22 @@ class Meeting {
 
 FileDescriptor::~FileDescriptor() {
   if (valid()) close(fd_);
+}
+
+absl::Status CheckGlooAddress(absl::string_view address, uint64_t run, int rank, bool encrypt) {
+  const auto refuse = [](const std::string& why) { return absl::InvalidArgumentError(why); };
+  AddressBytes bytes;
+  if (address.size() != sizeof(bytes)) return refuse("is none");
+  std::memcpy(&bytes, address.data(), sizeof(bytes));
+  if (bytes.magic != kMagic) return refuse("is none of this version's");
+  if (bytes.run != run) return refuse(absl::StrCat("is of run ", bytes.run, ", this is run ", run));
+  if (bytes.rank != static_cast<uint64_t>(rank)) return refuse(absl::StrCat("is of rank ", bytes.rank));
+  if (bytes.socket_length > sizeof(bytes.socket)) return refuse("is malformed");
+  if ((bytes.encrypt != 0) != encrypt) {
+    return refuse(absl::StrCat("is of a rank that ", encrypt ? "does not encrypt" : "encrypts",
+                               ", unlike this one; give all the same pool.encrypt"));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<GlooRendezvous>> GlooRendezvous::Listen(const Options& options) {

@@ -26,6 +26,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "engine/comm/gloo/tls_channel.h"
 
@@ -64,6 +65,10 @@ struct PeerSocket {
   FileDescriptor socket;            // connected, non-blocking; none for the rank itself
   std::unique_ptr<TlsChannel> tls;  // over the socket, after its handshake; null: plain text
 };
+
+// Whether `address` is a rendezvous' of such a rank of such a run. INVALID_ARGUMENT says what it is instead,
+// as "is none".
+absl::Status CheckGlooAddress(absl::string_view address, uint64_t run, int rank, bool encrypt);
 
 class GlooRendezvous {
  public:

@@ -3,6 +3,7 @@
 #include "server/pool/leader.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "engine/comm/gloo/gloo_rendezvous.h"
 #include "engine/engine_options.h"
 #include "gtest/gtest.h"
 #include "server/pool/offered_speed.h"
@@ -66,6 +68,7 @@ class LeaderTest : public testing::Test {
     options.model.set_weights_hash(0);
     options.kv = KvShapeOf(Shape());
     options.vocab = kVocab;
+    options.least_memory_bytes = 500;
     return options;
   }
 
@@ -209,6 +212,7 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.set_backend(endless); }), "256 bytes"));
   EXPECT_TRUE(has(refusal([&](v1::Join& offer) { offer.add_devices(endless); }), "256 bytes"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_memory_bytes(UINT64_MAX); }), "as no machine has"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_memory_bytes(1); }), "in which no prompt runs"));
   EXPECT_TRUE(
       has(refusal([](v1::Join& offer) { offer.set_kv_memory_bytes(UINT64_MAX); }), "as no machine has"));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.mutable_weights()->set_run_bytes(UINT64_MAX); }),
@@ -229,7 +233,7 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_TRUE(sent_[21].back().refused().retry()) << "the other one may be about to go";
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
-  EXPECT_EQ(leader_.counters().refusals, 25u);
+  EXPECT_EQ(leader_.counters().refusals, 26u);
 }
 
 v1::Join SharingOffer(const std::string& name) {
@@ -328,6 +332,80 @@ TEST_F(LeaderTest, PlansExchangesInSlicesWhereAllWorkersHideThem) {
   EXPECT_EQ(exchanges(true), 1);
   for (const int worker : {3, 4}) ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
   EXPECT_EQ(exchanges(false), 1);
+}
+
+TEST_F(LeaderTest, WorkersComputeOnOnePlatform) {
+  v1::Join cpu = Offer("a"), other = Offer("b"), gpu = Offer("c");
+  cpu.set_backend("cpu/avx2");
+  other.set_backend("cpu/avx512_bf16");
+  gpu.set_backend("cuda/sm90");
+  EXPECT_EQ(Join(1, cpu), "");
+  EXPECT_EQ(Join(2, other), "");
+  EXPECT_NE(Join(3, gpu).find("on cuda/sm90, those that are there on cpu/avx2"), std::string::npos);
+  EXPECT_TRUE(sent_[3].back().refused().retry()) << "the others may go";
+  leader_.OnDisconnected(1, now_);
+  leader_.OnDisconnected(2, now_);
+  EXPECT_EQ(Join(4, gpu), "");
+}
+
+TEST_F(LeaderTest, AWorkerWithABadDataAddressIsKeptOut) {
+  const auto offer = [](const std::string& name) {
+    v1::Join offer = Offer(name);
+    offer.set_backend("cpu/avx2");
+    return offer;
+  };
+  const auto address = [this](int rank, uint64_t run, bool encrypt) {
+    const auto rendezvous = GlooRendezvous::Listen({.listen = "127.0.0.1",
+                                                    .rank = rank,
+                                                    .ranks = 2,
+                                                    .run = DataPlaneRun(leader_.epoch(), run, Traffic::kQ),
+                                                    .encrypt = encrypt});
+    EXPECT_TRUE(rendezvous.ok()) << rendezvous.status();
+    return (*rendezvous)->address();
+  };
+  using Bad = std::function<std::string(int rank, uint64_t run)>;
+  const std::vector<std::pair<Bad, std::string>> bad = {
+      {[](int, uint64_t) { return ""; }, "is none"},
+      {[&](int rank, uint64_t run) { return address(rank, run, false) + "x"; }, "is none"},
+      {[&](int rank, uint64_t run) { return std::string(address(rank, run, false).size(), 'x'); },
+       "is none of this version"},
+      {[&](int rank, uint64_t run) { return address(rank, run + 1, false); }, "is of run"},
+      {[&](int rank, uint64_t run) { return address(rank + 1, run, false); }, "is of rank"},
+      {[&](int rank, uint64_t run) { return address(rank, run, true); }, "is of a rank that encrypts"}};
+  ASSERT_EQ(Join(1, offer("a")), "");
+  Leader::Connection connection = 1;
+  for (const auto& [bad_address, reason] : bad) {
+    SCOPED_TRACE(reason);
+    const std::string name = absl::StrCat("b", connection);
+    ASSERT_EQ(Join(++connection, offer(name)), "");
+    answers_.clear();
+    Submit(std::vector<uint32_t>(200, 1));
+    const auto prepare = [&](Leader::Connection of, const Bad& make_address) {
+      const v1::Prepare sent = sent_[of].back().has_prepare() ? sent_[of].back().prepare()
+                                                              : sent_[of][sent_[of].size() - 2].prepare();
+      run_ = sent.run();
+      const auto plan = FromRunPlan(sent.plan());
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const int seat = static_cast<int>(sent.first_rank());
+      v1::WorkerMessage message = OfRun();
+      message.mutable_prepared()->set_run(run_);
+      message.mutable_prepared()->add_addresses(make_address(plan->RankAt(seat), run_));
+      message.mutable_prepared()->set_hash(RunHash(
+          *plan, seat, {{plan->layout.Deal(plan->RankAt(seat), std::span<const uint32_t>(tokens_))}}));
+      Say(of, message);
+    };
+    const Bad good = [&](int rank, uint64_t run) { return address(rank, run, false); };
+    prepare(connection, bad_address);
+    EXPECT_EQ(closed_.back(), connection);
+    EXPECT_NE(log_[log_.size() - 2].find(reason), std::string::npos) << log_[log_.size() - 2];
+    Stopped(1);
+    prepare(1, good);  // alone
+    RankDone(1, 0, kVocab);
+    ASSERT_EQ(answers_.size(), 1u);
+    EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+    EXPECT_NE(Join(++connection, offer(name)), "");
+    EXPECT_TRUE(sent_[connection].back().refused().retry());
+  }
 }
 
 TEST_F(LeaderTest, APoolIsFullOnceItHasAsManyRanksAsAPlan) {

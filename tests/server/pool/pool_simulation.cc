@@ -215,6 +215,7 @@ void PoolSimulation::StartLeader() {
   options.kv = KvShapeOf(SimulatedShape());
   options.vocab = kVocab;
   options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
+  options.least_memory_bytes = 1;
   options.heartbeat_interval = 2 * kTick;
   options.runs_at_once = runs_at_once_ = Chance(0.2) ? 1 : Draw(2, 8);
   leader_measures_links_ = Chance(0.5);
