@@ -129,6 +129,21 @@ class HostileTest(CliTestCase):
         self.assertEqual(started.returncode, 2)
         self.assertIn("no regular file", started.stderr.decode())
 
+    def test_messages_that_are_not_what_they_say(self):
+        server = self.serve()
+        zstd = b"\x28\xb5\x2f\xfd\x04\x00\x29\x00\x00abcde"
+        undecodable, disabled = (3, b"PrefillRequest, uncompressed"), (12, b"is disabled")
+        for headers, (status, said) in (({}, undecodable), ({"grpc-encoding": "zstd"}, undecodable),
+                                        ({"grpc-encoding": "gzip"}, disabled), ({"grpc-encoding": "deflate"}, disabled)):
+            connection = Connection(server.address)
+            compressed = b"\x01" + message(zstd)[1:]
+            connection.send(frame(DATA, END_STREAM, connection.open_stream(**headers), compressed))
+            trailers = connection.wait_for_ends(1)
+            connection.close()
+            self.assertIn(b"grpc-status" + bytes([len(str(status))]) + str(status).encode(), trailers, headers)
+            self.assertIn(said, trailers, headers)
+            self.assert_served(server)
+
     def test_messages_that_are_never_complete(self):
         bound = 64 * MIB
         server = self.serve("--set", "limits.channel_memory_bytes=64MiB")

@@ -284,6 +284,16 @@ class PoolFaultsTest(PoolTestCase):
         for connection in held:
             connection.close()
 
+    def test_the_control_port_heals_where_descriptors_ran_out(self):
+        resource.prlimit(self.leader.process.pid, resource.RLIMIT_NOFILE, (200, 200))
+        host, port = self.control.rsplit(":", 1)
+        idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(300)]
+        self.leader.wait_for(f"refused a connection to {self.control}")
+        for connection in idle:
+            connection.close()
+        self.workers("a")
+        self.assertEqual(self.prefill(self.prompt)["plan"]["ranks"], 1)
+
     def test_junk_on_the_data_port_is_refused_and_logged_once(self):
         # The data ports are open from Prepare until all ranks have met: the second worker's Run is held back meanwhile.
         prepared, go_on = threading.Event(), threading.Event()

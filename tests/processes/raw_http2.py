@@ -76,11 +76,12 @@ class Connection:
         return data
 
     def wait_for_ends(self, count):
-        """Reads until so many streams have ended."""
+        """Reads until so many streams have ended; the header block of the last one's trailers."""
         while count > 0:
             head = self._read(9)
-            self._read(int.from_bytes(head[:3], "big"))
+            payload = self._read(int.from_bytes(head[:3], "big"))
             count -= head[3] == RST_STREAM or (head[3] == HEADERS and head[4] & END_STREAM != 0)
+        return payload
 
     def close(self):
         self.socket.close()

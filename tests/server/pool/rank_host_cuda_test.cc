@@ -96,6 +96,15 @@ TEST_F(RankHostCudaTest, RefusesMoreRanksThanGpus) {
       << status;
 }
 
+TEST_F(RankHostCudaTest, RefusesToEncrypt) {
+  options_.encrypt = true;
+  HostListener listener;
+  const absl::Status status = RankHost::Load(options_, listener).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("pool.encrypt is set, and NCCL"), std::string::npos) << status;
+  EXPECT_NE(status.message().find("docs/security.md"), std::string::npos) << status;
+}
+
 // Rank by rank; the runtime would make a context on whatever device a thread happens to have.
 TEST_F(RankHostCudaTest, UsesTheDevicesThatItsConfigNames) {
   FakeCuda::set_devices(6);
