@@ -28,6 +28,7 @@ echo "  failures at length        tests/processes/pool_churn.py, tests/processes
 echo "  signals at length         MESHFILL_SIGNALS=1000 and tests/processes/signals_test.py"
 echo "  the simulation's own test tests/server/pool/planted_bugs/run.sh (builds it with each of the bugs in turn)"
 echo "  fuzzing at length         tests/fuzz/run.sh 1800 (needs clang)"
+echo "  coverage of the parsers   tests/coverage.sh"
 echo "  floods of HTTP/2          tests/processes/http2_floods.py grpcio, or the path of a meshfill on a current gRPC"
 echo "  what TLS costs            tests/processes/door_cost.py build/release/server/meshfill"
 echo "  slow links                tests/processes/throttled_network.py (needs root)"

@@ -73,6 +73,8 @@ TEST(HttpPagesTest, RefusesWhatIsNoPage) {
     EXPECT_EQ(HttpGet(address, path).find(" 200 "), std::string::npos) << path;
   }
   EXPECT_NE(HttpSend(address, "POST /count HTTP/1.0").find(" 405 "), std::string::npos);
+  EXPECT_NE(HttpSend(address, "POST /count HTTP/1.0\r\nContent-Length: 4\r\n\r\nbody").find(" 405 "),
+            std::string::npos);
   EXPECT_EQ(HttpBody(HttpSend(address, "HEAD / HTTP/1.0")), "");
   EXPECT_EQ(asked, 0);
   HttpSend(address, "nonsense");
