@@ -60,7 +60,7 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
                               .memory_budget_bytes = budget,
                               .kv_device_bytes = kv_device_bytes,
                               .one_memory = hardware.count() == 1,
-                              .hides_exchanges = hardware.in_host_memory(),
+                              .many_messages = hardware.in_host_memory(),
                               .weights = weights.plan,
                               .weight_modes = weights.modes};
 }

@@ -27,7 +27,7 @@ struct EmbeddedPoolCapacity {
   int64_t memory_budget_bytes = 0;  // for what one prefill takes (Prediction::run_bytes)
   int64_t kv_device_bytes = 0;      // for K and V that stay with devices whose memory is not the host's
   bool one_memory = true;           // false: on several devices, between which chunks are copied
-  bool hides_exchanges = false;     // between workers with such devices (PlanRequest), not within this pool
+  bool many_messages = false;       // between workers with such devices (PlanRequest), not within this pool
   PlanWeights weights;
   std::vector<WeightModeBytes> weight_modes;  // what it could have been
 };

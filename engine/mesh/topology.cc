@@ -107,10 +107,12 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
   }
-  return {{Traffic::kQ, Slowest(q, topology)},
-          {Traffic::kKv, Slowest(kv, topology)},
-          {Traffic::kO, Slowest(q, topology)},
-          {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
+  Links links = {{Traffic::kQ, Slowest(q, topology)},
+                 {Traffic::kKv, Slowest(kv, topology)},
+                 {Traffic::kO, Slowest(q, topology)},
+                 {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
+  links.rings_apart = (q.most() > 0) != (kv.most() > 0);
+  return links;
 }
 
 Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member) {

@@ -41,7 +41,16 @@ int SeatsPerNode(const Topology& topology, int seats);
 
 // Links as a plan's messages find them when all ranks send at once: Q and O along the Q rings, KV along the
 // KV rings, all-to-alls in head groups. All ranks wait for the slowest.
-using Links = PerTraffic<Link>;
+struct Links : PerTraffic<Link> {
+  using PerTraffic<Link>::PerTraffic;
+  Links() = default;
+  Links(const PerTraffic<Link>& each) : PerTraffic<Link>(each) {}  // NOLINT: what each finds is all of it
+
+  // Only one of the two rings leaves its nodes: the slowest link of neither is one that both have.
+  bool rings_apart = false;
+
+  bool operator==(const Links&) const = default;
+};
 
 // The topology has a seat for each rank of the placement.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement);

@@ -89,6 +89,10 @@ void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanSh
     return shape.links[traffic].Seconds(static_cast<double>(bytes));
   };
   // The first message is as long as any.
+  for (Traffic traffic : {Traffic::kQ, Traffic::kKv, Traffic::kO}) {
+    seconds.start[traffic] = shape.links[traffic].latency_seconds;
+  }
+  seconds.rings_apart = shape.links.rings_apart;
   seconds.transfer = {{Traffic::kQ, of(Traffic::kQ, reach.LargestQ(1))},
                       {Traffic::kKv, of(Traffic::kKv, reach.LargestKv(1))},
                       {Traffic::kO, of(Traffic::kO, reach.LargestQ(1))}};
@@ -215,7 +219,7 @@ AttentionSeconds MeshSeconds(const ModelShape& model, const PoolSpeed& speed, co
 
 // At most AttentionSeconds' Compute and Wait of one layer under any schedule.
 double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                             int64_t window) {
+                             int64_t window, bool both_rings) {
   const LayerReach reach(shape, window);
   const LayerPairs pairs(reach, shape.cached_tokens, window);
   AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
@@ -224,33 +228,47 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
   const auto [a, b] = shape.tile;
   const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
                                       : BlockSeconds(slice, speed, pairs.LeastOfTile());
-  double transfers = (a - 1) * seconds.TransferOf(Traffic::kO, 0);
+  double along_q = (a - 1) * seconds.TransferOf(Traffic::kO, 0), along_kv = 0;
   if (reach.sees_all()) {
-    transfers += (a - 1) * seconds.transfer[Traffic::kQ] + (b - 1) * seconds.transfer[Traffic::kKv];
+    along_q += (a - 1) * seconds.transfer[Traffic::kQ];
+    along_kv = (b - 1) * seconds.transfer[Traffic::kKv];
   } else {
-    for (int hop = 0; hop < a - 1; ++hop) transfers += seconds.TransferOf(Traffic::kQ, hop);
-    for (int hop = 0; hop < b - 1; ++hop) transfers += seconds.TransferOf(Traffic::kKv, hop);
+    for (int hop = 0; hop < a - 1; ++hop) along_q += seconds.TransferOf(Traffic::kQ, hop);
+    for (int hop = 0; hop < b - 1; ++hop) along_kv += seconds.TransferOf(Traffic::kKv, hop);
+  }
+  double transfers = along_q + along_kv;
+  if (both_rings) {
+    const double starts = 2 * (a - 1) * seconds.start[Traffic::kQ] + (b - 1) * seconds.start[Traffic::kKv];
+    transfers = std::max({along_q, along_kv, seconds.rings_apart ? 0 : transfers - starts});
   }
   return seconds.Compute() + blocks + seconds.to_heads_wait + seconds.to_tokens_wait +
          std::max(0.0, transfers - blocks);
 }
 
+// A block of the average layer, and the longest messages.
+struct TypicalLayer {
+  TypicalLayer(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+    model.ForEachWindow([&](int64_t window, int layers) {
+      const AttentionSeconds layer = MeshSeconds(model, speed, shape, window);
+      block += layers * layer.block;
+      for (Traffic traffic : kPrefillTraffics) {
+        transfer[traffic] = std::max(transfer[traffic], layer.transfer[traffic]);
+      }
+    });
+    block /= model.layers;
+  }
+  double block = 0;
+  PerTraffic<double> transfer;
+};
+
 // How many blocks' time a transfer takes, rounded, at most a·b; 1 for those that the tile has none of.
 OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                             double (*round)(double)) {
-  double all_layers = 0;
-  PerTraffic<double> longest;
-  model.ForEachWindow([&](int64_t window, int layers) {
-    const AttentionSeconds layer = MeshSeconds(model, speed, shape, window);
-    all_layers += layers * layer.block;
-    for (Traffic traffic : kPrefillTraffics) {
-      longest[traffic] = std::max(longest[traffic], layer.transfer[traffic]);
-    }
-  });
-  const double average = all_layers / model.layers;
+  const TypicalLayer layer(model, speed, shape);
   const auto cost = [&](Traffic traffic, int chunks) {
     if (chunks == 1) return 1;
-    return static_cast<int>(std::min<double>(round(longest[traffic] / average), shape.tile.ranks()));
+    const double blocks = round(layer.transfer[traffic] / layer.block);
+    return static_cast<int>(std::min<double>(blocks, shape.tile.ranks()));
   };
   return {.c_q = cost(Traffic::kQ, shape.tile.a),
           .c_kv = cost(Traffic::kKv, shape.tile.b),
@@ -293,6 +311,19 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
                         [](double blocks) { return blocks < 0.5 ? 0.0 : std::max(1.0, std::floor(blocks)); });
 }
 
+RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  const TypicalLayer layer(model, speed, shape);
+  const auto message = [&](Traffic traffic) {
+    const double total = layer.transfer[traffic];
+    return MessageSeconds{.start = std::min(total, shape.links[traffic].latency_seconds), .total = total};
+  };
+  return {.block = layer.block,
+          .q = message(Traffic::kQ),
+          .kv = message(Traffic::kKv),
+          .o = message(Traffic::kO),
+          .apart = shape.links.rings_apart};
+}
+
 double AttentionSeconds::Block(BlockIndex index) const {
   return blocks.empty() ? block : blocks[index.u * tile.b + index.v];
 }
@@ -301,21 +332,47 @@ double AttentionSeconds::TransferOf(Traffic traffic, int number) const {
   return by_hop[traffic].empty() ? transfer[traffic] : by_hop[traffic][number];
 }
 
+MessageSeconds AttentionSeconds::MessageOf(Traffic traffic, int number) const {
+  const double total = TransferOf(traffic, number);
+  return {.start = std::min(total, start[traffic]), .total = total};
+}
+
 double AttentionSeconds::Compute() const {
   return tile.ranks() * block + (tile.a - 1) * merge + reorder_to_heads + reorder_to_tokens;
 }
 
 double AttentionSeconds::Wait(const Schedule& schedule) const {
+  struct UnderWay {
+    int steps_left = 0;  // 0: nothing is
+    double total = 0;
+    double passed = 0;
+  };
   double wait = to_heads_wait + to_tokens_wait;
+  UnderWay along_q, along_kv;
   PerTraffic<int> number;
   for (const Step& step : schedule.steps) {
-    if (!step.comm.has_value()) continue;
+    if (step.comm.has_value()) {
+      const bool is_kv = step.comm == Traffic::kKv;
+      UnderWay& own = is_kv ? along_kv : along_q;
+      const UnderWay& other = is_kv ? along_q : along_kv;
+      const double busy = other.steps_left > 0 && !rings_apart ? other.total - other.passed : 0;
+      const MessageSeconds message = MessageOf(*step.comm, number[*step.comm]++);
+      own = {.steps_left = step.spans, .total = message.Behind(busy), .passed = 0};
+    }
     double computing = static_cast<double>(step.blocks.size()) * block;
     if (!blocks.empty()) {
       computing = 0;
       for (const BlockIndex index : step.blocks) computing += Block(index);
     }
-    wait += std::max(0.0, TransferOf(*step.comm, number[*step.comm]++) - computing);
+    along_q.passed += computing;
+    along_kv.passed += computing;
+    for (UnderWay* const each : {&along_q, &along_kv}) {
+      if (each->steps_left == 0 || --each->steps_left > 0) continue;
+      const double waited = std::max(0.0, each->total - each->passed);
+      wait += waited;
+      along_q.passed += waited;
+      along_kv.passed += waited;
+    }
   }
   return wait;
 }
@@ -356,10 +413,11 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
   return predicted;
 }
 
-double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                    bool both_rings) {
   double least = speed.start_seconds + ProductSeconds(model, speed, shape);
   model.ForEachWindow([&](int64_t window, int layers) {
-    least += layers * LeastAttentionSeconds(model, speed, shape, window);
+    least += layers * LeastAttentionSeconds(model, speed, shape, window, both_rings);
   });
   return least;
 }

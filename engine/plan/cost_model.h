@@ -2,8 +2,10 @@
 // engine/plan/comm_bytes.h, memory in engine/plan/peak_bytes.h.
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
-// its communication and its blocks, and what the communication takes beyond its blocks is comm wait. Where
-// blocks or messages of a layer differ (layer_reach.h), each counts as that of the rank that has most.
+// its communication and its blocks, and what the communication takes beyond its blocks is comm wait. Of a
+// communication that outlasts its step the blocks of all its steps count, and one along the other ring that
+// is on the same links goes first (message_seconds.h). Where blocks or messages of a layer differ
+// (layer_reach.h), each counts as that of the rank that has most.
 #ifndef MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 
@@ -18,7 +20,9 @@
 #include "engine/plan/plan.h"
 #include "engine/plan/plan_shape.h"
 #include "engine/plan/rank_speed.h"
+#include "engine/schedule/message_seconds.h"
 #include "engine/schedule/schedule.h"
+#include "engine/schedule/two_ring_schedule.h"
 
 namespace meshfill {
 
@@ -31,6 +35,10 @@ OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, con
 // it.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
+// What a schedule with two messages at once is made by: a block of the average layer, and the longest
+// messages.
+RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
+
 // What the parts of one layer's attention take, on every rank. Where a plan exchanges in slices, the work on
 // tokens before and behind attention hides a part of the all-to-alls; of the first and the last layer, which
 // have less of it, each layer here has its share.
@@ -40,6 +48,8 @@ struct AttentionSeconds {
   std::vector<double> blocks;              // [a·b], by u·b + v; empty: all take that
   PerTraffic<double> transfer;             // of one Q, KV or O chunk; where they differ, of the longest
   PerTraffic<std::vector<double>> by_hop;  // of the first, second … of each; empty: all take that
+  PerTraffic<double> start;                // of these, until bytes move
+  bool rings_apart = false;                // as Links (topology.h) says
   double merge = 0;                        // of one partial output that arrived; 0: none does
   double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
@@ -50,7 +60,8 @@ struct AttentionSeconds {
 
   double Block(BlockIndex index) const;
   double TransferOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
-  double Compute() const;                                // of the whole layer
+  MessageSeconds MessageOf(Traffic traffic, int number) const;
+  double Compute() const;  // of the whole layer
   double Wait(const Schedule& schedule) const;
   double Transfers(const Schedule& schedule) const;  // Wait, and what blocks and the work on tokens hide
 };
@@ -70,8 +81,10 @@ Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanSh
 Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                                 const Schedule& schedule);
 
-// No schedule of the shape is predicted to take less: its transfers go one by one, its blocks beside them.
-double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
+// No schedule of the shape is predicted to take less: its transfers go one by one, or with `both_rings` along
+// both rings at once, its blocks beside them.
+double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                    bool both_rings = false);
 
 }  // namespace meshfill
 

@@ -30,7 +30,7 @@ struct PartSeconds {
   double products = 0;   // projections, MLP, LM head, and what is between them; weights that stream
   double attention = 0;  // blocks, merges, chunks reordered
   double transfers = 0;  // of chunks between ranks; of weights that workers share
-  double hidden = 0;     // of the transfers: beside blocks, and beside the work on tokens
+  double hidden = 0;     // of the transfers: beside blocks, the work on tokens, and each other
   double fixed = 0;      // whatever the prompt's length
 
   PartSeconds& operator+=(const PartSeconds& other) {

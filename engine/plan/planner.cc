@@ -139,6 +139,7 @@ struct PlacedLinks {
   Links links;
 
   bool NoFasterThan(const PlacedLinks& other) const {
+    if (links.rings_apart && !other.links.rings_apart) return false;
     const auto slower = [](const Link& link, const Link& than) {
       return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
     };
@@ -187,6 +188,7 @@ class ShapePlanner {
     if (!request_.topology.node_of_seat.empty()) {
       PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
+      ideal.links.rings_apart = true;
       ideal.exchange_tokens = ExchangeTokensOf(ideal);
       if (MayGain(ideal, *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
@@ -226,7 +228,12 @@ class ShapePlanner {
   // Spares the schedules of a shape that none can make faster.
   bool MayGain(const PlanShape& shape, const Plan& best) const {
     return Over(best.predicted) ||
-           LeastSeconds(model_, speed_, shape) < best.predicted.seconds * (1 - kLeastGain);
+           LeastSeconds(model_, speed_, shape, BothRings(shape)) < best.predicted.seconds * (1 - kLeastGain);
+  }
+
+  bool BothRings(const PlanShape& shape) const {
+    return request_.both_rings && request_.schedule == ScheduleChoice::kAuto && shape.tile.a > 1 &&
+           shape.tile.b > 1;
   }
 
   void TrySchedules(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
@@ -235,6 +242,13 @@ class ShapePlanner {
       const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
       best_here = MakePlanOf(shape, placement, *schedule, predicted);
+    }
+    if (BothRings(shape) && best_here->predicted.comm_wait_seconds > 0) {
+      Schedule schedule = TwoRingSchedule(shape.tile, RingSecondsOf(model_, speed_, shape));
+      const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, schedule);
+      if (IsBetter(predicted, best_here->predicted)) {
+        best_here = MakePlanOf(shape, placement, std::move(schedule), predicted);
+      }
     }
     if (shape.exchanges() > 1) {
       PlanShape at_once = shape;

@@ -1,5 +1,6 @@
 #include "engine/plan/predicted_timeline.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -27,12 +28,17 @@ class LayerSpans : public ScheduleVisitor {
   void Start(const Transfer& transfer) {
     // The k-th Recv sends #k, the k-th Send O sends O#k+1.
     const int number = transfer.traffic == Traffic::kO ? transfer.sent - 1 : transfer.sent;
-    arrival_ = now_ + seconds_.TransferOf(transfer.traffic, number);
-    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, arrival_);
+    const bool is_kv = transfer.traffic == Traffic::kKv;
+    const double other = is_kv ? along_q_arrives_ : along_kv_arrives_;
+    const double busy = seconds_.rings_apart ? 0 : std::max(0.0, other - now_);
+    const double arrives = now_ + seconds_.MessageOf(transfer.traffic, number).Behind(busy);
+    (is_kv ? along_kv_arrives_ : along_q_arrives_) = arrives;
+    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, arrives);
   }
   void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.Block(block)); }
   void End(const Transfer& transfer, RowState) {
-    if (arrival_ > now_) Wait(OperationName(transfer.traffic), arrival_);
+    const double arrives = transfer.traffic == Traffic::kKv ? along_kv_arrives_ : along_q_arrives_;
+    if (arrives > now_) Wait(OperationName(transfer.traffic), arrives);
     if (transfer.traffic == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
   }
 
@@ -62,7 +68,8 @@ class LayerSpans : public ScheduleVisitor {
 
   const AttentionSeconds seconds_;
   double now_ = 0;
-  double arrival_ = 0;  // of the communication under way
+  double along_q_arrives_ = 0;  // the last message along these rings
+  double along_kv_arrives_ = 0;
   std::vector<Span> spans_;
 };
 

@@ -36,6 +36,12 @@ struct Row {
   BufferRef arrived;  // in the wire's dtype: came before the row had a state to merge it into
 };
 
+// A communication along one of the two rings.
+struct UnderWay {
+  std::unique_ptr<PendingReceive> pending;  // null: there is none
+  TimelineRecorder::Moment start;           // kept where the recorder keeps spans
+};
+
 // One layer on one rank.
 class LayerRun : public ScheduleVisitor {
  public:
@@ -84,9 +90,10 @@ class LayerRun : public ScheduleVisitor {
   }
 
   absl::Status End(const Transfer& transfer, RowState) {
-    const std::unique_ptr<PendingReceive> pending = std::move(pending_);
+    UnderWay& along = Along(transfer.traffic);
+    const std::unique_ptr<PendingReceive> pending = std::move(along.pending);
     if (pending == nullptr) return absl::OkStatus();
-    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer.traffic, *pending));
+    ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer.traffic, *pending, along.start));
     if (transfer.traffic == Traffic::kO) return AcceptPartial(transfer.received, std::move(message));
     (transfer.traffic == Traffic::kQ ? q_ : kv_)[transfer.received] = std::move(message);
     return absl::OkStatus();
@@ -224,21 +231,23 @@ class LayerRun : public ScheduleVisitor {
   absl::Status SendReceive(const Transfer& transfer, int to, BufferRef message, int from,
                            int64_t receive_bytes) {
     stats_.sent[transfer.traffic] += static_cast<int64_t>(message->size_bytes());
-    if (recorder_ != nullptr && recorder_->keeps_spans()) transfer_start_ = recorder_->Now();
-    ASSIGN_OR_RETURN(pending_,
+    UnderWay& along = Along(transfer.traffic);
+    if (recorder_ != nullptr && recorder_->keeps_spans()) along.start = recorder_->Now();
+    ASSIGN_OR_RETURN(along.pending,
                      communicator_.SendReceive(transfer.traffic, GlobalRank(to), std::move(message),
                                                GlobalRank(from), static_cast<size_t>(receive_bytes)));
     return absl::OkStatus();
   }
 
-  absl::StatusOr<BufferRef> WaitFor(Traffic traffic, PendingReceive& pending) {
+  absl::StatusOr<BufferRef> WaitFor(Traffic traffic, PendingReceive& pending,
+                                    TimelineRecorder::Moment& start) {
     const char* const name = OperationName(traffic);
     absl::StatusOr<BufferRef> message = [&] {
       SpanTimer timer(&stats_.wait_seconds[traffic], recorder_, {.kind = SpanKind::kWait, .what = name});
       return pending.Wait(MonotonicNow() + wait_timeout_);
     }();
     if (recorder_ != nullptr && recorder_->keeps_spans()) {
-      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(transfer_start_),
+      recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(start),
                         recorder_->Now());
     }
     return message;
@@ -282,6 +291,9 @@ class LayerRun : public ScheduleVisitor {
     return message;
   }
 
+  // Q and O go along the Q rings.
+  UnderWay& Along(Traffic traffic) { return traffic == Traffic::kKv ? along_kv_ : along_q_; }
+
   int QChunk(int u) const { return mesh_.QChunk(rank_, u); }
   int64_t QTokens(int u) const { return reach_.q_layout().ChunkTokens(QChunk(u)); }
   int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
@@ -301,11 +313,11 @@ class LayerRun : public ScheduleVisitor {
   const float* const sinks_;  // of the heads of this mesh; null: the layer has none
   const float scale_;
 
-  std::vector<BufferRef> q_;                 // [a], by local index; null: not here yet, or no longer
-  std::vector<BufferRef> kv_;                // [b]
-  std::vector<Row> rows_;                    // [a]
-  std::unique_ptr<PendingReceive> pending_;  // of the step's communication
-  TimelineRecorder::Moment transfer_start_;  // kept where the recorder keeps spans
+  std::vector<BufferRef> q_;   // [a], by local index; null: not here yet, or no longer
+  std::vector<BufferRef> kv_;  // [b]
+  std::vector<Row> rows_;      // [a]
+  UnderWay along_q_;
+  UnderWay along_kv_;
 };
 
 }  // namespace

@@ -74,7 +74,9 @@ const char* CommName(std::optional<Traffic> comm) { return comm.has_value() ? Tr
 std::string Schedule::DebugString() const {
   std::string text = tile.DebugString();
   for (const Step& step : steps) {
-    absl::StrAppend(&text, " | ", CommName(step.comm), ":");
+    absl::StrAppend(&text, " | ", CommName(step.comm));
+    if (step.spans > 1) absl::StrAppend(&text, " spans ", step.spans);
+    absl::StrAppend(&text, ":");
     for (const BlockIndex& block : step.blocks) absl::StrAppend(&text, " (", block.u, ",", block.v, ")");
   }
   return text;

@@ -12,6 +12,13 @@
 //                                  (2,1)
 //
 // A step costs max(communication, its blocks); bytes per rank are (a−1) Q + (b−1) KV + (a−1) O.
+//
+// A communication may outlast its step: it ends with the last of the steps that it spans, and meanwhile one
+// along the other ring may be under way (two_ring_schedule.h):
+//
+//     step          0      1      2      3
+//     along KV      kv, which spans 3    kv …
+//     along Q              q      q             Recv Q, and then Send O
 #ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 #define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_H_
 
@@ -34,6 +41,7 @@ struct BlockIndex {
 struct Step {
   std::optional<Traffic> comm;  // nullopt: none; Recv Q, Recv KV and Send O by what they move
   std::vector<BlockIndex> blocks;
+  int spans = 1;  // steps until `comm` has ended, this one included
   bool operator==(const Step&) const = default;
 };
 const char* CommName(std::optional<Traffic> comm);  // "none", "q", "kv", "o": the names of plan --json
@@ -59,6 +67,7 @@ Schedule GreedySchedule(Tile tile, OverlapCosts costs);
 
 // The gate that every schedule passes before it runs. INTERNAL naming the step and what is wrong unless
 //  - every block of the tile is computed exactly once, after its Q and its KV arrived in an earlier step;
+//  - a communication ends in a step that is there, before the next one along its ring starts;
 //  - there are exactly a−1 Recv Q, b−1 Recv KV and a−1 Send O: on every rank, sends and receives match;
 //  - the k-th Send O comes after all blocks of row k+1, and after the Send O whose arrival it carries on;
 //  - no step is idle (no communication and no block).

@@ -1,4 +1,6 @@
 // CheckSchedule: runs a schedule on paper. Knows schedule.h's rules and nothing of how schedules are made.
+#include <iterator>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,13 +34,34 @@ class ScheduleChecker {
     if (!step.comm.has_value() && step.blocks.empty()) return Refuse("is idle");
     if (step.comm.has_value()) {
       RETURN_IF_ERROR(CheckStart(*step.comm));
+      RETURN_IF_ERROR(CheckSpans(step));
+    } else if (step.spans != 1) {
+      return Refuse(absl::StrCat("has no communication, of ", step.spans, " steps"));
     }
     for (const BlockIndex& block : step.blocks) {
       RETURN_IF_ERROR(CheckBlock(block));
     }
-    q_received_ += step.comm == Traffic::kQ ? 1 : 0;
-    kv_received_ += step.comm == Traffic::kKv ? 1 : 0;
-    o_sent_ += step.comm == Traffic::kO ? 1 : 0;
+    for (UnderWay* const ring : {&along_q_, &along_kv_}) {
+      if (!ring->comm.has_value() || ring->last_step > step_) continue;
+      q_received_ += ring->comm == Traffic::kQ ? 1 : 0;
+      kv_received_ += ring->comm == Traffic::kKv ? 1 : 0;
+      o_sent_ += ring->comm == Traffic::kO ? 1 : 0;
+      ring->comm.reset();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckSpans(const Step& step) {
+    if (step.spans < 1) return Refuse(absl::StrCat("has a communication of ", step.spans, " steps"));
+    if (step.spans > std::ssize(schedule_.steps) - step_) {
+      return Refuse("has a communication that ends behind the last step");
+    }
+    UnderWay& ring = step.comm == Traffic::kKv ? along_kv_ : along_q_;
+    if (ring.comm.has_value()) {
+      return Refuse(absl::StrCat("starts ", CommName(step.comm), " before the ", CommName(ring.comm),
+                                 " before it along its ring has ended"));
+    }
+    ring = {.comm = step.comm, .last_step = step_ + step.spans - 1};
     return absl::OkStatus();
   }
 
@@ -105,10 +128,18 @@ class ScheduleChecker {
         absl::StrCat("schedule ", schedule_.tile.DebugString(), ", step ", step_, ": ", std::string(why)));
   }
 
+  // A communication along a ring; none: there is none.
+  struct UnderWay {
+    std::optional<Traffic> comm;
+    int last_step = 0;
+  };
+
   const Schedule& schedule_;
   const int a_;
   const int b_;
   int step_ = 0;
+  UnderWay along_q_;
+  UnderWay along_kv_;
   int q_received_ = 0;
   int kv_received_ = 0;
   int o_sent_ = 0;

@@ -11,7 +11,7 @@ namespace meshfill {
 // Blocks that `comm` hides; 0 for none.
 int CommBlocks(std::optional<Traffic> comm, OverlapCosts costs);
 
-// Σ max(communication, blocks) over the steps.
+// Σ max(communication, blocks) over the steps, where no communication outlasts its step.
 int64_t TimeInBlocks(const Schedule& schedule, OverlapCosts costs);
 
 // The most that the chunks on one rank weigh at once, where a chunk weighs what its transfer costs. A Q or KV

@@ -5,8 +5,9 @@
 //
 //     Start(transfer)        its communication starts
 //     Block(block, row)      each block, then FreeQ and FreeKv where it was the last use of its chunks
-//     End(transfer)          the communication has ended, then FreeQ or FreeKv of the chunk that was passed
-//     on
+//     End(transfer)          a communication that spans no further step has ended, then FreeQ or FreeKv of
+//     the
+//                            chunk that was passed on; of two, the one that started first
 //
 // A chunk is in use until its last block has run and, unless it is the last of its ring, until the receive
 // that passes it on has ended. The rank's own Q#0 and KV#0 are there from the start.
@@ -96,30 +97,49 @@ auto Walk(const Schedule& schedule, Visitor& visitor) {
     }
     return status.ok();
   };
-  const auto run = [&](const Step& step, WalkState& state) {
-    const Transfer transfer = step.comm.has_value() ? state.Next(*step.comm) : Transfer();
-    const auto pass_on = [&] {
-      if (step.comm == Traffic::kQ && state.PassOnQ()) visitor.FreeQ(transfer.sent);
-      if (step.comm == Traffic::kKv && state.PassOnKv()) visitor.FreeKv(transfer.sent);
-    };
-    if (step.comm.has_value() && !goes_on([&] { return visitor.Start(transfer); })) return false;
-    if constexpr (Visitor::kHandsOver) pass_on();
+  struct UnderWay {
+    Transfer transfer;
+    int steps_left;  // until it has ended
+  };
+  std::vector<UnderWay> under_way;  // by start; at most one along each ring
+  WalkState state(schedule.tile);
+  const auto pass_on = [&](const Transfer& transfer) {
+    if (transfer.traffic == Traffic::kQ && state.PassOnQ()) visitor.FreeQ(transfer.sent);
+    if (transfer.traffic == Traffic::kKv && state.PassOnKv()) visitor.FreeKv(transfer.sent);
+  };
+  const auto end = [&](const Transfer& transfer) {
+    const bool is_o = transfer.traffic == Traffic::kO;
+    const RowState received = is_o ? state.row(transfer.received) : RowState::kEmpty;
+    if (!goes_on([&] { return visitor.End(transfer, received); })) return false;
+    if constexpr (!Visitor::kHandsOver) pass_on(transfer);
+    if (is_o) state.ExchangeO(transfer.received);
+    return true;
+  };
+  const auto run = [&](const Step& step) {
+    if (step.comm.has_value()) {
+      under_way.push_back({state.Next(*step.comm), step.spans});
+      const Transfer transfer = under_way.back().transfer;
+      if (!goes_on([&] { return visitor.Start(transfer); })) return false;
+      if constexpr (Visitor::kHandsOver) pass_on(transfer);
+    }
     for (const BlockIndex block : step.blocks) {
       if (!goes_on([&] { return visitor.Block(block, state.row(block.u)); })) return false;
       state.Compute(block);
       if (state.UseQ(block.u)) visitor.FreeQ(block.u);
       if (state.UseKv(block.v)) visitor.FreeKv(block.v);
     }
-    if (!step.comm.has_value()) return true;
-    const RowState received = step.comm == Traffic::kO ? state.row(transfer.received) : RowState::kEmpty;
-    if (!goes_on([&] { return visitor.End(transfer, received); })) return false;
-    if constexpr (!Visitor::kHandsOver) pass_on();
-    if (step.comm == Traffic::kO) state.ExchangeO(transfer.received);
+    for (auto each = under_way.begin(); each != under_way.end();) {
+      if (--each->steps_left > 0) {
+        ++each;
+        continue;
+      }
+      if (!end(each->transfer)) return false;
+      each = under_way.erase(each);
+    }
     return true;
   };
-  WalkState state(schedule.tile);
   for (const Step& step : schedule.steps) {
-    if (!run(step, state)) break;
+    if (!run(step)) break;
   }
   if constexpr (!std::is_void_v<Result>) return status;
 }

@@ -1,6 +1,6 @@
 // Mesh-Attention with two communications under way at once, one along each ring: what the paper leaves as
-// future work. Meshfill's executor keeps to one communication a step; the simulator shows what a second one
-// would be worth.
+// future work. Forward, plans may have them too (two_ring_schedule.h); backward, the simulator shows what
+// they would be worth.
 //
 //     Q lane    [Recv Q#1][Recv Q#2]      …     [Send O#1]   [Send O#2]         inside a node, say
 //     KV lane   [Recv KV#1     ][Recv KV#2     ][Recv KV#3     ]                 between nodes

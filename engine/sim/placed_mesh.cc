@@ -99,7 +99,8 @@ absl::StatusOr<Plan> MakeForwardPlan(const AttentionJob& job, int ranks, const C
                           .stripe = kStripe,
                           .partial_dtype = DTypeOf(job.wire.partial),
                           .one_memory = false,
-                          .topology = TopologyOf(cluster, ranks)});
+                          .topology = TopologyOf(cluster, ranks),
+                          .both_rings = true});
   if (!choice.ok()) return choice.status();
   Plan plan = std::move(choice->plan);
   if (plan.placement.seat_of_rank.empty()) plan.placement = RowFirst(ranks);

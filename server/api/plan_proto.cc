@@ -84,6 +84,7 @@ v1::PlanReply ToProto(const PlanChoice& choice) {
   for (const Step& step : choice.plan.schedule.steps) {
     auto& step_message = *message.add_steps();
     step_message.set_comm(CommName(step.comm));
+    if (step.spans > 1) step_message.set_spans(static_cast<uint32_t>(step.spans));
     for (const BlockIndex& block : step.blocks) {
       auto& block_message = *step_message.add_blocks();
       block_message.set_u(block.u);

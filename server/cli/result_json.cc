@@ -94,6 +94,7 @@ std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> 
     Json blocks = Json::array();
     for (const BlockIndex& block : step.blocks) blocks.push_back(Json::array({block.u, block.v}));
     steps.push_back({{"comm", CommName(step.comm)}, {"blocks", std::move(blocks)}});
+    if (step.spans > 1) steps.back()["spans"] = step.spans;
   }
   Json candidates = Json::array();
   for (const PlanCandidate& candidate : choice.candidates) {

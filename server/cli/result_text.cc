@@ -76,12 +76,16 @@ class Table {
 //     step  comm  blocks computed meanwhile
 //     0     kv    (0,0)
 //     1     q     (0,1)
+//
+// "kv to 3": that one ends with step 3, and others start meanwhile.
 std::string ScheduleText(const Schedule& schedule) {
   std::vector<std::string> number = {"step"};
   std::vector<std::string> comm = {"comm"};
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     number.push_back(absl::StrCat(i));
-    comm.push_back(schedule.steps[i].comm.has_value() ? TrafficName(*schedule.steps[i].comm) : ".");
+    const Step& step = schedule.steps[i];
+    comm.push_back(step.comm.has_value() ? TrafficName(*step.comm) : ".");
+    if (step.spans > 1) absl::StrAppend(&comm.back(), " to ", i + step.spans - 1);
   }
   AlignColumn(number);
   AlignColumn(comm);

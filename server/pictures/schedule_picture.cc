@@ -91,15 +91,19 @@ class SchedulePicture {
 
   void DrawStep(int number, double x, double y) {
     const Step& step = schedule_.steps[number];
-    const int index = CommIndex(step.comm);
-    const std::string comm = CommText(step.comm, index);
-    svg_.OpenGroup("step", absl::StrCat("step ", number, ": ", comm, "; blocks ", BlocksText(step)));
+    std::string comm = CommText(step.comm, CommIndex(step.comm));
+    if (step.spans > 1) absl::StrAppend(&comm, " …");
+    if (!step.comm.has_value() && (along_q_.comm.has_value() || along_kv_.comm.has_value()))
+      comm = "… goes on";
+    const std::string until =
+        step.spans > 1 ? absl::StrCat(" until step ", number + step.spans - 1) : std::string();
+    svg_.OpenGroup("step", absl::StrCat("step ", number, ": ", comm, until, "; blocks ", BlocksText(step)));
     svg_.Text(x, y + 12, absl::StrCat("step ", number), "muted", 11);
     svg_.Rect({x, y + 17, kSmallCard, 18}, CommClass(step.comm));
     svg_.Text(x + kSmallCard / 2, y + 30, comm, step.comm.has_value() ? "mid bold on-colour" : "mid muted",
               11);
     DrawTile(x + kMarks, y + kHead + kMarks);
-    DrawMarks(x, y + kHead, step.comm, index);
+    DrawMarks(x, y + kHead);
     DrawFoot(step, x, y + CardHeight() - kFoot + 15);
     svg_.CloseGroup();
   }
@@ -120,15 +124,16 @@ class SchedulePicture {
 
   // The chunks that are here, beside their rows and columns: Q on the left, KV above, and O on the right as
   // it leaves.
-  void DrawMarks(double x, double y, std::optional<Traffic> comm, int index) {
+  void DrawMarks(double x, double y) {
     const double left = x + kMarks, top = y + kMarks;
     const auto q_mark = [&](int u) { return Box{x, top + u * row_ + 0.5, kMark, row_ - 1}; };
     const auto kv_mark = [&](int v) { return Box{left + v * column_ + 0.5, y, column_ - 1, kMark}; };
     for (int u = 0; u <= q_received_; ++u) svg_.Rect(q_mark(u), "recv_q");
     for (int v = 0; v <= kv_received_; ++v) svg_.Rect(kv_mark(v), "recv_kv");
-    if (comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
-    if (comm == Traffic::kKv) svg_.Rect(kv_mark(index), "recv_kv arriving");
-    if (comm != Traffic::kO) return;
+    if (along_kv_.comm.has_value()) svg_.Rect(kv_mark(CommIndex(along_kv_.comm)), "recv_kv arriving");
+    const int index = CommIndex(along_q_.comm);
+    if (along_q_.comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
+    if (along_q_.comm != Traffic::kO) return;
     svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
   }
 
@@ -139,7 +144,7 @@ class SchedulePicture {
     svg_.Text(x, y, fits ? list : absl::StrCat(step.blocks.size(), " blocks"), "", 11);
   }
 
-  // The chunk that a communication of the next step to run is about.
+  // The chunk that a communication under way is about.
   int CommIndex(std::optional<Traffic> comm) const {
     if (comm == Traffic::kQ) return q_received_ + 1;
     if (comm == Traffic::kKv) return kv_received_ + 1;
@@ -147,16 +152,28 @@ class SchedulePicture {
   }
 
   void Begin(int number) {
-    for (const auto [u, v] : schedule_.steps[number].blocks) Block(u, v) = BlockState::kComputing;
+    const Step& step = schedule_.steps[number];
+    for (const auto [u, v] : step.blocks) Block(u, v) = BlockState::kComputing;
+    if (!step.comm.has_value()) return;
+    UnderWay& ring = step.comm == Traffic::kKv ? along_kv_ : along_q_;
+    ring = {.comm = step.comm, .last_step = number + step.spans - 1};
   }
 
   void End(int number) {
     for (const auto [u, v] : schedule_.steps[number].blocks) Block(u, v) = BlockState::kDone;
-    const std::optional<Traffic> comm = schedule_.steps[number].comm;
-    q_received_ += comm == Traffic::kQ ? 1 : 0;
-    kv_received_ += comm == Traffic::kKv ? 1 : 0;
-    o_sent_ += comm == Traffic::kO ? 1 : 0;
+    for (UnderWay* const ring : {&along_q_, &along_kv_}) {
+      if (!ring->comm.has_value() || ring->last_step > number) continue;
+      q_received_ += ring->comm == Traffic::kQ ? 1 : 0;
+      kv_received_ += ring->comm == Traffic::kKv ? 1 : 0;
+      o_sent_ += ring->comm == Traffic::kO ? 1 : 0;
+      ring->comm.reset();
+    }
   }
+
+  struct UnderWay {
+    std::optional<Traffic> comm;  // none: nothing is
+    int last_step = 0;
+  };
 
   BlockState& Block(int u, int v) { return state_[u * b_ + v]; }
 
@@ -167,6 +184,8 @@ class SchedulePicture {
   const double column_;  // its width
   SvgWriter& svg_;
   std::vector<BlockState> state_;  // [a, b]
+  UnderWay along_q_;
+  UnderWay along_kv_;
   int q_received_ = 0;
   int kv_received_ = 0;
   int o_sent_ = 0;

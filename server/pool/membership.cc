@@ -350,7 +350,7 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
         MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, worker.offer.ranks()));
     capacity.ranks += static_cast<int>(worker.offer.ranks());
     capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
-    capacity.hides_exchanges = capacity.hides_exchanges && worker.offer.hides_exchanges();
+    capacity.many_messages = capacity.many_messages && worker.offer.many_messages();
   }
   capacity.topology = links;
   int host = -1;

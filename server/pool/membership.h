@@ -41,7 +41,7 @@ struct PoolCapacity {
   std::vector<int> first_seats;   // of the workers
   bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
   int64_t rank_kv_bytes = 0;      // that the tightest rank may keep of K and V
-  bool hides_exchanges = true;    // all workers' messages go on beside compute
+  bool many_messages = true;      // all workers' messages go on beside compute, many at once
 };
 
 // The platform that a worker's ranks compute on: "cpu" of "cpu/avx2". It says which data plane they have.

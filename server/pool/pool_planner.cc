@@ -24,7 +24,8 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
   request.one_memory = false;
   request.keeps_kv = options.kv != nullptr;
   request.kv_on_host = capacity.kv_on_host;
-  request.hides_exchanges = capacity.hides_exchanges && !defaults.whole_exchanges;
+  request.hides_exchanges = capacity.many_messages && !defaults.whole_exchanges;
+  request.both_rings = capacity.many_messages;
   request.topology = capacity.topology;
   return request;
 }

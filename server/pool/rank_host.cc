@@ -334,7 +334,7 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_.budget_bytes()));
   offer.set_many_runs(data_plane_->takes_many_runs());
-  offer.set_hides_exchanges(data_plane_->hides_exchanges());
+  offer.set_many_messages(data_plane_->many_messages());
   offer.set_kv_on_host(!pool_.hardware->in_host_memory());
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;

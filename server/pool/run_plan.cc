@@ -52,6 +52,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
   for (const Step& step : plan.schedule.steps) {
     v1::RunPlan::Step& step_message = *message.add_steps();
     step_message.set_comm(CommName(step.comm));
+    step_message.set_spans(static_cast<uint32_t>(step.spans));
     for (const BlockIndex& block : step.blocks) {
       step_message.add_blocks(static_cast<uint32_t>(block.u));
       step_message.add_blocks(static_cast<uint32_t>(block.v));
@@ -95,7 +96,11 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
     if (step_message.blocks_size() % 2 != 0) {
       return absl::InvalidArgumentError("a plan with a block that has a row and no column");
     }
-    Step step{.comm = comm, .blocks = {}};
+    if (step_message.spans() > static_cast<uint32_t>(message.steps_size())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "a plan of ", message.steps_size(), " steps, with a communication of ", step_message.spans()));
+    }
+    Step step{.comm = comm, .blocks = {}, .spans = static_cast<int>(step_message.spans())};
     for (int i = 0; i < step_message.blocks_size(); i += 2) {
       const uint32_t u = step_message.blocks(i), v = step_message.blocks(i + 1);
       if (u >= message.a() || v >= message.b()) {
@@ -141,6 +146,7 @@ uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<u
   for (const Step& step : plan.schedule.steps) {
     hash.Add(uint64_t{step.comm.has_value() ? static_cast<uint32_t>(*step.comm) + 1 : 0} << 32 |
              step.blocks.size());
+    hash.Add(static_cast<uint64_t>(step.spans));
     for (const BlockIndex& block : step.blocks) {
       hash.Add(static_cast<uint64_t>(block.u) << 32 | static_cast<uint32_t>(block.v));
     }

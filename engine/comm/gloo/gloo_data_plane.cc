@@ -21,7 +21,7 @@ class GlooDataPlane final : public DataPlane {
   absl::Duration connect_timeout() const override { return absl::Seconds(5); }
   bool connects_slowly() const override { return false; }
   bool takes_many_runs() const override { return true; }
-  bool hides_exchanges() const override { return true; }
+  bool many_messages() const override { return true; }
 
  private:
   const DataPlaneOptions options_;

@@ -29,9 +29,9 @@ class NcclDataPlane final : public DataPlane {
   bool connects_slowly() const override { return true; }
   // A rank keeps one communicator, and kernels of two that wait for each other's peers share one device.
   bool takes_many_runs() const override { return false; }
-  // Its messages are one queue of the device, in the order of their calls; what slices gain there has yet to be
-  // measured on GPUs.
-  bool hides_exchanges() const override { return false; }
+  // Its messages are one queue of the device, in the order of their calls; what slices gain there has yet to
+  // be measured on GPUs.
+  bool many_messages() const override { return false; }
 
  private:
   const DataPlaneOptions options_;

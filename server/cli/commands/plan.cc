@@ -175,7 +175,8 @@ class PlanCommand : public Command {
     request.weights = host.weights.Share((ranks + options.ranks - 1) / options.ranks, 1);
     if (config.pool().control_listen().empty()) return request;
     request.one_memory = false;
-    request.hides_exchanges = host.hides_exchanges && !options.whole_exchanges;
+    request.hides_exchanges = host.many_messages && !options.whole_exchanges;
+    request.both_rings = host.many_messages;
     request.topology = LinksOf(config.pool());
     for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
     if (host.weights.mode != WeightMode::kSharded) return request;

@@ -561,6 +561,48 @@ TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
   EXPECT_GT(placed, 0);
 }
 
+// Nodes of four with a slow link between them: one ring stays inside, the other leaves.
+TEST(MakePlan, SendsAlongBothRingsAtOnceWhereThatIsFaster) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  int taken = 0, much = 0;
+  for (int draw = 0; draw < 100; ++draw) {
+    const ModelShape model = Llama(8, 1 << Draw(random, 0, 3), DType::kBf16);
+    PoolSpeed speed = kSlowLink;
+    speed.attention_flops_per_second = std::exp2(Draw(random, 36, 46));
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1000, 100000),
+                           .ranks = 16,
+                           .tile = TilesOf(16)[Draw<size_t>(random, 1, 3)],
+                           .one_memory = false,
+                           .topology = SlowNodes(4, 4)};
+    // A node's port has the flows of four: what stays inside takes as long or less.
+    request.topology.same_node.bytes_per_second = 0.5e9 * std::exp2(Draw(random, 0, 3));
+    const auto one = MakePlan(model, speed, request);
+    request.both_rings = true;
+    const auto both = MakePlan(model, speed, request);
+    request.schedule = ScheduleChoice::kGreedy;
+    const auto greedy = MakePlan(model, speed, request);
+    ASSERT_TRUE(one.ok() && both.ok() && greedy.ok());
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw << ": "
+                                    << both->plan.DebugString());
+    const auto spans = [](const Step& step) { return step.spans > 1; };
+    const auto outlasts = [&](const Plan& plan) {
+      return std::any_of(plan.schedule.steps.begin(), plan.schedule.steps.end(), spans);
+    };
+    EXPECT_FALSE(outlasts(one->plan));
+    EXPECT_FALSE(outlasts(greedy->plan));
+    EXPECT_EQ(both->plan.predicted.comm_bytes, one->plan.predicted.comm_bytes);
+    EXPECT_LE(both->plan.predicted.seconds, one->plan.predicted.seconds * 1.011);
+    EXPECT_LE(LeastSeconds(model, speed, both->plan, true), both->plan.predicted.seconds * (1 + 1e-9));
+    if (!outlasts(both->plan)) continue;
+    EXPECT_TRUE(both->plan.tile.a > 1 && both->plan.tile.b > 1);
+    ++taken;
+    much += both->plan.predicted.seconds < 0.9 * one->plan.predicted.seconds;
+  }
+  EXPECT_GT(taken, 10) << "seed " << seed;
+  EXPECT_GT(much, 0) << "seed " << seed;
+}
+
 TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
   std::mt19937_64 random(TestSeed());
   std::set<LayoutKind> layouts;

@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "engine/mesh/mesh.h"
 #include "engine/schedule/schedule.h"
@@ -25,11 +26,17 @@ class LockstepMesh {
   // home.
   std::string Run(const Schedule& schedule) {
     for (const Step& step : schedule.steps) {
-      const std::map<int, Message> sent = Send(step.comm);
+      if (step.spans < 1 || (step.spans > 1 && !step.comm.has_value())) Fail("spans steps with nothing");
+      if (step.comm.has_value()) Start(step);
       for (const BlockIndex& block : step.blocks) Compute(block);
-      Receive(step.comm, sent);
+      std::erase_if(under_way_, [this](UnderWay& each) {
+        if (--each.steps_left > 0) return false;
+        Receive(each.comm, each.sent);
+        return true;
+      });
       if (!error_.empty()) return error_;
     }
+    if (!under_way_.empty()) Fail("ends before a message does");
     CheckOutputs();
     return error_;
   }
@@ -48,6 +55,19 @@ class LockstepMesh {
     int chunk = 0;
     Partial partial;
   };
+
+  struct UnderWay {
+    Traffic comm;
+    std::map<int, Message> sent;  // by receiver
+    int steps_left;
+  };
+
+  void Start(const Step& step) {
+    for (const UnderWay& each : under_way_) {
+      if ((each.comm == Traffic::kKv) == (step.comm == Traffic::kKv)) Fail("has two messages along a ring");
+    }
+    under_way_.push_back({*step.comm, Send(step.comm), step.spans});
+  }
 
   void Fail(std::string what) {
     if (error_.empty()) error_ = std::move(what);
@@ -134,6 +154,7 @@ class LockstepMesh {
   const Mesh mesh_;
   std::map<int, Rank> ranks_;
   std::set<std::pair<int, int>> computed_;  // (Q chunk, KV chunk), of all ranks
+  std::vector<UnderWay> under_way_;
   int recv_q_ = 0;
   int recv_kv_ = 0;
   int send_o_ = 0;

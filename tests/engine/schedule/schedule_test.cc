@@ -210,6 +210,32 @@ TEST(CheckSchedule, NamesWhatIsWrong) {
   ExpectRefused(broken, "0 Recv Q, not 1");
 
   ExpectRefused({.tile = {.a = 0, .b = 1}, .steps = {}}, "0x1");
+
+  broken = Tight();
+  broken.steps[0].spans = 0;
+  ExpectRefused(broken, "step 0: has a communication of 0 steps");
+
+  broken = Tight();
+  broken.steps[3].spans = 2;
+  ExpectRefused(broken, "step 3: has a communication that ends behind the last step");
+
+  broken = Tight();
+  broken.steps[2].spans = 2;
+  ExpectRefused(broken, "step 2: has no communication, of 2 steps");
+
+  broken = Tight();
+  broken.steps[0].spans = 2;
+  ExpectRefused(broken, "step 1: block (1,0) needs a Q chunk that has not arrived");
+
+  broken = Tight();
+  broken.steps[0] = {.comm = kQ, .blocks = {{0, 0}}, .spans = 4};
+  broken.steps[1] = {.comm = kKv, .blocks = {}};
+  broken.steps[2] = {.comm = std::nullopt, .blocks = {{0, 1}}};
+  ExpectRefused(broken, "step 3: sends O#1 with 0 of 2 blocks computed");
+
+  broken.tile = {.a = 3, .b = 1};
+  broken.steps = {{.comm = kQ, .blocks = {{0, 0}}, .spans = 2}, {.comm = kQ, .blocks = {}}};
+  ExpectRefused(broken, "step 1: starts q before the q before it along its ring has ended");
 }
 
 // One random change: swaps two steps or their communications, or drops, doubles or moves a block or a
@@ -220,7 +246,13 @@ void Mutate(std::mt19937_64& random, Schedule& schedule) {
   };
   Step& from = draw_step();
   Step& to = draw_step();
-  switch (Draw(random, 0, 6)) {
+  switch (Draw(random, 0, 8)) {
+    case 7:
+      from.spans += Draw(random, -1, 1);
+      return;
+    case 8:
+      std::swap(from.spans, to.spans);
+      return;
     case 0:
       std::swap(from, to);
       return;

@@ -20,8 +20,9 @@ class Checker : public ScheduleVisitor {
   explicit Checker(Tile tile) : tile_(tile), rows_(tile.a, RowState::kEmpty) {}
 
   void Start(const Transfer& transfer) {
-    EXPECT_FALSE(under_way_.has_value());
-    under_way_ = transfer;
+    std::optional<Transfer>& along = Along(transfer);
+    EXPECT_FALSE(along.has_value());
+    along = transfer;
     const int a = tile_.a;
     if (transfer.traffic == Traffic::kO) {
       ++sent_o_;
@@ -42,10 +43,12 @@ class Checker : public ScheduleVisitor {
   }
 
   void End(const Transfer& transfer, RowState row) {
-    ASSERT_TRUE(under_way_.has_value());
-    EXPECT_EQ(transfer.sent, under_way_->sent);
-    EXPECT_EQ(transfer.received, under_way_->received);
-    under_way_.reset();
+    std::optional<Transfer>& along = Along(transfer);
+    ASSERT_TRUE(along.has_value());
+    EXPECT_EQ(transfer.traffic, along->traffic);
+    EXPECT_EQ(transfer.sent, along->sent);
+    EXPECT_EQ(transfer.received, along->received);
+    along.reset();
     if (transfer.traffic == Traffic::kQ) q_.insert(transfer.received);
     if (transfer.traffic == Traffic::kKv) kv_.insert(transfer.received);
     if (transfer.traffic != Traffic::kO) return;
@@ -65,11 +68,16 @@ class Checker : public ScheduleVisitor {
   }
 
  private:
+  std::optional<Transfer>& Along(const Transfer& transfer) {
+    return transfer.traffic == Traffic::kKv ? along_kv_ : along_q_;
+  }
+
   const Tile tile_;
   std::set<int> q_ = {0};  // chunks that are here
   std::set<int> kv_ = {0};
   std::vector<RowState> rows_;
-  std::optional<Transfer> under_way_;
+  std::optional<Transfer> along_q_;  // under way
+  std::optional<Transfer> along_kv_;
   int sent_o_ = 0;
   int blocks_ = 0;
 };
@@ -108,6 +116,19 @@ TEST(ScheduleWalk, TellsEventsInTheirOrder) {
   Log log;
   Walk(schedule, log);
   EXPECT_EQ(log.text, "q0>1 (0,0) end-q -Q0 (1,0) -Q1 -KV0 o1>0 end-o ");
+}
+
+TEST(ScheduleWalk, EndsWhatSpansStepsWithTheLastOfThem) {
+  const Schedule schedule = {.tile = {.a = 2, .b = 2},
+                             .steps = {{.comm = Traffic::kKv, .blocks = {}, .spans = 3},
+                                       {.comm = Traffic::kQ, .blocks = {{0, 0}}},
+                                       {.comm = std::nullopt, .blocks = {{1, 0}}},
+                                       {.comm = std::nullopt, .blocks = {{1, 1}}},
+                                       {.comm = Traffic::kO, .blocks = {{0, 1}}}}};
+  ASSERT_TRUE(CheckSchedule(schedule).ok());
+  Log log;
+  Walk(schedule, log);
+  EXPECT_EQ(log.text, "kv0>1 q0>1 (0,0) end-q (1,0) end-kv -KV0 (1,1) -Q1 o1>0 (0,1) -Q0 -KV1 end-o ");
 }
 
 struct HandingOverLog : Log {

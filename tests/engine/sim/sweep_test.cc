@@ -53,19 +53,21 @@ TEST(Sweep, ComparesEveryCellWithTheFastestRivalOfItsPass) {
 }
 
 TEST(Sweep, NamesWhatThePlanLacks) {
-  const auto reason = [](StrategyKind rival, int gpus) {
+  const auto reason = [](StrategyKind rival, Pass pass, int gpus) {
     Sweep sweep = SmallSweep();
     sweep.clusters.pop_back();
     sweep.jobs.pop_back();
-    sweep.passes.pop_back();
+    sweep.passes = {pass};
     sweep.gpus = {gpus};
     const auto cells = RunSweep(sweep, std::span(&rival, 1));
     EXPECT_TRUE(cells.ok() && cells->size() == 1) << cells.status();
     return SlowerReasonName(cells->front().reason);
   };
-  EXPECT_STREQ(reason(StrategyKind::kLoongTrain, 8), "one message");
-  EXPECT_STREQ(reason(StrategyKind::kRing, 8), "");
-  EXPECT_STREQ(reason(StrategyKind::kAllGather, 16), "");
+  EXPECT_STREQ(reason(StrategyKind::kLoongTrain, Pass::kBackward, 4), "one message");
+  EXPECT_STREQ(reason(StrategyKind::kLoongTrain, Pass::kForward, 32), "double ring");
+  EXPECT_STREQ(reason(StrategyKind::kLoongTrain, Pass::kForward, 8), "");
+  EXPECT_STREQ(reason(StrategyKind::kRing, Pass::kForward, 8), "");
+  EXPECT_STREQ(reason(StrategyKind::kAllGather, Pass::kForward, 16), "");
 }
 
 TEST(Sweep, LeavesOutCellsWithoutARival) {

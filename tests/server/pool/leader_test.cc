@@ -325,7 +325,7 @@ TEST_F(LeaderTest, PlansExchangesInSlicesWhereAllWorkersHideThem) {
   for (const int worker : {1, 2}) {
     v1::Join offer = Offer(absl::StrCat("w", worker));
     offer.mutable_speed()->set_gemm_flops_per_second(1e7);
-    offer.set_hides_exchanges(true);
+    offer.set_many_messages(true);
     ASSERT_EQ(Join(worker, offer), "");
   }
   EXPECT_GT(exchanges(false), 1);

@@ -259,7 +259,7 @@ void PoolSimulation::StartNode(int index) {
   offer.set_host(absl::StrCat("host", HostOf(index)));
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
   offer.set_many_runs(many_runs_[static_cast<size_t>(index)]);
-  offer.set_hides_exchanges(many_runs_[static_cast<size_t>(index)]);
+  offer.set_many_messages(many_runs_[static_cast<size_t>(index)]);
   int ranks = 0;
   for (const Node& each : nodes_) ranks += each.ranks;
   const int64_t rank_bytes = small_ ? SmallRankBytes(ranks) : MostRunBytes() * (Chance(0.5) ? 2 : 8) / 2;

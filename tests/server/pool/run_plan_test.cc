@@ -8,6 +8,7 @@
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/schedule/random_schedule.h"
 
 namespace meshfill {
 namespace {
@@ -34,6 +35,7 @@ Plan RandomPlan(std::mt19937_64& random) {
                                 .partial_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16});
   EXPECT_TRUE(choice.ok()) << choice.status();
   Plan plan = choice->plan;
+  if (Draw(random, 0, 1) == 0) plan.schedule = RandomSchedule(random, plan.tile);
   plan.slice_tokens = Draw<int64_t>(random, 1, 9000);
   plan.exchange_tokens = plan.slice_tokens * Draw(random, 0, 1) * Draw(random, 16, 40);
   if (Draw(random, 0, 1) == 0) {
@@ -106,6 +108,9 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
     changed = plan;
     changed.schedule.steps.back().blocks.push_back({0, 0});
     EXPECT_NE(RunHash(changed, 0, shards), hash);
+    changed = plan;
+    ++changed.schedule.steps.front().spans;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
   }
 }
 
@@ -149,6 +154,9 @@ TEST(RunPlanTest, WhatIsNoPlanIsRefused) {
     for (uint32_t rank = 0; rank < plan.ranks(); ++rank) plan.add_seats(rank == 0 ? 1 : rank);
   }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.mutable_steps(0)->set_comm("kiss"); }));
+  for (uint32_t spans : {0u, 1000u, 1u << 31, ~0u}) {
+    EXPECT_TRUE(refused([spans](v1::RunPlan& plan) { plan.mutable_steps(0)->set_spans(spans); })) << spans;
+  }
   EXPECT_TRUE(refused([](v1::RunPlan& plan) {
     plan.mutable_steps(0)->add_blocks(1u << 31);
     plan.mutable_steps(0)->add_blocks(0);
