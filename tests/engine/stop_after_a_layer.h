@@ -17,7 +17,7 @@ class StopAfterALayer final : public PrefillObserver {
   absl::StatusOr<PrefillResult> Run(PrefillEngine& engine, const PrefillRequest& request) {
     absl::StatusOr<std::unique_ptr<Prefill>> prefill = engine.Start(request, this);
     if (!prefill.ok()) return prefill.status();
-    if (reached_.get_future().wait_for(std::chrono::minutes(1)) == std::future_status::ready) {
+    if (reached_.get_future().wait_for(std::chrono::minutes(10)) == std::future_status::ready) {
       (*prefill)->Stop();
     }
     stopped_.set_value();
