@@ -292,13 +292,15 @@ class EmbeddedEngine::Run final : public Prefill {
 
  private:
   const meshfill::Plan& plan() const { return pieces_[piece_]; }
-  bool wants_logits() const { return piece_ + 1 == pieces_.size(); }
+  int64_t tokens_ahead() const {
+    return std::ssize(request_.tokens) - plan().cached_tokens - plan().layout.tokens();
+  }
 
   void BeginPiece() {
     if (kv_ != nullptr) kv_->Begin(plan().layout, before_);
     std::vector<bool> reads_head;
     for (int rank = 0; rank < engine_.options_.ranks; ++rank) {
-      reads_head.push_back(ReadsHead(plan(), rank, wants_logits()));
+      reads_head.push_back(ReadsHead(plan(), rank, tokens_ahead() == 0));
     }
     weights_.emplace(engine_.pool_.models, reads_head, &stop_);
     ranks_.emplace();
@@ -348,7 +350,7 @@ class EmbeddedEngine::Run final : public Prefill {
                  .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
                  .kv = kv_.get(),
                  .prefix = before_.get(),
-                 .wants_logits = wants_logits(),
+                 .tokens_ahead = tokens_ahead(),
                  .recorder = &recorders_[rank]});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;

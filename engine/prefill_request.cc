@@ -51,6 +51,10 @@ absl::Status CheckPromptOptions(const ModelShape& model, const std::string& mode
     return absl::InvalidArgumentError(absl::StrCat(
         "top_k is ", options.top_k, "; it must be 1 to the vocabulary's ", model.vocab, "; ask for fewer"));
   }
+  if (options.block_names != nullptr && options.block_names->long_rope != model.HasLongRope(tokens)) {
+    return absl::InternalError(absl::StrCat("the names of the blocks are not those of a prompt of ", tokens,
+                                            " tokens, by which longrope chooses its factors"));
+  }
   return absl::OkStatus();
 }
 

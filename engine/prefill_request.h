@@ -28,7 +28,8 @@ int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& op
 
 // OUT_OF_RANGE: what a prompt of more tokens than the model's context is told.
 absl::Status PromptTooLong(const ModelShape& model, const std::string& model_name, uint64_t tokens);
-// OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k.
+// OUT_OF_RANGE: more tokens than the model's context. INVALID_ARGUMENT: a bad top_k. INTERNAL: block names
+// that are of a prompt of another length.
 absl::Status CheckPromptOptions(const ModelShape& model, const std::string& model_name, int64_t tokens,
                                 const PrefillOptions& options);
 // INVALID_ARGUMENT: an id outside the vocabulary, named by its index in the prompt. `tokens` are those from

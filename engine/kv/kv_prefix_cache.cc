@@ -42,7 +42,10 @@ KvSlabs FirstTokensOf(const Entry& entry, int64_t tokens) {
 int64_t KvBlockNames::blocks() const { return std::ssize(hashes) / kHashBytes; }
 
 int64_t KvPrefixCache::BlocksInCommon(const Entry& entry, const KvBlockNames& names) {
-  if (entry.tenant != names.tenant || entry.block_tokens != names.block_tokens) return 0;
+  if (entry.tenant != names.tenant || entry.block_tokens != names.block_tokens ||
+      entry.long_rope != names.long_rope) {
+    return 0;
+  }
   int64_t blocks = 0;
   for (const Piece& piece : entry.pieces) {
     const int64_t own = piece.kept.tokens / entry.block_tokens;
@@ -88,8 +91,11 @@ void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
     if (best != entries_.end()) entries_.splice(entries_.begin(), entries_, best);
     return;
   }
-  Entry entry = {
-      .tenant = names.tenant, .block_tokens = names.block_tokens, .shape = slabs.shape, .pieces = {}};
+  Entry entry = {.tenant = names.tenant,
+                 .block_tokens = names.block_tokens,
+                 .long_rope = names.long_rope,
+                 .shape = slabs.shape,
+                 .pieces = {}};
   for (const KvPiece& piece : slabs.pieces) entry.pieces.push_back({piece, HashesOf(piece, names)});
   entries_.push_front(std::move(entry));
 }

@@ -23,11 +23,13 @@
 
 namespace meshfill {
 
-// Two prompts of one tenant that agree in the name of a block begin with the same tokens up to its end.
+// Two prompts of one tenant that agree in the name of a block begin with the same tokens up to its end. Their
+// K and V up to there are the same where `long_rope` is, too.
 struct KvBlockNames {
   std::string tenant;
   int block_tokens = 16;
-  std::string hashes;  // of the whole blocks, 32 bytes each (BlockHasher)
+  std::string hashes;      // of the whole blocks, 32 bytes each (BlockHasher)
+  bool long_rope = false;  // ModelShape::HasLongRope of the prompt
 
   int64_t blocks() const;
 };
@@ -60,6 +62,7 @@ class KvPrefixCache {
   struct Entry {
     std::string tenant;
     int block_tokens = 0;
+    bool long_rope = false;
     KvShape shape;
     std::vector<Piece> pieces;
   };

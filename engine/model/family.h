@@ -36,6 +36,7 @@ struct Family {
   bool has_window = false;      // that make-model may choose
   bool partial_rotary = false;  // partial_rotary_factor may say so
   bool local_rope = false;      // layers with a window have their own
+  bool long_rope = false;       // longrope, that make-model may choose
 
   const char* config_name() const { return model_type == nullptr ? name : model_type; }
 

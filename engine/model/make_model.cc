@@ -339,6 +339,10 @@ absl::Status CheckOptions(const MakeModelOptions& options) {
     return absl::InvalidArgumentError(
         "sliding_window is for mistral, gemma3 and gpt_oss alone; leave it out or make such a model");
   }
+  if (options.original_context_tokens != 0 && !FamilyOf(options.family).long_rope) {
+    return absl::InvalidArgumentError(
+        "original_context is for phi3 alone; leave it out or make such a model");
+  }
   if ((options.experts != 0 || options.experts_used != 0 || options.expert_width != 0) &&
       !FamilyOf(options.family).has_experts) {
     return absl::InvalidArgumentError(

@@ -374,8 +374,12 @@ absl::StatusOr<ModelConfig> ParseLanguageModel(const json& object, const std::st
   RETURN_IF_ERROR(keys.status());
   config.shape.kinds = LayerKindsOf(config.layers);
   ParseFlags(keys, *family, config);
-  RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.context_tokens, config.rope,
+  RETURN_IF_ERROR(ParseRope(keys, file, family->partial_rotary, config.shape.head_dim,
+                            config.shape.context_tokens, config.rope,
                             family->local_rope ? &config.local_rope : nullptr));
+  if (config.rope.scaling == RopeScaling::kLongRope) {
+    config.shape.long_rope_after = static_cast<int64_t>(config.rope.original_context_tokens);
+  }
   config.shape.rope_dim = RopeDim(keys, config);
   RETURN_IF_ERROR(ParseFp8(keys, file, config));
   RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));

@@ -79,7 +79,9 @@ struct ModelShape {
   Activation activation = Activation::kSilu;
   bool post_norms = false;  // what a sublayer adds is normalised, too
   int64_t vocab = 0;
-  int64_t context_tokens = 0;  // longest prompt that the model is for
+  int64_t context_tokens = 0;   // longest prompt that the model is for
+  int64_t long_rope_after = 0;  // tokens of the longest prompt whose K and V are of longrope's short factors;
+                                // 0: all prompts are alike
   ExpertsShape experts;
   std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
   Fp8Blocks fp8;                 // of all matrices of the layers, less their routers'
@@ -87,6 +89,9 @@ struct ModelShape {
   DType dtype = DType::kF32;     // compute dtype
 
   int rotated_dim() const { return rope_dim == 0 ? head_dim : rope_dim; }
+  bool HasLongRope(int64_t prompt_tokens) const {
+    return long_rope_after > 0 && prompt_tokens > long_rope_after;
+  }
   float score_scale() const;  // of q·k
   int rope_count() const;     // of different rotary embeddings
   // visit(form, layers) for each form.

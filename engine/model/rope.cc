@@ -70,8 +70,13 @@ void ApplyYarn(const RopeConfig& rope, int rotated_dim, std::vector<float>& peri
 
 }  // namespace
 
-std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int rotated_dim) {
+std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int rotated_dim, int64_t prompt_tokens) {
   std::vector<float> frequencies = PositionPeriods(rope.theta, rotated_dim);
+  if (rope.scaling == RopeScaling::kLongRope) {
+    const bool is_long = static_cast<double>(prompt_tokens) > rope.original_context_tokens;
+    const std::vector<float>& factors = is_long ? rope.long_factors : rope.short_factors;
+    for (size_t i = 0; i < frequencies.size(); ++i) frequencies[i] *= factors[i];
+  }
   if (rope.scaling == RopeScaling::kYarn) {
     ApplyYarn(rope, rotated_dim, frequencies);
     return frequencies;
@@ -84,10 +89,10 @@ std::vector<float> RopeInverseFrequencies(const RopeConfig& rope, int rotated_di
   return frequencies;
 }
 
-void FillRopeTables(const RopeConfig& rope, int rotated_dim, int64_t first, const SlotPositions& positions,
-                    int64_t tokens, float* cos, float* sin, int threads) {
+void FillRopeTables(const RopeConfig& rope, int rotated_dim, int64_t prompt_tokens, int64_t first,
+                    const SlotPositions& positions, int64_t tokens, float* cos, float* sin, int threads) {
   constexpr int64_t kTokensOfAThread = 1024;  // 2 ms, many times what a thread takes to start
-  const std::vector<float> frequencies = RopeInverseFrequencies(rope, rotated_dim);
+  const std::vector<float> frequencies = RopeInverseFrequencies(rope, rotated_dim, prompt_tokens);
   const float scale = static_cast<float>(rope.attention_factor);
   const auto fill = [&](int64_t begin, int64_t end) {
     float* to_cos = cos + begin * std::ssize(frequencies);

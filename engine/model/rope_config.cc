@@ -13,9 +13,11 @@ namespace {
 
 using nlohmann::json;
 
+constexpr const char* kOriginalContext = "original_max_position_embeddings";
 constexpr double kLeastTheta = 1.001;
 constexpr double kMaxTheta = 1e18;
 constexpr double kMaxRopeFactor = 1e6;
+constexpr double kLeastLongRopeFactor = 1e-3;
 
 // A number that may stand at the top of the config, in its rope object, or in both if they agree.
 std::optional<double> EitherNumber(JsonKeys& top, JsonKeys& rope, const char* key, double least,
@@ -73,6 +75,51 @@ void ParseLlama3(JsonKeys& keys, RopeConfig& rope) {
   }
 }
 
+// The factors at `key`, one for each two rotated dimensions.
+std::vector<float> RopeFactors(JsonKeys& keys, const char* key, int rotated_dim) {
+  const json* values = keys.FindValue(key);
+  if (values == nullptr) {
+    keys.RejectMissing(key, "longrope needs it");
+    return {};
+  }
+  std::vector<float> factors;
+  for (const json& value : *values) {
+    if (!values->is_array() || !value.is_number()) break;
+    const auto factor = value.get<double>();
+    if (!(factor >= kLeastLongRopeFactor && factor <= kMaxRopeFactor)) {
+      keys.Reject(key, absl::StrCat("number ", factors.size(), " is ", factor, "; factors are from ",
+                                    kLeastLongRopeFactor, " to ", kMaxRopeFactor));
+      return {};
+    }
+    factors.push_back(static_cast<float>(factor));
+  }
+  if (std::ssize(factors) != rotated_dim / 2 || factors.size() != values->size()) {
+    keys.Reject(key,
+                absl::StrCat("it must be a list of ", rotated_dim / 2, " numbers, one for each two of the ",
+                             rotated_dim, " dimensions that are rotated"));
+  }
+  return factors;
+}
+
+// LongRoPE (Ding et al. 2024), as Phi-3 has it: which factors count goes by the prompt's length.
+void ParseLongRope(JsonKeys& top, JsonKeys& keys, int rotated_dim, int64_t max_position, RopeConfig& rope) {
+  constexpr double kLeastOriginal = 2;  // the attention factor divides by its logarithm
+  const std::optional<double> original =
+      EitherNumber(top, keys, kOriginalContext, kLeastOriginal, kMaxPosition);
+  rope.scaling = RopeScaling::kLongRope;
+  if (!original) {
+    return keys.RejectMissing(kOriginalContext,
+                              "longrope needs it, here or beside this object: longer prompts have the long "
+                              "factors");
+  }
+  rope.short_factors = RopeFactors(keys, "short_factor", rotated_dim);
+  rope.long_factors = RopeFactors(keys, "long_factor", rotated_dim);
+  rope.factor = keys.OptionalNumber("factor", 1e-3, kMaxRopeFactor)
+                    .value_or(static_cast<double>(max_position) / *original);
+  const double derived = rope.factor <= 1 ? 1 : std::sqrt(1 + std::log(rope.factor) / std::log(*original));
+  rope.attention_factor = keys.OptionalNumber("attention_factor", 1e-3, 1e3).value_or(derived);
+}
+
 // The name of the rope object: `rope_parameters` (transformers 5) or `rope_scaling` (before); null: there is
 // none.
 const char* RopeObjectKey(JsonKeys& top) {
@@ -93,14 +140,16 @@ const char* RopeObjectKey(JsonKeys& top) {
   return found;
 }
 
+constexpr const char* kNoLongRopeByType = "longrope is for models whose layers all have the same embedding";
+
 const json& NoObject() {
   static const json no_object = json::object();
   return no_object;
 }
 
 // Reads one embedding's object, and the keys that may stand at the top instead.
-absl::Status ParseRopeObject(JsonKeys& top, JsonKeys& keys, bool partial, int64_t& context_tokens,
-                             RopeConfig& rope) {
+absl::Status ParseRopeObject(JsonKeys& top, JsonKeys& keys, bool partial, int head_dim,
+                             int64_t& context_tokens, RopeConfig& rope) {
   rope.theta = EitherNumber(top, keys, "rope_theta", kLeastTheta, kMaxTheta).value_or(rope.theta);
   if (partial) {
     rope.share = EitherNumber(top, keys, "partial_rotary_factor", 1e-3, 1).value_or(rope.share);
@@ -108,8 +157,7 @@ absl::Status ParseRopeObject(JsonKeys& top, JsonKeys& keys, bool partial, int64_
     top.Expect("partial_rotary_factor", 1);
     keys.Expect("partial_rotary_factor", 1);
   }
-  const std::optional<double> original =
-      EitherNumber(top, keys, "original_max_position_embeddings", 1, kMaxPosition);
+  const std::optional<double> original = EitherNumber(top, keys, kOriginalContext, 1, kMaxPosition);
 
   const json* type = keys.FindValue("rope_type");
   const json* old_type = keys.FindValue("type");
@@ -132,8 +180,11 @@ absl::Status ParseRopeObject(JsonKeys& top, JsonKeys& keys, bool partial, int64_
       keys.Reject("factor", "the context it makes is too long");
     }
     context_tokens = std::max(context_tokens, static_cast<int64_t>(std::min(extended, double{kMaxPosition})));
+  } else if (*type == "longrope" || *type == "su") {  // su: in the first folders of Phi-3
+    ParseLongRope(top, keys, static_cast<int>(head_dim * rope.share), context_tokens, rope);
   } else {
-    keys.Reject(old_type == type ? "type" : "rope_type", "implemented are default, linear, llama3 and yarn");
+    keys.Reject(old_type == type ? "type" : "rope_type",
+                "implemented are default, linear, llama3, yarn and longrope");
   }
   return keys.Finish();
 }
@@ -149,7 +200,8 @@ const json* RopeByLayerType(JsonKeys& top) {
 }
 
 absl::Status ParseRopesByLayerType(JsonKeys& top, const json& by_type, const std::string& path, bool partial,
-                                   int64_t& context_tokens, RopeConfig& rope, RopeConfig& local) {
+                                   int head_dim, int64_t& context_tokens, RopeConfig& rope,
+                                   RopeConfig& local) {
   const std::string prefix = "rope_parameters.";
   JsonKeys types(by_type, path, prefix);
   top.Expect("rope_scaling", nullptr);
@@ -165,26 +217,29 @@ absl::Status ParseRopesByLayerType(JsonKeys& top, const json& by_type, const std
     RETURN_IF_ERROR(types.status());
     JsonKeys keys(value == nullptr ? NoObject() : *value, path, absl::StrCat(prefix, type, "."));
     JsonKeys no_keys(NoObject(), path);
-    RETURN_IF_ERROR(ParseRopeObject(no_keys, keys, partial, tokens, parsed));
+    RETURN_IF_ERROR(ParseRopeObject(no_keys, keys, partial, head_dim, tokens, parsed));
+    if (parsed.scaling == RopeScaling::kLongRope) types.Reject(type, kNoLongRopeByType);
   }
   return types.Finish();
 }
 
 }  // namespace
 
-absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int64_t& context_tokens,
-                       RopeConfig& rope, RopeConfig* local) {
+absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int head_dim,
+                       int64_t& context_tokens, RopeConfig& rope, RopeConfig* local) {
   if (local != nullptr) {
     local->theta = top.OptionalNumber("rope_local_base_freq", kLeastTheta, kMaxTheta).value_or(local->theta);
     if (const json* by_type = RopeByLayerType(top); by_type != nullptr) {
       rope.theta = top.OptionalNumber("rope_theta", kLeastTheta, kMaxTheta).value_or(rope.theta);
-      return ParseRopesByLayerType(top, *by_type, path, partial, context_tokens, rope, *local);
+      return ParseRopesByLayerType(top, *by_type, path, partial, head_dim, context_tokens, rope, *local);
     }
   }
   const char* object_key = RopeObjectKey(top);
   JsonKeys keys(object_key == nullptr ? NoObject() : *top.FindValue(object_key), path,
                 absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
-  return ParseRopeObject(top, keys, partial, context_tokens, rope);
+  RETURN_IF_ERROR(ParseRopeObject(top, keys, partial, head_dim, context_tokens, rope));
+  if (local != nullptr && rope.scaling == RopeScaling::kLongRope) top.Reject(object_key, kNoLongRopeByType);
+  return top.status();
 }
 
 }  // namespace meshfill

@@ -154,9 +154,10 @@ class Runner {
     const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.rotated_dim() / 2);
     RopeTables tables;
     tables.host.reset(new float[2 * elements]);
-    FillRopeTables(rope, shape_.rotated_dim(), run_.plan.cached_tokens, run_.plan.layout.Positions(run_.rank),
-                   chunk_tokens_, tables.host.get(), tables.host.get() + elements,
-                   stream_.device().grain().host_threads);
+    const int64_t prompt_tokens = run_.plan.cached_tokens + run_.plan.layout.tokens() + run_.tokens_ahead;
+    FillRopeTables(rope, shape_.rotated_dim(), prompt_tokens, run_.plan.cached_tokens,
+                   run_.plan.layout.Positions(run_.rank), chunk_tokens_, tables.host.get(),
+                   tables.host.get() + elements, stream_.device().grain().host_threads);
     ASSIGN_OR_RETURN(BufferRef placed, stream_.Place(tables.host.get(), 2 * elements * sizeof(float)));
     tables.cos = PartOf(placed, 0, elements * sizeof(float));
     tables.sin = PartOf(placed, elements * sizeof(float), elements * sizeof(float));
@@ -429,7 +430,7 @@ class Runner {
 
   // On the last token's rank.
   absl::Status LmHead() {
-    if (!ReadsHead(run_.plan, run_.rank, run_.wants_logits)) return absl::OkStatus();
+    if (!ReadsHead(run_.plan, run_.rank, run_.tokens_ahead == 0)) return absl::OkStatus();
     const int64_t last_token = run_.plan.layout.tokens() - 1;
     SpanTimer timer(nullptr, run_.recorder, {.what = "lm head"});
     RETURN_IF_ERROR(stream_.RmsNorm(Residual(run_.plan.layout.SlotOf(last_token)),

@@ -47,7 +47,7 @@ struct RankRun {
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
   KvSink* kv;                                    // where this rank's K and V go; null: they are dropped
   const KvSlabs* prefix = nullptr;               // K and V of the plan's cached tokens; null: there are none
-  bool wants_logits = true;                      // false: more of the prompt comes in another run
+  int64_t tokens_ahead = 0;                      // of the prompt, in later runs: this one has no logits
   TimelineRecorder* recorder = nullptr;          // null: no timeline is kept
   std::span<const LinkProbe> probes;             // before the first layer; the same on all ranks
 };

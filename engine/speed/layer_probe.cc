@@ -234,7 +234,7 @@ absl::Status LayerProbe::Prepare() {
 
 absl::Status LayerProbe::PlaceRopeTables(int64_t tokens) {
   const size_t elements = static_cast<size_t>(tokens * shape_.rotated_dim() / 2);
-  FillRopeTables({}, shape_.rotated_dim(), /*first=*/0, {.base = 0, .stride = 1, .width = 64}, tokens,
+  FillRopeTables({}, shape_.rotated_dim(), tokens, /*first=*/0, {.base = 0, .stride = 1, .width = 64}, tokens,
                  rope_.data(), rope_.data() + elements);
   ASSIGN_OR_RETURN(BufferRef tables, stream_.Place(rope_.data(), 2 * elements * sizeof(float)));
   cos_ = PartOf(tables, 0, elements * sizeof(float));

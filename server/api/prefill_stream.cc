@@ -268,12 +268,13 @@ absl::Status PrefillStream::FinishUpload() {
 
 void PrefillStream::LookUpPrefix() {
   if (!hasher_.has_value()) return;
+  const int64_t tokens = std::ssize(tokens_);
   options_.block_names = std::make_shared<const KvBlockNames>(
       KvBlockNames{.tenant = header_.tenant(),
                    .block_tokens = environment_.kv->options().block_tokens,
-                   .hashes = hasher_->hashes()});
+                   .hashes = hasher_->hashes(),
+                   .long_rope = environment_.engine.model().HasLongRope(tokens)});
   options_.ignore_cache = header_.kv().ignore_cache();
-  const int64_t tokens = std::ssize(tokens_);
   if (environment_.engine.CachedTokens(tokens, options_) == 0) return;
   const auto choice = MakePlan(tokens);
   if (!choice.ok()) return;  // the engine will say what is wrong

@@ -352,12 +352,12 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
   if (members_.BeginRun()) survey_.AskAgain();
   if (std::exchange(request.new_attempt, false)) BeginAttempt(request, now);
   request.run = last_run_ = number;
-  const bool more_pieces = request.pieces.has_value() && !request.pieces->last();
+  const int64_t tokens_ahead = request.pieces.has_value() ? request.pieces->tokens_ahead() : 0;
   PlannedRun& run = **planned;
   const RunCoordinator::Options options = {.layers = options_.kv.layers,
                                            .vocab = options_.vocab,
                                            .shares_weights = run.shares_weights,
-                                           .more_pieces = more_pieces,
+                                           .tokens_ahead = tokens_ahead,
                                            .hang_timeout = options_.hang_timeout,
                                            .prepare_timeout = options_.prepare_timeout,
                                            .stop_timeout = options_.stop_timeout};

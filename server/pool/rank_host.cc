@@ -120,7 +120,7 @@ class RankHost::ActiveRun {
     reservations_.clear();
     std::vector<bool> reads_head;
     for (size_t i = 0; i < seats_.size(); ++i) {
-      reads_head.push_back(ReadsHead(part_.plan, rank(i), !part_.more_pieces));
+      reads_head.push_back(ReadsHead(part_.plan, rank(i), part_.tokens_ahead == 0));
     }
     OpenWeights(reads_head);
     started_.store(true, std::memory_order_release);
@@ -204,7 +204,7 @@ class RankHost::ActiveRun {
     }
     Gathering gathering{
         .share = part_.weights.share,
-        .head = part_.more_pieces ? std::nullopt : std::optional(part_.weights.head),
+        .head = part_.tokens_ahead > 0 ? std::nullopt : std::optional(part_.weights.head),
         .at_once = probes_.empty(),
         .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
                                        host_.data_plane_->connect_timeout(), PeerWaitTimeout(part_.plan))};
@@ -247,7 +247,7 @@ class RankHost::ActiveRun {
                      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
                  .kv = kv_.get(),
                  .prefix = prefix_.get(),
-                 .wants_logits = !part_.more_pieces,
+                 .tokens_ahead = part_.tokens_ahead,
                  .recorder = &recorder,
                  .probes = probes_});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);

@@ -104,7 +104,8 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
         static_cast<uint32_t>(parts_.at(seats_[plan_.SeatOf(last_rank)].worker).weight_share));
   }
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
-  prepare.set_more_pieces(options_.more_pieces);
+  prepare.set_more_pieces(options_.tokens_ahead > 0);
+  prepare.set_tokens_ahead(static_cast<uint64_t>(options_.tokens_ahead));
   prepare.set_reserve_bytes(static_cast<uint64_t>(ReservedBytes(plan_, part.ranks)));
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
@@ -239,7 +240,7 @@ RunCoordinator::Outcome RunCoordinator::Finish(absl::Time now) {
     result.peak_flops += parts_.at(seat.worker).rank_peak_flops;
   }
   for (const auto& [worker, part] : parts_) AddMessage(worker).mutable_finish()->set_run(number_);
-  const int64_t logits = options_.more_pieces ? 0 : options_.vocab;
+  const int64_t logits = options_.tokens_ahead > 0 ? 0 : options_.vocab;
   if (std::ssize(result.logits) == logits) return Completed{std::move(result)};
   return Completed{
       absl::InternalError(absl::StrCat("the run ended with ", result.logits.size(), " logits instead of ",

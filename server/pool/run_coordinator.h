@@ -46,7 +46,7 @@ class RunCoordinator {
     int layers = 1;  // of the model
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
-    bool more_pieces = false;     // of the prompt come in later runs: there are no logits
+    int64_t tokens_ahead = 0;     // of the prompt, in later runs: there are no logits
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // and a second for each million tokens
     absl::Duration stop_timeout;

@@ -235,6 +235,12 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
         absl::InternalError(absl::StrCat("the leader names ", prefix_tokens, " tokens of earlier runs for ",
                                          plan->cached_tokens, " cached ones"));
   }
+  if (status.ok() &&
+      (message.more_pieces() != (message.tokens_ahead() > 0) || message.tokens_ahead() > kMostTokens)) {
+    status = absl::InternalError(absl::StrCat("the leader says that ", message.tokens_ahead(),
+                                              " tokens of the prompt come in later runs, and that there ",
+                                              message.more_pieces() ? "are such" : "is none"));
+  }
   const uint64_t offered = options_.offer.memory_bytes() != 0 ? options_.offer.memory_bytes() : kMostBytes;
   const uint64_t reserved = static_cast<uint64_t>(reserved_bytes());
   if (status.ok() && (reserved > offered || message.reserve_bytes() > offered - reserved)) {
@@ -263,7 +269,7 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .keep_kv = std::nullopt,
                          .weights = weights,
                          .prefix = std::move(prefix),
-                         .more_pieces = message.more_pieces(),
+                         .tokens_ahead = static_cast<int64_t>(message.tokens_ahead()),
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
   if (message.has_keep_kv()) {
     run.part.keep_kv = {.lease = message.keep_kv().lease(),

@@ -76,10 +76,10 @@ class WorkerMachine {
     Plan plan;
     int first_rank = 0;
     int64_t reserve_bytes = 0;
-    std::optional<HeldKv::Keeping> keep_kv;     // none: K and V are dropped
+    std::optional<HeldKv::Keeping> keep_kv;  // none: K and V are dropped
     RunWeights weights = {};
     std::vector<HeldKv::RunTokens> prefix;      // whose K and V are those of the plan's cached tokens
-    bool more_pieces = false;                   // of the prompt come in later runs: there are no logits
+    int64_t tokens_ahead = 0;                   // of the prompt, in later runs: there are no logits
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
 

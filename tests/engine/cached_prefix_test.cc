@@ -29,6 +29,7 @@ namespace {
 constexpr int kBlockTokens = 4;
 constexpr int64_t kStripe = 8;
 constexpr int64_t kVocab = 300;
+constexpr int64_t kOriginalContext = 1000;  // of the Phi-3: longer prompts have longrope's long factors
 
 // Also on a device that keeps what was used last in memory of its own.
 class CachedPrefixTest : public testing::Test {
@@ -47,28 +48,30 @@ const std::string& ModelFolder(ModelFamily family) {
   folder = testing::TempDir() + "/cached_prefix_" + std::to_string(static_cast<int>(family));
   std::filesystem::remove_all(folder);
   const int experts = family == ModelFamily::kGptOss ? 1 : 0;  // no rounding decides between two
-  const absl::Status status = MakeModel({.family = family,
-                                         .layers = 2,
-                                         .hidden = 64,
-                                         .intermediate = 96,
-                                         .q_heads = 4,
-                                         .kv_heads = 2,
-                                         .head_dim = 16,
-                                         .vocab = kVocab,
-                                         .context_tokens = 4096,
-                                         .sliding_window = FamilyOf(family).has_window ? 100 : 0,
-                                         .experts = experts,
-                                         .experts_used = experts,
-                                         .rope_theta = 10000,
-                                         .dtype = DType::kF32,
-                                         .seed = 7},
-                                        folder);
+  const absl::Status status =
+      MakeModel({.family = family,
+                 .layers = 2,
+                 .hidden = 64,
+                 .intermediate = 96,
+                 .q_heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = 16,
+                 .vocab = kVocab,
+                 .context_tokens = 4096,
+                 .original_context_tokens = FamilyOf(family).long_rope ? kOriginalContext : 0,
+                 .sliding_window = FamilyOf(family).has_window ? 100 : 0,
+                 .experts = experts,
+                 .experts_used = experts,
+                 .rope_theta = 10000,
+                 .dtype = DType::kF32,
+                 .seed = 7},
+                folder);
   EXPECT_TRUE(status.ok()) << status;
   return folder;
 }
 
 std::vector<ModelFamily> TestedFamilies() {
-  std::vector<ModelFamily> families = {ModelFamily::kLlama, ModelFamily::kMistral};
+  std::vector<ModelFamily> families = {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kPhi3};
   if (!TestsOnCuda()) {  // a GPU does not compute these
     families.insert(families.end(), {ModelFamily::kGemma3, ModelFamily::kGptOss});
   }
@@ -111,11 +114,11 @@ std::vector<uint32_t> Joined(std::vector<uint32_t> first, int64_t kept, const st
 
 // With the cache on.
 PrefillOptions Cached(std::span<const uint32_t> tokens, PrefillOptions options = {},
-                      const std::string& tenant = "", const std::string& salt = "") {
+                      const std::string& tenant = "", const std::string& salt = "", bool long_rope = false) {
   BlockHasher hasher(kBlockTokens, salt);
   hasher.Append(tokens);
-  options.block_names = std::make_shared<const KvBlockNames>(
-      KvBlockNames{.tenant = tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
+  options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
+      .tenant = tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes(), .long_rope = long_rope});
   return options;
 }
 
@@ -148,7 +151,8 @@ void TestEveryShape(const std::string& device, const std::vector<DType>& dtypes)
   for (const DType dtype : dtypes) {
     for (const ModelFamily family : TestedFamilies()) {
       for (const int ranks : {1, 2, 4, 6, 9}) {
-        if (family == ModelFamily::kGemma3 && ranks > 2) continue;  // its second RoPE table is filled alike by more
+        // The second RoPE table of one, and the factors of the other, are those of any number of ranks.
+        if ((family == ModelFamily::kGemma3 || family == ModelFamily::kPhi3) && ranks > 2) continue;
         EngineOptions options = OptionsOf(family, ranks, dtype);
         options.device = device;
         const auto engine = Load(options);
@@ -353,12 +357,13 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device) {
     }
   }
   // Kept, cached and continued like any other.
-  const auto kept = PrefillKeepingKv(*engine, prompt, Cached(prompt));
+  const bool long_rope = FamilyOf(family).long_rope;
+  const auto kept = PrefillKeepingKv(*engine, prompt, Cached(prompt, {}, "", "", long_rope));
   ASSERT_TRUE(kept.ok()) << kept.status();
   const auto expected = PrefillKeepingKv(*whole, prompt);
   ExpectSameKv(kept->kv, expected->kv, Tolerance(DType::kF32), "kept");
   const auto longer = Joined(prompt, 3000, RandomTokens(300, random));
-  const auto behind = RunPrefill(*engine, {longer, Cached(longer)});
+  const auto behind = RunPrefill(*engine, {longer, Cached(longer, {}, "", "", long_rope)});
   ASSERT_TRUE(behind.ok()) << behind.status();
   EXPECT_GT(behind->cached_tokens, 2900);
   ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(DType::kF32), "behind");
@@ -366,9 +371,43 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device) {
 
 TEST_F(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
   for (const ModelFamily family : TestedFamilies()) {
-    for (const int ranks : {1, 4}) TestPieces(family, ranks, TestDevice());
+    for (const int ranks : {1, 4}) {
+      if (family == ModelFamily::kPhi3 && ranks == 1) continue;  // its factors are those of any number of ranks
+      TestPieces(family, ranks, TestDevice());
+    }
   }
   TestPieces(ModelFamily::kMistral, 4, kFar);
+}
+
+// What begins alike shares K and V only where longrope has the same factors for both.
+TEST_F(CachedPrefixTest, LongAndShortPromptsOfLongRopeShareNothing) {
+  std::mt19937_64 random(TestSeed());
+  for (const int ranks : {1, 4}) {
+    const auto engine = Load(OptionsOf(ModelFamily::kPhi3, ranks));
+    ASSERT_EQ(engine->model().long_rope_after, kOriginalContext);
+    std::vector<uint32_t> tokens = RandomTokens(1600, random);
+    const struct {
+      int64_t tokens, least_cached, most_cached;
+    } prompts[] = {{990, 0, 0},                   // short
+                   {kOriginalContext + 1, 0, 0},  // the first long one
+                   {kOriginalContext, 900, 990},  // behind the first
+                   {1600, 900, kOriginalContext + 1},
+                   {1300, 1200, 1300}};
+    for (const auto& [count, least_cached, most_cached] : prompts) {
+      const std::vector<uint32_t> prompt(tokens.begin(), tokens.begin() + count);
+      const bool long_rope = count > kOriginalContext;
+      const auto cold = PrefillKeepingKv(*engine, prompt);
+      ASSERT_TRUE(cold.ok()) << cold.status();
+      const auto cached = PrefillKeepingKv(*engine, prompt, Cached(prompt, {}, "", "", long_rope));
+      ASSERT_TRUE(cached.ok()) << cached.status();
+      EXPECT_GE(cached->cached_tokens, least_cached) << count;
+      EXPECT_LE(cached->cached_tokens, most_cached) << count;
+      ExpectClose(cached->logits, cold->logits, Tolerance(DType::kF32), std::to_string(count));
+      ExpectSameKv(cached->kv, cold->kv, Tolerance(DType::kF32), std::to_string(count));
+      const auto mistaken = RunPrefill(*engine, {prompt, Cached(prompt, {}, "", "", !long_rope)});
+      EXPECT_TRUE(absl::IsInternal(mistaken.status())) << mistaken.status();
+    }
+  }
 }
 
 TEST_F(CachedPrefixTest, PiecesThatNobodyHasRoomForAreRefused) {

@@ -40,6 +40,7 @@ MakeModelOptions RandomModel(const Family& family, std::mt19937_64& random) {
                               .dtype = dtypes[Draw(random, 0, 3)],
                               .seed = random()};
   if (family.has_window) options.sliding_window = Draw(random, 0, 100);
+  if (family.long_rope) options.original_context_tokens = Draw(random, 0, 300);
   if (family.has_experts) {
     options.experts = Draw(random, 2, 5);
     options.experts_used = Draw(random, 1, options.experts);

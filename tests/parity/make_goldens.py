@@ -47,6 +47,13 @@ KEPT_ROWS = 12
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 256}
 
+
+def longrope(half, type_key):
+    """Short factors near 1, long ones far from them, for so many pairs of dimensions."""
+    return {type_key: "longrope", "short_factor": [round(1 + 0.05 * i, 2) for i in range(half)],
+            "long_factor": [round(1.5 * 40 ** (i / half), 3) for i in range(half)]}
+
+
 # `config` holds config.json's own keys, on top of SMALL. The rope keys are spelled as transformers 5 does where
 # "rope_parameters" is used, and as the versions before it do elsewhere.
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -163,6 +170,26 @@ CASES = {
                                      "vocab_size": 128,
                                      "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0,
                                                          "partial_rotary_factor": 0.5}}),
+    # Prompts to the original context have the short factors, longer ones the long factors.
+    "phi3_longrope_mha": dict(model="phi3", dtype="float32", prompts=[1, 2, 255, 256, 257, 777],
+                              config={"pad_token_id": None, "num_key_value_heads": 4, "vocab_size": 128,
+                                      "original_max_position_embeddings": 256, "max_position_embeddings": 4096,
+                                      "rope_scaling": longrope(8, "type")}),
+    "phi3_longrope_partial_tied": dict(model="phi3", dtype="bfloat16", prompts=[63, 64, 65, 400],
+                                       config={"pad_token_id": None, "hidden_size": 96, "num_attention_heads": 6,
+                                               "num_key_value_heads": 1, "vocab_size": 128,
+                                               "sliding_window": 300, "tie_word_embeddings": True,
+                                               "max_position_embeddings": 1024,
+                                               "partial_rotary_factor": 0.75,
+                                               "original_max_position_embeddings": 64,
+                                               "rope_scaling": {**longrope(6, "type"),
+                                                                "attention_factor": 1.05}}),
+    "phi3_longrope_sharded": dict(model="phi3", dtype="float16", prompts=[500, 501], shards="60KB",
+                                  config={"pad_token_id": None, "num_attention_heads": 6, "num_key_value_heads": 2,
+                                          "hidden_size": 60, "vocab_size": 128,
+                                          "original_max_position_embeddings": 500,
+                                          "rope_parameters": {**longrope(5, "rope_type"), "rope_theta": 5000.0,
+                                                              "attention_factor": 1.3, "factor": 40.0}}),
     # In FP8: [rows, columns] of the elements that share a scale, or each row by itself.
     "llama_fp8_blocks": dict(model="llama", dtype="bfloat16", prompts=[1, 65, 777], fp8=[16, 32],
                              config={"hidden_size": 72, "head_dim": 20, "vocab_size": 128,
@@ -247,11 +274,16 @@ ROPES = {
                 "rope_scaling": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}},
     "qwen25_yarn": {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 32768,
                     "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "longrope_short": {"head_dim": 96, "rope_theta": 10000.0, "max_position_embeddings": 131072,
+                       "original_max_position_embeddings": 4096, "rope_scaling": longrope(48, "rope_type")},
+    "longrope_long": {"head_dim": 96, "rope_theta": 10000.0, "max_position_embeddings": 131072,
+                      "original_max_position_embeddings": 4096, "rope_scaling": longrope(48, "type")},
     "yarn_untruncated": {"head_dim": 80, "rope_theta": 150000.0, "max_position_embeddings": 131072,
                          "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                                           "truncate": False, "original_max_position_embeddings": 4096}},
 }
 ROPE_POSITIONS = [0, 1, 2, 63, 64, 1000, 4095, 32767, 131071, 1000003, 4194303]
+SHORT_POSITIONS = ROPE_POSITIONS[:7]  # of longrope's short factors
 
 
 def config_json(case):
@@ -395,6 +427,9 @@ def wrong_ropes(config):
         yield f"theta {kind or ''}", with_rope({**right, "rope_theta": right["rope_theta"] * 1.3})
         if right["rope_type"] != "default":
             yield f"scaling {kind or ''}", with_rope({"rope_type": "default", "rope_theta": right["rope_theta"]})
+        if right["rope_type"] == "longrope":
+            yield "factors", {**right, "short_factor": right["long_factor"], "long_factor": right["short_factor"]}
+            yield "attention factor", {**right, "attention_factor": 1.0}
 
 
 def check_sensitivity(folder, model, prompts):
@@ -404,6 +439,10 @@ def check_sensitivity(folder, model, prompts):
     logits = prefill(model, prompt)[0]
     moved = {what: change(logits, prefill(load(folder, rope_parameters=parameters), prompt)[0])
              for what, parameters in wrong_ropes(config) if len(prompt) > 2 or "theta" in what}
+    if config.rope_parameters.get("rope_type") == "longrope":
+        short = max((tokens for tokens in prompts if len(tokens) <= config.original_max_position_embeddings), key=len)
+        swapped = load(folder, rope_parameters=dict(wrong_ropes(config))["factors"])
+        moved["factors of a short prompt"] = change(prefill(model, short)[0], prefill(swapped, short)[0])
     window = getattr(config, "sliding_window", None)
     if window and len(prompt) > window:
         for wrong in (window - 1, window + 1):
@@ -576,7 +615,7 @@ def make_rope(name, parameters):
     config = config_json(dict(model="llama", dtype="float32", config=parameters))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     rope = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
-    positions = torch.tensor(ROPE_POSITIONS)
+    positions = torch.tensor(SHORT_POSITIONS if name == "longrope_short" else ROPE_POSITIONS)
     cos, sin = rope(torch.zeros(1), positions[None])
     half = config["head_dim"] // 2
     save_file({"inv_freq": rope.inv_freq.clone(), "positions": positions, "cos": cos[0, :, :half].contiguous(),

@@ -16,17 +16,17 @@ stub_vllm.install()
 from meshfill.vllm import MeshfillConnector, connector  # noqa: E402
 from meshfill.vllm.connector import KVConnectorRole  # noqa: E402
 from meshfill.vllm.settings import Settings, check_version  # noqa: E402
-from stub_vllm import PAGE, Request, Scheduler  # noqa: E402
+from stub_vllm import PAGE, Namespace, Request, Scheduler  # noqa: E402
 
 connector.TorchPages = stub_vllm.NumpyPages
 LOG = "vllm.meshfill"
 
 
 class ConnectorTest(ServerTest):
-    def start(self, tp=1, kv_heads=4, extra=None, **server_options):
+    def start(self, tp=1, kv_heads=4, extra=None, model=None, **server_options):
         self.server = self.serve(part_tokens=50, **server_options)
         options = dict({"server": self.server.address, "min_tokens": 100, "retry_seconds": 0.0}, **(extra or {}))
-        scheduler = Scheduler(MeshfillConnector, KVConnectorRole, options, tp=tp, kv_heads=kv_heads)
+        scheduler = Scheduler(MeshfillConnector, KVConnectorRole, options, tp=tp, kv_heads=kv_heads, **(model or {}))
         self.addCleanup(scheduler.close)
         return scheduler
 
@@ -64,6 +64,21 @@ class ConnectorTest(ServerTest):
         scheduler.step()
         self.assertEqual((short.computed_from, cached.computed_from), (0, 240))
         self.assertEqual(self.server.calls, [])
+
+    def test_longrope_of_prompts_that_vllm_takes_for_long(self):
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 300}
+        for config, longest, to_meshfill in (
+            (Namespace(rope_parameters=rope), 4096, (301, 302)),
+            (Namespace(rope_parameters=rope, original_max_position_embeddings=300), 301, (301, 302)),
+            (Namespace(rope_scaling={"type": "longrope"}, original_max_position_embeddings=300), 4096, (301, 302)),
+            (Namespace(rope_parameters=rope), 300, (299, 300, 301, 302)),  # vLLM knows short ones alone
+            (Namespace(rope_parameters={"rope_type": "yarn"}), 4096, (299, 300, 301, 302)),
+            (Namespace(rope_parameters=None), 4096, (299, 300, 301, 302)),
+        ):
+            scheduler = self.start(model={"hf_text_config": config, "max_model_len": longest})
+            for tokens in (299, 300, 301, 302):
+                request = scheduler.run(scheduler.add(Request(str(tokens), [1] * tokens)))
+                self.assertEqual(request.computed_from, tokens - 1 if tokens in to_meshfill else 0, (config, longest))
 
     def test_prompts_that_are_not_plain_tokens_are_left_alone(self):
         scheduler = self.start()

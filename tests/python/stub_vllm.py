@@ -125,8 +125,8 @@ class Scheduler:
 
     rank = 0
 
-    def __init__(self, connector_class, role, extra: dict, tp: int = 1, kv_heads: int = 4, layers: int = 4):
-        vllm_config = config(extra, tp=tp, kv_heads=kv_heads, layers=layers)
+    def __init__(self, connector_class, role, extra: dict, tp: int = 1, kv_heads: int = 4, layers: int = 4, **model):
+        vllm_config = config(extra, tp=tp, kv_heads=kv_heads, layers=layers, **model)
         self.config = vllm_config
         self.connector = connector_class(vllm_config, role.SCHEDULER, None)
         self.workers = [connector_class(vllm_config, role.WORKER, None) for _ in range(tp)]

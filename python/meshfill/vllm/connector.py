@@ -55,6 +55,7 @@ class MeshfillConnector(KVConnectorBase_V1):
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_version(vllm.__version__, self._settings.allow_untested_vllm)
         _check_model(vllm_config, kv_cache_config)
+        self._least_tokens = _least_tokens(vllm_config.model_config)
         self._page_tokens = vllm_config.cache_config.block_size
         self._client = self._settings.connect()
         self._prefills: Optional[Prefills] = None
@@ -70,7 +71,7 @@ class MeshfillConnector(KVConnectorBase_V1):
     # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Tuple[Optional[int], bool]:
-        if not _is_plain_prompt(request):
+        if not _is_plain_prompt(request) or len(request.prompt_token_ids) < self._least_tokens:
             return 0, False
         tokens = self._prefills.matched(
             request.request_id,
@@ -190,6 +191,20 @@ def _is_plain_prompt(request: Any) -> bool:
         and request.pooling_params is None
         and not getattr(request, "skip_reading_prefix_cache", False)
     )
+
+
+def _least_tokens(model: Any) -> int:
+    """Shorter prompts have other K and V here than there.
+
+    Of a model with longrope, Meshfill takes the long factors for prompts beyond the original context, as transformers
+    does; vLLM takes them for all prompts, if max_model_len is beyond it.
+    """
+    config = getattr(model, "hf_text_config", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return 0
+    original = getattr(config, "original_max_position_embeddings", None) or rope["original_max_position_embeddings"]
+    return original + 1 if model.max_model_len > original else 0
 
 
 def _check_model(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -84,7 +84,10 @@ class BenchPrefixCommand : public Command {
       BlockHasher hasher(block_tokens_, "");
       hasher.Append(prompt);
       options.block_names = std::make_shared<const KvBlockNames>(
-          KvBlockNames{.tenant = "", .block_tokens = block_tokens_, .hashes = hasher.hashes()});
+          KvBlockNames{.tenant = "",
+                       .block_tokens = block_tokens_,
+                       .hashes = hasher.hashes(),
+                       .long_rope = engine.model().HasLongRope(std::ssize(prompt))});
     }
     ASSIGN_OR_RETURN(const PrefillResult result, RunPrefill(engine, {prompt, options}));
     seconds.push_back(result.prefill_seconds);

@@ -42,6 +42,8 @@ class MakeModelCommand : public Command {
     AddCount(*app_, "--head-dim", options_.head_dim, "Width of a head (default: hidden / heads)");
     AddCount(*app_, "--vocab", options_.vocab, "Token ids");
     AddCount(*app_, "--context", options_.context_tokens, "Longest prompt, in tokens");
+    AddCount(*app_, "--original-context", options_.original_context_tokens,
+             "Longest prompt of longrope's short factors, of phi3 alone (default: no longrope)");
     AddCount(*app_, "--sliding-window", options_.sliding_window,
              "Keys that a query sees, of mistral (default: all), gemma3 (1024) and gpt_oss (128) alone");
     AddCount(*app_, "--experts", options_.experts, "Experts, of an architecture that has them (default: 8)");

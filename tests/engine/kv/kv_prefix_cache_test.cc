@@ -21,10 +21,10 @@ namespace {
 const KvShape kShape = {.layers = 1, .kv_heads = 1, .head_dim = 2, .dtype = DType::kF32};
 
 KvBlockNames NamesOf(const std::vector<uint32_t>& tokens, int block_tokens, const std::string& tenant,
-                     const std::string& salt) {
+                     const std::string& salt, bool long_rope = false) {
   BlockHasher hasher(block_tokens, salt);
   hasher.Append(tokens);
-  return {.tenant = tenant, .block_tokens = block_tokens, .hashes = hasher.hashes()};
+  return {.tenant = tenant, .block_tokens = block_tokens, .hashes = hasher.hashes(), .long_rope = long_rope};
 }
 
 // What a run behind `before` would leave.
@@ -52,6 +52,7 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
   struct Prompt {
     std::vector<uint32_t> tokens;
     std::string tenant, salt;
+    bool long_rope;
   };
   for (int round = 0; round < 30; ++round) {
     const int block_tokens = Draw<int>(random, 1, 5);
@@ -61,7 +62,8 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
     for (int step = 0; step < 60; ++step) {
       Prompt prompt = {.tokens = {},
                        .tenant = Draw<int>(random, 0, 2) == 0 ? "a" : "b",
-                       .salt = Draw<int>(random, 0, 2) == 0 ? "" : "salt"};
+                       .salt = Draw<int>(random, 0, 2) == 0 ? "" : "salt",
+                       .long_rope = Draw<int>(random, 0, 2) == 0};
       if (!entered.empty() && Draw<int>(random, 0, 3) > 0) {  // as one before it, for a while
         const Prompt& other = entered[Draw<size_t>(random, 0, entered.size() - 1)];
         prompt.tokens.assign(
@@ -70,10 +72,12 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
       }
       for (int more = Draw<int>(random, 1, 12); more > 0; --more)
         prompt.tokens.push_back(Draw<uint32_t>(random, 0, 2));
-      const KvBlockNames names = NamesOf(prompt.tokens, block_tokens, prompt.tenant, prompt.salt);
+      const KvBlockNames names =
+          NamesOf(prompt.tokens, block_tokens, prompt.tenant, prompt.salt, prompt.long_rope);
       int64_t expected = 0;
       for (const Prompt& other : entered) {
-        if (other.tenant != prompt.tenant || other.salt != prompt.salt) continue;
+        if (other.tenant != prompt.tenant || other.salt != prompt.salt || other.long_rope != prompt.long_rope)
+          continue;
         expected =
             std::max(expected, TokensInCommon(other.tokens, prompt.tokens) / block_tokens * block_tokens);
       }

@@ -67,6 +67,7 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     options.family = family;
     options.tied_embeddings = true;
     if (described->has_window) options.sliding_window = 77;
+    if (described->long_rope) options.original_context_tokens = 100;
     if (described->has_experts) {
       options.experts = 5;
       options.experts_used = 3;
@@ -87,6 +88,7 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     EXPECT_EQ(config.shape.head_dim, 8);
     EXPECT_EQ(config.shape.vocab, 50);
     EXPECT_EQ(config.shape.context_tokens, options.context_tokens);
+    EXPECT_EQ(config.shape.long_rope_after, options.original_context_tokens);
     EXPECT_EQ(config.layers[0].window, options.sliding_window);
     EXPECT_EQ(config.shape.experts.count, options.experts);
     EXPECT_EQ(config.shape.experts.used, options.experts_used);

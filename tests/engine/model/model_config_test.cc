@@ -420,6 +420,43 @@ TEST(ModelConfigTest, ReadsPhi3AndPhi4) {
   EXPECT_FALSE(ParseGood(Llama()).fused_projections);
 }
 
+// Of heads of 16 dimensions.
+json LongRope() {
+  return {{"type", "longrope"},
+          {"short_factor", {1, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07}},
+          {"long_factor", {1.5, 2, 3, 4, 5, 6, 7, 8.25}}};
+}
+json Phi3With(const json& rope, const json& original = 256) {
+  return With(Phi3(), {{"rope_scaling", rope}, {"original_max_position_embeddings", original}});
+}
+
+TEST(ModelConfigTest, ReadsLongRope) {
+  const ModelConfig config = ParseGood(Phi3With(LongRope()));
+  EXPECT_EQ(config.rope.scaling, RopeScaling::kLongRope);
+  EXPECT_THAT(config.rope.short_factors, ElementsAre(1, 1.01f, 1.02f, 1.03f, 1.04f, 1.05f, 1.06f, 1.07f));
+  EXPECT_THAT(config.rope.long_factors, ElementsAre(1.5f, 2, 3, 4, 5, 6, 7, 8.25f));
+  EXPECT_NEAR(config.rope.attention_factor, std::sqrt(1 + std::log(1024.0 / 256) / std::log(256.0)), 1e-12);
+  EXPECT_EQ(config.shape.context_tokens, 1024);
+  EXPECT_EQ(config.shape.long_rope_after, 256);
+  EXPECT_FALSE(config.shape.HasLongRope(256));
+  EXPECT_TRUE(config.shape.HasLongRope(257));
+
+  const json stated = With(LongRope(), {{"factor", 16.0}, {"original_max_position_embeddings", 256}});
+  EXPECT_NEAR(ParseGood(Phi3With(stated)).rope.attention_factor,
+              std::sqrt(1 + std::log(16.0) / std::log(256.0)), 1e-12);
+  EXPECT_EQ(ParseGood(Phi3With(With(stated, {{"attention_factor", 1.5}}))).rope.attention_factor, 1.5);
+  EXPECT_EQ(ParseGood(Phi3With(LongRope(), 1024)).rope.attention_factor, 1);  // nothing is stretched
+  EXPECT_EQ(ParseGood(Phi3With(With(LongRope(), {{"type", "su"}}))).shape.long_rope_after, 256);
+  const json partial = {{"rope_type", "longrope"}, {"short_factor", {1, 1}}, {"long_factor", {2, 3}}};
+  EXPECT_EQ(ParseGood(With(Phi3With(partial), {{"partial_rotary_factor", 0.25}})).shape.rope_dim, 4);
+
+  EXPECT_EQ(
+      ParseGood(Rope(With(LongRope(), {{"original_max_position_embeddings", 64}}))).shape.long_rope_after,
+      64);
+  EXPECT_EQ(ParseGood(Phi3()).shape.long_rope_after, 0);
+  EXPECT_FALSE(ParseGood(Phi3()).shape.HasLongRope(1024));
+}
+
 std::vector<bool> LocalRopes(const ModelConfig& config) {
   std::vector<bool> local;
   for (const LayerForm& layer : config.layers) local.push_back(layer.rope == LayerRope::kLocal);
@@ -587,12 +624,57 @@ std::vector<BadConfig> BadConfigs() {
   const json windowed = With(Qwen2(), {{"use_sliding_window", true}, {"sliding_window", 8}});
   return {
       {"unknown key", With(Llama(), {{"num_experts", 8}}), {"\"num_experts\"", "8"}},
-      {"Phi-3 with longrope",
-       With(Phi3(), {{"rope_scaling", {{"type", "longrope"}, {"short_factor", {1}}, {"long_factor", {2}}}}}),
-       {"\"rope_scaling\"", "longrope", "default"}},
+      {"longrope with too few factors",
+       Phi3With(With(LongRope(), {{"long_factor", {1.5, 2}}})),
+       {"\"rope_scaling.long_factor\"", "8 numbers", "16 dimensions"}},
+      {"longrope with too many factors",
+       Phi3With(With(LongRope(), {{"short_factor", std::vector<double>(9, 1.0)}})),
+       {"\"rope_scaling.short_factor\"", "8 numbers"}},
+      {"longrope with factors for the dimensions that are not rotated",
+       With(Phi3With(LongRope()), {{"partial_rotary_factor", 0.5}}),
+       {"\"rope_scaling.short_factor\"", "4 numbers", "8 dimensions"}},
+      {"longrope with a factor of 0",
+       Phi3With(With(LongRope(), {{"short_factor", {1, 1, 0, 1, 1, 1, 1, 1}}})),
+       {"\"rope_scaling.short_factor\"", "number 2 is 0", "0.001"}},
+      {"longrope with a negative factor",
+       Phi3With(With(LongRope(), {{"long_factor", {1, 1, 1, 1, 1, 1, 1, -2}}})),
+       {"\"rope_scaling.long_factor\"", "number 7 is -2"}},
+      {"longrope with a factor that is no number",
+       Phi3With(With(LongRope(), {{"long_factor", {1, 1, 1, 1, 1, 1, 1, "2"}}})),
+       {"\"rope_scaling.long_factor\"", "8 numbers"}},
+      {"longrope with one factor for all",
+       Phi3With(With(LongRope(), {{"short_factor", 1.5}})),
+       {"\"rope_scaling.short_factor\"", "1.5", "8 numbers"}},
+      {"longrope without long factors",
+       Phi3With(Without(LongRope(), "long_factor")),
+       {"\"rope_scaling.long_factor\"", "missing"}},
+      {"Phi-3 with longrope, without its original context",
+       With(Phi3(), {{"rope_scaling", LongRope()}}),
+       {"\"original_max_position_embeddings\"", "missing", "longrope"}},
+      {"Phi-3 with an original context where transformers does not read it",
+       With(Phi3(), {{"rope_scaling", With(LongRope(), {{"original_max_position_embeddings", 256}})}}),
+       {"\"original_max_position_embeddings\"", "missing"}},
+      {"longrope without its original context",
+       Rope(LongRope()),
+       {"\"rope_scaling.original_max_position_embeddings\"", "missing"}},
+      {"longrope with two original contexts",
+       Phi3With(With(LongRope(), {{"original_max_position_embeddings", 128}})),
+       {"\"rope_scaling.original_max_position_embeddings\"", "another"}},
+      {"longrope with an original context of one token",
+       Phi3With(LongRope(), 1),
+       {"\"original_max_position_embeddings\"", "2"}},
+      {"longrope with mscales",
+       Phi3With(With(LongRope(), {{"short_mscale", 1.2}})),
+       {"\"rope_scaling.short_mscale\""}},
+      {"Gemma 3 with longrope",
+       With(Gemma3(), {{"rope_scaling", With(LongRope(), {{"original_max_position_embeddings", 64}})}}),
+       {"\"rope_scaling\"", "longrope", "all"}},
       {"Phi-3 with yarn, which is longrope there",
        With(Phi3(), {{"rope_parameters", {{"rope_type", "yarn"}, {"factor", 4.0}}}}),
        {"\"rope_parameters\"", "yarn"}},
+      {"Phi-3 with linear RoPE",
+       With(Phi3(), {{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}}),
+       {"\"rope_scaling\"", "linear", "longrope"}},
       {"Phi-3 with a bias", With(Phi3(), {{"lm_head_bias", true}}), {"\"lm_head_bias\"", "true"}},
       {"quantised otherwise",
        With(Llama(), {{"quantization_config", {{"quant_method", "gptq"}, {"bits", 4}}}}),
@@ -764,7 +846,7 @@ std::vector<BadConfig> BadConfigs() {
        With(Mistral(), {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}}),
        {"\"layer_types\""}},
       {"layer_types no array", With(Qwen2(), {{"layer_types", "full_attention"}}), {"\"layer_types\""}},
-      {"rope of another kind", Rope({{"rope_type", "longrope"}}), {"\"rope_scaling.rope_type\"", "longrope"}},
+      {"rope of another kind", Rope({{"rope_type", "ntk"}}), {"\"rope_scaling.rope_type\"", "ntk", "longrope"}},
       {"dynamic rope, old key",
        Rope({{"type", "dynamic"}, {"factor", 2.0}}),
        {"\"rope_scaling.type\"", "dynamic"}},

@@ -39,17 +39,19 @@ TEST(RopeTest, AgreesWithTransformers) {
     const std::vector<float> cos = Read<float>(**file, "cos");
     const std::vector<float> sin = Read<float>(**file, "sin");
     const std::vector<int64_t> positions = Read<int64_t>(**file, "positions");
+    const int64_t prompt_tokens = positions.back() + 1;
 
     const int head_dim = config->shape.head_dim;
     const size_t half = static_cast<size_t>(head_dim) / 2;
-    const std::vector<float> ours = RopeInverseFrequencies(config->rope, head_dim);
+    const std::vector<float> ours = RopeInverseFrequencies(config->rope, head_dim, prompt_tokens);
     ASSERT_EQ(ours.size(), inv_freq.size());
     ASSERT_EQ(ours.size(), half);
     for (size_t i = 0; i < half; ++i) EXPECT_FLOAT_EQ(ours[i], inv_freq[i]) << "frequency " << i;
 
     for (size_t p = 0; p < positions.size(); ++p) {
       std::vector<float> our_cos(half), our_sin(half);
-      FillRopeTables(config->rope, head_dim, 0, {.base = positions[p]}, 1, our_cos.data(), our_sin.data());
+      FillRopeTables(config->rope, head_dim, prompt_tokens, 0, {.base = positions[p]}, 1, our_cos.data(),
+                     our_sin.data());
       for (size_t i = 0; i < half; ++i) {
         // Frequencies may differ in the last place, and a position multiplies that.
         const double tolerance =
@@ -62,14 +64,44 @@ TEST(RopeTest, AgreesWithTransformers) {
     }
     ++cases;
   }
-  EXPECT_GE(cases, 6);
+  EXPECT_GE(cases, 8);
+}
+
+// Up to the original context a prompt has longrope's short factors, and beyond it the long ones: all of its
+// positions, whichever a chunk has.
+TEST(RopeTest, LongRopeGoesByThePromptsLength) {
+  std::mt19937_64 random(TestSeed());
+  for (int round = 0; round < 20; ++round) {
+    const int half = Draw(random, 1, 8);
+    RopeConfig rope = {.theta = static_cast<double>(Draw(random, 100, 1000000)),
+                       .scaling = RopeScaling::kLongRope};
+    rope.original_context_tokens = Draw(random, 2, 100);
+    for (int i = 0; i < half; ++i) {
+      rope.short_factors.push_back(static_cast<float>(Draw(random, 50, 200)) / 100);
+      rope.long_factors.push_back(static_cast<float>(Draw(random, 250, 6000)) / 100);
+    }
+    const auto original = static_cast<int64_t>(rope.original_context_tokens);
+    const std::vector<float> plain = RopeInverseFrequencies({.theta = rope.theta}, 2 * half, 1);
+    for (const int64_t prompt :
+         {int64_t{1}, original, original + 1, Draw(random, original + 1, 10 * original)}) {
+      const std::vector<float>& factors = prompt > original ? rope.long_factors : rope.short_factors;
+      const std::vector<float> frequencies = RopeInverseFrequencies(rope, 2 * half, prompt);
+      std::vector<float> cos(half), sin(half);
+      FillRopeTables(rope, 2 * half, prompt, 0, {.base = 1}, 1, cos.data(), sin.data());
+      for (int i = 0; i < half; ++i) {
+        EXPECT_NEAR(frequencies[i] * factors[i] / plain[i], 1, 1e-6) << prompt << " of " << original;
+        EXPECT_NEAR(cos[i], std::cos(frequencies[i]), 1e-6);
+      }
+    }
+  }
 }
 
 TEST(RopeTest, PositionsCountFromTheFirst) {
   const int64_t tokens = 40;
   std::vector<float> after(2 * tokens * 4, NAN), whole(2 * (tokens + 1000) * 4, NAN);
-  FillRopeTables({}, 8, 1000, {}, tokens, after.data(), after.data() + tokens * 4);
-  FillRopeTables({}, 8, 0, {}, tokens + 1000, whole.data(), whole.data() + (tokens + 1000) * 4);
+  FillRopeTables({}, 8, tokens + 1000, 1000, {}, tokens, after.data(), after.data() + tokens * 4);
+  FillRopeTables({}, 8, tokens + 1000, 0, {}, tokens + 1000, whole.data(),
+                 whole.data() + (tokens + 1000) * 4);
   for (int64_t i = 0; i < tokens * 4; ++i) {
     EXPECT_EQ(after[i], whole[1000 * 4 + i]);
     EXPECT_EQ(after[tokens * 4 + i], whole[(tokens + 1000) * 4 + 1000 * 4 + i]);
@@ -82,7 +114,7 @@ TEST(RopeTest, ThreadsFillTheSameTables) {
   std::vector<float> tables[2];
   for (int i = 0; i < 2; ++i) {
     tables[i].assign(2 * tokens * 4, NAN);
-    FillRopeTables({}, 8, 0, positions, tokens, tables[i].data(), tables[i].data() + tokens * 4,
+    FillRopeTables({}, 8, tokens, 0, positions, tokens, tables[i].data(), tables[i].data() + tokens * 4,
                    i == 0 ? 1 : 3);
   }
   EXPECT_EQ(tables[0], tables[1]);
@@ -102,7 +134,7 @@ TEST(RopeTest, TablesFollowTheLayout) {
     rope.attention_factor = Draw(random, 1, 3) / 2.0;
     const size_t half = static_cast<size_t>(head_dim) / 2;
     std::vector<float> cos(tokens * half, NAN), sin(tokens * half, NAN);
-    FillRopeTables(rope, head_dim, 0, positions, tokens, cos.data(), sin.data());
+    FillRopeTables(rope, head_dim, tokens, 0, positions, tokens, cos.data(), sin.data());
     for (int64_t slot = 0; slot < tokens; ++slot) {
       for (size_t i = 0; i < half; ++i) {
         const double angle =

@@ -45,10 +45,10 @@ class RunRankTest : public testing::Test {
 
   // The prompt's last tokens, as many as the plan has.
   absl::StatusOr<RankOutput> Run(const Plan& plan, WatchedStream& stream, const KvSlabs* prefix = nullptr,
-                                 KvSink* kv = nullptr, bool wants_logits = true) {
+                                 KvSink* kv = nullptr, int64_t tokens_ahead = 0) {
     Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
-    const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, wants_logits, nullptr);
+    const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, /*with_head=*/tokens_ahead == 0, nullptr);
     return RunRank({.plan = plan,
                     .model = *model_,
                     .weights = *weights,
@@ -61,7 +61,7 @@ class RunRankTest : public testing::Test {
                     .on_layer_done = [](int) {},
                     .kv = kv,
                     .prefix = prefix,
-                    .wants_logits = wants_logits});
+                    .tokens_ahead = tokens_ahead});
   }
 
   // What the plan states and the run did not have. RoPE tables are in the rank's own memory, where a device
@@ -126,7 +126,7 @@ TEST_F(RunRankTest, ContinuesBehindAPrefix) {
   }
   WatchedStream stream(DType::kF32);
   const KvSlabs prefix = FirstTokens(kept, 128);
-  EXPECT_TRUE(Run(behind(128), stream, &prefix, nullptr, /*wants_logits=*/false)->logits.empty());
+  EXPECT_TRUE(Run(behind(128), stream, &prefix, nullptr, /*tokens_ahead=*/1)->logits.empty());
   EXPECT_TRUE(absl::IsInternal(Run(behind(64), stream, &prefix).status()));  // other tokens
   EXPECT_TRUE(absl::IsInternal(Run(behind(64), stream).status()));
   const KvSlabs odd = FirstTokens(kept, 100);

@@ -871,7 +871,7 @@ void PoolSimulation::FinishRank(int index, uint64_t run, int seat) {
     output.stats.blocks = static_cast<int64_t>(part.number);
     for (const LinkProbe& probe : host->probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
     output.probe_seconds = kProbeSeconds * static_cast<double>(host->probes.size());
-    if (!part.more_pieces && part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
+    if (part.tokens_ahead == 0 && part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
       uint64_t sum = 0;
       for (const Mesh::Member& member : mesh->members) sum += member.digest;
       output.logits = {static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
@@ -996,6 +996,9 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   told.computed_by.resize(prepare.plan().cached_tokens() + prepare.plan().tokens(), prepare.run());
   const bool is_last = told.computed_by.size() == told.tokens.size();
   if (prepare.more_pieces() == is_last) Fail("a piece that does not know whether more come");
+  if (told.computed_by.size() + prepare.tokens_ahead() != told.tokens.size()) {
+    Fail("a run that takes its prompt for another length");
+  }
   if (prepare.more_pieces() && !prepare.keep_kv().cache()) Fail("a piece that no other can follow");
   if (prepare.more_pieces() && !prepare.keep_kv().lease().empty()) Fail("a lease of a piece");
   if (last != 0 && begun && !goes_on) ++census_.pieces_again;
