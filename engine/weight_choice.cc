@@ -73,18 +73,13 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   // Of a worker's share nothing is known before the pool is: the leader counts it.
   const PlanWeights sharded{.mode = WeightMode::kSharded,
                             .loaded_bytes = bytes.layers + bytes.head,
-                            .run_bytes = kPartsAhead * bytes.most_layer,
+                            .run_bytes = kPartsAhead * bytes.most_layer + widened,
                             .layer_bytes = bytes.most_layer,
                             .head_bytes = bytes.head};
   if (options.weights == WeightMode::kSharded && !options.of_worker) {
     return absl::InvalidArgumentError(
         "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
         "copy of the weights together: set resident, streamed or auto");
-  }
-  if (options.weights == WeightMode::kSharded && (shape.fp8.rows != 0 || shape.fp4_experts)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "model.weights is sharded, and the model's weights are in ", shape.fp4_experts ? "MXFP4" : "FP8",
-        ", which workers do not share yet: set resident, streamed or auto"));
   }
   const int64_t free = FreeMemoryBytes();
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };

@@ -49,7 +49,15 @@ class PackedWeight {
   int64_t in_features_;
 };
 
-// A packed weight as bytes: panels of rows, one after the other, each as it is packed by itself.
+// What a weight's elements are before they are packed, as far as its bytes depend on it.
+struct ElementKind {
+  DType dtype = DType::kF32;  // FP8 and MXFP4 stay so; all others are converted to the compute dtype
+  int64_t scale_columns = 1;  // of FP8 and MXFP4: input features that share a scale
+  bool operator==(const ElementKind&) const = default;
+};
+
+// A packed weight as bytes: panels of rows, one after the other, each as it is packed by itself, with its
+// scales.
 struct PackedForm {
   int64_t bytes = 0;
   int64_t panel_rows = 0;   // of each panel but the last
@@ -125,7 +133,8 @@ class Device {
 
   // Weights in parts, for those that several devices of one kind have together. UNIMPLEMENTED: this one's
   // weights cannot be divided.
-  virtual absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features) {
+  virtual absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
+                                            const ElementKind& kind) {
     return CannotDivide();
   }
   // Panels [first, first + panels) of what PackWeight makes of the rows, without biases.
@@ -135,7 +144,8 @@ class Device {
   }
   // The weight of all those bytes, which stay where they are. `bias`: [out_features], or empty.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
-                                                                 BufferRef packed, std::vector<float> bias) {
+                                                                 const ElementKind& kind, BufferRef packed,
+                                                                 std::vector<float> bias) {
     return CannotDivide();
   }
 

@@ -486,16 +486,33 @@ absl::StatusOr<std::vector<float>> StackedBias(std::span<const Linear> linears,
 
 // A matrix of so many features behind what the image has.
 absl::Status AddMatrix(Device& device, LayerPart part, int copy, int64_t out_features, int64_t in_features,
-                       WeightImage& image) {
-  ASSIGN_OR_RETURN(const PackedForm form, device.FormOf(out_features, in_features));
-  image.Add(
-      {.part = part, .copy = copy, .out_features = out_features, .in_features = in_features, .form = form});
+                       const ElementKind& kind, WeightImage& image) {
+  ASSIGN_OR_RETURN(const PackedForm form, device.FormOf(out_features, in_features, kind));
+  image.Add({.part = part,
+             .copy = copy,
+             .out_features = out_features,
+             .in_features = in_features,
+             .kind = kind,
+             .form = form});
   return absl::OkStatus();
+}
+
+ElementKind KindOf(const Weight& matrix, const Fp8Blocks& blocks) {
+  switch (matrix.dtype) {
+    case DType::kF8E4M3:
+      return {.dtype = matrix.dtype,
+              .scale_columns = std::min(blocks.columns, matrix.entry->tensor.shape[1])};
+    case DType::kF4E2M1:
+      return {.dtype = matrix.dtype, .scale_columns = kMxBlock};
+    default:
+      return {};
+  }
 }
 
 // Bytes [begin, end) of the image, whose matrices are stacked from `linears_of`.
 absl::StatusOr<BufferRef> PackBytes(
-    Device& device, const WeightImage& image, int64_t begin, int64_t end, const BeforeRead& before_read,
+    Device& device, const WeightImage& image, int64_t begin, int64_t end, const Fp8Blocks& blocks,
+    const BeforeRead& before_read,
     const std::function<std::span<const Linear>(const WeightImage::Matrix&)>& linears_of) {
   ASSIGN_OR_RETURN(BufferRef bytes, device.Allocate(static_cast<size_t>(end - begin)));
   for (const WeightImage::Matrix& matrix : image.matrices) {
@@ -505,7 +522,7 @@ absl::StatusOr<BufferRef> PackBytes(
     const int64_t first = from / matrix.form.panel_bytes;
     const int64_t panels = (until + matrix.form.panel_bytes - 1) / matrix.form.panel_bytes - first;
     ASSIGN_OR_RETURN(const std::unique_ptr<StackedRows> stacked,
-                     StackedRows::Of(linears_of(matrix), {}, before_read));
+                     StackedRows::Of(linears_of(matrix), blocks, before_read));
     ASSIGN_OR_RETURN(const BufferRef packed,
                      device.PackPanels(stacked->rows(), matrix.in_features, first, panels));
     std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin, packed->data(), packed->size_bytes());
@@ -643,17 +660,10 @@ absl::StatusOr<WeightImage> ModelTensors::LayerImage(Device& device, int layer) 
   WeightImage image;
   for (const auto& [part, copies] : layers_[layer]) {
     if (copies[0][0].matrix.entry->tensor.shape.size() != 2) continue;  // a vector
-    const DType dtype = copies[0][0].matrix.dtype;
-    if (dtype == DType::kF8E4M3 || dtype == DType::kF4E2M1) {
-      return absl::InvalidArgumentError(absl::StrCat(path(),
-                                                     ": model.weights is sharded, and weights are in ",
-                                                     dtype == DType::kF8E4M3 ? "FP8" : "MXFP4",
-                                                     ", which workers do not share yet; set "
-                                                     "resident or streamed"));
-    }
     for (size_t copy = 0; copy < copies.size(); ++copy) {
       RETURN_IF_ERROR(AddMatrix(device, part, static_cast<int>(copy), StackedOutFeatures(copies[copy]),
-                                WidthOf(copies[copy]), image));
+                                WidthOf(copies[copy]), KindOf(copies[copy][0].matrix, config_.fp8.blocks),
+                                image));
     }
   }
   return image;
@@ -661,16 +671,17 @@ absl::StatusOr<WeightImage> ModelTensors::LayerImage(Device& device, int layer) 
 
 absl::StatusOr<WeightImage> ModelTensors::HeadImage(Device& device, int64_t rows) const {
   WeightImage image;
-  RETURN_IF_ERROR(AddMatrix(device, LayerPart{}, 0, rows, config_.shape.hidden, image));
+  RETURN_IF_ERROR(AddMatrix(device, LayerPart{}, 0, rows, config_.shape.hidden, {}, image));
   return image;
 }
 
 absl::StatusOr<BufferRef> ModelTensors::PackLayerBytes(Device& device, int layer, const WeightImage& image,
                                                        int64_t begin, int64_t end,
                                                        const BeforeRead& before_read) const {
-  return PackBytes(device, image, begin, end, before_read, [&](const WeightImage::Matrix& matrix) {
-    return std::span<const Linear>(layers_[layer].at(matrix.part)[matrix.copy]);
-  });
+  return PackBytes(device, image, begin, end, config_.fp8.blocks, before_read,
+                   [&](const WeightImage::Matrix& matrix) {
+                     return std::span<const Linear>(layers_[layer].at(matrix.part)[matrix.copy]);
+                   });
 }
 
 absl::StatusOr<BufferRef> ModelTensors::PackHeadBytes(Device& device, int64_t first, const WeightImage& image,
@@ -678,7 +689,7 @@ absl::StatusOr<BufferRef> ModelTensors::PackHeadBytes(Device& device, int64_t fi
                                                       const BeforeRead& before_read) const {
   const SafetensorsFolder::Entry part = HeadRows(first, image.matrices.front().out_features);
   const Linear head[] = {{{&part, lm_head_.dtype}, {}, {}}};
-  return PackBytes(device, image, begin, end, before_read,
+  return PackBytes(device, image, begin, end, {}, before_read,
                    [&](const WeightImage::Matrix&) { return std::span<const Linear>(head); });
 }
 
@@ -698,7 +709,7 @@ absl::StatusOr<LayerWeights> ModelTensors::LayerOf(Device& device, int layer, co
     const WeightImage::Matrix& matrix = *next++;
     ASSIGN_OR_RETURN(std::vector<float> bias, StackedBias(linears, before_read));
     return device.WeightOf(
-        matrix.out_features, matrix.in_features,
+        matrix.out_features, matrix.in_features, matrix.kind,
         PartOf(bytes, static_cast<size_t>(matrix.begin), static_cast<size_t>(matrix.form.bytes)),
         std::move(bias));
   };

@@ -33,6 +33,7 @@ struct WeightImage {
     int copy = 0;    // the expert's
     int64_t out_features = 0;
     int64_t in_features = 0;
+    ElementKind kind = {};
     PackedForm form;
     int64_t begin = 0;  // byte of the image
   };
@@ -81,7 +82,8 @@ class ModelTensors {
                                                          const BeforeRead& before_read) const;
   absl::StatusOr<PlacedVector> PlaceFinalNorm(Device& device) const;
 
-  // The same in bytes, for weights that processes share . `before_read` is not null.
+  // The same in bytes, for weights that processes share. Those in FP8 and MXFP4 stay so. `before_read` is not
+  // null.
   absl::StatusOr<WeightImage> LayerImage(Device& device, int layer) const;
   absl::StatusOr<WeightImage> HeadImage(Device& device, int64_t rows) const;
   // Bytes [begin, end) of the image, both where panels begin.

@@ -142,7 +142,8 @@ class ShardedWeights::Maker final : public PartMaker {
                        weights_.tensors_.LayerOf(weights_.device_, part, image, whole, before_read));
     } else {
       const WeightImage::Matrix& head = image.matrices.front();
-      ASSIGN_OR_RETURN(made->head, weights_.device_.WeightOf(head.out_features, head.in_features, whole, {}));
+      ASSIGN_OR_RETURN(made->head,
+                       weights_.device_.WeightOf(head.out_features, head.in_features, head.kind, whole, {}));
     }
     return made;
   }

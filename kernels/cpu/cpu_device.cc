@@ -48,16 +48,26 @@ class CpuDevice final : public Device {
     return PackMatrix(rows, in_features, dtype_, Packers());
   }
 
-  absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features) override {
+  absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
+                                    const ElementKind& kind) override {
+    if (NarrowMatrix::Holds(kind.dtype)) return NarrowMatrix::FormOf(in_features, out_features, kind);
     return PackedFormOf(in_features, out_features, dtype_);
   }
   absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
                                        int64_t panels) override {
     const MutexLock lock(packing_mu_);
+    if (NarrowMatrix::Holds(rows.front().dtype)) {
+      return NarrowMatrix::PackTiles(rows, in_features, first, panels, Packers());
+    }
     return PackMatrixPanels(rows, in_features, dtype_, first, panels, Packers());
   }
   absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
-                                                         BufferRef packed, std::vector<float> bias) override {
+                                                         const ElementKind& kind, BufferRef packed,
+                                                         std::vector<float> bias) override {
+    if (NarrowMatrix::Holds(kind.dtype)) {
+      return NarrowMatrix::OfTiles(in_features, out_features, kind, dtype_, std::move(packed),
+                                   std::move(bias));
+    }
     return MatrixOfPanels(in_features, out_features, dtype_, std::move(packed), std::move(bias));
   }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/return_if_error.h"
 
@@ -184,29 +185,43 @@ bool InSteps(std::span<const int64_t> places, int64_t first, int64_t step) {
 
 }  // namespace
 
+NarrowMatrix::TileForm::TileForm(int64_t in_features, const ElementKind& kind)
+    : dtype(kind.dtype),
+      block(std::min(kind.scale_columns, in_features)),
+      blocks((in_features + block - 1) / block),
+      element_bytes(ElementsBytes(dtype, kTileColumns * in_features)),
+      bytes(element_bytes + kTileColumns * blocks * (fp4() ? 1 : static_cast<int64_t>(sizeof(float)))) {}
+
+ElementKind NarrowMatrix::KindOf(const WeightRows& rows) {
+  return {.dtype = rows.dtype, .scale_columns = rows.dtype == DType::kF4E2M1 ? kMxBlock : rows.scale_columns};
+}
+
+PackedForm NarrowMatrix::FormOf(int64_t in_features, int64_t out_features, const ElementKind& kind) {
+  const int64_t tiles = (out_features + kTileColumns - 1) / kTileColumns;
+  const int64_t tile_bytes = TileForm(in_features, kind).bytes;
+  return {.bytes = tiles * tile_bytes, .panel_rows = kTileColumns, .panel_bytes = tile_bytes};
+}
+
 absl::StatusOr<std::unique_ptr<NarrowMatrix>> NarrowMatrix::Pack(std::span<const WeightRows> rows,
                                                                  int64_t in_features, DType compute_dtype,
                                                                  ThreadPool& pool) {
-  int64_t out_features = 0;
-  for (const WeightRows& source : rows) out_features += source.rows;
-  std::unique_ptr<NarrowMatrix> packed(
-      new NarrowMatrix(out_features, in_features, StackBias(rows), rows.front().dtype, compute_dtype));
-  const int64_t tiles = (out_features + kTileColumns - 1) / kTileColumns;
-  packed->block_ = packed->fp4() ? kMxBlock : std::min(rows.front().scale_columns, in_features);
-  packed->blocks_ = (in_features + packed->block_ - 1) / packed->block_;
-  const int64_t scales = tiles * packed->blocks_ * kTileColumns;
-  if (packed->fp4()) {
-    packed->exponents_.assign(scales, 0);
-  } else {
-    packed->scales_.assign(scales, 0.0f);
-  }
-  const int64_t tile_bytes = ElementsBytes(packed->dtype_, kTileColumns * in_features);
-  ASSIGN_OR_RETURN(packed->elements_, AllocateHostMemory(tiles * tile_bytes));
-  std::vector<std::vector<uint8_t>> staging(pool.threads(), std::vector<uint8_t>(tile_bytes));
+  const int64_t out_features = RowsOf(rows);
+  const ElementKind kind = KindOf(rows.front());
+  const int64_t panels = FormOf(in_features, out_features, kind).panels();
+  ASSIGN_OR_RETURN(BufferRef tiles, PackTiles(rows, in_features, 0, panels, pool));
+  return OfTiles(in_features, out_features, kind, compute_dtype, std::move(tiles), StackBias(rows));
+}
+
+absl::StatusOr<BufferRef> NarrowMatrix::PackTiles(std::span<const WeightRows> rows, int64_t in_features,
+                                                  int64_t first, int64_t tiles, ThreadPool& pool) {
+  const TileForm form(in_features, KindOf(rows.front()));
+  ASSIGN_OR_RETURN(BufferRef packed, AllocateHostMemory(tiles * form.bytes));
+  std::vector<std::vector<uint8_t>> staging(pool.threads(), std::vector<uint8_t>(form.element_bytes));
   std::vector<absl::Status> statuses(pool.threads());
   pool.ParallelFor(tiles, [&](int64_t tile, int worker) {
     if (!statuses[worker].ok()) return;
-    statuses[worker] = packed->PackTile(rows, tile, staging[worker]);
+    statuses[worker] = PackTile(rows, in_features, form, first + tile, staging[worker],
+                                packed->data<uint8_t>() + tile * form.bytes);
   });
   for (const absl::Status& status : statuses) {
     RETURN_IF_ERROR(status);
@@ -214,36 +229,54 @@ absl::StatusOr<std::unique_ptr<NarrowMatrix>> NarrowMatrix::Pack(std::span<const
   return packed;
 }
 
-absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t tile,
-                                    std::vector<uint8_t>& staging) {
-  const int64_t begin = tile * kTileColumns, end = std::min(begin + kTileColumns, out_features());
-  const int64_t row_bytes = ElementsBytes(dtype_, in_features());
+absl::StatusOr<std::unique_ptr<NarrowMatrix>> NarrowMatrix::OfTiles(int64_t in_features, int64_t out_features,
+                                                                    const ElementKind& kind,
+                                                                    DType compute_dtype, BufferRef tiles,
+                                                                    std::vector<float> bias) {
+  const int64_t bytes = FormOf(in_features, out_features, kind).bytes;
+  if (static_cast<int64_t>(tiles->size_bytes()) != bytes) {
+    return absl::InternalError(absl::StrCat("a packed weight of ", tiles->size_bytes(), " bytes, where ",
+                                            out_features, " x ", in_features, " in ", DTypeName(kind.dtype),
+                                            " take ", bytes));
+  }
+  return std::unique_ptr<NarrowMatrix>(new NarrowMatrix(out_features, in_features,
+                                                        TileForm(in_features, kind), compute_dtype,
+                                                        std::move(tiles), std::move(bias)));
+}
+
+absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t in_features,
+                                    const TileForm& form, int64_t tile, std::vector<uint8_t>& staging,
+                                    uint8_t* to) {
+  const int64_t begin = tile * kTileColumns, end = begin + kTileColumns;
+  const int64_t row_bytes = ElementsBytes(form.dtype, in_features);
   std::fill(staging.begin(), staging.end(), uint8_t{0});
+  uint8_t* const exponents = to + form.element_bytes;
+  auto* const scales = reinterpret_cast<float*>(exponents);  // of FP8
+  std::fill(exponents, to + form.bytes, uint8_t{0});
   int64_t first = 0;  // row of the stack at which the source begins
   for (const WeightRows& source : rows) {
     const int64_t from = std::max(begin, first), until = std::min(end, first + source.rows);
-    uint8_t* const to = staging.data() + (from - begin) * row_bytes;
+    uint8_t* const staged = staging.data() + (from - begin) * row_bytes;
     if (from < until && source.data == nullptr) {
-      RETURN_IF_ERROR(source.source->Read(from - first, until - from, reinterpret_cast<std::byte*>(to)));
+      RETURN_IF_ERROR(source.source->Read(from - first, until - from, reinterpret_cast<std::byte*>(staged)));
     } else if (from < until) {
-      std::memcpy(to, static_cast<const uint8_t*>(source.data) + (from - first) * row_bytes,
+      std::memcpy(staged, static_cast<const uint8_t*>(source.data) + (from - first) * row_bytes,
                   (until - from) * row_bytes);
     }
     for (int64_t row = from; row < until; ++row) {
-      for (int64_t block = 0; block < blocks_; ++block) {
-        const int64_t at = (tile * blocks_ + block) * kTileColumns + row - begin;
-        if (fp4()) {
-          exponents_[at] = source.exponents[(row - first) * blocks_ + block];
+      for (int64_t block = 0; block < form.blocks; ++block) {
+        const int64_t at = block * kTileColumns + row - begin;
+        if (form.fp4()) {
+          exponents[at] = source.exponents[(row - first) * form.blocks + block];
         } else {
-          scales_[at] = source.ScaleOf(row - first, block * block_, in_features());
+          scales[at] = source.ScaleOf(row - first, block * form.block, in_features);
         }
       }
     }
     first += source.rows;
   }
-  uint8_t* to = elements_->data<uint8_t>() + tile * kTileColumns * row_bytes;
-  for (int64_t in = 0; in < in_features(); ++in) {
-    if (!fp4()) {
+  for (int64_t in = 0; in < in_features; ++in) {
+    if (!form.fp4()) {
       for (int64_t column = 0; column < kTileColumns; ++column) *to++ = staging[column * row_bytes + in];
       continue;
     }
@@ -263,18 +296,19 @@ NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideMatrix& to) {
 void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideMatrix& to) const {
   static constexpr uint8_t kZeros[kTileColumns] = {};
   const int64_t source = column / kTileColumns + tile, first = tile * kTileColumns;
-  const int64_t row_bytes = ElementsBytes(dtype_, kTileColumns), scales_of_tile = blocks_ * kTileColumns;
-  const uint8_t* const elements = elements_->data<uint8_t>() + source * in_features() * row_bytes;
+  const bool fp4 = form_.fp4();
+  const int64_t row_bytes = ElementsBytes(form_.dtype, kTileColumns);
+  const uint8_t* const elements = tiles_->data<uint8_t>() + source * form_.bytes;
+  const uint8_t* const exponents = elements + form_.element_bytes;
   std::vector<float> powers;
-  if (fp4()) {
-    powers.resize(scales_of_tile);
-    std::transform(&exponents_[source * scales_of_tile],
-                   &exponents_[source * scales_of_tile] + scales_of_tile, powers.begin(), E8M0ToFloat);
+  if (fp4) {
+    powers.resize(form_.blocks * kTileColumns);
+    std::transform(exponents, exponents + powers.size(), powers.begin(), E8M0ToFloat);
   }
-  const float* const scales = fp4() ? powers.data() : &scales_[source * scales_of_tile];
+  const float* const scales = fp4 ? powers.data() : reinterpret_cast<const float*>(exponents);
   const auto row = [&](int64_t in) { return in < in_features() ? elements + in * row_bytes : kZeros; };
   const auto row_scales = [&](int64_t in) {
-    return scales + std::min(in / block_, blocks_ - 1) * kTileColumns;
+    return scales + std::min(in / form_.block, form_.blocks - 1) * kTileColumns;
   };
   const bool bf16 = to.dtype == DType::kBf16, round = compute_dtype_ == DType::kBf16;
   const auto at = [&](int64_t in, int64_t out) { return places.in[in] + places.out[out]; };
@@ -284,18 +318,18 @@ void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places,
   for (int64_t in = 0; in < rows; ++in) {
     if (in_pairs && in + 1 < rows && places.in[in + 1] == places.in[in] + 1) {
       HWY_DYNAMIC_DISPATCH(ScalePairToBf16)
-      (row(in), row_scales(in), row(in + 1), row_scales(in + 1), fp4(),
+      (row(in), row_scales(in), row(in + 1), row_scales(in + 1), fp4,
        static_cast<uint16_t*>(to.elements) + at(in, first));
       ++in;
     } else if (contiguous && bf16) {
       HWY_DYNAMIC_DISPATCH(ScaleRowToBf16)
-      (row(in), row_scales(in), fp4(), static_cast<uint16_t*>(to.elements) + at(in, first));
+      (row(in), row_scales(in), fp4, static_cast<uint16_t*>(to.elements) + at(in, first));
     } else if (contiguous) {
       HWY_DYNAMIC_DISPATCH(ScaleRow)
-      (row(in), row_scales(in), fp4(), round, static_cast<float*>(to.elements) + at(in, first));
+      (row(in), row_scales(in), fp4, round, static_cast<float*>(to.elements) + at(in, first));
     } else {
       float scaled[kTileColumns];
-      HWY_DYNAMIC_DISPATCH(ScaleRow)(row(in), row_scales(in), fp4(), round, scaled);
+      HWY_DYNAMIC_DISPATCH(ScaleRow)(row(in), row_scales(in), fp4, round, scaled);
       for (int64_t i = 0; i < columns; ++i) {
         const int64_t place = at(in, first + i);
         if (bf16) {

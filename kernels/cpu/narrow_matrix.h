@@ -3,12 +3,14 @@
 // fastest.
 //
 // The elements are in tiles of 64 output features, each [in_features, 64], so that a vector of them is
-// contiguous whatever that layout; a tile's scales are [blocks of in_features, 64], one for each column. Of
-// MXFP4, a byte has the elements of columns j and j + 32, the first in its low half.
+// contiguous whatever that layout. Behind them are the tile's scales, [blocks of in_features, 64], one for
+// each column: in f32 of FP8, in E8M0 of MXFP4. Of MXFP4, a byte has the elements of columns j and j + 32,
+// the first in its low half. Tiles are the panels in which such a weight is divided.
 //
-//        out →  tile 0   tile 1   …   last (filled up with zeros)
-//     in  [       64   |   64    | … |          ]
+//        out →   tile 0   tile 1   …   last (filled up with zeros)
+//     in   [       64   |   64    | … |          ]
 //     ↓
+//     scales       64       64
 #ifndef MESHFILL_KERNELS_CPU_NARROW_MATRIX_H_
 #define MESHFILL_KERNELS_CPU_NARROW_MATRIX_H_
 
@@ -37,6 +39,15 @@ class NarrowMatrix final : public CpuWeight {
                                                             int64_t in_features, DType compute_dtype,
                                                             ThreadPool& pool);
 
+  // The same in parts (PackedForm of device.h): its tiles, those from `first` on alone, and a matrix of all.
+  static PackedForm FormOf(int64_t in_features, int64_t out_features, const ElementKind& kind);
+  static absl::StatusOr<BufferRef> PackTiles(std::span<const WeightRows> rows, int64_t in_features,
+                                             int64_t first, int64_t tiles, ThreadPool& pool);
+  // INTERNAL: as many bytes are not those of such a matrix.
+  static absl::StatusOr<std::unique_ptr<NarrowMatrix>> OfTiles(int64_t in_features, int64_t out_features,
+                                                               const ElementKind& kind, DType compute_dtype,
+                                                               BufferRef tiles, std::vector<float> bias);
+
   const WideMatrix* wide() const override { return nullptr; }
 
   // Where the elements of a wide matrix of some columns lie. Layouts in blocks keep the two apart: element
@@ -52,19 +63,31 @@ class NarrowMatrix final : public CpuWeight {
   void WidenTile(int64_t column, int64_t tile, const Places& places, const WideMatrix& to) const;
 
  private:
-  NarrowMatrix(int64_t out_features, int64_t in_features, std::vector<float> bias, DType dtype,
-               DType compute_dtype)
-      : CpuWeight(out_features, in_features, std::move(bias)), dtype_(dtype), compute_dtype_(compute_dtype) {}
-  bool fp4() const { return dtype_ == DType::kF4E2M1; }
-  absl::Status PackTile(std::span<const WeightRows> rows, int64_t tile, std::vector<uint8_t>& staging);
+  // How a tile's bytes lie.
+  struct TileForm {
+    TileForm(int64_t in_features, const ElementKind& kind);
+    DType dtype;
+    int64_t block;          // input features that share a scale
+    int64_t blocks;         // ⌈in_features / block⌉
+    int64_t element_bytes;  // of its elements, before its scales
+    int64_t bytes;          // of both
+    bool fp4() const { return dtype == DType::kF4E2M1; }
+  };
 
-  DType dtype_;
-  DType compute_dtype_;
-  int64_t block_ = 1;               // input features that share a scale
-  int64_t blocks_ = 0;              // ⌈in_features / block_⌉
-  BufferRef elements_;              // [tiles, in_features, kTileColumns]
-  std::vector<float> scales_;       // of FP8: [tiles, blocks_, kTileColumns]
-  std::vector<uint8_t> exponents_;  // of MXFP4, likewise
+  NarrowMatrix(int64_t out_features, int64_t in_features, const TileForm& form, DType compute_dtype,
+               BufferRef tiles, std::vector<float> bias)
+      : CpuWeight(out_features, in_features, std::move(bias)),
+        form_(form),
+        compute_dtype_(compute_dtype),
+        tiles_(std::move(tiles)) {}
+  static ElementKind KindOf(const WeightRows& rows);
+  // Tile `tile` of the stacked rows.
+  static absl::Status PackTile(std::span<const WeightRows> rows, int64_t in_features, const TileForm& form,
+                               int64_t tile, std::vector<uint8_t>& staging, uint8_t* to);
+
+  const TileForm form_;
+  const DType compute_dtype_;
+  const BufferRef tiles_;
 };
 
 }  // namespace meshfill

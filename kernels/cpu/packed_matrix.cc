@@ -97,12 +97,6 @@ int64_t OffsetOf(const memory::desc& layout, int64_t in_features, int64_t column
   return layout.submemory_desc({in_features, columns}, {0, column}).data.offset0;
 }
 
-int64_t RowsOf(std::span<const WeightRows> sources) {
-  int64_t rows = 0;
-  for (const WeightRows& source : sources) rows += source.rows;
-  return rows;
-}
-
 // Packs panels [first, first + panels) of the matrix.
 absl::Status PackInto(const WideMatrix& matrix, std::span<const WeightRows> rows, DType compute_dtype,
                       int64_t first, int64_t panels, ThreadPool& pool) {
@@ -140,6 +134,12 @@ memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dt
       memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
       RowMajor(kTypicalTokens, out_features, DType::kF32));
   return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
+}
+
+int64_t RowsOf(std::span<const WeightRows> rows) {
+  int64_t sum = 0;
+  for (const WeightRows& source : rows) sum += source.rows;
+  return sum;
 }
 
 std::vector<float> StackBias(std::span<const WeightRows> rows) {

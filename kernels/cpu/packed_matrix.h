@@ -66,6 +66,7 @@ class CpuWeight : public PackedWeight {
   std::vector<float> bias_;  // [out_features] or empty
 };
 
+int64_t RowsOf(std::span<const WeightRows> rows);
 // The rows' biases; empty where none has one.
 std::vector<float> StackBias(std::span<const WeightRows> rows);
 

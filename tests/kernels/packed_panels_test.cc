@@ -49,7 +49,7 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
                                    .rows = rows,
                                    .bias = biased ? bias.data<float>() : nullptr}};
     const auto packer = MakeCpuDevice(GetParam(), 2, 1), user = MakeCpuDevice(GetParam(), 1, 1);
-    const auto form = user->FormOf(out, in);
+    const auto form = user->FormOf(out, in, {});
     if (absl::IsUnimplemented(form.status())) {
       // Below AVX-512 oneDNN may lay weights out in rows across all panels: these are refused, never wrong.
       EXPECT_NE(form.status().message().find("cannot be divided"), std::string::npos) << form.status();
@@ -75,7 +75,7 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
       std::copy_n(bias.data<float>(), rows, all_bias.begin() + first_rows);
     }
     const auto whole = packer->PackWeight(stacked, in);
-    const auto assembled = user->WeightOf(out, in, *bytes, all_bias);
+    const auto assembled = user->WeightOf(out, in, {}, *bytes, all_bias);
     ASSERT_TRUE(whole.ok() && assembled.ok()) << assembled.status();
     for (const int64_t tokens : {1, 7, 40}) {
       const Tensor x = Tensor::Normal(random, GetParam(), tokens * in);
@@ -86,18 +86,87 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
   }
 }
 
+// Elements in FP8 and MXFP4 and their scales travel as they lie, whatever the stack's rows and the blocks.
+TEST_P(PackedPanelsTest, NarrowOnesPutTogetherAreTheWholeWeight) {
+  for (int draw = 0; draw < 24; ++draw) {
+    const uint64_t seed = TestSeed();
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+    std::mt19937_64 random(seed);
+    const bool fp4 = draw % 2 == 0;
+    const DType dtype = fp4 ? DType::kF4E2M1 : DType::kF8E4M3;
+    const int64_t in = fp4 ? kMxBlock * Draw(random, 1, 6) : Draw(random, 1, 200);
+    const int64_t columns = fp4 ? kMxBlock : Draw(random, 1, 200);
+    std::vector<std::vector<uint8_t>> elements;
+    std::vector<std::vector<float>> scales;
+    std::vector<std::vector<uint8_t>> exponents;
+    std::vector<WeightRows> stacked;
+    int64_t out = 0;
+    for (int part = 0; part < 2; ++part) {
+      WeightRows rows = {.data = nullptr, .dtype = dtype, .rows = Draw(random, 1, 300)};
+      auto& bytes = elements.emplace_back(ElementsBytes(dtype, rows.rows * in));
+      for (uint8_t& byte : bytes) {
+        byte = static_cast<uint8_t>(Draw(random, 0, 255));
+        if (!fp4 && (byte & 0x7f) == 0x7f) byte = 0;  // NaN
+      }
+      if (fp4) {
+        auto& of_rows = exponents.emplace_back(rows.rows * in / kMxBlock);
+        for (uint8_t& exponent : of_rows) exponent = static_cast<uint8_t>(Draw(random, 120, 130));
+        rows.exponents = of_rows.data();
+      } else {
+        rows.scale_rows = Draw(random, 1, 300);
+        rows.scale_columns = std::min(columns, in);
+        const Tensor factors = Tensor::Normal(random, DType::kF32, rows.rows * in);
+        rows.scales =
+            scales.emplace_back(factors.data<float>(), factors.data<float>() + rows.rows * in).data();
+      }
+      rows.data = bytes.data();
+      out += rows.rows;
+      stacked.push_back(rows);
+    }
+    const ElementKind kind = {.dtype = dtype, .scale_columns = columns};
+    const auto packer = MakeCpuDevice(GetParam(), 2, 1), user = MakeCpuDevice(GetParam(), 1, 1);
+    const auto form = user->FormOf(out, in, kind);
+    ASSERT_TRUE(form.ok()) << form.status();
+    EXPECT_EQ(form->panel_rows * form->panels(), (out + 63) / 64 * 64);
+    auto bytes = user->Allocate(static_cast<size_t>(form->bytes));
+    ASSERT_TRUE(bytes.ok()) << bytes.status();
+    std::memset((*bytes)->data(), 0x55, (*bytes)->size_bytes());
+    for (int64_t panel = 0; panel < form->panels();) {
+      const int64_t panels = Draw(random, 1, form->panels() - panel);
+      const auto part = packer->PackPanels(stacked, in, panel, panels);
+      ASSERT_TRUE(part.ok()) << part.status();
+      ASSERT_EQ(static_cast<int64_t>((*part)->size_bytes()),
+                form->ByteOf(panel + panels) - form->ByteOf(panel));
+      std::memcpy((*bytes)->data<std::byte>() + form->ByteOf(panel), (*part)->data(), (*part)->size_bytes());
+      panel += panels;
+    }
+    const auto whole = packer->PackWeight(stacked, in);
+    const auto assembled = user->WeightOf(out, in, kind, *bytes, {});
+    ASSERT_TRUE(whole.ok() && assembled.ok()) << assembled.status();
+    for (const int64_t tokens : {1, 7, 40}) {
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * in);
+      const Tensor y = Product(*user, **assembled, x, tokens), expected = Product(*user, **whole, x, tokens);
+      ASSERT_EQ(std::memcmp(y.data(), expected.data(), sizeof(float) * y.count()), 0)
+          << tokens << " tokens, " << in << " to " << out;
+    }
+    auto more = user->Allocate(static_cast<size_t>(form->bytes) + 64);
+    ASSERT_TRUE(more.ok()) << more.status();
+    EXPECT_TRUE(absl::IsInternal(user->WeightOf(out, in, kind, *more, {}).status()));
+  }
+}
+
 TEST_P(PackedPanelsTest, BytesOfAnotherWeightAreRefused) {
   const auto device = MakeCpuDevice(GetParam(), 1, 1);
-  const auto form = device->FormOf(96, 64);
+  const auto form = device->FormOf(96, 64, {});
   ASSERT_TRUE(form.ok()) << form.status();
   auto bytes = device->Allocate(static_cast<size_t>(form->bytes) + 64);
   ASSERT_TRUE(bytes.ok()) << bytes.status();
-  EXPECT_TRUE(absl::IsInternal(device->WeightOf(96, 64, *bytes, {}).status()));
+  EXPECT_TRUE(absl::IsInternal(device->WeightOf(96, 64, {}, *bytes, {}).status()));
 }
 
 TEST(DividedWeightsTest, ADeviceThatCannotSaysSo) {
   const auto device = MakeReferenceDevice(DType::kF32);
-  EXPECT_TRUE(absl::IsUnimplemented(device->FormOf(8, 8).status()));
+  EXPECT_TRUE(absl::IsUnimplemented(device->FormOf(8, 8, {}).status()));
 }
 
 }  // namespace

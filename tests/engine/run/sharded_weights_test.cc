@@ -82,14 +82,19 @@ std::vector<std::vector<float>> Products(Stream& stream, const WeightPart& part,
   return products;
 }
 
+struct ModelCase {
+  ModelFamily family;
+  DType dtype = DType::kF32;  // of the weights
+};
+
 // One model, and as many workers of it as a test wants.
-class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
+class ShardedWeightsTest : public testing::TestWithParam<ModelCase> {
  protected:
   void SetUp() override {
-    if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden); !form.ok()) {
+    if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden, {}); !form.ok()) {
       GTEST_SKIP() << form.status();
     }
-    const absl::Status made = MakeModel({.family = GetParam(),
+    const absl::Status made = MakeModel({.family = GetParam().family,
                                          .layers = kLayers,
                                          .hidden = kHidden,
                                          .intermediate = 640,
@@ -97,8 +102,8 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
                                          .kv_heads = 2,
                                          .head_dim = 96,
                                          .vocab = kVocab,
-                                         .experts = FamilyOf(GetParam()).has_experts ? 5 : 0,
-                                         .dtype = DType::kF32},
+                                         .experts = FamilyOf(GetParam().family).has_experts ? 5 : 0,
+                                         .dtype = GetParam().dtype},
                                         path_);
     ASSERT_TRUE(made.ok()) << made;
   }
@@ -206,9 +211,16 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelFamily> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Families, ShardedWeightsTest,
-                         testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kMixtral,
-                                         ModelFamily::kGemma3, ModelFamily::kGptOss),
-                         [](const auto& param) { return std::string(FamilyOf(param.param).name); });
+                         testing::Values(ModelCase{ModelFamily::kLlama}, ModelCase{ModelFamily::kQwen2},
+                                         ModelCase{ModelFamily::kMixtral}, ModelCase{ModelFamily::kGemma3},
+                                         ModelCase{ModelFamily::kGptOss},
+                                         ModelCase{ModelFamily::kQwen2, DType::kF8E4M3},
+                                         ModelCase{ModelFamily::kMixtral, DType::kF8E4M3},
+                                         ModelCase{ModelFamily::kGptOss, DType::kF4E2M1}),
+                         [](const auto& param) {
+                           const std::string name = FamilyOf(param.param.family).name;
+                           return name + "_" + DTypeName(param.param.dtype);
+                         });
 
 TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
   std::mt19937_64 random(TestSeed());

@@ -170,7 +170,7 @@ TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolIn
 }
 
 TEST_F(PoolPiecesTest, WorkersThatShareTheWeightsGatherTheLayersForEachPiece) {
-  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64); !form.ok()) {
+  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
     GTEST_SKIP() << form.status();
   }
   std::mt19937_64 random(TestSeed());

@@ -30,6 +30,7 @@ class RankHostTest : public RankHostFixture {
     EXPECT_TRUE(host.ok()) << host.status();
     return host.ok() ? *std::move(host) : nullptr;
   }
+  void TestSharing();
   // The newest run, which is prepared, from Start to Release.
   void RunWell(RankHost& host, HostListener& listener, uint64_t run) {
     host.Start(run, listener.Addresses(run), {});
@@ -148,8 +149,8 @@ TEST_F(RankHostTest, StreamsItsWeights) {
 
 // Hosts that share their weights, over connections of their own: the same bits, a part of the weights each.
 // Then one of them is gone, and the rest share all of it.
-TEST_F(RankHostTest, SharesItsWeights) {
-  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64); !form.ok()) {
+void RankHostTest::TestSharing() {
+  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
     GTEST_SKIP() << form.status();
   }
   const int most = 3;
@@ -218,6 +219,32 @@ TEST_F(RankHostTest, SharesItsWeights) {
       if (all == 0) all = kept;
       EXPECT_EQ(kept, all) << count << " hosts";
     }
+  }
+}
+
+TEST_F(RankHostTest, SharesItsWeights) { TestSharing(); }
+
+// These travel as they lie in memory.
+TEST_F(RankHostTest, SharesItsWeightsInFp8AndMxfp4) {
+  for (const auto& [family, dtype] :
+       {std::pair(ModelFamily::kQwen3, DType::kF8E4M3), std::pair(ModelFamily::kGptOss, DType::kF4E2M1)}) {
+    SCOPED_TRACE(DTypeName(dtype));
+    options_.model_path = testing::TempDir() + "/rank_host_" + DTypeName(dtype);
+    std::filesystem::remove_all(options_.model_path);
+    const absl::Status made = MakeModel({.family = family,
+                                         .layers = shape_.layers,
+                                         .hidden = shape_.hidden,
+                                         .intermediate = shape_.intermediate,
+                                         .q_heads = shape_.q_heads,
+                                         .kv_heads = shape_.kv_heads,
+                                         .head_dim = shape_.head_dim,
+                                         .vocab = shape_.vocab,
+                                         .context_tokens = shape_.context_tokens,
+                                         .dtype = dtype},
+                                        options_.model_path);
+    ASSERT_TRUE(made.ok()) << made;
+    shape_.dtype = DType::kBf16;
+    TestSharing();
   }
 }
 
