@@ -140,7 +140,15 @@ const char* RopeObjectKey(JsonKeys& top) {
   return found;
 }
 
-constexpr const char* kNoLongRopeByType = "longrope is for models whose layers all have the same embedding";
+// For models whose layers do not all have the same embedding.
+absl::Status RejectLongRope(JsonKeys& keys) {
+  for (const char* type : {"rope_type", "type"}) {
+    const json* value = keys.FindValue(type);
+    if (value == nullptr || (*value != "longrope" && *value != "su")) continue;
+    keys.Reject(type, "longrope is for models whose layers all have the same embedding");
+  }
+  return keys.status();
+}
 
 const json& NoObject() {
   static const json no_object = json::object();
@@ -217,8 +225,8 @@ absl::Status ParseRopesByLayerType(JsonKeys& top, const json& by_type, const std
     RETURN_IF_ERROR(types.status());
     JsonKeys keys(value == nullptr ? NoObject() : *value, path, absl::StrCat(prefix, type, "."));
     JsonKeys no_keys(NoObject(), path);
+    RETURN_IF_ERROR(RejectLongRope(keys));
     RETURN_IF_ERROR(ParseRopeObject(no_keys, keys, partial, head_dim, tokens, parsed));
-    if (parsed.scaling == RopeScaling::kLongRope) types.Reject(type, kNoLongRopeByType);
   }
   return types.Finish();
 }
@@ -237,9 +245,10 @@ absl::Status ParseRope(JsonKeys& top, const std::string& path, bool partial, int
   const char* object_key = RopeObjectKey(top);
   JsonKeys keys(object_key == nullptr ? NoObject() : *top.FindValue(object_key), path,
                 absl::StrCat(object_key == nullptr ? "rope_parameters" : object_key, "."));
-  RETURN_IF_ERROR(ParseRopeObject(top, keys, partial, head_dim, context_tokens, rope));
-  if (local != nullptr && rope.scaling == RopeScaling::kLongRope) top.Reject(object_key, kNoLongRopeByType);
-  return top.status();
+  if (local != nullptr) {
+    RETURN_IF_ERROR(RejectLongRope(keys));
+  }
+  return ParseRopeObject(top, keys, partial, head_dim, context_tokens, rope);
 }
 
 }  // namespace meshfill

@@ -668,7 +668,7 @@ std::vector<BadConfig> BadConfigs() {
        {"\"rope_scaling.short_mscale\""}},
       {"Gemma 3 with longrope",
        With(Gemma3(), {{"rope_scaling", With(LongRope(), {{"original_max_position_embeddings", 64}})}}),
-       {"\"rope_scaling\"", "longrope", "all"}},
+       {"\"rope_scaling.type\"", "longrope", "all"}},
       {"Phi-3 with yarn, which is longrope there",
        With(Phi3(), {{"rope_parameters", {{"rope_type", "yarn"}, {"factor", 4.0}}}}),
        {"\"rope_parameters\"", "yarn"}},
