@@ -107,11 +107,14 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
   }
-  Links links = {{Traffic::kQ, Slowest(q, topology)},
-                 {Traffic::kKv, Slowest(kv, topology)},
-                 {Traffic::kO, Slowest(q, topology)},
-                 {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}};
-  links.rings_apart = (q.most() > 0) != (kv.most() > 0);
+  Links links(PerTraffic<Link>{{Traffic::kQ, Slowest(q, topology)},
+                               {Traffic::kKv, Slowest(kv, topology)},
+                               {Traffic::kO, Slowest(q, topology)},
+                               {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}});
+  if ((q.most() > 0) != (kv.most() > 0)) {
+    const bool both_inside = q.inside() && kv.inside();
+    links.shared = PerTraffic<Link>::Alike(both_inside ? topology.same_node : Link{});
+  }
   return links;
 }
 

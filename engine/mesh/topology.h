@@ -42,12 +42,13 @@ int SeatsPerNode(const Topology& topology, int seats);
 // Links as a plan's messages find them when all ranks send at once: Q and O along the Q rings, KV along the
 // KV rings, all-to-alls in head groups. All ranks wait for the slowest.
 struct Links : PerTraffic<Link> {
-  using PerTraffic<Link>::PerTraffic;
   Links() = default;
-  Links(const PerTraffic<Link>& each) : PerTraffic<Link>(each) {}  // NOLINT: what each finds is all of it
+  Links(const PerTraffic<Link>& each) : PerTraffic<Link>(each), shared(each) {}  // NOLINT: a link is shared
 
-  // Only one of the two rings leaves its nodes: the slowest link of neither is one that both have.
-  bool rings_apart = false;
+  // The slowest that both rings have, as each of their messages finds it: its own where both leave their
+  // nodes or neither does; that inside a node where one leaves, and stays in a node elsewhere; else none,
+  // which takes no time.
+  PerTraffic<Link> shared;
 
   bool operator==(const Links&) const = default;
 };

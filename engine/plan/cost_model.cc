@@ -82,17 +82,16 @@ void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanSh
                   AttentionSeconds& seconds) {
   const auto [a, b] = shape.tile;
   const auto of = [&](Traffic traffic, int64_t tokens) {
-    if (tokens == 0 && !reach.sees_all()) return 0.0;
+    if (tokens == 0 && !reach.sees_all()) return MessageSeconds{};
     const int64_t bytes = traffic == Traffic::kQ    ? slice.q_bytes(tokens)
                           : traffic == Traffic::kKv ? slice.kv_bytes(tokens)
                                                     : slice.partial_bytes(tokens, shape.partial_dtype);
-    return shape.links[traffic].Seconds(static_cast<double>(bytes));
+    const Link& shared = shape.links.shared[traffic];
+    return MessageSeconds{.total = shape.links[traffic].Seconds(static_cast<double>(bytes)),
+                          .start = shared.latency_seconds,
+                          .shared = shared.Seconds(static_cast<double>(bytes))};
   };
   // The first message is as long as any.
-  for (Traffic traffic : {Traffic::kQ, Traffic::kKv, Traffic::kO}) {
-    seconds.start[traffic] = shape.links[traffic].latency_seconds;
-  }
-  seconds.rings_apart = shape.links.rings_apart;
   seconds.transfer = {{Traffic::kQ, of(Traffic::kQ, reach.LargestQ(1))},
                       {Traffic::kKv, of(Traffic::kKv, reach.LargestKv(1))},
                       {Traffic::kO, of(Traffic::kO, reach.LargestQ(1))}};
@@ -228,19 +227,20 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
   const auto [a, b] = shape.tile;
   const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
                                       : BlockSeconds(slice, speed, pairs.LeastOfTile());
-  double along_q = (a - 1) * seconds.TransferOf(Traffic::kO, 0), along_kv = 0;
+  double along_q = 0, along_kv = 0, on_shared = 0;
+  const auto add = [&](const MessageSeconds& message, int times, double& along) {
+    along += times * message.total;
+    on_shared += times * (message.shared - message.start);
+  };
+  add(seconds.MessageOf(Traffic::kO, 0), a - 1, along_q);
   if (reach.sees_all()) {
-    along_q += (a - 1) * seconds.transfer[Traffic::kQ];
-    along_kv = (b - 1) * seconds.transfer[Traffic::kKv];
+    add(seconds.transfer[Traffic::kQ], a - 1, along_q);
+    add(seconds.transfer[Traffic::kKv], b - 1, along_kv);
   } else {
-    for (int hop = 0; hop < a - 1; ++hop) along_q += seconds.TransferOf(Traffic::kQ, hop);
-    for (int hop = 0; hop < b - 1; ++hop) along_kv += seconds.TransferOf(Traffic::kKv, hop);
+    for (int hop = 0; hop < a - 1; ++hop) add(seconds.MessageOf(Traffic::kQ, hop), 1, along_q);
+    for (int hop = 0; hop < b - 1; ++hop) add(seconds.MessageOf(Traffic::kKv, hop), 1, along_kv);
   }
-  double transfers = along_q + along_kv;
-  if (both_rings) {
-    const double starts = 2 * (a - 1) * seconds.start[Traffic::kQ] + (b - 1) * seconds.start[Traffic::kKv];
-    transfers = std::max({along_q, along_kv, seconds.rings_apart ? 0 : transfers - starts});
-  }
+  const double transfers = both_rings ? std::max({along_q, along_kv, on_shared}) : along_q + along_kv;
   return seconds.Compute() + blocks + seconds.to_heads_wait + seconds.to_tokens_wait +
          std::max(0.0, transfers - blocks);
 }
@@ -252,13 +252,14 @@ struct TypicalLayer {
       const AttentionSeconds layer = MeshSeconds(model, speed, shape, window);
       block += layers * layer.block;
       for (Traffic traffic : kPrefillTraffics) {
-        transfer[traffic] = std::max(transfer[traffic], layer.transfer[traffic]);
+        const MessageSeconds& message = layer.transfer[traffic];
+        if (message.total > transfer[traffic].total) transfer[traffic] = message;
       }
     });
     block /= model.layers;
   }
   double block = 0;
-  PerTraffic<double> transfer;
+  PerTraffic<MessageSeconds> transfer;
 };
 
 // How many blocks' time a transfer takes, rounded, at most a·b; 1 for those that the tile has none of.
@@ -267,7 +268,7 @@ OverlapCosts TransferBlocks(const ModelShape& model, const PoolSpeed& speed, con
   const TypicalLayer layer(model, speed, shape);
   const auto cost = [&](Traffic traffic, int chunks) {
     if (chunks == 1) return 1;
-    const double blocks = round(layer.transfer[traffic] / layer.block);
+    const double blocks = round(layer.transfer[traffic].total / layer.block);
     return static_cast<int>(std::min<double>(blocks, shape.tile.ranks()));
   };
   return {.c_q = cost(Traffic::kQ, shape.tile.a),
@@ -313,28 +314,18 @@ OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, co
 
 RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
   const TypicalLayer layer(model, speed, shape);
-  const auto message = [&](Traffic traffic) {
-    const double total = layer.transfer[traffic];
-    return MessageSeconds{.start = std::min(total, shape.links[traffic].latency_seconds), .total = total};
-  };
   return {.block = layer.block,
-          .q = message(Traffic::kQ),
-          .kv = message(Traffic::kKv),
-          .o = message(Traffic::kO),
-          .apart = shape.links.rings_apart};
+          .q = layer.transfer[Traffic::kQ],
+          .kv = layer.transfer[Traffic::kKv],
+          .o = layer.transfer[Traffic::kO]};
 }
 
 double AttentionSeconds::Block(BlockIndex index) const {
   return blocks.empty() ? block : blocks[index.u * tile.b + index.v];
 }
 
-double AttentionSeconds::TransferOf(Traffic traffic, int number) const {
+const MessageSeconds& AttentionSeconds::MessageOf(Traffic traffic, int number) const {
   return by_hop[traffic].empty() ? transfer[traffic] : by_hop[traffic][number];
-}
-
-MessageSeconds AttentionSeconds::MessageOf(Traffic traffic, int number) const {
-  const double total = TransferOf(traffic, number);
-  return {.start = std::min(total, start[traffic]), .total = total};
 }
 
 double AttentionSeconds::Compute() const {
@@ -344,6 +335,7 @@ double AttentionSeconds::Compute() const {
 double AttentionSeconds::Wait(const Schedule& schedule) const {
   struct UnderWay {
     int steps_left = 0;  // 0: nothing is
+    double shared = 0;   // as MessageSeconds has them
     double total = 0;
     double passed = 0;
   };
@@ -355,9 +347,12 @@ double AttentionSeconds::Wait(const Schedule& schedule) const {
       const bool is_kv = step.comm == Traffic::kKv;
       UnderWay& own = is_kv ? along_kv : along_q;
       const UnderWay& other = is_kv ? along_q : along_kv;
-      const double busy = other.steps_left > 0 && !rings_apart ? other.total - other.passed : 0;
-      const MessageSeconds message = MessageOf(*step.comm, number[*step.comm]++);
-      own = {.steps_left = step.spans, .total = message.Behind(busy), .passed = 0};
+      const double busy = other.steps_left > 0 ? other.shared - other.passed : 0;
+      const MessageSeconds& message = MessageOf(*step.comm, number[*step.comm]++);
+      own = {.steps_left = step.spans,
+             .shared = message.SharedBehind(busy),
+             .total = message.Behind(busy),
+             .passed = 0};
     }
     double computing = static_cast<double>(step.blocks.size()) * block;
     if (!blocks.empty()) {
@@ -381,7 +376,7 @@ double AttentionSeconds::Transfers(const Schedule& schedule) const {
   double seconds = to_heads + to_tokens;
   PerTraffic<int> number;
   for (const Step& step : schedule.steps) {
-    if (step.comm.has_value()) seconds += TransferOf(*step.comm, number[*step.comm]++);
+    if (step.comm.has_value()) seconds += MessageOf(*step.comm, number[*step.comm]++).total;
   }
   return seconds;
 }

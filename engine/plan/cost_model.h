@@ -4,7 +4,7 @@
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
 // its communication and its blocks, and what the communication takes beyond its blocks is comm wait. Of a
 // communication that outlasts its step the blocks of all its steps count, and one along the other ring that
-// is on the same links goes first (message_seconds.h). Where blocks or messages of a layer differ
+// is on a link that both have goes first (message_seconds.h). Where blocks or messages of a layer differ
 // (layer_reach.h), each counts as that of the rank that has most.
 #ifndef MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
@@ -44,13 +44,11 @@ RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const
 // have less of it, each layer here has its share.
 struct AttentionSeconds {
   Tile tile;
-  double block = 0;                        // one block, on average
-  std::vector<double> blocks;              // [a·b], by u·b + v; empty: all take that
-  PerTraffic<double> transfer;             // of one Q, KV or O chunk; where they differ, of the longest
-  PerTraffic<std::vector<double>> by_hop;  // of the first, second … of each; empty: all take that
-  PerTraffic<double> start;                // of these, until bytes move
-  bool rings_apart = false;                // as Links (topology.h) says
-  double merge = 0;                        // of one partial output that arrived; 0: none does
+  double block = 0;                                // one block, on average
+  std::vector<double> blocks;                      // [a·b], by u·b + v; empty: all take that
+  PerTraffic<MessageSeconds> transfer;             // of one Q, KV or O chunk; where they differ, the longest
+  PerTraffic<std::vector<MessageSeconds>> by_hop;  // the first, second … of each; empty: all take that
+  double merge = 0;                                // of one partial output that arrived; 0: none does
   double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
   double to_heads_wait = 0;  // what of them nothing hides
@@ -59,9 +57,8 @@ struct AttentionSeconds {
   double reorder_to_tokens = 0;
 
   double Block(BlockIndex index) const;
-  double TransferOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
-  MessageSeconds MessageOf(Traffic traffic, int number) const;
-  double Compute() const;  // of the whole layer
+  const MessageSeconds& MessageOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
+  double Compute() const;                                              // of the whole layer
   double Wait(const Schedule& schedule) const;
   double Transfers(const Schedule& schedule) const;  // Wait, and what blocks and the work on tokens hide
 };

@@ -139,12 +139,14 @@ struct PlacedLinks {
   Links links;
 
   bool NoFasterThan(const PlacedLinks& other) const {
-    if (links.rings_apart && !other.links.rings_apart) return false;
     const auto slower = [](const Link& link, const Link& than) {
       return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
     };
     return std::all_of(kPrefillTraffics.begin(), kPrefillTraffics.end(),
-                       [&](Traffic traffic) { return slower(links[traffic], other.links[traffic]); });
+                       [&](Traffic traffic) {
+                         return slower(links[traffic], other.links[traffic]) &&
+                                slower(links.shared[traffic], other.links.shared[traffic]);
+                       });
   }
 };
 
@@ -188,7 +190,7 @@ class ShapePlanner {
     if (!request_.topology.node_of_seat.empty()) {
       PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
-      ideal.links.rings_apart = true;
+      ideal.links.shared = {};
       ideal.exchange_tokens = ExchangeTokensOf(ideal);
       if (MayGain(ideal, *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {

@@ -29,20 +29,26 @@ class LayerSpans : public ScheduleVisitor {
     // The k-th Recv sends #k, the k-th Send O sends O#k+1.
     const int number = transfer.traffic == Traffic::kO ? transfer.sent - 1 : transfer.sent;
     const bool is_kv = transfer.traffic == Traffic::kKv;
-    const double other = is_kv ? along_q_arrives_ : along_kv_arrives_;
-    const double busy = seconds_.rings_apart ? 0 : std::max(0.0, other - now_);
-    const double arrives = now_ + seconds_.MessageOf(transfer.traffic, number).Behind(busy);
-    (is_kv ? along_kv_arrives_ : along_q_arrives_) = arrives;
-    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, arrives);
+    const double busy = std::max(0.0, (is_kv ? along_q_ : along_kv_).leaves_shared - now_);
+    const MessageSeconds message = seconds_.MessageOf(transfer.traffic, number);
+    const UnderWay sent = {.leaves_shared = now_ + message.SharedBehind(busy),
+                           .arrives = now_ + message.Behind(busy)};
+    (is_kv ? along_kv_ : along_q_) = sent;
+    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, sent.arrives);
   }
   void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.Block(block)); }
   void End(const Transfer& transfer, RowState) {
-    const double arrives = transfer.traffic == Traffic::kKv ? along_kv_arrives_ : along_q_arrives_;
+    const double arrives = (transfer.traffic == Traffic::kKv ? along_kv_ : along_q_).arrives;
     if (arrives > now_) Wait(OperationName(transfer.traffic), arrives);
     if (transfer.traffic == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
   }
 
  private:
+  struct UnderWay {
+    double leaves_shared = 0;  // the link that both rings have
+    double arrives = 0;
+  };
+
   void AllToAll(double seconds) {
     const char* const name = OperationName(Traffic::kAllToAll);
     Add({.kind = SpanKind::kTransfer, .what = name}, now_, now_ + seconds);
@@ -68,8 +74,8 @@ class LayerSpans : public ScheduleVisitor {
 
   const AttentionSeconds seconds_;
   double now_ = 0;
-  double along_q_arrives_ = 0;  // the last message along these rings
-  double along_kv_arrives_ = 0;
+  UnderWay along_q_;  // the last message along these rings
+  UnderWay along_kv_;
   std::vector<Span> spans_;
 };
 

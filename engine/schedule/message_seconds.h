@@ -7,14 +7,18 @@
 
 namespace meshfill {
 
+// From when it leaves, alone.
 struct MessageSeconds {
-  double start = 0;  // until its bytes begin to move
-  double total = 0;  // until it has arrived, alone
+  double total = 0;   // until it has arrived
+  double start = 0;   // until its bytes begin to move on the link that both rings have
+  double shared = 0;  // until they have left that link; 0: the rings have none in common
 
-  // From when it leaves, where one that takes `busy` more is on the same links: its bytes come behind, as if
-  // the two went one after the other, and its start is beside. The first is taken to have the links for
-  // itself.
-  double Behind(double busy) const { return total + std::max(0.0, busy - start); }
+  // The last two where the other ring's message is on that link for `busy` more: bytes come behind, as if the
+  // two went one after the other, and the start is beside. The first is taken to have the link for itself.
+  double SharedBehind(double busy) const { return shared + std::max(0.0, busy - start); }
+  double Behind(double busy) const { return std::max(total, SharedBehind(busy)); }
+
+  bool operator==(const MessageSeconds&) const = default;
 };
 
 }  // namespace meshfill

@@ -37,8 +37,9 @@ class TwoRingBuilder {
 
   struct Ring {
     Traffic comm = Traffic::kQ;
-    size_t step = 0;          // that started it
-    double arrives = kNever;  // kNever: nothing is under way
+    size_t step = 0;           // that started it
+    double leaves_shared = 0;  // the link that both rings have
+    double arrives = kNever;   // kNever: nothing is under way
   };
 
   std::optional<Traffic> NextAlongQ() const {
@@ -59,10 +60,11 @@ class TwoRingBuilder {
     const MessageSeconds& message = comm == Traffic::kQ    ? seconds_.q
                                     : comm == Traffic::kKv ? seconds_.kv
                                                            : seconds_.o;
-    const bool beside = !seconds_.apart && other.arrives != kNever;
+    const double busy = std::max(0.0, other.leaves_shared - now_);
     ring = {.comm = *comm,
             .step = schedule_.steps.size(),
-            .arrives = now_ + message.Behind(beside ? other.arrives - now_ : 0)};
+            .leaves_shared = now_ + message.SharedBehind(busy),
+            .arrives = now_ + message.Behind(busy)};
     schedule_.steps.push_back({.comm = comm, .blocks = {}});
     ended_ = false;
   }

@@ -20,7 +20,6 @@ namespace meshfill {
 struct RingSeconds {
   double block = 0;
   MessageSeconds q, kv, o;
-  bool apart = false;  // the rings have no link in common
 };
 
 // The tile is positive, no time negative. Passes CheckSchedule; the same for the same arguments.

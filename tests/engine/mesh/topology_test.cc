@@ -36,6 +36,25 @@ TEST(Topology, RowFirstKeepsQRingsInANodeAndABoxTheKvRings) {
   EXPECT_EQ(boxed[Traffic::kQ].bytes_per_second, 4e9);  // two flows leave: each at its own speed
 }
 
+TEST(Topology, RingsShareTheSlowestLinkThatBothHave) {
+  const Topology two = Nodes({4, 4}, 8e9), one = Nodes({8}, 8e9);
+  const auto links = [](const Topology& topology, Tile tile) {
+    return LinksOf(topology, 1, tile, RowFirst(tile.ranks()));
+  };
+  // Every Q message stays in its node, every KV message leaves it.
+  EXPECT_EQ(links(two, {.a = 4, .b = 2}).shared, PerTraffic<Link>());
+  // KV stays in a node as well, for three of four ranks: the link there is what Q finds, too.
+  const Links beside = links(two, {.a = 2, .b = 4});
+  ASSERT_EQ(beside[Traffic::kQ], kInside);
+  ASSERT_NE(beside[Traffic::kKv], kInside);
+  EXPECT_EQ(beside.shared, PerTraffic<Link>::Alike(kInside));
+  // Neither leaves, and both leave.
+  const Links inside = links(one, {.a = 4, .b = 2});
+  EXPECT_EQ(inside.shared, inside);
+  const Links outside = links(Nodes({1, 1, 1, 1, 1, 1, 1, 1}, 8e9), {.a = 4, .b = 2});
+  EXPECT_EQ(outside.shared, outside);
+}
+
 TEST(Topology, AllToAllsShareTheNodesLink) {
   const Topology topology = Nodes({2, 2}, 8e9);
   EXPECT_EQ(LinksOf(topology, 2, {.a = 1, .b = 2}, RowFirst(4))[Traffic::kAllToAll], kInside);

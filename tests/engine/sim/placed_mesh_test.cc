@@ -39,7 +39,7 @@ RandomJob DrawJob(std::mt19937_64& random) {
 TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
   std::mt19937_64 random(TestSeed());
   int timed = 0;
-  for (int draw = 0; draw < 200; ++draw) {
+  for (int draw = 0; draw < 2000; ++draw) {
     const auto [job, ranks, cluster] = DrawJob(random);
     const auto plan = MakeForwardPlan(job, ranks, cluster);
     ASSERT_TRUE(plan.ok()) << plan.status();
@@ -53,7 +53,7 @@ TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
     EXPECT_NEAR(plan->predicted.seconds / lockstep, 1, 1e-3 + itself);
     ++timed;
   }
-  EXPECT_GT(timed, 20);
+  EXPECT_GT(timed, 200);
 }
 
 TEST(MakeForwardPlan, IsForAsManyTokensAsAPromptMayHave) {
