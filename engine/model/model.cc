@@ -21,7 +21,7 @@ constexpr size_t kEmbeddedAtATime = 256;
 // a device with memory of its own.
 class EmbeddingTable {
  public:
-  EmbeddingTable(const ModelTensors::Weight& weight, int64_t width)
+  EmbeddingTable(const FoundWeight& weight, int64_t width)
       : file_(weight.entry->file), bytes_(weight.entry->tensor.bytes), dtype_(weight.dtype), width_(width) {}
 
   absl::Status PlaceOn(Device& device) {

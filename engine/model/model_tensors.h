@@ -5,48 +5,21 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/model/found_weight.h"
 #include "engine/model/layer.h"
 #include "engine/model/model_config.h"
 #include "engine/model/safetensors_folder.h"
 #include "engine/model/weight_feed.h"
+#include "engine/model/weight_image.h"
 #include "kernels/device.h"
 
 namespace meshfill {
-
-// The matrices of a part of the weights as bytes: packed, one after the other, panel by panel.
-//
-//     layer   | qkv 0 | qkv 1 | … | o 0 | o 1 | … | gate_up 0 | …
-//     shares  |    0      |     1     |     2     |     3      |     cut where panels begin
-//
-// Processes that share weights keep one share each. All bytes together are what PackWeight would have made,
-// so that products have the same bits.
-struct WeightImage {
-  struct Matrix {
-    LayerPart part;  // of a layer
-    int copy = 0;    // the expert's
-    int64_t out_features = 0;
-    int64_t in_features = 0;
-    ElementKind kind = {};
-    PackedForm form;
-    int64_t begin = 0;  // byte of the image
-  };
-
-  // Puts it behind the others, where a cache line begins.
-  void Add(Matrix matrix);
-
-  // Where share `index` of `of` begins; `index` may be `of`. Shares differ by a panel at most.
-  int64_t Cut(int index, int of) const;
-
-  std::vector<Matrix> matrices;
-  int64_t bytes = 0;
-};
 
 // `before_read` says how a device comes by the elements. Null: it takes them from the mapped file. Else they
 // are read from the file, panel by panel, which a device in the host's memory alone can.
@@ -54,27 +27,13 @@ struct WeightImage {
 // Immutable; any thread may pack.
 class ModelTensors {
  public:
-  // A tensor that has been found in the folder, of the expected shape.
-  struct Weight {
-    const SafetensorsFolder::Entry* entry = nullptr;  // its shape: [out_features, in_features]
-    DType dtype = DType::kF32;
-    bool transposed = false;  // its elements lie as [in_features, out_features]
-  };
-  // A linear layer's matrix and, where the model has them, its bias and the scales of FP8 (else entry is
-  // null). A vector is a linear layer without a bias.
-  struct Linear {
-    Weight matrix;
-    Weight bias;
-    Weight scales;
-  };
-
   // Reads config.json and finds all that it asks for. Errors: those of Model::Load.
   static absl::StatusOr<std::unique_ptr<const ModelTensors>> Find(const std::string& folder);
 
   const std::string& path() const { return folder_.path(); }
   const ModelConfig& config() const { return config_; }
   bool all_f32() const { return all_f32_; }  // of all matrices
-  const Weight& embedding() const { return embedding_; }
+  const FoundWeight& embedding() const { return embedding_; }
 
   absl::StatusOr<LayerWeights> PackLayer(Device& device, int layer, const BeforeRead& before_read) const;
   // Rows [first, first + rows) of the LM head's matrix.
@@ -96,12 +55,9 @@ class ModelTensors {
                                        const BufferRef& bytes, const BeforeRead& before_read) const;
 
  private:
-  // By part, by expert, the linear layers that are stacked.
-  using FoundLayer = std::map<LayerPart, std::vector<std::vector<Linear>>>;
-
   // A part's matrix, of one expert where it is theirs.
   using Packer = std::function<absl::StatusOr<std::unique_ptr<PackedWeight>>(
-      LayerPart part, int copy, const std::vector<Linear>& linears)>;
+      LayerPart part, int copy, const std::vector<FoundLinear>& linears)>;
   absl::StatusOr<LayerWeights> MakeLayer(Device& device, int layer, const BeforeRead& before_read,
                                          const Packer& pack) const;
 
@@ -113,7 +69,7 @@ class ModelTensors {
   ModelConfig config_;
   std::deque<SafetensorsFolder::Entry> parts_;  // of tensors that stack experts
   std::vector<FoundLayer> layers_;
-  Weight embedding_, final_norm_, lm_head_;
+  FoundWeight embedding_, final_norm_, lm_head_;
   bool all_f32_ = false;
 };
 

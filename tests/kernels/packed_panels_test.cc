@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "kernels/reference/reference_device.h"
+#include "kernels/return_if_error.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -26,6 +28,32 @@ class PackedPanelsTest : public testing::TestWithParam<DType> {
         {.weight = &weight, .x = x.data(), .tokens = tokens, .y = y.data(), .y_dtype = DType::kF32});
     EXPECT_TRUE(status.ok()) << status;
     return y;
+  }
+
+  // Packs any panels at a time, and puts them one behind the other.
+  static absl::StatusOr<BufferRef> PackInParts(Device& packer, std::span<const WeightRows> stacked,
+                                               int64_t in_features, const PackedForm& form,
+                                               std::mt19937_64& random, Device& user) {
+    ASSIGN_OR_RETURN(BufferRef bytes, user.Allocate(static_cast<size_t>(form.bytes)));
+    std::memset(bytes->data(), 0x55, bytes->size_bytes());
+    for (int64_t panel = 0; panel < form.panels();) {
+      const int64_t panels = Draw(random, 1, form.panels() - panel);
+      ASSIGN_OR_RETURN(const BufferRef part, packer.PackPanels(stacked, in_features, panel, panels));
+      EXPECT_EQ(static_cast<int64_t>(part->size_bytes()), form.ByteOf(panel + panels) - form.ByteOf(panel));
+      std::memcpy(bytes->data<std::byte>() + form.ByteOf(panel), part->data(), part->size_bytes());
+      panel += panels;
+    }
+    return bytes;
+  }
+
+  void ExpectSameProducts(Device& device, const PackedWeight& weight, const PackedWeight& expected,
+                          int64_t in_features, std::mt19937_64& random) {
+    for (const int64_t tokens : {1, 7, 40}) {
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * in_features);
+      const Tensor y = Product(device, weight, x, tokens), of_whole = Product(device, expected, x, tokens);
+      ASSERT_EQ(std::memcmp(y.data(), of_whole.data(), sizeof(float) * y.count()), 0)
+          << tokens << " tokens, " << in_features << " to " << weight.out_features();
+    }
   }
 };
 
@@ -58,17 +86,8 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
     ASSERT_TRUE(form.ok()) << form.status();
     ASSERT_EQ(form->panels(), (out + kPanelFeatures - 1) / kPanelFeatures);
     EXPECT_EQ(form->ByteOf(form->panels()), form->bytes);
-    auto bytes = user->Allocate(static_cast<size_t>(form->bytes));
+    const auto bytes = PackInParts(*packer, stacked, in, *form, random, *user);
     ASSERT_TRUE(bytes.ok()) << bytes.status();
-    for (int64_t panel = 0; panel < form->panels();) {
-      const int64_t panels = Draw(random, 1, form->panels() - panel);
-      const auto part = packer->PackPanels(stacked, in, panel, panels);
-      ASSERT_TRUE(part.ok()) << part.status();
-      ASSERT_EQ(static_cast<int64_t>((*part)->size_bytes()),
-                form->ByteOf(panel + panels) - form->ByteOf(panel));
-      std::memcpy((*bytes)->data<std::byte>() + form->ByteOf(panel), (*part)->data(), (*part)->size_bytes());
-      panel += panels;
-    }
     std::vector<float> all_bias;
     if (biased) {
       all_bias.resize(static_cast<size_t>(out));
@@ -77,12 +96,7 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
     const auto whole = packer->PackWeight(stacked, in);
     const auto assembled = user->WeightOf(out, in, {}, *bytes, all_bias);
     ASSERT_TRUE(whole.ok() && assembled.ok()) << assembled.status();
-    for (const int64_t tokens : {1, 7, 40}) {
-      const Tensor x = Tensor::Normal(random, GetParam(), tokens * in);
-      const Tensor y = Product(*user, **assembled, x, tokens), expected = Product(*user, **whole, x, tokens);
-      ASSERT_EQ(std::memcmp(y.data(), expected.data(), sizeof(float) * y.count()), 0)
-          << tokens << " tokens, " << in << " to " << out;
-    }
+    ASSERT_NO_FATAL_FAILURE(ExpectSameProducts(*user, **assembled, **whole, in, random));
   }
 }
 
@@ -128,27 +142,12 @@ TEST_P(PackedPanelsTest, NarrowOnesPutTogetherAreTheWholeWeight) {
     const auto form = user->FormOf(out, in, kind);
     ASSERT_TRUE(form.ok()) << form.status();
     EXPECT_EQ(form->panel_rows * form->panels(), (out + 63) / 64 * 64);
-    auto bytes = user->Allocate(static_cast<size_t>(form->bytes));
+    const auto bytes = PackInParts(*packer, stacked, in, *form, random, *user);
     ASSERT_TRUE(bytes.ok()) << bytes.status();
-    std::memset((*bytes)->data(), 0x55, (*bytes)->size_bytes());
-    for (int64_t panel = 0; panel < form->panels();) {
-      const int64_t panels = Draw(random, 1, form->panels() - panel);
-      const auto part = packer->PackPanels(stacked, in, panel, panels);
-      ASSERT_TRUE(part.ok()) << part.status();
-      ASSERT_EQ(static_cast<int64_t>((*part)->size_bytes()),
-                form->ByteOf(panel + panels) - form->ByteOf(panel));
-      std::memcpy((*bytes)->data<std::byte>() + form->ByteOf(panel), (*part)->data(), (*part)->size_bytes());
-      panel += panels;
-    }
     const auto whole = packer->PackWeight(stacked, in);
     const auto assembled = user->WeightOf(out, in, kind, *bytes, {});
     ASSERT_TRUE(whole.ok() && assembled.ok()) << assembled.status();
-    for (const int64_t tokens : {1, 7, 40}) {
-      const Tensor x = Tensor::Normal(random, GetParam(), tokens * in);
-      const Tensor y = Product(*user, **assembled, x, tokens), expected = Product(*user, **whole, x, tokens);
-      ASSERT_EQ(std::memcmp(y.data(), expected.data(), sizeof(float) * y.count()), 0)
-          << tokens << " tokens, " << in << " to " << out;
-    }
+    ASSERT_NO_FATAL_FAILURE(ExpectSameProducts(*user, **assembled, **whole, in, random));
     auto more = user->Allocate(static_cast<size_t>(form->bytes) + 64);
     ASSERT_TRUE(more.ok()) << more.status();
     EXPECT_TRUE(absl::IsInternal(user->WeightOf(out, in, kind, *more, {}).status()));

@@ -1,0 +1,51 @@
+#include "engine/model/found_weight.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "kernels/return_if_error.h"
+
+namespace meshfill {
+
+absl::Status CopyElements(const FoundWeight& weight, const BeforeRead& before_read, void* to) {
+  const std::span<const std::byte> bytes = weight.entry->tensor.bytes;
+  if (before_read == nullptr) {
+    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(to));
+    return absl::OkStatus();
+  }
+  RETURN_IF_ERROR(before_read());
+  return weight.entry->file->Read(bytes, to);
+}
+
+absl::StatusOr<std::vector<float>> ToFloats(const FoundWeight& weight, const BeforeRead& before_read) {
+  if (weight.entry == nullptr) return std::vector<float>();
+  std::vector<std::byte> bytes(weight.entry->tensor.bytes.size());
+  RETURN_IF_ERROR(CopyElements(weight, before_read, bytes.data()));
+  std::vector<float> floats(bytes.size() / DTypeBytes(weight.dtype));
+  for (size_t i = 0; i < floats.size(); ++i) {
+    const std::byte* element = bytes.data() + i * DTypeBytes(weight.dtype);
+    uint16_t half;
+    switch (weight.dtype) {
+      case DType::kF32:
+        std::memcpy(&floats[i], element, sizeof(float));
+        break;
+      case DType::kBf16:
+        std::memcpy(&half, element, sizeof(half));
+        floats[i] = BFloat16{half}.ToFloat();
+        break;
+      case DType::kF16:
+        std::memcpy(&half, element, sizeof(half));
+        floats[i] = HalfToFloat(half);
+        break;
+      case DType::kF8E4M3:
+      case DType::kF4E2M1:
+        break;  // of no vector, and no scale
+    }
+  }
+  return floats;
+}
+
+}  // namespace meshfill
