@@ -1,11 +1,11 @@
 // CheckSchedule: runs a schedule on paper. Knows schedule.h's rules and nothing of how schedules are made.
 #include <iterator>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "engine/schedule/rings_under_way.h"
 #include "engine/schedule/schedule.h"
 #include "kernels/return_if_error.h"
 
@@ -35,19 +35,14 @@ class ScheduleChecker {
     if (step.comm.has_value()) {
       RETURN_IF_ERROR(CheckStart(*step.comm));
       RETURN_IF_ERROR(CheckSpans(step));
+      rings_.Start(step, step_);
     } else if (step.spans != 1) {
       return Refuse(absl::StrCat("has no communication, of ", step.spans, " steps"));
     }
     for (const BlockIndex& block : step.blocks) {
       RETURN_IF_ERROR(CheckBlock(block));
     }
-    for (UnderWay* const ring : {&along_q_, &along_kv_}) {
-      if (!ring->comm.has_value() || ring->last_step > step_) continue;
-      q_received_ += ring->comm == Traffic::kQ ? 1 : 0;
-      kv_received_ += ring->comm == Traffic::kKv ? 1 : 0;
-      o_sent_ += ring->comm == Traffic::kO ? 1 : 0;
-      ring->comm.reset();
-    }
+    rings_.End(step_);
     return absl::OkStatus();
   }
 
@@ -56,27 +51,26 @@ class ScheduleChecker {
     if (step.spans > std::ssize(schedule_.steps) - step_) {
       return Refuse("has a communication that ends behind the last step");
     }
-    UnderWay& ring = step.comm == Traffic::kKv ? along_kv_ : along_q_;
+    const RingsUnderWay::Ring& ring = rings_.Along(*step.comm);
     if (ring.comm.has_value()) {
       return Refuse(absl::StrCat("starts ", CommName(step.comm), " before the ", CommName(ring.comm),
                                  " before it along its ring has ended"));
     }
-    ring = {.comm = step.comm, .last_step = step_ + step.spans - 1};
     return absl::OkStatus();
   }
 
   absl::Status CheckStart(Traffic comm) const {
     switch (comm) {
       case Traffic::kQ:
-        if (q_received_ == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
+        if (rings_.q_received == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
         return absl::OkStatus();
       case Traffic::kKv:
-        if (kv_received_ == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
+        if (rings_.kv_received == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
         return absl::OkStatus();
       case Traffic::kO: {
         // What arrived for row k+1 came with the Send O before, which an earlier step has ended: steps run in
         // turn.
-        const int row = o_sent_ + 1;
+        const int row = rings_.o_sent + 1;
         if (row > a_ - 1) return Refuse("sends an O chunk beyond the tile's rows");
         if (row_blocks_[row] != b_) {
           return Refuse(
@@ -99,8 +93,8 @@ class ScheduleChecker {
       return Refuse(absl::StrCat("block (", u, ",", v, ") ", why));
     };
     if (u < 0 || u >= a_ || v < 0 || v >= b_) return refuse("is outside the tile");
-    if (u > q_received_) return refuse("needs a Q chunk that has not arrived");
-    if (v > kv_received_) return refuse("needs a KV chunk that has not arrived");
+    if (u > rings_.q_received) return refuse("needs a Q chunk that has not arrived");
+    if (v > rings_.kv_received) return refuse("needs a KV chunk that has not arrived");
     if (computed_[u][v]) return refuse("is computed twice");
     computed_[u][v] = true;
     ++row_blocks_[u];
@@ -112,9 +106,9 @@ class ScheduleChecker {
       return absl::InternalError(
           absl::StrCat("schedule ", schedule_.tile.DebugString(), " ends with ", why...));
     };
-    if (q_received_ != a_ - 1) return refuse(q_received_, " Recv Q, not ", a_ - 1);
-    if (kv_received_ != b_ - 1) return refuse(kv_received_, " Recv KV, not ", b_ - 1);
-    if (o_sent_ != a_ - 1) return refuse(o_sent_, " Send O, not ", a_ - 1);
+    if (rings_.q_received != a_ - 1) return refuse(rings_.q_received, " Recv Q, not ", a_ - 1);
+    if (rings_.kv_received != b_ - 1) return refuse(rings_.kv_received, " Recv KV, not ", b_ - 1);
+    if (rings_.o_sent != a_ - 1) return refuse(rings_.o_sent, " Send O, not ", a_ - 1);
     for (int u = 0; u < a_; ++u) {
       for (int v = 0; v < b_; ++v) {
         if (!computed_[u][v]) return refuse("block (", u, ",", v, ") never computed");
@@ -128,21 +122,11 @@ class ScheduleChecker {
         absl::StrCat("schedule ", schedule_.tile.DebugString(), ", step ", step_, ": ", std::string(why)));
   }
 
-  // A communication along a ring; none: there is none.
-  struct UnderWay {
-    std::optional<Traffic> comm;
-    int last_step = 0;
-  };
-
   const Schedule& schedule_;
   const int a_;
   const int b_;
   int step_ = 0;
-  UnderWay along_q_;
-  UnderWay along_kv_;
-  int q_received_ = 0;
-  int kv_received_ = 0;
-  int o_sent_ = 0;
+  RingsUnderWay rings_;
   std::vector<std::vector<bool>> computed_;  // [a][b]
   std::vector<int> row_blocks_;              // [a]
 };

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "engine/schedule/rings_under_way.h"
 #include "server/pictures/legend.h"
 
 namespace meshfill {
@@ -93,7 +94,7 @@ class SchedulePicture {
     const Step& step = schedule_.steps[number];
     std::string comm = CommText(step.comm, CommIndex(step.comm));
     if (step.spans > 1) absl::StrAppend(&comm, " …");
-    if (!step.comm.has_value() && (along_q_.comm.has_value() || along_kv_.comm.has_value()))
+    if (!step.comm.has_value() && (rings_.along_q.comm.has_value() || rings_.along_kv.comm.has_value()))
       comm = "… goes on";
     const std::string until =
         step.spans > 1 ? absl::StrCat(" until step ", number + step.spans - 1) : std::string();
@@ -119,7 +120,7 @@ class SchedulePicture {
   absl::string_view BlockClass(int u, int v) {
     if (Block(u, v) == BlockState::kComputing) return "block";
     if (Block(u, v) == BlockState::kDone) return "done";
-    return u <= q_received_ && v <= kv_received_ ? "ready" : "absent";
+    return u <= rings_.q_received && v <= rings_.kv_received ? "ready" : "absent";
   }
 
   // The chunks that are here, beside their rows and columns: Q on the left, KV above, and O on the right as
@@ -128,12 +129,13 @@ class SchedulePicture {
     const double left = x + kMarks, top = y + kMarks;
     const auto q_mark = [&](int u) { return Box{x, top + u * row_ + 0.5, kMark, row_ - 1}; };
     const auto kv_mark = [&](int v) { return Box{left + v * column_ + 0.5, y, column_ - 1, kMark}; };
-    for (int u = 0; u <= q_received_; ++u) svg_.Rect(q_mark(u), "recv_q");
-    for (int v = 0; v <= kv_received_; ++v) svg_.Rect(kv_mark(v), "recv_kv");
-    if (along_kv_.comm.has_value()) svg_.Rect(kv_mark(CommIndex(along_kv_.comm)), "recv_kv arriving");
-    const int index = CommIndex(along_q_.comm);
-    if (along_q_.comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
-    if (along_q_.comm != Traffic::kO) return;
+    for (int u = 0; u <= rings_.q_received; ++u) svg_.Rect(q_mark(u), "recv_q");
+    for (int v = 0; v <= rings_.kv_received; ++v) svg_.Rect(kv_mark(v), "recv_kv");
+    if (rings_.along_kv.comm.has_value())
+      svg_.Rect(kv_mark(CommIndex(rings_.along_kv.comm)), "recv_kv arriving");
+    const int index = CommIndex(rings_.along_q.comm);
+    if (rings_.along_q.comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
+    if (rings_.along_q.comm != Traffic::kO) return;
     svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
   }
 
@@ -146,34 +148,21 @@ class SchedulePicture {
 
   // The chunk that a communication under way is about.
   int CommIndex(std::optional<Traffic> comm) const {
-    if (comm == Traffic::kQ) return q_received_ + 1;
-    if (comm == Traffic::kKv) return kv_received_ + 1;
-    return comm == Traffic::kO ? o_sent_ + 1 : 0;
+    if (comm == Traffic::kQ) return rings_.q_received + 1;
+    if (comm == Traffic::kKv) return rings_.kv_received + 1;
+    return comm == Traffic::kO ? rings_.o_sent + 1 : 0;
   }
 
   void Begin(int number) {
     const Step& step = schedule_.steps[number];
     for (const auto [u, v] : step.blocks) Block(u, v) = BlockState::kComputing;
-    if (!step.comm.has_value()) return;
-    UnderWay& ring = step.comm == Traffic::kKv ? along_kv_ : along_q_;
-    ring = {.comm = step.comm, .last_step = number + step.spans - 1};
+    rings_.Start(step, number);
   }
 
   void End(int number) {
     for (const auto [u, v] : schedule_.steps[number].blocks) Block(u, v) = BlockState::kDone;
-    for (UnderWay* const ring : {&along_q_, &along_kv_}) {
-      if (!ring->comm.has_value() || ring->last_step > number) continue;
-      q_received_ += ring->comm == Traffic::kQ ? 1 : 0;
-      kv_received_ += ring->comm == Traffic::kKv ? 1 : 0;
-      o_sent_ += ring->comm == Traffic::kO ? 1 : 0;
-      ring->comm.reset();
-    }
+    rings_.End(number);
   }
-
-  struct UnderWay {
-    std::optional<Traffic> comm;  // none: nothing is
-    int last_step = 0;
-  };
 
   BlockState& Block(int u, int v) { return state_[u * b_ + v]; }
 
@@ -184,11 +173,7 @@ class SchedulePicture {
   const double column_;  // its width
   SvgWriter& svg_;
   std::vector<BlockState> state_;  // [a, b]
-  UnderWay along_q_;
-  UnderWay along_kv_;
-  int q_received_ = 0;
-  int kv_received_ = 0;
-  int o_sent_ = 0;
+  RingsUnderWay rings_;
 };
 
 }  // namespace
