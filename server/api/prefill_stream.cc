@@ -326,6 +326,7 @@ void PrefillStream::OnResultUnread() {
                           "limits.unread_bytes): the answer is dropped"),
              DetailsOf(LogLevel::kWarning));
   context_->TryCancel();
+  environment_.metrics.OnResultDropped();
 }
 
 bool PrefillStream::CancelRequest(const std::string& request_id, const std::string* tenant) {

@@ -159,6 +159,10 @@ class Metrics::Families {
       AddCounter(registry, "meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
   Family<Counter>& refusals = AddCounter(registry, "meshfill_requests_refused_total",
                                          "Of the ended requests, those that had no place, by reason.");
+  Counter& dropped_results =
+      AddCounter(registry, "meshfill_results_dropped_total",
+                 "Results that their clients did not read in time, or that gave way to newer ones.")
+          .Add({});
   Family<Counter>& call_refusals =
       AddCounter(registry, "meshfill_calls_refused_total",
                  "Calls other than Prefill that were refused, by call and status.");
@@ -542,6 +546,8 @@ void Metrics::OnRequestDone(absl::StatusCode code) {
 void Metrics::OnRequestRefused(Refusal refusal) {
   families_->refusals.Add({{"reason", RefusalName(refusal)}}).Increment();
 }
+
+void Metrics::OnResultDropped() { families_->dropped_results.Increment(); }
 
 void Metrics::OnCallRefused(const char* call, absl::StatusCode code) {
   families_->call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}}).Increment();

@@ -102,6 +102,7 @@ class Metrics {
   void OnPrefillDone(const PrefillResult& result);
   void OnRequestDone(absl::StatusCode code);
   void OnRequestRefused(Refusal refusal);  // beside OnRequestDone
+  void OnResultDropped();                  // nobody read it
   // Of any call but Prefill, which its name says, e.g. "FetchKv"; one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
   // TTFT: from the stream's begin to its result. The slowdown: from the complete upload, over what the

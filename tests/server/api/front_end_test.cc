@@ -642,6 +642,8 @@ TEST_F(FrontEndTest, BoundsTheBytesOfResultsThatNobodyReads) {
     calls.back()->Send(header).Send({1}).HalfClose();
     ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == i + 1; }));
   }
+  ASSERT_TRUE(
+      Eventually([&] { return HasMetric(absl::StrCat("meshfill_results_dropped_total ", kCalls - 2)); }));
   for (int i = 0; i < kCalls; ++i) {
     const Reply reply = calls[i]->Finish();
     EXPECT_EQ(reply.result.has_value(), i >= kCalls - 2) << i << " " << reply.status;

@@ -89,11 +89,12 @@ class RankHostFixture : public testing::Test {
   static constexpr int kRanks = 2;  // of a host
   static constexpr int64_t kTokens = 300;
 
-  void MakeTestModel(const std::string& name, DType dtype) {
+  void MakeTestModel(const std::string& name, DType dtype, ModelFamily family = ModelFamily::kLlama) {
     shape_.dtype = dtype;
     options_.model_path = testing::TempDir() + "/" + name;
     std::filesystem::remove_all(options_.model_path);
-    const absl::Status made = MakeModel({.layers = shape_.layers,
+    const absl::Status made = MakeModel({.family = family,
+                                         .layers = shape_.layers,
                                          .hidden = shape_.hidden,
                                          .intermediate = shape_.intermediate,
                                          .q_heads = shape_.q_heads,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "engine/embedded_engine.h"
 #include "engine/platforms.h"
 #include "engine/prefill_engine.h"
@@ -229,20 +230,7 @@ TEST_F(RankHostTest, SharesItsWeightsInFp8AndMxfp4) {
   for (const auto& [family, dtype] :
        {std::pair(ModelFamily::kQwen3, DType::kF8E4M3), std::pair(ModelFamily::kGptOss, DType::kF4E2M1)}) {
     SCOPED_TRACE(DTypeName(dtype));
-    options_.model_path = testing::TempDir() + "/rank_host_" + DTypeName(dtype);
-    std::filesystem::remove_all(options_.model_path);
-    const absl::Status made = MakeModel({.family = family,
-                                         .layers = shape_.layers,
-                                         .hidden = shape_.hidden,
-                                         .intermediate = shape_.intermediate,
-                                         .q_heads = shape_.q_heads,
-                                         .kv_heads = shape_.kv_heads,
-                                         .head_dim = shape_.head_dim,
-                                         .vocab = shape_.vocab,
-                                         .context_tokens = shape_.context_tokens,
-                                         .dtype = dtype},
-                                        options_.model_path);
-    ASSERT_TRUE(made.ok()) << made;
+    MakeTestModel(absl::StrCat("rank_host_", DTypeName(dtype)), dtype, family);
     shape_.dtype = DType::kBf16;
     TestSharing();
   }
