@@ -111,9 +111,14 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
                                {Traffic::kKv, Slowest(kv, topology)},
                                {Traffic::kO, Slowest(q, topology)},
                                {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}});
-  if ((q.most() > 0) != (kv.most() > 0)) {
-    const bool both_inside = q.inside() && kv.inside();
-    links.shared = PerTraffic<Link>::Alike(both_inside ? topology.same_node : Link{});
+  const bool both_inside = q.inside() && kv.inside();
+  links.shared_inside = PerTraffic<Link>::Alike(both_inside ? topology.same_node : Link{});
+  if (q.most() > 0 && kv.most() > 0) {
+    const auto port = [&](const Flows& flows) {
+      return Link{.latency_seconds = topology.between_nodes.latency_seconds,
+                  .bytes_per_second = topology.node_bytes_per_second / flows.most()};
+    };
+    links.shared_port = {{Traffic::kQ, port(q)}, {Traffic::kKv, port(kv)}, {Traffic::kO, port(q)}};
   }
   return links;
 }

@@ -43,12 +43,13 @@ int SeatsPerNode(const Topology& topology, int seats);
 // KV rings, all-to-alls in head groups. All ranks wait for the slowest.
 struct Links : PerTraffic<Link> {
   Links() = default;
-  Links(const PerTraffic<Link>& each) : PerTraffic<Link>(each), shared(each) {}  // NOLINT: a link is shared
+  Links(const PerTraffic<Link>& each)  // NOLINT: of one kind, which is as those inside a node
+      : PerTraffic<Link>(each), shared_inside(each) {}
 
-  // The slowest that both rings have, as each of their messages finds it: its own where both leave their
-  // nodes or neither does; that inside a node where one leaves, and stays in a node elsewhere; else none,
-  // which takes no time.
-  PerTraffic<Link> shared;
+  // What both rings have: links inside nodes, and a node's port, each as a message finds it, of whose flows
+  // one port has several. What they do not share takes no time.
+  PerTraffic<Link> shared_inside;
+  PerTraffic<Link> shared_port;
 
   bool operator==(const Links&) const = default;
 };

@@ -1,6 +1,7 @@
 #include "engine/plan/cost_model.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 
@@ -86,10 +87,13 @@ void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanSh
     const int64_t bytes = traffic == Traffic::kQ    ? slice.q_bytes(tokens)
                           : traffic == Traffic::kKv ? slice.kv_bytes(tokens)
                                                     : slice.partial_bytes(tokens, shape.partial_dtype);
-    const Link& shared = shape.links.shared[traffic];
-    return MessageSeconds{.total = shape.links[traffic].Seconds(static_cast<double>(bytes)),
-                          .start = shared.latency_seconds,
-                          .shared = shared.Seconds(static_cast<double>(bytes))};
+    const auto on = [&](const Link& link) {
+      return MessageSeconds::OnLink{.start = link.latency_seconds,
+                                    .moves = static_cast<double>(bytes) / link.bytes_per_second};
+    };
+    return MessageSeconds{
+        .total = shape.links[traffic].Seconds(static_cast<double>(bytes)),
+        .shared = {on(shape.links.shared_inside[traffic]), on(shape.links.shared_port[traffic])}};
   };
   // The first message is as long as any.
   seconds.transfer = {{Traffic::kQ, of(Traffic::kQ, reach.LargestQ(1))},
@@ -227,10 +231,11 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
   const auto [a, b] = shape.tile;
   const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
                                       : BlockSeconds(slice, speed, pairs.LeastOfTile());
-  double along_q = 0, along_kv = 0, on_shared = 0;
+  double along_q = 0, along_kv = 0;
+  std::array<double, kSharedLinks> moves{};
   const auto add = [&](const MessageSeconds& message, int times, double& along) {
     along += times * message.total;
-    on_shared += times * (message.shared - message.start);
+    for (int link = 0; link < kSharedLinks; ++link) moves[link] += times * message.shared[link].moves;
   };
   add(seconds.MessageOf(Traffic::kO, 0), a - 1, along_q);
   if (reach.sees_all()) {
@@ -240,7 +245,9 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
     for (int hop = 0; hop < a - 1; ++hop) add(seconds.MessageOf(Traffic::kQ, hop), 1, along_q);
     for (int hop = 0; hop < b - 1; ++hop) add(seconds.MessageOf(Traffic::kKv, hop), 1, along_kv);
   }
-  const double transfers = both_rings ? std::max({along_q, along_kv, on_shared}) : along_q + along_kv;
+  const double transfers = both_rings
+                               ? std::max({along_q, along_kv, *std::max_element(moves.begin(), moves.end())})
+                               : along_q + along_kv;
   return seconds.Compute() + blocks + seconds.to_heads_wait + seconds.to_tokens_wait +
          std::max(0.0, transfers - blocks);
 }
@@ -333,40 +340,31 @@ double AttentionSeconds::Compute() const {
 }
 
 double AttentionSeconds::Wait(const Schedule& schedule) const {
-  struct UnderWay {
-    int steps_left = 0;  // 0: nothing is
-    double shared = 0;   // as MessageSeconds has them
-    double total = 0;
-    double passed = 0;
+  struct Ring {
+    int steps_left = 0;  // 0: nothing is under way
+    MessageUnderWay message = {};
   };
   double wait = to_heads_wait + to_tokens_wait;
-  UnderWay along_q, along_kv;
+  double now = 0;
+  Ring along_q, along_kv;
   PerTraffic<int> number;
   for (const Step& step : schedule.steps) {
     if (step.comm.has_value()) {
       const bool is_kv = step.comm == Traffic::kKv;
-      UnderWay& own = is_kv ? along_kv : along_q;
-      const UnderWay& other = is_kv ? along_q : along_kv;
-      const double busy = other.steps_left > 0 ? other.shared - other.passed : 0;
       const MessageSeconds& message = MessageOf(*step.comm, number[*step.comm]++);
-      own = {.steps_left = step.spans,
-             .shared = message.SharedBehind(busy),
-             .total = message.Behind(busy),
-             .passed = 0};
+      Ring& own = is_kv ? along_kv : along_q;
+      own = {.steps_left = step.spans, .message = Leave(message, now, (is_kv ? along_q : along_kv).message)};
     }
-    double computing = static_cast<double>(step.blocks.size()) * block;
-    if (!blocks.empty()) {
-      computing = 0;
-      for (const BlockIndex index : step.blocks) computing += Block(index);
+    if (blocks.empty()) {
+      now += static_cast<double>(step.blocks.size()) * block;
+    } else {
+      for (const BlockIndex index : step.blocks) now += Block(index);
     }
-    along_q.passed += computing;
-    along_kv.passed += computing;
-    for (UnderWay* const each : {&along_q, &along_kv}) {
-      if (each->steps_left == 0 || --each->steps_left > 0) continue;
-      const double waited = std::max(0.0, each->total - each->passed);
+    for (Ring* const ring : {&along_q, &along_kv}) {
+      if (ring->steps_left == 0 || --ring->steps_left > 0) continue;
+      const double waited = std::max(0.0, ring->message.arrives - now);
       wait += waited;
-      along_q.passed += waited;
-      along_kv.passed += waited;
+      now += waited;
     }
   }
   return wait;
@@ -388,8 +386,8 @@ AttentionSeconds AttentionSecondsOf(const ModelShape& model, const PoolSpeed& sp
   return seconds;
 }
 
-Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                                const Schedule& schedule) {
+Prediction PredictTime(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                       const Schedule& schedule) {
   Prediction predicted;
   PartSeconds& parts = predicted.parts;
   parts.fixed = speed.start_seconds;
@@ -403,9 +401,13 @@ Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed,
   parts.hidden = parts.transfers - predicted.comm_wait_seconds;
   predicted.compute_seconds = parts.fixed + parts.products + parts.attention;
   predicted.seconds = predicted.compute_seconds + predicted.comm_wait_seconds;
+  return predicted;
+}
+
+void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                   const Schedule& schedule, Prediction& predicted) {
   predicted.run_bytes = predicted.peak_bytes =
       PeakBytes(model, PlanSliceTokens(shape, speed.slice_tokens), shape, schedule);
-  return predicted;
 }
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
@@ -419,7 +421,8 @@ double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanS
 
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule) {
-  Prediction predicted = PredictTimeAndMemory(model, speed, shape, schedule);
+  Prediction predicted = PredictTime(model, speed, shape, schedule);
+  PredictMemory(model, speed, shape, schedule, predicted);
   predicted.comm_bytes = PrefillCommBytes(model, shape);
   return predicted;
 }

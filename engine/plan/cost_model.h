@@ -74,9 +74,12 @@ int64_t BestExchangeTokens(const ModelShape& model, const PoolSpeed& speed, cons
 Prediction Predict(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule);
 
-// The same without bytes sent, which the schedule does not change.
-Prediction PredictTimeAndMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                                const Schedule& schedule);
+// Its parts, for whoever compares many: all but bytes, and the memory. The schedule does not change the bytes
+// sent.
+Prediction PredictTime(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                       const Schedule& schedule);
+void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
+                   const Schedule& schedule, Prediction& predicted);
 
 // No schedule of the shape is predicted to take less: its transfers go one by one, or with `both_rings` along
 // both rings at once, its blocks beside them.

@@ -142,11 +142,17 @@ struct PlacedLinks {
     const auto slower = [](const Link& link, const Link& than) {
       return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
     };
-    return std::all_of(kPrefillTraffics.begin(), kPrefillTraffics.end(),
-                       [&](Traffic traffic) {
-                         return slower(links[traffic], other.links[traffic]) &&
-                                slower(links.shared[traffic], other.links.shared[traffic]);
-                       });
+    return std::all_of(kPrefillTraffics.begin(), kPrefillTraffics.end(), [&](Traffic traffic) {
+      return slower(links[traffic], other.links[traffic]) &&
+             slower(SharedLink(traffic), other.SharedLink(traffic));
+    });
+  }
+
+ private:
+  // The slower one of those that both rings have.
+  const Link& SharedLink(Traffic traffic) const {
+    const Link& port = links.shared_port[traffic];
+    return port == Link{} ? links.shared_inside[traffic] : port;
   }
 };
 
@@ -190,9 +196,9 @@ class ShapePlanner {
     if (!request_.topology.node_of_seat.empty()) {
       PlanShape ideal = *best;
       ideal.links = Links::Alike(request_.topology.same_node);
-      ideal.links.shared = {};
+      ideal.links.shared_inside = {};
       ideal.exchange_tokens = ExchangeTokensOf(ideal);
-      if (MayGain(ideal, *best)) {
+      if (MayGain(ideal, BothRings(ideal), *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
           TryPlacement(heads, tile, boxed, best);
         }
@@ -217,7 +223,9 @@ class ShapePlanner {
       shape.exchange_tokens = ExchangeTokensOf(shape);
       for (DType partial_dtype : PartialDTypesOf(request_)) {
         shape.partial_dtype = partial_dtype;
-        if (!best.has_value() || MayGain(shape, *best)) TrySchedules(shape, placed.placement, best);
+        if (best.has_value() && !MayGain(shape, BothRings(shape), *best)) continue;
+        const bool two_alone = best.has_value() && BothRings(shape) && !MayGain(shape, false, *best);
+        TrySchedules(shape, placed.placement, two_alone, best);
       }
     }
   }
@@ -227,10 +235,10 @@ class ShapePlanner {
     return may ? BestExchangeTokens(model_, speed_, shape) : 0;
   }
 
-  // Spares the schedules of a shape that none can make faster.
-  bool MayGain(const PlanShape& shape, const Plan& best) const {
+  // Spares the schedules of a shape that none can make faster, with messages along both rings at once or not.
+  bool MayGain(const PlanShape& shape, bool both_rings, const Plan& best) const {
     return Over(best.predicted) ||
-           LeastSeconds(model_, speed_, shape, BothRings(shape)) < best.predicted.seconds * (1 - kLeastGain);
+           LeastSeconds(model_, speed_, shape, both_rings) < best.predicted.seconds * (1 - kLeastGain);
   }
 
   bool BothRings(const PlanShape& shape) const {
@@ -238,24 +246,36 @@ class ShapePlanner {
            shape.tile.b > 1;
   }
 
-  void TrySchedules(const PlanShape& shape, const Placement& placement, std::optional<Plan>& best) {
+  // `two_alone`: of the schedules, that with two messages at once alone.
+  void TrySchedules(const PlanShape& shape, const Placement& placement, bool two_alone,
+                    std::optional<Plan>& best) {
     std::optional<Plan> best_here;
-    for (const Schedule* schedule : schedules_.Of(model_, speed_, shape)) {
-      const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, *schedule);
+    const auto one_message =
+        two_alone ? std::vector<const Schedule*>() : schedules_.Of(model_, speed_, shape);
+    for (const Schedule* schedule : one_message) {
+      Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
+      if (best_here.has_value() && IsSlower(predicted, best_here->predicted)) continue;
+      PredictMemory(model_, speed_, shape, *schedule, predicted);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
       best_here = MakePlanOf(shape, placement, *schedule, predicted);
     }
-    if (BothRings(shape) && best_here->predicted.comm_wait_seconds > 0) {
+    if (two_alone || (BothRings(shape) && best_here->predicted.comm_wait_seconds > 0)) {
+      const Plan& other = two_alone ? *best : *best_here;
       Schedule schedule = TwoRingSchedule(shape.tile, RingSecondsOf(model_, speed_, shape));
-      const Prediction predicted = PredictTimeAndMemory(model_, speed_, shape, schedule);
-      if (IsBetter(predicted, best_here->predicted)) {
-        best_here = MakePlanOf(shape, placement, std::move(schedule), predicted);
+      Prediction predicted = PredictTime(model_, speed_, shape, schedule);
+      if (!IsSlower(predicted, other.predicted)) {
+        PredictMemory(model_, speed_, shape, schedule, predicted);
+        if (IsBetter(predicted, other.predicted)) {
+          best_here = MakePlanOf(shape, placement, std::move(schedule), predicted);
+        }
       }
     }
+    if (!best_here.has_value()) return;
     if (shape.exchanges() > 1) {
       PlanShape at_once = shape;
       at_once.exchange_tokens = 0;
-      const Prediction predicted = PredictTimeAndMemory(model_, speed_, at_once, best_here->schedule);
+      Prediction predicted = PredictTime(model_, speed_, at_once, best_here->schedule);
+      PredictMemory(model_, speed_, at_once, best_here->schedule, predicted);
       if (!IsBetter(best_here->predicted, predicted)) {
         best_here = MakePlanOf(at_once, placement, std::move(best_here->schedule), predicted);
       }
@@ -270,6 +290,11 @@ class ShapePlanner {
 
   bool Over(const Prediction& predicted) const {
     return request_.memory_budget_bytes != 0 && predicted.run_bytes > request_.memory_budget_bytes;
+  }
+
+  // Than a plan that fits, so that its memory does not matter.
+  bool IsSlower(const Prediction& predicted, const Prediction& best) const {
+    return !Over(best) && predicted.seconds > best.seconds;
   }
 
   // Among schedules of the same shape.

@@ -29,12 +29,9 @@ class LayerSpans : public ScheduleVisitor {
     // The k-th Recv sends #k, the k-th Send O sends O#k+1.
     const int number = transfer.traffic == Traffic::kO ? transfer.sent - 1 : transfer.sent;
     const bool is_kv = transfer.traffic == Traffic::kKv;
-    const double busy = std::max(0.0, (is_kv ? along_q_ : along_kv_).leaves_shared - now_);
-    const MessageSeconds message = seconds_.MessageOf(transfer.traffic, number);
-    const UnderWay sent = {.leaves_shared = now_ + message.SharedBehind(busy),
-                           .arrives = now_ + message.Behind(busy)};
-    (is_kv ? along_kv_ : along_q_) = sent;
-    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, sent.arrives);
+    MessageUnderWay& own = is_kv ? along_kv_ : along_q_;
+    own = Leave(seconds_.MessageOf(transfer.traffic, number), now_, is_kv ? along_q_ : along_kv_);
+    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, own.arrives);
   }
   void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.Block(block)); }
   void End(const Transfer& transfer, RowState) {
@@ -44,11 +41,6 @@ class LayerSpans : public ScheduleVisitor {
   }
 
  private:
-  struct UnderWay {
-    double leaves_shared = 0;  // the link that both rings have
-    double arrives = 0;
-  };
-
   void AllToAll(double seconds) {
     const char* const name = OperationName(Traffic::kAllToAll);
     Add({.kind = SpanKind::kTransfer, .what = name}, now_, now_ + seconds);
@@ -74,8 +66,8 @@ class LayerSpans : public ScheduleVisitor {
 
   const AttentionSeconds seconds_;
   double now_ = 0;
-  UnderWay along_q_;  // the last message along these rings
-  UnderWay along_kv_;
+  MessageUnderWay along_q_;
+  MessageUnderWay along_kv_;
   std::vector<Span> spans_;
 };
 

@@ -4,22 +4,46 @@
 #define MESHFILL_ENGINE_SCHEDULE_MESSAGE_SECONDS_H_
 
 #include <algorithm>
+#include <array>
 
 namespace meshfill {
 
-// From when it leaves, alone.
-struct MessageSeconds {
-  double total = 0;   // until it has arrived
-  double start = 0;   // until its bytes begin to move on the link that both rings have
-  double shared = 0;  // until they have left that link; 0: the rings have none in common
+// What messages of both rings may be on: the links inside nodes, and the port through which all flows of a
+// node leave it.
+inline constexpr int kSharedLinks = 2;
 
-  // The last two where the other ring's message is on that link for `busy` more: bytes come behind, as if the
-  // two went one after the other, and the start is beside. The first is taken to have the link for itself.
-  double SharedBehind(double busy) const { return shared + std::max(0.0, busy - start); }
-  double Behind(double busy) const { return std::max(total, SharedBehind(busy)); }
+// Alone, from when it leaves.
+struct MessageSeconds {
+  struct OnLink {
+    double start = 0;  // until its bytes begin to move
+    double moves = 0;  // from then on, until they have left the link
+    bool operator==(const OnLink&) const = default;
+  };
+
+  double total = 0;                         // until it has arrived
+  std::array<OnLink, kSharedLinks> shared;  // 0: the rings do not share that link
 
   bool operator==(const MessageSeconds&) const = default;
 };
+
+// A ring's last message.
+struct MessageUnderWay {
+  double arrives = 0;
+  std::array<double, kSharedLinks> left{};  // when it has left the shared links
+};
+
+// A message that leaves now, and the other ring's last one. On a link that both are on, its bytes come behind
+// the other's, as if the two went one after the other, and its start is beside. The first is taken to have
+// the link for itself.
+inline MessageUnderWay Leave(const MessageSeconds& message, double now, const MessageUnderWay& other) {
+  MessageUnderWay sent{.arrives = now + message.total};
+  for (int link = 0; link < kSharedLinks; ++link) {
+    const auto& [start, moves] = message.shared[link];
+    sent.left[link] = std::max(now + start, other.left[link]) + moves;
+    sent.arrives = std::max(sent.arrives, sent.left[link]);
+  }
+  return sent;
+}
 
 }  // namespace meshfill
 

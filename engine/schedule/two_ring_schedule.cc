@@ -26,21 +26,22 @@ class TwoRingBuilder {
         Compute(*block);
         continue;
       }
-      const double next = std::min(along_q_.arrives, along_kv_.arrives);
-      if (next == kNever) return std::move(schedule_);
-      now_ = std::max(now_, next);
+      if (!along_q_.busy && !along_kv_.busy) return std::move(schedule_);
+      now_ = std::min(ArrivalOf(along_q_), ArrivalOf(along_kv_));
     }
   }
 
  private:
-  static constexpr double kNever = std::numeric_limits<double>::infinity();
-
   struct Ring {
     Traffic comm = Traffic::kQ;
-    size_t step = 0;           // that started it
-    double leaves_shared = 0;  // the link that both rings have
-    double arrives = kNever;   // kNever: nothing is under way
+    size_t step = 0;  // that started it
+    bool busy = false;
+    MessageUnderWay message = {};
   };
+
+  static double ArrivalOf(const Ring& ring) {
+    return ring.busy ? ring.message.arrives : std::numeric_limits<double>::infinity();
+  }
 
   std::optional<Traffic> NextAlongQ() const {
     const auto [a, b] = schedule_.tile;
@@ -56,15 +57,14 @@ class TwoRingBuilder {
   }
 
   void Start(Ring& ring, std::optional<Traffic> comm, const Ring& other) {
-    if (ring.arrives != kNever || !comm.has_value()) return;
+    if (ring.busy || !comm.has_value()) return;
     const MessageSeconds& message = comm == Traffic::kQ    ? seconds_.q
                                     : comm == Traffic::kKv ? seconds_.kv
                                                            : seconds_.o;
-    const double busy = std::max(0.0, other.leaves_shared - now_);
     ring = {.comm = *comm,
             .step = schedule_.steps.size(),
-            .leaves_shared = now_ + message.SharedBehind(busy),
-            .arrives = now_ + message.Behind(busy)};
+            .busy = true,
+            .message = Leave(message, now_, other.message)};
     schedule_.steps.push_back({.comm = comm, .blocks = {}});
     ended_ = false;
   }
@@ -73,12 +73,12 @@ class TwoRingBuilder {
   bool EndOne() {
     Ring* first = nullptr;
     for (Ring* const ring : {&along_q_, &along_kv_}) {
-      if (ring->arrives > now_) continue;
+      if (!ring->busy || ring->message.arrives > now_) continue;
       if (first == nullptr || ring->step < first->step) first = ring;
     }
     if (first == nullptr) return false;
     schedule_.steps[first->step].spans = static_cast<int>(schedule_.steps.size() - first->step);
-    first->arrives = kNever;
+    first->busy = false;
     ended_ = true;
     if (first->comm == Traffic::kQ) ++q_chunks_;
     if (first->comm == Traffic::kO) ++o_sent_;

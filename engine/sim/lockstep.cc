@@ -29,8 +29,9 @@ ChannelSpeed SpeedOf(const std::vector<int>& from, const Placement& placement, c
   ChannelSpeed speed;
   if (flows.inside()) speed.same_node_bytes_per_second = cluster.same_node.bytes_per_second;
   if (flows.most() > 0) {
+    speed.port_bytes_per_second = cluster.node_bytes_per_second / flows.most();
     speed.between_nodes_bytes_per_second =
-        std::min(cluster.between_nodes.bytes_per_second, cluster.node_bytes_per_second / flows.most());
+        std::min(cluster.between_nodes.bytes_per_second, speed.port_bytes_per_second);
   }
   return speed;
 }
@@ -60,9 +61,10 @@ class LockstepClock {
       arrives = same_node_free_;
     }
     if (channel.speed.between_nodes_bytes_per_second > 0) {
-      between_nodes_free_ = std::max(between_nodes_free_, leaves + cluster_.between_nodes.latency_seconds) +
-                            action.bytes / channel.speed.between_nodes_bytes_per_second;
-      arrives = std::max(arrives, between_nodes_free_);
+      const double moves = leaves + cluster_.between_nodes.latency_seconds;
+      port_free_ = std::max(port_free_, moves) + action.bytes / channel.speed.port_bytes_per_second;
+      arrives = std::max(
+          {arrives, port_free_, moves + action.bytes / channel.speed.between_nodes_bytes_per_second});
     }
     channel.last_arrival = arrives;
     channel.arrivals.push_back(arrives);
@@ -88,7 +90,7 @@ class LockstepClock {
   const Cluster& cluster_;
   std::vector<ChannelState> channels_;
   double same_node_free_ = 0;  // from when on the links carry nothing
-  double between_nodes_free_ = 0;
+  double port_free_ = 0;
   double now_ = 0;
 };
 

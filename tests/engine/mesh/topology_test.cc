@@ -36,23 +36,34 @@ TEST(Topology, RowFirstKeepsQRingsInANodeAndABoxTheKvRings) {
   EXPECT_EQ(boxed[Traffic::kQ].bytes_per_second, 4e9);  // two flows leave: each at its own speed
 }
 
-TEST(Topology, RingsShareTheSlowestLinkThatBothHave) {
+TEST(Topology, RingsShareTheLinksThatBothHave) {
   const Topology two = Nodes({4, 4}, 8e9), one = Nodes({8}, 8e9);
   const auto links = [](const Topology& topology, Tile tile) {
     return LinksOf(topology, 1, tile, RowFirst(tile.ranks()));
   };
   // Every Q message stays in its node, every KV message leaves it.
-  EXPECT_EQ(links(two, {.a = 4, .b = 2}).shared, PerTraffic<Link>());
+  const PerTraffic<Link> none;
+  const Links apart = links(two, {.a = 4, .b = 2});
+  EXPECT_EQ(apart.shared_inside, none);
+  EXPECT_EQ(apart.shared_port, none);
   // KV stays in a node as well, for three of four ranks: the link there is what Q finds, too.
   const Links beside = links(two, {.a = 2, .b = 4});
   ASSERT_EQ(beside[Traffic::kQ], kInside);
   ASSERT_NE(beside[Traffic::kKv], kInside);
-  EXPECT_EQ(beside.shared, PerTraffic<Link>::Alike(kInside));
+  EXPECT_EQ(beside.shared_inside, PerTraffic<Link>::Alike(kInside));
+  EXPECT_EQ(beside.shared_port, none);
   // Neither leaves, and both leave.
   const Links inside = links(one, {.a = 4, .b = 2});
-  EXPECT_EQ(inside.shared, inside);
-  const Links outside = links(Nodes({1, 1, 1, 1, 1, 1, 1, 1}, 8e9), {.a = 4, .b = 2});
-  EXPECT_EQ(outside.shared, outside);
+  EXPECT_EQ(inside.shared_inside, PerTraffic<Link>::Alike(kInside));
+  EXPECT_EQ(inside.shared_port, none);
+  // One Q flow goes through the port of a node of two GPUs, and two KV flows do.
+  const Links outside = links(Nodes({2, 2, 2, 2}, 9e9), {.a = 4, .b = 2});
+  EXPECT_EQ(outside.shared_inside[Traffic::kKv], Link());
+  EXPECT_EQ(outside[Traffic::kQ].bytes_per_second, kBetween.bytes_per_second);
+  EXPECT_EQ(outside.shared_port[Traffic::kQ].bytes_per_second, 9e9);
+  EXPECT_EQ(outside.shared_port[Traffic::kO], outside.shared_port[Traffic::kQ]);
+  EXPECT_EQ(outside.shared_port[Traffic::kKv].bytes_per_second, 4.5e9);
+  EXPECT_EQ(outside.shared_port[Traffic::kKv].latency_seconds, kBetween.latency_seconds);
 }
 
 TEST(Topology, AllToAllsShareTheNodesLink) {

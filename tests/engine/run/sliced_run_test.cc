@@ -434,7 +434,7 @@ TEST(SlicedRunTest, TakesTheTimeThatIsPredicted) {
   for (const int64_t exchange_tokens : {0, 32, 8}) {
     plan.exchange_tokens = exchange_tokens;
     plan.slice_tokens = PlanSliceTokens(plan, speed.slice_tokens);
-    const Prediction prediction = PredictTimeAndMemory(model, speed, plan, plan.schedule);
+    const Prediction prediction = PredictTime(model, speed, plan, plan.schedule);
     double least = std::numeric_limits<double>::infinity();
     for (int attempt = 0; attempt < 4 && least > 1.5 * prediction.seconds;
          ++attempt) {  // a machine may be busy

@@ -1,6 +1,7 @@
 #include "engine/schedule/two_ring_schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <map>
@@ -18,20 +19,23 @@ namespace {
 
 // A rank's time, from the start of each message and the end of each step. Written from schedule.h.
 double SecondsOf(const Schedule& schedule, const RingSeconds& seconds) {
-  double now = 0, shared_free = 0;         // the link that both rings have
-  std::multimap<size_t, double> arrivals;  // by the step that they end
+  double now = 0;
+  std::array<double, kSharedLinks> free{};  // the links that both rings have
+  std::multimap<size_t, double> arrivals;   // by the step that they end
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
     const Step& step = schedule.steps[i];
     if (step.comm.has_value()) {
       const MessageSeconds message = step.comm == Traffic::kQ    ? seconds.q
                                      : step.comm == Traffic::kKv ? seconds.kv
                                                                  : seconds.o;
-      if (message.shared > 0) {
-        shared_free = std::max(now + message.start, shared_free) + (message.shared - message.start);
+      double arrives = now + message.total;
+      for (int link = 0; link < kSharedLinks; ++link) {
+        const auto& [start, moves] = message.shared[link];
+        if (moves == 0) continue;
+        free[link] = std::max(now + start, free[link]) + moves;
+        arrives = std::max(arrives, free[link]);
       }
-      const double on_its_own = now + message.total;
-      arrivals.emplace(i + step.spans - 1,
-                       message.shared > 0 ? std::max(on_its_own, shared_free) : on_its_own);
+      arrivals.emplace(i + step.spans - 1, arrives);
     }
     now += static_cast<double>(step.blocks.size()) * seconds.block;
     const auto [first, last] = arrivals.equal_range(i);
@@ -40,23 +44,26 @@ double SecondsOf(const Schedule& schedule, const RingSeconds& seconds) {
   return now;
 }
 
-// What the rings have in common: the link on which each is slowest, one on which KV takes less, nothing.
-enum class Share { kSlowest, kOther, kNothing };
-
-RingSeconds DrawSeconds(std::mt19937_64& random, Share share) {
+// `apart`: the rings have no link in common. Else they have either, or both, on which a message takes as long
+// as it does, or less.
+RingSeconds DrawSeconds(std::mt19937_64& random, bool apart) {
   const auto draw = [&](double most) { return std::uniform_real_distribution<double>(0, most)(random); };
   const double most = std::pow(2.0, Draw(random, -2, 3));
-  const auto message = [&](bool slowest_is_shared) {
-    MessageSeconds seconds = {.total = draw(most)};
-    if (share == Share::kNothing) return seconds;
-    seconds.shared = slowest_is_shared ? seconds.total : draw(seconds.total);
-    seconds.start = draw(seconds.shared);
+  const int shares = apart ? 0 : Draw(random, 1, 3);  // a bit for each link
+  const auto message = [&] {
+    MessageSeconds seconds = {.total = draw(most), .shared = {}};
+    for (int link = 0; link < kSharedLinks; ++link) {
+      if ((shares >> link & 1) == 0) continue;
+      const double until = Draw(random, 0, 1) == 1 ? seconds.total : draw(seconds.total);
+      const double start = draw(until);
+      seconds.shared[link] = {.start = start, .moves = until - start};
+    }
     return seconds;
   };
-  return {.block = draw(1), .q = message(true), .kv = message(share != Share::kOther), .o = message(true)};
+  return {.block = draw(1), .q = message(), .kv = message(), .o = message()};
 }
 
-Share DrawShare(std::mt19937_64& random) { return static_cast<Share>(Draw(random, 0, 2)); }
+bool DrawApart(std::mt19937_64& random) { return Draw(random, 0, 2) == 0; }
 
 TEST(TwoRingSchedule, RunsOnEveryMesh) {
   const uint64_t seed = TestSeed();
@@ -64,7 +71,7 @@ TEST(TwoRingSchedule, RunsOnEveryMesh) {
   int at_once = 0;
   for (int n = 1; n <= 64; ++n) {
     for (Tile tile : TilesOf(n)) {
-      const Schedule schedule = TwoRingSchedule(tile, DrawSeconds(random, DrawShare(random)));
+      const Schedule schedule = TwoRingSchedule(tile, DrawSeconds(random, DrawApart(random)));
       ASSERT_TRUE(CheckSchedule(schedule).ok()) << "seed " << seed << ": " << CheckSchedule(schedule);
       ASSERT_EQ(LockstepMesh(tile).Run(schedule), "") << "seed " << seed << ": " << schedule.DebugString();
       at_once += std::any_of(schedule.steps.begin(), schedule.steps.end(),
@@ -80,7 +87,7 @@ TEST(TwoRingSchedule, TakesNoLessThanItsParts) {
   std::mt19937_64 random(seed);
   for (int i = 0; i < 1000; ++i) {
     const Tile tile = {.a = Draw(random, 1, 12), .b = Draw(random, 1, 12)};
-    const RingSeconds seconds = DrawSeconds(random, DrawShare(random));
+    const RingSeconds seconds = DrawSeconds(random, DrawApart(random));
     const Schedule schedule = TwoRingSchedule(tile, seconds);
     const double along_q = (tile.a - 1) * (seconds.q.total + seconds.o.total);
     const double along_kv = (tile.b - 1) * seconds.kv.total;
@@ -90,10 +97,11 @@ TEST(TwoRingSchedule, TakesNoLessThanItsParts) {
     ASSERT_GE(took, least) << "seed " << seed << ": " << schedule.DebugString();
     ASSERT_LE(took, (along_q + along_kv + blocks) * (1 + 1e-9))
         << "seed " << seed << ": " << schedule.DebugString();
-    const auto moves = [](const MessageSeconds& message) { return message.shared - message.start; };
-    const double shared =
-        (tile.a - 1) * (moves(seconds.q) + moves(seconds.o)) + (tile.b - 1) * moves(seconds.kv);
-    ASSERT_GE(took, shared * (1 - 1e-9)) << "seed " << seed;
+    for (int link = 0; link < kSharedLinks; ++link) {
+      const double moves = (tile.a - 1) * (seconds.q.shared[link].moves + seconds.o.shared[link].moves) +
+                           (tile.b - 1) * seconds.kv.shared[link].moves;
+      ASSERT_GE(took, moves * (1 - 1e-9)) << "seed " << seed;
+    }
   }
 }
 
@@ -111,7 +119,7 @@ TEST(TwoRingSchedule, GainsWhereMessagesHaveLinksOfTheirOwn) {
   int draws = 0, faster = 0, slower = 0;
   for (int i = 0; i < 1000; ++i) {
     const Tile tile = {.a = Draw(random, 2, 8), .b = Draw(random, 2, 8)};
-    const RingSeconds seconds = DrawSeconds(random, Share::kNothing);
+    const RingSeconds seconds = DrawSeconds(random, /*apart=*/true);
     const double one = SecondsOf(OptimalSchedule(tile, InBlocks(seconds)), seconds);
     const double two = SecondsOf(TwoRingSchedule(tile, seconds), seconds);
     ++draws;
@@ -123,7 +131,7 @@ TEST(TwoRingSchedule, GainsWhereMessagesHaveLinksOfTheirOwn) {
 }
 
 TEST(TwoRingSchedule, HidesShortMessagesAlongOneRingBehindALongOneAlongTheOther) {
-  const RingSeconds seconds = {.block = 1, .q = {1}, .kv = {4}, .o = {1}};
+  const RingSeconds seconds = {.block = 1, .q = {.total = 1}, .kv = {.total = 4}, .o = {.total = 1}};
   const Schedule schedule = TwoRingSchedule({.a = 2, .b = 2}, seconds);
   EXPECT_EQ(schedule.DebugString(),
             "2x2 | q spans 2: | kv spans 2: (0,0) | none: (1,0) | none: (1,1) | o: (0,1)");
@@ -134,7 +142,7 @@ TEST(TwoRingSchedule, OfOneRankIsOneBlock) {
 }
 
 TEST(TwoRingSchedule, OfOneRingHasOneMessageAtATime) {
-  const RingSeconds seconds = {.block = 1, .q = {0.5}, .kv = {2}, .o = {0.5}};
+  const RingSeconds seconds = {.block = 1, .q = {.total = 0.5}, .kv = {.total = 2}, .o = {.total = 0.5}};
   EXPECT_EQ(TwoRingSchedule({.a = 1, .b = 3}, seconds).DebugString(),
             "1x3 | kv: (0,0) | kv: (0,1) | none: (0,2)");
 }
