@@ -183,10 +183,11 @@ std::shared_ptr<const KvSlabs> KvStore::FindPrefix(const KvBlockNames& names,
                                                    int64_t returned_bytes_per_token,
                                                    const std::function<int64_t(int64_t)>& usable) {
   const MutexLock lock(mu_);
-  const auto prefix = [&] {
+  std::shared_ptr<const KvSlabs> prefix;
+  {
     const KvSlabs found = cache_.Find(names);  // gone before what is held is counted
-    return std::make_shared<const KvSlabs>(FirstTokens(found, usable(found.tokens())));
-  }();
+    prefix = std::make_shared<const KvSlabs>(FirstTokens(found, usable(found.tokens())));
+  }
   const int64_t pinned =
       bytes_->charged() - cache_.EvictableBytes() - prefix->tokens() * returned_bytes_per_token;
   return pinned <= budget_bytes_ ? prefix : std::make_shared<const KvSlabs>();
