@@ -159,9 +159,9 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
     }
   }
   for (auto& [ticket, request] : requests_) {
+    const auto has = [&pieces = request.pieces](Connection lost) { return pieces->Has(lost); };
     const bool has_part =
-        request.pieces.has_value() && std::any_of(connections.begin(), connections.end(),
-                                                  [&](Connection lost) { return request.pieces->Has(lost); });
+        request.pieces.has_value() && std::any_of(connections.begin(), connections.end(), has);
     if (!has_part) continue;
     request.pieces.reset();
     request.new_attempt = true;
