@@ -46,8 +46,8 @@ struct Links : PerTraffic<Link> {
   Links(const PerTraffic<Link>& each)  // NOLINT: of one kind, which is as those inside a node
       : PerTraffic<Link>(each), shared_inside(each) {}
 
-  // What both rings have: links inside nodes, and a node's port, each as a message finds it, of whose flows
-  // one port has several. What they do not share takes no time.
+  // What both rings have, as their messages find it: the links inside nodes, and a node's port, which the
+  // flows of a message through it divide. What they do not share takes no time.
   PerTraffic<Link> shared_inside;
   PerTraffic<Link> shared_port;
 

@@ -34,11 +34,12 @@ struct MessageUnderWay {
 
 // A message that leaves now, and the other ring's last one. On a link that both are on, its bytes come behind
 // the other's, as if the two went one after the other, and its start is beside. The first is taken to have
-// the link for itself.
+// the link for itself. Where nobody sees a chunk there is no message, which waits for none.
 inline MessageUnderWay Leave(const MessageSeconds& message, double now, const MessageUnderWay& other) {
   MessageUnderWay sent{.arrives = now + message.total};
   for (int link = 0; link < kSharedLinks; ++link) {
     const auto& [start, moves] = message.shared[link];
+    if (moves == 0) continue;
     sent.left[link] = std::max(now + start, other.left[link]) + moves;
     sent.arrives = std::max(sent.arrives, sent.left[link]);
   }

@@ -137,6 +137,13 @@ TEST(TwoRingSchedule, HidesShortMessagesAlongOneRingBehindALongOneAlongTheOther)
             "2x2 | q spans 2: | kv spans 2: (0,0) | none: (1,0) | none: (1,1) | o: (0,1)");
 }
 
+TEST(MessageSeconds, AMessageComesBehindTheOtherRingsOnTheLinksThatBothHave) {
+  const MessageUnderWay other = {.arrives = 6, .left = {5, 0}};
+  EXPECT_EQ(Leave({.total = 2, .shared = {{{.start = 0.5, .moves = 1}}}}, 1, other).arrives, 6);
+  EXPECT_EQ(Leave({.total = 2, .shared = {{{}, {.start = 0.5, .moves = 1}}}}, 1, other).arrives, 3);
+  EXPECT_EQ(Leave({}, 1, other).arrives, 1);  // no message
+}
+
 TEST(TwoRingSchedule, OfOneRankIsOneBlock) {
   EXPECT_EQ(TwoRingSchedule({.a = 1, .b = 1}, {.block = 1}).DebugString(), "1x1 | none: (0,0)");
 }
