@@ -27,7 +27,7 @@ absl::Status HostStream::Download(const void* from, size_t size_bytes, void* hos
   return absl::OkStatus();
 }
 
-std::shared_ptr<const StreamPoint> HostStream::Mark() { return nullptr; }
+absl::StatusOr<std::shared_ptr<const StreamPoint>> HostStream::Mark() { return nullptr; }
 
 absl::Status HostStream::Finish() { return absl::OkStatus(); }
 

@@ -192,8 +192,9 @@ class Stream {
   virtual absl::Status Download(const void* from, size_t size_bytes, void* host) = 0;
 
   // ---- When operations run.
-  // The point behind the operations called so far; null: they have run.
-  virtual std::shared_ptr<const StreamPoint> Mark() = 0;
+  // The point behind the operations called so far; null: they have run. UNAVAILABLE, with its name: the device
+  // has failed.
+  virtual absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() = 0;
   // Returns when all operations called so far have run, with the failure of any of them.
   virtual absl::Status Finish() = 0;
 

@@ -173,7 +173,8 @@ class InProcessCommunicator : public Communicator {
   // On the device of rank `to`.
   absl::StatusOr<DeviceMessage> FetchTo(int to, BufferRef message) {
     if (streams_.empty()) return DeviceMessage{std::move(message), nullptr};
-    return streams_[to]->Fetch({std::move(message), streams_[rank_]->Mark()});
+    ASSIGN_OR_RETURN(std::shared_ptr<const StreamPoint> ready, streams_[rank_]->Mark());
+    return streams_[to]->Fetch({std::move(message), std::move(ready)});
   }
 
   const int rank_;

@@ -113,7 +113,8 @@ KvDeviceMemory::Part& KvDeviceMemory::PartOf(const Device& device) {
 absl::StatusOr<KvDeviceMemory::Holding> KvDeviceMemory::Hold(KvSlab& slab, const BufferRef& kv,
                                                              Stream& stream) {
   const int64_t bytes = slab.shape().bytes();
-  DeviceMessage message = {.buffer = kv, .ready = stream.Mark()};
+  DeviceMessage message = {.buffer = kv, .ready = nullptr};
+  ASSIGN_OR_RETURN(message.ready, stream.Mark());
   std::vector<DeviceMessage> gone;  // freed after the lock
   std::unique_ptr<Leaving> leaving;
   {

@@ -52,7 +52,8 @@ class TimelineRecorder {
   bool keeps_spans() const { return capacity_ > 0; }
 
   Moment Now() const {
-    std::shared_ptr<const StreamPoint> device = stream_ == nullptr ? nullptr : stream_->Mark();
+    std::shared_ptr<const StreamPoint> device;  // none where the device has failed: its next operation tells
+    if (stream_ != nullptr) device = stream_->Mark().value_or(nullptr);
     if (run_ == nullptr) return {Clock::now(), std::move(device), {}};
     const StopToken::Moment moment = run_->Now();
     return {ToSteadyTime(moment.run_time()), std::move(device), absl::ToChronoNanoseconds(moment.paused)};

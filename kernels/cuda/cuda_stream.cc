@@ -46,11 +46,10 @@ absl::StatusOr<BufferRef> CudaStream::Allocate(size_t size_bytes) {
   return buffer;
 }
 
-std::shared_ptr<const StreamPoint> CudaStream::Mark() {
+absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaStream::Mark() {
   absl::StatusOr<std::shared_ptr<const CudaPoint>> point = lane_.queue->Mark();
-  if (point.ok()) return *std::move(point);
-  Diagnose(point.status()).IgnoreError();  // the next operation tells
-  return nullptr;
+  if (!point.ok()) return Diagnose(point.status());
+  return *std::move(point);
 }
 
 absl::Status CudaStream::Finish() {
@@ -78,14 +77,14 @@ absl::Status CudaStream::Download(const void* from, size_t size_bytes, void* hos
 }
 
 absl::StatusOr<DeviceMessage> CudaStream::Fetch(DeviceMessage message) {
-  if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
   const int from = static_cast<const CudaPoint&>(*message.ready).device();
   if (from == shared_.info.ordinal || message.buffer->size_bytes() == 0) return message;
-  return FetchFrom(from, message);
+  absl::StatusOr<DeviceMessage> fetched = FetchFrom(from, message);
+  if (!fetched.ok() && !absl::IsResourceExhausted(fetched.status())) return Diagnose(fetched.status());
+  return fetched;
 }
 
 absl::StatusOr<BufferRef> CudaStream::TakeOver(DeviceMessage message) {
-  if (message.ready == nullptr) return absl::UnavailableError("cuda: a sender's device has failed");
   CudaAllocation::Of(*message.buffer).AddUser(lane_.queue);
   RETURN_IF_ERROR(
       Do("take over", [&] { return lane_.queue->WaitFor(static_cast<const CudaPoint&>(*message.ready)); }));

@@ -32,7 +32,7 @@ class CudaStream final : public Stream {
   absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override;
   absl::Status Upload(const void* host, size_t size_bytes, void* to) override;
   absl::Status Download(const void* from, size_t size_bytes, void* host) override;
-  std::shared_ptr<const StreamPoint> Mark() override;
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() override;
   absl::Status Finish() override;
   absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override;
   absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override;

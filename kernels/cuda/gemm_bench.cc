@@ -41,7 +41,7 @@ absl::StatusOr<CudaGemmBenchResult> BenchCudaGemm(const CudaGemmBenchOptions& op
                                   .tokens = options.tokens,
                                   .y = y->data(),
                                   .y_dtype = DType::kBf16}));
-    points.push_back(stream->Mark());
+    ASSIGN_OR_RETURN(points.emplace_back(), stream->Mark());
   }
   RETURN_IF_ERROR(stream->Finish());
   std::vector<double> seconds;

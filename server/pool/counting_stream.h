@@ -21,7 +21,7 @@ class CountingStream final : public Stream {
   uint64_t operations() const { return operations_.load(std::memory_order_relaxed); }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return stream_->Allocate(size_bytes); }
-  std::shared_ptr<const StreamPoint> Mark() override { return stream_->Mark(); }
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() override { return stream_->Mark(); }
   absl::Status Finish() override {
     return Count([&] { return stream_->Finish(); });
   }

@@ -214,7 +214,7 @@ class RankHost::ActiveRun {
   // Says so where a rank failed because its device is lost.
   absl::StatusOr<RankOutput> BlameDevice(size_t i, absl::StatusOr<RankOutput> output) {
     if (output.ok()) return output;
-    seats_[i].stream->Mark();  // fails where the device has
+    seats_[i].stream->Mark().IgnoreError();  // fails where the device has: lost() says so from then on
     if (!host_.pool_.devices[i]->lost()) return output;
     host_.lost_ = true;
     return absl::UnavailableError(absl::StrCat("a device (", host_.pool_.device_names[i],

@@ -251,6 +251,7 @@ void FakeCuda::set_most_delay_microseconds(int microseconds) { most_delay_micros
 void FakeCuda::BreakDevice() { broken = true; }
 void FakeCuda::RepairDevice() {
   broken = false;
+  current_device = 0;  // a call that failed may have left another
   last_error = cudaSuccess;
 }
 bool FakeCuda::has_context(int device) { return (contexts >> device & 1) != 0; }

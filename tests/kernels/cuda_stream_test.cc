@@ -569,6 +569,13 @@ void ExpectAll(Stream& stream, const BufferRef& buffer, float expected) {
   for (const float value : values) ASSERT_EQ(value, expected);
 }
 
+// Null where it fails.
+std::shared_ptr<const StreamPoint> MarkOf(Stream& stream) {
+  auto point = stream.Mark();
+  EXPECT_TRUE(point.ok()) << point.status();
+  return std::move(point).value_or(nullptr);
+}
+
 TEST_F(CudaStreamTest, ReceiversSeeWhatSendersHaveQueued) {
   const LoneStream elsewhere(MakeDevice(1));  // on the second device where there is one
   const std::unique_ptr<Stream> sender = Make(), here = Make();
@@ -576,7 +583,7 @@ TEST_F(CudaStreamTest, ReceiversSeeWhatSendersHaveQueued) {
     Counter counter(*sender, 333);
     for (int round = 0; round < 12; ++round) {
       const int times = 3 + round;
-      auto message = receiver->Fetch({counter.Count(times), sender->Mark()});
+      auto message = receiver->Fetch({counter.Count(times), MarkOf(*sender)});
       ASSERT_TRUE(message.ok()) << message.status();
       auto taken = receiver->TakeOver(*std::move(message));
       ASSERT_TRUE(taken.ok()) << taken.status();
@@ -600,7 +607,7 @@ TEST_F(CudaStreamTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
     auto owner = std::make_unique<LoneStream>(MakeDevice());
     Counter owned(**owner, 200);  // its weight stays: it is the device's, not in the stream's order
     BufferRef shared = owned.Count(5);
-    auto taken = reader->TakeOver({shared, (*owner)->Mark()});
+    auto taken = reader->TakeOver({shared, MarkOf(**owner)});
     ASSERT_TRUE(taken.ok());
     const BufferRef slow = counter.Count(4);  // the reader's stream is busy
     auto copy = reader->Allocate(shared->size_bytes());
@@ -614,11 +621,11 @@ TEST_F(CudaStreamTest, MemoryThatAnotherRankReadsOutlivesItsOwner) {
 
 TEST_F(CudaStreamTest, MarksTellTheDevicesTime) {
   Counter counter(*stream_, 100);
-  const auto begin = stream_->Mark();
+  const auto begin = MarkOf(*stream_);
   counter.Count(20);
-  const auto middle = stream_->Mark();
+  const auto middle = MarkOf(*stream_);
   counter.Count(20);
-  const auto end = stream_->Mark();
+  const auto end = MarkOf(*stream_);
   ASSERT_OK(stream_->Finish());
   ASSERT_TRUE(begin != nullptr && middle != nullptr && end != nullptr);
   EXPECT_GT(middle->SecondsSince(*begin), 0);

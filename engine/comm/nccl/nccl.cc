@@ -254,8 +254,7 @@ class NcclCommunicator : public Communicator {
     ASSIGN_OR_RETURN(BufferRef received, stream_.Allocate(receive_bytes));
     const ScopedCudaDevice scope(options_.device);
     // The message is written, and what is received into allocated, where the rank's own stream is now.
-    const std::shared_ptr<const StreamPoint> before = stream_.Mark();
-    if (before == nullptr) return absl::UnavailableError(absl::StrCat(what, ": the device has failed"));
+    ASSIGN_OR_RETURN(const std::shared_ptr<const StreamPoint> before, stream_.Mark());
     RETURN_IF_ERROR(queue_->WaitFor(static_cast<const CudaPoint&>(*before)));
     CudaAllocation::Of(*message).AddUser(queue_);
     CudaAllocation::Of(*received).AddUser(queue_);

@@ -20,7 +20,8 @@ absl::StatusOr<double> MeasureLink(Device& first, Device& second) {
   std::chrono::steady_clock::time_point start;
   for (int run = -1; run < kRuns; ++run) {  // the first opens the way
     if (run == 0) start = std::chrono::steady_clock::now();
-    ASSIGN_OR_RETURN(DeviceMessage message, to->Fetch({chunk, from->Mark()}));
+    ASSIGN_OR_RETURN(std::shared_ptr<const StreamPoint> ready, from->Mark());
+    ASSIGN_OR_RETURN(DeviceMessage message, to->Fetch({chunk, std::move(ready)}));
     ASSIGN_OR_RETURN(BufferRef taken, to->TakeOver(std::move(message)));
     RETURN_IF_ERROR(to->Finish());
   }

@@ -13,6 +13,7 @@
 #include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "kernels/cuda/cuda_device.h"
 #include "tests/engine/close.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/stop_after_a_layer.h"
@@ -261,6 +262,31 @@ TEST_F(CudaEngineTest, RefusesMoreKvOnTheDevicesThanTheyHaveMemory) {
   options.kv_memory_bytes = kMemoryBytes;
   const absl::Status status = LoadStatus(options);
   EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "kv.memory_bytes is 1073741824")) << status;
+}
+
+// A rank that sends to another fails by its own device's name, before the other hears of it.
+TEST_F(CudaEngineTest, HandingOverNamesTheDeviceThatIsLost) {
+  FakeCuda::set_devices(2);
+  const auto infos = FindCudaDevices();
+  ASSERT_TRUE(infos.ok() && infos->size() == 2) << infos.status();
+  auto first = MakeCudaDevice((*infos)[0]), second = MakeCudaDevice((*infos)[1]);
+  ASSERT_TRUE(first.ok() && second.ok());
+  auto sender = (*first)->NewStream(nullptr), receiver = (*second)->NewStream(nullptr);
+  ASSERT_TRUE(sender.ok() && receiver.ok());
+  auto message = (*sender)->Allocate(1000);
+  auto ready = (*sender)->Mark();
+  ASSERT_TRUE(message.ok() && ready.ok());
+  FakeCuda::BreakDevice();
+  const auto is_said = [](const absl::Status& status) {
+    return absl::IsUnavailable(status) && Says(status, "Fake GPU") && Says(status, "has failed");
+  };
+  const absl::Status mark = (*sender)->Mark().status();
+  EXPECT_TRUE(is_said(mark)) << mark;
+  EXPECT_TRUE((*first)->lost());
+  const absl::Status fetch = (*receiver)->Fetch({*message, *ready}).status();
+  EXPECT_TRUE(is_said(fetch)) << fetch;
+  const absl::Status taken = (*receiver)->TakeOver({*message, *ready}).status();
+  EXPECT_TRUE(is_said(taken)) << taken;
 }
 
 TEST_F(CudaEngineTest, ALostDeviceIsSaidAndTheEngineNoLongerReady) {

@@ -66,7 +66,7 @@ class WatchedStream : public Stream {
   absl::Status Download(const void* from, size_t size_bytes, void* host) override {
     return reference_->Download(from, size_bytes, host);
   }
-  std::shared_ptr<const StreamPoint> Mark() override { return reference_->Mark(); }
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() override { return reference_->Mark(); }
   absl::Status Finish() override { return reference_->Finish(); }
   absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override {
     return reference_->Fetch(std::move(message));
