@@ -62,6 +62,7 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
                               .one_memory = hardware.count() == 1,
                               .many_messages = hardware.in_host_memory(),
                               .weights = weights.plan,
+                              .shared_weights = weights.shared,
                               .weight_modes = weights.modes};
 }
 
@@ -105,9 +106,6 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
   if (weights->plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasureStream(options, hardware, *pool.models.front(), weights->plan));
   }
-  if (weights->plan.mode == WeightMode::kSharded) {
-    MeasureSharing(options, WeightBytesOf(shape, hardware.WeightDType(shape.dtype)), weights->plan);
-  }
   ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
                                            /*weights_to_come=*/0));
   pool.peak_flops = options.peak_flops;
@@ -131,8 +129,9 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   if (weights.plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasurePacking(options, *hardware, shape, *devices.front(), weights.plan));
   }
+  const bool divides = devices.front()->FormOf(shape.vocab, shape.hidden, {}).ok();  // as the LM head says
+  if (!divides) weights.shared.reset();
   if (weights.plan.mode == WeightMode::kSharded) {
-    MeasureSharing(options, WeightBytesOf(shape, hardware->WeightDType(shape.dtype)), weights.plan);
     return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0);
   }
   return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,7 @@ struct EmbeddedPoolCapacity {
   bool one_memory = true;           // false: on several devices, between which chunks are copied
   bool many_messages = false;       // between workers with such devices (PlanRequest), not within this pool
   PlanWeights weights;
+  std::optional<PlanWeights> shared_weights;  // of runs whose workers share them instead; none: they cannot
   std::vector<WeightModeBytes> weight_modes;  // what it could have been
 };
 

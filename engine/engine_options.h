@@ -24,6 +24,7 @@ struct EngineOptions {
   // Default: resident on GPUs; on CPUs as AutoWeightMode says (weight_choice.h)
   std::optional<WeightMode> weights;
   bool of_worker = false;  // the ranks are a worker's of a pool, which may share its weights
+  bool may_share = false;  // a worker's weights that stream are shared in runs where that is faster
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
   std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise

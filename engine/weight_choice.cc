@@ -43,6 +43,20 @@ void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& be
       weights.layer_seconds * static_cast<double>(bytes.head) / static_cast<double>(bytes.most_layer);
 }
 
+// The seconds of weights that workers share: of a thread that sends and receives as much as a layer.
+void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights) {
+  constexpr size_t kSample = size_t{16} << 20;
+  std::vector<std::byte> from(kSample, std::byte{1}), to(kSample);
+  const Instant begin;
+  uint64_t sums = 0;
+  for (int pass = 0; pass < 2; ++pass) sums += Checksum(from.data(), kSample);  // of what leaves and comes
+  for (int pass = 0; pass < 3; ++pass) {  // into the socket, out of it, to its place
+    std::memcpy(to.data(), from.data(), kSample);
+    from[pass] = static_cast<std::byte>(sums);
+  }
+  SetSeconds(bytes, static_cast<double>(kSample), begin, options, weights);
+}
+
 }  // namespace
 
 WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes) {
@@ -71,11 +85,11 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
                              .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer + widened};
   // Of a worker's share nothing is known before the pool is: the leader counts it.
-  const PlanWeights sharded{.mode = WeightMode::kSharded,
-                            .loaded_bytes = bytes.layers + bytes.head,
-                            .run_bytes = kPartsAhead * bytes.most_layer + widened,
-                            .layer_bytes = bytes.most_layer,
-                            .head_bytes = bytes.head};
+  PlanWeights sharded{.mode = WeightMode::kSharded,
+                      .loaded_bytes = bytes.layers + bytes.head,
+                      .run_bytes = kPartsAhead * bytes.most_layer + widened,
+                      .layer_bytes = bytes.most_layer,
+                      .head_bytes = bytes.head};
   if (options.weights == WeightMode::kSharded && !options.of_worker) {
     return absl::InvalidArgumentError(
         "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
@@ -85,6 +99,8 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };
   const WeightMode mode =
       options.weights.value_or(AutoWeightMode(resident.loaded_bytes, free, options.memory_budget_bytes));
+  const bool may_share = options.may_share && mode == WeightMode::kStreamed;
+  if (may_share || mode == WeightMode::kSharded) MeasureSharing(options, bytes, sharded);
   const PlanWeights& chosen = mode == WeightMode::kResident   ? resident
                               : mode == WeightMode::kStreamed ? streamed
                                                               : sharded;
@@ -92,6 +108,7 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   if (fits(needed)) {
     return ChosenWeights{
         .plan = chosen,
+        .shared = may_share ? std::optional(sharded) : std::nullopt,
         .modes = {{WeightMode::kResident, resident.loaded_bytes, fits(resident.loaded_bytes)},
                   {WeightMode::kStreamed, streamed.run_bytes, fits(streamed.run_bytes)}}};
   }
@@ -113,19 +130,6 @@ absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hard
   SetSeconds(WeightBytesOf(model.shape(), packed), static_cast<double>(LayerMatrixBytes(first, packed)),
              begin, options, weights);
   return absl::OkStatus();
-}
-
-void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights) {
-  constexpr size_t kSample = size_t{16} << 20;
-  std::vector<std::byte> from(kSample, std::byte{1}), to(kSample);
-  const Instant begin;
-  uint64_t sums = 0;
-  for (int pass = 0; pass < 2; ++pass) sums += Checksum(from.data(), kSample);  // of what leaves and comes
-  for (int pass = 0; pass < 3; ++pass) {  // into the socket, out of it, to its place
-    std::memcpy(to.data(), from.data(), kSample);
-    from[pass] = static_cast<std::byte>(sums);
-  }
-  SetSeconds(bytes, static_cast<double>(kSample), begin, options, weights);
 }
 
 absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,

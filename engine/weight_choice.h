@@ -3,6 +3,7 @@
 #define MESHFILL_ENGINE_WEIGHT_CHOICE_H_
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,7 +16,9 @@
 namespace meshfill {
 
 struct ChosenWeights {
-  PlanWeights plan;                    // without seconds
+  PlanWeights plan;  // where they stream: without seconds
+  std::optional<PlanWeights>
+      shared;  // in runs whose workers share what they would stream; none: they may not
   std::vector<WeightModeBytes> modes;  // those that the devices can
 };
 
@@ -33,8 +36,6 @@ WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t me
 // alone, where there are no files.
 absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
                            PlanWeights& weights);
-// The same of weights that workers share: of a thread that sends and receives as much as a layer.
-void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights);
 absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,
                             const ModelShape& shape, Device& device, PlanWeights& weights);
 

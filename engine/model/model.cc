@@ -73,6 +73,7 @@ class ResidentFeed final : public WeightFeed {
   absl::StatusOr<const WeightPart*> Take(int, int part, absl::Duration) override { return &parts_[part]; }
   void Leave(int) override {}
   uint64_t reads() const override { return 0; }
+  WeightMode mode() const override { return WeightMode::kResident; }
 
  private:
   const std::vector<WeightPart>& parts_;
@@ -132,6 +133,10 @@ absl::Status Model::Embed(Stream& stream, std::span<const uint32_t> ids, float* 
 int Model::parts() const {
   if (sharded_ != nullptr) return shape().layers + HeadParts(shape());
   return streamed_ == nullptr ? static_cast<int>(resident_.size()) : shape().layers + streamed_->head_parts();
+}
+
+const ModelTensors* Model::tensors() const {
+  return streamed_ == nullptr ? sharded_.get() : &streamed_->tensors();
 }
 
 std::unique_ptr<WeightFeed> Model::OpenFeed(int readers, bool with_head, const StopToken* stop) const {

@@ -57,9 +57,9 @@ class Model {
   // For so many ranks of one run, which also read the LM head or do not. The token may be null, and outlives
   // the feed; so does the model.
   std::unique_ptr<WeightFeed> OpenFeed(int readers, bool with_head, const StopToken* stop) const;
-  // Where they are sharded, a feed comes from what is made of these (engine/run/sharded_weights.h); else
-  // null.
-  const ModelTensors* sharded_tensors() const { return sharded_.get(); }
+  // Where they are not resident: a feed of weights that workers share comes from what is made of these
+  // (engine/run/sharded_weights.h), and where they are sharded, every feed does. Else null.
+  const ModelTensors* tensors() const;
 
  private:
   Model();

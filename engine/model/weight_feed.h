@@ -84,6 +84,7 @@ class WeightFeed {
   // How often the files, or the network, were read, so that others see that a rank waits for something that
   // goes on.
   virtual uint64_t reads() const = 0;
+  virtual WeightMode mode() const = 0;  // how the run has them
   // Bytes that other processes gather from it in the run.
   virtual int64_t sent_bytes() const { return 0; }
 };

@@ -106,7 +106,7 @@ class Runner {
                                               " cached tokens, the prefix ",
                                               run_.prefix == nullptr ? 0 : run_.prefix->tokens()));
     }
-    if (exchange_.slices() > 1 && run_.model.weight_mode() != WeightMode::kResident) {
+    if (exchange_.slices() > 1 && run_.weights.mode() != WeightMode::kResident) {
       return absl::InternalError(absl::StrCat("rank ", run_.rank, ": a plan in ", exchange_.slices(),
                                               " exchanges needs two layers' weights at once"));
     }
@@ -217,12 +217,11 @@ class Runner {
   }
 
   absl::StatusOr<const WeightPart*> TakeWeights(int part) {
-    if (run_.model.weight_mode() == WeightMode::kResident) {
+    if (run_.weights.mode() == WeightMode::kResident) {
       return run_.weights.Take(run_.reader, part, run_.wait_timeout);
     }
-    double* const wait = run_.model.weight_mode() == WeightMode::kSharded
-                             ? &output_.stats.wait_seconds[Traffic::kGather]
-                             : nullptr;
+    double* const wait =
+        run_.weights.mode() == WeightMode::kSharded ? &output_.stats.wait_seconds[Traffic::kGather] : nullptr;
     SpanTimer timer(wait, run_.recorder, {.kind = SpanKind::kWait, .what = "weights"});
     return run_.weights.Take(run_.reader, part, run_.wait_timeout);
   }

@@ -185,6 +185,11 @@ std::shared_ptr<ShardedWeights::Share> ShardedWeights::ShareOf(const WeightShare
   return share_;
 }
 
+void ShardedWeights::DropUnused() {
+  const MutexLock lock(mu_);
+  if (share_.use_count() == 1) share_ = nullptr;  // nobody else can take it meanwhile
+}
+
 std::unique_ptr<WeightFeed> ShardedWeights::Open(Gathering gathering, int readers, const StopToken* stop) {
   std::shared_ptr<Share> share = ShareOf(gathering.share);
   const bool at_once = gathering.at_once;

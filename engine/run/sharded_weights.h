@@ -42,6 +42,8 @@ class ShardedWeights {
   // Begins to gather for so many readers, which read the LM head where the gathering says so. The share stays
   // in memory, until another is asked for and no run has this one any more.
   std::unique_ptr<WeightFeed> Open(Gathering gathering, int readers, const StopToken* stop);
+  // Drops the share, unless a run has it.
+  void DropUnused();
   WeightMemory memory() const;
 
  private:

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
+#include "server/pool/offered_speed.h"
 
 namespace meshfill {
 namespace {
@@ -316,15 +317,31 @@ std::vector<Leader::Connection> Leader::Seated(const Plan& plan) const {
   return seated;
 }
 
-bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers) const {
-  for (const auto& [worker, first, count] : SeatWorkers(workers, plan.ranks())) {
-    const int64_t offered = Membership::RunMemoryBytes(*worker, workers.size());
-    int64_t reserved = 0;
-    for (const auto& [number, run] : runs_) {
-      if (!run.coordinator.Has(worker->connection)) continue;
-      reserved += run.coordinator.reserved_bytes(worker->connection);
-    }
-    if (offered > 0 && reserved > 0 && ReservedBytes(plan, count) > offered - reserved) return false;
+int64_t Leader::TakenOn(const Membership::Worker& worker, const WeightShare& with) const {
+  std::vector<WeightShare> shares = {with};
+  int64_t taken = 0;
+  for (const auto& [number, run] : runs_) {
+    if (!run.coordinator.Has(worker.connection)) continue;
+    taken += run.coordinator.reserved_bytes(worker.connection);
+    const WeightShare share = run.coordinator.weight_share(worker.connection);
+    if (std::find(shares.begin(), shares.end(), share) == shares.end()) shares.push_back(share);
+  }
+  if (taken == 0) return 0;
+  const PlanWeights weights =
+      FromProto(worker.offer.weights().sharded() ? worker.offer.weights() : worker.offer.shared_weights());
+  for (const WeightShare& share : shares) taken += share.of > 0 ? ShareBytes(weights, share.of) : 0;
+  return taken;
+}
+
+bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool shares_weights) const {
+  const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan.ranks());
+  for (size_t i = 0; i < seated.size(); ++i) {
+    const auto& [worker, first, count] = seated[i];
+    WeightShare share;
+    if (shares_weights) share = {.index = static_cast<int>(i), .of = static_cast<int>(seated.size())};
+    const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
+    const int64_t taken = TakenOn(*worker, share);
+    if (offered > 0 && taken > 0 && ReservedBytes(plan, count) > offered - taken) return false;
   }
   return true;
 }
@@ -403,7 +420,7 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, 
   }
   Plan plan = pieces.has_value() ? pieces->plan() : std::move(choice.plan);
   if (plan.cached_tokens == 0) prefix = {};
-  if (!HasRoom(plan, members_.ByPlace())) return std::nullopt;
+  if (!HasRoom(plan, members_.ByPlace(), shares_weights)) return std::nullopt;
   const KvDirectory::Piece piece = {.first = true,
                                     .tokens_ahead = pieces.has_value() ? pieces->tokens_ahead() : 0};
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
@@ -417,7 +434,7 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanNextPiece(RunId ru
   PromptPieces& pieces = *live.pieces;
   const HeldRuns::Workers workers = WorkersFor(live);
   Plan plan = pieces.plan();
-  if (!HasRoom(plan, workers)) return std::nullopt;
+  if (!HasRoom(plan, workers, pieces.shares_weights())) return std::nullopt;
   pieces.HoldAhead(nullptr);
   const KvDirectory::Piece piece = {.first = false, .tokens_ahead = pieces.tokens_ahead()};
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,

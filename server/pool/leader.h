@@ -48,6 +48,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/model/weight_feed.h"
 #include "engine/prefill_engine.h"
 #include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
@@ -225,7 +226,10 @@ class Leader {
   absl::StatusOr<std::optional<PlannedRun>> PlanNextPiece(RunId run, LiveRequest& live);
   // Whom a run of the request takes: who is there to stay, or who has its pieces.
   HeldRuns::Workers WorkersFor(const LiveRequest& live) const;
-  bool HasRoom(const Plan& plan, const HeldRuns::Workers& workers) const;
+  bool HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool shares_weights) const;
+  // What the runs that live have of its memory, with their shares of the weights and the share of one more
+  // run. 0: none lives on it.
+  int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
   int MostRuns() const;
   bool AnyStops() const;  // of the runs
   bool Waits(Ticket ticket) const;

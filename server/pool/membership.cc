@@ -25,6 +25,7 @@ constexpr double kLeastRate = 1;  // FLOP/s, bytes/s
 constexpr double kMostPeakFlops = 1e24;
 constexpr double kMostSeconds = 1e6;
 constexpr int64_t kMostWeightBytes = int64_t{1} << 50;
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 bool HasBoundedTexts(const v1::Join& offer) {
   const auto bounded = [](const std::string& text) { return text.size() <= kMaxTextBytes; };
@@ -53,6 +54,25 @@ absl::Status CheckOfferedWeights(const PlanWeights& weights) {
   return absl::InvalidArgumentError(absl::StrCat("its weights take ", weights.loaded_bytes, " + ",
                                                  weights.run_bytes, " bytes and ", longest,
                                                  " s, as on no machine"));
+}
+
+// Where the worker streams its weights, and could share them.
+absl::Status CheckOfferedSharing(const v1::Join& offer) {
+  if (!offer.has_shared_weights()) return absl::OkStatus();
+  if (!offer.weights().streamed() || !offer.shared_weights().sharded()) {
+    return absl::InvalidArgumentError("what it could share is not sharded, or what it has is not streamed");
+  }
+  return CheckOfferedWeights(FromProto(offer.shared_weights()));
+}
+
+// For runs, beside the worker's share of the weights, where so many workers share them. Below 0: not even
+// that has room.
+int64_t RankMemoryBytes(const v1::Join& offer, const PlanWeights& weights, size_t workers) {
+  const auto offered = static_cast<int64_t>(offer.memory_bytes());
+  if (offered == 0) return kNoLimit;
+  if (weights.mode != WeightMode::kSharded) return offered / offer.ranks();
+  const int64_t left = (offered - ShareBytes(weights, static_cast<int>(workers))) / offer.ranks();
+  return left > 0 ? left : -1;
 }
 
 }  // namespace
@@ -171,9 +191,11 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say how fast it is (", good.message(),
                                                    "); run the same version on both"));
   }
-  if (absl::Status good = CheckOfferedWeights(FromProto(offer.weights())); !good.ok()) {
+  absl::Status weights = CheckOfferedWeights(FromProto(offer.weights()));
+  if (weights.ok()) weights = CheckOfferedSharing(offer);
+  if (!weights.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("the worker does not say what its weights take (",
-                                                   good.message(), "); run the same version on both"));
+                                                   weights.message(), "); run the same version on both"));
   }
   const bool sharded = offer.weights().sharded();
   for (const auto& [connection, worker] : workers_) {
@@ -322,32 +344,27 @@ int Membership::ranks() const {
   return ranks;
 }
 
-int64_t Membership::RunMemoryBytes(const Worker& worker, size_t workers) {
-  const auto offered = static_cast<int64_t>(worker.offer.memory_bytes());
-  const PlanWeights weights = FromProto(worker.offer.weights());
-  if (offered == 0 || weights.mode != WeightMode::kSharded) return offered;
-  const int64_t left = offered - ShareBytes(weights, std::max(1, static_cast<int>(workers)));
-  return left == 0 ? -1 : left;
-}
-
 PoolCapacity Membership::Capacity(const Topology& links) const {
-  constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
   const std::vector<const Worker*> by_place = ByPlace();
   PoolCapacity capacity;
-  int64_t tightest = kNoLimit, tightest_kv = kNoLimit;
+  int64_t tightest = kNoLimit, tightest_sharing = kNoLimit, tightest_kv = kNoLimit;
+  PlanWeights shared_weights;
+  bool all_could_share = !by_place.empty();
   for (const auto& [connection, worker] : workers_) {
     if (worker.leaving) continue;
     const PoolSpeed offered = FromProto(worker.offer.speed());
     capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
-    if (worker.offer.memory_bytes() != 0) {
-      tightest = std::min(tightest, RunMemoryBytes(worker, by_place.size()) / worker.offer.ranks());
-    }
     tightest_kv =
         std::min(tightest_kv, static_cast<int64_t>(worker.offer.kv_memory_bytes() / worker.offer.ranks()));
     const PlanWeights weights = FromProto(worker.offer.weights());
     const bool sharded = weights.mode == WeightMode::kSharded;
     capacity.rank_weights =
         MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, worker.offer.ranks()));
+    tightest = std::min(tightest, RankMemoryBytes(worker.offer, weights, by_place.size()));
+    const PlanWeights to_share = FromProto(worker.offer.shared_weights());
+    shared_weights = MostOf(shared_weights, to_share);
+    tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(worker.offer, to_share, by_place.size()));
+    all_could_share = all_could_share && worker.offer.has_shared_weights();
     capacity.ranks += static_cast<int>(worker.offer.ranks());
     capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
     capacity.many_messages = capacity.many_messages && worker.offer.many_messages();
@@ -362,6 +379,9 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
   }
   if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
   if (tightest_kv != kNoLimit) capacity.rank_kv_bytes = tightest_kv;
+  if (!all_could_share) return capacity;
+  capacity.shared_weights = shared_weights;
+  if (tightest_sharing != kNoLimit) capacity.shared_rank_memory_bytes = tightest_sharing;
   return capacity;
 }
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -38,10 +39,13 @@ struct PoolCapacity {
   Topology topology;
   int64_t rank_memory_bytes = 0;  // beside shared weights; 0: no limit, below: not even for those
   PlanWeights rank_weights;       // of a rank, where the workers need most; sharded: of a worker
-  std::vector<int> first_seats;   // of the workers
-  bool kv_on_host = true;         // where K and V are kept, they take of no rank's memory
-  int64_t rank_kv_bytes = 0;      // that the tightest rank may keep of K and V
-  bool many_messages = true;      // all workers' messages go on beside compute, many at once
+  // The same of runs whose workers share the weights instead of streaming them. None: they cannot.
+  std::optional<PlanWeights> shared_weights;
+  int64_t shared_rank_memory_bytes = 0;
+  std::vector<int> first_seats;  // of the workers
+  bool kv_on_host = true;        // where K and V are kept, they take of no rank's memory
+  int64_t rank_kv_bytes = 0;     // that the tightest rank may keep of K and V
+  bool many_messages = true;     // all workers' messages go on beside compute, many at once
 };
 
 // The platform that a worker's ranks compute on: "cpu" of "cpu/avx2". It says which data plane they have.
@@ -105,9 +109,6 @@ class Membership {
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
   std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
-  // For runs, of what the worker offered: less its share of the weights, where so many workers share them.
-  // 0: no limit, below: not even that has room.
-  static int64_t RunMemoryBytes(const Worker& worker, size_t workers);
   // The workers that are there to stay, and their links.
   PoolCapacity Capacity(const Topology& links) const;
   double peak_flops() const;

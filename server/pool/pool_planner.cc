@@ -94,6 +94,21 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
   return best;
 }
 
+// With the weights as the capacity has them.
+absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const EngineOptions& defaults,
+                                           const PoolCapacity& capacity, int64_t tokens,
+                                           const PrefillOptions& options, const CachedPrefix& cached) {
+  absl::StatusOr<PlanChoice> all = PlanAll(model, defaults, capacity, tokens, options);
+  const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
+  const bool fewer = cached.ranks < capacity.ranks && capacity.rank_weights.mode == WeightMode::kSharded;
+  if (cached_tokens == 0 || cached.ranks > capacity.ranks || fewer || !CheckShares(capacity).ok()) return all;
+  PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
+  request.layout = LayoutKind::kStriped;
+  request.cached_tokens = cached_tokens;
+  absl::StatusOr<PlanChoice> behind = PlanInPieces(model, defaults, capacity, request, cached.ranks, options);
+  return IsFaster(behind, all) ? behind : all;
+}
+
 }  // namespace
 
 PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
@@ -148,20 +163,20 @@ int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults
   return UsableCachedTokens(defaults, options, cached.ranks, cached.tokens, tokens);
 }
 
+bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best) {
+  return other.ok() && (!best.ok() || other->plan.predicted.seconds < best->plan.predicted.seconds);
+}
+
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached) {
-  absl::StatusOr<PlanChoice> all = PlanAll(model, defaults, capacity, tokens, options);
-  const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
-  const bool fewer = cached.ranks < capacity.ranks && capacity.rank_weights.mode == WeightMode::kSharded;
-  if (cached_tokens == 0 || cached.ranks > capacity.ranks || fewer || !CheckShares(capacity).ok()) return all;
-  PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
-  request.layout = LayoutKind::kStriped;
-  request.cached_tokens = cached_tokens;
-  absl::StatusOr<PlanChoice> behind = PlanInPieces(model, defaults, capacity, request, cached.ranks, options);
-  const bool better =
-      behind.ok() && (!all.ok() || behind->plan.predicted.seconds < all->plan.predicted.seconds);
-  return better ? behind : all;
+  absl::StatusOr<PlanChoice> choice = PlanWithWeights(model, defaults, capacity, tokens, options, cached);
+  if (!capacity.shared_weights.has_value()) return choice;
+  PoolCapacity sharing = capacity;
+  sharing.rank_weights = *capacity.shared_weights;
+  sharing.rank_memory_bytes = capacity.shared_rank_memory_bytes;
+  absl::StatusOr<PlanChoice> shared = PlanWithWeights(model, defaults, sharing, tokens, options, cached);
+  return IsFaster(shared, choice) ? shared : choice;
 }
 
 }  // namespace meshfill

@@ -46,6 +46,9 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
 int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
                        const PrefillOptions& options);
 
+// Whether `other` is to run instead of `best`: it is possible, and faster, or the only one that is.
+bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best);
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_SERVER_POOL_POOL_PLANNER_H_

@@ -34,14 +34,16 @@ class RankHost::ActiveRun {
       : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {}
 
   uint64_t number() const { return part_.number; }
+  int64_t reserve_bytes() const { return part_.reserve_bytes; }
+  bool SharesWeights() const { return part_.weights.share.of > 0; }
 
   // A leader that counts on other weights than these has been told so by another worker.
   absl::Status CheckWeights() const {
-    const bool sharded = host_.sharded_ != nullptr;
-    if (sharded == SharesWeights()) return absl::OkStatus();
-    return absl::InternalError(absl::StrCat("the run's workers ", sharded ? "do not share" : "share",
-                                            " their weights, and this one's are ",
-                                            WeightModeName(host_.pool_.models.front()->weight_mode())));
+    const WeightMode mode = host_.pool_.models.front()->weight_mode();
+    const bool can = SharesWeights() ? host_.sharded_ != nullptr : mode != WeightMode::kSharded;
+    if (can) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("the run's workers ", SharesWeights() ? "share" : "do not share",
+                                            " their weights, and this one's are ", WeightModeName(mode)));
   }
 
   // Holds the memory of the run until its ranks take it, so that a lack of it shows before any rank's first
@@ -186,8 +188,6 @@ class RankHost::ActiveRun {
                                       .stop = &stop_});
   }
 
-  bool SharesWeights() const { return part_.weights.share.of > 0; }
-
   // Begins to read or gather. The ranks measure their links first, where they do.
   void OpenWeights(const std::vector<bool>& reads_head) {
     if (!SharesWeights()) {
@@ -290,6 +290,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .dtype = options.dtype,
                                      .weights = options.weights,
                                      .of_worker = true,
+                                     .may_share = options.may_share,
                                      .peak_flops = options.peak_flops,
                                      .memory_budget_bytes = options.memory_bytes,
                                      .kv_memory_bytes = options.kv_memory_bytes,
@@ -305,8 +306,15 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
   const int64_t kv_budget_bytes = KvBudgetBytes(pool, options.kv_memory_bytes, options.kv_host_memory_bytes);
   std::unique_ptr<ShardedWeights> sharded;
-  if (const ModelTensors* tensors = pool.models.front()->sharded_tensors(); tensors != nullptr) {
-    ASSIGN_OR_RETURN(sharded, ShardedWeights::Make(*tensors, *pool.devices.front()));
+  const bool must_share = pool.capacity.weights.mode == WeightMode::kSharded;
+  if (must_share || pool.capacity.shared_weights.has_value()) {
+    auto made = ShardedWeights::Make(*pool.models.front()->tensors(), *pool.devices.front());
+    if (!made.ok() && (must_share || !absl::IsUnimplemented(made.status()))) return made.status();
+    if (made.ok()) {
+      sharded = *std::move(made);
+    } else {
+      pool.capacity.shared_weights.reset();
+    }
   }
   return std::unique_ptr<RankHost>(new RankHost(std::move(pool), std::move(sharded), std::move(data_plane),
                                                 std::move(identified.id), kv_budget_bytes, listener));
@@ -340,6 +348,9 @@ void RankHost::Describe(v1::Join& offer) const {
   *offer.mutable_model() = model_id_;
   *offer.mutable_speed() = ToProto(pool_.capacity.speed);
   *offer.mutable_weights() = ToProto(pool_.capacity.weights);
+  if (pool_.capacity.shared_weights.has_value()) {
+    *offer.mutable_shared_weights() = ToProto(*pool_.capacity.shared_weights);
+  }
 }
 
 void RankHost::Post(std::function<void()> work) {
@@ -397,10 +408,20 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
     if (stopping_.contains(run->number())) return absl::CancelledError("stopped before it was prepared");
   }
   RETURN_IF_ERROR(run->CheckWeights());
+  if (!run->SharesWeights()) MakeRoom();
   RETURN_IF_ERROR(run->Reserve());
   RETURN_IF_ERROR(run->BeginKv());
   RETURN_IF_ERROR(run->OpenStreams());
   return run->Listen();
+}
+
+// The leader counts the shares of the runs that live alone.
+void RankHost::MakeRoom() {
+  const int64_t budget = pool_.capacity.memory_budget_bytes;
+  if (sharded_ == nullptr || budget == 0) return;
+  int64_t needed = sharded_->memory().bytes;
+  for (const auto& run : Runs()) needed += run->reserve_bytes();
+  if (needed > budget) sharded_->DropUnused();
 }
 
 void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes) {

@@ -39,8 +39,9 @@ class RankHost {
   struct Options {
     std::string model_path;
     std::optional<DType> dtype;
-    std::optional<WeightMode> weights;  // as EngineOptions has it
-    std::string device = "auto";        // one of DeviceNames() (platforms.h); on GPUs: one for each rank
+    std::optional<WeightMode> weights;  // as EngineOptions has it, and the next one
+    bool may_share = false;
+    std::string device = "auto";  // one of DeviceNames() (platforms.h); on GPUs: one for each rank
     int ranks = 1;
     int threads = 0;           // of all ranks together; 0: one per core
     double peak_flops = 0;     // of all ranks together; 0: measured
@@ -102,6 +103,7 @@ class RankHost {
   void EndRun(uint64_t run);
   void AbortAll();
   bool IsStopping(uint64_t run) const;
+  void MakeRoom();  // for the runs that live, where a share of the weights that none uses has it
   void LogRejectedPeers(int rank, int rejected);        // once
   std::shared_ptr<ActiveRun> Find(uint64_t run) const;  // null: unknown, or over
   std::vector<std::shared_ptr<ActiveRun>> Runs() const;

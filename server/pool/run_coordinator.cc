@@ -68,6 +68,7 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
                 absl::Seconds(static_cast<double>(tokens.size()) * kPrepareSecondsPerToken)),
       hang_timeout_(HangTimeout(plan_, options)) {
   const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan_.ranks());
+  if (options_.shares_weights) weight_shares_ = static_cast<int>(seated.size());
   for (const auto& [worker, first, count] : seated) {
     const v1::Join& offer = worker->offer;
     seats_.resize(first + count, Seat{.worker = worker->connection, .moved_at = now});
@@ -96,10 +97,10 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
   prepare.set_first_rank(static_cast<uint32_t>(part.first_rank));
   prepare.set_ranks(static_cast<uint32_t>(part.ranks));
   if (kv.keep.has_value()) *prepare.mutable_keep_kv() = *kv.keep;
-  if (weight_shares() > 0) {
+  if (weight_shares_ > 0) {
     const int last_rank = plan_.layout.RankOf(plan_.layout.tokens() - 1);
     prepare.set_weight_share(static_cast<uint32_t>(part.weight_share));
-    prepare.set_weight_shares(static_cast<uint32_t>(weight_shares()));
+    prepare.set_weight_shares(static_cast<uint32_t>(weight_shares_));
     prepare.set_weight_head_share(
         static_cast<uint32_t>(parts_.at(seats_[plan_.SeatOf(last_rank)].worker).weight_share));
   }
@@ -170,7 +171,7 @@ void RunCoordinator::SendRun(absl::Time now) {
     host_of_rank.push_back(host_numbers.emplace(host, std::ssize(host_numbers)).first->second);
   }
   probes_ = survey_.Ask(std::move(host_of_rank));
-  std::vector<std::string> weight_addresses(weight_shares());
+  std::vector<std::string> weight_addresses(weight_shares_);
   if (options_.shares_weights) {
     for (const auto& [worker, part] : parts_) weight_addresses[part.weight_share] = part.weight_address;
   }

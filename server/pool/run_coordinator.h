@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "engine/model/weight_feed.h"
 #include "engine/plan/plan.h"
 #include "engine/run/rank_stats.h"
 #include "kernels/paused_time.h"
@@ -107,6 +108,10 @@ class RunCoordinator {
   // Whether its ranks may have computed since then.
   bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
+  // Of the weights, where the workers share them.
+  WeightShare weight_share(Connection worker) const {
+    return weight_shares_ > 0 ? WeightShare{parts_.at(worker).weight_share, weight_shares_} : WeightShare();
+  }
   int first_rank(Connection worker) const { return parts_.at(worker).first_rank; }
   int ranks(Connection worker) const { return parts_.at(worker).ranks; }
 
@@ -140,8 +145,6 @@ class RunCoordinator {
                    const KvDirectory::RunKv& kv);
   // INVALID_ARGUMENT: what is wrong with one that a worker on CPUs has sent.
   absl::Status CheckAddresses(const Part& part, const v1::Prepared& message) const;
-  // Shares of the weights; 0: they are not shared.
-  int weight_shares() const { return options_.shares_weights ? static_cast<int>(parts_.size()) : 0; }
   void SendRun(absl::Time now);
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);
@@ -159,6 +162,7 @@ class RunCoordinator {
   absl::Duration hang_timeout_;
   Phase phase_ = Phase::kPreparing;
   PausedTime pauses_;
+  int weight_shares_ = 0;             // 0: they are not shared
   std::vector<Seat> seats_;           // by rank
   std::map<Connection, Part> parts_;  // of the workers that take part and are not lost
   std::set<Connection> unanswered_;   // Prepare, or Cancel or Abort, not answered yet

@@ -38,6 +38,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
   return {.model_path = config.model().path(),
           .dtype = ToEngineOptions(config).dtype,
           .weights = ToEngineOptions(config).weights,
+          .may_share = !ToEngineOptions(config).weights.has_value(),
           .device = worker.device(),
           .ranks = static_cast<int>(worker.ranks()),
           .threads = static_cast<int>(worker.threads()),

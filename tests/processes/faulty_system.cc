@@ -1,6 +1,6 @@
 // A system that fails: preloaded into the real binary (LD_PRELOAD), it sets the wall clock and flips bits
 // that leave for other ranks. The file $MESHFILL_FAULTS is its control panel, mapped into memory: a struct
-// Faults.
+// Faults. The machine has the memory that the file $MESHFILL_MEMINFO says, instead of /proc/meminfo.
 //
 // The clock of the process alone is set. So absolute waits for a time of day are translated back: libstdc++'s
 // by pthread_cond_timedwait, absl's by futex.
@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -63,6 +64,13 @@ int clock_gettime(clockid_t clock, timespec* time) noexcept {
     time->tv_sec += static_cast<time_t>(Panel().clock_offset_seconds.load());
   }
   return result;
+}
+
+// std::ifstream opens files with it.
+FILE* fopen64(const char* path, const char* mode) noexcept {
+  static auto* const next = Next<FILE*(const char*, const char*)>("fopen64");
+  const char* meminfo = std::strcmp(path, "/proc/meminfo") == 0 ? std::getenv("MESHFILL_MEMINFO") : nullptr;
+  return next(meminfo != nullptr ? meminfo : path, mode);
 }
 
 int gettimeofday(timeval* time, void* zone) noexcept {

@@ -96,6 +96,35 @@ class PoolFaultsTest(PoolTestCase):
         self.assertRegex("".join(self.leader.lines), r'"b" is lost: "(its compute loop stood still|it did not stop)')
         self.leader.wait_for('worker "b" joined', count=2)  # thawed, it comes back by itself
 
+    @unittest.skipUnless("avx512f" in pathlib.Path("/proc/cpuinfo").read_text(), "needs AVX-512")
+    def test_weights_that_do_not_fit_are_streamed_or_shared_whichever_is_faster(self):
+        model = self.tmp / "large"
+        self.succeed("make-model", "--arch", "llama", "--out", model, "--layers", 6, "--hidden", 256, "--heads", 4,
+                     "--kv-heads", 2, "--dtype", "f32", "--context", 4096)
+        prompt = self.tmp / "large.bytes"
+        prompt.write_bytes(self.long_prompt.read_bytes()[:1000])
+        meminfo = self.tmp / "meminfo"
+        meminfo.write_text("MemTotal: 65536 kB\nMemAvailable: 61440 kB\n")
+        small_machine = {"LD_PRELOAD": FAULTY_SYSTEM, "MESHFILL_MEMINFO": str(meminfo)}
+        for bytes_per_second, shares in ((1e12, True), (1e4, False)):
+            self.leader.end()
+            self.start_leader(f"model.path={model}", "pool.link_latency=1us",
+                              f"pool.link_bytes_per_second={bytes_per_second}")
+            for ranks in (1, 2, 3):
+                worker = self.worker(f"{shares}{ranks}", f"model.path={model}", "pool.worker.memory_bytes=50MiB",
+                                     environment=small_machine)
+                worker.wait_for("joined the pool")
+                files = [self.tmp / "pool.logits", self.tmp / "resident.logits"]
+                options = ["--format", "bytes", "--tile", f"1x{ranks}", "--logits-out"]
+                pool = self.prefill(prompt, *options, files[0])
+                self.embedded("--set", f"model.path={model}", "--set", "model.weights=resident", "--ranks", ranks,
+                              "--tokens", prompt, *options, files[1])
+                self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
+                self.assertEqual(pool["comm_bytes"].get("gather", 0) > 0, shares and ranks > 1)
+        whole = self.worker("whole", f"model.path={model}", "model.weights=resident")
+        whole.wait_for("joined the pool")
+        self.assertEqual(self.prefill(prompt, "--format", "bytes")["comm_bytes"].get("gather", 0), 0)
+
     def test_a_slow_worker_is_waited_for(self):
         self.workers("a")
         slow = self.workers("b")[0]

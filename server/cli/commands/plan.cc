@@ -102,6 +102,7 @@ class PlanCommand : public Command {
     const int ranks = ranks_.value_or(options.ranks);
     const bool workers = !config.pool().control_listen().empty();
     options.of_worker = workers;
+    options.may_share = workers && !options.weights.has_value();
     options.ranks = workers ? std::min(ranks, ranks_per_host_.value_or(ranks)) : ranks;  // on this machine
     if (options.ranks > kMaxHostRanks) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -111,13 +112,40 @@ class PlanCommand : public Command {
     ASSIGN_OR_RETURN(ModelShape shape, ReadModelShape(options));
     RETURN_IF_ERROR(CheckContext(shape));
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
-    ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
-    const int64_t granule = GranuleOf(config, request);
-    ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(shape, host.speed, request, granule));
-    return Show(shape, host.speed, choice, host.weight_modes, "a host", {});
+    std::vector<WeightModeBytes> modes = host.weight_modes;
+    absl::StatusOr<PlanChoice> choice = Choose(config, options, shape, host, ranks);
+    if (host.shared_weights.has_value()) {
+      EmbeddedPoolCapacity sharing = host;
+      sharing.weights = *host.shared_weights;
+      absl::StatusOr<PlanChoice> shared = Choose(config, options, shape, sharing, ranks);
+      AddSeconds(choice, shared, (ranks + options.ranks - 1) / options.ranks, modes);
+      if (IsFaster(shared, choice)) choice = std::move(shared);
+    }
+    if (!choice.ok()) return choice.status();
+    return Show(shape, host.speed, *choice, modes, "a host", {});
   }
 
  private:
+  absl::StatusOr<PlanChoice> Choose(const v1::Config& config, const EngineOptions& options,
+                                    const ModelShape& shape, const EmbeddedPoolCapacity& host,
+                                    int ranks) const {
+    ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
+    return MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request));
+  }
+
+  // Of weights that stream, and of the same that so many hosts share.
+  static void AddSeconds(const absl::StatusOr<PlanChoice>& streamed, const absl::StatusOr<PlanChoice>& shared,
+                         int hosts, std::vector<WeightModeBytes>& modes) {
+    for (WeightModeBytes& mode : modes) {
+      if (streamed.ok() && mode.mode == WeightMode::kStreamed) {
+        mode.seconds = streamed->plan.predicted.seconds;
+      }
+    }
+    if (!shared.ok()) return;
+    const Prediction& predicted = shared->plan.predicted;
+    modes.push_back({WeightMode::kSharded, predicted.weight_bytes / hosts, true, predicted.seconds});
+  }
+
   absl::Status CheckContext(const ModelShape& shape) const {
     if (cached_tokens_ + tokens_ <= shape.context_tokens) return absl::OkStatus();
     const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);

@@ -250,6 +250,61 @@ v1::Join SharingOffer(const std::string& name) {
   return offer;
 }
 
+// It streams, and could share with others.
+v1::Join StreamingOffer(const std::string& name, int64_t memory_bytes) {
+  v1::Join offer = SharingOffer(name);
+  offer.set_memory_bytes(static_cast<uint64_t>(memory_bytes));
+  *offer.mutable_shared_weights() = offer.weights();
+  *offer.mutable_weights() =
+      ToProto(PlanWeights{.mode = WeightMode::kStreamed, .run_bytes = 400, .layer_seconds = 1});
+  return offer;
+}
+
+TEST_F(LeaderTest, RunsShareWhatAllTheirWorkersCouldShareWhereThatIsFaster) {
+  const auto shares = [this] {  // of the newest run
+    Submit(std::vector<uint32_t>(200, 3));
+    for (auto message = sent_[1].rbegin(); message != sent_[1].rend(); ++message) {
+      if (message->has_prepare()) return static_cast<int>(message->prepare().weight_shares());
+    }
+    return -1;
+  };
+  const auto cancel = [this] {
+    run_ = leader_.run_of(newest_);
+    leader_.CancelRequest(newest_, absl::CancelledError("enough"), now_);
+    Do();
+    for (const Leader::Connection worker : {1, 2, 3}) Stopped(worker);
+  };
+  ASSERT_EQ(Join(1, StreamingOffer("a", 1 << 30)), "");
+  EXPECT_EQ(shares(), 0);  // with whom?
+  cancel();
+  ASSERT_EQ(Join(2, StreamingOffer("b", 1 << 29)), "");
+  const PoolCapacity capacity = leader_.capacity();
+  ASSERT_TRUE(capacity.shared_weights.has_value());
+  EXPECT_EQ(capacity.shared_weights->mode, WeightMode::kSharded);
+  EXPECT_EQ(capacity.rank_weights.mode, WeightMode::kStreamed);
+  EXPECT_EQ(capacity.rank_memory_bytes, 1 << 29);
+  EXPECT_EQ(capacity.shared_rank_memory_bytes, (1 << 29) - 1500);
+  EXPECT_EQ(shares(), 2);
+  cancel();
+  ASSERT_EQ(Join(3, Offer("c")), "");  // its weights are resident
+  EXPECT_FALSE(leader_.capacity().shared_weights.has_value());
+  EXPECT_EQ(shares(), 0);
+  cancel();
+  leader_.OnDisconnected(3, now_);
+  EXPECT_EQ(shares(), 2);
+  cancel();
+  leader_.OnDisconnected(2, now_);
+  v1::Join small = StreamingOffer("d", 1499);  // not even for its share
+  ASSERT_EQ(Join(3, small), "");
+  EXPECT_LT(leader_.capacity().shared_rank_memory_bytes, 0);
+  v1::Join nonsense = StreamingOffer("e", 1 << 30);
+  *nonsense.mutable_shared_weights() = nonsense.weights();
+  EXPECT_NE(Join(4, nonsense).find("is not sharded"), std::string::npos);
+  nonsense = SharingOffer("e");
+  *nonsense.mutable_shared_weights() = nonsense.weights();
+  EXPECT_NE(Join(5, nonsense).find("is not streamed"), std::string::npos);
+}
+
 // Each worker of a run hears which share is its own, in the order of the seats, and from whom it gathers the
 // others; the plan counts them.
 TEST_F(LeaderTest, WorkersThatShareWeightsHearOfEachOther) {
@@ -1227,6 +1282,39 @@ TEST_F(CrowdedLeaderTest, RunsThatStandStillGoOnWhileAnotherWaitsForTheirMemory)
   EXPECT_TRUE(sent_[1].back().has_pause());
 }
 
+class SharingCrowdLeaderTest : public CrowdedLeaderTest {
+ protected:
+  void SetUp() override {}  // other workers join
+};
+
+// Two runs share the same shares of the weights, whose memory is counted once.
+TEST_F(SharingCrowdLeaderTest, TheSharesOfRunsThatLiveTakeMemory) {
+  constexpr int64_t kShareBytes = 1500;
+  int64_t run_bytes = 0;
+  Leader::Connection worker = 0;
+  for (const int64_t slack : {1 << 30, -1, 0}) {
+    SCOPED_TRACE(slack);
+    for (int i = 0; i < 2; ++i) {
+      const int64_t memory_bytes = 2 * run_bytes + kShareBytes + slack;
+      ASSERT_EQ(Join(++worker, StreamingOffer(absl::StrCat("w", worker), memory_bytes)), "");
+    }
+    const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 4096, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->weights.mode, WeightMode::kSharded);
+    EXPECT_TRUE(choice->pieces.empty());
+    run_bytes = ReservedBytes(choice->plan, 1);
+    const Leader::Ticket first = SubmitTokens(4096), second = SubmitTokens(4096);
+    EXPECT_NE(leader_.run_of(first), 0u);
+    EXPECT_EQ(leader_.run_of(second) != 0, slack >= 0);
+    for (const Leader::Ticket ticket : {first, second}) {
+      leader_.CancelRequest(ticket, absl::CancelledError("enough"), now_);
+    }
+    Do();
+    for (const Leader::Connection each : {worker - 1, worker}) leader_.OnDisconnected(each, now_);
+    Do();
+  }
+}
+
 TEST_F(CrowdedLeaderTest, WorkersThatTakeOneRunAtATimeGetOne) {
   v1::Join offer = Offer("w3");
   offer.set_many_runs(false);
@@ -1470,6 +1558,47 @@ TEST(PoolPlannerTest, LayersThatPassTakeOfTheMemory) {
   capacity.rank_weights.run_bytes = capacity.rank_memory_bytes;
   EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), capacity, 4096, {}).status().code(),
             absl::StatusCode::kFailedPrecondition);
+}
+
+// Weights that workers would stream are shared where that is predicted to be faster, and has room.
+TEST(PoolPlannerTest, StreamsOrSharesWhicheverIsFaster) {
+  PoolCapacity capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30, .first_seats = {0, 2}};
+  capacity.topology.node_of_seat = {0, 0, 1, 1};
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1000, .layer_seconds = 1};
+  const PlanWeights shared = {.mode = WeightMode::kSharded,
+                              .loaded_bytes = 3000,
+                              .run_bytes = 400,
+                              .layer_seconds = 1e-6,
+                              .layer_busy_seconds = 1e-6,
+                              .head_seconds = 1e-6,
+                              .layer_bytes = 200,
+                              .head_bytes = 600};
+  const auto chosen = [&] {
+    const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    EXPECT_TRUE(choice.ok()) << choice.status();
+    return choice.ok() ? choice->weights.mode : WeightMode::kResident;
+  };
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // they cannot share
+  capacity.shared_weights = shared;
+  capacity.shared_rank_memory_bytes = 1 << 29;
+  EXPECT_EQ(chosen(), WeightMode::kSharded);  // the files are slow
+  const auto by_sharing = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  capacity.shared_rank_memory_bytes = 1;  // no room beside the shares
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);
+  capacity.shared_rank_memory_bytes = 1 << 29;
+  const auto fast_links = capacity.topology;
+  capacity.topology.between_nodes.bytes_per_second = 10;
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // the link is slower
+  capacity.topology = fast_links;
+  capacity.rank_weights.layer_seconds = 0;
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // neither adds anything to speak of
+  // As where they are always shared.
+  capacity.rank_weights = shared;
+  capacity.rank_memory_bytes = capacity.shared_rank_memory_bytes;
+  capacity.shared_weights.reset();
+  const auto always = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(by_sharing.ok() && always.ok());
+  EXPECT_EQ(by_sharing->plan, always->plan);
 }
 
 // A worker that were idle would keep its share to itself: all take part.

@@ -79,20 +79,23 @@ absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t 
   EngineOptions defaults;
   defaults.stripe = kStripe;
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
+  const PlanWeights shared = capacity.shared_weights.value_or(PlanWeights());
   using Key = std::tuple<int64_t, int64_t, int, bool, bool, std::vector<int>, int64_t, double, double, double,
-                         double, double>;
+                         double, double, WeightMode, double, int64_t, int64_t, std::vector<int>>;
   static std::mutex mutex;
   static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
   const Topology& links = capacity.topology;
-  auto [entry, fresh] =
-      plans.try_emplace(Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks,
-                            capacity.rank_kv_bytes * capacity.ranks < tokens * kTokenBytes,
-                            capacity.rank_kv_bytes * cached.ranks < tokens * kTokenBytes, links.node_of_seat,
-                            capacity.rank_memory_bytes, links.same_node.bytes_per_second,
-                            links.same_node.latency_seconds, links.between_nodes.bytes_per_second,
-                            links.between_nodes.latency_seconds, links.node_bytes_per_second},
-                        absl::UnknownError("not planned"));
+  auto [entry, fresh] = plans.try_emplace(
+      Key{tokens, cached_tokens, cached_tokens == 0 ? 0 : cached.ranks,
+          capacity.rank_kv_bytes * capacity.ranks < tokens * kTokenBytes,
+          capacity.rank_kv_bytes * cached.ranks < tokens * kTokenBytes, links.node_of_seat,
+          capacity.rank_memory_bytes, links.same_node.bytes_per_second, links.same_node.latency_seconds,
+          links.between_nodes.bytes_per_second, links.between_nodes.latency_seconds,
+          links.node_bytes_per_second, capacity.rank_weights.mode, capacity.rank_weights.layer_seconds,
+          shared.loaded_bytes, capacity.shared_rank_memory_bytes,
+          shared.loaded_bytes == 0 ? std::vector<int>() : capacity.first_seats},
+      absl::UnknownError("not planned"));
   if (fresh) entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options, cached);
   return entry->second;
 }
@@ -143,6 +146,7 @@ std::string PoolSimulation::Run() {
   quiet_ = Chance(0.15);
   sticky_ = Chance(0.3);
   small_ = Chance(0.3);
+  if (Chance(0.3)) weight_bytes_ = RankBytes() * Draw(1, 4) / 2;
   most_requests_ = Chance(0.3) ? 1 : Draw(2, 5);
   requests_left_ = Draw(3, 8) + most_requests_;
   chaos_ends_ = now_ + DrawMs(3000, 8000);
@@ -207,6 +211,13 @@ absl::Duration PoolSimulation::Latency() {
 
 // ---- Machines.
 
+// Of a rank, at least.
+int64_t PoolSimulation::RankBytes() const {
+  int ranks = 0;
+  for (const Node& node : nodes_) ranks += node.ranks;
+  return small_ ? SmallRankBytes(ranks) : MostRunBytes();
+}
+
 void PoolSimulation::StartLeader() {
   Leader::Options options;
   options.build = "simulated";
@@ -260,14 +271,20 @@ void PoolSimulation::StartNode(int index) {
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
   offer.set_many_runs(many_runs_[static_cast<size_t>(index)]);
   offer.set_many_messages(many_runs_[static_cast<size_t>(index)]);
-  int ranks = 0;
-  for (const Node& each : nodes_) ranks += each.ranks;
-  const int64_t rank_bytes = small_ ? SmallRankBytes(ranks) : MostRunBytes() * (Chance(0.5) ? 2 : 8) / 2;
-  node.memory_bytes = rank_bytes * node.ranks;
+  node.memory_bytes = RankBytes() * node.ranks * (small_ || Chance(0.5) ? 1 : 4);
   offer.set_memory_bytes(static_cast<uint64_t>(node.memory_bytes));
   offer.set_peak_flops(1e12);
   *offer.mutable_model() = SimulatedModel();
   *offer.mutable_speed() = SimulatedSpeed();
+  node.may_share = weight_bytes_ > 0 && Chance(0.95);
+  if (node.may_share) {
+    *offer.mutable_weights() =
+        ToProto(PlanWeights{.mode = WeightMode::kStreamed, .layer_seconds = Chance(0.7) ? 1.0 : 0.0});
+    *offer.mutable_shared_weights() = ToProto(PlanWeights{.mode = WeightMode::kSharded,
+                                                          .loaded_bytes = weight_bytes_,
+                                                          .layer_bytes = weight_bytes_ / 4,
+                                                          .head_bytes = weight_bytes_ / 4});
+  }
   // For pieces, what the longest prompt needs even where this rank is alone.
   const int64_t least_kv_bytes = small_ ? kLongestPrompt * kTokenBytes * node.ranks : 0;
   const int64_t kv_bytes = Chance(0.3) ? least_kv_bytes + Draw(0, 60'000) : 1 << 20;
@@ -432,8 +449,14 @@ void PoolSimulation::DoNodeActions(int index) {
   const int64_t reserved = node.machine->reserved_bytes();
   if (reserved < 0 || reserved > node.memory_bytes) Fail("reserves more memory than there is");
   int64_t held = 0;
-  for (const auto& [run, host] : node.hosts) held += host.part.reserve_bytes;
+  std::set<std::pair<int, int>> shares;  // of the weights
+  for (const auto& [run, host] : node.hosts) {
+    held += host.part.reserve_bytes;
+    shares.emplace(host.part.weights.share.index, host.part.weights.share.of);
+  }
   if (held > reserved) Fail("runs hold memory that is not reserved");
+  for (const auto& [share, of] : shares) held += of > 0 ? (weight_bytes_ + of - 1) / of : 0;
+  if (held > node.memory_bytes) Fail("runs and their shares of the weights hold more memory than there is");
 }
 
 // ---- Network.
@@ -612,6 +635,7 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   Node& node = nodes_[index];
   auto prefix = node.kv->PrefixOf(part.prefix);
   if (!prefix.ok()) return Fail(absl::StrCat(node.name, " lacks a prefix: ", prefix.status().message()));
+  CheckWeights(node, part);
   const uint64_t run = part.number;
   Host& prepared = node.hosts.emplace(run, Host{.part = std::move(part)}).first->second;
   prepared.prefix = *std::move(prefix);
@@ -640,7 +664,7 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
       if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
       host.kv = *std::move(kv);
     }
-    for (size_t i = 0; i < part.shards.size(); ++i) {
+    for (size_t i = 0; i < part.shards.size() + (part.weights.share.of > 0 ? 1 : 0); ++i) {
       host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
     }
     node.machine->OnRunPrepared(run, host.addresses);
@@ -648,27 +672,42 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   });
 }
 
+// Who may not share does not, and the share with the LM head is of the worker that has the last token.
+void PoolSimulation::CheckWeights(const Node& node, const WorkerMachine::RunPart& part) {
+  const WorkerMachine::RunWeights& weights = part.weights;
+  if (weight_bytes_ > 0) ++(weights.share.of > 0 ? census_.shared : census_.streamed);
+  if (weights.share.of == 0) return;
+  if (!node.may_share) Fail(absl::StrCat(node.name, " is to share weights that it cannot share"));
+  const int seat = part.plan.SeatOf(part.plan.layout.RankOf(part.plan.layout.tokens() - 1)) - part.first_rank;
+  const bool has_last = seat >= 0 && seat < std::ssize(part.shards);
+  if (has_last != (weights.share.index == weights.head)) Fail("the LM head is gathered by the wrong worker");
+}
+
 void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) {
   Node& node = nodes_[index];
   if (!node.hosts.contains(start.run)) return Fail("starts a run that is not prepared");
   Host& host = node.hosts.at(start.run);
   const int first = host.part.first_rank;
-  if (static_cast<int>(start.addresses.size()) != host.part.plan.ranks())
-    return Fail("not every rank has an address");
+  const int ranks = host.part.plan.ranks();
+  const WeightShare& share = host.part.weights.share;
+  if (static_cast<int>(start.addresses.size()) != ranks + share.of) {
+    return Fail("not every rank, and every share of the weights, has an address");
+  }
   for (size_t i = 0; i < host.addresses.size(); ++i) {
-    const int rank = host.part.plan.RankAt(first + static_cast<int>(i));
-    if (start.addresses[rank] != host.addresses[i]) return Fail("a run with an address of another run");
+    const bool of_rank = i < host.part.shards.size();
+    const int at = of_rank ? host.part.plan.RankAt(first + static_cast<int>(i)) : ranks + share.index;
+    if (start.addresses[at] != host.addresses[i]) return Fail("a run with an address of another run");
   }
   std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
   if (mesh == nullptr) {
     mesh = std::make_shared<Mesh>();
     mesh->run = start.run;
-    mesh->members.resize(start.addresses.size());
+    mesh->members.resize(ranks);
   }
   host.mesh = mesh;
   CheckProbes(start.probes, host.part);
   host.probes = start.probes;
-  for (size_t i = 0; i < host.addresses.size(); ++i) {
+  for (size_t i = 0; i < host.part.shards.size(); ++i) {
     const int seat = first + static_cast<int>(i);
     mesh->members[host.part.plan.RankAt(seat)] = {.node = index,
                                                   .seat = seat,

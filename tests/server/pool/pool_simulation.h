@@ -25,6 +25,9 @@
 // What runs in pieces: in some stories the ranks' memory takes the longest prompts in pieces alone. Each
 // piece runs behind those before it, all of which are there, and a result is that of exactly one run of each.
 //
+// What is shared: in some stories the workers may share weights that they would stream. All of a run agree on
+// whose share is which, and shares of runs that live take of the memory.
+//
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
@@ -63,6 +66,7 @@ class PoolSimulation {
         lapses = 0;
     int behind_a_prefix = 0, evictions = 0;
     int in_pieces = 0, pieces_again = 0, pieces_lost = 0;
+    int streamed = 0, shared = 0;  // runs prepared where workers may share weights
     int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
   };
   const Census& census() const { return census_; }
@@ -126,6 +130,7 @@ class PoolSimulation {
     std::unique_ptr<WorkerMachine> machine;  // null: dead
     std::unique_ptr<HeldKv> kv;              // of this incarnation
     int64_t memory_bytes = 0;
+    bool may_share = false;             // its weights
     std::map<uint64_t, Host> hosts;     // by run
     uint64_t link = 0;                  // 0: none
     absl::Time host_free_at;            // it prepares and stops runs in the order in which it was told
@@ -216,6 +221,8 @@ class PoolSimulation {
   void DeliverToLeader(uint64_t link, v1::WorkerMessage message);
 
   // ---- Computing.
+  int64_t RankBytes() const;
+  void CheckWeights(const Node& node, const WorkerMachine::RunPart& part);
   void PrepareHost(int node, WorkerMachine::RunPart part);
   void StartHost(int node, const WorkerMachine::StartRun& start);
   void PauseHost(int node, uint64_t run, bool paused);
@@ -302,6 +309,7 @@ class PoolSimulation {
   int runs_at_once_ = 1;                                 // of this leader
   bool quiet_ = false;                                   // nothing fails but by poison
   bool small_ = false;                                   // long prompts run in pieces
+  int64_t weight_bytes_ = 0;                             // that workers may share; 0: they may not
   bool sticky_ = false;                                  // turns change only when somebody comes or goes
   uint64_t poison_deaths_ = 0;                           // of workers
   std::map<std::string, KvClient> leases_;

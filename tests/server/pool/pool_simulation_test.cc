@@ -62,6 +62,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.in_pieces += census.in_pieces;
       total.pieces_again += census.pieces_again;
       total.pieces_lost += census.pieces_lost;
+      total.streamed += census.streamed;
+      total.shared += census.shared;
       total.most_at_once = std::max(total.most_at_once, census.most_at_once);
       total.pauses += census.pauses;
       total.crowded_out += census.crowded_out;
@@ -89,6 +91,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   std::printf("%d runs behind a cached prefix, %d evictions\n", total.behind_a_prefix, total.evictions);
   std::printf("%d results in pieces, %d pieces ran again, %d prompts lost what they had of theirs\n",
               total.in_pieces, total.pieces_again, total.pieces_lost);
+  std::printf("%d parts of runs streamed weights that may be shared, %d shared them\n", total.streamed,
+              total.shared);
   std::printf(
       "up to %d runs at once on a worker; ranks stood still %d times; %d requests waited for memory or a "
       "place; %d results beside a poisonous request took more than one run\n",
@@ -113,6 +117,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.in_pieces, share);
   EXPECT_GT(total.pieces_again, 0);
   EXPECT_GT(total.pieces_lost, share / 10);
+  EXPECT_GT(total.streamed, share);
+  EXPECT_GT(total.shared, share);
   EXPECT_GE(total.most_at_once, 3);
   EXPECT_GT(total.pauses, 10 * share);
   EXPECT_GT(total.crowded_out, share);

@@ -225,6 +225,80 @@ void RankHostTest::TestSharing() {
 
 TEST_F(RankHostTest, SharesItsWeights) { TestSharing(); }
 
+// Runs that gather a share and runs that read the files, in turn, give the same bits. A share stays until a
+// run needs its room.
+TEST_F(RankHostTest, SharesWhatItWouldStreamWhereARunSaysSo) {
+  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
+    GTEST_SKIP() << form.status();
+  }
+  constexpr int64_t kMemoryBytes = 64 << 20;
+  options_.weights = WeightMode::kStreamed;
+  HostListener silent;
+  v1::Join offer;
+  Load(silent)->Describe(offer);
+  EXPECT_FALSE(offer.has_shared_weights());  // nobody has said that it may
+  options_.may_share = true;
+  options_.memory_bytes = kMemoryBytes;
+  constexpr int kHosts = 2;
+  HostListener listeners[kHosts];
+  std::vector<std::unique_ptr<RankHost>> hosts;
+  for (HostListener& listener : listeners) {
+    hosts.push_back(Load(listener));
+    ASSERT_NE(hosts.back(), nullptr);
+  }
+  hosts[0]->Describe(offer);
+  EXPECT_TRUE(offer.weights().streamed());
+  EXPECT_TRUE(offer.shared_weights().sharded());
+  EXPECT_EQ(offer.weights().loaded_bytes(), 0u);
+  EXPECT_GT(offer.shared_weights().loaded_bytes(), 0u);
+  std::vector<float> expected;
+  struct Case {
+    bool shares;
+    int64_t reserve_bytes;  // none: there is room beside a share
+    bool keeps;             // a share, from then on
+  };
+  for (const auto& [shares, reserve_bytes, keeps] :
+       {Case{false, 0, false}, Case{true, 0, true}, Case{false, 0, true}, Case{true, kMemoryBytes, true},
+        Case{false, kMemoryBytes, false}, Case{true, 0, true}}) {
+    ++run_;
+    const Plan plan = PlanOver(kHosts * kRanks);
+    const int head_seat = plan.SeatOf(plan.layout.RankOf(kTokens - 1));
+    for (int i = 0; i < kHosts; ++i) {
+      --run_;
+      WorkerMachine::RunPart part = Part(kHosts * kRanks, i * kRanks);
+      if (shares) part.weights = {.share = {.index = i, .of = kHosts}, .head = head_seat / kRanks};
+      part.reserve_bytes = reserve_bytes;
+      hosts[i]->Prepare(std::move(part));
+    }
+    std::vector<std::string> addresses, of_weights;
+    for (HostListener& listener : listeners) {
+      std::vector<std::string> mine = listener.Addresses(run_);
+      ASSERT_EQ(mine.size(), kRanks + (shares ? 1u : 0u));
+      if (shares) of_weights.push_back(mine.back());
+      addresses.insert(addresses.end(), mine.begin(), mine.begin() + kRanks);
+    }
+    addresses.insert(addresses.end(), of_weights.begin(), of_weights.end());
+    for (const auto& host : hosts) host->Start(run_, addresses, {});
+    int64_t gathered = 0;
+    for (int i = 0; i < kHosts; ++i) {
+      for (const auto& output : listeners[i].Outputs(run_, kRanks)) {
+        ASSERT_TRUE(output.ok()) << output.status();
+        gathered += output->stats.sent[Traffic::kGather];
+        if (output->logits.empty()) continue;
+        if (expected.empty()) expected = output->logits;
+        EXPECT_EQ(output->logits, expected);
+      }
+    }
+    EXPECT_EQ(gathered > 0, shares);
+    for (int i = 0; i < kHosts; ++i) {
+      hosts[i]->Release(run_);
+      hosts[i]->Stop(run_, "over");
+      listeners[i].Stopped(run_);
+      EXPECT_EQ(hosts[i]->shared_weights().bytes > 0, keeps);
+    }
+  }
+}
+
 // These travel as they lie in memory.
 TEST_F(RankHostTest, SharesItsWeightsInFp8AndMxfp4) {
   for (const auto& [family, dtype] :
