@@ -44,9 +44,17 @@ Faults& Panel() {
   return *faults;
 }
 
+// The function that is called without this library, looked up once. Not as a static's initializer: whoever waits
+// for another thread's calls syscall, which is one of them.
+using Known = std::atomic<void*>;
 template <typename Function>
-Function* Next(const char* name) {
-  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+Function* Next(Known& known, const char* name) {
+  void* function = known.load(std::memory_order_relaxed);
+  if (function == nullptr) {
+    function = dlsym(RTLD_NEXT, name);
+    known.store(function, std::memory_order_relaxed);
+  }
+  return reinterpret_cast<Function*>(function);
 }
 
 timespec Shifted(const timespec& time, int64_t seconds) {
@@ -58,7 +66,8 @@ timespec Shifted(const timespec& time, int64_t seconds) {
 extern "C" {
 
 int clock_gettime(clockid_t clock, timespec* time) noexcept {
-  static auto* const next = Next<int(clockid_t, timespec*)>("clock_gettime");
+  static constinit Known known;
+  auto* const next = Next<int(clockid_t, timespec*)>(known, "clock_gettime");
   const int result = next(clock, time);
   if (result == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) {
     time->tv_sec += static_cast<time_t>(Panel().clock_offset_seconds.load());
@@ -68,27 +77,30 @@ int clock_gettime(clockid_t clock, timespec* time) noexcept {
 
 // std::ifstream opens files with it.
 FILE* fopen64(const char* path, const char* mode) noexcept {
-  static auto* const next = Next<FILE*(const char*, const char*)>("fopen64");
+  static constinit Known known;
+  auto* const next = Next<FILE*(const char*, const char*)>(known, "fopen64");
   const char* meminfo = std::strcmp(path, "/proc/meminfo") == 0 ? std::getenv("MESHFILL_MEMINFO") : nullptr;
   return next(meminfo != nullptr ? meminfo : path, mode);
 }
 
 int gettimeofday(timeval* time, void* zone) noexcept {
-  static auto* const next = Next<int(timeval*, void*)>("gettimeofday");
+  static constinit Known known;
+  auto* const next = Next<int(timeval*, void*)>(known, "gettimeofday");
   const int result = next(time, zone);
   if (result == 0) time->tv_sec += static_cast<time_t>(Panel().clock_offset_seconds.load());
   return result;
 }
 
 int pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t* mutex, const timespec* deadline) {
-  static auto* const next =
-      Next<int(pthread_cond_t*, pthread_mutex_t*, const timespec*)>("pthread_cond_timedwait");
+  static constinit Known known;
+  auto* const next = Next<int(pthread_cond_t*, pthread_mutex_t*, const timespec*)>(known, "pthread_cond_timedwait");
   const timespec shifted = Shifted(*deadline, -Panel().clock_offset_seconds.load());
   return next(condition, mutex, &shifted);
 }
 
 long syscall(long number, ...) noexcept {
-  static auto* const next = Next<long(long, ...)>("syscall");
+  static constinit Known known;
+  auto* const next = Next<long(long, ...)>(known, "syscall");
   va_list list;
   va_start(list, number);
   long arguments[6];
@@ -104,7 +116,8 @@ long syscall(long number, ...) noexcept {
 
 // gloo writes a message's preamble and payload with it; the last piece is the payload.
 ssize_t writev(int fd, const iovec* pieces, int count) {
-  static auto* const next = Next<ssize_t(int, const iovec*, int)>("writev");
+  static constinit Known known;
+  auto* const next = Next<ssize_t(int, const iovec*, int)>(known, "writev");
   const iovec& payload = pieces[count - 1];
   if (count > 2 || payload.iov_len < kLargeChunkBytes || Panel().flips_left.load() <= 0) {
     return next(fd, pieces, count);
@@ -123,7 +136,8 @@ ssize_t writev(int fd, const iovec* pieces, int count) {
 
 // OpenSSL writes a record of TLS with it.
 ssize_t write(int fd, const void* data, size_t size) {
-  static auto* const next = Next<ssize_t(int, const void*, size_t)>("write");
+  static constinit Known known;
+  auto* const next = Next<ssize_t(int, const void*, size_t)>(known, "write");
   constexpr unsigned char kApplicationData[] = {23, 3, 3};
   constexpr size_t kHeaderBytes = 5, kMaxRecordBytes = kHeaderBytes + (1 << 14) + 256;
   if (size < kLargeChunkBytes || size > kMaxRecordBytes || Panel().flips_left.load() <= 0 ||
