@@ -9,10 +9,10 @@
 namespace meshfill {
 namespace {
 
-// Turns a matrix of rows · columns elements, row by row, into that of its columns, a block that stays in the
-// cache at a time.
+// Writes `columns` columns of a matrix of so many rows, whose rows begin `stride` elements apart, as rows, a
+// block that stays in the cache at a time.
 template <size_t kElementBytes>
-void Transpose(const std::byte* from, int64_t rows, int64_t columns, std::byte* to) {
+void Transpose(const std::byte* from, int64_t rows, int64_t columns, int64_t stride, std::byte* to) {
   constexpr int64_t kBlock = 64;
   for (int64_t row = 0; row < rows; row += kBlock) {
     const int64_t end_row = std::min(rows, row + kBlock);
@@ -20,7 +20,7 @@ void Transpose(const std::byte* from, int64_t rows, int64_t columns, std::byte* 
       const int64_t end_column = std::min(columns, column + kBlock);
       for (int64_t c = column; c < end_column; ++c) {
         for (int64_t r = row; r < end_row; ++r) {
-          std::memcpy(to + (c * rows + r) * kElementBytes, from + (r * columns + c) * kElementBytes,
+          std::memcpy(to + (c * rows + r) * kElementBytes, from + (r * stride + c) * kElementBytes,
                       kElementBytes);
         }
       }
@@ -28,21 +28,26 @@ void Transpose(const std::byte* from, int64_t rows, int64_t columns, std::byte* 
   }
 }
 
-// The elements of a transposed matrix as [out_features, in_features].
-absl::StatusOr<std::vector<std::byte>> ToRows(const FoundWeight& matrix, const BeforeRead& before_read) {
-  const TensorView& tensor = matrix.entry->tensor;
-  std::vector<std::byte> read;
-  const std::byte* from = tensor.bytes.data();
-  if (before_read != nullptr) {
-    read.resize(tensor.bytes.size());
-    RETURN_IF_ERROR(CopyElements(matrix, before_read, read.data()));
-    from = read.data();
+// Rows of a matrix that lies transposed in memory, [in_features, out_features], of 2 or 4 bytes an element.
+class TransposedRows final : public RowSource {
+ public:
+  TransposedRows(const FoundWeight& matrix, const std::byte* elements)
+      : elements_(elements),
+        out_features_(matrix.entry->tensor.shape[0]),
+        in_features_(matrix.entry->tensor.shape[1]),
+        element_bytes_(DTypeBytes(matrix.dtype)) {}
+
+  absl::Status Read(int64_t first, int64_t count, std::byte* to) const override {
+    const auto transpose = element_bytes_ == sizeof(float) ? Transpose<4> : Transpose<2>;
+    transpose(elements_ + static_cast<size_t>(first) * element_bytes_, in_features_, count, out_features_, to);
+    return absl::OkStatus();
   }
-  std::vector<std::byte> rows(tensor.bytes.size());
-  const auto transpose = DTypeBytes(matrix.dtype) == sizeof(float) ? Transpose<4> : Transpose<2>;
-  transpose(from, tensor.shape[1], tensor.shape[0], rows.data());
-  return rows;
-}
+
+ private:
+  const std::byte* const elements_;
+  const int64_t out_features_, in_features_;
+  const size_t element_bytes_;
+};
 
 // Rows of a tensor as its file has them.
 class TensorRows final : public RowSource {
@@ -114,17 +119,23 @@ absl::Status StackedRows::Add(const FoundLinear& linear, const Fp8Blocks& blocks
     rows.scale_rows = std::min(blocks.rows, rows.rows);
     rows.scale_columns = std::min(blocks.columns, matrix.entry->tensor.shape[1]);
   }
-  if (matrix.transposed) {
-    ASSIGN_OR_RETURN(std::vector<std::byte> elements, ToRows(matrix, before_read));
-    rows.data = aligned_.emplace_back(std::move(elements)).data();
+  const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
+  if (matrix.transposed && before_read != nullptr) {
+    // Read once as the file has it. Whoever packs the rows turns them.
+    std::vector<std::byte>& elements = copies_.emplace_back(bytes.size());
+    RETURN_IF_ERROR(CopyElements(matrix, before_read, elements.data()));
+    rows.source = sources_.emplace_back(std::make_unique<TransposedRows>(matrix, elements.data())).get();
+  } else if (matrix.transposed) {
+    std::vector<std::byte>& elements = copies_.emplace_back(bytes.size());
+    RETURN_IF_ERROR(TransposedRows(matrix, bytes.data()).Read(0, rows.rows, elements.data()));
+    rows.data = elements.data();
   } else if (before_read != nullptr) {
     rows.source = sources_.emplace_back(std::make_unique<TensorRows>(matrix, before_read)).get();
   } else {
-    const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
     rows.data = bytes.data();
     const size_t alignment = std::max<size_t>(1, DTypeBytes(matrix.dtype));
     if (reinterpret_cast<uintptr_t>(rows.data) % alignment != 0) {
-      rows.data = aligned_.emplace_back(bytes.begin(), bytes.end()).data();
+      rows.data = copies_.emplace_back(bytes.begin(), bytes.end()).data();
     }
   }
   rows_.push_back(rows);

@@ -45,7 +45,7 @@ class StackedRows {
   // What the rows point to.
   std::vector<std::unique_ptr<RowSource>> sources_;
   std::vector<std::vector<float>> biases_, scales_;
-  std::vector<std::vector<std::byte>> aligned_, exponents_;
+  std::vector<std::vector<std::byte>> copies_, exponents_;
 };
 
 }  // namespace meshfill
