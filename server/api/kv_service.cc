@@ -57,6 +57,10 @@ absl::StatusOr<std::unique_ptr<HeldKvLease>> KvService::Admit(const std::shared_
   return wait.has_value() ? WithRetryAfter(no_room, std::max(*wait, absl::Seconds(1))) : no_room;
 }
 
+bool KvService::HasRoom(const KvPrompt& prompt, const Plan& plan, const std::string& tenant) const {
+  return CheckTenantsShare(tenant, prompt.bytes()).ok() && leases_.RoomIn(prompt, plan) == absl::ZeroDuration();
+}
+
 absl::StatusOr<v1::KvLease> KvService::Renew(const v1::RenewKvRequest& request, const std::string& tenant) {
   ASSIGN_OR_RETURN(const absl::Duration rest,
                    leases_.Renew(request.lease(), tenant, LeaseOf(request.seconds())));

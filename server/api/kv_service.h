@@ -41,6 +41,8 @@ class KvService final : private KvStreams::Listener {
   absl::StatusOr<std::unique_ptr<HeldKvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                      const Plan& plan, const std::string& tenant,
                                                      uint32_t seconds);
+  // Whether such a prompt would be admitted now, or once prefills that run are over.
+  bool HasRoom(const KvPrompt& prompt, const Plan& plan, const std::string& tenant) const;
 
   KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant,
                         v1::FetchKvRequest request) {

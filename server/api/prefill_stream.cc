@@ -197,9 +197,14 @@ absl::Status PrefillStream::PrepareKv() {
 
 absl::Status PrefillStream::AdmitKv(const Plan& plan) {
   if (kv_ == nullptr) return absl::OkStatus();
+  if (!PaysForKv() && environment_.kv->HasRoom(*kv_, plan, header_.tenant())) return absl::OkStatus();
   ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
   options_.kv_lease = lease_->id();
   return absl::OkStatus();
+}
+
+bool PrefillStream::PaysForKv() const {
+  return std::max(2 * std::ssize(tokens_), PrefillQueue::kFreeTokens) >= token_count_;
 }
 
 void PrefillStream::GiveKv() {
@@ -224,7 +229,10 @@ absl::Status PrefillStream::TakeTokens() {
   }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
-  return slot_->Pay(std::ssize(tokens_));
+  RETURN_IF_ERROR(slot_->Pay(std::ssize(tokens_)));
+  if (kv_ == nullptr || lease_ != nullptr || !PaysForKv()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const PlanChoice choice, MakePlan(token_count_));
+  return AdmitKv(choice.plan);
 }
 
 absl::Status PrefillStream::CheckIds() const {

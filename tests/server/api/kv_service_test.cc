@@ -8,6 +8,7 @@
 
 #include "kernels/monotonic_time.h"
 #include "server/api/front_end.h"
+#include "server/api/prefill_queue.h"
 #include "server/config/config.h"
 #include "tests/server/api/kv_client.h"
 #include "tests/server/fake_engine.h"
@@ -270,6 +271,52 @@ TEST_F(KvServiceTest, RefusesWhatHasNoRoomBeforeItComputes) {
   EXPECT_EQ(engine_->finished_runs(), 1);
   EXPECT_TRUE(client_->Release(lease).ok());
   Prefill(1000);
+}
+
+TEST_F(KvServiceTest, ALongPromptTakesItsRoomWhenHalfOfItHasCome) {
+  StartServer();
+  const auto tokens = static_cast<size_t>(FakeEngine::kKvBytes / Shape().LayerBytes(1) / Shape().layers);
+  ASSERT_GT(tokens, static_cast<size_t>(PrefillQueue::kFreeTokens));
+  for (const bool room_is_left : {true, false}) {
+    const auto context = client_->Context();
+    const auto upload = client_->stub().Prefill(context.get());
+    v1::PrefillRequest request;
+    *request.mutable_header() = client_->Header(tokens);  // all the room
+    upload->Write(request);
+    const auto write = [&](size_t count) {
+      request.mutable_tokens()->mutable_ids()->Clear();
+      request.mutable_tokens()->mutable_ids()->Resize(static_cast<int>(count), 1);
+      upload->Write(request);
+    };
+    write(tokens / 2 - 1);
+    ASSERT_TRUE(EventuallyHasMetric("meshfill_queue_requests 1"));
+    const std::string lease = Prefill(1000, 20).kv().lease();  // announcing alone takes none of it
+    if (room_is_left) {
+      EXPECT_TRUE(client_->Release(lease).ok());
+      EXPECT_TRUE(EventuallyHasMetric("meshfill_kv_bytes 0"));  // its run has let go of it, too
+    }
+    write(1);
+    if (room_is_left) {
+      EXPECT_TRUE(Eventually(
+          [&] { return metrics_.Text().find("\nmeshfill_kv_bytes 0\n") == std::string::npos; }));
+      const auto refused = client_->Prefill(client_->Header(1000), std::vector<uint32_t>(1000, 1));
+      EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+      write(tokens - tokens / 2);
+      upload->WritesDone();
+    }
+    v1::PrefillEvent event;
+    while (upload->Read(&event)) {
+    }
+    const absl::Status status = FromGrpcStatus(upload->Finish());
+    if (room_is_left) {
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_TRUE(client_->Release(event.result().kv().lease()).ok());
+      EXPECT_TRUE(EventuallyHasMetric("meshfill_kv_bytes 0"));
+    } else {
+      EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+      EXPECT_TRUE(RetryAfter(status).has_value());
+    }
+  }
 }
 
 TEST_F(KvServiceTest, ATenantKeepsNoMoreThanItMay) {
