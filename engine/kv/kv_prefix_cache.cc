@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <map>
 #include <utility>
 
 #include "engine/kv/block_hash.h"
@@ -96,7 +95,12 @@ void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
                  .long_rope = names.long_rope,
                  .shape = slabs.shape,
                  .pieces = {}};
-  for (const KvPiece& piece : slabs.pieces) entry.pieces.push_back({piece, HashesOf(piece, names)});
+  for (const KvPiece& piece : slabs.pieces) {
+    entry.pieces.push_back({piece, HashesOf(piece, names)});
+    HeldRun& held = held_[piece.run.get()];
+    held.run = piece.run;
+    ++held.pieces;
+  }
   entries_.push_front(std::move(entry));
 }
 
@@ -113,17 +117,26 @@ std::shared_ptr<const std::string> KvPrefixCache::HashesOf(const KvPiece& piece,
       names.hashes.substr(static_cast<size_t>(first * kHashBytes), static_cast<size_t>(count * kHashBytes)));
 }
 
+KvPrefixCache::Entries::iterator KvPrefixCache::Erase(Entries::iterator entry, std::vector<KvPiece>& gone) {
+  for (Piece& piece : entry->pieces) {
+    const auto held = held_.find(piece.kept.run.get());
+    if (--held->second.pieces == 0) held_.erase(held);
+    gone.push_back(std::move(piece.kept));
+  }
+  return entries_.erase(entry);
+}
+
 std::vector<KvPiece> KvPrefixCache::Evict() {
-  // Under the store's lock nobody but a holder can take another hold: a count of 1 stays.
-  const auto frees = [](const Entry& entry) {
-    return std::any_of(entry.pieces.begin(), entry.pieces.end(),
-                       [](const Piece& piece) { return piece.kept.run.use_count() == 1; });
+  // Under the store's lock nobody but a holder can take another hold: what nobody else holds stays so.
+  const auto frees = [this](const Entry& entry) {
+    return std::any_of(entry.pieces.begin(), entry.pieces.end(), [this](const Piece& piece) {
+      const HeldRun& held = held_.at(piece.kept.run.get());
+      return held.pieces == 1 && !held.by_others();
+    });
   };
-  const auto victim = std::find_if(entries_.rbegin(), entries_.rend(), frees);
-  if (victim == entries_.rend()) return {};
   std::vector<KvPiece> gone;
-  for (Piece& piece : victim->pieces) gone.push_back(std::move(piece.kept));
-  entries_.erase(std::next(victim).base());
+  const auto victim = std::find_if(entries_.rbegin(), entries_.rend(), frees);
+  if (victim != entries_.rend()) Erase(std::next(victim).base(), gone);
   return gone;
 }
 
@@ -132,44 +145,29 @@ std::vector<KvPiece> KvPrefixCache::EraseIf(const std::function<bool(const KvRun
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const bool lost = std::any_of(entry->pieces.begin(), entry->pieces.end(),
                                   [&](const Piece& piece) { return is_lost(*piece.kept.run); });
-    if (lost) {
-      for (Piece& piece : entry->pieces) gone.push_back(std::move(piece.kept));
-    }
-    entry = lost ? entries_.erase(entry) : std::next(entry);
+    entry = lost ? Erase(entry, gone) : std::next(entry);
   }
   return gone;
 }
 
 int64_t KvPrefixCache::bytes() const {
-  std::map<const KvRunSlabs*, int64_t> bytes;
   int64_t sum = 0;
-  for (const Entry& entry : entries_) {
-    for (const Piece& piece : entry.pieces) {
-      if (bytes.emplace(piece.kept.run.get(), 0).second) sum += ChargedBytes(*piece.kept.run);
-    }
-  }
+  for (const auto& [run, held] : held_) sum += ChargedBytes(*run);
   return sum;
 }
 
 int64_t KvPrefixCache::EvictableBytes() const {
-  int64_t bytes = 0;
-  for (const KvRunSlabs* run : EvictableRuns()) bytes += ChargedBytes(*run);
-  return bytes;
+  int64_t sum = 0;
+  for (const auto& [run, held] : held_) {
+    if (!held.by_others()) sum += ChargedBytes(*run);
+  }
+  return sum;
 }
 
 std::vector<const KvRunSlabs*> KvPrefixCache::EvictableRuns() const {
-  std::map<const KvRunSlabs*, int64_t> held_here;  // how often
-  for (const Entry& entry : entries_) {
-    for (const Piece& piece : entry.pieces) ++held_here[piece.kept.run.get()];
-  }
   std::vector<const KvRunSlabs*> runs;
-  for (const Entry& entry : entries_) {
-    for (const Piece& piece : entry.pieces) {
-      const auto held = held_here.find(piece.kept.run.get());
-      if (held == held_here.end()) continue;
-      if (piece.kept.run.use_count() == held->second) runs.push_back(piece.kept.run.get());
-      held_here.erase(held);
-    }
+  for (const auto& [run, held] : held_) {
+    if (!held.by_others()) runs.push_back(run);
   }
   return runs;
 }

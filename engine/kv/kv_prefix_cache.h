@@ -17,6 +17,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/kv/kv_slabs.h"
@@ -68,6 +69,16 @@ class KvPrefixCache {
   };
   using Entries = std::list<Entry>;
 
+  struct HeldRun {
+    std::shared_ptr<const KvRunSlabs> run;
+    int64_t pieces = 0;  // of the entries, that are of it
+
+    bool by_others() const { return run.use_count() > pieces + 1; }  // the one here
+  };
+
+  // Takes the entry out; what it had is handed to `gone`.
+  Entries::iterator Erase(Entries::iterator entry, std::vector<KvPiece>& gone);
+
   static int64_t BlocksInCommon(const Entry& entry, const KvBlockNames& names);
   // The entry that has most in common; `blocks` is how much.
   Entries::const_iterator Best(const KvBlockNames& names, int64_t& blocks) const;
@@ -75,6 +86,7 @@ class KvPrefixCache {
   std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
 
   Entries entries_;  // the last used first
+  std::unordered_map<const KvRunSlabs*, HeldRun> held_;  // by the entries
 };
 
 }  // namespace meshfill

@@ -26,9 +26,10 @@ KvStore::~KvStore() { SetObserver(nullptr); }
 void KvStore::SetObserver(std::function<void()> changed) { bytes_->SetObserver(std::move(changed)); }
 
 std::unique_ptr<KvCharge> KvStore::Charge(int64_t bytes) {
-  // Only here bytes are added, so that the sum cannot grow between the look and the charge.
-  const int64_t pinned = bytes_->charged() - cache_.EvictableBytes();
-  if (bytes > budget_bytes_ - pinned) return nullptr;
+  // Only here bytes are added, so that the sum cannot grow between the look and the charge. What the cache
+  // would give up is counted only where it matters.
+  const int64_t room = budget_bytes_ - bytes_->charged();
+  if (bytes > room && bytes > room + cache_.EvictableBytes()) return nullptr;
   bytes_->Add(bytes);
   return std::make_unique<KvCharge>(bytes_, bytes);
 }
@@ -188,9 +189,9 @@ std::shared_ptr<const KvSlabs> KvStore::FindPrefix(const KvBlockNames& names,
     const KvSlabs found = cache_.Find(names);  // gone before what is held is counted
     prefix = std::make_shared<const KvSlabs>(FirstTokens(found, usable(found.tokens())));
   }
-  const int64_t pinned =
-      bytes_->charged() - cache_.EvictableBytes() - prefix->tokens() * returned_bytes_per_token;
-  return pinned <= budget_bytes_ ? prefix : std::make_shared<const KvSlabs>();
+  const int64_t charged = bytes_->charged() - prefix->tokens() * returned_bytes_per_token;
+  const bool has_room = charged <= budget_bytes_ || charged - cache_.EvictableBytes() <= budget_bytes_;
+  return has_room ? prefix : std::make_shared<const KvSlabs>();
 }
 
 int64_t KvStore::PrefixTokens(const KvBlockNames& names) const {
@@ -250,7 +251,8 @@ void KvStore::CountTokens(int64_t cached, int64_t computed) {
 KvStore::Counts KvStore::counts() const {
   const MutexLock lock(mu_);
   const int64_t charged = bytes_->charged();
-  const int64_t given_up = std::min(std::max<int64_t>(0, charged - budget_bytes_), cache_.EvictableBytes());
+  const int64_t beyond = charged - budget_bytes_;
+  const int64_t given_up = beyond <= 0 ? 0 : std::min(beyond, cache_.EvictableBytes());
   return {.leases = static_cast<int64_t>(leases_.size()),
           .bytes = charged - given_up,
           .lapsed = lapsed_,
