@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/attention.h"
+#include "kernels/cuda/expert_ops.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
 #include "kernels/return_if_error.h"
@@ -38,6 +39,16 @@ absl::Status CudaStream::Do(const char* operation, const Enqueue& enqueue) {
   const ScopedCudaDevice scope(shared_.info.ordinal);
   absl::Status status = enqueue();
   return status.ok() ? status : Diagnose(status);
+}
+
+template <typename Enqueue>
+absl::Status CudaStream::Multiply(const char* operation, const Enqueue& enqueue) {
+  const bool marks = ++products_ % kProductsPerMark == 0;
+  if (marks) {
+    RETURN_IF_ERROR(HoldBack());
+  }
+  absl::Status status = Do(operation, enqueue);
+  return status.ok() && marks ? SetMark() : status;
 }
 
 absl::StatusOr<BufferRef> CudaStream::Allocate(size_t size_bytes) {
@@ -105,13 +116,17 @@ absl::Status CudaStream::RmsNorm(const float* x, const float* weight, int64_t to
             [&] { return LaunchRmsNorm(x, weight, tokens, width, eps, static_cast<BFloat16*>(y), queue()); });
 }
 
+absl::Status CudaStream::AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width,
+                                    float eps, float* x) {
+  return Do("add rms norm", [&] { return LaunchAddRmsNorm(y, weight, tokens, width, eps, x, queue()); });
+}
+
+absl::Status CudaStream::Scale(float* x, int64_t count, float factor) {
+  return Do("scale", [&] { return LaunchScale(x, count, factor, queue()); });
+}
+
 absl::Status CudaStream::Gemm(const GemmArgs& args) {
-  const bool marks = ++products_ % kProductsPerMark == 0;
-  if (marks) {
-    RETURN_IF_ERROR(HoldBack());
-  }
-  absl::Status status = Do("gemm", [&] { return shared_.gemm.Run(args, lane_); });
-  return status.ok() && marks ? SetMark() : status;
+  return Multiply("gemm", [&] { return shared_.gemm.Run(args, lane_); });
 }
 
 absl::Status CudaStream::SplitQkv(const SplitQkvArgs& args) {
@@ -128,6 +143,10 @@ absl::Status CudaStream::AttentionBlock(const AttentionBlockArgs& args) {
 
 absl::Status CudaStream::MergePartial(const MergePartialArgs& args) {
   return Do("merge partial", [&] { return LaunchMergePartial(args, queue()); });
+}
+
+absl::Status CudaStream::ApplySinks(const ApplySinksArgs& args) {
+  return Do("apply sinks", [&] { return LaunchApplySinks(args, queue()); });
 }
 
 absl::Status CudaStream::CopyHeads(const CopyHeadsArgs& args) {
@@ -148,32 +167,26 @@ absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, vo
   });
 }
 
-absl::Status CudaStream::ApplySinks(const ApplySinksArgs&) {
-  return absl::UnimplementedError("cuda: apply sinks");
+absl::Status CudaStream::GeGlu(const void* x, int64_t tokens, int64_t width, void* y) {
+  return Do("geglu", [&] {
+    return LaunchGeGlu(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y), queue());
+  });
 }
 
-absl::Status CudaStream::ClampedSwiGlu(const ClampedSwiGluArgs&) {
-  return absl::UnimplementedError("cuda: clamped swiglu");
+absl::Status CudaStream::ClampedSwiGlu(const ClampedSwiGluArgs& args) {
+  return Do("clamped swiglu", [&] { return LaunchClampedSwiGlu(args, queue()); });
 }
 
-absl::Status CudaStream::AddRmsNorm(const float*, const float*, int64_t, int64_t, float, float*) {
-  return absl::UnimplementedError("cuda: add rms norm");
+absl::Status CudaStream::Route(const RouteArgs& args) {
+  return Do("route", [&] { return LaunchRoute(args, queue()); });
 }
 
-absl::Status CudaStream::Scale(float*, int64_t, float) { return absl::UnimplementedError("cuda: scale"); }
-
-absl::Status CudaStream::GeGlu(const void*, int64_t, int64_t, void*) {
-  return absl::UnimplementedError("cuda: geglu");
+absl::Status CudaStream::ExpertGemm(const ExpertGemmArgs& args) {
+  return Multiply("expert gemm", [&] { return shared_.gemm.RunExperts(args, lane_); });
 }
 
-absl::Status CudaStream::Route(const RouteArgs&) { return absl::UnimplementedError("cuda: route"); }
-
-absl::Status CudaStream::ExpertGemm(const ExpertGemmArgs&) {
-  return absl::UnimplementedError("cuda: expert gemm");
-}
-
-absl::Status CudaStream::AddExperts(const AddExpertsArgs&) {
-  return absl::UnimplementedError("cuda: add experts");
+absl::Status CudaStream::AddExperts(const AddExpertsArgs& args) {
+  return Do("add experts", [&] { return LaunchAddExperts(args, queue()); });
 }
 
 absl::Status CudaStream::Convert(const float* from, int64_t count, DType to_dtype, void* to) {

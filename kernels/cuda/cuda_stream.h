@@ -41,21 +41,20 @@ class CudaStream final : public Stream {
                      float* x) override;
   absl::Status RmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
                        void* y) override;
+  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                          float* x) override;
+  absl::Status Scale(float* x, int64_t count, float factor) override;
   absl::Status Gemm(const GemmArgs& args) override;
   absl::Status SplitQkv(const SplitQkvArgs& args) override;
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override;
   absl::Status MergePartial(const MergePartialArgs& args) override;
+  absl::Status ApplySinks(const ApplySinksArgs& args) override;
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
   absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
                                                             BufferRef source) override;
   absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
-  // Not implemented: its platform refuses models that need these, and models with experts.
-  absl::Status AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
-                          float* x) override;
-  absl::Status Scale(float* x, int64_t count, float factor) override;
-  absl::Status ApplySinks(const ApplySinksArgs& args) override;
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
+  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
   absl::Status Route(const RouteArgs& args) override;
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override;
   absl::Status AddExperts(const AddExpertsArgs& args) override;
@@ -65,6 +64,9 @@ class CudaStream final : public Stream {
   // Runs on this stream's device, unless stopped.
   template <typename Enqueue>
   absl::Status Do(const char* operation, const Enqueue& enqueue);
+  // The same of a product, of which so many set a mark.
+  template <typename Enqueue>
+  absl::Status Multiply(const char* operation, const Enqueue& enqueue);
   absl::Status Diagnose(const absl::Status& error) { return shared_.health.Diagnose(error, *lane_.queue); }
   cudaStream_t queue() const { return lane_.queue->get(); }
 

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cublaslt_library.h"
+#include "kernels/cuda/expert_ops.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
 #include "kernels/mutex.h"
@@ -168,6 +169,7 @@ class CublasGemm final : public CudaGemm {
     for (const WeightRows& source : rows) {
       if (source.data == nullptr) return absl::UnimplementedError("a GPU packs rows that are in memory");
       if (source.scales != nullptr) return absl::UnimplementedError("a GPU packs no rows of FP8");
+      if (source.exponents != nullptr) return absl::UnimplementedError("a GPU packs no rows of MXFP4");
       out_features += source.rows;
       bias = bias || source.bias != nullptr;
     }
@@ -202,6 +204,28 @@ class CublasGemm final : public CudaGemm {
                      chosen_.Of(shape, [&] { return Choose(shape, product, weight, args.x, lane); }));
     return product.Run(handle_, algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
                        lane.workspace->data(), lane.queue->get());
+  }
+
+  absl::Status RunExperts(const ExpertGemmArgs& args, const CudaLane& lane) override {
+    std::vector<ExpertMatrix> experts;
+    experts.reserve(args.weights.size());
+    for (const std::unique_ptr<PackedWeight>& packed : args.weights) {
+      const auto& weight = static_cast<const CudaWeight&>(*packed);
+      experts.push_back({.matrix = weight.matrix->data<BFloat16>(),
+                         .bias = weight.bias_f32 == nullptr ? nullptr : weight.bias_f32->data<float>()});
+    }
+    const size_t size_bytes = experts.size() * sizeof(ExpertMatrix);
+    ASSIGN_OR_RETURN(const BufferRef on_device, lane.Allocate(size_bytes));
+    RETURN_IF_ERROR(lane.queue->Upload(experts.data(), size_bytes, on_device->data()));
+    return LaunchExpertGemm({.experts = on_device->data<ExpertMatrix>(),
+                             .count = static_cast<int>(experts.size()),
+                             .in_features = args.weights.front()->in_features(),
+                             .out_features = args.weights.front()->out_features(),
+                             .begin = args.rows.begin,
+                             .token = args.by_token ? args.rows.token : nullptr,
+                             .x = static_cast<const BFloat16*>(args.x),
+                             .y = static_cast<BFloat16*>(args.y)},
+                            args.row_count, lane.queue->get());
   }
 
  private:

@@ -55,6 +55,10 @@ struct LayerKernels {
     return int64_t{Machine::Block()} * kLayerWarps + Machine::Thread() / 32;
   }
   static MESHFILL_DEVICE int64_t WarpRowStride() { return int64_t{Machine::Blocks()} * kLayerWarps; }
+  static MESHFILL_DEVICE int64_t FirstThreadRow() {
+    return int64_t{Machine::Block()} * kLayerThreads + Machine::Thread();
+  }
+  static MESHFILL_DEVICE int64_t ThreadRowStride() { return int64_t{Machine::Blocks()} * kLayerThreads; }
   static MESHFILL_DEVICE float WarpSum(float value) {
     for (int mask = 16; mask > 0; mask /= 2) value += Machine::ShuffleXor(value, mask);
     return value;
@@ -81,13 +85,8 @@ struct LayerKernels {
                                       float eps, BFloat16* y) {
     for (int64_t token = FirstWarpRow(); token < tokens; token += WarpRowStride()) {
       const float* from = x + token * width;
-      float squares = 0;
-      for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
-        float values[kVector];
-        LoadVector(from + i, values);
-        for (const float value : values) squares += value * value;
-      }
-      const float inverse = InverseRms(WarpSum(squares), static_cast<float>(width), eps);
+      const float inverse =
+          InverseRms(WarpSum(Squares<kVector>(from, width)), static_cast<float>(width), eps);
       for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
         float values[kVector], scales[kVector];
         LoadVector(from + i, values);
@@ -95,6 +94,36 @@ struct LayerKernels {
         for (int e = 0; e < kVector; ++e) values[e] = values[e] * inverse * scales[e];
         StoreVector(values, y + token * width + i);
       }
+    }
+  }
+
+  // Likewise, and added to x.
+  template <int kVector>
+  static MESHFILL_DEVICE void AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width,
+                                         float eps, float* x) {
+    for (int64_t token = FirstWarpRow(); token < tokens; token += WarpRowStride()) {
+      const float* from = y + token * width;
+      const float inverse =
+          InverseRms(WarpSum(Squares<kVector>(from, width)), static_cast<float>(width), eps);
+      for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
+        float values[kVector], scales[kVector], sums[kVector];
+        LoadVector(from + i, values);
+        LoadVector(weight + i, scales);
+        LoadVector(x + token * width + i, sums);
+        for (int e = 0; e < kVector; ++e) sums[e] += values[e] * inverse * scales[e];
+        StoreVector(sums, x + token * width + i);
+      }
+    }
+  }
+
+  // `vectors` vectors.
+  template <int kVector>
+  static MESHFILL_DEVICE void Scale(float* x, int64_t vectors, float factor) {
+    for (int64_t i = FirstThreadRow(); i < vectors; i += ThreadRowStride()) {
+      float values[kVector];
+      LoadVector(x + i * kVector, values);
+      for (float& value : values) value *= factor;
+      StoreVector(values, x + i * kVector);
     }
   }
 
@@ -143,6 +172,21 @@ struct LayerKernels {
     }
   }
 
+  // A warp a row. Where exp(sink − lse) is infinite, the factor is 0.
+  template <int kVector>
+  static MESHFILL_DEVICE void ApplySinks(const ApplySinksArgs& args) {
+    for (int64_t row = FirstWarpRow(); row < args.heads * args.tokens; row += WarpRowStride()) {
+      const float factor = 1 / (1 + expf(args.sinks[row / args.tokens] - args.lse[row]));
+      float* o = args.o + row * args.head_dim;
+      for (int i = static_cast<int>(Lane()) * kVector; i < args.head_dim; i += 32 * kVector) {
+        float values[kVector];
+        LoadVector(o + i, values);
+        for (float& value : values) value *= factor;
+        StoreVector(values, o + i);
+      }
+    }
+  }
+
   // A warp a row, heads of one slot side by side.
   template <int kVector, class From, class To>
   static MESHFILL_DEVICE void CopyHeads(const CopyHeadsArgs& args) {
@@ -165,27 +209,46 @@ struct LayerKernels {
     }
   }
 
-  // A CTA a token. Where exp(−gate) is infinite, the quotient is −0.
+  // Where exp(−gate) is infinite, the quotient is −0.
   template <int kVector>
   static MESHFILL_DEVICE void SwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y) {
-    for (int64_t token = Machine::Block(); token < tokens; token += Machine::Blocks()) {
-      const BFloat16* gates = x + token * 2 * width;
-      for (int64_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
-        float gate[kVector], up[kVector];
-        LoadVector(gates + i, gate);
-        LoadVector(gates + width + i, up);
-        for (int e = 0; e < kVector; ++e) gate[e] = gate[e] / (1 + expf(-gate[e])) * up[e];
-        StoreVector(gate, y + token * width + i);
+    Gate<kVector>(
+        x, tokens, width, [](float gate) { return gate / (1 + expf(-gate)); }, y);
+  }
+
+  // (1 + tanh u) / 2 = 1 / (1 + exp(−2u)), which does not cancel far below 0.
+  template <int kVector>
+  static MESHFILL_DEVICE void GeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y) {
+    constexpr float kTwiceRootTwoByPi = 1.5957691216f;
+    const auto gelu = [](float gate) {
+      return gate / (1 + expf(-kTwiceRootTwoByPi * (gate + 0.044715f * gate * gate * gate)));
+    };
+    Gate<kVector>(x, tokens, width, gelu, y);
+  }
+
+  // `vectors` vectors of kVector gates, each beside its up.
+  template <int kVector>
+  static MESHFILL_DEVICE void ClampedSwiGlu(const ClampedSwiGluArgs& args, int64_t vectors) {
+    const BFloat16* x = static_cast<const BFloat16*>(args.x);
+    BFloat16* y = static_cast<BFloat16*>(args.y);
+    for (int64_t i = FirstThreadRow(); i < vectors; i += ThreadRowStride()) {
+      float pairs[2 * kVector], values[kVector];
+      LoadVector(x + 2 * i * kVector, pairs);
+      for (int e = 0; e < kVector; ++e) {
+        float gate = pairs[2 * e], up = pairs[2 * e + 1];
+        if (gate > args.limit) gate = args.limit;
+        if (up > args.limit) up = args.limit;
+        if (up < -args.limit) up = -args.limit;
+        values[e] = gate / (1 + expf(-args.alpha * gate)) * (up + 1);
       }
+      StoreVector(values, y + i * kVector);
     }
   }
 
   // `vectors` vectors.
   template <int kVector, class From, class To>
   static MESHFILL_DEVICE void Convert(const From* from, int64_t vectors, To* to) {
-    const int64_t stride = int64_t{Machine::Blocks()} * kLayerThreads;
-    for (int64_t i = int64_t{Machine::Block()} * kLayerThreads + Machine::Thread(); i < vectors;
-         i += stride) {
+    for (int64_t i = FirstThreadRow(); i < vectors; i += ThreadRowStride()) {
       float values[kVector];
       LoadVector(from + i * kVector, values);
       StoreVector(values, to + i * kVector);
@@ -193,6 +256,34 @@ struct LayerKernels {
   }
 
  private:
+  // This thread's share of a row's.
+  template <int kVector>
+  static MESHFILL_DEVICE float Squares(const float* row, int64_t width) {
+    float squares = 0;
+    for (int64_t i = Lane() * kVector; i < width; i += 32 * kVector) {
+      float values[kVector];
+      LoadVector(row + i, values);
+      for (const float value : values) squares += value * value;
+    }
+    return squares;
+  }
+
+  // y = activate(gate) · up, a CTA a token.
+  template <int kVector, class Activate>
+  static MESHFILL_DEVICE void Gate(const BFloat16* x, int64_t tokens, int64_t width, const Activate& activate,
+                                   BFloat16* y) {
+    for (int64_t token = Machine::Block(); token < tokens; token += Machine::Blocks()) {
+      const BFloat16* gates = x + token * 2 * width;
+      for (int64_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
+        float gate[kVector], up[kVector];
+        LoadVector(gates + i, gate);
+        LoadVector(gates + width + i, up);
+        for (int e = 0; e < kVector; ++e) gate[e] = activate(gate[e]) * up[e];
+        StoreVector(gate, y + token * width + i);
+      }
+    }
+  }
+
   static MESHFILL_DEVICE float InverseRms(float squares, float count, float eps) {
     return 1 / sqrtf(squares / count + eps);
   }

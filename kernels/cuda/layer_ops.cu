@@ -31,6 +31,18 @@ __global__ void __launch_bounds__(kLayerThreads)
   Kernels::RmsNorm<kVector>(x, weight, tokens, width, eps, y);
 }
 
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads)
+    AddRmsNormKernel(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                     float* x) {
+  Kernels::AddRmsNorm<kVector>(y, weight, tokens, width, eps, x);
+}
+
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads) ScaleKernel(float* x, int64_t vectors, float factor) {
+  Kernels::Scale<kVector>(x, vectors, factor);
+}
+
 __global__ void __launch_bounds__(kLayerThreads) SplitQkvKernel(const __grid_constant__ SplitQkvArgs args) {
   Kernels::SplitQkv(args);
 }
@@ -39,6 +51,12 @@ template <int kVector, class T>
 __global__ void __launch_bounds__(kLayerThreads)
     MergePartialKernel(const __grid_constant__ MergePartialArgs args) {
   Kernels::MergePartial<kVector, T>(args);
+}
+
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads)
+    ApplySinksKernel(const __grid_constant__ ApplySinksArgs args) {
+  Kernels::ApplySinks<kVector>(args);
 }
 
 template <int kVector, class From, class To>
@@ -50,6 +68,18 @@ template <int kVector>
 __global__ void __launch_bounds__(kLayerThreads)
     SwiGluKernel(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y) {
   Kernels::SwiGlu<kVector>(x, tokens, width, y);
+}
+
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads)
+    GeGluKernel(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y) {
+  Kernels::GeGlu<kVector>(x, tokens, width, y);
+}
+
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads)
+    ClampedSwiGluKernel(const __grid_constant__ ClampedSwiGluArgs args, int64_t vectors) {
+  Kernels::ClampedSwiGlu<kVector>(args, vectors);
 }
 
 template <int kVector, class From, class To>
@@ -121,6 +151,21 @@ absl::Status LaunchRmsNorm(const float* x, const float* weight, int64_t tokens, 
                 weight, tokens, width, eps, y);
 }
 
+absl::Status LaunchAddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                              float* x, CUstream_st* stream) {
+  const bool vectors = FitsVectors(y, DType::kF32, 4, {width}) && FitsVectors(weight, DType::kF32, 4, {}) &&
+                       FitsVectors(x, DType::kF32, 4, {width});
+  return Launch("add rms norm", tokens, kLayerWarps, stream,
+                vectors ? AddRmsNormKernel<4> : AddRmsNormKernel<1>, y, weight, tokens, width, eps, x);
+}
+
+absl::Status LaunchScale(float* x, int64_t count, float factor, CUstream_st* stream) {
+  const bool vectors = FitsVectors(x, DType::kF32, 4, {count});
+  const int64_t rows = vectors ? count / 4 : count;
+  return Launch("scale", rows, kLayerThreads, stream, vectors ? ScaleKernel<4> : ScaleKernel<1>, x, rows,
+                factor);
+}
+
 absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
   return Launch("split qkv", args.tokens * (args.q_heads + 2 * args.kv_heads), kLayerWarps, stream,
                 SplitQkvKernel, args);
@@ -134,6 +179,12 @@ absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* strea
                 vectors ? (f32 ? MergePartialKernel<4, float> : MergePartialKernel<4, BFloat16>)
                         : (f32 ? MergePartialKernel<1, float> : MergePartialKernel<1, BFloat16>),
                 args);
+}
+
+absl::Status LaunchApplySinks(const ApplySinksArgs& args, CUstream_st* stream) {
+  const bool vectors = FitsVectors(args.o, DType::kF32, 4, {args.head_dim});
+  return Launch("apply sinks", args.heads * args.tokens, kLayerWarps, stream,
+                vectors ? ApplySinksKernel<4> : ApplySinksKernel<1>, args);
 }
 
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
@@ -151,6 +202,20 @@ absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFlo
   const bool vectors = FitsVectors(x, DType::kBf16, 8, {width}) && FitsVectors(y, DType::kBf16, 8, {width});
   return Launch("swiglu", tokens, 1, stream, vectors ? SwiGluKernel<8> : SwiGluKernel<1>, x, tokens, width,
                 y);
+}
+
+absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream) {
+  const bool vectors = FitsVectors(x, DType::kBf16, 8, {width}) && FitsVectors(y, DType::kBf16, 8, {width});
+  return Launch("geglu", tokens, 1, stream, vectors ? GeGluKernel<8> : GeGluKernel<1>, x, tokens, width, y);
+}
+
+absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream) {
+  const int64_t count = args.tokens * args.width;
+  const bool vectors =
+      FitsVectors(args.x, DType::kBf16, 8, {}) && FitsVectors(args.y, DType::kBf16, 4, {count});
+  const int64_t rows = vectors ? count / 4 : count;
+  return Launch("clamped swiglu", rows, kLayerThreads, stream,
+                vectors ? ClampedSwiGluKernel<4> : ClampedSwiGluKernel<1>, args, rows);
 }
 
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,

@@ -18,11 +18,17 @@ absl::Status LaunchEmbed(const uint32_t* ids, int64_t tokens, const void* table,
                          int64_t width, float* x, CUstream_st* stream);
 absl::Status LaunchRmsNorm(const float* x, const float* weight, int64_t tokens, int64_t width, float eps,
                            BFloat16* y, CUstream_st* stream);
+absl::Status LaunchAddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                              float* x, CUstream_st* stream);
+absl::Status LaunchScale(float* x, int64_t count, float factor, CUstream_st* stream);
 // head_dim a multiple of 4.
 absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream);
 absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* stream);
+absl::Status LaunchApplySinks(const ApplySinksArgs& args, CUstream_st* stream);
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream);
 absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream);
+absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream);
+absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream);
 // From f32, bf16 or f16 to f32 or bf16.
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,
                            CUstream_st* stream);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/cuda/attention.h"
+#include "kernels/cuda/expert_ops.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
 #include "tests/fake_cuda/fake_cuda.h"
@@ -13,6 +14,10 @@ namespace meshfill {
 namespace {
 
 constexpr auto At = [](auto* pointer) { return FakeCuda::At(pointer); };
+
+ExpertRows RowsAt(const ExpertRows& rows) {
+  return {.begin = At(rows.begin), .token = At(rows.token), .row = At(rows.row), .weight = At(rows.weight)};
+}
 
 // `run` gets a stream of its own: the reference keeps nothing between operations.
 absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::Status(Stream&)> run) {
@@ -40,6 +45,19 @@ absl::Status LaunchRmsNorm(const float* x, const float* weight, int64_t tokens, 
   });
 }
 
+absl::Status LaunchAddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width, float eps,
+                              float* x, CUstream_st* stream) {
+  if (tokens == 0) return absl::OkStatus();
+  return Enqueue("add rms norm", stream, [=](Stream& reference) {
+    return reference.AddRmsNorm(At(y), At(weight), tokens, width, eps, At(x));
+  });
+}
+
+absl::Status LaunchScale(float* x, int64_t count, float factor, CUstream_st* stream) {
+  if (count == 0) return absl::OkStatus();
+  return Enqueue("scale", stream, [=](Stream& reference) { return reference.Scale(At(x), count, factor); });
+}
+
 absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
   if (args.tokens == 0) return absl::OkStatus();
   return Enqueue("split qkv", stream, [args = args](Stream& reference) mutable {
@@ -59,6 +77,14 @@ absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* strea
   });
 }
 
+absl::Status LaunchApplySinks(const ApplySinksArgs& args, CUstream_st* stream) {
+  if (args.tokens == 0) return absl::OkStatus();
+  return Enqueue("apply sinks", stream, [args = args](Stream& reference) mutable {
+    args.o = At(args.o), args.lse = At(args.lse), args.sinks = At(args.sinks);
+    return reference.ApplySinks(args);
+  });
+}
+
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
   if (args.tokens == 0) return absl::OkStatus();
   return Enqueue("copy heads", stream, [args = args](Stream& reference) mutable {
@@ -72,6 +98,62 @@ absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFlo
   if (tokens == 0) return absl::OkStatus();
   return Enqueue("swiglu", stream,
                  [=](Stream& reference) { return reference.SwiGlu(At(x), tokens, width, At(y)); });
+}
+
+absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream) {
+  if (tokens == 0) return absl::OkStatus();
+  return Enqueue("geglu", stream,
+                 [=](Stream& reference) { return reference.GeGlu(At(x), tokens, width, At(y)); });
+}
+
+absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream) {
+  if (args.tokens == 0) return absl::OkStatus();
+  return Enqueue("clamped swiglu", stream, [args = args](Stream& reference) mutable {
+    args.x = At(args.x), args.y = At(args.y);
+    return reference.ClampedSwiGlu(args);
+  });
+}
+
+absl::Status LaunchRoute(const RouteArgs& args, CUstream_st* stream) {
+  return Enqueue("route", stream, [args = args](Stream& reference) mutable {
+    args.logits = At(args.logits), args.correction = At(args.correction);
+    args.rows = RowsAt(args.rows);
+    return reference.Route(args);
+  });
+}
+
+// The reference's products are of weights of its own: these are of the device's.
+absl::Status LaunchExpertGemm(const ExpertProducts& products, int64_t rows, CUstream_st* stream) {
+  if (rows == 0) return absl::OkStatus();
+  return Enqueue("expert gemm", stream, [=](Stream&) {
+    const int64_t in = products.in_features, out = products.out_features;
+    const int32_t *const begin = At(products.begin), *const token = At(products.token);
+    const ExpertMatrix* const experts = At(products.experts);
+    const BFloat16* const x = At(products.x);
+    BFloat16* const y = At(products.y);
+    for (int e = 0; e < products.count; ++e) {
+      const BFloat16* const matrix = At(experts[e].matrix);
+      const float* const bias = At(experts[e].bias);
+      for (int32_t row = begin[e]; row < begin[e + 1]; ++row) {
+        const BFloat16* const from = x + (token == nullptr ? row : token[row]) * in;
+        for (int64_t column = 0; column < out; ++column) {
+          float sum = bias == nullptr ? 0 : bias[column];
+          for (int64_t i = 0; i < in; ++i) sum += from[i].ToFloat() * matrix[column * in + i].ToFloat();
+          y[row * out + column] = BFloat16::FromFloat(sum);
+        }
+      }
+    }
+    return absl::OkStatus();
+  });
+}
+
+absl::Status LaunchAddExperts(const AddExpertsArgs& args, CUstream_st* stream) {
+  if (args.tokens == 0) return absl::OkStatus();
+  return Enqueue("add experts", stream, [args = args](Stream& reference) mutable {
+    args.y = At(args.y), args.x = At(args.x);
+    args.rows = RowsAt(args.rows);
+    return reference.AddExperts(args);
+  });
 }
 
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,

@@ -39,6 +39,7 @@ KERNELS = {
     "attention_sm80_dim128": Kernel("80", 255, spilled_bytes=64),  # two CTAs on a multiprocessor: 255 registers
     "attention_sm80_dim256": Kernel("80", 255),
     "layer_ops": Kernel("80", 64),
+    "expert_ops": Kernel("80", 128, spilled_bytes=4),  # two CTAs of the product on a multiprocessor of 9.0
 }
 
 

@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +22,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/dtype.h"
@@ -120,7 +122,8 @@ class EmulatedCta {
     Wait wait;
     bool finished = false;
     uint64_t exchanges = 0;
-    std::vector<Bytes> copies;                  // cp.async under way
+    std::vector<Bytes> copies;                  // cp.async under way, not committed
+    std::deque<std::vector<Bytes>> groups;      // likewise, committed
     std::deque<std::vector<Product>> products;  // committed and under way
     std::vector<Product> batch;                 // not committed
   };
@@ -246,9 +249,12 @@ class EmulatedCta {
     barrier.CompleteIfDone();
   }
 
-  void CompleteBytes() {
-    for (const Bytes& bytes : fiber().copies) std::memcpy(At(bytes.shared, 16), bytes.value.data(), 16);
-    fiber().copies.clear();
+  void CompleteGroups(size_t in_flight) {
+    auto& groups = fiber().groups;
+    for (; groups.size() > in_flight; groups.pop_front()) Write(groups.front());
+  }
+  void Write(const std::vector<Bytes>& copies) {
+    for (const Bytes& bytes : copies) std::memcpy(At(bytes.shared, 16), bytes.value.data(), 16);
   }
 
   // Fields of a matrix descriptor, in bytes.
@@ -336,6 +342,30 @@ struct EmulatedMachine {
     const auto& posted = Cta().Exchange({std::bit_cast<uint32_t>(value)});
     return std::bit_cast<float>(posted[Thread() % 32 ^ mask][0]);
   }
+  template <class T>
+  static T Shuffle(T value, uint32_t lane) {
+    std::array<uint32_t, 6> words = {};
+    static_assert(sizeof(value) <= sizeof(words));
+    std::memcpy(words.data(), &value, sizeof(value));
+    std::memcpy(&value, Cta().Exchange(words)[lane].data(), sizeof(value));
+    return value;
+  }
+  static uint32_t Ballot(bool vote) {
+    const auto& posted = Cta().Exchange({vote ? 1u : 0u});
+    uint32_t votes = 0;
+    for (uint32_t lane = 0; lane < 32; ++lane) votes |= posted[lane][0] << lane;
+    return votes;
+  }
+  static uint32_t PopCount(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
+  static uint32_t LoadShared(uint32_t shared) {
+    uint32_t value;
+    std::memcpy(&value, Cta().At(shared, 4), 4);
+    return value;
+  }
+  static void StoreShared(uint32_t shared, uint32_t value) { std::memcpy(Cta().At(shared, 4), &value, 4); }
+  static void Store16(uint32_t shared, const uint32_t (&words)[4]) {
+    std::memcpy(Cta().At(shared, 16), words, 16);
+  }
   static float Exp2(float x) { return std::exp2(x); }
   template <class T>
   static uint32_t Pack(float first, float second) {
@@ -349,10 +379,17 @@ struct EmulatedMachine {
     EmulatedCta::Bytes bytes{shared, {}};
     if (inside) std::memcpy(bytes.value.data(), global, 16);
     Cta().fiber().copies.push_back(bytes);
-    if (Cta().random_() % 2 == 0) Cta().CompleteBytes();
+    if (Cta().random_() % Cta().copy_delay_ == 0) {
+      Cta().CompleteGroups(0);
+      Cta().Write(std::exchange(Cta().fiber().copies, {}));
+    }
   }
-  static void CopyCommit() {}
-  static void CopyWait() { Cta().CompleteBytes(); }
+  static void CopyCommit() { Cta().fiber().groups.push_back(std::exchange(Cta().fiber().copies, {})); }
+  static void CopyWait() { CopyWaitBut<0>(); }
+  template <int kInFlight>
+  static void CopyWaitBut() {
+    Cta().CompleteGroups(kInFlight);
+  }
 
   static void LoadMatrices(uint32_t (&m)[4], uint32_t shared) { LoadMatrices(m, shared, false); }
   static void LoadMatricesTransposed(uint32_t (&m)[4], uint32_t shared) { LoadMatrices(m, shared, true); }

@@ -93,6 +93,35 @@ TEST_F(CudaLayerKernelsTest, RmsNorm) {
   });
 }
 
+TEST_F(CudaLayerKernelsTest, AddRmsNorm) {
+  ForRandomDraws(6, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t tokens = Draw(0, 30), width = vectors ? 4 * Draw(1, 120) : Draw(1, 500);
+    const Tensor y = Tensor::Normal(random_, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random_, DType::kF32, width);
+    Tensor got = Tensor::Normal(random_, DType::kF32, tokens * width), expected = got;
+    Run([&] {
+      const auto kernel = vectors ? Kernels::AddRmsNorm<4> : Kernels::AddRmsNorm<1>;
+      kernel(y.data<float>(), weight.data<float>(), tokens, width, 1e-5f, got.data<float>());
+    });
+    ASSERT_TRUE(
+        reference_
+            ->AddRmsNorm(y.data<float>(), weight.data<float>(), tokens, width, 1e-5f, expected.data<float>())
+            .ok());
+    ExpectClose(got, expected, 1e-5);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, Scale) {
+  ForRandomDraws(4, [&] {
+    const int64_t vectors = Draw(0, 2000);
+    Tensor got = Tensor::Normal(random_, DType::kF32, 4 * vectors), expected = got;
+    Run([&] { Kernels::Scale<4>(got.data<float>(), vectors, 7.25f); });
+    ASSERT_TRUE(reference_->Scale(expected.data<float>(), 4 * vectors, 7.25f).ok());
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
 TEST_F(CudaLayerKernelsTest, SplitQkv) {
   ForRandomDraws(8, [&] {
     const int q_heads = static_cast<int>(Draw(1, 5)), kv_heads = static_cast<int>(Draw(1, 3));
@@ -180,6 +209,32 @@ TEST_F(CudaLayerKernelsTest, MergePartial) {
   });
 }
 
+// Some rows have seen no key.
+TEST_F(CudaLayerKernelsTest, ApplySinks) {
+  ForRandomDraws(8, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int heads = static_cast<int>(Draw(1, 6));
+    const int64_t tokens = Draw(0, 30);
+    const int head_dim = static_cast<int>(vectors ? 4 * Draw(1, 64) : Draw(1, 256));
+    Tensor got = Tensor::Normal(random_, DType::kF32, heads * tokens * head_dim), expected = got;
+    Tensor lse = Tensor::Normal(random_, DType::kF32, heads * tokens, 20);
+    for (int64_t row = 0; row < lse.count(); ++row) {
+      if (Draw(0, 5) == 0) lse.Set(row, -std::numeric_limits<float>::infinity());
+    }
+    const Tensor sinks = Tensor::Normal(random_, DType::kF32, heads, 20);
+    ApplySinksArgs args{.o = got.data<float>(),
+                        .lse = lse.data<float>(),
+                        .sinks = sinks.data<float>(),
+                        .heads = heads,
+                        .tokens = tokens,
+                        .head_dim = head_dim};
+    Run([&] { vectors ? Kernels::ApplySinks<4>(args) : Kernels::ApplySinks<1>(args); });
+    args.o = expected.data<float>();
+    ASSERT_TRUE(reference_->ApplySinks(args).ok());
+    ExpectClose(got, expected, 1e-5);
+  });
+}
+
 TEST_F(CudaLayerKernelsTest, CopyHeads) {
   ForRandomDraws(10, [&] {
     const int heads = static_cast<int>(Draw(1, 5)), head_dim = 4 * static_cast<int>(Draw(1, 40));
@@ -217,6 +272,39 @@ TEST_F(CudaLayerKernelsTest, SwiGlu) {
       kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>());
     });
     ASSERT_TRUE(reference_->SwiGlu(x.data(), tokens, width, expected.data()).ok());
+    ExpectClose(got, expected, 4e-6);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, GeGlu) {
+  ForRandomDraws(6, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t tokens = Draw(0, 8), width = vectors ? 8 * Draw(1, 300) : Draw(1, 700);
+    const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 4);
+    Tensor got(DType::kBf16, tokens * width), expected = got;
+    Run([&] {
+      const auto kernel = vectors ? Kernels::GeGlu<8> : Kernels::GeGlu<1>;
+      kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>());
+    });
+    ASSERT_TRUE(reference_->GeGlu(x.data(), tokens, width, expected.data()).ok());
+    ExpectClose(got, expected, 4e-6);
+  });
+}
+
+TEST_F(CudaLayerKernelsTest, ClampedSwiGlu) {
+  ForRandomDraws(6, [&] {
+    const bool vectors = Draw(0, 1) == 1;
+    const int64_t tokens = Draw(0, 8), width = vectors ? 4 * Draw(1, 300) : Draw(1, 700);
+    const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 6);
+    Tensor got(DType::kBf16, tokens * width), expected = got;
+    ClampedSwiGluArgs args{
+        .x = x.data(), .tokens = tokens, .width = width, .alpha = 1.702f, .limit = 7, .y = got.data()};
+    Run([&] {
+      vectors ? Kernels::ClampedSwiGlu<4>(args, tokens * width / 4)
+              : Kernels::ClampedSwiGlu<1>(args, tokens * width);
+    });
+    args.y = expected.data();
+    ASSERT_TRUE(reference_->ClampedSwiGlu(args).ok());
     ExpectClose(got, expected, 4e-6);
   });
 }

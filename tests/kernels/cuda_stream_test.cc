@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/cuda_device.h"
 #include "tests/kernels/lone_stream.h"
+#include "tests/kernels/random_experts.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -133,6 +134,32 @@ TEST_F(CudaStreamTest, RmsNorm) {
   });
 }
 
+TEST_F(CudaStreamTest, AddRmsNorm) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 200), width = Draw(random, 1, 1500);
+    const Tensor y = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const Tensor weight = Tensor::Normal(random, DType::kF32, width);
+    Tensor x = Tensor::Normal(random, DType::kF32, tokens * width);
+    OnDevice got = Copy(x), device_y = Copy(y), device_weight = Copy(weight);
+    ASSERT_OK(stream_->AddRmsNorm(device_y.data<float>(), device_weight.data<float>(), tokens, width, 1e-5f,
+                                  got.data<float>()));
+    ASSERT_OK(
+        reference_->AddRmsNorm(y.data<float>(), weight.data<float>(), tokens, width, 1e-5f, x.data<float>()));
+    ExpectClose(got.Read(), x, 1e-5);
+  });
+}
+
+TEST_F(CudaStreamTest, Scale) {
+  ForRandomDraws(6, [&](std::mt19937_64& random) {
+    const int64_t count = Draw(random, 0, 100'000);
+    Tensor x = Tensor::Normal(random, DType::kF32, count);
+    OnDevice got = Copy(x);
+    ASSERT_OK(stream_->Scale(got.data<float>(), count, 7.25f));
+    ASSERT_OK(reference_->Scale(x.data<float>(), count, 7.25f));
+    ExpectClose(got.Read(), x, 0);
+  });
+}
+
 TEST_F(CudaStreamTest, Gemm) {
   ForRandomDraws(12, [&](std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 3) == 0 ? 1 : Draw(random, 0, 150);
@@ -224,6 +251,99 @@ TEST_F(CudaStreamTest, GemmThatIsTimedGivesTheSameBitsAgain) {
   });
 }
 
+// Where the rows of ExpertRows lie on the device, and a copy of them on the host.
+class RowsOnDevice {
+ public:
+  RowsOnDevice(Stream& stream, const RouterRule& rule, int64_t tokens)
+      : own(rule, tokens), memory(stream, own.memory), rule_(rule), tokens_(tokens) {}
+
+  ExpertRows rows() { return ExpertRowsIn(memory.data(), rule_.experts, rule_.used, tokens_); }
+  // After what was called before.
+  void Read(OwnRows& to) {
+    const Tensor read = memory.Read();
+    std::copy_n(read.data<std::byte>(), read.count() * sizeof(float), to.memory.data<std::byte>());
+  }
+
+  OwnRows own;
+  OnDevice memory;
+
+ private:
+  const RouterRule rule_;
+  const int64_t tokens_;
+};
+
+TEST_F(CudaStreamTest, Route) {
+  ForRandomDraws(15, [&](std::mt19937_64& random) {
+    const RandomRoute route(random, *reference_, 900);
+    RowsOnDevice on_device(*stream_, route.rule, route.tokens);
+    OnDevice logits = Copy(route.logits), correction = Copy(route.correction);
+    RouteArgs args = route.Args(on_device.rows());
+    args.logits = logits.data<float>();
+    if (args.correction != nullptr) args.correction = correction.data<float>();
+    ASSERT_OK(stream_->Route(args));
+    OwnRows got(route.rule, route.tokens);
+    on_device.Read(got);
+    ExpectSortedRows(got, route.rule, route.tokens);
+    if (!HasFatalFailure()) route.ExpectSameChoice(got);
+  });
+}
+
+// From the logits to the sum, without a look at what is between: the host knows no expert's rows.
+TEST_F(CudaStreamTest, ExpertsInARow) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    RouterRule rule = RandomRule(random);
+    rule.groups = rule.used_groups = 1;
+    const int64_t tokens = Draw(random, 0, 250),
+                  in = Draw(random, 0, 1) == 0 ? 8 * Draw(random, 1, 30) : Draw(random, 1, 200);
+    const int64_t out = Draw(random, 1, 200), rows = tokens * rule.used;
+    const Tensor logits = UnevenLogits(random, rule, tokens);
+    const Tensor by_token = Tensor::Normal(random, DType::kBf16, tokens * in);
+    const Tensor by_row = Tensor::Normal(random, DType::kBf16, rows * in);
+    const RandomExperts experts(random, reference_.device(), DType::kBf16, rule.experts, out, in);
+    const auto packed = experts.PackedOn(*device_);
+    RowsOnDevice on_device(*stream_, rule, tokens);
+    OnDevice device_logits = Copy(logits), device_by_token = Copy(by_token), device_by_row = Copy(by_row);
+    ASSERT_OK(stream_->Route(
+        {.logits = device_logits.data<float>(), .tokens = tokens, .rule = rule, .rows = on_device.rows()}));
+    Tensor expected(DType::kBf16, rows * out), sum = Tensor::Normal(random, DType::kF32, tokens * out);
+    OnDevice first = Copy(expected), second = Copy(expected), device_sum = Copy(sum);
+    for (const bool is_by_token : {true, false}) {
+      ASSERT_OK(stream_->ExpertGemm({.weights = packed,
+                                     .rows = on_device.rows(),
+                                     .row_count = rows,
+                                     .by_token = is_by_token,
+                                     .x = is_by_token ? device_by_token.data() : device_by_row.data(),
+                                     .y = is_by_token ? first.data() : second.data()}));
+    }
+    ASSERT_OK(stream_->AddExperts({.y = second.data(),
+                                   .rows = on_device.rows(),
+                                   .tokens = tokens,
+                                   .used = rule.used,
+                                   .width = out,
+                                   .x = device_sum.data<float>()}));
+    OwnRows routed(rule, tokens);
+    on_device.Read(routed);
+    ExpectSortedRows(routed, rule, tokens);
+    for (const bool is_by_token : {true, false}) {
+      ASSERT_OK(reference_->ExpertGemm({.weights = experts.packed(),
+                                        .rows = routed.rows,
+                                        .row_count = rows,
+                                        .by_token = is_by_token,
+                                        .x = is_by_token ? by_token.data() : by_row.data(),
+                                        .y = expected.data()}));
+      ExpectClose(is_by_token ? first.Read() : second.Read(), expected, 2e-4);
+    }
+    const Tensor said = second.Read();
+    ASSERT_OK(reference_->AddExperts({.y = said.data(),
+                                      .rows = routed.rows,
+                                      .tokens = tokens,
+                                      .used = rule.used,
+                                      .width = out,
+                                      .x = sum.data<float>()}));
+    ExpectClose(device_sum.Read(), sum, 1e-5);
+  });
+}
+
 TEST_F(CudaStreamTest, SplitQkv) {
   ForRandomDraws(15, [&](std::mt19937_64& random) {
     const int q_heads = Draw(random, 1, 9), kv_heads = Draw(random, 1, 4);
@@ -311,6 +431,30 @@ TEST_F(CudaStreamTest, AttentionBlockWithCarriedState) {
     }
     ExpectClose(device_o.Read(), o, 3e-2);
     ExpectClose(device_lse.Read(), lse, 3e-2);
+  });
+}
+
+TEST_F(CudaStreamTest, ApplySinks) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int heads = static_cast<int>(Draw(random, 1, 9)), head_dim = static_cast<int>(Draw(random, 1, 256));
+    const int64_t tokens = Draw(random, 0, 100);
+    Tensor o = Tensor::Normal(random, DType::kF32, heads * tokens * head_dim);
+    Tensor lse = Tensor::Normal(random, DType::kF32, heads * tokens, 20);
+    for (int64_t row = 0; row < lse.count(); ++row) {
+      if (Draw(random, 0, 5) == 0) lse.Set(row, -std::numeric_limits<float>::infinity());
+    }
+    const Tensor sinks = Tensor::Normal(random, DType::kF32, heads, 20);
+    OnDevice got = Copy(o), device_lse = Copy(lse), device_sinks = Copy(sinks);
+    ApplySinksArgs args{.o = o.data<float>(),
+                        .lse = lse.data<float>(),
+                        .sinks = sinks.data<float>(),
+                        .heads = heads,
+                        .tokens = tokens,
+                        .head_dim = head_dim};
+    ASSERT_OK(reference_->ApplySinks(args));
+    args.o = got.data<float>(), args.lse = device_lse.data<float>(), args.sinks = device_sinks.data<float>();
+    ASSERT_OK(stream_->ApplySinks(args));
+    ExpectClose(got.Read(), o, 1e-5);
   });
 }
 
@@ -492,6 +636,33 @@ TEST_F(CudaStreamTest, AStopTokenEndsTheWaitForACopyToTheHost) {
     EXPECT_TRUE(status.ok() || absl::IsCancelled(status)) << status;
     EXPECT_TRUE(
         absl::IsCancelled(stopped->CopyHeadsToHost(copied.Args(from.data()), from.buffer()).status()));
+  });
+}
+
+TEST_F(CudaStreamTest, GeGlu) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 60), width = Draw(random, 1, 900);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 4);
+    Tensor expected(DType::kBf16, tokens * width);
+    OnDevice got = Copy(expected), device_x = Copy(x);
+    ASSERT_OK(stream_->GeGlu(device_x.data(), tokens, width, got.data()));
+    ASSERT_OK(reference_->GeGlu(x.data(), tokens, width, expected.data()));
+    ExpectClose(got.Read(), expected, 4e-6);
+  });
+}
+
+TEST_F(CudaStreamTest, ClampedSwiGlu) {
+  ForRandomDraws(10, [&](std::mt19937_64& random) {
+    const int64_t tokens = Draw(random, 0, 60), width = Draw(random, 1, 900);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 6);
+    Tensor expected(DType::kBf16, tokens * width);
+    OnDevice got = Copy(expected), device_x = Copy(x);
+    ClampedSwiGluArgs args{
+        .x = x.data(), .tokens = tokens, .width = width, .alpha = 1.702f, .limit = 7, .y = expected.data()};
+    ASSERT_OK(reference_->ClampedSwiGlu(args));
+    args.x = device_x.data(), args.y = got.data();
+    ASSERT_OK(stream_->ClampedSwiGlu(args));
+    ExpectClose(got.Read(), expected, 4e-6);
   });
 }
 
