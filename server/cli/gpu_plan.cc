@@ -67,8 +67,8 @@ std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, co
 std::vector<std::string> NotYet(const ModelShape& model, WeightMode mode) {
   std::vector<std::string> not_yet;
   if (mode != WeightMode::kResident) not_yet.push_back(absl::StrCat(WeightModeName(mode), " weights"));
-  if (model.experts.count > 0) not_yet.push_back("experts");
   if (model.fp8.rows != 0) not_yet.push_back("weights in FP8");
+  if (model.fp4_experts) not_yet.push_back("weights in MXFP4");
   return not_yet;
 }
 

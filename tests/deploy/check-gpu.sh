@@ -4,12 +4,13 @@
 #   tests/deploy/check-gpu.sh --build            here: builds what runs there, and collects it with its libraries:
 #                                                build/gpu/meshfill-gpu.tar.gz
 #   tests/deploy/check-gpu.sh check [LOGS]       there, first: the gpu tests, and the speed of attention and of products
-#   tests/deploy/check-gpu.sh model [LOGS]       there: an 8B-shaped model: prefills, predictions, four ranks, the longest prompt
+#   tests/deploy/check-gpu.sh model [LOGS]       there: an 8B-shaped model: prefills, predictions, four ranks, the longest prompt;
+#                                                layers of experts
 #   tests/deploy/check-gpu.sh compare [LOGS]     there, right after model: beside PyTorch's attention, products and TTFT;
 #                                                NCCL; compute-sanitizer
 #
 # Each prints a table and leaves in LOGS (build/gpu/logs): PART.log, the whole output of every step; PART.txt, the table;
-# PART.json, the figures. compare reads model's there; make-model.log and torch.log are of what runs beside the steps.
+# PART.json, the figures. compare reads model's there; make-ARCH.log and torch.log are of what runs beside the steps.
 #
 # "There" is a bare machine with a driver, CUDA, Python and, for the comparisons, PyTorch. To it travel the files of this
 # repository and the package, 28 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
@@ -17,7 +18,7 @@
 # and ninja and the libraries of deploy/packages.txt.
 #
 # Each step has a limit of its own, and those of a call together MESHFILL_GPU_MINUTES (9.5); a step that fails takes with it
-# only those that need it, and what was left out says why. Room: 20 GB in /dev/shm or TMPDIR, for the model.
+# only those that need it, and what was left out says why. Room: 25 GB in /dev/shm or TMPDIR, for the model.
 # Status: 0 all met, 1 something is not, or was left out, 77 no device.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -136,7 +136,7 @@ def nccl_ctas(run, sizes):
                 seconds[ctas] = statistics.median(runs[1:])
                 took = time.monotonic() - begin
         finally:
-            model.remove()
+            model.close()
         best = min(seconds, key=seconds.get)
         each = ", ".join(f"{ctas}: {seconds[ctas]:.3f}" for ctas in sorted(seconds))
         return f"{each} s; {best} is best", seconds[8] <= 1.05 * seconds[best]

@@ -1,4 +1,5 @@
-"""The second call of tests/deploy/check-gpu.sh: an 8B-shaped model on one GPU."""
+"""The second call of tests/deploy/check-gpu.sh: an 8B-shaped model on one GPU, and layers of experts."""
+import contextlib
 import functools
 import json
 import pathlib
@@ -10,10 +11,11 @@ import time
 from check_gpu_run import Failed, NotRun, end_group
 from check_gpu_steps import PREFLIGHT, preflight
 
-MODEL_BYTES = 20e9
+MODEL_BYTES = 25e9  # of both
 WEIGHTS_BYTES = 16.1e9
 LOAD_SECONDS = 30  # of the weights from the page cache, with a margin
 MODEL = "the model is written"
+EXPERTS = "the experts are written"
 
 
 def work_folder():
@@ -29,21 +31,21 @@ class Model:
     def __init__(self, run, shape):
         self.run, self.shape = run, dict(shape)
         self.work = work_folder()
-        self.path = self.work / "8b"
+        self.path = self.work / "model"
         self.writing = None
         if run.device:
             arguments = [str(word) for pair in shape for word in pair]
-            with (run.logs / "make-model.log").open("wb") as output:  # beside the steps'
-                self.writing = run.start([run.folder / "bin/meshfill", "make-model", "--arch", "llama", *arguments, "--out",
-                                          self.path], output=output)
+            with (run.logs / f"make-{self.shape['--arch']}.log").open("wb") as output:  # beside the steps'
+                self.writing = run.start([run.folder / "bin/meshfill", "make-model", *arguments, "--out", self.path],
+                                         output=output)
 
     def wait(self, limit):
         begin = time.monotonic()
         if self.writing.wait(timeout=limit) != 0:
-            raise Failed("make-model failed, see make-model.log: is the disk full?")
+            raise Failed(f"make-model failed, see make-{self.shape['--arch']}.log: is the disk full?")
         return f"waited {time.monotonic() - begin:.0f} s for it", True
 
-    def remove(self):
+    def close(self):
         if self.writing is not None:
             end_group(self.writing)
         shutil.rmtree(self.work, ignore_errors=True)
@@ -53,8 +55,8 @@ def prefill(run, model, tokens, *arguments, limit):
     return run.bench("prefill", "--model", model.path, "--tokens", tokens, "--repeats", 1, *arguments, limit=limit)
 
 
-def prefill_name(tokens):
-    return f"8B prefill, {tokens // 1024}k"
+def prefill_name(tokens, model="8B"):
+    return f"{model} prefill, {tokens // 1024}k"
 
 
 def layer(run, sizes):
@@ -68,10 +70,10 @@ def layer(run, sizes):
     return body
 
 
-def prefill_step(run, model, tokens, least_mfu):
+def prefill_step(run, model, name, tokens, least_mfu):
     def body(limit):
         result = prefill(run, model, tokens, limit=limit)["runs"][0]
-        run.figures[prefill_name(tokens)] = result["seconds"]
+        run.figures[name] = result["seconds"]
         return f"{result['seconds']:.2f} s, MFU {result['mfu']:.2f}", result["mfu"] >= least_mfu
 
     return body
@@ -163,19 +165,22 @@ def longest_prompt(run, sizes, model):
 
 
 def model(run, sizes):
-    model = Model(run, sizes.model)
-    try:
+    with contextlib.ExitStack() as made:
+        model, experts = (made.enter_context(contextlib.closing(Model(run, shape))) for shape in (sizes.model, sizes.experts))
         preflight(run, sizes)
         run.step(f"one layer, {sizes.longest // 1024}k", "MFU 0.6", 60, layer(run, sizes), needs=[PREFLIGHT])
         run.step(MODEL, "there", 180, model.wait)
         needs = [PREFLIGHT, MODEL]
         for tokens, mfu in ((sizes.short, 0.0), (sizes.longest, 0.6), (sizes.long, 0.0)):
-            run.step(prefill_name(tokens), f"MFU {mfu}" if mfu else "runs", 90, prefill_step(run, model, tokens, mfu), needs)
+            name = prefill_name(tokens)
+            run.step(name, f"MFU {mfu}" if mfu else "runs", 90, prefill_step(run, model, name, tokens, mfu), needs)
+        run.step(EXPERTS, "there", 120, experts.wait)
+        for tokens in (sizes.short, sizes.long):
+            name = prefill_name(tokens, "experts")
+            run.step(name, "runs", 60, prefill_step(run, experts, name, tokens, 0), [PREFLIGHT, EXPERTS])
         run.step(f"prediction, {sizes.longest // 1024}k", "within 5 %", 30, prediction(run, model, sizes.longest), needs)
         for tile in ("2x2", "1x4"):
             run.step(f"8B {sizes.longest // 1024}k, 4 ranks as {tile}", "0.95 of one rank", 100, mesh(run, sizes, model, tile),
                      needs)
         run.step("idle for want of launches, 8B", "below 5 % at 8k", 60, idle(run, sizes, model), needs)
         run.step("longest prompt, 8B", f"above {sizes.longest // 1024}k", 300, longest_prompt(run, sizes, model), needs)
-    finally:
-        model.remove()

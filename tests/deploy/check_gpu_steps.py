@@ -21,8 +21,12 @@ class Sizes:
     # tokens, head_dim, query heads, KV heads: causal, bf16
     attention: tuple = ((32768, 128, 32, 8), (2048, 128, 32, 8), (8192, 128, 32, 8), (131072, 128, 8, 2), (32768, 64, 32, 8),
                         (16384, 64, 32, 8), (32768, 96, 32, 8), (32768, 256, 16, 4))
-    model: tuple = (("--layers", 32), ("--hidden", 4096), ("--intermediate", 14336), ("--heads", 32), ("--kv-heads", 8),
+    model: tuple = (("--arch", "llama"), ("--layers", 32), ("--hidden", 4096), ("--intermediate", 14336), ("--heads", 32), ("--kv-heads", 8),
                     ("--vocab", 128256), ("--context", 4194304), ("--dtype", "bf16"))
+    # Four layers of Qwen3-30B-A3B.
+    experts: tuple = (("--arch", "qwen3_moe"), ("--layers", 4), ("--hidden", 2048), ("--heads", 32), ("--kv-heads", 4),
+                      ("--head-dim", 128), ("--experts", 128), ("--experts-used", 8), ("--expert-width", 768),
+                      ("--vocab", 1024), ("--dtype", "bf16"))
     short: int = 8192
     long: int = 32768
     longest: int = 131072
@@ -31,8 +35,11 @@ class Sizes:
 
 FULL = Sizes()
 DRY = Sizes(product=(64, 64, 64), attention=((128, 16, 4, 2),),
-            model=(("--layers", 2), ("--hidden", 64), ("--intermediate", 96), ("--heads", 4), ("--kv-heads", 2),
-                   ("--vocab", 100), ("--context", 512), ("--dtype", "bf16")),
+            model=(("--arch", "llama"), ("--layers", 2), ("--hidden", 64), ("--intermediate", 96), ("--heads", 4),
+                   ("--kv-heads", 2), ("--vocab", 100), ("--context", 512), ("--dtype", "bf16")),
+            experts=(("--arch", "qwen3_moe"), ("--layers", 2), ("--hidden", 64), ("--heads", 4), ("--kv-heads", 2),
+                     ("--experts", 5), ("--experts-used", 3), ("--expert-width", 24), ("--vocab", 100),
+                     ("--dtype", "bf16")),
             short=64, long=128, longest=256, step=256)
 
 

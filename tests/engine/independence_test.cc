@@ -199,7 +199,6 @@ TEST(IndependenceTest, RandomDrawsOfModelPromptAndSpread) {
   std::mt19937_64 random(seed);
   for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral, ModelFamily::kQwen2,
                                    ModelFamily::kQwen3, ModelFamily::kGemma3}) {
-    if (TestsOnCuda() && family == ModelFamily::kGemma3) continue;  // a GPU does not compute it
     MakeModelOptions model = SmallModel(family);
     if (family == ModelFamily::kGemma3) model.layers = 7;  // the sixth sees all keys
     const std::string folder =
@@ -238,15 +237,14 @@ TEST(IndependenceTest, Experts) {
   std::mt19937_64 random(7);
   for (const ModelFamily family : {ModelFamily::kQwen3Moe, ModelFamily::kMixtral, ModelFamily::kGlm4Moe,
                                    ModelFamily::kMiniMaxM2, ModelFamily::kGptOss}) {
-    if (TestsOnCuda()) GTEST_SKIP() << "a GPU does not compute experts";
     MakeModelOptions model = SmallModel(family);
     model.experts = 5;
-    model.experts_used = 3;
+    model.experts_used = TestsOnCuda() ? 5 : 3;  // in bf16 a rounding decides more often
     const std::string folder =
         MakeTestModel(("experts" + std::to_string(static_cast<int>(family))).c_str(), model);
     const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
     ASSERT_NE(one, nullptr);
-    for (const int64_t tokens : {3, 700}) {
+    for (const int64_t tokens : {3, TestsOnCuda() ? 200 : 700}) {
       const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
       const auto expected = PrefillKeepingKv(*one, prompt);
       ASSERT_TRUE(expected.ok()) << expected.status();
@@ -270,7 +268,6 @@ TEST(IndependenceTest, Experts) {
 // A row's sink joins its softmax once, wherever the row is finished, and on the right heads. One expert, so
 // that no rounding decides between two.
 TEST(IndependenceTest, SinksJoinOnceUnderEveryPlan) {
-  if (TestsOnCuda()) GTEST_SKIP() << "a GPU does not compute experts";
   std::mt19937_64 random(19);
   MakeModelOptions model = SmallModel(ModelFamily::kGptOss);
   model.q_heads = 12;
@@ -278,7 +275,7 @@ TEST(IndependenceTest, SinksJoinOnceUnderEveryPlan) {
   const std::string folder = MakeTestModel("sinks", model);
   const std::unique_ptr<PrefillEngine> one = LoadEngine(folder, 1);
   ASSERT_NE(one, nullptr);
-  for (const int64_t tokens : {1, 5, 333}) {
+  for (const int64_t tokens : {1, 5, TestsOnCuda() ? 100 : 333}) {
     const std::vector<uint32_t> prompt = RandomPrompt(tokens, 300, random);
     const auto expected = PrefillKeepingKv(*one, prompt);
     ASSERT_TRUE(expected.ok()) << expected.status();

@@ -264,8 +264,9 @@ class CliTest(CliTestCase):
                     self.assertEqual(each["predicted"]["seconds"], min(seconds))
                 self.assertLess(many["predicted"]["compute_seconds"], few["predicted"]["compute_seconds"])
                 self.assertEqual([mode["mode"] for mode in few["weights"]["modes"]], ["resident", "sharded", "streamed"])
-                experts = "experts" in (model / "config.json").read_text()
-                self.assertEqual("experts" in few.get("not_yet", []), experts)
+                method = json.loads((model / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+                for kind, methods in (("FP8", ("fp8", "compressed-tensors")), ("MXFP4", ("mxfp4",))):
+                    self.assertEqual(f"weights in {kind}" in few.get("not_yet", []), method in methods, kind)
         llama = root / "configs/models/llama-3.1-405b"
         text = self.succeed("plan", "--cluster", cluster, "--model", llama, "--tokens", 100_000, "--ranks", 64)
         self.assertRegex(text, r"resident would need 7\d\d\.\d GiB of a GPU, more than is free")

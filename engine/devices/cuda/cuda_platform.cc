@@ -64,19 +64,14 @@ class CudaDevices final : public PoolDevices {
   bool in_host_memory() const override { return false; }
 
   absl::Status CheckModel(int device, const ModelShape& shape) const override {
-    if (shape.experts.count > 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("device cuda: the model has ", shape.experts.count,
-                       " experts, which it does not compute yet; choose the device cpu"));
-    }
-    if (shape.post_norms || shape.activation != Activation::kSilu) {
-      return absl::InvalidArgumentError(
-          "device cuda: the model has GELU and norms behind its sublayers, which it does not compute yet; "
-          "choose the device cpu");
-    }
     if (shape.fp8.rows != 0) {
       return absl::InvalidArgumentError(
           "device cuda: the model's weights are in FP8, which it does not multiply yet; choose the device "
+          "cpu");
+    }
+    if (shape.fp4_experts) {
+      return absl::InvalidArgumentError(
+          "device cuda: the experts' weights are in MXFP4, which it does not multiply yet; choose the device "
           "cpu");
     }
     if (shape.rotated_dim() % 4 != 0) {

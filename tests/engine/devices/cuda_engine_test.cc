@@ -7,10 +7,12 @@
 #include <filesystem>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
 #include "kernels/cuda/cuda_device.h"
@@ -35,10 +37,13 @@ class CudaEngineTest : public testing::Test {
     FakeCuda::set_compute_capability(9);
   }
 
-  static std::string MakeTestModel(const std::string& name, int head_dim) {
+  static std::string MakeTestModel(const std::string& name, int head_dim,
+                                   ModelFamily family = ModelFamily::kLlama, DType dtype = DType::kBf16) {
     const std::string folder = testing::TempDir() + "/cuda_engine_" + name;
     std::filesystem::remove_all(folder);
-    const absl::Status status = MakeModel({.layers = 3,
+    const int experts = FamilyOf(family).has_experts ? 4 : 0;  // each token goes to all of them
+    const absl::Status status = MakeModel({.family = family,
+                                           .layers = 3,
                                            .hidden = 64,
                                            .intermediate = 64,
                                            .q_heads = 4,
@@ -46,7 +51,9 @@ class CudaEngineTest : public testing::Test {
                                            .head_dim = head_dim,
                                            .vocab = 100,
                                            .context_tokens = 1 << 20,
-                                           .dtype = DType::kBf16},
+                                           .experts = experts,
+                                           .experts_used = experts,
+                                           .dtype = dtype},
                                           folder);
     EXPECT_TRUE(status.ok()) << status;
     return folder;
@@ -112,6 +119,43 @@ TEST_F(CudaEngineTest, RefusesWhatItsKernelsDoNotCompute) {
   options.model_path = MakeTestModel("odd", 20);
   status = LoadStatus(options);
   EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "head_dim is 20")) << status;
+  for (const auto& [family, dtype, kind] : {std::tuple(ModelFamily::kQwen3Moe, DType::kF8E4M3, "in FP8"),
+                                            {ModelFamily::kGptOss, DType::kF4E2M1, "in MXFP4"}}) {
+    options.model_path = MakeTestModel("narrow", 16, family, dtype);
+    status = LoadStatus(options);
+    EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, kind) && Says(status, "device cpu"))
+        << status;
+  }
+}
+
+// What the CPU answers in bf16, too, from experts, norms behind sublayers, GELU and sinks, on one rank and on
+// several.
+TEST_F(CudaEngineTest, ComputesEveryFamilyAsTheCpuDoes) {
+  std::vector<uint32_t> prompt(150);
+  for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
+  for (const ModelFamily family : {ModelFamily::kQwen3Moe, ModelFamily::kMixtral, ModelFamily::kGlm4Moe,
+                                   ModelFamily::kMiniMaxM2, ModelFamily::kGptOss, ModelFamily::kGemma3}) {
+    SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family));
+    EngineOptions options = Options(1);
+    options.model_path = MakeTestModel("family", 16, family);
+    options.device = "cpu";
+    options.dtype = DType::kBf16;
+    const auto on_cpu = LoadEmbeddedEngine(options);
+    ASSERT_TRUE(on_cpu.ok()) << on_cpu.status();
+    const auto expected = RunPrefill(**on_cpu, {prompt, {}});
+    ASSERT_TRUE(expected.ok()) << expected.status();
+    options.device = "cuda";
+    for (const int ranks : {1, 4}) {
+      options.ranks = ranks;
+      const auto engine = LoadEmbeddedEngine(options);
+      ASSERT_TRUE(engine.ok()) << engine.status();
+      const int64_t before = FakeCuda::bytes_in_use();
+      const auto result = RunPrefill(**engine, {prompt, {}});
+      ASSERT_TRUE(result.ok()) << result.status();
+      ExpectClose(result->logits, expected->logits, 4e-2, std::to_string(ranks) + " ranks");
+      EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+    }
+  }
 }
 
 TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {

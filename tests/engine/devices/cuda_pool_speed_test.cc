@@ -1,11 +1,12 @@
 // What a pool of GPUs runs when it loads, on GPUs that the host plays: every operation once, then its speed.
+#include "engine/devices/cuda/cuda_pool_speed.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <memory>
 #include <vector>
 
-#include "engine/devices/cuda/cuda_pool_speed.h"
 #include "kernels/cuda/cuda_device.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
@@ -49,6 +50,16 @@ TEST_F(CudaPoolSpeedTest, EachOperationRunsOnEachDevice) {
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_TRUE(FakeCuda::has_context(0) && FakeCuda::has_context(1));
   EXPECT_LE(FakeCuda::bytes_in_use() - before, int64_t{2} << 26);  // the streams' workspaces
+}
+
+TEST_F(CudaPoolSpeedTest, EachOperationOfExpertsRuns) {
+  ModelShape model = kModel;
+  model.experts = {.count = 5, .used = 3, .width = 40, .shared_width = 0};
+  model.kinds = {{.form = {.mlp = MlpKind::kExperts}, .layers = 2}};
+  model.post_norms = true;
+  model.activation = Activation::kGelu;
+  const absl::Status status = LoadCudaKernels(model, Devices(1, 1));
+  EXPECT_TRUE(status.ok()) << status;
 }
 
 TEST_F(CudaPoolSpeedTest, RanksShareTheirDevicesSpeed) {
