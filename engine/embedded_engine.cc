@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "engine/comm/in_process.h"
 #include "engine/embedded_pool.h"
 #include "engine/kv_budget.h"
@@ -70,8 +71,9 @@ absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) 
 
 class EmbeddedEngine : public PrefillEngine {
  public:
-  EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool)
+  EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool, const SpeedNotes& notes)
       : options_(options),
+        notes_(notes),
         pool_(std::move(pool)),
         model_name_(std::filesystem::path(options.model_path).lexically_normal().filename().string()),
         backend_name_(pool_.devices.front()->name()),
@@ -136,6 +138,7 @@ class EmbeddedEngine : public PrefillEngine {
   absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
 
   const EngineOptions options_;
+  const SpeedNotes notes_;
   const EmbeddedPool pool_;
   std::string model_name_;
   const std::string backend_name_;
@@ -173,7 +176,16 @@ void EmbeddedEngine::ForgetWrongSpeed() {
   if (options_.speed_profile_path.empty() || !correction_.StaysWrong() || speed_forgotten_.exchange(true))
     return;
   const std::string key = pool_.hardware->SpeedKey(model(), pool_.devices);
-  ForgetPoolSpeed(options_.speed_profile_path, key).IgnoreError();  // it cannot be written: nor then
+  const absl::Status forgotten = ForgetPoolSpeed(options_.speed_profile_path, key);
+  const PartFactors factors = correction_.factors();
+  notes_(absl::StrFormat(
+             "the pool's speed is wrong: products take %.2g and attention %.2g times as long as it says, for "
+             "%d prefills; %s",
+             factors.products, factors.attention, SpeedCorrection::kWrongPrefills,
+             forgotten.ok() ? absl::StrCat("it is dropped from ", options_.speed_profile_path,
+                                           ", and the next start measures it")
+                            : absl::StrCat(forgotten.message(), "; start with serve --measure")),
+         /*warning=*/true);
 }
 
 absl::StatusOr<EmbeddedEngine::PlannedPrefill> EmbeddedEngine::Plan(int64_t tokens,
@@ -420,10 +432,11 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(const EngineOptions& options) {
+absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(const EngineOptions& options,
+                                                                  const SpeedNotes& notes) {
   RETURN_IF_ERROR(CheckOptions(options));
-  ASSIGN_OR_RETURN(EmbeddedPool pool, LoadEmbeddedPool(options));
-  return std::make_unique<EmbeddedEngine>(options, std::move(pool));
+  ASSIGN_OR_RETURN(EmbeddedPool pool, LoadEmbeddedPool(options, notes));
+  return std::make_unique<EmbeddedEngine>(options, std::move(pool), notes);
 }
 
 }  // namespace meshfill

@@ -41,10 +41,12 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
 
 absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
                                               const PoolDevices& hardware, DevicesByRank devices,
-                                              const ChosenWeights& weights, int64_t weights_to_come) {
-  ASSIGN_OR_RETURN(PoolSpeed speed, KeptPoolSpeed(options.speed_profile_path,
-                                                  hardware.SpeedKey(shape, devices), options.measure_speed,
-                                                  [&] { return hardware.MeasureSpeed(shape, devices); }));
+                                              const ChosenWeights& weights, int64_t weights_to_come,
+                                              const SpeedNotes& notes) {
+  const auto measure = [&] { return hardware.MeasureSpeed(shape, devices); };
+  ASSIGN_OR_RETURN(PoolSpeed speed,
+                   KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
+                                 options.measure_speed, measure, notes));
   const int64_t kv_device_bytes = hardware.in_host_memory() ? 0 : options.kv_memory_bytes.value_or(0);
   int64_t budget = options.memory_budget_bytes;
   if (budget <= 0) {
@@ -68,7 +70,7 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
 
 }  // namespace
 
-absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
+absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, const SpeedNotes& notes) {
   EmbeddedPool pool;
   ASSIGN_OR_RETURN(pool.hardware, Devices(options));
   const PoolDevices& hardware = *pool.hardware;
@@ -107,7 +109,7 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options) {
     RETURN_IF_ERROR(MeasureStream(options, hardware, *pool.models.front(), weights->plan));
   }
   ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
-                                           /*weights_to_come=*/0));
+                                           /*weights_to_come=*/0, notes));
   pool.peak_flops = options.peak_flops;
   if (pool.peak_flops <= 0) {
     ASSIGN_OR_RETURN(const double measured, hardware.PeakFlops(pool.devices));
@@ -132,9 +134,10 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   const bool divides = devices.front()->FormOf(shape.vocab, shape.hidden, {}).ok();  // as the LM head says
   if (!divides) weights.shared.reset();
   if (weights.plan.mode == WeightMode::kSharded) {
-    return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0);
+    return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0, WarnOnStandardError);
   }
-  return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes);
+  return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes,
+                  WarnOnStandardError);
 }
 
 }  // namespace meshfill

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -23,6 +22,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr char kSliceTokens[] = "slice_tokens";
 constexpr char kPeak[] = "peak_flops_per_second";
+constexpr char kMeasured[] = "measured";
+constexpr char kDateFormat[] = "%Y-%m-%dT%H:%M:%SZ";
 
 absl::Status Broken(const std::string& path, const std::string& what) {
   return absl::InvalidArgumentError(
@@ -80,6 +81,31 @@ Json SpeedJson(const PoolSpeed& speed) {
   for (const SpeedField& field : kSpeedFields) object[field.name] = speed.*field.value;
   object[kSliceTokens] = speed.slice_tokens;
   return object;
+}
+
+struct KeptSpeed {
+  PoolSpeed speed;
+  std::string measured;  // "2026-01-31T12:00:00Z", for people
+};
+
+// Of another's file, whatever it holds: a date, and no line break.
+std::string DateOf(const Json& pool) {
+  const auto found = pool.find(kMeasured);
+  absl::Time time;
+  const bool dated = found != pool.end() && found->is_string() &&
+                     absl::ParseTime(absl::RFC3339_full, found->get<std::string>(), &time, nullptr);
+  return dated ? absl::FormatTime(kDateFormat, time, absl::UTCTimeZone()) : "at a time that it does not say";
+}
+
+absl::StatusOr<std::optional<KeptSpeed>> ReadKeptSpeed(const std::string& path, const std::string& key) {
+  ASSIGN_OR_RETURN(Json object, ReadObject(path));
+  if (object.is_null()) return std::nullopt;
+  for (const Json& pool : object["pools"]) {
+    if (pool["pool"] != key) continue;
+    ASSIGN_OR_RETURN(PoolSpeed speed, ParseSpeed(pool["speed"], path));
+    return KeptSpeed{.speed = speed, .measured = DateOf(pool)};
+  }
+  return std::nullopt;
 }
 
 // Another build has another size or was written at another time.
@@ -147,21 +173,16 @@ std::string PoolKey(const std::string& hardware, const ModelShape& model, const 
 }
 
 absl::StatusOr<std::optional<PoolSpeed>> ReadPoolProfile(const std::string& path, const std::string& key) {
-  ASSIGN_OR_RETURN(Json object, ReadObject(path));
-  if (object.is_null()) return std::nullopt;
-  for (const Json& pool : object["pools"]) {
-    if (pool["pool"] != key) continue;
-    ASSIGN_OR_RETURN(PoolSpeed speed, ParseSpeed(pool["speed"], path));
-    return speed;
-  }
-  return std::nullopt;
+  ASSIGN_OR_RETURN(const std::optional<KeptSpeed> kept, ReadKeptSpeed(path, key));
+  if (!kept.has_value()) return std::nullopt;
+  return kept->speed;
 }
 
 absl::Status StorePoolProfile(const std::string& path, const std::string& key, const PoolSpeed& speed) {
   absl::StatusOr<Json> old = ReadObject(path);
   Json pools = Json::array();
-  const std::string now = absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::Now(), absl::UTCTimeZone());
-  pools.push_back({{"pool", key}, {"measured", now}, {"speed", SpeedJson(speed)}});
+  const std::string now = absl::FormatTime(kDateFormat, absl::Now(), absl::UTCTimeZone());
+  pools.push_back({{"pool", key}, {kMeasured, now}, {"speed", SpeedJson(speed)}});
   if (old.ok() && !old->is_null()) {
     for (Json& pool : (*old)["pools"]) {
       if (pool["pool"] != key && pools.size() < kMaxKeptPools) pools.push_back(std::move(pool));
@@ -181,19 +202,27 @@ absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key) {
 }
 
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
-                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure) {
-  if (path.empty()) return measure();
-  const auto warn = [](const absl::Status& status) {
-    std::fprintf(stderr, "meshfill: %s\n", std::string(status.message()).c_str());
-  };
-  absl::StatusOr<std::optional<PoolSpeed>> kept = ReadPoolProfile(path, key);
+                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure,
+                                        const SpeedNotes& notes) {
+  if (path.empty()) {
+    ASSIGN_OR_RETURN(PoolSpeed speed, measure());
+    notes("the pool's speed: measured now, and not kept", /*warning=*/false);
+    return speed;
+  }
+  absl::StatusOr<std::optional<KeptSpeed>> kept = ReadKeptSpeed(path, key);
   if (!kept.ok()) {
-    warn(kept.status());
+    notes(std::string(kept.status().message()), /*warning=*/true);
   } else if (kept->has_value() && !anew) {
-    return **kept;
+    notes(absl::StrCat("the pool's speed: kept in ", path, ", measured ", (*kept)->measured),
+          /*warning=*/false);
+    return (*kept)->speed;
   }
   ASSIGN_OR_RETURN(PoolSpeed speed, measure());
-  if (absl::Status status = StorePoolProfile(path, key, speed); !status.ok()) warn(status);
+  if (const absl::Status stored = StorePoolProfile(path, key, speed); !stored.ok()) {
+    notes(std::string(stored.message()), /*warning=*/true);
+  } else {
+    notes(absl::StrCat("the pool's speed: measured now, and kept in ", path), /*warning=*/false);
+  }
   return speed;
 }
 

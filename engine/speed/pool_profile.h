@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
+#include "engine/speed/speed_notes.h"
 
 namespace meshfill {
 
@@ -44,14 +45,15 @@ absl::Status StorePoolProfile(const std::string& path, const std::string& key, c
 // Drops the speed under `key`, so that the next start measures it anew.
 absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key);
 
-// From the profile, else, or with `anew`, measured and stored there; `path` empty: measured. What is wrong
-// with the file is one line on standard error and no failure.
+// From the profile, else, or with `anew`, measured and stored there; `path` empty: measured. `notes` hears
+// which of these, and a warning where something is wrong with the file, which is no failure.
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
-                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure);
+                                        const std::function<absl::StatusOr<PoolSpeed>()>& measure,
+                                        const SpeedNotes& notes = WarnOnStandardError);
 
-// The larger of `measured` and the peak that the profile has beside the speed under `key`, FLOP/s; it is kept there.
-// A busy machine measures a peak too small, never too large, so that MFU compares from start to start. `measured`
-// with `anew`, without a profile, or where that cannot be read or written.
+// The larger of `measured` and the peak that the profile has beside the speed under `key`, FLOP/s; it is kept
+// there. A busy machine measures a peak too small, never too large, so that MFU compares from start to start.
+// `measured` with `anew`, without a profile, or where that cannot be read or written.
 double KeptPeakFlops(const std::string& path, const std::string& key, bool anew, double measured);
 
 }  // namespace meshfill

@@ -15,6 +15,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
+#include "server/observe/speed_log.h"
 #include "server/pool/counting_stream.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
@@ -298,7 +299,8 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .devices = options.devices,
                                      .threads = options.threads,
                                      .speed_profile_path = options.speed_profile_path,
-                                     .measure_speed = options.measure_speed}));
+                                     .measure_speed = options.measure_speed},
+                                    LogSpeedNote));
   ASSIGN_OR_RETURN(
       std::unique_ptr<DataPlane> data_plane,
       pool.hardware->MakeDataPlane(

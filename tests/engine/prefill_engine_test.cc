@@ -278,9 +278,13 @@ TEST_F(PrefillEngineTest, SaysWhichRankGotNoThreadAndServesTheNext) {
 TEST_F(PrefillEngineTest, DropsAKeptSpeedThatStaysWrong) {
   const TempFolder folder;
   const std::string path = folder / "speed.json";
+  std::vector<std::string> warnings;
+  const auto hear = [&](const std::string& note, bool warning) {
+    if (warning) warnings.push_back(note);
+  };
   const auto load = [&] {
     return *LoadEmbeddedEngine(
-        {.model_path = folder_, .ranks = 1, .peak_flops = 1e12, .speed_profile_path = path});
+        {.model_path = folder_, .ranks = 1, .peak_flops = 1e12, .speed_profile_path = path}, hear);
   };
   const auto kept = [&] { return nlohmann::json::parse(std::ifstream(path)); };
   load();
@@ -299,9 +303,15 @@ TEST_F(PrefillEngineTest, DropsAKeptSpeedThatStaysWrong) {
     ASSERT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
   }
   for (int i = 0; i < 64 && !kept()["pools"].empty(); ++i) {  // the first ones said too little
+    EXPECT_TRUE(warnings.empty());
     ASSERT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());
   }
   EXPECT_TRUE(kept()["pools"].empty());
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_THAT(warnings[0], testing::MatchesRegex(
+                               "the pool's speed is wrong: products take 0\\..* and attention 0\\..* times "
+                               "as long as it says, for 256 prefills; it is dropped from " +
+                               path + ", and the next start measures it"));
 }
 
 TEST_F(PrefillEngineTest, RefusesBadOptionsAndFolders) {

@@ -112,6 +112,18 @@ class CliServerTest(CliTestCase):
         finally:
             self.assertEqual(server.stop(), 0)
 
+    def test_the_log_says_where_the_pools_speed_comes_from(self):
+        profile = self.tmp / "served" / "speed.json"
+        notes = []
+        for extra in ((), (), ("--measure",)):
+            server = Server("--config", self.config, "--set", f"plan.profile_path={profile}", *extra)
+            self.assertEqual(server.stop(), 0)
+            notes += [line.split(" ", 1)[1].strip() for line in server.lines if "the pool's speed" in line]
+        measured = f"the pool's speed: measured now, and kept in {profile}"
+        self.assertEqual([notes[0], notes[2]], [measured, measured])
+        self.assertRegex(notes[1], rf"\Athe pool's speed: kept in {profile}, measured \d{{4}}-\d\d-\d\dT[\d:]{{8}}Z\Z")
+        self.assertEqual(len(notes), 3)
+
     def test_what_cannot_serve_does_not_say_that_it_listens(self):
         for bad, message in (("model.path=/no/such/model", "no such folder"),
                              ("pool.control_listen=0.0.0.0:0", "pool.tls.insecure=true"),

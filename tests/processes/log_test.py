@@ -95,7 +95,9 @@ class LogTest(CliTestCase):
             join = "127.0.0.1:%d" % nobody.getsockname()[1]
         config = self.tmp / "worker.yaml"
         config.write_text(f"model:\n  path: {self.model}\nlog:\n  format: json\npool:\n  worker:\n    peak_flops: 1e11\n")
-        worker = Process("worker", "--config", config, "--join", join)
+        profile = self.tmp / "worker_speed.json"
+        profile.write_text("{")
+        worker = Process("worker", "--config", config, "--join", join, "--set", f"plan.profile_path={profile}")
         try:
             worker.wait_for("cannot join yet")
         finally:
@@ -106,6 +108,7 @@ class LogTest(CliTestCase):
         self.assertEqual(status, 0)
         levels = {entry["message"].split(":")[0]: entry["level"] for entry in self.entries(worker.lines)}
         self.assertEqual(levels["cannot join yet"], "warning")
+        self.assertEqual((levels[str(profile)], levels["the pool's speed"]), ("warning", "info"))
         self.assertEqual(levels["stopped"], "info")
 
     def test_a_format_that_there_is_not(self):

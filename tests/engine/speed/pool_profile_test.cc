@@ -182,10 +182,42 @@ TEST(PoolProfile, TheLargestPeakIsKept) {
   EXPECT_EQ(KeptPeakFlops(path, "a", false, 1e11), 1e11);
 }
 
+TEST(PoolProfile, SaysWhereASpeedComesFrom) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  const auto note_of = [](const std::string& file, bool anew) {
+    std::string notes;
+    const auto measure = []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); };
+    const auto hear = [&](const std::string& note, bool warning) {
+      notes += (warning ? "WARNING " : "") + note + "\n";
+    };
+    EXPECT_TRUE(KeptPoolSpeed(file, "a", anew, measure, hear).ok());
+    return notes;
+  };
+  const std::string begin = "the pool's speed: ";
+  EXPECT_EQ(note_of("", false), begin + "measured now, and not kept\n");
+  EXPECT_EQ(note_of(path, false), begin + "measured now, and kept in " + path + "\n");
+  nlohmann::json object = nlohmann::json::parse(Contents(path));
+  object["pools"][0]["measured"] = "2026-01-31T12:00:00Z";
+  std::ofstream(path) << object;
+  EXPECT_EQ(note_of(path, false), begin + "kept in " + path + ", measured 2026-01-31T12:00:00Z\n");
+  object["pools"][0]["measured"] = "a lie\nof two lines";
+  std::ofstream(path) << object;
+  EXPECT_EQ(note_of(path, false), begin + "kept in " + path + ", measured at a time that it does not say\n");
+  EXPECT_EQ(note_of(path, true), begin + "measured now, and kept in " + path + "\n");
+  std::ofstream(path) << "{";
+  EXPECT_EQ(note_of(path, false), "WARNING " + path + ": no JSON object; delete the file, or let the next " +
+                                      "measurement replace it\n" + begin + "measured now, and kept in " +
+                                      path + "\n");
+}
+
 TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
-  const auto speed = KeptPoolSpeed("/proc/no/such/speed.json", "a", false,
-                                   []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); });
+  std::string notes;
+  const auto speed = KeptPoolSpeed(
+      "/proc/no/such/speed.json", "a", false, []() -> absl::StatusOr<PoolSpeed> { return SpeedOf(1e9); },
+      [&](const std::string& note, bool warning) { notes += (warning ? "WARNING " : "") + note; });
   ASSERT_TRUE(speed.ok()) << speed.status();
+  EXPECT_EQ(notes.find("WARNING /proc/no/such/speed.json: the pool's speed cannot be kept: "), 0) << notes;
 }
 
 TEST(PoolProfile, LiesInTheUsersCache) {
