@@ -122,9 +122,12 @@ def rows():
                   [query(f"meshfill:ttft_slow_ratio:1h{{{POOL}}}", "1 h {{instance}}"),
                    query(f"meshfill:ttft_slow_ratio:6h{{{POOL}}}", "6 h {{instance}}")],
                   "Share of answers whose TTFT was above 10 minutes. The objective, and an alert, is 5 %.", max=1),
-            graph("In the queue before it", "s", [query(quantile(share, "meshfill_queue_wait_seconds"), name)
-                                                  for share, name in ((0.5, "median"), (0.95, "95 %"))],
-                  "From the complete upload to the prefill's begin, of prefills that began in the window."),
+            graph("Upload and queue before it", "s",
+                  [query(quantile(share, f"meshfill_{metric}_seconds"), f"{what}, {name}")
+                   for metric, what in (("queue_wait", "queue"), ("upload", "upload"))
+                   for share, name in ((0.5, "median"), (0.95, "95 %"))],
+                  "The queue: from the complete upload to the prefill's begin, of prefills that began in the window. The upload: of "
+                  "requests that ended in it."),
             graph("Queue", "short", [query(f"sum(meshfill_queue_tokens{{{POOL}}})", "tokens waiting"),
                                      query(f"sum(meshfill_running_tokens{{{POOL}}})", "tokens running")],
                   "Tokens of prompts that wait or upload, and of the prefill that runs."),

@@ -388,7 +388,7 @@ void PrefillStream::End(const absl::Status& status) {
   if (status.ok()) {
     const absl::Time now = MonotonicNow();
     environment_.metrics.OnFirstToken(
-        absl::ToDoubleSeconds(now - begin_),
+        absl::ToDoubleSeconds(now - begin_), absl::ToDoubleSeconds(complete_at_ - begin_),
         absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, result_.seconds().prefill()),
         static_cast<int64_t>(header_.token_count()));
   } else {

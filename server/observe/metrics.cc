@@ -196,6 +196,9 @@ class Metrics::Families {
   Histogram& ttft =
       AddHistogram(registry, "meshfill_ttft_seconds",
                    "Time to first token: from a request's begin to its result.", kPrefillBuckets);
+  Histogram& upload =
+      AddHistogram(registry, "meshfill_upload_seconds",
+                   "From a request's begin to its complete upload, of answers.", kWaitBuckets);
   Family<Histogram>& ttft_by_prompt = prometheus::BuildHistogram()
                                           .Name("meshfill_ttft_by_prompt_seconds")
                                           .Help(
@@ -553,9 +556,10 @@ void Metrics::OnCallRefused(const char* call, absl::StatusCode code) {
   families_->call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}}).Increment();
 }
 
-void Metrics::OnFirstToken(double seconds, double slowdown, int64_t prompt_tokens) {
+void Metrics::OnFirstToken(double seconds, double upload_seconds, double slowdown, int64_t prompt_tokens) {
   Families& f = *families_;
   f.ttft.Observe(seconds);
+  f.upload.Observe(upload_seconds);
   f.ttft_by_prompt.Add({{"up_to", PromptClass(prompt_tokens)}}, kPrefillBuckets).Observe(seconds);
   f.slowdown.Add({{"up_to", PromptClass(prompt_tokens)}}, kSlowdownBuckets).Observe(slowdown);
   f.request_tokens.Observe(static_cast<double>(prompt_tokens));

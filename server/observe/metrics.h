@@ -105,9 +105,9 @@ class Metrics {
   void OnResultDropped();                  // nobody read it
   // Of any call but Prefill, which its name says, e.g. "FetchKv"; one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
-  // TTFT: from the stream's begin to its result. The slowdown: from the complete upload, over what the
-  // prefill took by itself.
-  void OnFirstToken(double seconds, double slowdown, int64_t prompt_tokens);
+  // From the stream's begin: TTFT to its result, the upload to its end. The slowdown: from the complete
+  // upload, over what the prefill took by itself.
+  void OnFirstToken(double seconds, double upload_seconds, double slowdown, int64_t prompt_tokens);
 
  private:
   class Families;  // keeps Prometheus' headers out of this one

@@ -47,7 +47,7 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.OnComputed(3, /*others=*/true);
   metrics.OnComputed(0.5, /*others=*/false);
   metrics.OnComputed(2, /*others=*/true);
-  metrics.OnFirstToken(2.25, 7, 100000);
+  metrics.OnFirstToken(2.25, 0.125, 7, 100000);
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
   metrics.OnRequestRefused(Refusal::kQueueTokens);
@@ -69,6 +69,9 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_queue_wait_seconds_count", 1},
       {"meshfill_queue_wait_seconds_bucket{le=\"0.01\"}", 0},
       {"meshfill_queue_wait_seconds_bucket{le=\"0.1\"}", 1},
+      {"meshfill_upload_seconds_sum", 0.125},
+      {"meshfill_upload_seconds_bucket{le=\"0.1\"}", 0},
+      {"meshfill_upload_seconds_bucket{le=\"0.5\"}", 1},
       {"meshfill_ttft_seconds_sum", 2.25},
       {"meshfill_ttft_seconds_bucket{le=\"0.1\"}", 0},
       {"meshfill_ttft_seconds_bucket{le=\"3600\"}", 1},
