@@ -22,12 +22,13 @@ PAGE = "return document.documentElement.outerHTML"
 NASTY_ID = "<img src=x onerror=alert(1)>"
 
 
-# The words that a line's end cuts in two. Names that others chose (class id) may be cut.
+# The words that a line's end cuts in two, and numbers that it parts from their unit. Names that others chose (class id) may be
+# cut.
 CUT_WORDS = """
 const cut = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 for (let text; text = texts.nextNode();) {
-  if (text.parentElement.closest(".id, script, style, noscript, td")) continue;
-  for (const word of text.data.matchAll(/[\\w.]+/g)) {
+  if (text.parentElement.closest(".id, script, style, noscript")) continue;
+  for (const word of text.data.matchAll(/[\\d.,]+[ \\u00a0](?:ms|s|min|h|%|µs|[GM]B[/]s|TFLOP[/]s)(?!\\w)|[\\w.]+/g)) {
     const range = document.createRange();
     range.setStart(text, word.index);
     range.setEnd(text, word.index + word[0].length);
@@ -88,6 +89,12 @@ class Browser:
         self.driver.wait(30)
 
 
+# What shows a part of itself alone, and the rest to who scrolls it sideways.
+CUT_OFF = """
+return [...document.querySelectorAll("body *")].filter(each => each.scrollWidth > each.clientWidth + 1 &&
+    getComputedStyle(each).display !== "inline" && !each.closest(".bar")).map(each => each.id || each.tagName)"""
+
+
 def ill_fitting(browser, width):
     """What is wrong with the open page at this width."""
     wide = browser.run("return document.documentElement.scrollWidth")
@@ -98,9 +105,12 @@ def ill_fitting(browser, width):
         yield f"the plan's picture ends at {right} px"
     if cut := browser.run(CUT_WORDS):
         yield f"words are cut: {cut}"
+    if cut := browser.run(CUT_OFF):
+        yield f"parts are cut off: {cut}"
 
 
 def problems(page, page_is_loaded_from, workers):
+    page = page.replace("&nbsp;", " ")
     expected = {
         "the product's name": r"<h1>Meshfill</h1>",
         "the model's name": r'id="model">demo-model<',
@@ -113,10 +123,12 @@ def problems(page, page_is_loaded_from, workers):
         "the plan": r"<dd>2 × 2, striped</dd>",
         "the comm wait": r"<dt>comm wait of attention</dt><dd>[\d.]+ %</dd>",
         "the picture": r'src="last_prefill.svg\?number=1"',
+        "idle in the legend": r"</i>idle</span>",
         "an id as text": "&lt;img src=x onerror=alert\\(1\\)&gt;",
     }
     if workers:
-        expected["a worker"] = r"<td>worker-2</td><td>[^<]+</td><td>running</td>"
+        expected["a worker"] = r"<td[^>]*>worker-2</td><td[^>]*>[^<]+</td><td[^>]*>running</td>"
+        expected["links that nobody gave"] = r"<dt>on a host \(given, or the default\)</dt>"
     for what, pattern in expected.items():
         if not re.search(pattern, page):
             yield f"{what} is not there ({pattern})"
