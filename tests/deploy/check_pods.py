@@ -124,7 +124,7 @@ class Pods:
         run(MESHFILL, "make-model", "--arch", "llama", "--out", model, "--layers", "2", "--hidden", "128", "--vocab", "256")
         self.manifests = Manifests(folder, Certificates(folder), model)
         self.client = self.network.add(CLIENT)
-        self.prompt = folder / "prompt"
+        self.prompt, self.logits = folder / "prompt", folder / "logits"
         self.prompt.write_bytes(random.randbytes(TOKENS))
 
     def start(self, role, host, name):
@@ -143,13 +143,20 @@ class Pods:
         command = ["ip", "netns", "exec", self.namespaces[name], sys.executable, "-c", ask, f"http://{address}{probe['path']}"]
         return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
-    def start_prefill(self, *options):
+    def start_prefill(self):
+        """One that computes all tokens, though the pool has them cached: it writes all logits."""
         return subprocess.Popen(["ip", "netns", "exec", self.client, MESHFILL, "prefill", "--server", f"{API}:50051",
-                                 "--tokens", self.prompt, "--format", "bytes", "--json", "--top-k", "3", *options], text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                 "--tokens", self.prompt, "--format", "bytes", "--json", "--top-k", "3", "--logits-out", self.logits],
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def prefill(self, *options):
-        return self.answer(self.start_prefill(*options))
+    def prefill(self):
+        return self.answer(self.start_prefill())
+
+    def start_run(self):
+        """The same, once its ranks compute."""
+        client = self.start_prefill()
+        wait_for("a run", lambda: self.metric(r"meshfill_running_tokens ") > 0)
+        return client
 
     @staticmethod
     def answer(client):
@@ -203,8 +210,7 @@ def main():
             answers = [pods.prefill()]
             print(f"{WORKERS} workers over TLS: first token {answers[0]['first_token']}, plan {answers[0]['plan']}")
 
-            running = pods.start_prefill()
-            time.sleep(0.3)
+            running = pods.start_run()
             pods.signal("meshfill-worker-2", signal.SIGKILL)
             answers.append(pods.answer(running))
             pods.wait_for_ranks(WORKERS - 1)
@@ -217,8 +223,7 @@ def main():
             answers.append(pods.prefill())
             print(f"back under its name, at another address: {answers[-1]['plan']['ranks']} ranks answer")
 
-            running = pods.start_prefill()
-            time.sleep(0.3)
+            running = pods.start_run()
             pods.signal("meshfill-worker-1", signal.SIGTERM)
             answers.append(pods.answer(running))
             assert pods.processes["meshfill-worker-1"].wait(SECONDS) == 0, "the drained worker failed"
