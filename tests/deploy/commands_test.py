@@ -36,7 +36,7 @@ def shown(text):
     found = []
     for block in blocks(text):
         for line in re.sub(r"\\\n\s*", " ", block).split("\n"):
-            if match := re.match(r"\s*meshfill\s+(.*)", line):
+            if match := re.match(r"\s*(?:docker run\s.*\s)?meshfill(?::\S+)?\s+(.*)", line):
                 found.append((match[1], True))
     for span in spans(text):
         span = " ".join(span.split())
@@ -124,6 +124,7 @@ class CommandsTest(unittest.TestCase):
             ("`meshfill prefill --sever H:1`", "prefill has no option --sever"),
             ("`prefill --trace F`", "prefill has no option --trace"),
             ("    meshfill serve --config F --set pool.ranks=4\n", "no key pool.ranks"),
+            ("    docker run -p 1:1 \\\n      meshfill:0.1.0-cpu serve --modl /m\n", "serve has no option --modl"),
         ):
             (words, whole), = shown(text)
             found = list(complaints(words, whole, self.helps, self.keys))

@@ -121,7 +121,12 @@ class CliTest(CliTestCase):
         out = self.succeed("prefill", "--config", self.config, "--tokens", self.prompt, "--tile", "2x2")
         for label in ("first token", "TTFT", "tokens/s", "comm wait", "MFU", "plan"):
             self.assertRegex(out, rf"(?m)^{label} ")
-        self.assertIn("2x2", out)
+        self.assertRegex(out, r"2x2, striped in stripes of 64 tokens, partial outputs in f32, ranks row-first\n")
+        for command in ("prefill", "plan"):
+            tokens = self.prompt if command == "prefill" else 777
+            out = self.succeed(command, "--config", self.config, "--tokens", tokens, "--layout", "zigzag", "--heads", 1)
+            self.assertRegex(out, r"zigzag, partial outputs in f32, ranks row-first\n")
+            self.assertNotIn("in stripes of", out)
 
     def test_progress_bar_on_a_terminal(self):
         master, slave = pty.openpty()

@@ -209,6 +209,8 @@ class PoolTest(PoolTestCase):
                 result = self.answer_of(running)
                 self.check_prefill_object(result, 16_000, ranks=result["plan"]["ranks"], attempts=2)
                 self.assertLess(result["plan"]["ranks"], 3)
+                if number == signal.SIGSTOP:  # what the lost run took is told, too
+                    self.assertGreater(result["seconds"]["prefill"], 0.8 * SILENCE_SECONDS)
                 ran = "plan={a}x{b} heads={heads} ranks={ranks} ".format(**result["plan"])
                 self.leader.wait_for(f'id="{result["request_id"]}" .*{ran}.* attempts=2')
                 # What the run that was struck had kept is not mixed with what the next one keeps.
