@@ -18,7 +18,7 @@ import urllib.request
 
 import dashboard_lint
 from demo_server import RANKS, DemoServer, get, stop, wait_for
-from draw_panels import draw_panels
+from draw_panels import draw_panels, size
 
 MESHFILL, OUT = sys.argv[1], pathlib.Path(sys.argv[2])
 DEPLOY = pathlib.Path(__file__).parent.parent.parent / "deploy"
@@ -136,14 +136,16 @@ def check_panels(prometheus, dashboard, begin, end):
 
 
 def draw(dashboard, name):
-    page = OUT / f"{name}.html"
-    page.write_text(draw_panels(dashboard))
-    print(f"  look at {page}")
-    if shutil.which("chromium"):
-        picture = page.with_suffix(".png")
-        subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1480,2960",
-                        f"--screenshot={picture}", page.resolve().as_uri()], capture_output=True, check=True, timeout=120)
-        print(f"       and {picture}")
+    width, height = size(dashboard)
+    for night in (False, True):
+        page = OUT / f"{name}{'-night' if night else ''}.html"
+        page.write_text(draw_panels(dashboard, night))
+        print(f"  look at {page}")
+        if shutil.which("chromium"):
+            picture = page.with_suffix(".png")
+            subprocess.run(["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{height}",
+                            f"--screenshot={picture}", page.resolve().as_uri()], capture_output=True, check=True, timeout=120)
+            print(f"       and {picture}")
 
 
 def check_pool(workers):

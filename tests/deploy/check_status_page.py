@@ -56,8 +56,9 @@ class Browser:
         except OSError:
             return None
 
-    def ask(self, path, value):
-        request = urllib.request.Request(self.url + path, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def ask(self, path, value=None, method="POST"):
+        request = urllib.request.Request(self.url + path, json.dumps(value).encode(), {"Content-Type": "application/json"},
+                                         method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["value"]
 
@@ -85,6 +86,7 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self):
+        self.ask("", method="DELETE")  # or Chromium outlives its driver
         self.driver.terminate()
         self.driver.wait(30)
 

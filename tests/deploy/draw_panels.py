@@ -135,18 +135,28 @@ def draw(panel):
     return f'<section style="{place}" title="{html.escape(panel["description"])}"><h3>{title}</h3>{body}</section>'
 
 
+DAY = "--page: #f4f5f7; --card: #fff; --edge: #dde2e8; --text: #000; --quiet: #5b6875; --grid: #e6e9ee; --good: #18794e; " \
+      "--warn: #ad5700; --bad: #c62a2f;"
+NIGHT = "--page: #111217; --card: #181b1f; --edge: #2c3235; --text: #d8d9da; --quiet: #9fa7b3; --grid: #2c3235; --good: #4cc38a; " \
+        "--warn: #f1a10d; --bad: #ff6369;"
 STYLE = """
-body { margin: 16px; font: 13px system-ui, sans-serif; background: #f4f5f7; position: relative; }
+body { margin: 16px; font: 13px system-ui, sans-serif; background: var(--page); color: var(--text); position: relative; }
 section, h2 { position: absolute; box-sizing: border-box; margin: 0; }
-section { background: #fff; border: 1px solid #dde2e8; border-radius: 6px; padding: 8px 12px; overflow: hidden; }
+section { background: var(--card); border: 1px solid var(--edge); border-radius: 6px; padding: 8px 12px; overflow: hidden; }
 h2 { font-size: 16px; } h3 { font-size: 13px; margin: 0 0 6px; } .number { font-size: 34px; margin: 14px 0; }
-.green { color: #18794e; } .orange { color: #ad5700; } .red { color: #c62a2f; }
-svg { display: block; } svg text { font-size: 11px; fill: #5b6875; } svg line { stroke: #e6e9ee; } .legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 11px; }
+.green { color: var(--good); } .orange { color: var(--warn); } .red { color: var(--bad); }
+svg { display: block; } svg text { font-size: 11px; fill: var(--quiet); } svg line { stroke: var(--grid); } .legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 11px; }
 .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 4px; } td, th { padding: 2px 10px 2px 0; text-align: left; }
 """
 
 
-def draw_panels(dashboard):
+def size(dashboard):
+    """(width, height) of the page, in pixels."""
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    return 40 + COLUMN * max(each["x"] + each["w"] for each in places), 32 + LINE * max(each["y"] + each["h"] for each in places)
+
+
+def draw_panels(dashboard, night=False):
     title = html.escape(dashboard["title"])
-    return (f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"
+    return (f"<!doctype html><meta charset=utf-8><title>{title}</title><style>:root {{ {NIGHT if night else DAY} }}{STYLE}</style>"
             + "".join(draw(panel) for panel in dashboard["panels"]))
