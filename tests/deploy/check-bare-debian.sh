@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The README's two commands on a bare Debian 12: a debootstrap chroot with nothing but git and apt, a clone of HEAD, then
-# tests/run.sh, deploy/run-local.sh, and tests/run.sh once more. Prints what each took; ends with the first that fails.
+# tests/run.sh, deploy/run-local.sh, and tests/run.sh once more. Prints what each took, and how much of the disk; ends with the
+# first that fails.
 #
 #   tests/deploy/check-bare-debian.sh
 #
@@ -21,11 +22,14 @@ trap finish EXIT
 in_chroot() {
   env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot "$root" /bin/bash -c "cd /meshfill && $1"
 }
+megabytes() { du -sxm "$root" | cut -f 1; }
 timed() {
-  local start=$SECONDS
+  local start=$SECONDS before
+  before=$(megabytes)
   printf '\n== %s\n' "$1"
   in_chroot "$1"
-  times+=("$(printf '%4d min %02d s  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) "$1")")
+  times+=("$(printf '%4d min %02d s  %+6d MB  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) \
+    $(($(megabytes) - before)) "$1")")
 }
 
 debootstrap --variant=minbase --include=git,ca-certificates bookworm "$root" \
@@ -43,6 +47,7 @@ in_chroot "git clone -q /meshfill.bundle ."
 times=()
 timed tests/run.sh
 timed deploy/run-local.sh
+in_chroot "grep -l '<svg' build/run-local/mesh.svg build/run-local/ring.svg"
 timed tests/run.sh
 printf '\nOn a bare Debian 12:\n'
 printf '%s\n' "${times[@]}"

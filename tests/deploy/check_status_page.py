@@ -56,9 +56,8 @@ class Browser:
         except OSError:
             return None
 
-    def ask(self, path, value=None, method="POST"):
-        request = urllib.request.Request(self.url + path, json.dumps(value).encode(), {"Content-Type": "application/json"},
-                                         method=method)
+    def ask(self, path, value):
+        request = urllib.request.Request(self.url + path, json.dumps(value).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["value"]
 
@@ -86,7 +85,8 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self):
-        self.ask("", method="DELETE")  # or Chromium outlives its driver
+        request = urllib.request.Request(self.url, method="DELETE")  # or Chromium outlives its driver
+        urllib.request.urlopen(request, timeout=120).close()
         self.driver.terminate()
         self.driver.wait(30)
 

@@ -37,6 +37,7 @@ NOT_RUN = {
     "tests/run.sh": "runs this test",
     "cmake ": "is a whole build; tests/deploy/install_test.py installs this one",
     "cpack ": "is a whole build; tests/deploy/install_test.py packs this one",
+    "sudo apt install ./build/packages": "installs on this machine; tests/deploy/check-package.sh installs it on a bare one",
     "pip install": "wants the network",
     "hf download": "wants the network",
     "meshfill serve --model models/qwen3": "wants the download",
