@@ -16,7 +16,8 @@ constexpr double kWidth = 1240;
 constexpr double kMargin = 32;
 constexpr double kInner = kWidth - 2 * kMargin;
 constexpr int kRanksOfEach = 4;
-constexpr double kSlowest = 2;  // times as long as the fastest
+constexpr double kSlowest = 2;          // times as long as the fastest
+constexpr double kTitleCharacter = 10;  // the widest, of bold text of 15
 
 }  // namespace
 
@@ -26,6 +27,8 @@ std::string SimulationSvg(const std::string& title, const std::string& cluster,
     return a.timeline.end_seconds() < b.timeline.end_seconds();
   });
   std::vector<Timeline> drawn;
+  std::vector<std::string> titles;
+  size_t longest_title = 0;
   double seconds = 0;
   std::vector<std::string> left_out;
   for (const SimulatedStrategy& strategy : strategies) {
@@ -35,6 +38,8 @@ std::string SimulationSvg(const std::string& title, const std::string& cluster,
       continue;
     }
     drawn.push_back(strategy.timeline);
+    titles.push_back(absl::StrCat(strategy.name, ": ", DurationText(end)));
+    longest_title = std::max(longest_title, titles.back().size());
     seconds = std::max(seconds, end);
   }
 
@@ -53,10 +58,10 @@ std::string SimulationSvg(const std::string& title, const std::string& cluster,
   }
   y = DrawTimelineLegend(drawn, kMargin, y + 20, kInner, svg);
   for (size_t i = 0; i < drawn.size(); ++i) {
-    const SimulatedStrategy& strategy = strategies[i];  // sorted: those left out come last
-    svg.Text(kMargin, y += 26, absl::StrCat(strategy.name, ": ", DurationText(drawn[i].end_seconds())),
-             "bold", 15);
-    svg.Text(kMargin + 260, y, strategy.settings, "muted");
+    svg.Text(kMargin, y += 26, titles[i], "bold", 15);
+    // Of strategies that are sorted, those left out come last.
+    svg.Text(kMargin + kTitleCharacter * static_cast<double>(longest_title), y, strategies[i].settings,
+             "muted");
     y = DrawTimelineLanes(drawn[i], {.most_ranks = kRanksOfEach, .seconds = seconds}, kMargin, y + 6, kInner,
                           svg);
   }

@@ -175,6 +175,17 @@ TEST(SimulationSvg, PutsTheFastestFirstAndNamesWhatIsTooSlowToDraw) {
   EXPECT_EQ(Count(svg, "<g class=\"rank\">"), 2 * 4);
 }
 
+TEST(SimulationSvg, SettingsStandBesideTheLongestTitle) {
+  const std::string name(40, 'm');
+  const std::string svg =
+      SimulationSvg("title", "a cluster", {{"ring", "1x8", Blocks(8, 5)}, {name, "2x4", Blocks(8, 6)}});
+  for (const char* settings : {"1x8", "2x4"}) {
+    const size_t text = svg.rfind("<text x=\"", svg.find(absl::StrCat(">", settings, "<")));
+    ASSERT_NE(text, std::string::npos) << settings;
+    EXPECT_GT(std::stod(svg.substr(text + 9)), 32 + 9.5 * (name.size() + 6)) << settings;  // ": 6 ms"
+  }
+}
+
 // Whichever rank it is, and however many there are: the picture shows why the time is what it is.
 TEST(SimulationSvg, DrawsTheRankThatEndsLast) {
   const uint32_t seed = std::random_device{}();
