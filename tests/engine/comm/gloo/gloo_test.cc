@@ -149,14 +149,17 @@ TEST_P(Gloo, HoldsAMessageUntilItHasLeft) {
 }
 
 TEST_P(Gloo, AnEndedRankStillDeliversWhatItSent) {
-  GlooEndpoints endpoints(2, With());
+  GlooEndpoints endpoints(3, With());
   auto ranks = endpoints.ConnectAll();
   const size_t size_bytes = 20 << 20;
-  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(size_bytes, 5), 0, 1).ok());
+  // Rank 1 waits for nobody: what rank 0 sends goes to rank 2, which stays.
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(size_bytes, 5), 2, 1).ok());
+  const auto staying = ranks[2]->SendReceive(Traffic::kQ, 1, PatternBuffer(1, 3), 0, 1);
+  ASSERT_TRUE(staying.ok()) << staying.status();
   std::thread end([&] { ranks[1].reset(); });
   absl::SleepFor(absl::Milliseconds(50));
-  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, PatternBuffer(1, 4), 1, size_bytes).value();
-  const auto message = receive->Wait(Soon());
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 2, PatternBuffer(1, 4), 1, size_bytes);
+  const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
   end.join();
   ASSERT_TRUE(message.ok()) << message.status();
   EXPECT_TRUE(HasPattern(**message, size_bytes, 5));
