@@ -43,20 +43,6 @@ void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& be
       weights.layer_seconds * static_cast<double>(bytes.head) / static_cast<double>(bytes.most_layer);
 }
 
-// The largest matrix of an expert that its file has transposed: packed from a copy (stacked_rows.h).
-int64_t MostTransposedBytes(const ModelShape& shape) {
-  int64_t most = 0;
-  shape.ForEachKind([&](const LayerForm& form, int) {
-    const LayerShape layer = LayerShapeOf(shape, form);
-    for (const LayerTensor& tensor : LayerTensors(layer)) {
-      if (!tensor.stacked || layer.fp4_experts) continue;
-      const auto element_bytes = static_cast<int64_t>(DTypeBytes(shape.dtype));
-      most = std::max(most, tensor.out_features * tensor.in_features * element_bytes);
-    }
-  });
-  return most;
-}
-
 // The seconds of weights that workers share: of a thread that sends and receives as much as a layer.
 void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, PlanWeights& weights) {
   constexpr size_t kSample = size_t{16} << 20;
@@ -96,14 +82,12 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
                                                    CpuGemm::kWidenedBytes);
   const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head),
                              .run_bytes = widened};
-  const int64_t transposed = MostTransposedBytes(shape);
-  const PlanWeights streamed{
-      .mode = WeightMode::kStreamed,
-      .run_bytes = hardware.count() * (kPartsAhead * bytes.most_layer + transposed) + widened};
+  const PlanWeights streamed{.mode = WeightMode::kStreamed,
+                             .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer + widened};
   // Of a worker's share nothing is known before the pool is: the leader counts it.
   PlanWeights sharded{.mode = WeightMode::kSharded,
                       .loaded_bytes = bytes.layers + bytes.head,
-                      .run_bytes = kPartsAhead * bytes.most_layer + transposed + widened,
+                      .run_bytes = kPartsAhead * bytes.most_layer + widened,
                       .layer_bytes = bytes.most_layer,
                       .head_bytes = bytes.head};
   if (options.weights == WeightMode::kSharded && !options.of_worker) {
