@@ -55,7 +55,8 @@ timed in_chroot "apt-get update -qq"
 timed in_chroot "apt-get install -y -qq --no-install-recommends ./meshfill.deb >/dev/null"
 timed in_chroot "meshfill make-model --arch llama --layers 4 --hidden 256 --out bytes"
 timed alone 'meshfill serve --model bytes --set pool.embedded.ranks=4 2>server.log &
-until grep -qs " ready: " server.log; do kill -0 $!; sleep 0.1; done
+for ((i = 0; i < 600; ++i)); do ! grep -qs " ready: " server.log || break; kill -0 $!; sleep 0.1; done
+grep -q " ready: " server.log || { cat server.log; echo "not ready within 60 s"; exit 1; }
 meshfill prefill --server 127.0.0.1:50051 --tokens /usr/share/doc/meshfill/README.md --format bytes --tile 2x2
 kill $!; wait $!'
 timed in_chroot "meshfill plan --config /usr/share/doc/meshfill/configs/local.yaml --model bytes --tokens 1000000 --svg plan.svg | head -n 3"

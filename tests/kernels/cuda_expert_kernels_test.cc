@@ -11,6 +11,7 @@
 #include "kernels/cuda/expert_kernels.cuh"
 #include "tests/kernels/cuda_emulator.h"
 #include "tests/kernels/lone_stream.h"
+#include "tests/kernels/random_draws.h"
 #include "tests/kernels/random_experts.h"
 #include "tests/kernels/random_tensor.h"
 
@@ -19,19 +20,8 @@ namespace {
 
 using Kernels = ExpertKernels<EmulatedMachine>;
 
-class CudaExpertKernelsTest : public testing::Test {
+class CudaExpertKernelsTest : public RandomDraws {
  protected:
-  void ForRandomDraws(int draws, const std::function<void()>& body) {
-    for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      random_.seed(seed);
-      body();
-      if (HasFatalFailure()) return;
-    }
-  }
-  int64_t Draw(int64_t low, int64_t high) { return meshfill::Draw(random_, low, high); }
-
   // In a grid of a few CTAs that run in any order, whatever there is to do.
   void Run(const std::function<void()>& kernel) {
     std::vector<uint32_t> blocks(Draw(1, 3));
@@ -57,7 +47,6 @@ class CudaExpertKernelsTest : public testing::Test {
             .ok());
   }
 
-  std::mt19937_64 random_;
   const LoneStream reference_ = ReferenceStream(DType::kBf16);
 };
 

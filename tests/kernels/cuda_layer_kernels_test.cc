@@ -12,6 +12,7 @@
 #include "kernels/cuda/layer_launch.h"
 #include "tests/kernels/cuda_emulator.h"
 #include "tests/kernels/lone_stream.h"
+#include "tests/kernels/random_draws.h"
 #include "tests/kernels/random_tensor.h"
 
 namespace meshfill {
@@ -19,20 +20,8 @@ namespace {
 
 using Kernels = LayerKernels<EmulatedMachine>;
 
-class CudaLayerKernelsTest : public testing::Test {
+class CudaLayerKernelsTest : public RandomDraws {
  protected:
-  // Calls body() for some draws, with a new random_.
-  void ForRandomDraws(int draws, const std::function<void()>& body) {
-    for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      random_.seed(seed);
-      body();
-      if (HasFatalFailure()) return;
-    }
-  }
-  int64_t Draw(int64_t low, int64_t high) { return meshfill::Draw(random_, low, high); }
-
   // Runs a kernel in a grid of a few CTAs, whatever it has to do.
   void Run(const std::function<void()>& kernel) {
     const auto blocks = static_cast<uint32_t>(Draw(1, 3));
@@ -42,7 +31,22 @@ class CudaLayerKernelsTest : public testing::Test {
     }
   }
 
-  std::mt19937_64 random_;
+  // SwiGlu or GeGlu: eight elements at a time, one at a time, and as a stream has it.
+  using GatedKernel = void (*)(const BFloat16*, int64_t, int64_t, BFloat16*);
+  using GatedOperation = absl::Status (Stream::*)(const void*, int64_t, int64_t, void*);
+  void TestGated(GatedKernel vectors, GatedKernel elements, GatedOperation operation) {
+    ForRandomDraws(6, [&] {
+      const bool fits = Draw(0, 1) == 1;
+      const int64_t tokens = Draw(0, 8), width = fits ? 8 * Draw(1, 300) : Draw(1, 700);
+      const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 4);
+      Tensor got(DType::kBf16, tokens * width), expected = got;
+      const GatedKernel kernel = fits ? vectors : elements;
+      Run([&] { kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>()); });
+      ASSERT_TRUE(((*reference_).*operation)(x.data(), tokens, width, expected.data()).ok());
+      ExpectClose(got, expected, 4e-6);
+    });
+  }
+
   const LoneStream reference_ = ReferenceStream(DType::kBf16);
 };
 
@@ -262,33 +266,11 @@ TEST_F(CudaLayerKernelsTest, CopyHeads) {
 }
 
 TEST_F(CudaLayerKernelsTest, SwiGlu) {
-  ForRandomDraws(6, [&] {
-    const bool vectors = Draw(0, 1) == 1;
-    const int64_t tokens = Draw(0, 8), width = vectors ? 8 * Draw(1, 300) : Draw(1, 700);
-    const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 4);
-    Tensor got(DType::kBf16, tokens * width), expected = got;
-    Run([&] {
-      const auto kernel = vectors ? Kernels::SwiGlu<8> : Kernels::SwiGlu<1>;
-      kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>());
-    });
-    ASSERT_TRUE(reference_->SwiGlu(x.data(), tokens, width, expected.data()).ok());
-    ExpectClose(got, expected, 4e-6);
-  });
+  TestGated(Kernels::SwiGlu<8>, Kernels::SwiGlu<1>, &Stream::SwiGlu);
 }
 
 TEST_F(CudaLayerKernelsTest, GeGlu) {
-  ForRandomDraws(6, [&] {
-    const bool vectors = Draw(0, 1) == 1;
-    const int64_t tokens = Draw(0, 8), width = vectors ? 8 * Draw(1, 300) : Draw(1, 700);
-    const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 4);
-    Tensor got(DType::kBf16, tokens * width), expected = got;
-    Run([&] {
-      const auto kernel = vectors ? Kernels::GeGlu<8> : Kernels::GeGlu<1>;
-      kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>());
-    });
-    ASSERT_TRUE(reference_->GeGlu(x.data(), tokens, width, expected.data()).ok());
-    ExpectClose(got, expected, 4e-6);
-  });
+  TestGated(Kernels::GeGlu<8>, Kernels::GeGlu<1>, &Stream::GeGlu);
 }
 
 TEST_F(CudaLayerKernelsTest, ClampedSwiGlu) {
