@@ -325,17 +325,18 @@ class CountLayers final : public PrefillObserver {
   int of = 0;
 };
 
-void TestPieces(ModelFamily family, int ranks, const std::string& device) {
+void TestPieces(ModelFamily family, int ranks, const std::string& device, DType dtype = DType::kF32) {
+  constexpr int64_t kTokens = 2000;
   std::mt19937_64 random(TestSeed());
-  EngineOptions options = OptionsOf(family, ranks);
+  EngineOptions options = OptionsOf(family, ranks, dtype);
   options.device = device;
   const auto whole = Load(options);
-  const std::vector<uint32_t> prompt = RandomTokens(3000, random);
-  const auto needed = whole->MakePlan(3000, {})->plan.predicted.run_bytes;
+  const std::vector<uint32_t> prompt = RandomTokens(kTokens, random);
+  const auto needed = whole->MakePlan(kTokens, {})->plan.predicted.run_bytes;
   options.memory_budget_bytes = needed * 6 / 10;
   const auto engine = Load(options);
   for (const PrefillOptions& shape : ShapesOf(ranks)) {
-    const auto plan = engine->MakePlan(3000, shape);
+    const auto plan = engine->MakePlan(kTokens, shape);
     ASSERT_TRUE(plan.ok()) << plan.status() << " " << NameOf(shape);
     EXPECT_GT(plan->pieces.size(), 1u);
     EXPECT_LE(plan->plan.predicted.run_bytes, needed * 6 / 10);
@@ -344,13 +345,13 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device) {
     ASSERT_TRUE(actual.ok()) << actual.status() << " " << NameOf(shape);
     EXPECT_EQ(actual->pieces, std::ssize(plan->pieces));
     EXPECT_EQ(actual->piece_tokens % (ranks * kStripe), 0);
-    EXPECT_EQ(actual->tokens(), 3000);
+    EXPECT_EQ(actual->tokens(), kTokens);
     EXPECT_EQ(actual->cached_tokens, 0);
     EXPECT_EQ(layers.done, actual->pieces * 2);
     EXPECT_EQ(layers.of, actual->pieces * 2);
     EXPECT_EQ(engine->kv_store()->counts().bytes, 0);
     const auto expected = RunPrefill(*whole, {prompt, shape});
-    ExpectClose(actual->logits, expected->logits, Tolerance(DType::kF32), NameOf(shape));
+    ExpectClose(actual->logits, expected->logits, Tolerance(dtype), NameOf(shape));
     if (ranks == 1) {
       EXPECT_NEAR(actual->mfu * actual->prefill_seconds, expected->mfu * expected->prefill_seconds,
                   1e-6 * expected->mfu * expected->prefill_seconds);
@@ -361,20 +362,22 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device) {
   const auto kept = PrefillKeepingKv(*engine, prompt, Cached(prompt, {}, "", "", long_rope));
   ASSERT_TRUE(kept.ok()) << kept.status();
   const auto expected = PrefillKeepingKv(*whole, prompt);
-  ExpectSameKv(kept->kv, expected->kv, Tolerance(DType::kF32), "kept");
-  const auto longer = Joined(prompt, 3000, RandomTokens(300, random));
+  ExpectSameKv(kept->kv, expected->kv, Tolerance(dtype), "kept");
+  const auto longer = Joined(prompt, kTokens, RandomTokens(300, random));
   const auto behind = RunPrefill(*engine, {longer, Cached(longer, {}, "", "", long_rope)});
   ASSERT_TRUE(behind.ok()) << behind.status();
-  EXPECT_GT(behind->cached_tokens, 2900);
-  ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(DType::kF32), "behind");
+  EXPECT_GT(behind->cached_tokens, kTokens - 100);
+  ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(dtype), "behind");
 }
 
 TEST_F(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
-  for (const ModelFamily family : TestedFamilies()) {
-    for (const int ranks : {1, 4}) {
-      if (family == ModelFamily::kPhi3 && ranks == 1) continue;  // its factors are those of any number of ranks
-      TestPieces(family, ranks, TestDevice());
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {  // without and with a window
+    for (const int ranks : {1, 2, 4, 6, 9}) {
+      for (const DType dtype : {DType::kF32, DType::kBf16}) TestPieces(family, ranks, TestDevice(), dtype);
     }
+  }
+  for (const ModelFamily family : TestedFamilies()) {
+    if (family != ModelFamily::kLlama && family != ModelFamily::kMistral) TestPieces(family, 4, TestDevice());
   }
   TestPieces(ModelFamily::kMistral, 4, kFar);
 }

@@ -36,7 +36,7 @@ class BenchPiecesCommand : public Command {
     config_.AddTo(*app_)->required();
     AddCount(*app_, "--tokens", tokens_, "Tokens of the prompt");
     AddCount(*app_, "--part", part_,
-             "Memory for activations: one part of so many that the whole prompt takes");
+             "Memory for activations, K and V: one part of so many that the whole prompt takes");
     AddCount(*app_, "--rounds", rounds_, "Rounds; medians are printed");
     AddJsonFlag(*app_, json_);
   }
@@ -56,7 +56,12 @@ class BenchPiecesCommand : public Command {
     }
     const int64_t whole_bytes = whole_plan.plan.predicted.run_bytes;
     const int64_t kept_bytes = model.layers * model.kv_bytes(tokens_);
-    options.memory_budget_bytes = whole_bytes / part_;
+    if (whole_bytes / part_ <= kept_bytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("K and V of ", tokens_, " tokens, which stay, take ", kept_bytes, " bytes, and a part of ",
+                       part_, " is ", whole_bytes / part_, "; lower --part"));
+    }
+    options.memory_budget_bytes = whole_bytes / part_ - kept_bytes;
     options.kv_memory_bytes = options.kv_host_memory_bytes = kept_bytes;
     ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> pieces, LoadEmbeddedEngine(options));
 

@@ -52,7 +52,7 @@ std::string_view RowOf(const Fetched& fetched, const v1::FetchKvRequest& request
 TEST(KvEmbeddedTest, FetchesTheBytesThatTheRanksComputed) {
   std::mt19937_64 random(TestSeed());
   const std::string folder = MakeTestModel();
-  for (const int ranks : {1, 2, 4, 6, 9, 16}) {
+  for (int ranks = 1; ranks <= 16; ++ranks) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
       auto loaded =
           LoadEmbeddedEngine({.model_path = folder, .ranks = ranks, .dtype = dtype, .peak_flops = 1e12});
@@ -65,7 +65,7 @@ TEST(KvEmbeddedTest, FetchesTheBytesThatTheRanksComputed) {
       (*front_end)->Open(*std::move(loaded));
       KvClient client(grpc::CreateChannel((*front_end)->address(), grpc::InsecureChannelCredentials()));
 
-      for (int round = 0; round < 4; ++round) {
+      for (int round = 0; round < 2; ++round) {
         std::vector<uint32_t> prompt(Draw<int>(random, 1, 700));
         for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % 300);
         const auto tokens = static_cast<int64_t>(prompt.size());
