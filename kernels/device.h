@@ -134,25 +134,19 @@ class Device {
   // Weights in parts, for those that several devices of one kind have together. UNIMPLEMENTED: this one's
   // weights cannot be divided.
   virtual absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
-                                            const ElementKind& kind) {
-    return CannotDivide();
-  }
+                                            const ElementKind& kind) = 0;
   // Panels [first, first + panels) of what PackWeight makes of the rows, without biases.
   virtual absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features,
-                                               int64_t first, int64_t panels) {
-    return CannotDivide();
-  }
+                                               int64_t first, int64_t panels) = 0;
   // The weight of all those bytes, which stay where they are. `bias`: [out_features], or empty.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
                                                                  const ElementKind& kind, BufferRef packed,
-                                                                 std::vector<float> bias) {
-    return CannotDivide();
-  }
+                                                                 std::vector<float> bias) = 0;
 
   // A stream for one rank of one run, which watches `stop`. The token may be null, and outlives the stream.
   virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) = 0;
 
- private:
+ protected:
   absl::Status CannotDivide() const {
     return absl::UnimplementedError(name() + ": its packed weights cannot be divided");
   }

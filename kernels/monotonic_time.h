@@ -19,6 +19,10 @@ inline std::chrono::steady_clock::time_point ToSteadyTime(absl::Time monotonic) 
   return std::chrono::steady_clock::time_point(absl::ToChronoNanoseconds(monotonic - absl::UnixEpoch()));
 }
 
+inline double SecondsSince(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_KERNELS_MONOTONIC_TIME_H_

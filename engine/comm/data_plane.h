@@ -38,6 +38,9 @@ class DataPlane {
 
   virtual ~DataPlane() = default;
 
+  // "gloo", "nccl": ranks reach those of the same kind alone.
+  virtual std::string kind() const = 0;
+
   // Errors: those of the endpoint's kind (gloo.h, nccl.h).
   virtual absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) = 0;
   // The last run has gone well on all its ranks: the next one may use its connections.

@@ -43,7 +43,7 @@ class Prober {
   // The latency: the least time of small messages. The first one makes both ranks begin together.
   absl::StatusOr<double> SmallMessageSeconds() {
     std::array<double, kSmallMessages> seconds;
-    if (absl::StatusOr<double> begun = AgreedSeconds(sizeof(double)); !begun.ok()) return begun.status();
+    RETURN_IF_ERROR(AgreedSeconds(sizeof(double)).status());
     for (double& each : seconds) {
       ASSIGN_OR_RETURN(double agreed, AgreedSeconds(sizeof(double)));
       each = agreed;
@@ -69,8 +69,7 @@ class Prober {
     const std::vector<std::byte> zeros(bytes);
     RETURN_IF_ERROR(stream_.Upload(zeros.data(), bytes, message->data()));
     double mine = 0;
-    if (absl::StatusOr<BufferRef> received = Exchange(std::move(message), mine); !received.ok())
-      return received.status();
+    RETURN_IF_ERROR(Exchange(std::move(message), mine).status());
 
     ASSIGN_OR_RETURN(BufferRef told, stream_.Allocate(sizeof(double)));
     RETURN_IF_ERROR(stream_.Upload(&mine, sizeof(double), told->data()));

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/kv/lease_name.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
@@ -40,8 +41,7 @@ void KvStore::Attach(KvPrompt& prompt, std::unique_ptr<KvCharge> charge) const {
 
 absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                         std::string tenant, absl::Duration lasts) {
-  absl::StatusOr<std::string> name = NewLeaseName();
-  if (!name.ok()) return name.status();
+  ASSIGN_OR_RETURN(std::string name, NewLeaseName());
   EndLapsed();
   const int64_t bytes = prompt->bytes();
   {
@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<Kv
                                 : "try again later"));
     }
     Attach(*prompt, std::move(charge));
-    leases_[*name] = {.tenant = std::move(tenant), .prompt = prompt};
+    leases_[name] = {.tenant = std::move(tenant), .prompt = prompt};
   }
   bytes_->Notify();
   return std::make_unique<KvLease>(*this, *std::move(name), lasts);

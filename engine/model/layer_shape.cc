@@ -220,14 +220,13 @@ const char* WeightModeName(WeightMode mode) {
 }
 
 WeightBytes WeightBytesOf(const ModelShape& model, DType packed) {
-  const auto element_bytes = static_cast<int64_t>(DTypeBytes(packed));
   WeightBytes bytes;
   model.ForEachKind([&](const LayerForm& form, int layers) {
     const int64_t layer = LayerMatrixBytes(LayerShapeOf(model, form), packed);
     bytes.layers += layers * layer;
     bytes.most_layer = std::max(bytes.most_layer, layer);
   });
-  bytes.head = bytes.embedding = element_bytes * model.vocab * model.hidden;
+  bytes.head = bytes.embedding = LmHeadBytes(model, packed);
   return bytes;
 }
 
@@ -238,8 +237,6 @@ double LayerTokenFlops(const LayerShape& shape) {
   }
   return 2.0 * static_cast<double>(used);
 }
-
-double LayerPairFlops(const LayerShape& shape) { return 4.0 * shape.head_dim * shape.q_heads; }
 
 SliceWidths SliceWidthsOf(const LayerShape& shape) {
   const auto f32_elements = static_cast<int64_t>(sizeof(float) / DTypeBytes(shape.dtype));

@@ -137,9 +137,14 @@ WeightBytes WeightBytesOf(const ModelShape& model, DType packed);
 inline constexpr int kPartsAhead = 2;
 
 // FLOPs, a multiply-add counted as two: of everything but attention for one token (of the experts, those that
-// it uses), and of attention for one visible (query, key) pair, all heads.
+// it uses), of what comes before its attention, and of attention for one visible (query, key) pair, all heads.
 double LayerTokenFlops(const LayerShape& shape);
-double LayerPairFlops(const LayerShape& shape);
+constexpr double QkvFlops(const ModelShape& model) {
+  return 2.0 * static_cast<double>(model.hidden * model.head_dim * (model.q_heads + 2 * model.kv_heads));
+}
+constexpr double PairFlops(int64_t q_heads, int64_t head_dim) {
+  return 4.0 * static_cast<double>(head_dim * q_heads);
+}
 
 // Elements for each token of a slice, all in the compute dtype. A slice's projections, its router's logits,
 // and its MLP are never needed at the same time, so they share what is wide.

@@ -91,7 +91,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   std::unique_ptr<Model> model(new Model);
   model->config_ = tensors->config();
   ModelShape& shape = model->config_.shape;
-  shape.dtype = dtype.value_or(tensors->all_f32() ? DType::kF32 : DType::kBf16);
+  shape.dtype = dtype.value_or(AutoDType(tensors->all_f32()));
   ASSIGN_OR_RETURN(const WeightPlace place, place_for(shape));
   Device& device = *place.device;
   ASSIGN_OR_RETURN(model->final_norm_, tensors->PlaceFinalNorm(device));

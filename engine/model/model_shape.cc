@@ -44,7 +44,7 @@ double VisiblePairs(int64_t tokens, int64_t window) {
 double AttentionFlops(const ModelShape& model, int64_t tokens) {
   double pairs = 0;
   model.ForEachWindow([&](int64_t window, int layers) { pairs += layers * VisiblePairs(tokens, window); });
-  return LayerPairFlops(LayerShapeOf(model)) * pairs;
+  return PairFlops(model.q_heads, model.head_dim) * pairs;
 }
 
 double ProjectionFlopsPerToken(const ModelShape& model) {

@@ -142,9 +142,15 @@ struct ModelShape {
 // only (docs/concepts.md, MFU): 4 · head_dim · q_heads per pair and layer. The LM head counts one row.
 double AttentionFlops(const ModelShape& model, int64_t tokens);
 double ModelFlops(const ModelShape& model, int64_t tokens);
+// What a model computes in where nobody says: f32 where the weights of all its matrices are, else bf16.
+constexpr DType AutoDType(bool f32_weights) { return f32_weights ? DType::kF32 : DType::kBf16; }
+
 // Of all products of all layers that a token goes through: of the experts, those that it uses.
 double ProjectionFlopsPerToken(const ModelShape& model);
 double LmHeadFlops(const ModelShape& model);  // of its one row
+inline int64_t LmHeadBytes(const ModelShape& model, DType dtype) {
+  return ElementsBytes(dtype, model.vocab * model.hidden);
+}
 // Visible (query, key) pairs of a causal prompt with a sliding window (0: none).
 double VisiblePairs(int64_t tokens, int64_t window);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "engine/model/layer_shape.h"
 #include "engine/plan/comm_bytes.h"
 #include "engine/plan/exposed_exchange.h"
 #include "engine/plan/layer_reach.h"
@@ -30,7 +31,7 @@ double PoolSeconds(const PoolSpeed& speed, double largest, double mean) {
 double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const BlockPairs& block) {
   if (block.largest_rows == 0) return 0;
   const auto seconds = [&](double pairs, double rows) {
-    return 4.0 * model.head_dim * model.q_heads * pairs / speed.attention_flops_per_second +
+    return PairFlops(model.q_heads, model.head_dim) * pairs / speed.attention_flops_per_second +
            model.q_heads * rows * speed.block_row_seconds;
   };
   return PoolSeconds(speed, seconds(block.largest, block.largest_rows), seconds(block.mean, block.mean_rows));
@@ -39,9 +40,7 @@ double BlockSeconds(const ModelShape& model, const PoolSpeed& speed, const Block
 // What is local to a token, in one layer.
 struct TokenWork {
   explicit TokenWork(const ModelShape& model) : flops(ProjectionFlopsPerToken(model) / model.layers) {
-    const double heads = model.q_heads + 2.0 * model.kv_heads;
-    share_before_attention =
-        std::min(1.0, 2.0 * static_cast<double>(model.hidden) * model.head_dim * heads / flops);
+    share_before_attention = std::min(1.0, QkvFlops(model) / flops);
   }
 
   double Seconds(const PoolSpeed& speed, const PlanShape& shape) const {
@@ -66,8 +65,7 @@ double BeginSeconds(const PoolSpeed& speed, const TokenLayout& layout) {
 
 // On one rank, while the others wait.
 double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
-  const double bytes =
-      static_cast<double>(model.hidden * model.vocab) * static_cast<double>(DTypeBytes(model.dtype));
+  const auto bytes = static_cast<double>(LmHeadBytes(model, model.dtype));
   return LmHeadFlops(model) / speed.gemm_flops_per_second / speed.lone_rank_speedup +
          bytes / speed.lm_head_bytes_per_second;
 }
@@ -339,6 +337,8 @@ double AttentionSeconds::Compute() const {
   return tile.ranks() * block + (tile.a - 1) * merge + reorder_to_heads + reorder_to_tokens;
 }
 
+// A planner asks this of thousands of schedules, and no chunk matters to it: it reads the steps, and does not
+// visit schedule_walk.h. predicted_timeline.cc does; a test holds the two to the same seconds.
 double AttentionSeconds::Wait(const Schedule& schedule) const {
   struct Ring {
     int steps_left = 0;  // 0: nothing is under way

@@ -15,14 +15,11 @@
 #include "engine/run/executor.h"
 #include "engine/run/head_exchange.h"
 #include "engine/run/timeline_recorder.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
-
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 // The slabs of a prefix that one layer of a rank reads, each asked for once.
 class PrefixSlabs {

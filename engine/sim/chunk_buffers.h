@@ -1,5 +1,6 @@
 // Chunks of one kind on one rank (Q or KV), by local index: memory is taken when a receive starts and given
-// back after the chunk's last use, which is a block or the send that passes it on.
+// back after the chunk's last use, which is a block or the send that passes it on. For programs without a
+// forward schedule: backward passes, and lanes. Chunks of a forward schedule live as schedule_walk.h says.
 #ifndef MESHFILL_ENGINE_SIM_CHUNK_BUFFERS_H_
 #define MESHFILL_ENGINE_SIM_CHUNK_BUFFERS_H_
 

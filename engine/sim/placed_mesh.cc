@@ -12,6 +12,7 @@
 #include "engine/schedule/schedule.h"
 #include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill::sim {
 namespace {
@@ -101,7 +102,7 @@ absl::StatusOr<Plan> MakeForwardPlan(const AttentionJob& job, int ranks, const C
                           .one_memory = false,
                           .topology = TopologyOf(cluster, ranks),
                           .both_rings = true});
-  if (!choice.ok()) return choice.status();
+  RETURN_IF_ERROR(choice.status());
   Plan plan = std::move(choice->plan);
   if (plan.placement.seat_of_rank.empty()) plan.placement = RowFirst(ranks);
   return plan;

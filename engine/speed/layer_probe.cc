@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/model/layer_shape.h"
 #include "engine/model/rope.h"
 #include "kernels/return_if_error.h"
 
@@ -285,7 +286,7 @@ absl::Status LayerProbe::Block(int64_t tokens) {
 }
 
 double LayerProbe::BlockFlops(int64_t tokens) const {
-  return 4.0 * shape_.head_dim * q_heads_ * VisiblePairs(tokens, 0);
+  return PairFlops(q_heads_, shape_.head_dim) * VisiblePairs(tokens, 0);
 }
 
 double LayerProbe::BlockRows(int64_t tokens) const { return static_cast<double>(tokens * q_heads_); }
@@ -320,7 +321,7 @@ absl::Status LayerProbe::LmHead(int64_t) {
 }
 
 double LayerProbe::LmHeadBytes() const {
-  return static_cast<double>(shape_.vocab * shape_.hidden) * static_cast<double>(DTypeBytes(shape_.dtype));
+  return static_cast<double>(meshfill::LmHeadBytes(shape_, shape_.dtype));
 }
 
 }  // namespace meshfill

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/speed/layer_probe.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -21,9 +22,8 @@ constexpr int kRepeats = 3;  // timed runs of each operation, after one that war
 constexpr double kHandoverSeconds = 20e-6;
 constexpr double kHandoverBytesPerSecond = 1e13;
 
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::max(1e-9, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-}
+// Above 0, as it is divided by.
+double SecondsOf(std::chrono::steady_clock::time_point start) { return std::max(1e-9, SecondsSince(start)); }
 
 using Probes = std::span<const std::unique_ptr<LayerProbe>>;
 using Operation = absl::Status (LayerProbe::*)(int64_t tokens);
@@ -41,7 +41,7 @@ absl::StatusOr<double> SecondsTogether(Probes probes, Operation operation, int64
     for (int repeat = 0; repeat < kRepeats && statuses[i].ok(); ++repeat) {
       const auto start = std::chrono::steady_clock::now();
       statuses[i] = run(i);
-      seconds[i * kRepeats + repeat] = SecondsSince(start);
+      seconds[i * kRepeats + repeat] = SecondsOf(start);
     }
   };
   std::vector<std::thread> threads;
@@ -80,7 +80,7 @@ double StartSeconds(int ranks) {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; ++rank) threads.emplace_back([] {});
     for (std::thread& thread : threads) thread.join();
-    least = std::min(least, SecondsSince(start));
+    least = std::min(least, SecondsOf(start));
   }
   return least;
 }

@@ -9,6 +9,7 @@
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/ptx_sm90.cuh"
 #include "kernels/cuda/tensor_map.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 
@@ -40,9 +41,8 @@ absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, con
                        {&v, params.v, shape.q_heads / shape.group, shape.k_tokens, Config::kKeys}};
   for (const auto& [map, tensor, heads, tokens, box_rows] : tensors) {
     // An empty chunk has no address, which drivers before CUDA 12.6 refuse; nothing reads its map.
-    absl::Status status =
-        EncodeHeadsMap(tokens == 0 ? params.q : tensor, dtype, heads, tokens, shape.head_dim, box_rows, map);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(
+        EncodeHeadsMap(tokens == 0 ? params.q : tensor, dtype, heads, tokens, shape.head_dim, box_rows, map));
   }
   const auto kernel =
       dtype == DType::kBf16 ? Sm90AttentionKernel<__nv_bfloat16, kDim> : Sm90AttentionKernel<__half, kDim>;

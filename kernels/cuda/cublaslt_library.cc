@@ -1,4 +1,5 @@
 #include "kernels/cuda/cublaslt_library.h"
+#include "kernels/return_if_error.h"
 
 #include <dlfcn.h>
 
@@ -52,7 +53,7 @@ absl::StatusOr<CublasLt> LoadNow() {
 
 absl::StatusOr<const CublasLt*> CublasLt::Load() {
   static const auto* const loaded = new absl::StatusOr<CublasLt>(LoadNow());
-  if (!loaded->ok()) return loaded->status();
+  RETURN_IF_ERROR(loaded->status());
   return &**loaded;
 }
 

@@ -52,6 +52,14 @@ class CudaDevice final : public Device {
     return Load([&](const CudaLane& lane) { return gemm_->Pack(rows, in_features, lane); });
   }
 
+  absl::StatusOr<PackedForm> FormOf(int64_t, int64_t, const ElementKind&) override { return CannotDivide(); }
+  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows>, int64_t, int64_t, int64_t) override {
+    return CannotDivide();
+  }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t, int64_t, const ElementKind&, BufferRef,
+                                                         std::vector<float>) override {
+    return CannotDivide();
+  }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
     ASSIGN_OR_RETURN(CudaLane lane, TakeLane());
     return std::make_unique<CudaStream>(*this, CudaStream::Shared{info_, *gemm_, health_}, stop,

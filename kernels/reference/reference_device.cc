@@ -445,6 +445,14 @@ class ReferenceDevice final : public Device {
     return packed;
   }
 
+  absl::StatusOr<PackedForm> FormOf(int64_t, int64_t, const ElementKind&) override { return CannotDivide(); }
+  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows>, int64_t, int64_t, int64_t) override {
+    return CannotDivide();
+  }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t, int64_t, const ElementKind&, BufferRef,
+                                                         std::vector<float>) override {
+    return CannotDivide();
+  }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
     return std::make_unique<ReferenceStream>(*this, stop);
   }

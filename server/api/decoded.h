@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "grpcpp/support/byte_buffer.h"
+#include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"  // how messages become bytes
 #include "server/api/refusal.h"
 
@@ -34,8 +35,7 @@ absl::Status Decode(absl::string_view what, grpc::ByteBuffer bytes, int64_t most
 template <typename Message>
 absl::StatusOr<Message> Decoded(const grpc::ByteBuffer& bytes, int64_t most_bytes) {
   Message message;
-  absl::Status status = Decode("the request", bytes, most_bytes, message);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(Decode("the request", bytes, most_bytes, message));
   return message;
 }
 

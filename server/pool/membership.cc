@@ -29,7 +29,7 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 bool HasBoundedTexts(const v1::Join& offer) {
   const auto bounded = [](const std::string& text) { return text.size() <= kMaxTextBytes; };
-  return bounded(offer.host()) && bounded(offer.backend()) && bounded(offer.kv_address()) &&
+  return bounded(offer.host()) && bounded(offer.backend()) && bounded(offer.kv_address()) && bounded(offer.data_plane()) &&
          offer.devices_size() <= kMaxHostRanks &&
          std::all_of(offer.devices().begin(), offer.devices().end(), bounded);
 }
@@ -76,11 +76,6 @@ int64_t RankMemoryBytes(const v1::Join& offer, const PlanWeights& weights, size_
 }
 
 }  // namespace
-
-absl::string_view PlatformOf(const v1::Join& offer) {
-  const absl::string_view backend = offer.backend();
-  return backend.substr(0, backend.find('/'));
-}
 
 Membership::Membership(Options options, LeaderActions& actions)
     : options_(std::move(options)),
@@ -207,7 +202,7 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                       "; give all the same model.weights"));
   }
   for (const auto& [connection, worker] : workers_) {
-    if (PlatformOf(worker.offer) == PlatformOf(offer)) continue;
+    if (worker.offer.data_plane() == offer.data_plane()) continue;
     retry = true;
     return absl::FailedPreconditionError(absl::StrCat(
         "the worker computes on ", offer.backend(), ", those that are there on ", worker.offer.backend(),

@@ -29,7 +29,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 8;
+inline constexpr uint32_t kControlProtocol = 9;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.
@@ -47,9 +47,6 @@ struct PoolCapacity {
   int64_t rank_kv_bytes = 0;     // that the tightest rank may keep of K and V
   bool many_messages = true;     // all workers' messages go on beside compute, many at once
 };
-
-// The platform that a worker's ranks compute on: "cpu" of "cpu/avx2". It says which data plane they have.
-absl::string_view PlatformOf(const v1::Join& offer);
 
 class Membership {
  public:

@@ -78,9 +78,9 @@ absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::op
   if (!weights.ok() && !absl::IsNotFound(weights.status())) return weights.status();
   if (weights.ok()) {
     model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash(*weights)));
-    model.shape.dtype = AllMatricesF32(*weights) ? DType::kF32 : DType::kBf16;
+    model.shape.dtype = AutoDType(AllMatricesF32(*weights));
   } else {
-    model.shape.dtype = config.shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16;
+    model.shape.dtype = AutoDType(config.shape.dtype == DType::kF32);
   }
   if (dtype.has_value()) model.shape.dtype = *dtype;
   model.id.set_dtype(model.shape.dtype == DType::kF32 ? "f32" : "bf16");

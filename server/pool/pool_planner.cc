@@ -131,7 +131,7 @@ absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_byt
                    "model.weights to streamed"));
 }
 
-Topology LinksOf(const v1::PoolSection& pool) {
+Topology TopologyOf(const v1::PoolSection& pool) {
   Link between = kAssumedLink;
   if (pool.has_link_bytes_per_second()) between.bytes_per_second = pool.link_bytes_per_second();
   if (pool.has_link_latency())
@@ -147,7 +147,7 @@ Topology LinksOf(const v1::PoolSection& pool) {
 }
 
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
-  ConfiguredLinks configured{.links = LinksOf(pool)};
+  ConfiguredLinks configured{.links = TopologyOf(pool)};
   if (!pool.measure_links()) return configured;
   const auto left_out = [&](LinkClass of) -> bool& { return configured.measure[static_cast<int>(of)]; };
   left_out(LinkClass::kBetweenHosts) = !pool.has_link_bytes_per_second() && !pool.has_link_latency();

@@ -17,7 +17,7 @@ namespace meshfill {
 
 // The links that the config gives. What it leaves out is assumed: 1e9 bytes/s and 200us between hosts, the
 // same on a host, and nothing shared. Without seats.
-Topology LinksOf(const v1::PoolSection& pool);
+Topology TopologyOf(const v1::PoolSection& pool);
 
 // The same, and which classes it leaves to be measured: those with neither bytes/s nor latency.
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);

@@ -343,6 +343,7 @@ void RankHost::Describe(v1::Join& offer) const {
   for (const std::string& name : pool_.device_names) offer.add_devices(name);
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_.budget_bytes()));
+  offer.set_data_plane(data_plane_->kind());
   offer.set_many_runs(data_plane_->takes_many_runs());
   offer.set_many_messages(data_plane_->many_messages());
   offer.set_kv_on_host(!pool_.hardware->in_host_memory());

@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "engine/comm/gloo/gloo_data_plane.h"
 #include "engine/comm/gloo/gloo_rendezvous.h"
 #include "kernels/return_if_error.h"
 #include "server/pool/run_plan.h"
@@ -16,7 +17,6 @@ namespace {
 constexpr int kShardIds = 512 << 10;  // of a message: below 4 MiB at 3 to 5 bytes each
 constexpr double kSlowBlock = 10;     // times the predicted seconds of a block: hung
 constexpr double kPrepareSecondsPerToken = 1e-6;
-constexpr absl::string_view kPlatformOverGloo = "cpu";
 
 // What a rank fails with when others did: the network, a peer, an abort. Anything else is the request's own.
 bool IsRetryable(absl::StatusCode code) {
@@ -78,7 +78,7 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
                                   .rank_peak_flops = offer.peak_flops() / offer.ranks(),
                                   .first_rank = first,
                                   .ranks = count,
-                                  .over_gloo = PlatformOf(offer) == kPlatformOverGloo,
+                                  .over_gloo = offer.data_plane() == kGlooDataPlane,
                                   .encrypts = offer.encrypt(),
                                   .weight_share = share};
     unanswered_.insert(worker->connection);

@@ -9,6 +9,7 @@ class GlooDataPlane final : public DataPlane {
  public:
   explicit GlooDataPlane(const DataPlaneOptions& options) : options_(options) {}
 
+  std::string kind() const override { return kGlooDataPlane; }
   absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
     return GlooEndpoint::Listen({.listen = options_.listen,
                                  .rank = seat.rank,

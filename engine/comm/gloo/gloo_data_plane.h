@@ -8,6 +8,8 @@
 
 namespace meshfill {
 
+inline constexpr char kGlooDataPlane[] = "gloo";  // DataPlane::kind
+
 std::unique_ptr<DataPlane> MakeGlooDataPlane(const DataPlaneOptions& options);
 
 }  // namespace meshfill

@@ -283,8 +283,7 @@ class NcclCommunicator : public Communicator {
       ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> pending,
                        SendReceive(Traffic::kAllToAll, (rank() + step) % size(), std::move(byte),
                                    (rank() + size() - step) % size(), 1));
-      if (absl::StatusOr<BufferRef> received = pending->Wait(deadline); !received.ok())
-        return received.status();
+      RETURN_IF_ERROR(pending->Wait(deadline).status());
     }
     RETURN_IF_ERROR(stream_.Finish());
     return comm_->Check(absl::StrCat("rank ", rank(), ": connecting"));

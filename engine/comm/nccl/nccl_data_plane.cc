@@ -14,6 +14,7 @@ class NcclDataPlane final : public DataPlane {
         device_of_rank_(std::move(device_of_rank)),
         links_of_rank_(device_of_rank_.size()) {}
 
+  std::string kind() const override { return "nccl"; }
   absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
     return ListenNccl({.rank = seat.rank,
                        .ranks = seat.ranks,

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -52,7 +53,7 @@ absl::StatusOr<Nccl> LoadNow() {
 
 absl::StatusOr<const Nccl*> Nccl::Load() {
   static const auto* const loaded = new absl::StatusOr<Nccl>(LoadNow());
-  if (!loaded->ok()) return loaded->status();
+  RETURN_IF_ERROR(loaded->status());
   return &**loaded;
 }
 

@@ -15,15 +15,12 @@
 #include "kernels/cuda/device_info.h"
 #include "kernels/cuda/gemm_bench.h"
 #include "kernels/gpu_defaults.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
 namespace {
-
-double SecondsSince(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 // In the dtype that a device computes in; the embedding may be twice as wide in the file.
 int64_t BytesOfWeights(const ModelShape& shape) {

@@ -48,7 +48,7 @@ class Ring {
       ring.communicators_[rank] = std::move(communicator);
       return absl::OkStatus();
     });
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     return ring;
   }
 
@@ -67,7 +67,7 @@ class Ring {
       }
       return absl::OkStatus();
     });
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     return absl::ToDoubleSeconds(MonotonicNow() - start);
   }
 
@@ -86,9 +86,7 @@ class Ring {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    for (const absl::Status& status : statuses) {
-      if (!status.ok()) return status;
-    }
+    for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
     return absl::OkStatus();
   }
 

@@ -138,16 +138,14 @@ class BenchPlanCommand : public Command {
   // caches from the model, which a pool at work does not do: each run that counts comes after one that does
   // not.
   absl::Status ComparePrediction(PrefillEngine& engine, Shape& shape) {
-    absl::StatusOr<double> before = Predicted(engine, shape);
-    if (!before.ok()) return before.status();
+    ASSIGN_OR_RETURN(const double before, Predicted(engine, shape));
     std::vector<double> predicted, measured, ratios;
     for (int repeat = 0; repeat < repeats_; ++repeat) {
-      absl::StatusOr<double> seconds = Measured(engine, shape.tokens, shape.heads, shape.tile);
-      if (seconds.ok()) seconds = Measured(engine, shape.tokens, shape.heads, shape.tile);
-      if (!seconds.ok()) return seconds.status();
+      RETURN_IF_ERROR(Measured(engine, shape.tokens, shape.heads, shape.tile).status());
+      ASSIGN_OR_RETURN(const double seconds, Measured(engine, shape.tokens, shape.heads, shape.tile));
       ASSIGN_OR_RETURN(double after, Predicted(engine, shape));
-      predicted.push_back((*before + after) / 2);
-      measured.push_back(*seconds);
+      predicted.push_back((before + after) / 2);
+      measured.push_back(seconds);
       ratios.push_back(predicted.back() / measured.back());
       before = after;
     }

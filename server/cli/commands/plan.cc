@@ -40,7 +40,7 @@ absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(text, path));
   ModelShape shape = config.shape;
-  shape.dtype = options.dtype.value_or(shape.dtype == DType::kF32 ? DType::kF32 : DType::kBf16);
+  shape.dtype = options.dtype.value_or(AutoDType(shape.dtype == DType::kF32));
   return shape;
 }
 
@@ -205,7 +205,7 @@ class PlanCommand : public Command {
     request.one_memory = false;
     request.hides_exchanges = host.many_messages && !options.whole_exchanges;
     request.both_rings = host.many_messages;
-    request.topology = LinksOf(config.pool());
+    request.topology = TopologyOf(config.pool());
     for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
     if (host.weights.mode != WeightMode::kSharded) return request;
     std::vector<int> hosts((ranks + options.ranks - 1) / options.ranks);

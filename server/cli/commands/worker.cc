@@ -25,7 +25,7 @@ class WorkerCommand : public Command {
   absl::Status Run() override {
     ASSIGN_OR_RETURN(v1::Config config, LoadConfig(config_.path, config_.overrides, ConfigReader::kWorker));
     RETURN_IF_ERROR(config_.CheckModelPath(config));
-    if (const auto address = ParseHostPort(join_); !address.ok()) return address.status();
+    RETURN_IF_ERROR(ParseHostPort(join_).status());
     return RunWorker(config, join_);
   }
 

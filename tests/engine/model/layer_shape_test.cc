@@ -35,7 +35,7 @@ TEST(LayerShape, CountsWhatTheEquationsMultiply) {
         shape.hidden * (q + 2 * kv) + q * shape.hidden + 3 * shape.hidden * shape.intermediate;
     EXPECT_EQ(LayerMatrixElements(shape), elements);
     EXPECT_EQ(LayerTokenFlops(shape), 2.0 * static_cast<double>(elements));
-    EXPECT_EQ(LayerPairFlops(shape), 2.0 * 2 * static_cast<double>(q));  // QKᵀ and PV
+    EXPECT_EQ(PairFlops(shape.q_heads, shape.head_dim), 2.0 * 2 * static_cast<double>(q));  // QKᵀ and PV
     const SliceWidths widths = SliceWidthsOf(shape);
     EXPECT_EQ(widths.normed, shape.hidden);
     EXPECT_EQ(widths.wide,

@@ -194,7 +194,8 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   const auto has = [](const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;
   };
-  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_protocol(9); }), "protocol 9"));
+  EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_protocol(kControlProtocol + 1); }),
+                  absl::StrCat("protocol ", kControlProtocol + 1).c_str()));
   EXPECT_TRUE(has(refusal([](v1::Join& offer) { offer.set_build("b2"); }), "build is b2"));
   EXPECT_TRUE(
       has(refusal([](v1::Join& offer) { offer.mutable_model()->set_config_hash(9); }), "config.json"));
@@ -389,11 +390,13 @@ TEST_F(LeaderTest, PlansExchangesInSlicesWhereAllWorkersHideThem) {
   EXPECT_EQ(exchanges(false), 1);
 }
 
-TEST_F(LeaderTest, WorkersComputeOnOnePlatform) {
+TEST_F(LeaderTest, WorkersReachEachOther) {
   v1::Join cpu = Offer("a"), other = Offer("b"), gpu = Offer("c");
   cpu.set_backend("cpu/avx2");
   other.set_backend("cpu/avx512_bf16");
   gpu.set_backend("cuda/sm90");
+  for (v1::Join* const offer : {&cpu, &other}) offer->set_data_plane("gloo");
+  gpu.set_data_plane("nccl");
   EXPECT_EQ(Join(1, cpu), "");
   EXPECT_EQ(Join(2, other), "");
   EXPECT_NE(Join(3, gpu).find("on cuda/sm90, those that are there on cpu/avx2"), std::string::npos);
@@ -406,7 +409,7 @@ TEST_F(LeaderTest, WorkersComputeOnOnePlatform) {
 TEST_F(LeaderTest, AWorkerWithABadDataAddressIsKeptOut) {
   const auto offer = [](const std::string& name) {
     v1::Join offer = Offer(name);
-    offer.set_backend("cpu/avx2");
+    offer.set_data_plane("gloo");
     return offer;
   };
   const auto address = [this](int rank, uint64_t run, bool encrypt) {

@@ -112,6 +112,7 @@ TEST_F(RankHostTest, ComputesOnWhatIsRegistered) {
   v1::Join offer;
   host->Describe(offer);
   EXPECT_EQ(offer.backend(), "toy/loops");
+  EXPECT_EQ(offer.data_plane(), "gloo");
   ASSERT_EQ(offer.devices_size(), kRanks);
   EXPECT_EQ(offer.devices(0), "toy 0");
   EXPECT_EQ(offer.devices(1), "toy 1");

@@ -26,6 +26,19 @@ class ToyDevice final : public Device {
                                                            int64_t in_features) override {
     return reference_->PackWeight(rows, in_features);
   }
+  absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
+                                    const ElementKind& kind) override {
+    return reference_->FormOf(out_features, in_features, kind);
+  }
+  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
+                                       int64_t panels) override {
+    return reference_->PackPanels(rows, in_features, first, panels);
+  }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
+                                                         const ElementKind& kind, BufferRef packed,
+                                                         std::vector<float> bias) override {
+    return reference_->WeightOf(out_features, in_features, kind, std::move(packed), std::move(bias));
+  }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
     return reference_->NewStream(stop);
   }
