@@ -52,7 +52,7 @@ class PackedWeight {
 // What a weight's elements are before they are packed, as far as its bytes depend on it.
 struct ElementKind {
   DType dtype = DType::kF32;  // FP8 and MXFP4 stay so; all others are converted to the compute dtype
-  int64_t scale_columns = 1;  // of FP8 and MXFP4: input features that share a scale
+  int64_t scale_columns = 1;  // FP8 and MXFP4: input features that share a scale
   bool operator==(const ElementKind&) const = default;
 };
 
@@ -60,8 +60,8 @@ struct ElementKind {
 // scales.
 struct PackedForm {
   int64_t bytes = 0;
-  int64_t panel_rows = 0;   // of each panel but the last
-  int64_t panel_bytes = 0;  // likewise
+  int64_t panel_rows = 0;   // rows of each panel but the last
+  int64_t panel_bytes = 0;  // bytes of each panel but the last
 
   int64_t panels() const { return (bytes + panel_bytes - 1) / panel_bytes; }
   int64_t ByteOf(int64_t panel) const { return panel < panels() ? panel * panel_bytes : bytes; }
@@ -82,14 +82,14 @@ struct WeightRows {
   int64_t rows;
   const float* bias = nullptr;        // [rows] or null
   const RowSource* source = nullptr;  // only on a device whose memory is the host's
-  // Of FP8 alone: an element counts as many times itself as the scale of its block of scale_rows ·
-  // scale_columns says, [⌈rows / scale_rows⌉, ⌈in_features / scale_columns⌉], finite.
+  // FP8 only: an element's value is the element times the scale of its block of scale_rows · scale_columns.
+  // [⌈rows / scale_rows⌉, ⌈in_features / scale_columns⌉], f32, finite.
   const float* scales = nullptr;
   int64_t scale_rows = 1;
   int64_t scale_columns = 1;
-  // Of MXFP4 alone, whose rows are of in_features / 2 bytes, the element of the even column in the low half:
-  // an element counts as many times itself as the scale of its block of kMxBlock columns says, which divides
-  // in_features: [rows, in_features / kMxBlock], E8M0, none of them NaN.
+  // MXFP4 only: an element's value is the element times the scale of its block of kMxBlock columns. A row has
+  // in_features / 2 bytes, the element of the even column in the low half. kMxBlock divides in_features.
+  // [rows, in_features / kMxBlock], E8M0, none of them NaN.
   const uint8_t* exponents = nullptr;
 
   float ScaleOf(int64_t row, int64_t column, int64_t in_features) const {
@@ -101,7 +101,7 @@ struct WeightRows {
 // How much a device takes on at a time: enough to be busy, little enough that what lies between operations
 // stays small.
 struct Grain {
-  int64_t slice_tokens = 1024;  // whose projections and MLP are computed at a time
+  int64_t slice_tokens = 1024;  // tokens whose projections and MLP are computed at a time
   int host_threads = 1;         // for what the host does while the device waits
   // Sizes of the operations that its speed is measured with (engine/speed/layer_probe.h).
   int64_t probe_width = 2048;

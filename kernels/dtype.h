@@ -11,7 +11,7 @@ namespace meshfill {
 // kF8E4M3 and kF4E2M1: of weights alone, with scales beside them (kernels/device.h).
 enum class DType { kF32, kBf16, kF16, kF8E4M3, kF4E2M1 };
 
-// Of one element; 0 of kF4E2M1, two of which are in a byte (ElementsBytes).
+// Bytes of one element; 0 for kF4E2M1, two elements of which share a byte (ElementsBytes).
 constexpr size_t DTypeBytes(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -27,7 +27,7 @@ constexpr size_t DTypeBytes(DType dtype) {
   return 0;  // no value of the enum: nothing that is allocated by it is ever large enough to use
 }
 
-// Of so many elements side by side; of kF4E2M1, an even number.
+// Bytes of `elements` elements side by side. For kF4E2M1 the count is even.
 constexpr int64_t ElementsBytes(DType dtype, int64_t elements) {
   return dtype == DType::kF4E2M1 ? elements / 2 : elements * static_cast<int64_t>(DTypeBytes(dtype));
 }

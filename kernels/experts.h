@@ -22,8 +22,8 @@
 namespace meshfill {
 
 enum class RouterScore {
-  kSoftmax,  // over all experts
-  kSigmoid,  // of each expert alone
+  kSoftmax,  // a softmax over all experts' logits
+  kSigmoid,  // a sigmoid of each expert's own logit
 };
 
 // How a router chooses. A choice goes by score plus correction, ties to the lower number; a chosen expert's

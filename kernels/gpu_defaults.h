@@ -11,7 +11,7 @@ namespace meshfill {
 // in slices of 4096 it has 768, near six.
 inline constexpr int64_t kGpuSliceTokens = 4096;
 
-// Of the memory that the weights leave: the rest is for pieces that do not fit together, and NCCL.
+// Percent of the memory that the weights leave. The rest is for fragmentation, and for NCCL.
 inline constexpr int64_t kGpuUsablePercent = 85;
 
 }  // namespace meshfill

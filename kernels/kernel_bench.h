@@ -18,7 +18,7 @@ struct AttentionBenchOptions {
   int kv_heads = 1;        // divides q_heads
   int64_t tokens = 16384;  // queries and keys, ≥ 1
   int threads = 1;         // CPU threads
-  std::string target;      // of a CPU: one of SupportedAttentionTargets(); empty: the widest
+  std::string target;      // CPU only: one of SupportedAttentionTargets(); empty: the widest
   int repeats = 5;         // ≥ 1
 };
 
@@ -36,8 +36,8 @@ struct GemmBenchOptions {
 // in_features · out_features.
 struct KernelBenchResult {
   std::string target;                // what computed it: "avx512_bf16", "NVIDIA H100 80GB HBM3"
-  double seconds = 0;                // of one run
-  double flops_per_second = 0;       // of the kernel
+  double seconds = 0;                // seconds of one run
+  double flops_per_second = 0;       // the kernel's speed
   double peak_flops_per_second = 0;  // register loop beside each repeat, or data sheet; 0: not known
   double ratio = 0;  // to the register loop: median of the repeats' own; 0: a data sheet's peak
 };

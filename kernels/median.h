@@ -7,7 +7,7 @@
 
 namespace meshfill {
 
-// Of at least one value; the mean of the middle two where there are as many above as below.
+// The median of `values`, which has at least one; the mean of the middle two where the count is even.
 inline double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;

@@ -14,16 +14,16 @@ class PausedTime {
     paused_ = paused;
     since_ = now;
   }
-  // Of the pause that lasts.
+  // How long the present pause has lasted; zero while not paused.
   absl::Duration Current(absl::Time now) const { return paused_ ? now - since_ : absl::ZeroDuration(); }
-  // Until `now`, in all.
+  // How long it has been paused up to `now`, all pauses together.
   absl::Duration Total(absl::Time now) const { return paused_ ? total_ + (now - since_) : total_; }
   // Whether it stands still, and has all the time since then.
   bool PausedSince(absl::Time time) const { return paused_ && since_ < time; }
 
  private:
   bool paused_ = false;
-  absl::Time since_;  // of its last change
+  absl::Time since_;  // when `paused_` last changed
   absl::Duration total_;
 };
 

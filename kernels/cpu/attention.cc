@@ -71,15 +71,15 @@ constexpr int64_t DivideRoundingUp(int64_t a, int64_t b) { return (a + b - 1) / 
 // result.
 struct Tiling {
   int group;            // query heads of a KV head
-  int strip_rows;       // of the kernel
-  int64_t query_words;  // of a packed query
-  int64_t padded_dim;   // of an output row
+  int strip_rows;       // query rows of the kernel's strips
+  int64_t query_words;  // words of a packed query
+  int64_t padded_dim;   // elements of an output row
   int block_keys;       // keys that are packed at a time
-  int64_t strips;       // of a task, in each head of the group
-  int64_t tiles;        // of tile_tokens queries
+  int64_t strips;       // strips of a task, in each head of the group
+  int64_t tiles;        // tiles of tile_tokens queries
 
   int64_t tile_tokens() const { return strips * strip_rows; }
-  int64_t rows() const { return group * tile_tokens(); }  // of a tile
+  int64_t rows() const { return group * tile_tokens(); }  // output rows of a tile
 };
 
 Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel) {

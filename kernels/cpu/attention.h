@@ -12,7 +12,7 @@ namespace meshfill {
 
 // Instruction sets that have a kernel of their own, widest first: "amx_bf16", "avx512_bf16", "avx512",
 // "avx2", "portable". The first two differ from avx512 for bf16 inputs only.
-std::vector<std::string> SupportedAttentionTargets();  // those that this machine can run
+std::vector<std::string> SupportedAttentionTargets();  // targets that this machine can run
 
 // Stream::AttentionBlock for `dtype` inputs, f32 or bf16. `target` is one of SupportedAttentionTargets();
 // args.scale is positive. CANCELLED when `stop` (may be null) is raised: every thread looks at it before each

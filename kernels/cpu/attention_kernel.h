@@ -31,8 +31,8 @@ struct StripBlock {
   const uint32_t* values;   // packed block
   int head_dim;
   int block_keys;                // the capacity that the block was packed for
-  int row_begin[kMaxStripRows];  // of the strip's rows
-  int row_end[kMaxStripRows];    // both rise with the row, at most block_keys
+  int row_begin[kMaxStripRows];  // first visible key of each row, within the block
+  int row_end[kMaxStripRows];    // end of each row's visible keys; both rise with the row, at most block_keys
   float scale_log2e;             // scores · this = exponents of 2
   // The softmax state of FlashAttention's online form, not normalised, exponents of 2.
   float* output;  // [strip_rows, PaddedDim(head_dim)]

@@ -111,7 +111,7 @@ class CpuDevice final : public Device {
   Mutex packing_mu_;
   std::unique_ptr<ThreadPool> packers_ ABSL_GUARDED_BY(packing_mu_);  // from the first weight on
   Mutex mu_;
-  std::vector<std::unique_ptr<CpuTeam>> idle_ ABSL_GUARDED_BY(mu_);  // those that no stream has
+  std::vector<std::unique_ptr<CpuTeam>> idle_ ABSL_GUARDED_BY(mu_);  // teams that no stream has
 };
 
 }  // namespace

@@ -41,7 +41,7 @@ struct Product {
 // What a Product depends on.
 struct ProductKey {
   int64_t tokens, in_features, columns;
-  int64_t matrix_columns;  // of which `columns` are multiplied
+  int64_t matrix_columns;  // columns of the matrix, `columns` of which are multiplied
   int64_t y_stride;        // elements from one token to the next
   DType y_dtype;
   bool bias, accumulate;
@@ -78,8 +78,8 @@ struct Piece {
   const Strip* strip;
   const WideMatrix* matrix;  // the strip's
   int64_t token, tokens;
-  int64_t column, columns;  // of the matrix
-  int64_t padded_tokens;  // for which its product is compiled; more than `tokens`: the rest is of no account
+  int64_t column, columns;   // columns within the matrix
+  int64_t padded_tokens;     // the kernel is compiled for this many; beyond `tokens` its results are not used
   void* elements = nullptr;  // the first of the columns
   const Product* product = nullptr;
 

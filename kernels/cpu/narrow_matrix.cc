@@ -251,7 +251,7 @@ absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t in
   const int64_t row_bytes = ElementsBytes(form.dtype, in_features);
   std::fill(staging.begin(), staging.end(), uint8_t{0});
   uint8_t* const exponents = to + form.element_bytes;
-  auto* const scales = reinterpret_cast<float*>(exponents);  // of FP8
+  auto* const scales = reinterpret_cast<float*>(exponents);  // FP8's scales
   std::fill(exponents, to + form.bytes, uint8_t{0});
   int64_t first = 0;  // row of the stack at which the source begins
   for (const WeightRows& source : rows) {

@@ -53,8 +53,8 @@ class NarrowMatrix final : public CpuWeight {
   // Where the elements of a wide matrix of some columns lie. Layouts in blocks keep the two apart: element
   // (in, out) is in[in] + out[out] elements from the first.
   struct Places {
-    std::vector<int64_t> in;   // with those that fill up a block
-    std::vector<int64_t> out;  // likewise
+    std::vector<int64_t> in;   // offset of each input feature, with those that fill up a block
+    std::vector<int64_t> out;  // offset of each output feature, with those that fill up a block
   };
   static Places PlacesIn(const WideMatrix& to);
 
@@ -69,8 +69,8 @@ class NarrowMatrix final : public CpuWeight {
     DType dtype;
     int64_t block;          // input features that share a scale
     int64_t blocks;         // ⌈in_features / block⌉
-    int64_t element_bytes;  // of its elements, before its scales
-    int64_t bytes;          // of both
+    int64_t element_bytes;  // bytes of a tile's elements, which come before its scales
+    int64_t bytes;          // bytes of elements and scales
     bool fp4() const { return dtype == DType::kF4E2M1; }
   };
 

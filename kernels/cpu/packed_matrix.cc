@@ -91,7 +91,7 @@ absl::StatusOr<memory::desc> LayoutOf(int64_t in_features, int64_t out_features,
   }
 }
 
-// Of the first element of a column, in elements.
+// Offset of a column's first element, in elements.
 int64_t OffsetOf(const memory::desc& layout, int64_t in_features, int64_t column) {
   const int64_t columns = std::min(kPanelFeatures, layout.dims()[1] - column);
   return layout.submemory_desc({in_features, columns}, {0, column}).data.offset0;

@@ -24,7 +24,7 @@ struct CudaAttentionBenchOptions {
 };
 
 struct CudaAttentionBenchResult {
-  double seconds;  // of one attention, the median
+  double seconds;  // seconds of one attention, median of the repeats
   double fastest_seconds;
   double slowest_seconds;
   double flops_per_second;  // 4 · head_dim FLOPs for each visible pair of each query head, over the median

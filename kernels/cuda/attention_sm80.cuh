@@ -24,7 +24,7 @@ struct Sm80Config {
   // O takes kDim / 2 registers for each 16 rows of a warp: 32 rows share each fragment of K and V while 128
   // registers hold them; head_dim 256 keeps 16, which also keeps it within the 99 KiB of shared memory
   // of 8.6, 8.9 and 12.0.
-  static constexpr uint32_t kSlices = kDim <= 128 ? 2 : 1;  // of 16 rows, a warp
+  static constexpr uint32_t kSlices = kDim <= 128 ? 2 : 1;  // slices of 16 rows in a warp
   static constexpr uint32_t kRows = 16 * kSlices * kWarps;
   static constexpr uint32_t kKeys = 64;
   static constexpr uint32_t kQBytes = TileBytes(kRows, kDim);

@@ -195,7 +195,7 @@ class Sm90Attention {
     const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
     const uint32_t q_rows = shared + SlabBytes(group_row);
     const uint32_t tiles = QueryTiles<kRows>(shape);
-    uint32_t q_use = 0, use = 0;                   // of Q; of K and V, which take turns in step
+    uint32_t q_use = 0, use = 0;  // uses so far: of Q's buffer; of K's and V's, which take turns in step
     if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
     for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
       const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());

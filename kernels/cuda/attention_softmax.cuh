@@ -50,7 +50,7 @@ MESHFILL_DEVICE void UpdateSoftmax(float (&scores)[kElements], float scale_log2,
     // The difference first: exactly 1 where the maximum stays. An error here would grow with every key tile.
     rescale[row] = Machine::Exp2((rows.max[row] - finite_max) * scale_log2);
     rows.max[row] = max;
-    float sum = 0;  // of this tile alone: added one by one, small terms would be lost in a long row's sum
+    float sum = 0;  // sum of this tile alone: added one by one, small terms would be lost in a long row's sum
     MESHFILL_UNROLL
     for (int i = 2 * row; i < kElements; i += 4) {
       scores[i] = Machine::Exp2(fmaf(scores[i], scale_log2, -shift));

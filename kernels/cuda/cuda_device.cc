@@ -123,7 +123,7 @@ class CudaDevice final : public Device {
   Mutex loading_mu_;
   const CudaLane loading_ ABSL_GUARDED_BY(loading_mu_);  // without a workspace
   Mutex mu_;
-  std::vector<CudaLane> idle_ ABSL_GUARDED_BY(mu_);  // of streams that are gone
+  std::vector<CudaLane> idle_ ABSL_GUARDED_BY(mu_);  // lanes of streams that are gone
 };
 
 }  // namespace

@@ -12,11 +12,11 @@
 namespace meshfill {
 
 struct CudaLane {
-  std::shared_ptr<CudaQueue> queue;             // computes
-  std::shared_ptr<CudaQueue> copies;            // brings messages from other devices
-  std::shared_ptr<CudaQueue> retire;            // the device's: frees what several queues used
-  BufferRef workspace;                          // of products, CudaGemm::kWorkspaceBytes
-  std::unique_ptr<CudaHostCopies> host_copies;  // null: of the lane that loads weights
+  std::shared_ptr<CudaQueue> queue;   // computes
+  std::shared_ptr<CudaQueue> copies;  // brings messages from other devices
+  std::shared_ptr<CudaQueue> retire;  // the device's: frees what several queues used
+  BufferRef workspace;                // scratch memory of matrix products, CudaGemm::kWorkspaceBytes
+  std::unique_ptr<CudaHostCopies> host_copies;  // null: this lane loads weights
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) const {
     return CudaAllocation::Allocate(size_bytes, queue, retire);

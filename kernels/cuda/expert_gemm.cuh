@@ -40,8 +40,8 @@ struct ExpertProducts {
 
 struct ExpertGemmConfig {
   static constexpr uint32_t kThreads = 256;
-  static constexpr uint32_t kRows = 128;            // of a tile
-  static constexpr uint32_t kColumns = 128;         // likewise: output features
+  static constexpr uint32_t kRows = 128;            // rows of a tile
+  static constexpr uint32_t kColumns = 128;         // output features of a tile
   static constexpr uint32_t kDepth = kSlabColumns;  // input features of a stage
   // A warp has 64 × 32 of the tile: 64 registers of sums, so that two CTAs share a multiprocessor of 9.0.
   static constexpr uint32_t kWarpRows = 64, kWarpColumns = 32;
@@ -100,13 +100,13 @@ class Sm80ExpertGemm {
   static constexpr uint32_t kRows = Config::kRows, kColumns = Config::kColumns, kDepth = Config::kDepth,
                             kStages = Config::kStages;
   static constexpr uint32_t kSlices = Config::kWarpRows / 16,
-                            kGroups = Config::kWarpColumns / 8;  // of a warp
-  static constexpr uint32_t kChunks = kDepth / 8;                // of 16 bytes, of a row of a stage
+                            kGroups = Config::kWarpColumns / 8;  // 16 × 8 tiles of a warp
+  static constexpr uint32_t kChunks = kDepth / 8;                // chunks of 16 bytes in a row of a stage
 
   struct Tile {
     int expert;     // -1: there is no such tile
-    int32_t begin;  // rows
-    int32_t end;    // of the expert: maybe beyond the tile
+    int32_t begin;  // the tile's first row
+    int32_t end;    // end of the expert's rows; may lie beyond the tile
     int64_t column;
   };
 

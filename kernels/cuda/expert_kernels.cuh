@@ -72,7 +72,7 @@ struct ExpertKernels {
     const int32_t* const expert_of = args.rows.row;
     for (auto expert = static_cast<int32_t>(Machine::Block()); expert < args.rule.experts;
          expert += static_cast<int32_t>(Machine::Blocks())) {
-      uint32_t own = 0, lower = 0;  // of this expert, and of those before
+      uint32_t own = 0, lower = 0;  // rows of this expert; rows of the experts before
       for (int32_t i = begin + lane; i < end; i += 32) {
         own += expert_of[i] == expert ? 1 : 0;
         lower += expert_of[i] < expert ? 1 : 0;
@@ -148,8 +148,8 @@ struct ExpertKernels {
   struct TokenScores {
     const RouteArgs& args;
     const float* logits;
-    float largest;  // of the softmax
-    float sum;      // of exp(logit − largest)
+    float largest;  // the token's largest logit
+    float sum;      // Σ exp(logit − largest) over the experts
   };
 
   static MESHFILL_DEVICE int Smaller(int a, int b) { return a < b ? a : b; }
@@ -189,7 +189,7 @@ struct ExpertKernels {
     const float value = Score(scores, expert) + (correction == nullptr ? 0 : correction[expert]);
     return value == value ? value : -INFINITY;
   }
-  // Of experts of the used groups alone. All lanes of the warp call it.
+  // The expert's Value, or −∞ where its group is not used. All lanes of the warp call it.
   static MESHFILL_DEVICE float Value(const TokenScores& scores, int expert, uint64_t used_groups) {
     const RouterRule& rule = scores.args.rule;
     if (rule.groups == 1) return Value(scores, expert);

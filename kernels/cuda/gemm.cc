@@ -39,7 +39,7 @@ struct Shape {
   DType y_dtype;
   bool accumulate;
   bool bias;
-  uint32_t alignment;  // of all pointers, bytes
+  uint32_t alignment;  // largest that all pointers have, in bytes
   auto operator<=>(const Shape&) const = default;
 };
 

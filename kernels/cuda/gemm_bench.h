@@ -17,7 +17,7 @@ struct CudaGemmBenchOptions {
 };
 
 struct CudaGemmBenchResult {
-  double seconds;           // of one y = x Wᵀ in bf16, the median, by the device's clock
+  double seconds;           // seconds of one y = x Wᵀ in bf16, the median, by the device's clock
   double flops_per_second;  // 2 · tokens · in_features · out_features FLOPs
 };
 

@@ -13,8 +13,10 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kPoll = absl::Microseconds(50);     // of a piece: one takes the link some 200 µs
-constexpr absl::Duration kStopPoll = absl::Milliseconds(5);  // of the stop token, while a copy is waited for
+// Interval of looks at a piece: one takes some 200 µs.
+constexpr absl::Duration kPoll = absl::Microseconds(50);
+// Interval of looks at the stop token during a copy.
+constexpr absl::Duration kStopPoll = absl::Milliseconds(5);
 
 size_t SlotBytes(const CopyHeadsArgs& args) {
   return size_t{1} * args.heads * args.head_dim * DTypeBytes(args.to_rows.dtype);

@@ -66,7 +66,7 @@ class CudaHostCopies {
                                                          const Piece& piece);
 
   const std::shared_ptr<CudaQueue> queue_;
-  const std::array<Piece, kPieces> pieces_;  // of the thread
+  const std::array<Piece, kPieces> pieces_;  // buffers of the copying thread
   Mutex mu_;
   CondVar changed_;
   bool quit_ ABSL_GUARDED_BY(mu_) = false;

@@ -17,7 +17,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kLayerThreads = 256;  // of a CTA; eight of them fill a multiprocessor
+inline constexpr uint32_t kLayerThreads = 256;  // threads of a CTA; eight CTAs fill a multiprocessor
 inline constexpr uint32_t kLayerWarps = kLayerThreads / 32;
 
 struct Float16 {
@@ -97,7 +97,7 @@ struct LayerKernels {
     }
   }
 
-  // Likewise, and added to x.
+  // Normalises y as RmsNorm does, and adds the result to x.
   template <int kVector>
   static MESHFILL_DEVICE void AddRmsNorm(const float* y, const float* weight, int64_t tokens, int64_t width,
                                          float eps, float* x) {

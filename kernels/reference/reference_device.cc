@@ -282,7 +282,8 @@ class ReferenceStream final : public HostStream {
 
   void NormAndRotate(const SplitQkvArgs& args, int64_t from, int64_t token, const HeadsNorm& norm,
                      void* heads, int head) {
-    const int64_t before = args.norm_all_heads ? int64_t{head} * args.head_dim : 0;  // of the token's heads
+    // Elements of the heads before.
+    const int64_t before = args.norm_all_heads ? int64_t{head} * args.head_dim : 0;
     const int64_t width = args.norm_all_heads ? int64_t{norm.heads} * args.head_dim : args.head_dim;
     const double scale =
         norm.weight == nullptr ? 1 : InverseRms(args.qkv, dtype_, from - before, width, args.norm_eps);
@@ -351,7 +352,7 @@ class ReferenceStream final : public HostStream {
   void AttendRow(const AttentionBlockArgs& args, int head, int64_t row) {
     const int64_t q_row = head * args.q_tokens + row;
     const int64_t kv_begin = head / (args.q_heads / args.kv_heads) * args.k_tokens;
-    std::vector<std::pair<int64_t, double>> scores;  // of the visible keys
+    std::vector<std::pair<int64_t, double>> scores;  // key and score of each visible key
     double largest = -std::numeric_limits<double>::infinity();
     for (int64_t key = 0; key < args.k_tokens; ++key) {
       if (!args.band.Visible(row, key)) continue;
