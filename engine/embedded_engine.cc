@@ -338,7 +338,7 @@ class EmbeddedEngine::Run final : public Prefill {
     if (ranks_.has_value()) ranks_->Join();
   }
 
-  // Of the piece that has ended.
+  // Adds the stats of the piece that has ended.
   void AddStats() {
     for (size_t rank = 0; rank < outputs_.size(); ++rank) result_.ranks[rank] += outputs_[rank]->stats;
   }
@@ -384,7 +384,7 @@ class EmbeddedEngine::Run final : public Prefill {
   const std::chrono::steady_clock::time_point start_;
   StopToken stop_;
   const std::vector<meshfill::Plan> pieces_;
-  size_t piece_ = 0;                       // that runs
+  size_t piece_ = 0;                       // the piece that runs
   const std::shared_ptr<KvPrompt> kv_;     // null: K and V go nowhere
   std::shared_ptr<const KvSlabs> before_;  // K and V of the tokens before the piece; null: there are none
   std::vector<std::unique_ptr<Stream>> streams_;  // by rank, as all that follows
@@ -394,9 +394,9 @@ class EmbeddedEngine::Run final : public Prefill {
   std::vector<TimelineRecorder> recorders_;
   std::vector<absl::StatusOr<RankOutput>> outputs_;
   std::vector<std::chrono::steady_clock::time_point> ends_;  // earlier by the pauses before
-  std::optional<RankWeights> weights_;                       // of the piece
-  std::optional<LocalRanks> ranks_;  // of the piece; last but one: its threads use all of the above
-  std::thread driver_;               // of a prompt in pieces; and last: uses all of it
+  std::optional<RankWeights> weights_;                       // weights of the piece
+  std::optional<LocalRanks> ranks_;  // threads of the piece; last but one: they use all of the above
+  std::thread driver_;               // runs a prompt in pieces; last: it uses all of the above
 };
 
 absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequest& request,

@@ -131,7 +131,8 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   if (weights.plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasurePacking(options, *hardware, shape, *devices.front(), weights.plan));
   }
-  const bool divides = devices.front()->FormOf(shape.vocab, shape.hidden, {}).ok();  // as the LM head says
+  // Whether the devices' weights can be divided, asked for the LM head.
+  const bool divides = devices.front()->FormOf(shape.vocab, shape.hidden, {}).ok();
   if (!divides) weights.shared.reset();
   if (weights.plan.mode == WeightMode::kSharded) {
     return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0, WarnOnStandardError);

@@ -31,7 +31,7 @@ struct EmbeddedPoolCapacity {
   bool one_memory = true;           // false: on several devices, between which chunks are copied
   bool many_messages = false;       // between workers with such devices (PlanRequest), not within this pool
   PlanWeights weights;
-  std::optional<PlanWeights> shared_weights;  // of runs whose workers share them instead; none: they cannot
+  std::optional<PlanWeights> shared_weights;  // weights of runs whose workers share them; none: they cannot
   std::vector<WeightModeBytes> weight_modes;  // what it could have been
 };
 
@@ -41,7 +41,7 @@ struct EmbeddedPool {
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
   std::vector<std::shared_ptr<Device>> devices;      // by rank; shared likewise
   EmbeddedPoolCapacity capacity;
-  double peak_flops = 0;  // of all ranks together
+  double peak_flops = 0;  // sum of the ranks' peak FLOP/s
 };
 
 // Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or

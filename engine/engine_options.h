@@ -14,7 +14,7 @@
 
 namespace meshfill {
 
-inline constexpr int kMaxHostRanks = 64;  // of one process, embedded or a worker
+inline constexpr int kMaxHostRanks = 64;  // most ranks of one process, embedded or a worker
 
 struct EngineOptions {
   std::string model_path;       // a Hugging Face folder
@@ -27,9 +27,9 @@ struct EngineOptions {
   bool may_share = false;  // a worker's weights that stream are shared in runs where that is faster
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: the planner's choice
   int64_t stripe = 64;
-  std::optional<DType> partial_dtype = DType::kF32;  // of partial outputs on the wire; nullopt: likewise
+  std::optional<DType> partial_dtype = DType::kF32;  // dtype on the wire; nullopt: the planner's choice
   ScheduleChoice schedule = ScheduleChoice::kAuto;
-  bool whole_exchanges = false;     // of head groups, though slices would be faster
+  bool whole_exchanges = false;     // head groups exchange whole chunks, even where slices are faster
   double peak_flops = 0;            // sum of the ranks' peak FLOP/s; 0: measured at load
   int64_t memory_budget_bytes = 0;  // activations of one prefill; 0: 80 % of what is free after load
   // K and V that are kept. Where the ranks' memory is the host's, `kv_memory_bytes` bounds them; default: an
@@ -41,8 +41,8 @@ struct EngineOptions {
   // Whether they serve later prompts that begin alike, those too that no client wants kept. Default: on CPUs;
   // behind GPUs, a copy that nobody asked for may slow a prefill down
   std::optional<bool> kv_cache;
-  int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication (NCCL)
-  std::vector<int> devices = {};          // of GPUs, by number: that of each rank; empty: the first ones
+  int communication_multiprocessors = 0;  // GPU multiprocessors that attention leaves to communication (NCCL)
+  std::vector<int> devices = {};          // each rank's GPU, by number; empty: the first ones
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
   bool measure_speed = false;      // at load, whatever the profile keeps

@@ -11,8 +11,9 @@
 
 namespace meshfill {
 
-// Of the ranks' memory where that is the host's (`memory_bytes`), else of the host's (`host_memory_bytes`).
-// Left out: a part of what activations may take, beside it.
+// The budget in bytes for K and V that are kept. Where the ranks' memory is the host's, `memory_bytes`; left
+// out: a part of the pool's memory budget for activations, beside it. Else `host_memory_bytes`; left out: a
+// part of the host's default memory budget.
 //
 // Behind GPUs `memory_bytes` is how much of that stays in their memory, as KvMemoryOfDevices has it.
 int64_t KvBudgetBytes(const EmbeddedPool& pool, std::optional<int64_t> memory_bytes,

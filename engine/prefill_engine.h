@@ -61,23 +61,23 @@ struct TokenLogit {
 struct PrefillResult {
   std::vector<float> logits;    // [vocab], of the last token
   std::vector<TokenLogit> top;  // by falling logit, ties by rising id
-  Plan plan;                    // of a prompt in pieces: that of the last one, with the prediction of all
+  Plan plan;  // what ran; a prompt in pieces: the last piece's plan, with the prediction of all
   int pieces = 1;
-  int64_t piece_tokens = 0;      // of each piece but the last; 0: there is one
-  int64_t cached_tokens = 0;     // of the prompt, from the engine's cache: nobody computed them
+  int64_t piece_tokens = 0;      // tokens of each piece but the last; 0: there is one piece
+  int64_t cached_tokens = 0;     // prompt tokens taken from the engine's cache: nobody computed them
   double prefill_seconds = 0;    // wall time of the run, without its pauses; so are all seconds that follow
-  double paused_seconds = 0;     // that it stood still for others
-  int attempts = 1;              // that it took, each after one that failed; the last one counts
+  double paused_seconds = 0;     // time that the run stood still for others
+  int attempts = 1;              // attempts begun, each after one that failed; the last one counts
   double lost_seconds = 0;       // from the first one's begin to the last one's, without pauses
-  double attention_seconds = 0;  // of the rank that spent most
-  double comm_wait_seconds = 0;  // of the rank that waited most
-  CommBytes comm_bytes;          // of the rank that sent most, over all layers
+  double attention_seconds = 0;  // the largest of any rank
+  double comm_wait_seconds = 0;  // the largest of any rank
+  CommBytes comm_bytes;          // bytes of the rank that sent most, over all layers
   double mfu = 0;                // whole model
   double attention_mfu = 0;
   std::vector<RankStats> ranks;      // by rank
   std::optional<Timeline> timeline;  // from the start of the run
 
-  int64_t tokens() const { return plan.cached_tokens + plan.layout.tokens(); }  // of the prompt
+  int64_t tokens() const { return plan.cached_tokens + plan.layout.tokens(); }  // the whole prompt
 };
 
 // A worker process of a pool.
@@ -86,8 +86,8 @@ struct PoolMember {
   std::string host;
   std::string backend;
   std::string state;    // ready, preparing, running, stopping, draining
-  int ranks = 0;        // that it offers
-  int first_rank = -1;  // of the ranks that it has in the present run; −1: none
+  int ranks = 0;        // ranks that the worker offers
+  int first_rank = -1;  // its first rank in the present run; −1: it has none
 };
 
 // What connects the ranks of a pool of processes, as plans have it.
@@ -125,7 +125,7 @@ class PrefillEngine {
   virtual int ranks() const = 0;          // now; of a pool of processes perhaps 0
   virtual double peak_flops() const = 0;  // sum over the ranks
 
-  // Whose K and V this pool's ranks keep; null: they keep none. Lives as long as the engine.
+  // Keeps K and V of this pool's ranks; null: the ranks keep none. The store lives as long as the engine.
   virtual KvStore* kv_store() { return nullptr; }
 
   // The worker processes; none where the ranks are threads of this one.
@@ -141,8 +141,8 @@ class PrefillEngine {
   // context. FAILED_PRECONDITION: does not fit this pool's memory.
   virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
 
-  // Of a prompt whose blocks have these options' names: the tokens that are cached now, and that a run could
-  // follow.
+  // How many of a prompt's first tokens are cached now and can be reused by a run. `options` has the names of
+  // the prompt's blocks.
   virtual int64_t CachedTokens(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return 0; }
 
   // Begins a prompt. Errors: those of MakePlan; INVALID_ARGUMENT for an id outside the vocabulary (its index

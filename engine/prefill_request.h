@@ -21,8 +21,8 @@ PlanRequest PlanRequestOf(const EngineOptions& engine, const PrefillOptions& opt
 // What a run on so many ranks computes, or finds cached, in multiples: whole rounds of stripes, and of the
 // cache's blocks, so that what comes behind begins where a block does.
 int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks);
-// Of `cached` tokens that a prompt of `tokens` begins with, those that such a run can follow. At least a
-// stripe is always computed: a shorter one would be dealt otherwise.
+// How many of `cached` tokens, with which a prompt of `tokens` begins, a run on `ranks` ranks can reuse. At
+// least a stripe is always computed: a shorter one would be dealt otherwise.
 int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
                            int64_t cached, int64_t tokens);
 

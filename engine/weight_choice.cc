@@ -49,7 +49,7 @@ void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, Plan
   std::vector<std::byte> from(kSample, std::byte{1}), to(kSample);
   const Instant begin;
   uint64_t sums = 0;
-  for (int pass = 0; pass < 2; ++pass) sums += Checksum(from.data(), kSample);  // of what leaves and comes
+  for (int pass = 0; pass < 2; ++pass) sums += Checksum(from.data(), kSample);  // what leaves, and what comes
   for (int pass = 0; pass < 3; ++pass) {  // into the socket, out of it, to its place
     std::memcpy(to.data(), from.data(), kSample);
     from[pass] = static_cast<std::byte>(sums);
@@ -84,7 +84,7 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
                              .run_bytes = widened};
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
                              .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer + widened};
-  // Of a worker's share nothing is known before the pool is: the leader counts it.
+  // A worker's share is not known before the pool is: the leader counts it.
   PlanWeights sharded{.mode = WeightMode::kSharded,
                       .loaded_bytes = bytes.layers + bytes.head,
                       .run_bytes = kPartsAhead * bytes.most_layer + widened,

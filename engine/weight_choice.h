@@ -19,7 +19,7 @@ struct ChosenWeights {
   PlanWeights plan;  // where they stream: without seconds
   std::optional<PlanWeights>
       shared;  // in runs whose workers share what they would stream; none: they may not
-  std::vector<WeightModeBytes> modes;  // those that the devices can
+  std::vector<WeightModeBytes> modes;  // the modes that the devices can do
 };
 
 // INVALID_ARGUMENT: the options ask for what the devices cannot. RESOURCE_EXHAUSTED: the weights do not fit

@@ -21,19 +21,19 @@ namespace meshfill {
 struct DataPlaneOptions {
   std::string listen = "127.0.0.1";  // a host name, an address, or a network interface ("eth0")
   bool encrypt = false;              // who cannot refuses it
-  int nccl_ctas = 8;                 // of a GPU, that NCCL may take; 0: as many as it likes
+  int nccl_ctas = 8;                 // most CTAs that NCCL takes on a GPU; 0: NCCL decides
 };
 
 class DataPlane {
  public:
   // One rank of one run.
   struct Seat {
-    int local_rank = 0;  // of this worker
-    int rank = 0;        // of the run
+    int local_rank = 0;  // index among this worker's ranks
+    int rank = 0;        // index among the run's ranks
     int ranks = 1;
     uint64_t epoch = 0;
     uint64_t run = 0;  // tells this run's messages from those of any other; the same on all ranks
-    const StopToken* stop = nullptr;  // of the run: its pauses are no part of a wait; null: it has none
+    const StopToken* stop = nullptr;  // the run's; its pauses are no part of a wait; null: the run has none
   };
 
   virtual ~DataPlane() = default;

@@ -64,7 +64,7 @@ class Exchange {
   absl::StatusOr<DeviceMessage> Receive(const Route& route, int64_t number, absl::Time deadline) {
     const RunDeadline until(run_, deadline);
     MutexLock lock(mu_);
-    Mailbox& mailbox = mailboxes_[route];  // of a std::map: stays where it is
+    Mailbox& mailbox = mailboxes_[route];  // stays where it is: the map is a std::map
     while (!aborted_ && !mailbox.messages.contains(number)) {
       if (mailbox.changed.WaitUntil(mu_, until.Now()) || aborted_ || mailbox.messages.contains(number))
         continue;

@@ -21,7 +21,7 @@ constexpr size_t kFirstBytes = size_t{8} << 10;
 constexpr size_t kMostBytes = size_t{8} << 20;
 constexpr size_t kGrowth = 4;
 constexpr int kSmallMessages = 7;
-constexpr Traffic kOp = Traffic::kKv;  // of all messages: no layer is under way
+constexpr Traffic kOp = Traffic::kKv;  // all messages are of this traffic: no layer is under way
 
 class Prober {
  public:

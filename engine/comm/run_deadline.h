@@ -14,7 +14,8 @@ class RunDeadline {
   RunDeadline(const StopToken* run, absl::Time deadline)
       : run_(run), deadline_(deadline), paused_before_(PausedTime()) {}
 
-  // As it stands: later by the pauses since the wait began. Where that moment is reached, ask again.
+  // The deadline, moved by the run's pauses since the wait began. A later pause moves it again: who reaches
+  // it asks anew.
   absl::Time Now() const { return deadline_ + (PausedTime() - paused_before_); }
 
  private:

@@ -29,7 +29,7 @@ struct DeviceRequest {
   int ranks = 1;                          // ≥ 1, spread over the devices
   std::optional<DType> dtype;             // to compute in; nullopt: open
   int threads = 0;                        // CPU threads of the pool; 0: one per core
-  int communication_multiprocessors = 0;  // of a GPU, that attention leaves to communication
+  int communication_multiprocessors = 0;  // GPU multiprocessors that attention leaves to communication
   std::vector<int> devices = {};          // by number, one for each rank; empty: the first ones
 };
 
@@ -42,7 +42,7 @@ class PoolDevices {
 
   virtual int count() const = 0;                         // 1 to the request's ranks
   virtual std::string DeviceName(int device) const = 0;  // for an operator: "cpu", "NVIDIA H100 80GB HBM3"
-  virtual std::optional<DType> dtype() const = 0;        // that ranks compute in; nullopt: the weights' own
+  virtual std::optional<DType> dtype() const = 0;  // the ranks' compute dtype; nullopt: the weights' own
   // True: the ranks' memory is the host's. False: what is kept for clients is copied to the host.
   virtual bool in_host_memory() const = 0;
 

@@ -35,7 +35,7 @@ class BlockHasher {
   void HashBlock();
 
   const int block_tokens_;
-  std::string salt_;  // of the next block
+  std::string salt_;  // goes into the next block's hash
   Sha256 parent_;
   std::vector<uint32_t> block_;  // not yet whole
   std::string hashes_;

@@ -36,7 +36,7 @@ class KvBytes {
 // A part of the sum; gives its bytes back as it goes.
 class KvCharge {
  public:
-  // Of bytes that have been added.
+  // `bytes` were added to `sum` before.
   KvCharge(std::shared_ptr<KvBytes> sum, int64_t bytes) : sum_(std::move(sum)), bytes_(bytes) {}
   ~KvCharge() { Drop(bytes_); }
   KvCharge(const KvCharge&) = delete;

@@ -24,7 +24,8 @@ class KvDeviceMemory::Leaving final : public KvKeeping {
         {.number = number, .shape = held.slab->shape(), .kv = held.kv, .host = nullptr, .copies = {}});
     claim_bytes_ += held.slab->shape().bytes();
   }
-  // Likewise, for whom they go.
+  // Also under the lock, before Start. Claims what leaves, or the `bytes` of slab `number` that make it
+  // leave, whichever is more.
   void Claim(uint64_t number, int64_t bytes) {
     memory_->mu_.AssertHeld();
     for_number_ = number;

@@ -43,7 +43,7 @@ class KvDeviceMemory final : public std::enable_shared_from_this<KvDeviceMemory>
   // `devices` by rank; the budget is of all of them together.
   KvDeviceMemory(std::span<const std::shared_ptr<Device>> devices, int64_t budget_bytes);
 
-  int64_t bytes() const;  // that are held
+  int64_t bytes() const;  // bytes of the slabs that it holds
 
   // Holds K and V of a new slab, `kv`, which earlier operations of `stream` left, and which nobody writes
   // from now on. Not held: a slab that is empty, or that there is no room for. The error of a copy.
@@ -56,12 +56,12 @@ class KvDeviceMemory final : public std::enable_shared_from_this<KvDeviceMemory>
 
  private:
   using Numbers = std::list<uint64_t>;
-  struct Part {  // of one device
+  struct Part {  // one device's part
     std::shared_ptr<Device> device;
     int64_t budget_bytes = 0;
     int64_t bytes = 0;
-    // Of settled slabs, and wherever room is being made, of what comes or of what goes, whichever is more:
-    // the budget bounds it, so that it bounds what is here however that ends.
+    // Bytes of settled slabs. While room is being made, also the larger of what comes and what goes, so that
+    // the budget holds however that ends.
     int64_t claimed_bytes = 0;
     Numbers by_use;  // the last used first
   };
@@ -85,7 +85,7 @@ class KvDeviceMemory final : public std::enable_shared_from_this<KvDeviceMemory>
   mutable Mutex mu_;
   std::vector<Part> parts_ ABSL_GUARDED_BY(mu_);        // its size, devices and budgets never change
   std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);  // by number
-  uint64_t numbers_ ABSL_GUARDED_BY(mu_) = 0;           // that were given so far
+  uint64_t numbers_ ABSL_GUARDED_BY(mu_) = 0;           // numbers given so far
   Mutex copying_;  // held for a reader's copy: one at a time, each with a stream of its own
 };
 

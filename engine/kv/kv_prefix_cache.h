@@ -29,7 +29,7 @@ namespace meshfill {
 struct KvBlockNames {
   std::string tenant;
   int block_tokens = 16;
-  std::string hashes;      // of the whole blocks, 32 bytes each (BlockHasher)
+  std::string hashes;      // SHA-256 hashes of the prompt's whole blocks, 32 bytes each (BlockHasher)
   bool long_rope = false;  // ModelShape::HasLongRope of the prompt
 
   int64_t blocks() const;
@@ -51,14 +51,14 @@ class KvPrefixCache {
   // Takes the entries out that have a run of which `is_lost` is true.
   std::vector<KvPiece> EraseIf(const std::function<bool(const KvRunSlabs&)>& is_lost);
 
-  int64_t bytes() const;                                 // that the entries hold, each once
-  int64_t EvictableBytes() const;                        // of these, what would be free if all entries went
-  std::vector<const KvRunSlabs*> EvictableRuns() const;  // whose bytes those are
+  int64_t bytes() const;  // bytes that the entries hold; K and V in several entries count once
+  int64_t EvictableBytes() const;                        // bytes that would be free if all entries went
+  std::vector<const KvRunSlabs*> EvictableRuns() const;  // runs whose bytes EvictableBytes counts
 
  private:
   struct Piece {
     KvPiece kept;
-    std::shared_ptr<const std::string> hashes;  // of the run's blocks, at least of those that are kept
+    std::shared_ptr<const std::string> hashes;  // hashes of the run's blocks, at least of those that are kept
   };
   struct Entry {
     std::string tenant;
@@ -71,7 +71,7 @@ class KvPrefixCache {
 
   struct HeldRun {
     std::shared_ptr<const KvRunSlabs> run;
-    int64_t pieces = 0;  // of the entries, that are of it
+    int64_t pieces = 0;  // how many pieces of the entries are of this run
 
     bool by_others() const { return run.use_count() > pieces + 1; }  // the one here
   };
@@ -82,7 +82,7 @@ class KvPrefixCache {
   static int64_t BlocksInCommon(const Entry& entry, const KvBlockNames& names);
   // The entry that has most in common; `blocks` is how much.
   Entries::const_iterator Best(const KvBlockNames& names, int64_t& blocks) const;
-  // Those that an entry has already for this run, or new ones.
+  // The hashes of the piece's blocks: an entry's, where one has this run, else new ones.
   std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
 
   Entries entries_;  // the last used first

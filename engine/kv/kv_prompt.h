@@ -49,7 +49,8 @@ class KvPrompt final : public KvSink {
 
   // The slabs of all tokens, if all ranks that are here have written `layer` of them; else null.
   std::shared_ptr<const KvSlabs> Layer(int layer) const;
-  // Those of the tokens that runs have begun so far, whatever their ranks have written; null: none has begun.
+  // The slabs of the tokens that runs have begun so far, whatever their ranks have written; null: no run has
+  // begun.
   std::shared_ptr<const KvSlabs> slabs() const;
 
   // From now on nothing is kept: nobody will read. What is there stays until this goes.
@@ -83,14 +84,14 @@ class KvPrompt final : public KvSink {
   const KvShape shape_;
   const int64_t tokens_;
   const std::vector<bool> here_;  // by rank; empty: all
-  const int64_t kept_tokens_;     // of the ranks that are here
+  const int64_t kept_tokens_;     // tokens of the ranks that are here
   std::function<void()> on_layer_;
   std::shared_ptr<KvDeviceMemory> device_memory_;
 
   mutable Mutex mu_;
   std::shared_ptr<const KvSlabs> slabs_ ABSL_GUARDED_BY(mu_);  // null: no run has begun
   std::vector<Run> runs_ ABSL_GUARDED_BY(mu_);                 // this prompt's own
-  std::unique_ptr<KvCharge> charge_ ABSL_GUARDED_BY(mu_);      // of what no run has begun
+  std::unique_ptr<KvCharge> charge_ ABSL_GUARDED_BY(mu_);      // bytes that no run has begun
   bool dropped_ ABSL_GUARDED_BY(mu_) = false;
   bool kept_for_runs_ ABSL_GUARDED_BY(mu_) = false;
 };

@@ -33,7 +33,7 @@ struct KvSlabShape {
   int64_t tokens = 0;
 
   int64_t bytes() const { return model.LayerBytes(tokens); }
-  int64_t slot_bytes() const { return model.kv_heads * model.head_bytes(); }  // of K, or of V
+  int64_t slot_bytes() const { return model.kv_heads * model.head_bytes(); }  // K or V of one token
 };
 
 // Host memory for a slab. RESOURCE_EXHAUSTED: there is none.
@@ -48,7 +48,7 @@ absl::StatusOr<HostCopies> StartSlabCopy(const KvSlabShape& shape, const BufferR
 class KvSlab {
  public:
   explicit KvSlab(const KvSlabShape& shape) : shape_(shape) {}
-  // Of what lies at `host`, which outlives it.
+  // A slab of the K and V at `host`. That memory outlives the slab.
   KvSlab(const KvSlabShape& shape, std::byte* host) : shape_(shape), host_(host) {}
   ~KvSlab();
   KvSlab(const KvSlab&) = delete;

@@ -53,7 +53,7 @@ void CopyRun(const std::byte* from, int64_t slot_bytes, const Destination& to, i
 // Where K of a token lies, and V behind that of all its rank's tokens.
 struct Source {
   const KvPiece* piece = nullptr;
-  int64_t token = 0;  // of the run
+  int64_t token = 0;  // position in the run
   int rank = 0;
   int64_t slot = 0;
 

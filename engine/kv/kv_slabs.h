@@ -25,9 +25,9 @@ namespace meshfill {
 
 // What the ranks of one run computed.
 struct KvRunSlabs {
-  TokenLayout layout;                                       // of the run's tokens
+  TokenLayout layout;  // which rank and slot has each of the run's tokens
   std::vector<std::vector<std::unique_ptr<KvSlab>>> slabs;  // by layer, then rank; null: not computed yet
-  std::vector<std::shared_ptr<const KvCharge>> charges;     // of their bytes; none: nobody counts them
+  std::vector<std::shared_ptr<const KvCharge>> charges;     // charge the slabs' bytes; none: nobody counts
 };
 
 // The run's tokens 0 … tokens − 1, which are the prompt's from `first_token` on.
@@ -42,7 +42,7 @@ struct KvSlabs {
   std::vector<KvPiece> pieces;  // one after the other, from token 0 on
 
   int64_t tokens() const { return pieces.empty() ? 0 : pieces.back().first_token + pieces.back().tokens; }
-  // That of a token; a later one's begins after it.
+  // The piece that `token` is in; the next piece begins after it.
   const KvPiece& PieceOf(int64_t token) const;
 };
 
@@ -79,7 +79,7 @@ absl::Status CopyKvTokens(const KvSlabs& slabs, int layer, const KvRange& range,
 // Rows of consecutive slots of a chunk, which are consecutive slots of a slab.
 struct KvRows {
   KvSlab* slab = nullptr;
-  int64_t first_slot = 0;  // of the slab
+  int64_t first_slot = 0;  // first slot within the slab
   int64_t slots = 0;
 };
 // Where the rows of a rank's chunk lie from `slot` on, up to `most` slots (≥ 1), where `layout` deals the

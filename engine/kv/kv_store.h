@@ -73,12 +73,12 @@ class KvStore {
     int64_t bytes = 0;           // charged, without what the cache will give up for it
     uint64_t lapsed = 0;         // leases, since the start
     uint64_t refused = 0;        // prompts, since the start
-    int64_t cached_bytes = 0;    // that the cache holds, under leases too
-    uint64_t hit_tokens = 0;     // of prompts that began behind a cached prefix: that prefix
-    uint64_t miss_tokens = 0;    // of prompts that were looked up: what they computed
+    int64_t cached_bytes = 0;    // bytes that the cache holds, under leases too
+    uint64_t hit_tokens = 0;     // cached tokens that prompts began with, since the start
+    uint64_t miss_tokens = 0;    // tokens that prompts computed after a look in the cache, since the start
     uint64_t evictions = 0;      // entries that the cache gave up, since the start
-    uint64_t evicted_bytes = 0;  // that were free then
-    int64_t device_bytes = 0;    // that are in memory of devices
+    uint64_t evicted_bytes = 0;  // bytes that evictions freed, since the start
+    int64_t device_bytes = 0;    // bytes in the memory of devices
   };
 
   struct LeaseEnd {
@@ -119,9 +119,10 @@ class KvStore {
   // Frees what has lapsed. When the next lease lapses; infinite: none does.
   absl::Time EndLapsed();
 
-  // Of the longest prefix of whole blocks that the cache has as many tokens as `usable` says of it, at most
-  // all; they are held from now on. Nothing where a promise to others needs their room: the caller of a
-  // prompt that is charged already gives `returned_bytes` for each token of it back, as its run begins.
+  // The longest prefix of whole blocks in the cache. `usable` maps its tokens to how many of them the caller
+  // takes, at most all. The prefix is held from now on. Nothing is found where a promise to others needs its
+  // room: the caller of a prompt that is charged already gives `returned_bytes_per_token` back for each token
+  // of the prefix, as its run begins.
   std::shared_ptr<const KvSlabs> FindPrefix(const KvBlockNames& names, int64_t returned_bytes_per_token,
                                             const std::function<int64_t(int64_t)>& usable);
   // How many tokens the cache has.

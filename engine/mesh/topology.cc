@@ -25,7 +25,7 @@ Link Slowest(const Flows& flows, const Topology& topology) {
 Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank, int nodes) {
   if (heads == 1) return {};
   std::vector<int64_t> out(nodes, 0);  // messages
-  std::vector<int> members(nodes, 0);  // of the head group at hand
+  std::vector<int> members(nodes, 0);  // ranks of the present head group on each node
   int fewest_inside = heads;
   for (size_t first = 0; first < node_of_rank.size(); first += heads) {
     const auto group = node_of_rank.begin() + static_cast<ptrdiff_t>(first);
@@ -88,7 +88,7 @@ int SeatsPerNode(const Topology& topology, int seats) {
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement) {
   const int ranks = heads * tile.ranks();
   std::vector<int> node_of_rank(ranks);
-  std::vector<int> number(topology.node_of_seat.size(), -1);  // of nodes, by their first seat
+  std::vector<int> number(topology.node_of_seat.size(), -1);  // numbers the nodes, by their first seat
   int nodes = 0;
   for (size_t seat = 0; seat < number.size(); ++seat) {
     const bool same = seat > 0 && topology.node_of_seat[seat] == topology.node_of_seat[seat - 1];

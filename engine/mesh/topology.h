@@ -28,8 +28,8 @@ struct Link {
 struct Topology {
   std::vector<int> node_of_seat;  // [seats], those of a node side by side
   Link same_node;
-  Link between_nodes;                                                      // of one flow
-  double node_bytes_per_second = std::numeric_limits<double>::infinity();  // of a node's flows, each way
+  Link between_nodes;  // the link of one flow between two nodes
+  double node_bytes_per_second = std::numeric_limits<double>::infinity();  // all flows of a node, each way
   bool operator==(const Topology&) const = default;
 };
 

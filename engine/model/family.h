@@ -19,7 +19,7 @@ struct Family {
   const char* name;  // its model_type where that is null, and of make-model's --arch
   const char* architecture;
   const char* model_type = nullptr;
-  // Of models that read images, too, and have one of the family inside; null: there are none.
+  // The names of models that read images, too, and have one of this family inside; null: there are none.
   const char* outer_architecture = nullptr;
   const char* outer_model_type = nullptr;
 
@@ -33,7 +33,7 @@ struct Family {
   const char* activation_key = "hidden_act";  // which may state that, but no other
   const char* activation = "silu";
   bool has_experts = false;
-  bool has_window = false;      // that make-model may choose
+  bool has_window = false;      // make-model may choose a sliding window
   bool partial_rotary = false;  // partial_rotary_factor may say so
   bool local_rope = false;      // layers with a window have their own
   bool long_rope = false;       // longrope, that make-model may choose

@@ -42,7 +42,7 @@ absl::StatusOr<std::vector<float>> ToFloats(const FoundWeight& weight, const Bef
         break;
       case DType::kF8E4M3:
       case DType::kF4E2M1:
-        break;  // of no vector, and no scale
+        break;  // no vector and no scale has these
     }
   }
   return floats;

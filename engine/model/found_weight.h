@@ -14,7 +14,7 @@
 
 namespace meshfill {
 
-// Of the expected shape.
+// A tensor of the folder, of the expected shape.
 struct FoundWeight {
   const SafetensorsFolder::Entry* entry = nullptr;  // its shape: [out_features, in_features]
   DType dtype = DType::kF32;

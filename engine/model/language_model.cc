@@ -54,7 +54,7 @@ absl::StatusOr<std::optional<json>> FindLanguageConfig(const json& config, const
     if (*tied != language["tie_word_embeddings"])
       keys.Reject("tie_word_embeddings", "text_config says another");
   }
-  // Of no account: they are about images.
+  // Ignored: they are about images.
   for (const char* key : {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
                           "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id"}) {
     keys.Find(key);

@@ -24,9 +24,9 @@ absl::StatusOr<std::optional<nlohmann::json>> FindLanguageConfig(const nlohmann:
 // What a folder calls the tensors that are model.* and lm_head.* in one of a language model alone.
 class LanguageTensorNames {
  public:
-  LanguageTensorNames() = default;  // of a language model alone
-  // Of one inside another: as they are published, or as transformers names them in memory and some tools
-  // write them.
+  LanguageTensorNames() = default;  // names of a folder with a language model alone
+  // Names in a folder whose language model is inside another: as published, or as transformers names them in
+  // memory and some tools write them.
   static LanguageTensorNames In(const SafetensorsFolder& folder);
 
   std::string InFolder(absl::string_view name) const;

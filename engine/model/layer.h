@@ -110,12 +110,12 @@ class Layer {
   absl::Status Multiply(const PackedWeight& weight, int64_t tokens) const;              // normed into wide
   absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;         // into narrow
   absl::Status Activate(int64_t rows, int64_t width) const;                             // wide into narrow
-  // Of narrow, normalised where `post_norm` is not empty.
+  // Adds to x the product of narrow and `weight`, normalised first where `post_norm` is not empty.
   absl::Status AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,
                           float* x) const;
   absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
-                        float* x) const;                    // of normed
-  absl::Status AddExperts(int64_t tokens, float* x) const;  // of normed
+                        float* x) const;                    // reads normed
+  absl::Status AddExperts(int64_t tokens, float* x) const;  // reads normed
   absl::Status ActivateExperts(int64_t rows) const;         // wide into narrow
 
   const LayerShape& shape_;

@@ -17,19 +17,19 @@ namespace meshfill {
 
 struct LayerShape {
   int64_t hidden = 0;
-  int64_t intermediate = 0;  // of a dense MLP
+  int64_t intermediate = 0;  // width of a dense MLP
   int q_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
   int rotated_dim = 0;  // dimensions of a head that RoPE rotates, from the first on
   int64_t window = 0;   // tokens; 0: none
   MlpKind mlp = MlpKind::kDense;
-  ExpertsShape experts;  // where `mlp` says so
-  RouterRule router;     // likewise
+  ExpertsShape experts;  // only where `mlp` is kExperts
+  RouterRule router;     // only where `mlp` is kExperts
   ExpertNames expert_names;
   bool router_correction = false;  // the router has a correction for each expert
   bool expert_bias = false;        // the experts and their router have biases
-  SwiGluClamp swiglu_clamp;        // of the experts
+  SwiGluClamp swiglu_clamp;        // the experts' clamp
   bool qkv_bias = false, o_bias = false, mlp_bias = false;
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   bool post_norms = false;         // what attention and MLP add is normalised, too
@@ -37,12 +37,12 @@ struct LayerShape {
   LayerRope rope = LayerRope::kMain;
   QkNorm qk_norm = QkNorm::kNone;
   bool sinks = false;         // each query head has one
-  Fp8Blocks fp8;              // of all matrices that may be in FP8
+  Fp8Blocks fp8;              // blocks of all matrices that may be in FP8
   bool fp4_experts = false;   // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;  // compute dtype
 
   int64_t q_width() const { return int64_t{q_heads} * head_dim; }
-  int64_t kv_width() const { return int64_t{kv_heads} * head_dim; }  // of K, and of V
+  int64_t kv_width() const { return int64_t{kv_heads} * head_dim; }  // width of K, and of V
   int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
 };
 
@@ -95,7 +95,7 @@ struct LayerTensor {
   // The tensor's name in the model's folder, less ".bias".
   std::string WeightName(int layer, int copy) const;
   std::string BiasName(int layer, int copy) const;
-  std::string ScalesName(int layer, int copy, const char* scales) const;  // of FP8
+  std::string ScalesName(int layer, int copy, const char* scales) const;  // the FP8 scales' name
 };
 
 // All tensors, in the order in which the layer uses them.
@@ -123,9 +123,9 @@ enum class WeightMode {
   kStreamed,  // two layers of each run, read from the files a layer ahead of their use
   kSharded,   // a part of each layer, and two layers of each run, gathered a layer ahead from all workers
 };
-const char* WeightModeName(WeightMode mode);  // as the configuration has it
+const char* WeightModeName(WeightMode mode);  // the configuration's word for the mode
 
-// Of one process, packed; without the norms, which are nothing beside the matrices.
+// Bytes of one process's packed weights. Norms are left out: they are nothing beside the matrices.
 struct WeightBytes {
   int64_t layers = 0;      // all of them
   int64_t most_layer = 0;  // the largest
@@ -153,7 +153,7 @@ struct SliceWidths {
   int64_t wide = 0;      // q, k, v; gate, up; the router's logits; what each used expert has to say; what a
                          // sublayer adds before its norm, in f32
   int64_t narrow = 0;    // the gathered attention; silu(gate) · up
-  ExpertsShape experts;  // whose rows are sorted; count 0: none
+  ExpertsShape experts;  // experts for which rows are sorted; count 0: none
 
   bool operator==(const SliceWidths&) const = default;
 };

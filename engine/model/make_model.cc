@@ -32,7 +32,7 @@ const char* TorchName(DType dtype) {
       return "bfloat16";
     case DType::kF16:
       return "float16";
-    case DType::kF8E4M3:  // of the rest
+    case DType::kF8E4M3:  // dtype of the tensors that are not FP8 or MXFP4
     case DType::kF4E2M1:
       return "bfloat16";
   }
@@ -41,7 +41,7 @@ const char* TorchName(DType dtype) {
 
 // In the spelling that every version of transformers reads.
 json ConfigJson(const MakeModelOptions& options) {
-  constexpr int64_t kMultiple = 64;  // of the derived intermediate size
+  constexpr int64_t kMultiple = 64;  // the derived intermediate size is a multiple of this
   const int64_t hidden =
       std::clamp<int64_t>(options.hidden, 0, INT32_MAX);  // the parser refuses what lies outside
   const int64_t derived = (hidden * 8 / 3 + kMultiple - 1) / kMultiple * kMultiple;
@@ -85,16 +85,16 @@ struct RandomTensor {
   TensorSpec spec;
   double mean;
   double deviation;
-  bool bits = false;  // of bytes: all values alike
+  bool bits = false;  // the elements are random bytes, all values alike
 };
 
 // Deviations keep the activations, and with them the logits, of order 1: a linear layer has 1/√in.
 std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
   constexpr double kNormDeviation = 0.1;
   constexpr double kBiasDeviation = 0.1;
-  constexpr double kSinkDeviation = 1;     // as that of scores
+  constexpr double kSinkDeviation = 1;     // scores have the same
   constexpr double kFp8Deviation = 112;    // a quarter of the largest
-  constexpr double kScaleDeviation = 0.1;  // of the mean
+  constexpr double kScaleDeviation = 0.1;  // relative to the mean
   constexpr double kFp4Deviation = 2.93;   // where all 16 values are alike
   constexpr double kExponentDeviation = 0.5;
   const ModelShape& shape = config.shape;
@@ -205,7 +205,7 @@ uint16_t HalfFromFloat(float value) {
   return static_cast<uint16_t>(sign + ((unit + 24) << 10) + steps);
 }
 
-// Likewise to E4M3; for magnitudes up to 448.
+// Rounds to E4M3 as HalfFromFloat does to f16. Magnitudes are up to 448.
 uint8_t Fp8FromFloat(float value) {
   const uint8_t sign = std::signbit(value) ? 0x80 : 0;
   const float magnitude = std::fabs(value);

@@ -20,16 +20,16 @@ struct MakeModelOptions {
   int head_dim = 0;  // 0: hidden / q_heads
   int64_t vocab = 256;
   int64_t context_tokens = 4194304;
-  int64_t original_context_tokens = 0;  // of longrope, of Phi-3 alone; 0: it has none
-  int64_t sliding_window = 0;           // Mistral (0: none), Gemma 3 (0: 1024), gpt-oss (0: 128) alone
-  int experts = 0;                      // of families that have them, and the next two; 0: 8
-  int experts_used = 0;                 // by each token; 0: 2
+  int64_t original_context_tokens = 0;  // Phi-3 only, for longrope; 0: the model has none
+  int64_t sliding_window = 0;           // Mistral (0: none), Gemma 3 (0: 1024), gpt-oss (0: 128) only
+  int experts = 0;                      // this and the next two: only families that have experts; 0: 8
+  int experts_used = 0;                 // experts that each token goes through; 0: 2
   int64_t expert_width = 0;             // 0: intermediate
   double rope_theta = 1000000;
   bool tied_embeddings = false;
-  DType dtype = DType::kBf16;              // of the weights; FP8: of the layers' matrices, with scales of
-                                           // blocks of 128 · 128, the rest in bf16; MXFP4: gpt-oss's
-                                           // experts, the rest in bf16
+  // Weights' dtype. FP8: the layers' matrices, with scales of blocks of 128 · 128; the rest is bf16. MXFP4:
+  // gpt-oss's experts; the rest is bf16.
+  DType dtype = DType::kBf16;
   uint64_t seed = 1;                       // same options, same bytes
   int64_t shard_bytes = int64_t{2} << 30;  // a model above this is split into shards with an index
 };

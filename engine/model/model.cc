@@ -113,7 +113,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> head, tensors->PackHead(device, 0, shape.vocab, nullptr));
   model->resident_.push_back({.layer = {}, .head = std::move(head)});
   RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
-  model->embedding_->DropResidentPages();  // of the packed tensors beside it, too
+  model->embedding_->DropResidentPages();  // drops the packed tensors beside it, too
   return model;
 }
 

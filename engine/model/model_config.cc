@@ -332,7 +332,7 @@ void ReadMxfp4(JsonKeys& keys, JsonKeys& top, ModelConfig& config) {
   }
   config.shape.fp4_experts = true;
   const bool says_dtype = top.FindValue("dtype") != nullptr || top.FindValue("torch_dtype") != nullptr;
-  if (!says_dtype) config.shape.dtype = DType::kBf16;  // of the rest, as published
+  if (!says_dtype) config.shape.dtype = DType::kBf16;  // all other tensors, as published
 }
 
 // Reads `quantization_config`.

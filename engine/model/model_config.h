@@ -58,7 +58,7 @@ struct SwiGluClamp {
 
 // Where the scales of matrices in FP8 are.
 struct Fp8Config {
-  const char* scales = nullptr;  // of <name>.weight, <name>.<scales>; null: no matrix is in FP8
+  const char* scales = nullptr;  // <name>.<scales> has the scales of <name>.weight; null: no matrix is in FP8
   Fp8Blocks blocks;
 };
 
@@ -68,7 +68,7 @@ struct ModelConfig {
   Fp8Config fp8;
   float norm_eps = 1e-6f;
   float norm_offset = 0;       // what a norm multiplies with, less its weight in the file
-  double embedding_scale = 1;  // of the rows of the embedding; rounded to the compute dtype
+  double embedding_scale = 1;  // factor on the embedding's rows, rounded to the compute dtype
   bool tied_embeddings = false;
   bool qkv_bias = false;
   bool o_bias = false;
@@ -76,13 +76,13 @@ struct ModelConfig {
   bool fused_projections = false;  // q, k and v are one tensor, gate and up of a dense MLP another
   QkNorm qk_norm = QkNorm::kNone;
   bool sinks = false;             // each query head has a logit in the denominator of its softmax
-  RopeConfig rope;                // of layers of LayerRope::kMain
-  RopeConfig local_rope;          // of layers of LayerRope::kLocal
+  RopeConfig rope;                // rotary embedding of layers of LayerRope::kMain
+  RopeConfig local_rope;          // rotary embedding of layers of LayerRope::kLocal
   std::vector<LayerForm> layers;  // [shape.layers]
-  RouterRule router;              // of the layers that have experts
+  RouterRule router;              // rule of the layers that have experts
   bool router_correction = false;
-  bool expert_bias = false;  // of the router, too
-  SwiGluClamp swiglu_clamp;  // of the experts
+  bool expert_bias = false;  // the experts and their router have biases
+  SwiGluClamp swiglu_clamp;  // the experts' clamp
   ExpertNames expert_names;
   bool inside_another = false;  // engine/model/language_model.h
   int unused_layers =

@@ -25,7 +25,7 @@ enum class Activation {
 // Which of a model's rotary embeddings a layer has.
 enum class LayerRope {
   kMain,
-  kLocal,  // of layers with a window, where they have their own
+  kLocal,  // a separate one for layers with a window
 };
 
 // What the layers of one model may differ in.
@@ -49,15 +49,15 @@ std::vector<LayerKind> LayerKindsOf(std::span<const LayerForm> layers);
 // The MLP of every layer that has experts.
 struct ExpertsShape {
   int count = 0;             // 0: no layer has experts
-  int used = 0;              // by each token
-  int64_t width = 0;         // of one expert
-  int64_t shared_width = 0;  // of the expert that every token goes through; 0: there is none
+  int used = 0;              // experts that each token goes through
+  int64_t width = 0;         // intermediate features of one expert
+  int64_t shared_width = 0;  // width of the expert that every token goes through; 0: there is none
   bool operator==(const ExpertsShape&) const = default;
 };
 
 // Elements of a matrix in FP8 that share a scale.
 struct Fp8Blocks {
-  static constexpr int64_t kAll = INT64_MAX;  // as many as the matrix has
+  static constexpr int64_t kAll = INT64_MAX;  // one block over all rows or all columns
 
   int64_t rows = 0;  // 0: weights are not in FP8
   int64_t columns = 0;
@@ -84,7 +84,7 @@ struct ModelShape {
                                 // 0: all prompts are alike
   ExpertsShape experts;
   std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
-  Fp8Blocks fp8;                 // of all matrices of the layers, less their routers'
+  Fp8Blocks fp8;                 // blocks of all layers' matrices except their routers'
   bool fp4_experts = false;      // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;     // compute dtype
 
@@ -92,8 +92,8 @@ struct ModelShape {
   bool HasLongRope(int64_t prompt_tokens) const {
     return long_rope_after > 0 && prompt_tokens > long_rope_after;
   }
-  float score_scale() const;  // of q·k
-  int rope_count() const;     // of different rotary embeddings
+  float score_scale() const;  // factor on q·k before the softmax
+  int rope_count() const;     // number of different rotary embeddings
   // visit(form, layers) for each form.
   template <typename Visit>
   void ForEachKind(const Visit& visit) const {
@@ -145,9 +145,9 @@ double ModelFlops(const ModelShape& model, int64_t tokens);
 // What a model computes in where nobody says: f32 where the weights of all its matrices are, else bf16.
 constexpr DType AutoDType(bool f32_weights) { return f32_weights ? DType::kF32 : DType::kBf16; }
 
-// Of all products of all layers that a token goes through: of the experts, those that it uses.
+// FLOPs of one token in the matrix products of all layers. Of the experts, those that it uses count.
 double ProjectionFlopsPerToken(const ModelShape& model);
-double LmHeadFlops(const ModelShape& model);  // of its one row
+double LmHeadFlops(const ModelShape& model);  // FLOPs of one row
 inline int64_t LmHeadBytes(const ModelShape& model, DType dtype) {
   return ElementsBytes(dtype, model.vocab * model.hidden);
 }

@@ -32,7 +32,7 @@ class ModelTensors {
 
   const std::string& path() const { return folder_.path(); }
   const ModelConfig& config() const { return config_; }
-  bool all_f32() const { return all_f32_; }  // of all matrices
+  bool all_f32() const { return all_f32_; }  // all matrices are f32 in the folder
   const FoundWeight& embedding() const { return embedding_; }
 
   absl::StatusOr<LayerWeights> PackLayer(Device& device, int layer, const BeforeRead& before_read) const;
@@ -61,13 +61,13 @@ class ModelTensors {
   absl::StatusOr<LayerWeights> MakeLayer(Device& device, int layer, const BeforeRead& before_read,
                                          const Packer& pack) const;
 
-  SafetensorsFolder::Entry HeadRows(int64_t first, int64_t rows) const;  // of the LM head's matrix
+  SafetensorsFolder::Entry HeadRows(int64_t first, int64_t rows) const;  // rows of the LM head
 
   explicit ModelTensors(SafetensorsFolder folder) : folder_(std::move(folder)) {}
 
   const SafetensorsFolder folder_;
   ModelConfig config_;
-  std::deque<SafetensorsFolder::Entry> parts_;  // of tensors that stack experts
+  std::deque<SafetensorsFolder::Entry> parts_;  // slices of tensors that stack experts
   std::vector<FoundLayer> layers_;
   FoundWeight embedding_, final_norm_, lm_head_;
   bool all_f32_ = false;

@@ -19,7 +19,7 @@ enum class RopeScaling { kNone, kLinear, kLlama3, kYarn, kLongRope };
 
 struct RopeConfig {
   double theta = 10000;
-  double share = 1;  // of a head's dimensions that are rotated
+  double share = 1;  // fraction of a head's dimensions that RoPE rotates
   RopeScaling scaling = RopeScaling::kNone;
   double factor = 1;
   double original_context_tokens = 0;                // llama3, yarn, longrope

@@ -11,7 +11,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kLengthBytes = 8;  // of the header's length, in front of it
+constexpr size_t kLengthBytes = 8;  // the header's length, in front of the header
 
 }  // namespace
 

@@ -17,8 +17,8 @@
 
 namespace meshfill {
 
-int64_t WidthOf(std::span<const FoundLinear> linears);             // in_features
-int64_t StackedOutFeatures(std::span<const FoundLinear> linears);  // of all of them
+int64_t WidthOf(std::span<const FoundLinear> linears);             // the layers' common in_features
+int64_t StackedOutFeatures(std::span<const FoundLinear> linears);  // sum over all layers
 
 // The biases of the layers, one after the other, 0 where one has none; empty where none has.
 absl::StatusOr<std::vector<float>> StackedBias(std::span<const FoundLinear> linears,

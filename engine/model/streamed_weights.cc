@@ -18,7 +18,7 @@ constexpr int64_t kHeadGranule = 512;
 }  // namespace
 
 int64_t RowsOfHeadPart(const ModelShape& shape) {
-  // As many as take a layer's bytes, or half of that where those are in FP8 and these in bf16.
+  // The rows take a layer's bytes, or half of that where the layer is in FP8 and the head in bf16.
   const int64_t row_bytes = shape.hidden * static_cast<int64_t>(sizeof(float));
   const int64_t rows = WeightBytesOf(shape, DType::kF32).most_layer / row_bytes / kHeadGranule * kHeadGranule;
   return std::clamp(rows, std::min(kHeadGranule, shape.vocab), shape.vocab);

@@ -18,7 +18,7 @@
 
 namespace meshfill {
 
-// Of the LM head, in each part but the last, where it comes in parts: about a layer's bytes.
+// Rows of the LM head in each part but the last, where it comes in parts: about a layer's bytes.
 int64_t RowsOfHeadPart(const ModelShape& shape);
 int HeadParts(const ModelShape& shape);
 
@@ -31,12 +31,13 @@ class StreamedWeights {
   const ModelTensors& tensors() const { return *tensors_; }
   int64_t head_rows() const { return head_rows_; }  // RowsOfHeadPart
   int head_parts() const { return HeadParts(tensors_->config().shape); }
-  int held_parts();  // that are in memory now, of all runs
+  int held_parts();  // parts that are in memory now, over all runs
 
   // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it.
   absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read);
 
-  // Of the first `parts` parts, for so many readers. Begins to read at once. The token may be null.
+  // Opens a feed of the first `parts` parts for `readers` readers. Reading begins at once. `stop` may be
+  // null.
   std::unique_ptr<WeightFeed> Open(int readers, int parts, const StopToken* stop);
 
  private:

@@ -79,7 +79,7 @@ class StrictBuilder final : public nlohmann::json_sax<json> {
 
   json document_;
   std::vector<json*> open_;  // the objects and arrays that are not closed yet, outermost first
-  json* member_ = nullptr;   // of the innermost object: where the next value goes
+  json* member_ = nullptr;   // where the innermost object's next value goes
   std::string error_;
 };
 

@@ -43,8 +43,8 @@ class TensorFinder {
   // it, so that the config and the weights are not of one model.
   absl::Status Finish();
 
-  bool all_f32() const { return all_f32_; }  // of all matrices
-  bool all_fp8() const { return all_fp8_; }  // of those that may be
+  bool all_f32() const { return all_f32_; }  // all matrices found so far are f32
+  bool all_fp8() const { return all_fp8_; }  // all matrices found so far that may be FP8 are
 
  private:
   const SafetensorsFolder::Entry* FindEntry(const std::string& language_name) const;

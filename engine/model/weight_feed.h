@@ -39,7 +39,7 @@ struct WeightPart {
   std::unique_ptr<PackedWeight> head;  // [rows, hidden]; null: a layer
 };
 
-// Of the processes that share weights: which keeps this part, of how many.
+// One process's share of the weights: every part is divided among `of` processes.
 struct WeightShare {
   int index = 0;
   int of = 0;  // 0: they are not shared
@@ -65,7 +65,7 @@ class ShareExchange {
 // How a run gathers shared weights.
 struct Gathering {
   WeightShare share;
-  std::optional<int> head;  // whose process reads the LM head; none: nobody does
+  std::optional<int> head;  // index of the process that reads the LM head; none: nobody does
   bool at_once = false;     // false: from when a reader asks for the first part
   std::unique_ptr<ShareExchange> exchange;
 };
@@ -99,14 +99,14 @@ class PartMaker {
   virtual void Quit() = 0;
   // Whether others need its work on parts that no reader will ask for any more.
   virtual bool serves_others() const = 0;
-  virtual int64_t sent_bytes() const = 0;  // as the feed's
+  virtual int64_t sent_bytes() const = 0;  // bytes that other processes gather from it in the run
   // What a reader is told whose part does not come: "/models/m: layer 3", and where to look.
   virtual std::string PartName(int part) const = 0;
   virtual const char* advice() const = 0;
 };
 
-// Of parts [0, parts), for so many readers. Begins to make them at once, or when a reader asks for the first.
-// The token may be null.
+// Makes parts [0, parts) ahead of `readers` readers: from now on, or (`at_once` false) from when a reader
+// asks for the first. `stop` may be null.
 std::unique_ptr<WeightFeed> MakeAhead(std::unique_ptr<PartMaker> maker, int readers, int parts, bool at_once,
                                       const StopToken* stop);
 

@@ -9,7 +9,7 @@ namespace meshfill {
 
 absl::Status WeightImage::Add(Device& device, LayerPart part, int copy, int64_t out_features,
                               int64_t in_features, const ElementKind& kind) {
-  constexpr int64_t kLineBytes = 64;  // of a cache
+  constexpr int64_t kLineBytes = 64;  // one cache line
   ASSIGN_OR_RETURN(const PackedForm form, device.FormOf(out_features, in_features, kind));
   matrices.push_back({.part = part,
                       .copy = copy,

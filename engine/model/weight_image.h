@@ -19,7 +19,7 @@ namespace meshfill {
 
 struct WeightImage {
   struct Matrix {
-    LayerPart part;  // of a layer
+    LayerPart part;  // which matrix of the layer
     int copy = 0;    // the expert's
     int64_t out_features = 0;
     int64_t in_features = 0;

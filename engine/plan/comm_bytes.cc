@@ -16,7 +16,7 @@ int64_t AllToAllBytes(const ModelShape& slice, int heads, int64_t own_tokens, in
          slice.q_bytes(group_tokens - own_tokens);
 }
 
-// Of the queries of a Q group, those whose partial outputs go round.
+// How many queries of a Q group have partial outputs that go round.
 int64_t ReturningTokens(const LayerReach& reach, int group) {
   const int a = reach.mesh().tile().a;
   int64_t tokens = 0;
@@ -79,8 +79,8 @@ class WholeRings {
   const LayerReach& reach_;
   const DType partial_dtype_;
   const int a_;
-  std::vector<int64_t> q_group_tokens_;   // of mesh ranks a·g … a·g + a−1
-  std::vector<int64_t> kv_group_tokens_;  // of mesh ranks g, g + a, g + 2a …
+  std::vector<int64_t> q_group_tokens_;   // [g]: tokens of mesh ranks a·g … a·g + a−1
+  std::vector<int64_t> kv_group_tokens_;  // [g]: tokens of mesh ranks g, g + a, g + 2a …
 };
 
 int64_t RankAllToAllBytes(const ModelShape& slice, const PlanShape& shape, int rank) {

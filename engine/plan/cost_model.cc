@@ -53,11 +53,11 @@ struct TokenWork {
                        seconds(static_cast<double>(shape.layout.tokens()) / shape.layout.ranks()));
   }
 
-  double flops;  // of a token
+  double flops;  // FLOPs of one token
   double share_before_attention;
 };
 
-// Of each token once.
+// Seconds of the work that each token causes once per prefill (PoolSpeed::token_seconds).
 double BeginSeconds(const PoolSpeed& speed, const TokenLayout& layout) {
   return PoolSeconds(speed, static_cast<double>(layout.LargestChunkTokens()) * speed.token_seconds,
                      static_cast<double>(layout.tokens()) / layout.ranks() * speed.token_seconds);
@@ -167,7 +167,7 @@ class Exchanges {
   const int layers_;
   const int others_;  // members of a head group
   const TokenWork* const work_;
-  int64_t q_bytes_ = 0;  // of the prompt's tokens, to one member
+  int64_t q_bytes_ = 0;  // Q of the prompt's tokens, to one member
   int64_t kv_bytes_ = 0;
   int64_t prefix_bytes_ = 0;
 };

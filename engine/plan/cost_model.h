@@ -44,11 +44,11 @@ RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const
 // have less of it, each layer here has its share.
 struct AttentionSeconds {
   Tile tile;
-  double block = 0;                                // one block, on average
-  std::vector<double> blocks;                      // [a·b], by u·b + v; empty: all take that
-  PerTraffic<MessageSeconds> transfer;             // of one Q, KV or O chunk; where they differ, the longest
+  double block = 0;                     // one block, on average
+  std::vector<double> blocks;           // [a·b], by u·b + v; empty: all take that
+  PerTraffic<MessageSeconds> transfer;  // seconds of one Q, KV or O chunk; where they differ, the longest
   PerTraffic<std::vector<MessageSeconds>> by_hop;  // the first, second … of each; empty: all take that
-  double merge = 0;                                // of one partial output that arrived; 0: none does
+  double merge = 0;     // seconds to merge one partial output that arrived; 0: none arrives
   double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
   double to_tokens = 0;
   double to_heads_wait = 0;  // what of them nothing hides
@@ -58,7 +58,7 @@ struct AttentionSeconds {
 
   double Block(BlockIndex index) const;
   const MessageSeconds& MessageOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
-  double Compute() const;                                              // of the whole layer
+  double Compute() const;  // seconds that a rank computes in one layer's attention
   double Wait(const Schedule& schedule) const;
   double Transfers(const Schedule& schedule) const;  // Wait, and what blocks and the work on tokens hide
 };

@@ -17,7 +17,7 @@ bool SeesAll(const TokenLayout& layout, int64_t cached_tokens, int64_t window) {
 
 // Σ over the queries 0 … queries − 1 of the keys k < keys for which query − k ≤ most.
 double PairsWithin(int64_t queries, int64_t keys, int64_t most) {
-  const auto sum = [](int64_t first, int64_t last) {  // of first … last
+  const auto sum = [](int64_t first, int64_t last) {  // sum of first … last
     return first > last ? 0.0 : static_cast<double>(last - first + 1) * static_cast<double>(first + last) / 2;
   };
   const int64_t all = std::clamp<int64_t>(most + 1, 0, queries);  // queries that see every key
@@ -60,7 +60,7 @@ bool LayerReach::Sees(int q_chunk, int kv_chunk) const {
   return q_layout_.kind() == LayoutKind::kStriped && queries > q_layout_.stripe();
 }
 
-// Of the KV chunks that the rank computes with, the one `hop` behind is the nearest.
+// The KV chunk `hop` behind is the nearest that the hop-th rank computes with.
 bool LayerReach::QReaches(int q_chunk, int hop) const {
   return Sees(q_chunk, (q_chunk - hop + mesh_.ranks()) % mesh_.ranks());
 }
@@ -126,7 +126,7 @@ BlockPairs LayerPairs::Alike() const {
   return block;
 }
 
-// Of a chunk of queries with the keys of one that is `back` chunks before it.
+// Visible pairs of a chunk of queries with the keys of the chunk that is `back` chunks before it.
 double LayerPairs::ChunkPairs(int64_t back, bool ragged) const {
   const int64_t queries = ragged ? rest_ : stripe_;
   return BandPairs(back * stripe_, queries, back == 0 ? queries : stripe_, window_);
@@ -203,7 +203,7 @@ BlockPairs LayerPairs::LeastOfTile() const {
     }
     return tile;
   }
-  // Of contiguous chunks, an average rank of the last whole Q group.
+  // Contiguous chunks: the mean over the ranks of the last whole Q group.
   const int64_t end = whole_chunks_ / a * a * stripe_;
   if (end > 0) {
     tile.largest = (VisiblePairs(end, window_) - VisiblePairs(end - a * stripe_, window_)) / a;

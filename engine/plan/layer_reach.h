@@ -34,11 +34,12 @@ struct SlotRange {
   bool operator==(const SlotRange&) const = default;
 };
 
-// Of one mesh: chunks and ranks are those of head groups. Hops count from a chunk's own rank, which is hop 0:
-// a Q chunk's u-th rank has it as Q#u, a KV chunk's v-th rank has it as KV#v. All in time O(1).
+// What the queries of a mesh's chunks reach in a layer. Each chunk, and each rank, is a head group's. Hops
+// count from a chunk's own rank, which is hop 0: a Q chunk's u-th rank has it as Q#u, a KV chunk's v-th rank
+// has it as KV#v. All in time O(1).
 class LayerReach {
  public:
-  // `window`: of the layer, 0: none.
+  // `window`: the layer's sliding window in tokens; 0: none.
   LayerReach(const PlanShape& shape, int64_t window);
 
   bool sees_all() const { return sees_all_; }

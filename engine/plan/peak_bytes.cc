@@ -9,8 +9,8 @@
 namespace meshfill {
 namespace {
 
-// As if each rank had as many tokens as the one that has most: ranks are in different phases of a layer at
-// once, and one with few tokens may wait in its worst while one with many is in its own.
+// Tokens of the prompt, if each rank had as many as the one that has most. Ranks are in different phases of a
+// layer at once, and one with few tokens may wait in its worst while one with many is in its own.
 int64_t EvenTokens(const PlanShape& shape) {
   return shape.layout.ranks() * shape.layout.LargestChunkTokens();
 }
@@ -78,7 +78,7 @@ class AttentionPeak : public ScheduleVisitor {
   const bool shared_;
   const bool adopt_;
   const bool holds_own_kv_;  // KV#0, beyond its last block
-  const int64_t q_bytes_;    // of one chunk of all ranks
+  const int64_t q_bytes_;    // one Q chunk of each rank
   const int64_t kv_bytes_;
   const int64_t row_bytes_;
   const int64_t message_bytes_;

@@ -17,7 +17,7 @@ namespace meshfill {
 
 // How a plan's shapes are scheduled.
 enum class ScheduleChoice {
-  kAuto,    // as is predicted to take the least time
+  kAuto,    // whatever is predicted to take the least time
   kGreedy,  // by Algorithm 2, as the paper has it
 };
 
@@ -29,8 +29,8 @@ using CommBytes = PerTraffic<int64_t>;
 struct PartSeconds {
   double products = 0;   // projections, MLP, LM head, and what is between them; weights that stream
   double attention = 0;  // blocks, merges, chunks reordered
-  double transfers = 0;  // of chunks between ranks; of weights that workers share
-  double hidden = 0;     // of the transfers: beside blocks, the work on tokens, and each other
+  double transfers = 0;  // chunks between ranks; weights that workers share
+  double hidden = 0;     // the part of `transfers` that goes on beside blocks, work on tokens, and each other
   double fixed = 0;      // whatever the prompt's length
 
   PartSeconds& operator+=(const PartSeconds& other) {
@@ -45,26 +45,26 @@ struct PartSeconds {
 };
 
 struct Prediction {
-  double seconds = 0;            // of the whole prefill
+  double seconds = 0;            // the whole prefill
   double compute_seconds = 0;    // a rank's own
   double comm_wait_seconds = 0;  // exposed communication
-  CommBytes comm_bytes;          // of the rank that sends most, over all layers
-  int64_t peak_bytes = 0;        // of all ranks at once: activations and weights
-  int64_t run_bytes = 0;         // of these, what the run takes: all but the weights that are loaded anyway
-  int64_t weight_bytes = 0;      // of these, weights
-  double weight_seconds = 0;     // that weights which stream add
+  CommBytes comm_bytes;          // bytes of the rank that sends most, over all layers
+  int64_t peak_bytes = 0;        // activations and weights of all ranks together
+  int64_t run_bytes = 0;      // what the run takes of peak_bytes: all but the weights that are loaded anyway
+  int64_t weight_bytes = 0;   // what weights take of peak_bytes
+  double weight_seconds = 0;  // seconds that streamed weights add
   PartSeconds parts;
   bool operator==(const Prediction&) const = default;
 };
 
 // A shape, and what was decided for it.
 struct Plan : PlanShape {
-  int64_t slice_tokens = Grain().slice_tokens;  // whose projections and MLP a rank computes at a time
+  int64_t slice_tokens = Grain().slice_tokens;  // tokens whose projections and MLP a rank computes at a time
   Placement placement;                          // empty: row-first
   Schedule schedule;
   Prediction predicted;
 
-  int SeatOf(int rank) const;  // of the pool: which device runs the rank
+  int SeatOf(int rank) const;  // index in the pool of the device that runs the rank
   int RankAt(int seat) const;  // its inverse; both in time O(ranks)
   std::string DebugString() const;
   bool operator==(const Plan&) const = default;
@@ -77,10 +77,10 @@ struct PlanCandidate : PlanShape {
 };
 
 struct PlanChoice {
-  Plan plan;  // of a prompt in pieces: that of the last one, with the prediction of all
+  Plan plan;  // a prompt in pieces: the last piece's plan, with the prediction of all
   std::vector<PlanCandidate> candidates;  // every shape that was considered for it, best first
-  std::vector<Plan> pieces;  // that run one after the other (engine/plan/pieces.h); none: the prompt is whole
-  PlanWeights weights;       // that the predictions count
+  std::vector<Plan> pieces;  // run one after the other (engine/plan/pieces.h); none: the prompt is whole
+  PlanWeights weights;       // weights that the predictions count
 };
 
 }  // namespace meshfill

@@ -20,7 +20,7 @@ inline constexpr int kMostExchanges = 32;
 // The head groups were found possible (ModelShape::CanSplitHeads) and divide the layout's ranks; the tile is
 // that of each of the meshes of ranks/heads.
 struct PlanShape {
-  TokenLayout layout;  // of the prompt's tokens: its queries
+  TokenLayout layout;  // who has which of the prompt's tokens, the queries
   int heads = 1;
   Tile tile;
   DType partial_dtype = DType::kF32;
@@ -29,13 +29,13 @@ struct PlanShape {
   bool keeps_kv = false;      // K and V of the prompt are kept, layer by layer
   bool kv_on_host = false;    // what is kept leaves the ranks' memory while the layer is computed
   bool one_memory = true;     // ranks are threads on one device: a chunk is there once, however many hold it
-  // Of each rank, what a head group exchanges while the next tokens are computed: a multiple of the slices in
-  // which those are computed (Plan::slice_tokens). 0: all at once, between attention and what follows.
+  // Tokens of each rank that a head group exchanges while the next ones are computed: a multiple of
+  // Plan::slice_tokens. 0: all at once, between attention and what follows.
   int64_t exchange_tokens = 0;
 
   int ranks() const { return layout.ranks(); }
   int exchanges() const;            // slices of the longest chunk, 1 to kMostExchanges; the same on all ranks
-  TokenLayout kv_layout() const;    // of the keys: cached_tokens and the prompt's
+  TokenLayout kv_layout() const;    // who has which of the keys: cached_tokens and the prompt's
   std::string DebugString() const;  // "2x2, 1 head group, striped(…), partial outputs in f32"
   bool operator==(const PlanShape&) const = default;
 };

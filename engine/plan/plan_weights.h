@@ -17,20 +17,20 @@ struct PlanWeights {
   WeightMode mode = WeightMode::kResident;
   int64_t loaded_bytes = 0;  // in memory whether something runs or not
   int64_t run_bytes =
-      0;  // of each run beside them: two layers that stream past, and what FP8 is widened into
+      0;  // what each run takes beside them: two layers that stream past, and what FP8 is widened into
   // Where they stream:
   double layer_seconds = 0;       // from the call for a layer until it is there, when nothing else runs
-  double layer_busy_seconds = 0;  // of these, what the ranks' cores would have computed in
+  double layer_busy_seconds = 0;  // part of layer_seconds in which the ranks' cores are busy with the load
   double head_seconds = 0;        // the same as layer_seconds for the LM head
-  // Where workers share them: of a worker's, the largest layer and the LM head
+  // The rest is for weights that workers share, and counts one worker: its largest layer, and its LM head
   int64_t layer_bytes = 0;
   int64_t head_bytes = 0;
-  int64_t sent_bytes = 0;              // to the others, of a run
-  int64_t sent_head_bytes = 0;         // of these, of the LM head
-  double gather_bytes_per_second = 0;  // of the link that they come by, beside chunks; 0: they do not
+  int64_t sent_bytes = 0;              // what one worker sends to the others in a run
+  int64_t sent_head_bytes = 0;         // the part of sent_bytes that is the LM head's
+  double gather_bytes_per_second = 0;  // speed of the link for shared weights, beside chunks; 0: none come
 
-  PlanWeights Share(int64_t ranks, int64_t of) const;  // of `ranks` ranks, where these are of `of`
-  PlanWeights WithoutHead() const;                     // of a run whose logits nobody needs
+  PlanWeights Share(int64_t ranks, int64_t of) const;  // what `ranks` of `of` ranks have of these
+  PlanWeights WithoutHead() const;                     // weights of a run whose logits nobody needs
   bool operator==(const PlanWeights&) const = default;
 };
 
@@ -39,7 +39,7 @@ struct WeightModeBytes {
   WeightMode mode;
   int64_t bytes;
   bool fits;           // in what is free now
-  double seconds = 0;  // that a plan predicts so; 0: none was made
+  double seconds = 0;  // predicted with the weights held so; 0: no plan was made
 };
 
 // Weights that `workers` workers share, of all together: each keeps an equal part, and gathers the others' by

@@ -27,16 +27,16 @@
 namespace meshfill {
 
 struct PlanRequest {
-  int64_t tokens = 0;         // of the prompt
+  int64_t tokens = 0;         // the prompt's
   int64_t cached_tokens = 0;  // before it, whose keys and values are there already
   int ranks = 1;
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: as predicted to be fastest
-  int64_t stripe = 64;                                      // of the striped layout
+  int64_t stripe = 64;                                      // tokens, where the layout is striped
   std::optional<Tile> tile = std::nullopt;                  // fixed by the caller
   std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
   std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
   ScheduleChoice schedule = ScheduleChoice::kAuto;
-  // Of all ranks, for what a run takes: activations, and weights that stream past. 0: no limit
+  // Bytes of all ranks together that one run may take: activations, and weights that stream past. 0: no limit
   int64_t memory_budget_bytes = 0;
   PlanWeights weights = {};
   bool one_memory = true;   // ranks share it (PlanShape)

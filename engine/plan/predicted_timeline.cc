@@ -74,7 +74,7 @@ class LayerSpans : public ScheduleVisitor {
 }  // namespace
 
 Timeline PredictLayer(const ModelShape& model, const PoolSpeed& speed, const Plan& plan) {
-  // Of a layer that sees all keys, if there is one: the first kind.
+  // The layer is of the first kind, which sees all keys if any kind does.
   const int64_t window = model.kinds.empty() ? 0 : model.kinds.front().form.window;
   const std::vector<Span> spans =
       LayerSpans(AttentionSecondsOf(model, speed, plan, window)).Run(plan.schedule);

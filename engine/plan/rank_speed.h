@@ -21,13 +21,13 @@ struct PoolSpeed {
 
   // What does not shrink with the work, per rank when all ranks run: small slices and blocks are less
   // efficient.
-  double slice_seconds = 0;      // of each slice of each layer: weights read, operations begun
-  double block_row_seconds = 0;  // of each row (query and head) of each block: its state read and written
-  double token_seconds = 0;      // of each token once: embedding, RoPE
-  double start_seconds = 0;      // of each prefill once: threads begun and ended
+  double slice_seconds = 0;      // each slice of each layer: weights read, operations begun
+  double block_row_seconds = 0;  // each row (query and head) of each block: its state read and written
+  double token_seconds = 0;      // each token once: embedding, RoPE
+  double start_seconds = 0;      // each prefill once: threads begun and ended
   double lm_head_bytes_per_second = std::numeric_limits<double>::infinity();  // weights read for one row
 
-  int64_t slice_tokens = Grain().slice_tokens;  // of its backend: in what slices a plan cuts a chunk
+  int64_t slice_tokens = Grain().slice_tokens;  // tokens of the slices in which the backend computes a chunk
 
   // How many times as fast a rank runs while the others wait: above 1 where ranks share cores, and then the
   // pool takes no longer than its whole work or its busiest rank alone needs.

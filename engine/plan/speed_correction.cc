@@ -32,7 +32,7 @@ Link Slower(const Link& link, double factor) {
           .bytes_per_second = link.bytes_per_second / factor};
 }
 
-// As plans are ranked: by factors over that of products.
+// The speed that plans are ranked with: attention and transfers by their factors over that of products.
 PoolSpeed Ranked(PoolSpeed speed, const PartFactors& ranking) {
   speed.attention_flops_per_second /= ranking.attention;
   speed.merge_bytes_per_second /= ranking.attention;
@@ -59,7 +59,7 @@ double All(const PartSeconds& parts, const PartFactors& factors) {
          std::max(0.0, parts.fixed + factors.fixed_seconds);
 }
 
-// From what the ranked speeds say.
+// Corrects a prediction that was made with ranked speeds.
 void Correct(const PartFactors& ranking, const PartFactors& factors, WeightMode weights,
              Prediction& predicted) {
   PartSeconds& parts = predicted.parts;
@@ -88,7 +88,7 @@ void Scale(double ratio, Prediction& predicted) {
 }  // namespace
 
 void SpeedCorrection::Line::Observe(double x, double seconds, double deviation, double least_addend) {
-  const double units = addend_variance > 0 ? 1 : 0;  // of the addend
+  const double units = addend_variance > 0 ? 1 : 0;  // 1: the line's addend is fitted, too
   const double expected = At(x);
   const double trusted = std::max(kTrustedShare * std::abs(expected), kTrustedDeviations * deviation);
   double off = seconds - expected;

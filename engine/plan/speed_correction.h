@@ -43,7 +43,7 @@ class SpeedCorrection {
  public:
   static constexpr double kMostFactor = 8;  // 1 / kMostFactor at least
   static constexpr double kMostFixedSeconds = 1;
-  static constexpr double kMostStep = 1.6;     // of a factor, by one prefill
+  static constexpr double kMostStep = 1.6;     // most that one prefill changes a factor, up or down
   static constexpr double kRankingStep = 1.5;  // plans are ranked anew where a factor is off by that,
   static constexpr int kRankingPrefills = 32;  // and not before so many prefills
   static constexpr double kWrong = 2;

@@ -203,7 +203,7 @@ class LayerRun : public ScheduleVisitor {
     return begin == 0 ? chunk : SlotPositions{.base = 1, .stride = 1, .width = chunk.At(begin)};
   }
 
-  // Those slots of KV#v: the chunk itself, or a copy of them.
+  // The slots `part` of KV#v: the chunk itself, or a copy of them.
   absl::StatusOr<BufferRef> KvPart(int v, SlotRange part) {
     const SlotRange held = Held(v);
     if (part.slots() == 0) return stream_.Allocate(0);
@@ -300,8 +300,8 @@ class LayerRun : public ScheduleVisitor {
 
   const Plan& plan_;
   const ModelShape model_;  // with the heads of this mesh
-  const LayerReach reach_;  // of chunks of the mesh, whose ranks are head groups
-  const int member_;        // of its head group: which of the h meshes
+  const LayerReach reach_;  // reach of the mesh's chunks, each of a head group
+  const int member_;        // index in its head group: which of the h meshes
   const int rank_;          // in the mesh
   const Mesh mesh_;
   Stream& stream_;
@@ -310,7 +310,7 @@ class LayerRun : public ScheduleVisitor {
   RankStats& stats_;
   TimelineRecorder* const recorder_;
   const int64_t window_;
-  const float* const sinks_;  // of the heads of this mesh; null: the layer has none
+  const float* const sinks_;  // sinks of this mesh's heads; null: the layer has none
   const float scale_;
 
   std::vector<BufferRef> q_;   // [a], by local index; null: not here yet, or no longer

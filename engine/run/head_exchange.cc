@@ -175,7 +175,7 @@ absl::Status HeadExchange::Finish(UnderWay under_way,
     RETURN_IF_ERROR(accept((member_ + heads_ - step) % heads_, std::move(message)));
   }
   if (recorder_ == nullptr || !recorder_->keeps_spans()) return absl::OkStatus();
-  // Of several under way at once each is shown from where the one before it has ended.
+  // Where several are under way at once, each is shown from the end of the one before it.
   TimelineRecorder::Moment& start = under_way.start.host < last_end_.host ? last_end_ : under_way.start;
   TimelineRecorder::Moment end = recorder_->Now();
   recorder_->Record(Span{.kind = SpanKind::kTransfer, .what = name}, nullptr, std::move(start), end);

@@ -129,8 +129,8 @@ class HeadExchange {
   const ModelShape& model_;
   const ModelShape one_;  // with one member's heads
   const int heads_;       // h
-  const int member_;      // of the group
-  const int first_rank_;  // of the group
+  const int member_;      // index in the head group
+  const int first_rank_;  // the head group's first rank
   const int slices_;
   const int64_t slice_tokens_;
   const Tensor q_;
@@ -141,11 +141,11 @@ class HeadExchange {
   RankStats& stats_;
   TimelineRecorder* const recorder_;
 
-  LayerChunks whole_;  // of one slice: its all-to-alls have yet to begin
+  LayerChunks whole_;  // chunks of a layer in one slice; their all-to-alls have yet to begin
   BufferRef output_;   // without head groups
   std::vector<TensorUnderWay> to_heads_;
   std::vector<UnderWay> to_tokens_;    // by slice
-  TimelineRecorder::Moment last_end_;  // of the transfers recorded so far
+  TimelineRecorder::Moment last_end_;  // end of the last transfer that was recorded
 };
 
 }  // namespace meshfill

@@ -26,7 +26,7 @@ class PrefixSlabs {
  public:
   explicit PrefixSlabs(Stream& stream) : stream_(stream) {}
 
-  // As the stream's operations read it; null: it is on the host.
+  // The slab as the stream's operations read it; null: it is on the host.
   absl::StatusOr<BufferRef> OnDevice(KvSlab& slab) {
     if (const auto known = known_.find(&slab); known != known_.end()) return known->second;
     BufferRef kept;
@@ -141,7 +141,7 @@ class Runner {
     return run_.model.Embed(stream_, run_.ids, Residual(0));
   }
 
-  // Of one rotary embedding.
+  // Tables of one rotary embedding.
   struct RopeTables {
     std::unique_ptr<float[]> host;  // cos, then sin; goes after them
     BufferRef cos, sin;             // [chunk_tokens, rotated_dim/2], f32
@@ -197,7 +197,7 @@ class Runner {
     return absl::OkStatus();
   }
 
-  // Of a layer that has been begun in all slices.
+  // Attention of a layer that has been begun in all slices.
   absl::Status Attend(int layer) {
     SetRecordedLayer(layer);
     ASSIGN_OR_RETURN(LayerChunks chunks, exchange_.FinishToHeads());
@@ -210,7 +210,7 @@ class Runner {
     ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(layer));
     next_ = std::make_unique<CurrentLayer>(LayerShapeOf(config_, layer), weights->layer, config_.norm_eps,
                                            buffers_, stream_);
-    return EndKeeping();  // of the layer before: one layer's K and V at a time (peak_bytes.h)
+    return EndKeeping();  // the layer before's: one layer's K and V are kept at a time (peak_bytes.h)
   }
 
   absl::StatusOr<const WeightPart*> TakeWeights(int part) {
@@ -412,7 +412,7 @@ class Runner {
     return absl::OkStatus();
   }
 
-  // As the sink wants them.
+  // Hands the layer's K and V to the sink.
   absl::Status BeginKeeping(int layer) {
     SpanTimer timer(nullptr, run_.recorder, {.what = "keep kv"});
     ASSIGN_OR_RETURN(keeping_, run_.kv->Keep(run_.rank, layer, std::exchange(kept_, nullptr), stream_));
@@ -452,16 +452,16 @@ class Runner {
   const ModelConfig& config_;
   Stream& stream_;
   const int64_t chunk_tokens_;
-  const int64_t prefix_slots_;  // of the rank's keys, before those of its chunk
+  const int64_t prefix_slots_;  // slots of cached keys, before those of the rank's chunk
   const int64_t slice_tokens_;
   RankOutput output_;
   HeadExchange exchange_;
   AttentionExecutor executor_;
   BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream
   std::map<LayerRope, RopeTables> ropes_;
-  LayerBuffers buffers_;                   // of a slice
+  LayerBuffers buffers_;                   // buffers of one slice
   std::unique_ptr<CurrentLayer> current_;  // in attention, or its tokens are behind it
-  std::unique_ptr<CurrentLayer> next_;     // whose tokens are on their way to attention
+  std::unique_ptr<CurrentLayer> next_;     // the layer whose tokens are on their way to attention
   BufferRef kept_;                         // K and V of a layer's chunk, while slices come
   std::unique_ptr<KvKeeping> keeping_;     // goes on beside the layer; null: nothing does
 };

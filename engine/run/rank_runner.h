@@ -37,8 +37,8 @@ namespace meshfill {
 struct RankRun {
   const Plan& plan;
   const Model& model;
-  WeightFeed& weights;  // of the model
-  int reader;           // of the feed
+  WeightFeed& weights;  // gives the model's weights
+  int reader;           // this rank's number among the feed's readers
   int rank;
   std::span<const uint32_t> ids;  // this rank's tokens, by slot
   Stream& stream;
@@ -47,16 +47,16 @@ struct RankRun {
   std::function<void(int layer)> on_layer_done;  // after each layer of this rank, from 0
   KvSink* kv;                                    // where this rank's K and V go; null: they are dropped
   const KvSlabs* prefix = nullptr;               // K and V of the plan's cached tokens; null: there are none
-  int64_t tokens_ahead = 0;                      // of the prompt, in later runs: this one has no logits
-  TimelineRecorder* recorder = nullptr;          // null: no timeline is kept
-  std::span<const LinkProbe> probes;             // before the first layer; the same on all ranks
+  int64_t tokens_ahead = 0;              // prompt tokens of later runs; above 0: this run has no logits
+  TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
+  std::span<const LinkProbe> probes;     // before the first layer; the same on all ranks
 };
 
 struct RankOutput {
   RankStats stats;
   std::vector<float> logits;               // [vocab] on the last token's rank, where they are wanted
   std::vector<std::optional<Link>> links;  // by probe; none: this rank sat out
-  double probe_seconds = 0;                // that the probes took; no part of the stats
+  double probe_seconds = 0;                // seconds that the probes took; no part of the stats
 };
 
 // Whether it reads the LM head: the last token's rank does, where the logits are wanted.

@@ -11,8 +11,8 @@ namespace meshfill {
 
 struct RankStats {
   double attention_seconds = 0;     // wall time inside attention, waits included, over all layers
-  double block_seconds = 0;         // of it: computing blocks
-  double merge_seconds = 0;         // of it: merging what arrived, and reordering it for head groups
+  double block_seconds = 0;         // attention_seconds spent on blocks
+  double merge_seconds = 0;         // attention_seconds spent on merges, and on reordering for head groups
   PerTraffic<double> wait_seconds;  // comm wait: the thread stands still for a message
   double total_seconds = 0;         // wall time of the rank's run
   CommBytes sent;

@@ -48,7 +48,7 @@ class TimelineRecorder {
     first_ = Now();
     if (first_.device == nullptr) stream_ = nullptr;
   }
-  void set_layer(int layer) { layer_ = layer; }  // of the spans to come; -1: none
+  void set_layer(int layer) { layer_ = layer; }  // layer of the spans to come; -1: none
   bool keeps_spans() const { return capacity_ > 0; }
 
   Moment Now() const {
@@ -99,7 +99,7 @@ class TimelineRecorder {
   struct Unsettled {
     std::optional<Span> span;
     double* seconds;
-    Moment start, end;  // of the device
+    Moment start, end;  // moments of the device
   };
 
   // The host queues nothing while the run is paused, and the device soon has nothing to do.
@@ -127,7 +127,7 @@ class TimelineRecorder {
   const size_t capacity_;
   const StopToken* const run_;
   Stream* stream_ = nullptr;  // null: the host's clock tells all
-  Moment first_;              // of the stream
+  Moment first_;              // the stream's first moment
   std::vector<Unsettled> unsettled_;
   int layer_ = -1;
   std::vector<Span> spans_;

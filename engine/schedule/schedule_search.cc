@@ -87,7 +87,7 @@ class OrderSearch {
 
   const Tile tile_;
   const OverlapCosts costs_;
-  const int64_t bound_;  // of the exposed blocks
+  const int64_t bound_;  // lower bound on the exposed blocks
   std::vector<Traffic> order_;
   std::vector<Traffic> best_order_;
   int64_t best_exposed_ = INT64_MAX;

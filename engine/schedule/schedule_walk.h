@@ -42,7 +42,7 @@ struct ScheduleVisitor {
 
   void Start(const Transfer&) {}
   void Block(BlockIndex, RowState) {}     // what the block's row had before
-  void End(const Transfer&, RowState) {}  // of a Send O: what the row that it received had before
+  void End(const Transfer&, RowState) {}  // Send O: what the received row had before
   void FreeQ(int) {}                      // Q#u is not used again
   void FreeKv(int) {}                     // KV#v is not used again
 };

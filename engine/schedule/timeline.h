@@ -30,12 +30,12 @@ const char* LaneName(Lane lane);  // "compute", "comm"
 struct Span {
   int rank = 0;
   SpanKind kind = SpanKind::kWork;
-  // Static storage. Of a wait or a transfer, its operation as the metrics name it: "recv_q", "recv_kv",
-  // "send_o", "all_to_all". Of work: "block", "merge", "projections", "mlp" …
+  // Static storage. A wait's or transfer's operation as the metrics name it: "recv_q", "recv_kv", "send_o",
+  // "all_to_all". Kinds of work: "block", "merge", "projections", "mlp" …
   absl::string_view what;
-  std::optional<BlockIndex> block = std::nullopt;  // of one block: local indices, as in the schedule
-  int blocks = 0;                                  // of several blocks in one span: how many; else 0
-  int layer = -1;                                  // -1: of no layer
+  std::optional<BlockIndex> block = std::nullopt;  // one block: its local indices, as in the schedule
+  int blocks = 0;                                  // several blocks in one span: how many; else 0
+  int layer = -1;                                  // -1: the span belongs to no layer
   double start_seconds = 0;                        // since the start of the run
   double end_seconds = 0;
 
@@ -49,7 +49,7 @@ struct Timeline {
   std::vector<Span> spans;    // in any order
   int64_t dropped_spans = 0;  // what a recorder's bound left out
 
-  double end_seconds() const;  // of the last span; 0 if there is none
+  double end_seconds() const;  // end of the last span; 0 if there is none
 
   // The share of a rank's time, from its first span of a layer to its last, in which it neither computed nor
   // waited for a peer: its device had nothing to do. The largest rank's share; 0 where no span is of a layer.

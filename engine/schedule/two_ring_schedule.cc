@@ -34,7 +34,7 @@ class TwoRingBuilder {
  private:
   struct Ring {
     Traffic comm = Traffic::kQ;
-    size_t step = 0;  // that started it
+    size_t step = 0;  // the step that started it
     bool busy = false;
     MessageUnderWay message = {};
   };

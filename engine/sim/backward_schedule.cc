@@ -40,7 +40,7 @@ class Line {
   }
 
   std::vector<int> left_;
-  std::vector<int> ready_;  // of them: their chunks are here
+  std::vector<int> ready_;  // [count]: blocks of `left_` whose chunks are here
 };
 
 // Algorithm 3's state.

@@ -23,7 +23,7 @@ namespace meshfill {
 
 struct BackwardSchedule {
   Tile tile;
-  std::vector<Step> steps;  // of kQ (OdOQ), kKv, kDq and kDkv
+  std::vector<Step> steps;  // steps of kQ (OdOQ), kKv, kDq and kDkv
 
   std::string DebugString() const;
   bool operator==(const BackwardSchedule&) const = default;
@@ -40,7 +40,7 @@ struct BackwardCosts {
 
 // Which gradients a schedule finishes first.
 enum class BackwardOrder {
-  kAlternate,     // those that leave sooner for their cost, as Algorithm 3
+  kAlternate,     // whichever leaves sooner for its cost (Algorithm 3)
   kRowsFirst,     // dQ; the last to leave is a dKV
   kColumnsFirst,  // dKV; the last to leave is a dQ
 };

@@ -22,7 +22,7 @@ namespace meshfill::sim {
 
 // What makes ranks differ; drawn once per run from the seed.
 struct Variation {
-  double straggler_share = 0;     // of the ranks that compute slower, 0 to 1
+  double straggler_share = 0;     // fraction of the ranks that compute slower, 0 to 1
   double straggler_slowdown = 1;  // how many times slower; ≥ 1
   double jitter = 0;              // each computation takes 1 + jitter·|N(0, 1)| times as long
   uint64_t seed = 1;
@@ -32,11 +32,11 @@ struct Cluster {
   static constexpr double kUnshared = std::numeric_limits<double>::infinity();
 
   int gpus_per_node = 8;
-  Link same_node;  // of one message at a time from one GPU to another; its first byte flows after the latency
+  Link same_node;  // one message at a time from one GPU to another; its first byte flows after the latency
   Link between_nodes;
-  double node_bytes_per_second = kUnshared;  // of all flows out of a node, and again of all into it
-  double attention_flops_per_second = 0;     // of one GPU in attention blocks; masked pairs do not count
-  double block_overhead_seconds = 0;         // of launching one block
+  double node_bytes_per_second = kUnshared;  // all flows out of a node together, and again all into it
+  double attention_flops_per_second = 0;     // one GPU's speed in attention blocks; masked pairs do not count
+  double block_overhead_seconds = 0;         // launch of one block
   Variation variation;
 };
 

@@ -83,7 +83,7 @@ class LockstepClock {
  private:
   struct ChannelState {
     ChannelSpeed speed;
-    std::deque<double> arrivals;  // of messages not yet waited for
+    std::deque<double> arrivals;  // arrival times of messages not yet waited for
     double last_arrival = 0;
   };
 

@@ -15,8 +15,8 @@ namespace meshfill::sim {
 // The links of a channel that all ranks use at once.
 struct ChannelSpeed {
   double same_node_bytes_per_second = 0;      // 0: no message inside a node
-  double between_nodes_bytes_per_second = 0;  // of the slowest flow between nodes; 0: there is none
-  double port_bytes_per_second = 0;           // of such a flow's share of its node's port
+  double between_nodes_bytes_per_second = 0;  // the slowest flow between nodes; 0: there is none
+  double port_bytes_per_second = 0;           // such a flow's share of its node's port
 
   double Seconds(const Cluster& cluster, double bytes) const;
 };

@@ -18,20 +18,20 @@ struct Lane {
   int count = 1;  // rows or columns
   int64_t receive_bytes = 0;
   int64_t return_bytes = 0;  // 0: nothing is returned
-  int64_t state_bytes = 0;   // of an accumulator of what is returned
+  int64_t state_bytes = 0;   // one accumulator of what is returned
   double receive_seconds = 0;
   double return_seconds = 0;
   int receive_channel = 0;
   int return_channel = 0;
 
   int started = 0;             // messages
-  double arrives_at = -1;      // of the one under way; negative: none
+  double arrives_at = -1;      // when the message under way arrives; negative: none is
   std::vector<int> left = {};  // [count]: blocks of each row or column that are not computed
   std::vector<bool> touched = {};
 
   int receives() const { return count - 1; }
   int messages() const { return return_bytes > 0 ? 2 * (count - 1) : count - 1; }
-  bool receiving() const { return started <= receives(); }  // of the last one started
+  bool receiving() const { return started <= receives(); }  // whether the last message started is a receive
   int first_unfinished() const {
     for (int index = 1; index < count; ++index) {
       if (left[index] > 0) return index;

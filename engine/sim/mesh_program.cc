@@ -30,7 +30,7 @@ class ForwardBuilder : public ScheduleVisitor {
     }
     RunMesh();
     if (groups_.ranks() > schedule_.tile.ranks()) {
-      builder_.Take(2 * chunk.o_finished);  // as it is sent, and as it arrives
+      builder_.Take(2 * chunk.o_finished);  // one copy is sent, one arrives
       groups_.Exchange(builder_, {chunk.o_finished});
       builder_.Give(2 * chunk.o_finished);
     }

@@ -121,8 +121,8 @@ absl::StatusOr<ThroughputTable> ReproduceThroughput(std::span<const PaperCell> t
 absl::StatusOr<UtilisationTable> ReproduceUtilisation(std::span<const PaperCell> throughput,
                                                       std::span<const PaperCell> utilisation) {
   struct Figure {
-    double flops_per_second;  // of one GPU
-    double rounding;          // of the throughput, relative
+    double flops_per_second;  // one GPU's
+    double rounding;          // relative rounding of the throughput
     double mfu_percent;
   };
   std::vector<Figure> figures;

@@ -29,14 +29,14 @@ struct ThroughputRow {
 // far off.
 struct ErrorsByGpus {
   int gpus = 0;
-  double mesh_mean_error = 0;  // of the absolute relative errors
-  double mesh_bias = 0;        // of the relative errors; below 0: simulated too fast
+  double mesh_mean_error = 0;  // mean of the absolute relative errors
+  double mesh_bias = 0;        // mean of the relative errors; below 0: simulated too fast
   double gain_ratio = 0;       // mean of gain / measured gain
 };
 struct ThroughputTable {
   std::vector<ThroughputRow> rows;
   double ring_rms_error = 0;
-  double mesh_mean_error = 0;         // of the absolute relative errors
+  double mesh_mean_error = 0;         // mean of the absolute relative errors
   std::vector<ErrorsByGpus> by_gpus;  // ascending
 };
 absl::StatusOr<ThroughputTable> ReproduceThroughput(std::span<const PaperCell> throughput,
@@ -47,7 +47,7 @@ struct UtilisationTable {
   double peak_flops_per_second = 0;  // median over all cells
   // The same where MFU leaves out the product that the backward pass repeats, as is usual: 6 products, not 7.
   double usual_peak_flops_per_second() const { return peak_flops_per_second * 6 / 7; }
-  double largest_error = 0;  // of MFU in percent points, beyond the rounding of both tables
+  double largest_error = 0;  // largest error of MFU, in percent points, beyond the rounding of both tables
 };
 // INVALID_ARGUMENT: the tables have different cells.
 absl::StatusOr<UtilisationTable> ReproduceUtilisation(std::span<const PaperCell> throughput,
@@ -63,9 +63,9 @@ struct MemoryRow {
   double mesh_gib = 0;
   std::string mesh_tile;     // by the paper's rule
   double ours_gib = 0;       // the same tile in Meshfill's executor: chunks released, merged in place
-  std::string nearest_tile;  // of all tiles: whose memory comes nearest to the measured one
+  std::string nearest_tile;  // the tile whose memory comes nearest to the measured one
   double nearest_gib = 0;
-  double nearest_seconds = 0;  // of forward and backward with that tile, to compare with Table 3
+  double nearest_seconds = 0;  // forward and backward with that tile, to compare with Table 3
   double ring_factor() const;  // the larger of the two over the smaller; ≥ 1
   double mesh_factor() const;
   double nearest_factor() const;

@@ -241,7 +241,7 @@ RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks) {
   };
   const int ahead = builder.AddChannel(Traffic::kKv, from(1));
   const int behind = builder.AddChannel(Traffic::kKv, from(-1));
-  // In use and arriving, of both ways.
+  // KV chunks in use and arriving, both ways.
   builder.Take(chunk.q + chunk.o_state + std::min(ranks, 4) * chunk.kv);
   int here = 1;  // chunks to compute with
   for (int left = ranks - 1; left > 0;) {

@@ -81,7 +81,7 @@ RankProgram TwoWayRingProgram(const AttentionJob& job, int ranks);
 // all of the ranks is Megatron. CheckHeadGroups has passed for `tensor`.
 struct TensorContext {
   int tensor = 1;
-  ParallelRings context;  // of as many head groups
+  ParallelRings context;  // the rings between the groups, in `tensor` head groups
   bool gathers = true;
 };
 RankProgram TensorContextProgram(const AttentionJob& job, const TensorContext& plan);

@@ -61,7 +61,7 @@ class Simulator {
   // One rank's messages on one channel, in order; at most one is in the network.
   struct Pair {
     int started = 0;  // by the rank as a sender
-    int left = 0;     // of them: in the network or through it
+    int left = 0;     // messages in the network or through it
     bool busy = false;
     Nanos left_at = 0;
     int arrived = 0;  // to the rank as a receiver
@@ -70,7 +70,7 @@ class Simulator {
   struct ChannelState {
     std::vector<Pair> pairs;    // by rank
     std::vector<int> to;        // [ranks]: the inverse of Channel::from
-    std::vector<double> bytes;  // of the k-th message
+    std::vector<double> bytes;  // [k]: bytes of message k
   };
   struct RankState {
     size_t next_action = 0;

@@ -208,7 +208,7 @@ class Variants {
     }
   }
 
-  // In every placement.
+  // Adds the double ring in every placement.
   void AddDoubleRing(const DoubleRing& ring) {
     AddPlaced(ring.grid().DebugString(), ring.grid(), DoubleRingProgram(job_, ring, pass_));
   }

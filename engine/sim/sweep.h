@@ -55,7 +55,8 @@ struct SweepResult {
   SlowerReason reason = SlowerReason::kNone;
 
   double slowdown() const { return planned.seconds / rival.seconds; }  // above 1: the rival is faster
-  // By more than what ranks in and out of step make of one plan.
+  // Whether the rival is faster by more than kTie: ranks in or out of step change one plan's seconds by that
+  // much.
   bool slower() const { return slowdown() > 1 + kTie; }
   static constexpr double kTie = 0.005;
 };
@@ -63,10 +64,10 @@ struct SweepResult {
 struct SweepSummary {
   int cells = 0;
   int slower = 0;
-  double most = 0;                                    // slowdown
-  double over_rivals = 1;                             // geometric mean of rival / planned
-  std::optional<double> over_head_rings;              // likewise, of the better of USP and LoongTrain
-  std::vector<std::pair<SlowerReason, int>> reasons;  // of the slower cells, most frequent first
+  double most = 0;                        // largest slowdown
+  double over_rivals = 1;                 // geometric mean of rival / planned
+  std::optional<double> over_head_rings;  // geometric mean of the better of USP and LoongTrain / planned
+  std::vector<std::pair<SlowerReason, int>> reasons;  // why cells are slower, most frequent first
 };
 SweepSummary SummaryOf(std::span<const SweepResult> results);
 

@@ -34,8 +34,8 @@ LayerForm CommonForm(const ModelShape& model) {
   return {.mlp = mlp};
 }
 
-// As few experts as leave each of them as many of a slice's tokens as it has in the model: that decides how
-// fast their products are.
+// So few experts that each has as many of a slice's tokens as in the model: that decides how fast their
+// products are.
 ExpertsShape ProbedExperts(const ExpertsShape& model, int64_t width) {
   if (model.count == 0) return model;
   return {.count = model.count / model.used,
@@ -58,7 +58,7 @@ ModelShape ProbedShape(const ModelShape& model, int64_t width) {
   return shape;
 }
 
-constexpr int64_t kPeriod = 8191;  // of the noise, in elements
+constexpr int64_t kPeriod = 8191;  // elements after which the noise repeats
 constexpr int64_t kUploadedAtOnce = 128 * kPeriod;
 
 // Values in ±1 without structure. They repeat, which no operation notices.
@@ -82,7 +82,7 @@ std::vector<std::byte> HostNoise(int64_t elements, DType dtype) {
 // A weight in FP8 with scales as the model has them.
 absl::StatusOr<std::unique_ptr<PackedWeight>> PackFp8Noise(Device& device, const ProductShape& product,
                                                            const Fp8Blocks& blocks) {
-  constexpr unsigned kNoNan = 0xf7;  // of a byte's bits
+  constexpr unsigned kNoNan = 0xf7;  // clears a bit of each byte, so that none is a NaN
   std::minstd_rand random(1);
   std::vector<uint8_t> values(product.out_features * product.in_features);
   for (uint8_t& value : values) value = static_cast<uint8_t>(random() >> 8 & kNoNan);

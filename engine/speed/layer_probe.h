@@ -21,7 +21,7 @@ inline constexpr int kProbeSlices = 4;
 
 // One layer's weights and the LM head's; shared by the probes of a pool, as the ranks share a model.
 struct ProbeWeights {
-  ModelShape shape;    // as it is probed: one layer
+  ModelShape shape;    // the probed model: one layer
   double layer_scale;  // weights of a layer of the real model over those of this one
   LayerShape layer_shape;
   LayerWeights layer;
@@ -75,18 +75,18 @@ class LayerProbe {
   const std::shared_ptr<const ProbeWeights> weights_;
   const ModelShape& shape_;
   Stream& stream_;
-  const int kv_heads_;  // of a block
+  const int kv_heads_;  // KV heads of a probed block
   const int q_heads_;
   const int64_t slice_tokens_;
   const int64_t block_tokens_;
 
-  int slice_ = 0;              // of the next TokenWork
+  int slice_ = 0;              // slice of the next TokenWork
   std::vector<float> rope_;    // cos, then sin, each [slice_tokens, rotated_dim/2]
   std::vector<uint32_t> ids_;  // [slice_tokens]
   BufferRef residual_;         // [kProbeSlices, slice_tokens, hidden], f32
   LayerBuffers buffers_;
   BufferRef cos_, sin_;           // rope_ as operations read it
-  BufferRef chunk_q_, chunk_kv_;  // of each slice
+  BufferRef chunk_q_, chunk_kv_;  // [kProbeSlices]: Q, and K and V, of each slice
   BufferRef attended_;            // [kProbeSlices, q_heads, slice_tokens, head_dim], f32
   BufferRef block_q_, block_kv_;
   BufferRef state_, other_state_;  // [q_heads_, block_tokens, head_dim], f32, then the LSE

@@ -88,7 +88,7 @@ struct KeptSpeed {
   std::string measured;  // "2026-01-31T12:00:00Z", for people
 };
 
-// Of another's file, whatever it holds: a date, and no line break.
+// The date in another's file, whatever the file holds: it has no line break.
 std::string DateOf(const Json& pool) {
   const auto found = pool.find(kMeasured);
   absl::Time time;

@@ -33,13 +33,13 @@ constexpr absl::Duration kCloseTimeout = absl::Seconds(1);
 // What goes before each payload, as a message of its own. Both ends have one byte order.
 struct Header {
   uint64_t run;
-  uint64_t sequence;  // of this operation between this pair
+  uint64_t sequence;  // number of this operation between this pair
   uint32_t traffic;
   uint32_t from;
   uint64_t bytes;
   uint64_t has_checksum;
   uint64_t payload_checksum;
-  uint64_t header_checksum;  // of the fields above
+  uint64_t header_checksum;  // checksum of the fields above
 
   uint64_t Sum() const { return Checksum(this, offsetof(Header, header_checksum)); }
 };

@@ -44,9 +44,9 @@ struct GlooOptions {
   int rank = 0;
   int ranks = 1;
   uint64_t run = 0;      // tells this run's messages from those of any other; the same on all ranks
-  bool checksum = true;  // of every payload that this rank sends in plain text
+  bool checksum = true;  // each payload that this rank sends in plain text carries a checksum
   bool encrypt = false;  // the same on all ranks
-  const StopToken* stop = nullptr;  // of the run: its pauses are no part of a wait; null: it has none
+  const StopToken* stop = nullptr;  // the run's; its pauses are no part of a wait; null: the run has none
 };
 
 // Connect: what cannot be reached is named by its rank. Messages are received into buffers of the stream

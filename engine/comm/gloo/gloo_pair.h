@@ -83,7 +83,7 @@ class GlooPair : public gloo::transport::tcp::Pair {
 
   void handleEvents(int events) override {
     std::lock_guard<std::mutex> lock(handling_events_);
-    if (!adopted_) return;  // of the descriptor that the base class listened on
+    if (!adopted_) return;  // the event is of the descriptor that the base class listened on
     std::string failure;
     try {
       Pair::handleEvents(events);
@@ -111,7 +111,7 @@ class GlooPair : public gloo::transport::tcp::Pair {
       prepareWrite(op, buffer, pieces, count);
       const TlsChannel::Moved moved = tls_->Write(pieces[0].iov_base, pieces[0].iov_len);
       if (moved.state == TlsChannel::State::kFailed) SignalFailure();
-      if (moved.state != TlsChannel::State::kDone) return false;  // of an end, the reader hears
+      if (moved.state != TlsChannel::State::kDone) return false;  // kEnded: the reader hears of it
       op.nwritten += moved.bytes;
     }
     writeComplete(op, buffer, opcode);

@@ -172,7 +172,7 @@ class Meeting {
   // After hello and welcome, while TLS shakes hands.
   struct Securing {
     int peer;
-    TlsChannel::Side side;  // of this rank
+    TlsChannel::Side side;  // this rank's side
     absl::Time since;
     PeerSocket connection;
     TlsChannel::State state = TlsChannel::State::kWantsRead;
@@ -243,7 +243,7 @@ class Meeting {
     if (polled[0].revents != 0) {
       return absl::AbortedError(absl::StrCat("rank ", self_.rank, ": interrupted while connecting"));
     }
-    // Those that shake hands first: the others, which come before them in `polled`, add to them.
+    // Handshakes under way come first: the other connections, which are before them in `polled`, add to them.
     size_t next = 2 + outgoing_.size() + strangers_.size();
     for (auto securing = securing_.begin(); securing != securing_.end();) {
       const bool ready = polled[next++].revents != 0;
@@ -405,7 +405,7 @@ class Meeting {
   std::list<Stranger> strangers_;  // oldest first
   std::list<Securing> securing_;   // several may claim to be the same peer; one can show it
   int accepted_ = 0;               // connections, of peers and others
-  int met_ = 0;                    // of them, peers
+  int met_ = 0;                    // accepted connections that are peers
 };
 
 }  // namespace

@@ -98,7 +98,7 @@ absl::StatusOr<TlsChannel::Key> TlsChannel::DeriveKey(std::span<const uint8_t> s
 
 absl::StatusOr<std::unique_ptr<TlsChannel>> TlsChannel::Make(Side side, int socket, const Key& key,
                                                              uint64_t bytes_per_key) {
-  static SSL_CTX* const context = MakeContext();  // of all channels, to the end of the process
+  static SSL_CTX* const context = MakeContext();  // shared by all channels, to the end of the process
   std::unique_ptr<TlsChannel> channel(new TlsChannel(key, bytes_per_key));
   SSL* const ssl = channel->ssl_ = context == nullptr ? nullptr : SSL_new(context);
   if (ssl == nullptr || SSL_set_fd(ssl, socket) != 1) {

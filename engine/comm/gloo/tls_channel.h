@@ -62,7 +62,7 @@ class TlsChannel {
   Moved Write(const void* data, size_t bytes);
   Moved Read(void* data, size_t bytes);
 
-  const std::string& error() const { return error_; }  // of kFailed, for people
+  const std::string& error() const { return error_; }  // why the state is kFailed, for people
 
  private:
   explicit TlsChannel(const Key& key, uint64_t bytes_per_key) : key_(key), bytes_per_key_(bytes_per_key) {}
@@ -71,7 +71,7 @@ class TlsChannel {
 
   Key key_;
   const uint64_t bytes_per_key_;
-  uint64_t bytes_by_key_ = 0;  // that this side has sent since it changed its key
+  uint64_t bytes_by_key_ = 0;  // bytes that this side has sent since it changed its key
   SSL* ssl_ = nullptr;
   std::string error_;
 };

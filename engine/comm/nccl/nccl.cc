@@ -22,8 +22,8 @@ namespace meshfill {
 namespace {
 
 constexpr char kGreeting[] = "nccl:";
-constexpr absl::Duration kPoll = absl::Microseconds(50);   // of NCCL's state while a call is under way
-constexpr absl::Duration kWatch = absl::Milliseconds(20);  // of the transfers that the device is at
+constexpr absl::Duration kPoll = absl::Microseconds(50);   // interval of looks at NCCL's state in a call
+constexpr absl::Duration kWatch = absl::Milliseconds(20);  // interval of looks at the device's transfers
 constexpr absl::Duration kEndTimeout = absl::Seconds(10);  // for the last messages to leave
 
 // An NCCL communicator, which any thread may abort. Calls on it come from the rank's thread alone; abort may
@@ -329,7 +329,7 @@ struct NcclLinks::State {
   }
 
   KeptComm last;
-  bool keep = false;                     // of the last run
+  bool keep = false;                     // whether the last run's communicator is kept
   std::optional<ncclUniqueId> spare_id;  // rank 0's, that no communicator has been made with
   int made = 0;
 };
@@ -428,7 +428,7 @@ class NcclEndpoint : public Endpoint {
   const NcclOptions options_;
   const std::string address_;
   const std::shared_ptr<NcclLinks::State> links_;  // may be null
-  const KeptComm kept_;                            // of the run before; may be none
+  const KeptComm kept_;                            // the communicator of the run before; may be none
   const std::shared_ptr<NcclComm> fresh_;
 };
 

@@ -56,11 +56,13 @@ class NcclLinks {
 struct NcclOptions {
   int rank = 0;
   int ranks = 1;
-  int device = 0;     // the rank's
-  int most_ctas = 8;  // that NCCL may take from the kernels beside it
-                      // (CudaDeviceTraits::margin_multiprocessors); 0: as many as it likes
+  int device = 0;  // the rank's
+  // Most CTAs that NCCL takes from the kernels beside it (CudaDeviceTraits::margin_multiprocessors); 0: NCCL
+  // decides.
+  int most_ctas = 8;
   uint64_t epoch = 0;
-  NcclLinks* links = nullptr;  // of this rank's seat; null: nothing is kept. The endpoint may outlive it
+  // Links of this rank's seat; null: nothing is kept. The endpoint may outlive it.
+  NcclLinks* links = nullptr;
 };
 
 // FAILED_PRECONDITION: a build without NCCL, or a machine without libnccl. UNAVAILABLE: NCCL cannot listen.

@@ -39,7 +39,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
   keys.Expect("attn_logit_softcapping", nullptr);
   keys.Expect("final_logit_softcapping", nullptr);
   keys.Expect("use_bidirectional_attention", false);
-  keys.Find("hidden_act");  // of no account: the family has hidden_activation instead
+  keys.Find("hidden_act");  // ignored: the family has hidden_activation instead
 }
 
 void Write(const MakeModelOptions& options, nlohmann::json& config) {

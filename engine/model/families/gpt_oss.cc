@@ -38,7 +38,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
                        "it says how positions are stretched, as the published models' yarn does");
   }
   keys.Expect("experts_per_token", config.shape.experts.used);  // the same by another name
-  keys.Find("initial_context_length");                          // likewise: of rope_scaling
+  keys.Find("initial_context_length");  // ignored: rope_scaling has the same by another name
 }
 
 // Positions are stretched as in the published models: as far as the context reaches.

@@ -33,8 +33,7 @@ void ExpectPublished(JsonKeys& keys) {
       !std::all_of(kinds->begin(), kinds->end(), [](const json& kind) { return kind == 1; })) {
     keys.Reject("attn_type_list", "only full attention, 1, is implemented");
   }
-  // Of no account: further tokens are not predicted, there is no shared expert, and no code of the folder is
-  // run.
+  // Ignored: further tokens are not predicted, there is no shared expert, and no code of the folder is run.
   for (const char* key : {"use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size",
                           "shared_moe_mode", "auto_map"}) {
     keys.Find(key);

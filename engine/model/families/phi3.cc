@@ -43,7 +43,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
   keys.Expect("lm_head_bias", false);
   keys.Expect("full_attn_mod", 1);
   keys.Expect("interpolate_factor", 1);
-  // Of no account: nothing is dropped in a prefill, and no code of the folder is run.
+  // Ignored: nothing is dropped in a prefill, and no code of the folder is run.
   for (const char* key : {"resid_pdrop", "embd_pdrop", "auto_map"}) keys.Find(key);
 }
 
