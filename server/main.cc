@@ -143,7 +143,7 @@ int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
   return kExitUsage;
 }
 
-// As in "meshfill prefil --help".
+// Whether a word that should name a command names none, as in "meshfill prefil --help".
 bool NamesNoCommand(const CLI::App& command) {
   return !SubcommandNames(command).empty() && !command.remaining().empty();
 }

@@ -43,7 +43,7 @@ class Access {
   void Reload();
   absl::StatusOr<Caller> Identify(const grpc::ServerContextBase& context) const;
 
-  const std::string path_;  // of the credentials; empty: none are asked for
+  const std::string path_;  // the credentials file; empty: no credentials are asked for
   mutable Mutex mu_;
   std::shared_ptr<const Callers> callers_ ABSL_GUARDED_BY(mu_);
   FileWatch watch_;  // last: its thread uses all of the above

@@ -19,7 +19,7 @@ namespace meshfill {
 namespace {
 
 constexpr size_t kHashBytes = SHA256_DIGEST_LENGTH;
-constexpr size_t kMaxNameCharacters = 128;  // as a tenant has at most
+constexpr size_t kMaxNameCharacters = 128;  // the most that a tenant's name has
 
 std::optional<Role> RoleOf(absl::string_view word) {
   if (word == "client") return Role::kClient;

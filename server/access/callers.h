@@ -29,7 +29,7 @@ enum class Role : uint8_t {
 struct Caller {
   std::string name;  // for messages
   Role role = Role::kClient;
-  std::string tenant;  // of a client
+  std::string tenant;  // a client's tenant
 
   bool operator==(const Caller&) const = default;
 };

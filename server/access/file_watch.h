@@ -29,7 +29,7 @@ class FileWatch {
   FileWatch& operator=(const FileWatch&) = delete;
 
  private:
-  using Stamps = std::vector<std::vector<int64_t>>;  // of each file; empty: it is not there
+  using Stamps = std::vector<std::vector<int64_t>>;  // each file's stamps; empty: the file is not there
 
   Stamps Look() const;
   void Watch();

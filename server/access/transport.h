@@ -15,24 +15,24 @@
 
 namespace meshfill {
 
-// Of a port. Kept as long as the port is open: it takes changed files over.
+// What a port speaks. It lives as long as the port is open: it takes changed files over.
 struct ServerTransport {
   std::shared_ptr<grpc::ServerCredentials> credentials;
   std::shared_ptr<const ServerTls> tls;  // null: plain text
 };
 
-// The errors of all: INVALID_ARGUMENT as ReadTlsFiles has it; and where there is no certificate, the address
-// is not of this machine alone, and `insecure` is not set.
+// Errors of the functions below: INVALID_ARGUMENT as ReadTlsFiles has it; and where there is no certificate,
+// the address is not of this machine alone, and `insecure` is not set.
 
-// Of the control plane's two ends. `address`: to listen on, or to join.
+// The leader listens with the first, a worker joins with the second. `address`: to listen on, or to join.
 absl::StatusOr<ServerTransport> ControlServerTransport(const v1::PoolSection::Tls& tls,
                                                        const HostPort& address);
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredentials(
     const v1::PoolSection::Tls& tls, const HostPort& address);
 
-// Of the API's port, and of a worker's kv.listen. `address`: numeric, to listen on.
+// The API's port and a worker's kv.listen listen with this. `address`: numeric, to listen on.
 absl::StatusOr<ServerTransport> ApiServerTransport(const v1::ApiSection::Tls& tls, const HostPort& address);
-// Of the front-end's connections to its workers' kv.listen: TLS where api.tls.ca is set.
+// The front-end connects to its workers' kv.listen with this: TLS where api.tls.ca is set.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> HolderChannelCredentials(
     const v1::ApiSection::Tls& tls);
 

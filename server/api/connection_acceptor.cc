@@ -171,7 +171,7 @@ void ConnectionAcceptor::AcceptOne() {
           {.level = LogLevel::kError});
       FlushLog();
       std::_Exit(EXIT_FAILURE);
-    default:  // of the one connection, or of the moment
+    default:  // the error is of the one connection, or of the moment
       return;
   }
 }

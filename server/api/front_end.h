@@ -41,7 +41,7 @@ class FrontEnd {
   // Once. `kv`: leases on what the engine keeps, where it has no kv_store of its own; it lives as long as the
   // engine. Null: no others.
   void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv = nullptr);
-  void Refresh();  // of a pool whose ranks come and go: health says NOT_SERVING while there are none
+  void Refresh();  // call when ranks have come or gone: health says NOT_SERVING while there are none
 
   // What stands still for too long, as Liveness::Beat wants it; of an embedded pool alone: the leader of
   // workers looks after their compute loops itself.

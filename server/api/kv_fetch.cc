@@ -11,7 +11,7 @@ namespace meshfill {
 namespace {
 
 constexpr int64_t kPartBytes = 1 << 20;      // enough for a stream to be as fast as its connection
-constexpr int64_t kOverheadBytes = 1 << 10;  // of a message around its bytes
+constexpr int64_t kOverheadBytes = 1 << 10;  // what a message has around its bytes
 
 // A count from `first` on, of `total`; 0 stands for all that is left.
 absl::StatusOr<int64_t> CountOf(const char* what, uint64_t first, uint64_t count, int64_t total) {

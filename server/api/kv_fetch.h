@@ -11,12 +11,12 @@
 namespace meshfill {
 
 struct KvFetch {
-  KvRange range;  // of each layer
+  KvRange range;  // what is read of each layer
   int first_layer = 0;
   int layers = 0;
   KvFormat format = KvFormat::kTokens;
   int64_t page_tokens = 0;  // with pages
-  int64_t part_tokens = 0;  // of a part; the last one of a layer may have fewer
+  int64_t part_tokens = 0;  // tokens of a part; the last part of a layer may have fewer
 };
 
 // INVALID_ARGUMENT: a range that is empty or outside of the prompt, the model's layers or its heads (the

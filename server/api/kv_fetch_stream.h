@@ -26,7 +26,7 @@ namespace meshfill {
 
 class KvStreams;
 
-using KvFetchReactor = grpc::ServerWriteReactor<grpc::ByteBuffer>;  // of bytes (decoded.h)
+using KvFetchReactor = grpc::ServerWriteReactor<grpc::ByteBuffer>;  // messages are raw bytes (decoded.h)
 
 class KvFetchStream final : public KvFetchReactor, public std::enable_shared_from_this<KvFetchStream> {
  public:
@@ -62,9 +62,9 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   Mutex mu_;
   std::unique_ptr<KvReader> reader_ ABSL_GUARDED_BY(mu_);  // null: not opened yet, or ended
   v1::KvPart part_ ABSL_GUARDED_BY(mu_);                   // the last one that was taken
-  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // written
+  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // bytes written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // of the last write
+  absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // when the last write began
   bool gave_up_ ABSL_GUARDED_BY(mu_) = false;    // on a reader that stands still
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };

@@ -62,7 +62,7 @@ class HeldKvLease {
 class KvLeases : public KvSource {
  public:
   virtual int64_t budget_bytes() const = 0;
-  // Those of a tenant that live.
+  // The live leases of a tenant.
   virtual std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant) const = 0;
 
   // A lease for a prompt that no run has begun, and that is expected to run by `plan`. RESOURCE_EXHAUSTED: no

@@ -46,7 +46,7 @@ class KvStreams {
   KvStreams(const KvStreams&) = delete;
   KvStreams& operator=(const KvStreams&) = delete;
 
-  // For a tenant.
+  // Serves a FetchKv call of `tenant`.
   KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant, v1::FetchKvRequest request);
 
   // False where a lease is live at the deadline.
@@ -68,7 +68,7 @@ class KvStreams {
   Listener* const listener_;
 
   Mutex mu_;
-  CondVar wake_;     // of the thread
+  CondVar wake_;     // wakes the thread
   CondVar settled_;  // the thread has done its round, or a stream has gone
   bool changed_ ABSL_GUARDED_BY(mu_) = true;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

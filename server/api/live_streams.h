@@ -84,7 +84,7 @@ class LiveStreams {
   Mutex mu_;
   CondVar changed_;
   std::map<Stream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
-  int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // of the results that are not to be dropped yet
+  int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // bytes of the results that are not to be dropped yet
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread watcher_;

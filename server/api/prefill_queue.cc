@@ -29,7 +29,7 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
-constexpr int kRefusalsShare = 20;  // of the time, at most this part goes to the turns that refusals tell
+constexpr int kRefusalsShare = 20;  // at most 1/20 of the time goes to the turns that refusals tell
 
 absl::Status Refuse(Refusal refusal, const std::string& message) {
   return WithRefusal(absl::ResourceExhaustedError(message), refusal);

@@ -120,11 +120,11 @@ class PrefillQueue {
     double elapsed_seconds = 0;         // since its prefill began; before that, since its header came
     double predicted_rest_seconds = 0;  // until its prefill ends
     int layers_done = 0;                // by all ranks
-    int layers = 0;                     // of all pieces of the prompt; 0: it has not begun
+    int layers = 0;                     // layers of all pieces of the prompt; 0: it has not begun
   };
   struct Snapshot {
     int64_t requests = 0;       // waiting and uploading
-    int64_t tokens = 0;         // that these count
+    int64_t tokens = 0;         // tokens of these requests
     std::vector<JobView> jobs;  // the one that runs, those that gave way, those that wait, uploads; by turns
   };
 
@@ -221,11 +221,11 @@ class PrefillQueue {
   mutable Mutex mu_;
   CondVar changed_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
-  RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // of the same tickets
+  RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // orders the same tickets
   std::vector<RunOrder::Turn> recent_turns_ ABSL_GUARDED_BY(mu_);
   absl::Time recent_turns_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
-  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;  // whose turn it is; 0: nobody's
+  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;  // the ticket whose turn it is; 0: nobody's
   absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
   bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody, since then
   bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // or stand still, since then

@@ -25,8 +25,8 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kMaxNameCharacters = 128;                  // of request_id, tenant and cache_salt
-constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // of a name, in UTF-8
+constexpr size_t kMaxNameCharacters = 128;  // most characters of request_id, tenant and cache_salt
+constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // most bytes of a name in UTF-8
 
 // gRPC's own deadline(), a count of nanoseconds, overflows at the longest timeouts that it takes.
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
@@ -37,7 +37,7 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return MonotonicNow() + absl::Seconds(left.tv_sec) + absl::Nanoseconds(left.tv_nsec);
 }
 
-// Of UTF-8, which protobuf has checked.
+// Characters of UTF-8 text, which protobuf has checked.
 size_t Characters(const std::string& text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));

@@ -38,7 +38,7 @@
 
 namespace meshfill {
 
-// Of bytes (decoded.h).
+// Messages are raw bytes (decoded.h).
 using PrefillReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 // What all streams of a front-end share; it outlives them.
@@ -98,7 +98,7 @@ class PrefillStream final : public PrefillReactor,
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status CheckIds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // of the message
+  absl::Status CheckIds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // checks the last message's token ids
   // Names the prompt's blocks, and plans anew where the engine has some of them.
   void LookUpPrefix() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -107,7 +107,7 @@ class PrefillStream final : public PrefillReactor,
   // Ends the request, once: gives its place and its memory back, counts and logs it, and answers.
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LogEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  LogDetails DetailsOf(LogLevel level) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // of its log lines
+  LogDetails DetailsOf(LogLevel level) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // details of its log lines
   // Starts the next write, or the finish, if none is under way.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -128,13 +128,14 @@ class PrefillStream final : public PrefillReactor,
   absl::Time last_message_at_ ABSL_GUARDED_BY(mu_);
   absl::Time complete_at_ ABSL_GUARDED_BY(mu_);  // its upload, once it is
   v1::PrefillHeader header_ ABSL_GUARDED_BY(mu_);
-  int64_t token_count_ ABSL_GUARDED_BY(mu_) = 0;  // that the header announces
+  int64_t token_count_ ABSL_GUARDED_BY(mu_) = 0;  // tokens that the header announces
   PrefillOptions options_ ABSL_GUARDED_BY(mu_);
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);        // null: K and V are not kept
   std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);  // on it, until the prefill ends
-  std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);  // of its tokens; none: this pool keeps no K and V
+  // Hashes the prompt's blocks; none: this pool keeps no K and V.
+  std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);
   std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
   std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK

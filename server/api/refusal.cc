@@ -7,7 +7,7 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kMostTenants = 4096;  // that have a line; others are told no wait
+constexpr size_t kMostTenants = 4096;  // tenants that have a line; others are told no wait
 
 }  // namespace
 

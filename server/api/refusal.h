@@ -13,7 +13,7 @@
 
 namespace meshfill {
 
-inline constexpr absl::string_view kRefusalUrl = "meshfill/refusal";  // of the status' payload
+inline constexpr absl::string_view kRefusalUrl = "meshfill/refusal";  // type URL of the status' payload
 
 // `status`, an error, with its reason where the code alone does not tell.
 absl::Status WithRefusal(absl::Status status, Refusal refusal);
@@ -25,7 +25,8 @@ Refusal RefusalOf(const absl::Status& status);
 // make it come later. Advice: no place is kept. Pure; not thread-safe.
 class RetryLine {
  public:
-  // Of the predicted work of those before. They come a little too soon rather than that the pool stands idle.
+  // A request's wait counts this part of the predicted work before it: it comes a little too soon, rather
+  // than the pool standing idle.
   static constexpr double kPace = 0.8;
 
   explicit RetryLine(absl::Duration longest) : longest_(longest) {}

@@ -12,9 +12,9 @@ namespace meshfill {
 namespace {
 
 constexpr double kLeastRestSeconds = 1e-6;
-constexpr size_t kMostTenants = 4096;      // whose leads are kept, beside those that have something here
-constexpr double kRestToSpare = 1.25;      // before a deadline
-constexpr int kLooks = 32;                 // that RunAhead takes at whose turn it is
+constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside those that have something here
+constexpr double kRestToSpare = 1.25;  // before a deadline
+constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
 constexpr double kLeastLookSeconds = 0.1;  // between two of them: no rank changes much before
 
 }  // namespace
@@ -237,7 +237,8 @@ bool RunOrder::CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now
          now + absl::Seconds(Rest(ticket, entry, now)) <= entry.job.deadline;
 }
 
-// Of each class, from the last deadline back: when the one before it must begin at the latest.
+// Marks a prefill as urgent from the latest time on at which it must begin. In each class that time is
+// counted from the last deadline back.
 void RunOrder::FindUrgent(absl::Time now) {
   absl::Time earliest = absl::InfiniteFuture();
   for (const auto& [ticket, entry] : entries_) earliest = std::min(earliest, entry.job.deadline);
@@ -283,8 +284,8 @@ void RunOrder::Settle(absl::Time now) {
   entry.since = now;
 }
 
-// Of those that have nothing here: who has no lead, or all where they are too many. Of all, where nothing
-// here is complete: the ranks are idle.
+// Forgets tenants that have nothing here and no lead over the others, or all that have nothing here, where
+// they are too many. Where nothing here is complete, the ranks are idle: all leads become 0.
 void RunOrder::ForgetTenants() {
   std::set<std::string_view> here;
   bool idle = true;

@@ -45,14 +45,14 @@ class RunOrder {
   static constexpr int kTopPriority = 2;
 
   struct Options {
-    absl::Duration max_age = absl::Minutes(10);  // that a prefill waits, or stands still, in all
+    absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all
     int most_live = 1;
   };
   struct Job {
     std::string tenant;
     int priority = 0;         // higher first
     double work_seconds = 0;  // predicted
-    double weight = 1;        // of the tenant: 2 gets twice the seconds of 1
+    double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
     absl::Time deadline = absl::InfiniteFuture();
   };
   enum class State { kUploading, kWaiting, kLive };
@@ -61,10 +61,10 @@ class RunOrder {
 
   // ---- What happens; `now` never falls.
   void Announce(Ticket ticket, const Job& job, absl::Time now);
-  void SetWork(Ticket ticket, double work_seconds);  // of one that uploads: more is known of it
+  void SetWork(Ticket ticket, double work_seconds);  // it uploads, and its work is predicted anew
   void Pay(Ticket ticket);                           // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);      // from now on it may be chosen
-  // That share of its work is done, 0 to 1: corrects what is predicted of its rest.
+  // `share` of its work is done, 0 to 1. This corrects the prediction of its rest.
   void SetDone(Ticket ticket, double share, absl::Time now);
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
   // does not begin before it.
@@ -88,21 +88,22 @@ class RunOrder {
     double begins_seconds;  // from now on, until it computes; 0 if it does now
     double ends_seconds;
   };
-  // By when they compute next; those that upload are complete when all others have ended.
+  // The turns to come, by when they compute next. Uploads are taken to be complete when all others have
+  // ended.
   std::vector<Turn> Turns(absl::Time now) const;
-  // The same until that one, which is complete, computes: it is the last.
+  // The same up to `ticket`, which is complete: its turn is the last.
   std::vector<Turn> TurnsUpTo(Ticket ticket, absl::Time now) const;
-  // Until such a prefill, added now, would begin. Uploads that are paid for are taken for complete; others
+  // Seconds until `job`, added now, would begin. Uploads that are paid for are taken to be complete; others
   // count for nothing.
   double WaitSeconds(const Job& job, absl::Time now) const;
-  // No wait is longer; takes no running ahead.
+  // A bound on WaitSeconds for any job, found without running ahead.
   double MostWaitSeconds(absl::Time now) const;
 
  private:
   struct Entry {
     Job job;
     State state = State::kUploading;
-    bool paid = false;  // of an upload
+    bool paid = false;  // it uploads, and others wait for it (Pay)
     bool leaving = false;
     bool put_back = false;
     bool urgent = false;  // once it could wait no longer, for good
@@ -129,15 +130,15 @@ class RunOrder {
   double Rest(Ticket ticket, const Entry& entry, absl::Time now) const;
   Rank RankOf(Ticket ticket, const Entry& entry, absl::Time now) const;
   std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
-  // Of `ranked`, who may compute. 0: nobody.
+  // The first of `ranked` that may compute. 0: nobody may.
   Ticket FirstThatMay(const std::vector<Ticket>& ranked) const;
   void Give(Ticket ticket, absl::Time now);  // the turn
   bool CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now) const;
   void FindUrgent(absl::Time now);
   // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
-  double LeadOfNew(const std::string& tenant) const;  // of a tenant that comes
-  double LeastLead() const;                           // of the tenants that have something complete here
+  double LeadOfNew(const std::string& tenant) const;  // lead that a job of this tenant begins with
+  double LeastLead() const;  // smallest lead of the tenants that have something complete here; 0: none has
   void End(Ticket ticket, absl::Time now);
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();

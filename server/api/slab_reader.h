@@ -43,7 +43,7 @@ class SlabReader final : public KvReader {
   const KvFetch fetch_;
   const std::vector<bool> here_;
   const Find find_;
-  int layer_;  // of the next part
+  int layer_;  // layer of the next part
   int64_t token_;
 };
 

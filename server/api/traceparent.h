@@ -14,7 +14,7 @@ namespace meshfill {
 // says to ignore the value. A later version may have more behind them.
 std::string ParseTraceparent(absl::string_view value);
 
-// Of a call. Empty where it has none, more than one, or one to be ignored.
+// The traceparent of a call. Empty where the call has none, more than one, or one to be ignored.
 std::string TraceparentOf(const grpc::ServerContextBase& context);
 
 }  // namespace meshfill

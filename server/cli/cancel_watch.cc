@@ -76,7 +76,7 @@ void CancelWatch::Watch() {
       signalfd_siginfo info;
       if (read(signals_, &info, sizeof(info)) < 0) continue;
       const auto signal = static_cast<int>(info.ssi_signo);
-      if (++signals_seen > 1) _exit(128 + signal);  // as shells have it
+      if (++signals_seen > 1) _exit(128 + signal);  // the exit status that shells give
       absl::Status cancelled = absl::CancelledError("cancelled");
       cancelled.SetPayload(kSignalPayload, absl::Cord(absl::StrCat(signal)));
       Cancel(std::move(cancelled));

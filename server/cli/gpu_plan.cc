@@ -28,8 +28,8 @@ PoolSpeed SpeedOf(const GpuCluster& gpus) {
 // Weights of all GPUs together, and what one keeps of them.
 struct Held {
   PlanWeights weights;
-  int64_t kept_bytes = 0;     // of a GPU, whether something runs or not
-  int64_t passing_bytes = 0;  // of a GPU, of each run
+  int64_t kept_bytes = 0;     // bytes on one GPU, whether something runs or not
+  int64_t passing_bytes = 0;  // bytes on one GPU, for each run
 };
 
 std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, const PlanRequest& request) {

@@ -19,8 +19,8 @@ namespace meshfill {
 
 struct GpuPlan {
   PlanChoice choice;
-  PoolSpeed speed;                     // that it was planned with
-  std::vector<WeightModeBytes> modes;  // of a GPU; with the seconds of each that fits, weights included
+  PoolSpeed speed;                     // the speed that it was planned with
+  std::vector<WeightModeBytes> modes;  // bytes on one GPU; modes that fit have seconds, weights included
   std::vector<std::string> not_yet;    // what of it Meshfill does not do on GPUs so far; empty: nothing
 };
 

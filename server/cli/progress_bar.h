@@ -18,7 +18,7 @@ struct PrefillProgress {
   int layers = 0;  // 0: not known yet
   double elapsed_seconds = 0;
   double layer_seconds = 0;      // elapsed when the last of layers_done was done
-  double predicted_seconds = 0;  // of the whole prefill; 0: unknown. Used until the first layer is done.
+  double predicted_seconds = 0;  // the whole prefill; 0: unknown. Used until the first layer is done.
 };
 
 // "prefill [=====>      ] 12/32 layers  38 %  12 s, 20 s left", or "queued, 2 before it, about 24 s", at most

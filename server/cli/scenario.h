@@ -20,7 +20,7 @@ struct Scenario {
   enum class Report { kStrategies, kMeshAttentionPaper, kSweep };
 
   Report report = Report::kStrategies;
-  sim::Cluster cluster;  // of no sweep
+  sim::Cluster cluster;  // unused by a sweep
   std::vector<sim::StrategyKind> strategies;
 
   // For kStrategies.
@@ -40,7 +40,7 @@ struct Scenario {
 // GPUs that need not be here.
 struct GpuCluster {
   sim::Cluster cluster;              // its variation counts for nothing
-  double gemm_flops_per_second = 0;  // of one GPU, as all of these
+  double gemm_flops_per_second = 0;  // one GPU's speed, as all of these
   double memory_bytes_per_second = 0;
   double host_bytes_per_second = 0;  // 0: weights cannot stream
   int64_t memory_bytes = 0;

@@ -14,7 +14,7 @@ class ClientContext;
 
 namespace meshfill {
 
-// As the options of `meshfill prefill --server` say it.
+// What the options of a command that connects to a server say.
 struct ServerOptions {
   std::string address;  // HOST:PORT
   bool tls = false;     // encrypt; also implied by `ca` and by `cert`

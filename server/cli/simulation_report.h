@@ -22,18 +22,19 @@ struct Comparison {
 
   // Null where the scenario does not ask for it, or it does not apply.
   const sim::StrategyResult* Find(sim::StrategyKind kind) const;
-  // Of one pass, or of all: nullopt. Infinite where no rival (sim::IsRival) applies.
+  // Seconds of the fastest rival in one pass, or in all (nullopt). Infinite where no rival (sim::IsRival)
+  // applies.
   double FastestRivalSeconds(std::optional<size_t> pass = std::nullopt) const;
 };
 
 struct SimulationReport {
-  sim::Cluster cluster;                 // of no sweep
+  sim::Cluster cluster;                 // unused by a sweep
   std::vector<Comparison> comparisons;  // by GPUs, or by cell of the paper
   std::vector<sim::SweepResult> sweep;  // for Scenario::Report::kSweep, in its cells' order
 
   // For Scenario::Report::kMeshAttentionPaper.
   sim::ThroughputTable throughput;
-  sim::ThroughputTable flat_throughput;  // of the same cluster without topology
+  sim::ThroughputTable flat_throughput;  // the same cluster without topology
   sim::UtilisationTable utilisation;
   std::vector<sim::MemoryRow> memory;
 };

@@ -18,7 +18,7 @@
 
 namespace meshfill {
 
-inline constexpr char kDefaultListen[] = "127.0.0.1:50051";  // of the API
+inline constexpr char kDefaultListen[] = "127.0.0.1:50051";  // the API's address
 
 // Reads `path` (empty: defaults alone), then applies `overrides` in order, each "pool.embedded.ranks=4" (as
 // --set). NOT_FOUND: no such file. INVALID_ARGUMENT: an unknown, duplicate, badly typed or out-of-range key,

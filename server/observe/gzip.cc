@@ -16,7 +16,7 @@ namespace {
 constexpr int kGzipWindowBits = 15 + 16;  // the largest window; 16: with gzip's header instead of zlib's
 constexpr int kMemoryLevel = 8;           // zlib's default
 
-// Of "gzip;q=0.5": 0.5; 1 where there is none, 0 where it is no number.
+// The weight of "gzip;q=0.5" is 0.5; 1 where it states none, 0 where it is no number.
 double Weight(const std::vector<absl::string_view>& parts) {
   for (size_t i = 1; i < parts.size(); ++i) {
     absl::string_view parameter = absl::StripAsciiWhitespace(parts[i]);

@@ -143,7 +143,7 @@ class HttpPages::Server {
   }
 
   const std::vector<HttpPage> pages_;
-  std::map<MHD_Connection*, Connection> connections_;  // of the daemon's thread
+  std::map<MHD_Connection*, Connection> connections_;  // used by the daemon's thread alone
   MHD_Daemon* daemon_ = nullptr;
 };
 

@@ -18,7 +18,7 @@
 namespace meshfill {
 
 struct PrefillReport {
-  int64_t number = 0;  // of the prefill in this process, from 1
+  int64_t number = 0;  // counts the prefills of this process, from 1
   Plan plan;
   double prefill_seconds = 0;
   double mfu = 0;

@@ -31,7 +31,7 @@ class StandstillWatch {
     int rank = 0;
     uint64_t moves = 0;            // any count that grows as it gets on
     bool has_to_move = true;       // false: it waits for others, or for its turn
-    double predicted_seconds = 0;  // of its longest step in which the count may stand
+    double predicted_seconds = 0;  // its longest step in which `moves` may stand
   };
 
   // All who compute now, looked at a few times in a second. What stands still for far longer than was

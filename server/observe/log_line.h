@@ -19,7 +19,7 @@ struct LogDetails {
   LogLevel level = LogLevel::kInfo;
   absl::string_view request_id = {};
   absl::string_view tenant = {};
-  absl::string_view traceparent = {};  // of a call's metadata (server/api/traceparent.h)
+  absl::string_view traceparent = {};  // the call's, from its metadata (server/api/traceparent.h)
 };
 
 inline constexpr size_t kMaxLogMessageBytes = 8 << 10;  // a longer message is cut

@@ -40,8 +40,8 @@ class LogWriter {
 
  private:
   struct Cause {
-    absl::Time begin;  // of its second
-    int lines = 0;     // in it
+    absl::Time begin;  // when its present second began
+    int lines = 0;     // lines in that second
     uint64_t left_out = 0;
   };
 

@@ -30,11 +30,11 @@ using prometheus::Histogram;
 constexpr const char* kWorkerStates[] = {"ready", "preparing", "running", "stopping", "draining"};
 constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
 constexpr const char* kCallsButPrefill[] = {"FetchKv", "RenewKv", "ReleaseKv", "Cancel", "Plan", "GetPool"};
-// Of such a call; others have a series from their first on.
+// Refusals of these calls that have a series from the start; others have one once they happen.
 constexpr absl::StatusCode kUsualRefusals[] = {
     absl::StatusCode::kInvalidArgument, absl::StatusCode::kNotFound, absl::StatusCode::kUnauthenticated,
     absl::StatusCode::kPermissionDenied};
-constexpr int kStatusCodes = 17;  // of gRPC, OK (0) to UNAUTHENTICATED (16)
+constexpr int kStatusCodes = 17;  // gRPC's codes, OK (0) to UNAUTHENTICATED (16)
 
 const Histogram::BucketBoundaries kWaitBuckets = {0.001, 0.01, 0.1,  0.5,  1,     2.5,  5,    10,
                                                   30,    60,   120,  300,  600,   900,  1200, 1800,

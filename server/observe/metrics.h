@@ -45,16 +45,16 @@ const char* RefusalName(Refusal refusal);  // "queue_tokens"
 
 // What is in the queue now.
 struct QueueLoad {
-  int64_t requests = 0;  // that wait or upload
+  int64_t requests = 0;  // requests that wait or upload
   int64_t tokens = 0;
-  std::array<int64_t, 5> requests_by_class{};  // of these, by priority, -2 first
+  std::array<int64_t, 5> requests_by_class{};  // these requests by priority, -2 first
   int64_t running_tokens = 0;
   absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
 };
 
 // A pool of worker processes.
 struct PoolLoad {
-  std::map<std::string, int> ranks_by_state;  // of the workers' states; a state that is left out has none
+  std::map<std::string, int> ranks_by_state;  // a state that is left out has no ranks
   uint64_t epochs = 0;                        // this and the rest: since the start
   uint64_t joins = 0;
   uint64_t losses = 0;
@@ -69,12 +69,12 @@ struct KvLoad {
   int64_t max_bytes = 0;     // the bound on them
   uint64_t lapsed = 0;       // leases, since the start
   uint64_t refused = 0;      // requests, since the start
-  int64_t cached_bytes = 0;  // that prompts to come may begin with
-  uint64_t hit_tokens = 0;   // of prompts that were looked up: cached, and computed; since the start
+  int64_t cached_bytes = 0;  // bytes that later prompts may begin with
+  uint64_t hit_tokens = 0;   // looked-up prompts: cached tokens, and computed ones; since the start
   uint64_t miss_tokens = 0;
   uint64_t evictions = 0;  // prompts, and what was free then; since the start
   uint64_t evicted_bytes = 0;
-  int64_t device_bytes = 0;  // that are in the memory of GPUs
+  int64_t device_bytes = 0;  // bytes in the memory of GPUs
 };
 
 class Metrics {
@@ -92,7 +92,7 @@ class Metrics {
   void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
   void SetQueue(const QueueLoad& load);
   void SetKv(const KvLoad& load);
-  void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // of all that are there; no totals
+  void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // each worker's; sets no totals
   void OnKvFetched(int64_t bytes);
   void SetTraceSpans(const SpanExporter::Counts& counts);
   void OnPrefillStart(double queue_seconds);
@@ -103,7 +103,7 @@ class Metrics {
   void OnRequestDone(absl::StatusCode code);
   void OnRequestRefused(Refusal refusal);  // beside OnRequestDone
   void OnResultDropped();                  // nobody read it
-  // Of any call but Prefill, which its name says, e.g. "FetchKv"; one of a fixed set.
+  // A call other than Prefill was refused. `call` is its name, e.g. "FetchKv", one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
   // From the stream's begin: TTFT to its result, the upload to its end. The slowdown: from the complete
   // upload, over what the prefill took by itself.

@@ -10,7 +10,7 @@
 
 namespace meshfill {
 
-// Of a process on `host`. Bytes that are no UTF-8 are replaced.
+// The spans of a process on `host`, as OTLP's JSON. Bytes that are no UTF-8 are replaced.
 std::string OtlpJson(std::span<const TraceSpan> spans, const std::string& host);
 
 }  // namespace meshfill

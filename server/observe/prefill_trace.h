@@ -34,8 +34,8 @@ class PrefillTrace {
     int64_t tokens = 0;
   };
 
-  // Of a call that began then. `traceparent` is as ParseTraceparent has it (server/api/traceparent.h);
-  // without one, the call is the root of a new trace.
+  // The trace of a call that began at `begin`. `traceparent` is as ParseTraceparent has it
+  // (server/api/traceparent.h); without one, the call is the root of a new trace.
   PrefillTrace(absl::string_view traceparent, absl::Time begin);
 
   // Whether the caller's trace is recorded, as its flag says; a new one is.

@@ -8,7 +8,7 @@
 
 namespace meshfill {
 
-// Of this process, now. A family that the system does not tell is left out.
+// The metrics of this process, now. A family that the system does not tell is left out.
 std::vector<prometheus::MetricFamily> CollectProcessMetrics();
 
 }  // namespace meshfill

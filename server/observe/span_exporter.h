@@ -64,7 +64,7 @@ class SpanExporter {
   bool Settle(size_t spans, Sent sent, const std::string& why);
   void TellOf(Sent sent, const std::string& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const std::unique_ptr<Connection> connection_;  // of the thread
+  const std::unique_ptr<Connection> connection_;  // used by the thread alone
   const std::string host_;
 
   mutable Mutex mu_;

@@ -19,7 +19,7 @@ struct TraceSpan {
   std::string id;            // 16
   std::string parent_id;     // 16; empty: it is the root of its trace
   std::string name;          // one of a fixed set
-  bool serves_call = false;  // of a client; else it is internal
+  bool serves_call = false;  // a client's call; false: an internal span
   absl::Time begin;          // by the wall clock
   absl::Time end;
   std::vector<std::pair<std::string, Value>> attributes;

@@ -16,8 +16,8 @@ namespace meshfill {
 
 // A worker as it is now.
 struct WorkerLoad {
-  bool member = false;  // of a pool
-  int runs = 0;         // that it takes part in
+  bool member = false;  // it belongs to a pool
+  int runs = 0;         // runs that it takes part in
   int64_t kv_leases = 0;
   int64_t kv_bytes = 0;      // charged
   int64_t kv_max_bytes = 0;  // the bound on them

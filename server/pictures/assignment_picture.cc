@@ -21,8 +21,8 @@ constexpr double kIndexedCell = 34;   // and from here on the chosen tile shows 
 constexpr double kAxis = 44;          // room for the chunks' numbers
 constexpr double kSmallestText = 5;
 constexpr double kSmallestGrid = 3;   // cells smaller than this have no lines between them
-constexpr int kMostChunks = 20;       // that a list names one by one
-constexpr double kDigitWidth = 0.62;  // of a text's size
+constexpr int kMostChunks = 20;       // most chunks that a list names one by one
+constexpr double kDigitWidth = 0.62;  // width of a digit, in parts of the text's size
 
 // The matrix's columns are ordered by KV group, so that every rank's tile is in one piece.
 class AssignmentPicture {
@@ -180,12 +180,12 @@ class AssignmentPicture {
   const Mesh mesh_;
   const int a_;
   const int b_;
-  const int ranks_;   // of the mesh
+  const int ranks_;   // ranks of the mesh
   const int chosen_;  // the rank whose tile is shown
   const double cell_;
-  const double left_;  // of the matrix
+  const double left_;  // left edge of the matrix
   const double top_;
-  const double right_;  // of all
+  const double right_;  // right edge of the picture
   SvgWriter& svg_;
 };
 

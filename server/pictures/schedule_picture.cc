@@ -12,7 +12,7 @@
 namespace meshfill {
 namespace {
 
-constexpr double kTileSide = 96;  // of most; long rows and columns have thinner cells down to kThinCell
+constexpr double kTileSide = 96;  // most tiles; long rows and columns have thinner cells, down to kThinCell
 constexpr double kThinCell = 4;
 constexpr double kThickCell = 20;
 constexpr double kMark = 6;    // thickness of a chunk's mark beside the tile
@@ -21,7 +21,7 @@ constexpr double kHead = 46;   // above the tile: the step's number and its comm
 constexpr double kFoot = 34;   // below it: its blocks
 constexpr double kGap = 18;    // between two steps
 constexpr double kSmallCard = 92;
-constexpr int kMostCells = 16000;  // of all cards: a viewer draws so many at once
+constexpr int kMostCells = 16000;  // most cells of all cards together: a viewer draws so many at once
 
 enum class BlockState { kUntouched, kComputing, kDone };
 

@@ -59,7 +59,7 @@ std::string SimulationSvg(const std::string& title, const std::string& cluster,
   y = DrawTimelineLegend(drawn, kMargin, y + 20, kInner, svg);
   for (size_t i = 0; i < drawn.size(); ++i) {
     svg.Text(kMargin, y += 26, titles[i], "bold", 15);
-    // Of strategies that are sorted, those left out come last.
+    // The strategies are sorted, and those left out come last: index i is right for both.
     svg.Text(kMargin + kTitleCharacter * static_cast<double>(longest_title), y, strategies[i].settings,
              "muted");
     y = DrawTimelineLanes(drawn[i], {.most_ranks = kRanksOfEach, .seconds = seconds}, kMargin, y + 6, kInner,

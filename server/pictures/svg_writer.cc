@@ -67,7 +67,7 @@ constexpr absl::string_view kDefinitions = R"svg(<defs>
 </defs>)svg";
 
 constexpr double kLineHeight = 20;
-constexpr double kCharacterWidth = 6.6;  // of text of 13 pixels, on average and a little more
+constexpr double kCharacterWidth = 6.6;  // width of a character of 13 pixels, the average and a little more
 
 std::string Escape(absl::string_view text) {
   return absl::StrReplaceAll(text, {{"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}});

@@ -21,7 +21,7 @@ constexpr double kLabels = 92;  // room for the ranks' names
 constexpr double kAxis = 24;
 constexpr double kThinnest = 0.35;  // narrower neighbours of one kind are drawn as one
 constexpr double kLabelSize = 9.5;
-constexpr double kCharacterWidth = 5.9;  // of a label
+constexpr double kCharacterWidth = 5.9;  // width of a character of a label
 
 // A rule of the style sheet.
 absl::string_view ClassOf(const Span& span) {
@@ -188,7 +188,7 @@ class TimelinePicture {
   const Timeline& timeline_;
   const std::vector<int> drawn_;  // ranks
   const double seconds_;
-  const double left_;  // of the lanes
+  const double left_;  // left edge of the lanes
   const double width_;
   SvgWriter& svg_;
   std::vector<RankLanes> lanes_;  // by rank, each by rising start

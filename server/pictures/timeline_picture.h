@@ -13,9 +13,10 @@ namespace meshfill {
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg);
 
 struct TimelineView {
-  // Of more, so many are drawn, the one that ends last among them; fewer where each has thousands of spans.
+  // Most ranks that are drawn, the one that ends last among them; fewer are where each has thousands of
+  // spans.
   int most_ranks = 64;
-  double seconds = 0;  // that the width stands for; 0: the timeline's own
+  double seconds = 0;  // seconds that the width stands for; 0: the timeline's own
 };
 
 // Draws the lanes alone: several timelines below each other share one legend.

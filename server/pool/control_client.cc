@@ -180,7 +180,7 @@ class ControlClient::Impl {
   const std::string address_;
   const HostPort parsed_;
   const v1::PoolSection::Tls tls_;
-  const std::shared_ptr<grpc::ChannelCredentials> credentials_;  // of the files at start
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;  // made of the files at start
   Listener& listener_;
   Mutex mu_;
   CondVar gone_;

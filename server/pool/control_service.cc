@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; shards are cut smaller
 constexpr int kMaxConnections = 4096;       // a worker has one
-constexpr size_t kMaxChannelBytes = size_t{1} << 30;  // of messages that are not complete yet
+constexpr size_t kMaxChannelBytes = size_t{1} << 30;  // memory of messages that are not complete yet
 constexpr int kMaxMetadataBytes = 16 << 10;
 constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
 

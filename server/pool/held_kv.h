@@ -66,8 +66,8 @@ class HeldKv final : public KvSource {
   void Keep(uint64_t run);  // it is done; nothing where it keeps nothing
   void Drop(uint64_t run);  // it was stopped; likewise
 
-  // Of a lease, or a run, that is not here, nothing happens. A run whose lease ends while it computes is not
-  // cached.
+  // The next three do nothing for a lease, or a run, that is not here. A run whose lease ends while it
+  // computes is not cached.
   void Lasts(const std::string& lease, absl::Duration lasts);
   void Ends(const std::string& lease);
   void RunEnds(uint64_t run);
@@ -81,11 +81,11 @@ class HeldKv final : public KvSource {
   void SetObserver(std::function<void()> changed) override { store_.SetObserver(std::move(changed)); }
 
  private:
-  struct Entry {  // of a lease
+  struct Entry {  // one lease's entry
     uint64_t run = 0;
     std::string stored;  // its lease's name in the store
     std::string tenant;
-    int64_t tokens = 0;      // of the prompt
+    int64_t tokens = 0;      // the prompt's tokens
     std::vector<bool> here;  // by rank
   };
   struct Begun {  // a run, until Keep or Drop

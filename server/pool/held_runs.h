@@ -40,9 +40,9 @@ class HeldRuns {
   struct Holder {
     Connection worker = 0;
     std::string name;
-    std::string address;     // of its FetchKv
-    std::vector<int> ranks;  // of the plan
-    int64_t bytes = 0;       // of these ranks' tokens
+    std::string address;     // where its FetchKv is served
+    std::vector<int> ranks;  // its ranks in the plan
+    int64_t bytes = 0;       // K and V of these ranks' tokens
   };
 
   // `actions` outlives this.
@@ -53,7 +53,7 @@ class HeldRuns {
 
   // RESOURCE_EXHAUSTED: one of `holders` has no room for its bytes, whatever the cache gives up.
   absl::Status CheckRoom(const std::vector<Holder>& holders, const Workers& workers) const;
-  // Of a worker, whatever the cache gives up.
+  // Bytes that `worker` has room for, with what the cache can give up.
   int64_t Room(const Membership::Worker& worker) const;
   // The cache gives up what workers are charged beyond what they offered. Before they are told of a run.
   void MakeRoom(const Workers& workers);
@@ -77,7 +77,7 @@ class HeldRuns {
   // Others are there to stay than before: the cache drops what no run can follow any more.
   void OnWorkersChanged(const Workers& workers);
 
-  // To a worker, without what the cache will give up.
+  // Bytes charged to `worker`, without what the cache will give up.
   int64_t charged(const Membership::Worker& worker) const;
   int64_t cached_bytes() const { return cache_.bytes(); }
   uint64_t evictions() const { return evictions_; }

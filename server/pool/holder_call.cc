@@ -17,7 +17,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kWindowBytes = 1 << 20;  // that a holder may send ahead of what is read
+constexpr int kWindowBytes = 1 << 20;  // bytes that a holder may send ahead of what is read
 constexpr size_t kIdleChannels = 256;  // more than these are looked through for some that nobody uses
 
 // What connections to holders depend on.
@@ -105,7 +105,7 @@ class HolderChannels::Connections {
   const v1::ApiSection api_;
   mutable Mutex mu_;
   std::shared_ptr<grpc::ChannelCredentials> credentials_ ABSL_GUARDED_BY(mu_);
-  std::string authorization_ ABSL_GUARDED_BY(mu_);  // of every call; empty: none
+  std::string authorization_ ABSL_GUARDED_BY(mu_);  // sent with every call; empty: none
   CondVar ended_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mu_);

@@ -117,7 +117,7 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
   const bool wanted = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
   const bool keeps = wanted || more_pieces;
   const bool leased = lease != nullptr && !more_pieces;
-  if (lease != nullptr) Discharge(*lease);  // as it was expected to run
+  if (lease != nullptr) Discharge(*lease);  // ends the charge for the run that was expected
 
   Running running = {.lease = leased ? options.kv_lease : "",
                      .names = nullptr,

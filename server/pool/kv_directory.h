@@ -77,13 +77,13 @@ class KvDirectory {
   // Which piece of its prompt a run is.
   struct Piece {
     bool first = true;         // else what it follows is of the pieces before it
-    int64_t tokens_ahead = 0;  // of the pieces after it
+    int64_t tokens_ahead = 0;  // tokens of the pieces after it
   };
   // What a reader needs before each part.
   struct View {
-    uint64_t run = 0;  // whose K and V can be read; 0: none yet
+    uint64_t run = 0;  // the run whose K and V can be read; 0: none yet
     int layers_done = 0;
-    int64_t tokens = 0;        // of the prompt
+    int64_t tokens = 0;        // the prompt's tokens
     std::string last_failure;  // why a run before this one was stopped; empty: none was
   };
   struct WorkerKv {
@@ -137,13 +137,13 @@ class KvDirectory {
   // Ends what has lapsed. When the next lease lapses; infinite: none does.
   absl::Time EndLapsed(absl::Time now);
 
-  void OnWorkersChanged(const Workers& workers);  // that are there to stay; there may be room now
+  void OnWorkersChanged(const Workers& workers);  // `workers` are there to stay; there may be room now
   void OnWorkerLost(Connection worker, const std::string& name, const std::string& why);
   bool Holds(Connection worker) const;  // something under a live lease, or of a run
 
   // NOT_FOUND: unknown, ended, or another tenant's. UNAVAILABLE: lost; the message has the worker.
   absl::StatusOr<View> Find(const std::string& lease, const std::string& tenant, absl::Time now) const;
-  // Of a lease that was found with a run.
+  // Where a lease's K and V are. Find has found the lease with a run.
   const Place& PlaceOf(const std::string& lease) const { return *leases_.at(lease).place; }
 
   // The live leases of a tenant, by the bytes that its tokens take.
@@ -159,14 +159,15 @@ class KvDirectory {
     Admission admission;
     bool held = true;                           // by its prefill
     absl::Time expires = absl::InfinitePast();  // not before, if held
-    // Of the run, or expected; none: its run has failed, or is of a piece before the last, or it is lost.
+    // Where the run's K and V are, or are expected. None: the run has failed, is a piece before the last, or
+    // is lost.
     std::optional<Place> place;
     KvSlabs slabs;       // the runs there, without slabs
     bool begun = false;  // a run of it lives, or is over
     bool over = false;   // its run is
-    uint64_t run = 0;    // that can be read; 0: none yet
+    uint64_t run = 0;    // the run that can be read; 0: none yet
     int layers_done = 0;
-    std::string last_failure;  // of a run
+    std::string last_failure;  // why a run failed
     std::string lost;          // why; not empty: nothing can be read any more
   };
   using Leases = std::map<std::string, Lease>;
@@ -185,7 +186,7 @@ class KvDirectory {
   bool ReadsCache(const PrefillOptions& options) const;
   // Whether a run is to be cached that no lease keeps.
   bool CachesAll(const Workers& workers) const;
-  Lease* LeaseOf(uint64_t run);  // of a run that lives; null: it has none, or that has ended
+  Lease* LeaseOf(uint64_t run);  // the lease of a live run; null: it has none, or that has ended
   void Discharge(Lease& lease);
   // Its workers hear of the end, and the entry goes.
   Leases::iterator Erase(Leases::iterator lease);

@@ -148,7 +148,7 @@ void Leader::OnTick(absl::Time now) {
 }
 
 void Leader::DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now) {
-  std::map<RunId, std::string> runs;  // that they took part in, and the names of those who did
+  std::map<RunId, std::string> runs;  // runs that they took part in, and the names of those who did
   for (Connection connection : connections) {
     const std::string name = members_.Remove(connection, why);
     kv_.OnWorkerLost(connection, name, why);

@@ -70,19 +70,19 @@ class Leader {
  public:
   using Connection = LeaderActions::Connection;
   using Ticket = LeaderActions::Ticket;
-  using RunId = uint64_t;  // of a run; only grows
+  using RunId = uint64_t;  // a run's number; only grows
   using Result = RunResult;
 
   struct Options {
     std::string build;
     v1::ModelId model;     // weights_hash 0: that of the first worker counts while the pool is not empty
     bool encrypt = false;  // the data plane
-    KvShape kv;            // of the model
+    KvShape kv;            // the model's K and V
     std::optional<bool> kv_cache;  // whether prompts begin behind cached ones (KvDirectory)
     int64_t vocab = 1;
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
-    uint64_t least_memory_bytes = 1 << 20;  // of a worker: what the configuration takes at least
+    uint64_t least_memory_bytes = 1 << 20;  // least memory that a worker may offer
     // Each is planned over the whole pool, as if it had it for itself.
     int runs_at_once = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
@@ -116,7 +116,7 @@ class Leader {
   struct WorkerView {
     const v1::Join* offer;
     WorkerState state;  // in the oldest run that it takes part in
-    int first_rank;     // likewise; -1: none
+    int first_rank;     // its first rank in that run; -1: none
     int ranks_in_use;
   };
   struct Counters : Membership::Counters {
@@ -142,7 +142,7 @@ class Leader {
   bool CrowdedOut(Ticket ticket) const;
   // It waits while a run is being stopped. Whether it is crowded out is known when that one is over.
   bool Undecided(Ticket ticket) const;
-  RunId run_of(Ticket ticket) const;  // that lives; 0: it waits, or is answered
+  RunId run_of(Ticket ticket) const;  // the live run of a request; 0: it waits, or is answered
 
   // ---- Leases on K and V. Those that lapse end by OnTick, or by EndLapsed there.
   KvDirectory& kv() { return kv_; }
@@ -181,12 +181,12 @@ class Leader {
     int epochs_ended = 0;     // while no other run may have been to blame
     bool suspect = false;     // an epoch ended while its run and others computed
     bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
-    PausedTime pauses;        // as asked for
-    absl::Time begin;         // of its first run
+    PausedTime pauses;        // pauses as they were asked for
+    absl::Time begin;         // when its first run began
     double lost_seconds = 0;  // from there to its present attempt's begin, without pauses and what counts
   };
   struct LiveRun {
-    Ticket ticket;  // of its request, which may be answered already
+    Ticket ticket;  // the run's request, which may be answered already
     RunCoordinator coordinator;
   };
   struct PlannedRun {
@@ -231,9 +231,9 @@ class Leader {
   // run. 0: none lives on it.
   int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
   int MostRuns() const;
-  bool AnyStops() const;  // of the runs
+  bool AnyStops() const;  // whether a run is being stopped
   bool Waits(Ticket ticket) const;
-  bool HasPiecesOf(Connection worker) const;               // of a prompt
+  bool HasPiecesOf(Connection worker) const;               // whether it takes part in a prompt in pieces
   std::vector<Connection> Seated(const Plan& plan) const;  // in a new run by this plan
   void BeginAttempt(LiveRequest& request, absl::Time now);
   // After a run of the request that failed: what it has of its prompt in pieces, and their room.

@@ -18,18 +18,18 @@ namespace meshfill {
 
 // What a complete run gave.
 struct RunResult {
-  Plan plan;  // of a prompt in pieces: that of the last one, with the prediction of all
+  Plan plan;  // a prompt in pieces: the last piece's plan, with the prediction of all
   std::vector<float> logits;
   std::vector<RankStats> ranks;
-  double peak_flops = 0;      // of the ranks that took part
-  double seconds = 0;         // of this run, from Prepare to the last RankDone, without probes and pauses
+  double peak_flops = 0;      // sum of the ranks that took part
+  double seconds = 0;         // this run, from Prepare to the last RankDone, without probes and pauses
   bool probed = false;        // the run measured links, too
-  int pieces = 1;             // that the prompt ran in: ranks' stats and seconds are of all of them
-  int64_t piece_tokens = 0;   // of each but the last; 0: there is one
+  int pieces = 1;             // pieces that the prompt ran in: ranks' stats and seconds are sums over them
+  int64_t piece_tokens = 0;   // tokens of each piece but the last; 0: there is one piece
   int64_t cached_tokens = 0;  // before the first one
   int attempts = 1;           // at the request, each after a run that failed
   double lost_seconds = 0;    // from the first one's begin to this one's, without pauses
-  double paused_seconds = 0;  // of all of them together
+  double paused_seconds = 0;  // pauses of all attempts together
 };
 
 class LeaderActions {

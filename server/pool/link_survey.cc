@@ -149,7 +149,8 @@ bool LinkSurvey::TakeClass(LinkClass of, int probe, const Probes& probes,
 
 // After the class between hosts, which says what flows move that share nothing.
 bool LinkSurvey::TakeOutOfHost(int probe, const Probes& probes, std::span<const RankLinks> by_rank) {
-  std::vector<double> of_hosts, shares;  // of what as many flows would move alone
+  // Bytes/s of a host's flows together; that over what as many lone flows move.
+  std::vector<double> of_hosts, shares;
   for (const std::vector<int>& host : ByHost(probes.host_of_rank)) {
     double sum = 0;
     int flows = 0;

@@ -49,7 +49,7 @@ class LinkSurvey {
     std::vector<LinkClass> classes;  // by probe
     std::vector<int> host_of_rank;
   };
-  using RankLinks = std::vector<std::optional<Link>>;  // of one rank, by probe; none: it sat out
+  using RankLinks = std::vector<std::optional<Link>>;  // one rank's links, by probe; none: the rank sat out
 
   explicit LinkSurvey(const ConfiguredLinks& configured);
 

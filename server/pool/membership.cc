@@ -16,7 +16,7 @@ namespace meshfill {
 namespace {
 
 constexpr size_t kMaxNameCharacters = 128;
-constexpr size_t kMaxTextBytes = 256;  // of each other text of an offer
+constexpr size_t kMaxTextBytes = 256;  // most bytes of each other text of an offer
 constexpr size_t kMaxRememberedRefusals = 256;
 constexpr size_t kMaxKeptOut = 256;
 // What no machine has, so that plans over it would be of infinite or negative seconds and bytes.
@@ -84,7 +84,7 @@ Membership::Membership(Options options, LeaderActions& actions)
       epoch_(options_.first_epoch) {}
 
 bool Membership::OnStrangerMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now) {
-  if (!strangers_.contains(connection)) return false;  // of a connection that was closed
+  if (!strangers_.contains(connection)) return false;  // the connection was closed
   if (!message.has_join()) {
     Refuse(connection, "", "it did not begin with Join; run the same version on both", false);
     return false;

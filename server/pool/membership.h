@@ -38,13 +38,13 @@ struct PoolCapacity {
   PoolSpeed speed;
   Topology topology;
   int64_t rank_memory_bytes = 0;  // beside shared weights; 0: no limit, below: not even for those
-  PlanWeights rank_weights;       // of a rank, where the workers need most; sharded: of a worker
+  PlanWeights rank_weights;       // one rank's, where a worker needs most for it; sharded: one worker's
   // The same of runs whose workers share the weights instead of streaming them. None: they cannot.
   std::optional<PlanWeights> shared_weights;
   int64_t shared_rank_memory_bytes = 0;
-  std::vector<int> first_seats;  // of the workers
+  std::vector<int> first_seats;  // each worker's first seat
   bool kv_on_host = true;        // where K and V are kept, they take of no rank's memory
-  int64_t rank_kv_bytes = 0;     // that the tightest rank may keep of K and V
+  int64_t rank_kv_bytes = 0;     // bytes of K and V that the tightest rank may keep
   bool many_messages = true;     // all workers' messages go on beside compute, many at once
 };
 
@@ -57,7 +57,7 @@ class Membership {
     v1::ModelId model;     // weights_hash 0: that of the first worker counts while the pool is not empty
     bool encrypt = false;  // the data plane, on all workers or none
     uint64_t first_epoch = 1;
-    uint64_t least_memory_bytes = 0;  // of a worker that has a limit
+    uint64_t least_memory_bytes = 0;  // least memory that a worker with a limit may offer
     absl::Duration silence_timeout;
     absl::Duration join_timeout;  // from a connection to its Join
     absl::Duration least_kept_out;
@@ -117,7 +117,7 @@ class Membership {
     absl::Duration length;
   };
 
-  int ranks() const;  // of the workers that are there to stay
+  int ranks() const;  // ranks of the workers that are there to stay
   absl::Status CheckOffer(const v1::Join& offer, uint64_t heard_epoch, absl::Time now, bool& retry) const;
   // Says why, closes, and logs each reason once for a name; the name of a stranger is empty.
   void Refuse(Connection connection, const std::string& name, const std::string& reason, bool retry);
@@ -129,7 +129,7 @@ class Membership {
   std::map<Connection, Worker> workers_;
   std::set<std::pair<std::string, std::string>> refused_;  // name and reason, logged
   std::map<std::string, KeptOut> kept_out_;                // by name
-  uint64_t weights_hash_;                                  // of the pool; 0: nobody has said yet
+  uint64_t weights_hash_;                                  // the pool's; 0: nobody has said yet
   uint64_t epoch_;
   bool changed_ = true;  // since the epoch began
   Counters counters_;

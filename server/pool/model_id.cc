@@ -16,7 +16,7 @@
 namespace meshfill {
 namespace {
 
-constexpr size_t kSamples = 64;  // of a tensor, spread evenly
+constexpr size_t kSamples = 64;  // samples of a tensor, spread evenly
 constexpr size_t kSampleBytes = 64;
 
 void AddBytes(std::span<const std::byte> bytes, WordHash& hash) {

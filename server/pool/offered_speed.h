@@ -12,7 +12,7 @@ namespace meshfill {
 v1::Speed ToProto(const PoolSpeed& speed);
 PoolSpeed FromProto(const v1::Speed& message);
 
-// Likewise for CheckPlanWeights.
+// ToProto and FromProto for weights. What comes from outside is for CheckPlanWeights to judge.
 v1::Weights ToProto(const PlanWeights& weights);
 PlanWeights FromProto(const v1::Weights& message);
 

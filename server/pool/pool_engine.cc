@@ -70,7 +70,7 @@ absl::StatusOr<std::unique_ptr<PoolEngine>> PoolEngine::Listen(const v1::Config&
   {
     const MutexLock lock(engine->mu_);
     engine->control_ = std::move(control);
-    engine->DoActions();  // of workers that were faster
+    engine->DoActions();  // workers may have joined before control_ was set
   }
   engine->clock_ = std::thread([engine = engine.get()] { engine->Tick(); });
   return engine;
@@ -241,7 +241,7 @@ class PoolEngine::Run final : public Prefill {
   PrefillObserver* const observer_;
   Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
   int layers_done_ ABSL_GUARDED_BY(engine_.mu_) = 0;
-  int layers_ ABSL_GUARDED_BY(engine_.mu_) = 1;  // of all pieces
+  int layers_ ABSL_GUARDED_BY(engine_.mu_) = 1;  // layers of all pieces
   std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
 };
 

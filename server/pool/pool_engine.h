@@ -86,8 +86,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   mutable Mutex mu_;
   CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
-  uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // of the directory, when observers were told last
-  std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // that live; each leaves before its end
+  uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // the directory's version when observers were told last
+  std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // live runs; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::unique_ptr<ControlService> control_;  // set once, under mu_
   std::thread clock_;

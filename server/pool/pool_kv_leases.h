@@ -35,7 +35,7 @@ class PoolKvLeases final : public KvLeases {
   KvStore::Counts counts() const override;
   void SetObserver(std::function<void()> changed) override;
 
-  int64_t budget_bytes() const override;  // of all workers that are there
+  int64_t budget_bytes() const override;  // sum over the workers that are there
   std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant) const override;
   absl::StatusOr<std::unique_ptr<HeldKvLease>> Admit(const std::shared_ptr<KvPrompt>& prompt,
                                                      const Plan& plan, std::string tenant,

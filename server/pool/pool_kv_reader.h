@@ -47,7 +47,7 @@ class PoolKvReader final : public KvReader {
   struct Source {
     std::string name;  // for errors: the worker and its ranks
     std::unique_ptr<HolderCall> call;
-    int64_t taken_tokens = 0;  // of the call's present part
+    int64_t taken_tokens = 0;  // tokens taken from the call's present part
   };
 
   void Open(const KvDirectory::Place& place);
@@ -61,7 +61,7 @@ class PoolKvReader final : public KvReader {
 
   int64_t row_bytes() const { return fetch_.range.heads * shape_.head_bytes(); }
   int64_t end_token() const { return fetch_.range.first_token + fetch_.range.tokens; }
-  int64_t part_tokens() const;  // of the next part
+  int64_t part_tokens() const;  // tokens of the next part
 
   const KvShape shape_;
   const KvFetch fetch_;
@@ -71,14 +71,14 @@ class PoolKvReader final : public KvReader {
   HolderChannels& channels_;
   const std::function<void()> changed_;
 
-  uint64_t run_ = 0;    // that is read; 0: none yet
+  uint64_t run_ = 0;    // the run that is read; 0: none yet
   bool begun_ = false;  // a part of it was given
   std::shared_ptr<const KvDirectory::Place> place_;
   std::vector<Source> sources_;      // by holder
   std::vector<int> source_of_rank_;  // −1: none
-  int layer_;                        // of the next part
+  int layer_;                        // layer of the next part
   int64_t token_;
-  std::unique_ptr<std::byte[]> gathered_;  // of the next part: K, then V, each [part_tokens, heads, head_dim]
+  std::unique_ptr<std::byte[]> gathered_;  // the next part: K, then V, each [part_tokens, heads, head_dim]
   int64_t gathered_tokens_ = 0;
   absl::Time waiting_since_ = absl::InfiniteFuture();
 };

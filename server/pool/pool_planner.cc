@@ -30,7 +30,7 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
   return request;
 }
 
-// Of all ranks of the request.
+// Weights of `ranks` ranks.
 PlanWeights WeightsOf(const PoolCapacity& capacity, int ranks) {
   if (capacity.rank_weights.mode != WeightMode::kSharded) return capacity.rank_weights.Share(ranks, 1);
   std::vector<int> nodes;

@@ -22,8 +22,8 @@ Topology TopologyOf(const v1::PoolSection& pool);
 // The same, and which classes it leaves to be measured: those with neither bytes/s nor latency.
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
-// Of weights that so many workers share, as plans over all of them count them. `node_of_worker`: as
-// AllToAllLink has it.
+// The weights as plans count them where all workers share them. `one`: one worker's whole weights.
+// `node_of_worker`: as AllToAllLink has it.
 PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
                             const std::vector<int>& node_of_worker);
 
@@ -42,7 +42,7 @@ absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOpti
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached = {});
 
-// Of what is cached of a prompt of `tokens`, what a run could follow.
+// How many of the tokens that are cached of a prompt of `tokens` a run can reuse.
 int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
                        const PrefillOptions& options);
 

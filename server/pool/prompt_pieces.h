@@ -31,7 +31,7 @@ class PromptPieces {
   Plan plan() const;
   bool first() const { return done_ == 0; }
   bool last() const { return done_ + 1 == count(); }
-  int64_t tokens_ahead() const;  // of the pieces after it
+  int64_t tokens_ahead() const;  // tokens of the pieces after it
   int done() const { return done_; }
   int count() const { return static_cast<int>(pieces_.size()); }
 
@@ -48,11 +48,11 @@ class PromptPieces {
   void OnDone(RunResult result, KvSlabs kept);
   // The last one is: what the whole prompt gave.
   RunResult Finish(RunResult last) const;
-  double seconds() const { return so_far_.seconds; }  // of the runs that are done
+  double seconds() const { return so_far_.seconds; }  // seconds of the runs that are done
 
  private:
-  std::vector<Plan> pieces_;  // those to come have their ranks where those that are done had them
-  Prediction predicted_;      // of all of them
+  std::vector<Plan> pieces_;  // pieces to come have their ranks where those that are done had them
+  Prediction predicted_;      // the prediction of all pieces
   std::vector<Connection> workers_;
   bool shares_weights_;  // the workers do
   int done_ = 0;

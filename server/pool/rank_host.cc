@@ -177,8 +177,8 @@ class RankHost::ActiveRun {
     mutable std::atomic<uint64_t> connecting_reports{0};
   };
 
-  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // of the run
-  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // of the plan
+  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // seat in the run
+  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // rank of the plan
 
   absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const {
     return host_.data_plane_->Listen({.local_rank = static_cast<int>(i),
@@ -259,10 +259,10 @@ class RankHost::ActiveRun {
   RankHost& host_;
   std::shared_ptr<const KvSlabs> prefix_;  // K and V of the plan's cached tokens; null: there are none
   std::shared_ptr<KvPrompt> kv_;           // null: K and V are dropped
-  std::vector<BufferRef> reservations_;    // of the memory that the run will take; until it starts
+  std::vector<BufferRef> reservations_;    // hold the memory that the run will take; until it starts
   std::vector<std::string> addresses_;     // by rank of the whole run
-  std::vector<LinkProbe> probes_;          // of the whole run
-  StopToken stop_;                         // of all streams
+  std::vector<LinkProbe> probes_;          // all probes of the run
+  StopToken stop_;                         // stops all streams
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};

@@ -39,20 +39,20 @@ class RankHost {
   struct Options {
     std::string model_path;
     std::optional<DType> dtype;
-    std::optional<WeightMode> weights;  // as EngineOptions has it, and the next one
+    std::optional<WeightMode> weights;  // this and the next: as in EngineOptions
     bool may_share = false;
     std::string device = "auto";  // one of DeviceNames() (platforms.h); on GPUs: one for each rank
     int ranks = 1;
-    int threads = 0;           // of all ranks together; 0: one per core
-    double peak_flops = 0;     // of all ranks together; 0: measured
+    int threads = 0;           // CPU threads of all ranks together; 0: one per core
+    double peak_flops = 0;     // FLOP/s of all ranks together; 0: measured
     int64_t memory_bytes = 0;  // for the activations of all runs; 0: 80 % of what is free after the load
     // For K and V that CPUs keep; none: an eighth of the above. Of those behind GPUs, what stays there.
     std::optional<int64_t> kv_memory_bytes;
     std::optional<int64_t> kv_host_memory_bytes;  // for those behind GPUs; none: a tenth of what is free
     std::string data_listen = "127.0.0.1";
     bool encrypt = false;            // the data plane
-    int nccl_ctas = 8;               // of a GPU, that NCCL may take; 0: as many as it likes
-    int attention_sm_margin = 8;     // multiprocessors of a GPU that attention leaves to them
+    int nccl_ctas = 8;               // most CTAs that NCCL takes on a GPU; 0: NCCL decides
+    int attention_sm_margin = 8;     // GPU multiprocessors that attention leaves to NCCL
     std::vector<int> devices = {};   // GPUs by number, one for each rank; empty: the first ones
     std::string speed_profile_path;  // keeps this host's measured speed (pool_profile.h); empty: measured
     bool measure_speed = false;      // whatever the profile keeps
@@ -85,10 +85,10 @@ class RankHost {
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
   WorkerMachine::ProgressOfRuns progress() const;
-  void EndKv(const std::string& lease);  // as the calls above: behind them
-  void EndKvRun(uint64_t run);           // likewise
+  void EndKv(const std::string& lease);  // takes effect after the calls above
+  void EndKvRun(uint64_t run);           // takes effect after the calls above
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
-  // Of a worker that shares its weights: its share, and what runs have gathered.
+  // What shared weights take: the worker's share, and what runs have gathered.
   WeightMemory shared_weights() const { return sharded_ == nullptr ? WeightMemory() : sharded_->memory(); }
   bool lost() const;  // a device has failed for good: no run will go well in this process
 

@@ -14,7 +14,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kShardIds = 512 << 10;  // of a message: below 4 MiB at 3 to 5 bytes each
+constexpr int kShardIds = 512 << 10;  // token ids of a message: below 4 MiB at 3 to 5 bytes each
 constexpr double kSlowBlock = 10;     // times the predicted seconds of a block: hung
 constexpr double kPrepareSecondsPerToken = 1e-6;
 

@@ -44,10 +44,10 @@ class RunCoordinator {
   using Connection = LeaderActions::Connection;
 
   struct Options {
-    int layers = 1;  // of the model
+    int layers = 1;  // the model's layers
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
-    int64_t tokens_ahead = 0;     // of the prompt, in later runs: there are no logits
+    int64_t tokens_ahead = 0;     // prompt tokens of later runs; above 0: this run has no logits
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // and a second for each million tokens
     absl::Duration stop_timeout;
@@ -108,7 +108,7 @@ class RunCoordinator {
   // Whether its ranks may have computed since then.
   bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
-  // Of the weights, where the workers share them.
+  // The worker's share of the weights, where the workers share them.
   WeightShare weight_share(Connection worker) const {
     return weight_shares_ > 0 ? WeightShare{parts_.at(worker).weight_share, weight_shares_} : WeightShare();
   }
@@ -116,7 +116,7 @@ class RunCoordinator {
   int ranks(Connection worker) const { return parts_.at(worker).ranks; }
 
  private:
-  struct Part {  // of one worker
+  struct Part {  // one worker's part of the run
     std::string name;
     std::string host;
     double rank_peak_flops = 0;
@@ -126,9 +126,9 @@ class RunCoordinator {
     bool over_gloo = false;  // its data plane
     bool encrypts = false;
     int weight_share = 0;        // where the workers share the weights
-    std::string weight_address;  // of whom it is gathered from
+    std::string weight_address;  // where the others gather its share from
   };
-  struct Seat {  // of one rank
+  struct Seat {  // one rank's seat
     Connection worker = 0;
     std::string address;
     int layers_done = 0;
@@ -158,13 +158,13 @@ class RunCoordinator {
   LinkSurvey& survey_;
   Plan plan_;
   const absl::Time begin_;
-  absl::Time deadline_;  // of preparing and stopping
+  absl::Time deadline_;  // until when the workers prepare, and later stop
   absl::Duration hang_timeout_;
   Phase phase_ = Phase::kPreparing;
   PausedTime pauses_;
   int weight_shares_ = 0;             // 0: they are not shared
   std::vector<Seat> seats_;           // by rank
-  std::map<Connection, Part> parts_;  // of the workers that take part and are not lost
+  std::map<Connection, Part> parts_;  // the workers that take part and are not lost
   std::set<Connection> unanswered_;   // Prepare, or Cancel or Abort, not answered yet
   int layers_done_ = 0;               // by all ranks
   LinkSurvey::Probes probes_;

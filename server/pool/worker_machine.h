@@ -47,7 +47,7 @@ class WorkerMachine {
   struct Options {
     v1::Join offer;
     absl::Duration progress_interval = absl::Milliseconds(200);
-    absl::Duration silence_timeout = absl::Seconds(3);  // of the leader
+    absl::Duration silence_timeout = absl::Seconds(3);  // longest silence of the leader
     absl::Duration least_backoff = absl::Milliseconds(100);
     absl::Duration most_backoff = absl::Seconds(2);
     absl::Duration drain_timeout = absl::Hours(1);  // from Drain to the exit, whatever is left
@@ -65,7 +65,7 @@ class WorkerMachine {
 
   // Which of the shared weights a run's worker keeps.
   struct RunWeights {
-    WeightShare share;  // of 0: they are not shared
+    WeightShare share;  // `of` 0: the weights are not shared
     int head = 0;       // the share of whose worker reads the LM head
   };
 
@@ -78,8 +78,8 @@ class WorkerMachine {
     int64_t reserve_bytes = 0;
     std::optional<HeldKv::Keeping> keep_kv;  // none: K and V are dropped
     RunWeights weights = {};
-    std::vector<HeldKv::RunTokens> prefix;      // whose K and V are those of the plan's cached tokens
-    int64_t tokens_ahead = 0;                   // of the prompt, in later runs: there are no logits
+    std::vector<HeldKv::RunTokens> prefix;  // runs that computed K and V of the plan's cached tokens
+    int64_t tokens_ahead = 0;               // prompt tokens of later runs; above 0: this run has no logits
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
 
@@ -118,10 +118,10 @@ class WorkerMachine {
     std::string lease;
     absl::Duration lasts;  // from now on
   };
-  struct KvEnds {  // also of a run that was prepared before
+  struct KvEnds {  // the lease may be of a run that was prepared before
     std::string lease;
   };
-  struct KvRunEnds {  // likewise
+  struct KvRunEnds {  // the run may have been prepared before
     uint64_t run;
   };
   struct AllKvEnds {};  // a leader that has just let this worker in knows of none

@@ -243,13 +243,13 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
 
   std::unique_ptr<ControlClient> client_;
   std::unique_ptr<RankHost> host_;
-  std::unique_ptr<HolderService> holder_;  // of what the host keeps
+  std::unique_ptr<HolderService> holder_;  // serves what the host keeps
   mutable Mutex mu_;
   std::optional<WorkerMachine> machine_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
-  bool member_ ABSL_GUARDED_BY(mu_) = false;  // as health says
+  bool member_ ABSL_GUARDED_BY(mu_) = false;  // whether it is in a pool, as health says
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
-  std::map<uint64_t, WatchedRun> watched_ ABSL_GUARDED_BY(mu_);  // that the host has, by number
+  std::map<uint64_t, WatchedRun> watched_ ABSL_GUARDED_BY(mu_);  // runs that the host has, by number
   StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -30,7 +30,7 @@ class WorkerProcess {
   std::optional<absl::Status> Tick();
   // The run that it takes part in finishes, and it leaves once its leases have ended.
   void Drain();
-  std::string standstill();    // of its ranks, as Liveness::Beat wants it; as often as Tick
+  std::string standstill();    // what Liveness::Beat wants to know of its ranks; call as often as Tick
   KvStore::Counts kv() const;  // what its ranks keep
   WorkerLoad load() const;
 

@@ -149,7 +149,7 @@ class BenchCommCommand : public Command {
   struct Speeds {  // bytes per second
     double checked;
     double unchecked;
-    double checksum;  // of one thread alone
+    double checksum;  // one thread's checksum alone
   };
 
   double ChecksumSpeed() const {

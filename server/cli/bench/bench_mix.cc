@@ -112,7 +112,7 @@ class BenchMixCommand : public Command {
   }
 
  private:
-  // Of the config: an embedded pool, or, with pool.control_listen, a pool of so many workers.
+  // The config's engine: an embedded pool, or, with pool.control_listen, a pool of `workers_` workers.
   absl::StatusOr<std::unique_ptr<PrefillEngine>> Engine(const v1::Config& config) {
     if (config.pool().control_listen().empty()) {
       workers_ = 0;

@@ -101,7 +101,7 @@ struct PoolTiming {
   double greedy_seconds = 0;
   double optimal_seconds = 0;
   double plan_seconds = 0;
-  double windows_plan_seconds = 0;  // of the model with a window of kWindow in all layers
+  double windows_plan_seconds = 0;  // planning of the model with a window of kWindow in all layers
 };
 
 constexpr int64_t kWindow = 4096;

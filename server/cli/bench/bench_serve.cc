@@ -361,7 +361,7 @@ class BenchServeCommand : public Command {
   int failed_ = 0;
   double load_seconds_ = 0;
   std::vector<double> refusal_seconds_;
-  size_t most_refusals_ = 0;  // of one prompt
+  size_t most_refusals_ = 0;  // most refusals of one prompt
   std::vector<LengthFigures> lengths_;
   std::vector<std::pair<std::string, double>> figures_;
   std::vector<LoadCheck> checks_;

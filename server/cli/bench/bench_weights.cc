@@ -30,7 +30,7 @@ namespace {
 
 constexpr int64_t kWarmUpTokens = 64;
 constexpr absl::Duration kJoinTimeout = absl::Seconds(60);
-// Of workers that compute on the same cores as the front-end.
+// Timeouts of the pool: workers compute on the same cores as the front-end, and may be late.
 constexpr int kPatienceSeconds = 120;
 
 // Memory of this process that no file stands behind; 0 where the system does not say.
@@ -68,10 +68,10 @@ class AnonymousPeak {
   std::thread thread_;  // last: it uses all of the above
 };
 
-// Of one way to hold the weights, over all rounds.
+// Figures of one way to hold the weights, over all rounds.
 struct Measured {
   std::vector<double> seconds;
-  double weight_seconds = 0;  // that the last plan states
+  double weight_seconds = 0;  // the last plan's figure
   int64_t weight_bytes = 0;
   int64_t anonymous_bytes = 0;  // the most
 };

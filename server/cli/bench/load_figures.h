@@ -20,7 +20,7 @@ struct LoadPrompt {
 // Prompts of a length among those that come, and their seconds alone.
 struct LoadClass {
   int64_t tokens = 0;
-  double share = 0;  // of the prompts; all shares add up to 1
+  double share = 0;  // fraction of the prompts; all shares add up to 1
   double lone_seconds = 0;
 };
 
@@ -45,9 +45,8 @@ struct PredictedTime {
 struct PredictionFigures {
   double median_error = 0;  // |predicted − real| / real
   double p95_error = 0;
-  double bias = 0;  // of the median of predicted / real: factor − 1
-  double drift =
-      0;  // of the median of predicted / real, from the first third of the time to the last: factor − 1
+  double bias = 0;   // median of predicted / real, less 1
+  double drift = 0;  // change of that median from the first to the last third of the time: factor − 1
 };
 // `times` is not empty.
 PredictionFigures FiguresOf(std::span<const PredictedTime> times);

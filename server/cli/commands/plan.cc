@@ -133,7 +133,7 @@ class PlanCommand : public Command {
     return MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request));
   }
 
-  // Of weights that stream, and of the same that so many hosts share.
+  // Adds the predicted seconds of streamed weights, and a row for the same weights shared by `hosts` hosts.
   static void AddSeconds(const absl::StatusOr<PlanChoice>& streamed, const absl::StatusOr<PlanChoice>& shared,
                          int hosts, std::vector<WeightModeBytes>& modes) {
     for (WeightModeBytes& mode : modes) {

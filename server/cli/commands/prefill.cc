@@ -75,11 +75,11 @@ class StopSwitch {
   }
 
   Mutex mu_;
-  Prefill* prefill_ ABSL_GUARDED_BY(mu_) = nullptr;  // that runs now
+  Prefill* prefill_ ABSL_GUARDED_BY(mu_) = nullptr;  // the prefill that runs now
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-constexpr uint32_t kLeaseSeconds = 3600;  // of K and V, which are released once they are in the file
+constexpr uint32_t kLeaseSeconds = 3600;  // lease on K and V, which are released once they are in the file
 
 class PrefillCommand : public Command {
  public:

@@ -20,7 +20,7 @@
 namespace meshfill {
 namespace {
 
-// As people write it; StrategyName is what scenarios and JSON have.
+// The strategy's name for people; StrategyName is its name in scenarios and JSON.
 const char* StrategyTitle(sim::StrategyKind kind) {
   switch (kind) {
     case sim::StrategyKind::kRing:
