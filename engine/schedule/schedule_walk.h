@@ -6,8 +6,7 @@
 //     Start(transfer)        its communication starts
 //     Block(block, row)      each block, then FreeQ and FreeKv where it was the last use of its chunks
 //     End(transfer)          a communication that spans no further step has ended, then FreeQ or FreeKv of
-//     the
-//                            chunk that was passed on; of two, the one that started first
+//                            the chunk that was passed on; of two, the one that started first
 //
 // A chunk is in use until its last block has run and, unless it is the last of its ring, until the receive
 // that passes it on has ended. The rank's own Q#0 and KV#0 are there from the start.

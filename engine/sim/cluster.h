@@ -1,11 +1,9 @@
 // A simulated cluster: nodes of GPUs, two classes of links, and how fast a GPU computes attention.
 //
-//     node:  GPU GPU … GPU      same_node: any two GPUs of a node; a GPU's flows out share its port, and
-//     those in
-//              \  |    /
-//            shared link        between_nodes: a flow runs at most at its own bandwidth, and the flows out of
-//            a node,
-//                 |             and those into it, share node_bytes_per_second
+//     node:  GPU GPU … GPU      same_node: any two GPUs of a node. A GPU's flows out share its port, and so
+//              \  |    /        do its flows in.
+//            shared link        between_nodes: a flow runs at most at its own bandwidth. The flows out of a
+//                 |             node share node_bytes_per_second, and so do the flows into it.
 //             the network
 //
 // GPU g is in node g / gpus_per_node.

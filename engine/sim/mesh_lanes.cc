@@ -157,9 +157,8 @@ class LanesBuilder {
     builder_.Take(lane.state_bytes);
   }
 
-  // Algorithm 3's choice: along the line whose return leaves sooner for its cost. Forward only rows return
-  // anything.
-  // {-1, -1}: no block has its chunks.
+  // Algorithm 3's choice: the next block along the line whose return leaves sooner for its cost. In the
+  // forward pass only rows return anything. {-1, -1}: no block has its chunks.
   BlockIndex NextBlock(int q_here, int kv_here) const {
     const double by_row = rows_.return_seconds * columns_.left[columns_.first_unfinished()];
     const double by_column = columns_.return_seconds * rows_.left[rows_.first_unfinished()];

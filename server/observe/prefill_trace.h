@@ -2,8 +2,7 @@
 //
 //     prefill ├──────────────────────────────────────────────────────┤   the call
 //      upload ├────────┤
-//        plan  ├┤                                                        of the header; again behind a cached
-//        prefix
+//        plan  ├┤                                                        by the header; anew behind a prefix
 //       queue          ├─────┤
 //     compute                ├──────────────────────────────┤            the engine has the prompt
 //       layer                ├────┤├────┤├────┤├────┤                    children of compute

@@ -1,9 +1,9 @@
 // What a worker's ranks keep of K and V, for leases that the leader gives, and for runs to come that begin
 // with the same tokens (kv_directory.h).
 //
-//     Begin ──► the ranks fill it ──Keep─┬─► readable until its lease ends: Ends, or lapses as last told
-//       └──Drop: the run was stopped     └─► a prefix for later runs, until RunEnds
-//               ───► gone
+//     Begin ──► the ranks fill it ──Keep─┬─► readable until its lease ends: Ends, or as last told ──► gone
+//                      │                 └─► a prefix for later runs, until RunEnds ────────────────► gone
+//                      └──Drop: the run was stopped ────────────────────────────────────────────────► gone
 //
 // A lease holds the runs of its prefix, too. Readers may come while the run computes. A reader gives the
 // tokens of a range that are here. Thread-safe. Time is the caller's clock.

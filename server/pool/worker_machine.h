@@ -7,9 +7,9 @@
 //     connection:  away ──Connect──► joining ──Welcome──► member ──Goodbye──► exit
 //                   ▲ backoff           │ Refused, silence    │ stream end, silence
 //                   └───────────────────┴────────────────────┘
-//     a run:  ──Prepare──► receiving ──last Shard──► preparing ──► prepared ──Run──► running ──Finish──► over
-//                              └────────────┴── Cancel, Abort, loss of the leader ──┴──► stopping ──────►
-//                              over
+//     a run:  ─Prepare─► receiving ─last Shard─► preparing ──► prepared ─Run─► running ─Finish─► over
+//                            └──────────────────────┴─────────────┴───────────────┴──► stopping ──► over
+//                                        Cancel, Abort, loss of the leader
 //
 // Invariants:
 //  - Runs are kept by number and know nothing of each other; the leader says how many live at once, and

@@ -17,8 +17,7 @@
 //   DATA_LOSS          the payload, or a byte that TLS protects, is not what the peer sent
 //   INTERNAL           the peer is at another message: the ranks have diverged
 //   UNAVAILABLE        the connection with the peer is gone: it died, aborted, or ended its run; or so is
-//   that with
-//                      another peer before it took what this rank sent it
+//                      that with another peer before it took what this rank sent it
 //   DEADLINE_EXCEEDED  nothing came; other waits go on
 // and the reason of Abort goes before all of them. A run in which a wait has failed is to be aborted.
 //
