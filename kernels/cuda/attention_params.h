@@ -30,7 +30,7 @@ inline AttentionParams MakeAttentionParams(const AttentionBlockArgs& args, int64
   const BlockShape shape{.q_tokens = static_cast<uint32_t>(args.q_tokens),
                          .k_tokens = static_cast<uint32_t>(args.k_tokens),
                          .q_heads = static_cast<uint32_t>(args.q_heads),
-                         .group = group,
+                         .group = Divisor(group),
                          .head_dim = static_cast<uint32_t>(args.head_dim),
                          .window = static_cast<uint32_t>(std::min(args.band.window, kNoWindow)),
                          .first_q = static_cast<uint32_t>(args.band.first_q),

@@ -39,15 +39,16 @@ class Sm80Attention {
   using Config = Sm80Config<kDim>;
 
   // `shared`: address of Config::kSharedBytes, a multiple of 128.
-  static MESHFILL_DEVICE void Run(const AttentionParams& params, uint32_t shared) {
+  static MESHFILL_DEVICE void Run(const AttentionParams& params, const QueryTiles<Config::kRows>& tiles,
+                                  uint32_t shared) {
     const BlockShape& shape = params.shape;
     const uint32_t warp_row = Machine::Uniform(Machine::Thread() / 32 * (16 * kSlices));
     const uint32_t lane = Machine::Thread() % 32;
-    const QueryTile tile = TileAt<kRows>(shape, Machine::Block());
+    const QueryTile tile = tiles.At(Machine::Block());
     const KeyTiles<kRows, kKeys> keys(shape, tile);
     const uint32_t q_shared = shared, k_shared = shared + Config::kQBytes,
                    v_shared = k_shared + Config::kKvBytes;
-    const uint64_t kv_row = uint64_t{tile.head / shape.group} * shape.k_tokens;
+    const uint64_t kv_row = uint64_t{shape.KvHead(tile.head)} * shape.k_tokens;
 
     KeySlots visible[kSlices][2];
     RowPair rows[kSlices];

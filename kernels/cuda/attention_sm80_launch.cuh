@@ -11,9 +11,11 @@ namespace meshfill {
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(Sm80Config<kDim>::kThreads)
-    Sm80AttentionKernel(const __grid_constant__ AttentionParams params) {
+    Sm80AttentionKernel(const __grid_constant__ AttentionParams params,
+                        const __grid_constant__ QueryTiles<Sm80Config<kDim>::kRows> tiles) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Sm80Attention<PtxSm80, T, kDim>::Run(params, static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
+  Sm80Attention<PtxSm80, T, kDim>::Run(params, tiles,
+                                       static_cast<uint32_t>(__cvta_generic_to_shared(shared)));
 }
 
 template <int kDim>
@@ -30,7 +32,8 @@ absl::Status LaunchAttentionSm80(const AttentionParams& params, DType dtype, con
   // No margin (device_traits.h): a CTA ends with its tile, and those of communication, whose stream goes
   // first, take the room. CTAs that stayed would hold half of a multiprocessor each, which is too little for
   // NCCL's.
-  kernel<<<QueryTiles<Config::kRows>(params.shape), Config::kThreads, Config::kSharedBytes, stream>>>(params);
+  const QueryTiles<Config::kRows> tiles(params.shape);
+  kernel<<<tiles.count(), Config::kThreads, Config::kSharedBytes, stream>>>(params, tiles);
   return LaunchStatus("attention, sm80 kernel", cudaGetLastError());
 }
 

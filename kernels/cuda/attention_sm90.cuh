@@ -65,7 +65,8 @@ class Sm90Attention {
   };
 
   // `shared`: address of Config::kSharedBytes, a multiple of kSwizzleBytes.
-  static MESHFILL_DEVICE void Run(const AttentionParams& params, const Maps& maps, uint32_t shared) {
+  static MESHFILL_DEVICE void Run(const AttentionParams& params, const QueryTiles<Config::kRows>& tiles,
+                                  const Maps& maps, uint32_t shared) {
     if (Machine::Thread() == 0) {
       for (uint32_t barrier = 0; barrier < 2 + 4 * kStages; ++barrier) {
         Machine::BarrierInit(shared + Config::kBarriers + 8 * barrier, barrier % 2 == 0 ? 1 : kEmptyArrivals);
@@ -75,10 +76,10 @@ class Sm90Attention {
     Machine::SyncThreads();
     if (Machine::Thread() < 128) {
       Machine::template ReleaseRegisters<Config::kProducerRegisters>();
-      if (Machine::Thread() == 0) Produce(params, maps, shared);
+      if (Machine::Thread() == 0) Produce(params, tiles, maps, shared);
     } else {
       Machine::template ClaimRegisters<Config::kConsumerRegisters>();
-      Consume(params, shared);
+      Consume(params, tiles, shared);
     }
   }
 
@@ -125,16 +126,16 @@ class Sm90Attention {
     }
   }
 
-  static MESHFILL_DEVICE void Produce(const AttentionParams& params, const Maps& maps, uint32_t shared) {
-    const uint32_t tiles = QueryTiles<kRows>(params.shape);
+  static MESHFILL_DEVICE void Produce(const AttentionParams& params, const QueryTiles<kRows>& tiles,
+                                      const Maps& maps, uint32_t shared) {
     uint32_t q_use = 0, k_use = 0, v_use = 0;
-    for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
+    for (uint32_t round = 0; round * Machine::Blocks() < tiles.count(); ++round) {
       const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
-      if (index >= tiles) continue;
-      const QueryTile tile = TileAt<kRows>(params.shape, index);
+      if (index >= tiles.count()) continue;
+      const QueryTile tile = tiles.At(index);
       const KeyTiles<kRows, kKeys> keys(params.shape, tile);
       if (keys.Empty()) continue;
-      const uint32_t kv_head = tile.head / params.shape.group;
+      const uint32_t kv_head = params.shape.KvHead(tile.head);
       CopyTile<Buffer::kQ, kRows>(maps.q, shared, shared, q_use++, tile.begin, tile.head);
       CopyTile<Buffer::kK, kKeys>(maps.k, shared, shared + Config::kK, k_use++, (keys.end - 1) * kKeys,
                                   kv_head);
@@ -187,20 +188,20 @@ class Sm90Attention {
     UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
   }
 
-  static MESHFILL_DEVICE void Consume(const AttentionParams& params, uint32_t shared) {
+  static MESHFILL_DEVICE void Consume(const AttentionParams& params, const QueryTiles<kRows>& tiles,
+                                      uint32_t shared) {
     const BlockShape& shape = params.shape;
     const uint32_t group = Machine::Uniform(Machine::Thread() / 128 - 1);
     const uint32_t lane = Machine::Thread() % 32;
     const uint32_t group_row = 64 * group;
     const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
     const uint32_t q_rows = shared + SlabBytes(group_row);
-    const uint32_t tiles = QueryTiles<kRows>(shape);
     uint32_t q_use = 0, use = 0;  // uses so far: of Q's buffer; of K's and V's, which take turns in step
     if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
-    for (uint32_t round = 0; round * Machine::Blocks() < tiles; ++round) {
+    for (uint32_t round = 0; round * Machine::Blocks() < tiles.count(); ++round) {
       const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
-      if (index >= tiles) continue;
-      const QueryTile tile = TileAt<kRows>(shape, index);
+      if (index >= tiles.count()) continue;
+      const QueryTile tile = tiles.At(index);
       const KeyTiles<kRows, kKeys> keys(shape, tile);
       RowPair rows;
       float output[kDim / 2] = {};

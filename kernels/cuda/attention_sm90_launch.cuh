@@ -15,12 +15,14 @@ namespace meshfill {
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(Sm90Config<kDim>::kThreads, 1)
-    Sm90AttentionKernel(const __grid_constant__ AttentionParams params, const __grid_constant__ CUtensorMap q,
-                        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    Sm90AttentionKernel(const __grid_constant__ AttentionParams params,
+                        const __grid_constant__ QueryTiles<Sm90Config<kDim>::kRows> tiles,
+                        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                        const __grid_constant__ CUtensorMap v) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared[];
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  Sm90Attention<PtxSm90, T, kDim>::Run(params, {&q, &k, &v},
+  Sm90Attention<PtxSm90, T, kDim>::Run(params, tiles, {&q, &k, &v},
                                        (address + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes);
 #endif
 }
@@ -37,8 +39,8 @@ absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, con
     const void* tensor;
     uint32_t heads, tokens, box_rows;
   } const tensors[] = {{&q, params.q, shape.q_heads, shape.q_tokens, Config::kRows},
-                       {&k, params.k, shape.q_heads / shape.group, shape.k_tokens, Config::kKeys},
-                       {&v, params.v, shape.q_heads / shape.group, shape.k_tokens, Config::kKeys}};
+                       {&k, params.k, shape.kv_heads(), shape.k_tokens, Config::kKeys},
+                       {&v, params.v, shape.kv_heads(), shape.k_tokens, Config::kKeys}};
   for (const auto& [map, tensor, heads, tokens, box_rows] : tensors) {
     // An empty chunk has no address, which drivers before CUDA 12.6 refuse; nothing reads its map.
     RETURN_IF_ERROR(
@@ -52,8 +54,9 @@ absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, con
     return LaunchStatus("attention, sm90 kernel", error);
   }
   const int ctas = std::max(1, device.multiprocessors - device.margin_multiprocessors);
-  const uint32_t grid = std::min(QueryTiles<Config::kRows>(shape), static_cast<uint32_t>(ctas));
-  kernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(params, q, k, v);
+  const QueryTiles<Config::kRows> tiles(shape);
+  const uint32_t grid = std::min(tiles.count(), static_cast<uint32_t>(ctas));
+  kernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(params, tiles, q, k, v);
   return LaunchStatus("attention, sm90 kernel", cudaGetLastError());
 }
 

@@ -1,5 +1,6 @@
 // What a CTA of the attention kernels computes: the tiles of a block, their order over the CTAs, and the keys
-// that a tile needs. Plain integer arithmetic in 32 bits, the same on host and device.
+// that a tile needs. Plain integer arithmetic in 32 bits, the same on host and device, and no division by
+// what only a launch knows (divisor.h): the tensor cores stand still while a tile begins.
 //
 // Positions rise with the slot, so a query sees one range of key slots, and both its ends rise with the
 // query. A tile of queries therefore needs one run of key tiles, and masks at most the two ends of it:
@@ -18,33 +19,36 @@
 #include <cstdint>
 
 #include "kernels/band.h"
+#include "kernels/cuda/divisor.h"
 
 namespace meshfill {
 
 // SlotPositions with positions below 2^31.
 struct DeviceSlots {
   uint32_t base;
-  uint32_t stride;
-  uint32_t width;
+  Divisor stride;
+  Divisor width;
 
   static constexpr DeviceSlots From(const SlotPositions& slots) {
     constexpr int64_t kLargest = (int64_t{1} << 31) - 1;  // larger strides and widths are never stepped over
     return {static_cast<uint32_t>(std::min(slots.base, kLargest)),
-            static_cast<uint32_t>(std::min(slots.stride, kLargest)),
-            static_cast<uint32_t>(std::min(slots.width, kLargest))};
+            Divisor(static_cast<uint32_t>(std::min(slots.stride, kLargest))),
+            Divisor(static_cast<uint32_t>(std::min(slots.width, kLargest)))};
   }
   constexpr uint32_t At(uint32_t slot) const {
-    return (base + stride * (slot / width)) * width + slot % width;
+    const uint32_t stripe = width.Quotient(slot), in_stripe = slot - stripe * width.value();
+    return (base + stride.value() * stripe) * width.value() + in_stripe;
   }
 
   // How many of the slots [0, tokens) stand before `position`.
   constexpr uint32_t Before(uint32_t position, uint32_t tokens) const {
-    const uint32_t stripe = position / width;
+    const uint32_t stripe = width.Quotient(position), in_stripe = position - stripe * width.value();
     if (stripe < base) return 0;
-    const uint32_t stripes = stripe - base;
-    const uint32_t whole_stripes = (stripes + stride - 1) / stride;  // at most `stripes`: no overflow below
-    const uint32_t in_last_stripe = stripes % stride == 0 ? position % width : 0;
-    return std::min(whole_stripes * width + in_last_stripe, tokens);
+    const uint32_t past = stride.Quotient(stripe - base);  // of the chunk's stripes; at most `stripe`
+    const uint32_t rest = stripe - base - past * stride.value();
+    // `position` is in the chunk's next stripe, or behind it.
+    const uint32_t in_next = rest == 0 ? in_stripe : width.value();
+    return std::min(past * width.value() + in_next, tokens);
   }
 };
 
@@ -62,7 +66,7 @@ struct BlockShape {
   uint32_t q_tokens;
   uint32_t k_tokens;
   uint32_t q_heads;
-  uint32_t group;     // query heads for each KV head
+  Divisor group;      // query heads for each KV head
   uint32_t head_dim;  // a multiple of 8
   uint32_t window;    // 0: none
   uint32_t first_q;   // position of the token that q_slots count from
@@ -75,6 +79,8 @@ struct BlockShape {
     return {window == 0 || past <= window ? 0 : k_slots.Before(past - window, k_tokens),
             k_slots.Before(past, k_tokens)};
   }
+  constexpr uint32_t kv_heads() const { return group.Quotient(q_heads); }
+  constexpr uint32_t KvHead(uint32_t q_head) const { return group.Quotient(q_head); }
   // For the rows that pad the last tile, too.
   constexpr KeySlots VisibleKeysOrNone(uint32_t q_slot) const {
     return q_slot < q_tokens ? VisibleKeys(q_slot) : KeySlots{0, 0};
@@ -94,26 +100,41 @@ struct QueryTile {
   uint32_t begin;  // first q slot
 };
 
+// The tiles of a block of at least one query, in the order of the CTAs. Prepared by the host.
+//
+// The heads of a section stand side by side, so that the CTAs at work share keys in L2. The last queries see
+// the most keys: from the longest tiles to the shortest in the last section, to and fro in those before it,
+// so that neighbours in this order are alike in work and the shortest tiles come last.
 template <uint32_t kRows>
-constexpr uint32_t QueryTiles(const BlockShape& shape) {
-  return (shape.q_tokens + kRows - 1) / kRows * shape.q_heads;
-}
+class QueryTiles {
+ public:
+  constexpr explicit QueryTiles(const BlockShape& shape)
+      : per_head_((shape.q_tokens + kRows - 1) / kRows),
+        count_(per_head_ * shape.q_heads),
+        last_section_((shape.q_heads - 1) / shape.section_heads),
+        section_heads_(shape.section_heads),
+        heads_of_last_(shape.q_heads - last_section_ * shape.section_heads),
+        section_tiles_(shape.section_heads * per_head_) {}
 
-// The index-th tile. The heads of a section stand side by side, so that the CTAs at work share keys in L2.
-// The last queries see the most keys: from the longest tiles to the shortest in the last section, to and fro
-// in those before it, so that neighbours in this order are alike in work and the shortest tiles come last.
-template <uint32_t kRows>
-constexpr QueryTile TileAt(const BlockShape& shape, uint32_t index) {
-  const uint32_t tiles_per_head = (shape.q_tokens + kRows - 1) / kRows;
-  const uint32_t section = index / (shape.section_heads * tiles_per_head);
-  const uint32_t last_section = (shape.q_heads - 1) / shape.section_heads;
-  const uint32_t first_head = section * shape.section_heads;
-  const uint32_t heads = std::min(shape.section_heads, shape.q_heads - first_head);
-  const uint32_t rest = index - first_head * tiles_per_head;
-  const uint32_t step = rest / heads;
-  const bool longest_first = (last_section - section) % 2 == 0;
-  return {first_head + rest % heads, (longest_first ? tiles_per_head - 1 - step : step) * kRows};
-}
+  constexpr uint32_t count() const { return count_; }
+  constexpr QueryTile At(uint32_t index) const {
+    const uint32_t section = section_tiles_.Quotient(index);
+    const uint32_t rest = index - section * section_tiles_.value();
+    const Divisor heads = section == last_section_ ? heads_of_last_ : section_heads_;
+    const uint32_t step = heads.Quotient(rest);
+    const bool longest_first = (last_section_ - section) % 2 == 0;
+    return {section * section_heads_.value() + rest - step * heads.value(),
+            (longest_first ? per_head_ - 1 - step : step) * kRows};
+  }
+
+ private:
+  uint32_t per_head_;
+  uint32_t count_;
+  uint32_t last_section_;
+  Divisor section_heads_;
+  Divisor heads_of_last_;
+  Divisor section_tiles_;
+};
 
 // Persistent CTAs take tiles in rounds, to and fro, so that no CTA has the longest tile of every round:
 //

@@ -3,9 +3,9 @@
 
 Usage: check_cuda_code.py [KERNEL …]      e.g. attention_sm90_dim128; default: all
 
-Registers, spills and warnings: from ptxas. The order of the main loop: from the machine code, where cuobjdump is found (on
-PATH, in CUDA's folder, or as $CUOBJDUMP; PyPI's nvidia-cuda-cuobjdump has it, and so has Triton's wheel). Needs nvcc and a
-minute. Status: 0 all as it should be, 1 something is not, 77 no nvcc.
+Registers, spills and warnings: from ptxas. The order of the main loop, and divisions: from the machine code, where cuobjdump
+is found (on PATH, in CUDA's folder, or as $CUOBJDUMP; PyPI's nvidia-cuda-cuobjdump has it, and so has Triton's wheel). Needs
+nvcc and a minute. Status: 0 all as it should be, 1 something is not, 77 no nvcc.
 """
 import dataclasses
 import os
@@ -27,6 +27,7 @@ class Kernel:
     exponentials: int = 0    # of a key tile and thread: two rows' scores, and what rescales them
     products: tuple = ()     # wgmma instructions of Q Kᵀ and of P V, a key tile
     spilled_bytes: int = 0   # stored, at most
+    divides: bool = False    # integers, by what only a launch knows
 
 
 # sm90: 64 rows of kKeys scores are kKeys / 2 a thread; products are head_dim / 16, and kKeys / 16 for each 128 columns.
@@ -38,8 +39,8 @@ KERNELS = {
     "attention_sm80_dim96": Kernel("80", 255),
     "attention_sm80_dim128": Kernel("80", 255, spilled_bytes=64),  # two CTAs on a multiprocessor: 255 registers
     "attention_sm80_dim256": Kernel("80", 255),
-    "layer_ops": Kernel("80", 64),
-    "expert_ops": Kernel("80", 128, spilled_bytes=4),  # two CTAs of the product on a multiprocessor of 9.0
+    "layer_ops": Kernel("80", 64, divides=True),
+    "expert_ops": Kernel("80", 128, spilled_bytes=4, divides=True),  # two CTAs of the product on a multiprocessor of 9.0
 }
 
 
@@ -77,6 +78,13 @@ def functions(machine_code):
     """The instructions' names, function by function."""
     for text in machine_code.split("Function : ")[1:]:
         yield re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+
+
+def division_faults(instructions):
+    """A division of integers goes by way of a reciprocal in floating point, and back."""
+    back = sum(name.startswith("F2I") for name in instructions)
+    if back > 0:
+        yield f"{back} divisions of integers (divisor.h)"
 
 
 def loop_faults(kernel, instructions):
@@ -122,18 +130,19 @@ def main(names):
         print(f"check_cuda_code.py: {unknown[0]} is none of {', '.join(KERNELS)}", file=sys.stderr)
         return 2
     if cuobjdump is None:
-        print("no cuobjdump: the loops' order is not checked")
+        print("no cuobjdump: neither the loops' order nor divisions are checked")
     faulty = False
     with tempfile.TemporaryDirectory() as folder:
         for name in names or KERNELS:
             kernel, binary = KERNELS[name], pathlib.Path(folder) / f"{name}.o"
             faults = list(resource_faults(kernel, compile_kernel(nvcc, name, kernel, binary)))
-            if cuobjdump is not None and kernel.products:
+            if cuobjdump is not None:
                 done = subprocess.run([cuobjdump, "-sass", binary], capture_output=True, text=True, timeout=120, check=True)
                 each = list(functions(done.stdout))
                 faults += [] if each else ["no machine code"]
                 for instructions in each:
-                    faults += loop_faults(kernel, instructions)
+                    faults += [] if kernel.divides else division_faults(instructions)
+                    faults += loop_faults(kernel, instructions) if kernel.products else []
             faulty = faulty or bool(faults)
             print(f"{name}: {'; '.join(faults) or 'as it should be'}", flush=True)
     return 1 if faulty else 0

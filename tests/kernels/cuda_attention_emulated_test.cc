@@ -24,10 +24,12 @@ template <class T, int kDim>
 std::string RunSm80(const AttentionParams& params, uint64_t seed) {
   using Kernel = Sm80Attention<EmulatedMachine, T, kDim>;
   using Config = typename Kernel::Config;
-  const uint32_t blocks = QueryTiles<Config::kRows>(params.shape);
+  const QueryTiles<Config::kRows> tiles(params.shape);
+  const uint32_t blocks = tiles.count();
   for (uint32_t block = 0; block < blocks; ++block) {
     EmulatedCta cta(Config::kThreads, block, blocks, Config::kSharedBytes, seed + block);
-    if (std::string error = cta.Run([&] { Kernel::Run(params, EmulatedCta::kSharedBase); }); !error.empty()) {
+    if (std::string error = cta.Run([&] { Kernel::Run(params, tiles, EmulatedCta::kSharedBase); });
+        !error.empty()) {
       return error;
     }
   }
@@ -39,17 +41,20 @@ std::string RunSm90(const AttentionParams& params, uint64_t seed) {
   using Kernel = Sm90Attention<EmulatedMachine, T, kDim>;
   using Config = typename Kernel::Config;
   const BlockShape& shape = params.shape;
-  const uint32_t kv_heads = shape.q_heads / shape.group;
+  const uint32_t kv_heads = shape.kv_heads();
   const auto map = [&](const void* tensor, uint32_t heads, uint32_t tokens, uint32_t rows) {
     return EmulatedMap{static_cast<const uint16_t*>(tensor), heads, tokens, shape.head_dim, rows};
   };
   const EmulatedMap q = map(params.q, shape.q_heads, shape.q_tokens, Config::kRows);
   const EmulatedMap k = map(params.k, kv_heads, shape.k_tokens, Config::kKeys);
   const EmulatedMap v = map(params.v, kv_heads, shape.k_tokens, Config::kKeys);
-  const uint32_t blocks = std::min<uint32_t>(QueryTiles<Config::kRows>(shape), 1 + seed % 3);
+  const QueryTiles<Config::kRows> tiles(shape);
+  const uint32_t blocks = std::min<uint32_t>(tiles.count(), 1 + seed % 3);
   for (uint32_t block = 0; block < blocks; ++block) {
     EmulatedCta cta(Config::kThreads, block, blocks, Config::kSharedBytes, seed + block);
-    const std::string error = cta.Run([&] { Kernel::Run(params, {&q, &k, &v}, EmulatedCta::kSharedBase); });
+    const std::string error = cta.Run([&] {
+      Kernel::Run(params, tiles, {&q, &k, &v}, EmulatedCta::kSharedBase);
+    });
     if (!error.empty()) return error;
   }
   return "";

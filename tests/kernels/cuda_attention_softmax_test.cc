@@ -34,7 +34,7 @@ struct State {
 template <int kElements>
 std::string RunSoftmax(const std::vector<float>& scores, uint64_t seed, State& state) {
   constexpr uint32_t kTileKeys = kElements * 2;
-  const AttentionParams params{.shape = {.q_tokens = kRows, .q_heads = 1, .group = 1, .head_dim = kColumns},
+  const AttentionParams params{.shape = {.q_tokens = kRows, .q_heads = 1, .head_dim = kColumns},
                                .o = state.o.data(),
                                .lse = state.lse.data(),
                                .scale_log2 = kScale * std::numbers::log2e_v<float>,

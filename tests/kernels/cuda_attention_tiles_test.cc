@@ -106,29 +106,29 @@ TEST_F(CudaAttentionTilesTest, PersistentCtasShareTheTiles) {
     const BlockShape shape = RandomShape();
     const auto ctas = static_cast<uint32_t>(Draw(random_, 1, 140));
     SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ", draw ", draw, ", ctas ", ctas));
-    const uint32_t tiles = QueryTiles<kRows>(shape);
+    const QueryTiles<kRows> tiles(shape);
     std::set<uint32_t> indices;
     std::set<std::pair<uint32_t, uint32_t>> seen;
     for (uint32_t cta = 0; cta < ctas; ++cta) {
-      for (uint32_t round = 0; round * ctas < tiles; ++round) {
+      for (uint32_t round = 0; round * ctas < tiles.count(); ++round) {
         const uint32_t index = TileOfRound(round, cta, ctas);
-        if (index >= tiles) continue;
+        if (index >= tiles.count()) continue;
         indices.insert(index);
-        const QueryTile tile = TileAt<kRows>(shape, index);
+        const QueryTile tile = tiles.At(index);
         ASSERT_LT(tile.head, shape.q_heads);
         ASSERT_LT(tile.begin, shape.q_tokens);
         ASSERT_TRUE(seen.emplace(tile.head, tile.begin).second);
       }
     }
-    ASSERT_EQ(seen.size(), tiles);
-    ASSERT_EQ(indices.size(), tiles);
-    for (uint32_t index = 1; index < tiles; ++index) {
-      const QueryTile before = TileAt<kRows>(shape, index - 1), tile = TileAt<kRows>(shape, index);
+    ASSERT_EQ(seen.size(), tiles.count());
+    ASSERT_EQ(indices.size(), tiles.count());
+    for (uint32_t index = 1; index < tiles.count(); ++index) {
+      const QueryTile before = tiles.At(index - 1), tile = tiles.At(index);
       const uint32_t step = before.begin > tile.begin ? before.begin - tile.begin : tile.begin - before.begin;
       ASSERT_LE(step, kRows) << "neighbours differ in work";
     }
-    ASSERT_EQ(TileAt<kRows>(shape, tiles - 1).begin, 0u) << "the last tile is none of the shortest";
-    ASSERT_EQ(shape.section_heads % shape.group, 0u);
+    ASSERT_EQ(tiles.At(tiles.count() - 1).begin, 0u) << "the last tile is none of the shortest";
+    ASSERT_EQ(shape.group.Remainder(shape.section_heads), 0u);
   }
 }
 
@@ -140,14 +140,14 @@ TEST_F(CudaAttentionTilesTest, CausalWorkIsBalanced) {
         MakeAttentionParams(
             {.q_tokens = tokens, .k_tokens = tokens, .q_heads = 32, .kv_heads = 8, .head_dim = 128}, 50 << 20)
             .shape;
-    const uint32_t tiles = QueryTiles<kRows>(shape);
+    const QueryTiles<kRows> tiles(shape);
     uint64_t total = 0, busiest = 0;
     for (uint32_t cta = 0; cta < kCtas; ++cta) {
       uint64_t work = 0;
-      for (uint32_t round = 0; round * kCtas < tiles; ++round) {
+      for (uint32_t round = 0; round * kCtas < tiles.count(); ++round) {
         const uint32_t index = TileOfRound(round, cta, kCtas);
-        if (index >= tiles) continue;
-        const KeyTiles<kRows, kKeys> keys(shape, TileAt<kRows>(shape, index));
+        if (index >= tiles.count()) continue;
+        const KeyTiles<kRows, kKeys> keys(shape, tiles.At(index));
         work += keys.end - keys.begin;
       }
       total += work;
