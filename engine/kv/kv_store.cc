@@ -59,7 +59,7 @@ absl::StatusOr<std::unique_ptr<KvLease>> KvStore::Admit(const std::shared_ptr<Kv
     leases_[name] = {.tenant = std::move(tenant), .prompt = prompt};
   }
   bytes_->Notify();
-  return std::make_unique<KvLease>(*this, *std::move(name), lasts);
+  return std::make_unique<KvLease>(*this, std::move(name), lasts);
 }
 
 std::optional<absl::Duration> KvStore::RoomIn(int64_t bytes) const {
