@@ -71,11 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(path: str, mode: str = "r"):
-    if path == "-":
-        return sys.stdin.read()
+def _read(path: str) -> str:
+    """Of a file or of standard input, UTF-8 whatever the locale."""
     try:
-        with open(path, mode, encoding="utf-8") as file:
+        if path == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -25,11 +25,13 @@ class MeshfillError(Exception):
 
 
 class InvalidArgumentError(MeshfillError):
+    """Bad ids, counts or options, or a range of K and V that lies outside of what a lease has."""
+
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class OutOfRangeError(MeshfillError):
-    """The prompt is longer than the model's context, or a range lies outside of what a lease has."""
+    """The prompt is longer than the model's context."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 

@@ -21,7 +21,7 @@ TOKENIZER = {
     "decoder": None,
     "truncation": None,
     "padding": None,
-    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "world": 2, "three": 3}, "unk_token": "[UNK]"},
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "world": 2, "three": 3, "größe": 4}, "unk_token": "[UNK]"},
 }
 
 
@@ -64,6 +64,23 @@ class CliTest(ServerTest):
         self.assertIn("prompt       2 tokens", out)
         self.assertIn("--tokenizer", self.run_cli(*common, status=2))
         self.assertIn("tokenizer.json", self.run_cli(*common, "--tokenizer", "/nowhere", status=2))
+
+    def test_text_from_standard_input_is_utf_8_whatever_the_locale(self):
+        server = self.serve()
+        with open(os.path.join(self.folder, "tokenizer.json"), "w", encoding="utf-8") as file:
+            json.dump(TOKENIZER, file)
+        command = [sys.executable, "-m", "meshfill", "prefill", "--server", server.address]
+        command += ["--text", "-", "--tokenizer", self.folder]
+        environment = dict(os.environ, LC_ALL="C", PYTHONIOENCODING="latin-1", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+        def run(stdin):
+            return subprocess.run(command, input=stdin, env=environment, capture_output=True, timeout=60)
+
+        done = run("größe world".encode("utf-8"))
+        self.assertIn(b"first token  6", done.stdout, done.stderr)  # 4 and 2
+        done = run(b"\xff")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn(b"utf-8", done.stderr)
 
     def test_plan_pool_and_cancel(self):
         server = self.serve()

@@ -278,7 +278,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             ("head", request.first_head, heads, source.kv_heads),
         ):
             if count <= 0 or first + count > end:
-                context.abort(grpc.StatusCode.OUT_OF_RANGE, f"{what}s {first} to {first + count} of {end}")
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{what}s {first} to {first + count} of {end}")
         paged = request.layout != pb.KV_LAYOUT_TOKENS
         to_end = request.first_token + tokens == lease.tokens
         if paged and (

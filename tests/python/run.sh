@@ -12,7 +12,7 @@ flock 9 # Two runs share the environment.
 wanted=$(cat python/pyproject.toml tests/python/run.sh | sha256sum)
 if [ "$(cat "$venv/.wanted" 2>/dev/null)" != "$wanted" ]; then
   python3 -m venv "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=64' wheel grpcio-tools==1.76.0 './python[bf16,text]'
+  "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=64' wheel grpcio-tools==1.76.0 './python[bf16,tokenizers]'
   echo "$wanted" >"$venv/.wanted"
 fi
 
