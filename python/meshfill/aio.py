@@ -9,11 +9,12 @@ import grpc
 import grpc.aio
 
 from . import holders
-from .channel import Connection, of_tenant
+from .channel import Connection
 from .client import UNARY_TIMEOUT_SECONDS, Prompt, event_value, lease_name, rest_of, shape_of
 from .cursor import FetchCursor
 from .errors import DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvShape, make_range
+from .leases import LeaseBook
 from .messages import plan_options, prefill_header, prefill_requests, token_array
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
 from .stubs import PrefillServiceStub, pb
@@ -46,11 +47,12 @@ class Client:
         """The arguments are those of meshfill.Client."""
         self.address = address
         self._connection = Connection(
-            tls, root_certificates, client_certificate, client_key, server_name, token, of_tenant(metadata, tenant)
+            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
         )
         self._timeout = timeout
         self._model = model
         self._tenant = tenant
+        self._book = LeaseBook(tenant)
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
         self._channels: Dict[str, grpc.aio.Channel] = {}
         self._stub = self._stub_of(address)
@@ -71,10 +73,11 @@ class Client:
             self._channels[address] = self._connection.open(address, grpc.aio)
         return PrefillServiceStub(self._channels[address])
 
-    async def _unary(self, method, request, timeout: Optional[float]):
+    async def _unary(self, method, request, timeout: Optional[float], tenant: Optional[str] = None):
         seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
         try:
-            return await method(request, timeout=seconds, metadata=self._connection.call_metadata)
+            metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
+            return await method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
 
@@ -103,12 +106,13 @@ class Client:
                 raise ValueError("a prompt of text needs Client(tokenizer=MODEL_FOLDER)")
             prompt = self._tokenizer.encode(prompt)
         ids = token_array(prompt)
+        tenant = self._tenant if tenant is None else tenant
         header = prefill_header(
             len(ids),
             request_id=request_id,
             model=self._model,
             priority=priority,
-            tenant=self._tenant if tenant is None else tenant,
+            tenant=tenant,
             top_k=top_k,
             return_logits=return_logits,
             plan=plan_options(tile, heads, layout, stripe),
@@ -117,15 +121,17 @@ class Client:
             ignore_cache=ignore_cache,
             cache_salt=cache_salt,
         )
+        self._book.begin(request_id, tenant)
         call = self._stub.Prefill(
             prefill_requests(header, ids),
             timeout=self._timeout if timeout is None else timeout,
-            metadata=self._connection.call_metadata,
+            metadata=self._connection.call_metadata(tenant),
         )
         try:
             async for event in call:
                 value = event_value(event)
                 if value is not None:
+                    self._book.note(value, tenant)
                     yield value
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
@@ -154,7 +160,8 @@ class Client:
         return result
 
     async def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
-        await self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout)
+        tenant = self._book.tenant_of_request(request_id)
+        await self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout, tenant)
 
     async def plan(
         self,
@@ -174,12 +181,14 @@ class Client:
         return Pool.from_proto(await self._unary(self._stub.GetPool, pb.GetPoolRequest(), timeout))
 
     async def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
-        request = pb.RenewKvRequest(lease=lease_name(lease), seconds=seconds)
-        reply = await self._unary(self._stub.RenewKv, request, timeout)
+        name = lease_name(lease)
+        request = pb.RenewKvRequest(lease=name, seconds=seconds)
+        reply = await self._unary(self._stub.RenewKv, request, timeout, self._book.tenant_of(name))
         return KvLease(reply.lease, reply.expires_in_seconds)
 
     async def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
-        await self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=lease_name(lease)), timeout)
+        name = lease_name(lease)
+        await self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
 
     def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
         """For `async with`."""
@@ -195,7 +204,7 @@ class Client:
         **what,
     ) -> AsyncIterator[KvPart]:
         """As meshfill.Client.fetch_kv; an asynchronous iterator. Closing it ends the call."""
-        fetched = make_range(shape_of(lease, shape), **what)
+        fetched = make_range(shape_of(lease, shape, self._book), **what)
         cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
         return self._fetch(self.address, cursor, self._timeout if timeout is None else timeout)
 
@@ -210,7 +219,7 @@ class Client:
         **what,
     ) -> KvArrays:
         """As meshfill.Client.fetch_kv_arrays."""
-        fetched = make_range(shape_of(lease, shape), **what)
+        fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
         timeout = self._timeout if timeout is None else timeout
         manifest = lease.manifest if isinstance(lease, Lease) else lease
@@ -251,10 +260,11 @@ class Client:
 
     async def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> AsyncIterator[KvPart]:
         stub = self._stub_of(address)
+        metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
         deadline = None if timeout is None else time.monotonic() + timeout
         while not cursor.done:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            call = stub.FetchKv(cursor.next_request(), timeout=left, metadata=self._connection.call_metadata)
+            call = stub.FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
             try:
                 async for message in call:
                     yield cursor.accept(message)

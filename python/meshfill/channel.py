@@ -8,6 +8,7 @@ import grpc
 
 PemSource = Union[None, str, "os.PathLike[str]", bytes]
 
+_TENANT = "meshfill-tenant"
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a result with all logits of a large vocabulary
     ("grpc.keepalive_time_ms", 60_000),  # a server that vanished is noticed; the server allows a ping every 10 s
@@ -40,10 +41,14 @@ class Connection:
         if (self.client_certificate is None) != (self.client_key is None):
             raise ValueError("client_certificate and client_key are given together")
 
-    @property
-    def call_metadata(self) -> Optional[Sequence[Tuple[str, str]]]:
-        token = (("authorization", f"Bearer {self.token}"),) if self.token else ()
-        return self.metadata + token or None
+    def call_metadata(self, tenant: str) -> Optional[Sequence[Tuple[str, str]]]:
+        """Headers of a call of this tenant. Messages that name a lease or a request have no field for it."""
+        headers = self.metadata
+        if tenant:
+            headers = tuple(pair for pair in headers if pair[0] != _TENANT) + ((_TENANT, tenant),)
+        if self.token:
+            headers += (("authorization", f"Bearer {self.token}"),)
+        return headers or None
 
     def open(self, address: str, library=grpc):
         """A channel of `library`, grpc or grpc.aio. OSError: a PEM file cannot be read."""
@@ -58,11 +63,6 @@ class Connection:
             certificate_chain=_pem(self.client_certificate),
         )
         return library.secure_channel(address, credentials, options=options)
-
-
-def of_tenant(metadata, tenant: str) -> Tuple[Tuple[str, str], ...]:
-    """Headers of a tenant's calls: those that name a lease or a request say it in `meshfill-tenant`."""
-    return tuple(metadata) + ((("meshfill-tenant", tenant),) if tenant else ())
 
 
 def _pem(source: PemSource) -> Optional[bytes]:

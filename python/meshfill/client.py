@@ -9,10 +9,11 @@ from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
 import grpc
 
 from . import holders
-from .channel import Connection, of_tenant
+from .channel import Connection
 from .cursor import FetchCursor
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvRange, KvShape, make_range
+from .leases import LeaseBook
 from .messages import plan_options, prefill_header, prefill_requests, token_array
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
 from .stubs import PrefillServiceStub, pb
@@ -50,15 +51,17 @@ class Client:
         """address: HOST:PORT. TLS options, token and metadata: channel.Connection.
 
         timeout: seconds of a whole call, where the call itself gives none; None: prefills and fetches take as long as they
-        take, other calls 30 s. model: of every prefill. tenant: of every call. tokenizer: a model folder, for prompts of text.
+        take, other calls 30 s. model: of every prefill. tenant: of every call; a prefill may name another one, which the
+        calls about its lease and its request then name, too. tokenizer: a model folder, for prompts of text.
         """
         self.address = address
         self._connection = Connection(
-            tls, root_certificates, client_certificate, client_key, server_name, token, of_tenant(metadata, tenant)
+            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
         )
         self._timeout = timeout
         self._model = model
         self._tenant = tenant
+        self._book = LeaseBook(tenant)
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
         self._mutex = threading.Lock()
         self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
@@ -87,10 +90,11 @@ class Client:
                 channel = self._channels[address] = self._connection.open(address)
         return PrefillServiceStub(channel)
 
-    def _unary(self, method, request, timeout: Optional[float]):
+    def _unary(self, method, request, timeout: Optional[float], tenant: Optional[str] = None):
         seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
         try:
-            return method(request, timeout=seconds, metadata=self._connection.call_metadata)
+            metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
+            return method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
 
@@ -125,12 +129,13 @@ class Client:
                 raise ValueError("a prompt of text needs Client(tokenizer=MODEL_FOLDER)")
             prompt = self._tokenizer.encode(prompt)
         ids = token_array(prompt)
+        tenant = self._tenant if tenant is None else tenant
         header = prefill_header(
             len(ids),
             request_id=request_id,
             model=self._model,
             priority=priority,
-            tenant=self._tenant if tenant is None else tenant,
+            tenant=tenant,
             top_k=top_k,
             return_logits=return_logits,
             plan=plan_options(tile, heads, layout, stripe),
@@ -139,12 +144,13 @@ class Client:
             ignore_cache=ignore_cache,
             cache_salt=cache_salt,
         )
+        self._book.begin(request_id, tenant)
         call = self._stub.Prefill(
             prefill_requests(header, ids),
             timeout=self._timeout if timeout is None else timeout,
-            metadata=self._connection.call_metadata,
+            metadata=self._connection.call_metadata(tenant),
         )
-        return PrefillCall(call, self.address)
+        return PrefillCall(call, self.address, lambda event: self._book.note(event, tenant))
 
     def prefill(
         self,
@@ -173,7 +179,8 @@ class Client:
 
     def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
         """Ends a prefill wherever it is. NotFoundError: no such request is live."""
-        self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout)
+        tenant = self._book.tenant_of_request(request_id)
+        self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout, tenant)
 
     def plan(
         self,
@@ -198,12 +205,15 @@ class Client:
 
     def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
         """Keeps a lease for so many seconds from now (0: the server's default). NotFoundError: unknown or lapsed."""
-        reply = self._unary(self._stub.RenewKv, pb.RenewKvRequest(lease=lease_name(lease), seconds=seconds), timeout)
+        name = lease_name(lease)
+        request = pb.RenewKvRequest(lease=name, seconds=seconds)
+        reply = self._unary(self._stub.RenewKv, request, timeout, self._book.tenant_of(name))
         return KvLease(reply.lease, reply.expires_in_seconds)
 
     def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
         """Ends a lease. Twice is fine."""
-        self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=lease_name(lease)), timeout)
+        name = lease_name(lease)
+        self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
 
     def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
         """A lease that renews itself in the background and is released at the end of its `with` block."""
@@ -227,12 +237,14 @@ class Client:
     ) -> "KvFetch":
         """K and V as verified parts, in order of layers, then of tokens, as the layers are done.
 
-        Counts of 0 reach to the end. Layouts: kv.py. A lease that is only a name needs a shape.
+        The arrays of a part are NumPy's, and views of what came; fetch_kv_arrays gives all of a range in one array each.
+        Counts of 0 reach to the end. Layouts: kv.py. shape: of a lease that is only a name, unless this client has had the
+        result of its prefill; while the prefill runs, say it.
         A call that breaks off, or a damaged part, is asked for again; after `attempts` breaks in a row without a part
         between them, the last error is raised. timeout: seconds for all of it. ValueError: a range outside of the shape.
         """
         fetched = make_range(
-            shape_of(lease, shape),
+            shape_of(lease, shape, self._book),
             first_token=first_token,
             tokens=tokens,
             first_layer=first_layer,
@@ -260,7 +272,7 @@ class Client:
         from_holders: where the manifest has the addresses of all holders, each is read directly, all at once. What a
         holder fails to give comes from the front-end.
         """
-        fetched = make_range(shape_of(lease, shape), **what)
+        fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
         deadline = _deadline(self._timeout if timeout is None else timeout)
         manifest = lease.manifest if isinstance(lease, Lease) else lease
@@ -293,21 +305,25 @@ class Client:
         return arrays
 
     def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
-        return KvFetch(self._stub_of(address), address, cursor, timeout, self._connection.call_metadata)
+        metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
+        return KvFetch(self._stub_of(address), address, cursor, timeout, metadata)
 
 
 class PrefillCall:
     """A prefill under way: an iterator of Accepted, Progress… and PrefillResult. Any thread may cancel it."""
 
-    def __init__(self, call, address: str):
+    def __init__(self, call, address: str, note: Callable[[object], None]):
+        """note: is given each event before it is read."""
         self._call = call
         self._address = address
+        self._note = note
 
     def __iter__(self) -> Iterator[Union[Accepted, Progress, PrefillResult]]:
         try:
             for event in self._call:
                 value = event_value(event)
                 if value is not None:
+                    self._note(value)
                     yield value
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._address) from None
@@ -432,15 +448,18 @@ def lease_name(lease) -> str:
     return name
 
 
-def shape_of(lease, shape: Optional[KvShape]) -> KvShape:
+def shape_of(lease, shape: Optional[KvShape], book: LeaseBook) -> KvShape:
     """ValueError: nothing tells the shape."""
     if shape is not None:
         return shape
     if isinstance(lease, KvManifest):
         return KvShape.of(lease)
-    known = getattr(lease, "shape", None)
+    known = getattr(lease, "shape", None) or book.shape_of(lease_name(lease))
     if known is None:
-        raise ValueError("a lease that is only a name needs shape=KvShape(tokens, layers, kv_heads, head_dim, dtype)")
+        raise ValueError(
+            "nothing tells the shape of this lease: its prefill has not ended, or was another client's; "
+            "give shape=KvShape(tokens, layers, kv_heads, head_dim, dtype)"
+        )
     return known
 
 

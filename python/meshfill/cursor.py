@@ -27,7 +27,7 @@ class FetchCursor:
         self, lease: str, fetched: KvRange, *, attempts: int = 4, runs: Optional[List[Tuple[int, int]]] = None
     ):
         """runs: [begin, end) of the tokens that the asked one has of `fetched`, in order. Not given: all."""
-        self._lease = lease
+        self.lease = lease
         self._range = fetched
         self._runs = runs or [(fetched.first_token, fetched.end_token)]
         self._attempts = attempts
@@ -55,7 +55,7 @@ class FetchCursor:
         self._asked_layers = 1 if begun else want.end_layer - self._layer
         to_last_layer = self._layer + self._asked_layers == want.shape.layers
         return pb.FetchKvRequest(
-            lease=self._lease,
+            lease=self.lease,
             first_token=first_token,
             tokens=0 if want.end_token == want.shape.tokens else want.end_token - first_token,
             first_layer=self._layer,

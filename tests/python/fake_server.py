@@ -85,6 +85,11 @@ class MeshfillKv:
         return self._first_token
 
 
+def tenant_of(context) -> str:
+    """As the real server: of calls whose message has no field for it."""
+    return dict(context.invocation_metadata()).get("meshfill-tenant", "")
+
+
 @dataclass
 class Faults:
     """What goes wrong. Lists are used up from the front, one entry a call; -1: this call goes well."""
@@ -103,8 +108,8 @@ class Faults:
 
 
 class _Lease:
-    def __init__(self, name: str, tokens: int, source):
-        self.name, self.tokens, self.source = name, tokens, source
+    def __init__(self, name: str, tenant: str, tokens: int, source):
+        self.name, self.tenant, self.tokens, self.source = name, tenant, tokens, source
         self.expires = float("inf")  # time.monotonic(); a clock runs from the result on
         self.layers_done = 0
         self.lost = False
@@ -136,6 +141,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         self.changed = leader.changed if leader else threading.Condition()
         self.leases: Dict[str, _Lease] = leader.leases if leader else {}  # guarded by changed
         self._live: Dict[str, threading.Event] = {}  # guarded by changed; set: cancelled
+        self._tenants: Dict[str, str] = {}  # guarded by changed; of live requests
         self._server = grpc.server(futures.ThreadPoolExecutor(32))
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server)
         if credentials is None:
@@ -189,7 +195,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             if request_id in self._live:
                 context.abort(grpc.StatusCode.ALREADY_EXISTS, f"request {request_id} is live")
             self._live[request_id] = stop
-            lease = _Lease(f"lease-{request_id}", len(ids), self.source)
+            self._tenants[request_id] = header.tenant
+            lease = _Lease(f"lease-{request_id}", header.tenant, len(ids), self.source)
             keep = header.kv.keep and not self.faults.no_lease
             if keep:
                 self.leases[lease.name] = lease
@@ -221,7 +228,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             yield pb.PrefillEvent(result=self._result(request_id, ids, lease if keep else None, header))
         finally:
             with self.changed:
-                del self._live[request_id]
+                del self._live[request_id], self._tenants[request_id]
                 if not done:
                     self.cancelled.append(request_id)
                     self.leases.pop(lease.name, None)
@@ -337,9 +344,9 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         return part
 
     def _lease(self, context, name: str) -> _Lease:
-        """With `changed` held. Aborts where the lease is unknown, lapsed or lost."""
+        """With `changed` held. Aborts where the lease is unknown, another tenant's, lapsed or lost."""
         lease = self.leases.get(name)
-        if lease is None or lease.expires < time.monotonic():
+        if lease is None or lease.tenant != tenant_of(context) or lease.expires < time.monotonic():
             context.abort(grpc.StatusCode.NOT_FOUND, f"lease {name} is unknown or has lapsed")
         if lease.lost:
             context.abort(grpc.StatusCode.UNAVAILABLE, "worker w1 died, and layers 1 to 3 with it")
@@ -365,14 +372,17 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
     def ReleaseKv(self, request, context):
         self._check(context, "ReleaseKv", request)
         with self.changed:
-            self.leases.pop(request.lease, None)
+            lease = self.leases.get(request.lease)
+            if lease is not None and lease.tenant == tenant_of(context):
+                del self.leases[request.lease]
         return pb.ReleaseKvReply()
 
     def Cancel(self, request, context):
         self._check(context, "Cancel", request)
         with self.changed:
             event = self._live.get(request.request_id)
-        if event is None:
+            tenant = self._tenants.get(request.request_id)
+        if event is None or tenant != tenant_of(context):
             context.abort(grpc.StatusCode.NOT_FOUND, f"request {request.request_id} is not live")
         event.set()
         return pb.CancelReply()

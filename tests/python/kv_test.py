@@ -18,6 +18,7 @@ from meshfill import kv as kv_module
 from meshfill.cursor import FetchCursor
 from meshfill.holders import holder_shares, token_runs
 from meshfill.kv import KvShape, make_range
+from meshfill.leases import LeaseBook
 from meshfill.results import KvHolder, KvManifest
 from meshfill.stubs import pb
 
@@ -119,6 +120,15 @@ class FetchTest(ServerTest):
                 self.client.fetch_kv(self.manifest, **bad)
         with self.assertRaises(ValueError):
             self.client.fetch_kv("a name without a shape")
+        with self.assertRaises(ValueError):
+            self.connect(self.server).fetch_kv(self.manifest.lease)  # another client's
+
+    def test_a_name_is_enough_for_the_client_that_had_the_result(self):
+        self.check_tokens(self.client.fetch_kv_arrays(self.manifest.lease))
+        layers = {part.layer for part in self.client.fetch_kv(self.manifest.lease, layers=2)}
+        self.assertEqual(layers, {0, 1})
+        with self.client.lease(self.manifest.lease) as lease:
+            self.check_tokens(self.client.fetch_kv_arrays(lease))
 
     def test_without_ml_dtypes_the_bits_are_uint16(self):
         with mock.patch.dict(kv_module._DTYPES, {"bf16": np.dtype(np.uint16)}):
@@ -235,6 +245,53 @@ class LeaseTest(ServerTest):
         _, client = self.pair()
         with self.assertRaises(ValueError):
             client.lease(client.prefill([1]).kv)
+
+
+class TenantTest(ServerTest):
+    """The fake server knows a lease and a request under the tenant of the prefill alone, as the real one does."""
+
+    def test_the_tenant_of_a_prefill_is_that_of_its_lease(self):
+        server, client = self.pair(client={"tenant": "mine"})
+        theirs = client.prefill([1] * 50, tenant="theirs", keep_kv=True, lease_seconds=1).kv
+        mine = client.prefill([1] * 60, keep_kv=True).kv
+        nobodys = client.prefill([1] * 70, tenant="", keep_kv=True).kv
+        for manifest, tokens in ((theirs, 50), (mine, 60), (nobodys, 70)):
+            for lease in (manifest, manifest.lease):
+                self.assertEqual(client.fetch_kv_arrays(lease).k.shape[1], tokens)
+                self.assertEqual({part.layer for part in client.fetch_kv(lease)}, {0, 1, 2, 3})
+                client.renew_kv(lease)
+            with self.assertRaises(meshfill.NotFoundError):
+                self.connect(server, tenant="other").fetch_kv_arrays(manifest)
+            with client.lease(manifest):
+                client.fetch_kv_arrays(manifest)
+        self.assertEqual(server.leases, {})
+
+    def test_it_is_known_from_the_first_event_on(self):
+        server, client = self.pair(faults=Faults(layer_seconds=30))
+        call = client.start_prefill([1] * 50, tenant="t", keep_kv=True)
+        accepted = next(iter(call))
+        client.renew_kv(accepted.kv_lease)
+        client.cancel(accepted.request_id)
+        wait_until(lambda: server.cancelled)
+        named = client.start_prefill([1], tenant="t", request_id="named")
+        wait_until(lambda: "named" in server.live)
+        client.cancel("named")
+        with self.assertRaises(meshfill.CancelledError):
+            list(named)
+
+    def test_holders_are_told_it_too(self):
+        server, client = self.pair()
+        holder = self.serve(leader=server, holder_runs=(0, 1000, 1000))
+        server.holders.append(pb.KvHolder(address=holder.address, layers=4, heads=4, run_tokens=1000))
+        client.fetch_kv_arrays(client.prefill([1] * 50, tenant="t", keep_kv=True).kv)
+        self.assertEqual((server.count("FetchKv"), holder.count("FetchKv")), (0, 1))
+
+    def test_no_more_is_remembered_than_the_bound(self):
+        book = LeaseBook("mine", bound=3)
+        for name in "abcd":
+            book.begin(name, "t")
+            book.tenant_of_request("a")
+        self.assertEqual([book.tenant_of_request(name) for name in "abcd"], ["t", "mine", "t", "t"])
 
 
 class HoldersTest(ServerTest):
@@ -383,6 +440,28 @@ class AsyncTest(unittest.TestCase):
                     await task
 
         with FakeServer(part_tokens=60) as server:
+            asyncio.run(run(server))
+
+    def test_the_tenant_of_a_prefill_is_that_of_its_lease(self):
+        async def run(server):
+            async with meshfill.aio.Client(server.address, tenant="mine") as client:
+                manifest = (await client.prefill([1] * 50, tenant="theirs", keep_kv=True)).kv
+                for lease in (manifest, manifest.lease):
+                    self.assertEqual((await client.fetch_kv_arrays(lease)).k.shape[1], 50)
+                    self.assertEqual({part.layer async for part in client.fetch_kv(lease)}, {0, 1, 2, 3})
+                    await client.renew_kv(lease)
+                async with client.lease(manifest.lease) as lease:
+                    await client.fetch_kv_arrays(lease)
+                self.assertEqual(server.leases, {})
+                server.faults = Faults(layer_seconds=30)
+                task = asyncio.ensure_future(client.prefill([1], tenant="theirs", request_id="long"))
+                while "long" not in server.live:
+                    await asyncio.sleep(0.01)
+                await client.cancel("long")
+                with self.assertRaises(meshfill.CancelledError):
+                    await task
+
+        with FakeServer() as server:
             asyncio.run(run(server))
 
     def test_holders(self):

@@ -8,20 +8,25 @@ mkdir -p "$venv"
 exec 9>"$venv/.lock"
 flock 9 # Two runs share the environment.
 
-# What is installed once: as long as the requirements stay the same.
-wanted=$(cat python/pyproject.toml tests/python/run.sh | sha256sum)
-if [ "$(cat "$venv/.wanted" 2>/dev/null)" != "$wanted" ]; then
-  python3 -m venv "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=64' wheel grpcio-tools==1.76.0 './python[bf16,tokenizers]'
-  echo "$wanted" >"$venv/.wanted"
-fi
-
-# The package itself, as it is now, from a copy: a build leaves its folders beside setup.py.
+# From a copy: a build leaves its folders beside setup.py.
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 cp -r python "$copy/"
 rm -rf "$copy/python/build" "$copy/python/"*.egg-info "$copy/python/meshfill/v1"
-MESHFILL_PROTO=$PWD/proto "$venv/bin/pip" install --quiet --disable-pip-version-check --no-index --no-deps \
+export MESHFILL_PROTO=$PWD/proto
+
+# What is installed once: as long as the requirements stay the same.
+wanted=$(cat python/pyproject.toml tests/python/run.sh | sha256sum)
+if [ "$(cat "$venv/.wanted" 2>/dev/null)" != "$wanted" ]; then
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=64' wheel grpcio-tools==1.76.0 \
+    "$copy/python[bf16,tokenizers]"
+  rm -rf "$copy/python/build" "$copy/python/"*.egg-info
+  echo "$wanted" >"$venv/.wanted"
+fi
+
+# The package itself, as it is now.
+"$venv/bin/pip" install --quiet --disable-pip-version-check --no-index --no-deps \
   --no-build-isolation --force-reinstall "$copy/python"
 cd tests/python
 # A process with gRPC servers starts others: before Python 3.10 by fork, where gRPC's handlers may abort.
