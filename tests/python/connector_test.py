@@ -165,26 +165,67 @@ class ConnectorTest(ServerTest):
         self.assertEqual(request.computed_from, 0)
         self.assertEqual(len(logs.records), 1, logs.output)
 
-    def test_a_server_that_is_killed_midway(self):
-        scheduler = self.start(tp=2, faults=Faults(layer_seconds=0.3))
+    def start_cached(self, tp, **faults):
+        """A scheduler, and a request of which vLLM has 64 tokens."""
+        scheduler = self.start(tp=tp, faults=Faults(**faults))
         request = Request("r", [1] * 333)
         request.cached = 64
-        scheduler.add(request)
-        first = next(iter(scheduler.layers[0].values()))
-        wait_until(lambda: scheduler.step() or first.slots)
-        with self.assertLogs(LOG, "WARNING") as logs:
-            self.server.stop()
-            scheduler.run(request)
+        return scheduler, scheduler.add(request)
+
+    def check_one_warning(self, logs, scheduler, request):
+        """Also after everything has ended."""
         self.assertEqual(request.computed_from, 64)
-        self.assertGreaterEqual(len(logs.records), 1)
+        scheduler.finish(request)
+        scheduler.step()
+        scheduler.close()  # Waits for the threads.
+        self.assertEqual(len(logs.records), 1, logs.output)
+
+    def test_a_server_that_is_killed_before(self):
+        for tp in (1, 2):
+            scheduler, request = self.start_cached(tp)
+            self.server.stop()
+            with self.assertLogs(LOG, "WARNING") as logs:
+                scheduler.run(request)
+                self.check_one_warning(logs, scheduler, request)
+
+    def test_a_server_that_is_killed_midway(self):
+        for tp in (1, 2):
+            scheduler, request = self.start_cached(tp, layer_seconds=0.3)
+            first = next(iter(scheduler.layers[tp - 1].values()))
+            wait_until(lambda: scheduler.step() or first.slots)
+            with self.assertLogs(LOG, "WARNING") as logs:
+                self.server.stop()
+                scheduler.run(request)
+                self.check_one_warning(logs, scheduler, request)
+
+    def test_a_server_that_is_killed_after_the_prefill(self):
+        for tp in (1, 2):
+            scheduler, request = self.start_cached(tp, part_seconds=0.1)
+            first = next(iter(scheduler.layers[tp - 1].values()))
+            wait_until(lambda: scheduler.step() or first.slots and not self.server.live)
+            self.assertEqual(list(scheduler.layers[0].values())[-1].slots, {})
+            with self.assertLogs(LOG, "WARNING") as logs:
+                self.server.stop()
+                scheduler.run(request)
+                self.check_one_warning(logs, scheduler, request)
 
     def test_a_bad_checksum(self):
-        scheduler = self.start(faults=Faults(always_corrupt=True))
+        for tp in (1, 2):
+            for faults in ({}, {"layer_seconds": 1.5}):  # also while the prefill runs, which is then cancelled
+                scheduler, request = self.start_cached(tp, always_corrupt=True, **faults)
+                with self.assertLogs(LOG, "WARNING") as logs:
+                    scheduler.run(request)
+                    self.assert_released()
+                    self.check_one_warning(logs, scheduler, request)
+                self.assertIn("CRC32C", logs.output[0])
+                self.assertEqual(len(self.server.cancelled), int(bool(faults)))
+
+    def test_the_loads_of_other_ranks_end_with_the_one_that_failed(self):
+        scheduler = self.start(tp=2, faults=Faults(part_seconds=0.1, break_after_parts=[0] + [-1, 0, 0, 0, 0, 0]))
+        request = scheduler.add(Request("r", [1] * 1999))
         with self.assertLogs(LOG, "WARNING") as logs:
-            request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
-        self.assertEqual(request.computed_from, 0)
-        self.assertEqual(len(logs.records), 1)
-        self.assertIn("CRC32C", logs.output[0])
+            scheduler.run(request, seconds=8)  # whole, it would take 16 s: 40 parts of each of 4 layers
+        self.assertEqual((request.computed_from, len(logs.records)), (0, 1))
         self.assert_released()
 
     def test_a_broken_stream_is_resumed_without_a_warning(self):

@@ -104,6 +104,7 @@ class Faults:
     end_after_parts: List[int] = field(default_factory=list)  # a fetch ends well, too early
     corrupt_part: List[int] = field(default_factory=list)  # a bit of this part of a fetch is flipped
     always_corrupt: bool = False  # every part
+    part_seconds: float = 0.0  # before each part of a fetch
     no_lease: bool = False  # as a server without KV
 
 
@@ -309,6 +310,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                     context.abort(grpc.StatusCode.UNAVAILABLE, "holder h2 died")
                 if sent == end_after:
                     return
+                time.sleep(faults.part_seconds)
                 part = self._part(request, layer, first, end, heads, k, v)
                 if sent == corrupt or faults.always_corrupt:
                     part.crc32c ^= 1

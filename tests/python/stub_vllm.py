@@ -3,6 +3,7 @@
 install() must run before the connector is imported. Pages are NumPy arrays; "attention layers" note what is written.
 """
 
+import dataclasses
 import sys
 import types
 from typing import Dict, List, Optional
@@ -31,6 +32,12 @@ def install() -> None:
     class Metadata:
         pass
 
+    @dataclasses.dataclass
+    class TransferResults:
+        finished_sending: set = dataclasses.field(default_factory=set)
+        finished_recving: set = dataclasses.field(default_factory=set)
+        failed_recving: set = dataclasses.field(default_factory=set)
+
     class Base:
         def __init__(self, vllm_config, role, kv_cache_config):
             self._vllm_config, self._role = vllm_config, role
@@ -53,7 +60,14 @@ def install() -> None:
     parts = base.split(".")
     for end in range(2, len(parts)):
         module(".".join(parts[:end]))
-    module(base, KVConnectorBase_V1=Base, KVConnectorMetadata=Metadata, KVConnectorRole=Role)
+    module(
+        base,
+        KVConnectorBase_V1=Base,
+        KVConnectorMetadata=Metadata,
+        KVConnectorRole=Role,
+        KVConnectorTransferResults=TransferResults,
+        KVConnectorWorkerMetadata=Metadata,
+    )
     module("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: Scheduler.rank)
 
 
@@ -135,7 +149,7 @@ class Scheduler:
         self.layers = [{name: Layer(local) for name in names} for _ in range(tp)]
         self.requests: Dict[str, Request] = {}
         self.finished_by: Dict[str, set] = {}
-        self.invalid: set = set()
+        self.failed: set = set()
         self.next_block = 3
         self.computing = False  # as if other requests were being computed
 
@@ -162,34 +176,36 @@ class Scheduler:
             self.connector.update_state_after_alloc(request, blocks, tokens)
         output = Namespace(total_num_scheduled_tokens=int(self.computing))
         metadata = self.connector.build_connector_meta(output)
-        finished, invalid = set(), set()
+        finished, told = set(), None
         for rank, worker in enumerate(self.workers):
             Scheduler.rank = rank
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(Namespace(no_compile_layers=self.layers[rank]))
             worker.wait_for_save()
-            received = worker.get_finished(set())[1] or set()
-            invalid |= worker.get_block_ids_with_load_errors()
+            results = worker.get_transfer_results(set())
+            tells = worker.build_connector_worker_meta()
+            if tells is not None:
+                told = tells if told is None else told.aggregate(tells)
             worker.clear_connector_metadata()
-            for request_id in received:
+            self.failed |= results.failed_recving
+            for request_id in results.finished_recving:
                 ranks = self.finished_by.setdefault(request_id, set())
                 assert rank not in ranks, "reported twice"
                 ranks.add(rank)
                 if len(ranks) == len(self.workers):
                     finished.add(self.finished_by.pop(request_id) and request_id)
-        self.invalid |= invalid
-        self.connector.update_connector_output(Namespace(finished_recving=finished, invalid_block_ids=invalid))
+        output = Namespace(finished_recving=finished or None, kv_connector_worker_meta=told)
+        self.connector.update_connector_output(output)
         for request_id in finished:
-            request = self.requests[request_id]
-            failed = [at for at, block in enumerate(request.block_ids) if block in self.invalid]
+            request, failed = self.requests[request_id], request_id in self.failed
+            self.failed.discard(request_id)
             if request.state == "aborted":
                 del self.requests[request_id]
                 continue
             request.state = "computed"
             request.computed_from = request.cached + request.external
-            if failed:
-                request.computed_from = min(request.computed_from, failed[0] * PAGE)
-                # vLLM asks again for a request that has nothing computed.
+            if failed:  # vLLM frees its pages, finds what it has cached again, and asks again.
+                request.computed_from = request.cached
                 assert self.connector.get_num_new_matched_tokens(request, request.cached) == (0, False)
 
     def finish(self, request: Request) -> None:

@@ -8,8 +8,9 @@ The life of a long prompt:
     update_state_after_alloc                       (vLLM has set pages aside)
     build_connector_meta        ── KvLoad ───────► start_load_kv: a thread fetches this rank's layers and heads,
                                                    layer by layer, while Meshfill computes the next ones
-    update_connector_output     ◄── request id ─── get_finished; pages that failed: get_block_ids_with_load_errors
-      the lease is released                        (vLLM computes failed pages itself)
+    update_connector_output     ◄── request id ─── get_transfer_results
+      the lease is released     ◄── LoadErrors ─── build_connector_worker_meta, of loads that failed: one warning, and
+                                                   vLLM computes the prompt itself
     request_finished                               (also of cancelled requests: prefill and load are ended)
 
 A prompt below `min_tokens`, and any that Meshfill refuses before it has a lease, never gets past the first line: vLLM
@@ -18,11 +19,17 @@ computes it as without this connector. The scheduler never waits; workers wait i
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
 from vllm.logger import init_logger
 
 from .pages import TorchPages, attention_layers, worker_part
@@ -46,6 +53,17 @@ class StepLoads(KVConnectorMetadata):
     idle: bool = False  # nothing is computed, and a prompt is on its way
 
 
+@dataclass
+class LoadErrors(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler in a step: why loads failed, by request id."""
+
+    why: Dict[str, str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of two workers: the first one's reason stands."""
+        return LoadErrors({**other.why, **self.why})
+
+
 class MeshfillConnector(KVConnectorBase_V1):
     """Long prompts are prefilled by Meshfill; see docs/vllm.md for the keys of kv_connector_extra_config."""
 
@@ -60,10 +78,10 @@ class MeshfillConnector(KVConnectorBase_V1):
         self._client = self._settings.connect()
         self._prefills: Optional[Prefills] = None
         self._loader: Optional[KvLoader] = None
-        self._failed_blocks: Set[int] = set()
+        self._load_errors: Dict[str, str] = {}  # that the scheduler has not been told
         self._loads: List[KvLoad] = []
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM fails a request whose pages could not be loaded, unless it is told to compute them. Its scheduler reads
+            # vLLM fails a request that could not be loaded, unless it is told to compute them. Its scheduler reads
             # this after it has made its connector.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._prefills = Prefills(self._settings, self._client, logger)
@@ -100,6 +118,9 @@ class MeshfillConnector(KVConnectorBase_V1):
         return StepLoads(loads, self._prefills.take_stopped_loads(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        errors = connector_output.kv_connector_worker_meta
+        for request_id, why in errors.why.items() if errors is not None else ():
+            self._prefills.load_failed(request_id, why)
         for request_id in connector_output.finished_recving or ():
             self._prefills.loaded(request_id)
 
@@ -119,18 +140,19 @@ class MeshfillConnector(KVConnectorBase_V1):
             if self._loader is not None:
                 self._loader.stop(request_id)
 
-    def get_finished(self, finished_req_ids: Set[str]) -> Tuple[Optional[Set[str]], Optional[Set[str]]]:
+    def get_transfer_results(self, finished_req_ids: Set[str]) -> KVConnectorTransferResults:
+        """Of a load that failed, vLLM computes all that it has not cached itself."""
         if self._get_connector_metadata().idle:
             self._wait_idle()
         if self._loader is None:
-            return None, None
-        finished, failed_blocks = self._loader.take_finished()
-        self._failed_blocks |= failed_blocks
-        return None, finished or None
+            return KVConnectorTransferResults()
+        finished, errors = self._loader.take_finished()
+        self._load_errors.update(errors)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=set(errors))
 
-    def get_block_ids_with_load_errors(self) -> Set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+    def build_connector_worker_meta(self) -> Optional[LoadErrors]:
+        errors, self._load_errors = self._load_errors, {}
+        return LoadErrors(errors) if errors else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request is computed only when its load has ended, so nothing is waited for."""

@@ -2,7 +2,8 @@
 
     UPLOADING ──Accepted──► READY ──loading()──► LOADING ──loaded()──► LOADED: the prefill ends by itself
         │                     │                     │
-        ├──── refused, away, too late, died ────────┼──► FAILED: vLLM computes the prompt
+        │                     │        load_failed()┤
+        ├──── refused, away, too late, died ────────┼──► FAILED: one warning; vLLM computes the prompt
         └──── vLLM's request ended ─────────────────┴──► ENDED: the prefill is cancelled
 
 `matched` begins a prefill and tells how it stands; vLLM's scheduler asks again at its next step. A request goes to
@@ -102,6 +103,13 @@ class Prefills:
             else:
                 self._stopped_loads.append(request_id)
             return prefill.lease
+
+    def load_failed(self, request_id: str, why: str) -> None:
+        """A worker could not load. Nothing more is done where that follows from a failure that is known."""
+        with self._mutex:
+            prefill = self._prefills.get(request_id)
+            if prefill is not None:
+                self._fail(prefill, why)
 
     def loaded(self, request_id: str) -> None:
         """All workers have loaded, or given up: the lease is released, after the result.

@@ -2,9 +2,10 @@
 
     start(load) ─► a thread: fetch ─► verify ─► Pages.write(layer, slots, k, v) … ─► Pages.flush()
     stop(id)    ─► the thread ends early; the load counts as failed
-    take_finished() ─► requests whose load ended since the last call, and the pages of those that failed
+    take_finished() ─► requests whose load ended since the last call, and why some of them failed
 
-Every load that was started is reported by take_finished exactly once, whatever happens to it.
+Every load that was started is reported by take_finished exactly once, whatever happens to it. Nothing here warns: several
+workers may fail for one reason, and the scheduler's side knows which request it concerns.
 """
 
 import logging
@@ -89,7 +90,7 @@ class KvLoader:
         self._active: Dict[str, Optional[KvFetch]] = {}  # guarded by _changed; None: not begun
         self._stopped: Set[str] = set()  # guarded by _changed; a subset of _active
         self._finished: Set[str] = set()  # guarded by _changed
-        self._failed_blocks: Set[int] = set()  # guarded by _changed
+        self._failed: Dict[str, str] = {}  # guarded by _changed; why, of some of _finished
 
     def start(self, load: KvLoad) -> None:
         with self._changed:
@@ -106,11 +107,11 @@ class KvLoader:
         if fetch is not None:
             fetch.cancel()
 
-    def take_finished(self) -> Tuple[Set[str], Set[int]]:
-        """(request ids, failed block ids) since the last call."""
+    def take_finished(self) -> Tuple[Set[str], Dict[str, str]]:
+        """(request ids, why some of them failed) since the last call."""
         with self._changed:
-            taken = self._finished, self._failed_blocks
-            self._finished, self._failed_blocks = set(), set()
+            taken = self._finished, self._failed
+            self._finished, self._failed = set(), {}
         return taken
 
     def wait(self, seconds: float) -> None:
@@ -128,18 +129,20 @@ class KvLoader:
         self._threads.shutdown(wait=True)
 
     def _run(self, load: KvLoad, fence: Any) -> None:
-        failed = True
+        why = ""
         try:
             with self._pages.begin(fence):
-                failed = not self._load(load)
+                if not self._load(load):
+                    why = "the load was stopped"
         except MeshfillError as error:
-            self._warn(load, str(error))
+            why = str(error)
         except Exception as error:  # A bug of ours costs the speed of one request, never its answer.
-            self._warn(load, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._log.info("Meshfill: %s; this worker has not loaded request %s", why, load.request_id)
         with self._changed:
-            if failed:
-                first_page = load.first_token // self._pages.page_tokens
-                self._failed_blocks.update(load.block_ids[first_page:])
+            if why:
+                self._failed[load.request_id] = why
             self._finished.add(load.request_id)
             self._active.pop(load.request_id, None)
             self._stopped.discard(load.request_id)
@@ -171,10 +174,3 @@ class KvLoader:
             fetch.cancel()
             self._pages.flush()
         return True
-
-    def _warn(self, load: KvLoad, why: str) -> None:
-        """One warning for a load, and none for one that was stopped: whoever stopped it has said why."""
-        with self._changed:
-            stopped = load.request_id in self._stopped
-        if not stopped:
-            self._log.warning("Meshfill: %s; vLLM computes request %s itself", why, load.request_id)
