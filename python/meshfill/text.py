@@ -1,4 +1,4 @@
-"""Text to token ids, by the tokenizer of a Hugging Face model folder. Needs the package `tokenizers` (extra `tokenizers`)."""
+"""Text to token ids, by the tokenizer of a Hugging Face model folder. Needs the extra `tokenizers`."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ class TextTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ImportError("prompts of text need the package tokenizers: pip install 'meshfill[tokenizers]'") from None
+            raise ImportError("prompts of text need tokenizers: pip install 'meshfill[tokenizers]'") from None
         path = pathlib.Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{path}: no such file; give the model's folder, with its tokenizer.json")
