@@ -37,7 +37,7 @@ struct RouterRule {
   int groups = 1;  // divides the experts; above 1: at least two experts in each
   int used_groups = 1;
   bool normalised = false;  // the weights of a token are divided by their sum
-  float scale = 1;          // and multiplied by this
+  float scale = 1;          // factor on the weights of a token, after that
   bool operator==(const RouterRule&) const = default;
 };
 

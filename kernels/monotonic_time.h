@@ -14,7 +14,8 @@ inline absl::Time MonotonicNow() {
   return absl::UnixEpoch() + absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
 }
 
-// For a condition variable to wait until. InfinitePast and InfiniteFuture are the clock's own ends.
+// The moment for a condition variable to wait until. InfinitePast and InfiniteFuture are the clock's own
+// ends.
 inline std::chrono::steady_clock::time_point ToSteadyTime(absl::Time monotonic) {
   return std::chrono::steady_clock::time_point(absl::ToChronoNanoseconds(monotonic - absl::UnixEpoch()));
 }

@@ -68,7 +68,7 @@ class CondVar {
     changed_.wait(lock);
     lock.release();
   }
-  // Until `deadline` of the monotonic clock at the latest. False: it has passed.
+  // Waits until `deadline` of the monotonic clock at the latest. False: it has passed.
   bool WaitUntil(Mutex& mu, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // far from where the clock's count ends
     std::unique_lock<std::mutex> lock(mu.mu_, std::adopt_lock);

@@ -18,9 +18,9 @@ namespace meshfill {
 
 class StopToken {
  public:
-  // For good; ends a pause.
+  // Stops the run for good. It ends a pause.
   void Stop() { Set(State::kStopped); }
-  // Until Resume. Nothing where it is stopped, or in that state already; so does Resume.
+  // Pauses the run until Resume. Pause and Resume do nothing where it is stopped, or in that state already.
   void Pause() { Set(State::kPaused); }
   void Resume() { Set(State::kGoing); }
 
@@ -69,8 +69,8 @@ class StopToken {
   std::atomic<State> state_{State::kGoing};  // written under mu_
   mutable Mutex mu_;
   mutable CondVar changed_;
-  absl::Time paused_since_ ABSL_GUARDED_BY(mu_);  // while it is paused
-  absl::Duration paused_ ABSL_GUARDED_BY(mu_);    // by the pauses that have ended
+  absl::Time paused_since_ ABSL_GUARDED_BY(mu_);  // while paused: when the pause began
+  absl::Duration paused_ ABSL_GUARDED_BY(mu_);    // length of the pauses that have ended
 };
 
 }  // namespace meshfill

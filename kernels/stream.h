@@ -151,7 +151,7 @@ struct CopyHeadsArgs {
 class StreamPoint {
  public:
   virtual ~StreamPoint() = default;
-  // On the device's clock; `earlier` is of the same stream, and Finish has been called since both.
+  // Seconds by the device's clock. `earlier` is of the same stream, and Finish has been called since both.
   virtual double SecondsSince(const StreamPoint& earlier) const = 0;
 };
 

@@ -19,7 +19,7 @@ struct Choice {
         order(std::max(rule.experts, rule.groups)),
         groups(rule.groups) {}
   std::vector<float> scores;
-  std::vector<float> values;  // by which experts are chosen
+  std::vector<float> values;  // values by which experts are chosen
   std::vector<int> order;
   std::vector<float> groups;
 };

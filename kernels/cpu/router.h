@@ -8,7 +8,8 @@
 
 namespace meshfill {
 
-// For tokens [begin, end): writes rows.weight, and to rows.row the number of each chosen expert. Any thread.
+// Chooses the experts of tokens [begin, end): writes rows.weight, and to rows.row the number of each chosen
+// expert. Any thread.
 void ChooseExperts(const RouteArgs& args, int64_t begin, int64_t end);
 
 // Sorts the rows of all tokens, whose experts have been chosen: writes begin, token and row.

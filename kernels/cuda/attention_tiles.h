@@ -81,7 +81,7 @@ struct BlockShape {
   }
   constexpr uint32_t kv_heads() const { return group.Quotient(q_heads); }
   constexpr uint32_t KvHead(uint32_t q_head) const { return group.Quotient(q_head); }
-  // For the rows that pad the last tile, too.
+  // The keys that a row sees; none for the rows that pad the last tile.
   constexpr KeySlots VisibleKeysOrNone(uint32_t q_slot) const {
     return q_slot < q_tokens ? VisibleKeys(q_slot) : KeySlots{0, 0};
   }

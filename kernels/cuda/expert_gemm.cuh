@@ -56,7 +56,7 @@ struct ExpertGemmConfig {
   static constexpr int64_t ColumnTiles(int64_t out_features) {
     return (out_features + kColumns - 1) / kColumns;
   }
-  // At least as many as there are: a ragged one for each expert that has rows. Those too many end at once.
+  // A bound on the row tiles: a ragged one for each expert that has rows. CTAs without a tile end at once.
   static constexpr int64_t MostRowTiles(int64_t rows, int experts) {
     return rows / kRows + (rows < experts ? rows : experts);
   }

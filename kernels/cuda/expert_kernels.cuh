@@ -183,7 +183,7 @@ struct ExpertKernels {
                                                            : 1 / (1 + expf(-logit));
   }
 
-  // By which experts are chosen; NaN is never larger.
+  // The value by which experts are chosen; NaN is never larger.
   static MESHFILL_DEVICE float Value(const TokenScores& scores, int expert) {
     const float* const correction = scores.args.correction;
     const float value = Score(scores, expert) + (correction == nullptr ? 0 : correction[expert]);

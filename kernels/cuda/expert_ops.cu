@@ -31,7 +31,7 @@ struct DeviceMachine : PtxSm80 {
                  "r"(words[2]), "r"(words[3])
                  : "memory");
   }
-  // Until at most so many committed groups of copies are under way.
+  // Waits until at most kInFlight committed groups of copies are under way.
   template <int kInFlight>
   static MESHFILL_DEVICE void CopyWaitBut() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");

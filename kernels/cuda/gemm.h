@@ -23,7 +23,7 @@ class CudaGemm {
  public:
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS asks for on Hopper
 
-  // For the thread's current device. Takes long, and memory.
+  // A Gemm for the thread's current device. Making it takes long, and memory.
   static absl::StatusOr<std::unique_ptr<CudaGemm>> Make();
   virtual ~CudaGemm() = default;
 

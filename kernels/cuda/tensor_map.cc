@@ -11,7 +11,7 @@
 namespace meshfill {
 namespace {
 
-// From the driver that the runtime has loaded: the binary links no libcuda.
+// The function of the driver that the runtime has loaded: the binary links no libcuda.
 PFN_cuTensorMapEncodeTiled_v12000 EncodeTiled() {
   static const auto encode = [] {
     constexpr unsigned int kCuda12 = 12000;
