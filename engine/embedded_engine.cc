@@ -115,9 +115,9 @@ class EmbeddedEngine : public PrefillEngine {
 
   struct PlannedPrefill {
     PlanChoice choice;
-    int64_t cached_tokens = 0;               // from the cache
-    std::shared_ptr<const KvSlabs> prefix;   // K and V of these
-    std::shared_ptr<KvPrompt> kv = nullptr;  // where the others' go; null: nowhere
+    int64_t cached_tokens = 0;               // tokens found in the cache
+    std::shared_ptr<const KvSlabs> prefix;   // K and V of the cached tokens
+    std::shared_ptr<KvPrompt> kv = nullptr;  // where K and V of the other tokens go; null: nowhere
   };
 
   bool ReadsCache(const PrefillOptions& options) const {
@@ -132,7 +132,7 @@ class EmbeddedEngine : public PrefillEngine {
                                       int64_t cached_tokens) const;
   absl::StatusOr<PlanChoice> PlanBehind(int64_t cached_tokens, int64_t tokens,
                                         const PrefillOptions& options) const;
-  // Where predictions stay wrong: the next start measures the speed anew.
+  // Called where predictions stay wrong: the next start measures the speed anew.
   void ForgetWrongSpeed();
   // Gives K and V a place, where a client, the cache or later pieces want them.
   absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
@@ -253,7 +253,7 @@ class EmbeddedEngine::Run final : public Prefill {
     }
   }
 
-  // Once, before anything else: each rank gets a stream and begins.
+  // Called once, before anything else: each rank gets a stream and begins.
   absl::Status Begin() {
     std::vector<Stream*> by_rank;
     for (const std::shared_ptr<Device>& device : engine_.pool_.devices) {
@@ -321,7 +321,7 @@ class EmbeddedEngine::Run final : public Prefill {
         [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
   }
 
-  // On a thread of its own: a caller need not be in Wait.
+  // Runs on a thread of its own, since a caller need not be in Wait.
   void RunOtherPieces() {
     while (true) {
       ranks_->Join();

@@ -23,7 +23,7 @@ absl::StatusOr<std::unique_ptr<PoolDevices>> Devices(const EngineOptions& option
 
 int DeviceOf(int rank, int ranks, const PoolDevices& hardware) { return rank * hardware.count() / ranks; }
 
-// By rank; each made once, by `make`.
+// The devices by rank. `make` is called once for each device.
 absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
     const PoolDevices& hardware, int ranks,
     const std::function<absl::StatusOr<std::shared_ptr<Device>>(int device)>& make) {

@@ -26,13 +26,13 @@ namespace meshfill {
 // What a plan asks of a pool.
 struct EmbeddedPoolCapacity {
   PoolSpeed speed;
-  int64_t memory_budget_bytes = 0;  // for what one prefill takes (Prediction::run_bytes)
-  int64_t kv_device_bytes = 0;      // for K and V that stay with devices whose memory is not the host's
-  bool one_memory = true;           // false: on several devices, between which chunks are copied
+  int64_t memory_budget_bytes = 0;  // bytes for what one prefill takes (Prediction::run_bytes)
+  int64_t kv_device_bytes = 0;      // bytes for K and V that stay with devices whose memory is not the host's
+  bool one_memory = true;           // false: ranks are on several devices, between which chunks are copied
   bool many_messages = false;       // between workers with such devices (PlanRequest), not within this pool
   PlanWeights weights;
   std::optional<PlanWeights> shared_weights;  // weights of runs whose workers share them; none: they cannot
-  std::vector<WeightModeBytes> weight_modes;  // what it could have been
+  std::vector<WeightModeBytes> weight_modes;  // modes that the weights could have had
 };
 
 struct EmbeddedPool {

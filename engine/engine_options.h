@@ -45,7 +45,7 @@ struct EngineOptions {
   std::vector<int> devices = {};          // each rank's GPU, by number; empty: the first ones
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
-  bool measure_speed = false;      // at load, whatever the profile keeps
+  bool measure_speed = false;      // measures the speed at load, whatever the profile keeps
 };
 
 }  // namespace meshfill

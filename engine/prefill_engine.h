@@ -68,11 +68,11 @@ struct PrefillResult {
   double prefill_seconds = 0;    // wall time of the run, without its pauses; so are all seconds that follow
   double paused_seconds = 0;     // time that the run stood still for others
   int attempts = 1;              // attempts begun, each after one that failed; the last one counts
-  double lost_seconds = 0;       // from the first one's begin to the last one's, without pauses
+  double lost_seconds = 0;       // from the first attempt's begin to the last one's, without pauses
   double attention_seconds = 0;  // the largest of any rank
   double comm_wait_seconds = 0;  // the largest of any rank
   CommBytes comm_bytes;          // bytes of the rank that sent most, over all layers
-  double mfu = 0;                // whole model
+  double mfu = 0;                // model FLOPs utilisation of the whole model
   double attention_mfu = 0;
   std::vector<RankStats> ranks;      // by rank
   std::optional<Timeline> timeline;  // from the start of the run

@@ -29,7 +29,7 @@ struct Instant {
   double busy_seconds = static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
 };
 
-// From what `sample_bytes` have taken since `begin`.
+// Sets the seconds of weights from the time that `sample_bytes` have taken since `begin`.
 void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& begin,
                 const EngineOptions& options, PlanWeights& weights) {
   const Instant end;

@@ -170,7 +170,7 @@ class InProcessCommunicator : public Communicator {
   void Abort(absl::Status reason) override { exchange_->Abort(reason); }
 
  private:
-  // On the device of rank `to`.
+  // Brings the message to the device of rank `to`.
   absl::StatusOr<DeviceMessage> FetchTo(int to, BufferRef message) {
     if (streams_.empty()) return DeviceMessage{std::move(message), nullptr};
     ASSIGN_OR_RETURN(std::shared_ptr<const StreamPoint> ready, streams_[rank_]->Mark());

@@ -24,7 +24,7 @@
 
 namespace meshfill {
 
-// Who measures with whom, the same on all ranks.
+// Which ranks measure a link with each other, the same on all ranks.
 struct LinkProbe {
   std::vector<int> peer_of_rank;  // its own: it sits out
 

@@ -69,7 +69,7 @@ void BlockHasher::HashBlock() {
     AppendHead(Major::kArray, 2, cbor);
     AppendText("cache_salt", cbor);
     AppendText(salt_, cbor);
-    salt_.clear();  // in the first block alone
+    salt_.clear();  // only the first block is salted
   }
   parent_ = HashOf(cbor);
   hashes_.append(reinterpret_cast<const char*>(parent_.data()), parent_.size());

@@ -17,7 +17,7 @@ class KvDeviceMemory::Leaving final : public KvKeeping {
     End();
   }
 
-  // Under the memory's lock, before Start.
+  // Adds a slab that leaves. Under the memory's lock, before Start.
   void Add(uint64_t number, const Held& held) {
     memory_->mu_.AssertHeld();
     slabs_.push_back(
@@ -58,7 +58,7 @@ class KvDeviceMemory::Leaving final : public KvKeeping {
     KvSlabShape shape;
     DeviceMessage kv;
     std::unique_ptr<std::byte[]> host;
-    HostCopies copies;  // to it
+    HostCopies copies;  // copies from `kv` to `host`
   };
 
   // Slabs that are gone meanwhile are nobody's concern.

@@ -49,7 +49,7 @@ class KvDeviceMemory final : public std::enable_shared_from_this<KvDeviceMemory>
   // from now on. Not held: a slab that is empty, or that there is no room for. The error of a copy.
   absl::StatusOr<Holding> Hold(KvSlab& slab, const BufferRef& kv, Stream& stream);
 
-  // For KvSlab, as it says, of slabs that were held.
+  // KvSlab calls these for slabs that were held, as it says.
   std::optional<DeviceMessage> Use(const KvSlab& slab, const Device& device);
   absl::Status CopyToHost(KvSlab& slab);
   void Forget(const KvSlab& slab);

@@ -86,7 +86,7 @@ class KvPrefixCache {
   std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
 
   Entries entries_;  // the last used first
-  std::unordered_map<const KvRunSlabs*, HeldRun> held_;  // by the entries
+  std::unordered_map<const KvRunSlabs*, HeldRun> held_;  // runs that the entries hold
 };
 
 }  // namespace meshfill

@@ -74,7 +74,7 @@ class KvPrompt final : public KvSink {
     std::vector<int> ranks_missing;  // by layer: ranks that are here and have not written it
   };
 
-  // For a rank of the last run; null: nothing is wanted.
+  // A slab for a rank of the last run; null: nothing is wanted.
   KvSlab* NewSlab(int rank, int layer);
   int64_t KvBytesOf(int64_t tokens) const { return shape_.layers * shape_.LayerBytes(tokens); }
   // Charges for a run of `tokens` tokens behind the first `before`, of which those in `charges` are there.

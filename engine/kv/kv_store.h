@@ -82,7 +82,7 @@ class KvStore {
   };
 
   struct LeaseEnd {
-    absl::Duration ends_in;  // if it is not renewed; zero while its prefill runs
+    absl::Duration ends_in;  // time left if the lease is not renewed; zero while its prefill runs
     int64_t bytes = 0;
   };
 
@@ -134,7 +134,7 @@ class KvStore {
   // A run has computed the whole prompt: from now on FindPrefix knows it. Nothing, where the prompt was
   // dropped meanwhile.
   void Enter(const KvBlockNames& names, const KvPrompt& prompt);
-  // For Counts: a prompt has begun, with these tokens cached.
+  // A prompt has begun, with `cached` tokens from the cache and `computed` to compute. Counts has their sums.
   void CountTokens(int64_t cached, int64_t computed);
 
   Counts counts() const;
@@ -149,7 +149,7 @@ class KvStore {
   struct Entry {
     std::string tenant;
     std::shared_ptr<KvPrompt> prompt;
-    bool held = true;                           // by its KvLease
+    bool held = true;                           // its KvLease lives
     absl::Time expires = absl::InfinitePast();  // not before, if held
   };
   // Charges `bytes`, where the cache leaves room for them or can make some; else null.

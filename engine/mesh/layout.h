@@ -39,7 +39,7 @@ class TokenLayout {
   int64_t stripe() const { return stripe_; }  // tokens in a stripe, as dealt
 
   int RankOf(int64_t token) const;
-  int64_t SlotOf(int64_t token) const;  // on RankOf(token)
+  int64_t SlotOf(int64_t token) const;  // the token's slot on RankOf(token)
   int64_t TokenAt(int rank, int64_t slot) const { return Positions(rank).At(slot); }
   int64_t ChunkTokens(int rank) const;  // may be 0; Σ over ranks = tokens
   int64_t LargestChunkTokens() const;

@@ -12,7 +12,7 @@ namespace {
 
 using nlohmann::json;
 
-// So that no number of a row overflows (kernels/experts.h).
+// This bound keeps the number of any row from overflowing (kernels/experts.h).
 constexpr int64_t kMaxExperts = 4096;
 constexpr int64_t kMaxUsedExperts = 256;
 constexpr int64_t kMaxExpertWidth = int64_t{1} << 20;

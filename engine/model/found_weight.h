@@ -29,7 +29,7 @@ struct FoundLinear {
   FoundWeight scales;
 };
 
-// By part, by expert, the linear layers that are stacked.
+// The linear layers that are stacked, by part and by expert.
 using FoundLayer = std::map<LayerPart, std::vector<std::vector<FoundLinear>>>;
 
 // The tensor's elements as its file has them; `before_read` null: from the mapping.

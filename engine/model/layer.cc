@@ -134,7 +134,7 @@ absl::Status Layer::Multiply(const PackedWeight& weight, int64_t tokens) const {
                        .y_dtype = shape_.dtype});
 }
 
-// In the order of the output projection: [tokens, q_heads·head_dim].
+// Puts attention's output in the order of the output projection, [tokens, q_heads·head_dim].
 absl::Status Layer::Gather(const Attended& attended, const ChunkSlice& slice) const {
   const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
   const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);

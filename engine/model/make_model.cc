@@ -39,7 +39,7 @@ const char* TorchName(DType dtype) {
   return "?";
 }
 
-// In the spelling that every version of transformers reads.
+// config.json in the spelling that every version of transformers reads.
 json ConfigJson(const MakeModelOptions& options) {
   constexpr int64_t kMultiple = 64;  // the derived intermediate size is a multiple of this
   const int64_t hidden =

@@ -58,7 +58,7 @@ class EmbeddingTable {
   }
 
   std::shared_ptr<const SafetensorsFile> file_;
-  std::span<const std::byte> bytes_;  // in the mapping
+  std::span<const std::byte> bytes_;  // the tensor's bytes in the mapping
   DType dtype_;
   int64_t width_;
   std::vector<std::byte> copy_;

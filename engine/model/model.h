@@ -54,11 +54,11 @@ class Model {
   // Parts of the weights: the layers, and behind them those of the LM head, [vocab, hidden], in the order of
   // its rows.
   int parts() const;
-  // For so many ranks of one run, which also read the LM head or do not. The token may be null, and outlives
-  // the feed; so does the model.
+  // Opens a feed for `readers` ranks of one run. `with_head`: they also read the LM head. `stop` may be null,
+  // and outlives the feed; so does the model.
   std::unique_ptr<WeightFeed> OpenFeed(int readers, bool with_head, const StopToken* stop) const;
-  // Where they are not resident: a feed of weights that workers share comes from what is made of these
-  // (engine/run/sharded_weights.h), and where they are sharded, every feed does. Else null.
+  // The tensors of weights that are not resident; else null. A feed of weights that workers share comes from
+  // what is made of these (engine/run/sharded_weights.h). Where weights are sharded, every feed does.
   const ModelTensors* tensors() const;
 
  private:

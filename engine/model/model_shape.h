@@ -19,7 +19,7 @@ enum class MlpKind {
 // What the gate of an MLP goes through.
 enum class Activation {
   kSilu,
-  kGelu,  // in its tanh form
+  kGelu,  // GELU in its tanh form
 };
 
 // Which of a model's rotary embeddings a layer has.

@@ -140,7 +140,7 @@ const char* RopeObjectKey(JsonKeys& top) {
   return found;
 }
 
-// For models whose layers do not all have the same embedding.
+// Rejects longrope for models whose layers do not all have the same embedding.
 absl::Status RejectLongRope(JsonKeys& keys) {
   for (const char* type : {"rope_type", "type"}) {
     const json* value = keys.FindValue(type);

@@ -48,7 +48,7 @@ class TensorFinder {
 
  private:
   const SafetensorsFolder::Entry* FindEntry(const std::string& language_name) const;
-  // By its name in the folder. Null: it is missing.
+  // `name` is the name in the folder. Null: the tensor is missing.
   const SafetensorsFolder::Entry* FindShaped(const std::string& name, const std::vector<int64_t>& shape);
   FoundLinear Find(const LayerTensor& tensor, int layer, int copy);
   // All copies of a tensor that stacks them.
@@ -61,7 +61,7 @@ class TensorFinder {
   FoundWeight StackedPart(const FoundWeight& whole, int64_t index, std::vector<int64_t> shape);
 
   void CheckProduct(const std::vector<FoundLinear>& linears);
-  // None of them says NaN.
+  // Checks that no exponent says NaN.
   void CheckExponents(const FoundWeight& scales, const std::string& name);
   // `what` is one of the vector's values: "scale".
   void CheckFinite(const FoundWeight& vector, const std::string& name, const char* what);

@@ -63,7 +63,7 @@ double BeginSeconds(const PoolSpeed& speed, const TokenLayout& layout) {
                      static_cast<double>(layout.tokens()) / layout.ranks() * speed.token_seconds);
 }
 
-// On one rank, while the others wait.
+// Seconds of the LM head on one rank, while the others wait.
 double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
   const auto bytes = static_cast<double>(LmHeadBytes(model, model.dtype));
   return LmHeadFlops(model) / speed.gemm_flops_per_second / speed.lone_rank_speedup +

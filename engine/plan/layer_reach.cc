@@ -178,8 +178,8 @@ BlockPairs LayerPairs::Of(int u, int v) const {
       add(pairs, pairs == 0 ? 0 : static_cast<double>(rest_), 1.0 / ranks);
     }
   };
-  const int64_t groups_behind = std::max<int64_t>(0, groups - v);  // whole ones with keys v groups back
-  const bool left_over = groups >= v;                              // so has the one that is not whole
+  const int64_t groups_behind = std::max<int64_t>(0, groups - v);  // whole groups with keys v groups back
+  const bool left_over = groups >= v;  // the group that is not whole has keys v groups back, too
   chunks(u + int64_t{a} * v, groups_behind * (a - u) + (left_over ? std::max<int64_t>(0, first_left - u) : 0),
          left_over && first_left >= u);
   if (u > 0 && v > 0) {

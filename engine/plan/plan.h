@@ -18,7 +18,7 @@ namespace meshfill {
 // How a plan's shapes are scheduled.
 enum class ScheduleChoice {
   kAuto,    // whatever is predicted to take the least time
-  kGreedy,  // by Algorithm 2, as the paper has it
+  kGreedy,  // Algorithm 2 of the paper
 };
 
 // Bytes that one rank sends. Those of kO count 4 bytes of LSE for each query and head.

@@ -15,7 +15,7 @@ struct Prediction;
 // Bytes are of all ranks together; the ranks of a process that share weights count them once.
 struct PlanWeights {
   WeightMode mode = WeightMode::kResident;
-  int64_t loaded_bytes = 0;  // in memory whether something runs or not
+  int64_t loaded_bytes = 0;  // bytes in memory whether something runs or not
   int64_t run_bytes =
       0;  // what each run takes beside them: two layers that stream past, and what FP8 is widened into
   // Where they stream:
@@ -38,7 +38,7 @@ struct PlanWeights {
 struct WeightModeBytes {
   WeightMode mode;
   int64_t bytes;
-  bool fits;           // in what is free now
+  bool fits;           // they fit in what is free now
   double seconds = 0;  // predicted with the weights held so; 0: no plan was made
 };
 

@@ -292,12 +292,12 @@ class ShapePlanner {
     return request_.memory_budget_bytes != 0 && predicted.run_bytes > request_.memory_budget_bytes;
   }
 
-  // Than a plan that fits, so that its memory does not matter.
+  // Slower than a plan that fits, so that its memory does not matter.
   bool IsSlower(const Prediction& predicted, const Prediction& best) const {
     return !Over(best) && predicted.seconds > best.seconds;
   }
 
-  // Among schedules of the same shape.
+  // Orders schedules of the same shape, the best first.
   std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const {
     return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.run_bytes};
   }
@@ -307,7 +307,8 @@ class ShapePlanner {
     return predicted.seconds < best.seconds * (1 - kLeastGain);
   }
 
-  // Against another layout, wire dtype or placement: a smaller gain is within the error of any prediction.
+  // Least gain for which another layout, wire dtype or placement is taken: a smaller one is within the error
+  // of any prediction.
   static constexpr double kLeastGain = 0.01;
 
   const ModelShape& model_;

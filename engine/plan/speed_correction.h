@@ -44,8 +44,8 @@ class SpeedCorrection {
   static constexpr double kMostFactor = 8;  // 1 / kMostFactor at least
   static constexpr double kMostFixedSeconds = 1;
   static constexpr double kMostStep = 1.6;     // most that one prefill changes a factor, up or down
-  static constexpr double kRankingStep = 1.5;  // plans are ranked anew where a factor is off by that,
-  static constexpr int kRankingPrefills = 32;  // and not before so many prefills
+  static constexpr double kRankingStep = 1.5;  // plans are ranked anew where a factor is off by that
+  static constexpr int kRankingPrefills = 32;  // plans are ranked anew after so many prefills at the earliest
   static constexpr double kWrong = 2;
   static constexpr int kWrongPrefills = 256;
 
@@ -86,8 +86,8 @@ class SpeedCorrection {
   Line attention_ ABSL_GUARDED_BY(mu_);
   Line transfers_ ABSL_GUARDED_BY(mu_);
   int prefills_ ABSL_GUARDED_BY(mu_) = 0;
-  int wrong_prefills_ ABSL_GUARDED_BY(mu_) = 0;  // in a row
-  PartFactors ranking_ ABSL_GUARDED_BY(mu_);     // over that of products
+  int wrong_prefills_ ABSL_GUARDED_BY(mu_) = 0;  // wrong predictions in a row
+  PartFactors ranking_ ABSL_GUARDED_BY(mu_);     // each factor over that of products
 };
 
 }  // namespace meshfill

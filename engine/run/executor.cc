@@ -299,10 +299,10 @@ class LayerRun : public ScheduleVisitor {
   int GlobalRank(int mesh_rank) const { return mesh_rank * plan_.heads + member_; }
 
   const Plan& plan_;
-  const ModelShape model_;  // with the heads of this mesh
+  const ModelShape model_;  // the model with the heads of this mesh
   const LayerReach reach_;  // reach of the mesh's chunks, each of a head group
   const int member_;        // index in its head group: which of the h meshes
-  const int rank_;          // in the mesh
+  const int rank_;          // rank in the mesh
   const Mesh mesh_;
   Stream& stream_;
   Communicator& communicator_;

@@ -72,7 +72,7 @@ class HeadExchange {
   absl::Status StartToHeads(int slice, LayerChunks own);
   // K [kv_heads, tokens, head_dim], then V likewise, of the rank's cached tokens. In more slices than one.
   absl::Status StartPrefix(const BufferRef& kv);
-  // Once all have been started. Without head groups, the chunks that were given.
+  // Call once all slices have been started. Without head groups: the chunks that were given.
   absl::StatusOr<LayerChunks> FinishToHeads();
 
   // From the mesh's output (AttentionExecutor::Run) to all heads of this rank's tokens: all slices at once,
@@ -81,7 +81,7 @@ class HeadExchange {
   absl::StatusOr<LayerOutput> FinishToTokens(int slice);
 
  private:
-  static constexpr int kPrefix = -1;  // for a slice: the cached tokens before the first one
+  static constexpr int kPrefix = -1;  // stands for a slice: the cached tokens before the first one
 
   // What is exchanged: of these tokens over the group's members, a member's `heads` of all.
   struct Tensor {
@@ -127,7 +127,7 @@ class HeadExchange {
   std::vector<Rows> RowsOf(const Tensor& tensor, int member, SlotRange slots, DType group_dtype) const;
 
   const ModelShape& model_;
-  const ModelShape one_;  // with one member's heads
+  const ModelShape one_;  // the model with one member's heads
   const int heads_;       // h
   const int member_;      // index in the head group
   const int first_rank_;  // the head group's first rank

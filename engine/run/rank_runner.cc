@@ -223,7 +223,7 @@ class Runner {
     return run_.weights.Take(run_.reader, part, run_.wait_timeout);
   }
 
-  // By the plan's slices; of tokens that are computed into buffers of their own.
+  // Calls `body` for each of the plan's slices of `slots`. The tokens are computed into buffers of their own.
   template <typename Body>
   absl::Status ForEachSlice(const SlotRange& slots, const Body& body) const {
     for (int64_t begin = 0; begin < slots.slots(); begin += slice_tokens_) {
@@ -234,7 +234,7 @@ class Runner {
     return absl::OkStatus();
   }
 
-  // Up to the attention of a layer: the chunks of a slice, which leave.
+  // Computes a slice's layer up to attention: its chunks leave.
   absl::Status BeginLayer(int layer, int slice) {
     const SlotRange slots = exchange_.OwnSlots(slice);
     ASSIGN_OR_RETURN(LayerChunks chunks, Project(*next_, slots));
@@ -268,7 +268,7 @@ class Runner {
     return LayerChunks{.q = std::move(q), .kv = std::move(kv)};
   }
 
-  // Behind the attention of a layer.
+  // Computes a slice's layer behind attention.
   absl::Status EndLayer(int slice) {
     ASSIGN_OR_RETURN(const LayerOutput attended, exchange_.FinishToTokens(slice));
     const SlotRange slots = exchange_.OwnSlots(slice);
@@ -295,7 +295,7 @@ class Runner {
     return all;
   }
 
-  // To the members of the head group, apart from the rank's own keys and values.
+  // Sends the prefix to the members of the head group, apart from the rank's own keys and values.
   absl::Status SendPrefix(int layer) {
     ASSIGN_OR_RETURN(BufferRef prefix, Elements(shape_.kv_elements(prefix_slots_), shape_.dtype));
     {
@@ -305,7 +305,7 @@ class Runner {
     return exchange_.StartPrefix(prefix);
   }
 
-  // Into the first slots of K and of V, each [kv_heads, slots, head_dim].
+  // Reads the prefix into the first slots of K and of V, each [kv_heads, slots, head_dim].
   absl::Status ReadPrefix(int layer, const BufferRef& kv, int64_t slots) {
     const TokenLayout layout = run_.plan.kv_layout();
     const auto copy = [&](int half, const std::byte* from, const HeadRows& from_rows, int64_t slot,
@@ -424,7 +424,7 @@ class Runner {
     return keeping == nullptr ? absl::OkStatus() : keeping->Finish();
   }
 
-  // On the last token's rank.
+  // Computes the logits, on the last token's rank.
   absl::Status LmHead() {
     if (!ReadsHead(run_.plan, run_.rank, run_.tokens_ahead == 0)) return absl::OkStatus();
     const int64_t last_token = run_.plan.layout.tokens() - 1;
@@ -460,7 +460,7 @@ class Runner {
   BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream
   std::map<LayerRope, RopeTables> ropes_;
   LayerBuffers buffers_;                   // buffers of one slice
-  std::unique_ptr<CurrentLayer> current_;  // in attention, or its tokens are behind it
+  std::unique_ptr<CurrentLayer> current_;  // the layer that is in attention, or whose tokens are behind it
   std::unique_ptr<CurrentLayer> next_;     // the layer whose tokens are on their way to attention
   BufferRef kept_;                         // K and V of a layer's chunk, while slices come
   std::unique_ptr<KvKeeping> keeping_;     // goes on beside the layer; null: nothing does

@@ -32,9 +32,9 @@ class TimelineRecorder {
 
   // A moment of the rank: by the host's clock, or a point of its stream.
   struct Moment {
-    Clock::time_point host;                     // without the run's pauses before it
+    Clock::time_point host;                     // the host's clock, less the run's pauses before it
     std::shared_ptr<const StreamPoint> device;  // null: the operations called before have run
-    Clock::duration paused = {};                // by these
+    Clock::duration paused = {};                // the run's pauses before it
   };
 
   // Spans are timed from `origin`, the same for all ranks of a run. `run` may be null: it is never paused.
@@ -77,7 +77,7 @@ class TimelineRecorder {
     if (span.has_value()) Record(*span, start.host, end.host);
   }
 
-  // After the stream's Finish.
+  // Call after the stream's Finish.
   void Settle() {
     for (Unsettled& each : unsettled_) {
       const double start = SecondsBetween(first_, each.start), end = SecondsBetween(first_, each.end);

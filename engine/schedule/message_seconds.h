@@ -12,15 +12,15 @@ namespace meshfill {
 // node leave it.
 inline constexpr int kSharedLinks = 2;
 
-// Alone, from when it leaves.
+// Seconds of a message that is alone in the network, from when it leaves.
 struct MessageSeconds {
   struct OnLink {
-    double start = 0;  // until its bytes begin to move
-    double moves = 0;  // from then on, until they have left the link
+    double start = 0;  // until the message's bytes begin to move on the link
+    double moves = 0;  // from `start` until all bytes have left the link
     bool operator==(const OnLink&) const = default;
   };
 
-  double total = 0;                         // until it has arrived
+  double total = 0;                         // until the message has arrived
   std::array<OnLink, kSharedLinks> shared;  // 0: the rings do not share that link
 
   bool operator==(const MessageSeconds&) const = default;

@@ -29,7 +29,7 @@ class RowFirstBuilder {
   // Q; if its row is not whole, a step that makes it so goes before.
   void Append(Traffic comm);
 
-  // After the last communication: with what is left of row 0.
+  // Call after the last communication: computes what is left of row 0.
   Schedule Finish() &&;
 
  private:

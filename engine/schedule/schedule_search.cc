@@ -30,7 +30,7 @@ class OrderSearch {
   }
 
  private:
-  // After some communications, `order_`.
+  // State after the communications in `order_`.
   struct State {
     int q_chunks = 1;
     int kv_chunks = 1;

@@ -59,7 +59,7 @@ class WalkState {
   RowState row(int u) const { return rows_[u]; }
 
   void Compute(BlockIndex block) { rows_[block.u] = RowState::kBegun; }
-  // True with the last use of the chunk.
+  // True at the last use of the chunk.
   bool UseQ(int u) { return --q_.uses_left[u] == 0; }
   bool UseKv(int v) { return --kv_.uses_left[v] == 0; }
   bool PassOnQ() { return UseQ(q_.passed_on++); }

@@ -31,7 +31,7 @@ class Network {
 
   void Begin(int flow, int from_gpu, int to_gpu, double bytes, Nanos now);
 
-  // After Begin and End of this instant.
+  // Call after Begin and End of this instant.
   void Settle(Nanos now);
 
   // The next flow to end and when; {-1, 0} if none is under way. Settle has been called.
@@ -44,7 +44,7 @@ class Network {
   struct Flow {
     int out = -1;  // links_ that it shares, by index
     int in = -1;
-    int out_place = 0;  // in its link's list
+    int out_place = 0;  // place in the list of its `out` link
     int in_place = 0;
     double bytes_left = 0;
     double rate = 0;  // bytes per second

@@ -60,11 +60,11 @@ class Simulator {
  private:
   // One rank's messages on one channel, in order; at most one is in the network.
   struct Pair {
-    int started = 0;  // by the rank as a sender
+    int started = 0;  // messages that the rank started as a sender
     int left = 0;     // messages in the network or through it
     bool busy = false;
     Nanos left_at = 0;
-    int arrived = 0;  // to the rank as a receiver
+    int arrived = 0;  // messages that arrived at the rank as a receiver
     int waited = 0;
   };
   struct ChannelState {

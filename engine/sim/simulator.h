@@ -21,7 +21,7 @@ namespace meshfill::sim {
 struct RankTimes {
   double compute_seconds = 0;
   PerTraffic<double> wait_seconds;  // exposed communication
-  double total_seconds = 0;         // until its last action
+  double total_seconds = 0;         // until the rank's last action
 };
 
 struct Simulation {

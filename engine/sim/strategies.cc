@@ -162,7 +162,7 @@ class Variants {
     return absl::OkStatus();
   }
 
-  // In every placement; backward, in the order that is fastest.
+  // Adds the mesh in every placement; backward, in the order that is fastest.
   void AddPlacedMeshes(int heads, Tile tile) {
     for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), cluster_.gpus_per_node)) {
       PlacedMesh mesh{.heads = heads, .tile = tile, .placement = std::move(placement)};

@@ -64,13 +64,13 @@ class LayerProbe {
   absl::Status LmHead(int64_t tokens);
   double LmHeadBytes() const;
 
-  // Until all of the above has run.
+  // Waits until all of the above has run.
   absl::Status Finish() { return stream_.Finish(); }
 
  private:
   LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stream);
   absl::Status Prepare();
-  absl::Status PlaceRopeTables(int64_t tokens);  // at least as many as a TokenWork that follows
+  absl::Status PlaceRopeTables(int64_t tokens);  // `tokens`: at least as many as a TokenWork that follows has
 
   const std::shared_ptr<const ProbeWeights> weights_;
   const ModelShape& shape_;

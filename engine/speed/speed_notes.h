@@ -11,7 +11,7 @@ namespace meshfill {
 // `warning`: something is wrong, and the note says what to do. Called from any thread; must return quickly.
 using SpeedNotes = std::function<void(const std::string& note, bool warning)>;
 
-// For commands, whose standard error has nothing but what is wrong.
+// Notes for commands: standard error has nothing but what is wrong.
 inline void WarnOnStandardError(const std::string& note, bool warning) {
   if (warning) std::fprintf(stderr, "meshfill: %s\n", note.c_str());
 }

@@ -129,14 +129,14 @@ class GlooRun {
   const GlooOptions options_;
   Stream* stream_ = nullptr;
 
-  std::vector<Counters> counters_;  // by peer; of the rank's thread alone
+  std::vector<Counters> counters_;  // [ranks], by peer; the rank's thread alone uses it
 
   Mutex mu_;
   CondVar changed_;
   bool aborted_ ABSL_GUARDED_BY(mu_) = false;
   absl::StatusCode abort_code_ ABSL_GUARDED_BY(mu_) = absl::StatusCode::kOk;
   std::string abort_message_ ABSL_GUARDED_BY(mu_);
-  // Until they have left or come, whether or not anybody still waits.
+  // Messages stay in these lists until they have left or come, whether or not anybody still waits.
   std::list<std::shared_ptr<Message>> sends_ ABSL_GUARDED_BY(mu_);
   std::list<std::shared_ptr<Message>> receives_ ABSL_GUARDED_BY(mu_);
   int lost_send_to_ ABSL_GUARDED_BY(mu_) = -1;  // a rank that went before it took what it was sent

@@ -70,7 +70,7 @@ absl::StatusOr<Key> ConnectionKey(const AddressBytes& server, const AddressBytes
   return TlsChannel::DeriveKey(secret, absl::StrCat(server.run, ",", server.rank, ",", client.rank));
 }
 
-// Without an early end, which would tell how many bytes were right.
+// Compares all bytes: an early end would tell how many of them were right.
 bool Equal(const Secret& a, const Secret& b) {
   uint8_t difference = 0;
   for (size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];
@@ -169,7 +169,7 @@ class Meeting {
     absl::Time since;
     PartRead<Hello> hello;
   };
-  // After hello and welcome, while TLS shakes hands.
+  // A connection after hello and welcome, while TLS shakes hands.
   struct Securing {
     int peer;
     TlsChannel::Side side;  // this rank's side

@@ -24,7 +24,7 @@ namespace {
 constexpr char kGreeting[] = "nccl:";
 constexpr absl::Duration kPoll = absl::Microseconds(50);   // interval of looks at NCCL's state in a call
 constexpr absl::Duration kWatch = absl::Milliseconds(20);  // interval of looks at the device's transfers
-constexpr absl::Duration kEndTimeout = absl::Seconds(10);  // for the last messages to leave
+constexpr absl::Duration kEndTimeout = absl::Seconds(10);  // longest time for the last messages to leave
 
 // An NCCL communicator, which any thread may abort. Calls on it come from the rank's thread alone; abort may
 // meet one.
@@ -85,7 +85,7 @@ class NcclComm {
   }
 
  private:
-  // Until a call that NCCL goes on with by itself is over.
+  // Waits until a call that NCCL goes on with by itself is over.
   absl::Status Settle(ncclResult_t result, const std::string& what, absl::Time deadline) {
     while (result == ncclInProgress || result == ncclSuccess) {
       {
@@ -175,7 +175,7 @@ class Watch {
         changed_.Wait(mu_);
         continue;
       }
-      // In the order of the stream: the first is over before the others.
+      // Transfers end in the order of the stream: the first is over before the others.
       if (transfers_.front().end->Query() != cudaErrorNotReady) {
         transfers_.pop_front();
         continue;
@@ -259,7 +259,7 @@ class NcclCommunicator : public Communicator {
     CudaAllocation::Of(*message).AddUser(queue_);
     CudaAllocation::Of(*received).AddUser(queue_);
     RETURN_IF_ERROR(comm_->Group(what, MonotonicNow() + kConnectTimeout, [&](ncclComm_t comm) {
-      // Nothing is sent of nothing: the peer expects as little.
+      // An empty message is not sent: the peer expects as little.
       ncclResult_t result = ncclSuccess;
       if (message->size_bytes() > 0) {
         result = nccl_.Send(message->data(), message->size_bytes(), ncclInt8, to, comm, queue_->get());

@@ -22,7 +22,8 @@
 namespace meshfill {
 namespace {
 
-// In the dtype that a device computes in; the embedding may be twice as wide in the file.
+// Bytes of the weights in bf16, the dtype that a device computes in. The embedding may be twice as wide in
+// the file.
 int64_t BytesOfWeights(const ModelShape& shape) {
   const WeightBytes bytes = WeightBytesOf(shape, DType::kBf16);
   return bytes.layers + bytes.head + bytes.embedding;
@@ -192,7 +193,7 @@ class CudaDevices final : public PoolDevices {
   }
 
  private:
-  std::vector<CudaDeviceInfo> gpus_;  // in use
+  std::vector<CudaDeviceInfo> gpus_;  // the GPUs in use
   const int ranks_;
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kPattern = 6;  // every sixth layer sees all keys
 
-// By `layer_types`, or by `sliding_window_pattern`.
+// Reads which layers have a window from `layer_types`, or from `sliding_window_pattern`.
 void ReadWindows(JsonKeys& keys, ModelConfig& config) {
   const int64_t window = keys.Integer("sliding_window", kDefaultWindow, 1, kMaxPosition);
   const int64_t pattern = keys.Integer("sliding_window_pattern", kPattern, 1, INT32_MAX);
