@@ -18,7 +18,7 @@
 namespace meshfill {
 namespace {
 
-// Null where the address is empty.
+// Null: the address is empty.
 absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& address,
                                                           const WorkerMetrics& metrics,
                                                           const Liveness& liveness) {

@@ -27,7 +27,7 @@ enum class Role : uint8_t {
 };
 
 struct Caller {
-  std::string name;  // for messages
+  std::string name;  // the caller's name in messages
   Role role = Role::kClient;
   std::string tenant;  // a client's tenant
 
@@ -40,7 +40,7 @@ class Callers {
   // there twice, no line at all. Messages never repeat a credential.
   static absl::StatusOr<Callers> Parse(absl::string_view file_name, absl::string_view text);
 
-  // Null: nobody's. Takes the same time for every token of a length.
+  // Null: the token is nobody's. Takes the same time for every token of a length.
   const Caller* OfToken(absl::string_view token) const;
   const Caller* OfCertificate(absl::string_view name) const;
 
@@ -49,7 +49,7 @@ class Callers {
     std::string sha256;  // 32 bytes
     Caller caller;
   };
-  std::map<uint64_t, Token> tokens_;  // by the first eight bytes of their hashes
+  std::map<uint64_t, Token> tokens_;  // keys are the first eight bytes of the hashes
   std::map<std::string, Caller, std::less<>> certificates_;
 };
 

@@ -22,8 +22,8 @@ class FileWatch {
   explicit FileWatch(std::vector<std::string> paths);
   ~FileWatch();  // waits for `changed` to return
 
-  // Once. Calls `changed` from a thread of its own, after the files have stood still for kPeriod since a
-  // change: a certificate and its key come one after the other. Without a file there is no thread.
+  // Call once. It calls `changed` from a thread of its own, after the files have stood still for kPeriod
+  // since a change: a certificate and its key come one after the other. Without a file there is no thread.
   void Start(std::function<void()> changed);
   FileWatch(const FileWatch&) = delete;
   FileWatch& operator=(const FileWatch&) = delete;

@@ -34,7 +34,7 @@ class ConnectionAcceptor {
   ConnectionAcceptor(const ConnectionAcceptor&) = delete;
   ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
 
-  const HostPort& address() const { return address_; }  // with the real port
+  const HostPort& address() const { return address_; }  // HOST:PORT with the real port
 
   void Start(Handler handler);  // once
 

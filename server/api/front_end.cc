@@ -36,8 +36,8 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kAnswerGrace = absl::Seconds(1);       // for clients to take what has ended
-constexpr absl::Duration kCloseGrace = absl::Milliseconds(50);  // for them to hang up
+constexpr absl::Duration kAnswerGrace = absl::Seconds(1);       // time for clients to take what has ended
+constexpr absl::Duration kCloseGrace = absl::Milliseconds(50);  // time for clients to hang up
 
 PrefillQueue::Limits QueueLimits(const v1::Config& config) {
   const v1::QueueSection& queue = config.queue();
@@ -224,7 +224,7 @@ class FrontEnd::Service final : public ServiceBase {
     return Answer(context, "GetPool", PoolFor(*context, *request), reply);
   }
 
-  // With the requests of one tenant; null: of all.
+  // The pool's status with the requests of one tenant; null: of all tenants.
   v1::PoolStatus pool_status(const std::string* tenant) const {
     v1::PoolStatus status;
     const PoolState state = state_.load(std::memory_order_acquire);

@@ -38,8 +38,8 @@ class FrontEnd {
   v1::PoolStatus pool_status() const;  // what GetPool answers; until Stop
   const LastPrefill& last_prefill() const;
 
-  // Once. `kv`: leases on what the engine keeps, where it has no kv_store of its own; it lives as long as the
-  // engine. Null: no others.
+  // Call once. `kv`: leases on what the engine keeps, where it has no kv_store of its own; it lives as long
+  // as the engine. Null: there are no others.
   void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv = nullptr);
   void Refresh();  // call when ranks have come or gone: health says NOT_SERVING while there are none
 

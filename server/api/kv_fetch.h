@@ -15,7 +15,7 @@ struct KvFetch {
   int first_layer = 0;
   int layers = 0;
   KvFormat format = KvFormat::kTokens;
-  int64_t page_tokens = 0;  // with pages
+  int64_t page_tokens = 0;  // tokens of a page, for the paged format
   int64_t part_tokens = 0;  // tokens of a part; the last part of a layer may have fewer
 };
 

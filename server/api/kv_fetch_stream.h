@@ -65,7 +65,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // bytes written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // when the last write began
-  bool gave_up_ ABSL_GUARDED_BY(mu_) = false;    // on a reader that stands still
+  bool gave_up_ ABSL_GUARDED_BY(mu_) = false;    // the reader stood still for too long
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

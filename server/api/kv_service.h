@@ -65,7 +65,7 @@ class KvService final : private KvStreams::Listener {
   KvLeases& leases_;
   const Options options_;
   Metrics& metrics_;
-  Mutex admit_mu_;     // from the check of a tenant's share to its new lease
+  Mutex admit_mu_;     // held from the check of a tenant's share to its new lease
   KvStreams streams_;  // last: its thread uses all of the above
 };
 

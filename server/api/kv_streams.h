@@ -72,7 +72,7 @@ class KvStreams {
   CondVar settled_;  // the thread has done its round, or a stream has gone
   bool changed_ ABSL_GUARDED_BY(mu_) = true;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;  // at the last change
+  int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;  // leases at the last change
   // Shared: the thread may be in OnChange while gRPC lets go of a stream.
   std::map<KvFetchStream*, std::shared_ptr<KvFetchStream>> streams_ ABSL_GUARDED_BY(mu_);
   std::thread watcher_;  // last: it uses all of the above

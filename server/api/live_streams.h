@@ -39,7 +39,7 @@ class LiveStreams {
     absl::Duration upload_timeout = absl::Seconds(30);  // between two messages, and behind the pace
     double upload_tokens_per_second = 0;                // the slowest pace; 0: any
     absl::Duration result_timeout = absl::Seconds(30);
-    int64_t unread_bytes = INT64_MAX;  // in all results but the newest
+    int64_t unread_bytes = INT64_MAX;  // bound on all results but the newest
   };
 
   explicit LiveStreams(const Limits& limits);
@@ -53,7 +53,7 @@ class LiveStreams {
   void Ended(Stream* stream, int64_t unread_bytes);       // its answer waits to be read
   void Remove(Stream* stream);
 
-  // From now on answers are to be read within a few seconds.
+  // From now on a client has to read its answer within a few seconds.
   void StartDrain();
 
   // Ends what is still uploading.

@@ -273,7 +273,8 @@ absl::Status PrefillQueue::PlaceLost() const {
 }
 
 void PrefillQueue::TakePlacesFor(const Request& request, absl::Time now) {
-  std::vector<std::pair<absl::Duration, uint64_t>> behind;  // by how much
+  // How far each upload is behind its pace, and its ticket.
+  std::vector<std::pair<absl::Duration, uint64_t>> behind;
   for (const auto& [ticket, job] : jobs_) {
     if (order_.state(ticket) != RunOrder::State::kUploading) continue;
     const double paid_seconds = static_cast<double>(job->uploaded_tokens) / kPlaceTokensPerSecond;

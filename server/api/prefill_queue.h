@@ -74,7 +74,7 @@ class PrefillQueue {
     // The engine is given the prompt; where it has no room yet, it is so again later.
     virtual void OnPrefillBegin() {}
     virtual void OnLayerDone(int layers_done, int layers, double seconds_since_begin) = 0;
-    // Once, last. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
+    // Called once, last. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;
   };
 
@@ -143,7 +143,7 @@ class PrefillQueue {
   absl::Status CheckId(const std::string& id) const;
 
   void Drain();                              // from now on Reserve refuses; what has a slot goes on
-  void StopAll(const absl::Status& reason);  // and ends everything with `reason`: waiters hear it
+  void StopAll(const absl::Status& reason);  // drains, and ends everything with `reason`: waiters hear it
   Snapshot snapshot() const;
   // What has the turn and stands still for too long (liveness.h); empty: nothing. A few times in a second.
   std::string standstill(absl::Time now);
@@ -159,7 +159,7 @@ class PrefillQueue {
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
 
     bool begun = false;  // a thread of the queue has it, or will
-    // Once it has begun.
+    // When it began, once it has.
     absl::Time begin = absl::InfiniteFuture();
     int layers_done = 0;
     int layers = 0;
@@ -185,7 +185,7 @@ class PrefillQueue {
   void GiveTurn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RunJobs();  // each of the queue's threads
   void RunJob(uint64_t ticket, Job& job);
-  // Nothing: it could not begin beside those that live, and waits again.
+  // nullopt: it could not begin beside those that live, and waits again.
   std::optional<absl::StatusOr<PrefillResult>> RunOnEngine(uint64_t ticket, Job& job);
   Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -198,11 +198,12 @@ class PrefillQueue {
 
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Nothing: the request has room.
+  // nullopt: the request has room.
   std::optional<absl::Status> NoRoomBeside(const Load& queue, const Load& of_tenant,
                                            const Request& request) const;
   double SecondsUntilRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Not older than some times as long as it takes to find them: refusals cost the ranks little.
+  // The turns to come. They may be some times as old as it takes to find them: refusals cost the ranks
+  // little.
   const std::vector<RunOrder::Turn>& RecentTurns(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RunOrder::Job ToRunOrder(const Request& request) const;
   // The tokens that it counts.
@@ -227,8 +228,8 @@ class PrefillQueue {
   RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
   uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;  // the ticket whose turn it is; 0: nobody's
   absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
-  bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody, since then
-  bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // or stand still, since then
+  bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody has computed since counted_until_
+  bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // others wait or stand still since counted_until_
   std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);  // chosen, for the next free thread
   StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;

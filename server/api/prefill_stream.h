@@ -133,16 +133,16 @@ class PrefillStream final : public PrefillReactor,
   std::vector<uint32_t> tokens_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<PrefillQueue::Slot> slot_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<KvPrompt> kv_ ABSL_GUARDED_BY(mu_);        // null: K and V are not kept
-  std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);  // on it, until the prefill ends
+  std::unique_ptr<HeldKvLease> lease_ ABSL_GUARDED_BY(mu_);  // lease on `kv_`, until the prefill ends
   // Hashes the prompt's blocks; none: this pool keeps no K and V.
   std::optional<BlockHasher> hasher_ ABSL_GUARDED_BY(mu_);
-  std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // to be written
-  std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // to be written; the newest
+  std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // the answer to the header, to be written
+  std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // the newest progress, to be written
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK
   v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
   double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
-  // In place of the status' message, which tells of the prompt; empty: that one.
+  // Logged in place of the status' message, which tells of the prompt; empty: that message is logged.
   absl::string_view logged_message_ ABSL_GUARDED_BY(mu_);
   std::optional<PrefillTrace> trace_ ABSL_GUARDED_BY(mu_);  // none: nobody wants its spans
   bool writing_ ABSL_GUARDED_BY(mu_) = false;

@@ -12,7 +12,7 @@
 namespace meshfill {
 
 struct WideToken {
-  int64_t index = 0;  // in the message
+  int64_t index = 0;  // index in the message
   uint64_t id = 0;
 
   bool operator==(const WideToken&) const = default;

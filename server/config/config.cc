@@ -87,7 +87,7 @@ class Checker {
   void Require(bool good, const std::string& path, const std::string& problem) {
     if (good || !status_.ok()) return;
     const auto origin = origins_.find(path);
-    // In one line, though a value that it repeats may have several.
+    // The message is one line, though a value that it repeats may have several.
     status_ = absl::InvalidArgumentError(absl::StrReplaceAll(
         absl::StrCat(origin == origins_.end() ? "config" : origin->second, ": ", path, ": ", problem),
         {{"\n", " "}, {"\r", " "}}));

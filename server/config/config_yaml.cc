@@ -35,7 +35,7 @@ using google::protobuf::EnumDescriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
-// In one line, though keys and values that it repeats may have several.
+// The message is one line, though keys and values that it repeats may have several.
 absl::Status KeyError(const std::string& origin, const std::string& path, absl::string_view problem) {
   return absl::InvalidArgumentError(absl::StrReplaceAll(
       absl::StrCat(origin, ": ", path.empty() ? "" : path + ": ", problem), {{"\n", " "}, {"\r", " "}}));

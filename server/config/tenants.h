@@ -14,7 +14,7 @@ namespace meshfill {
 struct TenantLimits {
   double weight = 1;                                           // weight of its share beside other tenants
   int64_t max_requests = std::numeric_limits<int64_t>::max();  // requests that wait or upload
-  int64_t max_tokens = std::numeric_limits<int64_t>::max();    // in these
+  int64_t max_tokens = std::numeric_limits<int64_t>::max();    // tokens of the requests that wait or upload
   int64_t max_kv_bytes = std::numeric_limits<int64_t>::max();  // bytes of K and V under its leases
 };
 

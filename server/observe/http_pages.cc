@@ -33,7 +33,7 @@ constexpr const char* kHeaders[][2] = {
     {"Connection", "close"}};
 constexpr absl::Duration kLongestConnection = absl::Seconds(10);  // from accept to the answer's last byte
 constexpr unsigned kMostConnections = 256;
-constexpr size_t kCrowd = 192;        // from here on, a newcomer's place is the oldest connection's
+constexpr size_t kCrowd = 192;        // from so many connections on, a newcomer takes the oldest one's place
 constexpr size_t kPackedFrom = 1024;  // bytes of a body; less is sent as it is
 constexpr unsigned kMaxHeadBytes = 16 << 10;
 

@@ -10,7 +10,7 @@
 
 namespace meshfill {
 
-// Once, before the first line. Without it lines are text.
+// Call once, before the first line. Without it lines are text.
 void SetLogFormat(LogFormat format);
 LogFormat GetLogFormat();
 

@@ -23,7 +23,7 @@ struct LogDetails {
 };
 
 inline constexpr size_t kMaxLogMessageBytes = 8 << 10;  // a longer message is cut
-inline constexpr size_t kMaxLogNameBytes = 512;         // and so is a longer name of LogDetails
+inline constexpr size_t kMaxLogNameBytes = 512;         // a longer name of LogDetails is cut
 
 // The level of the line about a call that ended: info where all is well or the caller left, error where the
 // fault is here, otherwise warning.

@@ -105,8 +105,8 @@ class Metrics {
   void OnResultDropped();                  // nobody read it
   // A call other than Prefill was refused. `call` is its name, e.g. "FetchKv", one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
-  // From the stream's begin: TTFT to its result, the upload to its end. The slowdown: from the complete
-  // upload, over what the prefill took by itself.
+  // Seconds from the stream's begin: TTFT to its result, the upload to its end. The slowdown is the time from
+  // the complete upload over what the prefill took by itself.
   void OnFirstToken(double seconds, double upload_seconds, double slowdown, int64_t prompt_tokens);
 
  private:

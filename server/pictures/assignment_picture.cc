@@ -15,9 +15,9 @@ namespace meshfill {
 namespace {
 
 constexpr double kLargestCell = 44;
-constexpr double kMatrixSide = 640;   // at most
+constexpr double kMatrixSide = 640;   // largest side of the matrix
 constexpr double kNumberedCell = 24;  // cells of this size have a number each, smaller ones one for each tile
-constexpr double kIndexedCell = 34;   // and from here on the chosen tile shows its local indices
+constexpr double kIndexedCell = 34;   // from this size on the chosen tile shows its local indices, too
 constexpr double kAxis = 44;          // room for the chunks' numbers
 constexpr double kSmallestText = 5;
 constexpr double kSmallestGrid = 3;   // cells smaller than this have no lines between them

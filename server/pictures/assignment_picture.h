@@ -8,7 +8,7 @@
 
 namespace meshfill {
 
-// Into `width` from (x, y) down; returns where it ends.
+// Draws the assignment into `width` from (x, y) down; returns where it ends.
 double DrawAssignment(const Plan& plan, double x, double y, double width, SvgWriter& svg);
 
 }  // namespace meshfill

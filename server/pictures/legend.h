@@ -14,7 +14,7 @@ struct LegendEntry {
   std::string text;
 };
 
-// Into `width` from (x, y) down; returns where it ends.
+// Draws the legend into `width` from (x, y) down; returns where it ends.
 double DrawLegend(const std::vector<LegendEntry>& entries, double x, double y, double width, SvgWriter& svg);
 
 }  // namespace meshfill

@@ -8,7 +8,7 @@
 
 namespace meshfill {
 
-// Into `width` from (x, y) down; returns where it ends.
+// Draws the schedule into `width` from (x, y) down; returns where it ends.
 double DrawSchedule(const Schedule& schedule, double x, double y, double width, SvgWriter& svg);
 
 }  // namespace meshfill

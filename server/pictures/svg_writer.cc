@@ -73,7 +73,7 @@ std::string Escape(absl::string_view text) {
   return absl::StrReplaceAll(text, {{"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}});
 }
 
-// At most two decimals: "12", "12.5".
+// `value` with at most two decimals: "12", "12.5".
 std::string Number(double value) {
   std::string text = absl::StrFormat("%.2f", value);
   text.erase(text.find_last_not_of('0') + 1);

@@ -9,7 +9,8 @@
 
 namespace meshfill {
 
-// Into `width` from (x, y) down, with its legend; returns where it ends. Of more than 64 ranks, 64 are drawn.
+// Draws the timeline into `width` from (x, y) down, with its legend; returns where it ends. Of more than 64
+// ranks, 64 are drawn.
 double DrawTimeline(const Timeline& timeline, double x, double y, double width, SvgWriter& svg);
 
 struct TimelineView {

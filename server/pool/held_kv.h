@@ -36,7 +36,7 @@ class HeldKv final : public KvSource {
     std::string lease;  // empty: none
     std::string tenant;
     absl::Duration lasts;  // from Keep on
-    bool cache = false;    // for runs to come
+    bool cache = false;    // keeps K and V for later prompts, too
     bool operator==(const Keeping&) const = default;
   };
   // The first tokens that a run computed.

@@ -109,7 +109,8 @@ class HolderChannels::Connections {
   CondVar ended_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);  // until no call owns them
+  // Channels that go once no call owns them.
+  std::vector<std::shared_ptr<grpc::Channel>> retired_ ABSL_GUARDED_BY(mu_);
   FileWatch watch_;  // last: its thread uses all of the above
 };
 

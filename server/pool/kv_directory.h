@@ -128,7 +128,8 @@ class KvDirectory {
   // The prefill is done: the lease lasts its time from now on, or as long as it was renewed for. NOT_FOUND:
   // it was released meanwhile.
   absl::StatusOr<absl::Duration> Keep(const std::string& lease, absl::Time now);
-  void End(const std::string& lease);  // by the prefill that holds it; nothing where there is none
+  // The prefill that holds the lease ends it; nothing happens where there is none.
+  void End(const std::string& lease);
 
   // Errors: those of Find.
   absl::StatusOr<absl::Duration> Renew(const std::string& lease, const std::string& tenant,
@@ -149,7 +150,7 @@ class KvDirectory {
   // The live leases of a tenant, by the bytes that its tokens take.
   std::vector<KvStore::LeaseEnd> LeasesOf(const std::string& tenant, absl::Time now) const;
   KvStore::Counts counts(const std::map<Connection, Membership::Worker>& workers) const;
-  // By name, of the workers that are given.
+  // What each of `workers` keeps, by name.
   std::map<std::string, WorkerKv> CountByWorker(
       const std::map<Connection, Membership::Worker>& workers) const;
   uint64_t version() const { return version_ + runs_held_.version(); }  // another one after each change
@@ -157,7 +158,7 @@ class KvDirectory {
  private:
   struct Lease {
     Admission admission;
-    bool held = true;                           // by its prefill
+    bool held = true;                           // its prefill holds it
     absl::Time expires = absl::InfinitePast();  // not before, if held
     // Where the run's K and V are, or are expected. None: the run has failed, is a piece before the last, or
     // is lost.
@@ -174,10 +175,10 @@ class KvDirectory {
 
   struct Running {
     std::string lease;                          // empty: none, or not this piece's
-    std::shared_ptr<const KvBlockNames> names;  // to enter it into the cache; null: it is not
-    bool more_pieces = false;                   // follow it
+    std::shared_ptr<const KvBlockNames> names;  // names under which it enters the cache; null: it does not
+    bool more_pieces = false;                   // more pieces follow it
     bool looked_up = false;                     // its tokens count as hits and misses
-    int64_t cached_tokens = 0;                  // before the first piece; 0 in others
+    int64_t cached_tokens = 0;                  // cached tokens before the first piece; 0 in others
     int64_t new_tokens = 0;
     KvSlabs slabs;  // the prefix, and the run where it is kept
   };
@@ -190,7 +191,7 @@ class KvDirectory {
   void Discharge(Lease& lease);
   // Its workers hear of the end, and the entry goes.
   Leases::iterator Erase(Leases::iterator lease);
-  // Null: it is not found.
+  // Null: there is no such live lease of the tenant.
   const Lease* Live(const std::string& lease, const std::string& tenant, absl::Time now) const;
   void TellLasts(const std::string& lease, const Place& place, absl::Duration lasts);
 

@@ -216,7 +216,7 @@ class Leader {
   // Its answer is out, or it has none: the ranks stop.
   void CancelRun(LiveRun& run, absl::Time now);
   void ForgetStoppedRuns();
-  // Once something has ended: begins runs for requests that wait, as many as may live.
+  // Called once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
   void StartRun(Ticket ticket, absl::Time now);
   // What runs next for a request: behind what is cached of it, or all of it. Nothing: there is no memory
@@ -234,9 +234,9 @@ class Leader {
   bool AnyStops() const;  // whether a run is being stopped
   bool Waits(Ticket ticket) const;
   bool HasPiecesOf(Connection worker) const;               // whether it takes part in a prompt in pieces
-  std::vector<Connection> Seated(const Plan& plan) const;  // in a new run by this plan
+  std::vector<Connection> Seated(const Plan& plan) const;  // the workers with ranks in a new run by this plan
   void BeginAttempt(LiveRequest& request, absl::Time now);
-  // After a run of the request that failed: what it has of its prompt in pieces, and their room.
+  // Keeps what a request has of its prompt in pieces, and their room, after a run of it that failed.
   void KeepPieces(LiveRequest& live);
   // The first request whose turn it is and that has no run; null: none.
   std::pair<const Ticket, LiveRequest>* FirstWaiting();

@@ -79,7 +79,7 @@ std::optional<Link> LinkOf(const LinkSurvey::RankLinks& links, int probe) {
   return links[probe];
 }
 
-// Not empty; of two, the smaller.
+// `values` is not empty; of two, the smaller is taken.
 double Median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<ptrdiff_t>((values.size() - 1) / 2);
   std::nth_element(values.begin(), middle, values.end());

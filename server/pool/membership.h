@@ -97,7 +97,7 @@ class Membership {
 
   // The next run begins in a new epoch.
   void EndEpoch() { changed_ = true; }
-  // Before a run. True: a new epoch has begun.
+  // Called before a run. True: a new epoch has begun.
   bool BeginRun();
   uint64_t epoch() const { return epoch_; }
   bool changed() const { return changed_; }  // since the epoch began

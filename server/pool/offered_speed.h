@@ -8,7 +8,8 @@
 
 namespace meshfill {
 
-// Without the links, which are the leader's to know. What comes from outside is for CheckPoolSpeed to judge.
+// Speeds travel without the links, which are the leader's to know. What comes from outside is for
+// CheckPoolSpeed to judge.
 v1::Speed ToProto(const PoolSpeed& speed);
 PoolSpeed FromProto(const v1::Speed& message);
 

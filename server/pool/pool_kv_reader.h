@@ -55,7 +55,7 @@ class PoolKvReader final : public KvReader {
   absl::StatusOr<bool> Gather();
   absl::Status CheckPart(const v1::KvPart& part, const Source& source, int64_t token) const;
   absl::Status WhyItEnded(const Source& source, const absl::Status& end) const;
-  // While a holder says nothing of a layer that it has.
+  // An error once a holder has said nothing for too long of a layer that it has.
   absl::Status CheckWait(const Source& source, int layers_done);
   absl::Status Deliver(v1::KvPart& part);
 

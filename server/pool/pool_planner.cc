@@ -43,7 +43,7 @@ absl::Status CheckShares(const PoolCapacity& capacity) {
                      capacity.rank_memory_bytes);
 }
 
-// In pieces, where the prompt does not fit whole.
+// Plans in pieces where the prompt does not fit whole.
 absl::StatusOr<PlanChoice> PlanInPieces(const ModelShape& model, const EngineOptions& defaults,
                                         const PoolCapacity& capacity, PlanRequest request, int ranks,
                                         const PrefillOptions& options) {
@@ -94,7 +94,7 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
   return best;
 }
 
-// With the weights as the capacity has them.
+// Plans with the weights as the capacity has them.
 absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const EngineOptions& defaults,
                                            const PoolCapacity& capacity, int64_t tokens,
                                            const PrefillOptions& options, const CachedPrefix& cached) {

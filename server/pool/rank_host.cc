@@ -134,11 +134,11 @@ class RankHost::ActiveRun {
         });
   }
 
-  // From any thread.
+  // May be called from any thread.
   void Pause() { stop_.Pause(); }
   void Resume() { stop_.Resume(); }
 
-  // From any thread.
+  // May be called from any thread.
   void Abort(const absl::Status& reason) {
     stop_.Stop();
     const MutexLock lock(mu_);

@@ -26,8 +26,8 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message);
 // and on.
 uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards);
 
-// By which a run's data plane tells its messages from any other's: kQ that of the ranks, kGather that of the
-// weights.
+// The number by which a run's data plane tells its messages from any other's. kQ: that of the ranks; kGather:
+// that of the weights.
 uint64_t DataPlaneRun(uint64_t epoch, uint64_t run, Traffic traffic);
 
 v1::RankRunStats ToProto(const RankStats& stats);

@@ -55,7 +55,7 @@ RankHost::Options HostOptions(const v1::Config& config) {
           .measure_speed = config.plan().measure()};
 }
 
-// Where K and V are served.
+// The address where K and V are served.
 std::string KvListen(const v1::Config& config) {
   const std::string& data_listen = config.pool().worker().data_listen();
   if (!config.kv().listen().empty()) return config.kv().listen();

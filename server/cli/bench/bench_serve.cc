@@ -128,7 +128,7 @@ class BenchServeCommand : public Command {
     return SendLoad(*channel_, prompts, {.vocab = vocab_, .most_at_once = most_at_once, .seed = seed_});
   }
 
-  // So many at once: when the last one ended, or the first error.
+  // Runs `at_once` prompts at a time. Seconds until the last one ended, or the first error.
   absl::StatusOr<double> SecondsOf(int64_t tokens, int count, int at_once) {
     const std::vector<LoadOutcome> outcomes =
         Send(std::vector<LoadPrompt>(count, {.due_seconds = 0, .tokens = tokens, .tenant = ""}), at_once);

@@ -18,7 +18,8 @@ struct LoadOutcome {
   absl::Status status;
   double accepted_at = 0;  // the last try
   double ended_at = 0;
-  // From there: as Accepted says, and as the result says; what it took in all has the answer's way, too.
+  // Seconds from accepted_at: as Accepted predicts them, and as the result states them. What a prompt took in
+  // all has the answer's way, too.
   double predicted_wait_seconds = 0, predicted_prefill_seconds = 0;
   double wait_seconds = 0, prefill_seconds = 0;
   std::vector<double> refusal_seconds;  // each try that was told to come again: until it was told

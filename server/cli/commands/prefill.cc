@@ -54,7 +54,7 @@ class BarEvents : public PrefillEvents, public PrefillObserver {
 // Stops a prefill that may not have begun yet.
 class StopSwitch {
  public:
-  // From any thread.
+  // May be called from any thread.
   void Stop() {
     const MutexLock lock(mu_);
     stopped_ = true;
