@@ -46,7 +46,7 @@ struct ExpertRows {
   int32_t* begin;  // [experts + 1]: expert e has the rows from begin[e] to begin[e + 1]
   int32_t* token;  // [tokens · used], by row
   int32_t* row;    // [tokens, used], by rising expert
-  float* weight;   // [tokens, used], likewise
+  float* weight;   // [tokens, used], in the order of `row`
 };
 
 // Bytes of an ExpertRows; 0 without experts.

@@ -56,8 +56,10 @@ struct SplitQkvArgs {
   int kv_heads;
   int head_dim;                   // even
   int rotated_dim;                // even, up to head_dim; the dimensions behind it stay as they are
-  const float* q_norm = nullptr;  // RMSNorm weight of Q, or null: [head_dim], or [q_heads·head_dim] where
-  const float* k_norm = nullptr;  // norm_all_heads says so; of K likewise
+  // RMSNorm weight of Q: [head_dim], or [q_heads·head_dim] with norm_all_heads; null: none.
+  const float* q_norm = nullptr;
+  // RMSNorm weight of K: [head_dim], or [kv_heads·head_dim] with norm_all_heads; null: none.
+  const float* k_norm = nullptr;
   bool norm_all_heads = false;    // one root mean square for all heads of a token
   float norm_eps = 0;
   const float* rope_cos;  // [chunk_tokens, rotated_dim/2], by slot of the chunk
@@ -143,7 +145,7 @@ struct CopyHeadsArgs {
   void* to;
   HeadRows to_rows;  // no two rows overlap
   int heads;
-  int64_t tokens;  // slots 0 … tokens − 1 of both
+  int64_t tokens;  // slots 0 … tokens − 1 are copied
   int head_dim;
 };
 

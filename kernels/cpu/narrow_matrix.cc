@@ -104,7 +104,7 @@ void ScaleRow(const uint8_t* from, const float* scales, bool fp4, bool round, fl
   }
 }
 
-// The same, to bf16.
+// Scales a row as ScaleRowOf does, to bf16.
 template <class Row>
 void ScaleRowToBf16Of(const Row& row, uint16_t* to) {
   const hn::CappedTag<float, kHalf> d;

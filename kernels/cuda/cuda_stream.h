@@ -64,7 +64,7 @@ class CudaStream final : public Stream {
   // Runs on this stream's device, unless stopped.
   template <typename Enqueue>
   absl::Status Do(const char* operation, const Enqueue& enqueue);
-  // The same of a product, of which so many set a mark.
+  // Do for a product. One in kProductsPerMark products sets a mark.
   template <typename Enqueue>
   absl::Status Multiply(const char* operation, const Enqueue& enqueue);
   absl::Status Diagnose(const absl::Status& error) { return shared_.health.Diagnose(error, *lane_.queue); }

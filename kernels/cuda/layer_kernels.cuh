@@ -256,7 +256,7 @@ struct LayerKernels {
   }
 
  private:
-  // This thread's share of a row's.
+  // This thread's share of the sum of a row's squares.
   template <int kVector>
   static MESHFILL_DEVICE float Squares(const float* row, int64_t width) {
     float squares = 0;
