@@ -144,7 +144,7 @@ class EmbeddedEngine : public PrefillEngine {
   const std::string backend_name_;
   KvStore kv_store_;
   const bool uses_cache_;  // prompts begin behind what others have in common with them
-  const bool caches_all_;  // also what no client wants kept
+  const bool caches_all_;  // K and V are cached that no client wants, too
   SpeedCorrection correction_;
   std::atomic<bool> speed_forgotten_{false};
   std::atomic<bool> lost_{false};  // a device has failed for good

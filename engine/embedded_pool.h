@@ -39,7 +39,7 @@ struct EmbeddedPool {
   std::unique_ptr<const PoolDevices> hardware;
   std::vector<std::string> device_names;             // by rank
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
-  std::vector<std::shared_ptr<Device>> devices;      // by rank; shared likewise
+  std::vector<std::shared_ptr<Device>> devices;      // by rank; ranks of one device share it
   EmbeddedPoolCapacity capacity;
   double peak_flops = 0;  // sum of the ranks' peak FLOP/s
 };

@@ -39,7 +39,7 @@ class KvPrefixCache {
  public:
   // The longest prefix of whole blocks that is here; no pieces: none. Counts as a use of its entry.
   KvSlabs Find(const KvBlockNames& names);
-  // The same, without counting.
+  // Find, without counting as a use.
   KvSlabs Look(const KvBlockNames& names) const;
 
   // All tokens of a prompt; every piece begins where a block does. Nothing happens where all its blocks are

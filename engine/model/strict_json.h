@@ -51,7 +51,7 @@ class JsonKeys {
   int64_t Integer(const char* key, int64_t fallback, int64_t least, int64_t most);
   double Number(const char* key, double fallback, double least, double most);
   bool Flag(const char* key, bool fallback);
-  // The same, with null for nullopt.
+  // Integer, with null for nullopt.
   std::optional<int64_t> OptionalInteger(const char* key, std::optional<int64_t> fallback, int64_t least,
                                          int64_t most);
   std::optional<double> OptionalNumber(const char* key, double least, double most);  // absent: nullopt too

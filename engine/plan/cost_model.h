@@ -49,9 +49,9 @@ struct AttentionSeconds {
   PerTraffic<MessageSeconds> transfer;  // seconds of one Q, KV or O chunk; where they differ, the longest
   PerTraffic<std::vector<MessageSeconds>> by_hop;  // the first, second … of each; empty: all take that
   double merge = 0;     // seconds to merge one partial output that arrived; 0: none arrives
-  double to_heads = 0;  // the all-to-alls before the mesh, and after; 0 with one head group
+  double to_heads = 0;  // this and the next: all-to-alls before and after the mesh; 0 with one head group
   double to_tokens = 0;
-  double to_heads_wait = 0;  // what of them nothing hides
+  double to_heads_wait = 0;  // this and the next: what of those two nothing hides
   double to_tokens_wait = 0;
   double reorder_to_heads = 0;  // passes of memory that put what they bring in order
   double reorder_to_tokens = 0;

@@ -15,7 +15,7 @@ namespace meshfill {
 struct PoolSpeed {
   double gemm_flops_per_second = 50e9;       // projections and what is between them, when all ranks run
   double attention_flops_per_second = 50e9;  // attention blocks, per rank when all ranks run
-  double merge_bytes_per_second = 5e9;       // partial outputs merged, chunks reordered, per rank likewise
+  double merge_bytes_per_second = 5e9;       // merges and reorders of chunks, per rank when all run
   double link_bytes_per_second = 10e9;  // one chunk from a rank to any other: of a pool without a topology
   double link_latency_seconds = 5e-6;   // start of one communication there
 

@@ -25,7 +25,7 @@ namespace meshfill {
 // has put a cached prefix in its place.
 struct LayerChunks {
   BufferRef q;   // [q_heads, q_chunk_tokens, head_dim], compute dtype
-  BufferRef kv;  // K [kv_heads, kv_chunk_tokens, head_dim], then V likewise, compute dtype
+  BufferRef kv;  // K, then V, each [kv_heads, kv_chunk_tokens, head_dim], compute dtype
 };
 
 class AttentionExecutor {

@@ -28,7 +28,7 @@ namespace meshfill {
 // Packed bytes in memory.
 struct WeightMemory {
   int64_t bytes = 0;
-  int64_t most_bytes = 0;  // so far
+  int64_t most_bytes = 0;  // the most so far
 };
 
 // Thread-safe. The device's memory is the host's; it and the tensors outlive all feeds.

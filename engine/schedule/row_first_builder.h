@@ -21,7 +21,7 @@ class RowFirstBuilder {
   RowFirstBuilder(Tile tile, OverlapCosts costs);
 
   int q_chunks() const { return q_chunks_; }    // Q#0 … that have arrived, the rank's own among them
-  int kv_chunks() const { return kv_chunks_; }  // KV#0 … likewise
+  int kv_chunks() const { return kv_chunks_; }  // KV#0 … that have arrived, the rank's own among them
   int o_sent() const { return o_sent_; }
   bool IsWhole(int row) const { return computed_[row] == schedule_.tile.b; }
 

@@ -62,7 +62,7 @@ class GreedyScheduler {
   const OverlapCosts costs_;
   Schedule schedule_;
   int q_chunks_ = 1;           // Q#0 … that have arrived in earlier steps
-  int kv_chunks_ = 1;          // KV#0 … likewise
+  int kv_chunks_ = 1;          // KV#0 … that have arrived in earlier steps
   int first_ready_ = 1;        // rows 1 … first_ready_ − 1 have no ready block
   std::vector<int> computed_;  // blocks computed, by row
 };

@@ -112,7 +112,7 @@ class TwoRingBuilder {
   Ring along_kv_;
   bool ended_ = false;  // something did with the last step: what comes next belongs to another one
   int q_chunks_ = 1;    // Q#0 … that have arrived, the rank's own among them
-  int kv_chunks_ = 1;   // KV#0 … likewise
+  int kv_chunks_ = 1;   // KV#0 … that have arrived, the rank's own among them
   int o_sent_ = 0;
   int first_ready_ = 1;        // rows 1 … first_ready_ − 1 have no ready block
   std::vector<int> computed_;  // [a]: blocks, by rising v

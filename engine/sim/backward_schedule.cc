@@ -144,7 +144,7 @@ class BackwardScheduler {
   std::vector<bool> computed_;  // [a, b]
   int blocks_ = 0;
   int q_chunks_ = 1;   // OdOQ#0 … that have arrived in earlier steps
-  int kv_chunks_ = 1;  // KV#0 … likewise
+  int kv_chunks_ = 1;  // KV#0 … that have arrived in earlier steps
 };
 
 // What one rank holds as the steps go by.

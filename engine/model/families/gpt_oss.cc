@@ -37,7 +37,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
     keys.RejectMissing("rope_scaling",
                        "it says how positions are stretched, as the published models' yarn does");
   }
-  keys.Expect("experts_per_token", config.shape.experts.used);  // the same by another name
+  keys.Expect("experts_per_token", config.shape.experts.used);  // num_experts_per_tok by another name
   keys.Find("initial_context_length");  // ignored: rope_scaling has the same by another name
 }
 
