@@ -63,7 +63,7 @@ void PrintError(absl::string_view command, absl::string_view message) {
   std::fprintf(stderr, "%s\n", ErrorLine(command, message).c_str());
 }
 
-// The same, but a line of the log where that is JSON.
+// Prints the error as PrintError does, or as a line of the log where that is JSON.
 void ReportError(absl::string_view command, absl::string_view message) {
   if (GetLogFormat() == LogFormat::kText) return PrintError(command, message);
   Log(ErrorLine(command, message), {.level = LogLevel::kError});

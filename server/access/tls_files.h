@@ -10,11 +10,11 @@
 namespace meshfill {
 
 struct TlsFiles {
-  std::string prefix;         // of the names in errors: "pool.tls." makes pool.tls.cert
+  std::string prefix;         // begins the names in errors: "pool.tls." makes pool.tls.cert
   std::string cert, key, ca;  // paths; empty: none. A certificate and its key come together.
 };
 
-// What is in them; "" where there is no file.
+// The contents of the files; "" where there is no file.
 struct TlsPems {
   std::string cert, key, ca;
 

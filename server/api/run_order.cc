@@ -15,7 +15,7 @@ constexpr double kLeastRestSeconds = 1e-6;
 constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside those that have something here
 constexpr double kRestToSpare = 1.25;  // before a deadline
 constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
-constexpr double kLeastLookSeconds = 0.1;  // between two of them: no rank changes much before
+constexpr double kLeastLookSeconds = 0.1;  // least time between two looks: no rank changes much before
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Whose turn it is: which of the prefills that are complete computes now, and in which order the others
+// Decides whose turn it is: which complete prefill computes now, and in which order the others
 // follow. Pure: no threads, no clock, no engine; the queue (prefill_queue.h) tells it what happens and does
 // what it says.
 //

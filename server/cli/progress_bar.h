@@ -13,7 +13,7 @@ namespace meshfill {
 
 struct PrefillProgress {
   int before = 0;           // requests whose turn comes first; above 0 and no layers known: it is queued
-  double wait_seconds = 0;  // predicted, of these
+  double wait_seconds = 0;  // predicted wait for these requests
   int layers_done = 0;
   int layers = 0;  // 0: not known yet
   double elapsed_seconds = 0;

@@ -59,7 +59,7 @@ std::optional<double> MaxDescriptors() {
   return static_cast<double>(limit.rlim_cur);
 }
 
-// All of them where there is none left to count with.
+// Open descriptors; all that there may be where none is left to count with.
 std::optional<double> OpenDescriptors() {
   std::error_code error;
   std::filesystem::directory_iterator entry("/proc/self/fd", error);

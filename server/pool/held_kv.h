@@ -63,8 +63,8 @@ class HeldKv final : public KvSource {
   absl::StatusOr<std::shared_ptr<KvPrompt>> Begin(uint64_t run, const Keeping& keeping,
                                                   const std::shared_ptr<const KvSlabs>& prefix,
                                                   const TokenLayout& layout, const std::vector<int>& ranks);
-  void Keep(uint64_t run);  // it is done; nothing where it keeps nothing
-  void Drop(uint64_t run);  // it was stopped; likewise
+  void Keep(uint64_t run);  // the run is done; nothing happens where it keeps nothing
+  void Drop(uint64_t run);  // the run was stopped; nothing happens where it keeps nothing
 
   // The next three do nothing for a lease, or a run, that is not here. A run whose lease ends while it
   // computes is not cached.

@@ -88,7 +88,7 @@ class Leader {
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
     absl::Duration silence_timeout = absl::Milliseconds(1500);
     absl::Duration hang_timeout = absl::Seconds(2);
-    absl::Duration prepare_timeout = absl::Seconds(5);  // and a second for each million tokens
+    absl::Duration prepare_timeout = absl::Seconds(5);  // plus a second for each million tokens
     absl::Duration stop_timeout = absl::Seconds(2);
     absl::Duration join_timeout = absl::Seconds(5);  // from a connection to its Join
     // How long a worker that did not prepare is kept out: twice as long each time.
@@ -178,12 +178,12 @@ class Leader {
     std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
     bool new_attempt = true;             // its next run begins one
     int attempts = 0;
-    int epochs_ended = 0;     // while no other run may have been to blame
+    int epochs_ended = 0;     // epochs that ended in its runs while no other run may have been to blame
     bool suspect = false;     // an epoch ended while its run and others computed
     bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
     PausedTime pauses;        // pauses as they were asked for
     absl::Time begin;         // when its first run began
-    double lost_seconds = 0;  // from there to its present attempt's begin, without pauses and what counts
+    double lost_seconds = 0;  // from `begin` to its present attempt's begin, without pauses and what counts
   };
   struct LiveRun {
     Ticket ticket;  // the run's request, which may be answered already

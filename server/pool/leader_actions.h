@@ -35,7 +35,7 @@ struct RunResult {
 class LeaderActions {
  public:
   using Connection = uint64_t;  // a worker's stream; numbers are never used again
-  using Ticket = uint64_t;      // a request; likewise
+  using Ticket = uint64_t;      // a request; numbers are never used again
 
   struct Send {
     Connection to;
@@ -48,7 +48,7 @@ class LeaderActions {
     Ticket ticket;
     absl::StatusOr<RunResult> result;
   };
-  struct LayersDone {  // by all ranks; each piece of a prompt has all layers
+  struct LayersDone {  // all ranks have done them; each piece of a prompt has all layers
     Ticket ticket;
     int layers;
     int of;

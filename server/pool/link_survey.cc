@@ -72,7 +72,7 @@ bool IsPlausible(const Link& link) {
          link.latency_seconds >= 0 && link.latency_seconds <= LinkSurvey::kMostLatencySeconds;
 }
 
-// What this rank measured, where that can be.
+// The link that this rank measured; nullopt: it measured none, or one that cannot be.
 std::optional<Link> LinkOf(const LinkSurvey::RankLinks& links, int probe) {
   if (probe >= std::ssize(links) || !links[probe].has_value() || !IsPlausible(*links[probe]))
     return std::nullopt;

@@ -61,7 +61,7 @@ class Membership {
     absl::Duration silence_timeout;
     absl::Duration join_timeout;  // from a connection to its Join
     absl::Duration least_kept_out;
-    absl::Duration most_kept_out;  // and the time after which it begins anew
+    absl::Duration most_kept_out;  // longest time; that long after the last one it begins anew with the least
   };
   struct Worker {
     Connection connection = 0;

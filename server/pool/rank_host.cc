@@ -267,7 +267,7 @@ class RankHost::ActiveRun {
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_
-  std::unique_ptr<Endpoint> weights_endpoint_;  // set likewise; null: the weights are not shared
+  std::unique_ptr<Endpoint> weights_endpoint_;  // set under mu_; null: the weights are not shared
   std::optional<RankWeights> weights_;          // from the start on
   LocalRanks ranks_;                            // last: its threads use all of the above
 };

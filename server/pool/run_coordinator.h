@@ -49,28 +49,28 @@ class RunCoordinator {
     bool shares_weights = false;  // the workers gather them from each other
     int64_t tokens_ahead = 0;     // prompt tokens of later runs; above 0: this run has no logits
     absl::Duration hang_timeout;
-    absl::Duration prepare_timeout;  // and a second for each million tokens
+    absl::Duration prepare_timeout;  // plus a second for each million tokens
     absl::Duration stop_timeout;
   };
   enum class Phase { kPreparing, kRunning, kStopping };
 
   // ---- What an event means beyond this run.
-  struct LayersDone {  // by all ranks
+  struct LayersDone {  // all ranks have done them
     int layers;
   };
   struct Completed {  // the run is over
     absl::StatusOr<RunResult> result;
   };
-  struct RequestFailed {  // by its own fault: no other run would do better
+  struct RequestFailed {  // the request is to blame: no other run would do better
     absl::Status status;
   };
-  struct RunFailed {  // by the fault of the network or a peer: another run may do better
+  struct RunFailed {  // the network or a peer is to blame: another run may do better
     std::string why;
   };
   struct WorkersFailed {  // they are to be taken out of the pool
     std::set<Connection> workers;
     std::string why;
-    bool keep_out = false;  // for a while: they would cost the next run its time, too
+    bool keep_out = false;  // keeps them out for a while: they would cost the next run its time, too
   };
   using Outcome =
       std::variant<std::monostate, LayersDone, Completed, RequestFailed, RunFailed, WorkersFailed>;
@@ -88,7 +88,7 @@ class RunCoordinator {
   void OnStopped(Connection worker);
   // It is out of the pool: no longer waited for. The caller aborts the run unless it stops already.
   void OnWorkerLost(Connection worker);
-  // What takes too long.
+  // What has taken too long: workers, or the run. Nothing: all is in time.
   Outcome OnTick(absl::Time now) const;
 
   // Lets its ranks stand still, or go on. A run whose turn it is not begins no further than to be prepared.

@@ -58,7 +58,7 @@ const char* NameOf(Scenario scenario) {
 struct LengthFigures {
   LoadClass of;
   std::vector<double> slowdowns;    // TTFT over lone TTFT
-  std::vector<double> first_comes;  // the same, first come, first served
+  std::vector<double> first_comes;  // TTFT over lone TTFT, if prompts were served first come, first served
   // Wait and prefill; the same where only one of them were wrong.
   std::vector<PredictedTime> predictions, wait_predictions, prefill_predictions;
 };
