@@ -44,7 +44,7 @@ struct DeviceSlots {
   constexpr uint32_t Before(uint32_t position, uint32_t tokens) const {
     const uint32_t stripe = width.Quotient(position), in_stripe = position - stripe * width.value();
     if (stripe < base) return 0;
-    const uint32_t past = stride.Quotient(stripe - base);  // of the chunk's stripes; at most `stripe`
+    const uint32_t past = stride.Quotient(stripe - base);  // whole stripes of the chunk, at most `stripe`
     const uint32_t rest = stripe - base - past * stride.value();
     // `position` is in the chunk's next stripe, or behind it.
     const uint32_t in_next = rest == 0 ? in_stripe : width.value();
