@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 preset=${MESHFILL_PRESET:-release}
 
 deploy/install-packages.sh
-cmake --preset "$preset" >/dev/null
+cmake --preset "$preset" -DMESHFILL_BUILD_TESTS=ON >/dev/null  # the folder may be one that was built without
 cmake --build --preset "$preset" --parallel "$(nproc)"
 ctest --preset "$preset" --no-tests=error --parallel "$(nproc)" "$@"
 
