@@ -93,11 +93,12 @@ std::string StandingText(const SimulationReport& report, StrategyKind planner, s
     ++compared;
   }
   if (compared == 0) return "";
-  return absl::StrFormat(
-      "%s: the fastest rival takes at least %.3f times as long, %.3f in the geometric mean; slower than it "
-      "in "
-      "%d of %d\n",
-      name, least, std::exp(sum_of_logs / compared), behind, compared);
+  const std::string slower =
+      behind == 0 ? absl::StrFormat("never slower than the fastest rival, in %d sizes", compared)
+                  : absl::StrFormat("slower than the fastest rival in %d of %d sizes, by %.2g %% at most", behind,
+                                    compared, 100 * (1 / least - 1));
+  return absl::StrFormat("%s: %s; the rival takes %.3f times as long in the geometric mean\n", name, slower,
+                         std::exp(sum_of_logs / compared));
 }
 
 // The same of each pass by itself, where there are several.

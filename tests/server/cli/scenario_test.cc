@@ -5,6 +5,7 @@
 #include <fstream>
 #include <span>
 
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/simulation_report.h"
@@ -285,6 +286,33 @@ TEST(Simulation, PrintsTheSameFiguresAsTextAndJson) {
       EXPECT_NE(text.find(seconds), std::string::npos) << name << " " << seconds << "\n" << text;
     }
   }
+}
+
+TEST(Simulation, SaysInHowManySizesThePlanIsSlowerAndByHowMuch) {
+  const auto scenario = LoadText(kGood);
+  ASSERT_TRUE(scenario.ok()) << scenario.status();
+  auto report = RunScenario(*scenario);
+  ASSERT_TRUE(report.ok()) << report.status();
+  ASSERT_EQ(report->comparisons.size(), 2u);
+  const auto takes = [&](size_t index, double of_fastest_rival) {
+    Comparison& comparison = report->comparisons[index];
+    const double fastest = comparison.FastestRivalSeconds();
+    for (sim::StrategyResult& result : comparison.results) {
+      if (result.kind != sim::StrategyKind::kPlanned) continue;
+      for (auto& pass : result.passes) {
+        pass.seconds = fastest * of_fastest_rival / static_cast<double>(result.passes.size());
+      }
+    }
+  };
+  const auto text = [&] { return SimulationText(*scenario, *report); };
+  takes(0, 0.5);
+  takes(1, 0.5);
+  EXPECT_THAT(text(), testing::HasSubstr("planned: never slower than the fastest rival, in 2 sizes; the rival takes "
+                                         "2.000 times as long in the geometric mean\n"));
+  takes(1, 1.02);
+  EXPECT_THAT(text(), testing::HasSubstr("planned: slower than the fastest rival in 1 of 2 sizes, by 2 % at most; "));
+  takes(0, 1.001);
+  EXPECT_THAT(text(), testing::HasSubstr("planned: slower than the fastest rival in 2 of 2 sizes, by 2 % at most; "));
 }
 
 }  // namespace
