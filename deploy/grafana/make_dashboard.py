@@ -15,6 +15,7 @@ import pathlib
 import sys
 
 OUTPUT = pathlib.Path(__file__).with_name("meshfill.json")
+FRONT_END = "meshfill_queue_max_tokens"  # a series that no worker has
 POOL = 'namespace=~"$namespace",job=~"$job",instance=~"$instance"'
 RANK = POOL + ',rank=~"$rank"'
 WINDOW = "$window"
@@ -249,9 +250,9 @@ def dashboard():
             "templating": {"list": [
                 {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus", "current": {}},
                 # A label that only Kubernetes adds: elsewhere All must match series that lack it.
-                label_values("namespace", "meshfill_build_info", all_value=".*"),
-                label_values("job", 'meshfill_build_info{namespace=~"$namespace"}'),
-                label_values("instance", 'meshfill_build_info{namespace=~"$namespace",job=~"$job"}'),
+                label_values("namespace", FRONT_END, all_value=".*"),
+                label_values("job", f'{FRONT_END}{{namespace=~"$namespace"}}'),
+                label_values("instance", f'{FRONT_END}{{namespace=~"$namespace",job=~"$job"}}'),
                 label_values("rank", f"meshfill_attention_seconds_total{{{POOL}}}"),
                 window("5m", "15m", "30m", "1h", "6h")]},
             "annotations": {"list": [{"datasource": SOURCE, "enable": True, "name": "alerts", "iconColor": "red",

@@ -237,17 +237,19 @@ def network_policies(documents):
 
 
 def monitoring(documents):
-    monitor, rules = find(documents, "PodMonitor"), find(documents, "PrometheusRule")
+    monitor, of_workers = (each for each in documents if each["kind"] == "PodMonitor")
+    rules = find(documents, "PrometheusRule")
     dashboard = find(documents, "ConfigMap", "-dashboard")
-    for each in (monitor, rules):
+    for each in (monitor, of_workers, rules):
         each["metadata"]["labels"]["release"] = Value("{{ .Values.monitoring.release }}")
     rules["spec"]["groups"] = "RULES"
     dashboard["metadata"]["name"] = Value("{{ .Release.Name }}-dashboard")
     dashboard["data"] = {"meshfill.json": "DASHBOARD"}
-    text = "".join(document(each) for each in (monitor, rules, dashboard))
+    text = document(monitor) + document(of_workers, WORKERS) + document(rules) + document(dashboard)
     text = text.replace('groups: "RULES"', '''groups:
     {{- range list "files/recording.yml" "files/alerts.yml" }}
     {{- $rules := $.Files.Get . | replace "https://example.com/meshfill" $.Values.monitoring.documentation }}
+    {{- $rules = $rules | replace "absent(up{" (printf "absent(up{namespace=%q," $.Release.Namespace) }}
     {{- ($rules | fromYaml).groups | toYaml | nindent 4 }}
     {{- end }}''')
     text = text.replace('"DASHBOARD"', '|\n{{ .Files.Get "files/meshfill.json" | indent 4 }}')

@@ -7,10 +7,12 @@ Usage: make_prometheus_rule.py            write it beside this file
 import pathlib
 import sys
 
+NAMESPACE = "meshfill"  # of deploy/kubernetes/base
 HERE = pathlib.Path(__file__).parent
 OUTPUT = HERE / "prometheus-rule.yaml"
 HEAD = """\
-# Made by make_prometheus_rule.py from recording.yml and alerts.yml. The label is the one that the chart kube-prometheus-stack
+# Made by make_prometheus_rule.py from recording.yml and alerts.yml. MeshfillAbsent asks for the namespace's own front-end: an
+# overlay with another one replaces it (docs/operating.md). The label is the one that the chart kube-prometheus-stack
 # looks for, unless its release has another name.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
@@ -31,6 +33,7 @@ def groups(path):
 def main():
     rules = [line for name in ("recording.yml", "alerts.yml") for line in groups(HERE / name) if line]
     text = HEAD + "\n".join(rules) + "\n"
+    text = text.replace("absent(up{", f'absent(up{{namespace="{NAMESPACE}",')
     if sys.argv[1:] == ["--check"]:
         if not OUTPUT.exists() or OUTPUT.read_text() != text:
             sys.exit(f"{OUTPUT} is not what make_prometheus_rule.py writes; run it")

@@ -23,5 +23,9 @@ fi
 
 echo "Rules"
 (cd deploy/prometheus && promtool check config prometheus.yml && promtool test rules alerts_test.yml) | grep -v '^$'
+deploy/prometheus/make_prometheus_rule.py --check
+cp deploy/prometheus/pools_test.yml "$out/"
+sed '1,/^spec:/d; s/^  //' deploy/prometheus/prometheus-rule.yaml >"$out/rules.yml"
+promtool test rules "$out/pools_test.yml"
 deploy/grafana/make_dashboard.py --check
 exec python3 tests/deploy/check_dashboards.py "$MESHFILL" "$out"

@@ -79,7 +79,7 @@ def main():
         assert [path.name for path in models.iterdir()] == ["model"], result.stdout
         found = {str(path.relative_to(models / "model")): path.read_bytes() for path in models.glob("model/**/*") if path.is_file()}
         assert found == WANTED, found.keys()
-        assert "/api/models/some/model/revision/main" in Hub.asked and not UNWANTED.keys() & set(Hub.asked), Hub.asked
+        assert f"/api/models/some/model/revision/{values['MODEL_REVISION']}" in Hub.asked and not UNWANTED.keys() & set(Hub.asked), Hub.asked
         Hub.asked.clear()
         result = run()
         assert result.returncode == 0 and not Hub.asked, result.stdout

@@ -29,7 +29,9 @@ TEXTS, DURATION = {"type": "object", "additionalProperties": TEXT}, {"type": "st
 CUSTOM = {  # of each custom resource, the fields that are used here: anything else is a typing error
     "PodMonitor": ("monitoring.coreos.com/v1", closed({
         "jobLabel": TEXT, "selector": closed({"matchLabels": TEXTS}),
-        "podMetricsEndpoints": {"type": "array", "items": closed({"port": TEXT, "interval": DURATION})}}, ["selector"])),
+        "podMetricsEndpoints": {"type": "array", "items": closed({
+            "port": TEXT, "interval": DURATION,
+            "relabelings": {"type": "array", "items": closed({"targetLabel": TEXT, "replacement": TEXT})}})}}, ["selector"])),
     "PrometheusRule": ("monitoring.coreos.com/v1", closed({"groups": {"type": "array", "items": closed({
         "name": TEXT, "rules": {"type": "array", "items": {"oneOf": [
             closed({"record": TEXT, "expr": TEXT, "labels": TEXTS}, ["record", "expr"]),
@@ -200,6 +202,8 @@ def check_model(documents):
         waits = [each for each in pod["spec"].get("initContainers", []) if each["name"] == "model"]
         if "image" not in model and not waits and not name.startswith("Job/"):
             yield f"{name}: starts before its model is there"
+    for document in of_kind(documents, "Job"):
+        yield from (f"{name_of(document)}: {each}" for each in unpinned(document))
     for name, spec in claims.items():
         modes = spec["accessModes"]
         pods = sum(each["spec"].get("replicas", 1) for each in of_kind(documents, "Deployment", "StatefulSet")
@@ -209,6 +213,21 @@ def check_model(documents):
             yield f"PersistentVolumeClaim/{name}: {modes} for {pods} pods"
         if sum(writers.get(name, [])) != 1:
             yield f"PersistentVolumeClaim/{name}: {sum(writers.get(name, []))} workloads fill it"
+
+
+def unpinned(job):
+    """What may be another one tomorrow: the model, the image, what pip installs there with all that it stands on."""
+    container, = job["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value", "") for each in container["env"]}
+    if not re.fullmatch(r"[0-9a-f]{40}", variables["MODEL_REVISION"]):
+        yield f"MODEL_REVISION {variables['MODEL_REVISION']} is no commit"
+    if not re.search(r":\d+\.\d+\.\d+\b", container["image"]):
+        yield f"image {container['image']} has no whole version"
+    for command in re.findall(r"^pip install (.*)$", re.sub(r"\\\n\s*", " ", container["args"][0]), re.M):
+        words = [word for word in command.split() if not word.startswith(("-", "/"))]
+        yield from (f"pip takes any {word}" for word in words if "==" not in word)
+        if "--no-deps" not in command:
+            yield "pip takes any version of what the packages stand on"
 
 
 def check_cache(documents):
@@ -318,12 +337,18 @@ def check_monitoring(documents):
         if "release" not in document["metadata"].get("labels", {}):
             yield f"{name_of(document)}: no label release, by which Prometheus chooses"
     if of_kind(documents, "PodMonitor"):
+        yield from check_scrapes(documents)
         if not of_kind(documents, "PrometheusRule"):
             yield "no PrometheusRule"
         dashboards = [each["data"] for each in of_kind(documents, "ConfigMap")
                       if each["metadata"].get("labels", {}).get("grafana_dashboard") == "1"]
         if dashboards != [{"meshfill.json": (DEPLOY / "grafana/meshfill.json").read_text()}]:
             yield "no ConfigMap with deploy/grafana/meshfill.json for Grafana's sidecar"
+    for document in of_kind(documents, "PrometheusRule"):
+        absent, = (rule["expr"] for group in document["spec"]["groups"] for rule in group["rules"]
+                   if rule.get("alert") == "MeshfillAbsent")
+        if f'namespace="{document["metadata"]["namespace"]}"' not in absent:
+            yield f"{name_of(document)}: MeshfillAbsent is silent while a pool of another namespace lives"
     for document in documents:
         if len(json.dumps(document)) > APPLIED_BYTES:
             yield f"{name_of(document)}: too large for kubectl apply"
@@ -335,6 +360,28 @@ def check_monitoring(documents):
             namespaces = re.findall(r'meshfill_[a-z_]+\{namespace="([^"]*)"', query)
             if set(namespaces) != {document["metadata"]["namespace"]} or len(namespaces) != query.count("meshfill_"):
                 yield f"{name_of(document)}: its query is not of namespace {document['metadata']['namespace']} alone"
+
+
+def check_scrapes(documents):
+    """Prometheus asks every process, may reach it, and takes no worker for a front-end."""
+    jobs = {}
+    for document in of_kind(documents, "PodMonitor"):
+        for name, pod in pods_of(documents):
+            if document["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items():
+                endpoint, = document["spec"]["podMetricsEndpoints"]
+                label = pod["metadata"]["labels"].get(document["spec"].get("jobLabel"), "")
+                changed = [each["replacement"] for each in endpoint.get("relabelings", []) if each["targetLabel"] == "job"]
+                jobs.setdefault(name, []).append((endpoint["port"], *(changed or [label])))
+    for name, pod, container, _ in processes_of(documents):
+        wanted = ("metrics", "meshfill-worker" if "--join" in container["args"] else "meshfill")
+        if jobs.get(name) != [wanted]:
+            yield f"{name}: Prometheus asks it for {jobs.get(name)}, not for {wanted} alone"
+        let_in = [space for document in of_kind(documents, "NetworkPolicy")
+                  if document["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+                  for rule in document["spec"].get("ingress", []) if {"port": "metrics"} in rule.get("ports", [])
+                  for each in rule["from"] for space in each.get("namespaceSelector", {}).get("matchLabels", {}).values()]
+        if "monitoring" not in let_in:
+            yield f"{name}: its NetworkPolicy keeps Prometheus out"
 
 
 def connector_settings():

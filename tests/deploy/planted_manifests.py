@@ -56,6 +56,10 @@ def set_argument(document, old, new):
     args[:] = changed
 
 
+def set_variable(document, name, value):
+    next(each for each in first(document)["env"] if each["name"] == name)["value"] = value
+
+
 FRONT_END, WORKER = ("Deployment", "meshfill-front-end"), ("StatefulSet", "meshfill-worker")
 FRONT_END_CONFIG, WORKER_CONFIG = ("ConfigMap", "meshfill-front-end"), ("ConfigMap", "meshfill-worker")
 
@@ -96,6 +100,10 @@ def planted():
     yield change("a shared claim for one pod", H100, "PersistentVolumeClaim", "",
                  lambda d: d["spec"].update(accessModes=["ReadWriteMany"]))
     yield without("a claim that nobody fills", BASE, "Job", "meshfill-model")
+    yield change("a model that may be another tomorrow", BASE, "Job", "", lambda d: set_variable(d, "MODEL_REVISION", "main"))
+    yield change("any version of the client", BASE, "Job", "", lambda d: set_argument(d, "huggingface_hub==1.2.3", "huggingface_hub"))
+    yield change("any version of what the client stands on", BASE, "Job", "", lambda d: set_argument(d, " --no-deps", ""))
+    yield change("any Python", BASE, "Job", "", lambda d: first(d).update(image="python:3.12-slim"))
     yield change("a start without the model", BASE, *WORKER, lambda d: pod(d).pop("initContainers"))
     yield change("speeds in the image", BASE, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c.pop("plan")))
     yield change("speeds on no volume", BASE, *WORKER, lambda d: first(d)["volumeMounts"].pop())
@@ -110,6 +118,13 @@ def planted():
     yield change("workers anywhere", BASE, *WORKER, lambda d: pod(d).pop("affinity"))
     yield change("a sidecar", BASE, *WORKER, lambda d: d["spec"]["template"]["metadata"]["labels"].pop("sidecar.istio.io/inject"))
     yield change("a monitor that no Prometheus takes", BASE, "PodMonitor", "", lambda d: d["metadata"]["labels"].pop("release"))
+    yield without("workers that nobody scrapes", BASE, "PodMonitor", "meshfill-worker")
+    yield change("workers that are taken for front-ends", BASE, "PodMonitor", "meshfill-worker",
+                 lambda d: d["spec"].update(jobLabel="app.kubernetes.io/name") or d["spec"]["podMetricsEndpoints"][0].pop("relabelings"))
+    yield change("workers that Prometheus cannot reach", BASE, "NetworkPolicy", "meshfill-worker",
+                 lambda d: d["spec"]["ingress"].pop())
+    yield change("an absence that another pool hides", BASE, "PrometheusRule", "",
+                 lambda d: d["spec"]["groups"][-1]["rules"][1].update(expr='absent(up{job=~".*meshfill.*"})'))
     yield change("rules that no Prometheus takes", BASE, "PrometheusRule", "", lambda d: d["metadata"]["labels"].pop("release"))
     yield without("no rules", BASE, "PrometheusRule", "meshfill")
     yield change("a dashboard that no Grafana takes", BASE, "ConfigMap", "meshfill-dashboard",
