@@ -114,13 +114,39 @@ std::vector<std::string> OptionNames(const CLI::App& app) {
   return names;
 }
 
+// What to give instead of an option that other programs have; empty: nothing is known. `value` follows the option.
+std::string OptionOfOthers(absl::string_view name, absl::string_view value,
+                           const std::vector<std::string>& options) {
+  const auto has = [&](absl::string_view option) {
+    return std::find(options.begin(), options.end(), option) != options.end();
+  };
+  if (name == "--text" && has("--tokens")) {
+    return "a prompt of text goes through the Python client: "
+           "`python -m meshfill prefill --text FILE --tokenizer DIR`; ";
+  }
+  if (name != "--port" || value.empty()) return "";
+  for (const absl::string_view option : {"--listen", "--server"}) {
+    if (has(option)) return absl::StrCat("host and port are one option: ", option, " 127.0.0.1:", value, "; ");
+  }
+  return "";
+}
+
 // What is wrong with the words that `command` does not know: options of them before the others.
 std::string UnknownWord(const CLI::App& command, const std::vector<std::string>& unknown) {
   const auto option = std::find_if(unknown.begin(), unknown.end(),
                                    [](const std::string& word) { return absl::StartsWith(word, "-"); });
   if (option != unknown.end()) {
-    const std::string name = option->substr(0, option->find('='));
-    return absl::StrCat("'", name, "' is no option; ", DidYouMean(name, OptionNames(command)));
+    const size_t equals = option->find('=');
+    const std::string name = option->substr(0, equals);
+    std::string value;
+    if (equals != std::string::npos) {
+      value = option->substr(equals + 1);
+    } else if (option + 1 != unknown.end()) {
+      value = option[1];
+    }
+    const std::vector<std::string> options = OptionNames(command);
+    const std::string instead = OptionOfOthers(name, value, options);
+    return absl::StrCat("'", name, "' is no option; ", instead.empty() ? DidYouMean(name, options) : instead);
   }
   const std::vector<std::string> commands = SubcommandNames(command);
   const std::string& word = unknown.front();
@@ -133,6 +159,9 @@ int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
   const std::string path = CommandPath(app);
   const CLI::App& command = LastParsed(app);
   std::string message = absl::StrCat(absl::StripSuffix(error.what(), "."), "; ");
+  if (absl::EndsWith(error.what(), "requires --config")) {
+    absl::StrAppend(&message, "give --config FILE, as configs/local.yaml; ");
+  }
   const std::vector<std::string> commands = SubcommandNames(command);
   if (const std::vector<std::string> unknown = command.remaining(); !unknown.empty()) {
     message = UnknownWord(command, unknown);
@@ -146,6 +175,17 @@ int ReportUsageError(const CLI::App& app, const CLI::ParseError& error) {
 // Whether a word that should name a command names none, as in "meshfill prefil --help".
 bool NamesNoCommand(const CLI::App& command) {
   return !SubcommandNames(command).empty() && !command.remaining().empty();
+}
+
+// `meshfill help prefill` is `meshfill prefill --help`.
+std::vector<std::string> Arguments(int argc, char** argv) {
+  std::vector<std::string> arguments(argv + std::min(argc, 1), argv + argc);
+  if (!arguments.empty() && arguments.front() == "help") {
+    arguments.erase(arguments.begin());
+    arguments.push_back("--help");
+  }
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+  return arguments;
 }
 
 int Main(int argc, char** argv) {
@@ -165,7 +205,7 @@ int Main(int argc, char** argv) {
   commands.push_back(AddBenchCommand(app));
 
   try {
-    app.parse(argc, argv);
+    app.parse(Arguments(argc, argv));
   } catch (const CLI::ParseError& error) {
     const bool asked = error.get_exit_code() == 0;  // for --help or --version
     if (asked && !NamesNoCommand(LastParsed(app))) return app.exit(error);

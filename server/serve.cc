@@ -100,6 +100,7 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, Liveness& live
 absl::Status Serve(const v1::Config& config) {
   SetUpProcess(config.log());
   const LogFlush flush;
+  RETURN_IF_ERROR(CheckModelFolder(config));
   ShutdownSignals signals;
   Metrics metrics;
   std::unique_ptr<SpanExporter> spans;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
+#include "server/config/config.h"
 #include "server/observe/http_pages.h"
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
@@ -39,6 +40,7 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
 absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   SetUpProcess(config.log());
   const LogFlush flush;
+  RETURN_IF_ERROR(CheckModelFolder(config));
   ShutdownSignals signals;
   WorkerMetrics metrics;
   Liveness liveness;

@@ -50,7 +50,8 @@ absl::Status CheckShape(const ModelShape& model, const PlanRequest& request) {
   const std::string groups = heads == 1 ? "" : absl::StrCat(" with ", heads, " head groups");
   return absl::InvalidArgumentError(absl::StrCat("tile ", request.tile->DebugString(), groups,
                                                  " does not multiply to the ", request.ranks,
-                                                 " ranks of the pool"));
+                                                 " ranks of the pool; give one that does, as 1x",
+                                                 request.ranks / heads, ", or a pool of as many ranks"));
 }
 
 absl::Status CheckRequest(const ModelShape& model, const PlanRequest& request) {

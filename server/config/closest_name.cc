@@ -31,8 +31,10 @@ std::string DidYouMean(absl::string_view name, std::span<const std::string> know
   const auto closest = std::min_element(known.begin(), known.end(), [&](const auto& left, const auto& right) {
     return EditDistance(name, left) < EditDistance(name, right);
   });
-  if (closest == known.end() || EditDistance(name, *closest) > std::max<size_t>(2, name.size() / 3))
-    return "";
+  if (closest == known.end()) return "";
+  const size_t letters = name.size() - std::min(name.find_first_not_of('-'), name.size());
+  const size_t distance = EditDistance(name, *closest);
+  if (distance > std::max<size_t>(2, letters / 3) || 2 * distance >= letters) return "";
   return absl::StrCat("did you mean ", *closest, "? ");
 }
 

@@ -34,6 +34,9 @@ absl::StatusOr<v1::Config> LoadConfig(const std::string& path, std::span<const s
 // number twice.
 absl::StatusOr<std::vector<int>> ParseDeviceNumbers(const std::string& list);
 
+// Whether `model.path` is a folder. NOT_FOUND: nothing is there. INVALID_ARGUMENT: a file.
+absl::Status CheckModelFolder(const v1::Config& config);
+
 // Reads the options out of a config that LoadConfig returned.
 EngineOptions ToEngineOptions(const v1::Config& config);
 

@@ -124,6 +124,16 @@ class CliServerTest(CliTestCase):
         self.assertRegex(notes[1], rf"\Athe pool's speed: kept in {profile}, measured \d{{4}}-\d\d-\d\dT[\d:]{{8}}Z\Z")
         self.assertEqual(len(notes), 3)
 
+    def test_a_prefill_at_the_metrics_port_names_the_other(self):
+        server = Server("--config", self.config, "--set", "metrics_listen=127.0.0.1:0")
+        try:
+            pages = next(match.group(1) for line in server.lines if (match := re.search(r"metrics listening on (\S+)", line)))
+            done = run("prefill", "--server", pages, "--tokens", "-", stdin=b"1 2 3")
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertRegex(done.stderr.decode(), r"no port of the API \(metrics_listen\?\): give the server's `listen`\n\Z")
+        finally:
+            self.assertEqual(server.stop(), 0)
+
     def test_what_cannot_serve_does_not_say_that_it_listens(self):
         for bad, message in (("model.path=/no/such/model", "no such folder"),
                              ("pool.control_listen=0.0.0.0:0", "pool.tls.insecure=true"),
@@ -134,6 +144,7 @@ class CliServerTest(CliTestCase):
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(message, done.stderr.decode())
             self.assertNotIn("listening on", done.stderr.decode())
+            self.assertNotIn("loading", done.stderr.decode())
 
     def test_tls_and_tokens(self):
         tokens = {name: self.tmp / f"{name}.token" for name in ("alice", "mallory")}

@@ -28,6 +28,9 @@ from cli_harness import (
 )
 
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
 class CliTest(CliTestCase):
     # ---- prefill, embedded.
 
@@ -45,7 +48,8 @@ class CliTest(CliTestCase):
 
     def test_plan_options_are_obeyed(self):
         result = self.embedded("--tokens", self.prompt, "--tile", "1x6", "--ranks", 6, "--stripe", 16)
-        self.assertEqual(result["plan"], dict(ranks=6, heads=1, a=1, b=6, layout="striped", stripe=16))
+        self.assertEqual(result["plan"], dict(ranks=6, heads=1, a=1, b=6, layout="striped", stripe=16, partial_dtype="f32",
+                                               placement="row-first"))
         result = self.embedded("--tokens", self.prompt, "--tile", "4x1", "--layout", "zigzag", "--heads", 1)
         self.assertEqual((result["plan"]["a"], result["plan"]["b"], result["plan"]["layout"]), (4, 1, "zigzag"))
 
@@ -362,6 +366,8 @@ class CliTest(CliTestCase):
         for command in commands:
             self.assertIn(command, self.succeed("--help"))
             self.assertIn("--help", self.succeed(command, "--help"))
+            self.assertEqual(self.succeed("help", command), self.succeed(command, "--help"))
+        self.assertEqual(self.succeed("help"), self.succeed("--help"))
         for bench in ("attention", "layer", "prefill"):
             self.assertIn("--json", self.succeed("bench", bench, "--help"))
 
@@ -378,11 +384,22 @@ class CliTest(CliTestCase):
             (["prefil", "--help"], r"'prefil' is no command; did you mean prefill\?"),
             (["bench", "atention", "--help"], r"'atention' is no command; did you mean attention\?"),
             (["prefill", "--sever", "h:1"], r"'--sever' is no option; did you mean --server\?"),
+            (["prefill", "--text", "F"], r"'--text' is no option; .*`python -m meshfill prefill --text FILE --tokenizer DIR`"),
+            (["serve", "--model", self.model, "--port", 8000], r"'--port' is no option; .*--listen 127\.0\.0\.1:8000"),
+            (["prefill", "--tokens", prompt, "--port=8000"], r"'--port' is no option; .*--server 127\.0\.0\.1:8000"),
+            (["plan", "--port", 8000], r"'--port' is no option; see"),
+            (["help", "prefil"], r"'prefil' is no command; did you mean prefill\?"),
             (["prefill", "--tokens", prompt, "--confg=x"], r"'--confg' is no option; did you mean --config\?"),
             (["serve"], r"--model DIR or --config"),
             (["serve", "--listen", "127.0.0.1:0"], r"model\.path: not set"),
             (["serve", "--model", self.model, "--listen", "here"], r"listen: .*here"),
             (["worker"], r"--config"),
+            (["worker", "--config", config], r"`meshfill serve` alone reads this key.*configs/worker\.yaml"),
+            (["worker", "--config", ROOT / "configs/worker.yaml"], r"--join is required.*pool\.control_listen"),
+            (["serve", "--model", self.model / "config.json"], rf"config\.json is a file; give its folder, {self.model}$"),
+            (["serve", "--model", "/no/such/model"], r"\Ameshfill serve: model\.path: /no/such/model: no such folder"),
+            (["prefill", "--model", self.model, "--tokens", prompt], r"--config FILE, as configs/local\.yaml"),
+            (["plan", "--model", self.model, "--tokens", 9], r"--config FILE, as configs/local\.yaml"),
             (["prefill"], r"--tokens"),
             (["prefill", "--tokens", prompt], r"--server HOST:PORT or --config FILE"),
             (["prefill", "--config", config], r"--tokens"),
@@ -391,6 +408,7 @@ class CliTest(CliTestCase):
             (["prefill", "--server", "nowhere", "--tokens", prompt], r"--server.*nowhere"),
             (["prefill", "--config", config, "--tokens", prompt, "--tile", "2by2"], r"--tile.*2by2.*2x2"),
             (["prefill", "--config", config, "--tokens", prompt, "--tile", "0x4"], r"--tile.*0x4"),
+            (["prefill", "--config", config, "--tokens", prompt, "--tile", "3x3"], r"3x3 does not .* 4 ranks.*give one that does, as 1x4"),
             (["prefill", "--config", config, "--tokens", prompt, "--tile", "3x2"], r"3x2.*4"),
             (["prefill", "--config", config, "--tokens", prompt, "--format", "text"], r"--format.*text.*bytes"),
             (["prefill", "--config", config, "--tokens", prompt, "--layout", "spiral"], r"--layout.*spiral"),
@@ -402,7 +420,7 @@ class CliTest(CliTestCase):
             (["prefill", "--config", config, "--tokens", prompt, "--stripe", 0], r"--stripe"),
             (["prefill", "--config", config, "--tokens", prompt, "surplus"], r"surplus"),
             (["prefill", "--config", config, "--tokens", prompt, "--set", "pool.embedded.memory_bytes=900TiB"],
-             r"memory_bytes is \d+, but this machine or its container has \d+ bytes"),
+             r": pool\.embedded\.memory_bytes is 921600\.0 GiB, but this machine or its container has [\d.]+ GiB; give less"),
             (["prefill", "--config", config, "--tokens", prompt, "--logits-out", "/no/such/folder/x"], r"/no/such"),
             (["plan", "--config", config], r"--tokens"),
             (["plan", "--config", config, "--tokens", 0], r"--tokens.*'0' is no whole number of 1 or more"),
@@ -425,6 +443,7 @@ class CliTest(CliTestCase):
             (folder / name).write_bytes(data)
         for tokens, options, message in (
             (folder / "missing", [], r"missing: no such file"),
+            ("hello world", [], r"hello world: no such file; .*text belongs in a file, with --format bytes"),
             (folder, [], r"cannot be read"),
             (folder / "empty", [], r"empty: holds no tokens"),
             (folder / "words", [], r"words:2:3: unexpected 'f'"),

@@ -90,12 +90,13 @@ class PlanCommand : public Command {
       RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
     if (config_.path.empty() && cluster_path_.empty()) {
-      return absl::InvalidArgumentError("nothing to plan for; give --config FILE or --cluster FILE");
+      return absl::InvalidArgumentError("nothing to plan for; give --config FILE, as configs/local.yaml, or --cluster FILE");
     }
     ConfigFlags flags = config_;
     if (!model_path_.empty()) flags.overrides.push_back(absl::StrCat("model.path=", model_path_));
     ASSIGN_OR_RETURN(v1::Config config, flags.Load());
     RETURN_IF_ERROR(flags.CheckModelPath(config));
+    RETURN_IF_ERROR(CheckModelFolder(config));
     if (!cluster_path_.empty()) return PlanForCluster(config);
     EngineOptions options = ToEngineOptions(config);
     if (dtype_.has_value()) options.dtype = dtype_;

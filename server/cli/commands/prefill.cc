@@ -94,7 +94,7 @@ class PrefillCommand : public Command {
 
   absl::Status Run() override {
     if (server_.address.empty() && config_.path.empty()) {
-      return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE");
+      return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE, as configs/local.yaml");
     }
     if (!server_.address.empty() && !trace_path_.empty()) {
       return absl::InvalidArgumentError(
@@ -199,6 +199,7 @@ class PrefillCommand : public Command {
     ASSIGN_OR_RETURN(v1::Config config, config_.Load());
     if (!model_path_.empty()) config.mutable_model()->set_path(model_path_);
     RETURN_IF_ERROR(config_.CheckModelPath(config));
+    RETURN_IF_ERROR(CheckModelFolder(config));
     EngineOptions engine_options = ToEngineOptions(config);
     if (ranks_.has_value()) engine_options.ranks = *ranks_;
     if (dtype_.has_value()) engine_options.dtype = dtype_;

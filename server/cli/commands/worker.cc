@@ -17,14 +17,17 @@ class WorkerCommand : public Command {
       : Command(
             parent.add_subcommand("worker", "Join a server and compute for it: one process of its pool")) {
     config_.AddTo(*app_)->required();
+    // Run asks for it, behind what is wrong with the configuration.
     app_->add_option("--join", join_, "Where the server takes workers: its pool.control_listen")
-        ->type_name("HOST:PORT")
-        ->required();
+        ->type_name("HOST:PORT REQUIRED");
   }
 
   absl::Status Run() override {
     ASSIGN_OR_RETURN(v1::Config config, LoadConfig(config_.path, config_.overrides, ConfigReader::kWorker));
     RETURN_IF_ERROR(config_.CheckModelPath(config));
+    if (join_.empty()) {
+      return absl::InvalidArgumentError("--join is required; give the server's pool.control_listen, HOST:PORT");
+    }
     RETURN_IF_ERROR(ParseHostPort(join_).status());
     return RunWorker(config, join_);
   }
