@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The README's two commands on a bare Debian 12: a debootstrap chroot with nothing but git and apt, a clone of HEAD, then
-# tests/run.sh, deploy/run-local.sh, and tests/run.sh once more. Prints what each took, and how much of the disk; ends with the
-# first that fails.
+# The README's two commands on a bare Debian 12: a debootstrap chroot with nothing but git and apt, and a clone of HEAD. First
+# deploy/run-local.sh: from nothing to a served prefill with its picture. Then tests/run.sh. Prints of each the minutes, the
+# bytes on the disk and the bytes downloaded; ends with the first that fails.
 #
 #   tests/deploy/check-bare-debian.sh
 #
@@ -22,14 +22,19 @@ trap finish EXIT
 in_chroot() {
   env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot "$root" /bin/bash -c "cd /meshfill && $1"
 }
-megabytes() { du -sxm "$root" | cut -f 1; }
+bytes() { du -sx --block-size=1 "$root" | cut -f 1; }
+# The packages that apt fetched, and its indices as they lie there.
+downloaded() {
+  { du -scb "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*_* 2>/dev/null || true; } | tail -n 1 | cut -f 1
+}
 timed() {
-  local start=$SECONDS before
-  before=$(megabytes)
+  local start=$SECONDS before fetched
+  before=$(bytes)
+  fetched=$(downloaded)
   printf '\n== %s\n' "$1"
   in_chroot "$1"
-  times+=("$(printf '%4d min %02d s  %+6d MB  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) \
-    $(($(megabytes) - before)) "$1")")
+  times+=("$(printf '%4d min %02d s  %+14d bytes on disk  %+14d downloaded  %s' $(((SECONDS - start) / 60)) \
+    $(((SECONDS - start) % 60)) $(($(bytes) - before)) $(($(downloaded) - fetched)) "$1")")
 }
 
 debootstrap --variant=minbase --include=git,ca-certificates bookworm "$root" \
@@ -43,9 +48,10 @@ done
 git bundle create -q "$root/meshfill.bundle" HEAD
 mkdir "$root/meshfill"
 in_chroot "git clone -q /meshfill.bundle ."
+# What apt fetched stays, to be counted.
+echo 'APT::Keep-Downloaded-Packages "true";' >"$root/etc/apt/apt.conf.d/99keep"
 
 times=()
-timed tests/run.sh
 timed deploy/run-local.sh
 in_chroot "grep -l '<svg' build/run-local/mesh.svg build/run-local/ring.svg"
 timed tests/run.sh
