@@ -22,7 +22,7 @@
 
 namespace meshfill {
 
-// What computes, and whether it gets on. Not thread-safe.
+// What computes, and whether it makes progress. Not thread-safe.
 class StandstillWatch {
  public:
   // One of those who compute, as it is now.

@@ -337,7 +337,7 @@ RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
         hung, absl::StrCat("its compute loop stood still for ", absl::FormatDuration(hang_timeout_))};
   }
   // All wait for each other and no stream has ended: chunks get lost between them.
-  if (now - last_move >= 2 * hang_timeout_) return RunFailed{"no rank gets on"};
+  if (now - last_move >= 2 * hang_timeout_) return RunFailed{"no rank makes progress"};
   return {};
 }
 

@@ -89,7 +89,7 @@ class PoolFaultsTest(PoolTestCase):
                 stack.enter_context(frozen(busiest))
             except PermissionError as error:
                 self.skipTest(str(error))
-            self.leader.wait_for("is lost|no rank gets on")
+            self.leader.wait_for("is lost|no rank makes progress")
             result = self.answer_of(running)
             self.assertLess(result["plan"]["ranks"], 3, "".join(self.leader.lines))
         self.expect_answer(result, self.middle_prompt, "--format", "bytes")
