@@ -49,7 +49,7 @@ NOT_RUN = {
     "hf download Qwen/Qwen3-0.6B --local-dir build/qwen3-0.6b": ("wants the network: the hub's own command", {}),
     "meshfill serve --model build/qwen3-0.6b --set pool.embedded.ranks=4": (
         "wants the download", {"docs/quickstart.md": ["meshfill serve --model build/bytes --set pool.embedded.ranks=4"]}),
-    "pip install './python[tokenizers]'": ("wants the network", {"tests/python/run.sh": ["'./python[bf16,text]'"]}),
+    "pip install './python[tokenizers]'": ("wants the network", {"tests/python/run.sh": ["python[bf16,tokenizers]"]}),
     "python -m meshfill prefill --server 127.0.0.1:50051 --text README.md --tokenizer build/qwen3-0.6b": (
         "wants what pip installs", {"tests/python/cli_test.py": ['"prefill"', '"--text"', '"--tokenizer"']}),
     "kind create cluster": ("wants docker", {}),
@@ -74,7 +74,7 @@ NOT_RUN = {
     '  "kv_connector_extra_config": {"server": "127.0.0.1:50051", "min_tokens": 8192}}\'': (
         "wants what pip installs", {"tests/python/vllm_test.py": ["MeshfillConnector", "meshfill.vllm", "kv_consumer", "min_tokens"]}),
     "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\\n  -d @build/request.json": (
-        "wants vLLM", {}),
+        "wants vLLM", {"tests/python/vllm_test.py": ['"/v1/completions"']}),
     "curl -s http://127.0.0.1:9464/metrics | grep '^meshfill_requests_total'": (
         "wants that server", {"server/observe/metrics.cc": ['"meshfill_requests_total"']}),
 }
