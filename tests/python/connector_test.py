@@ -1,5 +1,6 @@
 """MeshfillConnector, called as vLLM's scheduler and workers call it, against the fake server. Without vLLM."""
 
+import importlib.util
 import time
 import unittest
 from unittest import mock
@@ -303,6 +304,13 @@ class ConfigurationTest(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "0.31.1"):
                 self.make()
             self.make({"server": "127.0.0.1:1", "allow_untested_vllm": True}).shutdown()
+
+    def test_a_vllm_whose_interface_is_another_one(self):
+        spec = importlib.util.spec_from_file_location("meshfill.vllm.another", connector.__file__)
+        with mock.patch.object(stub_vllm.base(), "KVConnectorTransferResults"):
+            del stub_vllm.base().KVConnectorTransferResults
+            with self.assertRaisesRegex(ImportError, "tested with vLLM 0.32.0, this is .*KVConnectorTransferResults"):
+                spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     def test_settings(self):
         self.assertEqual(Settings.parse({"server": "h:1"}).min_tokens, 8192)

@@ -12,6 +12,7 @@ import numpy as np
 
 VERSION = "0.32.0+cpu"
 PAGE = 16
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 def install() -> None:
@@ -56,12 +57,11 @@ def install() -> None:
 
     module("vllm", __version__=VERSION)
     module("vllm.logger", init_logger=logging.getLogger)
-    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    parts = base.split(".")
+    parts = BASE.split(".")
     for end in range(2, len(parts)):
         module(".".join(parts[:end]))
     module(
-        base,
+        BASE,
         KVConnectorBase_V1=Base,
         KVConnectorMetadata=Metadata,
         KVConnectorRole=Role,
@@ -69,6 +69,10 @@ def install() -> None:
         KVConnectorWorkerMetadata=Metadata,
     )
     module("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: Scheduler.rank)
+
+
+def base() -> types.ModuleType:
+    return sys.modules[BASE]
 
 
 class Namespace(types.SimpleNamespace):

@@ -23,19 +23,26 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-)
 from vllm.logger import init_logger
 
 from .pages import TorchPages, attention_layers, worker_part
 from .prefills import Prefills
-from .settings import Settings, check_version
+from .settings import TESTED_VLLM, Settings, check_version
 from .transfer import KvLoad, KvLoader
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+    )
+except ImportError as error:
+    tested = ", ".join(TESTED_VLLM)
+    raise ImportError(
+        f"MeshfillConnector was tested with vLLM {tested}, this is {vllm.__version__}; install a tested version: {error}"
+    ) from None
 
 logger = init_logger("vllm.meshfill")
 
