@@ -427,6 +427,7 @@ def run_serve(arguments) -> None:
     expect(vllm.loaded_tokens, 2999)  # all but the last
     check("partly cached")
     expect(vllm.loaded_tokens, 2999 + 1499)  # not what vLLM had cached
+    expect(server.answers, [(3000, "OK"), (3500, "OK")])
 
     aborted = vllm.send(prompt_of(24000, 24), SERVED_TOKENS)
     wait_running(address)
