@@ -357,7 +357,8 @@ class Serve:
         described = metadata / f"vllm-{VLLM}.dist-info"
         described.mkdir(parents=True)
         (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
-        environment = dict(os.environ, PYTHONPATH=str(metadata), VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        path = os.pathsep.join([str(metadata)] + os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        environment = dict(os.environ, PYTHONPATH=path.rstrip(os.pathsep), VLLM_ENABLE_V1_MULTIPROCESSING="1")
         self.log = pathlib.Path(arguments.work) / "vllm.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
