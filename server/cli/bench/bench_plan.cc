@@ -138,7 +138,7 @@ class BenchPlanCommand : public Command {
   // caches from the model, which a pool at work does not do: each run that counts comes after one that does
   // not.
   absl::Status ComparePrediction(PrefillEngine& engine, Shape& shape) {
-    ASSIGN_OR_RETURN(const double before, Predicted(engine, shape));
+    ASSIGN_OR_RETURN(double before, Predicted(engine, shape));
     std::vector<double> predicted, measured, ratios;
     for (int repeat = 0; repeat < repeats_; ++repeat) {
       RETURN_IF_ERROR(Measured(engine, shape.tokens, shape.heads, shape.tile).status());
