@@ -1,0 +1,31 @@
+#include "server/config/closest_name.h"
+
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace meshfill {
+namespace {
+
+TEST(DidYouMean, NamesTheNearest) {
+  const std::vector<std::string> known = {"--server", "--cert", "--config", "--set"};
+  EXPECT_EQ(DidYouMean("--sever", known), "did you mean --server? ");
+  EXPECT_EQ(DidYouMean("--confg", known), "did you mean --config? ");
+  EXPECT_EQ(DidYouMean("--crt", known), "did you mean --cert? ");
+  const std::vector<std::string> keys = {"embedded", "control_listen"};
+  EXPECT_EQ(DidYouMean("control_lsiten", keys), "did you mean control_listen? ");
+}
+
+TEST(DidYouMean, NamesNothingWhereHalfOfTheLettersDiffer) {
+  const std::vector<std::string> known = {"--server", "--cert", "--config", "--set"};
+  EXPECT_EQ(DidYouMean("--text", known), "");  // two letters of four from --cert
+  EXPECT_EQ(DidYouMean("--port", known), "");
+  EXPECT_EQ(DidYouMean("--x", known), "");
+  EXPECT_EQ(DidYouMean("--", known), "");
+  EXPECT_EQ(DidYouMean("", known), "");
+  EXPECT_EQ(DidYouMean("--server", {}), "");
+}
+
+}  // namespace
+}  // namespace meshfill
