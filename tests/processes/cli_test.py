@@ -283,7 +283,7 @@ class CliTest(CliTestCase):
         self.assertEqual(plan(llama, 100_000, 8, "--tile", "2x4", "--heads", 1)["a"], 2)
         good = ("plan", "--cluster", cluster, "--model", llama, "--tokens", 1000)
         self.assertIn("8 ranks", self.succeed(*good))  # a node
-        self.refuse("plan", "--model", llama, "--tokens", 1000, status=2, message="--config FILE or --cluster FILE")
+        self.refuse("plan", "--model", llama, "--tokens", 1000, status=2, message="--config FILE, as configs.local.yaml, or --cluster FILE")
         self.refuse("plan", "--cluster", cluster, "--tokens", 1000, status=2, message="model.path")
         self.refuse("plan", "--cluster", "nowhere.yaml", "--model", llama, "--tokens", 1000, status=2,
                     message=r"nowhere\.yaml: cannot be read")
@@ -302,7 +302,7 @@ class CliTest(CliTestCase):
                  for model in ((), ("--model", self.model))]
         self.assertEqual(*(json.loads(plan)["steps"] for plan in plans))
         self.refuse("plan", "--config", self.config, "--model", "/nowhere", "--tokens", 1000, status=2,
-                    message="/nowhere/config.json")
+                    message="model.path: /nowhere: no such folder")
 
     # ---- make-model.
 
