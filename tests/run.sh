@@ -25,6 +25,7 @@ echo "  the CUDA kernels' code    tests/kernels/check_cuda_code.py (registers, s
 echo "  locks, checked by clang   tests/thread-safety.sh (installs clang)"
 echo "  a change against a binary tests/processes/same_bits.py, tests/processes/same_speed.py"
 echo "  failures at length        tests/processes/pool_churn.py, tests/processes/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"
+echo "  leases at length          MESHFILL_LEASES=1000 and pool_leases_test"
 echo "  signals at length         MESHFILL_SIGNALS=1000 and tests/processes/signals_test.py"
 echo "  the simulation's own test tests/server/pool/planted_bugs/run.sh (builds it with each of the bugs in turn)"
 echo "  fuzzing at length         tests/fuzz/run.sh 1800 (needs clang)"
