@@ -153,6 +153,13 @@ class CheckGpuTest(unittest.TestCase):
         rows = self.rows("check", process)
         self.assertIn("met", rows["attention, sm90 alone"])
 
+    def test_what_is_left_when_the_call_is_over_is_not_begun(self):
+        for program in ("cuda_stream_test", "parity_test"):
+            self.script(f"package/bin/{program}", "#!/bin/sh\nexec sleep 1000\n")
+        rows = self.rows("check", self.start("check", MESHFILL_GPU_MINUTES="0.3"), timeout=100)
+        self.assertIn("not run: out of time | status 2 | -", rows["no visible GPU is refused"])
+        self.assertIn("not run: out of time", rows["independence, 1 to 8 ranks"])
+
     def test_the_model_is_written_run_and_removed(self):
         self.take_meshfill()
         rows = self.rows("model", self.start("model"))
