@@ -63,6 +63,7 @@ absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, con
   const AttentionParams params = MakeAttentionParams(args, device.l2_bytes);
   if (has_sm90 && kernel != CudaAttentionKernel::kSm80) {
     if (args.head_dim <= 64) return LaunchAttentionSm90<64>(params, dtype, device, stream);
+    if (args.head_dim <= 96) return LaunchAttentionSm90<96>(params, dtype, device, stream);
     if (args.head_dim <= 128) return LaunchAttentionSm90<128>(params, dtype, device, stream);
     return LaunchAttentionSm90<256>(params, dtype, device, stream);
   }

@@ -22,8 +22,8 @@ namespace meshfill {
 enum class CudaAttentionKernel { kFastest, kSm80, kSm90 };
 
 // Enqueues one block on `stream` and returns at once; no host wait, no allocation. dtype: bf16 or f16.
-// head_dim: a multiple of 8 up to 256 (computed as the next of 64, 128, 256; in the sm80 kernel also 96). q,
-// k and v begin at multiples of 16 bytes, o at a multiple of 8. Any q_tokens and k_tokens below 2^31, 0 too.
+// head_dim: a multiple of 8 up to 256 (computed as the next of 64, 96, 128, 256). q, k and v begin at
+// multiples of 16 bytes, o at a multiple of 8. Any q_tokens and k_tokens below 2^31, 0 too.
 // INVALID_ARGUMENT names the argument that is out of range; FAILED_PRECONDITION a device that the kernel does
 // not run on; INTERNAL a launch that the driver refused.
 absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, const CudaDeviceTraits& device,

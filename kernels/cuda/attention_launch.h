@@ -15,7 +15,7 @@ namespace meshfill {
 template <int kDim>  // 64, 96, 128, 256
 absl::Status LaunchAttentionSm80(const AttentionParams& params, DType dtype, const CudaDeviceTraits& device,
                                  CUstream_st* stream);
-template <int kDim>  // 64, 128, 256
+template <int kDim>  // 64, 96, 128, 256
 absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, const CudaDeviceTraits& device,
                                  CUstream_st* stream);
 

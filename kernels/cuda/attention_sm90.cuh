@@ -24,11 +24,11 @@ namespace meshfill {
 
 template <int kDim>
 struct Sm90Config {
-  static_assert(kDim == 64 || kDim == 128 || kDim == 256);
+  static_assert(kDim == 64 || kDim == 96 || kDim == 128 || kDim == 256);
   // A consumer thread holds O (kDim / 2 registers), scores (kKeys / 2) and probabilities (kKeys / 4). Three
   // consumers have 160 registers each, two have 240.
-  static constexpr uint32_t kConsumers = kDim == 64 ? 3 : 2;
-  static constexpr uint32_t kKeys = kDim == 256 ? 80 : 128;
+  static constexpr uint32_t kConsumers = kDim <= 96 ? 3 : 2;
+  static constexpr uint32_t kKeys = kDim == 256 ? 80 : kDim == 96 ? 96 : 128;
   static constexpr uint32_t kStages = 2;
   static constexpr uint32_t kRows = 64 * kConsumers;
   static constexpr uint32_t kThreads = 128 * (kConsumers + 1);
@@ -36,11 +36,18 @@ struct Sm90Config {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
   static_assert(kDim / 2 + kKeys / 2 + kKeys / 4 <= kConsumerRegisters - 28);
+  // As FlashAttention-3 has it: a key tile of head_dim 256 has few exponentials beside its products, so that
+  // warpgroups need not take turns, and much of O to rescale, which is done under Q Kᵀ.
+  static constexpr bool kTurns = kDim <= 128;
+  static constexpr bool kRescalesUnderQK = kDim > 128;
 
-  static constexpr uint32_t kQSlabBytes = SlabBytes(kRows);
-  static constexpr uint32_t kKvSlabBytes = SlabBytes(kKeys);
-  static constexpr uint32_t kQBytes = TileBytes(kRows, kDim);
-  static constexpr uint32_t kKvBytes = TileBytes(kKeys, kDim);
+  // P V takes whole slabs of V. (96 columns in two slabs of 64 would also be copied with 32 of zeros.)
+  static constexpr uint32_t kColumnsOfSlab = kDim % kSlabColumns == 0 ? kSlabColumns : kSlabColumns / 2;
+  static_assert(kDim % kColumnsOfSlab == 0);
+  static constexpr uint32_t kQSlabBytes = SlabBytes(kRows, kColumnsOfSlab);
+  static constexpr uint32_t kKvSlabBytes = SlabBytes(kKeys, kColumnsOfSlab);
+  static constexpr uint32_t kQBytes = TileBytes(kRows, kDim, kColumnsOfSlab);
+  static constexpr uint32_t kKvBytes = TileBytes(kKeys, kDim, kColumnsOfSlab);
   static_assert(kQSlabBytes % kSwizzleBytes == 0 && kKvSlabBytes % kSwizzleBytes == 0);
 
   static constexpr uint32_t kK = kQBytes;  // offsets in shared memory
@@ -56,8 +63,8 @@ class Sm90Attention {
   using Config = Sm90Config<kDim>;
   using TensorMap = typename Machine::TensorMap;
 
-  // Maps of [head, token, column] with boxes of one slab: kRows queries, or kKeys keys; 128-byte swizzle,
-  // zeros outside.
+  // Maps of [head, token, column] with boxes of one slab: kRows queries, or kKeys keys; swizzled, zeros
+  // outside.
   struct Maps {
     const TensorMap* q;
     const TensorMap* k;
@@ -85,7 +92,7 @@ class Sm90Attention {
 
  private:
   static constexpr uint32_t kConsumers = Config::kConsumers, kRows = Config::kRows, kKeys = Config::kKeys;
-  static constexpr uint32_t kStages = Config::kStages;
+  static constexpr uint32_t kStages = Config::kStages, kColumnsOfSlab = Config::kColumnsOfSlab;
   static constexpr uint32_t kEmptyArrivals = 4 * kConsumers;  // one for each consumer warp
   // A product takes at most 128 columns of V: A from registers, and as many accumulators.
   static constexpr uint32_t kColumns = kDim < 128 ? kDim : 128;
@@ -116,13 +123,14 @@ class Sm90Attention {
   template <Buffer kBuffer, uint32_t kCount>
   static MESHFILL_DEVICE void CopyTile(const TensorMap* map, uint32_t shared, uint32_t tile, uint32_t use,
                                        uint32_t row, uint32_t head) {
+    constexpr uint32_t kBytes = TileBytes(kCount, kDim, kColumnsOfSlab);
     const Stage stage = StageOf<kBuffer>(shared, use);
     Machine::BarrierWait(stage.empty, stage.parity ^ 1);
-    Machine::BarrierExpectBytes(stage.full, TileBytes(kCount, kDim));
+    Machine::BarrierExpectBytes(stage.full, kBytes);
     MESHFILL_UNROLL
-    for (uint32_t slab = 0; slab < Slabs(kDim); ++slab) {
-      Machine::CopyBox(tile + stage.index * TileBytes(kCount, kDim) + slab * SlabBytes(kCount), map,
-                       stage.full, slab * kSlabColumns, row, head);
+    for (uint32_t slab = 0; slab < Slabs(kDim, kColumnsOfSlab); ++slab) {
+      Machine::CopyBox(tile + stage.index * kBytes + slab * SlabBytes(kCount, kColumnsOfSlab), map,
+                       stage.full, slab * kColumnsOfSlab, row, head);
     }
   }
 
@@ -150,9 +158,11 @@ class Sm90Attention {
 
   // ---- Consumers: warpgroups 0 … kConsumers − 1, counted without the producer.
   // Named barriers hand the turn to issue products round: barrier 1 + g is warpgroup g's turn.
-  static MESHFILL_DEVICE void TakeTurn(uint32_t group) { Machine::NamedSync(1 + group, 256); }
+  static MESHFILL_DEVICE void TakeTurn(uint32_t group) {
+    if constexpr (Config::kTurns) Machine::NamedSync(1 + group, 256);
+  }
   static MESHFILL_DEVICE void PassTurn(uint32_t group) {
-    Machine::NamedArrive(1 + (group + 1) % kConsumers, 256);
+    if constexpr (Config::kTurns) Machine::NamedArrive(1 + (group + 1) % kConsumers, 256);
   }
 
   static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], uint32_t q_rows, uint32_t k_tile) {
@@ -160,8 +170,8 @@ class Sm90Attention {
     MESHFILL_UNROLL
     for (uint32_t step = 0; step < kDim / 16; ++step) {
       Machine::template MultiplyShared<T, kKeys>(
-          scores, ColumnStepDescriptor(q_rows, Config::kQSlabBytes, step),
-          ColumnStepDescriptor(k_tile, Config::kKvSlabBytes, step), step > 0);
+          scores, ColumnStepDescriptor(q_rows, Config::kQSlabBytes, kColumnsOfSlab, step),
+          ColumnStepDescriptor(k_tile, Config::kKvSlabBytes, kColumnsOfSlab, step), step > 0);
     }
     Machine::CommitProducts();
   }
@@ -172,12 +182,19 @@ class Sm90Attention {
     for (uint32_t step = 0; step < kKeys / 16; ++step) {
       MESHFILL_UNROLL
       for (uint32_t column = 0; column < kDim; column += kColumns) {
-        const uint32_t slabs = v_tile + column / kSlabColumns * Config::kKvSlabBytes;
+        const uint32_t slabs = v_tile + column / kColumnsOfSlab * Config::kKvSlabBytes;
         Machine::template MultiplyRegisters<T, kColumns>(
-            &output[column / 2], packed[step], RowStepDescriptor(slabs, Config::kKvSlabBytes, step));
+            &output[column / 2], packed[step],
+            RowStepDescriptor(slabs, Config::kKvSlabBytes, kColumnsOfSlab, step));
       }
     }
     Machine::CommitProducts();
+  }
+
+  // Left alone, the compiler puts some of it behind the fence of P V, and would serialise the products.
+  static MESHFILL_DEVICE void RescaleFirst(float (&output)[kDim / 2], const float (&rescale)[2]) {
+    RescaleRows(output, rescale);
+    Machine::Pin(output);
   }
 
   // Scores of a key tile become probabilities.
@@ -195,7 +212,7 @@ class Sm90Attention {
     const uint32_t lane = Machine::Thread() % 32;
     const uint32_t group_row = 64 * group;
     const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
-    const uint32_t q_rows = shared + SlabBytes(group_row);
+    const uint32_t q_rows = shared + SlabBytes(group_row, kColumnsOfSlab);
     uint32_t q_use = 0, use = 0;  // uses so far: of Q's buffer; of K's and V's, which take turns in step
     if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
     for (uint32_t round = 0; round * Machine::Blocks() < tiles.count(); ++round) {
@@ -231,6 +248,7 @@ class Sm90Attention {
           Machine::BarrierWait(k.full, k.parity);
           TakeTurn(group);
           IssueQK(scores, q_rows, shared + Config::kK + k.index * Config::kKvBytes);
+          if constexpr (Config::kRescalesUnderQK) RescaleFirst(output, rescale);
           IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
           PassTurn(group);
           Machine::template WaitProducts<1>();
@@ -245,12 +263,13 @@ class Sm90Attention {
           Machine::template WaitProducts<0>();
           Machine::Pin(output);
           Release(v, lane);
-          RescaleRows(output, rescale);
+          if constexpr (!Config::kRescalesUnderQK) RescaleRows(output, rescale);
           PackProbabilities<Machine, T>(scores, packed);
         }
 
         Release(q, lane);
         const Stage v = StageOf<Buffer::kV>(shared, use++);
+        if constexpr (Config::kRescalesUnderQK) RescaleFirst(output, rescale);
         IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
         Machine::template WaitProducts<0>();
         Machine::Pin(output);

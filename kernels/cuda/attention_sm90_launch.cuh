@@ -43,8 +43,8 @@ absl::Status LaunchAttentionSm90(const AttentionParams& params, DType dtype, con
                        {&v, params.v, shape.kv_heads(), shape.k_tokens, Config::kKeys}};
   for (const auto& [map, tensor, heads, tokens, box_rows] : tensors) {
     // An empty chunk has no address, which drivers before CUDA 12.6 refuse; nothing reads its map.
-    RETURN_IF_ERROR(
-        EncodeHeadsMap(tokens == 0 ? params.q : tensor, dtype, heads, tokens, shape.head_dim, box_rows, map));
+    RETURN_IF_ERROR(EncodeHeadsMap(tokens == 0 ? params.q : tensor, dtype, heads, tokens, shape.head_dim,
+                                   box_rows, Config::kColumnsOfSlab, map));
   }
   const auto kernel =
       dtype == DType::kBf16 ? Sm90AttentionKernel<__nv_bfloat16, kDim> : Sm90AttentionKernel<__half, kDim>;

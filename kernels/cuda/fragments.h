@@ -34,14 +34,22 @@ constexpr uint32_t AccumulatorColumn(uint32_t lane, uint32_t i) { return i / 4 *
 //     row 1   1 0 3 2 5 4 7 6        position of chunk c in row r: c xor (r mod 8)
 //     row 2   2 3 0 1 6 7 4 5
 //
-// This is the tensor maps' SWIZZLE_128B for tiles that begin at multiples of 1,024 bytes.
+// This is the tensor maps' SWIZZLE_128B for tiles that begin at multiples of 1,024 bytes. For wgmma, tiles
+// whose columns are no multiple of 64 have slabs of 32 columns instead: rows of 64 bytes, and SWIZZLE_64B,
+// which exchanges a row's four chunks, every two rows.
 inline constexpr uint32_t kSlabColumns = 64;
 inline constexpr uint32_t kSlabRowBytes = 128;
 inline constexpr uint32_t kSwizzleBytes = 8 * kSlabRowBytes;
 
-constexpr uint32_t Slabs(uint32_t columns) { return (columns + kSlabColumns - 1) / kSlabColumns; }
-constexpr uint32_t SlabBytes(uint32_t rows) { return rows * kSlabRowBytes; }
-constexpr uint32_t TileBytes(uint32_t rows, uint32_t columns) { return Slabs(columns) * SlabBytes(rows); }
+constexpr uint32_t Slabs(uint32_t columns, uint32_t slab_columns = kSlabColumns) {
+  return (columns + slab_columns - 1) / slab_columns;
+}
+constexpr uint32_t SlabBytes(uint32_t rows, uint32_t slab_columns = kSlabColumns) {
+  return rows * slab_columns * 2;
+}
+constexpr uint32_t TileBytes(uint32_t rows, uint32_t columns, uint32_t slab_columns = kSlabColumns) {
+  return Slabs(columns, slab_columns) * SlabBytes(rows, slab_columns);
+}
 
 // Byte offset of the chunk-th 16 bytes of a row, in a tile of `rows` rows.
 constexpr uint32_t ChunkOffset(uint32_t rows, uint32_t row, uint32_t chunk) {
@@ -59,24 +67,26 @@ constexpr MatrixChunk RowsFirst(uint32_t lane) { return {lane % 16, lane / 16}; 
 // B of 16 columns × 16 rows, stored as 16 keys: b0 and b1 of keys 0–7, then of 8–15.
 constexpr MatrixChunk ColumnsFirst(uint32_t lane) { return {lane % 8 + lane / 16 * 8, lane / 8 % 2}; }
 
-// wgmma's matrix descriptor (PTX ISA, "Matrix Descriptor Format"), 128-byte swizzle: address, leading and
-// stride byte offsets in units of 16 bytes. Tiles begin at multiples of kSwizzleBytes, so that the base
-// offset is 0.
-constexpr uint64_t WgmmaDescriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+// wgmma's matrix descriptor (PTX ISA, "Matrix Descriptor Format"): address, leading and stride byte offsets
+// in units of 16 bytes, and the swizzle. Tiles begin at multiples of kSwizzleBytes, so that the base offset
+// is 0. The stride is what eight rows of a slab take.
+constexpr uint64_t WgmmaDescriptor(uint32_t address, uint32_t leading_bytes, uint32_t slab_columns) {
+  const uint64_t swizzle = uint64_t{slab_columns == kSlabColumns ? 1u : 2u} << 62;
   constexpr auto field = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
-  return field(address) | field(leading_bytes) << 16 | field(stride_bytes) << 32 | kSwizzle128;
+  return field(address) | field(leading_bytes) << 16 | field(SlabBytes(8, slab_columns)) << 32 | swizzle;
 }
 // Q and K: 16 columns from 16·step on, of the rows that begin at `address`. Rows in groups of eight follow
-// one another; a step of 16 columns is 32 bytes along the slab's row. The leading offset is not used with
-// this swizzle.
-constexpr uint64_t ColumnStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t step) {
-  constexpr uint32_t kSteps = kSlabColumns / 16;
-  return WgmmaDescriptor(address + step / kSteps * slab_bytes + step % kSteps * 32, 16, kSwizzleBytes);
+// one another; a step of 16 columns is 32 bytes along the slab's row. The leading offset is not used with a
+// swizzle.
+constexpr uint64_t ColumnStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t slab_columns,
+                                        uint32_t step) {
+  const uint32_t steps = slab_columns / 16;
+  return WgmmaDescriptor(address + step / steps * slab_bytes + step % steps * 32, 16, slab_columns);
 }
 // V: 16 keys from 16·step on (eight rows follow eight rows), all columns (slab follows slab).
-constexpr uint64_t RowStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t step) {
-  return WgmmaDescriptor(address + step * 2 * kSwizzleBytes, slab_bytes, kSwizzleBytes);
+constexpr uint64_t RowStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t slab_columns,
+                                     uint32_t step) {
+  return WgmmaDescriptor(address + SlabBytes(16 * step, slab_columns), slab_bytes, slab_columns);
 }
 
 }  // namespace meshfill

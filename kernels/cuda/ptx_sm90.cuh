@@ -15,6 +15,7 @@ namespace meshfill {
       "+f"(d[(i) + 6]), "+f"(d[(i) + 7])
 #define MESHFILL_D32(i) MESHFILL_D8(i), MESHFILL_D8((i) + 8), MESHFILL_D8((i) + 16), MESHFILL_D8((i) + 24)
 #define MESHFILL_D40(i) MESHFILL_D32(i), MESHFILL_D8((i) + 32)
+#define MESHFILL_D48(i) MESHFILL_D40(i), MESHFILL_D8((i) + 40)
 #define MESHFILL_D64(i) MESHFILL_D32(i), MESHFILL_D32((i) + 32)
 
 #define MESHFILL_NAMES_32                                                   \
@@ -24,6 +25,10 @@ namespace meshfill {
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "          \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39}"
+#define MESHFILL_NAMES_48                                                            \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "          \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}"
 #define MESHFILL_NAMES_64                                                            \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "          \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -120,6 +125,20 @@ struct PtxSm90 : PtxSm80 {
           ", %40, %41, add, 1, 1, 0, 0;\n\t}"
           : MESHFILL_D40(0)
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+    } else if constexpr (kColumns == 96 && kBf16<T> == true) {
+      asm volatile(
+          "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %50, 0;\n\t"
+          "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 " MESHFILL_NAMES_48
+          ", %48, %49, add, 1, 1, 0, 0;\n\t}"
+          : MESHFILL_D48(0)
+          : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+    } else if constexpr (kColumns == 96 && kBf16<T> == false) {
+      asm volatile(
+          "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %50, 0;\n\t"
+          "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 " MESHFILL_NAMES_48
+          ", %48, %49, add, 1, 1, 0, 0;\n\t}"
+          : MESHFILL_D48(0)
+          : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
     } else if constexpr (kColumns == 128 && kBf16<T> == true) {
       asm volatile(
           "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"
@@ -151,6 +170,16 @@ struct PtxSm90 : PtxSm80 {
                    ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                    : MESHFILL_D32(0)
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    } else if constexpr (kColumns == 96 && kBf16<T> == true) {
+      asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 " MESHFILL_NAMES_48
+                   ", {%48, %49, %50, %51}, %52, 1, 1, 1, 1;"
+                   : MESHFILL_D48(0)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    } else if constexpr (kColumns == 96 && kBf16<T> == false) {
+      asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 " MESHFILL_NAMES_48
+                   ", {%48, %49, %50, %51}, %52, 1, 1, 1, 1;"
+                   : MESHFILL_D48(0)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     } else if constexpr (kColumns == 128 && kBf16<T> == true) {
       asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " MESHFILL_NAMES_64
                    ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
@@ -174,9 +203,11 @@ struct PtxSm90 : PtxSm80 {
 #undef MESHFILL_D8
 #undef MESHFILL_D32
 #undef MESHFILL_D40
+#undef MESHFILL_D48
 #undef MESHFILL_D64
 #undef MESHFILL_NAMES_32
 #undef MESHFILL_NAMES_40
+#undef MESHFILL_NAMES_48
 #undef MESHFILL_NAMES_64
 
 }  // namespace meshfill

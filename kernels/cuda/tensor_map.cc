@@ -28,7 +28,7 @@ PFN_cuTensorMapEncodeTiled_v12000 EncodeTiled() {
 }  // namespace
 
 absl::Status EncodeHeadsMap(const void* tensor, DType dtype, uint32_t heads, uint32_t tokens,
-                            uint32_t head_dim, uint32_t box_rows, CUtensorMap* map) {
+                            uint32_t head_dim, uint32_t box_rows, uint32_t box_columns, CUtensorMap* map) {
   const auto encode = EncodeTiled();
   if (encode == nullptr) {
     return absl::InternalError(
@@ -39,12 +39,13 @@ absl::Status EncodeHeadsMap(const void* tensor, DType dtype, uint32_t heads, uin
   // No tokens: the map must not be empty, and nothing reads it.
   const cuuint64_t sizes[kRank] = {head_dim, std::max(tokens, 1u), heads};
   const cuuint64_t strides[kRank - 1] = {row_bytes, row_bytes * sizes[1]};
-  const cuuint32_t box[kRank] = {kSlabColumns, box_rows, 1};
+  const cuuint32_t box[kRank] = {box_columns, box_rows, 1};
   const cuuint32_t element_strides[kRank] = {1, 1, 1};
   const CUresult result = encode(
       map, dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
       const_cast<void*>(tensor), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      box_columns == kSlabColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return absl::InternalError(absl::StrCat("cuda: tensor map of ", heads, " heads × ", tokens, " tokens × ",
                                             head_dim, ": driver error ", static_cast<int>(result)));

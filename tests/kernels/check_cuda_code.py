@@ -33,6 +33,7 @@ class Kernel:
 # sm90: 64 rows of kKeys scores are kKeys / 2 a thread; products are head_dim / 16, and kKeys / 16 for each 128 columns.
 KERNELS = {
     "attention_sm90_dim64": Kernel("90a", 128, 66, (4, 8)),
+    "attention_sm90_dim96": Kernel("90a", 128, 50, (6, 6)),
     "attention_sm90_dim128": Kernel("90a", 168, 66, (8, 8)),
     "attention_sm90_dim256": Kernel("90a", 168, 42, (16, 10)),
     "attention_sm80_dim64": Kernel("80", 255),

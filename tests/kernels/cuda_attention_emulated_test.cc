@@ -43,7 +43,8 @@ std::string RunSm90(const AttentionParams& params, uint64_t seed) {
   const BlockShape& shape = params.shape;
   const uint32_t kv_heads = shape.kv_heads();
   const auto map = [&](const void* tensor, uint32_t heads, uint32_t tokens, uint32_t rows) {
-    return EmulatedMap{static_cast<const uint16_t*>(tensor), heads, tokens, shape.head_dim, rows};
+    return EmulatedMap{
+        static_cast<const uint16_t*>(tensor), heads, tokens, shape.head_dim, rows, Config::kColumnsOfSlab};
   };
   const EmulatedMap q = map(params.q, shape.q_heads, shape.q_tokens, Config::kRows);
   const EmulatedMap k = map(params.k, kv_heads, shape.k_tokens, Config::kKeys);
@@ -65,6 +66,7 @@ std::string RunEmulated(bool sm90, const AttentionParams& params, uint64_t seed)
   const uint32_t head_dim = params.shape.head_dim;
   if (sm90) {
     if (head_dim <= 64) return RunSm90<T, 64>(params, seed);
+    if (head_dim <= 96) return RunSm90<T, 96>(params, seed);
     if (head_dim <= 128) return RunSm90<T, 128>(params, seed);
     return RunSm90<T, 256>(params, seed);
   }
@@ -107,13 +109,13 @@ TEST_P(CudaAttentionEmulatedTest, EveryHeadDimMatchesTheReference) {
 
 TEST_P(CudaAttentionEmulatedTest, RandomBlocksMatchTheReference) {
   for (int draw = 0; draw < 12; ++draw) {
-    ExpectMatches(RandomAttentionCase(random_, {8, 40, 64, 72, 96, 128, 136}, 400));
+    ExpectMatches(RandomAttentionCase(random_, {8, 40, 64, 72, 88, 96, 128, 136}, 400));
     if (HasFatalFailure()) return;
   }
 }
 
 TEST_P(CudaAttentionEmulatedTest, ManyKeyTilesPassThroughTheRing) {
-  for (const int head_dim : {64, 64, 128, 128, 128, 256}) {
+  for (const int head_dim : {64, 96, 128, 128, 256}) {
     AttentionCase shape{.head_dim = head_dim, .q_tokens = 128, .k_tokens = 900};
     shape.band.q.base = 800;
     ExpectMatches(shape);

@@ -91,11 +91,12 @@ TEST(CudaAttentionSoftmaxTest, AMillionKeysDoNotDrift) {
     lse[row] = kScale * max + std::log(sum);
     o[row] = weighted / sum;
   }
-  State of_64, of_80, of_128;  // the keys of the kernels' tiles
+  State of_64, of_80, of_96, of_128;  // the keys of the kernels' tiles
   ASSERT_EQ(RunSoftmax<32>(scores, random(), of_64), "");
   ASSERT_EQ(RunSoftmax<40>(scores, random(), of_80), "");
+  ASSERT_EQ(RunSoftmax<48>(scores, random(), of_96), "");
   ASSERT_EQ(RunSoftmax<64>(scores, random(), of_128), "");
-  for (const State* const state : {&of_64, &of_80, &of_128}) {
+  for (const State* const state : {&of_64, &of_80, &of_96, &of_128}) {
     for (uint32_t row = 0; row < kRows; ++row) {
       EXPECT_NEAR(state->lse[row], lse[row], 4e-4) << "row " << row;
       for (uint32_t column = 0; column < kColumns; ++column) {

@@ -180,16 +180,21 @@ TEST_F(CudaAttentionTilesTest, SwizzledTilesArePermutations) {
 }
 
 TEST_F(CudaAttentionTilesTest, DescriptorsHoldTheirFields) {
-  constexpr uint64_t kDescriptor = WgmmaDescriptor(0x2c400, 16384, 1024);
+  constexpr uint64_t kDescriptor = WgmmaDescriptor(0x2c400, 16384, 64);
   static_assert((kDescriptor & 0x3fff) == 0x2c400 >> 4);
   static_assert((kDescriptor >> 16 & 0x3fff) == 16384 >> 4);
   static_assert((kDescriptor >> 32 & 0x3fff) == 1024 >> 4);
   static_assert(kDescriptor >> 62 == 1);
   static_assert((kDescriptor >> 46 & 0xffff) == 0);  // base offset and what is reserved
+  constexpr uint64_t kNarrow = WgmmaDescriptor(0x2c400, 7168, 32);
+  static_assert((kNarrow >> 32 & 0x3fff) == 512 >> 4);
+  static_assert(kNarrow >> 62 == 2);
   // The fifth step of 16 columns is the first of the second slab; a step of 16 rows is two groups of eight.
-  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 4) & 0x3fff, 0x4800u >> 4);
-  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 3) & 0x3fff, 0x860u >> 4);
-  EXPECT_EQ(RowStepDescriptor(0x800, 0x4000, 3) & 0x3fff, 0x2000u >> 4);
+  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 64, 4) & 0x3fff, 0x4800u >> 4);
+  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 64, 3) & 0x3fff, 0x860u >> 4);
+  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 32, 3) & 0x3fff, 0x4820u >> 4);
+  EXPECT_EQ(RowStepDescriptor(0x800, 0x4000, 64, 3) & 0x3fff, 0x2000u >> 4);
+  EXPECT_EQ(RowStepDescriptor(0x800, 0x4000, 32, 3) & 0x3fff, 0x1400u >> 4);
 }
 
 }  // namespace

@@ -52,6 +52,7 @@ struct EmulatedMap {
   uint32_t tokens;
   uint32_t head_dim;
   uint32_t box_rows;
+  uint32_t box_columns;  // 64 or 32: swizzled by 128 or 64 bytes
 };
 
 class EmulatedCta {
@@ -225,27 +226,31 @@ class EmulatedCta {
     std::memcpy(&element, At(address, 2), 2);
     return element;
   }
-  // The 128-byte swizzle of TMA and wgmma: address bits 4–6 are xored with bits 7–9.
-  static uint32_t Swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+  // The swizzles of TMA and wgmma: of rows of 128 bytes, address bits 4–6 are xored with bits 7–9; of 64
+  // bytes, bits 4–5 with bits 7–8.
+  static uint32_t Swizzled(uint32_t address, uint32_t row_bytes) {
+    return address ^ ((address >> 7 & (row_bytes == 128 ? 7 : 3)) << 4);
+  }
 
   void CompleteCopy() {
     std::swap(copies_[random_() % copies_.size()], copies_.back());
     const BoxCopy copy = copies_.back();
     copies_.pop_back();
     if (copy.shared % 1024 != 0) error_ = "a box's address is no multiple of 1,024";
+    const uint32_t row_bytes = copy.map->box_columns * 2;
     for (uint32_t row = 0; row < copy.map->box_rows; ++row) {
-      for (uint32_t column = 0; column < 64; ++column) {
+      for (uint32_t column = 0; column < copy.map->box_columns; ++column) {
         const uint64_t token = copy.row + row, element = copy.column + column;
         const bool inside = token < copy.map->tokens && element < copy.map->head_dim;
         const uint16_t value =
             inside ? copy.map->tensor[(copy.head * uint64_t{copy.map->tokens} + token) * copy.map->head_dim +
                                       element]
                    : 0;
-        std::memcpy(At(Swizzled(copy.shared + row * 128 + column * 2), 2), &value, 2);
+        std::memcpy(At(Swizzled(copy.shared + row * row_bytes + column * 2, row_bytes), 2), &value, 2);
       }
     }
     TransactionBarrier& barrier = barriers_.at(copy.barrier);
-    barrier.bytes -= copy.map->box_rows * 128;
+    barrier.bytes -= copy.map->box_rows * row_bytes;
     barrier.CompleteIfDone();
   }
 
@@ -257,24 +262,33 @@ class EmulatedCta {
     for (const Bytes& bytes : copies) std::memcpy(At(bytes.shared, 16), bytes.value.data(), 16);
   }
 
-  // Fields of a matrix descriptor, in bytes.
+  // Fields of a matrix descriptor, in bytes; its swizzle is 1 or 2 for rows of 128 or 64 bytes.
   static uint32_t DescriptorField(uint64_t descriptor, int bit) { return (descriptor >> bit & 0x3fff) << 4; }
+  static uint32_t RowBytes(uint64_t descriptor) { return descriptor >> 62 == 1 ? 128 : 64; }
   // Row r of A or B stored row by row, 16 columns a product ("K-major").
   float RowElement(const Product& product, uint64_t descriptor, uint32_t row, uint32_t column) {
-    const uint32_t offset = row % 8 * 128 + row / 8 * DescriptorField(descriptor, 32) + column * 2;
-    return product.load(Element(Swizzled(DescriptorField(descriptor, 0) + offset)));
+    const uint32_t row_bytes = RowBytes(descriptor);
+    const uint32_t offset = row % 8 * row_bytes + row / 8 * DescriptorField(descriptor, 32) + column * 2;
+    return product.load(Element(Swizzled(DescriptorField(descriptor, 0) + offset, row_bytes)));
   }
-  // B stored with its columns side by side ("MN-major"): groups of 64 columns, and of 8 rows.
+  // B stored with its columns side by side ("MN-major"): groups of 64 or 32 columns, and of 8 rows.
   float ColumnElement(const Product& product, uint32_t row, uint32_t column) {
-    const uint32_t offset = column % 64 * 2 + column / 64 * DescriptorField(product.b_descriptor, 16) +
-                            row % 8 * 128 + row / 8 * DescriptorField(product.b_descriptor, 32);
-    return product.load(Element(Swizzled(DescriptorField(product.b_descriptor, 0) + offset)));
+    const uint64_t b = product.b_descriptor;
+    const uint32_t row_bytes = RowBytes(b), group = row_bytes / 2;
+    const uint32_t offset = column % group * 2 + column / group * DescriptorField(b, 16) +
+                            row % 8 * row_bytes + row / 8 * DescriptorField(b, 32);
+    return product.load(Element(Swizzled(DescriptorField(b, 0) + offset, row_bytes)));
   }
   void Execute(Product& product) {
     for (const uint64_t descriptor :
          {product.a_in_registers ? product.b_descriptor : product.a_descriptor, product.b_descriptor}) {
-      if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
-        error_ = "a descriptor is not of the 128-byte swizzle";
+      const uint64_t swizzle = descriptor >> 62;
+      if ((swizzle != 1 && swizzle != 2) || (descriptor >> 49 & 7) != 0) {
+        error_ = "a descriptor is not of the 128-byte or 64-byte swizzle";
+      }
+    }
+    if (product.a_in_registers && product.columns % (RowBytes(product.b_descriptor) / 2) != 0) {
+      error_ = "a product takes part of a group of columns";  // of which the ISA says nothing
     }
     const uint32_t lane = thread_ % 32, first_row = thread_ % 128 / 32 * 16 + lane / 4;
     if (!product.a_in_registers) {
