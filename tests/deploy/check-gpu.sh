@@ -13,7 +13,7 @@
 # PART.json, the figures. compare reads model's there; make-ARCH.log and torch.log are of what runs beside the steps.
 #
 # "There" is a bare machine with a driver, CUDA, Python and, for the comparisons, PyTorch. To it travel the files of this
-# repository and the package, 28 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
+# repository and the package, 36 MiB: meshfill, the gpu tests, and all libraries that they need but the C and C++ runtimes,
 # cuBLASLt and NCCL, which CUDA and PyTorch bring. Where the package is missing, it is built first, if there are nvcc, cmake
 # and ninja and the libraries of deploy/packages.txt.
 #
