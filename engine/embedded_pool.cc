@@ -80,7 +80,8 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
   const int64_t total = TotalMemoryBytes();
   if (hardware.in_host_memory() && total > 0 && options.memory_budget_bytes > total) {
     return absl::InvalidArgumentError(absl::StrFormat(
-        "%s.memory_bytes is %.1f GiB, but this machine or its container has %.1f GiB; give less, or leave it out",
+        "%s.memory_bytes is %.1f GiB, but this machine or its container has %.1f GiB; give less, or leave it "
+        "out",
         options.of_worker ? "pool.worker" : "pool.embedded", Gib(options.memory_budget_bytes), Gib(total)));
   }
   std::vector<std::shared_ptr<const Model>> on_device;

@@ -16,8 +16,8 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "server/cli/cancel_watch.h"
 #include "server/cli/bench/bench.h"
+#include "server/cli/cancel_watch.h"
 #include "server/cli/commands/cancel.h"
 #include "server/cli/commands/make_model.h"
 #include "server/cli/commands/plan.h"
@@ -114,7 +114,8 @@ std::vector<std::string> OptionNames(const CLI::App& app) {
   return names;
 }
 
-// What to give instead of an option that other programs have; empty: nothing is known. `value` follows the option.
+// What to give instead of an option that other programs have; empty: nothing is known. `value` follows the
+// option.
 std::string OptionOfOthers(absl::string_view name, absl::string_view value,
                            const std::vector<std::string>& options) {
   const auto has = [&](absl::string_view option) {
@@ -126,7 +127,8 @@ std::string OptionOfOthers(absl::string_view name, absl::string_view value,
   }
   if (name != "--port" || value.empty()) return "";
   for (const absl::string_view option : {"--listen", "--server"}) {
-    if (has(option)) return absl::StrCat("host and port are one option: ", option, " 127.0.0.1:", value, "; ");
+    if (has(option))
+      return absl::StrCat("host and port are one option: ", option, " 127.0.0.1:", value, "; ");
   }
   return "";
 }

@@ -137,7 +137,8 @@ WeightBytes WeightBytesOf(const ModelShape& model, DType packed);
 inline constexpr int kPartsAhead = 2;
 
 // FLOPs, a multiply-add counted as two: of everything but attention for one token (of the experts, those that
-// it uses), of what comes before its attention, and of attention for one visible (query, key) pair, all heads.
+// it uses), of what comes before its attention, and of attention for one visible (query, key) pair, all
+// heads.
 double LayerTokenFlops(const LayerShape& shape);
 constexpr double QkvFlops(const ModelShape& model) {
   return 2.0 * static_cast<double>(model.hidden * model.head_dim * (model.q_heads + 2 * model.kv_heads));

@@ -1,6 +1,6 @@
 // What a rank has under way along its two rings after each step of a schedule, and what of it has ended.
-// CheckSchedule asks it, on purpose apart from schedule_walk.h: a check by the walk that runs the schedule would find
-// no mistake of that walk.
+// CheckSchedule asks it, on purpose apart from schedule_walk.h: a check by the walk that runs the schedule
+// would find no mistake of that walk.
 #ifndef MESHFILL_ENGINE_SCHEDULE_RINGS_UNDER_WAY_H_
 #define MESHFILL_ENGINE_SCHEDULE_RINGS_UNDER_WAY_H_
 

@@ -1,7 +1,8 @@
 #include "kernels/cuda/cublaslt_library.h"
-#include "kernels/return_if_error.h"
 
 #include <dlfcn.h>
+
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {

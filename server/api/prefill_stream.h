@@ -90,8 +90,8 @@ class PrefillStream final : public PrefillReactor,
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeOptions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What the header's `kv` asks for: before the plan, and a lease once the request has its place. Room for K
-  // and V is paid for as a place in the queue is: a long prompt is refused with its header where there is none,
-  // and takes it when half of its tokens have come.
+  // and V is paid for as a place in the queue is: a long prompt is refused with its header where there is
+  // none, and takes it when half of its tokens have come.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool PaysForKv() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status AdmitKv(const Plan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -47,12 +47,14 @@ absl::Status ServerError(const std::string& address, const grpc::Status& status)
   std::string message = absl::StrCat("server ", address, ": ", status.error_message());
   if (absl::IsUnavailable(said) && absl::StrContains(message, "failed to connect")) {
     // gRPC names what speaks HTTP/1 there: a page, not the API.
-    absl::StrAppend(&message, absl::StrContains(message, "http1")
-                                  ? "; this is no port of the API (metrics_listen?): give the server's `listen`"
-                                  : "; is `meshfill serve` listening there?");
+    absl::StrAppend(&message,
+                    absl::StrContains(message, "http1")
+                        ? "; this is no port of the API (metrics_listen?): give the server's `listen`"
+                        : "; is `meshfill serve` listening there?");
   }
   absl::Status error(said.code(), message);
-  said.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) { error.SetPayload(url, payload); });
+  said.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& payload) { error.SetPayload(url, payload); });
   return error;
 }
 

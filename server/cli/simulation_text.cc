@@ -95,8 +95,8 @@ std::string StandingText(const SimulationReport& report, StrategyKind planner, s
   if (compared == 0) return "";
   const std::string slower =
       behind == 0 ? absl::StrFormat("never slower than the fastest rival, in %d sizes", compared)
-                  : absl::StrFormat("slower than the fastest rival in %d of %d sizes, by %.2g %% at most", behind,
-                                    compared, 100 * (1 / least - 1));
+                  : absl::StrFormat("slower than the fastest rival in %d of %d sizes, by %.2g %% at most",
+                                    behind, compared, 100 * (1 / least - 1));
   return absl::StrFormat("%s: %s; the rival takes %.3f times as long in the geometric mean\n", name, slower,
                          std::exp(sum_of_logs / compared));
 }

@@ -25,7 +25,8 @@ bool IsSpace(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 absl::Status ReadError(const std::string& name, int error) {
   if (error == ENOENT) {
     return absl::NotFoundError(
-        absl::StrCat(name, ": no such file; give the prompt's file, or - for standard input; text belongs "
+        absl::StrCat(name,
+                     ": no such file; give the prompt's file, or - for standard input; text belongs "
                      "in a file, with --format bytes"));
   }
   return absl::InvalidArgumentError(

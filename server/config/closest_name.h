@@ -10,8 +10,8 @@
 namespace meshfill {
 
 // "did you mean embedded? ", for the middle of an error; empty where no name of `known` is near to `name`: at
-// most two letters apart, or a third of its letters, and always fewer than half of them. Leading dashes do not
-// count as letters.
+// most two letters apart, or a third of its letters, and always fewer than half of them. Leading dashes do
+// not count as letters.
 std::string DidYouMean(absl::string_view name, std::span<const std::string> known);
 
 }  // namespace meshfill

@@ -331,8 +331,8 @@ absl::Status CheckModelFolder(const v1::Config& config) {
   if (std::filesystem::is_directory(path, ignored)) return absl::OkStatus();
   if (std::filesystem::exists(path, ignored)) {
     const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-    return absl::InvalidArgumentError(absl::StrCat("model.path: ", path.string(), " is a file; give its folder, ",
-                                                   folder.string()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("model.path: ", path.string(), " is a file; give its folder, ", folder.string()));
   }
   return absl::NotFoundError(
       absl::StrCat("model.path: ", path.string(), ": no such folder; name a Hugging Face model folder"));

@@ -29,8 +29,8 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 bool HasBoundedTexts(const v1::Join& offer) {
   const auto bounded = [](const std::string& text) { return text.size() <= kMaxTextBytes; };
-  return bounded(offer.host()) && bounded(offer.backend()) && bounded(offer.kv_address()) && bounded(offer.data_plane()) &&
-         offer.devices_size() <= kMaxHostRanks &&
+  return bounded(offer.host()) && bounded(offer.backend()) && bounded(offer.kv_address()) &&
+         bounded(offer.data_plane()) && offer.devices_size() <= kMaxHostRanks &&
          std::all_of(offer.devices().begin(), offer.devices().end(), bounded);
 }
 

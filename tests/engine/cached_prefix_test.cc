@@ -371,7 +371,8 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device, DType 
 }
 
 TEST_F(CachedPrefixTest, APromptThatDoesNotFitRunsInPieces) {
-  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kMistral}) {  // without and with a window
+  for (const ModelFamily family :
+       {ModelFamily::kLlama, ModelFamily::kMistral}) {  // without and with a window
     for (const int ranks : {1, 2, 4, 6, 9}) {
       for (const DType dtype : {DType::kF32, DType::kBf16}) TestPieces(family, ranks, TestDevice(), dtype);
     }

@@ -57,9 +57,9 @@ class BenchPiecesCommand : public Command {
     const int64_t whole_bytes = whole_plan.plan.predicted.run_bytes;
     const int64_t kept_bytes = model.layers * model.kv_bytes(tokens_);
     if (whole_bytes / part_ <= kept_bytes) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("K and V of ", tokens_, " tokens, which stay, take ", kept_bytes, " bytes, and a part of ",
-                       part_, " is ", whole_bytes / part_, "; lower --part"));
+      return absl::InvalidArgumentError(absl::StrCat("K and V of ", tokens_, " tokens, which stay, take ",
+                                                     kept_bytes, " bytes, and a part of ", part_, " is ",
+                                                     whole_bytes / part_, "; lower --part"));
     }
     options.memory_budget_bytes = whole_bytes / part_ - kept_bytes;
     options.kv_memory_bytes = options.kv_host_memory_bytes = kept_bytes;

@@ -90,7 +90,8 @@ class PlanCommand : public Command {
       RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
     if (config_.path.empty() && cluster_path_.empty()) {
-      return absl::InvalidArgumentError("nothing to plan for; give --config FILE, as configs/local.yaml, or --cluster FILE");
+      return absl::InvalidArgumentError(
+          "nothing to plan for; give --config FILE, as configs/local.yaml, or --cluster FILE");
     }
     ConfigFlags flags = config_;
     if (!model_path_.empty()) flags.overrides.push_back(absl::StrCat("model.path=", model_path_));

@@ -94,7 +94,8 @@ class PrefillCommand : public Command {
 
   absl::Status Run() override {
     if (server_.address.empty() && config_.path.empty()) {
-      return absl::InvalidArgumentError("nowhere to run; give --server HOST:PORT or --config FILE, as configs/local.yaml");
+      return absl::InvalidArgumentError(
+          "nowhere to run; give --server HOST:PORT or --config FILE, as configs/local.yaml");
     }
     if (!server_.address.empty() && !trace_path_.empty()) {
       return absl::InvalidArgumentError(

@@ -26,7 +26,8 @@ class WorkerCommand : public Command {
     ASSIGN_OR_RETURN(v1::Config config, LoadConfig(config_.path, config_.overrides, ConfigReader::kWorker));
     RETURN_IF_ERROR(config_.CheckModelPath(config));
     if (join_.empty()) {
-      return absl::InvalidArgumentError("--join is required; give the server's pool.control_listen, HOST:PORT");
+      return absl::InvalidArgumentError(
+          "--join is required; give the server's pool.control_listen, HOST:PORT");
     }
     RETURN_IF_ERROR(ParseHostPort(join_).status());
     return RunWorker(config, join_);

@@ -307,12 +307,15 @@ TEST(Simulation, SaysInHowManySizesThePlanIsSlowerAndByHowMuch) {
   const auto text = [&] { return SimulationText(*scenario, *report); };
   takes(0, 0.5);
   takes(1, 0.5);
-  EXPECT_THAT(text(), testing::HasSubstr("planned: never slower than the fastest rival, in 2 sizes; the rival takes "
-                                         "2.000 times as long in the geometric mean\n"));
+  EXPECT_THAT(text(),
+              testing::HasSubstr("planned: never slower than the fastest rival, in 2 sizes; the rival takes "
+                                 "2.000 times as long in the geometric mean\n"));
   takes(1, 1.02);
-  EXPECT_THAT(text(), testing::HasSubstr("planned: slower than the fastest rival in 1 of 2 sizes, by 2 % at most; "));
+  EXPECT_THAT(text(),
+              testing::HasSubstr("planned: slower than the fastest rival in 1 of 2 sizes, by 2 % at most; "));
   takes(0, 1.001);
-  EXPECT_THAT(text(), testing::HasSubstr("planned: slower than the fastest rival in 2 of 2 sizes, by 2 % at most; "));
+  EXPECT_THAT(text(),
+              testing::HasSubstr("planned: slower than the fastest rival in 2 of 2 sizes, by 2 % at most; "));
 }
 
 }  // namespace
