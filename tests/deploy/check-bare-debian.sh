@@ -6,7 +6,8 @@
 #   tests/deploy/check-bare-debian.sh
 #
 # Needs root, debootstrap (installed where it is missing), a Debian mirror, about 4 GB under TMPDIR, and the time of a whole
-# build. MESHFILL_MIRROR names another mirror.
+# build. MESHFILL_MIRROR names another mirror. Behind a proxy with certificates of its own, PIP_CERT is the file that has them;
+# without it the tests that install from PyPI fail.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "$(id -u)" -eq 0 ] || { echo "check-bare-debian.sh: needs root, for a chroot" >&2; exit 1; }
@@ -19,8 +20,9 @@ finish() {
   rm -rf --one-file-system "$root"
 }
 trap finish EXIT
+environment=(PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8)
 in_chroot() {
-  env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 chroot "$root" /bin/bash -c "cd /meshfill && $1"
+  env -i "${environment[@]}" chroot "$root" /bin/bash -c "cd /meshfill && $1"
 }
 bytes() { du -sx --block-size=1 "$root" | cut -f 1; }
 # The packages that apt fetched, and its indices as they lie there.
@@ -35,6 +37,7 @@ timed() {
   in_chroot "$1"
   times+=("$(printf '%4d min %02d s  %+14d bytes on disk  %+14d downloaded  %s' $(((SECONDS - start) / 60)) \
     $(((SECONDS - start) % 60)) $(($(bytes) - before)) $(($(downloaded) - fetched)) "$1")")
+  printf '\n%s\n' "${times[-1]}"
 }
 
 debootstrap --variant=minbase --include=git,ca-certificates bookworm "$root" \
@@ -48,6 +51,10 @@ done
 git bundle create -q "$root/meshfill.bundle" HEAD
 mkdir "$root/meshfill"
 in_chroot "git clone -q /meshfill.bundle ."
+if [ -n "${PIP_CERT:-}" ]; then
+  cp "$PIP_CERT" "$root/etc/ssl/proxy.pem"
+  environment+=(PIP_CERT=/etc/ssl/proxy.pem)
+fi
 # What apt fetched stays, to be counted.
 echo 'APT::Keep-Downloaded-Packages "true";' >"$root/etc/apt/apt.conf.d/99keep"
 
