@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "engine/devices/free_memory.h"
 #include "engine/platforms.h"
 #include "engine/speed/pool_profile.h"
@@ -21,8 +20,6 @@ absl::StatusOr<std::unique_ptr<PoolDevices>> Devices(const EngineOptions& option
                                       .communication_multiprocessors = options.communication_multiprocessors,
                                       .devices = options.devices});
 }
-
-double Gib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); }
 
 int DeviceOf(int rank, int ranks, const PoolDevices& hardware) { return rank * hardware.count() / ranks; }
 
@@ -79,10 +76,10 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
   const PoolDevices& hardware = *pool.hardware;
   const int64_t total = TotalMemoryBytes();
   if (hardware.in_host_memory() && total > 0 && options.memory_budget_bytes > total) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "%s.memory_bytes is %.1f GiB, but this machine or its container has %.1f GiB; give less, or leave it "
-        "out",
-        options.of_worker ? "pool.worker" : "pool.embedded", Gib(options.memory_budget_bytes), Gib(total)));
+    return absl::InvalidArgumentError(absl::StrCat(options.of_worker ? "pool.worker" : "pool.embedded",
+                                                   ".memory_bytes is ", GibText(options.memory_budget_bytes),
+                                                   ", but this machine or its container has ", GibText(total),
+                                                   "; give less, or leave it out"));
   }
   std::vector<std::shared_ptr<const Model>> on_device;
   std::optional<ChosenWeights> weights;  // chosen for the first device: the others are alike

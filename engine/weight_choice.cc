@@ -9,7 +9,6 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "engine/comm/checksum.h"
 #include "engine/devices/free_memory.h"
 #include "engine/model/layer_shape.h"
@@ -20,8 +19,6 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kFirstReadTimeout = absl::Seconds(60);
-
-std::string Gib(int64_t bytes) { return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / (1 << 30)); }
 
 // Seconds of the clock, and of the processor for this process.
 struct Instant {
@@ -114,9 +111,9 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   }
   const bool would_stream = mode == WeightMode::kResident && fits(streamed.run_bytes);
   return absl::ResourceExhaustedError(absl::StrCat(
-      "the weights need ", Gib(needed), " of memory ", WeightModeName(mode), ", and ", Gib(free),
+      "the weights need ", GibText(needed), " of memory ", WeightModeName(mode), ", and ", GibText(free),
       " are free; ",
-      would_stream ? absl::StrCat("set model.weights to streamed, which needs ", Gib(streamed.run_bytes))
+      would_stream ? absl::StrCat("set model.weights to streamed, which needs ", GibText(streamed.run_bytes))
                    : "use a machine with more"));
 }
 

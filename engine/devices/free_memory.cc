@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "absl/strings/str_format.h"
 #include "engine/devices/container_limits.h"
 
 namespace meshfill {
@@ -37,6 +38,10 @@ int64_t TotalMemoryBytes() { return Tighter(MachineBytes("MemTotal:"), ReadConta
 int64_t DefaultMemoryBudgetBytes(int64_t to_come) {
   const int64_t free = FreeMemoryBytes();
   return free == 0 ? 0 : std::max<int64_t>(1, (free - to_come) / 5 * 4);
+}
+
+std::string GibText(int64_t bytes) {
+  return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / (1 << 30));
 }
 
 }  // namespace meshfill

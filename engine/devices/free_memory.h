@@ -3,6 +3,7 @@
 #define MESHFILL_ENGINE_DEVICES_FREE_MEMORY_H_
 
 #include <cstdint>
+#include <string>
 
 namespace meshfill {
 
@@ -16,6 +17,9 @@ int64_t TotalMemoryBytes();
 // For the activations of one prefill where nobody set a limit: 80 % of what is free now, but for bytes that
 // are yet to be taken. Of a pool, once its model is loaded.
 int64_t DefaultMemoryBudgetBytes(int64_t to_come = 0);
+
+// "1.5 GiB", for messages.
+std::string GibText(int64_t bytes);
 
 }  // namespace meshfill
 
