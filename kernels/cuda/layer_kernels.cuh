@@ -4,13 +4,15 @@
 // All of them move memory and little else. So each thread reads and writes vectors of kVector elements, which
 // the launch has checked to be aligned; a warp takes a row where a row is summed or is a head, a CTA where it
 // is a token's. Nothing but a warp's threads talk to each other, and rows are taken in strides of the grid,
-// whatever its size.
+// whatever its size. None divides by a number that the compiler does not know: a 64-bit division takes a warp
+// as long as the row that it copies.
 #ifndef MESHFILL_KERNELS_CUDA_LAYER_KERNELS_CUH_
 #define MESHFILL_KERNELS_CUDA_LAYER_KERNELS_CUH_
 
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/cuda/divisor.h"
 #include "kernels/cuda/fragments.h"
 #include "kernels/dtype.h"
 #include "kernels/stream.h"
@@ -127,23 +129,24 @@ struct LayerKernels {
     }
   }
 
-  // A warp a head of a token, each thread pairs of its two halves.
+  // A CTA a token, a warp a head of it, each thread pairs of its two halves.
   static MESHFILL_DEVICE void SplitQkv(const SplitQkvArgs& args) {
-    const int64_t token_heads = args.q_heads + 2 * args.kv_heads;
-    const BFloat16* qkv = static_cast<const BFloat16*>(args.qkv);
-    for (int64_t row = FirstWarpRow(); row < args.tokens * token_heads; row += WarpRowStride()) {
-      const int64_t token = row / token_heads;
-      const int head = static_cast<int>(row - token * token_heads);
-      const int k_head = head - args.q_heads, v_head = k_head - args.kv_heads;
-      const BFloat16* from = qkv + row * args.head_dim;
-      if (v_head >= 0) {
-        CopyHead(from, args.head_dim, HeadAt(args, args.v, v_head, token));
-      } else if (k_head >= 0) {
-        NormAndRotate(args, from, token, {args.k_norm, k_head, args.kv_heads},
-                      HeadAt(args, args.k, k_head, token));
-      } else {
-        NormAndRotate(args, from, token, {args.q_norm, head, args.q_heads},
-                      HeadAt(args, args.q, head, token));
+    const int token_heads = args.q_heads + 2 * args.kv_heads;
+    for (int64_t token = Machine::Block(); token < args.tokens; token += Machine::Blocks()) {
+      const BFloat16* heads = static_cast<const BFloat16*>(args.qkv) + token * token_heads * args.head_dim;
+      for (int head = static_cast<int>(Machine::Thread() / 32); head < token_heads;
+           head += static_cast<int>(kLayerWarps)) {
+        const int k_head = head - args.q_heads, v_head = k_head - args.kv_heads;
+        const BFloat16* from = heads + head * args.head_dim;
+        if (v_head >= 0) {
+          CopyHead(from, args.head_dim, HeadAt(args, args.v, v_head, token));
+        } else if (k_head >= 0) {
+          NormAndRotate(args, from, token, {args.k_norm, k_head, args.kv_heads},
+                        HeadAt(args, args.k, k_head, token));
+        } else {
+          NormAndRotate(args, from, token, {args.q_norm, head, args.q_heads},
+                        HeadAt(args, args.q, head, token));
+        }
       }
     }
   }
@@ -172,11 +175,12 @@ struct LayerKernels {
     }
   }
 
-  // A warp a row. Where exp(sink − lse) is infinite, the factor is 0.
+  // A warp a row. Where exp(sink − lse) is infinite, the factor is 0. `tokens`: args.tokens.
   template <int kVector>
-  static MESHFILL_DEVICE void ApplySinks(const ApplySinksArgs& args) {
+  static MESHFILL_DEVICE void ApplySinks(const ApplySinksArgs& args, const Divisor& tokens) {
     for (int64_t row = FirstWarpRow(); row < args.heads * args.tokens; row += WarpRowStride()) {
-      const float factor = 1 / (1 + expf(args.sinks[row / args.tokens] - args.lse[row]));
+      const uint32_t head = tokens.Quotient(static_cast<uint32_t>(row));
+      const float factor = 1 / (1 + expf(args.sinks[head] - args.lse[row]));
       float* o = args.o + row * args.head_dim;
       for (int i = static_cast<int>(Lane()) * kVector; i < args.head_dim; i += 32 * kVector) {
         float values[kVector];
@@ -187,20 +191,30 @@ struct LayerKernels {
     }
   }
 
+  // What CopyHeads divides by.
+  struct CopyHeadsDivisors {
+    Divisor heads;
+    Divisor from_width;  // tokens in a stripe
+    Divisor to_width;
+    explicit CopyHeadsDivisors(const CopyHeadsArgs& args)
+        : heads(static_cast<uint32_t>(args.heads)),
+          from_width(static_cast<uint32_t>(args.from_rows.slots.width)),  // positions are below 2^31
+          to_width(static_cast<uint32_t>(args.to_rows.slots.width)) {}
+  };
+
   // A warp a row, heads of one slot side by side.
   template <int kVector, class From, class To>
-  static MESHFILL_DEVICE void CopyHeads(const CopyHeadsArgs& args) {
-    const auto row_at = [](const HeadRows& rows, int64_t head, uint32_t slot) {
-      const uint32_t width = static_cast<uint32_t>(rows.slots.width);  // positions are below 2^31
-      const int64_t place = (rows.slots.base + rows.slots.stride * (slot / width)) * width + slot % width;
-      return head * rows.head_stride + place * rows.slot_stride;
+  static MESHFILL_DEVICE void CopyHeads(const CopyHeadsArgs& args, const CopyHeadsDivisors& divisors) {
+    const auto row_at = [](const HeadRows& rows, const Divisor& width, int64_t head, uint32_t slot) {
+      const int64_t stripe = rows.slots.base + rows.slots.stride * width.Quotient(slot);
+      return head * rows.head_stride + (stripe * width.value() + width.Remainder(slot)) * rows.slot_stride;
     };
-    const int64_t heads = args.heads;
-    for (int64_t row = FirstWarpRow(); row < args.tokens * heads; row += WarpRowStride()) {
-      const int64_t slot = row / heads, head = row - slot * heads;
+    for (int64_t row = FirstWarpRow(); row < args.tokens * args.heads; row += WarpRowStride()) {
+      const uint32_t slot = divisors.heads.Quotient(static_cast<uint32_t>(row));
+      const uint32_t head = divisors.heads.Remainder(static_cast<uint32_t>(row));
       const From* from =
-          static_cast<const From*>(args.from) + row_at(args.from_rows, head, static_cast<uint32_t>(slot));
-      To* to = static_cast<To*>(args.to) + row_at(args.to_rows, head, static_cast<uint32_t>(slot));
+          static_cast<const From*>(args.from) + row_at(args.from_rows, divisors.from_width, head, slot);
+      To* to = static_cast<To*>(args.to) + row_at(args.to_rows, divisors.to_width, head, slot);
       for (int i = static_cast<int>(Lane()) * kVector; i < args.head_dim; i += 32 * kVector) {
         float values[kVector];
         LoadVector(from + i, values);

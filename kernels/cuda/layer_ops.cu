@@ -4,6 +4,7 @@
 #include "kernels/cuda/layer_kernels.cuh"
 #include "kernels/cuda/layer_launch.h"
 #include "kernels/cuda/layer_ops.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
 namespace {
@@ -55,13 +56,15 @@ __global__ void __launch_bounds__(kLayerThreads)
 
 template <int kVector>
 __global__ void __launch_bounds__(kLayerThreads)
-    ApplySinksKernel(const __grid_constant__ ApplySinksArgs args) {
-  Kernels::ApplySinks<kVector>(args);
+    ApplySinksKernel(const __grid_constant__ ApplySinksArgs args, const __grid_constant__ Divisor tokens) {
+  Kernels::ApplySinks<kVector>(args, tokens);
 }
 
 template <int kVector, class From, class To>
-__global__ void __launch_bounds__(kLayerThreads) CopyHeadsKernel(const __grid_constant__ CopyHeadsArgs args) {
-  Kernels::CopyHeads<kVector, From, To>(args);
+__global__ void __launch_bounds__(kLayerThreads)
+    CopyHeadsKernel(const __grid_constant__ CopyHeadsArgs args,
+                    const __grid_constant__ Kernels::CopyHeadsDivisors divisors) {
+  Kernels::CopyHeads<kVector, From, To>(args, divisors);
 }
 
 template <int kVector>
@@ -97,6 +100,12 @@ absl::Status Launch(const char* name, int64_t rows, int64_t rows_each, CUstream_
   const int64_t blocks = std::min(kMostBlocks, (rows + rows_each - 1) / rows_each);
   kernel<<<static_cast<unsigned>(blocks), kLayerThreads, 0, stream>>>(arguments...);
   return LaunchStatus(name, cudaGetLastError());
+}
+
+// Kernels that divide a row's number take it in 32 bits: a terabyte of heads of 128 elements.
+absl::Status RowsFitDivisor(const char* name, int64_t rows) {
+  if (rows <= int64_t{1} << 32) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(name, ": ", rows, " rows; at most 2^32 go into one launch"));
 }
 
 template <int kVector>
@@ -167,8 +176,7 @@ absl::Status LaunchScale(float* x, int64_t count, float factor, CUstream_st* str
 }
 
 absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream) {
-  return Launch("split qkv", args.tokens * (args.q_heads + 2 * args.kv_heads), kLayerWarps, stream,
-                SplitQkvKernel, args);
+  return Launch("split qkv", args.tokens, 1, stream, SplitQkvKernel, args);
 }
 
 absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* stream) {
@@ -183,8 +191,11 @@ absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* strea
 
 absl::Status LaunchApplySinks(const ApplySinksArgs& args, CUstream_st* stream) {
   const bool vectors = FitsVectors(args.o, DType::kF32, 4, {args.head_dim});
-  return Launch("apply sinks", args.heads * args.tokens, kLayerWarps, stream,
-                vectors ? ApplySinksKernel<4> : ApplySinksKernel<1>, args);
+  const int64_t rows = args.heads * args.tokens;
+  if (rows == 0) return absl::OkStatus();
+  RETURN_IF_ERROR(RowsFitDivisor("apply sinks", rows));
+  return Launch("apply sinks", rows, kLayerWarps, stream, vectors ? ApplySinksKernel<4> : ApplySinksKernel<1>,
+                args, Divisor(static_cast<uint32_t>(args.tokens)));
 }
 
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
@@ -193,8 +204,12 @@ absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
   };
   const bool vectors = fits(args.from, args.from_rows) && fits(args.to, args.to_rows);
   const DType from = args.from_rows.dtype, to = args.to_rows.dtype;
-  return Launch("copy heads", args.tokens * args.heads, kLayerWarps, stream,
-                vectors ? CopyHeadsOf<4>(from, to) : CopyHeadsOf<1>(from, to), args);
+  const int64_t rows = args.tokens * args.heads;
+  if (rows == 0) return absl::OkStatus();
+  RETURN_IF_ERROR(RowsFitDivisor("copy heads", rows));
+  return Launch("copy heads", rows, kLayerWarps, stream,
+                vectors ? CopyHeadsOf<4>(from, to) : CopyHeadsOf<1>(from, to), args,
+                Kernels::CopyHeadsDivisors(args));
 }
 
 absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y,

@@ -2,6 +2,7 @@
 // reference.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -232,7 +233,8 @@ TEST_F(CudaLayerKernelsTest, ApplySinks) {
                         .heads = heads,
                         .tokens = tokens,
                         .head_dim = head_dim};
-    Run([&] { vectors ? Kernels::ApplySinks<4>(args) : Kernels::ApplySinks<1>(args); });
+    const Divisor divisor(static_cast<uint32_t>(std::max<int64_t>(tokens, 1)));
+    Run([&] { vectors ? Kernels::ApplySinks<4>(args, divisor) : Kernels::ApplySinks<1>(args, divisor); });
     args.o = expected.data<float>();
     ASSERT_TRUE(reference_->ApplySinks(args).ok());
     ExpectClose(got, expected, 1e-5);
@@ -258,20 +260,17 @@ TEST_F(CudaLayerKernelsTest, CopyHeads) {
         .heads = heads,
         .tokens = tokens,
         .head_dim = head_dim};
-    Run([&] { Kernels::CopyHeads<4, float, BFloat16>(args); });
+    const Kernels::CopyHeadsDivisors divisors(args);
+    Run([&] { Kernels::CopyHeads<4, float, BFloat16>(args, divisors); });
     args.to = expected.data();
     ASSERT_TRUE(reference_->CopyHeads(args).ok());
     EXPECT_TRUE(got.SameBits(expected));
   });
 }
 
-TEST_F(CudaLayerKernelsTest, SwiGlu) {
-  TestGated(Kernels::SwiGlu<8>, Kernels::SwiGlu<1>, &Stream::SwiGlu);
-}
+TEST_F(CudaLayerKernelsTest, SwiGlu) { TestGated(Kernels::SwiGlu<8>, Kernels::SwiGlu<1>, &Stream::SwiGlu); }
 
-TEST_F(CudaLayerKernelsTest, GeGlu) {
-  TestGated(Kernels::GeGlu<8>, Kernels::GeGlu<1>, &Stream::GeGlu);
-}
+TEST_F(CudaLayerKernelsTest, GeGlu) { TestGated(Kernels::GeGlu<8>, Kernels::GeGlu<1>, &Stream::GeGlu); }
 
 TEST_F(CudaLayerKernelsTest, ClampedSwiGlu) {
   ForRandomDraws(6, [&] {
