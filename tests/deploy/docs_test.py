@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Documents and dashboards name what is really there: every metric, alert, key and path. Documents have short lines."""
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -100,6 +102,12 @@ def text_files(root):
             yield path
 
 
+def scripts_that_cannot_run(root):
+    """Texts that name their interpreter, and that nobody may execute: documents call them by their paths."""
+    return [str(path.relative_to(root)) for path in text_files(root)
+            if path.read_bytes().startswith(b"#!") and not os.access(path, os.X_OK)]
+
+
 class ChecksTest(unittest.TestCase):
     """The checks of this file find what is planted."""
 
@@ -125,6 +133,14 @@ class ChecksTest(unittest.TestCase):
                            ("```\ndeploy/none.sh\n```\n`docs/`", "deploy/none.sh")):
             self.assertEqual(missing_paths(text), [path], text)
 
+    def test_a_script_that_cannot_run_is_found(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for name, mode in (("good.sh", 0o755), ("bad.py", 0o644)):
+                (root / name).write_text("#!/usr/bin/env python3\n")
+                (root / name).chmod(mode)
+            (root / "text.py").write_text("# no script\n")
+            self.assertEqual(scripts_that_cannot_run(root), ["bad.py"])
 
     def test_a_key_that_is_none_is_found(self):
         keys = configuration_keys()
@@ -164,6 +180,9 @@ class DocsTest(unittest.TestCase):
     def test_no_merge_was_left_unended(self):
         left = {str(path.relative_to(ROOT)): lines for path in text_files(ROOT) if (lines := conflict_lines(path.read_text(errors="replace")))}
         self.assertEqual(left, {})
+
+    def test_scripts_can_run(self):
+        self.assertEqual(scripts_that_cannot_run(ROOT), [])
 
     def test_lines_are_short(self):
         for path in DOCUMENTS:
