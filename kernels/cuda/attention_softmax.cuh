@@ -114,9 +114,17 @@ MESHFILL_DEVICE void StoreRows(const AttentionParams& params, uint32_t head, uin
     if (lane % 4 == 0) params.lse[index] = merge.lse;
     float* o = params.o + index * params.shape.head_dim;
     const bool carried = carried_lse != kNegativeInfinity;
-    // The loads of a batch are under way together. Of 256 columns there is room for one pair's.
+    // The loads of a batch are under way together. Of 256 columns there is room for one pair's: the row is
+    // asked for first, in sectors of 32 bytes, which takes no registers.
     constexpr int kBatch = kElements <= 64 ? kElements : 4;
     static_assert(kElements % kBatch == 0);
+    if constexpr (kBatch < kElements) {
+      MESHFILL_UNROLL
+      for (uint32_t column = 0; column < 2 * kElements; column += 32) {
+        const uint32_t sector = column + 8 * (lane % 4);  // each of a row's four threads asks for its share
+        if (carried && sector < params.shape.head_dim) Machine::Prefetch(o + sector);
+      }
+    }
     MESHFILL_UNROLL
     for (int batch = 2 * row; batch < kElements; batch += kBatch) {
       float before[kBatch / 2] = {};

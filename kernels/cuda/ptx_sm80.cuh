@@ -45,6 +45,9 @@ struct PtxSm80 {
     const float2 loaded = *reinterpret_cast<const float2*>(from);
     pair[0] = loaded.x, pair[1] = loaded.y;
   }
+  static MESHFILL_DEVICE void Prefetch(const float* from) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(from)));
+  }
   static MESHFILL_DEVICE void StorePair(float* to, float first, float second) {
     *reinterpret_cast<float2*>(to) = make_float2(first, second);
   }

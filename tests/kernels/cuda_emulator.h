@@ -386,6 +386,7 @@ struct EmulatedMachine {
     return T::FromFloat(first).bits | uint32_t{T::FromFloat(second).bits} << 16;
   }
   static void LoadPair(float* pair, const float* from) { pair[0] = from[0], pair[1] = from[1]; }
+  static void Prefetch(const float* from) { static_cast<void>(*const_cast<const volatile float*>(from)); }
   static void StorePair(float* to, float first, float second) { to[0] = first, to[1] = second; }
 
   // ---- cp.async, ldmatrix, mma.sync
