@@ -44,6 +44,12 @@ def floats(data):
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
+def watches_interrupts(pid):
+    """A command blocks SIGINT, and reads it from a descriptor (cancel_watch.cc)."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^SigBlk:\s*(\w+)", status, re.M)[1], 16) >> (signal.SIGINT - 1) & 1 == 1
+
+
 class Server:
     """`meshfill serve` on ports that the system chooses.
 
@@ -166,6 +172,9 @@ class CliTestCase(unittest.TestCase):
         process = subprocess.Popen(
             [MESHFILL, "prefill", *map(str, where), "--tokens", self.long_prompt, "--format", "bytes", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not watches_interrupts(process.pid) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(0.7)
         self.assertIsNone(process.poll(), "the prompt is too short for this machine: make it longer")
         start = time.monotonic()
