@@ -1,10 +1,13 @@
-// How wide a layer's kernels may read and write: decided on the host, before the launch.
+// How wide a layer's kernels may read and write, and how many rows they take: decided on the host, before the
+// launch.
 #ifndef MESHFILL_KERNELS_CUDA_LAYER_LAUNCH_H_
 #define MESHFILL_KERNELS_CUDA_LAYER_LAUNCH_H_
 
 #include <cstdint>
 #include <initializer_list>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
@@ -17,6 +20,14 @@ inline bool FitsVectors(const void* pointer, DType dtype, int elements,
     if (stride % elements != 0) return false;
   }
   return true;
+}
+
+// Kernels that divide a row's number take it in 32 bits (divisor.h): of bf16 heads of 128, that is a
+// terabyte.
+inline absl::Status RowsFitDivisor(const char* name, int64_t rows) {
+  if (rows < int64_t{1} << 32) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, ": ", rows, " rows of heads; a launch takes fewer than 2^32, use more ranks"));
 }
 
 }  // namespace meshfill

@@ -41,7 +41,7 @@ KERNELS = {
     "attention_sm80_dim128": Kernel("80", 255, spilled_bytes=64),  # two CTAs on a multiprocessor: 255 registers
     "attention_sm80_dim256": Kernel("80", 255),
     "layer_ops": Kernel("80", 64, divisions=2),  # the compiler's: how often it unrolls a loop over single elements
-    # Two CTAs of the product on a multiprocessor of 9.0. It divides once a CTA; the router for each expert that is used.
+    # Two CTAs of the product on a multiprocessor of 9.0. Products divide once a CTA, routing for its entries.
     "expert_ops": Kernel("80", 128, spilled_bytes=4, divisions=8),
 }
 

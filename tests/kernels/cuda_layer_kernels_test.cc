@@ -59,6 +59,13 @@ TEST(FitsVectors, WantsAlignedPointersAndStrides) {
   EXPECT_TRUE(FitsVectors(at + 2, DType::kBf16, 4, {4}));
 }
 
+TEST(RowsFitDivisor, TakesRowsOf32Bits) {
+  constexpr int64_t kLimit = int64_t{1} << 32;
+  EXPECT_TRUE(RowsFitDivisor("copy heads", kLimit - 1).ok());
+  EXPECT_EQ(RowsFitDivisor("copy heads", kLimit).message(),
+            "copy heads: 4294967296 rows of heads; a launch takes fewer than 2^32, use more ranks");
+}
+
 TEST_F(CudaLayerKernelsTest, Embed) {
   ForRandomDraws(6, [&] {
     const int64_t vocab = Draw(1, 20), width = 4 * Draw(1, 90), tokens = Draw(0, 12);
