@@ -1,6 +1,9 @@
 """What the tests of a pool of processes share: a leader, its workers, requests, and what the leader's metrics say."""
 import json
+import pathlib
+import random
 import re
+import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +15,21 @@ from pool_process import Process
 # Long enough that a busy machine's pauses are no faults. Who stops altogether is noticed by silence; a compute loop
 # that stands still in a process that talks, by hang_timeout, which the tests of it set.
 SILENCE_SECONDS = 4
+
+
+def lasting_port():
+    """A free port that the system gives to nobody who asks for any, so that a leader that starts again finds it free."""
+    first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(100):
+        port = random.randrange(10_000, max(first_given, 12_000))
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise AssertionError(f"no free port below {first_given}")
 
 
 class PoolTestCase(CliTestCase):
@@ -36,6 +54,8 @@ class PoolTestCase(CliTestCase):
 
     def start_leader(self, *settings):
         arguments = ["serve", "--config", self.pool_config]
+        if not any(setting.startswith("pool.control_listen=") for setting in settings):
+            settings += (f"pool.control_listen=127.0.0.1:{lasting_port()}",)
         for setting in settings:
             arguments += ["--set", setting]
         self.leader = self.start(*arguments, environment=self.leader_environment)
