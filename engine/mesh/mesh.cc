@@ -10,12 +10,6 @@ std::vector<Tile> TilesOf(int ranks) {
   return tiles;
 }
 
-int Mesh::QChunk(int rank, int u) const { return tile_.a * (rank / tile_.a) + (rank + u) % tile_.a; }
-
-int Mesh::KvChunk(int rank, int v) const {
-  return (rank + tile_.a * (kv_order_ == KvOrder::kRising || v == 0 ? v : tile_.b - v)) % ranks();
-}
-
 // The Q chunk names the Q group, the KV chunk the place in it: Q groups are a consecutive ranks, KV groups
 // residues modulo a.
 int Mesh::Owner(int q_chunk, int kv_chunk) const {

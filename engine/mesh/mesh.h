@@ -38,9 +38,16 @@ class Mesh {
   Tile tile() const { return tile_; }
   int ranks() const { return tile_.ranks(); }
 
-  int QChunk(int rank, int u) const;  // global index of Q#u and O#u: a⌊rank/a⌋ + (rank + u) mod a
-  int KvChunk(int rank,
-              int v) const;  // global index of KV#v: (rank + a·v) mod n; falling: (rank − a·v) mod n
+  // Global index of Q#u and O#u, 0 ≤ u < a: a⌊rank/a⌋ + (rank + u) mod a.
+  int QChunk(int rank, int u) const { return rank + u - (rank % tile_.a + u < tile_.a ? 0 : tile_.a); }
+
+  // Global index of KV#v, 0 ≤ v < b: (rank + a·v) mod n; falling: (rank − a·v) mod n.
+  int KvChunk(int rank, int v) const {
+    const int places = kv_order_ == KvOrder::kRising || v == 0 ? v : tile_.b - v;
+    const int ahead = rank + tile_.a * places;
+    return ahead < ranks() ? ahead : ahead - ranks();
+  }
+
   int Owner(int q_chunk, int kv_chunk) const;  // the assignment matrix: who computes the block
 
   // Chunks flow from `from` to `to`: Recv Q and Send O within the Q group, Recv KV within the KV group.

@@ -98,11 +98,11 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
 
   const Mesh mesh(tile);
   Flows q(nodes), kv(nodes);
-  for (int rank = 0; rank < ranks; ++rank) {
-    const int member = rank % heads;
-    const int mesh_rank = rank / heads;
+  for (int mesh_rank = 0; mesh_rank < mesh.ranks(); ++mesh_rank) {
     const auto add = [&](Flows& flows, int from) {
-      flows.Add(node_of_rank[from * heads + member], node_of_rank[rank]);
+      for (int member = 0; member < heads; ++member) {
+        flows.Add(node_of_rank[from * heads + member], node_of_rank[mesh_rank * heads + member]);
+      }
     };
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));

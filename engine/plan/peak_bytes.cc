@@ -153,6 +153,19 @@ int64_t PrefixPeakBytes(const ModelShape& model, const PlanShape& shape) {
   return model.q_bytes(tokens) + model.kv_bytes(tokens) + model.kv_bytes(shape.cached_tokens + tokens);
 }
 
+// Bytes of the slices that pass through projections and MLP, over all ranks.
+int64_t SlicesBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape) {
+  const SliceWidths widths = SliceWidthsOf(model);
+  int64_t bytes = 0, of_rank = 0, tokens_of_rank = -1;
+  for (int rank = 0; rank < shape.ranks(); ++rank) {
+    const int64_t tokens = SliceTokens(shape, rank, most_slice_tokens);
+    if (tokens != tokens_of_rank) of_rank = SliceBytes(widths, tokens, model.dtype);
+    tokens_of_rank = tokens;
+    bytes += of_rank;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
@@ -161,18 +174,13 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   const int64_t residual = tokens * model.hidden * 4;
   const int64_t rope_tables =  // cos and sin of rotated_dim/2 angles each
       model.rope_count() * tokens * model.rotated_dim() * 4;
-  const SliceWidths widths = SliceWidthsOf(model);
-  int64_t slices = 0;
-  for (int rank = 0; rank < shape.layout.ranks(); ++rank) {
-    slices += SliceBytes(widths, SliceTokens(shape, rank, most_slice_tokens), model.dtype);
-  }
   AttentionPeak attention(model, shape);
   Walk(schedule, attention);
   const int64_t kept = shape.keeps_kv && !shape.kv_on_host ? model.layers * model.kv_bytes(tokens) : 0;
-  const int64_t layer = std::max({attention.peak() + YetToLeaveBytes(model, shape) +
-                                      SparedLayersBytes(model, shape),
-                                  ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
-  return residual + rope_tables + slices + kept + layer;
+  const int64_t layer =
+      std::max({attention.peak() + YetToLeaveBytes(model, shape) + SparedLayersBytes(model, shape),
+                ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
+  return residual + rope_tables + SlicesBytes(model, most_slice_tokens, shape) + kept + layer;
 }
 
 }  // namespace meshfill

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -99,34 +100,35 @@ std::vector<DType> PartialDTypesOf(const PlanRequest& request) {
   return {DType::kF32, DType::kBf16};
 }
 
+// A schedule has a vector for each step: none is copied before the plan is chosen.
+using SharedSchedule = std::shared_ptr<const Schedule>;
+
 // Schedules depend on a tile and on costs that are small whole numbers: many plans share one.
 class Schedules {
  public:
   explicit Schedules(ScheduleChoice choice) : choice_(choice) {}
 
   // Algorithm 2's first.
-  std::vector<const Schedule*> Of(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
+  std::vector<SharedSchedule> Of(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
     const OverlapCosts costs = OverlapCostsOf(model, speed, shape);
-    std::vector<const Schedule*> schedules = {&Made(greedy_, GreedySchedule, shape.tile, costs)};
+    std::vector<SharedSchedule> schedules = {Made(greedy_, GreedySchedule, shape.tile, costs)};
     if (choice_ == ScheduleChoice::kGreedy) return schedules;
-    schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, costs));
+    schedules.push_back(Made(optimal_, OptimalSchedule, shape.tile, costs));
     // Least time counts in whole blocks. Where a transfer takes 1.1 of them, two blocks beside it are right
     // if all transfers together hide too little, and one if they hide enough.
     const OverlapCosts covered = CoveredBlocksOf(model, speed, shape);
-    if (covered != costs) schedules.push_back(&Made(optimal_, OptimalSchedule, shape.tile, covered));
+    if (covered != costs) schedules.push_back(Made(optimal_, OptimalSchedule, shape.tile, covered));
     return schedules;
   }
 
  private:
   using Key = std::tuple<int, int, int, int, int>;  // tile, costs
-  using Map = std::map<Key, Schedule>;
+  using Map = std::map<Key, SharedSchedule>;
 
-  static const Schedule& Made(Map& made, Schedule (*make)(Tile, OverlapCosts), Tile tile,
-                              OverlapCosts costs) {
-    const Key key = {tile.a, tile.b, costs.c_q, costs.c_kv, costs.c_o};
-    auto found = made.find(key);
-    if (found == made.end()) found = made.emplace(key, make(tile, costs)).first;
-    return found->second;
+  static SharedSchedule Made(Map& made, Schedule (*make)(Tile, OverlapCosts), Tile tile, OverlapCosts costs) {
+    SharedSchedule& schedule = made[{tile.a, tile.b, costs.c_q, costs.c_kv, costs.c_o}];
+    if (schedule == nullptr) schedule = std::make_shared<const Schedule>(make(tile, costs));
+    return schedule;
   }
 
   const ScheduleChoice choice_;
@@ -179,6 +181,13 @@ std::vector<PlacedLinks> BoxedLinks(const PlanRequest& request, int heads, Tile 
   return kept;
 }
 
+// A plan that is compared with others.
+struct SketchedPlan : PlanShape {
+  Placement placement;
+  SharedSchedule schedule;
+  Prediction predicted;
+};
+
 // Plans shapes.
 class ShapePlanner {
  public:
@@ -190,8 +199,8 @@ class ShapePlanner {
         schedules_(request.schedule) {}
 
   // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
-  Plan Best(int heads, Tile tile) {
-    std::optional<Plan> best;
+  SketchedPlan Best(int heads, Tile tile) {
+    std::optional<SketchedPlan> best;
     const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
     TryPlacement(heads, tile, row_first, best);
     if (!request_.topology.node_of_seat.empty()) {
@@ -211,7 +220,7 @@ class ShapePlanner {
 
  private:
   // Plans the shape in every layout and wire dtype. Puts what is better into `best`.
-  void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<Plan>& best) {
+  void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<SketchedPlan>& best) {
     for (const TokenLayout& layout : layouts_) {
       PlanShape shape = {.layout = layout,
                          .heads = heads,
@@ -237,7 +246,7 @@ class ShapePlanner {
   }
 
   // Spares the schedules of a shape that none can make faster, with messages along both rings at once or not.
-  bool MayGain(const PlanShape& shape, bool both_rings, const Plan& best) const {
+  bool MayGain(const PlanShape& shape, bool both_rings, const SketchedPlan& best) const {
     return Over(best.predicted) ||
            LeastSeconds(model_, speed_, shape, both_rings) < best.predicted.seconds * (1 - kLeastGain);
   }
@@ -249,44 +258,39 @@ class ShapePlanner {
 
   // `two_alone`: of the schedules, that with two messages at once alone.
   void TrySchedules(const PlanShape& shape, const Placement& placement, bool two_alone,
-                    std::optional<Plan>& best) {
-    std::optional<Plan> best_here;
-    const auto one_message =
-        two_alone ? std::vector<const Schedule*>() : schedules_.Of(model_, speed_, shape);
-    for (const Schedule* schedule : one_message) {
+                    std::optional<SketchedPlan>& best) {
+    std::optional<SketchedPlan> best_here;
+    const auto one_message = two_alone ? std::vector<SharedSchedule>() : schedules_.Of(model_, speed_, shape);
+    for (const SharedSchedule& schedule : one_message) {
       Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
       if (best_here.has_value() && IsSlower(predicted, best_here->predicted)) continue;
       PredictMemory(model_, speed_, shape, *schedule, predicted);
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
-      best_here = MakePlanOf(shape, placement, *schedule, predicted);
+      best_here = {shape, {}, schedule, predicted};
     }
     if (two_alone || (BothRings(shape) && best_here->predicted.comm_wait_seconds > 0)) {
-      const Plan& other = two_alone ? *best : *best_here;
-      Schedule schedule = TwoRingSchedule(shape.tile, RingSecondsOf(model_, speed_, shape));
-      Prediction predicted = PredictTime(model_, speed_, shape, schedule);
-      if (!IsSlower(predicted, other.predicted)) {
-        PredictMemory(model_, speed_, shape, schedule, predicted);
-        if (IsBetter(predicted, other.predicted)) {
-          best_here = MakePlanOf(shape, placement, std::move(schedule), predicted);
-        }
+      const Prediction& other = two_alone ? best->predicted : best_here->predicted;
+      auto schedule =
+          std::make_shared<const Schedule>(TwoRingSchedule(shape.tile, RingSecondsOf(model_, speed_, shape)));
+      Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
+      if (!IsSlower(predicted, other)) {
+        PredictMemory(model_, speed_, shape, *schedule, predicted);
+        if (IsBetter(predicted, other)) best_here = {shape, {}, std::move(schedule), predicted};
       }
     }
     if (!best_here.has_value()) return;
     if (shape.exchanges() > 1) {
       PlanShape at_once = shape;
       at_once.exchange_tokens = 0;
-      Prediction predicted = PredictTime(model_, speed_, at_once, best_here->schedule);
-      PredictMemory(model_, speed_, at_once, best_here->schedule, predicted);
+      Prediction predicted = PredictTime(model_, speed_, at_once, *best_here->schedule);
+      PredictMemory(model_, speed_, at_once, *best_here->schedule, predicted);
       if (!IsBetter(best_here->predicted, predicted)) {
-        best_here = MakePlanOf(at_once, placement, std::move(best_here->schedule), predicted);
+        best_here = {at_once, {}, std::move(best_here->schedule), predicted};
       }
     }
-    if (!best.has_value() || IsBetter(best_here->predicted, best->predicted)) best = std::move(best_here);
-  }
-
-  Plan MakePlanOf(const PlanShape& shape, const Placement& placement, Schedule schedule,
-                  const Prediction& predicted) const {
-    return {shape, PlanSliceTokens(shape, speed_.slice_tokens), placement, std::move(schedule), predicted};
+    if (best.has_value() && !IsBetter(best_here->predicted, best->predicted)) return;
+    best = std::move(best_here);
+    best->placement = placement;
   }
 
   bool Over(const Prediction& predicted) const {
@@ -320,7 +324,7 @@ class ShapePlanner {
 };
 
 // Smaller is better; no two shapes are equal.
-auto OrderOf(const Plan& plan) {
+auto OrderOf(const SketchedPlan& plan) {
   return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.run_bytes,
                          plan.heads, plan.tile.a);
 }
@@ -336,10 +340,11 @@ std::vector<std::pair<int, Tile>> ShapesOf(const ModelShape& model, const PlanRe
   return shapes;
 }
 
-absl::Status NothingFits(const std::vector<Plan>& plans, const PlanRequest& request) {
-  const Plan& smallest = *std::min_element(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) {
-    return x.predicted.run_bytes < y.predicted.run_bytes;
-  });
+absl::Status NothingFits(const std::vector<SketchedPlan>& plans, const PlanRequest& request) {
+  const SketchedPlan& smallest =
+      *std::min_element(plans.begin(), plans.end(), [](const SketchedPlan& x, const SketchedPlan& y) {
+        return x.predicted.run_bytes < y.predicted.run_bytes;
+      });
   const int64_t passing = request.weights.run_bytes;
   return absl::FailedPreconditionError(absl::StrCat(
       "a prompt of ", request.tokens, " tokens needs at least ", smallest.predicted.run_bytes + passing,
@@ -369,20 +374,25 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
         std::max<int64_t>(1, request.memory_budget_bytes - request.weights.run_bytes);
   }
   ShapePlanner planner(model, speed, activations);
-  std::vector<Plan> plans;
+  std::vector<SketchedPlan> plans;
   for (auto [heads, tile] : ShapesOf(model, request)) plans.push_back(planner.Best(heads, tile));
   if (const int64_t budget = activations.memory_budget_bytes; budget != 0) {
-    const auto over = [budget](const Plan& plan) { return plan.predicted.run_bytes > budget; };
+    const auto over = [budget](const SketchedPlan& plan) { return plan.predicted.run_bytes > budget; };
     if (std::all_of(plans.begin(), plans.end(), over)) return NothingFits(plans, request);
     std::erase_if(plans, over);
   }
-  std::sort(plans.begin(), plans.end(), [](const Plan& x, const Plan& y) { return OrderOf(x) < OrderOf(y); });
+  std::sort(plans.begin(), plans.end(),
+            [](const SketchedPlan& x, const SketchedPlan& y) { return OrderOf(x) < OrderOf(y); });
 
   std::vector<PlanCandidate> candidates;
-  for (Plan& plan : plans) CountWeights(request.weights, model.layers, plan.predicted);
-  for (const Plan& plan : plans) candidates.push_back({plan, plan.placement.name, plan.predicted});
-  RETURN_IF_ERROR(CheckSchedule(plans.front().schedule));
-  return PlanChoice{.plan = std::move(plans.front()),
+  for (SketchedPlan& plan : plans) {
+    CountWeights(request.weights, model.layers, plan.predicted);
+    candidates.push_back({plan, plan.placement.name, plan.predicted});
+  }
+  SketchedPlan& best = plans.front();
+  RETURN_IF_ERROR(CheckSchedule(*best.schedule));
+  return PlanChoice{.plan = {best, PlanSliceTokens(best, speed.slice_tokens), std::move(best.placement),
+                             *best.schedule, best.predicted},
                     .candidates = std::move(candidates),
                     .pieces = {},
                     .weights = request.weights};
