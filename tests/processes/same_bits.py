@@ -5,12 +5,13 @@ Usage: tests/processes/same_bits.py OLD NEW [--cases N] [--seed S] [--families N
 
 Each case draws a model (family, heads, layers, window), a dtype, ranks, head groups, tile, layout, stripe and length, and
 compares the files of --logits-out and --kv-out. Half of the cases run without some of the processor's instruction sets, which
-hide_instructions.c hides (needs a C compiler, and a processor whose CPUID can trap). Both binaries plan with the speeds that OLD measured. --scenarios compares the simulator's tables as well.
+hide_instructions.c hides (needs a C compiler, and a processor whose CPUID can trap). On other processors those cases run on the
+processors that qemu-x86_64 plays (Debian's qemu-user), with shorter prompts. Both binaries plan with the speeds that OLD measured.
+--scenarios compares the simulator's tables as well.
 Prints what differs; exits with 1 if anything does.
 """
 import argparse
 import json
-import os
 import pathlib
 import random
 import re
@@ -26,7 +27,10 @@ FAMILIES = {
     "qwen2": [],
     "qwen3": [],
 }
-HIDDEN = ["amx_bf16", "avx512_bf16", "avx512", "avx2"]  # each with all that builds on it
+HIDDEN = ["amx_bf16", "avx512_bf16", "avx512"]  # each with all that builds on it
+PLAYED = ["Haswell", "EPYC-Milan"]  # with AVX2 and without AVX-512
+PLAYED_TOKENS = 400  # the longest prompt there
+NAME = re.compile(r"cpu/[^,]+, build [^;]+;")  # of kernels and executable, in a profile of speeds
 SHAPES = [(4, 2, 64), (4, 4, 32), (6, 2, 64), (8, 1, 32), (6, 3, 128)]  # query heads, KV heads, head_dim
 
 
@@ -39,6 +43,50 @@ def splits(ranks, q_heads, kv_heads):
         yield from ((heads, a, mesh // a) for a in range(1, mesh + 1) if mesh % a == 0)
 
 
+class HiddenByTrap:
+    """Runs a command without an instruction set, by a library that answers CPUID."""
+
+    most_tokens = None
+
+    def use_speeds_of(self, profile):
+        """Nothing to do: OLD measures its own in a moment."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def command(self, command, number):
+        return ["env", f"LD_PRELOAD={self.library}", f"HIDE_INSTRUCTIONS={HIDDEN[number % len(HIDDEN)]}", *command]
+
+
+class PlayedProcessor:
+    """Runs a command on a processor that has fewer instruction sets, played by QEMU."""
+
+    most_tokens = PLAYED_TOKENS
+
+    def __init__(self, binary, folder, model):
+        own = folder / "played_speed.json"
+        measure(binary, folder, model, own, self.command([], 0))
+        self.name = NAME.search(own.read_text()).group(0)
+
+    def use_speeds_of(self, profile):
+        """Plans with those of the processor that plays: to measure its own would take a minute for each pool."""
+        kept = json.loads(profile.read_text())
+        own = [pool for pool in kept["pools"] if self.name not in pool["pool"]]
+        played = [{**pool, "pool": NAME.sub(lambda _: self.name, pool["pool"])} for pool in own]
+        profile.write_text(json.dumps({**kept, "pools": own + played}))
+
+    def command(self, command, number):
+        return ["qemu-x86_64", "-cpu", PLAYED[number % len(PLAYED)], *command]
+
+
+def other_processor(binary, folder, model):
+    """How commands run on other instruction sets than this processor's; None where that cannot be had here."""
+    library = hide_instructions(folder)
+    if library is not None:
+        return HiddenByTrap(library)
+    return PlayedProcessor(binary, folder, model) if shutil.which("qemu-x86_64") else None
+
+
 def hide_instructions(folder):
     """The library that hides instruction sets; None where that cannot be had here."""
     source, library = pathlib.Path(__file__).with_name("hide_instructions.c"), folder / "hide_instructions.so"
@@ -49,10 +97,11 @@ def hide_instructions(folder):
     return library if works.returncode == 0 else None
 
 
-def draw(rng, number, families):
+def draw(rng, number, families, other):
     q_heads, kv_heads, head_dim = rng.choice(SHAPES)
     ranks = rng.choice([1, 2, 3, 4, 6, 8, 9, 12, 16])
     heads, a, b = rng.choice(list(splits(ranks, q_heads, kv_heads)))
+    on_other = other is not None and number % 2 == 1
     return {
         "family": rng.choice(families),
         "shape": (q_heads, kv_heads, head_dim),
@@ -63,8 +112,8 @@ def draw(rng, number, families):
         "tile": f"{a}x{b}",
         "layout": rng.choice(["striped", "striped", "zigzag", "contiguous"]),
         "stripe": rng.choice([1, 16, 64, 128]),
-        "tokens": rng.randint(ranks, 2000),
-        "hidden": HIDDEN[number // 2 % 3] if number % 2 else None,
+        "tokens": rng.randint(ranks, other.most_tokens or 2000 if on_other else 2000),
+        "other": number // 2 if on_other else None,
     }
 
 
@@ -79,14 +128,20 @@ def make_model(binary, folder, case):
     return path
 
 
+def measure(binary, folder, model, profile, on=()):
+    """Writes the profile of speeds of a pool of one rank."""
+    ids = folder / "one_id"
+    ids.write_text("1")
+    overrides = ["--set", f"plan.profile_path={profile}"]
+    command = [*on, binary, "prefill", "--config", folder / "config.yaml", *overrides, "--model", model, "--tokens", ids]
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=600)
+
+
 def executable(binary, folder, model):
     """The name that the binary gives itself in a profile of speeds."""
-    profile, ids = folder / "own_speed.json", folder / "one_id"
-    ids.write_text("1")
+    profile = folder / "own_speed.json"
     profile.unlink(missing_ok=True)
-    overrides = ["--set", f"plan.profile_path={profile}"]
-    command = [binary, "prefill", "--config", folder / "config.yaml", *overrides, "--model", model, "--tokens", ids]
-    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=600)
+    measure(binary, folder, model, profile)
     (key,) = (pool["pool"] for pool in json.loads(profile.read_text())["pools"])
     return re.search(r", ([^,;]+); \d+ layers", key).group(1)
 
@@ -99,7 +154,7 @@ def share_speeds(profile, old, new):
     profile.write_text(json.dumps({**kept, "pools": own + shared}))
 
 
-def prefill(binary, folder, case, model, ids, library):
+def prefill(binary, folder, case, model, ids, other):
     """The bytes of logits and KV, or what the binary said instead."""
     outputs = [folder / "logits.safetensors", folder / "kv.safetensors"]
     for output in outputs:
@@ -109,9 +164,9 @@ def prefill(binary, folder, case, model, ids, library):
     command += ["--layout", case["layout"], "--json", "--logits-out", outputs[0], "--kv-out", outputs[1]]
     if case["layout"] == "striped":
         command += ["--stripe", case["stripe"]]
-    hide = {"LD_PRELOAD": str(library), "HIDE_INSTRUCTIONS": case["hidden"]} if library and case["hidden"] else {}
-    environment = {**os.environ, **hide}
-    result = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False, timeout=600)
+    if case["other"] is not None:
+        command = other.command(command, case["other"])
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=600)
     if result.returncode != 0:
         return result.stderr
     return [output.read_bytes() for output in outputs]
@@ -132,28 +187,32 @@ def main():
         (folder / "config.yaml").write_text(
             f"pool: {{embedded: {{peak_flops: 1e11}}}}\nplan: {{profile_path: {folder / 'speed.json'}}}\n"
         )
-        library = hide_instructions(folder)
-        if library is None:
-            print("did not run: other instruction sets than this processor's (no C compiler, or CPUID does not trap)")
+        smallest = {"shape": SHAPES[1], "family": options.families[0], "layers": 1}
+        other = other_processor(options.old, folder, make_model(options.old, folder, smallest))
+        if other is None:
+            print("did not run: other instruction sets than this processor's (CPUID does not trap, and no qemu-x86_64)")
         for number in range(options.cases):
             rng = random.Random(f"{options.seed}/{number}")
-            case = draw(rng, number, options.families)
+            case = draw(rng, number, options.families, other)
             model = make_model(options.old, folder, case)
             ids = folder / "ids"
             ids.write_text(" ".join(str(rng.randrange(300)) for _ in range(case["tokens"])))
             if number == 0:
                 names = [executable(binary, folder, model) for binary in (options.old, options.new)]
-            old = prefill(options.old, folder, case, model, ids, library)
+            if case["other"] is not None:
+                prefill(options.old, folder, {**case, "other": None}, model, ids, None)
+                other.use_speeds_of(folder / "speed.json")
+            old = prefill(options.old, folder, case, model, ids, other)
             if (folder / "speed.json").exists():
                 share_speeds(folder / "speed.json", *names)
-            new = prefill(options.new, folder, case, model, ids, library)
+            new = prefill(options.new, folder, case, model, ids, other)
             if isinstance(old, str):
                 refused += 1
             if old != new:
                 differing += 1
                 print(f"DIFFERS: {case}", *(text for text in (old, new) if isinstance(text, str)), sep="\n  ")
-        hidden = options.cases // 2 if library else 0
-        print(f"{options.cases} prefills ({hidden} on other instruction sets, {refused} refused by OLD): {differing} differ")
+        on_other = options.cases // 2 if other else 0
+        print(f"{options.cases} prefills ({on_other} on other instruction sets, {refused} refused by OLD): {differing} differ")
         if options.scenarios:
             for scenario in sorted(SCENARIOS.glob("*.yaml")):
                 command = ["simulate", "--scenario", str(scenario)]
