@@ -79,10 +79,8 @@ int64_t TokenLayout::ChunkTokens(int rank) const {
     return std::clamp<int64_t>(tokens_ - s * stripe_, 0, stripe_);
   };
   switch (kind_) {
-    case LayoutKind::kStriped: {
-      const int64_t whole_rounds = tokens_ / (stripe_ * ranks_);  // every rank has this many whole stripes
-      return whole_rounds * stripe_ + stripe_tokens(whole_rounds * ranks_ + rank);
-    }
+    case LayoutKind::kStriped:
+      return whole_rounds_ * stripe_ + stripe_tokens(whole_rounds_ * ranks_ + rank);
     case LayoutKind::kZigzag:
       return stripe_tokens(rank) + stripe_tokens(2 * int64_t{ranks_} - 1 - rank);
     case LayoutKind::kContiguous:
@@ -93,6 +91,18 @@ int64_t TokenLayout::ChunkTokens(int rank) const {
 
 // Stripes are short from some stripe on: that is late for rank 0's first, and for the last rank's second of a
 // zigzag.
+// A run ends where the prompt does: behind its whole stripes, or behind the one that is not.
+int TokenLayout::AlikeUntil(int rank) const {
+  const int64_t whole = tokens_ / stripe_ - (kind_ == LayoutKind::kStriped ? whole_rounds_ * ranks_ : 0);
+  int64_t until = ranks_;
+  const auto end_at = [&](int64_t end) { until = end > rank ? std::min(until, end) : until; };
+  for (const int64_t stripe : {whole, whole + 1}) {
+    end_at(stripe);
+    if (kind_ == LayoutKind::kZigzag) end_at(2 * int64_t{ranks_} - stripe);
+  }
+  return static_cast<int>(until);
+}
+
 int64_t TokenLayout::LargestChunkTokens() const {
   return std::max(ChunkTokens(0), kind_ == LayoutKind::kZigzag ? ChunkTokens(ranks_ - 1) : 0);
 }

@@ -43,6 +43,9 @@ class TokenLayout {
   int64_t TokenAt(int rank, int64_t slot) const { return Positions(rank).At(slot); }
   int64_t ChunkTokens(int rank) const;  // may be 0; Σ over ranks = tokens
   int64_t LargestChunkTokens() const;
+  // The ranks from `rank` up to this one, it not included, have ChunkTokens(rank), too. A layout has at most
+  // five such runs.
+  int AlikeUntil(int rank) const;
   SlotPositions Positions(int rank) const;
 
   // One rank's part, by slot, of what there is for each token: [ChunkTokens(rank)] of [tokens()].
@@ -71,11 +74,16 @@ class TokenLayout {
 
  private:
   TokenLayout(LayoutKind kind, int ranks, int64_t tokens, int64_t stripe)
-      : kind_(kind), ranks_(ranks), tokens_(tokens), stripe_(stripe) {}
+      : kind_(kind),
+        ranks_(ranks),
+        tokens_(tokens),
+        stripe_(stripe),
+        whole_rounds_(tokens / (stripe * ranks)) {}
   LayoutKind kind_;
   int ranks_;
   int64_t tokens_;
   int64_t stripe_;
+  int64_t whole_rounds_;  // striped: every rank has this many whole stripes
 };
 
 }  // namespace meshfill

@@ -83,12 +83,29 @@ class WholeRings {
   std::vector<int64_t> kv_group_tokens_;  // [g]: tokens of mesh ranks g, g + a, g + 2a …
 };
 
-int64_t RankAllToAllBytes(const ModelShape& slice, const PlanShape& shape, int rank) {
-  if (shape.heads == 1) return 0;
-  return AllToAllBytes(slice, shape.heads, shape.layout.ChunkTokens(rank),
-                       shape.kv_layout().ChunkTokens(rank),
-                       shape.layout.Groups(shape.heads).ChunkTokens(rank / shape.heads));
-}
+// The all-to-alls of the ranks of a shape.
+class AllToAlls {
+ public:
+  AllToAlls(const ModelShape& slice, const PlanShape& shape)
+      : slice_(slice),
+        heads_(shape.heads),
+        layout_(shape.layout),
+        kv_layout_(shape.kv_layout()),
+        groups_(shape.layout.Groups(shape.heads)) {}
+
+  int64_t Bytes(int rank) const {
+    if (heads_ == 1) return 0;
+    return AllToAllBytes(slice_, heads_, layout_.ChunkTokens(rank), kv_layout_.ChunkTokens(rank),
+                         groups_.ChunkTokens(rank / heads_));
+  }
+
+ private:
+  const ModelShape& slice_;
+  const int heads_;
+  const TokenLayout layout_;
+  const TokenLayout kv_layout_;
+  const TokenLayout groups_;
+};
 
 CommBytes Times(int layers, CommBytes bytes) {
   for (Traffic traffic : kPrefillTraffics) bytes[traffic] *= layers;
@@ -103,7 +120,7 @@ CommBytes LayerCommBytes(const ModelShape& model, const PlanShape& shape, int64_
   const int mesh_rank = rank / shape.heads;
   CommBytes bytes = RingBytes(slice, reach, shape.partial_dtype, mesh_rank,
                               ReturningTokens(reach, mesh_rank / shape.tile.a));
-  bytes[Traffic::kAllToAll] = RankAllToAllBytes(slice, shape, rank);
+  bytes[Traffic::kAllToAll] = AllToAlls(slice, shape).Bytes(rank);
   return bytes;
 }
 
@@ -137,10 +154,11 @@ CommBytes PrefillCommBytes(const ModelShape& model, const PlanShape& shape) {
       });
     }
   });
+  const AllToAlls all_to_alls(slice, shape);
   CommBytes largest;
   for (int rank = 0; rank < shape.ranks(); ++rank) {
     CommBytes bytes = rings[rank / shape.heads];
-    bytes[Traffic::kAllToAll] = model.layers * RankAllToAllBytes(slice, shape, rank);
+    bytes[Traffic::kAllToAll] = model.layers * all_to_alls.Bytes(rank);
     if (bytes.total() > largest.total()) largest = bytes;
   }
   return largest;

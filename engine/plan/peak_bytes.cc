@@ -156,12 +156,11 @@ int64_t PrefixPeakBytes(const ModelShape& model, const PlanShape& shape) {
 // Bytes of the slices that pass through projections and MLP, over all ranks.
 int64_t SlicesBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape) {
   const SliceWidths widths = SliceWidthsOf(model);
-  int64_t bytes = 0, of_rank = 0, tokens_of_rank = -1;
-  for (int rank = 0; rank < shape.ranks(); ++rank) {
-    const int64_t tokens = SliceTokens(shape, rank, most_slice_tokens);
-    if (tokens != tokens_of_rank) of_rank = SliceBytes(widths, tokens, model.dtype);
-    tokens_of_rank = tokens;
-    bytes += of_rank;
+  int64_t bytes = 0;
+  for (int rank = 0; rank < shape.ranks();) {
+    const int until = shape.layout.AlikeUntil(rank);
+    bytes += (until - rank) * SliceBytes(widths, SliceTokens(shape, rank, most_slice_tokens), model.dtype);
+    rank = until;
   }
   return bytes;
 }

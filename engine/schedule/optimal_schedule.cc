@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,13 @@ namespace {
 
 // Which receive an order takes where both lead to least time.
 enum class Preference { kKv, kQ, kUnlocked };
+
+// An order, filled with blocks, and which choices between two receives it has made.
+struct Order {
+  Schedule schedule;
+  bool chose_q = false;
+  bool chose_kv = false;
+};
 
 // What has arrived on a rank, its own chunks included.
 struct Node {
@@ -30,22 +38,34 @@ class ReceiveLattice {
     exposed_ = std::max(Least({}), ShortfallOfAll());
   }
 
-  Schedule Walk(Preference preference) const {
+  Order Walk(Preference preference) const {
+    Order order;
     RowFirstBuilder builder({.a = a_, .b = b_}, costs_);
     while (builder.q_chunks() < a_ || builder.kv_chunks() < b_ || builder.o_sent() < a_ - 1) {
-      builder.Append(Next(builder, preference));
+      const Node here = {builder.q_chunks(), builder.kv_chunks()};
+      std::optional<Traffic> next = OnlyNext(builder, here);
+      if (!next.has_value()) {
+        next = Preferred(here, preference);
+        (*next == Traffic::kQ ? order.chose_q : order.chose_kv) = true;
+      }
+      builder.Append(*next);
     }
-    return std::move(builder).Finish();
+    order.schedule = std::move(builder).Finish();
+    return order;
   }
 
  private:
-  Traffic Next(const RowFirstBuilder& builder, Preference preference) const {
-    const Node here = {builder.q_chunks(), builder.kv_chunks()};
+  // nullopt: both receives lead to least time.
+  std::optional<Traffic> OnlyNext(const RowFirstBuilder& builder, Node here) const {
     if (MaySendNow(builder, here)) return Traffic::kO;
     if (here.q == a_) return Traffic::kKv;
     if (here.kv == b_) return Traffic::kQ;
     if (!StaysLeast(here, Traffic::kQ)) return Traffic::kKv;
     if (!StaysLeast(here, Traffic::kKv)) return Traffic::kQ;
+    return std::nullopt;
+  }
+
+  Traffic Preferred(Node here, Preference preference) const {
     switch (preference) {
       case Preference::kKv:
         return Traffic::kKv;
@@ -127,15 +147,20 @@ class ReceiveLattice {
 
 Schedule OptimalSchedule(Tile tile, OverlapCosts costs) {
   const ReceiveLattice lattice(tile, costs);
-  Schedule best = lattice.Walk(Preference::kUnlocked);
+  Order first = lattice.Walk(Preference::kUnlocked);
+  Schedule best = std::move(first.schedule);
+  if (!first.chose_q && !first.chose_kv) return best;
   int64_t least_peak = PeakChunkCost(best, costs);
-  for (Preference preference : {Preference::kKv, Preference::kQ}) {
-    Schedule schedule = lattice.Walk(preference);
+  const auto improve = [&](Preference preference) {
+    Schedule schedule = lattice.Walk(preference).schedule;
     const int64_t peak = PeakChunkCost(schedule, costs);
-    if (peak >= least_peak) continue;
+    if (peak >= least_peak) return;
     least_peak = peak;
     best = std::move(schedule);
-  }
+  };
+  // An order that has always chosen as another prefers is that one.
+  if (first.chose_q) improve(Preference::kKv);
+  if (first.chose_kv) improve(Preference::kQ);
   return best;
 }
 

@@ -1,5 +1,6 @@
 #include "engine/schedule/row_first_builder.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/schedule/schedule_cost.h"
@@ -39,9 +40,11 @@ void RowFirstBuilder::AppendStep(std::optional<Traffic> comm, int64_t max_blocks
 }
 
 void RowFirstBuilder::TakeRow(int row, int64_t max_blocks, Step& step) {
-  while (static_cast<int64_t>(step.blocks.size()) < max_blocks && computed_[row] < kv_chunks_) {
-    step.blocks.push_back({.u = row, .v = computed_[row]++});
-  }
+  const auto taken = static_cast<int64_t>(step.blocks.size());
+  const int end = static_cast<int>(std::min<int64_t>(kv_chunks_, computed_[row] + max_blocks - taken));
+  if (end <= computed_[row]) return;
+  if (taken == 0) step.blocks.reserve(end - computed_[row]);  // further rows: as a vector grows
+  while (computed_[row] < end) step.blocks.push_back({.u = row, .v = computed_[row]++});
 }
 
 }  // namespace meshfill

@@ -67,6 +67,27 @@ TEST(TokenLayout, DealsRandomPrompts) {
   }
 }
 
+TEST(TokenLayout, RunsOfRanksHaveAsManyTokens) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 3000; ++i) {
+    const auto layout =
+        TokenLayout::Make(kKinds[i % 3], Draw(random, 1, 40), Draw<int64_t>(random, 1, i % 2 ? 90 : 4000),
+                          Draw<int64_t>(random, 1, 130));
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ", " << layout->DebugString());
+    int runs = 0;
+    for (int first = 0; first < layout->ranks(); ++runs) {
+      const int until = layout->AlikeUntil(first);
+      ASSERT_GT(until, first);
+      ASSERT_LE(until, layout->ranks());
+      for (; first < until; ++first)
+        ASSERT_EQ(layout->ChunkTokens(first), layout->ChunkTokens(until - 1)) << first;
+    }
+    EXPECT_LE(runs, 5);
+  }
+}
+
 TEST(TokenLayout, StripesOfOneTokenArePaperStriping) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 16, 1);
   ASSERT_TRUE(layout.ok());
