@@ -5,7 +5,10 @@ find_package(GTest REQUIRED)
 file(GENERATE OUTPUT ${PROJECT_BINARY_DIR}/precompiled.cc CONTENT "")
 add_library(meshfill_precompiled OBJECT ${PROJECT_BINARY_DIR}/precompiled.cc)
 target_link_libraries(meshfill_precompiled PRIVATE meshfill_proto GTest::gmock)
-target_precompile_headers(meshfill_precompiled PRIVATE
+if(MESHFILL_SANITIZE MATCHES thread)
+  set(first_header ${PROJECT_SOURCE_DIR}/proto/as_libraries.h)
+endif()
+target_precompile_headers(meshfill_precompiled PRIVATE ${first_header}
   <absl/status/statusor.h> <absl/strings/str_cat.h> <absl/strings/str_format.h> <absl/strings/str_join.h>
   <absl/strings/str_split.h> <absl/time/time.h>
   <algorithm> <filesystem> <fstream> <functional> <random> <sstream> <thread>
