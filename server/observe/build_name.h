@@ -5,6 +5,7 @@
 namespace meshfill {
 
 inline constexpr char kBuildName[] = "meshfill " MESHFILL_VERSION;  // CMakeLists.txt defines the version
+extern const char kBuildCommit[];  // the 12 first digits of Git's hash; "unknown": built without Git
 
 }  // namespace meshfill
 

@@ -17,6 +17,7 @@
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
+#include "server/observe/build_name.h"
 #include "server/observe/process_metrics.h"
 
 namespace meshfill {
@@ -373,7 +374,7 @@ Metrics::Metrics() : families_(std::make_unique<Families>()) {
                  "Time in which a prefill computed; others: whether others waited or stood still then.");
   f.computing = {&computing.Add({{"others", "no"}}), &computing.Add({{"others", "yes"}})};
   AddGauge(f.registry, "meshfill_build_info", "1, with the build as labels.")
-      .Add({{"version", MESHFILL_VERSION}})
+      .Add({{"version", MESHFILL_VERSION}, {"commit", kBuildCommit}})
       .Set(1);
   for (int code = 0; code < kStatusCodes; ++code) {
     f.requests.Add({{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});

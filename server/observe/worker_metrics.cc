@@ -6,6 +6,7 @@
 #include "prometheus/gauge.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
+#include "server/observe/build_name.h"
 #include "server/observe/process_metrics.h"
 
 namespace meshfill {
@@ -39,7 +40,7 @@ class WorkerMetrics::Families {
 
 WorkerMetrics::WorkerMetrics() : families_(std::make_unique<Families>()) {
   AddGauge(families_->registry, "meshfill_build_info", "1, with the build as labels.",
-           {{"version", MESHFILL_VERSION}})
+           {{"version", MESHFILL_VERSION}, {"commit", kBuildCommit}})
       .Set(1);
 }
 WorkerMetrics::~WorkerMetrics() = default;

@@ -366,6 +366,8 @@ class CliTest(CliTestCase):
             self.assertIn(command, self.succeed("--help"))
             self.assertIn("--help", self.succeed(command, "--help"))
             self.assertEqual(self.succeed("help", command), self.succeed(command, "--help"))
+        for command in (("status",), ("cancel",), ("bench", "serve")):
+            self.assertIn("=127.0.0.1:50051", self.succeed(*command, "--help"))
         self.assertEqual(self.succeed("help"), self.succeed("--help"))
         for bench in ("attention", "layer", "prefill"):
             self.assertIn("--json", self.succeed("bench", bench, "--help"))

@@ -79,7 +79,7 @@ class BenchServeCommand : public Command {
   explicit BenchServeCommand(CLI::App& parent)
       : Command(parent.add_subcommand("serve", "A running server under the load of many clients")) {
     server_.address = kDefaultListen;
-    AddServerOption(*app_, server_, "The server")->capture_default_str();
+    AddServerOption(*app_, server_, "The server")->default_str(server_.address);
     AddConnectionOptions(*app_, server_);
     AddParsedOption(*app_, "--scenario", scenario_, ParseScenario, "mix|flight|overload",
                     "Lengths mixed; many at once against one after the other; more than it can do")

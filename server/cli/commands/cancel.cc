@@ -21,7 +21,7 @@ class CancelCommand : public Command {
             "cancel", "End a prefill on a server, whether it computes, stands still, waits or uploads")) {
     app_->add_option("ID", id_, "Its request id, as `meshfill status` shows it")->required();
     server_.address = kDefaultListen;
-    AddServerOption(*app_, server_, "The server")->capture_default_str();
+    AddServerOption(*app_, server_, "The server")->default_str(server_.address);
     AddConnectionOptions(*app_, server_);
   }
 

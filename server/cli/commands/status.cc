@@ -22,7 +22,7 @@ class StatusCommand : public Command {
       : Command(parent.add_subcommand("status", "Show what runs on a server, what waits, and who is there")) {
     AddJsonFlag(*app_, json_);
     server_.address = kDefaultListen;
-    AddServerOption(*app_, server_, "The server")->capture_default_str();
+    AddServerOption(*app_, server_, "The server")->default_str(server_.address);
     AddConnectionOptions(*app_, server_);
   }
 

@@ -1,12 +1,15 @@
 #include "server/observe/metrics.h"
 
 #include <map>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "server/observe/build_name.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
@@ -117,7 +120,8 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_straggler_spread_seconds", 3},
       {"meshfill_ranks{state=\"ready\"}", 4},
       {"meshfill_ranks{state=\"loading\"}", 0},
-      {"meshfill_build_info{version=\"" MESHFILL_VERSION "\"}", 1},
+      {absl::StrCat("meshfill_build_info{commit=\"", kBuildCommit, "\",version=\"" MESHFILL_VERSION "\"}"),
+       1},
   };
   for (const auto& [name, value] : expected) {
     ASSERT_TRUE(samples.contains(name)) << name << " is missing in\n" << text;
@@ -125,6 +129,10 @@ TEST(MetricsTest, TellsAPrefill) {
   }
   EXPECT_GT(samples.at("meshfill_peak_memory_bytes"), 1 << 20);
   EXPECT_GT(samples.at("process_resident_memory_bytes"), 1 << 20);
+}
+
+TEST(MetricsTest, TheBuildKnowsItsCommit) {
+  EXPECT_TRUE(std::regex_match(kBuildCommit, std::regex("[0-9a-f]{7,40}|unknown"))) << kBuildCommit;
 }
 
 TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
