@@ -15,15 +15,15 @@ namespace meshfill {
 
 // Make it before any other thread: threads inherit that the signals are blocked, so that they stay pending
 // for Wait. SIGHUP, SIGUSR1 and SIGUSR2 end nothing: neither a closed terminal nor `systemctl reload` nor
-// somebody's script that asks other servers to open their logs anew costs a prefill.
+// somebody's script that asks other servers to open their logs anew costs a prefill. They stay blocked to the
+// process' end: one that comes while it leaves does not change its exit status.
 class ShutdownSignals {
  public:
   ShutdownSignals() {
     sigemptyset(&signals_);
     for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2}) sigaddset(&signals_, signal);
-    pthread_sigmask(SIG_BLOCK, &signals_, &old_mask_);
+    pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
   }
-  ~ShutdownSignals() { pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr); }
   ShutdownSignals(const ShutdownSignals&) = delete;
   ShutdownSignals& operator=(const ShutdownSignals&) = delete;
 
@@ -36,7 +36,8 @@ class ShutdownSignals {
       const int signal = sigtimedwait(&signals_, nullptr, &time);
       if (signal == SIGTERM || signal == SIGINT) return true;
       if (signal > 0) {
-        Log(absl::StrCat("SIG", sigabbrev_np(signal), " changes nothing: the configuration is read at start, ",
+        Log(absl::StrCat("SIG", sigabbrev_np(signal),
+                         " changes nothing: the configuration is read at start, ",
                          "certificates and tokens as they change"));
       }
       if (left == absl::ZeroDuration()) return false;
@@ -45,7 +46,6 @@ class ShutdownSignals {
 
  private:
   sigset_t signals_;
-  sigset_t old_mask_;
 };
 
 }  // namespace meshfill

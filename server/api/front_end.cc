@@ -36,8 +36,8 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kAnswerGrace = absl::Seconds(1);       // time for clients to take what has ended
-constexpr absl::Duration kCloseGrace = absl::Milliseconds(50);  // time for clients to hang up
+constexpr absl::Duration kAnswerGrace = absl::Milliseconds(50);  // time for clients to take what has ended
+constexpr absl::Duration kCloseGrace = absl::Milliseconds(50);   // time for clients to hang up
 
 PrefillQueue::Limits QueueLimits(const v1::Config& config) {
   const v1::QueueSection& queue = config.queue();

@@ -58,7 +58,8 @@ absl::StatusOr<std::unique_ptr<HeldKvLease>> KvService::Admit(const std::shared_
 }
 
 bool KvService::HasRoom(const KvPrompt& prompt, const Plan& plan, const std::string& tenant) const {
-  return CheckTenantsShare(tenant, prompt.bytes()).ok() && leases_.RoomIn(prompt, plan) == absl::ZeroDuration();
+  return CheckTenantsShare(tenant, prompt.bytes()).ok() &&
+         leases_.RoomIn(prompt, plan) == absl::ZeroDuration();
 }
 
 absl::StatusOr<v1::KvLease> KvService::Renew(const v1::RenewKvRequest& request, const std::string& tenant) {

@@ -125,9 +125,10 @@ bool LiveStreams::WaitUntilNone(absl::Time deadline) {
   return streams_.empty();
 }
 
-absl::Time LiveStreams::EarliestDeadline() const {
+absl::Time LiveStreams::NextLook() const {
   absl::Time earliest = absl::InfiniteFuture();
   for (const auto& [key, entry] : streams_) {
+    if (draining_ && !entry.knows_of_drain) return absl::InfinitePast();
     earliest = std::min({earliest, entry.overdue_at, entry.read_by});
   }
   return earliest;
@@ -135,13 +136,14 @@ absl::Time LiveStreams::EarliestDeadline() const {
 
 void LiveStreams::Watch() {
   while (true) {
-    std::vector<std::shared_ptr<Stream>> overdue, unread;
+    std::vector<std::shared_ptr<Stream>> drained, overdue, unread;
     {
       MutexLock lock(mu_);
-      if (!stopping_) changed_.WaitUntil(mu_, EarliestDeadline());
+      if (!stopping_) changed_.WaitUntil(mu_, NextLook());
       if (stopping_) return;
       const absl::Time now = MonotonicNow();
       for (auto& [key, entry] : streams_) {
+        if (draining_ && !std::exchange(entry.knows_of_drain, true)) drained.push_back(entry.stream);
         if (entry.overdue_at <= now) {
           entry.overdue_at = absl::InfiniteFuture();
           overdue.push_back(entry.stream);
@@ -153,6 +155,7 @@ void LiveStreams::Watch() {
         }
       }
     }
+    for (const auto& stream : drained) stream->OnDrain();
     for (const auto& stream : overdue) stream->OnUploadOverdue();
     for (const auto& stream : unread) stream->OnResultUnread();
   }

@@ -27,6 +27,8 @@ class LiveStreams {
     // No message came for the upload timeout, or the upload is behind the slowest pace. May be called once
     // more after UploadDone or a late message.
     virtual void OnUploadOverdue() = 0;
+    // The server drains. It waits for no stream that has not even sent its header.
+    virtual void OnDrain() = 0;
     // The server stops, and waits for no upload.
     virtual void OnUploadStopped() = 0;
     // Its result was not read in time, or others need the memory.
@@ -53,7 +55,8 @@ class LiveStreams {
   void Ended(Stream* stream, int64_t unread_bytes);       // its answer waits to be read
   void Remove(Stream* stream);
 
-  // From now on a client has to read its answer within a few seconds.
+  // From now on a client has to read its answer within a few seconds. Each stream is told, also one that is
+  // added later.
   void StartDrain();
 
   // Ends what is still uploading.
@@ -72,11 +75,12 @@ class LiveStreams {
     absl::Time overdue_at;                        // its upload
     absl::Time read_by = absl::InfiniteFuture();  // its answer
     int64_t unread_bytes = 0;
+    bool knows_of_drain = false;
   };
 
   void Watch();
   std::vector<std::shared_ptr<Stream>> Streams();  // to call without the lock
-  absl::Time EarliestDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Time NextLook() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Lets the results that have waited longest be dropped, until the others fit the bound.
   void BoundUnread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

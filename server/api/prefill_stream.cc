@@ -319,6 +319,11 @@ void PrefillStream::OnUploadOverdue() {
                           " tokens/s (limits.upload_tokens_per_second)", progress)));
 }
 
+void PrefillStream::OnDrain() {
+  const MutexLock lock(mu_);
+  if (phase_ == Phase::kHeader) End(absl::UnavailableError("the server is draining; try another one"));
+}
+
 void PrefillStream::OnUploadStopped() {
   const MutexLock lock(mu_);
   if (phase_ != Phase::kHeader && phase_ != Phase::kTokens) return;

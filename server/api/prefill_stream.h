@@ -75,6 +75,7 @@ class PrefillStream final : public PrefillReactor,
   void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override;
   void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override;
   void OnUploadOverdue() override;
+  void OnDrain() override;
   void OnUploadStopped() override;
   void OnResultUnread() override;
   bool CancelRequest(const std::string& request_id, const std::string* tenant) override;

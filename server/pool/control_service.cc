@@ -23,7 +23,7 @@ constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; s
 constexpr int kMaxConnections = 4096;       // a worker has one
 constexpr size_t kMaxChannelBytes = size_t{1} << 30;  // memory of messages that are not complete yet
 constexpr int kMaxMetadataBytes = 16 << 10;
-constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
+constexpr auto kShutdownGrace = std::chrono::milliseconds(50);
 
 using Reactor = grpc::ServerBidiReactor<v1::WorkerMessage, v1::LeaderMessage>;
 

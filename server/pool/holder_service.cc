@@ -22,7 +22,7 @@
 namespace meshfill {
 namespace {
 
-constexpr auto kShutdownGrace = std::chrono::milliseconds(200);
+constexpr auto kShutdownGrace = std::chrono::milliseconds(50);
 
 // The numeric address of `listen`, which others can connect to.
 absl::StatusOr<HostPort> ResolveReachable(const std::string& listen) {

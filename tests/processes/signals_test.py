@@ -18,12 +18,16 @@ import urllib.request
 
 from cli_harness import TIMEOUT_SECONDS, Server, run
 from pool_harness import SILENCE_SECONDS, PoolTestCase
+from raw_http2 import DATA, END_STREAM, PREFILL, Connection, frame, header_message, message, tokens_message
 
+HEALTH = "/grpc.health.v1.Health/Watch"
 SIGNALS = int(os.environ.get("MESHFILL_SIGNALS", "40"))
 CLIENTS = 3
 LENGTHS = (40, 700, 4_000, 12_000)
 HARMLESS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AT_ONCE_SECONDS = 5 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
+STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))  # on an idle machine
+ATTEMPTS = 5  # of a stop that another process on this machine may have held up
 
 
 class Clients:
@@ -127,6 +131,75 @@ class SignalsTest(PoolTestCase):
             self.assertNotRegex(log, r"code=(?!OK|UNAVAILABLE)", "each ended well, or was refused")
         print(f"{sent} signals to {lives} servers: {answered} answers, {refused} refused while they drained", file=sys.stderr)
         self.assertGreater(answered, 0)
+
+    def assert_stops(self, start, status, signals=1):
+        """`start` gives a process in some state; it is gone soon after the last of its SIGTERMs."""
+        least = float("inf")
+        for _ in range(ATTEMPTS):
+            process = start()
+            for _ in range(signals):
+                time.sleep(0.1)
+                begin = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.wait(TIMEOUT_SECONDS), status)
+            least = min(least, time.monotonic() - begin)
+            self.doCleanups()
+            if least <= STOP_SECONDS:
+                return
+        self.fail(f"at best {least:.2f} s")
+
+    def test_stops_at_once(self):
+        def serving():
+            server = Server("--config", self.config, "--set", "metrics_listen=127.0.0.1:0")
+            self.addCleanup(server.stop)
+            return server
+
+        def with_stream(*messages, flags=0, window=65535, path=PREFILL):
+            server = serving()
+            connection = Connection(server.address, window)
+            self.addCleanup(connection.close)
+            stream = connection.open_stream(path)
+            if messages:
+                connection.send(frame(DATA, flags, stream, b"".join(messages)))
+            return server.process
+
+        def with_connection():
+            server = serving()
+            self.addCleanup(Connection(server.address).close)
+            return server.process
+
+        def computing():
+            server = serving()
+            self.address = server.address
+            client = self.prefill_later(self.long_prompt, "--format", "bytes")
+            self.addCleanup(client.communicate)
+            time.sleep(0.3)
+            return server.process
+
+        def leader():
+            self.start_leader()
+            self.workers("a", "b")
+            return self.leader.process
+
+        def worker():
+            self.start_leader()
+            return self.workers("a")[0].process
+
+        whole = (header_message(3), tokens_message([1, 2, 3]))
+        for name, start, status, signals in (
+            ("idle", lambda: serving().process, 0, 1),
+            ("a connection", with_connection, 0, 1),
+            ("a stream without a header", with_stream, 0, 1),
+            ("half a header", lambda: with_stream(header_message(3)[:6]), 0, 1),
+            ("somebody watches its health", lambda: with_stream(message(b""), flags=END_STREAM, path=HEALTH), 0, 1),
+            ("an upload", lambda: with_stream(header_message(3)), 1, 2),
+            ("a result that is not read", lambda: with_stream(*whole, flags=END_STREAM, window=0), 1, 2),
+            ("a prefill that runs", computing, 1, 2),
+            ("a leader with workers", leader, 0, 1),
+            ("a worker", worker, 0, 1),
+        ):
+            with self.subTest(name):
+                self.assert_stops(start, status, signals)
 
     def test_a_pool(self):
         names = ("a", "b", "c")

@@ -862,6 +862,18 @@ TEST_F(FrontEndTest, DrainFinishesTheAcceptedAndRefusesTheNew) {
   EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
 }
 
+// A stream without a header is no accepted request. Those that are open, and one that raced with the drain.
+TEST_F(FrontEndTest, DrainWaitsForNoStreamWithoutAHeader) {
+  StartServer();  // limits.upload_timeout is 30 s
+  Call silent(*stub_), uploading(*stub_);
+  uploading.Send(Header(3)).Send({1});
+  ASSERT_TRUE(Eventually([&] { return GetPool().requests_size() == 1; }));
+  front_end_->StartDrain();
+  EXPECT_EQ(silent.Finish().status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(uploading.Send({2, 3}).HalfClose().Finish().status.ok()) << "its header had been accepted";
+  EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
+}
+
 TEST_F(FrontEndTest, StopEndsWhatIsLeft) {
   StartServer();
   engine_->Hold();

@@ -1,0 +1,177 @@
+// The watch over streams by itself: who is told what, and when.
+#include "server/api/live_streams.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
+
+namespace meshfill {
+namespace {
+
+constexpr absl::Duration kSoon = absl::Milliseconds(30);
+constexpr absl::Duration kPatience = absl::Seconds(20);
+
+// Remembers what it was told.
+class Heard : public LiveStreams::Stream {
+ public:
+  void OnUploadOverdue() override { Tell("overdue"); }
+  void OnDrain() override { Tell("drain"); }
+  void OnUploadStopped() override { Tell("stopped"); }
+  void OnResultUnread() override { Tell("unread"); }
+  bool CancelRequest(const std::string& request_id, const std::string* tenant) override {
+    const bool mine = request_id == "mine" && (tenant == nullptr || *tenant == "t");
+    if (mine) Tell("cancelled");
+    return mine;
+  }
+
+  std::vector<std::string> words() const {
+    const MutexLock lock(mu_);
+    return words_;
+  }
+  // False where it does not come to be so.
+  bool Comes(const std::vector<std::string>& expected) const {
+    MutexLock lock(mu_);
+    const absl::Time deadline = MonotonicNow() + kPatience;
+    while (words_ != expected && MonotonicNow() < deadline) changed_.WaitUntil(mu_, deadline);
+    return words_ == expected;
+  }
+
+ private:
+  void Tell(const std::string& word) {
+    const MutexLock lock(mu_);
+    words_.push_back(word);
+    changed_.NotifyAll();
+  }
+
+  mutable Mutex mu_;
+  mutable CondVar changed_;
+  std::vector<std::string> words_ ABSL_GUARDED_BY(mu_);
+};
+
+using Words = std::vector<std::string>;
+
+std::shared_ptr<Heard> Add(LiveStreams& live) {
+  auto stream = std::make_shared<Heard>();
+  live.Add(stream);
+  return stream;
+}
+
+LiveStreams::Limits Patient() { return {.upload_timeout = absl::Hours(1), .result_timeout = absl::Hours(1)}; }
+
+TEST(LiveStreamsTest, AnUploadThatStandsStillIsToldOnce) {
+  LiveStreams::Limits limits = Patient();
+  limits.upload_timeout = kSoon;
+  LiveStreams live(limits);
+  const auto still = Add(live), complete = Add(live);
+  live.UploadDone(complete.get());
+  EXPECT_TRUE(still->Comes({"overdue"}));
+  absl::SleepFor(3 * kSoon);  // nothing can be waited for: nothing more may come
+  EXPECT_EQ(still->words(), Words{"overdue"});
+  EXPECT_EQ(complete->words(), Words());
+  live.Remove(still.get());
+  live.Remove(complete.get());
+}
+
+TEST(LiveStreamsTest, AMessageStartsTheClockAgainAsFarAsItsTokensPay) {
+  LiveStreams::Limits limits = Patient();
+  limits.upload_timeout = absl::Milliseconds(200);
+  limits.upload_tokens_per_second = 1000;
+  LiveStreams live(limits);
+  const absl::Time begin = MonotonicNow();
+  const auto slow = Add(live), paid = Add(live);
+  live.OnMessage(paid.get(), int64_t{1} << 40);
+  while (slow->words().empty()) {  // talks all the time, of no token
+    ASSERT_LT(MonotonicNow() - begin, kPatience);
+    live.OnMessage(slow.get(), 0);
+    live.OnMessage(paid.get(), int64_t{1} << 40);
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_GE(MonotonicNow() - begin, limits.upload_timeout);
+  EXPECT_EQ(slow->words(), Words{"overdue"});
+  EXPECT_EQ(paid->words(), Words());
+  live.Remove(slow.get());
+  live.Remove(paid.get());
+}
+
+TEST(LiveStreamsTest, ADrainIsToldOnceToEachAlsoToThoseThatComeLater) {
+  LiveStreams live(Patient());
+  const auto early = Add(live);
+  live.StartDrain();
+  EXPECT_TRUE(early->Comes({"drain"}));
+  const auto late = Add(live);
+  EXPECT_TRUE(late->Comes({"drain"}));
+  live.StartDrain();
+  const auto last = Add(live);
+  EXPECT_TRUE(last->Comes({"drain"}));
+  EXPECT_EQ(early->words(), Words{"drain"});
+  for (const auto& stream : {early, late, last}) live.Remove(stream.get());
+  EXPECT_TRUE(live.WaitUntilNone(MonotonicNow()));
+}
+
+TEST(LiveStreamsTest, AnAnswerThatIsNotReadIsDroppedInTime) {
+  LiveStreams::Limits limits = Patient();
+  limits.result_timeout = kSoon;
+  LiveStreams live(limits);
+  const auto unread = Add(live), running = Add(live);
+  live.UploadDone(running.get());
+  live.Ended(unread.get(), 10);
+  EXPECT_TRUE(unread->Comes({"unread"}));
+  EXPECT_EQ(running->words(), Words());
+  EXPECT_FALSE(live.WaitUntilNone(MonotonicNow() + absl::Milliseconds(1)));
+  live.Remove(unread.get());
+  live.Remove(running.get());
+  EXPECT_TRUE(live.WaitUntilNone(MonotonicNow()));
+}
+
+TEST(LiveStreamsTest, TheOldestAnswersMakeRoomForTheNewest) {
+  LiveStreams::Limits limits = Patient();
+  limits.unread_bytes = 100;
+  LiveStreams live(limits);
+  const auto first = Add(live), refused = Add(live), second = Add(live), third = Add(live);
+  live.Ended(first.get(), 60);
+  live.Ended(refused.get(), 0);  // holds nothing, so there is nothing to win
+  live.Ended(second.get(), 40);
+  EXPECT_EQ(first->words(), Words());
+  live.Ended(third.get(), 1);
+  EXPECT_TRUE(first->Comes({"unread"}));
+  EXPECT_EQ(second->words(), Words());
+  const auto huge = Add(live);
+  live.Ended(huge.get(), 1000);  // alone above the bound: it is the newest, and stays
+  EXPECT_TRUE(second->Comes({"unread"}));
+  EXPECT_TRUE(third->Comes({"unread"}));
+  EXPECT_EQ(huge->words(), Words());
+  EXPECT_EQ(refused->words(), Words());
+  live.Remove(huge.get());
+  const auto next = Add(live), after = Add(live);  // its bytes have gone with it
+  live.Ended(next.get(), 50);
+  live.Ended(after.get(), 50);
+  EXPECT_EQ(next->words(), Words());
+  for (const auto& stream : {first, refused, second, third, next, after}) live.Remove(stream.get());
+}
+
+TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {
+  LiveStreams live(Patient());
+  const auto stream = Add(live);
+  const std::string mine = "t", other = "u";
+  EXPECT_FALSE(live.CancelRequest("other", nullptr));
+  EXPECT_FALSE(live.CancelRequest("mine", &other));
+  EXPECT_TRUE(live.CancelRequest("mine", &mine));
+  EXPECT_TRUE(live.CancelRequest("mine", nullptr));
+  live.StopUploads();
+  EXPECT_EQ(stream->words(), (Words{"cancelled", "cancelled", "stopped"}));
+  live.Remove(stream.get());
+  live.Remove(stream.get());  // gone: nothing happens
+  live.Ended(stream.get(), 5);
+  live.OnMessage(stream.get(), 5);
+  live.UploadDone(stream.get());
+  EXPECT_FALSE(live.CancelRequest("mine", nullptr));
+}
+
+}  // namespace
+}  // namespace meshfill
