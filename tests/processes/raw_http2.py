@@ -1,8 +1,9 @@
 """HTTP/2 by hand, for what no gRPC library would send: frames, and requests that are half of one."""
+import re
 import socket
 import struct
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PREFILL = "/meshfill.v1.PrefillService/Prefill"
@@ -55,6 +56,7 @@ class Connection:
     def __init__(self, address, window=65535, wrap=lambda plain: plain):
         host, port = address.rsplit(":", 1)
         self.socket = wrap(socket.create_connection((host, int(port)), timeout=10))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.next_stream = 1
         self.send(PREFACE + frame(SETTINGS, payload=struct.pack(">HI", 4, window)) + frame(SETTINGS, ACK))
 
@@ -82,6 +84,39 @@ class Connection:
             payload = self._read(int.from_bytes(head[:3], "big"))
             count -= head[3] == RST_STREAM or (head[3] == HEADERS and head[4] & END_STREAM != 0)
         return payload
+
+    def answer(self, stream):
+        """What a stream ends with: its gRPC status, "reset", or "closed" where the connection ends first; and its messages.
+        "ignored": the server has answered a PING that was sent behind it.
+
+        A status is found where the connection's HPACK table has none yet: ask once for each connection.
+        """
+        body = b""
+        try:
+            while True:
+                head = self._read(9)
+                payload = self._read(int.from_bytes(head[:3], "big"))
+                kind, flags, of = head[3], head[4], int.from_bytes(head[5:], "big") & 0x7FFFFFFF
+                if kind == GOAWAY:
+                    return "closed", body
+                if kind == PING and flags & ACK:
+                    return "ignored", body
+                if of != stream:
+                    continue
+                if kind == RST_STREAM:
+                    return "reset", body
+                if kind == DATA:
+                    body += payload
+                if kind == HEADERS and flags & END_STREAM:
+                    found = re.search(rb"grpc-status(?:\x01(\d)|\x02(\d\d))", payload)
+                    http = re.search(rb"\x07:status\x03(\d{3})", payload)
+                    if found:
+                        return int(found[1] or found[2]), body
+                    return f"http {http[1].decode()}" if http else f"trailers {payload!r}", body
+        except TimeoutError:
+            return "nothing", body
+        except OSError:
+            return "closed", body
 
     def close(self):
         self.socket.close()
