@@ -16,6 +16,7 @@
 #include "server/api/front_end.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
+#include "server/idle_memory.h"
 #include "server/observe/http_pages.h"
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
@@ -144,8 +145,10 @@ absl::Status Serve(const v1::Config& config) {
     (*front_end)->Open(std::move(pool), &leases);
   }
 
+  IdleMemory memory;
   while (!signals.Wait(kPoll)) {
     (*front_end)->Refresh();
+    memory.Look((*front_end)->WaitUntilIdle(absl::InfinitePast()), MonotonicNow());
     liveness.Beat((*front_end)->standstill());
   }
   absl::Status drained = Drain(config, **front_end, liveness, signals);

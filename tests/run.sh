@@ -30,7 +30,7 @@ echo "  signals at length         MESHFILL_SIGNALS=1000 and tests/processes/sign
 echo "  the simulation's own test tests/server/pool/planted_bugs/run.sh (builds it with each of the bugs in turn)"
 echo "  fuzzing at length         tests/fuzz/run.sh 1800 (needs clang)"
 echo "  coverage of the parsers   tests/coverage.sh"
-echo "  floods of HTTP/2          tests/processes/http2_floods.py grpcio, or the path of a meshfill on a current gRPC"
+echo "  attacks on the memory     tests/processes/hostile_memory.py build/release/server/meshfill (its floods want a current gRPC)"
 echo "  what TLS costs            tests/processes/door_cost.py build/release/server/meshfill"
 echo "  slow links                tests/processes/throttled_network.py (needs root)"
 echo "  fresh parity goldens      tests/parity/make_goldens.py (needs transformers; the committed goldens were run)"

@@ -72,6 +72,11 @@ std::optional<double> OpenDescriptors() {
 
 }  // namespace
 
+int64_t ResidentBytes() {
+  const std::vector<int64_t> fields = StatFields();
+  return fields.empty() ? 0 : fields[kResidentField] * sysconf(_SC_PAGESIZE);
+}
+
 std::vector<prometheus::MetricFamily> CollectProcessMetrics() {
   std::vector<prometheus::MetricFamily> families;
   const auto add = [&](const char* name, const char* help, prometheus::MetricType type, double value) {

@@ -160,7 +160,7 @@ def bad_headers(rng):
     yield wire("no headers", UNKNOWN, frame(HEADERS, END_HEADERS | END_STREAM, 1))
     many = request_headers() + b"".join(b"\x00" + text(f"x-{index}") + text("y" * 100) for index in range(400))
     half = request_headers() + b"".join(b"\x00" + text(f"x-{index}") + text("y" * 70) for index in range(200))
-    # gRPC 1.51 ends the stream late: it may have been answered by then. What memory that costs, http2_floods.py measures.
+    # gRPC 1.51 ends the stream late: it may have been answered by then. What memory that costs, hostile_memory.py measures.
     yield wire("21 KiB of metadata in a frame", {OK, EXHAUSTED}, frame(HEADERS, END_HEADERS, 1, half), frame(DATA, END_STREAM, 1, GOOD))
     first, *rest = [many[at : at + 16_000] for at in range(0, len(many), 16_000)]
     parts = [frame(HEADERS, 0, 1, first), *(frame(CONTINUATION, 0, 1, part) for part in rest), frame(CONTINUATION, END_HEADERS, 1)]

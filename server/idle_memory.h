@@ -1,0 +1,43 @@
+// Freed memory goes back to the system while the process is idle.
+#ifndef MESHFILL_SERVER_IDLE_MEMORY_H_
+#define MESHFILL_SERVER_IDLE_MEMORY_H_
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/time/time.h"
+#include "server/observe/process_metrics.h"
+
+namespace meshfill {
+
+// The allocator keeps what was freed for whoever asks next. After a very long prompt, or a crowd of clients
+// that meant no good, that can be gigabytes which others on the machine could use. A pool in use keeps it:
+// the next prompt wants it again, and pages that are new cost time. Not thread-safe.
+class IdleMemory {
+ public:
+  static constexpr absl::Duration kIdle = absl::Seconds(10);  // before it is given back
+  static constexpr int64_t kWorthwhile = int64_t{64} << 20;   // bytes more than after the last time
+
+  // Call now and then. True where memory was given back.
+  bool Look(bool idle, absl::Time now) {
+    if (!idle) busy_at_ = now;
+    if (now - busy_at_ < kIdle) return false;
+    busy_at_ = now;  // not again at once
+    const int64_t resident = ResidentBytes();
+    kept_ = std::min(kept_, resident);
+    if (resident - kept_ < kWorthwhile) return false;
+    malloc_trim(0);
+    kept_ = ResidentBytes();
+    return true;
+  }
+
+ private:
+  absl::Time busy_at_ = absl::InfinitePast();
+  int64_t kept_ = 0;  // resident bytes after the last time
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_IDLE_MEMORY_H_
