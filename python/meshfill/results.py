@@ -311,6 +311,7 @@ class PoolRequest:
     predicted_rest_seconds: float  # until its prefill ends
     layers_done: int
     layers: int  # 0: it has not begun
+    tenant: str = ""  # whose it is; empty: nobody's
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,7 @@ class Pool:
                     predicted_rest_seconds=request.predicted_rest_seconds,
                     layers_done=request.layers_done,
                     layers=request.layers,
+                    tenant=request.tenant,
                 )
                 for request in message.requests
             ),

@@ -277,6 +277,7 @@ class FrontEnd::Service final : public ServiceBase {
       request.set_predicted_rest_seconds(job.predicted_rest_seconds);
       request.set_layers_done(static_cast<uint32_t>(job.layers_done));
       request.set_layers(static_cast<uint32_t>(job.layers));
+      request.set_tenant(job.tenant);
     }
     return status;
   }

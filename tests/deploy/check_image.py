@@ -53,6 +53,11 @@ def needed(stages, target):
     return [name for name in stages if name in wanted]
 
 
+def ignored():
+    """The rules of the .dockerignore."""
+    return [line for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
 def in_context(path, ignore):
     """Whether the .dockerignore lets a file through: the last rule that matches it, or a folder above it, decides."""
     names = [str(path), *map(str, path.parents)]
@@ -107,8 +112,7 @@ class Image:
         self._export_context()
 
     def _export_context(self):
-        ignore = [line for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-                  if line and not line.startswith("#")]
+        ignore = ignored()
         self.context.mkdir()
         archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", self.context], input=archive, check=True)

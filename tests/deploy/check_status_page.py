@@ -20,6 +20,7 @@ WIDTHS = (320, 420, 1440)
 SHOWN_SECONDS = 20
 PAGE = "return document.documentElement.outerHTML"
 NASTY_ID = "<img src=x onerror=alert(1)>"
+NASTY_TENANT = "<b>team</b>"
 
 
 # The words that a line's end cuts in two, and numbers that it parts from their unit. Names that others chose (class id) may be
@@ -127,6 +128,7 @@ def problems(page, page_is_loaded_from, workers):
         "the picture": r'src="last_prefill.svg\?number=1"',
         "idle in the legend": r"</i>idle</span>",
         "an id as text": "&lt;img src=x onerror=alert\\(1\\)&gt;",
+        "a tenant as text": "of &lt;b&gt;team&lt;/b&gt;, 400,000 tokens",
     }
     if workers:
         expected["a worker"] = r"<td[^>]*>worker-2</td><td[^>]*>[^<]+</td><td[^>]*>running</td>"
@@ -158,7 +160,7 @@ def check_pool(browser, workers):
             if server.prefill(3000, "--tile", "2x2") != 0:
                 sys.exit("the first prefill failed")
             url = f"http://{server.pages}/"
-            clients = [server.start_prefill(400_000, "--request-id", NASTY_ID)]
+            clients = [server.start_prefill(400_000, "--request-id", NASTY_ID, "--tenant", NASTY_TENANT)]
             wait_for("a prefill", lambda: '"phase":"running"' in get(url + "status.json"))
             clients.append(server.start_prefill(500_000, "--request-id", "waits-behind-it"))  # a shorter one would run first
             browser.open(url)

@@ -134,7 +134,8 @@ class PrefillTest(ServerTest):
         pool = client.pool()
         self.assertEqual((pool.state, pool.model, pool.workers[0].first_rank), ("ready", "fake", -1))
         (request,) = pool.requests
-        self.assertEqual((request.id, request.phase, request.tokens, request.layers_done), ("long", "paused", 65536, 3))
+        self.assertEqual((request.id, request.tenant, request.phase), ("long", "team", "paused"))
+        self.assertEqual((request.tokens, request.layers_done), (65536, 3))
 
 
 class ConnectionTest(ServerTest):

@@ -402,7 +402,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         status = pb.PoolStatus(state=pb.PoolStatus.STATE_READY, model="fake", ranks=4, context_tokens=1 << 20, vocab=1000)
         status.running_request_id = next(iter(self.live), "")
         status.workers.add(name="w1", state="ready", ranks=4, first_rank=-1)
-        status.requests.add(id="long", phase="paused", tokens=65536, predicted_rest_seconds=2.5, layers_done=3, layers=4)
+        status.requests.add(id="long", phase="paused", tokens=65536, predicted_rest_seconds=2.5, layers_done=3, layers=4, tenant="team")
         return status
 
 

@@ -961,6 +961,7 @@ TEST_F(FrontEndTest, PoolSaysWhatRunsAndWaits) {
   engine_->Hold(2);
   v1::PrefillHeader header = Header(3);
   header.set_request_id("running");
+  header.set_tenant("team");
   Call running(*stub_), waiting(*stub_);
   running.Send(header).Send({1, 2, 3}).HalfClose();
   ASSERT_TRUE(engine_->WaitForBegun(1));
@@ -979,7 +980,9 @@ TEST_F(FrontEndTest, PoolSaysWhatRunsAndWaits) {
   EXPECT_EQ(pool.requests(0).layers_done(), 2u);
   EXPECT_EQ(pool.requests(0).layers(), 4u);
   EXPECT_GT(pool.requests(0).elapsed_seconds(), 0);
+  EXPECT_EQ(pool.requests(0).tenant(), "team");
   EXPECT_EQ(pool.requests(1).phase(), "waiting");
+  EXPECT_EQ(pool.requests(1).tenant(), "");
   EXPECT_EQ(pool.requests(1).tokens(), 2u);
   EXPECT_GT(pool.requests(1).predicted_rest_seconds(), 0);
   EXPECT_EQ(pool.model(), "fake-model");
