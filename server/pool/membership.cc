@@ -116,8 +116,9 @@ void Membership::Refuse(Connection connection, const std::string& name, const st
   refused.set_retry(retry);
   actions_.Add(LeaderActions::Close{connection});
   ++counters_.refusals;
+  if (refused_.contains({name, reason})) return;
   if (refused_.size() >= kMaxRememberedRefusals) refused_.clear();
-  if (!refused_.emplace(name, reason).second) return;
+  refused_.emplace(name, reason);
   actions_.Log(absl::StrCat(name.empty() ? "a stranger" : absl::StrCat("worker ", LogQuote(name)),
                             " refused: ", LogQuote(reason)),
                LogLevel::kWarning);

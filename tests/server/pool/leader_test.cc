@@ -493,6 +493,18 @@ TEST_F(LeaderTest, LogsARefusalOnceAndTakesNoWordFromStrangers) {
   EXPECT_EQ(closed_.back(), 7u) << "a connection that never joins";
 }
 
+TEST_F(LeaderTest, ACrowdThatIsRefusedAgainAndAgainIsLoggedOnce) {
+  constexpr int kCrowd = 256;
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < kCrowd; ++i) {
+      v1::Join offer = Offer(absl::StrCat("w", i));
+      offer.set_build("b2");
+      EXPECT_NE(Join(static_cast<Leader::Connection>(1 + round * kCrowd + i), offer), "");
+    }
+    EXPECT_EQ(log_.size(), static_cast<size_t>(kCrowd));
+  }
+}
+
 TEST_F(LeaderTest, StrangersHearWhyTheyGoAndAreLoggedOnce) {
   v1::WorkerMessage junk;
   junk.mutable_stopped()->set_run(1);
