@@ -89,8 +89,6 @@ int64_t TokenLayout::ChunkTokens(int rank) const {
   return 0;
 }
 
-// Stripes are short from some stripe on: that is late for rank 0's first, and for the last rank's second of a
-// zigzag.
 // A run ends where the prompt does: behind its whole stripes, or behind the one that is not.
 int TokenLayout::AlikeUntil(int rank) const {
   const int64_t whole = tokens_ / stripe_ - (kind_ == LayoutKind::kStriped ? whole_rounds_ * ranks_ : 0);
@@ -103,6 +101,8 @@ int TokenLayout::AlikeUntil(int rank) const {
   return static_cast<int>(until);
 }
 
+// Stripes are short from some stripe on: that is late for rank 0's first, and for the last rank's second of a
+// zigzag.
 int64_t TokenLayout::LargestChunkTokens() const {
   return std::max(ChunkTokens(0), kind_ == LayoutKind::kZigzag ? ChunkTokens(ranks_ - 1) : 0);
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Malformed and hostile calls by the hundred: each ends with its exact status, the next good request is served after
+"""Malformed and hostile calls by the hundred: each ends as it must, the next good request is served after
 each, and health answers fast throughout.
 
 HTTP/2 is written by hand (raw_http2.py), a connection for each call. What is broken below gRPC's own level ends with what
@@ -24,7 +24,7 @@ from raw_http2 import (ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY,
                        RST_STREAM, SETTINGS, WINDOW_UPDATE, PREFACE, Connection, frame, header_message, message, request_headers,
                        text, tokens_message, varint)
 
-OK, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, EXHAUSTED, PRECONDITION, OUT_OF_RANGE, UNIMPLEMENTED = 0, 2, 3, 4, 5, 8, 9, 11, 12
+OK, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, EXHAUSTED, OUT_OF_RANGE, UNIMPLEMENTED = 0, 2, 3, 4, 5, 8, 11, 12
 ENDED = {"closed", "reset", 14}  # what is no HTTP/2
 LEFT_OUT = {*ENDED, "ignored"}  # RFC 9113 wants an end; gRPC leaves out what does no harm
 CONTEXT = 1 << 20
@@ -48,15 +48,15 @@ def bytes_field(field, value):
     return varint(field << 3 | 2) + varint(len(value)) + value
 
 
-def prefill(fields, ids=(1, 2, 3)):
+def prefill(fields):
     """A header of raw fields, and the tokens."""
-    return message(bytes_field(1, fields)) + tokens_message(ids)
+    return message(bytes_field(1, fields)) + tokens_message([1, 2, 3])
 
 
-def call(name, ends, body, path=PREFILL, flags=END_STREAM, **headers):
+def call(name, ends, body, path=PREFILL, **headers):
     def send(connection):
         stream = connection.open_stream(path, **headers)
-        connection.send(frame(DATA, flags, stream, body))
+        connection.send(frame(DATA, END_STREAM, stream, body))
         return stream
 
     return Attack(name, ends if isinstance(ends, set) else {ends}, send)
@@ -83,7 +83,7 @@ def bad_prompts(rng):
     yield call("a header between tokens", INVALID, header_message(3) + tokens_message([1]) + GOOD)
     yield call("a header after the tokens", INVALID, GOOD + header_message(3))
     yield call("tokens after the last", INVALID, GOOD + tokens_message([4]))
-    yield call("half of a third message", {OK}, GOOD + b"\x00\x00")  # gRPC drops it: the prompt is whole
+    yield call("half of a third message", OK, GOOD + b"\x00\x00")  # gRPC drops it: the prompt is whole
     for cut in range(1, len(GOOD)):
         yield call(f"cut after {cut} of {len(GOOD)} bytes", INVALID, GOOD[:cut])
     for count in (0, 1, 2, 4, 5, CONTEXT - 1, CONTEXT, *(rng.randrange(4, CONTEXT) for _ in range(15))):

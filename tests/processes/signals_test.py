@@ -152,6 +152,7 @@ class SignalsTest(PoolTestCase):
         def serving():
             server = Server("--config", self.config, "--set", "metrics_listen=127.0.0.1:0")
             self.addCleanup(server.stop)
+            self.metrics_address = next(match[1] for line in server.lines if (match := re.search(r"metrics listening on (\S+)", line)))
             return server
 
         def with_stream(*messages, flags=0, window=65535, path=PREFILL):
@@ -161,7 +162,7 @@ class SignalsTest(PoolTestCase):
             stream = connection.open_stream(path)
             if messages:
                 connection.send(frame(DATA, flags, stream, b"".join(messages)))
-            return server.process
+            return server
 
         def with_connection():
             server = serving()
@@ -173,7 +174,17 @@ class SignalsTest(PoolTestCase):
             self.address = server.address
             client = self.prefill_later(self.long_prompt, "--format", "bytes")
             self.addCleanup(client.communicate)
-            time.sleep(0.3)
+            self.wait_until(lambda: "running" in self.phases().values())
+            return server.process
+
+        def uploading():
+            server = with_stream(header_message(3))
+            self.wait_until(self.phases)
+            return server.process
+
+        def unread():
+            server = with_stream(*whole, flags=END_STREAM, window=0)
+            self.wait_until(lambda: sum("code=OK" in line for line in list(server.lines)) == 2)  # its first was Server's own
             return server.process
 
         def leader():
@@ -189,11 +200,11 @@ class SignalsTest(PoolTestCase):
         for name, start, status, signals in (
             ("idle", lambda: serving().process, 0, 1),
             ("a connection", with_connection, 0, 1),
-            ("a stream without a header", with_stream, 0, 1),
-            ("half a header", lambda: with_stream(header_message(3)[:6]), 0, 1),
-            ("somebody watches its health", lambda: with_stream(message(b""), flags=END_STREAM, path=HEALTH), 0, 1),
-            ("an upload", lambda: with_stream(header_message(3)), 1, 2),
-            ("a result that is not read", lambda: with_stream(*whole, flags=END_STREAM, window=0), 1, 2),
+            ("a stream without a header", lambda: with_stream().process, 0, 1),
+            ("half a header", lambda: with_stream(header_message(3)[:6]).process, 0, 1),
+            ("somebody watches its health", lambda: with_stream(message(b""), flags=END_STREAM, path=HEALTH).process, 0, 1),
+            ("an upload", uploading, 1, 2),
+            ("a result that is not read", unread, 1, 2),
             ("a prefill that runs", computing, 1, 2),
             ("a leader with workers", leader, 0, 1),
             ("a worker", worker, 0, 1),

@@ -862,7 +862,7 @@ TEST_F(FrontEndTest, DrainFinishesTheAcceptedAndRefusesTheNew) {
   EXPECT_TRUE(front_end_->WaitUntilIdle(MonotonicNow() + absl::Seconds(10)));
 }
 
-// A stream without a header is no accepted request. Those that are open, and one that raced with the drain.
+// A stream without a header is no accepted request.
 TEST_F(FrontEndTest, DrainWaitsForNoStreamWithoutAHeader) {
   StartServer();  // limits.upload_timeout is 30 s
   Call silent(*stub_), uploading(*stub_);
