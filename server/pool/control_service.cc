@@ -13,7 +13,7 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/access/transport.h"
-#include "server/api/grpc_listener.h"
+#include "server/listener/grpc_listener.h"
 #include "server/config/address.h"
 
 namespace meshfill {

@@ -1,4 +1,4 @@
-#include "server/api/connection_acceptor.h"
+#include "server/listener/connection_acceptor.h"
 
 #include <fcntl.h>
 #include <netdb.h>

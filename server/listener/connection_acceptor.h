@@ -3,8 +3,8 @@
 // gRPC's own listener stops for ever once accept has failed for want of a descriptor. This one goes on: it
 // closes what it has no room for. An error after which no connection can be accepted ends the process, with
 // a line that says so: a server that nobody can reach must not look alive.
-#ifndef MESHFILL_SERVER_API_CONNECTION_ACCEPTOR_H_
-#define MESHFILL_SERVER_API_CONNECTION_ACCEPTOR_H_
+#ifndef MESHFILL_SERVER_LISTENER_CONNECTION_ACCEPTOR_H_
+#define MESHFILL_SERVER_LISTENER_CONNECTION_ACCEPTOR_H_
 
 #include <sys/types.h>
 
@@ -61,4 +61,4 @@ class ConnectionAcceptor {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_CONNECTION_ACCEPTOR_H_
+#endif  // MESHFILL_SERVER_LISTENER_CONNECTION_ACCEPTOR_H_

@@ -1,4 +1,4 @@
-#include "server/api/grpc_listener.h"
+#include "server/listener/grpc_listener.h"
 
 #include <utility>
 

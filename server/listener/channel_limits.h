@@ -1,6 +1,6 @@
 // Bounds on what one client can make a server's channel do.
-#ifndef MESHFILL_SERVER_API_CHANNEL_LIMITS_H_
-#define MESHFILL_SERVER_API_CHANNEL_LIMITS_H_
+#ifndef MESHFILL_SERVER_LISTENER_CHANNEL_LIMITS_H_
+#define MESHFILL_SERVER_LISTENER_CHANNEL_LIMITS_H_
 
 #include "grpcpp/server_builder.h"
 #include "meshfill/v1/config.pb.h"
@@ -12,4 +12,4 @@ void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder)
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_CHANNEL_LIMITS_H_
+#endif  // MESHFILL_SERVER_LISTENER_CHANNEL_LIMITS_H_

@@ -1,6 +1,6 @@
 // A gRPC server on one port.
-#ifndef MESHFILL_SERVER_API_GRPC_LISTENER_H_
-#define MESHFILL_SERVER_API_GRPC_LISTENER_H_
+#ifndef MESHFILL_SERVER_LISTENER_GRPC_LISTENER_H_
+#define MESHFILL_SERVER_LISTENER_GRPC_LISTENER_H_
 
 #include <chrono>
 #include <memory>
@@ -10,7 +10,7 @@
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "server/access/transport.h"
-#include "server/api/connection_acceptor.h"
+#include "server/listener/connection_acceptor.h"
 #include "server/config/address.h"
 
 namespace meshfill {
@@ -32,4 +32,4 @@ absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connectio
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_GRPC_LISTENER_H_
+#endif  // MESHFILL_SERVER_LISTENER_GRPC_LISTENER_H_

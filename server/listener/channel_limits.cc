@@ -1,4 +1,4 @@
-#include "server/api/channel_limits.h"
+#include "server/listener/channel_limits.h"
 
 #include <limits>
 

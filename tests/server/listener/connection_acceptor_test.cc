@@ -1,4 +1,4 @@
-#include "server/api/connection_acceptor.h"
+#include "server/listener/connection_acceptor.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
