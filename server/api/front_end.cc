@@ -116,8 +116,7 @@ class FrontEnd::Service final : public ServiceBase {
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
     builder.RegisterCallbackGenericService(&unknown_methods_);
-    ASSIGN_OR_RETURN(
-        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
+    ASSIGN_OR_RETURN(port_, ListenAt(address, PortLimitsOf(config.limits()), transport, builder));
     SetHealth(false);
     return absl::OkStatus();
   }

@@ -14,8 +14,8 @@ constexpr int kMaxMetadataBytes = 16 << 10;
 }  // namespace
 
 void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder) {
-  // decoded.h bounds messages, and says how. This gRPC has a message whole before it looks at its own bound,
-  // so that memory is up to the quota below either way.
+  // decoded.h bounds messages, and says how. This gRPC has a message whole before it looks at its own bound:
+  // guarded_connections.h bounds the memory of all.
   builder.SetMaxReceiveMessageSize(std::numeric_limits<int>::max());
   builder.SetMaxSendMessageSize(std::numeric_limits<int>::max());
   // A small compressed message may stand for gigabytes, which this gRPC allocates before it looks at its
@@ -37,6 +37,12 @@ void LimitChannel(const v1::LimitsSection& limits, grpc::ServerBuilder& builder)
                                .SetMaxThreads(kReflectionThreads)
                                .Resize(static_cast<size_t>(limits.channel_memory_bytes())));
   builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
+}
+
+PortLimits PortLimitsOf(const v1::LimitsSection& limits) {
+  return {.connections = static_cast<int>(limits.max_connections()),
+          .streams = static_cast<int>(limits.max_streams()),
+          .incomplete_bytes = static_cast<int64_t>(limits.channel_memory_bytes())};
 }
 
 }  // namespace meshfill

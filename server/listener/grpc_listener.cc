@@ -14,9 +14,9 @@ void GrpcListener::Shutdown(std::chrono::system_clock::time_point deadline) {
   server->Shutdown(deadline);
 }
 
-absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
+absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, const PortLimits& limits,
                                       const ServerTransport& transport, grpc::ServerBuilder& builder) {
-  ASSIGN_OR_RETURN(auto acceptor, ConnectionAcceptor::Bind(address, max_connections));
+  ASSIGN_OR_RETURN(auto acceptor, ConnectionAcceptor::Bind(address, limits.connections));
   std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> connections =
       builder.experimental().AddExternalConnectionAcceptor(Builder::ExternalConnectionType::FROM_FD,
                                                            transport.credentials);
@@ -25,14 +25,25 @@ absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connectio
     return absl::UnavailableError(absl::StrCat("gRPC cannot serve at ", address.DebugString(),
                                                "; start it again, with more memory or descriptors"));
   }
-  acceptor->Start([connections](int listener, int connection) {
+  std::unique_ptr<GuardedConnections> guard;
+  if (transport.tls == nullptr) {
+    ASSIGN_OR_RETURN(guard, GuardedConnections::Start(acceptor->address().DebugString(),
+                                                      {.most_streams = limits.streams,
+                                                       .most_held_bytes = limits.incomplete_bytes}));
+  }
+  acceptor->Start([connections, guard = guard.get()](int listener, int connection) {
+    if (guard != nullptr) {
+      const absl::StatusOr<int> guarded = guard->Add(connection);
+      if (!guarded.ok()) return;  // as if it had not been accepted
+      connection = *guarded;
+    }
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
     parameters.listener_fd = listener;
     parameters.fd = connection;
     connections->HandleNewConnection(&parameters);
   });
   std::string real = acceptor->address().DebugString();
-  return GrpcListener{transport, std::move(server), std::move(acceptor), std::move(real)};
+  return GrpcListener{transport, std::move(guard), std::move(server), std::move(acceptor), std::move(real)};
 }
 
 }  // namespace meshfill

@@ -3,6 +3,7 @@
 #define MESHFILL_SERVER_LISTENER_GRPC_LISTENER_H_
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -10,13 +11,15 @@
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "server/access/transport.h"
-#include "server/listener/connection_acceptor.h"
 #include "server/config/address.h"
+#include "server/listener/connection_acceptor.h"
+#include "server/listener/guarded_connections.h"
 
 namespace meshfill {
 
 struct GrpcListener {
-  ServerTransport transport;  // outlives the server
+  ServerTransport transport;                  // outlives the server
+  std::unique_ptr<GuardedConnections> guard;  // null: TLS. Outlives the server, whose last words it passes on
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<ConnectionAcceptor> acceptor;  // null after Shutdown
   std::string address;                           // HOST:PORT, the real port
@@ -25,9 +28,15 @@ struct GrpcListener {
   void Shutdown(std::chrono::system_clock::time_point deadline);
 };
 
+struct PortLimits {
+  int connections = 0;           // at a time
+  int streams = 0;               // of a connection
+  int64_t incomplete_bytes = 0;  // of messages that are not complete, on all connections
+};
+
 // Starts what was built, at `address`, whose port 0 stands for any that is free. UNAVAILABLE: another has the
 // port.
-absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, int max_connections,
+absl::StatusOr<GrpcListener> ListenAt(const HostPort& address, const PortLimits& limits,
                                       const ServerTransport& transport, grpc::ServerBuilder& builder);
 
 }  // namespace meshfill

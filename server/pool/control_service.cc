@@ -21,7 +21,8 @@ namespace {
 
 constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; shards are cut smaller
 constexpr int kMaxConnections = 4096;       // a worker has one
-constexpr size_t kMaxChannelBytes = size_t{1} << 30;  // memory of messages that are not complete yet
+constexpr int kMaxStreams = 4;               // and one on it
+constexpr int64_t kMaxChannelBytes = int64_t{1} << 30;  // memory of messages that are not complete yet
 constexpr int kMaxMetadataBytes = 16 << 10;
 constexpr auto kShutdownGrace = std::chrono::milliseconds(50);
 
@@ -42,11 +43,13 @@ class ControlService::Service final : public v1::ControlService::CallbackService
     for (int algorithm = GRPC_COMPRESS_NONE + 1; algorithm < GRPC_COMPRESS_ALGORITHMS_COUNT; ++algorithm) {
       builder.SetCompressionAlgorithmSupportStatus(static_cast<grpc_compression_algorithm>(algorithm), false);
     }
-    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 4);  // a worker has one
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreams);
     builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
     builder.SetResourceQuota(grpc::ResourceQuota("control").Resize(kMaxChannelBytes));
     builder.RegisterService(this);
-    ASSIGN_OR_RETURN(port_, ListenAt(address, kMaxConnections, transport, builder));
+    const PortLimits limits{
+        .connections = kMaxConnections, .streams = kMaxStreams, .incomplete_bytes = kMaxChannelBytes};
+    ASSIGN_OR_RETURN(port_, ListenAt(address, limits, transport, builder));
     return absl::OkStatus();
   }
 

@@ -57,8 +57,7 @@ class HolderService::Service final
     LimitChannel(config.limits(), builder);
     builder.RegisterService(this);
     builder.RegisterCallbackGenericService(&unknown_);
-    ASSIGN_OR_RETURN(
-        port_, ListenAt(address, static_cast<int>(config.limits().max_connections()), transport, builder));
+    ASSIGN_OR_RETURN(port_, ListenAt(address, PortLimitsOf(config.limits()), transport, builder));
     SetMember(false);
     return absl::OkStatus();
   }

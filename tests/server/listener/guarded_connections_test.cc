@@ -1,0 +1,211 @@
+#include "server/listener/guarded_connections.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kWaitMilliseconds = 10'000;
+constexpr int64_t kMostHeldBytes = 4 << 20;
+
+using Bytes = std::vector<uint8_t>;
+
+Bytes Frame(uint8_t type, uint32_t stream, const Bytes& payload) {
+  const size_t size = payload.size();
+  Bytes frame = {static_cast<uint8_t>(size >> 16),
+                 static_cast<uint8_t>(size >> 8),
+                 static_cast<uint8_t>(size),
+                 type,
+                 0,
+                 0,
+                 0,
+                 static_cast<uint8_t>(stream >> 8),
+                 static_cast<uint8_t>(stream)};
+  frame.insert(frame.end(), payload.begin(), payload.end());
+  return frame;
+}
+
+// The client's and the server's end of one connection.
+class Ends {
+ public:
+  explicit Ends(GuardedConnections& guard) {
+    std::array<int, 2> pair{};
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair.data()), 0);
+    client = pair[0];
+    fcntl(pair[1], F_SETFL, O_NONBLOCK);
+    const auto end = guard.Add(pair[1]);
+    EXPECT_TRUE(end.ok()) << end.status();
+    server = *end;
+    fcntl(server, F_SETFL, 0);
+    Write(client, Bytes(24, 'P'));
+    EXPECT_EQ(Read(server, 24).size(), 24);
+  }
+  ~Ends() {
+    close(client);
+    close(server);
+  }
+
+  static void Write(int fd, const Bytes& bytes) {
+    for (size_t at = 0; at < bytes.size();) {
+      const ssize_t sent = send(fd, bytes.data() + at, bytes.size() - at, MSG_NOSIGNAL);
+      if (sent <= 0) return;
+      at += static_cast<size_t>(sent);
+    }
+  }
+  // So many bytes, or fewer where the other side ends.
+  static Bytes Read(int fd, size_t count) {
+    Bytes bytes(count);
+    size_t at = 0;
+    while (at < count) {
+      pollfd ready{.fd = fd, .events = POLLIN, .revents = 0};
+      if (poll(&ready, 1, kWaitMilliseconds) != 1) {
+        ADD_FAILURE() << "nothing came for 10 s";
+        break;
+      }
+      const ssize_t got = read(fd, bytes.data() + at, count - at);
+      if (got <= 0) break;
+      at += static_cast<size_t>(got);
+    }
+    bytes.resize(at);
+    return bytes;
+  }
+
+  int client = -1, server = -1;
+};
+
+class GuardedConnectionsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    auto guard =
+        GuardedConnections::Start("the test", {.most_streams = 16, .most_held_bytes = kMostHeldBytes});
+    ASSERT_TRUE(guard.ok()) << guard.status();
+    guard_ = *std::move(guard);
+  }
+  std::unique_ptr<GuardedConnections> guard_;
+};
+
+TEST_F(GuardedConnectionsTest, PassesAllBytesOnBothWays) {
+  constexpr size_t kBytes = 20 << 20;
+  std::mt19937 random(std::random_device{}());
+  Bytes sent(kBytes);
+  for (uint8_t& byte : sent) byte = static_cast<uint8_t>(random());
+  Ends ends(*guard_);
+  // A frame of a type that nobody knows, of whatever bytes.
+  Bytes framed;
+  for (size_t at = 0; at < kBytes; at += 16'000) {
+    const size_t end = std::min(kBytes, at + 16'000);
+    const Bytes frame = Frame(0xbb, 1, Bytes(sent.begin() + at, sent.begin() + end));
+    framed.insert(framed.end(), frame.begin(), frame.end());
+  }
+  std::thread up([&] { Ends::Write(ends.client, framed); });
+  std::thread down([&] { Ends::Write(ends.server, framed); });
+  Bytes at_client;
+  std::thread reader([&] { at_client = Ends::Read(ends.client, framed.size()); });
+  EXPECT_EQ(Ends::Read(ends.server, framed.size()), framed);
+  for (std::thread* thread : {&up, &down, &reader}) thread->join();
+  EXPECT_EQ(at_client, framed);
+}
+
+TEST_F(GuardedConnectionsTest, EndsPassOn) {
+  for (const bool client_first : {true, false}) {
+    Ends ends(*guard_);
+    const int first = client_first ? ends.client : ends.server;
+    const int second = client_first ? ends.server : ends.client;
+    Ends::Write(first, {1, 2, 3});
+    shutdown(first, SHUT_WR);
+    EXPECT_EQ(Ends::Read(second, 100), (Bytes{1, 2, 3}));
+    Ends::Write(second, {4, 5});  // the other direction lives
+    shutdown(second, SHUT_WR);
+    EXPECT_EQ(Ends::Read(first, 100), (Bytes{4, 5}));
+  }
+}
+
+TEST_F(GuardedConnectionsTest, AClosedSocketClosesTheOther) {
+  for (const bool client_first : {true, false}) {
+    Ends ends(*guard_);
+    int& first = client_first ? ends.client : ends.server;
+    close(std::exchange(first, -1));
+    EXPECT_TRUE(Ends::Read(client_first ? ends.server : ends.client, 1).empty());
+  }
+}
+
+// What the server has sent last arrives, though the port closes.
+TEST_F(GuardedConnectionsTest, LastWordsArrive) {
+  Ends ends(*guard_);
+  Ends::Write(ends.server, {7, 8, 9});
+  close(std::exchange(ends.server, -1));
+  guard_.reset();
+  EXPECT_EQ(Ends::Read(ends.client, 100), (Bytes{7, 8, 9}));
+}
+
+TEST_F(GuardedConnectionsTest, ClosingTakesAMoment) {
+  Ends ends(*guard_);
+  const absl::Time begin = MonotonicNow();
+  guard_.reset();
+  EXPECT_LT(MonotonicNow() - begin, absl::Seconds(5));
+  EXPECT_TRUE(Ends::Read(ends.client, 1).empty());
+}
+
+// Whoever holds most goes; another, who holds less, is served on.
+TEST_F(GuardedConnectionsTest, TheLargestHolderIsHungUpOn) {
+  Ends small(*guard_), large(*guard_);
+  const auto begin_message = [](Ends& ends, int pieces) {
+    Bytes bytes = Frame(1, 1, Bytes(10));
+    const Bytes head = Frame(0, 1, {0, 0x7f, 0, 0, 0});
+    bytes.insert(bytes.end(), head.begin(), head.end());
+    const Bytes piece = Frame(0, 1, Bytes(16'000));
+    for (int i = 0; i < pieces; ++i) bytes.insert(bytes.end(), piece.begin(), piece.end());
+    Ends::Write(ends.client, bytes);
+    return bytes.size();
+  };
+  const size_t small_size = begin_message(small, 20);
+  EXPECT_EQ(Ends::Read(small.server, small_size).size(), small_size);
+  std::thread writer([&] { begin_message(large, kMostHeldBytes / 16'000 + 200); });
+  Bytes got;
+  while (!(got = Ends::Read(large.server, 1 << 16)).empty()) {
+  }
+  writer.join();
+  const Bytes goaway = Ends::Read(large.client, 100);
+  ASSERT_EQ(goaway.size(), 17);
+  EXPECT_EQ(goaway[3], 7) << "no GOAWAY";
+  EXPECT_EQ(goaway[16], 11) << "not ENHANCE_YOUR_CALM";
+  Ends::Write(small.client, {1, 2, 3});
+  EXPECT_EQ(Ends::Read(small.server, 3).size(), 3);
+}
+
+// Resets come to the server at their pace, and nothing of the connection is lost.
+TEST_F(GuardedConnectionsTest, ResetsArrivePaced) {
+  Ends ends(*guard_);
+  Bytes bytes;
+  constexpr int kResets = 400;
+  for (uint32_t i = 0; i < kResets; ++i) {
+    for (const Bytes& frame : {Frame(1, 2 * i + 1, Bytes(100)), Frame(3, 2 * i + 1, Bytes(4))}) {
+      bytes.insert(bytes.end(), frame.begin(), frame.end());
+    }
+  }
+  const absl::Time begin = MonotonicNow();
+  std::thread writer([&] {
+    for (int round = 0; round < 2; ++round) Ends::Write(ends.client, round == 0 ? bytes : Bytes{1, 2, 3});
+  });
+  EXPECT_EQ(Ends::Read(ends.server, bytes.size()), bytes);
+  writer.join();
+  Ends::Write(ends.client, Bytes(10));
+  EXPECT_EQ(Ends::Read(ends.server, 13).size(), 13);
+  EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(500)) << "200 at once, 200 a second";
+}
+
+}  // namespace
+}  // namespace meshfill
