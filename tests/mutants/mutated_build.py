@@ -25,7 +25,9 @@ BASIC_HEADERS = ("absl/status/statusor.h", "absl/strings/str_cat.h", "absl/strin
                  "tuple", "variant", "vector", "nlohmann/json.hpp")
 SERVER_HEADERS = (*BASIC_HEADERS, "grpcpp/grpcpp.h", "meshfill/v1/config.pb.h", "meshfill/v1/control.grpc.pb.h",
                   "meshfill/v1/prefill.grpc.pb.h")
-HEADERS = {"engine": BASIC_HEADERS, "server": SERVER_HEADERS, "tests": (*SERVER_HEADERS, "gmock/gmock.h", "gtest/gtest.h")}
+TEST_HEADERS = ("gmock/gmock.h", "gtest/gtest.h")
+HEADERS = {"engine": BASIC_HEADERS, "server": SERVER_HEADERS, "tests/engine": BASIC_HEADERS + TEST_HEADERS,
+           "tests/server": SERVER_HEADERS + TEST_HEADERS}
 
 
 # Random tests draw the same each time: what they find today they find tomorrow. The simulation plays many stories.
@@ -166,15 +168,16 @@ class MutatedBuild:
         words = words[1:] if words[0].endswith("ccache") else words
         # The same text of __FILE__, so that equal code gives equal objects.
         words[-4:-4] = [*flags(compiled), "-w"]
-        include = self._precompiled(words[:-4], compiled.split("/")[0])
+        include = self._precompiled(words[:-4], compiled)
         words[-4:-4] = [f"-ffile-prefix-map={overlay}={self.root}"]
         words[1:1] = [f"-I{overlay}", *include]
         self._run(words)
 
-    def _precompiled(self, command, folder):
-        """Includes a header of what most files of the folder include, compiled once for each kind of command: parsing it takes
+    def _precompiled(self, command, file):
+        """Includes a header of what most files beside `file` include, compiled once for each kind of command: parsing it takes
         longer than all the rest of a source."""
-        if folder not in HEADERS:
+        folder = next((folder for folder in HEADERS if file.startswith(f"{folder}/")), None)
+        if folder is None:
             return []
         key = hashlib.sha256("\n".join([*command, folder]).encode()).hexdigest()[:16]
         with self._lock:

@@ -3,7 +3,7 @@
 
 Usage: tests/mutants/run.py [NAME|GLOB|FILE.toml]…        (default: all)
        tests/mutants/run.py --changed-since main          (those whose file, test or entry has changed)
-       tests/mutants/run.py --sample 10 --seed 7          (ten of them, the same for the same seed)
+       tests/mutants/run.py --sample 10 --seed 7          (ten of them, the same for the same seed; by default HEAD is the seed)
        tests/mutants/run.py --shard 1/4                   (the first quarter of them)
        tests/mutants/run.py --list
 
@@ -66,6 +66,12 @@ def changed_files(root, revision):
     return set(listed.stdout.split())
 
 
+def head_of(root):
+    """The commit, or "0" where there is no repository."""
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "0"
+
+
 def chosen(mutants, options, root):
     """The mutants that the command line asks for."""
     if options.names:
@@ -88,6 +94,7 @@ def chosen(mutants, options, root):
     if options.sample is not None:
         # A header's mutants compile many objects each.
         small = sorted((mutant for mutant in mutants if mutant.file.endswith(".cc")), key=lambda mutant: mutant.name)
+        options.seed = options.seed or head_of(root)
         mutants = random.Random(options.seed).sample(small, min(options.sample, len(small)))
     if options.shard:
         part, parts = (int(number) for number in options.shard.split("/"))
@@ -103,7 +110,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--changed-since", metavar="REVISION")
     parser.add_argument("--sample", type=int, metavar="N")
-    parser.add_argument("--seed", default="0")
+    parser.add_argument("--seed")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="begin none after so long")
     parser.add_argument("--shard", metavar="I/N")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="also print what compilers and tests said of those not found")
@@ -128,9 +136,14 @@ def main():
     unchanged = Unchanged(build)
     counts = collections.Counter()
     began = time.monotonic()
+    def judge_in_time(mutant):
+        in_time = time.monotonic() - began < options.within
+        return judge(build, unchanged, mutant) if in_time else ("left out", "no time", "")
+
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda mutant: judge(build, unchanged, mutant), mutants)
-        for mutant, (verdict, details, output) in zip(mutants, verdicts):
+        judged = {pool.submit(judge_in_time, mutant): mutant for mutant in mutants}
+        for future in concurrent.futures.as_completed(judged):
+            mutant, (verdict, details, output) = judged[future], future.result()
             counts[verdict] += 1
             print(f"{verdict:8} {mutant.name}: {details}", flush=True)
             if options.verbose and verdict != "found":
@@ -138,7 +151,7 @@ def main():
     build.clear()
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     print(f"{len(mutants)} mutants in {time.monotonic() - began:.0f} s: {summary or 'none chosen'}")
-    return 0 if set(counts) <= {"found", "skipped"} else 1
+    return 0 if set(counts) <= {"found", "skipped", "left out"} else 1
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ using Key = TlsChannel::Key;
 
 constexpr uint64_t kMagic = 0x316f6f6c67666d02;  // tells the versions of these structs apart
 constexpr int kBacklog = 4096;                   // the system lowers it to its own limit
-// A peer says its hello with its first packet. Who stays silent longer, or is one too many, is none.
-constexpr absl::Duration kHelloTimeout = absl::Seconds(3);
-constexpr size_t kStrangers = 512;
+constexpr size_t kStrangers = 512;               // of those that say nothing the oldest is dropped
 
 // Both ends run the same build, on machines of one byte order.
 struct AddressBytes {
@@ -136,6 +134,7 @@ class Meeting {
     int ranks;
     uint64_t run;
     bool encrypt;
+    absl::Duration hello_timeout;
     Secret secret;
     const SocketAddress* interface;
     int listener;
@@ -235,7 +234,7 @@ class Meeting {
                                                       " before the deadline"));
     }
     // At most a second, so that silent strangers are dropped.
-    const absl::Duration wait = std::min(deadline - now, absl::Seconds(1));
+    const absl::Duration wait = std::min({deadline - now, self_.hello_timeout, absl::Seconds(1)});
     const int timeout = static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1;
     if (poll(polled.data(), polled.size(), timeout) < 0 && errno != EINTR) {
       return absl::InternalError(absl::StrCat("rank ", self_.rank, ": poll: ", ErrnoText(errno)));
@@ -258,7 +257,7 @@ class Meeting {
     }
     for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
       const bool ready = polled[next++].revents != 0;
-      ASSIGN_OR_RETURN(bool done, ready ? Hear(*stranger) : now - stranger->since > kHelloTimeout);
+      ASSIGN_OR_RETURN(bool done, ready ? Hear(*stranger) : now - stranger->since > self_.hello_timeout);
       stranger = done ? strangers_.erase(stranger) : std::next(stranger);
     }
     return polled[1].revents != 0 ? AcceptStrangers(now) : absl::OkStatus();
@@ -324,7 +323,7 @@ class Meeting {
   // says.
   absl::StatusOr<bool> Secure(Securing& securing, bool ready, absl::Time now) {
     const bool called = securing.side == TlsChannel::Side::kClient;
-    if (!ready) return !called && now - securing.since > kHelloTimeout;
+    if (!ready) return !called && now - securing.since > self_.hello_timeout;
     TlsChannel& tls = *securing.connection.tls;
     securing.state = tls.Handshake();
     switch (securing.state) {
@@ -476,6 +475,7 @@ absl::StatusOr<std::vector<PeerSocket>> GlooRendezvous::Connect(std::span<const 
                    .ranks = options_.ranks,
                    .run = options_.run,
                    .encrypt = options_.encrypt,
+                   .hello_timeout = options_.hello_timeout,
                    .secret = secret_,
                    .interface = &interface_,
                    .listener = listener_.get(),

@@ -80,6 +80,8 @@ class GlooRendezvous {
     int ranks = 1;
     uint64_t run = 0;
     bool encrypt = false;  // the same on all ranks
+    // A peer says its hello with its first packet. Who stays silent longer is none.
+    absl::Duration hello_timeout = absl::Seconds(3);
   };
   // INVALID_ARGUMENT: `listen` is none of its three, or all interfaces at once. UNAVAILABLE: it cannot be
   // bound.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -91,6 +92,45 @@ TEST(RopeTest, LongRopeGoesByThePromptsLength) {
       for (int i = 0; i < half; ++i) {
         EXPECT_NEAR(frequencies[i] * factors[i] / plain[i], 1, 1e-6) << prompt << " of " << original;
         EXPECT_NEAR(cos[i], std::cos(frequencies[i]), 1e-6);
+      }
+    }
+  }
+}
+
+// YaRN §3.2, in double: dimensions that turn more than beta_fast times in the original context are kept,
+// those that turn less than beta_slow times are stretched. Ranges within the 8 frequencies, before and behind
+// them, and of one dimension.
+TEST(RopeTest, YarnIsTheFormula) {
+  constexpr int kDim = 16;
+  struct Case {
+    double theta, context, beta_fast, beta_slow;
+  };
+  for (const Case& c : {Case{100, 4096, 32, 1}, Case{1e4, 4096, 32, 1}, Case{1e4, 100, 32, 1},
+                        Case{10, 4096, 32, 1}, Case{1e6, 32768, 4, 4}, Case{2, 1e6, 8, 1}}) {
+    for (const bool truncate : {true, false}) {
+      SCOPED_TRACE(testing::Message()
+                   << "theta " << c.theta << ", context " << c.context << ", beta " << c.beta_fast << " and "
+                   << c.beta_slow << (truncate ? ", truncated" : ""));
+      RopeConfig rope = {.theta = c.theta, .scaling = RopeScaling::kYarn, .factor = 8};
+      rope.original_context_tokens = c.context;
+      rope.beta_fast = c.beta_fast;
+      rope.beta_slow = c.beta_slow;
+      rope.truncate = truncate;
+      const auto dimension = [&](double turns) {  // of the frequency that turns so often
+        return kDim * std::log(c.context / (turns * 2 * M_PI)) / (2 * std::log(c.theta));
+      };
+      double low = dimension(c.beta_fast), high = dimension(c.beta_slow);
+      if (truncate) low = std::floor(low), high = std::ceil(high);
+      low = std::max(low, 0.0);
+      high = std::min(high, kDim - 1.0);
+      if (low == high) high += 0.001;
+      const std::vector<float> frequencies = RopeInverseFrequencies(rope, kDim, 1);
+      ASSERT_EQ(frequencies.size(), kDim / 2);
+      for (int i = 0; i < kDim / 2; ++i) {
+        const double stretched = std::clamp((i - low) / (high - low), 0.0, 1.0);
+        const double plain = std::pow(c.theta, -2.0 * i / kDim);
+        EXPECT_NEAR(frequencies[i] / (plain * (1 - stretched) + plain / 8 * stretched), 1, 1e-5)
+            << "frequency " << i;
       }
     }
   }

@@ -148,6 +148,36 @@ TEST(LayerReach, NamesTheLargestMessageOfEachHop) {
   }
 }
 
+// The window from which on every chunk of stripes is seen, and the one before it.
+TEST(LayerReach, SeesAllFromTheWindowThatReachesTheFarthestStripe) {
+  for (const int ranks : {2, 3, 5}) {
+    for (const int64_t stripe : {1, 2, 7}) {
+      const PlanShape shape = {
+          .layout = *TokenLayout::Make(LayoutKind::kStriped, ranks, 3 * ranks * stripe, stripe),
+          .tile = {1, ranks}};
+      bool saw_all = false;
+      for (int64_t window = 1; !saw_all; ++window) {
+        const auto visible = VisibleBlocksOf(shape, window);
+        saw_all = std::all_of(visible.begin(), visible.end(), [](const auto& row) {
+          return std::all_of(row.begin(), row.end(),
+                             [](const VisibleBlock& block) { return block.pairs > 0; });
+        });
+        EXPECT_EQ(LayerReach(shape, window).sees_all(), saw_all)
+            << ranks << " ranks, stripes of " << stripe << ", window " << window;
+      }
+    }
+  }
+}
+
+TEST(LayerReach, CutsAWindowsKeys) {
+  const PlanShape shape = {.layout = *TokenLayout::Make(LayoutKind::kContiguous, 4, 400, 1), .tile = {1, 4}};
+  for (const auto& [window, hop] : {std::pair<int64_t, int>{60, 1}, {100, 1}, {200, 2}}) {
+    const LayerReach reach(shape, window);
+    EXPECT_EQ(reach.MostCutKeys(), std::min<int64_t>(window, 100) - 1);
+    EXPECT_EQ(reach.KvReach(0, hop).slots(), reach.MostCutKeys()) << "window " << window;
+  }
+}
+
 // Visible pairs by block index: the most of any rank, and of all ranks together.
 struct Counted {
   std::vector<double> largest;  // [a·b]
@@ -216,6 +246,28 @@ TEST(LayerPairs, OfContiguousChunksAreCountedExactly) {
     EXPECT_LE(least.largest, counted.busiest_rank + 1e-6);
   }
   EXPECT_GT(alike, 0);
+}
+
+// Where stripes fill their rounds, also few of them: queries of the first round see no chunk behind theirs.
+TEST(LayerPairs, OfWholeRoundsAreCountedExactly) {
+  for (const Tile tile : {Tile{1, 4}, Tile{2, 2}, Tile{4, 1}, Tile{2, 3}}) {
+    for (const int64_t rounds : {1, 2, 3}) {
+      const int64_t stripe = 5, window = 7;
+      const Case c = {.shape = {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(),
+                                                             rounds * tile.ranks() * stripe, stripe),
+                                .tile = tile},
+                      .window = window};
+      SCOPED_TRACE(c.DebugString());
+      const LayerReach reach(c.shape, c.window);
+      const LayerPairs pairs(reach, 0, c.window);
+      ASSERT_FALSE(pairs.alike());
+      double mean = 0;
+      for (int u = 0; u < tile.a; ++u) {
+        for (int v = 0; v < tile.b; ++v) mean += pairs.Of(u, v).mean;
+      }
+      EXPECT_NEAR(mean * tile.ranks(), Count(c, reach.mesh()).total, 1e-6);
+    }
+  }
 }
 
 // Stripes and zigzag: what all ranks together have is exact or, where blocks differ, within the prompt's last

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -477,6 +478,13 @@ TEST(MakePlan, RefusesBadRequests) {
   EXPECT_TRUE(refusal({.tokens = 8, .ranks = 4}).ok());
   EXPECT_FALSE(MakePlan(model, {.link_bytes_per_second = 0}, {.tokens = 8}).ok());
   EXPECT_FALSE(MakePlan(ModelShape{}, {}, {.tokens = 8}).ok());
+  EXPECT_TRUE(
+      Mentions(MakePlan(Llama(6, 4, DType::kF32), {}, {.tokens = 8}).status(), "6 query heads, 4 KV heads"));
+  for (const auto& [cached, tokens, fits] :
+       {std::tuple<int64_t, int64_t, bool>{(int64_t{1} << 31) - 10, 9, true},
+        {(int64_t{1} << 31) - 9, 9, false}}) {
+    EXPECT_EQ(refusal({.tokens = tokens, .cached_tokens = cached}).ok(), fits) << cached;
+  }
 }
 
 // Nodes of `seats` each, whose flows share one slow link.
@@ -632,6 +640,30 @@ TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
   }
   EXPECT_TRUE(layouts.contains(LayoutKind::kStriped) && layouts.contains(LayoutKind::kZigzag));
   EXPECT_EQ(dtypes, (std::set{DType::kF32, DType::kBf16}));
+}
+
+// A gain of less than a hundredth is within the error of any prediction.
+TEST(MakePlan, AWireDTypeIsTakenForAHundredthAtLeast) {
+  const ModelShape model = Llama(8, 8, DType::kBf16);
+  int less = 0, more = 0;
+  for (double exponent = 26; exponent < 42; exponent += 0.125) {
+    PoolSpeed speed = kSlowLink;
+    speed.attention_flops_per_second = 1e12;
+    speed.link_bytes_per_second = std::exp2(exponent);
+    PlanRequest request = {.tokens = 16384, .ranks = 4, .tile = Tile{2, 2}};
+    const auto seconds = [&](DType dtype) {
+      request.partial_dtype = dtype;
+      return MakePlan(model, speed, request)->plan.predicted.seconds;
+    };
+    const double gain = 1 - seconds(DType::kBf16) / seconds(DType::kF32);
+    request.partial_dtype = std::nullopt;
+    EXPECT_EQ(MakePlan(model, speed, request)->plan.partial_dtype, gain > 0.01 ? DType::kBf16 : DType::kF32)
+        << "a gain of " << gain;
+    less += gain > 0 && gain < 0.01 ? 1 : 0;
+    more += gain > 0.01 ? 1 : 0;
+  }
+  EXPECT_GT(less, 0);
+  EXPECT_GT(more, 0);
 }
 
 // A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
