@@ -24,6 +24,12 @@
 
 namespace meshfill {
 
+// What a prompt is predicted to take on one of so many sub-meshes, into which the pool is divided.
+struct SubmeshSeconds {
+  int submeshes = 2;
+  double seconds = 0;
+};
+
 struct PrefillOptions {
   std::optional<Tile> tile;          // default: the planner's choice
   std::optional<int> heads;          // head groups; default: one with a tile, else the planner's choice
@@ -38,6 +44,9 @@ struct PrefillOptions {
   bool ignore_cache = false;   // computes all tokens, also those of a cached prefix
   std::string kv_lease;        // where workers keep K and V: the lease that they keep them under
   bool keep_timeline = false;  // record what every rank does when
+  // The prompt runs on one of so many sub-meshes, where it can, so that others may run beside it. 1: on the
+  // whole pool.
+  int submeshes = 1;
 };
 
 struct PrefillRequest {
@@ -140,6 +149,12 @@ class PrefillEngine {
   // What Start would run now. INVALID_ARGUMENT: no tokens, bad options. OUT_OF_RANGE: longer than the model's
   // context. FAILED_PRECONDITION: does not fit this pool's memory.
   virtual absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const = 0;
+
+  // The sub-meshes that a prompt could run on, smaller ones last, and its seconds there. None: it runs on the
+  // whole pool alone. Errors are MakePlan's to tell.
+  virtual std::vector<SubmeshSeconds> Submeshes(int64_t /*tokens*/, const PrefillOptions& /*options*/) const {
+    return {};
+  }
 
   // How many of a prompt's first tokens are cached now and can be reused by a run. `options` has the names of
   // the prompt's blocks.

@@ -37,7 +37,9 @@ absl::Status Refuse(Refusal refusal, const std::string& message) {
 
 }  // namespace
 
-void PrefillQueue::Slot::SetPredictedSeconds(double seconds) { queue_.SetPredictedSeconds(ticket_, seconds); }
+void PrefillQueue::Slot::SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes) {
+  queue_.SetPredictedSeconds(ticket_, seconds, std::move(submeshes));
+}
 
 absl::Status PrefillQueue::Slot::Pay(int64_t tokens_so_far) { return queue_.Pay(ticket_, tokens_so_far); }
 
@@ -91,7 +93,8 @@ RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
           .priority = request.priority,
           .work_seconds = request.predicted_seconds,
           .weight = limits_.tenants.LimitsOf(request.tenant).weight,
-          .deadline = request.deadline};
+          .deadline = request.deadline,
+          .submeshes = request.submeshes};
 }
 
 absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
@@ -204,8 +207,11 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   job.waiter = std::move(waiter);
   order_.Complete(ticket, job.submitted_at);
   const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
-  const Turn turn = {.before = static_cast<int>(turns.size()) - 1,
-                     .wait_seconds = turns.back().begins_seconds};
+  const RunOrder::Turn& own = turns.back();
+  // Who computes beside it is not waited for.
+  const Turn turn = {.before = own.begins_seconds > 0 ? static_cast<int>(turns.size()) - 1 : 0,
+                     .wait_seconds = own.begins_seconds,
+                     .submeshes = own.submeshes};
   GiveTurn();
   PublishCount();
   changed_.NotifyAll();  // there may be turns to look at from now on
@@ -218,22 +224,29 @@ std::string PrefillQueue::standstill(absl::Time now) {
   double layer_seconds = 0;
   for (const auto& [ticket, job] : jobs_) {
     if (job->begun) {
-      layer_seconds = std::max(layer_seconds, job->request.predicted_seconds / engine_.model().layers);
+      const double seconds = ToRunOrder(job->request).SecondsOn(job->options.submeshes);
+      layer_seconds = std::max(layer_seconds, seconds / engine_.model().layers);
     }
   }
   std::vector<StandstillWatch::At> all;
-  if (const auto job = jobs_.find(computing_); job != jobs_.end() && job->second->begun) {
-    all.push_back({.run = computing_,
+  for (const uint64_t ticket : computing_) {
+    const auto job = jobs_.find(ticket);
+    if (job == jobs_.end() || !job->second->begun) continue;
+    all.push_back({.run = ticket,
                    .moves = static_cast<uint64_t>(job->second->layers_done),
                    .predicted_seconds = layer_seconds});
   }
   return watch_.Look(all, now);
 }
 
-void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds) {
+void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds,
+                                       std::vector<SubmeshSeconds> submeshes) {
   const MutexLock lock(mu_);
-  if (!jobs_.contains(ticket)) return;  // it has lost its place
-  order_.SetWork(ticket, seconds);
+  const auto job = jobs_.find(ticket);
+  if (job == jobs_.end()) return;  // it has lost its place
+  job->second->request.predicted_seconds = seconds;
+  job->second->request.submeshes = submeshes;
+  order_.SetWork(ticket, seconds, std::move(submeshes));
 }
 
 absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
@@ -361,19 +374,30 @@ void PrefillQueue::StopLive(uint64_t ticket, Job& job) {
 
 void PrefillQueue::GiveTurn() {
   if (stopping_) return;
-  const uint64_t before = std::exchange(computing_, order_.Choose(MonotonicNow()));
-  if (computing_ == before) return;
-  if (const auto job = jobs_.find(before); job != jobs_.end() && job->second->prefill != nullptr) {
+  order_.Choose(MonotonicNow());
+  const std::vector<uint64_t> before = std::exchange(computing_, order_.computing());
+  const auto is_in = [](const std::vector<uint64_t>& tickets, uint64_t ticket) {
+    return std::find(tickets.begin(), tickets.end(), ticket) != tickets.end();
+  };
+  for (const uint64_t ticket : before) {
+    const auto job = jobs_.find(ticket);
+    if (is_in(computing_, ticket) || job == jobs_.end() || job->second->prefill == nullptr) continue;
     job->second->prefill->Pause();
     metrics_.OnPreempted();
   }
-  if (computing_ == 0) return;
-  Job& job = *jobs_.at(computing_);
-  if (job.prefill != nullptr) return job.prefill->Resume();
-  if (job.begun) return;  // its thread is about to have the prefill
-  job.begun = true;
-  to_begin_.push_back(computing_);
-  changed_.NotifyAll();
+  for (const uint64_t ticket : computing_) {
+    Job& job = *jobs_.at(ticket);
+    if (is_in(before, ticket)) continue;
+    if (job.prefill != nullptr) {
+      job.prefill->Resume();
+      continue;
+    }
+    if (job.begun) continue;  // its thread is about to have the prefill
+    job.begun = true;
+    job.options.submeshes = order_.submeshes(ticket);
+    to_begin_.push_back(ticket);
+    changed_.NotifyAll();
+  }
 }
 
 void PrefillQueue::RunJobs() {
@@ -446,7 +470,7 @@ std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t 
     if (absl::IsResourceExhausted(prefill.status()) && !alone && !job.stopped) {
       job.begun = false;
       order_.PutBack(ticket, MonotonicNow());
-      if (computing_ == ticket) computing_ = 0;
+      std::erase(computing_, ticket);
       GiveTurn();
       PublishCount();
       return std::nullopt;
@@ -456,7 +480,7 @@ std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t 
     job.prefill = prefill->get();
     if (job.stopped) {
       job.prefill->Stop();
-    } else if (computing_ != ticket) {
+    } else if (!Computes(ticket)) {
       job.prefill->Pause();
     }
   }
@@ -485,6 +509,10 @@ void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int l
 
 bool PrefillQueue::Live(uint64_t ticket) const { return order_.state(ticket) == RunOrder::State::kLive; }
 
+bool PrefillQueue::Computes(uint64_t ticket) const {
+  return std::find(computing_.begin(), computing_.end(), ticket) != computing_.end();
+}
+
 PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
   switch (order_.state(ticket)) {
     case RunOrder::State::kUploading:
@@ -494,7 +522,7 @@ PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
     case RunOrder::State::kLive:
       break;
   }
-  return ticket == computing_ ? Phase::kRunning : Phase::kPaused;
+  return Computes(ticket) ? Phase::kRunning : Phase::kPaused;
 }
 
 // A place in the queue gets free when its prefill begins.
@@ -563,7 +591,7 @@ void PrefillQueue::CountComputing(bool others) {
   const absl::Time now = MonotonicNow();
   if (computes_) metrics_.OnComputed(absl::ToDoubleSeconds(now - counted_until_), others_wait_);
   counted_until_ = now;
-  computes_ = computing_ != 0;
+  computes_ = !computing_.empty();
   others_wait_ = others;
 }
 
@@ -574,7 +602,8 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const Load load = LoadOf(nullptr);
   snapshot.requests = load.requests;
   snapshot.tokens = load.tokens;
-  for (const auto& [ticket, begins_seconds, ends_seconds] : order_.Turns(now)) {
+  for (const RunOrder::Turn& turn : order_.Turns(now)) {
+    const uint64_t ticket = turn.ticket;
     const Job& job = *jobs_.at(ticket);
     const bool began = Live(ticket);
     const absl::Time since = began ? std::min(now, job.begin) : job.reserved_at;
@@ -583,7 +612,7 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
                              .phase = PhaseOf(ticket),
                              .tokens = job.request.tokens,
                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
-                             .predicted_rest_seconds = ends_seconds,
+                             .predicted_rest_seconds = turn.ends_seconds,
                              .layers_done = job.layers_done,
                              .layers = !began           ? 0
                                        : job.layers > 0 ? job.layers

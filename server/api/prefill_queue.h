@@ -1,5 +1,6 @@
 // The queue of prefills: bounded, and in the order of RunOrder, which says whose turn it is. One prefill
-// computes at a time; those that gave way to it stand still in the engine, which holds as many as it can.
+// computes at a time, or several side by side on sub-meshes of the pool; those that gave way to them stand
+// still in the engine, which holds as many as it can.
 //
 //     Reserve (header)  ──►  Slot.Submit (upload complete)  ──►  runs  ──►  Waiter.OnPrefillDone
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
@@ -65,6 +66,7 @@ class PrefillQueue {
     int priority = 0;  // higher first; RunOrder has its bounds
     double predicted_seconds = 0;
     absl::Time deadline = absl::InfiniteFuture();
+    std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on (PrefillEngine::Submeshes)
   };
 
   // Who waits for a prefill. Must return quickly.
@@ -78,10 +80,11 @@ class PrefillQueue {
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;
   };
 
-  // Where a complete prompt stands.
+  // Where a complete prompt stands, if nothing else comes.
   struct Turn {
-    int before = 0;           // requests whose turn comes first, running ones included
-    double wait_seconds = 0;  // predicted until its turn, if nothing else comes
+    int before = 0;           // requests that it waits for, running ones included
+    double wait_seconds = 0;  // predicted until its turn
+    int submeshes = 1;        // it runs on one of so many
   };
 
   // A request's place, from its header to its end. Destroying it withdraws the request. The queue outlives
@@ -93,9 +96,9 @@ class PrefillQueue {
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
-    // What the prefill is predicted to take, now that more is known of it: its turn, and the wait of later
-    // requests, go by that.
-    void SetPredictedSeconds(double seconds);
+    // What the prefill is predicted to take, on the whole pool and on sub-meshes, now that more is known of
+    // it: its turn, and the wait of later requests, go by that.
+    void SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes);
 
     // So many of its tokens have come. RESOURCE_EXHAUSTED: the queue or the tenant has no room for more of
     // them, or its place went to others; with RetryInfo.
@@ -175,13 +178,13 @@ class PrefillQueue {
 
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
-  void SetPredictedSeconds(uint64_t ticket, double seconds);
+  void SetPredictedSeconds(uint64_t ticket, double seconds, std::vector<SubmeshSeconds> submeshes);
   absl::Status Pay(uint64_t ticket, int64_t tokens_so_far);
   void Withdraw(uint64_t ticket);
   void OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers);
   void StopLive(uint64_t ticket, Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // Lets the one whose turn it is compute, and the others stand still.
+  // Lets those whose turn it is compute, and the others stand still.
   void GiveTurn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void RunJobs();  // each of the queue's threads
   void RunJob(uint64_t ticket, Job& job);
@@ -189,6 +192,7 @@ class PrefillQueue {
   std::optional<absl::StatusOr<PrefillResult>> RunOnEngine(uint64_t ticket, Job& job);
   Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool Computes(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Why an upload has no place any more.
   absl::Status PlaceLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -226,7 +230,7 @@ class PrefillQueue {
   std::vector<RunOrder::Turn> recent_turns_ ABSL_GUARDED_BY(mu_);
   absl::Time recent_turns_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
-  uint64_t computing_ ABSL_GUARDED_BY(mu_) = 0;  // the ticket whose turn it is; 0: nobody's
+  std::vector<uint64_t> computing_ ABSL_GUARDED_BY(mu_);  // the tickets whose turn it is
   absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
   bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody has computed since counted_until_
   bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // others wait or stand still since counted_until_

@@ -26,6 +26,7 @@ namespace meshfill {
 namespace {
 
 constexpr size_t kMaxNameCharacters = 128;  // most characters of request_id, tenant and cache_salt
+constexpr absl::Duration kPlanAgain = absl::Seconds(1);     // speeds may have been corrected in that time
 constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // most bytes of a name in UTF-8
 
 // gRPC's own deadline(), a count of nanoseconds, overflows at the longest timeouts that it takes.
@@ -140,6 +141,7 @@ absl::Status PrefillStream::TakeHeader() {
   ASSIGN_OR_RETURN(const auto choice, MakePlan(token_count_));
   plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
+  planned_at_ = MonotonicNow();
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
                                                           .tenant = header_.tenant(),
@@ -148,6 +150,7 @@ absl::Status PrefillStream::TakeHeader() {
                                                           .predicted_seconds = predicted_seconds_,
                                                           .deadline = deadline_}));
   slot_ = std::move(slot);
+  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(token_count_, options_));
   RETURN_IF_ERROR(AdmitKv(choice.plan));
   try {
     tokens_.reserve(token_count_);
@@ -260,9 +263,11 @@ absl::Status PrefillStream::FinishUpload() {
   if (trace_.has_value()) trace_->OnUploaded(complete_at_);
   environment_.live.UploadDone(this);
   incoming_ = v1::PrefillRequest();
-  LookUpPrefix();
+  PlanComplete();
   ASSIGN_OR_RETURN(const PrefillQueue::Turn turn,
                    slot_->Submit(std::move(tokens_), options_, shared_from_this()));
+  options_.submeshes = turn.submeshes;
+  if (turn.submeshes > 1) TakePlan(MakePlan(token_count_));
   phase_ = Phase::kQueued;
   accepted_.emplace();
   accepted_->set_request_id(header_.request_id());
@@ -274,21 +279,26 @@ absl::Status PrefillStream::FinishUpload() {
   return absl::OkStatus();
 }
 
-void PrefillStream::LookUpPrefix() {
-  if (!hasher_.has_value()) return;
+void PrefillStream::PlanComplete() {
   const int64_t tokens = std::ssize(tokens_);
-  options_.block_names = std::make_shared<const KvBlockNames>(
-      KvBlockNames{.tenant = header_.tenant(),
-                   .block_tokens = environment_.kv->options().block_tokens,
-                   .hashes = hasher_->hashes(),
-                   .long_rope = environment_.engine.model().HasLongRope(tokens)});
-  options_.ignore_cache = header_.kv().ignore_cache();
-  if (environment_.engine.CachedTokens(tokens, options_) == 0) return;
-  const auto choice = MakePlan(tokens);
+  if (hasher_.has_value()) {
+    options_.block_names = std::make_shared<const KvBlockNames>(
+        KvBlockNames{.tenant = header_.tenant(),
+                     .block_tokens = environment_.kv->options().block_tokens,
+                     .hashes = hasher_->hashes(),
+                     .long_rope = environment_.engine.model().HasLongRope(tokens)});
+    options_.ignore_cache = header_.kv().ignore_cache();
+  }
+  const bool is_new = complete_at_ - planned_at_ < kPlanAgain;
+  if (is_new && environment_.engine.CachedTokens(tokens, options_) == 0) return;
+  TakePlan(MakePlan(tokens));
+  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(tokens, options_));
+}
+
+void PrefillStream::TakePlan(const absl::StatusOr<PlanChoice>& choice) {
   if (!choice.ok()) return;  // the engine will say what is wrong
   plan_ = SummaryOf(*choice);
   predicted_seconds_ = choice->plan.predicted.seconds;
-  slot_->SetPredictedSeconds(predicted_seconds_);
 }
 
 absl::Status PrefillStream::CancelReason() const {

@@ -100,8 +100,10 @@ class PrefillStream final : public PrefillReactor,
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckIds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // checks the last message's token ids
-  // Names the prompt's blocks, and plans anew where the engine has some of them.
-  void LookUpPrefix() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Names the prompt's blocks, and plans anew where the engine has some of them, or the header is long ago.
+  void PlanComplete() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Accepted tells of it. Nothing happens where it is an error.
+  void TakePlan(const absl::StatusOr<PlanChoice>& choice) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status FinishUpload() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CancelReason() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -142,7 +144,8 @@ class PrefillStream final : public PrefillReactor,
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK
   v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
   double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::Status status_ ABSL_GUARDED_BY(mu_);  // if ended
+  absl::Time planned_at_ ABSL_GUARDED_BY(mu_);  // when that was predicted
+  absl::Status status_ ABSL_GUARDED_BY(mu_);    // if ended
   // Logged in place of the status' message, which tells of the prompt; empty: that message is logged.
   absl::string_view logged_message_ ABSL_GUARDED_BY(mu_);
   std::optional<PrefillTrace> trace_ ABSL_GUARDED_BY(mu_);  // none: nobody wants its spans

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <set>
 #include <string_view>
@@ -16,6 +17,9 @@ constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside t
 constexpr double kRestToSpare = 1.25;  // before a deadline
 constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
 constexpr double kLeastLookSeconds = 0.1;  // least time between two looks: no rank changes much before
+constexpr double kLongestBeside = 2;       // longest prefill on a sub-mesh beside the first, by its seconds
+constexpr double kLeastGain = 0.95;        // sub-meshes are taken where the mean end is before that of one
+constexpr size_t kMostWeighed = 64;        // prefills that this mean is over
 
 }  // namespace
 
@@ -39,8 +43,18 @@ void RunOrder::Announce(Ticket ticket, const Job& job, absl::Time now) {
   entry.rest_seconds = job.work_seconds;
 }
 
-void RunOrder::SetWork(Ticket ticket, double work_seconds) {
-  entries_.at(ticket).rest_seconds = work_seconds;
+double RunOrder::Job::SecondsOn(int of_submeshes) const {
+  if (of_submeshes == 1) return work_seconds;
+  for (const SubmeshSeconds& on : submeshes) {
+    if (on.submeshes == of_submeshes) return on.seconds;
+  }
+  return std::numeric_limits<double>::infinity();
+}
+
+void RunOrder::SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes) {
+  Entry& entry = entries_.at(ticket);
+  entry.job.work_seconds = entry.rest_seconds = work_seconds;
+  entry.job.submeshes = std::move(submeshes);
 }
 
 void RunOrder::Pay(Ticket ticket) { entries_.at(ticket).paid = true; }
@@ -55,21 +69,22 @@ void RunOrder::Complete(Ticket ticket, absl::Time now) {
 void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
   Entry& entry = entries_.at(ticket);
   if (!(share > 0)) return;
-  entry.measured_at = Computed(ticket, entry, now);
+  entry.measured_at = Computed(entry, now);
   entry.rest_seconds = absl::ToDoubleSeconds(entry.measured_at) * (1 - std::min(1.0, share)) / share;
 }
 
 void RunOrder::PutBack(Ticket ticket, absl::Time now) {
-  Settle(now);
-  if (computing_ == ticket) computing_ = 0;
+  TakeTurn(ticket, now);
   Entry& entry = entries_.at(ticket);
   entry.state = State::kWaiting;
+  entry.submeshes = 1;
+  entry.rest_seconds = entry.job.work_seconds;
+  entry.measured_at = entry.computed;
   entry.put_back = live() > 0;
 }
 
 void RunOrder::Leave(Ticket ticket, absl::Time now) {
-  Settle(now);
-  if (computing_ == ticket) computing_ = 0;
+  TakeTurn(ticket, now);
   entries_.at(ticket).leaving = true;
 }
 
@@ -79,16 +94,15 @@ void RunOrder::Remove(Ticket ticket, absl::Time now) {
 }
 
 void RunOrder::End(Ticket ticket, absl::Time now) {
-  Settle(now);
-  if (computing_ == ticket) computing_ = 0;
+  TakeTurn(ticket, now);
   entries_.erase(ticket);
   for (auto& [other, entry] : entries_) entry.put_back = false;
 }
 
 RunOrder::Ticket RunOrder::Choose(absl::Time now) {
   Settle(now);
-  Give(FirstThatMay(Ranked(now)), now);
-  return computing_;
+  Give(FirstThatMay(Ranked(now), now), now);
+  return computing_.empty() ? 0 : computing_.front();
 }
 
 std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
@@ -104,22 +118,84 @@ std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
   return ranked;
 }
 
-RunOrder::Ticket RunOrder::FirstThatMay(const std::vector<Ticket>& ranked) const {
-  bool may_begin = live() < options_.most_live;
-  for (const Ticket ticket : ranked) {
-    const Entry& entry = entries_.at(ticket);
+RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::Time now) const {
+  Gang gang;
+  int may_begin = std::max(0, options_.most_live - live());
+  double longest_seconds = 0;
+  for (size_t i = 0; i < ranked.size(); ++i) {
+    const Entry& entry = entries_.at(ranked[i]);
     if (entry.state == State::kUploading || entry.leaving) continue;
-    if (entry.put_back) may_begin = false;  // nothing new begins after who waits for memory
-    if (entry.state == State::kLive || may_begin) return ticket;
+    if (entry.put_back) may_begin = 0;  // nothing new begins after who waits for memory
+    const bool lives = entry.state == State::kLive;
+    if (!lives && may_begin == 0) continue;
+    if (gang.tickets.empty()) {
+      gang.submeshes = lives ? entry.submeshes : BestSubmeshes(std::span(ranked).subspan(i), may_begin, now);
+      longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
+    } else if (lives ? entry.submeshes != gang.submeshes
+                     : entry.job.SecondsOn(gang.submeshes) > longest_seconds) {
+      continue;
+    }
+    gang.tickets.push_back(ranked[i]);
+    if (!lives) --may_begin;
+    if (std::ssize(gang.tickets) == gang.submeshes) break;
   }
-  return 0;
+  return gang;
 }
 
-void RunOrder::Give(Ticket ticket, absl::Time now) {
-  if (std::exchange(computing_, ticket) == ticket || ticket == 0) return;
-  Entry& entry = entries_.at(ticket);
-  entry.state = State::kLive;
-  entry.since = now;
+int RunOrder::BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const {
+  const Job& first = entries_.at(ranked.front()).job;
+  const auto computes_on = [this](int submeshes) {
+    return std::count_if(computing_.begin(), computing_.end(),
+                         [&](Ticket ticket) { return entries_.at(ticket).submeshes == submeshes; });
+  };
+  int best = 1;
+  double best_ratio = kLeastGain;
+  for (const auto& [submeshes, seconds] : first.submeshes) {
+    const auto at_once = std::min<std::ptrdiff_t>(submeshes, may_begin + computes_on(submeshes));
+    std::vector<double> free_at(static_cast<size_t>(at_once), 0);
+    double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
+    size_t weighed = 0;
+    for (const Ticket ticket : ranked) {
+      const Entry& entry = entries_.at(ticket);
+      const bool lives = entry.state == State::kLive;
+      if (entry.state == State::kUploading || entry.leaving || weighed == kMostWeighed) continue;
+      if (lives && !(entry.computes && entry.submeshes == submeshes)) continue;
+      const double on_submesh = lives ? Rest(entry, now) : entry.job.SecondsOn(submeshes);
+      if (!lives && on_submesh > kLongestBeside * seconds) continue;
+      const auto next = std::min_element(free_at.begin(), free_at.end());
+      *next += on_submesh;
+      ends_beside += *next;
+      if (!lives) in_turn += entry.job.work_seconds;
+      ends_in_turn += lives ? in_turn + on_submesh : in_turn;  // what lives goes on after who takes all
+      ++weighed;
+    }
+    if (ends_beside >= best_ratio * ends_in_turn) continue;
+    best_ratio = ends_beside / ends_in_turn;
+    best = submeshes;
+  }
+  return best;
+}
+
+void RunOrder::Give(const Gang& gang, absl::Time now) {
+  for (const Ticket ticket : computing_) {
+    Entry& entry = entries_.at(ticket);
+    entry.computes = std::find(gang.tickets.begin(), gang.tickets.end(), ticket) != gang.tickets.end();
+  }
+  computing_ = gang.tickets;
+  for (const Ticket ticket : computing_) {
+    Entry& entry = entries_.at(ticket);
+    if (std::exchange(entry.computes, true)) continue;
+    entry.since = now;
+    if (std::exchange(entry.state, State::kLive) == State::kLive || gang.submeshes == 1) continue;
+    entry.submeshes = gang.submeshes;
+    entry.rest_seconds = entry.job.SecondsOn(gang.submeshes);
+  }
+}
+
+void RunOrder::TakeTurn(Ticket ticket, absl::Time now) {
+  Settle(now);
+  entries_.at(ticket).computes = false;
+  std::erase(computing_, ticket);
 }
 
 int RunOrder::live() const {
@@ -127,12 +203,10 @@ int RunOrder::live() const {
                                         [](const auto& each) { return each.second.state == State::kLive; }));
 }
 
-double RunOrder::RestSeconds(Ticket ticket, absl::Time now) const {
-  return Rest(ticket, entries_.at(ticket), now);
-}
+double RunOrder::RestSeconds(Ticket ticket, absl::Time now) const { return Rest(entries_.at(ticket), now); }
 
 double RunOrder::ComputedSeconds(Ticket ticket, absl::Time now) const {
-  return absl::ToDoubleSeconds(Computed(ticket, entries_.at(ticket), now));
+  return absl::ToDoubleSeconds(Computed(entries_.at(ticket), now));
 }
 
 std::vector<RunOrder::Turn> RunOrder::Turns(absl::Time now) const { return RunOrder(*this).RunAhead(now, 0); }
@@ -144,7 +218,12 @@ std::vector<RunOrder::Turn> RunOrder::TurnsUpTo(Ticket ticket, absl::Time now) c
 double RunOrder::MostWaitSeconds(absl::Time now) const {
   double seconds = 0;
   for (const auto& [ticket, entry] : entries_) {
-    if (entry.state != State::kUploading || entry.paid) seconds += Rest(ticket, entry, now);
+    if (entry.state == State::kUploading && !entry.paid) continue;
+    double most = Rest(entry, now);
+    if (entry.state != State::kLive) {
+      for (const SubmeshSeconds& on : entry.job.submeshes) most = std::max(most, on.seconds);
+    }
+    seconds += most;
   }
   return seconds;
 }
@@ -167,7 +246,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   }
   double all_seconds = 0;
   for (auto& [ticket, entry] : entries_) {
-    entry.rest_seconds = Rest(ticket, entry, now);
+    entry.rest_seconds = Rest(entry, now);
     entry.measured_at = entry.computed;
     all_seconds += entry.rest_seconds;
   }
@@ -180,21 +259,29 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
     const double until = seconds + look_seconds;
     bool computes = false;
     while (seconds < until) {
-      const Ticket ticket = FirstThatMay(ranked);
-      if (ticket == 0) break;
+      const Gang gang = FirstThatMay(ranked, now + absl::Seconds(seconds));
+      if (gang.tickets.empty()) break;
       computes = true;
-      Give(ticket, now + absl::Seconds(seconds));
-      const auto [turn, first] = place.emplace(ticket, turns.size());
-      if (first) turns.push_back({.ticket = ticket, .begins_seconds = seconds, .ends_seconds = seconds});
-      if (ticket == stop) return turns;
-      const double rest = Rest(ticket, entries_.at(ticket), now + absl::Seconds(seconds));
-      const bool ends = seconds + rest <= until;
-      seconds = ends ? seconds + rest : until;
+      Give(gang, now + absl::Seconds(seconds));
+      double shortest = std::numeric_limits<double>::infinity();
+      std::vector<std::pair<double, Ticket>> rests;
+      for (const Ticket ticket : gang.tickets) {
+        const auto [turn, first] = place.emplace(ticket, turns.size());
+        if (first) turns.push_back({ticket, seconds, seconds, gang.submeshes});
+        if (ticket == stop) return turns;
+        rests.emplace_back(Rest(entries_.at(ticket), now + absl::Seconds(seconds)), ticket);
+        shortest = std::min(shortest, rests.back().first);
+      }
+      const bool ends = seconds + shortest <= until;
+      seconds = ends ? seconds + shortest : until;
       Settle(now + absl::Seconds(seconds));
       if (!ends) break;
-      turns[turn->second].ends_seconds = seconds;
-      End(ticket, now + absl::Seconds(seconds));
-      std::erase(ranked, ticket);
+      for (const auto& [rest, ticket] : rests) {
+        if (rest > shortest) continue;
+        turns[place.at(ticket)].ends_seconds = seconds;
+        End(ticket, now + absl::Seconds(seconds));
+        std::erase(ranked, ticket);
+      }
     }
     if (computes) continue;
     bool completes = false;
@@ -208,33 +295,36 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   return turns;
 }
 
-absl::Duration RunOrder::Computed(Ticket ticket, const Entry& entry, absl::Time now) const {
-  return ticket == computing_ ? entry.computed + (now - entry.since) : entry.computed;
+absl::Duration RunOrder::Computed(const Entry& entry, absl::Time now) {
+  return entry.computes ? entry.computed + (now - entry.since) : entry.computed;
 }
 
-double RunOrder::Rest(Ticket ticket, const Entry& entry, absl::Time now) const {
+double RunOrder::Rest(const Entry& entry, absl::Time now) {
   if (entry.leaving) return 0;
-  const absl::Duration since_measured = Computed(ticket, entry, now) - entry.measured_at;
+  const absl::Duration since_measured = Computed(entry, now) - entry.measured_at;
   // What takes longer than predicted may take as long again.
   return std::abs(entry.rest_seconds - absl::ToDoubleSeconds(since_measured));
 }
 
 RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, absl::Time now) const {
-  const double rest = std::max(kLeastRestSeconds, Rest(ticket, entry, now));
+  // By what all devices would take for it, so that what runs on a sub-mesh seems no longer than it was.
+  const double on_all =
+      entry.submeshes == 1 ? 1 : entry.job.work_seconds / entry.job.SecondsOn(entry.submeshes);
+  const double rest = std::max(kLeastRestSeconds, on_all * Rest(entry, now));
   const double lead = leads_.at(entry.job.tenant);
   return {.stays = options_.most_live == 1 && entry.state == State::kLive,
-          .aged = now - entry.complete_at - Computed(ticket, entry, now) > options_.max_age,
+          .aged = now - entry.complete_at - Computed(entry, now) > options_.max_age,
           .priority = entry.job.priority,
-          .urgent = entry.urgent && CanMeetDeadline(ticket, entry, now),
+          .urgent = entry.urgent && CanMeetDeadline(entry, now),
           .deadline = entry.job.deadline,
-          .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (ticket == computing_ ? 1 : 0),
+          .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
           .complete_at = entry.complete_at,
           .ticket = ticket};
 }
 
-bool RunOrder::CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now) const {
+bool RunOrder::CanMeetDeadline(const Entry& entry, absl::Time now) {
   return entry.state != State::kUploading && !entry.leaving &&
-         now + absl::Seconds(Rest(ticket, entry, now)) <= entry.job.deadline;
+         now + absl::Seconds(Rest(entry, now)) <= entry.job.deadline;
 }
 
 // Marks a prefill as urgent from the latest time on at which it must begin. In each class that time is
@@ -247,7 +337,7 @@ void RunOrder::FindUrgent(absl::Time now) {
   const double most_lead = LeastLead() + kLeadSeconds;
   std::vector<std::pair<Ticket, Entry*>> due;
   for (auto& [ticket, entry] : entries_) {
-    if (entry.job.deadline == absl::InfiniteFuture() || !CanMeetDeadline(ticket, entry, now)) continue;
+    if (entry.job.deadline == absl::InfiniteFuture() || !CanMeetDeadline(entry, now)) continue;
     if (entry.urgent || leads_.at(entry.job.tenant) <= most_lead) due.emplace_back(ticket, &entry);
   }
   std::sort(due.begin(), due.end(), [](const auto& left, const auto& right) {
@@ -258,7 +348,7 @@ void RunOrder::FindUrgent(absl::Time now) {
   int priority = kTopPriority + 1;
   for (const auto& [ticket, entry] : due) {
     if (std::exchange(priority, entry->job.priority) != priority) latest = absl::InfiniteFuture();
-    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * Rest(ticket, *entry, now));
+    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * Rest(*entry, now));
     entry->urgent = entry->urgent || now >= latest;
   }
 }
@@ -277,11 +367,13 @@ double RunOrder::LeastLead() const {
 }
 
 void RunOrder::Settle(absl::Time now) {
-  if (computing_ == 0) return;
-  Entry& entry = entries_.at(computing_);
-  leads_[entry.job.tenant] += absl::ToDoubleSeconds(now - entry.since) / entry.job.weight;
-  entry.computed += now - entry.since;
-  entry.since = now;
+  for (const Ticket ticket : computing_) {
+    Entry& entry = entries_.at(ticket);
+    const double seconds = absl::ToDoubleSeconds(now - entry.since) / entry.submeshes;  // of all devices
+    leads_[entry.job.tenant] += seconds / entry.job.weight;
+    entry.computed += now - entry.since;
+    entry.since = now;
+  }
 }
 
 // Forgets tenants that have nothing here and no lead over the others, or all that have nothing here, where

@@ -1,8 +1,9 @@
-// Decides whose turn it is: which complete prefill computes now, and in which order the others
+// Decides whose turn it is: which complete prefills compute now, and in which order the others
 // follow. Pure: no threads, no clock, no engine; the queue (prefill_queue.h) tells it what happens and does
 // what it says.
 //
-// One prefill computes at a time. It is the first of this order:
+// One prefill computes at a time, on all devices, or several side by side, each on a sub-mesh of its own. The
+// first of this order computes:
 //   1. those that have waited for `max_age`, the oldest first: nobody starves;
 //   2. the higher priority class;
 //   3. those whose deadline can still be met, but not if they wait any longer, the earliest deadline first.
@@ -20,6 +21,17 @@
 // weighted) rest. It then stands still, alive, with what it has computed. At most `most_live` have begun and
 // not ended; where that is one, nothing gives way.
 //
+// The first one that has not begun takes all devices or a sub-mesh: whichever makes the mean time until their
+// ends shorter, over all prefills that wait and would take such a sub-mesh. What has begun stays on what it
+// has. Where the first is on a sub-mesh, the next in the order that are on such sub-meshes, or would be, take
+// the others.
+//
+//     all devices   A A A A B B B B C C C C D D D D     mean end 10      where four times the devices are
+//     4 sub-meshes  A A A A A A A A A                    mean end  9      2.25 times as fast
+//                   B B B B B B B B B
+//                   C C C C C C C C C
+//                   D D D D D D D D D
+//
 // What is to come is told by running this very order ahead.
 //
 //     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
@@ -29,10 +41,12 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
+#include "engine/prefill_engine.h"
 
 namespace meshfill {
 
@@ -51,9 +65,13 @@ class RunOrder {
   struct Job {
     std::string tenant;
     int priority = 0;         // higher first
-    double work_seconds = 0;  // predicted
+    double work_seconds = 0;  // predicted, on all devices
     double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
     absl::Time deadline = absl::InfiniteFuture();
+    std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on; none: on all devices alone
+
+    // Predicted, on one of so many sub-meshes. 1: on all devices. Infinite: it does not run there.
+    double SecondsOn(int of_submeshes) const;
   };
   enum class State { kUploading, kWaiting, kLive };
 
@@ -61,9 +79,10 @@ class RunOrder {
 
   // ---- What happens; `now` never falls.
   void Announce(Ticket ticket, const Job& job, absl::Time now);
-  void SetWork(Ticket ticket, double work_seconds);  // it uploads, and its work is predicted anew
-  void Pay(Ticket ticket);                           // most of it is uploaded: from now on others wait for it
-  void Complete(Ticket ticket, absl::Time now);      // from now on it may be chosen
+  // It uploads, and its work is predicted anew.
+  void SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes = {});
+  void Pay(Ticket ticket);                       // most of it is uploaded: from now on others wait for it
+  void Complete(Ticket ticket, absl::Time now);  // from now on it may be chosen
   // `share` of its work is done, 0 to 1. This corrects the prediction of its rest.
   void SetDone(Ticket ticket, double share, absl::Time now);
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
@@ -73,8 +92,12 @@ class RunOrder {
   void Leave(Ticket ticket, absl::Time now);
   void Remove(Ticket ticket, absl::Time now);
 
-  // ---- What to do: decides anew whose turn it is; that one lives from now on. 0: nobody's.
+  // ---- What to do: decides anew who computes; they live from now on. The first of them; 0: nobody does.
   Ticket Choose(absl::Time now);
+  // All that compute, by the order.
+  const std::vector<Ticket>& computing() const { return computing_; }
+  // Of a live one: it runs on one of so many sub-meshes; 1: on all devices.
+  int submeshes(Ticket ticket) const { return entries_.at(ticket).submeshes; }
 
   State state(Ticket ticket) const { return entries_.at(ticket).state; }
   int live() const;
@@ -87,6 +110,7 @@ class RunOrder {
     Ticket ticket;
     double begins_seconds;  // from now on, until it computes; 0 if it does now
     double ends_seconds;
+    int submeshes = 1;  // it runs on one of so many
   };
   // The turns to come, by when they compute next. Uploads are taken to be complete when all others have
   // ended.
@@ -108,10 +132,17 @@ class RunOrder {
     bool put_back = false;
     bool urgent = false;  // once it could wait no longer, for good
     absl::Time complete_at = absl::InfiniteFuture();
+    bool computes = false;
+    int submeshes = 1;        // it lives on one of so many
     absl::Duration computed;  // before `since`, where it computes
     absl::Time since;         // it computes since then
-    double rest_seconds = 0;  // when it had computed `measured_at`
+    double rest_seconds = 0;  // when it had computed `measured_at`, on what it has
     absl::Duration measured_at;
+  };
+  // Who computes at the same time, each on one of so many sub-meshes.
+  struct Gang {
+    int submeshes = 1;
+    std::vector<Ticket> tickets;  // by the order; empty: nobody may
   };
   // What the order compares.
   struct Rank {
@@ -126,14 +157,18 @@ class RunOrder {
     bool Before(const Rank& other) const;
   };
 
-  absl::Duration Computed(Ticket ticket, const Entry& entry, absl::Time now) const;
-  double Rest(Ticket ticket, const Entry& entry, absl::Time now) const;
+  static absl::Duration Computed(const Entry& entry, absl::Time now);
+  static double Rest(const Entry& entry, absl::Time now);
   Rank RankOf(Ticket ticket, const Entry& entry, absl::Time now) const;
   std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
-  // The first of `ranked` that may compute. 0: nobody may.
-  Ticket FirstThatMay(const std::vector<Ticket>& ranked) const;
-  void Give(Ticket ticket, absl::Time now);  // the turn
-  bool CanMeetDeadline(Ticket ticket, const Entry& entry, absl::Time now) const;
+  // The first of `ranked` that may compute, and those beside it.
+  Gang FirstThatMay(const std::vector<Ticket>& ranked, absl::Time now) const;
+  // How many sub-meshes are best for the first of `ranked`, which waits, and those after it, where so many
+  // more may begin.
+  int BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const;
+  void Give(const Gang& gang, absl::Time now);  // the turn
+  void TakeTurn(Ticket ticket, absl::Time now);
+  static bool CanMeetDeadline(const Entry& entry, absl::Time now);
   void FindUrgent(absl::Time now);
   // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
@@ -145,7 +180,7 @@ class RunOrder {
 
   const Options options_;
   std::map<Ticket, Entry> entries_;
-  Ticket computing_ = 0;
+  std::vector<Ticket> computing_;
   std::map<std::string, double> leads_;  // by tenant: seconds computed for it
 };
 

@@ -1,6 +1,7 @@
 #include "server/pool/held_runs.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -140,6 +141,17 @@ std::optional<Placement> HeldRuns::PlacementOf(const KvRunSlabs& run, const Work
   return placement;
 }
 
+HeldRuns::Workers HeldRuns::HoldersAmong(const KvRunSlabs& run, const Workers& workers) const {
+  const std::vector<Connection>& worker_of_rank = records_.at(&run).worker_of_rank;
+  Workers holders;
+  std::copy_if(workers.begin(), workers.end(), std::back_inserter(holders),
+               [&](const Membership::Worker* worker) {
+                 return std::find(worker_of_rank.begin(), worker_of_rank.end(), worker->connection) !=
+                        worker_of_rank.end();
+               });
+  return holders;
+}
+
 bool HeldRuns::Follow(const KvSlabs& prefix, const Workers& workers, Plan& plan) const {
   const KvRunSlabs& first = *prefix.pieces.front().run;
   if (!DealtAlike(first.layout, plan.layout)) return false;
@@ -158,7 +170,7 @@ bool HeldRuns::Follow(const KvSlabs& prefix, const Workers& workers, Plan& plan)
 
 void HeldRuns::Enter(const KvBlockNames& names, const KvSlabs& slabs, const Workers& workers) {
   const KvRunSlabs& own = *slabs.pieces.back().run;
-  if (own.layout.kind() != LayoutKind::kStriped || !PlacementOf(own, workers).has_value()) return;
+  if (own.layout.kind() != LayoutKind::kStriped || !CanFollow(own, HoldersAmong(own, workers))) return;
   // What was dealt otherwise would stand in the way of what this prompt's next run can follow.
   const KvSlabs known = cache_.Look(names);
   if (known.tokens() == names.blocks() * names.block_tokens) {
@@ -181,7 +193,7 @@ void HeldRuns::OnWorkerLost(Connection worker) {
 }
 
 void HeldRuns::OnWorkersChanged(const Workers& workers) {
-  cache_.EraseIf([&](const KvRunSlabs& run) { return !PlacementOf(run, workers).has_value(); });
+  cache_.EraseIf([&](const KvRunSlabs& run) { return !CanFollow(run, HoldersAmong(run, workers)); });
 }
 
 }  // namespace meshfill

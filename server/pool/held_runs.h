@@ -67,7 +67,13 @@ class HeldRuns {
   // What the cache has of a prompt. Find counts as a use.
   KvSlabs Find(const KvBlockNames& names) { return cache_.Find(names); }
   KvSlabs Look(const KvBlockNames& names) const { return cache_.Look(names); }
-  // All of a prompt whose runs were kept. Nothing where no run over `workers` could follow it.
+  // Those of `workers` that have a run's K and V: whom another must take to follow it.
+  Workers HoldersAmong(const KvRunSlabs& run, const Workers& workers) const;
+  // Whether a run on all of `workers`, or on as many of the first as it needs, can follow that one.
+  bool CanFollow(const KvRunSlabs& run, const Workers& workers) const {
+    return PlacementOf(run, workers).has_value();
+  }
+  // All of a prompt whose runs were kept. Nothing where no run over some of `workers` could follow it.
   void Enter(const KvBlockNames& names, const KvSlabs& slabs, const Workers& workers);
   // Puts the plan's ranks where those of the prefix are. False: the plan deals tokens otherwise, or the
   // workers are not there.

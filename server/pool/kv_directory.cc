@@ -107,6 +107,14 @@ CachedPrefix KvDirectory::Describe(const KvSlabs& prefix) {
   return {.tokens = prefix.tokens(), .ranks = layout.ranks(), .stripe = layout.stripe()};
 }
 
+KvDirectory::Workers KvDirectory::HoldersOf(const KvSlabs& prefix, const Workers& workers) const {
+  return prefix.pieces.empty() ? Workers() : runs_held_.HoldersAmong(*prefix.pieces.front().run, workers);
+}
+
+bool KvDirectory::CanFollow(const KvSlabs& prefix, const Workers& workers) const {
+  return !prefix.pieces.empty() && runs_held_.CanFollow(*prefix.pieces.front().run, workers);
+}
+
 absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const PrefillOptions& options,
                                                          const KvSlabs& prefix, const Piece& piece,
                                                          Plan& plan, const Workers& workers) {

@@ -107,6 +107,10 @@ class KvDirectory {
   KvSlabs FindPrefix(const PrefillOptions& options);
   CachedPrefix LookUpPrefix(const PrefillOptions& options) const;
   static CachedPrefix Describe(const KvSlabs& prefix);
+  // Those of `workers` that have it, by place: a run behind it takes these.
+  Workers HoldersOf(const KvSlabs& prefix, const Workers& workers) const;
+  // Whether a run on `workers`, by place, can be behind it. Not where there is none.
+  bool CanFollow(const KvSlabs& prefix, const Workers& workers) const;
 
   // A run of a prompt, or of a piece of it, begins, by a plan behind the first tokens of `prefix`, if it has
   // cached ones: where its ranks sit follows the prefix. A lease that has ended: the last run keeps nothing.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <tuple>
 #include <utility>
 #include <variant>
 
@@ -9,6 +10,7 @@
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 #include "server/pool/offered_speed.h"
+#include "server/pool/pool_planner.h"
 
 namespace meshfill {
 namespace {
@@ -255,7 +257,7 @@ void Leader::StartWaiting(absl::Time now) {
   while (auto* next = FirstWaiting()) {
     auto& [ticket, request] = *next;
     if (request.no_room || WorkersFor(request).empty()) break;  // OnTick ends the wait for a worker
-    if (std::ssize(runs_) >= MostRuns()) {
+    if (std::ssize(runs_) >= options_.runs_at_once) {
       request.no_room = true;
     } else {
       StartRun(ticket, now);
@@ -264,12 +266,10 @@ void Leader::StartWaiting(absl::Time now) {
   PauseRuns(now);
 }
 
-int Leader::MostRuns() const {
-  const bool many = std::all_of(members_.all().begin(), members_.all().end(), [this](const auto& entry) {
-    const auto& [connection, worker] = entry;
-    return worker.offer.many_runs() || (worker.leaving && !HasPiecesOf(connection));
-  });
-  return many ? options_.runs_at_once : 1;
+bool Leader::TakesAnotherRun(const Membership::Worker& worker) const {
+  return worker.offer.many_runs() || std::none_of(runs_.begin(), runs_.end(), [&](const auto& run) {
+           return run.second.coordinator.Has(worker.connection);
+         });
 }
 
 bool Leader::HasPiecesOf(Connection worker) const {
@@ -309,9 +309,9 @@ void Leader::PauseRuns(absl::Time now) {
   }
 }
 
-std::vector<Leader::Connection> Leader::Seated(const Plan& plan) const {
+std::vector<Leader::Connection> Leader::Seated(const Plan& plan, const HeldRuns::Workers& workers) {
   std::vector<Connection> seated;
-  for (const SeatsOfWorker& seats : SeatWorkers(members_.ByPlace(), plan.ranks())) {
+  for (const SeatsOfWorker& seats : SeatWorkers(workers, plan.ranks())) {
     seated.push_back(seats.worker->connection);
   }
   return seated;
@@ -337,6 +337,7 @@ bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool sh
   const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan.ranks());
   for (size_t i = 0; i < seated.size(); ++i) {
     const auto& [worker, first, count] = seated[i];
+    if (!TakesAnotherRun(*worker)) return false;
     WeightShare share;
     if (shares_weights) share = {.index = static_cast<int>(i), .of = static_cast<int>(seated.size())};
     const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
@@ -380,9 +381,9 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
                                            .stop_timeout = options_.stop_timeout};
   const auto first = static_cast<size_t>(run.plan.cached_tokens);
   const auto tokens = request.request.tokens.subspan(first, static_cast<size_t>(run.plan.layout.tokens()));
-  runs_.emplace(
-      number, LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), tokens,
-                                             WorkersFor(request), run.kv, options, actions_, survey_, now)});
+  runs_.emplace(number,
+                LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), tokens, run.workers,
+                                               run.kv, options, actions_, survey_, now)});
 }
 
 void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
@@ -400,6 +401,10 @@ void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
 absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, LiveRequest& live) {
   if (live.pieces.has_value()) return PlanNextPiece(run, live);
   KvSlabs prefix = kv_.FindPrefix(live.request.options);
+  if (live.request.options.submeshes > 1) {
+    if (std::optional<PlannedRun> planned = PlanOnSubmesh(run, live, prefix)) return planned;
+    prefix = kv_.FindPrefix(live.request.options);
+  }
   absl::StatusOr<std::optional<PlannedRun>> planned = PlanBehind(run, live, prefix);
   const bool was_behind = prefix.tokens() > 0;
   prefix = {};  // let go: others may need its room
@@ -407,27 +412,105 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanRun(RunId run, Liv
   return planned;
 }
 
+bool Leader::SharesAllWeights() const {
+  return std::any_of(members_.all().begin(), members_.all().end(),
+                     [](const auto& entry) { return entry.second.offer.weights().sharded(); });
+}
+
+// Workers that share weights on their own account would keep other shares for each set of them.
+PoolCapacity Leader::CapacityOn(const HeldRuns::Workers& workers) const {
+  PoolCapacity capacity = CapacityOf(workers, survey_.links());
+  if (std::ssize(workers) < workers_to_stay()) capacity.shared_weights.reset();
+  return capacity;
+}
+
+std::optional<PoolCapacity> Leader::SubmeshCapacity(int submeshes) const {
+  if (submeshes > workers_to_stay() || SharesAllWeights()) return std::nullopt;
+  return CapacityOn(DivideWorkers(members_.ByPlace(), submeshes).front());
+}
+
+absl::StatusOr<PlanChoice> Leader::PlanOn(const HeldRuns::Workers& workers, const LiveRequest& live,
+                                          const KvSlabs& prefix) const {
+  const Request& request = live.request;
+  return planner_(CapacityOn(workers), std::ssize(request.tokens), request.options,
+                  KvDirectory::Describe(prefix));
+}
+
+std::vector<HeldRuns::Workers> Leader::SubmeshesFor(const LiveRequest& live, const KvSlabs& prefix) const {
+  if (live.request.options.submeshes == 1 || SharesAllWeights()) return {};
+  std::vector<HeldRuns::Workers> meshes = DivideWorkers(members_.ByPlace(), live.request.options.submeshes);
+  // Runs on it that compute, whether it lacks the prefix, and all runs on it.
+  using Place = std::tuple<int, bool, int>;
+  std::vector<std::pair<Place, HeldRuns::Workers>> places;
+  for (HeldRuns::Workers& mesh : meshes) {
+    auto& [computing, lacks_prefix, all] = places.emplace_back(Place(), mesh).first;
+    lacks_prefix = !kv_.CanFollow(prefix, mesh);
+    for (const auto& [number, run] : runs_) {
+      if (std::none_of(mesh.begin(), mesh.end(), [&, &of = run.coordinator](const Membership::Worker* each) {
+            return of.Has(each->connection);
+          })) {
+        continue;
+      }
+      const auto request = requests_.find(run.ticket);
+      computing += request != requests_.end() && !request->second.pauses.paused() ? 1 : 0;
+      ++all;
+    }
+  }
+  std::stable_sort(places.begin(), places.end(),
+                   [](const auto& left, const auto& right) { return left.first < right.first; });
+  std::transform(places.begin(), places.end(), meshes.begin(),
+                 [](auto& place) { return std::move(place.second); });
+  return meshes;
+}
+
+std::optional<Leader::PlannedRun> Leader::PlanOnSubmesh(RunId run, LiveRequest& live, KvSlabs& prefix) {
+  for (HeldRuns::Workers& mesh : SubmeshesFor(live, prefix)) {
+    absl::StatusOr<PlanChoice> choice = PlanOn(mesh, live, kv_.CanFollow(prefix, mesh) ? prefix : KvSlabs());
+    if (!choice.ok() || !choice->pieces.empty()) continue;
+    auto planned = BeginPlanned(run, live, *std::move(choice), prefix, std::move(mesh));
+    if (planned.ok() && planned->has_value()) return *std::move(planned);
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanBehind(RunId run, LiveRequest& live,
                                                                      KvSlabs& prefix) {
-  const Request& request = live.request;
-  ASSIGN_OR_RETURN(PlanChoice choice, planner_(capacity(), std::ssize(request.tokens), request.options,
-                                               KvDirectory::Describe(prefix)));
+  HeldRuns::Workers workers = members_.ByPlace();
+  const bool follows = kv_.CanFollow(prefix, workers);
+  absl::StatusOr<PlanChoice> choice = PlanOn(workers, live, follows ? prefix : KvSlabs());
+  if (prefix.tokens() > 0 && !follows && !SharesAllWeights()) {
+    HeldRuns::Workers holders = kv_.HoldersOf(prefix, workers);
+    if (absl::StatusOr<PlanChoice> there = PlanOn(holders, live, prefix); IsFaster(there, choice)) {
+      choice = std::move(there);
+      workers = std::move(holders);
+    }
+  }
+  RETURN_IF_ERROR(choice.status());
+  return BeginPlanned(run, live, *std::move(choice), prefix, std::move(workers));
+}
+
+absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::BeginPlanned(RunId run, LiveRequest& live,
+                                                                       PlanChoice choice, KvSlabs& prefix,
+                                                                       HeldRuns::Workers workers) {
   const bool shares_weights = choice.weights.mode == WeightMode::kSharded;
   std::optional<PromptPieces> pieces;
   if (!choice.pieces.empty()) {
-    std::vector<Connection> workers = Seated(choice.plan);
-    pieces.emplace(std::move(choice), std::move(workers));
+    std::vector<Connection> seated = Seated(choice.plan, workers);
+    pieces.emplace(std::move(choice), std::move(seated));
   }
   Plan plan = pieces.has_value() ? pieces->plan() : std::move(choice.plan);
   if (plan.cached_tokens == 0) prefix = {};
-  if (!HasRoom(plan, members_.ByPlace(), shares_weights)) return std::nullopt;
+  if (!HasRoom(plan, workers, shares_weights)) return std::nullopt;
   const KvDirectory::Piece piece = {.first = true,
                                     .tokens_ahead = pieces.has_value() ? pieces->tokens_ahead() : 0};
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
-                   kv_.BeginRun(run, request.options, prefix, piece, plan, members_.ByPlace()));
+                   kv_.BeginRun(run, live.request.options, prefix, piece, plan, workers));
   live.pieces = std::move(pieces);
   if (live.pieces.has_value()) live.pieces->HoldAhead(std::move(kv.ahead));
-  return PlannedRun{.plan = std::move(plan), .shares_weights = shares_weights, .kv = std::move(kv)};
+  return PlannedRun{.workers = std::move(workers),
+                    .plan = std::move(plan),
+                    .shares_weights = shares_weights,
+                    .kv = std::move(kv)};
 }
 
 absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanNextPiece(RunId run, LiveRequest& live) {
@@ -440,7 +523,10 @@ absl::StatusOr<std::optional<Leader::PlannedRun>> Leader::PlanNextPiece(RunId ru
   ASSIGN_OR_RETURN(KvDirectory::RunKv kv,
                    kv_.BeginRun(run, live.request.options, pieces.before(), piece, plan, workers));
   pieces.HoldAhead(std::move(kv.ahead));
-  return PlannedRun{.plan = std::move(plan), .shares_weights = pieces.shares_weights(), .kv = std::move(kv)};
+  return PlannedRun{.workers = workers,
+                    .plan = std::move(plan),
+                    .shares_weights = pieces.shares_weights(),
+                    .kv = std::move(kv)};
 }
 
 void Leader::KeepPieces(LiveRequest& live) {
@@ -537,7 +623,8 @@ std::string Leader::Blame(LiveRequest& request, RunId number, const std::string&
   const RunCoordinator& run = runs_.at(number).coordinator;
   if (run.phase() != RunCoordinator::Phase::kRunning || !run.MayHaveComputed(since)) return "";
   const bool alone = std::none_of(runs_.begin(), runs_.end(), [&](const auto& other) {
-    return other.first != number && other.second.coordinator.MayHaveComputed(since);
+    return other.first != number && other.second.coordinator.Shares(run) &&
+           other.second.coordinator.MayHaveComputed(since);
   });
   if (!alone) {
     request.suspect = true;

@@ -11,6 +11,10 @@
 //                           ▲     begins a run      │ the run fails, a worker is lost
 //                           └───────────────────────┘ a piece of the prompt is done, and it has more
 //
+// A run takes the whole pool, or one of the sub-meshes that its request may run on (PrefillOptions): then the
+// one on which fewest compute, of these the one that has what is cached of the prompt. Where none of them has
+// room for it, it takes the whole pool.
+//
 // A prompt that does not fit the memory whole runs in pieces, one run after the other (prompt_pieces.h). A
 // turn may end between two of them as anywhere else; what comes back waits for memory like any other.
 //
@@ -21,8 +25,9 @@
 //
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live, one where a worker's connections allow no more. A run lives
-//    until every worker of it has confirmed its end or is out of the pool.
+//  - At most Options::runs_at_once runs live, on a worker whose connections allow no more than one, one. A
+//  run
+//    lives until every worker of it has confirmed its end or is out of the pool.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
 //    among those that live, the runs that have it go on.
@@ -30,8 +35,8 @@
 //    compute loop takes longer than hang_timeout (or ten times the predicted block), when it does not answer
 //    Prepare, Cancel or Abort in time, or when it speaks of an epoch that is not yet. It may join again.
 //  - A request whose runs ended two epochs is refused as poisonous. A run is blamed for an epoch's end only
-//    where it may have computed within silence_timeout of it. If another run may have, too, each is a suspect
-//    from then on, which counts once, and only until one of them is refused.
+//    where it may have computed within silence_timeout of it. If another run may have, too, on a worker of
+//    its own, each is a suspect from then on, which counts once, and only until one of them is refused.
 //  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -83,7 +88,7 @@ class Leader {
     ConfiguredLinks links;
     uint64_t first_epoch = 1;
     uint64_t least_memory_bytes = 1 << 20;  // least memory that a worker may offer
-    // Each is planned over the whole pool, as if it had it for itself.
+    // Each is planned over the whole pool, or over a sub-mesh, as if it had that for itself.
     int runs_at_once = 1;
     absl::Duration heartbeat_interval = absl::Milliseconds(200);
     absl::Duration silence_timeout = absl::Milliseconds(1500);
@@ -163,7 +168,10 @@ class Leader {
 
   uint64_t epoch() const { return members_.epoch(); }
   // Counts the workers that are there to stay.
-  PoolCapacity capacity() const { return members_.Capacity(survey_.links()); }
+  PoolCapacity capacity() const { return CapacityOf(members_.ByPlace(), survey_.links()); }
+  int workers_to_stay() const { return static_cast<int>(members_.ByPlace().size()); }
+  // Of the smallest of so many sub-meshes. None: there are fewer workers, or they share weights.
+  std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const;
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }
   std::vector<WorkerView> workers() const;  // in the order of their ranks
@@ -190,6 +198,7 @@ class Leader {
     RunCoordinator coordinator;
   };
   struct PlannedRun {
+    HeldRuns::Workers workers;  // by place; the plan has ranks for as many of the first
     Plan plan;
     bool shares_weights;
     KvDirectory::RunKv kv;
@@ -222,19 +231,33 @@ class Leader {
   // What runs next for a request: behind what is cached of it, or all of it. Nothing: there is no memory
   // beside the runs that live.
   absl::StatusOr<std::optional<PlannedRun>> PlanRun(RunId run, LiveRequest& live);
+  // On one of its sub-meshes. Nothing: on none of them.
+  std::optional<PlannedRun> PlanOnSubmesh(RunId run, LiveRequest& live, KvSlabs& prefix);
+  // On the whole pool, or on the workers that have the prefix.
   absl::StatusOr<std::optional<PlannedRun>> PlanBehind(RunId run, LiveRequest& live, KvSlabs& prefix);
+  // Lets go of a prefix that the choice is not behind: others may need its room.
+  absl::StatusOr<std::optional<PlannedRun>> BeginPlanned(RunId run, LiveRequest& live, PlanChoice choice,
+                                                         KvSlabs& prefix, HeldRuns::Workers workers);
   absl::StatusOr<std::optional<PlannedRun>> PlanNextPiece(RunId run, LiveRequest& live);
-  // Whom a run of the request takes: who is there to stay, or who has its pieces.
+  absl::StatusOr<PlanChoice> PlanOn(const HeldRuns::Workers& workers, const LiveRequest& live,
+                                    const KvSlabs& prefix) const;
+  PoolCapacity CapacityOn(const HeldRuns::Workers& workers) const;
+  // The request's sub-meshes, the one that it is to take first. Empty: it runs on the whole pool.
+  std::vector<HeldRuns::Workers> SubmeshesFor(const LiveRequest& live, const KvSlabs& prefix) const;
+  bool SharesAllWeights() const;  // the workers do, in each run
+  // Whom a run of the request may take: who is there to stay, or who has its pieces.
   HeldRuns::Workers WorkersFor(const LiveRequest& live) const;
   bool HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool shares_weights) const;
   // What the runs that live have of its memory, with their shares of the weights and the share of one more
   // run. 0: none lives on it.
   int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
-  int MostRuns() const;
+  // Whether another run may begin on it.
+  bool TakesAnotherRun(const Membership::Worker& worker) const;
   bool AnyStops() const;  // whether a run is being stopped
   bool Waits(Ticket ticket) const;
-  bool HasPiecesOf(Connection worker) const;               // whether it takes part in a prompt in pieces
-  std::vector<Connection> Seated(const Plan& plan) const;  // the workers with ranks in a new run by this plan
+  bool HasPiecesOf(Connection worker) const;  // whether it takes part in a prompt in pieces
+  // The workers with ranks in a new run by this plan.
+  static std::vector<Connection> Seated(const Plan& plan, const HeldRuns::Workers& workers);
   void BeginAttempt(LiveRequest& request, absl::Time now);
   // Keeps what a request has of its prompt in pieces, and their room, after a run of it that failed.
   void KeepPieces(LiveRequest& live);

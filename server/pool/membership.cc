@@ -340,37 +340,43 @@ int Membership::ranks() const {
   return ranks;
 }
 
-PoolCapacity Membership::Capacity(const Topology& links) const {
-  const std::vector<const Worker*> by_place = ByPlace();
+double Membership::peak_flops() const {
+  double flops = 0;
+  for (const auto& [connection, worker] : workers_) {
+    if (!worker.leaving) flops += worker.offer.peak_flops();
+  }
+  return flops;
+}
+
+PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, const Topology& links) {
   PoolCapacity capacity;
   int64_t tightest = kNoLimit, tightest_sharing = kNoLimit, tightest_kv = kNoLimit;
   PlanWeights shared_weights;
-  bool all_could_share = !by_place.empty();
-  for (const auto& [connection, worker] : workers_) {
-    if (worker.leaving) continue;
-    const PoolSpeed offered = FromProto(worker.offer.speed());
+  bool all_could_share = !workers.empty();
+  for (const Membership::Worker* worker : workers) {
+    const v1::Join& offer = worker->offer;
+    const PoolSpeed offered = FromProto(offer.speed());
     capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
-    tightest_kv =
-        std::min(tightest_kv, static_cast<int64_t>(worker.offer.kv_memory_bytes() / worker.offer.ranks()));
-    const PlanWeights weights = FromProto(worker.offer.weights());
+    tightest_kv = std::min(tightest_kv, static_cast<int64_t>(offer.kv_memory_bytes() / offer.ranks()));
+    const PlanWeights weights = FromProto(offer.weights());
     const bool sharded = weights.mode == WeightMode::kSharded;
     capacity.rank_weights =
-        MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, worker.offer.ranks()));
-    tightest = std::min(tightest, RankMemoryBytes(worker.offer, weights, by_place.size()));
-    const PlanWeights to_share = FromProto(worker.offer.shared_weights());
+        MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, offer.ranks()));
+    tightest = std::min(tightest, RankMemoryBytes(offer, weights, workers.size()));
+    const PlanWeights to_share = FromProto(offer.shared_weights());
     shared_weights = MostOf(shared_weights, to_share);
-    tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(worker.offer, to_share, by_place.size()));
-    all_could_share = all_could_share && worker.offer.has_shared_weights();
-    capacity.ranks += static_cast<int>(worker.offer.ranks());
-    capacity.kv_on_host = capacity.kv_on_host && worker.offer.kv_on_host();
-    capacity.many_messages = capacity.many_messages && worker.offer.many_messages();
+    tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(offer, to_share, workers.size()));
+    all_could_share = all_could_share && offer.has_shared_weights();
+    capacity.ranks += static_cast<int>(offer.ranks());
+    capacity.kv_on_host = capacity.kv_on_host && offer.kv_on_host();
+    capacity.many_messages = capacity.many_messages && offer.many_messages();
   }
   capacity.topology = links;
   int host = -1;
-  for (size_t i = 0; i < by_place.size(); ++i) {
-    if (i == 0 || by_place[i]->offer.host() != by_place[i - 1]->offer.host()) ++host;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    if (i == 0 || workers[i]->offer.host() != workers[i - 1]->offer.host()) ++host;
     capacity.first_seats.push_back(static_cast<int>(capacity.topology.node_of_seat.size()));
-    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), by_place[i]->offer.ranks(),
+    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), workers[i]->offer.ranks(),
                                           host);
   }
   if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
@@ -381,12 +387,16 @@ PoolCapacity Membership::Capacity(const Topology& links) const {
   return capacity;
 }
 
-double Membership::peak_flops() const {
-  double flops = 0;
-  for (const auto& [connection, worker] : workers_) {
-    if (!worker.leaving) flops += worker.offer.peak_flops();
+std::vector<std::vector<const Membership::Worker*>> DivideWorkers(
+    const std::vector<const Membership::Worker*>& workers, int submeshes) {
+  std::vector<std::vector<const Membership::Worker*>> meshes;
+  const size_t count = std::min(workers.size(), static_cast<size_t>(submeshes));
+  for (size_t i = 0; i < count; ++i) {
+    const auto begin = workers.begin() + static_cast<std::ptrdiff_t>(i * workers.size() / count);
+    const auto end = workers.begin() + static_cast<std::ptrdiff_t>((i + 1) * workers.size() / count);
+    meshes.emplace_back(begin, end);
   }
-  return flops;
+  return meshes;
 }
 
 std::vector<SeatsOfWorker> SeatWorkers(const std::vector<const Membership::Worker*>& workers, int ranks) {

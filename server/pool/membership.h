@@ -106,8 +106,6 @@ class Membership {
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
   std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
-  // The workers that are there to stay, and their links.
-  PoolCapacity Capacity(const Topology& links) const;
   double peak_flops() const;
   const Counters& counters() const { return counters_; }
 
@@ -134,6 +132,14 @@ class Membership {
   bool changed_ = true;  // since the epoch began
   Counters counters_;
 };
+
+// What these workers can do, by place.
+PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, const Topology& links);
+
+// Sub-meshes: each has as many of the workers, up to one, those that follow each other by place. There are no
+// more of them than workers. The first one is no larger than any other.
+std::vector<std::vector<const Membership::Worker*>> DivideWorkers(
+    const std::vector<const Membership::Worker*>& workers, int submeshes);
 
 // Seats of a run that one worker has.
 struct SeatsOfWorker {

@@ -1,5 +1,6 @@
 #include "server/pool/pool_engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <map>
@@ -124,9 +125,34 @@ absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOpt
     const MutexLock lock(mu_);
     capacity = leader_.capacity();
     cached = leader_.kv().LookUpPrefix(options);
+    const std::optional<PoolCapacity> submesh =
+        options.submeshes > 1 ? leader_.SubmeshCapacity(options.submeshes) : std::nullopt;
+    if (submesh.has_value()) capacity = *submesh;
+    // On another sub-mesh than that which has it, it is of no use.
+    if (submesh.has_value() && cached.ranks != capacity.ranks) cached = {};
   }
   RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), tokens, options));
   return PlanFor(capacity, tokens, options, cached);
+}
+
+// Halves, quarters and so on, and single workers.
+std::vector<SubmeshSeconds> PoolEngine::Submeshes(int64_t tokens, const PrefillOptions& options) const {
+  if (options.tile.has_value() || options.heads.has_value()) return {};  // the caller's plan is for all ranks
+  int most = 1;
+  {
+    const MutexLock lock(mu_);
+    if (!leader_.SubmeshCapacity(2).has_value()) return {};
+    most = std::min(leader_.workers_to_stay(), capacity());
+  }
+  std::vector<SubmeshSeconds> submeshes;
+  PrefillOptions on_submesh = options;
+  for (int count = 2; count <= most; count = count < most ? std::min(2 * count, most) : most + 1) {
+    on_submesh.submeshes = count;
+    const absl::StatusOr<PlanChoice> choice = MakePlan(tokens, on_submesh);
+    if (!choice.ok() || !choice->pieces.empty()) break;  // smaller ones have less memory
+    submeshes.push_back({.submeshes = count, .seconds = choice->plan.predicted.seconds});
+  }
+  return submeshes;
 }
 
 int64_t PoolEngine::CachedTokens(int64_t tokens, const PrefillOptions& options) const {

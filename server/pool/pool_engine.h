@@ -49,6 +49,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
 
   // UNAVAILABLE: no workers.
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override;
+  std::vector<SubmeshSeconds> Submeshes(int64_t tokens, const PrefillOptions& options) const override;
   int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override;
   // K and V are kept by the workers, under `kv_lease` of the options: their sink stays empty. Wait's errors,
   // too: UNAVAILABLE: the pool is empty or breaks again and again. INTERNAL: a request that ended two epochs.

@@ -313,6 +313,13 @@ void RunCoordinator::OnStopped(Connection worker) {
   if (phase_ == Phase::kStopping) unanswered_.erase(worker);
 }
 
+bool RunCoordinator::Shares(const RunCoordinator& other) const {
+  return std::any_of(seats_.begin(), seats_.end(), [&](const Seat& own) {
+    return std::any_of(other.seats_.begin(), other.seats_.end(),
+                       [&](const Seat& seat) { return seat.worker == own.worker; });
+  });
+}
+
 void RunCoordinator::OnWorkerLost(Connection worker) {
   parts_.erase(worker);
   unanswered_.erase(worker);

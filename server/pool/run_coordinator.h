@@ -105,6 +105,8 @@ class RunCoordinator {
   bool stopped() const { return phase_ == Phase::kStopping && unanswered_.empty(); }
   int layers_done() const { return layers_done_; }  // by all ranks, as far as they have said
   bool Has(Connection worker) const { return parts_.contains(worker); }
+  // Whether a worker takes part, or took part until it was lost, in both.
+  bool Shares(const RunCoordinator& other) const;
   // Whether its ranks may have computed since then.
   bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }

@@ -2,8 +2,9 @@
 """A server under load, as `meshfill bench serve` puts it: each scenario against a server of its own.
 
 Prints every figure with its bound, and whether it is met. With --workers N the pool has so many worker processes, and
-with --kill-every S one of them is killed and started again each S seconds. The resident memory of an embedded pool
-is held against its budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
+with --kill-every S one of them is killed and started again each S seconds. Many in flight on N workers are held against
+N servers of one worker each, on the same cores at once. The resident memory of an embedded pool is held against its
+budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
 is not met. Takes minutes; with --short it is one of the ordinary tests.
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--layers N] [--tokens N]
@@ -32,7 +33,7 @@ TOKEN_BYTES = 4  # of a prompt in the queue
 class Pool:
     """A server, and its workers where it has any."""
 
-    def __init__(self, arguments, folder):
+    def __init__(self, arguments, folder, workers):
         self.random = random.Random(arguments.seed)
         self.quit = threading.Event()
         self.kills = 0
@@ -41,7 +42,7 @@ class Pool:
         memory = f"    memory_bytes: {arguments.memory_mib}MiB\n"
         head = f"model:\n  path: {folder / 'model'}\n"
         listen = "listen: 127.0.0.1:0\nmetrics_listen: ''\n"
-        if arguments.workers:
+        if workers:
             pool = "pool:\n  control_listen: 127.0.0.1:0\n"
             (folder / "worker.yaml").write_text(
                 f"{head}pool:\n  worker:\n    threads: 1\n    peak_flops: 1e11\n{memory}")
@@ -50,16 +51,16 @@ class Pool:
         (folder / "serve.yaml").write_text(head + listen + pool + queue)
         self.server = Process("serve", "--config", folder / "serve.yaml")
         self.workers = {}
-        if arguments.workers:
+        if workers:
             self.control = self.server.wait_for(r"workers join at (\S+:\d+)").group(1)
-            for index in range(arguments.workers):
+            for index in range(workers):
                 self.start(f"w{index}")
             for worker in self.workers.values():
                 worker.wait_for("joined the pool")
         self.address = self.server.wait_for(r"Z listening on (\S+:\d+)").group(1)
         self.server.wait_for("Z ready: |waits for workers")
         self.killer = threading.Thread(target=self.kill, args=(arguments.kill_every,))
-        if arguments.workers and arguments.kill_every:
+        if workers and arguments.kill_every:
             self.killer.start()
 
     def start(self, name):
@@ -87,11 +88,12 @@ class Pool:
             process.end()
 
 
-def bench(pool, scenario, arguments):
+def bench(pool, lone, scenario, arguments):
     """What `bench serve --json` says."""
     command = [MESHFILL, "bench", "serve", "--server", pool.address, "--scenario", scenario, "--json", "--seed",
                str(arguments.seed), "--tokens", str(arguments.tokens), "--in-flight", str(arguments.in_flight), "--rounds",
                str(arguments.rounds)]
+    command += [part for each in lone for part in ("--lone", each.address)]
     seconds = arguments.seconds if scenario == "mix" else arguments.overload_seconds
     done = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
@@ -119,17 +121,21 @@ def show(said, kills):
 
 
 def load(scenario, arguments, folder):
-    pool = Pool(arguments, folder)
+    pools = [Pool(arguments, folder, arguments.workers)]
     try:
+        pool = pools[0]
+        if scenario == "flight":
+            pools.extend(Pool(arguments, folder, 1) for _ in range(arguments.workers))
         before = pool.memory("VmRSS")
-        said = bench(pool, scenario, arguments)
+        said = bench(pool, pools[1:], scenario, arguments)
         if not arguments.workers:
             grown = pool.memory("VmHWM") - before
             budget = ((arguments.memory_mib + arguments.kv_mib) << 20) + TOKEN_BYTES * QUEUE_TOKENS
             said["checks"].append({"name": "memory_of_budget", "value": grown / budget, "at_most": 1.05,
                                    "met": grown <= 1.05 * budget})
     finally:
-        pool.end()
+        for each in pools:
+            each.end()
     show(said, pool.kills)
     return said
 

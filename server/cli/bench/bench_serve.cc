@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -31,7 +32,7 @@ constexpr double kOverloadCounted = 0.9;
 constexpr double kMixLoad = 0.8, kOverload = 10;
 constexpr double kMostShortSlowdown = 10, kMostLongSlowdown = 3;
 constexpr double kMostMedianError = 0.1, kMostP95Error = 0.3, kMostDrift = 0.1;
-constexpr double kLeastFlightRatio = 0.97, kLeastGoodput = 0.95;
+constexpr double kLeastFlightRatio = 0.97, kLeastOfLone = 0.9, kLeastGoodput = 0.95;
 constexpr double kMostRefusalSeconds = 0.01;
 
 enum class Scenario { kMix, kFlight, kOverload };
@@ -93,12 +94,23 @@ class BenchServeCommand : public Command {
         ->check(PositiveNumber());
     AddCount(*app_, "--in-flight", in_flight_, "Prompts at once");
     AddCount(*app_, "--rounds", rounds_, "Pairs of many at once and one after the other");
+    app_->add_option(
+            "--lone", lone_,
+            "Servers of one worker each: what they reach together, all at once, is what as many workers "
+            "of one server are held against (flight)")
+        ->type_name("HOST:PORT");
     app_->add_option("--seed", seed_, "Of moments, lengths and tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }
 
   absl::Status Run() override {
     ASSIGN_OR_RETURN(channel_, ServerChannel::Open(server_));
+    for (const std::string& address : lone_) {
+      ServerOptions lone = server_;
+      lone.address = address;
+      ASSIGN_OR_RETURN(ServerChannel channel, ServerChannel::Open(lone));
+      lone_channels_.push_back(std::move(channel));
+    }
     ASSIGN_OR_RETURN(const v1::PoolStatus pool, GetPool(*channel_, kTimeout));
     if (pool.vocab() == 0) {
       return absl::UnavailableError(
@@ -227,7 +239,8 @@ class BenchServeCommand : public Command {
   }
 
   absl::Status RunFlight() {
-    std::vector<double> ratios, together, in_turn;
+    std::vector<double> ratios, together, in_turn, lone, of_lone;
+    if (!lone_.empty()) RETURN_IF_ERROR(LoneTokensPerSecond().status());  // they warm up
     for (int round = 0; round < rounds_; ++round) {
       ASSIGN_OR_RETURN(const double turn_seconds, SecondsOf(tokens_, in_flight_, 1));
       ASSIGN_OR_RETURN(const double seconds, SecondsOf(tokens_, in_flight_, in_flight_));
@@ -235,13 +248,49 @@ class BenchServeCommand : public Command {
       together.push_back(seconds);
       ratios.push_back(turn_seconds / seconds);
       load_seconds_ += seconds;
+      if (lone_.empty()) continue;
+      ASSIGN_OR_RETURN(const double lone_speed, LoneTokensPerSecond());
+      lone.push_back(lone_speed);
+      of_lone.push_back(static_cast<double>(tokens_) * in_flight_ / seconds / lone_speed);
     }
     requests_ = static_cast<size_t>(in_flight_) * rounds_;
     const double tokens = static_cast<double>(tokens_) * in_flight_;
     Figure("tokens_per_second", tokens / Percentile(together, 0.5));
     Figure("one_after_the_other_tokens_per_second", tokens / Percentile(in_turn, 0.5));
     AtLeast("of_one_after_the_other", Percentile(ratios, 0.5), kLeastFlightRatio);
+    if (lone_.empty()) return absl::OkStatus();
+    Figure("lone_tokens_per_second", Percentile(lone, 0.5));
+    AtLeast("of_lone_workers", Percentile(of_lone, 0.5), kLeastOfLone);
     return absl::OkStatus();
+  }
+
+  // Of the lone servers together, each with its share of the prompts in flight: the sum of their speeds while
+  // all of them are busy.
+  absl::StatusOr<double> LoneTokensPerSecond() {
+    const int count = std::max<int>(1, in_flight_ / static_cast<int>(lone_.size()));
+    std::vector<absl::StatusOr<double>> speeds(lone_.size(), absl::UnknownError("not run"));
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < lone_channels_.size(); ++i) {
+      seed_ += static_cast<uint64_t>(count);
+      threads.emplace_back([this, count, i, &speeds, seed = seed_] {
+        speeds[i] = SpeedOf(
+            SendLoad(lone_channels_[i],
+                     std::vector<LoadPrompt>(count, {.due_seconds = 0, .tokens = tokens_, .tenant = ""}),
+                     {.vocab = vocab_, .most_at_once = count, .seed = seed}));
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    double sum = 0;
+    for (const absl::StatusOr<double>& speed : speeds) {
+      RETURN_IF_ERROR(speed.status());
+      sum += *speed;
+    }
+    return sum;
+  }
+
+  absl::StatusOr<double> SpeedOf(const std::vector<LoadOutcome>& outcomes) const {
+    for (const LoadOutcome& outcome : outcomes) RETURN_IF_ERROR(outcome.status);
+    return static_cast<double>(tokens_) * static_cast<double>(outcomes.size()) / EndOf(outcomes);
   }
 
   // The best is what as many at once reach, with the queue always filled.
@@ -352,10 +401,12 @@ class BenchServeCommand : public Command {
   double load_ = 0;  // 0: the scenario's
   int in_flight_ = 64;
   int rounds_ = 3;
+  std::vector<std::string> lone_;
   uint64_t seed_ = 1;
   bool json_ = false;
 
   std::optional<ServerChannel> channel_;
+  std::vector<ServerChannel> lone_channels_;
   uint32_t vocab_ = 0;
   size_t requests_ = 0;
   int failed_ = 0;

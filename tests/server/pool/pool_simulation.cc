@@ -145,6 +145,7 @@ std::string PoolSimulation::Run() {
   }
   quiet_ = Chance(0.15);
   sticky_ = Chance(0.3);
+  side_by_side_ = Chance(0.5);
   small_ = Chance(0.3);
   if (Chance(0.3)) weight_bytes_ = RankBytes() * Draw(1, 4) / 2;
   most_requests_ = Chance(0.3) ? 1 : Draw(2, 5);
@@ -377,9 +378,11 @@ void PoolSimulation::TickNode(int index, int incarnation) {
 }
 
 void PoolSimulation::DoLeaderActions() {
+  std::set<uint64_t> begun;  // runs
   for (Leader::Action& action : leader_->TakeActions()) {
     if (auto* send = std::get_if<Leader::Send>(&action)) {
-      OnTold(send->message);
+      OnTold(send->to, send->message);
+      if (send->message.has_prepare()) begun.insert(send->message.prepare().run());
       DeliverToNode(send->to, std::move(send->message));
     } else if (auto* close = std::get_if<Leader::Close>(&action)) {
       CloseAtLeader(close->connection);
@@ -389,6 +392,7 @@ void PoolSimulation::DoLeaderActions() {
       Note(absl::StrCat("leader: ", line->text));
     }
   }
+  for (const uint64_t run : begun) CheckSubmesh(run);
   std::set<std::string> names;
   for (const Leader::WorkerView& worker : leader_->workers()) {
     if (!names.insert(worker.offer->name()).second) Fail("two members of one name");
@@ -974,8 +978,12 @@ void PoolSimulation::KeepLayers(const Host& host, int seat) {
   }
 }
 
-void PoolSimulation::OnTold(const v1::LeaderMessage& message) {
-  if (message.has_prepare()) OnRunTold(message.prepare());
+void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
+  if (message.has_prepare()) {
+    OnRunTold(message.prepare());
+    const int node = links_.at(link).node;
+    runs_told_.at(message.prepare().run()).nodes[node] = nodes_[node].incarnation;
+  }
   if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
   if (message.has_pause()) runs_told_.at(message.pause().run()).paused_since = now_;
   if (message.has_resume()) runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
@@ -983,11 +991,80 @@ void PoolSimulation::OnTold(const v1::LeaderMessage& message) {
     runs_told_.at(message.finish().run()).finished = true;
     runs_told_.at(message.finish().run()).losses = leader_->counters().losses;
   }
-  if (message.has_cancel()) runs_told_.at(message.cancel().run()).stopped = true;
+  if (message.has_cancel()) {
+    RunTold& told = runs_told_.at(message.cancel().run());
+    told.stopped = true;
+    told.stopped_at = now_;
+  }
   if (!message.has_abort()) return;
   RunTold& told = runs_told_.at(message.abort().run());
   told.stopped = true;
+  told.stopped_at = now_;
+  CheckWorkersLost(told);
   told.innocent = told.paused_since < now_ - Leader::Options().silence_timeout;
+}
+
+// In quiet stories nothing else stops a run.
+void PoolSimulation::CheckWorkersLost(const RunTold& told) {
+  const bool lost = std::any_of(told.nodes.begin(), told.nodes.end(), [this](const auto& entry) {
+    const auto& [node, incarnation] = entry;
+    return nodes_[node].machine == nullptr || nodes_[node].incarnation != incarnation;
+  });
+  if (quiet_ && !lost) Fail("a run is stopped that lost none of its workers");
+}
+
+// A run on a sub-mesh takes its share of the workers. It takes none on which others compute while nothing
+// lives on another sub-mesh, and there is room for K and V.
+void PoolSimulation::CheckSubmesh(uint64_t run) {
+  const RunTold& told = runs_told_.at(run);
+  const auto request = requests_.find(told.ticket);
+  if (request == requests_.end() || request->second.submeshes == 1) return;
+  std::vector<int> members;  // by place
+  for (const Leader::WorkerView& worker : leader_->workers()) {
+    const auto node = std::find_if(nodes_.begin(), nodes_.end(),
+                                   [&](const Node& each) { return each.name == worker.offer->name(); });
+    if (worker.state != Leader::WorkerState::kDraining) {
+      members.push_back(static_cast<int>(node - nodes_.begin()));
+    }
+  }
+  const int count = std::min(request->second.submeshes, static_cast<int>(members.size()));
+  if (count == 0 || count * std::ssize(told.nodes) >= std::ssize(members) + count) return;  // on all of them
+  ++census_.on_submeshes;
+  std::map<int, int> live, computing;  // runs, by node
+  for (const auto& [number, other] : runs_told_) {
+    if (number == run || other.finished || now_ - other.stopped_at > kHungBound) continue;
+    const auto owner = requests_.find(other.ticket);
+    const bool computes = !other.stopped && owner != requests_.end() && !owner->second.paused &&
+                          leader_->run_of(other.ticket) == number;  // else all its workers are lost
+    for (const auto& [node, incarnation] : other.nodes) {
+      ++live[node];
+      if (computes) ++computing[node];
+    }
+  }
+  if (computing.empty()) return;
+  const bool beside = std::none_of(told.nodes.begin(), told.nodes.end(),
+                                   [&](const auto& entry) { return computing[entry.first] > 0; });
+  if (beside) {
+    ++census_.side_by_side;
+    return;
+  }
+  const auto kv = leader_->kv_by_worker();
+  for (int i = 0; i < count; ++i) {
+    const size_t begin = members.size() * static_cast<size_t>(i) / static_cast<size_t>(count);
+    const size_t end = members.size() * static_cast<size_t>(i + 1) / static_cast<size_t>(count);
+    const bool idle = std::all_of(members.begin() + static_cast<std::ptrdiff_t>(begin),
+                                  members.begin() + static_cast<std::ptrdiff_t>(end), [&](int node) {
+                                    const KvDirectory::WorkerKv& of = kv.at(nodes_[node].name);
+                                    const int64_t most = kLongestPrompt * kTokenBytes;
+                                    return live[node] == 0 && of.bytes + most <= of.max_bytes;
+                                  });
+    if (!idle || small_) continue;
+    std::vector<std::string> taken, free;
+    for (const auto& [node, incarnation] : told.nodes) taken.push_back(nodes_[node].name);
+    for (size_t at = begin; at < end; ++at) free.push_back(nodes_[members[at]].name);
+    return Fail(absl::StrCat("run ", run, " takes ", absl::StrJoin(taken, ", "),
+                             ", on which others compute, and ", absl::StrJoin(free, ", "), " are idle"));
+  }
 }
 
 // A run whose workers are all lost is told of nothing.
@@ -1012,6 +1089,7 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   RunTold& told = entry->second;
   told = {
       .tokens = request.tokens, .cache_tenant = request.cache_tenant, .computed_by = {}, .stopped = false};
+  told.ticket = owner->first;
   for (const v1::RunTokens& piece : prepare.prefix()) {
     const auto found = runs_told_.find(piece.run());
     if (found == runs_told_.end()) return Fail("a prefix of a run that never was");
@@ -1207,6 +1285,7 @@ void PoolSimulation::SubmitNext() {
     options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
         .tenant = request.cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
   }
+  if (!last && side_by_side_ && Chance(0.7)) options.submeshes = request.submeshes = Draw(1, 2) * 2;
   if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request.tokens));
   request.lease = options.kv_lease;
   const Leader::Ticket ticket =
@@ -1238,17 +1317,24 @@ std::string PoolSimulation::Missing() {
   return missing;
 }
 
-// As a queue does it: one goes on, the others stand still.
+// As a queue does it: one goes on, or those on sub-meshes like its own, and the others stand still.
 void PoolSimulation::GiveTurn(Leader::Ticket ticket) {
   if (leader_ == nullptr || requests_.empty()) return;
   if (ticket == 0)
     ticket = std::next(requests_.begin(), Draw(0, static_cast<int>(requests_.size()) - 1))->first;
   const bool for_all = Chance(0.1);
   turn_ = for_all ? 0 : ticket;
-  for (const auto& [other, request] : requests_) {
-    if (other != ticket) leader_->SetPaused(other, !for_all, now_);
+  const auto own = requests_.find(ticket);  // it may have its answer already
+  const int submeshes = own == requests_.end() ? 1 : own->second.submeshes;
+  const auto set_paused = [this](Leader::Ticket of, ClientRequest& request, bool paused) {
+    request.paused = paused;
+    leader_->SetPaused(of, paused, now_);
+  };
+  for (auto& [other, request] : requests_) {
+    const bool beside = submeshes > 1 && request.submeshes == submeshes;
+    if (other != ticket) set_paused(other, request, !for_all && !beside);
   }
-  leader_->SetPaused(ticket, false, now_);
+  if (own != requests_.end()) set_paused(ticket, own->second, false);
   DoLeaderActions();
 }
 

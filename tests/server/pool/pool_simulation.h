@@ -11,6 +11,10 @@
 // with a name that is taken, and the leader (killed and started again). Faults last for a while; then the
 // pool must heal.
 //
+// What runs side by side: in some stories requests take sub-meshes. Those that may take as many of them go on
+// at once, none beside another while a sub-mesh is idle, and none is stopped for the loss of a worker that it
+// has no part of.
+//
 // What is computed: each rank adds up a hash of its tokens and positions; the rank of the last token answers
 // with the sum over the mesh and the run's number as its logits. So a result of an incomplete or an old run
 // shows.
@@ -66,7 +70,8 @@ class PoolSimulation {
         lapses = 0;
     int behind_a_prefix = 0, evictions = 0;
     int in_pieces = 0, pieces_again = 0, pieces_lost = 0;
-    int streamed = 0, shared = 0;  // runs prepared where workers may share weights
+    int streamed = 0, shared = 0;            // runs prepared where workers may share weights
+    int on_submeshes = 0, side_by_side = 0;  // runs on one, of these beside another that goes on
     int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
   };
   const Census& census() const { return census_; }
@@ -161,6 +166,8 @@ class PoolSimulation {
     std::string lease;         // empty: K and V are not kept
     std::string cache_tenant;  // whose prompts it may begin like
     bool ignores_cache = false;
+    int submeshes = 1;
+    bool paused = false;
     absl::Time submitted_at;
   };
   // A run as its workers were told of it.
@@ -174,6 +181,9 @@ class PoolSimulation {
     bool begun = false;
     absl::Time paused_since = absl::InfiniteFuture();  // it goes on
     bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
+    Leader::Ticket ticket = 0;
+    std::map<int, int> nodes;  // its workers' incarnations
+    absl::Time stopped_at = absl::InfiniteFuture();
   };
 
   // A client's lease, as it must be.
@@ -245,7 +255,9 @@ class PoolSimulation {
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
   void KeepLayers(const Host& host, int seat);
   void OnRunTold(const v1::Prepare& prepare);
-  void OnTold(const v1::LeaderMessage& message);
+  void OnTold(uint64_t link, const v1::LeaderMessage& message);
+  void CheckSubmesh(uint64_t run);
+  void CheckWorkersLost(const RunTold& told);
   int EpochsEnded(const ClientRequest& request) const;  // by its runs, at most
   void CheckNothingRuns();
   std::vector<uint32_t> DrawPrompt();
@@ -310,6 +322,7 @@ class PoolSimulation {
   bool quiet_ = false;                                   // nothing fails but by poison
   bool small_ = false;                                   // long prompts run in pieces
   int64_t weight_bytes_ = 0;                             // that workers may share; 0: they may not
+  bool side_by_side_ = false;                            // requests may take sub-meshes
   bool sticky_ = false;                                  // turns change only when somebody comes or goes
   uint64_t poison_deaths_ = 0;                           // of workers
   std::map<std::string, KvClient> leases_;

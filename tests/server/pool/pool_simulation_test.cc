@@ -64,6 +64,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.pieces_lost += census.pieces_lost;
       total.streamed += census.streamed;
       total.shared += census.shared;
+      total.on_submeshes += census.on_submeshes;
+      total.side_by_side += census.side_by_side;
       total.most_at_once = std::max(total.most_at_once, census.most_at_once);
       total.pauses += census.pauses;
       total.crowded_out += census.crowded_out;
@@ -93,6 +95,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
               total.in_pieces, total.pieces_again, total.pieces_lost);
   std::printf("%d parts of runs streamed weights that may be shared, %d shared them\n", total.streamed,
               total.shared);
+  std::printf("%d runs on sub-meshes, %d of them beside others that went on\n", total.on_submeshes,
+              total.side_by_side);
   std::printf(
       "up to %d runs at once on a worker; ranks stood still %d times; %d requests waited for memory or a "
       "place; %d results beside a poisonous request took more than one run\n",
@@ -119,6 +123,8 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.pieces_lost, share / 10);
   EXPECT_GT(total.streamed, share);
   EXPECT_GT(total.shared, share);
+  EXPECT_GT(total.on_submeshes, 10 * share);
+  EXPECT_GT(total.side_by_side, share);
   EXPECT_GE(total.most_at_once, 3);
   EXPECT_GT(total.pauses, 10 * share);
   EXPECT_GT(total.crowded_out, share);
