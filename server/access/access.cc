@@ -5,7 +5,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "grpc/grpc_security_constants.h"
 #include "kernels/return_if_error.h"
 #include "server/access/small_file.h"
 #include "server/access/tenant.h"
@@ -32,8 +31,9 @@ const char* RoleName(Role role) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Access>> Access::Open(const v1::ApiSection& api) {
-  std::unique_ptr<Access> access(new Access(api.credentials()));
+absl::StatusOr<std::unique_ptr<Access>> Access::Open(const v1::ApiSection& api,
+                                                     std::shared_ptr<const PeerNames> peers) {
+  std::unique_ptr<Access> access(new Access(api.credentials(), std::move(peers)));
   if (!access->asks_for_credentials()) return access;
   RETURN_IF_ERROR(access->Read());
   access->watch_.Start([access = access.get()] { access->Reload(); });
@@ -73,18 +73,13 @@ absl::StatusOr<Caller> Access::Identify(const grpc::ServerContextBase& context) 
     return absl::UnauthenticatedError(
         "this bearer token is not known here; ask the server's operator for one");
   }
-  const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
-  if (peer == nullptr) return absl::UnauthenticatedError(absl::StrCat("no credential; ", kHowToCall));
-  bool has_certificate = false;
-  for (const char* property : {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
-    for (const grpc::string_ref& name : peer->FindPropertyValues(property)) {
-      has_certificate = true;
-      if (const Caller* const caller = callers->OfCertificate({name.data(), name.size()})) return *caller;
-    }
+  const PeerNames::Names names = peers_->Of(context.peer());
+  for (const std::string& name : names) {
+    if (const Caller* const caller = callers->OfCertificate(name)) return *caller;
   }
   return absl::UnauthenticatedError(
-      has_certificate ? "nobody of this certificate's name is known here; ask the server's operator to add it"
-                      : absl::StrCat("no credential; ", kHowToCall));
+      names.empty() ? absl::StrCat("no credential; ", kHowToCall)
+                    : "nobody of this certificate's name is known here; ask the server's operator to add it");
 }
 
 absl::StatusOr<Caller> Access::Admit(const grpc::ServerContextBase& context,

@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -19,13 +20,16 @@
 #include "meshfill/v1/config.pb.h"
 #include "server/access/callers.h"
 #include "server/access/file_watch.h"
+#include "server/access/peer_names.h"
 
 namespace meshfill {
 
 class Access {
  public:
-  // INVALID_ARGUMENT: api.credentials cannot be read; or as Callers::Parse has it.
-  static absl::StatusOr<std::unique_ptr<Access>> Open(const v1::ApiSection& api);
+  // `peers`: whose certificates the port has seen. INVALID_ARGUMENT: api.credentials cannot be read; or as
+  // Callers::Parse has it.
+  static absl::StatusOr<std::unique_ptr<Access>> Open(const v1::ApiSection& api,
+                                                      std::shared_ptr<const PeerNames> peers);
 
   bool asks_for_credentials() const { return !path_.empty(); }
 
@@ -38,12 +42,14 @@ class Access {
                                           std::initializer_list<Role> roles) const;
 
  private:
-  explicit Access(const std::string& path) : path_(path), watch_({path}) {}
+  Access(const std::string& path, std::shared_ptr<const PeerNames> peers)
+      : path_(path), peers_(std::move(peers)), watch_({path}) {}
   absl::Status Read();
   void Reload();
   absl::StatusOr<Caller> Identify(const grpc::ServerContextBase& context) const;
 
   const std::string path_;  // the credentials file; empty: no credentials are asked for
+  const std::shared_ptr<const PeerNames> peers_;
   mutable Mutex mu_;
   std::shared_ptr<const Callers> callers_ ABSL_GUARDED_BY(mu_);
   FileWatch watch_;  // last: its thread uses all of the above

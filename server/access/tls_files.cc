@@ -1,12 +1,9 @@
 #include "server/access/tls_files.h"
 
-#include <openssl/err.h>
 #include <openssl/pem.h>
-#include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 
 #include <ctime>
-#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -18,22 +15,11 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "kernels/return_if_error.h"
+#include "server/access/openssl_handles.h"
 #include "server/access/small_file.h"
 
 namespace meshfill {
 namespace {
-
-template <auto Free>
-struct Freed {
-  template <typename T>
-  void operator()(T* object) const {
-    Free(object);
-  }
-};
-using Bio = std::unique_ptr<BIO, Freed<BIO_free>>;
-using Certificate = std::unique_ptr<X509, Freed<X509_free>>;
-using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
-using Context = std::unique_ptr<SSL_CTX, Freed<SSL_CTX_free>>;
 
 // One of the files: "pool.tls.cert: /etc/tls.crt".
 struct File {
@@ -43,13 +29,6 @@ struct File {
     return absl::InvalidArgumentError(absl::StrCat(key, ": ", path, " ", problem));
   }
 };
-
-// Why OpenSSL's last call failed; forgets it, and all before it.
-std::string OpenSslReason() {
-  const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
-  ERR_clear_error();
-  return reason == nullptr ? "OpenSSL says not why" : reason;
-}
 
 absl::StatusOr<File> Read(const TlsFiles& files, const char* name, const std::string& path) {
   File file{.key = files.prefix + name, .path = path, .text = ""};
@@ -77,7 +56,7 @@ int NoPassword(char*, int, int, void* asked) {
 }
 
 absl::StatusOr<std::vector<Certificate>> Certificates(const File& file) {
-  const Bio bio(BIO_new_mem_buf(file.text.data(), static_cast<int>(file.text.size())));
+  const Bio bio = ReadFrom(file.text);
   std::vector<Certificate> found;
   while (X509* const next = PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr)) found.emplace_back(next);
   const bool at_end = ERR_GET_REASON(ERR_peek_last_error()) == PEM_R_NO_START_LINE;
@@ -98,7 +77,7 @@ absl::StatusOr<std::vector<Certificate>> Certificates(const File& file) {
 }
 
 absl::StatusOr<Key> PrivateKey(const File& file) {
-  const Bio bio(BIO_new_mem_buf(file.text.data(), static_cast<int>(file.text.size())));
+  const Bio bio = ReadFrom(file.text);
   bool encrypted = false;
   Key key(PEM_read_bio_PrivateKey(bio.get(), nullptr, NoPassword, &encrypted));
   const std::string reason = OpenSslReason();
@@ -164,7 +143,7 @@ absl::Status CheckIdentity(const File& cert_file, const File& key_file, TlsSide 
     return key_file.Error(absl::StrCat("is not the key of the certificate in ", cert_file.path,
                                        "; name the one it was made with"));
   }
-  const Context context(SSL_CTX_new(TLS_method()));
+  const TlsContext context(SSL_CTX_new(TLS_method()));
   if (SSL_CTX_use_certificate(context.get(), certificate) != 1) {
     return cert_file.Error(absl::StrCat("cannot be used: ", OpenSslReason(), "; make a stronger one"));
   }

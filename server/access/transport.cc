@@ -1,6 +1,7 @@
 #include "server/access/transport.h"
 
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -25,10 +26,8 @@ constexpr char kControlFiles[] = "pool.tls.cert, key and ca";
 
 absl::StatusOr<ServerTransport> TlsServer(const TlsFiles& files, bool client_certificates) {
   ASSIGN_OR_RETURN(std::shared_ptr<const ServerTls> tls, ServerTls::Open(files, client_certificates));
-  return ServerTransport{.credentials = tls->credentials(), .tls = tls};
+  return ServerTransport{.tls = std::move(tls)};
 }
-
-ServerTransport PlainServer() { return {.credentials = grpc::InsecureServerCredentials(), .tls = nullptr}; }
 
 std::shared_ptr<grpc::ChannelCredentials> TlsChannel(const TlsPems& pems) {
   return grpc::SslCredentials(
@@ -41,7 +40,7 @@ absl::StatusOr<ServerTransport> ControlServerTransport(const v1::PoolSection::Tl
                                                        const HostPort& address) {
   if (tls.cert().empty()) {
     RETURN_IF_ERROR(CheckPlainText(address, tls.insecure(), kControlFiles, "pool.tls.insecure"));
-    return PlainServer();
+    return ServerTransport();
   }
   return TlsServer(FilesOf(tls), /*client_certificates=*/true);
 }
@@ -59,7 +58,7 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ControlChannelCredenti
 absl::StatusOr<ServerTransport> ApiServerTransport(const v1::ApiSection::Tls& tls, const HostPort& address) {
   if (tls.cert().empty()) {
     RETURN_IF_ERROR(CheckPlainText(address, tls.insecure(), "api.tls.cert and key", "api.tls.insecure"));
-    return PlainServer();
+    return ServerTransport();
   }
   return TlsServer(FilesOf(tls), tls.client_certificates());
 }

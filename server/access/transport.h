@@ -8,8 +8,8 @@
 
 #include "absl/status/statusor.h"
 #include "grpcpp/security/credentials.h"
-#include "grpcpp/security/server_credentials.h"
 #include "meshfill/v1/config.pb.h"
+#include "server/access/peer_names.h"
 #include "server/access/server_tls.h"
 #include "server/config/address.h"
 
@@ -17,8 +17,8 @@ namespace meshfill {
 
 // What a port speaks. It lives as long as the port is open: it takes changed files over.
 struct ServerTransport {
-  std::shared_ptr<grpc::ServerCredentials> credentials;
   std::shared_ptr<const ServerTls> tls;  // null: plain text
+  std::shared_ptr<PeerNames> peers = std::make_shared<PeerNames>();
 };
 
 // Errors of the functions below: INVALID_ARGUMENT as ReadTlsFiles has it; and where there is no certificate,

@@ -153,7 +153,7 @@ void ConnectionAcceptor::AcceptOne() {
     setsockopt(connection, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMilliseconds,
                sizeof(kUserTimeoutMilliseconds));
     open_[connection] = InodeOf(connection);
-    handler_(listener_, connection);
+    handler_(connection);
     return;
   }
   switch (errno) {

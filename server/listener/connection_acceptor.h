@@ -24,7 +24,7 @@ namespace meshfill {
 class ConnectionAcceptor {
  public:
   // Takes over a connected socket. Called from the acceptor's thread.
-  using Handler = std::function<void(int listener, int connection)>;
+  using Handler = std::function<void(int connection)>;
 
   // Binds `address`, whose port 0 stands for any that is free; at most `max_connections` are open at a time.
   // Connections wait until Start. UNAVAILABLE: the address cannot be listened on.
@@ -35,6 +35,7 @@ class ConnectionAcceptor {
   ConnectionAcceptor& operator=(const ConnectionAcceptor&) = delete;
 
   const HostPort& address() const { return address_; }  // HOST:PORT with the real port
+  int listener() const { return listener_; }            // the socket that listens
 
   void Start(Handler handler);  // once
 

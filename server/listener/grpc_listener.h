@@ -18,8 +18,7 @@
 namespace meshfill {
 
 struct GrpcListener {
-  ServerTransport transport;                  // outlives the server
-  std::unique_ptr<GuardedConnections> guard;  // null: TLS. Outlives the server, whose last words it passes on
+  std::unique_ptr<GuardedConnections> guard;  // outlives the server, whose last words it passes on
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<ConnectionAcceptor> acceptor;  // null after Shutdown
   std::string address;                           // HOST:PORT, the real port

@@ -1,6 +1,7 @@
 #include "server/listener/guarded_connections.h"
 
 #include <netdb.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <set>
 #include <unordered_map>
@@ -19,6 +21,7 @@
 #include "absl/types/span.h"
 #include "kernels/monotonic_time.h"
 #include "server/listener/http2_guard.h"
+#include "server/listener/stream_socket.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -26,6 +29,8 @@ namespace {
 
 constexpr size_t kReadBytes = 64 << 10;
 constexpr int kReadsInTurn = 8;  // of a connection, before the next one has its turn
+// Steps of handshakes between two looks at the other connections: one may take a millisecond of RSA.
+constexpr int kHandshakesInTurn = 4;
 constexpr int kMostEvents = 64;
 constexpr absl::Duration kLastWords = absl::Milliseconds(50);
 // GOAWAY (RFC 9113 §6.8) of stream 0: no stream was taken, ENHANCE_YOUR_CALM.
@@ -34,6 +39,18 @@ constexpr std::array<uint8_t, 17> kGoAway = {0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0,
 absl::Status NoDescriptor() {
   return absl::UnavailableError(
       absl::StrCat("no descriptor for a connection: ", std::strerror(errno), "; raise ulimit -n"));
+}
+
+// OpenSSL writes to sockets without MSG_NOSIGNAL.
+void IgnoreClosedSockets() {
+  sigset_t broken_pipe;
+  sigemptyset(&broken_pipe);
+  sigaddset(&broken_pipe, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &broken_pipe, nullptr);
+}
+
+uint32_t EventOf(StreamSocket::State wanted) {
+  return wanted == StreamSocket::State::kWantsRead ? EPOLLIN : EPOLLOUT;
 }
 
 std::string PeerOf(int socket) {
@@ -52,26 +69,34 @@ std::string PeerOf(int socket) {
 
 class GuardedConnections::Relay {
  public:
-  Relay(std::string port, const Limits& limits, int epoll, int wake)
-      : port_(std::move(port)), limits_(limits), epoll_(epoll), wake_(wake) {
+  Relay(std::string port, const ServerTransport& transport, const Limits& limits, Handler handler, int epoll,
+        int wake)
+      : port_(std::move(port)),
+        transport_(transport),
+        limits_(limits),
+        epoll_(epoll),
+        wake_(wake),
+        handler_(std::move(handler)) {
     epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
     epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
   }
 
   ~Relay() {
     while (!connections_.empty()) Close(*connections_.begin()->second);
-    for (const auto& [client, server] : new_) {
-      close(client);
-      close(server);
-    }
+    for (const int client : new_) close(client);
     close(epoll_);
     close(wake_);
   }
 
-  void Add(int client, int server) {
+  void Add(int client) {
     const MutexLock lock(mu_);
-    new_.emplace_back(client, server);
+    new_.push_back(client);
     Wake();
+  }
+
+  void StopAdmitting() {
+    const MutexLock lock(mu_);
+    handler_ = nullptr;
   }
 
   void Stop() {
@@ -81,19 +106,26 @@ class GuardedConnections::Relay {
   }
 
   void Run() {
+    IgnoreClosedSockets();
     absl::Time end = absl::InfiniteFuture();
     while (MonotonicNow() < end) {
       std::array<epoll_event, kMostEvents> events;
       const int count = epoll_wait(epoll_, events.data(), kMostEvents, WaitMilliseconds(end));
+      int handshakes = 0;
       for (int i = 0; i < count; ++i) {
         // A connection that an earlier event has closed lives until the turn ends.
         const auto* const side = static_cast<const Side*>(events[i].data.ptr);
         if (side == nullptr) {
           if (TakeNew() && end == absl::InfiniteFuture()) end = MonotonicNow() + kLastWords;
-        } else if (!side->connection->closed) {
+        } else if (side->connection->closed) {
+          continue;
+        } else if (side->connection->server.socket != nullptr) {
           Serve(*side, events[i].events);
+        } else if (++handshakes <= kHandshakesInTurn) {  // epoll tells of the others again
+          Handshake(*side->connection);
         }
       }
+      EndLateHandshakes();
       ResumePaused();
       CloseTheLargest();
       closed_.clear();
@@ -108,15 +140,19 @@ class GuardedConnections::Relay {
   // A socket of a connection.
   struct Side {
     Connection* connection = nullptr;
-    int fd = -1;
-    bool ended = false;          // it has sent all that it will
-    uint32_t watched = 0;        // epoll's events
-    std::vector<uint8_t> queue;  // bytes that it has yet to take
+    std::unique_ptr<StreamSocket> socket;               // null: the server's, before the client is admitted
+    bool ended = false;                                 // it has sent all that it will
+    uint32_t watched = 0;                               // epoll's events
+    uint32_t to_receive = EPOLLIN, to_send = EPOLLOUT;  // what it waits for; TLS may have it otherwise
+    std::vector<uint8_t> queue;                         // bytes that it has yet to take
   };
 
   struct Connection {
-    Connection(int most_streams, absl::Time now) : guard(most_streams, now) {}
+    Connection(const Limits& limits, absl::Time now)
+        : handshake_by(now + limits.handshake_time), guard(limits.most_streams, now) {}
     Side client, server;
+    absl::Time handshake_by;
+    std::string name;  // in transport_.peers; empty: no certificate
     Http2Guard guard;
     int64_t counted_bytes = 0;  // its part of held_bytes_
     bool closed = false;
@@ -130,6 +166,7 @@ class GuardedConnections::Relay {
   int WaitMilliseconds(absl::Time end) const {
     absl::Time until = end;
     for (const Connection* connection : paused_) until = std::min(until, connection->guard.ReadAgainAt());
+    if (!handshakes_.empty()) until = std::min(until, handshakes_.begin()->first);
     if (until == absl::InfiniteFuture()) return -1;
     const int64_t milliseconds = absl::ToInt64Milliseconds(until - MonotonicNow()) + 1;
     return static_cast<int>(std::clamp<int64_t>(milliseconds, 0, 1000));
@@ -139,31 +176,87 @@ class GuardedConnections::Relay {
   bool TakeNew() {
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t got = read(wake_, &count, sizeof(count));
-    std::vector<std::pair<int, int>> sockets;
+    std::vector<int> sockets;
     bool stopping = false;
     {
       const MutexLock lock(mu_);
       sockets.swap(new_);
       stopping = stopping_;
     }
-    for (const auto& [client, server] : sockets) {
-      auto connection = std::make_unique<Connection>(limits_.most_streams, MonotonicNow());
-      connection->client.connection = connection->server.connection = connection.get();
-      connection->client.fd = client;
-      connection->server.fd = server;
-      Watch(*connection);
-      connections_.emplace(connection.get(), std::move(connection));
+    for (const int client : sockets) {
+      auto owner = std::make_unique<Connection>(limits_, MonotonicNow());
+      Connection& connection = *owner;
+      connection.client.connection = connection.server.connection = &connection;
+      const bool has_tls = transport_.tls != nullptr;
+      TlsConnection tls = has_tls ? transport_.tls->Accept(client) : nullptr;
+      const bool made = !has_tls || tls != nullptr;
+      connection.client.socket = std::make_unique<StreamSocket>(client, std::move(tls));
+      connections_.emplace(&connection, std::move(owner));
+      handshakes_.emplace(connection.handshake_by, &connection);
+      if (!made) {
+        Close(connection);
+      } else if (has_tls) {
+        WatchFor(connection.client, EPOLLIN);
+      } else {
+        Admit(connection);
+      }
     }
     return stopping;
+  }
+
+  // Takes the handshake as far as it goes. The server has the connection once it is done.
+  void Handshake(Connection& connection) {
+    Side& client = connection.client;
+    switch (const StreamSocket::State state = client.socket->Handshake()) {
+      case StreamSocket::State::kDone:
+        return Admit(connection);
+      case StreamSocket::State::kWantsRead:
+      case StreamSocket::State::kWantsWrite:
+        return WatchFor(client, EventOf(state));
+      case StreamSocket::State::kEnded:
+        return Close(connection);
+      case StreamSocket::State::kFailed:
+        return Refuse(connection, client.socket->error());
+    }
+  }
+
+  void Admit(Connection& connection) {
+    std::array<int, 2> pair{};
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()) != 0) {
+      return Refuse(connection, NoDescriptor().message());
+    }
+    connection.server.socket = std::make_unique<StreamSocket>(pair[0], nullptr);
+    PeerNames::Names names;
+    if (const SSL* const tls = connection.client.socket->tls()) names = ServerTls::NamesOfClient(*tls);
+    const bool named = !names.empty();
+    if (named) connection.name = transport_.peers->Add(pair[0], std::move(names));
+    if (named && connection.name.empty()) {
+      close(pair[1]);
+      return Refuse(connection, "its certificate's names cannot be kept");
+    }
+    handshakes_.erase({connection.handshake_by, &connection});
+    {
+      const MutexLock lock(mu_);
+      if (handler_ != nullptr) {
+        handler_(pair[1]);
+      } else {
+        close(pair[1]);  // so that the connection ends
+      }
+    }
+    Watch(connection);
+  }
+
+  void EndLateHandshakes() {
+    while (!handshakes_.empty() && handshakes_.begin()->first <= MonotonicNow()) {
+      Close(*handshakes_.begin()->second);
+    }
   }
 
   void Serve(const Side& side, uint32_t events) {
     Connection& connection = *side.connection;
     if ((events & EPOLLERR) != 0) return Close(connection);
-    if ((events & (EPOLLIN | EPOLLHUP | EPOLLOUT)) != 0) {
-      Pass(connection, connection.client, connection.server);
-      if (!connection.closed) Pass(connection, connection.server, connection.client);
-    }
+    Pass(connection, connection.client, connection.server);
+    if (!connection.closed) Pass(connection, connection.server, connection.client);
     if (connection.closed) return;
     if (connection.client.ended && connection.server.ended && connection.client.queue.empty() &&
         connection.server.queue.empty()) {
@@ -181,22 +274,28 @@ class GuardedConnections::Relay {
   // Passes bytes on until there are none, or `to` takes no more.
   void Pass(Connection& connection, Side& from, Side& to) {
     if (!to.queue.empty()) {
-      const ssize_t sent = SendTo(connection, to, to.queue);
-      if (sent < 0) return;
-      to.queue.erase(to.queue.begin(), to.queue.begin() + sent);
+      const size_t sent = SendTo(connection, to, to.queue);
+      if (connection.closed) return;
+      to.queue.erase(to.queue.begin(), to.queue.begin() + static_cast<ptrdiff_t>(sent));
       if (to.queue.empty()) to.queue = {};  // gives its memory back
-      if (to.queue.empty() && from.ended) shutdown(to.fd, SHUT_WR);
+      if (to.queue.empty() && from.ended) to.socket->EndSending();
     }
     for (int i = 0; i < kReadsInTurn && MayRead(connection, from); ++i) {
-      const ssize_t got = recv(from.fd, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
-      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-      if (got < 0) return Close(connection);
-      if (got == 0) {
-        from.ended = true;
-        shutdown(to.fd, SHUT_WR);
-        return;
+      const StreamSocket::Moved got = from.socket->Receive(absl::MakeSpan(buffer_));
+      switch (got.state) {
+        case StreamSocket::State::kDone:
+          break;
+        case StreamSocket::State::kWantsRead:
+        case StreamSocket::State::kWantsWrite:
+          from.to_receive = EventOf(got.state);
+          return;
+        case StreamSocket::State::kEnded:
+          from.ended = true;
+          return to.socket->EndSending();
+        case StreamSocket::State::kFailed:
+          return Close(connection);
       }
-      const absl::Span<const uint8_t> bytes(buffer_.data(), static_cast<size_t>(got));
+      const absl::Span<const uint8_t> bytes(buffer_.data(), got.bytes);
       const absl::Time now = MonotonicNow();
       if (&from == &connection.server) {
         connection.guard.FromServer(bytes, now);
@@ -204,19 +303,21 @@ class GuardedConnections::Relay {
         return HangUp(connection, status.message());
       }
       if (connection.guard.ReadAgainAt() > now) paused_.insert(&connection);
-      const ssize_t sent = SendTo(connection, to, bytes);
-      if (sent < 0) return;
-      to.queue.assign(bytes.begin() + sent, bytes.end());
+      const size_t sent = SendTo(connection, to, bytes);
+      if (connection.closed) return;
+      to.queue.assign(bytes.begin() + static_cast<ptrdiff_t>(sent), bytes.end());
     }
   }
 
-  // How many bytes went; -1: the connection is closed.
-  ssize_t SendTo(Connection& connection, const Side& to, absl::Span<const uint8_t> bytes) {
-    const ssize_t sent = send(to.fd, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent >= 0) return sent;
-    if (errno == EAGAIN || errno == EINTR) return 0;
-    Close(connection);
-    return -1;
+  // How many bytes went. Closes the connection where none can go any more.
+  size_t SendTo(Connection& connection, Side& to, absl::Span<const uint8_t> bytes) {
+    const StreamSocket::Moved sent = to.socket->Send(bytes);
+    if (sent.state == StreamSocket::State::kFailed || sent.state == StreamSocket::State::kEnded) {
+      Close(connection);
+    } else if (sent.state != StreamSocket::State::kDone) {
+      to.to_send = EventOf(sent.state);
+    }
+    return sent.bytes;
   }
 
   void Count(Connection& connection) {
@@ -252,27 +353,40 @@ class GuardedConnections::Relay {
     }
   }
 
-  // Asks epoll for what can be passed on. A socket of which nothing is wanted is not watched at all: epoll
-  // would tell of its end again and again.
+  // Asks epoll for what can be passed on.
   void Watch(Connection& connection) {
     for (Side* const side : {&connection.client, &connection.server}) {
-      const uint32_t wanted =
-          (MayRead(connection, *side) ? EPOLLIN : 0) | (side->queue.empty() ? 0 : EPOLLOUT);
-      if (wanted == side->watched) continue;
-      epoll_event event{.events = wanted, .data = {.ptr = side}};
-      const int change = wanted == 0 ? EPOLL_CTL_DEL : side->watched == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
-      epoll_ctl(epoll_, change, side->fd, &event);
-      side->watched = wanted;
+      WatchFor(*side, (MayRead(connection, *side) ? side->to_receive : 0) |
+                          (side->queue.empty() ? 0 : side->to_send));
     }
   }
 
+  // A socket of which nothing is wanted is not watched at all: epoll would tell of its end again and again.
+  void WatchFor(Side& side, uint32_t wanted) {
+    if (wanted == side.watched) return;
+    epoll_event event{.events = wanted, .data = {.ptr = &side}};
+    const int change = wanted == 0 ? EPOLL_CTL_DEL : side.watched == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+    epoll_ctl(epoll_, change, side.socket->fd(), &event);
+    side.watched = wanted;
+  }
+
   void HangUp(Connection& connection, absl::string_view reason) {
-    LogLimited("connections that are hung up on",
-               absl::StrCat("hung up on ", PeerOf(connection.client.fd), " at ", port_, ": ", reason),
-               {.level = LogLevel::kWarning});
+    LogLimited(
+        "connections that are hung up on",
+        absl::StrCat("hung up on ", PeerOf(connection.client.socket->fd()), " at ", port_, ": ", reason),
+        {.level = LogLevel::kWarning});
     if (connection.client.queue.empty() && connection.guard.ServerIsBetweenFrames()) {
-      send(connection.client.fd, kGoAway.data(), kGoAway.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+      connection.client.socket->Send(kGoAway);
     }
+    Close(connection);
+  }
+
+  // Of a connection that the server has not had.
+  void Refuse(Connection& connection, absl::string_view reason) {
+    LogLimited("connections that are refused",
+               absl::StrCat("refused a connection of ", PeerOf(connection.client.socket->fd()), " to ", port_,
+                            ": ", reason),
+               {.level = LogLevel::kWarning});
     Close(connection);
   }
 
@@ -280,29 +394,34 @@ class GuardedConnections::Relay {
     connection.closed = true;
     held_bytes_ -= connection.counted_bytes;
     paused_.erase(&connection);
-    close(connection.client.fd);
-    close(connection.server.fd);
+    handshakes_.erase({connection.handshake_by, &connection});
+    if (!connection.name.empty()) transport_.peers->Remove(connection.name);
+    connection.client.socket.reset();
+    connection.server.socket.reset();
     const auto found = connections_.find(&connection);
     closed_.push_back(std::move(found->second));
     connections_.erase(found);
   }
 
   const std::string port_;
+  const ServerTransport transport_;
   const Limits limits_;
   const int epoll_;
   const int wake_;  // an eventfd
   std::unordered_map<const Connection*, std::unique_ptr<Connection>> connections_;
   std::vector<std::unique_ptr<Connection>> closed_;  // in this turn
   std::set<Connection*, std::less<>> paused_;
+  std::set<std::pair<absl::Time, Connection*>> handshakes_;  // that are not done, by their deadlines
   int64_t held_bytes_ = 0;
   std::vector<uint8_t> buffer_ = std::vector<uint8_t>(kReadBytes);
   Mutex mu_;
-  std::vector<std::pair<int, int>> new_ ABSL_GUARDED_BY(mu_);  // sockets of clients and server
+  Handler handler_ ABSL_GUARDED_BY(mu_);       // null: nobody is admitted any more
+  std::vector<int> new_ ABSL_GUARDED_BY(mu_);  // sockets of clients
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-absl::StatusOr<std::unique_ptr<GuardedConnections>> GuardedConnections::Start(std::string port,
-                                                                              const Limits& limits) {
+absl::StatusOr<std::unique_ptr<GuardedConnections>> GuardedConnections::Start(
+    std::string port, const ServerTransport& transport, const Limits& limits, Handler handler) {
   const int epoll = epoll_create1(EPOLL_CLOEXEC);
   if (epoll < 0) return NoDescriptor();
   const int wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -311,8 +430,8 @@ absl::StatusOr<std::unique_ptr<GuardedConnections>> GuardedConnections::Start(st
     close(epoll);
     return status;
   }
-  return std::unique_ptr<GuardedConnections>(
-      new GuardedConnections(std::make_unique<Relay>(std::move(port), limits, epoll, wake)));
+  return std::unique_ptr<GuardedConnections>(new GuardedConnections(
+      std::make_unique<Relay>(std::move(port), transport, limits, std::move(handler), epoll, wake)));
 }
 
 GuardedConnections::GuardedConnections(std::unique_ptr<Relay> relay)
@@ -323,15 +442,8 @@ GuardedConnections::~GuardedConnections() {
   thread_.join();
 }
 
-absl::StatusOr<int> GuardedConnections::Add(int client) {
-  std::array<int, 2> pair{};
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()) != 0) {
-    const absl::Status status = NoDescriptor();
-    close(client);
-    return status;
-  }
-  relay_->Add(client, pair[0]);
-  return pair[1];
-}
+void GuardedConnections::Add(int client) { relay_->Add(client); }
+
+void GuardedConnections::StopAdmitting() { relay_->StopAdmitting(); }
 
 }  // namespace meshfill

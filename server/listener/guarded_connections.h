@@ -1,20 +1,20 @@
-// Stands between the sockets of a port's clients and gRPC, and ends connections that take too much.
+// Stands between the sockets of a port's clients and gRPC: ends TLS, and connections that take too much.
 //
-// gRPC has one end of a socket pair for each connection. A thread passes the bytes on, both ways, and reads
-// the frames (http2_guard.h). Where all connections together hold more than they may, the one that holds most
-// is closed. For plain text: TLS hides the frames.
+// gRPC gets one end of a socket pair for each connection, once its handshake is done: a stranger's bytes
+// never reach it. A thread passes the bytes on, both ways, and reads the frames (http2_guard.h). Where all
+// connections together hold more than they may, the one that holds most is closed.
 #ifndef MESHFILL_SERVER_LISTENER_GUARDED_CONNECTIONS_H_
 #define MESHFILL_SERVER_LISTENER_GUARDED_CONNECTIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "kernels/mutex.h"
+#include "absl/time/time.h"
+#include "server/access/transport.h"
 
 namespace meshfill {
 
@@ -23,18 +23,25 @@ class GuardedConnections {
   struct Limits {
     int most_streams = 0;         // of a connection
     int64_t most_held_bytes = 0;  // of all: incomplete messages, and what waits to be passed on
+    absl::Duration handshake_time = absl::Seconds(10);  // of TLS
   };
 
+  // Takes over the server's end of a connection. Called from this class' thread.
+  using Handler = std::function<void(int server)>;
+
   // `port`: its name in the log. UNAVAILABLE: no descriptor is free.
-  static absl::StatusOr<std::unique_ptr<GuardedConnections>> Start(std::string port, const Limits& limits);
+  static absl::StatusOr<std::unique_ptr<GuardedConnections>> Start(std::string port,
+                                                                   const ServerTransport& transport,
+                                                                   const Limits& limits, Handler handler);
   // Passes on what the server has sent before, and closes all. Takes 50 ms at most.
   ~GuardedConnections();
   GuardedConnections(const GuardedConnections&) = delete;
   GuardedConnections& operator=(const GuardedConnections&) = delete;
 
-  // Takes over a client's socket, which does not block. Returns the server's end of the connection.
-  // UNAVAILABLE: no descriptor is free; the client's socket is closed. Thread-safe.
-  absl::StatusOr<int> Add(int client);
+  // Takes over a client's socket, which does not block. Thread-safe.
+  void Add(int client);
+  // The handler is not called any more. Connections that it has had go on. Thread-safe.
+  void StopAdmitting();
 
  private:
   class Relay;

@@ -51,7 +51,7 @@ class HolderService::Service final
   absl::Status Listen(const std::string& listen, const v1::Config& config) {
     ASSIGN_OR_RETURN(HostPort address, ResolveReachable(listen));
     ASSIGN_OR_RETURN(const auto transport, ApiServerTransport(config.api().tls(), address));
-    ASSIGN_OR_RETURN(access_, Access::Open(config.api()));
+    ASSIGN_OR_RETURN(access_, Access::Open(config.api(), transport.peers));
     grpc::EnableDefaultHealthCheckService(true);
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);

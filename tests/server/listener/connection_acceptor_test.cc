@@ -45,7 +45,7 @@ class ConnectionAcceptorTest : public testing::Test {
     auto acceptor = ConnectionAcceptor::Bind({host, 0}, max_connections);
     ASSERT_TRUE(acceptor.ok()) << acceptor.status();
     acceptor_ = *std::move(acceptor);
-    acceptor_->Start([this](int, int fd) {
+    acceptor_->Start([this](int fd) {
       const MutexLock lock(mu_);
       taken_.insert(fd);
       EXPECT_EQ(write(fd, "+", 1), 1);

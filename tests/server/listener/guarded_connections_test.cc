@@ -5,15 +5,19 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <deque>
 #include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "kernels/mutex.h"
 
 namespace meshfill {
 namespace {
@@ -25,30 +29,53 @@ using Bytes = std::vector<uint8_t>;
 
 Bytes Frame(uint8_t type, uint32_t stream, const Bytes& payload) {
   const size_t size = payload.size();
-  Bytes frame = {static_cast<uint8_t>(size >> 16),
-                 static_cast<uint8_t>(size >> 8),
-                 static_cast<uint8_t>(size),
-                 type,
-                 0,
-                 0,
-                 0,
-                 static_cast<uint8_t>(stream >> 8),
-                 static_cast<uint8_t>(stream)};
-  frame.insert(frame.end(), payload.begin(), payload.end());
+  Bytes frame(9 + size);
+  frame[0] = static_cast<uint8_t>(size >> 16);
+  frame[1] = static_cast<uint8_t>(size >> 8);
+  frame[2] = static_cast<uint8_t>(size);
+  frame[3] = type;
+  frame[7] = static_cast<uint8_t>(stream >> 8);
+  frame[8] = static_cast<uint8_t>(stream);
+  std::copy(payload.begin(), payload.end(), frame.begin() + 9);
   return frame;
 }
+
+// Connections as the server has them.
+class Admitted {
+ public:
+  void Put(int server) {
+    const MutexLock lock(mu_);
+    servers_.push_back(server);
+    came_.NotifyOne();
+  }
+  // The next one; -1: none comes.
+  int Take(absl::Duration patience = absl::Milliseconds(kWaitMilliseconds)) {
+    const absl::Time deadline = MonotonicNow() + patience;
+    const MutexLock lock(mu_);
+    while (servers_.empty() && MonotonicNow() < deadline) came_.WaitUntil(mu_, deadline);
+    if (servers_.empty()) return -1;
+    const int server = servers_.front();
+    servers_.pop_front();
+    return server;
+  }
+
+ private:
+  Mutex mu_;
+  CondVar came_;
+  std::deque<int> servers_ ABSL_GUARDED_BY(mu_);
+};
 
 // The client's and the server's end of one connection.
 class Ends {
  public:
-  explicit Ends(GuardedConnections& guard) {
+  Ends(GuardedConnections& guard, Admitted& admitted) {
     std::array<int, 2> pair{};
     EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair.data()), 0);
     client = pair[0];
     fcntl(pair[1], F_SETFL, O_NONBLOCK);
-    const auto end = guard.Add(pair[1]);
-    EXPECT_TRUE(end.ok()) << end.status();
-    server = *end;
+    guard.Add(pair[1]);
+    server = admitted.Take();
+    EXPECT_GE(server, 0);
     fcntl(server, F_SETFL, 0);
     Write(client, Bytes(24, 'P'));
     EXPECT_EQ(Read(server, 24).size(), 24);
@@ -89,11 +116,13 @@ class Ends {
 class GuardedConnectionsTest : public testing::Test {
  protected:
   void SetUp() override {
-    auto guard =
-        GuardedConnections::Start("the test", {.most_streams = 16, .most_held_bytes = kMostHeldBytes});
+    auto guard = GuardedConnections::Start("the test", ServerTransport(),
+                                           {.most_streams = 16, .most_held_bytes = kMostHeldBytes},
+                                           [this](int server) { admitted_.Put(server); });
     ASSERT_TRUE(guard.ok()) << guard.status();
     guard_ = *std::move(guard);
   }
+  Admitted admitted_;
   std::unique_ptr<GuardedConnections> guard_;
 };
 
@@ -102,7 +131,7 @@ TEST_F(GuardedConnectionsTest, PassesAllBytesOnBothWays) {
   std::mt19937 random(std::random_device{}());
   Bytes sent(kBytes);
   for (uint8_t& byte : sent) byte = static_cast<uint8_t>(random());
-  Ends ends(*guard_);
+  Ends ends(*guard_, admitted_);
   // A frame of a type that nobody knows, of whatever bytes.
   Bytes framed;
   for (size_t at = 0; at < kBytes; at += 16'000) {
@@ -119,9 +148,24 @@ TEST_F(GuardedConnectionsTest, PassesAllBytesOnBothWays) {
   EXPECT_EQ(at_client, framed);
 }
 
+// Who comes once the server takes nobody any more is hung up on; who was there is served on.
+TEST_F(GuardedConnectionsTest, NobodyIsAdmittedAfterStopAdmitting) {
+  Ends ends(*guard_, admitted_);
+  guard_->StopAdmitting();
+  std::array<int, 2> pair{};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair.data()), 0);
+  fcntl(pair[1], F_SETFL, O_NONBLOCK);
+  guard_->Add(pair[1]);
+  EXPECT_TRUE(Ends::Read(pair[0], 1).empty());
+  close(pair[0]);
+  EXPECT_EQ(admitted_.Take(absl::ZeroDuration()), -1);
+  Ends::Write(ends.client, {1, 2, 3});
+  EXPECT_EQ(Ends::Read(ends.server, 3), (Bytes{1, 2, 3}));
+}
+
 TEST_F(GuardedConnectionsTest, EndsPassOn) {
   for (const bool client_first : {true, false}) {
-    Ends ends(*guard_);
+    Ends ends(*guard_, admitted_);
     const int first = client_first ? ends.client : ends.server;
     const int second = client_first ? ends.server : ends.client;
     Ends::Write(first, {1, 2, 3});
@@ -135,7 +179,7 @@ TEST_F(GuardedConnectionsTest, EndsPassOn) {
 
 TEST_F(GuardedConnectionsTest, AClosedSocketClosesTheOther) {
   for (const bool client_first : {true, false}) {
-    Ends ends(*guard_);
+    Ends ends(*guard_, admitted_);
     int& first = client_first ? ends.client : ends.server;
     close(std::exchange(first, -1));
     EXPECT_TRUE(Ends::Read(client_first ? ends.server : ends.client, 1).empty());
@@ -144,7 +188,7 @@ TEST_F(GuardedConnectionsTest, AClosedSocketClosesTheOther) {
 
 // What the server has sent last arrives, though the port closes.
 TEST_F(GuardedConnectionsTest, LastWordsArrive) {
-  Ends ends(*guard_);
+  Ends ends(*guard_, admitted_);
   Ends::Write(ends.server, {7, 8, 9});
   close(std::exchange(ends.server, -1));
   guard_.reset();
@@ -152,7 +196,7 @@ TEST_F(GuardedConnectionsTest, LastWordsArrive) {
 }
 
 TEST_F(GuardedConnectionsTest, ClosingTakesAMoment) {
-  Ends ends(*guard_);
+  Ends ends(*guard_, admitted_);
   const absl::Time begin = MonotonicNow();
   guard_.reset();
   EXPECT_LT(MonotonicNow() - begin, absl::Seconds(5));
@@ -161,7 +205,7 @@ TEST_F(GuardedConnectionsTest, ClosingTakesAMoment) {
 
 // Whoever holds most goes; another, who holds less, is served on.
 TEST_F(GuardedConnectionsTest, TheLargestHolderIsHungUpOn) {
-  Ends small(*guard_), large(*guard_);
+  Ends small(*guard_, admitted_), large(*guard_, admitted_);
   const auto begin_message = [](Ends& ends, int pieces) {
     Bytes bytes = Frame(1, 1, Bytes(10));
     const Bytes head = Frame(0, 1, {0, 0x7f, 0, 0, 0});
@@ -188,7 +232,7 @@ TEST_F(GuardedConnectionsTest, TheLargestHolderIsHungUpOn) {
 
 // Resets come to the server at their pace, and nothing of the connection is lost.
 TEST_F(GuardedConnectionsTest, ResetsArrivePaced) {
-  Ends ends(*guard_);
+  Ends ends(*guard_, admitted_);
   Bytes bytes;
   constexpr int kResets = 400;
   for (uint32_t i = 0; i < kResets; ++i) {
