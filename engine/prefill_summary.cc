@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -11,14 +12,23 @@ namespace {
 
 // The best `count` tokens: by falling logit, ties by rising id.
 std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) {
-  std::vector<TokenLogit> tokens(logits.size());
-  for (size_t id = 0; id < logits.size(); ++id) tokens[id] = {static_cast<uint32_t>(id), logits[id]};
   const auto better = [](const TokenLogit& a, const TokenLogit& b) {
     return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
   };
-  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), better);
-  tokens.resize(count);
-  return tokens;
+  std::vector<TokenLogit> best;  // a heap, its worst one in front
+  best.reserve(static_cast<size_t>(count));
+  for (size_t id = 0; id < logits.size(); ++id) {
+    const TokenLogit token = {static_cast<uint32_t>(id), logits[id]};
+    if (std::ssize(best) == count) {
+      if (!better(token, best.front())) continue;
+      std::pop_heap(best.begin(), best.end(), better);
+      best.pop_back();
+    }
+    best.push_back(token);
+    std::push_heap(best.begin(), best.end(), better);
+  }
+  std::sort_heap(best.begin(), best.end(), better);
+  return best;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -385,7 +386,9 @@ void PrefillStream::OnPrefillDone(absl::StatusOr<PrefillResult> result, double q
     result_ = ToProto(*result, header_.request_id());
     result_.mutable_seconds()->set_queue(queue_seconds);
     if (lease_ != nullptr) GiveKv();
-    if (header_.return_logits()) result_.mutable_logits()->Add(result->logits.begin(), result->logits.end());
+    // At once: it may wait for its reader behind an event before it.
+    result_event_ = ResultEvent(
+        result_, header_.return_logits() ? std::span<const float>(result->logits) : std::span<const float>());
   }
   End(result.status());
 }
@@ -399,7 +402,7 @@ void PrefillStream::End(const absl::Status& status) {
   lease_.reset();
   options_.kv.reset();
   kv_.reset();
-  environment_.live.Ended(this, status.ok() ? static_cast<int64_t>(result_.ByteSizeLong()) : 0);
+  environment_.live.Ended(this, static_cast<int64_t>(result_event_.Length()));
   if (status.ok()) {
     const absl::Time now = MonotonicNow();
     environment_.metrics.OnFirstToken(
@@ -461,8 +464,7 @@ void PrefillStream::Pump() {
       Finish(ToGrpcStatus(status_));
       return;
     }
-    *event.mutable_result() = std::move(result_);
-    Encode(event, sent_);
+    sent_.Swap(&result_event_);
     StartWriteAndFinish(&sent_, grpc::WriteOptions(), grpc::Status::OK);
     return;
   } else {

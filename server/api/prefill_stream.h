@@ -142,6 +142,7 @@ class PrefillStream final : public PrefillReactor,
   std::optional<v1::Accepted> accepted_ ABSL_GUARDED_BY(mu_);  // the answer to the header, to be written
   std::optional<v1::Progress> progress_ ABSL_GUARDED_BY(mu_);  // the newest progress, to be written
   v1::PrefillResult result_ ABSL_GUARDED_BY(mu_);              // if ended with OK
+  grpc::ByteBuffer result_event_ ABSL_GUARDED_BY(mu_);         // the result, to be written
   v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
   double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Time planned_at_ ABSL_GUARDED_BY(mu_);  // when that was predicted

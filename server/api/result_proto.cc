@@ -1,8 +1,22 @@
 #include "server/api/result_proto.h"
 
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
 #include "engine/mesh/placement_name.h"
+#include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/wire_format_lite.h"
+#include "grpcpp/support/slice.h"
 
 namespace meshfill {
+namespace {
+
+constexpr size_t kPagesOfItsOwn = 256 << 10;  // bytes of a message
+
+}  // namespace
 
 v1::Layout ToProto(LayoutKind layout) {
   switch (layout) {
@@ -62,6 +76,41 @@ v1::PrefillResult ToProto(const PrefillResult& result, const std::string& reques
   message.set_mfu(result.mfu);
   message.set_attempts(static_cast<uint32_t>(result.attempts));
   return message;
+}
+
+grpc::ByteBuffer ResultEvent(const v1::PrefillResult& result, std::span<const float> logits) {
+  static_assert(std::endian::native == std::endian::little, "floats travel as they lie in memory");
+  using google::protobuf::internal::WireFormatLite;
+  using google::protobuf::io::CodedOutputStream;
+  const auto tag_of = [](int field) {
+    return WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED);
+  };
+  const auto head_bytes = [](uint32_t tag, size_t bytes) {
+    return CodedOutputStream::VarintSize32(tag) + CodedOutputStream::VarintSize64(bytes);
+  };
+  const uint32_t event_tag = tag_of(v1::PrefillEvent::kResultFieldNumber);
+  const uint32_t logits_tag = tag_of(v1::PrefillResult::kLogitsFieldNumber);
+  const size_t of_logits = logits.size_bytes();
+  const size_t of_result =
+      result.ByteSizeLong() + (of_logits == 0 ? 0 : head_bytes(logits_tag, of_logits) + of_logits);
+  const size_t size = head_bytes(event_tag, of_result) + of_result;
+
+  void* const pages = size < kPagesOfItsOwn
+                          ? MAP_FAILED
+                          : mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const grpc::Slice slice = pages == MAP_FAILED
+                                ? grpc::Slice(grpc_slice_malloc(size), grpc::Slice::STEAL_REF)
+                                : grpc::Slice(pages, size, [](void* at, size_t bytes) { munmap(at, bytes); });
+  auto* to = const_cast<uint8_t*>(slice.begin());  // nobody else has it yet
+  to = CodedOutputStream::WriteVarint32ToArray(event_tag, to);
+  to = CodedOutputStream::WriteVarint64ToArray(of_result, to);
+  to = result.SerializeWithCachedSizesToArray(to);
+  if (of_logits > 0) {
+    to = CodedOutputStream::WriteVarint32ToArray(logits_tag, to);
+    to = CodedOutputStream::WriteVarint64ToArray(of_logits, to);
+    std::memcpy(to, logits.data(), of_logits);
+  }
+  return {&slice, 1};
 }
 
 v1::KvManifest ToProto(const KvPrompt& kept, const std::string& lease, absl::Duration expires_in) {
