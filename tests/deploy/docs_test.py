@@ -18,6 +18,14 @@ DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *sor
 COLUMNS = 100
 TOP_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {".git", "build"}
 FIELDS = {"kv.keep", "kv.lease_seconds", "kv.ignore_cache"}  # of a request's header
+# Readers took these the wrong way: they promise too much, give wrong advice, or cannot be understood where they stand.
+MISLEADING = (
+    "Restart them", "every result name the dtype", "All but the first need a claim", "it comes back elsewhere",
+    "are placed together", "Mesh-Attention in every layer", "as in Embedded", "one that talks, but computes nothing",
+    "on GPUs one for each", "refuse where the predicted wait", "a pure function of its inputs", "leaves half of the blocks",
+    "| compressed messages | none", "| of it: ", "the peak that MFU refers to", "what their names say", "own row ends last",
+    "merges what arrived", "that the host plays", "takes at least 0.999 times",
+)
 SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
 
 
@@ -88,6 +96,11 @@ def missing_paths(text, root=ROOT, folders=frozenset(TOP_FOLDERS)):
     return missing
 
 
+def misleading(text):
+    """What of MISLEADING is in a text, wherever its lines break."""
+    return [phrase for phrase in MISLEADING if phrase in " ".join(text.split())]
+
+
 def conflict_lines(text):
     """Numbers of the lines that a merge has left behind."""
     marks = re.compile(r"(<{7}|={7}|>{7})(?: .*)?$")
@@ -120,6 +133,10 @@ class ChecksTest(unittest.TestCase):
     def test_a_merge_that_was_not_ended_is_found(self):
         self.assertEqual(conflict_lines("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> 76b563b (Add c)\n"), [2, 4, 6])
         self.assertEqual(conflict_lines("a << b\n====\n========\n  =======\n#=======\n"), [])
+
+    def test_what_misleads_is_found_wherever_lines_break(self):
+        self.assertEqual(misleading("Are they slow?\nRestart\n  them."), ["Restart them"])
+        self.assertEqual(misleading("Restart the server."), [])
 
     def test_a_path_that_leads_nowhere_is_found(self):
         there = "`engine/mesh/mesh.h`, `docs/`, `tests/run.sh all`, `docs/*.md`, `engine/<folder>/x.h`"
@@ -234,6 +251,10 @@ class DocsTest(unittest.TestCase):
         dashboard = json.loads(read("deploy/grafana/meshfill.json"))
         self.assertEqual(dashboard_lint.lint(dashboard, dashboard_lint.exclusions(ROOT / "deploy/grafana/.lint")), [])
         self.assertEqual(dashboard_lint.missed(dashboard), [])
+
+    def test_nothing_misleads_that_did(self):
+        for path in (*DOCUMENTS, "proto/meshfill/v1/config.proto", "deploy/kubernetes/base/workers.yaml"):
+            self.assertEqual(misleading(read(path)), [], path)
 
     def test_keys_in_the_docs_are_keys_of_the_configuration(self):
         for path in DOCUMENTS:
