@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/api/status_details.h"
@@ -50,8 +49,9 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Slot::Submit(std::vector<uint32
 }
 
 PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics,
-                           LastPrefill& last_prefill)
-    : engine_(engine),
+                           LastPrefill& last_prefill, Clock clock)
+    : clock_(std::move(clock)),
+      engine_(engine),
       limits_(limits),
       metrics_(metrics),
       last_prefill_(last_prefill),
@@ -76,7 +76,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
   job->request = request;
-  job->reserved_at = MonotonicNow();
+  job->reserved_at = clock_();
   order_.Announce(ticket, ToRunOrder(request), job->reserved_at);
   jobs_.emplace(ticket, std::move(job));
   PublishCount();
@@ -149,7 +149,7 @@ absl::Status PrefillQueue::CheckRoom(const Request& request) {
                   absl::StrCat("the tenant never has room for ", request.tokens,
                                " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
   }
-  const absl::Time now = MonotonicNow();
+  const absl::Time now = clock_();
   std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
   if (no_room.has_value()) {
     TakePlacesFor(request, now);
@@ -200,7 +200,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return PlaceLost();
   Job& job = *entry->second;
-  job.submitted_at = MonotonicNow();
+  job.submitted_at = clock_();
   job.tokens = std::move(tokens);
   job.options = options;
   job.options.request_id = job.request.id;
@@ -326,7 +326,7 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
   if (Live(ticket)) return StopLive(ticket, *entry->second);
   gone = std::move(entry->second);
   jobs_.erase(entry);
-  order_.Remove(ticket, MonotonicNow());
+  order_.Remove(ticket, clock_());
   GiveTurn();
   PublishCount();
 }
@@ -351,14 +351,14 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
         ++entry;
         continue;
       }
-      order_.Remove(ticket, MonotonicNow());
+      order_.Remove(ticket, clock_());
       dropped.push_back(std::move(entry->second));
       entry = jobs_.erase(entry);
     }
     PublishCount();
     changed_.NotifyAll();
   }
-  const absl::Time now = MonotonicNow();
+  const absl::Time now = clock_();
   for (const auto& job : dropped) {
     if (job->waiter != nullptr)
       job->waiter->OnPrefillDone(reason, absl::ToDoubleSeconds(now - job->submitted_at));
@@ -368,13 +368,13 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
 void PrefillQueue::StopLive(uint64_t ticket, Job& job) {
   job.stopped = true;
   if (job.prefill != nullptr) job.prefill->Stop();
-  order_.Leave(ticket, MonotonicNow());
+  order_.Leave(ticket, clock_());
   GiveTurn();
 }
 
 void PrefillQueue::GiveTurn() {
   if (stopping_) return;
-  order_.Choose(MonotonicNow());
+  order_.Choose(clock_());
   const std::vector<uint64_t> before = std::exchange(computing_, order_.computing());
   const auto is_in = [](const std::vector<uint64_t>& tickets, uint64_t ticket) {
     return std::find(tickets.begin(), tickets.end(), ticket) != tickets.end();
@@ -419,7 +419,7 @@ void PrefillQueue::RunJobs() {
       ticket = to_begin_.front();
       to_begin_.pop_front();
       job = jobs_.at(ticket).get();
-      job->begin = MonotonicNow();
+      job->begin = clock_();
       PublishCount();
     }
     RunJob(ticket, *job);
@@ -445,7 +445,7 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
     const MutexLock lock(mu_);
     done = std::move(jobs_.at(ticket));
     jobs_.erase(ticket);
-    order_.Remove(ticket, MonotonicNow());
+    order_.Remove(ticket, clock_());
     GiveTurn();
     PublishCount();
     if (!result->ok() && !done->stop_reason.ok()) result = done->stop_reason;
@@ -469,7 +469,7 @@ std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t 
     const MutexLock lock(mu_);
     if (absl::IsResourceExhausted(prefill.status()) && !alone && !job.stopped) {
       job.begun = false;
-      order_.PutBack(ticket, MonotonicNow());
+      order_.PutBack(ticket, clock_());
       std::erase(computing_, ticket);
       GiveTurn();
       PublishCount();
@@ -495,7 +495,7 @@ void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int l
   double seconds = 0;
   {
     const MutexLock lock(mu_);
-    const absl::Time now = MonotonicNow();
+    const absl::Time now = clock_();
     job.layers_done = layers_done;
     job.layers = layers;
     order_.SetDone(ticket, static_cast<double>(layers_done) / layers, now);
@@ -529,7 +529,7 @@ PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
 double PrefillQueue::SecondsUntilRoom(const Request& request) {
   Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
   double seconds = 0;
-  for (const RunOrder::Turn& turn : RecentTurns(MonotonicNow())) {
+  for (const RunOrder::Turn& turn : RecentTurns(clock_())) {
     if (!jobs_.contains(turn.ticket) || Live(turn.ticket)) continue;
     seconds = turn.begins_seconds;
     const Job& begins = *jobs_.at(turn.ticket);
@@ -546,7 +546,7 @@ double PrefillQueue::SecondsUntilRoom(const Request& request) {
 const std::vector<RunOrder::Turn>& PrefillQueue::RecentTurns(absl::Time now) {
   if (now >= recent_turns_until_) {
     recent_turns_ = order_.Turns(now);
-    const absl::Time found = MonotonicNow();
+    const absl::Time found = clock_();
     recent_turns_until_ = found + kRefusalsShare * (found - now);
   }
   return recent_turns_;
@@ -588,7 +588,7 @@ void PrefillQueue::PublishCount() {
 }
 
 void PrefillQueue::CountComputing(bool others) {
-  const absl::Time now = MonotonicNow();
+  const absl::Time now = clock_();
   if (computes_) metrics_.OnComputed(absl::ToDoubleSeconds(now - counted_until_), others_wait_);
   counted_until_ = now;
   computes_ = !computing_.empty();
@@ -597,7 +597,7 @@ void PrefillQueue::CountComputing(bool others) {
 
 PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const MutexLock lock(mu_);
-  const absl::Time now = MonotonicNow();
+  const absl::Time now = clock_();
   Snapshot snapshot;
   const Load load = LoadOf(nullptr);
   snapshot.requests = load.requests;

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -32,6 +33,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "server/api/refusal.h"
 #include "server/api/run_order.h"
@@ -131,8 +133,12 @@ class PrefillQueue {
     std::vector<JobView> jobs;  // the one that runs, those that gave way, those that wait, uploads; by turns
   };
 
+  // The time of deadlines and of all that is counted, as MonotonicNow is. From any thread.
+  using Clock = std::function<absl::Time()>;
+
   // The engine, the metrics and the last prefill outlive the queue.
-  PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics, LastPrefill& last_prefill);
+  PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics& metrics, LastPrefill& last_prefill,
+               Clock clock = MonotonicNow);
   ~PrefillQueue();  // StopAll, then waits for the engine
   PrefillQueue(const PrefillQueue&) = delete;
   PrefillQueue& operator=(const PrefillQueue&) = delete;
@@ -218,6 +224,7 @@ class PrefillQueue {
   // Counts the time until now as it was, and goes on as it is.
   void CountComputing(bool others) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
+  const Clock clock_;
   PrefillEngine& engine_;
   const Limits limits_;
   Metrics& metrics_;

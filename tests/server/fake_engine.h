@@ -3,6 +3,7 @@
 #ifndef MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 #define MESHFILL_TESTS_SERVER_FAKE_ENGINE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
@@ -62,6 +63,17 @@ class FakeEngine final : public PrefillEngine {
   void PredictSeconds(double seconds) {
     Set([&] { predicted_seconds_ = seconds; });
   }
+  // What results say of the time that they stood still.
+  void SayPaused(double seconds) {
+    Set([&] { paused_seconds_ = seconds; });
+  }
+  // Prompts begin with so many tokens that are cached, and are predicted to take so long.
+  void Cache(int64_t tokens, double predicted_seconds) {
+    Set([&] {
+      cached_tokens_ = tokens;
+      cached_seconds_ = predicted_seconds;
+    });
+  }
   // Longer prompts cannot begin while another lives.
   void RefuseBesideOthers(int64_t tokens) {
     Set([&] { most_beside_others_ = tokens; });
@@ -94,6 +106,9 @@ class FakeEngine final : public PrefillEngine {
   int ranks() const override { return kRanks; }
   double peak_flops() const override { return 1e12; }
   KvStore* kv_store() override { return &kv_store_; }
+  std::vector<PoolLink> links() const override {
+    return {{"between hosts", {.latency_seconds = 3e-6, .bytes_per_second = 5e9}, "measured"}};
+  }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
     if (tokens == 0) return absl::InvalidArgumentError("no tokens");
@@ -111,8 +126,13 @@ class FakeEngine final : public PrefillEngine {
               Grain().slice_tokens,
               {},
               {tile, {{Traffic::kQ, {{0, 0}}}, {std::nullopt, {{1, 0}}}}},
-              {.seconds = predicted_seconds_}};
+              {.seconds = Caches(options) ? cached_seconds_ : predicted_seconds_}};
     return PlanChoice{plan, {{plan, "", plan.predicted}}};
+  }
+
+  int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return Caches(options) ? std::min(tokens, cached_tokens_) : 0;
   }
 
   int capacity() const override { return capacity_; }
@@ -158,7 +178,10 @@ class FakeEngine final : public PrefillEngine {
         failure = std::exchange(engine_.fail_next_, absl::OkStatus());
       });
       if (!failure.ok()) return failure;
-      return Result(request_.tokens, request_.options, plan_, absl::ToDoubleSeconds(MonotonicNow() - begin));
+      PrefillResult result =
+          Result(request_.tokens, request_.options, plan_, absl::ToDoubleSeconds(MonotonicNow() - begin));
+      engine_.Set([&] { result.paused_seconds = engine_.paused_seconds_; });
+      return result;
     }
     void Stop() override { stopped_ = true; }
     void Pause() override { paused_ = true; }
@@ -198,6 +221,10 @@ class FakeEngine final : public PrefillEngine {
     return result;
   }
 
+  bool Caches(const PrefillOptions& options) const {
+    return cached_tokens_ > 0 && options.block_names != nullptr && !options.ignore_cache;
+  }
+
   absl::Status Refusal(int64_t tokens) {
     const std::lock_guard<std::mutex> lock(mu_);
     if (live_runs_ >= capacity_ || (live_runs_ > 0 && tokens > most_beside_others_)) {
@@ -233,6 +260,9 @@ class FakeEngine final : public PrefillEngine {
   std::condition_variable changed_;
   int hold_after_ = INT_MAX;
   double predicted_seconds_ = 0.001;
+  double paused_seconds_ = 0;
+  int64_t cached_tokens_ = 0;
+  double cached_seconds_ = 0;
   absl::Status fail_next_;
   std::vector<uint32_t> first_ids_;
   int64_t most_beside_others_ = kContext;

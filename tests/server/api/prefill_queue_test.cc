@@ -1,9 +1,7 @@
 #include "server/api/prefill_queue.h"
 
-#include <future>
 #include <map>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,84 +11,12 @@
 #include "kernels/monotonic_time.h"
 #include "server/api/refusal.h"
 #include "server/api/status_details.h"
-#include "tests/server/fake_engine.h"
+#include "tests/server/api/prefill_queue_fixture.h"
 
 namespace meshfill {
 namespace {
 
-class RecordingWaiter final : public PrefillQueue::Waiter {
- public:
-  void OnLayerDone(int layers_done, int layers, double seconds_since_begin) override {
-    EXPECT_EQ(layers_done, layers_ + 1);
-    EXPECT_GE(seconds_since_begin, 0);
-    layers_ = layers_done;
-  }
-  void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) override {
-    result_ = std::move(result);
-    queue_seconds_ = queue_seconds;
-    done_.set_value();  // throws where it is called twice
-  }
-  const absl::StatusOr<PrefillResult>& Result() {
-    EXPECT_EQ(ended_.wait_for(std::chrono::seconds(10)), std::future_status::ready);
-    return *result_;
-  }
-  bool done() const { return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
-  double queue_seconds() const { return queue_seconds_; }
-  int layers() const { return layers_; }
-
- private:
-  std::optional<absl::StatusOr<PrefillResult>> result_;
-  double queue_seconds_ = 0;
-  int layers_ = 0;
-  std::promise<void> done_;
-  std::future<void> ended_ = done_.get_future();
-};
-
-class PrefillQueueTest : public testing::Test {
- protected:
-  explicit PrefillQueueTest(int capacity = 1) : engine_(/*layers=*/4, capacity) {}
-  using Request = PrefillQueue::Request;
-
-  void MakeQueue(const PrefillQueue::Limits& limits = {}) {
-    queue_ = std::make_unique<PrefillQueue>(engine_, limits, metrics_, last_prefill_);
-  }
-
-  std::unique_ptr<PrefillQueue::Slot> Reserve(const Request& request) {
-    auto slot = queue_->Reserve(request);
-    EXPECT_TRUE(slot.ok()) << slot.status();
-    return slot.ok() ? *std::move(slot) : nullptr;
-  }
-
-  static int Submit(PrefillQueue::Slot& slot, uint32_t first_id,
-                    const std::shared_ptr<RecordingWaiter>& waiter) {
-    const absl::StatusOr<PrefillQueue::Turn> before = slot.Submit({first_id, 1, 2}, {}, waiter);
-    EXPECT_TRUE(before.ok()) << before.status();
-    return before.ok() ? before->before : -1;
-  }
-
-  static constexpr double kLeast = 0.1;  // seconds, as RetryInfo says them
-
-  // Waiting would not help.
-  void ExpectRefusedForGood(const Request& request) {
-    const auto slot = queue_->Reserve(request);
-    EXPECT_EQ(slot.status().code(), absl::StatusCode::kResourceExhausted) << slot.status();
-    EXPECT_EQ(RetryAfter(slot.status()), std::nullopt) << slot.status();
-  }
-
-  void ExpectRefusedWithRetry(const Request& request, double least_seconds, double most_seconds) {
-    const auto slot = queue_->Reserve(request);
-    ASSERT_EQ(slot.status().code(), absl::StatusCode::kResourceExhausted) << slot.status();
-    const auto retry = RetryAfter(slot.status());
-    ASSERT_TRUE(retry.has_value()) << slot.status();
-    EXPECT_GE(*retry, absl::Seconds(least_seconds)) << slot.status();
-    EXPECT_LE(*retry, absl::Seconds(most_seconds)) << slot.status();
-  }
-
-  FakeEngine engine_;
-  Metrics metrics_;
-  LastPrefill last_prefill_;
-  std::unique_ptr<PrefillQueue> queue_;
-};
+using PrefillQueueTest = PrefillQueueFixture;
 
 TEST_F(PrefillQueueTest, RunsWhatIsSubmitted) {
   MakeQueue();
@@ -533,9 +459,9 @@ TEST_F(PrefillQueueTest, SnapshotShowsWhatRunsAndWaits) {
   EXPECT_TRUE(waiter->Result().ok());
 }
 
-class PrefillQueuePreemptionTest : public PrefillQueueTest {
+class PrefillQueuePreemptionTest : public PrefillQueueFixture {
  protected:
-  PrefillQueuePreemptionTest() : PrefillQueueTest(/*capacity=*/3) {}
+  PrefillQueuePreemptionTest() : PrefillQueueFixture(/*capacity=*/3) {}
 
   struct Sent {
     std::unique_ptr<PrefillQueue::Slot> slot;

@@ -401,6 +401,91 @@ TEST(RunOrder, AnAnnouncementHoldsNothing) {
   EXPECT_EQ(order.Choose(At(100)), 3u) << "the slow one's prompt is longer, and it has been owed nothing";
 }
 
+// What is being stopped computes no more, and nobody waits for the rest of it.
+TEST(RunOrder, WhatLeavesIsNotWaitedFor) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 1});
+  order.Announce(1, {.tenant = "t", .work_seconds = 100}, At(0));
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  EXPECT_NEAR(order.WaitSeconds({.tenant = "t", .work_seconds = 1}, At(10)), 90, 1e-6);
+  EXPECT_NEAR(order.MostWaitSeconds(At(10)), 90, 1e-6);
+  order.Leave(1, At(10));
+  EXPECT_NEAR(order.WaitSeconds({.tenant = "t", .work_seconds = 1}, At(10)), 0, 1e-6);
+  EXPECT_NEAR(order.MostWaitSeconds(At(10)), 0, 1e-6);
+  EXPECT_TRUE(order.Turns(At(10)).empty());
+  EXPECT_EQ(order.Choose(At(10)), 0u) << "it is still there";
+}
+
+// Time that it computes is no time that it waits: only waiting makes a prefill old.
+TEST(RunOrder, WhatComputesForLongGetsNoOlder) {
+  RunOrder order({.max_age = absl::Seconds(10), .most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 100}, At(0));
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Announce(2, {.tenant = "t", .priority = 1, .work_seconds = 40}, At(30));
+  order.Complete(2, At(30));
+  EXPECT_EQ(order.Choose(At(30)), 2u);
+  EXPECT_EQ(order.Choose(At(39)), 2u);
+  EXPECT_EQ(order.Choose(At(41)), 1u) << "now it has stood still for too long";
+}
+
+// Nobody is owed the time before it came: its long prompt waits for the others' short ones.
+TEST(RunOrder, WhoComesLateStartsWhereTheOthersStand) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 1});
+  double now = 0;
+  Ticket ticket = 0;
+  for (; now < 100; now += 1) {  // never idle
+    order.Announce(++ticket, {.tenant = "busy", .work_seconds = 1}, At(now));
+    order.Complete(ticket, At(now));
+    if (ticket > 1) order.Remove(ticket - 1, At(now));
+    EXPECT_EQ(order.Choose(At(now)), ticket);
+  }
+  order.Announce(1000, {.tenant = "late", .work_seconds = 3}, At(now));
+  order.Complete(1000, At(now));
+  order.Announce(1001, {.tenant = "busy", .work_seconds = 1}, At(now));
+  order.Complete(1001, At(now));
+  order.Remove(ticket, At(now));
+  EXPECT_EQ(order.Choose(At(now)), 1001u);
+}
+
+// Who used ranks that stood idle owes nothing for it.
+TEST(RunOrder, IdleRanksAreForgotten) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 1});
+  for (const Ticket ticket : {1, 2}) {  // its upload stays, so that the tenant does
+    order.Announce(ticket, {.tenant = "greedy", .work_seconds = 1000}, At(0));
+  }
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Remove(1, At(1000));
+  order.Announce(3, {.tenant = "greedy", .work_seconds = 1}, At(1001));
+  order.Announce(4, {.tenant = "other", .work_seconds = 2}, At(1001));
+  order.Complete(4, At(1001));
+  order.Complete(3, At(1001));
+  EXPECT_EQ(order.Choose(At(1001)), 3u) << "the shorter one";
+}
+
+// The leads of very many tenants are not all kept: who is not here begins anew.
+TEST(RunOrder, TooManyTenantsAreForgotten) {
+  constexpr Ticket kTenants = 4200;
+  RunOrder order({.max_age = absl::Hours(10000), .most_live = 1});
+  const Ticket stays = kTenants + 1;
+  order.Announce(stays, {.tenant = "stays", .priority = -2, .work_seconds = 1e6}, At(0));
+  order.Complete(stays, At(0));
+  double now = 0;
+  for (Ticket ticket = 1; ticket <= kTenants; ++ticket) {
+    order.Announce(ticket, {.tenant = std::to_string(ticket), .work_seconds = 100}, At(now));
+    order.Complete(ticket, At(now));
+    ASSERT_EQ(order.Choose(At(now)), ticket);
+    order.Remove(ticket, At(now += 100));
+  }
+  // One of the first and one who was never here: the shorter goes first, for neither has a lead.
+  order.Announce(kTenants + 2, {.tenant = "1", .work_seconds = 1}, At(now));
+  order.Announce(kTenants + 3, {.tenant = "new", .work_seconds = 2}, At(now));
+  order.Complete(kTenants + 2, At(now));
+  order.Complete(kTenants + 3, At(now));
+  EXPECT_EQ(order.Choose(At(now)), kTenants + 2);
+}
+
 TEST(RunOrder, TenantsThatAreGoneAreForgotten) {
   RunOrder order({.most_live = 8});
   double now = 0;

@@ -1,0 +1,283 @@
+// The queue in virtual time: places of slow uploads, waits that are told, seconds and gauges that are
+// counted.
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "server/api/prefill_queue.h"
+#include "tests/server/api/prefill_queue_fixture.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int64_t kUpload = 1 << 20;  // tokens
+
+class PrefillQueueTimeTest : public PrefillQueueFixture {
+ protected:
+  explicit PrefillQueueTimeTest(int capacity = 1) : PrefillQueueFixture(capacity) {}
+
+  void MakeQueue(const PrefillQueue::Limits& limits = {}) {
+    PrefillQueueFixture::MakeQueue(
+        limits, [this] { return begin_ + absl::Milliseconds(passed_milliseconds_.load()); });
+  }
+  void Pass(absl::Duration time) { passed_milliseconds_ += absl::ToInt64Milliseconds(time); }
+  absl::Time now() const { return begin_ + absl::Milliseconds(passed_milliseconds_.load()); }
+
+  bool HasPlace(const std::string& id) const {
+    for (const PrefillQueue::JobView& job : queue_->snapshot().jobs) {
+      if (job.id == id) return true;
+    }
+    return false;
+  }
+
+  // Begins a prefill of `predicted_seconds` that stands at its first layer.
+  std::unique_ptr<PrefillQueue::Slot> Run(double predicted_seconds) {
+    engine_.Hold(0);
+    auto slot = Reserve({.id = "runs", .tokens = 3, .predicted_seconds = predicted_seconds});
+    Submit(*slot, 1, running_);
+    EXPECT_TRUE(engine_.WaitForBegun(1));
+    return slot;
+  }
+
+  const absl::Time begin_ = MonotonicNow();
+  std::atomic<int64_t> passed_milliseconds_ = 0;
+  std::shared_ptr<RecordingWaiter> running_ = std::make_shared<RecordingWaiter>();
+};
+
+TEST_F(PrefillQueueTimeTest, AnUploadHasItsGraceAndThenItsPace) {
+  MakeQueue({.max_requests = 1});
+  auto slow = Reserve({.id = "slow", .tokens = kUpload});
+  ASSERT_TRUE(slow->Pay(20000).ok());  // two seconds at the pace
+  Pass(PrefillQueue::kUploadGrace + absl::Seconds(2));
+  ExpectRefusedWithRetry({.id = "comes", .tokens = 3}, kLeast, kLeast);
+  Pass(absl::Milliseconds(1));
+  EXPECT_NE(Reserve({.id = "comes", .tokens = 3}), nullptr);
+  EXPECT_FALSE(HasPlace("slow"));
+  EXPECT_EQ(slow->Pay(20001).code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(PrefillQueueTimeTest, TheUploadThatIsFurthestBehindLosesItsPlace) {
+  MakeQueue({.max_requests = 3});
+  auto last = Reserve({.id = "furthest", .tokens = kUpload});
+  Pass(absl::Seconds(3));
+  auto middle = Reserve({.id = "behind", .tokens = kUpload});
+  auto fast = Reserve({.id = "in time", .tokens = kUpload});
+  ASSERT_TRUE(fast->Pay(kUpload / 2).ok());
+  Pass(absl::Seconds(5));
+  auto comes = Reserve({.id = "comes", .tokens = 3});
+  EXPECT_FALSE(HasPlace("furthest"));
+  EXPECT_TRUE(HasPlace("behind"));
+  EXPECT_TRUE(HasPlace("in time"));
+}
+
+TEST_F(PrefillQueueTimeTest, NobodyLosesAPlaceForWhoHasNoRoomYet) {
+  constexpr int64_t kFree = PrefillQueue::kFreeTokens;
+  MakeQueue({.max_tokens = 20 * kFree});
+  auto fast = Reserve({.id = "fast", .tokens = 8 * kFree});
+  ASSERT_TRUE(fast->Pay(8 * kFree).ok());
+  auto slow = Reserve({.id = "slow", .tokens = 8 * kFree});  // which counts for kFree
+  Pass(absl::Seconds(10));
+  ExpectRefusedWithRetry({.id = "comes", .tokens = 13 * kFree}, kLeast, kLeast);
+  EXPECT_TRUE(HasPlace("slow"));
+  EXPECT_NE(Reserve({.id = "comes", .tokens = 12 * kFree}), nullptr);
+  EXPECT_FALSE(HasPlace("slow"));
+  EXPECT_TRUE(HasPlace("fast"));
+}
+
+TEST_F(PrefillQueueTimeTest, ATenantsShareTakesPlacesOfItsOwnAlone) {
+  v1::Config config;
+  config.mutable_tenant_limits()->set_max_requests(2);
+  PrefillQueue::Limits limits;
+  limits.tenants = Tenants(config);
+  MakeQueue(limits);
+  auto other = Reserve({.id = "other's", .tenant = "other", .tokens = kUpload});
+  Pass(absl::Seconds(1));
+  auto own = Reserve({.id = "own", .tenant = "full", .tokens = kUpload});
+  auto fast = Reserve({.id = "fast", .tenant = "full", .tokens = kUpload});
+  ASSERT_TRUE(fast->Pay(kUpload / 2).ok());
+  Pass(absl::Seconds(3));
+  EXPECT_NE(Reserve({.id = "comes", .tenant = "full", .tokens = 3}), nullptr);
+  EXPECT_TRUE(HasPlace("other's"));
+  EXPECT_FALSE(HasPlace("own"));
+}
+
+TEST_F(PrefillQueueTimeTest, RetryIsUntilTheFirstThatWaitsBegins) {
+  MakeQueue({.max_requests = 2});
+  const auto running = Run(100);
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  for (const double seconds : {10.0, 20.0}) {
+    slots.push_back(Reserve({.id = std::to_string(seconds), .tokens = 3, .predicted_seconds = seconds}));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    Submit(*slots.back(), 2, waiters.back());
+  }
+  Pass(absl::Seconds(30));
+  ExpectRefusedWithRetry({.id = "3", .tokens = 3}, 69.9, 70.1);
+  engine_.Release();
+  for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+}
+
+// Each comes after those of its tenant that were told before, so that not all come at once.
+TEST_F(PrefillQueueTimeTest, WhoIsRefusedLaterIsToldToComeLater) {
+  MakeQueue({.max_requests = 1});
+  const auto running = Run(100);
+  auto waits = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 10});
+  const auto told = [&](const std::string& tenant) {
+    const auto slot =
+        queue_->Reserve({.id = "refused", .tenant = tenant, .tokens = 3, .predicted_seconds = 8});
+    return absl::ToDoubleSeconds(RetryAfter(slot.status()).value_or(absl::ZeroDuration()));
+  };
+  const double first = told("a"), second = told("a"), third = told("a");
+  EXPECT_NEAR(first, 100, 0.1);
+  EXPECT_GT(second, first + 1);
+  EXPECT_NEAR(third - second, second - first, 0.1);
+  EXPECT_NEAR(told("b"), first, 0.1);
+  engine_.Release();
+  EXPECT_TRUE(running_->Result().ok());
+}
+
+// What is being stopped computes no more: who comes waits for the others alone.
+TEST_F(PrefillQueueTimeTest, WhatIsBeingStoppedIsNotWaitedFor) {
+  MakeQueue({.max_wait = absl::Seconds(50)});
+  auto running = Run(100);
+  ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 200}, 50, 50);
+  running.reset();
+  EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 200}), nullptr);
+}
+
+TEST_F(PrefillQueueTimeTest, GaugesTellWhatWaitsUploadsAndRuns) {
+  MakeQueue();
+  const auto running = Run(100);
+  EXPECT_EQ(Metric("meshfill_running_tokens"), 3);
+  EXPECT_EQ(Metric("meshfill_queue_requests"), 0);
+  EXPECT_EQ(Metric("meshfill_queue_tokens"), 0);
+  auto uploads = Reserve({.id = "uploads", .tokens = 70, .priority = -1, .predicted_seconds = 1});
+  EXPECT_EQ(Metric("meshfill_queue_oldest_seconds"), 0) << "an upload does not wait yet";
+  auto waits = Reserve({.id = "waits", .tokens = 5, .priority = 9, .predicted_seconds = 10});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*waits, 2, waiter);
+  EXPECT_EQ(Metric("meshfill_running_tokens"), 3);
+  EXPECT_EQ(Metric("meshfill_queue_requests"), 2);
+  EXPECT_EQ(Metric("meshfill_queue_tokens"), 75);
+  EXPECT_EQ(Metric("meshfill_queue_class_requests{class=\"-1\"}"), 1);
+  EXPECT_EQ(Metric("meshfill_queue_class_requests{class=\"0\"}"), 0);
+  EXPECT_EQ(Metric("meshfill_queue_class_requests{class=\"2\"}"), 1);
+  uploads.reset();
+  EXPECT_EQ(Metric("meshfill_queue_requests"), 1);
+  EXPECT_EQ(Metric("meshfill_queue_tokens"), 5);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+  EXPECT_EQ(Metric("meshfill_queue_requests"), 0);
+  EXPECT_EQ(Metric("meshfill_running_tokens"), 0);
+}
+
+// /metrics itself tells how old the oldest is, by the real time.
+TEST_F(PrefillQueueTimeTest, TheOldestHasWaitedSinceItsSubmit) {
+  MakeQueue();
+  Pass(-absl::Seconds(100));
+  const auto running = Run(1000);
+  auto uploads = Reserve({.id = "uploads", .tokens = 3});
+  Pass(absl::Seconds(40));
+  auto waits = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 10});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*waits, 2, waiter);
+  EXPECT_GE(Metric("meshfill_queue_oldest_seconds"), 60);
+  EXPECT_LT(Metric("meshfill_queue_oldest_seconds"), 100);
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+}
+
+TEST_F(PrefillQueueTimeTest, WaitsAreCountedFromTheSubmitToTheBegin) {
+  MakeQueue();
+  const auto running = Run(1000);
+  EXPECT_EQ(Metric("meshfill_queue_wait_seconds_sum"), 0);
+  auto slot = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 10});
+  Pass(absl::Seconds(7));  // its upload
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*slot, 2, waiter);
+  Pass(absl::Seconds(20));
+  const PrefillQueue::Snapshot snapshot = queue_->snapshot();
+  ASSERT_EQ(snapshot.jobs.size(), 2u);
+  EXPECT_DOUBLE_EQ(snapshot.jobs[0].elapsed_seconds, 27);
+  EXPECT_DOUBLE_EQ(snapshot.jobs[1].elapsed_seconds, 27) << "since its header";
+  EXPECT_EQ(snapshot.jobs[1].layers, 0);
+  engine_.Release();
+  ASSERT_TRUE(waiter->Result().ok());
+  EXPECT_DOUBLE_EQ(waiter->queue_seconds(), 20);
+  EXPECT_DOUBLE_EQ(running_->queue_seconds(), 0);
+  EXPECT_DOUBLE_EQ(Metric("meshfill_queue_wait_seconds_sum"), 20);
+  EXPECT_EQ(Metric("meshfill_queue_wait_seconds_count"), 2);
+  EXPECT_EQ(Metric("meshfill_prefill_seconds_count"), 2);
+}
+
+TEST_F(PrefillQueueTimeTest, TheTimeThatItStoodStillIsWaiting) {
+  MakeQueue();
+  engine_.SayPaused(3.5);
+  const auto running = Run(1);
+  engine_.Release();
+  ASSERT_TRUE(running_->Result().ok());
+  EXPECT_DOUBLE_EQ(running_->queue_seconds(), 3.5);
+  EXPECT_DOUBLE_EQ(Metric("meshfill_paused_seconds_total"), 3.5);
+}
+
+TEST_F(PrefillQueueTimeTest, ADeadlineMayPassInTheQueue) {
+  MakeQueue();
+  const auto running = Run(1);
+  auto late =
+      Reserve({.id = "late", .tokens = 3, .predicted_seconds = 1, .deadline = now() + absl::Hours(1)});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*late, 2, waiter);
+  Pass(absl::Hours(1));
+  engine_.Release();
+  EXPECT_EQ(waiter->Result().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(engine_.first_ids(), std::vector<uint32_t>{1});
+}
+
+TEST_F(PrefillQueueTimeTest, TheFirstReasonOfAStopCounts) {
+  MakeQueue();
+  const auto running = Run(1);
+  auto waits = Reserve({.id = "waits", .tokens = 3});
+  queue_->StopAll(absl::UnavailableError("going away"));
+  queue_->StopAll(absl::InternalError("again"));
+  EXPECT_EQ(running_->Result().status(), absl::UnavailableError("going away"));
+  EXPECT_EQ(waits->Pay(1), absl::UnavailableError("going away"));
+}
+
+class PrefillQueueTurnsTest : public PrefillQueueTimeTest {
+ protected:
+  PrefillQueueTurnsTest() : PrefillQueueTimeTest(/*capacity=*/2) {}
+};
+
+TEST_F(PrefillQueueTurnsTest, EachPreemptionIsCounted) {
+  MakeQueue();
+  const auto running = Run(100);
+  EXPECT_EQ(Metric("meshfill_preemptions_total"), 0);
+  auto shorter = Reserve({.id = "shorter", .tokens = 3, .predicted_seconds = 1});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*shorter, 2, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  EXPECT_EQ(Metric("meshfill_preemptions_total"), 1);
+  engine_.Release();
+  EXPECT_TRUE(running_->Result().ok());
+  EXPECT_TRUE(waiter->Result().ok());
+  EXPECT_EQ(Metric("meshfill_preemptions_total"), 1);
+}
+
+// What has gone beyond its prediction gives way when time alone has passed: a thread of the queue looks.
+TEST_F(PrefillQueueTurnsTest, WhatIsOverItsPredictionGivesWay) {
+  MakeQueue();
+  const auto running = Run(10);
+  auto next = Reserve({.id = "next", .tokens = 3, .predicted_seconds = 8});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  EXPECT_EQ(Submit(*next, 2, waiter), 1);
+  Pass(absl::Seconds(40));
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  engine_.Release();
+  EXPECT_TRUE(running_->Result().ok());
+  EXPECT_TRUE(waiter->Result().ok());
+}
+
+}  // namespace
+}  // namespace meshfill
