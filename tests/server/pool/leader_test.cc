@@ -8,179 +8,16 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "engine/comm/gloo/gloo_rendezvous.h"
-#include "engine/engine_options.h"
-#include "gtest/gtest.h"
-#include "server/pool/offered_speed.h"
-#include "server/pool/pool_planner.h"
-#include "server/pool/run_plan.h"
+#include "tests/server/pool/leader_fixture.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int64_t kVocab = 5;
-
-ModelShape Shape() {
-  return {.layers = 2,
-          .hidden = 64,
-          .intermediate = 128,
-          .q_heads = 8,
-          .kv_heads = 8,
-          .head_dim = 8,
-          .vocab = kVocab,
-          .context_tokens = 1 << 20};
-}
-
-v1::Join Offer(const std::string& name, uint32_t ranks = 1) {
-  v1::Join offer;
-  offer.set_protocol(kControlProtocol);
-  offer.set_build("b1");
-  offer.set_name(name);
-  offer.set_host("host");
-  offer.set_ranks(ranks);
-  offer.set_peak_flops(1e12);
-  offer.mutable_model()->set_name("m");
-  offer.mutable_model()->set_config_hash(1);
-  offer.mutable_model()->set_weights_hash(2);
-  offer.mutable_model()->set_dtype("f32");
-  *offer.mutable_speed() = ToProto(PoolSpeed{});
-  offer.set_many_runs(true);
-  return offer;
-}
-
-class LeaderTest : public testing::Test {
- protected:
-  explicit LeaderTest(const Leader::Options& options = Options())
-      : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
-                                const CachedPrefix& cached) {
-          planned_with_.push_back(capacity.topology);
-          return PlanForPool(Shape(), EngineOptions(), capacity, tokens, options, cached);
-        }) {}
-
-  static Leader::Options Options() {
-    Leader::Options options;
-    options.build = "b1";
-    options.model = Offer("").model();
-    options.model.set_weights_hash(0);
-    options.kv = KvShapeOf(Shape());
-    options.vocab = kVocab;
-    options.least_memory_bytes = 500;
-    return options;
-  }
-
-  void Do() {
-    for (Leader::Action& action : leader_.TakeActions()) {
-      if (auto* send = std::get_if<Leader::Send>(&action)) {
-        if (!send->message.has_heartbeat()) sent_[send->to].push_back(send->message);
-      } else if (auto* close = std::get_if<Leader::Close>(&action)) {
-        closed_.push_back(close->connection);
-      } else if (auto* done = std::get_if<Leader::LayersDone>(&action)) {
-        layers_done_.push_back(done->layers);
-        layers_of_ = done->of;
-      } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
-        answers_.push_back(answer->result);
-      } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
-        log_.push_back(line->text);
-      }
-    }
-  }
-  void Say(Leader::Connection from, v1::WorkerMessage message) {
-    leader_.OnMessage(from, message, now_);
-    Do();
-  }
-  // The reason of the refusal; empty: welcome.
-  std::string Join(Leader::Connection connection, const v1::Join& offer) {
-    leader_.OnConnected(connection, now_);
-    v1::WorkerMessage message;
-    *message.mutable_join() = offer;
-    Say(connection, message);
-    return sent_[connection].back().refused().reason();
-  }
-  // Time passes; all workers but `silent` say that they live.
-  void Pass(absl::Duration time, std::vector<Leader::Connection> alive, bool computing = false) {
-    for (const absl::Time end = now_ + time; now_ < end; now_ += absl::Milliseconds(50)) {
-      for (Leader::Connection connection : alive) {
-        v1::WorkerMessage message = OfRun();
-        v1::WorkerProgress& progress = *message.mutable_progress();
-        if (computing) {
-          progress.set_run(run_);
-          progress.add_ranks()->set_rank(static_cast<uint32_t>(connection - 1));
-          progress.mutable_ranks(0)->set_computing(true);
-        }
-        Say(connection, message);
-      }
-      leader_.OnTick(now_);
-      Do();
-    }
-  }
-  v1::WorkerMessage OfRun() const {
-    v1::WorkerMessage message;
-    message.set_epoch(leader_.epoch());
-    return message;
-  }
-  void Submit(std::vector<uint32_t> tokens) {
-    tokens_ = std::move(tokens);
-    newest_ = leader_.Submit({.id = "r7", .tokens = tokens_, .options = {}}, now_);
-    Do();
-  }
-  // Workers with one rank each answer the newest Prepare; or that of `run`.
-  void Prepare(const std::vector<Leader::Connection>& workers) { PrepareRun(0, workers); }
-  void PrepareRun(uint64_t run, const std::vector<Leader::Connection>& workers) {
-    for (Leader::Connection connection : workers) {
-      const v1::Prepare* prepare = nullptr;
-      for (const v1::LeaderMessage& message : sent_[connection]) {
-        if (message.has_prepare() && (run == 0 || message.prepare().run() == run))
-          prepare = &message.prepare();
-      }
-      ASSERT_NE(prepare, nullptr);
-      run_ = prepare->run();
-      const auto plan = FromRunPlan(prepare->plan());
-      ASSERT_TRUE(plan.ok()) << plan.status();
-      const int rank = static_cast<int>(prepare->first_rank());
-      const std::vector<std::vector<uint32_t>> shards = {plan->layout.Deal(
-          plan->RankAt(rank),
-          std::span<const uint32_t>(tokens_).subspan(static_cast<size_t>(plan->cached_tokens)))};
-      v1::WorkerMessage message = OfRun();
-      message.mutable_prepared()->set_run(run_);
-      message.mutable_prepared()->add_addresses("a");
-      message.mutable_prepared()->set_hash(RunHash(*plan, rank, shards));
-      Say(connection, message);
-    }
-  }
-  // `links`: what it measured, in the order of the probes.
-  void RankDone(Leader::Connection connection, uint32_t rank, int logits,
-                const std::vector<std::optional<Link>>& links = {}, double probe_seconds = 0) {
-    v1::WorkerMessage message = OfRun();
-    *message.mutable_rank_done()->mutable_links() = ToProto(links);
-    message.mutable_rank_done()->set_probe_seconds(probe_seconds);
-    message.mutable_rank_done()->set_run(run_);
-    message.mutable_rank_done()->set_rank(rank);
-    for (int i = 0; i < logits; ++i) message.mutable_rank_done()->add_logits(static_cast<float>(i));
-    Say(connection, message);
-  }
-  void Stopped(Leader::Connection connection) {
-    v1::WorkerMessage message = OfRun();
-    message.mutable_stopped()->set_run(run_);
-    Say(connection, message);
-  }
-
-  absl::Time now_ = absl::UnixEpoch();
-  std::vector<Topology> planned_with_;
-  Leader leader_;
-  std::map<Leader::Connection, std::vector<v1::LeaderMessage>> sent_;
-  std::vector<Leader::Connection> closed_;
-  std::vector<absl::StatusOr<Leader::Result>> answers_;
-  std::vector<int> layers_done_;
-  int layers_of_ = 0;
-  std::vector<std::string> log_;
-  std::vector<uint32_t> tokens_;
-  uint64_t run_ = 0;
-  Leader::Ticket newest_ = 0;
-};
+using LeaderTest = LeaderFixture;
 
 TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   ASSERT_EQ(Join(1, Offer("a")), "");
@@ -235,30 +72,6 @@ TEST_F(LeaderTest, RefusesWhatDoesNotFitAndSaysWhy) {
   EXPECT_FALSE(sent_[11].back().refused().retry());
   EXPECT_EQ(leader_.capacity().ranks, 1);
   EXPECT_EQ(leader_.counters().refusals, 26u);
-}
-
-v1::Join SharingOffer(const std::string& name) {
-  v1::Join offer = Offer(name);
-  offer.set_memory_bytes(1 << 30);
-  *offer.mutable_weights() = ToProto(PlanWeights{.mode = WeightMode::kSharded,
-                                                 .loaded_bytes = 3000,
-                                                 .run_bytes = 400,
-                                                 .layer_seconds = 1e-6,
-                                                 .layer_busy_seconds = 1e-6,
-                                                 .head_seconds = 1e-6,
-                                                 .layer_bytes = 200,
-                                                 .head_bytes = 600});
-  return offer;
-}
-
-// It streams, and could share with others.
-v1::Join StreamingOffer(const std::string& name, int64_t memory_bytes) {
-  v1::Join offer = SharingOffer(name);
-  offer.set_memory_bytes(static_cast<uint64_t>(memory_bytes));
-  *offer.mutable_shared_weights() = offer.weights();
-  *offer.mutable_weights() =
-      ToProto(PlanWeights{.mode = WeightMode::kStreamed, .run_bytes = 400, .layer_seconds = 1});
-  return offer;
 }
 
 TEST_F(LeaderTest, RunsShareWhatAllTheirWorkersCouldShareWhereThatIsFaster) {
@@ -726,9 +539,9 @@ TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
 }
 
 // A leader that runs two requests at once.
-class TwoRunsLeaderTest : public LeaderTest {
+class TwoRunsLeaderTest : public LeaderFixture {
  protected:
-  TwoRunsLeaderTest() : LeaderTest(Two()) {}
+  TwoRunsLeaderTest() : LeaderFixture(Two()) {}
 
   static Leader::Options Two() {
     Leader::Options options = Options();
@@ -951,7 +764,7 @@ TEST_F(TwoRunsLeaderTest, WhoIsNeverAloneIsNotRefusedAsPoisonous) {
 }
 
 // Two workers whose memory takes a prompt of 4,096 tokens in pieces alone.
-class PiecesLeaderTest : public LeaderTest {
+class PiecesLeaderTest : public LeaderFixture {
  protected:
   static constexpr int64_t kTokens = 4096;
   static constexpr int64_t kTokenBytes = 2 * 2 * 8 * 8 * 4;  // 2 layers, K and V, 8 heads of 8, f32
@@ -1210,9 +1023,9 @@ TEST_F(TightKvPiecesLeaderTest, WhatNoWorkerCouldKeepIsRefused) {
 }
 
 // Workers whose memory takes one prefill of 4,096 tokens, and small ones beside it.
-class CrowdedLeaderTest : public LeaderTest {
+class CrowdedLeaderTest : public LeaderFixture {
  protected:
-  CrowdedLeaderTest() : LeaderTest(Many()) {}
+  CrowdedLeaderTest() : LeaderFixture(Many()) {}
 
   static Leader::Options Many() {
     Leader::Options options = Options();
@@ -1388,9 +1201,9 @@ TEST_F(TwoRunsLeaderTest, ALostWorkerEndsEveryRunThatItTookPartIn) {
 }
 
 // Links that the configuration leaves out.
-class MeasuringLeaderTest : public LeaderTest {
+class MeasuringLeaderTest : public LeaderFixture {
  protected:
-  MeasuringLeaderTest() : LeaderTest(LeftOut()) {}
+  MeasuringLeaderTest() : LeaderFixture(LeftOut()) {}
 
   static Leader::Options LeftOut() {
     Leader::Options options = Options();

@@ -1,8 +1,11 @@
 // A worker's ranks on the CPU, over gloo on the loopback device. On GPUs: rank_host_cuda_test.
 #include "server/pool/rank_host.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +15,7 @@
 #include "engine/platforms.h"
 #include "engine/prefill_engine.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/server/pool/rank_host_fixture.h"
 
@@ -55,6 +59,9 @@ TEST_F(RankHostTest, SaysWhatItOffers) {
   EXPECT_EQ(offer.model().name(), "rank_host_model");
   EXPECT_NE(offer.model().weights_hash(), 0u);
   EXPECT_GT(offer.speed().gemm_flops_per_second(), 0);
+  EXPECT_GT(offer.kv_memory_bytes(), 0u);
+  EXPECT_TRUE(offer.many_runs());
+  EXPECT_FALSE(offer.kv_on_host()) << "it is the devices' own memory";
   EXPECT_FALSE(host->lost());
 }
 
@@ -508,6 +515,123 @@ TEST_F(RankHostTest, RefusesARunThatNeedsMoreMemoryThanIsFree) {
   listener.Stopped(run_);
   host->Prepare(Part());
   RunWell(*host, listener, run_);
+}
+
+int64_t VirtualBytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t pages = 0;
+  file >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// The memory of a run is held from its Prepare on, and free once its ranks begin to take it.
+TEST_F(RankHostTest, HoldsTheMemoryOfARunUntilItsRanksTakeIt) {
+  constexpr int64_t kReserved = int64_t{1} << 30;
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());  // the threads and connections of a run come once
+  RunWell(*host, listener, run_);
+  const int64_t before = VirtualBytes();
+  WorkerMachine::RunPart part = Part();
+  part.reserve_bytes = kReserved;
+  host->Prepare(std::move(part));
+  const std::vector<std::string> addresses = listener.Addresses(run_);
+  EXPECT_GE(VirtualBytes() - before, kReserved * 9 / 10);
+  EXPECT_LE(VirtualBytes() - before, kReserved * 3 / 2) << "all ranks together";
+  host->Start(run_, addresses, {});
+  EXPECT_TRUE(listener.Ended(run_, kRanks).ok());
+  EXPECT_LE(VirtualBytes() - before, kReserved / 2);
+  host->Release(run_);
+}
+
+TEST_F(RankHostTest, APeerThatNeverAnswersEndsTheConnect) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part(2 * kRanks, kRanks));  // the first half never comes
+  const std::vector<std::string> own = listener.Addresses(run_);
+  std::vector<std::string> addresses(kRanks, own.front());
+  addresses.insert(addresses.end(), own.begin(), own.end());
+  host->Start(run_, addresses, {});
+  const absl::Status ended = listener.Ended(run_, kRanks);
+  EXPECT_FALSE(ended.ok());
+  host->Stop(run_, "it failed");
+  listener.Stopped(run_);
+}
+
+// The thread of the host is held up by a run whose K and V have no room until some reader lets go.
+TEST_F(RankHostTest, WhatIsToStopIsNeitherPreparedNorStarted) {
+  options_.kv_memory_bytes = 1;
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());
+  const uint64_t prepared = run_;
+  const std::vector<std::string> addresses = listener.Addresses(prepared);
+  WorkerMachine::RunPart without_room = Part();
+  without_room.keep_kv = {.lease = "lease", .tenant = "", .lasts = absl::Hours(1)};
+  host->Prepare(std::move(without_room));
+  const uint64_t waits = run_;
+  host->Prepare(Part());
+  const uint64_t next = run_;
+  host->Start(prepared, addresses, {});
+  for (const uint64_t run : {prepared, next}) host->Stop(run, "the request was cancelled");
+  EXPECT_TRUE(absl::IsResourceExhausted(listener.Prepared(waits).status()));
+  EXPECT_TRUE(absl::IsCancelled(listener.Prepared(next).status()));
+  listener.Stopped(prepared);
+  EXPECT_EQ(listener.EndedRanks(prepared), 0u) << "its ranks were never started";
+  listener.Stopped(next);
+}
+
+TEST_F(RankHostTest, KeepsKvOfFinishedRunsForAsLongAsTheirLeases) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  const auto begin = [&](absl::Duration lasts) {
+    WorkerMachine::RunPart part = Part();
+    part.keep_kv = {.lease = "lease", .tenant = "t", .lasts = lasts};
+    host->Prepare(std::move(part));
+    listener.Addresses(run_);
+    EXPECT_EQ(host->kv().counts().leases, 1);
+    EXPECT_GT(host->kv().counts().bytes, 0);
+  };
+  begin(absl::Hours(1));
+  host->Stop(run_, "the request was cancelled");
+  listener.Stopped(run_);
+  EXPECT_EQ(host->kv().counts().leases, 0);
+  EXPECT_EQ(host->kv().counts().bytes, 0);
+
+  begin(absl::Milliseconds(20));
+  RunWell(*host, listener, run_);
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(20);
+  while (host->kv().counts().leases > 0 && MonotonicNow() < deadline) host->kv().EndLapsed();
+  EXPECT_EQ(host->kv().counts().leases, 0) << "its time counts from the end of the run";
+}
+
+// Seconds of a rank are without those that it stood still.
+TEST_F(RankHostTest, PausesAreNoSecondsOfTheRanks) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());
+  const uint64_t paused = run_;
+  const std::vector<std::string> addresses = listener.Addresses(paused);
+  host->Pause(paused);
+  host->Start(paused, addresses, {});
+  const absl::Time begin = MonotonicNow();
+  while (MonotonicNow() < begin + absl::Milliseconds(400)) {
+    host->Prepare(Part());
+    RunWell(*host, listener, run_);
+  }
+  const absl::Time resumed = MonotonicNow();
+  host->Resume(paused);
+  for (const auto& output : listener.Outputs(paused, kRanks)) {
+    ASSERT_TRUE(output.ok()) << output.status();
+    const double since = absl::ToDoubleSeconds(MonotonicNow() - resumed);
+    EXPECT_LT(output->stats.total_seconds, since + 0.2);
+  }
+  host->Release(paused);
 }
 
 TEST_F(RankHostTest, EndsWithARunUnderWay) {

@@ -2,161 +2,18 @@
 // pool_simulation_test's.
 #include "server/pool/worker_machine.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
-#include "engine/plan/planner.h"
-#include "server/pool/run_plan.h"
+#include "tests/server/pool/worker_machine_fixture.h"
 
 namespace meshfill {
 namespace {
 
-constexpr int kRanks = 2;  // of the worker, of four of the plan
-constexpr int kFirstRank = 1;
-constexpr int64_t kTokens = 300;
-constexpr uint64_t kMemory = 1000;
-constexpr uint64_t kEpoch = 7;
-
-class WorkerMachineTest : public testing::Test {
- protected:
-  WorkerMachineTest() : machine_(Options()), plan_(MakeTestPlan()) { machine_.Start(now_); }
-
-  static WorkerMachine::Options Options() {
-    WorkerMachine::Options options;
-    options.offer.set_name("w");
-    options.offer.set_ranks(kRanks);
-    options.offer.set_memory_bytes(kMemory);
-    return options;
-  }
-  static Plan MakeTestPlan() {
-    const ModelShape shape = {.layers = 2,
-                              .hidden = 64,
-                              .intermediate = 64,
-                              .q_heads = 4,
-                              .kv_heads = 2,
-                              .head_dim = 16,
-                              .vocab = 100,
-                              .context_tokens = 4096};
-    return MakePlan(shape, PoolSpeed{}, {.tokens = kTokens, .ranks = 4, .tile = Tile{2, 2}}).value().plan;
-  }
-
-  // Does what the machine wants: keeps it, by kind.
-  void Do() {
-    for (WorkerMachine::Action& action : machine_.TakeActions()) {
-      if (auto* connect = std::get_if<WorkerMachine::Connect>(&action)) {
-        connection_ = connect->connection;
-        ++connects_;
-      } else if (auto* send = std::get_if<WorkerMachine::Send>(&action)) {
-        sent_.push_back(std::move(send->message));
-      } else if (std::get_if<WorkerMachine::Disconnect>(&action) != nullptr) {
-        ++disconnects_;
-      } else if (auto* prepare = std::get_if<WorkerMachine::PrepareRun>(&action)) {
-        prepared_.push_back(std::move(prepare->part));
-      } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
-        started_.push_back(std::move(*start));
-      } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
-        turns_.emplace_back(pause->run, false);
-      } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
-        turns_.emplace_back(resume->run, true);
-      } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
-        stopped_.push_back(stop->run);
-      } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {
-        released_.push_back(release->run);
-      } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
-        exit_ = exit->status;
-      }
-    }
-  }
-  void Tick(absl::Duration passes = absl::ZeroDuration(),
-            const WorkerMachine::ProgressOfRuns& progress = {}) {
-    now_ += passes;
-    machine_.OnTick(now_, progress);
-    Do();
-  }
-  template <typename Fill>
-  void Hear(Fill fill) {
-    v1::LeaderMessage message;
-    message.set_epoch(kEpoch);
-    fill(message);
-    machine_.OnMessage(connection_, message, now_);
-    Do();
-  }
-  void Join() {
-    Tick();
-    Hear([](v1::LeaderMessage& message) { message.mutable_welcome(); });
-    ASSERT_TRUE(machine_.member());
-    sent_.clear();
-  }
-  void HearPrepare(uint64_t run, uint64_t reserve_bytes = 100, const std::string& lease = "") {
-    Hear([&](v1::LeaderMessage& message) {
-      v1::Prepare& prepare = *message.mutable_prepare();
-      prepare.set_run(run);
-      *prepare.mutable_plan() = ToRunPlan(plan_);
-      prepare.set_first_rank(kFirstRank);
-      prepare.set_ranks(kRanks);
-      prepare.set_reserve_bytes(reserve_bytes);
-      if (!lease.empty()) prepare.mutable_keep_kv()->set_lease(lease);
-    });
-  }
-  // The tokens of one seat, in two messages.
-  void HearShard(uint64_t run, int seat) {
-    const int64_t tokens = plan_.layout.ChunkTokens(plan_.RankAt(seat));
-    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 10}, {10, tokens}}) {
-      Hear([&](v1::LeaderMessage& message) {
-        v1::Shard& shard = *message.mutable_shard();
-        shard.set_run(run);
-        shard.set_rank(static_cast<uint32_t>(seat));
-        shard.set_begin(static_cast<uint64_t>(begin));
-        for (int64_t id = begin; id < end; ++id) shard.add_ids(static_cast<uint32_t>(id % 90));
-      });
-    }
-  }
-  void HearRun(uint64_t run) {
-    Hear([&](v1::LeaderMessage& message) {
-      message.mutable_run()->set_run(run);
-      for (const char* address : {"a", "b", "c", "d"}) message.mutable_run()->add_addresses(address);
-    });
-  }
-  void HearCancel(uint64_t run) {
-    Hear([&](v1::LeaderMessage& message) { message.mutable_cancel()->set_run(run); });
-  }
-  // From Prepare until the ranks compute.
-  void BeginRun(uint64_t run) {
-    HearPrepare(run);
-    for (int seat = kFirstRank; seat < kFirstRank + kRanks; ++seat) HearShard(run, seat);
-    machine_.OnRunPrepared(run, std::vector<std::string>{"b", "c"});
-    HearRun(run);
-    ASSERT_FALSE(started_.empty());
-    ASSERT_EQ(started_.back().run, run);
-    sent_.clear();
-  }
-  std::vector<uint64_t> ConfirmedStops() const {
-    std::vector<uint64_t> runs;
-    for (const v1::WorkerMessage& message : sent_) {
-      if (message.has_stopped()) runs.push_back(message.stopped().run());
-    }
-    return runs;
-  }
-
-  absl::Time now_ = absl::UnixEpoch();
-  WorkerMachine machine_;
-  const Plan plan_;
-  WorkerMachine::Connection connection_ = 0;
-  int connects_ = 0;
-  int disconnects_ = 0;
-  std::vector<v1::WorkerMessage> sent_;
-  std::vector<WorkerMachine::RunPart> prepared_;
-  std::vector<WorkerMachine::StartRun> started_;
-  std::vector<uint64_t> stopped_, released_;
-  std::vector<std::pair<uint64_t, bool>> turns_;  // runs that stood still (false) or went on
-  std::optional<absl::Status> exit_;
-};
+using WorkerMachineTest = WorkerMachineFixture;
 
 TEST_F(WorkerMachineTest, JoinsWithItsOfferAndSaysThatItLives) {
   Tick();
@@ -210,6 +67,7 @@ TEST_F(WorkerMachineTest, TakesARunFromPrepareToFinish) {
   EXPECT_EQ(sent_[0].progress().run(), 5u);
   ASSERT_EQ(sent_[0].progress().ranks_size(), 1);
   EXPECT_EQ(sent_[0].progress().ranks(0).operations(), 9u);
+  EXPECT_EQ(sent_[0].progress().ranks(0).layers_done(), 1u);
   EXPECT_TRUE(sent_[0].progress().ranks(0).computing());
 
   machine_.OnRankDone(5, 1, RankOutput{.logits = {1, 2, 3}});
@@ -411,64 +269,98 @@ TEST_F(WorkerMachineTest, StopsAllRunsWhenTheLeaderIsGoneAndJoinsOnceTheHostStan
   EXPECT_EQ(sent_.back().epoch(), kEpoch) << "the newest that it has heard of";
 }
 
-TEST_F(WorkerMachineTest, LeavesASilentLeader) {
+// A Prepare that contradicts itself or its plan is the leader's mistake: it is answered, and nothing stays of
+// it.
+TEST_F(WorkerMachineTest, RefusesAPrepareThatContradictsItself) {
   Join();
-  Tick(absl::Milliseconds(2900));
-  EXPECT_TRUE(machine_.member());
-  Tick(absl::Milliseconds(100));
-  EXPECT_FALSE(machine_.member());
-  EXPECT_EQ(disconnects_, 1);
-}
-
-TEST_F(WorkerMachineTest, TriesAgainLaterAndLaterUnlessItIsRefusedForGood) {
-  const auto refuse = [&](bool retry) {
+  using Change = std::function<void(v1::Prepare&)>;
+  const std::vector<std::pair<std::string, Change>> bad = {
+      {"0 ranks", [](v1::Prepare& prepare) { prepare.set_ranks(0); }},
+      {"3 ranks", [](v1::Prepare& prepare) { prepare.set_ranks(kRanks + 1); }},
+      {"5 tokens of earlier runs for 0", [](v1::Prepare& prepare) { prepare.add_prefix()->set_tokens(5); }},
+      {"that there is none", [](v1::Prepare& prepare) { prepare.set_tokens_ahead(5); }},
+      {"are such", [](v1::Prepare& prepare) { prepare.set_more_pieces(true); }},
+      {"share 2 of 2",
+       [](v1::Prepare& prepare) {
+         prepare.set_weight_shares(2);
+         prepare.set_weight_share(2);
+       }},
+      {"LM head to share 2",
+       [](v1::Prepare& prepare) {
+         prepare.set_weight_shares(2);
+         prepare.set_weight_head_share(2);
+       }},
+      {"of 5 of the weights", [](v1::Prepare& prepare) { prepare.set_weight_shares(5); }},
+      {"a plan", [](v1::Prepare& prepare) { prepare.mutable_plan()->set_a(3); }}};
+  uint64_t run = 0;
+  for (const auto& [reason, change] : bad) {
+    SCOPED_TRACE(reason);
+    sent_.clear();
     Hear([&](v1::LeaderMessage& message) {
-      message.mutable_refused()->set_reason("no");
-      message.mutable_refused()->set_retry(retry);
+      v1::Prepare& prepare = *message.mutable_prepare();
+      prepare.set_run(++run);
+      *prepare.mutable_plan() = ToRunPlan(plan_);
+      prepare.set_first_rank(kFirstRank);
+      prepare.set_ranks(kRanks);
+      prepare.set_reserve_bytes(100);
+      change(prepare);
     });
-  };
-  Tick();
-  std::vector<absl::Duration> waits;
-  for (int i = 0; i < 7; ++i) {
-    refuse(true);
-    const absl::Time refused_at = now_;
-    for (const int before = connects_; connects_ == before;) Tick(absl::Milliseconds(50));
-    waits.push_back(now_ - refused_at);
+    ASSERT_EQ(sent_.size(), 1u);
+    const absl::Status refused = FromOutcome(sent_[0].prepared().outcome());
+    EXPECT_FALSE(refused.ok());
+    EXPECT_NE(refused.message().find(reason), absl::string_view::npos) << refused;
+    EXPECT_EQ(sent_[0].prepared().run(), run);
+    EXPECT_EQ(machine_.reserved_bytes(), 0);
   }
-  EXPECT_EQ(waits.front(), absl::Milliseconds(100));
-  EXPECT_TRUE(std::is_sorted(waits.begin(), waits.end()));
-  EXPECT_EQ(waits.back(), absl::Seconds(2));
-  EXPECT_FALSE(exit_.has_value());
-  refuse(false);
-  ASSERT_TRUE(exit_.has_value());
-  EXPECT_TRUE(absl::IsFailedPrecondition(*exit_)) << *exit_;
+  HearPrepare(++run);
+  EXPECT_EQ(machine_.reserved_bytes(), 100);
 }
 
-TEST_F(WorkerMachineTest, DrainsAfterItsRun) {
+TEST_F(WorkerMachineTest, MeasuresOnlyWhereAllRanksArePaired) {
   Join();
-  BeginRun(5);
-  machine_.Drain(now_);
+  for (const bool pairing : {true, false}) {
+    const uint64_t run = pairing ? 5 : 6;
+    HearPrepare(run);
+    for (int seat = kFirstRank; seat < kFirstRank + kRanks; ++seat) HearShard(run, seat);
+    machine_.OnRunPrepared(run, std::vector<std::string>{"b", "c"});
+    Hear([&](v1::LeaderMessage& message) {
+      message.mutable_run()->set_run(run);
+      for (const std::vector<int>& peers : {std::vector<int>{1, 0, 3, 2}, {pairing ? 2 : 1, 3, 0, 1}}) {
+        message.mutable_run()->add_probes()->mutable_peers()->Assign(peers.begin(), peers.end());
+      }
+    });
+    ASSERT_EQ(started_.back().run, run);
+    EXPECT_EQ(started_.back().probes.size(), pairing ? 2u : 0u) << "all take part, or none";
+  }
+  RankOutput output;
+  output.links = {Link{.latency_seconds = 1e-5, .bytes_per_second = 1e9}, std::nullopt};
+  output.probe_seconds = 0.25;
+  sent_.clear();
+  machine_.OnRankDone(5, 1, std::move(output));
   Do();
-  ASSERT_FALSE(sent_.empty());
-  EXPECT_TRUE(sent_.back().has_leave());
-  Hear([](v1::LeaderMessage& message) { message.mutable_finish()->set_run(5); });
-  EXPECT_FALSE(exit_.has_value()) << "the leader says when";
-  Hear([](v1::LeaderMessage& message) { message.mutable_goodbye(); });
-  ASSERT_TRUE(exit_.has_value());
-  EXPECT_TRUE(exit_->ok()) << *exit_;
+  ASSERT_EQ(sent_.size(), 1u);
+  EXPECT_EQ(sent_[0].rank_done().probe_seconds(), 0.25);
+  const std::vector<std::optional<Link>> links = FromProto(sent_[0].rank_done().links());
+  ASSERT_EQ(links.size(), 2u);
+  EXPECT_EQ(links[0]->bytes_per_second, 1e9);
+  EXPECT_FALSE(links[1].has_value());
 }
 
-TEST_F(WorkerMachineTest, DrainsWithoutALeaderOnceItsHostStandsStill) {
+// The offer of a worker whose memory nobody bounds has 0.
+class UnboundedWorkerTest : public WorkerMachineFixture {
+ protected:
+  UnboundedWorkerTest() : WorkerMachineFixture(Unbounded()) {}
+  static WorkerMachine::Options Unbounded() {
+    WorkerMachine::Options options = Options();
+    options.offer.set_memory_bytes(0);
+    return options;
+  }
+};
+
+TEST_F(UnboundedWorkerTest, TakesWhatItIsGiven) {
   Join();
-  BeginRun(5);
-  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
-  machine_.Drain(now_);
-  Do();
-  EXPECT_FALSE(exit_.has_value());
-  machine_.OnRunStopped(5, now_);
-  Do();
-  ASSERT_TRUE(exit_.has_value());
-  EXPECT_TRUE(exit_->ok()) << *exit_;
+  HearPrepare(1, uint64_t{1} << 40);
+  EXPECT_EQ(machine_.reserved_bytes(), int64_t{1} << 40);
 }
 
 }  // namespace

@@ -1,0 +1,177 @@
+// The worker's machine and its leader: joining, losing, draining, and what it hears of its K and V; all in
+// virtual time.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tests/server/pool/worker_machine_fixture.h"
+
+namespace meshfill {
+namespace {
+
+using WorkerLinkTest = WorkerMachineFixture;
+
+TEST_F(WorkerLinkTest, LeavesASilentLeader) {
+  Join();
+  Tick(absl::Milliseconds(2900));
+  EXPECT_TRUE(machine_.member());
+  Tick(absl::Milliseconds(100));
+  EXPECT_FALSE(machine_.member());
+  EXPECT_EQ(disconnects_, 1);
+}
+
+TEST_F(WorkerLinkTest, TriesAgainLaterAndLaterUnlessItIsRefusedForGood) {
+  Tick();
+  std::vector<absl::Duration> waits;
+  for (int i = 0; i < 7; ++i) {
+    HearRefused(/*retry=*/true);
+    waits.push_back(Reconnect());
+  }
+  EXPECT_EQ(waits.front(), absl::Milliseconds(100));
+  EXPECT_TRUE(std::is_sorted(waits.begin(), waits.end()));
+  EXPECT_EQ(waits.back(), absl::Seconds(2));
+  EXPECT_FALSE(exit_.has_value());
+  HearRefused(/*retry=*/false);
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(absl::IsFailedPrecondition(*exit_)) << *exit_;
+}
+
+TEST_F(WorkerLinkTest, DrainsAfterItsRun) {
+  Join();
+  BeginRun(5);
+  machine_.Drain(now_);
+  Do();
+  ASSERT_FALSE(sent_.empty());
+  EXPECT_TRUE(sent_.back().has_leave());
+  Hear([](v1::LeaderMessage& message) { message.mutable_finish()->set_run(5); });
+  EXPECT_FALSE(exit_.has_value()) << "the leader says when";
+  Hear([](v1::LeaderMessage& message) { message.mutable_goodbye(); });
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(exit_->ok()) << *exit_;
+}
+
+TEST_F(WorkerLinkTest, DrainsWithoutALeaderOnceItsHostStandsStill) {
+  Join();
+  BeginRun(5);
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  machine_.Drain(now_);
+  Do();
+  EXPECT_FALSE(exit_.has_value());
+  machine_.OnRunStopped(5, now_);
+  Do();
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(exit_->ok()) << *exit_;
+}
+
+TEST_F(WorkerLinkTest, OnceItBelongedToAPoolItComesBackSoon) {
+  Tick();
+  for (int i = 0; i < 6; ++i) {
+    HearRefused(/*retry=*/true);
+    Reconnect();
+  }
+  HearWelcome();
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  Do();
+  EXPECT_EQ(Reconnect(), absl::Milliseconds(100));
+}
+
+TEST_F(WorkerLinkTest, ALeaderThatNeverAnswersIsLeft) {
+  Tick();
+  EXPECT_EQ(connects_, 1);
+  Tick(absl::Milliseconds(2900));
+  EXPECT_EQ(disconnects_, 0);
+  Tick(absl::Milliseconds(100));
+  EXPECT_EQ(disconnects_, 1);
+  Reconnect();
+  EXPECT_EQ(connects_, 2);
+}
+
+// A leader that was started again counts its runs from 1, and knows of no lease.
+TEST_F(WorkerLinkTest, ANewLeaderBeginsAnew) {
+  Join();
+  HearPrepare(7);
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  Do();
+  Reconnect();
+  EXPECT_TRUE(kv_.empty());
+  HearWelcome();
+  EXPECT_EQ(kv_, std::vector<std::string>{"all ends"});
+  HearWelcome();  // twice
+  EXPECT_EQ(kv_.size(), 1u);
+  HearPrepare(1);
+  EXPECT_EQ(machine_.reserved_bytes(), 100);
+  HearPrepare(1);
+  EXPECT_EQ(machine_.reserved_bytes(), 100);
+}
+
+TEST_F(WorkerLinkTest, EpochsOnlyGrow) {
+  Join();
+  v1::LeaderMessage late;
+  late.set_epoch(kEpoch - 3);
+  late.mutable_heartbeat();
+  machine_.OnMessage(connection_, late, now_);
+  Tick(absl::Milliseconds(200));
+  ASSERT_FALSE(sent_.empty());
+  EXPECT_EQ(sent_.back().epoch(), kEpoch);
+}
+
+TEST_F(WorkerLinkTest, HearsWhatBecomesOfItsKv) {
+  Join();
+  Hear([](v1::LeaderMessage& message) {
+    message.mutable_kv_lasts()->set_lease("x");
+    message.mutable_kv_lasts()->set_seconds(1.5);
+  });
+  Hear([](v1::LeaderMessage& message) { message.mutable_kv_ends()->set_lease("y"); });
+  Hear([](v1::LeaderMessage& message) { message.mutable_kv_run_ends()->set_run(3); });
+  EXPECT_EQ(kv_, (std::vector<std::string>{"x lasts 1.5s", "y ends", "run 3 ends"}));
+}
+
+TEST_F(WorkerLinkTest, ADrainBeforeTheWelcomeIsSaidAfterIt) {
+  Tick();
+  machine_.Drain(now_);
+  Do();
+  EXPECT_FALSE(sent_.back().has_leave()) << "nobody knows it yet";
+  EXPECT_FALSE(exit_.has_value());
+  HearWelcome();
+  EXPECT_TRUE(sent_.back().has_leave());
+  Hear([](v1::LeaderMessage& message) { message.mutable_goodbye(); });
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(exit_->ok()) << *exit_;
+}
+
+TEST_F(WorkerLinkTest, ADrainHasAnEnd) {
+  Join();
+  BeginRun(5);
+  machine_.Drain(now_);
+  const auto pass = [&](absl::Duration time) {
+    now_ += time;
+    Hear([](v1::LeaderMessage& message) { message.mutable_heartbeat(); });
+    Tick();
+  };
+  for (int i = 0; i < 5; ++i) pass(absl::Minutes(10));
+  pass(absl::Minutes(10) - absl::Milliseconds(1));
+  EXPECT_FALSE(exit_.has_value());
+  pass(absl::Milliseconds(1));
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(*exit_)) << *exit_;
+  exit_.reset();
+  Tick(absl::Hours(1));
+  EXPECT_FALSE(exit_.has_value()) << "once";
+}
+
+TEST_F(WorkerLinkTest, WhomTheLeaderLetsGoStaysAway) {
+  Join();
+  Hear([](v1::LeaderMessage& message) { message.mutable_goodbye(); });
+  EXPECT_FALSE(machine_.member());
+  EXPECT_EQ(disconnects_, 1);
+  EXPECT_FALSE(exit_.has_value()) << "nobody told it to end";
+  Tick(absl::Hours(1));
+  EXPECT_EQ(connects_, 1);
+  machine_.Drain(now_);
+  Do();
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_TRUE(exit_->ok()) << *exit_;
+}
+
+}  // namespace
+}  // namespace meshfill
