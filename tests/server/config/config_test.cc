@@ -349,7 +349,12 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_NE(Refusal("pool: {control_listen: nowhere}").find("no HOST:PORT"), std::string::npos);
   EXPECT_NE(Refusal("pool: {control_listen: \"0.0.0.0:1\", embedded: {ranks: 2}}").find("or embedded"),
             std::string::npos);
-  EXPECT_NE(Refusal("pool: {tls: {cert: a.pem}}").find("all of cert, key and ca"), std::string::npos);
+  for (const char* some :
+       {"cert: a", "key: a", "ca: a", "cert: a, key: b", "cert: a, ca: b", "key: a, ca: b"}) {
+    EXPECT_EQ(Refusal(absl::StrCat("pool: {tls: {", some, "}}")),
+              "FILE:1: pool.tls: TLS needs all of cert, key and ca");
+  }
+  EXPECT_EQ(Refusal("pool: {tls: {cert: a, key: b, ca: c}}"), "accepted");
   EXPECT_NE(Refusal("pool: {tls: {insecure: 1}}").find("neither true nor false"), std::string::npos);
   EXPECT_EQ(Refusal("api: {tls: {cert: a.pem}}"), "FILE:1: api.tls: TLS needs both of cert and key");
   EXPECT_EQ(Refusal("api: {tls: {key: a.key}}"), "FILE:1: api.tls: TLS needs both of cert and key");
@@ -369,6 +374,67 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
        {"", "50051", "host", "host:", ":1", "host:65536", "host:-1", "::1:5", "host:1x"}) {
     EXPECT_NE(Refusal(std::string("listen: \"") + address + "\"\n").find("no HOST:PORT"), std::string::npos)
         << address;
+  }
+}
+
+// The first and the last value that a key takes, and those beside them.
+TEST_F(ConfigTest, BoundsAreTakenAndWhatIsBeyondThemIsRefused) {
+  struct Bounds {
+    std::string key;
+    std::vector<std::string> taken, refused;
+  };
+  const std::vector<Bounds> all = {
+      {"pool.embedded.ranks", {"1", "64"}, {"0", "65"}},
+      {"pool.embedded.threads", {"0", "4096"}, {"4097"}},
+      {"pool.embedded.memory_bytes", {"0", "1MiB"}, {"1048575B"}},
+      {"pool.embedded.peak_flops", {"0"}, {"-1"}},
+      {"pool.worker.ranks", {"1", "64"}, {"0", "65"}},
+      {"pool.worker.threads", {"0", "4096"}, {"4097"}},
+      {"pool.worker.nccl_ctas", {"0", "32"}, {"33"}},
+      {"pool.worker.attention_sm_margin", {"0", "64"}, {"65"}},
+      {"pool.worker.memory_bytes", {"0", "1MiB"}, {"1048575B"}},
+      {"pool.worker.peak_flops", {"0"}, {"-1"}},
+      {"pool.silence_timeout", {"1ns", "500ms"}, {"0s"}},
+      {"pool.hang_timeout", {"1ns", "1s"}, {"0s"}},
+      {"pool.empty_timeout", {"1ns", "1s"}, {"0s"}},
+      {"pool.link_latency", {"1ns"}, {"0s"}},
+      {"pool.host_link_latency", {"1ns"}, {"0s"}},
+      {"queue.max_requests", {"1", "4294967295"}, {"0"}},
+      {"queue.max_tokens", {"1", "9223372036854775807"}, {"0", "9223372036854775808"}},
+      {"queue.max_wait", {"1ns"}, {"0s"}},
+      {"queue.max_age", {"1ns"}, {"0s"}},
+      {"tenant_limits.weight", {"0.001", "1000"}, {"0.0009", "1001", "0"}},
+      {"tenant_limits.max_requests", {"1"}, {"0"}},
+      {"tenant_limits.max_tokens", {"1"}, {"0"}},
+      {"tenants.a.weight", {"0.001", "1000"}, {"0.0009", "1001", "0"}},
+      {"trace.timeout", {"1ns"}, {"0s"}},
+      {"plan.stripe", {"1", "1048576"}, {"0", "1048577"}},
+      {"limits.upload_timeout", {"1ns"}, {"0s"}},
+      {"limits.result_timeout", {"1ns"}, {"0s"}},
+      {"limits.max_streams", {"1", "2147483647"}, {"0", "2147483648"}},
+      {"limits.max_message_bytes", {"64KiB", "1GiB"}, {"65535B", "1073741825B"}},
+      {"limits.max_top_k", {"1", "2147483647"}, {"0", "2147483648"}},
+      {"limits.max_connections", {"1", "2147483647"}, {"0", "2147483648"}},
+      {"limits.channel_memory_bytes", {"16MiB"}, {"16777215B"}},
+      {"limits.unread_bytes", {"0"}, {"8EiB"}},
+      {"kv.lease", {"1ns"}, {"0s"}},
+      {"kv.max_lease", {"30s"}, {"29s"}},
+      {"kv.block_tokens", {"1", "65536"}, {"0", "65537"}},
+      {"kv.memory_bytes", {"0"}, {"8388608TiB"}},
+  };
+  for (const Bounds& bounds : all) {
+    for (const std::string& value : bounds.taken) {
+      EXPECT_EQ(Refusal("", {absl::StrCat(bounds.key, "=", value)}), "accepted")
+          << bounds.key << " " << value;
+    }
+    for (const std::string& value : bounds.refused) {
+      EXPECT_EQ(Refusal("", {absl::StrCat(bounds.key, "=", value)}).find(absl::StrCat("--set: ", bounds.key)),
+                0u)
+          << bounds.key << " " << value << ": " << Refusal("", {absl::StrCat(bounds.key, "=", value)});
+    }
+  }
+  for (const char* address : {"metrics_listen", "kv.listen", "pool.worker.metrics_listen"}) {
+    EXPECT_NE(Refusal("", {absl::StrCat(address, "=nowhere")}).find("no HOST:PORT"), std::string::npos);
   }
 }
 

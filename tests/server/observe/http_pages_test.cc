@@ -82,6 +82,28 @@ TEST(HttpPagesTest, RefusesWhatIsNoPage) {
   EXPECT_EQ(HttpBody(HttpGet(address, "/count")), "1");
 }
 
+// A page that says that something is wrong is still read: its body says what.
+TEST(HttpPagesTest, AnUnhealthyPageIs503UntilItIsWell) {
+  std::atomic<bool> healthy = false;
+  const auto pages = HttpPages::Listen(
+      "127.0.0.1:0",
+      {{"/healthz", "text/plain", [&] { return healthy ? "lives\n" : "rank 3 stands still\n"; },
+        [&] { return healthy.load(); }}});
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  const std::string sick = HttpGet((*pages)->address(), "/healthz");
+  EXPECT_EQ(sick.rfind("HTTP/1.1 503 ", 0), 0u) << sick;
+  EXPECT_EQ(HttpBody(sick), "rank 3 stands still\n");
+  healthy = true;
+  const std::string well = HttpGet((*pages)->address(), "/healthz");
+  EXPECT_EQ(well.rfind("HTTP/1.1 200 ", 0), 0u) << well;
+  for (const std::string& answer : {sick, well, HttpGet((*pages)->address(), "/nowhere")}) {
+    for (const char* header : {"Cache-Control: no-store", "X-Content-Type-Options: nosniff",
+                               "X-Frame-Options: DENY", "Connection: close"}) {
+      EXPECT_NE(answer.find(absl::StrCat("\r\n", header, "\r\n")), std::string::npos) << header;
+    }
+  }
+}
+
 TEST(HttpPagesTest, ManyAtOnce) {
   std::atomic<int> asked = 0;
   const auto pages = HttpPages::Listen("127.0.0.1:0", Pages(asked));

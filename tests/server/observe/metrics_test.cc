@@ -1,5 +1,6 @@
 #include "server/observe/metrics.h"
 
+#include <algorithm>
 #include <map>
 #include <regex>
 #include <set>
@@ -149,6 +150,126 @@ TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
     EXPECT_GT(once.at(name), 0) << name;
     EXPECT_DOUBLE_EQ(twice.at(name), 2 * once.at(name)) << name;
   }
+}
+
+// Classes reach up to their bound, which is in them.
+TEST(MetricsTest, APromptIsInTheClassOfItsLength) {
+  Metrics metrics;
+  for (const int64_t tokens : {1, 8192, 8193, 65536, 524288, 524289}) {
+    metrics.OnFirstToken(1, 0.5, 2, tokens);
+  }
+  const auto samples = Samples(metrics.Text());
+  const std::map<std::string, int> expected = {{"8192", 2}, {"65536", 2}, {"524288", 1}, {"+Inf", 1}};
+  for (const auto& [up_to, count] : expected) {
+    for (const char* family : {"meshfill_ttft_by_prompt_seconds", "meshfill_slowdown"}) {
+      EXPECT_EQ(samples.at(absl::StrCat(family, "_count{up_to=\"", up_to, "\"}")), count) << family << up_to;
+    }
+  }
+}
+
+// Whichever rank is the busiest, and whatever the others did before.
+TEST(MetricsTest, FiguresOfThreePrefillsAddUpByRank) {
+  Metrics metrics;
+  FakeEngine engine;
+  double attention = 0, compute = 0, busy = 0, waited = 0, paused = 0;
+  for (int turn = 0; turn < 3; ++turn) {
+    PrefillResult result = RunOnce(engine, 100);
+    std::rotate(result.ranks.begin(), result.ranks.begin() + 1 + turn, result.ranks.end());
+    result.paused_seconds = 0.5 * turn;
+    const RankStats& second = result.ranks[1];
+    attention += second.attention_seconds;
+    compute += second.block_seconds + second.merge_seconds;
+    waited += second.wait_seconds[Traffic::kKv];
+    busy += second.total_seconds - second.comm_wait_seconds();
+    paused += result.paused_seconds;
+    metrics.OnPrefillDone(result);
+    const auto samples = Samples(metrics.Text());
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_straggler_spread_seconds"), 3) << "of ranks that took 3 to 6 s";
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_attention_seconds_total{rank=\"1\"}"), attention);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_attention_compute_seconds_total{rank=\"1\"}"), compute);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_comm_wait_seconds_total{op=\"recv_kv\",rank=\"1\"}"), waited);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_rank_busy_seconds_total{rank=\"1\"}"), busy);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_paused_seconds_total"), paused);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_prefill_seconds_count"), turn + 1);
+    EXPECT_DOUBLE_EQ(samples.at("meshfill_prompt_tokens_total"), 100 * (turn + 1));
+  }
+}
+
+// Counts that others keep are told again and again, and may come late.
+TEST(MetricsTest, CountsOfOthersOnlyGrow) {
+  Metrics metrics;
+  const PoolLoad pool = {.ranks_by_state = {{"running", 3}, {"draining", 1}},
+                         .epochs = 4,
+                         .joins = 5,
+                         .losses = 6,
+                         .refusals = 7,
+                         .retries = 8};
+  const KvLoad kv = {.leases = 1,
+                     .bytes = 2,
+                     .max_bytes = 3,
+                     .lapsed = 4,
+                     .refused = 5,
+                     .cached_bytes = 6,
+                     .hit_tokens = 7,
+                     .miss_tokens = 8,
+                     .evictions = 9,
+                     .evicted_bytes = 10,
+                     .device_bytes = 11};
+  const SpanExporter::Counts spans = {.exported = 12, .dropped = 13};
+  for (int time = 0; time < 3; ++time) {
+    metrics.SetWorkers(pool);
+    metrics.SetKv(kv);
+    metrics.SetTraceSpans(spans);
+  }
+  metrics.SetWorkers({.ranks_by_state = {{"ready", 2}}});
+  metrics.SetTraceSpans({});
+  metrics.OnKvFetched(100);
+  metrics.OnKvFetched(20);
+  metrics.OnCallRefused("Plan", absl::StatusCode::kNotFound);
+  const auto samples = Samples(metrics.Text());
+  const std::map<std::string, double> expected = {
+      {"meshfill_ranks{state=\"ready\"}", 2},
+      {"meshfill_ranks{state=\"running\"}", 0},
+      {"meshfill_ranks{state=\"draining\"}", 0},
+      {"meshfill_epochs_total", 4},
+      {"meshfill_worker_joins_total", 5},
+      {"meshfill_worker_losses_total", 6},
+      {"meshfill_worker_refusals_total", 7},
+      {"meshfill_requests_retried_total", 8},
+      {"meshfill_kv_leases", 1},
+      {"meshfill_kv_bytes", 2},
+      {"meshfill_kv_max_bytes", 3},
+      {"meshfill_kv_leases_lapsed_total", 4},
+      {"meshfill_kv_refused_total", 5},
+      {"meshfill_kv_cached_bytes", 6},
+      {"meshfill_kv_cache_hit_tokens_total", 7},
+      {"meshfill_kv_cache_miss_tokens_total", 8},
+      {"meshfill_kv_cache_evictions_total", 9},
+      {"meshfill_kv_cache_evicted_bytes_total", 10},
+      {"meshfill_kv_device_bytes", 11},
+      {"meshfill_trace_spans_total{result=\"exported\"}", 12},
+      {"meshfill_trace_spans_total{result=\"dropped\"}", 13},
+      {"meshfill_kv_fetched_bytes_total", 120},
+      {"meshfill_calls_refused_total{call=\"Plan\",code=\"NOT_FOUND\"}", 1},
+      {"meshfill_calls_refused_total{call=\"Plan\",code=\"INVALID_ARGUMENT\"}", 0},
+  };
+  for (const auto& [name, value] : expected) {
+    ASSERT_TRUE(samples.contains(name)) << name;
+    EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
+  }
+}
+
+TEST(MetricsTest, WorkersThatAreGoneHaveNoKv) {
+  Metrics metrics;
+  metrics.SetKvOfWorkers({{"a", {.leases = 1, .bytes = 2, .max_bytes = 3}}, {"b", {.bytes = 7}}});
+  metrics.SetKvOfWorkers({{"b", {.leases = 4, .bytes = 5, .max_bytes = 6}}});
+  std::map<std::string, double> of_workers;
+  for (const auto& [name, value] : Samples(metrics.Text())) {
+    if (name.starts_with("meshfill_kv_worker_")) of_workers[name] = value;
+  }
+  EXPECT_EQ(of_workers, (std::map<std::string, double>{{"meshfill_kv_worker_leases{worker=\"b\"}", 4},
+                                                       {"meshfill_kv_worker_bytes{worker=\"b\"}", 5},
+                                                       {"meshfill_kv_worker_max_bytes{worker=\"b\"}", 6}}));
 }
 
 TEST(MetricsTest, PlanInfoHasOneSeriesOnly) {
