@@ -105,8 +105,9 @@ TEST(RopeTest, YarnIsTheFormula) {
   struct Case {
     double theta, context, beta_fast, beta_slow;
   };
-  for (const Case& c : {Case{100, 4096, 32, 1}, Case{1e4, 4096, 32, 1}, Case{1e4, 100, 32, 1},
-                        Case{10, 4096, 32, 1}, Case{1e6, 32768, 4, 4}, Case{2, 1e6, 8, 1}}) {
+  for (const Case& c :
+       {Case{100, 4096, 32, 1}, Case{1e4, 4096, 32, 1}, Case{1e4, 100, 32, 1}, Case{10, 4096, 32, 1},
+        Case{1e6, 32768, 4, 4}, Case{1e4, 3, 32, 1}, Case{2, 1e6, 8, 1}}) {
     for (const bool truncate : {true, false}) {
       SCOPED_TRACE(testing::Message()
                    << "theta " << c.theta << ", context " << c.context << ", beta " << c.beta_fast << " and "

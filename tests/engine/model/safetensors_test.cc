@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
@@ -140,6 +141,14 @@ TEST(SafetensorsFileTest, MissingFileIsNotFound) {
 TEST(SafetensorsFileTest, FolderIsNoFile) {
   const TempFolder folder;
   EXPECT_EQ(SafetensorsFile::Open(folder.path()).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+// It is not waited for.
+TEST(SafetensorsFileTest, APipeIsNoFile) {
+  const TempFolder folder;
+  const std::string path = folder / "pipe";
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_EQ(SafetensorsFile::Open(path).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(SafetensorsFileTest, ReadsScalarsEmptyTensorsAndOddHeaders) {

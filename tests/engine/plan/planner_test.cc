@@ -257,6 +257,33 @@ TEST(MakePlan, StatesPeakMemory) {
             peak(1, {1, 1}, DType::kF32) + model.layers * tokens * 2 * 2 * 64 * 2);
 }
 
+// Between processes a chunk of Q is given back once it has gone on: a row more is one partial output more.
+TEST(MakePlan, StatesTheMemoryOfQueriesThatGoOn) {
+  const int64_t tokens = 60 * 64;
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const auto peak = [&](int ranks) {
+    return MakePlan(model, kSlowLink,
+                    {.tokens = tokens,
+                     .ranks = ranks,
+                     .tile = Tile{ranks, 1},
+                     .schedule = ScheduleChoice::kGreedy,
+                     .one_memory = false})
+        ->plan.predicted.peak_bytes;
+  };
+  const int64_t o = tokens * 8 * (64 * 4 + 4);
+  EXPECT_EQ(peak(5) - peak(4), o);
+  EXPECT_EQ(peak(6) - peak(5), o);
+}
+
+// Where keys take more than outputs, the most is alive while a rank's own go behind those of the prefix.
+TEST(MakePlan, StatesTheMemoryOfKeysThatGoBehindAPrefix) {
+  const int64_t tokens = 8192, cached = 4096;
+  const ModelShape model = Llama(8, 8, DType::kF32);
+  const auto plan = MakePlan(model, kSlowLink, {.tokens = tokens, .cached_tokens = cached});
+  EXPECT_EQ(plan->plan.predicted.peak_bytes,
+            FixedBytes(model, tokens, 1) + (cached + tokens) * 2 * 8 * 64 * 4);
+}
+
 // Each rotary embedding has tables of its own.
 TEST(MakePlan, StatesTheMemoryOfEachRope) {
   const int64_t tokens = 8192;
@@ -440,6 +467,22 @@ TEST(MakePlan, TakesHeadGroupsOnASlowLink) {
   ASSERT_TRUE(few_heads.ok()) << few_heads.status();
   EXPECT_EQ(few_heads->plan.heads, 2);
   EXPECT_EQ(few_heads->plan.tile, (Tile{.a = 2, .b = 2}));
+}
+
+// Slices of an exchange need two layers' weights at once.
+TEST(MakePlan, ExchangesInSlicesWhereWeightsStay) {
+  PlanRequest request = {.tokens = 65536,
+                         .ranks = 4,
+                         .tile = Tile{1, 1},
+                         .heads = 4,
+                         .one_memory = false,
+                         .hides_exchanges = true};
+  EXPECT_GT(MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request)->plan.exchanges(), 1);
+  request.weights.mode = WeightMode::kStreamed;
+  EXPECT_EQ(MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request)->plan.exchanges(), 1);
+  request.weights.mode = WeightMode::kResident;
+  request.hides_exchanges = false;
+  EXPECT_EQ(MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request)->plan.exchanges(), 1);
 }
 
 TEST(MakePlan, TakesTheCallersTile) {
