@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -41,11 +42,12 @@ class CpuDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
-    const MutexLock lock(packing_mu_);
-    if (NarrowMatrix::Holds(rows.front().dtype)) {
-      return NarrowMatrix::Pack(rows, in_features, dtype_, Packers());
-    }
-    return PackMatrix(rows, in_features, dtype_, Packers());
+    return WithPackers([&](ThreadPool& packers) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+      if (NarrowMatrix::Holds(rows.front().dtype)) {
+        return NarrowMatrix::Pack(rows, in_features, dtype_, packers);
+      }
+      return PackMatrix(rows, in_features, dtype_, packers);
+    });
   }
 
   absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
@@ -55,11 +57,11 @@ class CpuDevice final : public Device {
   }
   absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
                                        int64_t panels) override {
-    const MutexLock lock(packing_mu_);
-    if (NarrowMatrix::Holds(rows.front().dtype)) {
-      return NarrowMatrix::PackTiles(rows, in_features, first, panels, Packers());
-    }
-    return PackMatrixPanels(rows, in_features, dtype_, first, panels, Packers());
+    return WithPackers([&](ThreadPool& packers) {
+      return NarrowMatrix::Holds(rows.front().dtype)
+                 ? NarrowMatrix::PackTiles(rows, in_features, first, panels, packers)
+                 : PackMatrixPanels(rows, in_features, dtype_, first, panels, packers);
+    });
   }
   absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
                                                          const ElementKind& kind, BufferRef packed,
@@ -81,9 +83,29 @@ class CpuDevice final : public Device {
   }
 
  private:
-  ThreadPool& Packers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(packing_mu_) {
-    if (packers_ == nullptr) packers_ = std::make_unique<ThreadPool>(threads_);
-    return *packers_;
+  // Threads that pack one weight. Who packs while others do has threads of its own: theirs may wait for a
+  // disk.
+  template <typename Pack>
+  std::invoke_result_t<Pack, ThreadPool&> WithPackers(const Pack& pack) {
+    std::unique_ptr<ThreadPool> packers;
+    {
+      const MutexLock lock(mu_);
+      if (!idle_packers_.empty()) {
+        packers = std::move(idle_packers_.back());
+        idle_packers_.pop_back();
+      }
+    }
+    try {
+      if (packers == nullptr) packers = std::make_unique<ThreadPool>(threads_);
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(absl::StrCat("no thread could be started to pack a weight (",
+                                                       error.what(),
+                                                       "); raise the limits of threads and memory"));
+    }
+    auto packed = pack(*packers);
+    const MutexLock lock(mu_);
+    idle_packers_.push_back(std::move(packers));
+    return packed;
   }
 
   absl::StatusOr<std::unique_ptr<CpuTeam>> TakeTeam() {
@@ -108,9 +130,8 @@ class CpuDevice final : public Device {
   const std::string target_;
   const int threads_;
   const int stream_threads_;
-  Mutex packing_mu_;
-  std::unique_ptr<ThreadPool> packers_ ABSL_GUARDED_BY(packing_mu_);  // from the first weight on
   Mutex mu_;
+  std::vector<std::unique_ptr<ThreadPool>> idle_packers_ ABSL_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<CpuTeam>> idle_ ABSL_GUARDED_BY(mu_);  // teams that no stream has
 };
 

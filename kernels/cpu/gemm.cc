@@ -65,61 +65,89 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
   return {x, weight, bias, y, dnnl::matmul(compiled), compiled.scratchpad_desc()};
 }
 
-// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end). Of a narrow
-// weight they are what is widened at a time.
+// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end).
 struct Strip {
   const CpuWeight* weight;
+  const WideMatrix* wide;  // null: the weight is narrow, and the columns are what is widened at a time
   int64_t column, columns;
   int64_t begin, end;
 };
 
-// One task: tokens [token, token + tokens) times columns [column, column + columns) of a strip.
-struct Piece {
-  const Strip* strip;
-  const WideMatrix* matrix;  // the strip's
-  int64_t token, tokens;
-  int64_t column, columns;   // columns within the matrix
-  int64_t padded_tokens;     // the kernel is compiled for this many; beyond `tokens` its results are not used
+// Columns [column, column + columns) of one matrix in a task.
+struct Part {
+  const WideMatrix* matrix;
+  int64_t column, columns;
+  int64_t y_column;
   void* elements = nullptr;  // the first of the columns
   const Product* product = nullptr;
-
-  bool padded() const { return padded_tokens > tokens; }
-  int64_t y_column() const { return strip->column + column; }
 };
 
-using CutStrip =
-    std::function<void(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces)>;
+// One task: tokens [token, token + tokens) times columns of a weight, one part after the other.
+struct Piece {
+  const CpuWeight* weight;
+  int64_t token, tokens;
+  int64_t padded_tokens;  // what the kernels are compiled for; results beyond `tokens` are not used
+  std::vector<Part> parts;
 
-void CutColumns(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces) {
-  for (int64_t column = 0; column < strip.columns; column += kPanelFeatures) {
-    pieces.push_back({&strip, &matrix, 0, 1, column, std::min(kPanelFeatures, strip.columns - column), 1});
+  bool padded() const { return padded_tokens > tokens; }
+};
+
+// The strips of one weight that are multiplied together, for the same tokens.
+struct Strips {
+  std::span<const Strip> strips;
+  std::span<const WideMatrix> matrices;  // by strip
+
+  const CpuWeight* weight() const { return strips.front().weight; }
+  int64_t begin() const { return strips.front().begin; }
+  int64_t end() const { return strips.front().end; }
+  Piece AllColumns(int64_t token, int64_t tokens, int64_t padded_tokens) const {
+    Piece piece = {weight(), token, tokens, padded_tokens, {}};
+    for (size_t i = 0; i < strips.size(); ++i) {
+      piece.parts.push_back({&matrices[i], 0, strips[i].columns, strips[i].column});
+    }
+    return piece;
+  }
+};
+
+using CutStrips = std::function<void(const Strips& strips, std::vector<Piece>& pieces)>;
+
+void CutColumns(const Strips& strips, std::vector<Piece>& pieces) {
+  for (size_t i = 0; i < strips.strips.size(); ++i) {
+    const Strip& strip = strips.strips[i];
+    for (int64_t column = 0; column < strip.columns; column += kPanelFeatures) {
+      const int64_t columns = std::min(kPanelFeatures, strip.columns - column);
+      pieces.push_back(
+          {strips.weight(), 0, 1, 1, {{&strips.matrices[i], column, columns, strip.column + column}}});
+    }
   }
 }
 
 // Tiles of powers of two, so that few sizes are ever compiled: 300 tokens are 128 + 128 + 32 + 8 + 4.
-void CutTokens(const Strip& strip, const WideMatrix& matrix, int threads, std::vector<Piece>& pieces) {
-  const int64_t tokens = strip.end;
+void CutTokens(const Strips& strips, int threads, std::vector<Piece>& pieces) {
+  const int64_t tokens = strips.end();
   const int64_t share = std::max(kSmallestSharedTile, (tokens + threads - 1) / threads);
   const int64_t tile = std::min<int64_t>(kTileTokens, std::bit_floor(static_cast<uint64_t>(share)));
   for (int64_t token = 0; token < tokens;) {
     const int64_t rest = std::bit_floor(static_cast<uint64_t>(tokens - token));
     const int64_t cut = std::min(tile, rest);
-    pieces.push_back({&strip, &matrix, token, cut, 0, strip.columns, cut});
+    pieces.push_back(strips.AllColumns(token, cut, cut));
     token += cut;
   }
 }
 
-// The rows of an expert by itself, in tiles; a last one is filled up to a size of which there are few: a
-// power of two, or a multiple of kPaddedTile. A few hundred rows in powers of two would be many small tiles,
-// and each of them reads the expert's weights.
-void CutExpert(const Strip& strip, const WideMatrix& matrix, std::vector<Piece>& pieces) {
-  constexpr int64_t kPaddedTile = 16;
-  for (int64_t row = strip.begin; row < strip.end; row += kTileTokens) {
-    const int64_t rows = std::min(kTileTokens, strip.end - row);
-    const int64_t padded = rows < kPaddedTile
-                               ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(rows)))
-                               : (rows + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
-    pieces.push_back({&strip, &matrix, row, rows, 0, strip.columns, padded});
+// The rows of an expert by itself, in tiles of as many each, at most kTileTokens; a tile is filled up to a
+// size of which there are few: a power of two, or a multiple of kPaddedTile. Each tile reads the expert's
+// weights, which a small one behind the others would do for little.
+void CutExpert(const Strips& strips, std::vector<Piece>& pieces) {
+  constexpr int64_t kPaddedTile = 8;
+  const int64_t rows = strips.end() - strips.begin();
+  const int64_t tiles = (rows + kTileTokens - 1) / kTileTokens;
+  const int64_t of_tile = (rows + tiles - 1) / tiles;
+  const int64_t padded = of_tile < kPaddedTile
+                             ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(of_tile)))
+                             : (of_tile + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
+  for (int64_t row = strips.begin(); row < strips.end(); row += padded) {
+    pieces.push_back(strips.AllColumns(row, std::min(padded, strips.end() - row), padded));
   }
 }
 
@@ -137,11 +165,10 @@ class CpuGemm::Impl {
     const Operands operands = {
         .x = args.x, .y = args.y, .y_dtype = args.y_dtype, .accumulate = args.accumulate};
     const int threads = pool_.threads();
-    const CutStrip cut_tokens = [threads](const Strip& strip, const WideMatrix& matrix,
-                                          std::vector<Piece>& pieces) {
-      CutTokens(strip, matrix, threads, pieces);
+    const CutStrips cut_tokens = [threads](const Strips& all, std::vector<Piece>& pieces) {
+      CutTokens(all, threads, pieces);
     };
-    return RunStrips(strips, args.tokens == 1 ? CutStrip(CutColumns) : cut_tokens, operands, "gemm", stop);
+    return RunStrips(strips, args.tokens == 1 ? CutStrips(CutColumns) : cut_tokens, operands, "gemm", stop);
   }
 
   absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
@@ -179,38 +206,43 @@ class CpuGemm::Impl {
     return weight.in_features() * columns * static_cast<int64_t>(DTypeBytes(multiply_dtype_));
   }
 
-  // A weight that is wide is one strip.
   void AddStrips(const CpuWeight& weight, int64_t begin, int64_t end, std::vector<Strip>& strips) const {
-    int64_t most = weight.out_features();
-    if (weight.wide() == nullptr) {
-      const int64_t panels = kWidenedBytes / WidenedBytes(weight, kPanelFeatures);
-      most = std::max<int64_t>(1, panels) * kPanelFeatures;
+    int64_t column = 0;
+    for (const WideMatrix& wide : weight.wide()) {
+      strips.push_back({&weight, &wide, column, wide.columns(), begin, end});
+      column += wide.columns();
     }
-    for (int64_t column = 0; column < weight.out_features(); column += most) {
-      strips.push_back({&weight, column, std::min(most, weight.out_features() - column), begin, end});
+    const int64_t panels = kWidenedBytes / WidenedBytes(weight, kPanelFeatures);
+    const int64_t most = std::max<int64_t>(1, panels) * kPanelFeatures;
+    for (; column < weight.out_features(); column += most) {
+      strips.push_back(
+          {&weight, nullptr, column, std::min(most, weight.out_features() - column), begin, end});
     }
   }
 
   // Strips that are wide run all at once, others as many as are widened together.
-  absl::Status RunStrips(std::span<const Strip> strips, const CutStrip& cut, const Operands& operands,
+  absl::Status RunStrips(std::span<const Strip> strips, const CutStrips& cut, const Operands& operands,
                          const char* operation, const StopToken* stop) {
     while (!strips.empty()) {
       size_t count = 0;
       for (int64_t bytes = 0; count < strips.size(); ++count) {
         const Strip& strip = strips[count];
-        if (strip.weight->wide() == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
+        if (strip.wide == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
         if (count > 0 && bytes > kWidenedBytes) break;
       }
       ASSIGN_OR_RETURN(const std::vector<WideMatrix> matrices, Widen(strips.first(count), stop));
       std::vector<Piece> pieces;
-      for (size_t i = 0; i < count; ++i) cut(strips[i], matrices[i], pieces);
+      for (size_t first = 0, last = 0; first < count; first = last) {
+        while (last < count && strips[last].weight == strips[first].weight) ++last;
+        cut({strips.subspan(first, last - first), std::span(matrices).subspan(first, last - first)}, pieces);
+      }
       RETURN_IF_ERROR(RunPieces(std::move(pieces), operands, operation, stop));
       strips = strips.subspan(count);
     }
     return absl::OkStatus();
   }
 
-  // Each strip's matrix: the weight's own, or in `widened_`, where it is until the next call.
+  // Each strip's matrix: of the weight's own, or in `widened_`, where it is until the next call.
   absl::StatusOr<std::vector<WideMatrix>> Widen(std::span<const Strip> strips, const StopToken* stop) {
     struct Tile {
       size_t strip;
@@ -223,8 +255,8 @@ class CpuGemm::Impl {
     KeepOneDnnSingleThreaded();
     for (const Strip& strip : strips) {
       offsets.push_back(bytes);
-      if (const WideMatrix* wide = strip.weight->wide(); wide != nullptr) {
-        matrices.push_back(*wide);
+      if (strip.wide != nullptr) {
+        matrices.push_back(*strip.wide);
         continue;
       }
       try {
@@ -246,7 +278,7 @@ class CpuGemm::Impl {
     }
     std::vector<NarrowMatrix::Places> places(strips.size());
     for (size_t i = 0; i < strips.size(); ++i) {
-      if (strips[i].weight->wide() != nullptr) continue;
+      if (strips[i].wide != nullptr) continue;
       matrices[i].elements = widened_->data<std::byte>() + offsets[i];
       places[i] = NarrowMatrix::PlacesIn(matrices[i]);
     }
@@ -277,28 +309,29 @@ class CpuGemm::Impl {
   bool widens() const { return multiply_dtype_ != dtype_; }
   bool widens_y(DType y_dtype) const { return widens() && y_dtype != multiply_dtype_; }
 
-  // Finds or compiles each piece's product.
+  // Finds or compiles the pieces' products.
   absl::Status Prepare(const Operands& operands, std::vector<Piece>& pieces) {
     KeepOneDnnSingleThreaded();
     try {
       for (Piece& piece : pieces) {
-        const CpuWeight& weight = *piece.strip->weight;
-        const WideMatrix::Columns columns = piece.matrix->ColumnsFrom(piece.column, piece.columns);
         const bool apart = piece.padded_tokens > 1 && !copies_y(operands, piece);
-        const ProductKey key{.tokens = piece.padded_tokens,
-                             .in_features = weight.in_features(),
-                             .columns = piece.columns,
-                             .matrix_columns = piece.matrix->columns(),
-                             .y_stride = apart ? weight.out_features() : piece.columns,
-                             .y_dtype = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
-                             .bias = weight.has_bias(),
-                             .accumulate = operands.accumulate};
-        auto found = products_.find(key);
-        if (found == products_.end()) {
-          found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
+        for (Part& part : piece.parts) {
+          const WideMatrix::Columns columns = part.matrix->ColumnsFrom(part.column, part.columns);
+          const ProductKey key{.tokens = piece.padded_tokens,
+                               .in_features = piece.weight->in_features(),
+                               .columns = part.columns,
+                               .matrix_columns = part.matrix->columns(),
+                               .y_stride = apart ? piece.weight->out_features() : part.columns,
+                               .y_dtype = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
+                               .bias = piece.weight->has_bias(),
+                               .accumulate = operands.accumulate};
+          auto found = products_.find(key);
+          if (found == products_.end()) {
+            found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
+          }
+          part.elements = columns.elements;
+          part.product = &found->second;
         }
-        piece.elements = columns.elements;
-        piece.product = &found->second;
       }
     } catch (const dnnl::error& error) {
       return OneDnnError("compiling a matmul", error);
@@ -310,11 +343,13 @@ class CpuGemm::Impl {
   absl::Status Reserve(const std::vector<Piece>& pieces, const Operands& operands) {
     size_t scratchpad_bytes = 0, x_bytes = 0, y_bytes = 0, gathered_bytes = 0;
     for (const Piece& piece : pieces) {
-      scratchpad_bytes = std::max(scratchpad_bytes, piece.product->scratchpad.get_size());
-      if (copies_x(operands, piece)) x_bytes = std::max(x_bytes, piece.product->x.get_size());
-      if (copies_y(operands, piece)) y_bytes = std::max(y_bytes, piece.product->y.get_size());
+      for (const Part& part : piece.parts) {
+        scratchpad_bytes = std::max(scratchpad_bytes, part.product->scratchpad.get_size());
+        if (copies_x(operands, piece)) x_bytes = std::max(x_bytes, part.product->x.get_size());
+        if (copies_y(operands, piece)) y_bytes = std::max(y_bytes, part.product->y.get_size());
+      }
       if (operands.row_token != nullptr && widens()) {
-        const int64_t elements = piece.tokens * piece.strip->weight->in_features();
+        const int64_t elements = piece.tokens * piece.weight->in_features();
         gathered_bytes = std::max(gathered_bytes, static_cast<size_t>(elements) * DTypeBytes(dtype_));
       }
     }
@@ -339,20 +374,26 @@ class CpuGemm::Impl {
   }
 
   absl::Status RunPiece(const Operands& operands, const Piece& piece, Worker& worker) {
-    const int64_t width = piece.strip->weight->out_features();
-    std::byte* const y = static_cast<std::byte*>(operands.y) +
-                         (piece.token * width + piece.y_column()) * DTypeBytes(operands.y_dtype);
     // oneDNN's handles are not const, yet it reads only.
     void* const x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
                                               : const_cast<std::byte*>(RowOfX(operands, piece, 0));
-    if (!copies_y(operands, piece)) return Multiply(piece, x, y, worker);
-    RETURN_IF_ERROR(Multiply(piece, x, worker.y->data(), worker));
+    for (const Part& part : piece.parts) RETURN_IF_ERROR(RunPart(operands, piece, part, x, worker));
+    return absl::OkStatus();
+  }
+
+  absl::Status RunPart(const Operands& operands, const Piece& piece, const Part& part, void* x,
+                       Worker& worker) {
+    const int64_t width = piece.weight->out_features();
+    std::byte* const y = static_cast<std::byte*>(operands.y) +
+                         (piece.token * width + part.y_column) * DTypeBytes(operands.y_dtype);
+    if (!copies_y(operands, piece)) return Multiply(*piece.weight, part, x, y, worker);
+    RETURN_IF_ERROR(Multiply(*piece.weight, part, x, worker.y->data(), worker));
     const DType from = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype;
-    // Side by side, where the piece has all columns.
-    const int64_t copies = piece.columns == width ? 1 : piece.tokens, count = piece.tokens / copies;
+    // Side by side, where the part has all columns.
+    const int64_t copies = part.columns == width ? 1 : piece.tokens, count = piece.tokens / copies;
     for (int64_t copy = 0; copy < copies; ++copy) {
-      ConvertValues(worker.y->data<std::byte>() + copy * piece.columns * DTypeBytes(from), from,
-                    count * piece.columns, operands.y_dtype, y + copy * width * DTypeBytes(operands.y_dtype));
+      ConvertValues(worker.y->data<std::byte>() + copy * part.columns * DTypeBytes(from), from,
+                    count * part.columns, operands.y_dtype, y + copy * width * DTypeBytes(operands.y_dtype));
     }
     return absl::OkStatus();
   }
@@ -361,12 +402,12 @@ class CpuGemm::Impl {
     const int64_t token =
         operands.row_token == nullptr ? piece.token + row : operands.row_token[piece.token + row];
     return static_cast<const std::byte*>(operands.x) +
-           token * piece.strip->weight->in_features() * DTypeBytes(dtype_);
+           token * piece.weight->in_features() * DTypeBytes(dtype_);
   }
 
   // The piece's rows of x side by side, in multiply_dtype_; those that fill it up are 0.
   void* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
-    const int64_t width = piece.strip->weight->in_features();
+    const int64_t width = piece.weight->in_features();
     const void* rows = RowOfX(operands, piece, 0);
     if (operands.row_token != nullptr) {
       const int64_t row_bytes = width * DTypeBytes(dtype_);
@@ -385,17 +426,17 @@ class CpuGemm::Impl {
     return worker.x->data();
   }
 
-  absl::Status Multiply(const Piece& piece, void* x, void* y, Worker& worker) {
+  absl::Status Multiply(const CpuWeight& weight, const Part& part, void* x, void* y, Worker& worker) {
     KeepOneDnnSingleThreaded();
     try {
-      const Product& product = *piece.product;
+      const Product& product = *part.product;
       std::unordered_map<int, memory> operands{
           {DNNL_ARG_SRC, memory(product.x, CpuEngine(), x)},
-          {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), piece.elements)},
+          {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), part.elements)},
           {DNNL_ARG_DST, memory(product.y, CpuEngine(), y)},
           {DNNL_ARG_SCRATCHPAD, memory(product.scratchpad, CpuEngine(), worker.scratchpad->data())}};
-      if (const CpuWeight& weight = *piece.strip->weight; weight.has_bias()) {
-        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), weight.bias(piece.y_column())));
+      if (weight.has_bias()) {
+        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), weight.bias(part.y_column)));
       }
       product.primitive.execute(worker.stream, operands);
       return absl::OkStatus();

@@ -48,7 +48,7 @@ class NarrowMatrix final : public CpuWeight {
                                                                const ElementKind& kind, DType compute_dtype,
                                                                BufferRef tiles, std::vector<float> bias);
 
-  const WideMatrix* wide() const override { return nullptr; }
+  std::span<const WideMatrix> wide() const override { return {}; }
 
   // Where the elements of a wide matrix of some columns lie. Layouts in blocks keep the two apart: element
   // (in, out) is in[in] + out[out] elements from the first.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -83,25 +84,21 @@ absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t column
   }
 }
 
-absl::StatusOr<memory::desc> LayoutOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
+absl::StatusOr<MatrixForm> FormOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
+  const DType dtype = MultiplyDType(compute_dtype);
   try {
-    return PreferredLayout(in_features, out_features, MultiplyDType(compute_dtype));
+    return MatrixForm(in_features, out_features, dtype);
   } catch (const dnnl::error& error) {
     return OneDnnError("choosing a weight's layout", error);
   }
 }
 
-// Offset of a column's first element, in elements.
-int64_t OffsetOf(const memory::desc& layout, int64_t in_features, int64_t column) {
-  const int64_t columns = std::min(kPanelFeatures, layout.dims()[1] - column);
-  return layout.submemory_desc({in_features, columns}, {0, column}).data.offset0;
-}
-
-// Packs panels [first, first + panels) of the matrix.
-absl::Status PackInto(const WideMatrix& matrix, std::span<const WeightRows> rows, DType compute_dtype,
-                      int64_t first, int64_t panels, ThreadPool& pool) {
+// Packs panels [first, first + panels) of the matrix whose bytes begin at `elements`.
+absl::Status PackInto(const MatrixForm& form, void* elements, std::span<const WeightRows> rows,
+                      int64_t in_features, DType compute_dtype, int64_t first, int64_t panels,
+                      ThreadPool& pool) {
   const DType dtype = MultiplyDType(compute_dtype);
-  const int64_t in_features = matrix.in_features(), out_features = matrix.columns();
+  const int64_t out_features = RowsOf(rows);
   std::vector<Staging> staging;
   for (int worker = 0; worker < pool.threads(); ++worker) {
     ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
@@ -118,12 +115,34 @@ absl::Status PackInto(const WideMatrix& matrix, std::span<const WeightRows> rows
     if (mine.widened != mine.rounded) {
       ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
     }
-    mine.status.Update(Reorder(mine, in_features, columns, dtype, matrix.ColumnsFrom(begin, columns)));
+    mine.status.Update(Reorder(mine, in_features, columns, dtype, form.PanelAt(first + panel, elements)));
   });
   for (const Staging& worker : staging) {
     if (!worker.status.ok()) return worker.status;
   }
   return absl::OkStatus();
+}
+
+// The form of one panel after the other, where this layout has them so.
+std::optional<PackedForm> DividedBy(const memory::desc& layout) {
+  const int64_t in_features = layout.dims()[0], out_features = layout.dims()[1];
+  const auto bytes = static_cast<int64_t>(layout.get_size());
+  if (out_features <= kPanelFeatures) return PackedForm{bytes, out_features, bytes};
+  const auto width = static_cast<int64_t>(memory::data_type_size(layout.data_type()));
+  const int64_t panel_bytes =
+      layout
+          .submemory_desc({in_features, std::min(kPanelFeatures, out_features - kPanelFeatures)},
+                          {0, kPanelFeatures})
+          .data.offset0 *
+      width;
+  const int64_t panels = (out_features + kPanelFeatures - 1) / kPanelFeatures;
+  // The panels fill the bytes one by one only where no row of an input feature spans two of them.
+  const int64_t padded_in = layout.data.padded_dims[0];
+  if (panel_bytes != kPanelFeatures * padded_in * width || bytes <= (panels - 1) * panel_bytes ||
+      bytes > panels * panel_bytes) {
+    return std::nullopt;
+  }
+  return PackedForm{bytes, kPanelFeatures, panel_bytes};
 }
 
 }  // namespace
@@ -171,58 +190,81 @@ WideMatrix::Columns WideMatrix::ColumnsFrom(int64_t begin, int64_t columns) cons
   return {part, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
 }
 
+MatrixForm::MatrixForm(int64_t in_features, int64_t out_features, DType dtype)
+    : in_features_(in_features),
+      out_features_(out_features),
+      dtype_(dtype),
+      layout_(PreferredLayout(in_features, out_features, dtype)),
+      last_layout_(layout_),
+      strip_columns_(out_features) {
+  if (const std::optional<PackedForm> divided = DividedBy(layout_); divided.has_value()) {
+    panels_ = *divided;
+    return;
+  }
+  strip_columns_ = kPanelFeatures;
+  layout_ = PreferredLayout(in_features, kPanelFeatures, dtype);
+  last_layout_ = PreferredLayout(in_features, out_features - (strips() - 1) * kPanelFeatures, dtype);
+  const auto panel_bytes = static_cast<int64_t>(layout_.get_size());
+  panels_ = {.bytes = (strips() - 1) * panel_bytes + static_cast<int64_t>(last_layout_.get_size()),
+             .panel_rows = kPanelFeatures,
+             .panel_bytes = panel_bytes};
+}
+
+WideMatrix MatrixForm::StripAt(int64_t strip, void* elements) const {
+  return {strip == strips() - 1 ? last_layout_ : layout_, dtype_,
+          static_cast<std::byte*>(elements) + strip * panels_.panel_bytes};
+}
+
+WideMatrix::Columns MatrixForm::PanelAt(int64_t panel, void* elements) const {
+  const int64_t begin = panel * kPanelFeatures, strip = begin / strip_columns_;
+  const int64_t columns = std::min(kPanelFeatures, out_features_ - begin);
+  return StripAt(strip, elements).ColumnsFrom(begin - strip * strip_columns_, columns);
+}
+
+PackedMatrix::PackedMatrix(int64_t in_features, int64_t out_features, const MatrixForm& form,
+                           BufferRef elements, std::vector<float> bias)
+    : CpuWeight(out_features, in_features, std::move(bias)), elements_(std::move(elements)) {
+  for (int64_t strip = 0; strip < form.strips(); ++strip) {
+    strips_.push_back(form.StripAt(strip, elements_->data()));
+  }
+}
+
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool) {
-  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, RowsOf(rows), compute_dtype));
-  ASSIGN_OR_RETURN(BufferRef elements, AllocateHostMemory(layout.get_size()));
-  auto packed = std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), std::move(elements),
-                                               StackBias(rows));
-  const int64_t panels = (packed->out_features() + kPanelFeatures - 1) / kPanelFeatures;
-  RETURN_IF_ERROR(PackInto(*packed->wide(), rows, compute_dtype, 0, panels, pool));
-  return packed;
+  const int64_t out_features = RowsOf(rows);
+  ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, out_features, compute_dtype));
+  ASSIGN_OR_RETURN(BufferRef elements,
+                   PackMatrixPanels(rows, in_features, compute_dtype, 0, form.panels().panels(), pool));
+  return std::make_unique<PackedMatrix>(in_features, out_features, form, std::move(elements),
+                                        StackBias(rows));
 }
 
 absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
-  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
-  const auto bytes = static_cast<int64_t>(layout.get_size());
-  if (out_features <= kPanelFeatures) return PackedForm{bytes, out_features, bytes};
-  const auto width = static_cast<int64_t>(DTypeBytes(MultiplyDType(compute_dtype)));
-  const int64_t panel_bytes = OffsetOf(layout, in_features, kPanelFeatures) * width;
-  const int64_t panels = (out_features + kPanelFeatures - 1) / kPanelFeatures;
-  // The panels fill the bytes one by one only where no row of an input feature spans two of them.
-  const int64_t padded_in = layout.data.padded_dims[0];
-  if (panel_bytes != kPanelFeatures * padded_in * width || bytes <= (panels - 1) * panel_bytes ||
-      bytes > panels * panel_bytes) {
-    return absl::UnimplementedError(
-        absl::StrCat("cpu: oneDNN lays weights of ", out_features, " x ", in_features,
-                     " out so that they cannot be divided; set model.weights to streamed"));
-  }
-  return PackedForm{bytes, kPanelFeatures, panel_bytes};
+  ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, out_features, compute_dtype));
+  return form.panels();
 }
 
 absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
                                            DType compute_dtype, int64_t first, int64_t panels,
                                            ThreadPool& pool) {
-  const int64_t out_features = RowsOf(rows);
-  ASSIGN_OR_RETURN(const PackedForm form, PackedFormOf(in_features, out_features, compute_dtype));
-  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
-  const int64_t begin = form.ByteOf(first);
-  ASSIGN_OR_RETURN(BufferRef bytes, AllocateHostMemory(form.ByteOf(first + panels) - begin));
-  const WideMatrix whole{layout, MultiplyDType(compute_dtype), bytes->data<std::byte>() - begin};
-  RETURN_IF_ERROR(PackInto(whole, rows, compute_dtype, first, panels, pool));
+  ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, RowsOf(rows), compute_dtype));
+  const int64_t begin = form.panels().ByteOf(first);
+  ASSIGN_OR_RETURN(BufferRef bytes, AllocateHostMemory(form.panels().ByteOf(first + panels) - begin));
+  std::byte* const whole = bytes->data<std::byte>() - begin;
+  RETURN_IF_ERROR(PackInto(form, whole, rows, in_features, compute_dtype, first, panels, pool));
   return bytes;
 }
 
 absl::StatusOr<std::unique_ptr<PackedMatrix>> MatrixOfPanels(int64_t in_features, int64_t out_features,
                                                              DType compute_dtype, BufferRef elements,
                                                              std::vector<float> bias) {
-  ASSIGN_OR_RETURN(const memory::desc layout, LayoutOf(in_features, out_features, compute_dtype));
-  if (elements->size_bytes() != layout.get_size()) {
+  ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, out_features, compute_dtype));
+  if (const int64_t bytes = form.panels().bytes; static_cast<int64_t>(elements->size_bytes()) != bytes) {
     return absl::InternalError(absl::StrCat("a packed weight of ", elements->size_bytes(), " bytes, where ",
-                                            out_features, " x ", in_features, " take ", layout.get_size()));
+                                            out_features, " x ", in_features, " take ", bytes));
   }
-  return std::make_unique<PackedMatrix>(layout, MultiplyDType(compute_dtype), std::move(elements),
+  return std::make_unique<PackedMatrix>(in_features, out_features, form, std::move(elements),
                                         std::move(bias));
 }
 

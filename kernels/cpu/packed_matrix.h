@@ -1,11 +1,15 @@
-// A linear layer's weight in the blocked layout that oneDNN's matmul reads fastest.
+// A linear layer's weight in the layout that oneDNN's matmul reads fastest.
 //
 // The layout is that of Wᵀ, [in_features, out_features]. It is cut into panels of output features, the unit
-// in which weights are packed and in which one token alone is multiplied:
+// in which weights are packed and divided, and in which one token alone is multiplied:
 //
 //        out →  panel 0   panel 1   …   last (short)
 //     in  [    512      |   512    | … |            ]
 //     ↓
+//
+// Each panel's bytes are in one piece. On AVX-512 oneDNN's own blocked layout has them so, and all panels are
+// one product. Elsewhere oneDNN wants rows as long as the matrix is wide; each panel is then a matrix of
+// its own, which stays in the cache while one tile of tokens after the other is multiplied with it.
 #ifndef MESHFILL_KERNELS_CPU_PACKED_MATRIX_H_
 #define MESHFILL_KERNELS_CPU_PACKED_MATRIX_H_
 
@@ -46,15 +50,36 @@ struct WideMatrix {
   Columns ColumnsFrom(int64_t begin, int64_t columns) const;
 };
 
-// The layout that suits a matrix of this size best. Throws dnnl::error where the machine multiplies no such
-// dtype.
+// The layout that oneDNN prefers for a matrix of this size. Throws dnnl::error where the machine multiplies
+// no such dtype.
 dnnl::memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype);
+
+// How a whole matrix of this size lies in memory.
+class MatrixForm {
+ public:
+  // `dtype` is that of the multiplication. Throws as PreferredLayout does.
+  MatrixForm(int64_t in_features, int64_t out_features, DType dtype);
+
+  int64_t strip_columns() const { return strip_columns_; }  // columns of a product, a whole number of panels
+  int64_t strips() const { return (out_features_ + strip_columns_ - 1) / strip_columns_; }
+  PackedForm panels() const { return panels_; }
+  WideMatrix StripAt(int64_t strip, void* elements) const;  // of the matrix whose bytes begin there
+  // Columns of panel `panel` of that matrix.
+  WideMatrix::Columns PanelAt(int64_t panel, void* elements) const;
+
+ private:
+  const int64_t in_features_, out_features_;
+  const DType dtype_;
+  dnnl::memory::desc layout_, last_layout_;  // of each strip but the last, and of that
+  int64_t strip_columns_;
+  PackedForm panels_;
+};
 
 // A weight of this device, of either kind.
 class CpuWeight : public PackedWeight {
  public:
-  // All of its elements; null: they are narrow (narrow_matrix.h).
-  virtual const WideMatrix* wide() const = 0;
+  // Its strips (MatrixForm), first to last; none: its elements are narrow (narrow_matrix.h).
+  virtual std::span<const WideMatrix> wide() const = 0;
   bool has_bias() const { return !bias_.empty(); }
   float* bias(int64_t column) const { return const_cast<float*>(bias_.data()) + column; }
 
@@ -73,16 +98,14 @@ std::vector<float> StackBias(std::span<const WeightRows> rows);
 // Immutable. All but the constructor may be called from any thread.
 class PackedMatrix final : public CpuWeight {
  public:
-  PackedMatrix(dnnl::memory::desc layout, DType dtype, BufferRef elements, std::vector<float> bias)
-      : CpuWeight(layout.dims()[1], layout.dims()[0], std::move(bias)),
-        wide_{layout, dtype, elements->data()},
-        elements_(std::move(elements)) {}
+  PackedMatrix(int64_t in_features, int64_t out_features, const MatrixForm& form, BufferRef elements,
+               std::vector<float> bias);
 
-  const WideMatrix* wide() const override { return &wide_; }
+  std::span<const WideMatrix> wide() const override { return strips_; }
 
  private:
-  WideMatrix wide_;
-  BufferRef elements_;
+  const BufferRef elements_;
+  std::vector<WideMatrix> strips_;
 };
 
 // Stacks the rows, none of them of FP8 or MXFP4, rounds them to `compute_dtype` and packs them, panel by
@@ -92,10 +115,10 @@ absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightR
                                                          int64_t in_features, DType compute_dtype,
                                                          ThreadPool& pool);
 
-// The bytes of such a matrix. UNIMPLEMENTED where oneDNN's layout does not keep each panel's in one piece.
+// The bytes of such a matrix.
 absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_features, DType compute_dtype);
 
-// The bytes of panels [first, first + panels) alone. Errors: PackMatrix's, and PackedFormOf's.
+// The bytes of panels [first, first + panels) alone. Errors: PackMatrix's.
 absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
                                            DType compute_dtype, int64_t first, int64_t panels,
                                            ThreadPool& pool);

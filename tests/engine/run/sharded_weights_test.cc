@@ -91,9 +91,6 @@ struct ModelCase {
 class ShardedWeightsTest : public testing::TestWithParam<ModelCase> {
  protected:
   void SetUp() override {
-    if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, kHidden, {}); !form.ok()) {
-      GTEST_SKIP() << form.status();
-    }
     const absl::Status made = MakeModel({.family = GetParam().family,
                                          .layers = kLayers,
                                          .hidden = kHidden,

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "engine/plan/plan_weights.h"
-#include "kernels/cpu/cpu_device.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/pool/pool_cache_fixture.h"
 
@@ -170,9 +169,6 @@ TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolIn
 }
 
 TEST_F(PoolPiecesTest, WorkersThatShareTheWeightsGatherTheLayersForEachPiece) {
-  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
-    GTEST_SKIP() << form.status();
-  }
   std::mt19937_64 random(TestSeed());
   weights_ = {"model.weights=sharded"};
   of_leader_.push_back("kv.cache=false");

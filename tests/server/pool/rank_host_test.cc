@@ -14,7 +14,6 @@
 #include "engine/embedded_engine.h"
 #include "engine/platforms.h"
 #include "engine/prefill_engine.h"
-#include "kernels/cpu/cpu_device.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/server/pool/rank_host_fixture.h"
@@ -159,9 +158,6 @@ TEST_F(RankHostTest, StreamsItsWeights) {
 // Hosts that share their weights, over connections of their own: the same bits, a part of the weights each.
 // Then one of them is gone, and the rest share all of it.
 void RankHostTest::TestSharing() {
-  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
-    GTEST_SKIP() << form.status();
-  }
   const int most = 3;
   std::vector<std::unique_ptr<HostListener>> listeners;
   std::vector<std::unique_ptr<RankHost>> hosts;
@@ -236,9 +232,6 @@ TEST_F(RankHostTest, SharesItsWeights) { TestSharing(); }
 // Runs that gather a share and runs that read the files, in turn, give the same bits. A share stays until a
 // run needs its room.
 TEST_F(RankHostTest, SharesWhatItWouldStreamWhereARunSaysSo) {
-  if (const auto form = MakeCpuDevice(DType::kF32, 1, 1)->FormOf(1024, 64, {}); !form.ok()) {
-    GTEST_SKIP() << form.status();
-  }
   constexpr int64_t kMemoryBytes = 64 << 20;
   options_.weights = WeightMode::kStreamed;
   HostListener silent;
