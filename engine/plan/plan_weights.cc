@@ -7,6 +7,35 @@
 #include "engine/plan/plan.h"
 
 namespace meshfill {
+namespace {
+
+// A layer of a run whose weights are there.
+struct LayerSeconds {
+  double compute = 0;  // a rank computes
+  double wait = 0;     // it waits for chunks
+  double chunks = 0;   // the link moves chunks, where weights come by it, too
+};
+
+// What the layer takes longer while weights come that would take `coming` seconds by themselves.
+//
+// Chunks and weights share the link evenly while both are on their way: a chunk then takes twice its time.
+//
+//     link    chunk waited for | chunk beside a block |  idle
+//     rank         waits       |          computes
+//     beside     as long again | longer than computes?   weights alone
+double AddedBeside(const LayerSeconds& layer, const PlanWeights& weights, double coming) {
+  if (coming == 0) return 0;
+  const double busy = weights.layer_busy_seconds * coming / weights.layer_seconds;
+  const double compute = layer.compute + busy;
+  const double waited = std::min(layer.wait, layer.chunks);  // for the link, not for one another
+  const double beside = layer.chunks - waited;
+  const double slower = waited + std::max(0.0, 2 * beside - compute);  // with weights beside all chunks
+  // What has come of them when such a layer ends.
+  const double came = layer.chunks + std::max(0.0, compute - 2 * beside) + layer.wait - waited;
+  return busy + (coming < came ? slower * coming / came : slower + coming - came);
+}
+
+}  // namespace
 
 PlanWeights PlanWeights::Share(int64_t ranks, int64_t of) const {
   PlanWeights share = *this;
@@ -75,15 +104,19 @@ absl::Status CheckPlanWeights(const PlanWeights& weights) {
 }
 
 void CountWeights(const PlanWeights& weights, int layers, Prediction& predicted) {
-  const double layer = (predicted.compute_seconds + predicted.comm_wait_seconds) / std::max(1, layers);
   if (weights.mode != WeightMode::kResident) {
-    const double chunks = weights.gather_bytes_per_second == 0
-                              ? 0
-                              : static_cast<double>(predicted.comm_bytes.total()) /
-                                    weights.gather_bytes_per_second / std::max(1, layers);
-    const double longer =
-        std::max(layer + weights.layer_busy_seconds, weights.layer_seconds + chunks) - layer;
-    predicted.weight_seconds = weights.layer_seconds + layers * longer + weights.head_seconds;
+    const int count = std::max(1, layers);
+    LayerSeconds layer = {.compute = predicted.compute_seconds / count,
+                          .wait = predicted.comm_wait_seconds / count};
+    if (weights.gather_bytes_per_second > 0) {
+      layer.chunks =
+          static_cast<double>(predicted.comm_bytes.total()) / weights.gather_bytes_per_second / count;
+    }
+    // Beside the last layer comes the LM head's first part, about as large as a layer.
+    const double beside_last = std::min(weights.layer_seconds, weights.head_seconds);
+    predicted.weight_seconds = weights.layer_seconds +
+                               (count - 1) * AddedBeside(layer, weights, weights.layer_seconds) +
+                               AddedBeside(layer, weights, beside_last) + weights.head_seconds - beside_last;
   }
   predicted.comm_bytes[Traffic::kGather] = weights.sent_bytes;
   predicted.seconds += predicted.weight_seconds;

@@ -57,7 +57,7 @@ absl::Status CheckPlanWeights(const PlanWeights& weights);
 
 // Adds them to the prediction of a run's compute, communication and activations. A layer comes while the one
 // before it is computed: the first is waited for, a later one as far as its coming takes longer than that
-// layer. It takes cores from it, too; and where it is gathered, the link from its chunks.
+// layer. It takes cores from it, too; and where it is gathered, half of the link while chunks are on it.
 void CountWeights(const PlanWeights& weights, int layers, Prediction& predicted);
 
 }  // namespace meshfill

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -37,14 +38,18 @@ TEST(PlanWeightsTest, ALayerIsWaitedForAsFarAsItsComingTakesLongerThanTheOneBefo
   Prediction slow = {
       .seconds = 40, .compute_seconds = 36, .comm_wait_seconds = 4, .peak_bytes = 7, .run_bytes = 7};
   CountWeights(weights, 4, slow);
-  EXPECT_EQ(slow.weight_seconds, 2 + 4 * 0.5 + 3);  // hidden, but for the cores that it takes
-  EXPECT_EQ(slow.seconds, 47);
+  // Hidden, but for the cores that it takes; beside the last layer two thirds of the head.
+  EXPECT_EQ(slow.weight_seconds, 2 + 4 * 0.5 + 1);
+  EXPECT_EQ(slow.seconds, 45);
   EXPECT_EQ(slow.peak_bytes, 17);
   EXPECT_EQ(slow.run_bytes, 17);
   EXPECT_EQ(slow.weight_bytes, 10);
   Prediction fast = {.seconds = 4, .compute_seconds = 4};
   CountWeights(weights, 4, fast);
-  EXPECT_EQ(fast.weight_seconds, 2 + 4 * 1 + 3);
+  EXPECT_EQ(fast.weight_seconds, 2 + 4 * 1 + 1);
+  Prediction without_head = {.seconds = 4, .compute_seconds = 4};
+  CountWeights(weights.WithoutHead(), 4, without_head);
+  EXPECT_EQ(without_head.weight_seconds, 2 + 3 * 1);
   Prediction resident = {.seconds = 4, .compute_seconds = 4, .peak_bytes = 7, .run_bytes = 7};
   CountWeights({.loaded_bytes = 90, .layer_seconds = 5}, 4, resident);
   EXPECT_EQ(resident.seconds, 4);
@@ -52,8 +57,8 @@ TEST(PlanWeightsTest, ALayerIsWaitedForAsFarAsItsComingTakesLongerThanTheOneBefo
   EXPECT_EQ(resident.run_bytes, 7);
 }
 
-// Each of four workers gathers three quarters of a layer while it computes the one before. On the link its
-// chunks go first or with it: together they take what the bytes of both take.
+// Each of four workers gathers three quarters of a layer while it computes the one before. While both are on
+// their way, the link is theirs by halves.
 TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
   const PlanWeights one = {.mode = WeightMode::kSharded,
                            .loaded_bytes = 4400,
@@ -76,16 +81,56 @@ TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
   // A fast link: the thread that copies is what is waited for.
   EXPECT_DOUBLE_EQ(SharedAmong(one, 4, {.bytes_per_second = 1e9}).layer_seconds, 0.3);
 
+  // Of each layer's 3 s the link moves chunks for 1. Beside weights they take 2, and still nobody waits.
   Prediction hidden = {.seconds = 12, .compute_seconds = 12};
-  hidden.comm_bytes[Traffic::kKv] = 4000;  // a second of each layer's three
+  hidden.comm_bytes[Traffic::kKv] = 4000;
   CountWeights(shared, 4, hidden);
-  EXPECT_DOUBLE_EQ(hidden.weight_seconds, 1.5 + 4 * 0.15 + 1.05);
+  EXPECT_DOUBLE_EQ(hidden.weight_seconds, 1.5 + 3 * 0.15 + 0.15 * 1.05 / 1.5);
   EXPECT_EQ(hidden.comm_bytes[Traffic::kGather], 3100);
   EXPECT_EQ(hidden.weight_bytes, 12400);
-  Prediction exposed = {.seconds = 8, .compute_seconds = 6, .comm_wait_seconds = 2};
-  exposed.comm_bytes[Traffic::kKv] = 4000;
-  CountWeights(shared, 4, exposed);
-  EXPECT_DOUBLE_EQ(exposed.weight_seconds, 1.5 + 4 * 0.5 + 1.05);
+}
+
+// Layers of 2 s beside weights that take 1.5 s.
+TEST(PlanWeightsTest, ChunksThatShareTheLinkWithWeightsAreWaitedForLonger) {
+  const PlanWeights weights = {
+      .mode = WeightMode::kSharded, .layer_seconds = 1.5, .gather_bytes_per_second = 1000};
+  const auto added = [&](double compute, double wait, double chunks) {
+    Prediction predicted = {.compute_seconds = compute, .comm_wait_seconds = wait};
+    predicted.comm_bytes[Traffic::kKv] = static_cast<int64_t>(1000 * chunks);
+    CountWeights(weights, 2, predicted);  // one layer's weights come beside another
+    return predicted.weight_seconds - 1.5;
+  };
+  EXPECT_DOUBLE_EQ(added(4, 0, 0), 0);
+  // A second of chunks, for which the ranks wait, and a second of computing, in which the link has none, in
+  // short turns. Such a layer takes 3 s beside weights, of which 2 s come: three quarters of it are enough.
+  EXPECT_DOUBLE_EQ(added(2, 2, 2), 0.75);
+  // A link that is never idle takes as much longer as the weights do.
+  EXPECT_DOUBLE_EQ(added(0, 4, 4), 1.5);
+  EXPECT_DOUBLE_EQ(added(4, 0, 4), 1.5);
+  EXPECT_DOUBLE_EQ(added(2, 2, 4), 1.5);
+  // Whatever the layer waits for beside the link, the link is free then.
+  EXPECT_DOUBLE_EQ(added(2, 2, 0), 0);
+}
+
+// Never less than the larger of the layer and of all that is on the link, never more than both one after the
+// other.
+TEST(PlanWeightsTest, WhatWeightsAddIsWithinWhatTheLinkAllows) {
+  std::mt19937_64 random(TestSeed());
+  std::uniform_real_distribution<double> seconds(0, 2);
+  for (int draw = 0; draw < 1000; ++draw) {
+    const PlanWeights weights = {
+        .mode = WeightMode::kSharded, .layer_seconds = seconds(random), .gather_bytes_per_second = 1e6};
+    Prediction predicted = {.compute_seconds = seconds(random), .comm_wait_seconds = seconds(random)};
+    const double layer = predicted.compute_seconds + predicted.comm_wait_seconds;
+    const double chunks = std::uniform_real_distribution<double>(0, layer)(random);
+    predicted.comm_bytes[Traffic::kKv] = static_cast<int64_t>(1e6 * chunks);
+    PlanWeights with_head = weights;  // comes beside the one layer
+    with_head.head_seconds = weights.layer_seconds;
+    CountWeights(with_head, 1, predicted);
+    const double added = predicted.weight_seconds - weights.layer_seconds;
+    EXPECT_GE(added, std::max(0.0, weights.layer_seconds + chunks - layer) - 1e-5);
+    EXPECT_LE(added, weights.layer_seconds + 1e-9);
+  }
 }
 
 // Whatever the weights take, the shape is the one that is planned without them in the rest of the memory.
