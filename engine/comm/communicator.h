@@ -40,6 +40,13 @@ class Communicator {
                                                                       BufferRef message, int from,
                                                                       size_t receive_bytes) = 0;
 
+  // The same into memory of the host that is there already: Wait answers with `into` itself. The message of
+  // a transport that can is received there, the other ones' are copied. A receive that fails may still write
+  // to it until the communicator has gone.
+  virtual absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceiveInto(Traffic traffic, int to,
+                                                                          BufferRef message, int from,
+                                                                          BufferRef into);
+
   // Ends every wait of every rank of this run with `reason`, now and in future. The first reason stays.
   virtual void Abort(absl::Status reason) = 0;
 };

@@ -28,6 +28,7 @@
 #include "absl/time/time.h"
 #include "engine/model/layer.h"
 #include "engine/model/layer_shape.h"
+#include "kernels/buffer.h"
 #include "kernels/device.h"
 #include "kernels/stop_token.h"
 
@@ -49,15 +50,22 @@ struct WeightShare {
 // Called while parts are made, before each thing that may take long; its error ends the making.
 using BeforeRead = std::function<absl::Status()>;
 
+// One step of an exchange: what goes to one process, and what comes from another.
+struct ShareSwap {
+  int to;          // index of the process's share
+  BufferRef mine;  // null: nothing goes
+  int from;
+  BufferRef theirs;  // where it comes to lie, all of it; null: nothing comes
+};
+
 // Moves shares of parts between the processes of a run. But for End, one thread uses it.
 class ShareExchange {
  public:
   virtual ~ShareExchange() = default;
-  // Sends `mine` to the process that has share `to`, and receives `theirs` from the one that has share
-  // `from`; null, or empty: nothing. All processes call it in the same order, with the same `most_bytes`,
-  // above which no message of theirs is.
-  virtual absl::Status Exchange(int to, const BufferRef& mine, int from, std::span<std::byte> theirs,
-                                int64_t most_bytes, const BeforeRead& before_piece) = 0;
+  // All steps, in this order. All processes call it with steps that fit together, and with the same
+  // `most_bytes`, above which no share of theirs is.
+  virtual absl::Status Exchange(std::span<const ShareSwap> swaps, int64_t most_bytes,
+                                const BeforeRead& before_piece) = 0;
   // Any thread: nobody needs the shares any more. Every Exchange fails soon, and the peers' do.
   virtual void End() = 0;
 };

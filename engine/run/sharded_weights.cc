@@ -88,23 +88,25 @@ class ShardedWeights::Maker final : public PartMaker {
     ASSIGN_OR_RETURN(const BufferRef mine, share_->Bytes(part, before_read));
     BufferRef whole;
     if (Needs(me, part)) {
-      ASSIGN_OR_RETURN(whole, weights_.device_.Allocate(static_cast<size_t>(image.bytes)));
-      whole = weights_.tally_->Count(std::move(whole));
+      ASSIGN_OR_RETURN(const BufferRef room, Room());
+      whole = PartOf(room, 0, static_cast<size_t>(image.bytes));
       if (mine != nullptr) {
         std::memcpy(whole->data<std::byte>() + image.Cut(me, of), mine->data(), mine->size_bytes());
       }
     }
     int64_t most_bytes = 0;
     for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, image.Cut(i + 1, of) - image.Cut(i, of));
+    std::vector<ShareSwap> swaps;
     for (int step = 1; step < of; ++step) {
       const int to = (me + step) % of, from = (me - step + of) % of;
-      const int64_t begin = image.Cut(from, of), end = image.Cut(from + 1, of);
-      const std::span<std::byte> theirs =
-          whole == nullptr ? std::span<std::byte>()
-                           : std::span(whole->data<std::byte>() + begin, static_cast<size_t>(end - begin));
-      RETURN_IF_ERROR(gathering_.exchange->Exchange(to, Needs(to, part) ? mine : nullptr, from, theirs,
-                                                    most_bytes, before_read));
+      const int64_t begin = image.Cut(from, of), bytes = image.Cut(from + 1, of) - begin;
+      const bool comes = whole != nullptr && bytes > 0;
+      swaps.push_back({.to = to,
+                       .mine = Needs(to, part) ? mine : nullptr,
+                       .from = from,
+                       .theirs = comes ? PartOf(whole, begin, static_cast<size_t>(bytes)) : nullptr});
     }
+    RETURN_IF_ERROR(gathering_.exchange->Exchange(swaps, most_bytes, before_read));
     if (whole == nullptr) return std::shared_ptr<const WeightPart>();
     return PartOfBytes(part, whole, before_read);
   }
@@ -133,6 +135,18 @@ class ShardedWeights::Maker final : public PartMaker {
   int layers() const { return weights_.tensors_.config().shape.layers; }
   bool Needs(int share, int part) const { return part < layers() || share == gathering_.head; }
 
+  // Memory for any part, which no part has: it is written again and again, not mapped anew for each. The feed
+  // frees parts on this thread, so that nobody uses what this finds unused.
+  absl::StatusOr<BufferRef> Room() {
+    for (const BufferRef& room : rooms_) {
+      if (room.use_count() == 1) return room;
+    }
+    int64_t most_bytes = 0;
+    for (const WeightImage& image : weights_.images_) most_bytes = std::max(most_bytes, image.bytes);
+    ASSIGN_OR_RETURN(BufferRef room, weights_.device_.Allocate(static_cast<size_t>(most_bytes)));
+    return rooms_.emplace_back(weights_.tally_->Count(std::move(room)));
+  }
+
   absl::StatusOr<std::shared_ptr<const WeightPart>> PartOfBytes(int part, const BufferRef& whole,
                                                                 const BeforeRead& before_read) const {
     const WeightImage& image = weights_.images_[part];
@@ -151,6 +165,7 @@ class ShardedWeights::Maker final : public PartMaker {
   const ShardedWeights& weights_;
   const std::shared_ptr<Share> share_;
   const Gathering gathering_;
+  std::vector<BufferRef> rooms_;  // kPartsAhead of them take turns
 };
 
 ShardedWeights::ShardedWeights(const ModelTensors& tensors, Device& device)

@@ -1,7 +1,6 @@
 #include "engine/run/weight_exchange.h"
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <utility>
 
@@ -12,6 +11,7 @@
 namespace meshfill {
 namespace {
 
+// Messages: while one is waited for, the next one, of the same step or another, is on its way.
 constexpr size_t kUnderWay = 2;
 
 class WeightExchange final : public ShareExchange {
@@ -24,35 +24,35 @@ class WeightExchange final : public ShareExchange {
         connect_timeout_(connect_timeout),
         wait_timeout_(wait_timeout) {}
 
-  absl::Status Exchange(int to, const BufferRef& mine, int from, std::span<std::byte> theirs,
-                        int64_t most_bytes, const BeforeRead& before_piece) override {
+  absl::Status Exchange(std::span<const ShareSwap> swaps, int64_t most_bytes,
+                        const BeforeRead& before_piece) override {
     RETURN_IF_ERROR(Connect());
-    const int64_t mine_bytes = mine == nullptr ? 0 : static_cast<int64_t>(mine->size_bytes());
-    std::deque<Receive> under_way;
-    for (int64_t begin = 0; begin < most_bytes; begin += kWeightPieceBytes) {
-      const int64_t out = PieceBytes(begin, mine_bytes), in = PieceBytes(begin, std::ssize(theirs));
-      ASSIGN_OR_RETURN(BufferRef message, out == 0 ? stream_.Allocate(0) : PartOf(mine, begin, out));
-      ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> receive,
-                       communicator_->SendReceive(Traffic::kGather, to, std::move(message), from,
-                                                  static_cast<size_t>(in)));
-      under_way.push_back({std::move(receive), in == 0 ? nullptr : theirs.data() + begin});
-      if (under_way.size() < kUnderWay) continue;
-      RETURN_IF_ERROR(TakeFirst(under_way, before_piece));
+    std::deque<std::unique_ptr<PendingReceive>> under_way;
+    for (const ShareSwap& swap : swaps) {
+      for (int64_t begin = 0; begin < most_bytes; begin += kWeightPieceBytes) {
+        ASSIGN_OR_RETURN(BufferRef message, PieceOf(swap.mine, begin));
+        ASSIGN_OR_RETURN(BufferRef into, PieceOf(swap.theirs, begin));
+        ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> receive,
+                         communicator_->SendReceiveInto(Traffic::kGather, swap.to, std::move(message),
+                                                        swap.from, std::move(into)));
+        under_way.push_back(std::move(receive));
+        if (under_way.size() == kUnderWay) {
+          RETURN_IF_ERROR(WaitForFirst(under_way, before_piece));
+        }
+      }
     }
-    while (!under_way.empty()) RETURN_IF_ERROR(TakeFirst(under_way, before_piece));
+    while (!under_way.empty()) RETURN_IF_ERROR(WaitForFirst(under_way, before_piece));
     return absl::OkStatus();
   }
 
   void End() override { endpoint_.Abort(absl::CancelledError("the run needs no more weights")); }
 
  private:
-  struct Receive {
-    std::unique_ptr<PendingReceive> pending;
-    std::byte* to;  // null: it is empty
-  };
-
-  static int64_t PieceBytes(int64_t begin, int64_t bytes) {
-    return std::clamp<int64_t>(bytes - begin, 0, kWeightPieceBytes);
+  // The piece that begins there; empty where nothing does.
+  absl::StatusOr<BufferRef> PieceOf(const BufferRef& share, int64_t begin) const {
+    const int64_t bytes = share == nullptr ? 0 : static_cast<int64_t>(share->size_bytes()) - begin;
+    if (bytes <= 0) return stream_.Allocate(0);
+    return PartOf(share, static_cast<size_t>(begin), static_cast<size_t>(std::min(bytes, kWeightPieceBytes)));
   }
 
   absl::Status Connect() {
@@ -62,13 +62,12 @@ class WeightExchange final : public ShareExchange {
     return absl::OkStatus();
   }
 
-  absl::Status TakeFirst(std::deque<Receive>& under_way, const BeforeRead& before_piece) const {
-    const Receive first = std::move(under_way.front());
+  absl::Status WaitForFirst(std::deque<std::unique_ptr<PendingReceive>>& under_way,
+                            const BeforeRead& before_piece) const {
+    const std::unique_ptr<PendingReceive> first = std::move(under_way.front());
     under_way.pop_front();
-    ASSIGN_OR_RETURN(const BufferRef message, first.pending->Wait(MonotonicNow() + wait_timeout_));
-    RETURN_IF_ERROR(before_piece());
-    if (first.to != nullptr) std::memcpy(first.to, message->data(), message->size_bytes());
-    return absl::OkStatus();
+    RETURN_IF_ERROR(first->Wait(MonotonicNow() + wait_timeout_).status());
+    return before_piece();
   }
 
   Endpoint& endpoint_;

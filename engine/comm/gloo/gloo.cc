@@ -89,9 +89,10 @@ class GlooRun {
 
   absl::Status Start(const SocketAddress& interface, std::vector<PeerSocket> sockets, Stream& stream);
 
-  // A message to `to` leaves; the returned one, from `from`, is on its way.
+  // A message to `to` leaves; the returned one, from `from`, is on its way to `into`.
   absl::StatusOr<std::shared_ptr<Message>> SendReceive(Traffic traffic, int to, BufferRef message, int from,
-                                                       size_t receive_bytes);
+                                                       BufferRef into);
+  absl::StatusOr<BufferRef> Allocate(size_t size_bytes) { return stream_->Allocate(size_bytes); }
   absl::StatusOr<BufferRef> Wait(Message& message, absl::Time deadline);
 
   void Abort(const absl::Status& reason);
@@ -176,14 +177,13 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<PeerSock
 }
 
 absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(Traffic traffic, int to, BufferRef message,
-                                                              int from, size_t receive_bytes) {
+                                                              int from, BufferRef into) {
   {
     const MutexLock lock(mu_);
     if (aborted_) return AbortedIn(Describe(traffic, "from", from));
   }
-  ASSIGN_OR_RETURN(BufferRef buffer, stream_->Allocate(receive_bytes));
   auto receive = std::make_shared<Message>(context_, from, traffic, counters_[from].received[traffic]++,
-                                           std::move(buffer));
+                                           std::move(into));
   auto send =
       std::make_shared<Message>(context_, to, traffic, counters_[to].sent[traffic]++, std::move(message));
   // The receive first: the peer's message flows while ours is summed.
@@ -398,6 +398,12 @@ class GlooCommunicator : public Communicator {
 
   absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
                                                               int from, size_t receive_bytes) override {
+    ASSIGN_OR_RETURN(BufferRef into, run_->Allocate(receive_bytes));
+    return SendReceiveInto(traffic, to, std::move(message), from, std::move(into));
+  }
+
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceiveInto(Traffic traffic, int to, BufferRef message,
+                                                                  int from, BufferRef into) override {
     for (int peer : {to, from}) {
       if (peer < 0 || peer >= size() || peer == rank()) {
         return absl::InvalidArgumentError(absl::StrCat("rank ", rank(), ": ", OperationName(traffic),
@@ -410,7 +416,7 @@ class GlooCommunicator : public Communicator {
           absl::StrCat("rank ", rank(), ": ", OperationName(traffic), " to rank ", to, " without a message"));
     }
     ASSIGN_OR_RETURN(std::shared_ptr<Message> receive,
-                     run_->SendReceive(traffic, to, std::move(message), from, receive_bytes));
+                     run_->SendReceive(traffic, to, std::move(message), from, std::move(into)));
     return std::make_unique<GlooReceive>(run_, std::move(receive));
   }
 

@@ -71,6 +71,20 @@ TEST(InProcess, MatchesInTheOrderOfCallsForEachOperation) {
   EXPECT_EQ(*other->Wait(Soon()).value()->data<int64_t>(), 99);
 }
 
+TEST(InProcess, CopiesToWhereAReceiverWantsIt) {
+  auto ranks = MakeInProcessCommunicators(2);
+  const BufferRef into = NumberBuffer(1);
+  auto receive = ranks[0]->SendReceiveInto(Traffic::kGather, 1, MakeBuffer(0), 1, into).value();
+  auto empty = ranks[0]->SendReceiveInto(Traffic::kGather, 1, MakeBuffer(0), 1, MakeBuffer(0)).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kGather, 0, NumberBuffer(7), 0, 0).ok());
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kGather, 0, MakeBuffer(0), 0, 0).ok());
+  EXPECT_EQ(receive->Wait(Soon()).value(), into);
+  EXPECT_EQ(*into->data<int64_t>(), 7);
+  EXPECT_EQ(empty->Wait(Soon()).value()->size_bytes(), 0u);
+  auto late = ranks[0]->SendReceiveInto(Traffic::kGather, 1, MakeBuffer(0), 1, into).value();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(late->Wait(MonotonicNow()).status()));
+}
+
 TEST(InProcess, CarriesEmptyMessages) {
   auto ranks = MakeInProcessCommunicators(2);
   auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, MakeBuffer(0), 1, 0).value();

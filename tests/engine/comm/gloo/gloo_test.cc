@@ -118,6 +118,26 @@ TEST_P(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
   EXPECT_EQ(other->Wait(Soon()).status().code(), absl::StatusCode::kInternal) << "waited twice";
 }
 
+// Two parts of one buffer, whose neighbours stay as they are.
+TEST_P(Gloo, ReceivesIntoMemoryThatIsThere) {
+  GlooEndpoints endpoints(2, With());
+  auto ranks = endpoints.ConnectAll();
+  const BufferRef whole = PatternBuffer(5000, 1);
+  const BufferRef first = PartOf(whole, 100, 2000), second = PartOf(whole, 3000, 1);
+  auto one = ranks[0]->SendReceiveInto(Traffic::kGather, 1, MakeBuffer(0), 1, first).value();
+  auto other = ranks[0]->SendReceiveInto(Traffic::kGather, 1, MakeBuffer(0), 1, second).value();
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kGather, 0, PatternBuffer(2000, 2), 0, 0).ok());
+  ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kGather, 0, PatternBuffer(1, 3), 0, 0).ok());
+  EXPECT_EQ(other->Wait(Soon()).value(), second);
+  EXPECT_EQ(one->Wait(Soon()).value(), first);
+  EXPECT_TRUE(HasPattern(*first, 2000, 2));
+  EXPECT_TRUE(HasPattern(*second, 1, 3));
+  for (size_t i = 0; i < whole->size_bytes(); ++i) {
+    if ((i >= 100 && i < 2100) || i == 3000) continue;
+    ASSERT_EQ(whole->data<uint8_t>()[i], PatternByte(1, i)) << i;
+  }
+}
+
 TEST_P(Gloo, CarriesAMessageOf300MiB) {
   const size_t size_bytes = size_t{300} << 20;
   GlooEndpoints endpoints(2, With());
