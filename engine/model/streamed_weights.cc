@@ -51,22 +51,31 @@ class StreamedWeights::Maker final : public PartMaker {
 };
 
 StreamedWeights::StreamedWeights(std::unique_ptr<const ModelTensors> tensors, Device& device)
-    : tensors_(std::move(tensors)), device_(device), head_rows_(RowsOfHeadPart(tensors_->config().shape)) {
-  const MutexLock lock(mu_);
-  loaded_.resize(tensors_->config().shape.layers + head_parts());
-}
+    : tensors_(std::move(tensors)),
+      device_(device),
+      head_rows_(RowsOfHeadPart(tensors_->config().shape)),
+      shared_(static_cast<size_t>(tensors_->config().shape.layers + head_parts())) {}
 
 int StreamedWeights::held_parts() {
-  const MutexLock lock(mu_);
-  return static_cast<int>(
-      std::count_if(loaded_.begin(), loaded_.end(), [](const auto& part) { return !part.expired(); }));
+  return static_cast<int>(std::count_if(shared_.begin(), shared_.end(), [](Shared& shared) {
+    const MutexLock lock(shared.mu);
+    return !shared.part.expired();
+  }));
 }
 
 absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Load(int part,
                                                                         const BeforeRead& before_read) {
+  Shared& shared = shared_[part];
+  const MutexLock lock(shared.mu);
+  if (std::shared_ptr<const WeightPart> there = shared.part.lock()) return there;
+  ASSIGN_OR_RETURN(std::shared_ptr<const WeightPart> packed, Pack(part, before_read));
+  shared.part = packed;
+  return packed;
+}
+
+absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Pack(int part,
+                                                                        const BeforeRead& before_read) const {
   const ModelShape& shape = tensors_->config().shape;
-  const MutexLock lock(mu_);
-  if (std::shared_ptr<const WeightPart> shared = loaded_[part].lock()) return shared;
   auto packed = std::make_shared<WeightPart>();
   if (part < shape.layers) {
     ASSIGN_OR_RETURN(packed->layer, tensors_->PackLayer(device_, part, before_read));
@@ -75,7 +84,6 @@ absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Load(int part
     const int64_t rows = std::min(head_rows_, shape.vocab - first);
     ASSIGN_OR_RETURN(packed->head, tensors_->PackHead(device_, first, rows, before_read));
   }
-  loaded_[part] = packed;
   return packed;
 }
 

@@ -43,11 +43,18 @@ class StreamedWeights {
  private:
   class Maker;
 
+  // A part that runs share while they have it.
+  struct Shared {
+    Mutex mu;  // held while the part is read and packed: who wants the same one waits, nobody else does
+    std::weak_ptr<const WeightPart> part ABSL_GUARDED_BY(mu);
+  };
+
+  absl::StatusOr<std::shared_ptr<const WeightPart>> Pack(int part, const BeforeRead& before_read) const;
+
   const std::unique_ptr<const ModelTensors> tensors_;
   Device& device_;
   const int64_t head_rows_;
-  Mutex mu_;                                                                  // held while a part is packed
-  std::vector<std::weak_ptr<const WeightPart>> loaded_ ABSL_GUARDED_BY(mu_);  // by part
+  std::vector<Shared> shared_;  // by part
 };
 
 }  // namespace meshfill

@@ -130,6 +130,27 @@ TEST_F(StreamedWeightsTest, RunsShareAPart) {
   EXPECT_TRUE(absl::IsInternal(weights_->Load(4, fails).status()));
 }
 
+// One part's disk stands still; who wants the same part waits, who wants another gets it.
+TEST_F(StreamedWeightsTest, ARunWaitsForNobodyElsesDisk) {
+  std::atomic<bool> reading{false}, go_on{false};
+  const auto stuck = [&] {
+    reading = true;
+    while (!go_on) std::this_thread::yield();
+    return absl::OkStatus();
+  };
+  const auto at_once = [] { return absl::OkStatus(); };
+  std::shared_ptr<const WeightPart> slow, same;
+  std::thread reader([&] { slow = weights_->Load(1, stuck).value(); });
+  while (!reading) std::this_thread::yield();
+  std::thread waiter(
+      [&] { same = weights_->Load(1, [] { return absl::InternalError("read twice"); }).value(); });
+  EXPECT_TRUE(weights_->Load(2, at_once).ok());
+  go_on = true;
+  reader.join();
+  waiter.join();
+  EXPECT_EQ(slow, same);
+}
+
 TEST_F(StreamedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
   const std::string file = path_ + "/model.safetensors";
   const std::string whole = ReadWholeFile(file);
