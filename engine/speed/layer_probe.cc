@@ -34,27 +34,32 @@ LayerForm CommonForm(const ModelShape& model) {
   return {.mlp = mlp};
 }
 
-// So few experts that each has as many of a slice's tokens as in the model: that decides how fast their
-// products are.
-ExpertsShape ProbedExperts(const ExpertsShape& model, int64_t width) {
-  if (model.count == 0) return model;
-  return {.count = model.count / model.used,
-          .used = 1,
-          .width = std::min(model.width, width / 2),
-          .shared_width = std::min(model.shared_width, width / 2)};
+int64_t ProbedSliceTokens(const ModelShape& shape, const Grain& grain) {
+  return Tokens(grain.probe_flops / ProjectionFlopsPerToken(shape), 128, grain.slice_tokens);
 }
 
-ModelShape ProbedShape(const ModelShape& model, int64_t width) {
+ModelShape ProbedShape(const ModelShape& model, const Grain& grain) {
+  const int64_t width = grain.probe_width;
   ModelShape shape = model;
   const int group = model.q_heads / model.kv_heads;
   shape.layers = 1;
   shape.hidden = std::min(model.hidden, width);
   shape.intermediate = std::min(model.intermediate, 2 * width);
   shape.kinds = {LayerKind{.form = CommonForm(model), .layers = 1}};
-  shape.experts = ProbedExperts(model.experts, width);
   shape.kv_heads = std::clamp(static_cast<int>(width / (int64_t{group} * model.head_dim)), 1, model.kv_heads);
   shape.q_heads = group * shape.kv_heads;
   shape.vocab = std::clamp<int64_t>(kLmHeadElements / shape.hidden, 1, std::max<int64_t>(1, model.vocab));
+  const ExpertsShape& experts = model.experts;
+  if (experts.count == 0) return shape;
+  shape.experts = {.count = 1,
+                   .used = 1,
+                   .width = std::min(experts.width, width / 2),
+                   .shared_width = std::min(experts.shared_width, width / 2)};
+  // So many that each has as many of the probed slice's tokens as of the model's: that decides how fast their
+  // products are.
+  const int64_t of_expert = std::max<int64_t>(1, SliceTokensOf(model, grain) * experts.used / experts.count);
+  shape.experts.count =
+      std::clamp(static_cast<int>(ProbedSliceTokens(shape, grain) / of_expert), 1, experts.count);
   return shape;
 }
 
@@ -126,11 +131,19 @@ absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
 
 }  // namespace
 
+int64_t SliceTokensOf(const ModelShape& model, const Grain& grain) {
+  constexpr int64_t kRowsOfExpert = 128, kMostGrains = 4;
+  const int64_t one = grain.slice_tokens;
+  if (model.experts.count == 0) return one;
+  const int64_t wanted = kRowsOfExpert * model.experts.count / model.experts.used;
+  return std::clamp((wanted + one - 1) / one, int64_t{1}, kMostGrains) * one;
+}
+
 absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const ModelShape& model,
                                                                      Stream& stream) {
   auto weights = std::make_shared<ProbeWeights>();
   Device& device = stream.device();
-  const ModelShape shape = ProbedShape(model, device.grain().probe_width);
+  const ModelShape shape = ProbedShape(model, device.grain());
   weights->shape = shape;
   weights->layer_scale = ProjectionFlopsPerToken(model) / model.layers / ProjectionFlopsPerToken(shape);
   weights->layer_shape = LayerShapeOf(shape, shape.kinds.front().form);
@@ -183,8 +196,7 @@ LayerProbe::LayerProbe(std::shared_ptr<const ProbeWeights> weights, Stream& stre
       // A busy device's speed does not depend on more heads; measuring time does.
       kv_heads_(std::min(shape_.kv_heads, stream.device().grain().probe_kv_heads)),
       q_heads_(kv_heads_ * (shape_.q_heads / shape_.kv_heads)),
-      slice_tokens_(Tokens(stream.device().grain().probe_flops / ProjectionFlopsPerToken(shape_), 128,
-                           stream.device().grain().slice_tokens)),
+      slice_tokens_(ProbedSliceTokens(shape_, stream.device().grain())),
       block_tokens_(
           Tokens(std::sqrt(stream.device().grain().probe_flops / 2 / (2.0 * shape_.head_dim * q_heads_)), 256,
                  2 * stream.device().grain().slice_tokens)),

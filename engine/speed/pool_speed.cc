@@ -153,7 +153,7 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<St
     probes.push_back(std::move(probe));
   }
   ASSIGN_OR_RETURN(PoolSpeed speed, MeasureProbes(probes));
-  speed.slice_tokens = streams.front()->device().grain().slice_tokens;
+  speed.slice_tokens = SliceTokensOf(model, streams.front()->device().grain());
   Share(std::min(1.0, static_cast<double>(streams.size()) / ranks), speed);
   speed.start_seconds = StartSeconds(ranks);
   return speed;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/plan/planner.h"
+#include "engine/speed/layer_probe.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_device.h"
 #include "tests/engine/random_seed.h"
@@ -68,6 +69,39 @@ TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_GT(choice->plan.predicted.seconds, 0);
     EXPECT_TRUE(std::isfinite(choice->plan.predicted.seconds));
+  }
+}
+
+TEST(MeasurePoolSpeed, ProbesExpertsWithAsManyRowsAsTheyHave) {
+  ModelShape model{.layers = 2,
+                   .hidden = 64,
+                   .q_heads = 4,
+                   .kv_heads = 2,
+                   .head_dim = 16,
+                   .vocab = 256,
+                   .context_tokens = 4096,
+                   .kinds = {{.form = {.mlp = MlpKind::kExperts}, .layers = 2}},
+                   .dtype = DType::kF32};
+  const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, 1, 1);
+  const int64_t one = device->grain().slice_tokens;
+  const struct {
+    int count, used;
+    int64_t slice_tokens;
+    int probed;  // as many as leave each its rows of a slice of 1,024
+  } cases[] = {
+      {8, 2, one, 4}, {5, 3, one, 1}, {128, 8, 2 * one, 8}, {256, 8, 4 * one, 8}, {512, 4, 4 * one, 32}};
+  for (const auto& [count, used, slice_tokens, probed] : cases) {
+    model.experts = {.count = count, .used = used, .width = 16};
+    EXPECT_EQ(SliceTokensOf(model, device->grain()), slice_tokens) << used << " of " << count;
+    const auto speed = MeasurePoolSpeed(model, *device, 1, 1);
+    ASSERT_TRUE(speed.ok()) << speed.status();
+    EXPECT_EQ(speed->slice_tokens, slice_tokens);
+    const auto stream = device->NewStream(nullptr);
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    const auto weights = MakeProbeWeights(model, **stream);
+    ASSERT_TRUE(weights.ok()) << weights.status();
+    EXPECT_EQ((*weights)->shape.experts.count, probed) << used << " of " << count;
+    EXPECT_EQ((*weights)->shape.experts.used, 1);
   }
 }
 
