@@ -53,7 +53,7 @@ class DataPlane {
   // Whether endpoints of several runs may live at once.
   virtual bool takes_many_runs() const = 0;
   // Whether many messages of a rank travel at once, beside its compute, so that head groups may exchange in
-  // slices (engine/run/head_exchange.h), and chunks go along both rings at once (two_ring_schedule.h).
+  // slices (engine/run/head_exchange.h), and chunks go along all rings at once (multi_ring_schedule.h).
   virtual bool many_messages() const = 0;
 };
 

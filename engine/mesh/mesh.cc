@@ -16,4 +16,11 @@ int Mesh::Owner(int q_chunk, int kv_chunk) const {
   return tile_.a * (q_chunk / tile_.a) + kv_chunk % tile_.a;
 }
 
+int Mesh::KvChunkOfDoubleRing(int rank, int v) const {
+  const int place = rank / tile_.a;  // in its KV group
+  const int ring = place / kv_inner_ + v / kv_inner_, in_ring = place % kv_inner_ + v % kv_inner_;
+  const int place_of_chunk = ring % (tile_.b / kv_inner_) * kv_inner_ + in_ring % kv_inner_;
+  return place_of_chunk * tile_.a + rank % tile_.a;
+}
+
 }  // namespace meshfill

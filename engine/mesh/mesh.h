@@ -32,17 +32,47 @@ std::vector<Tile> TilesOf(int ranks);  // every a·b = ranks, by rising a
 // behind its own first: where these hold the next tokens, it meets all queries that see it, and can stop.
 enum class KvOrder { kRising, kFalling };
 
+// The rings of a mesh. Along each, chunks go in order.
+//
+// KV goes round one ring, or round a double ring (LoongTrain, arXiv 2406.18485): the b ranks of a KV group
+// form inner rings of `kv_inner` side by side. Chunks go round each inner ring; meanwhile each rank hands the
+// first one of this round to its place in the inner ring before, and goes on with the one that comes from the
+// ring behind. Of b = 6, kv_inner = 3, what a rank has as KV#0 … KV#5:
+//
+//     inner ring    0         1                kv_inner = 2    0     1     2
+//     place 0       0 1 2     3 4 5            place 0         0 1   2 3   4 5
+//     place 1       1 2 0     4 5 3            place 1         1 0   3 2   5 4
+//     place 3       3 4 5     0 1 2            place 4         4 5   0 1   2 3
+//
+// Inner rings inside a node send on its links while the outer one is under way between nodes.
+enum class Ring {
+  kQ,        // Q chunks, and back along it partial outputs
+  kKv,       // KV chunks; of a double ring, inside the inner rings
+  kKvOuter,  // KV chunks, from one inner ring to the next
+};
+inline constexpr int kRings = 3;
+
+// Whether the b ranks of a KV group may form inner rings of `kv_inner`; 0: they form one ring.
+inline bool CanSplitKvRing(Tile tile, int kv_inner) {
+  return kv_inner == 0 || (kv_inner > 1 && kv_inner < tile.b && tile.b % kv_inner == 0);
+}
+
 class Mesh {
  public:
-  explicit Mesh(Tile tile, KvOrder kv_order = KvOrder::kRising) : tile_(tile), kv_order_(kv_order) {}
+  // Inner rings are of the rising order. CanSplitKvRing has passed.
+  explicit Mesh(Tile tile, KvOrder kv_order = KvOrder::kRising, int kv_inner = 0)
+      : tile_(tile), kv_order_(kv_order), kv_inner_(kv_inner) {}
   Tile tile() const { return tile_; }
+  int kv_inner() const { return kv_inner_; }  // ranks of an inner ring; 0: KV goes round one ring
   int ranks() const { return tile_.ranks(); }
 
   // Global index of Q#u and O#u, 0 ≤ u < a: a⌊rank/a⌋ + (rank + u) mod a.
   int QChunk(int rank, int u) const { return rank + u - (rank % tile_.a + u < tile_.a ? 0 : tile_.a); }
 
-  // Global index of KV#v, 0 ≤ v < b: (rank + a·v) mod n; falling: (rank − a·v) mod n.
+  // Global index of KV#v, 0 ≤ v < b: (rank + a·v) mod n; falling: (rank − a·v) mod n. Of a double ring: v div
+  // kv_inner inner rings on, v mod kv_inner places on in it.
   int KvChunk(int rank, int v) const {
+    if (kv_inner_ != 0) return KvChunkOfDoubleRing(rank, v);
     const int places = kv_order_ == KvOrder::kRising || v == 0 ? v : tile_.b - v;
     const int ahead = rank + tile_.a * places;
     return ahead < ranks() ? ahead : ahead - ranks();
@@ -53,14 +83,29 @@ class Mesh {
   // Chunks flow from `from` to `to`: Recv Q and Send O within the Q group, Recv KV within the KV group.
   int QReceiveFrom(int rank) const { return QChunk(rank, 1 % tile_.a); }
   int QSendTo(int rank) const { return QChunk(rank, (tile_.a - 1) % tile_.a); }
-  int KvReceiveFrom(int rank) const { return KvChunk(rank, 1 % tile_.b); }
-  int KvSendTo(int rank) const { return KvChunk(rank, (tile_.b - 1) % tile_.b); }
+  int KvReceiveFrom(int rank) const {
+    if (kv_inner_ == 0) return KvChunk(rank, 1 % tile_.b);
+    const bool last = rank / tile_.a % kv_inner_ == kv_inner_ - 1;
+    return rank + (last ? 1 - kv_inner_ : 1) * tile_.a;
+  }
+  int KvSendTo(int rank) const {
+    return KvChunk(rank, ((kv_inner_ != 0 ? kv_inner_ : tile_.b) - 1) % tile_.b);
+  }
+  // Of a double ring alone.
+  int KvOuterReceiveFrom(int rank) const {
+    const int ahead = rank + kv_inner_ * tile_.a;
+    return ahead < ranks() ? ahead : ahead - ranks();
+  }
+  int KvOuterSendTo(int rank) const { return KvChunk(rank, tile_.b - kv_inner_); }
 
   bool operator==(const Mesh&) const = default;
 
  private:
+  int KvChunkOfDoubleRing(int rank, int v) const;
+
   Tile tile_;
   KvOrder kv_order_;
+  int kv_inner_;
 };
 
 }  // namespace meshfill

@@ -85,7 +85,7 @@ int SeatsPerNode(const Topology& topology, int seats) {
   return common;
 }
 
-Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement) {
+Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner) {
   const int ranks = heads * tile.ranks();
   std::vector<int> node_of_rank(ranks);
   std::vector<int> number(topology.node_of_seat.size(), -1);  // numbers the nodes, by their first seat
@@ -96,8 +96,8 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   }
   for (int rank = 0; rank < ranks; ++rank) node_of_rank[rank] = number[placement.seat_of_rank[rank]];
 
-  const Mesh mesh(tile);
-  Flows q(nodes), kv(nodes);
+  const Mesh mesh(tile, KvOrder::kRising, kv_inner);
+  Flows q(nodes), kv(nodes), kv_outer(nodes);
   for (int mesh_rank = 0; mesh_rank < mesh.ranks(); ++mesh_rank) {
     const auto add = [&](Flows& flows, int from) {
       for (int member = 0; member < heads; ++member) {
@@ -106,19 +106,28 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
     };
     if (tile.a > 1) add(q, mesh.QReceiveFrom(mesh_rank));
     if (tile.b > 1) add(kv, mesh.KvReceiveFrom(mesh_rank));
+    if (kv_inner != 0) add(kv_outer, mesh.KvOuterReceiveFrom(mesh_rank));
   }
   Links links(PerTraffic<Link>{{Traffic::kQ, Slowest(q, topology)},
                                {Traffic::kKv, Slowest(kv, topology)},
                                {Traffic::kO, Slowest(q, topology)},
                                {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}});
-  const bool both_inside = q.inside() && kv.inside();
-  links.shared_inside = PerTraffic<Link>::Alike(both_inside ? topology.same_node : Link{});
-  if (q.most() > 0 && kv.most() > 0) {
-    const auto port = [&](const Flows& flows) {
-      return Link{.latency_seconds = topology.between_nodes.latency_seconds,
-                  .bytes_per_second = topology.node_bytes_per_second / flows.most()};
-    };
-    links.shared_port = {{Traffic::kQ, port(q)}, {Traffic::kKv, port(kv)}, {Traffic::kO, port(q)}};
+  const bool shares_inside = q.inside() + kv.inside() + kv_outer.inside() > 1;
+  const auto inside = [&](const Flows& flows) {
+    return shares_inside && flows.inside() ? topology.same_node : Link{};
+  };
+  const bool shares_port = (q.most() > 0) + (kv.most() > 0) + (kv_outer.most() > 0) > 1;
+  const auto port = [&](const Flows& flows) {
+    if (!shares_port || flows.most() == 0) return Link{};
+    return Link{.latency_seconds = topology.between_nodes.latency_seconds,
+                .bytes_per_second = topology.node_bytes_per_second / flows.most()};
+  };
+  links.shared_inside = {{Traffic::kQ, inside(q)}, {Traffic::kKv, inside(kv)}, {Traffic::kO, inside(q)}};
+  links.shared_port = {{Traffic::kQ, port(q)}, {Traffic::kKv, port(kv)}, {Traffic::kO, port(q)}};
+  if (kv_inner != 0) {
+    links.kv_outer = {.link = Slowest(kv_outer, topology),
+                      .shared_inside = inside(kv_outer),
+                      .shared_port = port(kv_outer)};
   }
   return links;
 }

@@ -46,16 +46,23 @@ struct Links : PerTraffic<Link> {
   Links(const PerTraffic<Link>& each)  // NOLINT: of one kind, which is as those inside a node
       : PerTraffic<Link>(each), shared_inside(each) {}
 
-  // What both rings have, as their messages find it: the links inside nodes, and a node's port, which the
-  // flows of a message through it divide. What they do not share takes no time.
+  // What several rings have, as a ring's messages find it: the links inside nodes, and a node's port, which
+  // the flows of a message through it divide. What a ring does not share takes no time.
   PerTraffic<Link> shared_inside;
   PerTraffic<Link> shared_port;
+
+  // The same three of KV from one inner ring to the next, where KV goes round a double ring (mesh.h).
+  struct Outer {
+    Link link, shared_inside, shared_port;
+    bool operator==(const Outer&) const = default;
+  };
+  Outer kv_outer;
 
   bool operator==(const Links&) const = default;
 };
 
-// The topology has a seat for each rank of the placement.
-Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement);
+// The topology has a seat for each rank of the placement. `kv_inner`: as in mesh.h.
+Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner = 0);
 
 // The link that each of some members finds when all send to all others, one after the other; the flows share
 // the links of their nodes. `node_of_member`: those of a node side by side.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "engine/plan/layer_reach.h"
+#include "engine/schedule/schedule.h"
 
 namespace meshfill {
 namespace {
@@ -26,8 +27,8 @@ int64_t ReturningTokens(const LayerReach& reach, int group) {
   return tokens;
 }
 
-// What a mesh rank's rings carry in one layer: Q#0 … Q#a−2 and O#1 … O#a−1 leave, KV#0 … KV#b−2 leave, each
-// as far as it is seen. `returning_tokens`: of the rank's Q group.
+// What a mesh rank's rings carry in one layer: Q#0 … Q#a−2 and O#1 … O#a−1 leave, and b−1 KV chunks, each as
+// far as it is seen. `returning_tokens`: of the rank's Q group.
 CommBytes RingBytes(const ModelShape& slice, const LayerReach& reach, DType partial_dtype, int rank,
                     int64_t returning_tokens) {
   const Mesh& mesh = reach.mesh();
@@ -38,8 +39,10 @@ CommBytes RingBytes(const ModelShape& slice, const LayerReach& reach, DType part
     if (reach.QReaches(chunk, hop)) q_tokens += reach.q_layout().ChunkTokens(chunk);
   }
   const int64_t o_tokens = returning_tokens - (reach.OReturns(rank) ? reach.q_layout().ChunkTokens(rank) : 0);
-  for (int hop = 1; hop < b && reach.LargestKv(hop) > 0; ++hop) {
-    kv_tokens += reach.KvReach(mesh.KvChunk(rank, hop - 1), hop).slots();
+  for (int number = 0; number < b - 1; ++number) {
+    const KvHop hop = KvHopOf(mesh.tile(), mesh.kv_inner(), number);
+    if (reach.LargestKv(hop.received) == 0) break;
+    kv_tokens += reach.KvReach(mesh.KvChunk(rank, hop.sent), hop.received).slots();
   }
   return {{Traffic::kQ, slice.q_bytes(q_tokens)},
           {Traffic::kKv, slice.kv_bytes(kv_tokens)},
@@ -47,7 +50,8 @@ CommBytes RingBytes(const ModelShape& slice, const LayerReach& reach, DType part
 }
 
 // RingBytes of all ranks of a layer whose chunks all ranks see. A rank sends its groups' chunks but one of
-// each kind, so that the groups' sums give all ranks' bytes in time O(n).
+// each kind, so that the groups' sums give all ranks' bytes in time O(n). So they do with double rings, by
+// the sums of places in inner rings.
 class WholeRings {
  public:
   WholeRings(const ModelShape& slice, const LayerReach& reach, DType partial_dtype)
@@ -56,10 +60,12 @@ class WholeRings {
         partial_dtype_(partial_dtype),
         a_(reach.mesh().tile().a),
         q_group_tokens_(reach.mesh().tile().b, 0),
-        kv_group_tokens_(a_, 0) {
+        kv_group_tokens_(a_, 0),
+        kv_place_tokens_(reach.mesh().kv_inner() * a_, 0) {
     for (int rank = 0; rank < reach.mesh().ranks(); ++rank) {
       q_group_tokens_[rank / a_] += reach.q_layout().ChunkTokens(rank);
       kv_group_tokens_[rank % a_] += reach.kv_layout().ChunkTokens(rank);
+      if (!kv_place_tokens_.empty()) kv_place_tokens_[PlaceOf(rank)] += reach.kv_layout().ChunkTokens(rank);
     }
   }
 
@@ -67,20 +73,41 @@ class WholeRings {
     const Mesh& mesh = reach_.mesh();
     const int64_t q = q_group_tokens_[rank / a_];
     const int64_t last_q = reach_.q_layout().ChunkTokens(mesh.QChunk(rank, a_ - 1));
-    const int64_t last_kv = reach_.kv_layout().ChunkTokens(mesh.KvChunk(rank, mesh.tile().b - 1));
+    const int64_t kv = kv_group_tokens_[rank % a_] + KvTokensSentTwice(rank) - KvTokensNotSent(rank);
     const int64_t own_o = reach_.q_layout().ChunkTokens(rank);
     return {{Traffic::kQ, slice_.q_bytes(q - last_q)},
-            {Traffic::kKv, slice_.kv_bytes(kv_group_tokens_[rank % a_] - last_kv)},
+            {Traffic::kKv, slice_.kv_bytes(kv)},
             {Traffic::kO, slice_.partial_bytes(q - own_o, partial_dtype_)}};
   }
 
  private:
+  // Of a ring, the last chunk. Of a double ring, the last one of each round: those of the place before the
+  // rank's own, in all inner rings.
+  int64_t KvTokensNotSent(int rank) const {
+    const Mesh& mesh = reach_.mesh();
+    if (mesh.kv_inner() == 0) {
+      return reach_.kv_layout().ChunkTokens(mesh.KvChunk(rank, mesh.tile().b - 1));
+    }
+    return kv_place_tokens_[PlaceOf(mesh.KvSendTo(rank))];
+  }
+
+  // Along both rings of a double ring: the first of each round but the last, those of the rank's own place.
+  int64_t KvTokensSentTwice(int rank) const {
+    const Mesh& mesh = reach_.mesh();
+    if (mesh.kv_inner() == 0) return 0;
+    return kv_place_tokens_[PlaceOf(rank)] - reach_.kv_layout().ChunkTokens(mesh.KvOuterSendTo(rank));
+  }
+
+  // Place in the inner rings of its KV group, one after the other for all KV groups.
+  int PlaceOf(int rank) const { return rank % (reach_.mesh().kv_inner() * a_); }
+
   const ModelShape& slice_;
   const LayerReach& reach_;
   const DType partial_dtype_;
   const int a_;
   std::vector<int64_t> q_group_tokens_;   // [g]: tokens of mesh ranks a·g … a·g + a−1
   std::vector<int64_t> kv_group_tokens_;  // [g]: tokens of mesh ranks g, g + a, g + 2a …
+  std::vector<int64_t> kv_place_tokens_;  // of a double ring; else empty
 };
 
 // The all-to-alls of the ranks of a shape.

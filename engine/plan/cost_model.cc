@@ -75,6 +75,16 @@ double ProductSeconds(const ModelShape& model, const PoolSpeed& speed, const Pla
          LmHeadSeconds(model, speed);
 }
 
+// The number of flows that share a link tells how fast one of them is.
+MessageSeconds SecondsOf(double bytes, const Link& link, const Link& shared_inside, const Link& shared_port) {
+  const auto on = [bytes](const Link& shared) {
+    return MessageSeconds::OnLink{.start = shared.latency_seconds,
+                                  .moves = bytes / shared.bytes_per_second,
+                                  .flows = 1 / shared.bytes_per_second};
+  };
+  return {.total = link.Seconds(bytes), .shared = {on(shared_inside), on(shared_port)}};
+}
+
 // What the messages of one mesh's layer take: of the largest chunk, and of each hop where these differ.
 // `slice` has the heads of one mesh.
 void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanShape& shape,
@@ -85,18 +95,17 @@ void AddTransfers(const ModelShape& slice, const LayerReach& reach, const PlanSh
     const int64_t bytes = traffic == Traffic::kQ    ? slice.q_bytes(tokens)
                           : traffic == Traffic::kKv ? slice.kv_bytes(tokens)
                                                     : slice.partial_bytes(tokens, shape.partial_dtype);
-    const auto on = [&](const Link& link) {
-      return MessageSeconds::OnLink{.start = link.latency_seconds,
-                                    .moves = static_cast<double>(bytes) / link.bytes_per_second};
-    };
-    return MessageSeconds{
-        .total = shape.links[traffic].Seconds(static_cast<double>(bytes)),
-        .shared = {on(shape.links.shared_inside[traffic]), on(shape.links.shared_port[traffic])}};
+    return SecondsOf(static_cast<double>(bytes), shape.links[traffic], shape.links.shared_inside[traffic],
+                     shape.links.shared_port[traffic]);
   };
   // The first message is as long as any.
   seconds.transfer = {{Traffic::kQ, of(Traffic::kQ, reach.LargestQ(1))},
                       {Traffic::kKv, of(Traffic::kKv, reach.LargestKv(1))},
                       {Traffic::kO, of(Traffic::kO, reach.LargestQ(1))}};
+  if (shape.kv_inner != 0) {
+    const auto& [link, inside, port] = shape.links.kv_outer;
+    seconds.kv_outer = SecondsOf(static_cast<double>(slice.kv_bytes(reach.LargestKv(1))), link, inside, port);
+  }
   if (reach.sees_all()) return;
   for (int hop = 1; hop < a; ++hop) {
     seconds.by_hop[Traffic::kQ].push_back(of(Traffic::kQ, reach.LargestQ(hop)));
@@ -188,7 +197,7 @@ AttentionSeconds WithoutBlocks(const ModelShape& model, const PoolSpeed& speed, 
     return static_cast<double>(bytes) / speed.merge_bytes_per_second;
   };
   const int64_t chunk = reach.q_layout().LargestChunkTokens();
-  AttentionSeconds seconds = {.tile = shape.tile};
+  AttentionSeconds seconds = {.tile = shape.tile, .kv_inner = shape.kv_inner};
   AddTransfers(slice, reach, shape, seconds);
   if (reach.LargestQ(1) > 0) seconds.merge = rework(slice.partial_bytes(chunk, shape.partial_dtype));
   if (shape.heads == 1) return seconds;
@@ -220,7 +229,7 @@ AttentionSeconds MeshSeconds(const ModelShape& model, const PoolSpeed& speed, co
 
 // At most AttentionSeconds' Compute and Wait of one layer under any schedule.
 double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                             int64_t window, bool both_rings) {
+                             int64_t window, bool many_rings) {
   const LayerReach reach(shape, window);
   const LayerPairs pairs(reach, shape.cached_tokens, window);
   AttentionSeconds seconds = WithoutBlocks(model, speed, shape, reach);
@@ -229,23 +238,25 @@ double LeastAttentionSeconds(const ModelShape& model, const PoolSpeed& speed, co
   const auto [a, b] = shape.tile;
   const double blocks = pairs.alike() ? shape.tile.ranks() * BlockSeconds(slice, speed, pairs.Of(0, 0))
                                       : BlockSeconds(slice, speed, pairs.LeastOfTile());
-  double along_q = 0, along_kv = 0;
+  double along_q = 0, along_kv = 0, along_outer = 0;
   std::array<double, kSharedLinks> moves{};
   const auto add = [&](const MessageSeconds& message, int times, double& along) {
     along += times * message.total;
     for (int link = 0; link < kSharedLinks; ++link) moves[link] += times * message.shared[link].moves;
   };
-  add(seconds.MessageOf(Traffic::kO, 0), a - 1, along_q);
+  add(seconds.MessageOf(Traffic::kO, 0).second, a - 1, along_q);
   if (reach.sees_all()) {
     add(seconds.transfer[Traffic::kQ], a - 1, along_q);
-    add(seconds.transfer[Traffic::kKv], b - 1, along_kv);
+    const int outer_hops = shape.kv_inner == 0 ? 0 : b / shape.kv_inner - 1;
+    add(seconds.transfer[Traffic::kKv], b - 1 - outer_hops, along_kv);
+    add(seconds.kv_outer, outer_hops, along_outer);
   } else {
-    for (int hop = 0; hop < a - 1; ++hop) add(seconds.MessageOf(Traffic::kQ, hop), 1, along_q);
-    for (int hop = 0; hop < b - 1; ++hop) add(seconds.MessageOf(Traffic::kKv, hop), 1, along_kv);
+    for (int hop = 0; hop < a - 1; ++hop) add(seconds.MessageOf(Traffic::kQ, hop).second, 1, along_q);
+    for (int hop = 0; hop < b - 1; ++hop) add(seconds.MessageOf(Traffic::kKv, hop).second, 1, along_kv);
   }
-  const double transfers = both_rings
-                               ? std::max({along_q, along_kv, *std::max_element(moves.begin(), moves.end())})
-                               : along_q + along_kv;
+  const double transfers =
+      many_rings ? std::max({along_q, along_kv, along_outer, *std::max_element(moves.begin(), moves.end())})
+                 : along_q + along_kv + along_outer;
   return seconds.Compute() + blocks + seconds.to_heads_wait + seconds.to_tokens_wait +
          std::max(0.0, transfers - blocks);
 }
@@ -260,11 +271,13 @@ struct TypicalLayer {
         const MessageSeconds& message = layer.transfer[traffic];
         if (message.total > transfer[traffic].total) transfer[traffic] = message;
       }
+      kv_outer = layer.kv_outer;  // layers of a double ring send alike
     });
     block /= model.layers;
   }
   double block = 0;
   PerTraffic<MessageSeconds> transfer;
+  MessageSeconds kv_outer;
 };
 
 // How many blocks' time a transfer takes, rounded, at most a·b; 1 for those that the tile has none of.
@@ -322,15 +335,18 @@ RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const
   return {.block = layer.block,
           .q = layer.transfer[Traffic::kQ],
           .kv = layer.transfer[Traffic::kKv],
-          .o = layer.transfer[Traffic::kO]};
+          .o = layer.transfer[Traffic::kO],
+          .kv_outer = layer.kv_outer};
 }
 
 double AttentionSeconds::Block(BlockIndex index) const {
   return blocks.empty() ? block : blocks[index.u * tile.b + index.v];
 }
 
-const MessageSeconds& AttentionSeconds::MessageOf(Traffic traffic, int number) const {
-  return by_hop[traffic].empty() ? transfer[traffic] : by_hop[traffic][number];
+std::pair<Ring, const MessageSeconds&> AttentionSeconds::MessageOf(Traffic traffic, int number) const {
+  const Ring ring = traffic == Traffic::kKv ? KvHopOf(tile, kv_inner, number).ring : Ring::kQ;
+  if (ring == Ring::kKvOuter) return {ring, kv_outer};
+  return {ring, by_hop[traffic].empty() ? transfer[traffic] : by_hop[traffic][number]};
 }
 
 double AttentionSeconds::Compute() const {
@@ -340,31 +356,43 @@ double AttentionSeconds::Compute() const {
 // A planner asks this of thousands of schedules, and no chunk matters to it: it reads the steps, and does not
 // visit schedule_walk.h. predicted_timeline.cc does; a test holds the two to the same seconds.
 double AttentionSeconds::Wait(const Schedule& schedule) const {
-  struct Ring {
-    int steps_left = 0;  // 0: nothing is under way
-    MessageUnderWay message = {};
-  };
   double wait = to_heads_wait + to_tokens_wait;
   double now = 0;
-  Ring along_q, along_kv;
+  MessagesUnderWay messages;
+  std::array<int, kRings> steps_left = {};  // 0: nothing is under way
   PerTraffic<int> number;
+  int under_way = 0;
   for (const Step& step : schedule.steps) {
+    double arrives = 0;  // of a message that has all links for itself, and ends with its step
     if (step.comm.has_value()) {
-      const bool is_kv = step.comm == Traffic::kKv;
-      const MessageSeconds& message = MessageOf(*step.comm, number[*step.comm]++);
-      Ring& own = is_kv ? along_kv : along_q;
-      own = {.steps_left = step.spans, .message = Leave(message, now, (is_kv ? along_q : along_kv).message)};
+      const auto& [ring, message] = MessageOf(*step.comm, number[*step.comm]++);
+      if (under_way == 0 && step.spans == 1) {
+        arrives = now + message.total;
+      } else {
+        messages.Leave(ring, message, now);
+        steps_left[static_cast<int>(ring)] = step.spans;
+        ++under_way;
+      }
     }
     if (blocks.empty()) {
       now += static_cast<double>(step.blocks.size()) * block;
     } else {
       for (const BlockIndex index : step.blocks) now += Block(index);
     }
-    for (Ring* const ring : {&along_q, &along_kv}) {
-      if (ring->steps_left == 0 || --ring->steps_left > 0) continue;
-      const double waited = std::max(0.0, ring->message.arrives - now);
+    const auto wait_until = [&](double arrival) {
+      const double waited = std::max(0.0, arrival - now);
       wait += waited;
       now += waited;
+    };
+    if (under_way == 0) {
+      wait_until(arrives);
+      continue;
+    }
+    for (const Ring ring : {Ring::kQ, Ring::kKv, Ring::kKvOuter}) {
+      int& left = steps_left[static_cast<int>(ring)];
+      if (left == 0 || --left > 0) continue;
+      wait_until(messages.ArrivalOf(ring));
+      --under_way;
     }
   }
   return wait;
@@ -374,7 +402,7 @@ double AttentionSeconds::Transfers(const Schedule& schedule) const {
   double seconds = to_heads + to_tokens;
   PerTraffic<int> number;
   for (const Step& step : schedule.steps) {
-    if (step.comm.has_value()) seconds += MessageOf(*step.comm, number[*step.comm]++).total;
+    if (step.comm.has_value()) seconds += MessageOf(*step.comm, number[*step.comm]++).second.total;
   }
   return seconds;
 }
@@ -411,10 +439,10 @@ void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanSh
 }
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                    bool both_rings) {
+                    bool many_rings) {
   double least = speed.start_seconds + ProductSeconds(model, speed, shape);
   model.ForEachWindow([&](int64_t window, int layers) {
-    least += layers * LeastAttentionSeconds(model, speed, shape, window, both_rings);
+    least += layers * LeastAttentionSeconds(model, speed, shape, window, many_rings);
   });
   return least;
 }

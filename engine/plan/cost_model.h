@@ -3,14 +3,15 @@
 //
 // Ranks are taken to run in lockstep and chunks to be as long as the longest. A step then takes the longer of
 // its communication and its blocks, and what the communication takes beyond its blocks is comm wait. Of a
-// communication that outlasts its step the blocks of all its steps count, and one along the other ring that
-// is on a link that both have goes first (message_seconds.h). Where blocks or messages of a layer differ
-// (layer_reach.h), each counts as that of the rank that has most.
+// communication that outlasts its step the blocks of all its steps count, and it shares links with those
+// along other rings (messages_under_way.h). Where blocks or messages of a layer differ (layer_reach.h), each
+// counts as that of the rank that has most.
 #ifndef MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/mesh/layout.h"
@@ -20,9 +21,9 @@
 #include "engine/plan/plan.h"
 #include "engine/plan/plan_shape.h"
 #include "engine/plan/rank_speed.h"
-#include "engine/schedule/message_seconds.h"
+#include "engine/schedule/messages_under_way.h"
+#include "engine/schedule/multi_ring_schedule.h"
 #include "engine/schedule/schedule.h"
-#include "engine/schedule/two_ring_schedule.h"
 
 namespace meshfill {
 
@@ -35,7 +36,7 @@ OverlapCosts OverlapCostsOf(const ModelShape& model, const PoolSpeed& speed, con
 // it.
 OverlapCosts CoveredBlocksOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
-// What a schedule with two messages at once is made by: a block of the average layer, and the longest
+// What a schedule with several messages at once is made by: a block of the average layer, and the longest
 // messages.
 RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape);
 
@@ -44,10 +45,12 @@ RingSeconds RingSecondsOf(const ModelShape& model, const PoolSpeed& speed, const
 // have less of it, each layer here has its share.
 struct AttentionSeconds {
   Tile tile;
+  int kv_inner = 0;
   double block = 0;                     // one block, on average
   std::vector<double> blocks;           // [a·b], by u·b + v; empty: all take that
   PerTraffic<MessageSeconds> transfer;  // seconds of one Q, KV or O chunk; where they differ, the longest
   PerTraffic<std::vector<MessageSeconds>> by_hop;  // the first, second … of each; empty: all take that
+  MessageSeconds kv_outer;                         // of a double ring: one KV chunk to the next inner ring
   double merge = 0;     // seconds to merge one partial output that arrived; 0: none arrives
   double to_heads = 0;  // this and the next: all-to-alls before and after the mesh; 0 with one head group
   double to_tokens = 0;
@@ -57,7 +60,8 @@ struct AttentionSeconds {
   double reorder_to_tokens = 0;
 
   double Block(BlockIndex index) const;
-  const MessageSeconds& MessageOf(Traffic traffic, int number) const;  // the number-th of its traffic, from 0
+  // The number-th of its traffic, from 0, and its ring.
+  std::pair<Ring, const MessageSeconds&> MessageOf(Traffic traffic, int number) const;
   double Compute() const;  // seconds that a rank computes in one layer's attention
   double Wait(const Schedule& schedule) const;
   double Transfers(const Schedule& schedule) const;  // Wait, and what blocks and the work on tokens hide
@@ -81,10 +85,10 @@ Prediction PredictTime(const ModelShape& model, const PoolSpeed& speed, const Pl
 void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule, Prediction& predicted);
 
-// No schedule of the shape is predicted to take less: its transfers go one by one, or with `both_rings` along
-// both rings at once, its blocks beside them.
+// No schedule of the shape is predicted to take less: its transfers go one by one, or with `many_rings` along
+// all rings at once, its blocks beside them.
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
-                    bool both_rings = false);
+                    bool many_rings = false);
 
 }  // namespace meshfill
 

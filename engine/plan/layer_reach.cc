@@ -8,9 +8,9 @@ namespace meshfill {
 namespace {
 
 // Whether some block is hidden, and the hops from a chunk to those who see it are the first in falling order.
-bool SeesAll(const TokenLayout& layout, int64_t cached_tokens, int64_t window) {
+bool SeesAll(const TokenLayout& layout, int64_t cached_tokens, int64_t window, int kv_inner) {
   const int64_t ranks = layout.ranks(), stripe = layout.stripe();
-  if (ranks == 1 || window == 0 || layout.kind() == LayoutKind::kZigzag) return true;
+  if (ranks == 1 || window == 0 || kv_inner != 0 || layout.kind() == LayoutKind::kZigzag) return true;
   if (layout.kind() == LayoutKind::kContiguous) return cached_tokens > 0;
   return window >= (ranks - 2) * stripe + 2 || cached_tokens % (ranks * stripe) != 0;
 }
@@ -44,10 +44,10 @@ LayerReach::LayerReach(const PlanShape& shape, int64_t window)
       kv_layout_(KvLayout(shape.layout, shape.cached_tokens).Groups(shape.heads)),
       window_(window),
       has_prefix_(shape.cached_tokens > 0),
-      sees_all_(SeesAll(q_layout_, shape.cached_tokens, window)),
+      sees_all_(SeesAll(q_layout_, shape.cached_tokens, window, shape.kv_inner)),
       farthest_(static_cast<int>(
           std::min<int64_t>(q_layout_.ranks() - 1, (window + q_layout_.stripe() - 2) / q_layout_.stripe()))),
-      mesh_(shape.tile, sees_all_ ? KvOrder::kRising : KvOrder::kFalling) {}
+      mesh_(shape.tile, sees_all_ ? KvOrder::kRising : KvOrder::kFalling, shape.kv_inner) {}
 
 // A query's chunk sees the stripes up to farthest_ behind its own. Those of a later chunk are of the round
 // before.

@@ -13,7 +13,7 @@
 //
 // Elsewhere every chunk is taken to be seen by all, and goes round its ring in the paper's order, which is
 // the order of the sums: layers without a window, stripes in shorter rounds, zigzag, and contiguous chunks
-// behind a cached prefix, which no run has.
+// behind a cached prefix, which no run has. So it does in double rings.
 #ifndef MESHFILL_ENGINE_PLAN_LAYER_REACH_H_
 #define MESHFILL_ENGINE_PLAN_LAYER_REACH_H_
 

@@ -17,8 +17,9 @@ int Plan::RankAt(int seat) const {
 }
 
 std::string PlanShape::DebugString() const {
-  return absl::StrCat(tile.DebugString(), ", ", heads, heads == 1 ? " head group, " : " head groups, ",
-                      layout.DebugString(), ", partial outputs in ", DTypeName(partial_dtype),
+  return absl::StrCat(tile.DebugString(), kv_inner == 0 ? "" : absl::StrCat(" in KV rings of ", kv_inner),
+                      ", ", heads, heads == 1 ? " head group, " : " head groups, ", layout.DebugString(),
+                      ", partial outputs in ", DTypeName(partial_dtype),
                       cached_tokens == 0 ? "" : absl::StrCat(", after ", cached_tokens, " cached tokens"),
                       exchanges() == 1 ? "" : absl::StrCat(", exchanged by ", exchange_tokens, " tokens"));
 }

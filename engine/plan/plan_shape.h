@@ -23,6 +23,7 @@ struct PlanShape {
   TokenLayout layout;  // who has which of the prompt's tokens, the queries
   int heads = 1;
   Tile tile;
+  int kv_inner = 0;  // ranks of an inner ring of KV; 0: KV goes round one ring (mesh.h)
   DType partial_dtype = DType::kF32;
   int64_t cached_tokens = 0;  // before the prompt; its queries see their keys, which are dealt with its own
   Links links;                // assumed by predictions

@@ -139,8 +139,10 @@ class Schedules {
 // Where the ranks of a shape may sit, and the links that its messages then have.
 struct PlacedLinks {
   Placement placement;
+  int kv_inner = 0;
   Links links;
 
+  // Both of one KV ring.
   bool NoFasterThan(const PlacedLinks& other) const {
     const auto slower = [](const Link& link, const Link& than) {
       return link.latency_seconds >= than.latency_seconds && link.bytes_per_second <= than.bytes_per_second;
@@ -161,8 +163,20 @@ struct PlacedLinks {
 
 // Ranks in the order of the seats.
 PlacedLinks RowFirstLinks(const PoolSpeed& speed, const PlanRequest& request, int heads, Tile tile) {
-  if (request.topology.node_of_seat.empty()) return {.placement = {}, .links = Links::Alike(speed.link())};
-  return {.placement = {}, .links = LinksOf(request.topology, heads, tile, RowFirst(request.ranks))};
+  PlacedLinks placed;
+  const bool placed_nowhere = request.topology.node_of_seat.empty();
+  placed.links = placed_nowhere ? Links(Links::Alike(speed.link()))
+                                : LinksOf(request.topology, heads, tile, RowFirst(request.ranks));
+  return placed;
+}
+
+// Ranks of a KV group that share the first one's node, side by side.
+int KvRanksInANode(const Topology& topology, int heads, Tile tile, const Placement& placement) {
+  const Grid grid = MeshGrid(heads, tile);
+  const auto node = [&](int y) { return topology.node_of_seat[placement.seat_of_rank[grid.Rank(0, y, 0)]]; };
+  int ranks = 1;
+  while (ranks < tile.b && node(ranks) == node(0)) ++ranks;
+  return ranks;
 }
 
 // The boxes that may be faster than that, and than each other.
@@ -171,7 +185,8 @@ std::vector<PlacedLinks> BoxedLinks(const PlanRequest& request, int heads, Tile 
   std::vector<PlacedLinks> kept;
   const int seats_per_node = SeatsPerNode(request.topology, request.ranks);
   for (Placement& placement : PlacementsOf(MeshGrid(heads, tile), seats_per_node)) {
-    PlacedLinks placed = {.placement = std::move(placement), .links = {}};
+    PlacedLinks placed;
+    placed.placement = std::move(placement);
     placed.links = LinksOf(request.topology, heads, tile, placed.placement);
     const auto no_better = [&](const PlacedLinks& other) { return placed.NoFasterThan(other); };
     if (no_better(row_first) || std::any_of(kept.begin(), kept.end(), no_better)) continue;
@@ -208,11 +223,13 @@ class ShapePlanner {
       ideal.links = Links::Alike(request_.topology.same_node);
       ideal.links.shared_inside = {};
       ideal.exchange_tokens = ExchangeTokensOf(ideal);
-      if (MayGain(ideal, BothRings(ideal), *best)) {
+      if (MayGain(ideal, ManyRings(ideal), *best)) {
         for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
           TryPlacement(heads, tile, boxed, best);
         }
       }
+      ideal.kv_inner = LeastInnerRing(tile);
+      if (ideal.kv_inner != 0 && ManyRings(ideal) && MayGain(ideal, true, *best)) TryDoubleRings(ideal, best);
     }
     best->predicted.comm_bytes = PrefillCommBytes(model_, *best);
     return *std::move(best);
@@ -225,6 +242,7 @@ class ShapePlanner {
       PlanShape shape = {.layout = layout,
                          .heads = heads,
                          .tile = tile,
+                         .kv_inner = placed.kv_inner,
                          .cached_tokens = request_.cached_tokens,
                          .links = placed.links,
                          .keeps_kv = request_.keeps_kv,
@@ -233,10 +251,36 @@ class ShapePlanner {
       shape.exchange_tokens = ExchangeTokensOf(shape);
       for (DType partial_dtype : PartialDTypesOf(request_)) {
         shape.partial_dtype = partial_dtype;
-        if (best.has_value() && !MayGain(shape, BothRings(shape), *best)) continue;
-        const bool two_alone = best.has_value() && BothRings(shape) && !MayGain(shape, false, *best);
-        TrySchedules(shape, placed.placement, two_alone, best);
+        if (best.has_value() && !MayGain(shape, ManyRings(shape), *best)) continue;
+        const bool many_alone =
+            best.has_value() && ManyRings(shape) && (shape.kv_inner != 0 || !MayGain(shape, false, *best));
+        TrySchedules(shape, placed.placement, many_alone, best);
       }
+    }
+  }
+
+  // Plans the shape with a double ring of KV in each placement in which several ranks of a KV group are in a
+  // node: they form an inner ring. `ideal` has the shape, and the links inside nodes for all messages.
+  void TryDoubleRings(PlanShape ideal, std::optional<SketchedPlan>& best) {
+    const auto [heads, tile] = std::pair(ideal.heads, ideal.tile);
+    const Topology& topology = request_.topology;
+    const int seats_per_node = SeatsPerNode(topology, request_.ranks);
+    // All ranks of a node send along outer rings, and to other nodes.
+    ideal.links.kv_outer.link = {
+        .latency_seconds = topology.between_nodes.latency_seconds,
+        .bytes_per_second = std::min(topology.between_nodes.bytes_per_second,
+                                     topology.node_bytes_per_second / seats_per_node)};
+    std::vector<Placement> placements = PlacementsOf(MeshGrid(heads, tile), seats_per_node);
+    for (Placement& placement : placements) {
+      const bool row_first = &placement == &placements.front();
+      ideal.kv_inner = KvRanksInANode(topology, heads, tile, placement);
+      if (ideal.kv_inner == 1 || !CanSplitKvRing(tile, ideal.kv_inner)) continue;
+      if (!MayGain(ideal, true, *best)) continue;
+      PlacedLinks placed;
+      placed.kv_inner = ideal.kv_inner;
+      placed.links = LinksOf(topology, heads, tile, placement, ideal.kv_inner);
+      if (!row_first) placed.placement = std::move(placement);
+      TryPlacement(heads, tile, placed, best);
     }
   }
 
@@ -245,22 +289,31 @@ class ShapePlanner {
     return may ? BestExchangeTokens(model_, speed_, shape) : 0;
   }
 
-  // Spares the schedules of a shape that none can make faster, with messages along both rings at once or not.
-  bool MayGain(const PlanShape& shape, bool both_rings, const SketchedPlan& best) const {
+  // Spares the schedules of a shape that none can make faster, with messages along all rings at once or not.
+  bool MayGain(const PlanShape& shape, bool many_rings, const SketchedPlan& best) const {
     return Over(best.predicted) ||
-           LeastSeconds(model_, speed_, shape, both_rings) < best.predicted.seconds * (1 - kLeastGain);
+           LeastSeconds(model_, speed_, shape, many_rings) < best.predicted.seconds * (1 - kLeastGain);
   }
 
-  bool BothRings(const PlanShape& shape) const {
-    return request_.both_rings && request_.schedule == ScheduleChoice::kAuto && shape.tile.a > 1 &&
-           shape.tile.b > 1;
+  bool ManyRings(const PlanShape& shape) const {
+    return request_.many_rings && request_.schedule == ScheduleChoice::kAuto &&
+           ((shape.tile.a > 1 && shape.tile.b > 1) || shape.kv_inner != 0);
   }
 
-  // `two_alone`: of the schedules, that with two messages at once alone.
-  void TrySchedules(const PlanShape& shape, const Placement& placement, bool two_alone,
+  // The inner rings that leave least to themselves: no double ring sends less along its inner rings.
+  static int LeastInnerRing(Tile tile) {
+    for (int ranks = 2; ranks < tile.b; ++ranks) {
+      if (tile.b % ranks == 0) return ranks;
+    }
+    return 0;
+  }
+
+  // `many_alone`: of the schedules, that with several messages at once alone.
+  void TrySchedules(const PlanShape& shape, const Placement& placement, bool many_alone,
                     std::optional<SketchedPlan>& best) {
     std::optional<SketchedPlan> best_here;
-    const auto one_message = two_alone ? std::vector<SharedSchedule>() : schedules_.Of(model_, speed_, shape);
+    const auto one_message =
+        many_alone ? std::vector<SharedSchedule>() : schedules_.Of(model_, speed_, shape);
     for (const SharedSchedule& schedule : one_message) {
       Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
       if (best_here.has_value() && IsSlower(predicted, best_here->predicted)) continue;
@@ -268,10 +321,10 @@ class ShapePlanner {
       if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
       best_here = {shape, {}, schedule, predicted};
     }
-    if (two_alone || (BothRings(shape) && best_here->predicted.comm_wait_seconds > 0)) {
-      const Prediction& other = two_alone ? best->predicted : best_here->predicted;
-      auto schedule =
-          std::make_shared<const Schedule>(TwoRingSchedule(shape.tile, RingSecondsOf(model_, speed_, shape)));
+    if (many_alone || (ManyRings(shape) && best_here->predicted.comm_wait_seconds > 0)) {
+      const Prediction& other = many_alone ? best->predicted : best_here->predicted;
+      auto schedule = std::make_shared<const Schedule>(
+          MultiRingSchedule(shape.tile, shape.kv_inner, RingSecondsOf(model_, speed_, shape)));
       Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
       if (!IsSlower(predicted, other)) {
         PredictMemory(model_, speed_, shape, *schedule, predicted);

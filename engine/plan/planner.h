@@ -5,8 +5,9 @@
 //     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
 //     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (docs/tuning.md)
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
-//     schedule     Algorithm 2's, that of least time (optimal_schedule.h), or one with messages along both
-//                  rings at once (two_ring_schedule.h)
+//     schedule     Algorithm 2's, that of least time (optimal_schedule.h), or one with messages along all
+//                  rings at once (multi_ring_schedule.h)
+//     KV rings     one, or with such a schedule a double ring whose inner rings are inside nodes (mesh.h)
 //     exchange     of head groups, at once or in slices beside the work on tokens
 //
 // The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
@@ -46,7 +47,7 @@ struct PlanRequest {
   // Messages go on beside compute: head groups may exchange in slices. Where weights are not resident they
   // never do, as two layers' are needed at once.
   bool hides_exchanges = false;
-  bool both_rings = false;  // a message along the Q rings and one along the KV rings may be under way at once
+  bool many_rings = false;  // a message along each ring of a mesh may be under way at once
 };
 
 // Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,

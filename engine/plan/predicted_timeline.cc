@@ -1,6 +1,7 @@
 #include "engine/plan/predicted_timeline.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -26,17 +27,16 @@ class LayerSpans : public ScheduleVisitor {
 
   // Visits the walk.
   void Start(const Transfer& transfer) {
-    // The k-th Recv sends #k, the k-th Send O sends O#k+1.
-    const int number = transfer.traffic == Traffic::kO ? transfer.sent - 1 : transfer.sent;
-    const bool is_kv = transfer.traffic == Traffic::kKv;
-    MessageUnderWay& own = is_kv ? along_kv_ : along_q_;
-    own = Leave(seconds_.MessageOf(transfer.traffic, number), now_, is_kv ? along_q_ : along_kv_);
-    Add({.kind = SpanKind::kTransfer, .what = OperationName(transfer.traffic)}, now_, own.arrives);
+    const auto& [ring, message] = seconds_.MessageOf(transfer.traffic, transfer.number);
+    messages_.Leave(ring, message, now_);
+    left_[static_cast<int>(ring)] = now_;
   }
   void Block(BlockIndex block, RowState) { Work({.what = "block", .block = block}, seconds_.Block(block)); }
   void End(const Transfer& transfer, RowState) {
-    const double arrives = (transfer.traffic == Traffic::kKv ? along_kv_ : along_q_).arrives;
-    if (arrives > now_) Wait(OperationName(transfer.traffic), arrives);
+    const char* const name = OperationName(transfer.traffic);
+    const double arrives = messages_.ArrivalOf(transfer.ring);
+    Add({.kind = SpanKind::kTransfer, .what = name}, left_[static_cast<int>(transfer.ring)], arrives);
+    if (arrives > now_) Wait(name, arrives);
     if (transfer.traffic == Traffic::kO) Work({.what = "merge"}, seconds_.merge);
   }
 
@@ -66,8 +66,8 @@ class LayerSpans : public ScheduleVisitor {
 
   const AttentionSeconds seconds_;
   double now_ = 0;
-  MessageUnderWay along_q_;
-  MessageUnderWay along_kv_;
+  MessagesUnderWay messages_;
+  std::array<double, kRings> left_ = {};  // when the last message along each ring did
   std::vector<Span> spans_;
 };
 

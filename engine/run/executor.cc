@@ -1,5 +1,6 @@
 #include "engine/run/executor.h"
 
+#include <array>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -36,7 +37,7 @@ struct Row {
   BufferRef arrived;  // in the wire's dtype: came before the row had a state to merge it into
 };
 
-// A communication along one of the two rings.
+// A communication along one of the rings.
 struct UnderWay {
   std::unique_ptr<PendingReceive> pending;  // null: there is none
   TimelineRecorder::Moment start;           // kept where the recorder keeps spans
@@ -90,7 +91,7 @@ class LayerRun : public ScheduleVisitor {
   }
 
   absl::Status End(const Transfer& transfer, RowState) {
-    UnderWay& along = Along(transfer.traffic);
+    UnderWay& along = Along(transfer.ring);
     const std::unique_ptr<PendingReceive> pending = std::move(along.pending);
     if (pending == nullptr) return absl::OkStatus();
     ASSIGN_OR_RETURN(BufferRef message, WaitFor(transfer.traffic, *pending, along.start));
@@ -170,9 +171,12 @@ class LayerRun : public ScheduleVisitor {
   absl::Status StartKv(const Transfer& transfer) {
     const int hop = transfer.received;
     if (reach_.LargestKv(hop) == 0) return absl::OkStatus();
+    const bool outer = transfer.ring == Ring::kKvOuter;
     ASSIGN_OR_RETURN(BufferRef message,
                      KvPart(transfer.sent, reach_.KvReach(mesh_.KvChunk(rank_, transfer.sent), hop)));
-    return SendReceive(transfer, mesh_.KvSendTo(rank_), std::move(message), mesh_.KvReceiveFrom(rank_),
+    return SendReceive(transfer, outer ? mesh_.KvOuterSendTo(rank_) : mesh_.KvSendTo(rank_),
+                       std::move(message),
+                       outer ? mesh_.KvOuterReceiveFrom(rank_) : mesh_.KvReceiveFrom(rank_),
                        model_.kv_bytes(Held(transfer.received).slots()));
   }
 
@@ -231,7 +235,7 @@ class LayerRun : public ScheduleVisitor {
   absl::Status SendReceive(const Transfer& transfer, int to, BufferRef message, int from,
                            int64_t receive_bytes) {
     stats_.sent[transfer.traffic] += static_cast<int64_t>(message->size_bytes());
-    UnderWay& along = Along(transfer.traffic);
+    UnderWay& along = Along(transfer.ring);
     if (recorder_ != nullptr && recorder_->keeps_spans()) along.start = recorder_->Now();
     ASSIGN_OR_RETURN(along.pending,
                      communicator_.SendReceive(transfer.traffic, GlobalRank(to), std::move(message),
@@ -291,8 +295,7 @@ class LayerRun : public ScheduleVisitor {
     return message;
   }
 
-  // Q and O go along the Q rings.
-  UnderWay& Along(Traffic traffic) { return traffic == Traffic::kKv ? along_kv_ : along_q_; }
+  UnderWay& Along(Ring ring) { return under_way_[static_cast<int>(ring)]; }
 
   int QChunk(int u) const { return mesh_.QChunk(rank_, u); }
   int64_t QTokens(int u) const { return reach_.q_layout().ChunkTokens(QChunk(u)); }
@@ -316,8 +319,7 @@ class LayerRun : public ScheduleVisitor {
   std::vector<BufferRef> q_;   // [a], by local index; null: not here yet, or no longer
   std::vector<BufferRef> kv_;  // [b]
   std::vector<Row> rows_;      // [a]
-  UnderWay along_q_;
-  UnderWay along_kv_;
+  std::array<UnderWay, kRings> under_way_;
 };
 
 }  // namespace

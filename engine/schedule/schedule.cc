@@ -73,6 +73,7 @@ const char* CommName(std::optional<Traffic> comm) { return comm.has_value() ? Tr
 
 std::string Schedule::DebugString() const {
   std::string text = tile.DebugString();
+  if (kv_inner != 0) absl::StrAppend(&text, " in rings of ", kv_inner);
   for (const Step& step : steps) {
     absl::StrAppend(&text, " | ", CommName(step.comm));
     if (step.spans > 1) absl::StrAppend(&text, " spans ", step.spans);

@@ -17,10 +17,17 @@ namespace {
 class ScheduleChecker {
  public:
   explicit ScheduleChecker(const Schedule& schedule)
-      : schedule_(schedule), a_(schedule.tile.a), b_(schedule.tile.b) {}
+      : schedule_(schedule),
+        a_(schedule.tile.a),
+        b_(schedule.tile.b),
+        rings_(schedule.tile, schedule.kv_inner) {}
 
   absl::Status Run() {
     if (a_ < 1 || b_ < 1) return absl::InternalError(absl::StrCat("schedule of a tile ", a_, "x", b_));
+    if (!CanSplitKvRing(schedule_.tile, schedule_.kv_inner)) {
+      return absl::InternalError(
+          absl::StrCat("schedule of ", b_, " ranks of a KV group in rings of ", schedule_.kv_inner));
+    }
     computed_.assign(a_, std::vector<bool>(b_, false));
     row_blocks_.assign(a_, 0);
     for (step_ = 0; step_ < static_cast<int>(schedule_.steps.size()); ++step_) {
@@ -35,7 +42,7 @@ class ScheduleChecker {
     if (step.comm.has_value()) {
       RETURN_IF_ERROR(CheckStart(*step.comm));
       RETURN_IF_ERROR(CheckSpans(step));
-      rings_.Start(step, step_);
+      rings_.Start(*step.comm, step_, step.spans);
     } else if (step.spans != 1) {
       return Refuse(absl::StrCat("has no communication, of ", step.spans, " steps"));
     }
@@ -51,9 +58,9 @@ class ScheduleChecker {
     if (step.spans > std::ssize(schedule_.steps) - step_) {
       return Refuse("has a communication that ends behind the last step");
     }
-    const RingsUnderWay::Ring& ring = rings_.Along(*step.comm);
-    if (ring.comm.has_value()) {
-      return Refuse(absl::StrCat("starts ", CommName(step.comm), " before the ", CommName(ring.comm),
+    const RingsUnderWay::UnderWay& along = rings_.Along(rings_.RingOf(*step.comm));
+    if (along.comm.has_value()) {
+      return Refuse(absl::StrCat("starts ", CommName(step.comm), " before the ", CommName(along.comm),
                                  " before it along its ring has ended"));
     }
     return absl::OkStatus();
@@ -62,15 +69,16 @@ class ScheduleChecker {
   absl::Status CheckStart(Traffic comm) const {
     switch (comm) {
       case Traffic::kQ:
-        if (rings_.q_received == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
+        if (rings_.q_received() == a_ - 1) return Refuse("receives a Q chunk beyond the tile's rows");
         return absl::OkStatus();
       case Traffic::kKv:
-        if (rings_.kv_received == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
+        if (rings_.kv_started() == b_ - 1) return Refuse("receives a KV chunk beyond the tile's columns");
+        if (!rings_.HasToSend(rings_.RingOf(comm))) return Refuse("sends a KV chunk that has not arrived");
         return absl::OkStatus();
       case Traffic::kO: {
         // What arrived for row k+1 came with the Send O before, which an earlier step has ended: steps run in
         // turn.
-        const int row = rings_.o_sent + 1;
+        const int row = rings_.o_sent() + 1;
         if (row > a_ - 1) return Refuse("sends an O chunk beyond the tile's rows");
         if (row_blocks_[row] != b_) {
           return Refuse(
@@ -93,8 +101,8 @@ class ScheduleChecker {
       return Refuse(absl::StrCat("block (", u, ",", v, ") ", why));
     };
     if (u < 0 || u >= a_ || v < 0 || v >= b_) return refuse("is outside the tile");
-    if (u > rings_.q_received) return refuse("needs a Q chunk that has not arrived");
-    if (v > rings_.kv_received) return refuse("needs a KV chunk that has not arrived");
+    if (u > rings_.q_received()) return refuse("needs a Q chunk that has not arrived");
+    if (!rings_.HasKv(v)) return refuse("needs a KV chunk that has not arrived");
     if (computed_[u][v]) return refuse("is computed twice");
     computed_[u][v] = true;
     ++row_blocks_[u];
@@ -106,9 +114,9 @@ class ScheduleChecker {
       return absl::InternalError(
           absl::StrCat("schedule ", schedule_.tile.DebugString(), " ends with ", why...));
     };
-    if (rings_.q_received != a_ - 1) return refuse(rings_.q_received, " Recv Q, not ", a_ - 1);
-    if (rings_.kv_received != b_ - 1) return refuse(rings_.kv_received, " Recv KV, not ", b_ - 1);
-    if (rings_.o_sent != a_ - 1) return refuse(rings_.o_sent, " Send O, not ", a_ - 1);
+    if (rings_.q_received() != a_ - 1) return refuse(rings_.q_received(), " Recv Q, not ", a_ - 1);
+    if (rings_.kv_received() != b_ - 1) return refuse(rings_.kv_received(), " Recv KV, not ", b_ - 1);
+    if (rings_.o_sent() != a_ - 1) return refuse(rings_.o_sent(), " Send O, not ", a_ - 1);
     for (int u = 0; u < a_; ++u) {
       for (int v = 0; v < b_; ++v) {
         if (!computed_[u][v]) return refuse("block (", u, ",", v, ") never computed");

@@ -6,10 +6,10 @@
 //     Start(transfer)        its communication starts
 //     Block(block, row)      each block, then FreeQ and FreeKv where it was the last use of its chunks
 //     End(transfer)          a communication that spans no further step has ended, then FreeQ or FreeKv of
-//                            the chunk that was passed on; of two, the one that started first
+//                            the chunk that was passed on; of several, the one that started first
 //
-// A chunk is in use until its last block has run and, unless it is the last of its ring, until the receive
-// that passes it on has ended. The rank's own Q#0 and KV#0 are there from the start.
+// A chunk is in use until its last block has run and, unless it is the last of its ring, until the receives
+// that pass it on have ended. The rank's own Q#0 and KV#0 are there from the start.
 #ifndef MESHFILL_ENGINE_SCHEDULE_SCHEDULE_WALK_H_
 #define MESHFILL_ENGINE_SCHEDULE_SCHEDULE_WALK_H_
 
@@ -21,12 +21,14 @@
 
 namespace meshfill {
 
-// A communication by local indices (mesh.h). The k-th Recv Q sends Q#k and receives Q#k+1, Recv KV likewise;
-// the k-th Send O sends O#k+1 and receives O#(k+2) mod a.
+// A communication by local indices (mesh.h). The k-th Recv Q sends Q#k and receives Q#k+1, the k-th Send O
+// sends O#k+1 and receives O#(k+2) mod a; the k-th Recv KV is KvHopOf's.
 struct Transfer {
   Traffic traffic = Traffic::kQ;  // kQ, kKv or kO
   int sent = 0;
   int received = 0;
+  Ring ring = Ring::kQ;
+  int number = 0;  // k, from 0
 };
 
 // What a row has for its partial output: nothing, the partial that arrived for it, or blocks of its own.
@@ -49,38 +51,43 @@ struct ScheduleVisitor {
 // State of a walk that is under way. The schedule has passed CheckSchedule.
 class WalkState {
  public:
-  explicit WalkState(Tile tile) : a_(tile.a), q_(tile.a, tile.b), kv_(tile.b, tile.a), rows_(tile.a) {}
+  WalkState(Tile tile, int kv_inner)
+      : tile_(tile),
+        kv_inner_(kv_inner),
+        q_uses_left_(tile.a, tile.b + 1),
+        kv_uses_left_(tile.b, tile.a),
+        rows_(tile.a) {
+    --q_uses_left_.back();
+    for (int number = 0; number < tile.b - 1; ++number) {
+      ++kv_uses_left_[KvHopOf(tile, kv_inner, number).sent];
+    }
+  }
 
-  Transfer Next(Traffic traffic) const {
-    if (traffic == Traffic::kQ) return {traffic, q_.passed_on, q_.passed_on + 1};
-    if (traffic == Traffic::kKv) return {traffic, kv_.passed_on, kv_.passed_on + 1};
-    return {traffic, o_sent_ + 1, (o_sent_ + 2) % a_};
+  // The communication that starts.
+  Transfer Next(Traffic traffic) {
+    const int k = started_[traffic]++;
+    if (traffic == Traffic::kQ) return {traffic, k, k + 1, Ring::kQ, k};
+    if (traffic == Traffic::kO) return {traffic, k + 1, (k + 2) % tile_.a, Ring::kQ, k};
+    const KvHop hop = KvHopOf(tile_, kv_inner_, k);
+    return {traffic, hop.sent, hop.received, hop.ring, k};
   }
   RowState row(int u) const { return rows_[u]; }
 
   void Compute(BlockIndex block) { rows_[block.u] = RowState::kBegun; }
   // True at the last use of the chunk.
-  bool UseQ(int u) { return --q_.uses_left[u] == 0; }
-  bool UseKv(int v) { return --kv_.uses_left[v] == 0; }
-  bool PassOnQ() { return UseQ(q_.passed_on++); }
-  bool PassOnKv() { return UseKv(kv_.passed_on++); }
-  void ExchangeO(int received) {
-    ++o_sent_;
-    if (rows_[received] == RowState::kEmpty) rows_[received] = RowState::kArrived;
+  bool UseQ(int u) { return --q_uses_left_[u] == 0; }
+  bool UseKv(int v) { return --kv_uses_left_[v] == 0; }
+  void ReceiveO(int u) {
+    if (rows_[u] == RowState::kEmpty) rows_[u] = RowState::kArrived;
   }
 
  private:
-  struct Ring {
-    Ring(int chunks, int blocks_each) : uses_left(chunks, blocks_each + 1) { --uses_left.back(); }
-    std::vector<int> uses_left;  // blocks, and the send; nobody asks for the last chunk
-    int passed_on = 0;
-  };
-
-  const int a_;
-  Ring q_;
-  Ring kv_;
+  const Tile tile_;
+  const int kv_inner_;
+  std::vector<int> q_uses_left_;  // blocks, and sends
+  std::vector<int> kv_uses_left_;
   std::vector<RowState> rows_;
-  int o_sent_ = 0;
+  PerTraffic<int> started_;
 };
 
 // Walks until the end, or until a visitor's status is not OK. Returns that status where the visitor has them.
@@ -101,17 +108,17 @@ auto Walk(const Schedule& schedule, Visitor& visitor) {
     int steps_left;  // until it has ended
   };
   std::vector<UnderWay> under_way;  // by start; at most one along each ring
-  WalkState state(schedule.tile);
+  WalkState state(schedule.tile, schedule.kv_inner);
   const auto pass_on = [&](const Transfer& transfer) {
-    if (transfer.traffic == Traffic::kQ && state.PassOnQ()) visitor.FreeQ(transfer.sent);
-    if (transfer.traffic == Traffic::kKv && state.PassOnKv()) visitor.FreeKv(transfer.sent);
+    if (transfer.traffic == Traffic::kQ && state.UseQ(transfer.sent)) visitor.FreeQ(transfer.sent);
+    if (transfer.traffic == Traffic::kKv && state.UseKv(transfer.sent)) visitor.FreeKv(transfer.sent);
   };
   const auto end = [&](const Transfer& transfer) {
     const bool is_o = transfer.traffic == Traffic::kO;
     const RowState received = is_o ? state.row(transfer.received) : RowState::kEmpty;
     if (!goes_on([&] { return visitor.End(transfer, received); })) return false;
     if constexpr (!Visitor::kHandsOver) pass_on(transfer);
-    if (is_o) state.ExchangeO(transfer.received);
+    if (is_o) state.ReceiveO(transfer.received);
     return true;
   };
   const auto run = [&](const Step& step) {

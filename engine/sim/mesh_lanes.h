@@ -1,5 +1,5 @@
 // Mesh-Attention with two communications under way at once, one along each ring: what the paper leaves as
-// future work. Forward, plans may have them too (two_ring_schedule.h); backward, the simulator shows what
+// future work. Forward, plans may have them too (multi_ring_schedule.h); backward, the simulator shows what
 // they would be worth.
 //
 //     Q lane    [Recv Q#1][Recv Q#2]      …     [Send O#1]   [Send O#2]         inside a node, say

@@ -45,7 +45,7 @@ class ForwardBuilder : public ScheduleVisitor {
       builder_.Give(groups_.chunk().o_state);
       builder_.Take(bytes);
     }
-    builder_.Start(channels_[transfer.traffic], bytes);
+    builder_.Start(ChannelOf(transfer), bytes);
   }
 
   void Block(BlockIndex, RowState row) {
@@ -54,7 +54,7 @@ class ForwardBuilder : public ScheduleVisitor {
   }
 
   void End(const Transfer& transfer, RowState row) {
-    builder_.Wait(channels_[transfer.traffic]);
+    builder_.Wait(ChannelOf(transfer));
     if (transfer.traffic != Traffic::kO) return;
     TakeState(row);  // merged into its row
     builder_.Give(2 * groups_.chunk().o);
@@ -71,10 +71,11 @@ class ForwardBuilder : public ScheduleVisitor {
   void RunMesh() {
     const ChunkBytes& chunk = groups_.chunk();
     const auto [a, b] = schedule_.tile;
-    const MeshRings rings = MeshRingsOf(groups_, schedule_.tile);
+    const MeshRings rings = MeshRingsOf(groups_, schedule_.tile, schedule_.kv_inner);
     channels_[Traffic::kQ] = builder_.AddChannel(Traffic::kQ, rings.q_from);
     channels_[Traffic::kKv] = builder_.AddChannel(Traffic::kKv, rings.kv_from);
     channels_[Traffic::kO] = builder_.AddChannel(Traffic::kO, rings.q_from);
+    if (schedule_.kv_inner != 0) outer_channel_ = builder_.AddChannel(Traffic::kKv, rings.kv_outer_from);
     // A ring reuses no KV chunk: it keeps the caller's own, and one at a time.
     if (keep_q_ && ring_) builder_.Take(chunk.kv);
     builder_.Take(chunk.q);
@@ -84,6 +85,10 @@ class ForwardBuilder : public ScheduleVisitor {
     if (keep_kv_) builder_.Give(b * chunk.kv);
     builder_.Give(chunk.o_state);  // O#0
     if (keep_q_ && ring_) builder_.Give(chunk.kv);
+  }
+
+  int ChannelOf(const Transfer& transfer) const {
+    return transfer.ring == Ring::kKvOuter ? outer_channel_ : channels_[transfer.traffic];
   }
 
   int64_t BytesOf(Traffic traffic) const {
@@ -103,6 +108,7 @@ class ForwardBuilder : public ScheduleVisitor {
   const bool keep_q_;
   const bool keep_kv_;
   PerTraffic<int> channels_;
+  int outer_channel_ = 0;  // KV, from one inner ring to the next
 };
 
 class BackwardBuilder {

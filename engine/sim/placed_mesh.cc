@@ -79,6 +79,7 @@ std::string PlacedMesh::DebugString() const {
   std::string text = tile.DebugString();
   if (heads > 1) text = absl::StrCat(heads, "·", text);
   if (placement.name != "row-first") absl::StrAppend(&text, ", ", placement.name);
+  if (kv_inner != 0) absl::StrAppend(&text, ", KV rings of ", kv_inner);
   return text;
 }
 
@@ -101,7 +102,7 @@ absl::StatusOr<Plan> MakeForwardPlan(const AttentionJob& job, int ranks, const C
                           .partial_dtype = DTypeOf(job.wire.partial),
                           .one_memory = false,
                           .topology = TopologyOf(cluster, ranks),
-                          .both_rings = true});
+                          .many_rings = true});
   RETURN_IF_ERROR(choice.status());
   Plan plan = std::move(choice->plan);
   if (plan.placement.seat_of_rank.empty()) plan.placement = RowFirst(ranks);

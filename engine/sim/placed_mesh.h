@@ -24,8 +24,9 @@ struct PlacedMesh {
   int heads = 1;
   Tile tile;
   Placement placement;
+  int kv_inner = 0;  // as in mesh.h
 
-  std::string DebugString() const;  // "2·4x32, box 2x1x4"; "4x64" row-first
+  std::string DebugString() const;  // "2·4x32, box 2x1x4"; "4x64" row-first; "1x64, KV rings of 8"
 };
 
 // What Algorithms 2 and 3 take the transfers to cost (Mesh-Attention §3.5: c is profiled).

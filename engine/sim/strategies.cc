@@ -157,7 +157,10 @@ class Variants {
   absl::Status AddPlan() {
     ASSIGN_OR_RETURN(Plan plan, MakeForwardPlan(job_, ranks_, cluster_));
     RankProgram program = MeshForwardProgram(job_, plan.heads, plan.schedule);
-    const PlacedMesh mesh{.heads = plan.heads, .tile = plan.tile, .placement = std::move(plan.placement)};
+    const PlacedMesh mesh{.heads = plan.heads,
+                          .tile = plan.tile,
+                          .placement = std::move(plan.placement),
+                          .kv_inner = plan.kv_inner};
     shortlist_.Add(mesh.DebugString(), std::move(program), mesh.placement);
     return absl::OkStatus();
   }

@@ -34,7 +34,9 @@ absl::StatusOr<SlowerReason> ReasonOf(const SweepResult& cell, const Cluster& cl
   ASSIGN_OR_RETURN(const std::optional<PassResult> lanes,
                    RunStrategy(StrategyKind::kPlannedLanes, cell.job, cell.pass, cell.gpus, cluster));
   const bool enough = lanes.has_value() && lanes->seconds <= cell.rival.seconds * (1 + SweepResult::kTie);
-  return enough ? SlowerReason::kOneMessage : MovementOf(cell.rival.kind);
+  if (!enough) return MovementOf(cell.rival.kind);
+  // Forward, plans may have as many messages.
+  return cell.pass == Pass::kForward ? SlowerReason::kEstimate : SlowerReason::kOneMessage;
 }
 
 // nullopt: no rival applies, or the planner does not.

@@ -31,8 +31,8 @@ struct Sweep {
 enum class SlowerReason {
   kNone,           // the plan is not slower
   kEstimate,       // a plan that Meshfill runs, and the planner predicted to be slower
-  kOneMessage,     // a second message: with one along Q and one along KV at once the plan would be as fast
-  kDoubleRing,     // two messages at once, both along KV
+  kOneMessage,     // a second message, in a backward pass: one along Q and one along KV at once
+  kDoubleRing,     // a double ring of another window than the planner tries
   kParallelRings,  // several flows of a ring
   kCollectives,    // gathers
 };

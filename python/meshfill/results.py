@@ -26,6 +26,7 @@ class PlanSummary:
     pieces: int = 1  # runs of tokens, one after the other, that fit the memory
     piece_tokens: int = 0  # of each piece but the last; 0: the prompt is whole
     exchange_tokens: int = 0  # of each rank, that head groups exchange at a time; 0: all at once
+    kv_inner: int = 0  # ranks of an inner ring, where KV goes round a double ring; 0: it goes round one
 
     @classmethod
     def from_proto(cls, message) -> "PlanSummary":
@@ -41,6 +42,7 @@ class PlanSummary:
             pieces=max(1, message.pieces),
             piece_tokens=message.piece_tokens,
             exchange_tokens=message.exchange_tokens,
+            kv_inner=message.kv_inner,
         )
 
 

@@ -40,6 +40,7 @@ v1::PlanSummary ToProto(const Plan& plan) {
   summary.set_stripe(static_cast<uint64_t>(plan.layout.stripe()));
   summary.set_partial_dtype(DTypeName(plan.partial_dtype));
   summary.set_placement(PlacementName(plan.placement.name));
+  summary.set_kv_inner(static_cast<uint32_t>(plan.kv_inner));
   summary.set_exchange_tokens(static_cast<uint64_t>(plan.exchanges() == 1 ? 0 : plan.exchange_tokens));
   return summary;
 }

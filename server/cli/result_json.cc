@@ -37,6 +37,10 @@ void AddWireAndPlacement(absl::string_view partial_dtype, absl::string_view plac
   if (placement != kRowFirst) plan["placement"] = placement;
 }
 
+void AddDoubleRing(uint64_t kv_inner, Json& plan) {
+  if (kv_inner > 0) plan["kv_inner"] = kv_inner;
+}
+
 void AddExchange(uint64_t exchange_tokens, Json& plan) {
   if (exchange_tokens > 0) plan["exchange_tokens"] = exchange_tokens;
 }
@@ -63,6 +67,7 @@ std::string PrefillJson(const v1::PrefillResult& result) {
               {"layout", LayoutName(plan.layout())},
               {"stripe", plan.stripe()}};
   AddWireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()), ran);
+  AddDoubleRing(plan.kv_inner(), ran);
   AddExchange(plan.exchange_tokens(), ran);
   AddPieces(plan.pieces(), plan.piece_tokens(), ran);
   Json object({{"request_id", result.request_id()},
@@ -129,6 +134,7 @@ std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> 
                {"candidates", std::move(candidates)},
                {"weights", std::move(weights)}});
   AddWireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name), object);
+  AddDoubleRing(static_cast<uint64_t>(plan.kv_inner), object);
   AddExchange(static_cast<uint64_t>(plan.exchanges() == 1 ? 0 : plan.exchange_tokens), object);
   if (!choice.pieces.empty()) {
     AddPieces(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens()), object);

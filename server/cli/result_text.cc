@@ -106,6 +106,12 @@ std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view 
                       absl::StartsWith(placement, "box ") ? " on a host" : "");
 }
 
+void AppendDoubleRing(uint64_t kv_inner, std::string& text) {
+  if (kv_inner == 0) return;
+  AppendLine("KV rings", absl::StrCat("of ", kv_inner, " ranks, beside one that leads from each to the next"),
+             text);
+}
+
 void AppendExchange(uint64_t exchange_tokens, std::string& text) {
   if (exchange_tokens == 0) return;
   AppendLine("exchange",
@@ -225,6 +231,7 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
                              plan.a(), plan.b(), LayoutText(LayoutName(plan.layout()), plan.stripe()),
                              WireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()))),
              text);
+  AppendDoubleRing(plan.kv_inner(), text);
   AppendExchange(plan.exchange_tokens(), text);
   if (plan.pieces() > 1) AppendLine("pieces", PiecesText(plan.pieces(), plan.piece_tokens()), text);
   AppendLine("sent by a rank",
@@ -279,6 +286,7 @@ std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> 
                       LayoutText(LayoutName(plan.layout.kind()), plan.layout.stripe()),
                       WireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name))),
       text);
+  AppendDoubleRing(static_cast<uint64_t>(plan.kv_inner), text);
   AppendExchange(static_cast<uint64_t>(plan.exchanges() == 1 ? 0 : plan.exchange_tokens), text);
   if (!choice.pieces.empty()) {
     AppendLine("pieces",

@@ -29,7 +29,7 @@ class AssignmentPicture {
  public:
   AssignmentPicture(const Plan& plan, double x, double y, double width, SvgWriter& svg)
       : plan_(plan),
-        mesh_(plan.tile),
+        mesh_(plan.tile, KvOrder::kRising, plan.kv_inner),
         a_(plan.tile.a),
         b_(plan.tile.b),
         ranks_(plan.tile.ranks()),
@@ -158,6 +158,10 @@ class AssignmentPicture {
     if (b_ > 1) {
       paragraph(absl::StrCat("Its columns KV#0 … KV#", b_ - 1, " are KV ", KvChunks(chosen_),
                              ": all but its own come from rank ", PoolRank(mesh_.KvReceiveFrom(chosen_)),
+                             plan_.kv_inner == 0
+                                 ? std::string()
+                                 : absl::StrCat(", and the first of each ", plan_.kv_inner, " from rank ",
+                                                PoolRank(mesh_.KvOuterReceiveFrom(chosen_))),
                              "."));
     }
     if (ranks_ > 1) {

@@ -52,7 +52,8 @@ class SchedulePicture {
         row_(std::clamp(kTileSide / a_, kThinCell, kThickCell)),
         column_(std::clamp(kTileSide / b_, kThinCell, kThickCell)),
         svg_(svg),
-        state_(a_ * b_, BlockState::kUntouched) {}
+        state_(a_ * b_, BlockState::kUntouched),
+        rings_(schedule.tile, schedule.kv_inner) {}
 
   double CardWidth() const { return std::max(kSmallCard, b_ * column_ + 2 * kMarks); }
   double CardHeight() const { return kHead + kMarks + a_ * row_ + kFoot; }
@@ -92,10 +93,9 @@ class SchedulePicture {
 
   void DrawStep(int number, double x, double y) {
     const Step& step = schedule_.steps[number];
-    std::string comm = CommText(step.comm, CommIndex(step.comm));
+    std::string comm = CommText(step.comm, started_);
     if (step.spans > 1) absl::StrAppend(&comm, " …");
-    if (!step.comm.has_value() && (rings_.along_q.comm.has_value() || rings_.along_kv.comm.has_value()))
-      comm = "… goes on";
+    if (!step.comm.has_value() && AnyUnderWay()) comm = "… goes on";
     const std::string until =
         step.spans > 1 ? absl::StrCat(" until step ", number + step.spans - 1) : std::string();
     svg_.OpenGroup("step", absl::StrCat("step ", number, ": ", comm, until, "; blocks ", BlocksText(step)));
@@ -120,7 +120,7 @@ class SchedulePicture {
   absl::string_view BlockClass(int u, int v) {
     if (Block(u, v) == BlockState::kComputing) return "block";
     if (Block(u, v) == BlockState::kDone) return "done";
-    return u <= rings_.q_received && v <= rings_.kv_received ? "ready" : "absent";
+    return u <= rings_.q_received() && rings_.HasKv(v) ? "ready" : "absent";
   }
 
   // The chunks that are here, beside their rows and columns: Q on the left, KV above, and O on the right as
@@ -129,14 +129,19 @@ class SchedulePicture {
     const double left = x + kMarks, top = y + kMarks;
     const auto q_mark = [&](int u) { return Box{x, top + u * row_ + 0.5, kMark, row_ - 1}; };
     const auto kv_mark = [&](int v) { return Box{left + v * column_ + 0.5, y, column_ - 1, kMark}; };
-    for (int u = 0; u <= rings_.q_received; ++u) svg_.Rect(q_mark(u), "recv_q");
-    for (int v = 0; v <= rings_.kv_received; ++v) svg_.Rect(kv_mark(v), "recv_kv");
-    if (rings_.along_kv.comm.has_value())
-      svg_.Rect(kv_mark(CommIndex(rings_.along_kv.comm)), "recv_kv arriving");
-    const int index = CommIndex(rings_.along_q.comm);
-    if (rings_.along_q.comm == Traffic::kQ) svg_.Rect(q_mark(index), "recv_q arriving");
-    if (rings_.along_q.comm != Traffic::kO) return;
-    svg_.Rect({left + b_ * column_ + kMarks - kMark, top + index * row_ + 0.5, kMark, row_ - 1}, "send_o");
+    for (int u = 0; u <= rings_.q_received(); ++u) svg_.Rect(q_mark(u), "recv_q");
+    for (int v = 0; v < b_; ++v) {
+      if (rings_.HasKv(v)) svg_.Rect(kv_mark(v), "recv_kv");
+    }
+    for (const Ring ring : {Ring::kKv, Ring::kKvOuter}) {
+      const RingsUnderWay::UnderWay& along = rings_.Along(ring);
+      if (along.comm.has_value()) svg_.Rect(kv_mark(along.index), "recv_kv arriving");
+    }
+    const RingsUnderWay::UnderWay& along_q = rings_.Along(Ring::kQ);
+    if (along_q.comm == Traffic::kQ) svg_.Rect(q_mark(along_q.index), "recv_q arriving");
+    if (along_q.comm != Traffic::kO) return;
+    svg_.Rect({left + b_ * column_ + kMarks - kMark, top + along_q.index * row_ + 0.5, kMark, row_ - 1},
+              "send_o");
   }
 
   // Lists as many blocks as fit, or gives their number.
@@ -146,17 +151,18 @@ class SchedulePicture {
     svg_.Text(x, y, fits ? list : absl::StrCat(step.blocks.size(), " blocks"), "", 11);
   }
 
-  // The chunk that a communication under way is about.
-  int CommIndex(std::optional<Traffic> comm) const {
-    if (comm == Traffic::kQ) return rings_.q_received + 1;
-    if (comm == Traffic::kKv) return rings_.kv_received + 1;
-    return comm == Traffic::kO ? rings_.o_sent + 1 : 0;
+  bool AnyUnderWay() const {
+    return rings_.Along(Ring::kQ).comm.has_value() || rings_.Along(Ring::kKv).comm.has_value() ||
+           rings_.Along(Ring::kKvOuter).comm.has_value();
   }
 
   void Begin(int number) {
     const Step& step = schedule_.steps[number];
     for (const auto [u, v] : step.blocks) Block(u, v) = BlockState::kComputing;
-    rings_.Start(step, number);
+    if (!step.comm.has_value()) return;
+    const Ring ring = rings_.RingOf(*step.comm);
+    rings_.Start(*step.comm, number, step.spans);
+    started_ = rings_.Along(ring).index;
   }
 
   void End(int number) {
@@ -174,6 +180,7 @@ class SchedulePicture {
   SvgWriter& svg_;
   std::vector<BlockState> state_;  // [a, b]
   RingsUnderWay rings_;
+  int started_ = 0;  // the chunk that the present step's communication is about
 };
 
 }  // namespace

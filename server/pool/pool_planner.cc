@@ -25,7 +25,7 @@ PlanRequest RequestOf(const EngineOptions& defaults, const PoolCapacity& capacit
   request.keeps_kv = options.kv != nullptr;
   request.kv_on_host = capacity.kv_on_host;
   request.hides_exchanges = capacity.many_messages && !defaults.whole_exchanges;
-  request.both_rings = capacity.many_messages;
+  request.many_rings = capacity.many_messages;
   request.topology = capacity.topology;
   return request;
 }

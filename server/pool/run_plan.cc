@@ -48,6 +48,7 @@ v1::RunPlan ToRunPlan(const Plan& plan) {
   message.set_heads(static_cast<uint32_t>(plan.heads));
   message.set_a(static_cast<uint32_t>(plan.tile.a));
   message.set_b(static_cast<uint32_t>(plan.tile.b));
+  message.set_kv_inner(static_cast<uint32_t>(plan.kv_inner));
   message.set_partial_dtype(DTypeName(plan.partial_dtype));
   for (const Step& step : plan.schedule.steps) {
     v1::RunPlan::Step& step_message = *message.add_steps();
@@ -90,7 +91,11 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
                                                         static_cast<int64_t>(message.tokens()),
                                                         static_cast<int64_t>(message.stripe())));
   const Tile tile{static_cast<int>(message.a()), static_cast<int>(message.b())};
-  Schedule schedule{.tile = tile, .steps = {}};
+  if (message.kv_inner() > kMaxPlanRanks) {
+    return absl::InvalidArgumentError(absl::StrCat("a plan with KV rings of ", message.kv_inner(), " ranks"));
+  }
+  const int kv_inner = static_cast<int>(message.kv_inner());
+  Schedule schedule{.tile = tile, .steps = {}, .kv_inner = kv_inner};
   for (const v1::RunPlan::Step& step_message : message.steps()) {
     ASSIGN_OR_RETURN(const auto comm, ParseComm(step_message.comm()));
     if (step_message.blocks_size() % 2 != 0) {
@@ -116,6 +121,7 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
   const PlanShape shape{.layout = layout,
                         .heads = static_cast<int>(message.heads()),
                         .tile = tile,
+                        .kv_inner = kv_inner,
                         .partial_dtype = partial_dtype,
                         .cached_tokens = static_cast<int64_t>(message.cached_tokens()),
                         .exchange_tokens = static_cast<int64_t>(message.exchange_tokens())};
@@ -135,11 +141,11 @@ absl::StatusOr<Plan> FromRunPlan(const v1::RunPlan& message) {
 
 uint64_t RunHash(const Plan& plan, int first_rank, std::span<const std::vector<uint32_t>> shards) {
   WordHash hash;
-  for (int64_t word :
-       {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
-        static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
-        int64_t{plan.tile.b}, static_cast<int64_t>(plan.partial_dtype), plan.cached_tokens, plan.slice_tokens,
-        plan.exchange_tokens, int64_t{first_rank}, static_cast<int64_t>(shards.size())}) {
+  for (int64_t word : {int64_t{plan.ranks()}, plan.layout.tokens(), plan.layout.stripe(),
+                       static_cast<int64_t>(plan.layout.kind()), int64_t{plan.heads}, int64_t{plan.tile.a},
+                       int64_t{plan.tile.b}, int64_t{plan.kv_inner}, static_cast<int64_t>(plan.partial_dtype),
+                       plan.cached_tokens, plan.slice_tokens, plan.exchange_tokens, int64_t{first_rank},
+                       static_cast<int64_t>(shards.size())}) {
     hash.Add(static_cast<uint64_t>(word));
   }
   for (int rank = 0; rank < plan.ranks(); ++rank) hash.Add(static_cast<uint64_t>(plan.SeatOf(rank)));

@@ -120,7 +120,7 @@ double PlanSeconds(int ranks, int64_t window) {
                             .dtype = DType::kBf16};
   const PoolSpeed speed = {.gemm_flops_per_second = 400e12, .attention_flops_per_second = 400e12};
   PlanRequest request = {
-      .tokens = 1 << 20, .ranks = ranks, .one_memory = false, .hides_exchanges = true, .both_rings = true};
+      .tokens = 1 << 20, .ranks = ranks, .one_memory = false, .hides_exchanges = true, .many_rings = true};
   request.layout = std::nullopt;
   request.partial_dtype = std::nullopt;
   request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 300e9},

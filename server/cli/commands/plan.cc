@@ -206,7 +206,7 @@ class PlanCommand : public Command {
     if (config.pool().control_listen().empty()) return request;
     request.one_memory = false;
     request.hides_exchanges = host.many_messages && !options.whole_exchanges;
-    request.both_rings = host.many_messages;
+    request.many_rings = host.many_messages;
     request.topology = TopologyOf(config.pool());
     for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
     if (host.weights.mode != WeightMode::kSharded) return request;

@@ -56,6 +56,52 @@ TEST(Mesh, BalancesTheCausalMaskOfFigure7) {
   EXPECT_EQ(pairs, (std::vector<int>{10 + 10 + 6 + 6, 6 + 6 + 10 + 6, 10 * 4, 10 + 10 + 10 + 6}));
 }
 
+// The picture of mesh.h.
+TEST(Mesh, HandsKvRoundADoubleRing) {
+  const auto chunks = [](int rank, int kv_inner) {
+    const Mesh mesh(Tile{.a = 1, .b = 6}, KvOrder::kRising, kv_inner);
+    std::vector<int> all;
+    for (int v = 0; v < 6; ++v) all.push_back(mesh.KvChunk(rank, v));
+    return all;
+  };
+  EXPECT_EQ(chunks(0, 3), (std::vector<int>{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(chunks(1, 3), (std::vector<int>{1, 2, 0, 4, 5, 3}));
+  EXPECT_EQ(chunks(3, 3), (std::vector<int>{3, 4, 5, 0, 1, 2}));
+  EXPECT_EQ(chunks(1, 2), (std::vector<int>{1, 0, 3, 2, 5, 4}));
+  EXPECT_EQ(chunks(4, 2), (std::vector<int>{4, 5, 0, 1, 2, 3}));
+}
+
+// What a rank has as KV#v comes from who has it one place of the inner ring, or one inner ring, further back.
+TEST(Mesh, NeighboursOfADoubleRingHaveTheNextChunk) {
+  for (int n = 4; n <= 64; ++n) {
+    for (Tile tile : TilesOf(n)) {
+      for (int kv_inner = 2; kv_inner < tile.b; ++kv_inner) {
+        if (!CanSplitKvRing(tile, kv_inner)) continue;
+        const Mesh mesh(tile, KvOrder::kRising, kv_inner);
+        for (int rank = 0; rank < n; ++rank) {
+          std::set<int> chunks;
+          for (int v = 0; v < tile.b; ++v) {
+            const int chunk = mesh.KvChunk(rank, v);
+            chunks.insert(chunk);
+            ASSERT_EQ(chunk % tile.a, rank % tile.a);
+            if ((v + 1) % kv_inner != 0) {
+              ASSERT_EQ(mesh.KvChunk(rank, v + 1), mesh.KvChunk(mesh.KvReceiveFrom(rank), v));
+            }
+            if (v + kv_inner < tile.b) {
+              ASSERT_EQ(mesh.KvChunk(rank, v + kv_inner), mesh.KvChunk(mesh.KvOuterReceiveFrom(rank), v));
+            }
+          }
+          ASSERT_EQ(std::ssize(chunks), tile.b);
+          ASSERT_EQ(mesh.KvChunk(rank, 0), rank);
+          ASSERT_EQ(mesh.KvReceiveFrom(mesh.KvSendTo(rank)), rank);
+          ASSERT_EQ(mesh.KvOuterReceiveFrom(mesh.KvOuterSendTo(rank)), rank);
+          ASSERT_NE(mesh.KvOuterSendTo(rank), mesh.KvSendTo(rank));
+        }
+      }
+    }
+  }
+}
+
 TEST(Mesh, TilesCoverTheMatrixAndStartWithTheLocalBlock) {
   for (int n = 1; n <= 64; ++n) {
     for (Tile tile : TilesOf(n)) {

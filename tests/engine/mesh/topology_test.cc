@@ -43,6 +43,8 @@ TEST(Topology, RingsShareTheLinksThatBothHave) {
   };
   // Every Q message stays in its node, every KV message leaves it.
   const PerTraffic<Link> none;
+  const PerTraffic<Link> on_all_rings = {
+      {Traffic::kQ, kInside}, {Traffic::kKv, kInside}, {Traffic::kO, kInside}};
   const Links apart = links(two, {.a = 4, .b = 2});
   EXPECT_EQ(apart.shared_inside, none);
   EXPECT_EQ(apart.shared_port, none);
@@ -50,11 +52,11 @@ TEST(Topology, RingsShareTheLinksThatBothHave) {
   const Links beside = links(two, {.a = 2, .b = 4});
   ASSERT_EQ(beside[Traffic::kQ], kInside);
   ASSERT_NE(beside[Traffic::kKv], kInside);
-  EXPECT_EQ(beside.shared_inside, PerTraffic<Link>::Alike(kInside));
+  EXPECT_EQ(beside.shared_inside, on_all_rings);
   EXPECT_EQ(beside.shared_port, none);
   // Neither leaves, and both leave.
   const Links inside = links(one, {.a = 4, .b = 2});
-  EXPECT_EQ(inside.shared_inside, PerTraffic<Link>::Alike(kInside));
+  EXPECT_EQ(inside.shared_inside, on_all_rings);
   EXPECT_EQ(inside.shared_port, none);
   // One Q flow goes through the port of a node of two GPUs, and two KV flows do.
   const Links outside = links(Nodes({2, 2, 2, 2}, 9e9), {.a = 4, .b = 2});
@@ -64,6 +66,28 @@ TEST(Topology, RingsShareTheLinksThatBothHave) {
   EXPECT_EQ(outside.shared_port[Traffic::kO], outside.shared_port[Traffic::kQ]);
   EXPECT_EQ(outside.shared_port[Traffic::kKv].bytes_per_second, 4.5e9);
   EXPECT_EQ(outside.shared_port[Traffic::kKv].latency_seconds, kBetween.latency_seconds);
+}
+
+// Two nodes of four, as 2x4: the two KV groups have two ranks in each node.
+TEST(Topology, ADoubleRingLeavesANodeAlongItsOuterRingAlone) {
+  const Tile tile = {.a = 2, .b = 4};
+  const Links one = LinksOf(Nodes({4, 4}, 8e9), 1, tile, RowFirst(8));
+  EXPECT_EQ(one[Traffic::kKv].bytes_per_second, 4e9);  // two flows leave
+  EXPECT_EQ(one.kv_outer, Links::Outer());
+  const Links both = LinksOf(Nodes({4, 4}, 8e9), 1, tile, RowFirst(8), /*kv_inner=*/2);
+  EXPECT_EQ(both[Traffic::kQ], kInside);
+  EXPECT_EQ(both[Traffic::kKv], kInside);
+  EXPECT_EQ(both.kv_outer.link, (Link{kBetween.latency_seconds, 2e9}));  // four leave
+  // Q and the inner rings share the links inside; nothing else is on the ports.
+  EXPECT_EQ(both.shared_inside[Traffic::kQ], kInside);
+  EXPECT_EQ(both.shared_inside[Traffic::kKv], kInside);
+  EXPECT_EQ(both.kv_outer.shared_inside, Link());
+  EXPECT_EQ(both.kv_outer.shared_port, Link());
+  // In nodes of two Q stays, and what goes along the inner rings leaves beside the outer one.
+  const Links apart = LinksOf(Nodes({2, 2, 2, 2}, 9e9), 1, tile, RowFirst(8), /*kv_inner=*/2);
+  EXPECT_EQ(apart.shared_port[Traffic::kQ], Link());
+  EXPECT_EQ(apart.shared_port[Traffic::kKv], (Link{kBetween.latency_seconds, 4.5e9}));
+  EXPECT_EQ(apart.kv_outer.shared_port, (Link{kBetween.latency_seconds, 4.5e9}));
 }
 
 TEST(Topology, AllToAllsShareTheNodesLink) {

@@ -11,6 +11,7 @@
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/plan/visible_blocks.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/schedule/random_schedule.h"
 
 namespace meshfill {
 namespace {
@@ -158,18 +159,64 @@ TEST(LayerCommBytes, OfACachedPrefixMoveWithTheKeysAlone) {
   EXPECT_EQ(warm[Traffic::kO], cold[Traffic::kO]);
 }
 
+// Each chunk goes once to every other rank of its KV group, along whichever ring; which rank sends it where
+// is written here from mesh.h's picture.
+TEST(LayerCommBytes, OfADoubleRingAreAsManyAsOfARing) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  int doubled = 0;
+  for (int i = 0; i < 200; ++i) {
+    const Tile tile = {.a = Draw(random, 1, 3), .b = Draw(random, 4, 12)};
+    const int kv_inner = DrawKvInner(random, tile);
+    if (kv_inner == 0) continue;
+    ++doubled;
+    const int heads = Draw(random, 1, 2), ranks = heads * tile.ranks();
+    const ModelShape model = Llama(8, 4, DType::kBf16);
+    const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), ranks,
+                                          Draw<int64_t>(random, 1, 500), Draw<int64_t>(random, 1, 20));
+    PlanShape shape = {.layout = *layout, .heads = heads, .tile = tile, .kv_inner = kv_inner};
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << shape.DebugString());
+    PlanShape ring = shape;
+    ring.kv_inner = 0;
+    const int64_t window = Draw(random, 0, 1) * Draw<int64_t>(random, 1, 100);  // spares nothing here
+    CommBytes sent, of_ring;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const CommBytes bytes = LayerCommBytes(model, shape, window, rank);
+      sent += bytes;
+      of_ring += LayerCommBytes(model, ring, 0, rank);
+      // Inside its inner ring a rank sends the chunks of all rounds but the last of each, and ahead the first
+      // of all rounds but the last.
+      const int mesh_rank = rank / heads, place = mesh_rank / tile.a;
+      const auto tokens = [&](int round, int hop) {
+        const int rings = tile.b / kv_inner;
+        const int at = (place / kv_inner + round) % rings * kv_inner + (place % kv_inner + hop) % kv_inner;
+        return layout->Groups(heads).ChunkTokens(at * tile.a + mesh_rank % tile.a);
+      };
+      int64_t kv_tokens = 0;
+      for (int round = 0; round < tile.b / kv_inner; ++round) {
+        for (int hop = 0; hop < kv_inner - 1; ++hop) kv_tokens += tokens(round, hop);
+        if (round < tile.b / kv_inner - 1) kv_tokens += tokens(round, 0);
+      }
+      ASSERT_EQ(bytes[Traffic::kKv], kv_tokens * (4 / heads) * 64 * 2 * 2);
+    }
+    ASSERT_EQ(sent, of_ring);
+  }
+  EXPECT_GT(doubled, 50);
+}
+
 // Of ragged chunks the rank that sends most is not the first one.
 TEST(PrefillCommBytes, AreThoseOfTheRankThatSendsMost) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int i = 0; i < 200; ++i) {
-    const int h = Draw(random, 1, 2), a = Draw(random, 1, 4), b = Draw(random, 1, 4);
+    const int h = Draw(random, 1, 2), a = Draw(random, 1, 4), b = Draw(random, 1, 6);
     ModelShape model = Llama(8, std::array{1, 2, 4, 8}[Draw(random, 0, 3)], DType::kBf16);
     const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), h * a * b,
                                           Draw<int64_t>(random, 1, 400), Draw<int64_t>(random, 1, 20));
     const PlanShape shape = {.layout = *layout,
                              .heads = h,
                              .tile = {.a = a, .b = b},
+                             .kv_inner = DrawKvInner(random, {.a = a, .b = b}),
                              .partial_dtype = DType::kF32,
                              .cached_tokens = Draw<int64_t>(random, 0, 100)};
     if (Draw(random, 0, 1) == 1) {

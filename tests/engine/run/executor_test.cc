@@ -67,15 +67,16 @@ struct Case {
 };
 
 Case MakeCase(std::mt19937_64& random, const TokenLayout& layout, Tile tile, DType partial_dtype,
-              int64_t window, int heads = 1, int64_t cached_tokens = 0) {
+              int64_t window, int heads = 1, int64_t cached_tokens = 0, int kv_inner = 0) {
   const auto cost = [&random] { return Draw(random, 1, 4); };
-  Schedule schedule = Draw(random, 0, 1)
-                          ? RandomSchedule(random, tile)
+  Schedule schedule = kv_inner != 0 || Draw(random, 0, 1)
+                          ? RandomSchedule(random, tile, kv_inner)
                           : GreedySchedule(tile, {.c_q = cost(), .c_kv = cost(), .c_o = cost()});
   const int kv_heads = heads == 3 ? 1 : Draw(random, 1, 2);  // splits or replicates
   const PlanShape shape = {.layout = layout,
                            .heads = heads,
                            .tile = tile,
+                           .kv_inner = kv_inner,
                            .partial_dtype = partial_dtype,
                            .cached_tokens = cached_tokens};
   Case c = {.plan = {shape, Grain().slice_tokens, {}, std::move(schedule), {}},
@@ -107,8 +108,9 @@ Case DrawCase(std::mt19937_64& random, int64_t cached_tokens = 0) {
   const int64_t most_tokens = Draw(random, 0, 3) == 0 ? n : 90;  // fewer tokens than ranks, too
   const auto layout = TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), n,
                                         Draw<int64_t>(random, 1, most_tokens), Draw<int64_t>(random, 1, 9));
-  return MakeCase(random, *layout, tiles[Draw<size_t>(random, 0, tiles.size() - 1)], DType::kF32,
-                  Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0, heads, cached_tokens);
+  const Tile tile = tiles[Draw<size_t>(random, 0, tiles.size() - 1)];
+  return MakeCase(random, *layout, tile, DType::kF32, Draw(random, 0, 1) ? Draw<int64_t>(random, 1, 40) : 0,
+                  heads, cached_tokens, DrawKvInner(random, tile));
 }
 
 // Attention by its definition, in double: [q_heads, tokens, head_dim].
@@ -488,7 +490,8 @@ TEST(AttentionExecutor, HoldsAsManyPartialsAsPredicted) {
     const Tile tile = {.a = Draw(random, 1, 6), .b = Draw(random, 1, 4)};
     const auto layout = TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), 2 * tile.ranks(), 1);
     const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
-    const Case c = MakeCase(random, *layout, tile, wire, 0);
+    const Case c =
+        MakeCase(random, *layout, tile, wire, 0, /*heads=*/1, /*cached_tokens=*/0, DrawKvInner(random, tile));
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
     WatchedStream chunk_stream(DType::kF32);
     WatchedStream stream(DType::kF32);
@@ -555,7 +558,8 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
     const int ranks = heads * tile.ranks();
     const auto layout = TokenLayout::Make(LayoutKind::kStriped, ranks, 2 * ranks, 1);
     const DType wire = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16;
-    const Case c = MakeCase(random, *layout, tile, wire, 0, heads);
+    const Case c =
+        MakeCase(random, *layout, tile, wire, 0, heads, /*cached_tokens=*/0, DrawKvInner(random, tile));
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << c.DebugString());
     WatchedStream stream(DType::kF32);
     CopyingCommunicator communicator(ranks, stream.memory);
@@ -570,6 +574,7 @@ TEST(AttentionExecutor, HoldsAsMuchAsPredictedBetweenProcesses) {
                                       {.layout = *layout,
                                        .heads = heads,
                                        .tile = tile,
+                                       .kv_inner = c.plan.kv_inner,
                                        .partial_dtype = wire,
                                        .keeps_kv = leaves,
                                        .kv_on_host = true,

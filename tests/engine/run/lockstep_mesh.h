@@ -17,7 +17,13 @@ namespace meshfill {
 
 class LockstepMesh {
  public:
-  explicit LockstepMesh(Tile tile) : mesh_(tile) {
+  explicit LockstepMesh(Tile tile, int kv_inner = 0) : mesh_(tile, KvOrder::kRising, kv_inner) {
+    // Of each round of a double ring but the last: the first chunk of the next one, then those of its own.
+    const int round = kv_inner == 0 ? tile.b : kv_inner;
+    for (int first = 0; first < tile.b; first += round) {
+      if (first + round < tile.b) kv_hops_.push_back({first, first + round, /*outer=*/true});
+      for (int v = first; v < first + round - 1; ++v) kv_hops_.push_back({v, v + 1, /*outer=*/false});
+    }
     for (int rank = 0; rank < mesh_.ranks(); ++rank)
       ranks_[rank] = {.q = {{0, rank}}, .kv = {{0, rank}}, .o = {}};
   }
@@ -31,7 +37,7 @@ class LockstepMesh {
       for (const BlockIndex& block : step.blocks) Compute(block);
       std::erase_if(under_way_, [this](UnderWay& each) {
         if (--each.steps_left > 0) return false;
-        Receive(each.comm, each.sent);
+        Receive(each);
         return true;
       });
       if (!error_.empty()) return error_;
@@ -56,24 +62,38 @@ class LockstepMesh {
     Partial partial;
   };
 
+  struct KvHop {
+    int sent = 0;  // KV#v
+    int received = 0;
+    bool outer = false;
+  };
+
   struct UnderWay {
     Traffic comm;
+    KvHop hop;
     std::map<int, Message> sent;  // by receiver
     int steps_left;
   };
 
   void Start(const Step& step) {
-    for (const UnderWay& each : under_way_) {
-      if ((each.comm == Traffic::kKv) == (step.comm == Traffic::kKv)) Fail("has two messages along a ring");
+    KvHop hop;
+    if (step.comm == Traffic::kKv) {
+      if (started_kv_ == kv_hops_.size()) return Fail("receives more KV chunks than the tile has");
+      hop = kv_hops_[started_kv_++];
     }
-    under_way_.push_back({*step.comm, Send(step.comm), step.spans});
+    for (const UnderWay& each : under_way_) {
+      if ((each.comm == Traffic::kKv) == (step.comm == Traffic::kKv) && each.hop.outer == hop.outer) {
+        Fail("has two messages along a ring");
+      }
+    }
+    under_way_.push_back({*step.comm, hop, Send(step.comm, hop), step.spans});
   }
 
   void Fail(std::string what) {
     if (error_.empty()) error_ = std::move(what);
   }
 
-  std::map<int, Message> Send(std::optional<Traffic> comm) {
+  std::map<int, Message> Send(std::optional<Traffic> comm, const KvHop& hop) {
     std::map<int, Message> sent;  // by receiver
     for (auto& [rank, state] : ranks_) {
       if (comm == Traffic::kQ) {
@@ -81,8 +101,11 @@ class LockstepMesh {
         sent[mesh_.QSendTo(rank)].chunk = state.q[recv_q_];
       }
       if (comm == Traffic::kKv) {
-        if (!state.kv.contains(recv_kv_)) Fail("sends a KV chunk that it has not");
-        sent[mesh_.KvSendTo(rank)].chunk = state.kv[recv_kv_];
+        if (!state.kv.contains(hop.sent)) {
+          Fail("sends a KV chunk that it has not");
+          continue;
+        }
+        sent[hop.outer ? mesh_.KvOuterSendTo(rank) : mesh_.KvSendTo(rank)].chunk = state.kv[hop.sent];
       }
       if (comm == Traffic::kO) {
         const int row = send_o_ + 1;
@@ -110,16 +133,16 @@ class LockstepMesh {
     }
   }
 
-  void Receive(std::optional<Traffic> comm, const std::map<int, Message>& sent) {
-    for (const auto& [rank, message] : sent) {
+  void Receive(const UnderWay& ended) {
+    const Traffic comm = ended.comm;
+    for (const auto& [rank, message] : ended.sent) {
       Rank& state = ranks_[rank];
       if (comm == Traffic::kQ) state.q[recv_q_ + 1] = message.chunk;
-      if (comm == Traffic::kKv) state.kv[recv_kv_ + 1] = message.chunk;
+      if (comm == Traffic::kKv) state.kv[ended.hop.received] = message.chunk;
       if (comm == Traffic::kO) Reduce(rank, (send_o_ + 2) % mesh_.tile().a, message.partial);
     }
     if (comm == Traffic::kQ && ++recv_q_ >= mesh_.tile().a) Fail("receives more Q chunks than the tile has");
-    if (comm == Traffic::kKv && ++recv_kv_ >= mesh_.tile().b)
-      Fail("receives more KV chunks than the tile has");
+    if (comm == Traffic::kKv) ++recv_kv_;
     if (comm == Traffic::kO && ++send_o_ >= mesh_.tile().a) Fail("sends more O chunks than the tile has");
     for (const auto& [rank, state] : ranks_) {
       for (const auto& [u, chunk] : state.q) {
@@ -154,7 +177,9 @@ class LockstepMesh {
   const Mesh mesh_;
   std::map<int, Rank> ranks_;
   std::set<std::pair<int, int>> computed_;  // (Q chunk, KV chunk), of all ranks
+  std::vector<KvHop> kv_hops_;
   std::vector<UnderWay> under_way_;
+  size_t started_kv_ = 0;
   int recv_q_ = 0;
   int recv_kv_ = 0;
   int send_o_ = 0;

@@ -83,7 +83,8 @@ OverlapCosts DrawCosts(std::mt19937_64& random) {
 Schedule DrawSchedule(std::mt19937_64& random, int max_ranks) {
   const std::vector<Tile> tiles = TilesOf(Draw(random, 1, max_ranks));
   const Tile tile = tiles[Draw<size_t>(random, 0, tiles.size() - 1)];
-  return Draw(random, 0, 1) ? RandomSchedule(random, tile) : GreedySchedule(tile, DrawCosts(random));
+  return Draw(random, 0, 1) ? RandomSchedule(random, tile, DrawKvInner(random, tile))
+                            : GreedySchedule(tile, DrawCosts(random));
 }
 
 TEST(GreedySchedule, IsAlgorithm2) {
@@ -238,6 +239,42 @@ TEST(CheckSchedule, NamesWhatIsWrong) {
   ExpectRefused(broken, "step 1: starts q before the q before it along its ring has ended");
 }
 
+// 1x4 in inner rings of 2: the outer ring brings KV#2 meanwhile.
+Schedule TightDoubleRing() {
+  return {.tile = {.a = 1, .b = 4},
+          .steps = {{.comm = kKv, .blocks = {}, .spans = 3},
+                    {.comm = kKv, .blocks = {{0, 0}}},
+                    {.comm = std::nullopt, .blocks = {{0, 1}}},
+                    {.comm = kKv, .blocks = {{0, 2}}},
+                    {.comm = std::nullopt, .blocks = {{0, 3}}}},
+          .kv_inner = 2};
+}
+
+TEST(CheckSchedule, NamesWhatIsWrongInADoubleRing) {
+  EXPECT_TRUE(CheckSchedule(TightDoubleRing()).ok()) << CheckSchedule(TightDoubleRing());
+  Schedule broken = TightDoubleRing();
+  broken.steps[0].spans = 4;
+  ExpectRefused(broken, "step 3: sends a KV chunk that has not arrived");
+
+  broken = TightDoubleRing();
+  broken.steps[1].spans = 3;
+  ExpectRefused(broken, "step 2: block (0,1) needs a KV chunk that has not arrived");
+
+  broken = TightDoubleRing();
+  broken.steps[2].blocks = {{0, 2}};
+  ExpectRefused(broken, "step 2: block (0,2) needs a KV chunk that has not arrived");
+
+  broken = TightDoubleRing();
+  broken.kv_inner = 0;
+  ExpectRefused(broken, "step 1: starts kv before the kv before it along its ring has ended");
+
+  for (const int kv_inner : {-1, 1, 3, 4, 5}) {
+    broken = TightDoubleRing();
+    broken.kv_inner = kv_inner;
+    ExpectRefused(broken, "4 ranks of a KV group in rings of " + std::to_string(kv_inner));
+  }
+}
+
 // One random change: swaps two steps or their communications, or drops, doubles or moves a block or a
 // communication.
 void Mutate(std::mt19937_64& random, Schedule& schedule) {
@@ -285,7 +322,7 @@ TEST(CheckSchedule, AcceptsWhatRunsOnAMeshAndNothingElse) {
     if (i % 8 != 0) Mutate(random, schedule);
     const bool idle = std::any_of(schedule.steps.begin(), schedule.steps.end(),
                                   [](const Step& step) { return step == Step{}; });
-    const std::string error = LockstepMesh(schedule.tile).Run(schedule);
+    const std::string error = LockstepMesh(schedule.tile, schedule.kv_inner).Run(schedule);
     const absl::Status status = CheckSchedule(schedule);
     ASSERT_EQ(status.ok(), error.empty() && !idle)
         << "seed " << seed << ", draw " << i << ": " << status << "; on a mesh: " << error << "\n"

@@ -1,5 +1,6 @@
 #include "engine/schedule/schedule_walk.h"
 
+#include <array>
 #include <optional>
 #include <set>
 #include <string>
@@ -17,12 +18,14 @@ namespace {
 // Keeps what a rank holds by the rules of schedule.h, and compares each event with it.
 class Checker : public ScheduleVisitor {
  public:
-  explicit Checker(Tile tile) : tile_(tile), rows_(tile.a, RowState::kEmpty) {}
+  explicit Checker(const Schedule& schedule)
+      : tile_(schedule.tile), kv_inner_(schedule.kv_inner), rows_(tile_.a, RowState::kEmpty) {}
 
   void Start(const Transfer& transfer) {
     std::optional<Transfer>& along = Along(transfer);
     EXPECT_FALSE(along.has_value());
     along = transfer;
+    EXPECT_EQ(transfer.number, started_[transfer.traffic]++);
     const int a = tile_.a;
     if (transfer.traffic == Traffic::kO) {
       ++sent_o_;
@@ -32,7 +35,12 @@ class Checker : public ScheduleVisitor {
     }
     std::set<int>& here = transfer.traffic == Traffic::kQ ? q_ : kv_;
     EXPECT_TRUE(here.contains(transfer.sent));
-    EXPECT_EQ(transfer.received, transfer.sent + 1);
+    // The outer ring brings the first chunk of the next round.
+    const bool outer = transfer.ring == Ring::kKvOuter;
+    EXPECT_EQ(transfer.received, transfer.sent + (outer ? kv_inner_ : 1));
+    if (kv_inner_ > 0 && transfer.traffic == Traffic::kKv) {
+      EXPECT_EQ(transfer.received % kv_inner_ == 0, outer);
+    }
   }
 
   void Block(BlockIndex block, RowState row) {
@@ -69,15 +77,17 @@ class Checker : public ScheduleVisitor {
 
  private:
   std::optional<Transfer>& Along(const Transfer& transfer) {
-    return transfer.traffic == Traffic::kKv ? along_kv_ : along_q_;
+    EXPECT_EQ(transfer.ring == Ring::kQ, transfer.traffic != Traffic::kKv);
+    return under_way_[static_cast<int>(transfer.ring)];
   }
 
   const Tile tile_;
+  const int kv_inner_;
   std::set<int> q_ = {0};  // chunks that are here
   std::set<int> kv_ = {0};
   std::vector<RowState> rows_;
-  std::optional<Transfer> along_q_;  // under way
-  std::optional<Transfer> along_kv_;
+  std::array<std::optional<Transfer>, kRings> under_way_;
+  PerTraffic<int> started_;
   int sent_o_ = 0;
   int blocks_ = 0;
 };
@@ -86,9 +96,10 @@ TEST(ScheduleWalk, HoldsEachChunkFromItsArrivalToItsLastUse) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int i = 0; i < 300; ++i) {
-    const Schedule schedule = RandomSchedule(random, {Draw(random, 1, 5), Draw(random, 1, 5)});
+    const Tile tile = {Draw(random, 1, 5), Draw(random, 1, 8)};
+    const Schedule schedule = RandomSchedule(random, tile, DrawKvInner(random, tile));
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << schedule.DebugString());
-    Checker checker(schedule.tile);
+    Checker checker(schedule);
     Walk(schedule, checker);
     checker.ExpectDone();
     if (HasFailure()) return;
@@ -129,6 +140,21 @@ TEST(ScheduleWalk, EndsWhatSpansStepsWithTheLastOfThem) {
   Log log;
   Walk(schedule, log);
   EXPECT_EQ(log.text, "kv0>1 q0>1 (0,0) end-q (1,0) end-kv -KV0 (1,1) -Q1 o1>0 (0,1) -Q0 -KV1 end-o ");
+}
+
+// KV#0 is passed on twice: along the outer ring, and inside its own.
+TEST(ScheduleWalk, PassesAChunkOnAlongBothRingsOfADoubleRing) {
+  const Schedule schedule = {.tile = {.a = 1, .b = 4},
+                             .steps = {{.comm = Traffic::kKv, .blocks = {}, .spans = 2},
+                                       {.comm = Traffic::kKv, .blocks = {{0, 0}}},
+                                       {.comm = Traffic::kKv, .blocks = {{0, 2}}},
+                                       {.comm = std::nullopt, .blocks = {{0, 1}, {0, 3}}}},
+                             .kv_inner = 2};
+  ASSERT_TRUE(CheckSchedule(schedule).ok()) << CheckSchedule(schedule);
+  Log log;
+  Walk(schedule, log);
+  EXPECT_EQ(log.text,
+            "kv0>2 kv0>1 (0,0) end-kv end-kv -KV0 kv2>3 (0,2) end-kv -KV2 (0,1) -KV1 (0,3) -Q0 -KV3 ");
 }
 
 struct HandingOverLog : Log {

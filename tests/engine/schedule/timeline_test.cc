@@ -103,7 +103,7 @@ TEST(PredictLayer, AddsUpToThePrediction) {
                                   .tile = tile,
                                   .heads = heads,
                                   .partial_dtype = Draw(random, 0, 1) == 1 ? DType::kBf16 : DType::kF32,
-                                  .both_rings = Draw(random, 0, 1) == 1});
+                                  .many_rings = Draw(random, 0, 1) == 1});
     ASSERT_TRUE(choice.ok()) << choice.status();
     const Timeline timeline = PredictLayer(model, speed, choice->plan);
     EXPECT_EQ(timeline.ranks, heads * tile.ranks());

@@ -35,7 +35,10 @@ Plan RandomPlan(std::mt19937_64& random) {
                                 .partial_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16});
   EXPECT_TRUE(choice.ok()) << choice.status();
   Plan plan = choice->plan;
-  if (Draw(random, 0, 1) == 0) plan.schedule = RandomSchedule(random, plan.tile);
+  if (Draw(random, 0, 1) == 0) {
+    plan.kv_inner = DrawKvInner(random, plan.tile);
+    plan.schedule = RandomSchedule(random, plan.tile, plan.kv_inner);
+  }
   plan.slice_tokens = Draw<int64_t>(random, 1, 9000);
   plan.exchange_tokens = plan.slice_tokens * Draw(random, 0, 1) * Draw(random, 16, 40);
   if (Draw(random, 0, 1) == 0) {
@@ -89,6 +92,9 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
     changed.partial_dtype = plan.partial_dtype == DType::kF32 ? DType::kBf16 : DType::kF32;
     EXPECT_NE(RunHash(changed, 0, shards), hash);
     changed = plan;
+    ++changed.kv_inner;
+    EXPECT_NE(RunHash(changed, 0, shards), hash);
+    changed = plan;
     ++changed.cached_tokens;
     EXPECT_NE(RunHash(changed, 0, shards), hash);
     changed = plan;
@@ -132,6 +138,9 @@ TEST(RunPlanTest, WhatIsNoPlanIsRefused) {
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_cached_tokens(uint64_t{1} << 31); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_cached_tokens(~uint64_t{0}); }));
   EXPECT_TRUE(refused([](v1::RunPlan& plan) { plan.set_partial_dtype("f16"); }));
+  for (uint32_t kv_inner : {1u, 13u, 1u << 31, ~0u}) {
+    EXPECT_TRUE(refused([kv_inner](v1::RunPlan& plan) { plan.set_kv_inner(kv_inner); })) << kv_inner;
+  }
   EXPECT_TRUE(refused([](v1::RunPlan& plan) {
     plan.set_slice_tokens(7);
     plan.set_exchange_tokens(8);

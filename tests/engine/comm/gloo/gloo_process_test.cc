@@ -29,13 +29,15 @@ TEST(GlooProcesses, GiveTheBitsOfInProcessRanks) {
   std::mt19937_64 random(seed);
   for (Tile tile : {Tile{1, 4}, Tile{2, 3}, Tile{4, 2}}) {
     const int n = tile.ranks();
+    const int kv_inner = tile.b == 4 ? 2 : 0;
     const Plan plan = {
         {.layout = *TokenLayout::Make(LayoutKind::kStriped, n, Draw<int64_t>(random, n, 300), 4),
          .tile = tile,
+         .kv_inner = kv_inner,
          .partial_dtype = DType::kF32},
         /*slice_tokens=*/1024,
         /*placement=*/{},
-        RandomSchedule(random, tile),
+        RandomSchedule(random, tile, kv_inner),
         /*predicted=*/{}};
     const ModelShape model = {.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 8, .dtype = DType::kF32};
     std::vector<std::vector<float>> expected(n);

@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 
@@ -202,15 +203,17 @@ TEST_P(Gloo, RandomMeshesGiveTheBitsOfInProcessRanks) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (int draw = 0; draw < 6; ++draw) {
-    const Tile tile = {.a = Draw(random, 1, 4), .b = Draw(random, 2, 3)};
+    const Tile tile = {.a = Draw(random, 1, 2), .b = std::array{2, 3, 4, 6}[Draw(random, 0, 3)]};
+    const int kv_inner = DrawKvInner(random, tile);
     const Plan plan = {
         {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), Draw<int64_t>(random, 1, 200),
                                       Draw<int64_t>(random, 1, 8)),
          .tile = tile,
+         .kv_inner = kv_inner,
          .partial_dtype = Draw(random, 0, 1) ? DType::kF32 : DType::kBf16},
         /*slice_tokens=*/1024,
         /*placement=*/{},
-        RandomSchedule(random, tile),
+        RandomSchedule(random, tile, kv_inner),
         /*predicted=*/{}};
     const ModelShape model = {.layers = 1, .q_heads = 4, .kv_heads = 2, .head_dim = 8, .dtype = DType::kF32};
     auto threads = MakeInProcessCommunicators(tile.ranks());
