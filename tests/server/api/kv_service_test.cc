@@ -10,6 +10,7 @@
 #include "server/api/front_end.h"
 #include "server/api/prefill_queue.h"
 #include "server/config/config.h"
+#include "server/observe/log.h"
 #include "tests/server/api/kv_client.h"
 #include "tests/server/fake_engine.h"
 
@@ -297,8 +298,8 @@ TEST_F(KvServiceTest, ALongPromptTakesItsRoomWhenHalfOfItHasCome) {
     }
     write(1);
     if (room_is_left) {
-      EXPECT_TRUE(Eventually(
-          [&] { return metrics_.Text().find("\nmeshfill_kv_bytes 0\n") == std::string::npos; }));
+      EXPECT_TRUE(
+          Eventually([&] { return metrics_.Text().find("\nmeshfill_kv_bytes 0\n") == std::string::npos; }));
       const auto refused = client_->Prefill(client_->Header(1000), std::vector<uint32_t>(1000, 1));
       EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
       write(tokens - tokens / 2);
@@ -348,6 +349,36 @@ TEST_F(KvServiceTest, ATenantKeepsNoMoreThanItMay) {
   EXPECT_TRUE(EventuallyHasMetric("meshfill_requests_refused_total{reason=\"tenant_share\"} 2"));
 }
 
+// Who is refused hears when the first lease that makes room ends.
+TEST_F(KvServiceTest, ATenantWaitsForTheLeaseThatEndsFirst) {
+  const KvShape shape = KvShapeOf(FakeEngine().model());
+  StartServer({absl::StrCat("tenant_limits.max_kv_bytes=", 100 * shape.LayerBytes(1) * shape.layers, "B")});
+  Prefill(40, 200);
+  Prefill(60, 20);
+  const auto refused = client_->Prefill(client_->Header(40), std::vector<uint32_t>(40, 7));
+  ASSERT_TRUE(RetryAfter(refused.status()).has_value()) << refused.status();
+  EXPECT_LE(*RetryAfter(refused.status()), absl::Seconds(20));
+  const auto larger = client_->Prefill(client_->Header(80), std::vector<uint32_t>(80, 7));
+  ASSERT_TRUE(RetryAfter(larger.status()).has_value()) << larger.status();
+  EXPECT_GT(*RetryAfter(larger.status()), absl::Seconds(100)) << "that takes both";
+}
+
+// Who knows a lease may read what is kept under it, and others may read the log.
+TEST_F(KvServiceTest, TheLogHasTheBeginOfALeaseAlone) {
+  StartServer();
+  const v1::PrefillResult kept = Prefill(10);
+  FlushLog();
+  testing::internal::CaptureStderr();
+  EXPECT_TRUE(client_->Fetch(Request(kept.kv().lease())).status.ok());
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find(absl::StrCat("fetch lease=\"", kept.kv().lease().substr(0, 8), "\"")), std::string::npos)
+      << log;
+  EXPECT_EQ(log.find(kept.kv().lease()), std::string::npos) << log;
+  EXPECT_NE(log.find(absl::StrCat("bytes=", kept.kv().bytes())), std::string::npos) << log;
+  EXPECT_TRUE(EventuallyHasMetric(absl::StrCat("meshfill_kv_fetched_bytes_total ", kept.kv().bytes())));
+}
+
 TEST_F(KvServiceTest, AFailedOrCancelledPrefillEndsItsLeaseAndItsReaders) {
   StartServer();
   for (const bool cancelled : {false, true}) {
@@ -387,6 +418,8 @@ TEST_F(KvServiceTest, AFailedOrCancelledPrefillEndsItsLeaseAndItsReaders) {
     EXPECT_TRUE(EventuallyHasMetric("meshfill_kv_leases 0"));
     EXPECT_TRUE(EventuallyHasMetric("meshfill_kv_bytes 0"));
   }
+  EXPECT_TRUE(EventuallyHasMetric("meshfill_calls_refused_total{call=\"FetchKv\",code=\"NOT_FOUND\"} 0"))
+      << "they were served while there was something to read";
   Prefill(10);
 }
 
