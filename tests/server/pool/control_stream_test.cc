@@ -58,8 +58,20 @@ class WorkerEnd final : public ControlClient::Listener, public Recorder {
     Add(absl::StrCat(connection, " hears ", message.refused().reason()));
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
+    {
+      const std::lock_guard<std::mutex> lock(why_mu_);
+      why_ = why;
+    }
     Add(absl::StrCat("lost ", connection));
   }
+  absl::Status why() {  // of the newest loss
+    const std::lock_guard<std::mutex> lock(why_mu_);
+    return why_;
+  }
+
+ private:
+  std::mutex why_mu_;
+  absl::Status why_;
 };
 
 v1::WorkerMessage Hello(const std::string& name) {
@@ -134,6 +146,53 @@ TEST_F(ControlStreamTest, EachSideHearsOfTheOthersEnd) {
   client->Connect(3);  // nobody listens
   EXPECT_EQ(worker_.Next(), "lost 3");
   client.reset();
+}
+
+// A worker that is about to join again talks to the new stream, whatever becomes of the old one.
+TEST_F(ControlStreamTest, TheNewestConnectionIsTheOneThatIsTalkedTo) {
+  Start();
+  const auto client = Client();
+  client->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  client->Connect(2);
+  client->Send(Hello("x"));
+  EXPECT_EQ(leader_.Next(), "connected 2");
+  EXPECT_EQ(leader_.Next(), "2 says x");
+  service_->Send(1, Reason("to the old one"));
+  EXPECT_EQ(worker_.Next(), "1 hears to the old one");
+  client->Disconnect(2);
+  EXPECT_EQ(leader_.Next(), "lost 2");
+  EXPECT_EQ(worker_.Next(), "lost 2");
+  client->Send(Hello("to nobody"));
+  client->Disconnect(1);
+  EXPECT_EQ(leader_.Next(), "lost 1") << "nothing was said meanwhile";
+}
+
+TEST_F(ControlStreamTest, AnEndSaysWhy) {
+  Start(Certificates("leader"));
+  const auto good = Client(Certificates("worker"));
+  good->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  service_->Send(1, Reason("you are not wanted"));
+  service_->Close(1);
+  EXPECT_EQ(worker_.Next(), "1 hears you are not wanted");
+  EXPECT_EQ(worker_.Next(), "lost 1");
+  EXPECT_EQ(worker_.why(), absl::UnavailableError("the leader closed it"));
+  const auto stranger = Client(Certificates("stranger"));
+  stranger->Connect(2);
+  EXPECT_EQ(worker_.Next(), "lost 2");
+  EXPECT_TRUE(absl::IsUnavailable(worker_.why())) << worker_.why();
+  EXPECT_NE(worker_.why().message().find("without a certificate that its pool.tls.ca has signed"),
+            absl::string_view::npos)
+      << worker_.why();
+  good->Connect(3);
+  EXPECT_EQ(leader_.Next(), "lost 1");
+  EXPECT_EQ(leader_.Next(), "connected 2") << "the stranger never came through";
+  service_->Send(2, Reason("welcome"));
+  EXPECT_EQ(worker_.Next(), "3 hears welcome");
+  service_.reset();
+  EXPECT_EQ(worker_.Next(), "lost 3");
+  EXPECT_EQ(worker_.why().message().find("certificate"), absl::string_view::npos) << worker_.why();
 }
 
 TEST_F(ControlStreamTest, ManyConnectionsComeAndGo) {

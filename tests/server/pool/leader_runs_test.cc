@@ -406,6 +406,70 @@ TEST_F(LeaderRunsTest, APoolThatShrankIsNotTheClientsFault) {
   EXPECT_TRUE(absl::IsInvalidArgument(answers_[1].status())) << "this one asks too much of it";
 }
 
+// ---- Leases on the K and V of a run.
+
+TEST_F(LeaderRunsTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
+  v1::Join offer = Offer("a");
+  offer.set_kv_memory_bytes(1 << 20);
+  Join(1, offer);
+  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  ASSERT_TRUE(
+      leader_.AdmitKv({.lease = "x", .tenant = "t", .tokens = 200, .lasts = absl::Hours(1)}, choice->plan)
+          .ok());
+  PrefillOptions options;
+  options.kv_lease = "x";
+  Submit(std::vector<uint32_t>(200, 1), options);
+  Prepare({1});
+  EXPECT_EQ(leader_.kv().Find("x", "t", now_)->run, run_);
+  EXPECT_EQ(leader_.kv().Find("x", "t", now_)->layers_done, 0);
+  Report(1, 0, 1);
+  EXPECT_EQ(leader_.kv().Find("x", "t", now_)->layers_done, 1);
+  EXPECT_TRUE(absl::IsNotFound(leader_.kv().Find("x", "other", now_).status()));
+  EXPECT_TRUE(absl::IsNotFound(leader_.kv().Renew("x", "other", absl::Hours(2), now_).status()));
+  ASSERT_TRUE(leader_.kv().Renew("x", "t", absl::Minutes(5), now_).ok());
+  Do();
+  EXPECT_EQ(sent_[1].back().kv_lasts().lease(), "x");
+  EXPECT_EQ(sent_[1].back().kv_lasts().seconds(), 300);
+  RankDone(1, 0, kVocab);
+  ASSERT_TRUE(leader_.kv().Keep("x", now_).ok());
+  Do();
+  EXPECT_EQ(sent_[1].back().kv_lasts().seconds(), 3600) << "as long as it was asked for, from its end on";
+  EXPECT_EQ(leader_.kv_counts().lapsed, 0u);
+  now_ += absl::Hours(1);
+  leader_.kv().EndLapsed(now_);
+  Do();
+  EXPECT_EQ(leader_.kv_counts().lapsed, 1u);
+  EXPECT_EQ(leader_.kv_counts().leases, 0);
+  EXPECT_EQ(leader_.kv_counts().bytes, 0);
+  EXPECT_EQ(sent_[1].back().kv_ends().lease(), "x");
+}
+
+TEST_F(LeaderRunsTest, ALeaseWithoutRoomIsRefusedAndCounted) {
+  v1::Join offer = Offer("a");
+  const int64_t bytes = KvShapeOf(Shape()).LayerBytes(200) * Shape().layers;
+  offer.set_kv_memory_bytes(static_cast<uint64_t>(bytes));
+  Join(1, offer);
+  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const auto admit = [&](const std::string& lease) {
+    return leader_.AdmitKv({.lease = lease, .tenant = "t", .tokens = 200, .lasts = absl::Hours(1)},
+                           choice->plan);
+  };
+  EXPECT_TRUE(admit("x").ok());
+  EXPECT_EQ(leader_.kv_counts().bytes, bytes);
+  EXPECT_TRUE(absl::IsResourceExhausted(admit("y")));
+  EXPECT_EQ(leader_.kv_counts().refused, 1u);
+  EXPECT_EQ(leader_.kv_counts().leases, 1);
+  // The run of a lease takes the room that was held for it, and no more.
+  PrefillOptions options;
+  options.kv_lease = "x";
+  Submit(std::vector<uint32_t>(200, 1), options);
+  Prepare({1});
+  EXPECT_EQ(leader_.kv_counts().bytes, bytes);
+  EXPECT_TRUE(sent_[1].back().has_run());
+}
+
 // ---- What dashboards see.
 
 TEST_F(LeaderRunsTest, WorkersAreShownWithWhatTheyDo) {

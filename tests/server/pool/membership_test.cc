@@ -94,6 +94,22 @@ TEST_F(MembershipTest, WhoDrainsCountsNoMore) {
   EXPECT_EQ(leader_.workers().size(), 2u) << "its run goes on";
 }
 
+TEST(SeatWorkersTest, WhoHasNoRankOfThePlanHasNoSeat) {
+  std::vector<Membership::Worker> workers(3);
+  std::vector<const Membership::Worker*> by_place;
+  for (Membership::Worker& worker : workers) {
+    worker.offer.set_ranks(2);
+    by_place.push_back(&worker);
+  }
+  const std::vector<SeatsOfWorker> seats = SeatWorkers(by_place, 3);
+  ASSERT_EQ(seats.size(), 2u);
+  EXPECT_EQ(seats[0].count, 2);
+  EXPECT_EQ(seats[1].worker, by_place[1]);
+  EXPECT_EQ(seats[1].first, 2);
+  EXPECT_EQ(seats[1].count, 1);
+  EXPECT_EQ(SeatWorkers(by_place, 4).size(), 2u);
+}
+
 TEST_F(MembershipTest, OffersAreBounded) {
   Leader::Connection connection = 0;
   const auto refusal = [&](auto change) {
