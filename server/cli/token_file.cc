@@ -17,7 +17,6 @@ namespace meshfill {
 namespace {
 
 constexpr uint64_t kMaxId = std::numeric_limits<uint32_t>::max();
-constexpr size_t kMaxTokens = std::numeric_limits<int32_t>::max();
 constexpr size_t kReadBytes = size_t{1} << 20;
 
 bool IsSpace(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
@@ -55,9 +54,9 @@ absl::Status TokenDecoder::Decode(absl::string_view bytes) {
       break;
   }
   offset_ += static_cast<int64_t>(bytes.size());
-  if (ids_.size() > kMaxTokens) {
+  if (ids_.size() > most_tokens_) {
     return absl::OutOfRangeError(
-        absl::StrCat(name_, ": more than ", kMaxTokens, " tokens; give a shorter prompt"));
+        absl::StrCat(name_, ": more than ", most_tokens_, " tokens; give a shorter prompt"));
   }
   return absl::OkStatus();
 }

@@ -2,7 +2,9 @@
 #ifndef MESHFILL_SERVER_CLI_TOKEN_FILE_H_
 #define MESHFILL_SERVER_CLI_TOKEN_FILE_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -22,11 +24,14 @@ absl::StatusOr<TokenFormat> ParseTokenFormat(absl::string_view name);  // "ids",
 // Turns a prompt's bytes into ids as they arrive, in pieces of any length.
 class TokenDecoder {
  public:
-  // `name` stands for the source in errors.
-  TokenDecoder(TokenFormat format, std::string name) : format_(format), name_(std::move(name)) {}
+  static constexpr size_t kMostTokens = std::numeric_limits<int32_t>::max();  // that a layout can place
 
-  // INVALID_ARGUMENT: not the format; names the line and column (ids). OUT_OF_RANGE: 2^31 tokens or more,
-  // which no layout can place. After an error the decoder is of no more use.
+  // `name` stands for the source in errors.
+  TokenDecoder(TokenFormat format, std::string name, size_t most_tokens = kMostTokens)
+      : format_(format), name_(std::move(name)), most_tokens_(most_tokens) {}
+
+  // INVALID_ARGUMENT: not the format; names the line and column (ids). OUT_OF_RANGE: more than most_tokens.
+  // After an error the decoder is of no more use.
   absl::Status Decode(absl::string_view bytes);
 
   // The ids, once. INVALID_ARGUMENT: no tokens, or a size that is no multiple of four (u32le).
@@ -41,6 +46,7 @@ class TokenDecoder {
 
   const TokenFormat format_;
   const std::string name_;
+  const size_t most_tokens_;
   std::vector<uint32_t> ids_;
   uint64_t partial_ = 0;      // the id whose digits or bytes are arriving
   int partial_length_ = 0;    // its digits or bytes so far

@@ -365,6 +365,19 @@ TEST(RunOrder, ALostDeadlineGivesNoTurn) {
   }
 }
 
+// Nor has what was urgent and turns out to take too long.
+TEST(RunOrder, ADeadlineThatGetsLostGivesNoTurnAnyMore) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10, .deadline = At(12)}, At(0));
+  order.Announce(2, {.tenant = "t", .work_seconds = 4}, At(0));
+  order.Complete(1, At(0));
+  order.Complete(2, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u) << "it cannot wait";
+  EXPECT_EQ(order.Choose(At(4)), 1u);
+  order.SetDone(1, 0.1, At(4));
+  EXPECT_EQ(order.Choose(At(4)), 2u) << "36 s are left of it";
+}
+
 TEST(RunOrder, AFloodOfTightDeadlinesLeavesTheOtherItsHalf) {
   std::vector<Prompt> prompts;
   for (int i = 0; i < 200; ++i) {

@@ -65,6 +65,19 @@ TEST(TokenDecoder, ReadsBackRandomIdsInRandomPieces) {
   }
 }
 
+// A file without an end stops at the bound, and not when the memory does.
+TEST(TokenDecoder, BoundsTheTokens) {
+  for (const TokenFormat format : {TokenFormat::kIds, TokenFormat::kU32le, TokenFormat::kBytes}) {
+    const std::string token = format == TokenFormat::kIds     ? "7 "
+                              : format == TokenFormat::kU32le ? "abcd"
+                                                              : "a";
+    TokenDecoder decoder(format, "file", /*most_tokens=*/3);
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(decoder.Decode(token).ok());
+    const absl::Status more = decoder.Decode(token);
+    EXPECT_EQ(more, absl::OutOfRangeError("file: more than 3 tokens; give a shorter prompt"));
+  }
+}
+
 TEST(TokenDecoder, TakesTheLargestIdAndLeadingZeros) {
   const absl::StatusOr<std::vector<uint32_t>> ids =
       DecodeAll(TokenFormat::kIds, "4294967295 00000000000000000007 0");

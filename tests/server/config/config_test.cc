@@ -14,6 +14,7 @@
 #include "engine/engine_options.h"
 #include "engine/speed/pool_profile.h"
 #include "gtest/gtest.h"
+#include "server/config/config_units.h"
 #include "server/config/tenants.h"
 
 namespace meshfill {
@@ -248,6 +249,8 @@ TEST_F(ConfigTest, UnitsAreRead) {
   EXPECT_EQ(config->limits().upload_timeout().seconds(), 0);
   EXPECT_EQ(config->limits().upload_timeout().nanos(), 250000000);
   EXPECT_EQ(config->limits().max_message_bytes(), 8000000u);
+  EXPECT_EQ(ToDuration(config->limits().upload_timeout()), absl::Milliseconds(250));
+  EXPECT_EQ(ToDuration(config->queue().max_wait()), absl::Minutes(90));
   const EngineOptions kept = ToEngineOptions(*Load("kv: {memory_bytes: 1GiB, host_memory_bytes: 2GiB}"));
   EXPECT_EQ(kept.kv_memory_bytes, 1ll << 30);
   EXPECT_EQ(kept.kv_host_memory_bytes, 2ll << 30);

@@ -139,6 +139,14 @@ class SlowClients {
   void Send(const std::string& text) {
     for (const int fd : fds_) send(fd, text.data(), text.size(), MSG_NOSIGNAL);
   }
+  // All that the first one hears.
+  std::string Read() {
+    std::string answer;
+    char buffer[4096];
+    for (ssize_t count; (count = read(fds_.front(), buffer, sizeof(buffer))) > 0;)
+      answer.append(buffer, count);
+    return answer;
+  }
 
  private:
   std::vector<int> fds_;
@@ -158,6 +166,19 @@ TEST(HttpPagesTest, SlowClientsHoldUpNobody) {
     EXPECT_EQ(HttpBody(HttpGet(address, "/count")), std::to_string(i));
     EXPECT_LT(MonotonicNow() - begin, absl::Seconds(1));
   }
+}
+
+// Where there are too many, those who have had the longest time give way, and not who came last.
+TEST(HttpPagesTest, InACrowdTheOldestGiveWay) {
+  std::atomic<int> asked = 0;
+  const auto pages = HttpPages::Listen("127.0.0.1:0", Pages(asked));
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  const std::string& address = (*pages)->address();
+  const SlowClients silent(address, 200, "");
+  SlowClients late(address, 1, "GET /count HTTP/1.0\r\n");
+  for (int i = 1; i <= 10; ++i) EXPECT_EQ(HttpBody(HttpGet(address, "/count")), std::to_string(i));
+  late.Send("\r\n");
+  EXPECT_EQ(HttpBody(late.Read()), "11");
 }
 
 TEST(HttpPagesTest, PortInUseIsSaid) {

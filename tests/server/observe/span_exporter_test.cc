@@ -1,0 +1,186 @@
+// Spans on their way to a collector that takes them, refuses them, is busy or is not there.
+#include "server/observe/span_exporter.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
+
+namespace meshfill {
+namespace {
+
+// Answers each POST with the next of its statuses; with the last one again and again.
+class Collector {
+ public:
+  explicit Collector(std::deque<int> statuses) : statuses_(std::move(statuses)) {
+    listener_ = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    EXPECT_EQ(listen(listener_, 16), 0);
+    socklen_t size = sizeof(address);
+    getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size);
+    port_ = ntohs(address.sin_port);
+    thread_ = std::thread([this] { Run(); });
+  }
+  ~Collector() {
+    shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    close(listener_);
+  }
+  std::string url() const { return absl::StrCat("http://127.0.0.1:", port_); }
+  // The first lines and bodies of so many posts; fewer after 20 s.
+  std::vector<std::string> Posts(size_t count) {
+    std::unique_lock<std::mutex> lock(mu_);
+    changed_.wait_for(lock, std::chrono::seconds(20), [&] { return posts_.size() >= count; });
+    return posts_;
+  }
+
+ private:
+  void Run() {
+    for (int fd; (fd = accept(listener_, nullptr, nullptr)) >= 0; close(fd)) {
+      std::string text;
+      char buffer[65536];
+      size_t head = std::string::npos, whole = std::string::npos;
+      while (text.size() < whole) {
+        const ssize_t got = read(fd, buffer, sizeof(buffer));
+        if (got <= 0) break;
+        text.append(buffer, static_cast<size_t>(got));
+        if (head == std::string::npos && (head = text.find("\r\n\r\n")) != std::string::npos) {
+          whole = head + 4 + std::stoul(text.substr(text.find("Content-Length: ") + 16));
+        }
+      }
+      if (text.size() < whole) continue;
+      int status = 0;
+      {
+        const std::lock_guard<std::mutex> lock(mu_);
+        status = statuses_.front();
+        if (statuses_.size() > 1) statuses_.pop_front();
+        posts_.push_back(absl::StrCat(text.substr(0, text.find("\r\n")), "\n", text.substr(head + 4)));
+        changed_.notify_all();
+      }
+      const std::string answer =
+          absl::StrCat("HTTP/1.1 ", status, " X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+      EXPECT_EQ(write(fd, answer.data(), answer.size()), static_cast<ssize_t>(answer.size()));
+    }
+  }
+
+  int listener_ = -1;
+  int port_ = 0;
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<int> statuses_;
+  std::vector<std::string> posts_;
+  std::thread thread_;
+};
+
+std::vector<TraceSpan> Spans(size_t count, const std::string& name = "compute") {
+  return std::vector<TraceSpan>(count, TraceSpan{.trace_id = NewTraceId(), .id = NewSpanId(), .name = name});
+}
+
+std::unique_ptr<SpanExporter> Exporter(const std::string& endpoint) {
+  auto exporter = SpanExporter::Start(endpoint, absl::Seconds(10));
+  EXPECT_TRUE(exporter.ok()) << exporter.status();
+  return *std::move(exporter);
+}
+
+// The counts, once as many are done with; as they are after 20 s.
+SpanExporter::Counts CountsOf(const SpanExporter& exporter, uint64_t all) {
+  const absl::Time deadline = MonotonicNow() + absl::Seconds(20);
+  SpanExporter::Counts counts;
+  while ((counts = exporter.counts()).exported + counts.dropped < all && MonotonicNow() < deadline) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return counts;
+}
+
+TEST(SpanExporterTest, SpansAreTakenTogether) {
+  Collector collector({200});
+  const auto exporter = Exporter(collector.url());
+  exporter->Export(Spans(2, "first"));
+  exporter->Export(Spans(1, "second"));
+  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  EXPECT_EQ(exporter->counts().exported, 3u);
+  EXPECT_EQ(exporter->counts().dropped, 0u);
+  const std::vector<std::string> posts = collector.Posts(1);
+  ASSERT_EQ(posts.size(), 1u);
+  EXPECT_EQ(posts[0].find("POST /v1/traces HTTP/1.1\n{\"resourceSpans\":"), 0u) << posts[0];
+  EXPECT_NE(posts[0].find("\"name\":\"first\""), std::string::npos);
+  EXPECT_NE(posts[0].find("\"name\":\"second\""), std::string::npos);
+}
+
+TEST(SpanExporterTest, ManySpansGoInBatches) {
+  Collector collector({202});
+  const auto exporter = Exporter(absl::StrCat(collector.url(), "/elsewhere"));
+  exporter->Export(Spans(SpanExporter::kBatchSpans + 1));
+  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  EXPECT_EQ(exporter->counts().exported, SpanExporter::kBatchSpans + 1);
+  const std::vector<std::string> posts = collector.Posts(2);
+  ASSERT_EQ(posts.size(), 2u);
+  EXPECT_EQ(posts[0].find("POST /elsewhere HTTP/1.1\n"), 0u);
+}
+
+TEST(SpanExporterTest, WhatIsRefusedIsDroppedAndTheNextGoes) {
+  Collector collector({400, 200});
+  const auto exporter = Exporter(collector.url());
+  exporter->Export(Spans(2));
+  EXPECT_EQ(CountsOf(*exporter, 2).dropped, 2u);
+  exporter->Export(Spans(3));
+  const SpanExporter::Counts counts = CountsOf(*exporter, 5);
+  EXPECT_EQ(counts.exported, 3u);
+  EXPECT_EQ(counts.dropped, 2u);
+  EXPECT_EQ(collector.Posts(2).size(), 2u);
+}
+
+TEST(SpanExporterTest, ABusyCollectorIsAskedAgain) {
+  for (const int busy : {429, 503}) {
+    Collector collector({busy, 200});
+    const auto exporter = Exporter(collector.url());
+    exporter->Export(Spans(2));
+    EXPECT_EQ(CountsOf(*exporter, 2).exported, 2u) << busy;
+    const std::vector<std::string> posts = collector.Posts(2);
+    ASSERT_EQ(posts.size(), 2u) << busy;
+    EXPECT_EQ(posts[0], posts[1]) << "the same spans";
+  }
+}
+
+TEST(SpanExporterTest, WithoutACollectorSpansAreBoundedAndAFlushGivesUp) {
+  std::string nowhere;
+  {
+    Collector gone({200});
+    nowhere = gone.url();
+  }
+  const auto exporter = Exporter(nowhere);
+  exporter->Export(Spans(SpanExporter::kMaxSpans));
+  EXPECT_EQ(exporter->counts().dropped, 0u);
+  exporter->Export(Spans(3));
+  EXPECT_EQ(exporter->counts().dropped, 3u) << "a request's, all or none";
+  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  EXPECT_EQ(exporter->counts().exported, 0u);
+  EXPECT_EQ(exporter->counts().dropped, SpanExporter::kMaxSpans + 3);
+  exporter->Export(Spans(1));
+  EXPECT_EQ(exporter->counts().dropped, SpanExporter::kMaxSpans + 3) << "there is room again";
+}
+
+TEST(SpanExporterTest, EndpointsThatAreNoneAreRefused) {
+  for (const char* endpoint : {"", "collector", "ftp://127.0.0.1:1", "http://"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(SpanExporter::Start(endpoint, absl::Seconds(1)).status()))
+        << endpoint;
+  }
+}
+
+}  // namespace
+}  // namespace meshfill
