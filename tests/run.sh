@@ -31,6 +31,7 @@ echo "  all mutants               tests/mutants/run.py (a sample of them was run
 echo "  mutants nobody thought of tests/mutants/fresh.py engine kernels server (needs universalmutator from PyPI)"
 echo "  fuzzing at length         tests/fuzz/run.sh 1800 (needs clang)"
 echo "  coverage of the parsers   tests/coverage.sh"
+echo "  coverage by folder        tests/coverage.sh --folders (needs clang and llvm; a whole build)"
 echo "  attacks on the memory     tests/processes/hostile_memory.py build/release/server/meshfill (its floods want a current gRPC)"
 echo "  what TLS costs            tests/processes/door_cost.py build/release/server/meshfill"
 echo "  slow links                tests/processes/throttled_network.py (needs root)"
