@@ -83,6 +83,8 @@ class Nearest:
         self._sizes = {}    # test -> the objects of its binaries
         for test in sorted(build.tests):
             outputs = build.outputs(test)
+            if not all((build.build / output).exists() for output in outputs):
+                continue
             objects = {name: words for output in outputs for name, words in build.binary(output).objects.items()}
             sources = [os.path.relpath(words[words.index("-c") + 1], build.root) for words in objects.values()]
             self._sources[test] = [source for source in sources if source.startswith("tests/")]
@@ -97,7 +99,7 @@ class Nearest:
             is_binary = bool(self._sources[test])  # else a script runs it: whole processes
             return not by_name, not beside, not is_binary, self._sizes[test], test
 
-        found = [test for test in self._build.tests
+        found = [test for test in self._sources
                  if any(self._build.users(output, file) for output in self._build.outputs(test))]
         return sorted(found, key=distance)
 
@@ -157,10 +159,10 @@ def main():
     parser.add_argument("--seed", default="0")
     parser.add_argument("--tests", type=int, default=12, help="the most tests that may pass before a mutant has survived")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--build", type=pathlib.Path, default=mutant_list.ROOT / "build/release", help="built whole")
+    parser.add_argument("--build", type=pathlib.Path, default=mutant_list.ROOT / "build/release", help="what is built there is asked")
     options = parser.parse_args()
 
-    build = MutatedBuild(mutant_list.ROOT, options.build, "fresh_mutants")
+    build = MutatedBuild(mutant_list.ROOT, options.build)
     build.clear()
     nearest = Nearest(build)
     unchanged = Unchanged(build)

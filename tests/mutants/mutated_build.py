@@ -67,10 +67,10 @@ class Binary:
 class MutatedBuild:
     """A build folder's commands and tests. All of it may be called from several threads."""
 
-    def __init__(self, root, build, work="mutants"):
+    def __init__(self, root, build):
         self.root = root.resolve()
         self.build = build.resolve()
-        self.work = self.build / work  # what is made
+        self.work = self.build / f"mutants-{os.getpid()}"  # what is made
         if not (self.build / "build.ninja").is_file():
             raise SystemExit(f"{build} is no build folder of Ninja: configure it by cmake --preset release")
         self.tests = self._read_tests()

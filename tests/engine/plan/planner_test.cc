@@ -555,6 +555,17 @@ TEST(MakePlan, KeepsTheRingThatMovesMoreInsideANode) {
   EXPECT_EQ(by_columns->candidates.front().placement, "box 1x4x1");
 }
 
+// Where a node's flows share nothing, links inside a node are all that a box gains.
+TEST(MakePlan, ABoxGainsByLinksInsideANodeAlone) {
+  Topology topology = SlowNodes(4, 4);
+  topology.node_bytes_per_second = 4 * topology.between_nodes.bytes_per_second;
+  const auto plan = MakePlan(
+      Llama(8, 4, DType::kBf16), kSlowLink,
+      {.tokens = 65536, .cached_tokens = 1 << 20, .ranks = 16, .tile = Tile{4, 4}, .topology = topology});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->plan.placement.name, "box 1x4x1");
+}
+
 TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
@@ -729,28 +740,64 @@ TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
   EXPECT_EQ(dtypes, (std::set{DType::kF32, DType::kBf16}));
 }
 
-// A gain of less than a hundredth is within the error of any prediction.
+// A gain of less than a hundredth is within the error of any prediction, also where the bound promised more.
 TEST(MakePlan, AWireDTypeIsTakenForAHundredthAtLeast) {
   const ModelShape model = Llama(8, 8, DType::kBf16);
   int less = 0, more = 0;
-  for (double exponent = 26; exponent < 42; exponent += 0.125) {
-    PoolSpeed speed = kSlowLink;
-    speed.attention_flops_per_second = 1e12;
-    speed.link_bytes_per_second = std::exp2(exponent);
-    PlanRequest request = {.tokens = 16384, .ranks = 4, .tile = Tile{2, 2}};
-    const auto seconds = [&](DType dtype) {
-      request.partial_dtype = dtype;
-      return MakePlan(model, speed, request)->plan.predicted.seconds;
-    };
-    const double gain = 1 - seconds(DType::kBf16) / seconds(DType::kF32);
-    request.partial_dtype = std::nullopt;
-    EXPECT_EQ(MakePlan(model, speed, request)->plan.partial_dtype, gain > 0.01 ? DType::kBf16 : DType::kF32)
-        << "a gain of " << gain;
-    less += gain > 0 && gain < 0.01 ? 1 : 0;
-    more += gain > 0.01 ? 1 : 0;
+  for (const Tile tile : {Tile{2, 2}, Tile{3, 3}, Tile{4, 2}, Tile{5, 3}}) {
+    for (int exponent = 0; exponent < 96; ++exponent) {
+      PoolSpeed speed = kSlowLink;
+      speed.attention_flops_per_second = 1e12;
+      speed.link_bytes_per_second = std::exp2(28 + exponent / 8.0);
+      PlanRequest request = {.tokens = 16384, .ranks = tile.ranks(), .tile = tile};
+      const auto plan = [&](std::optional<DType> dtype) {
+        request.partial_dtype = dtype;
+        return MakePlan(model, speed, request)->plan;
+      };
+      const Plan f32 = plan(DType::kF32), bf16 = plan(DType::kBf16);
+      const double gain = 1 - bf16.predicted.seconds / f32.predicted.seconds;
+      EXPECT_EQ(plan(std::nullopt).partial_dtype, gain > 0.01 ? DType::kBf16 : DType::kF32)
+          << "a gain of " << gain;
+      const bool promising = LeastSeconds(model, speed, bf16) < 0.98 * f32.predicted.seconds;
+      less += promising && gain > 0 && gain < 0.01 ? 1 : 0;
+      more += gain > 0.01 ? 1 : 0;
+    }
   }
   EXPECT_GT(less, 0);
   EXPECT_GT(more, 0);
+}
+
+// Of layouts that tie: contiguous chunks for windows alone, but stripes where another prompt may follow.
+TEST(MakePlan, WindowsAloneAreContiguousUnlessTheirKeysAreKept) {
+  for (const int with_window : {0, 2, 4}) {
+    ModelShape model = Llama(8, 8, DType::kBf16);
+    if (with_window > 0) SetWindow(model, 100, with_window);
+    for (const bool keeps_kv : {false, true}) {
+      const auto choice =
+          MakePlan(model, kSlowLink, {.tokens = 4096, .layout = std::nullopt, .keeps_kv = keeps_kv});
+      EXPECT_EQ(choice->plan.layout.kind(),
+                with_window == model.layers && !keeps_kv ? LayoutKind::kContiguous : LayoutKind::kStriped)
+          << with_window << " layers with a window" << (keeps_kv ? ", kept" : "");
+    }
+  }
+}
+
+TEST(MakePlan, LayersThatPassTakeOfTheBudget) {
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  PlanRequest request = {.tokens = 4096};
+  const int64_t activations = MakePlan(model, kSlowLink, request)->plan.predicted.run_bytes;
+  request.weights = {.mode = WeightMode::kStreamed, .run_bytes = 1'000'000};
+  for (const auto& [budget, fits] : {std::pair<int64_t, bool>{activations + 1'000'000, true},
+                                     {activations + 999'999, false},
+                                     {1'000'000, false}}) {
+    request.memory_budget_bytes = budget;
+    const absl::Status status = MakePlan(model, kSlowLink, request).status();
+    EXPECT_EQ(status.ok(), fits) << budget << ": " << status;
+    if (!fits) {
+      EXPECT_TRUE(Mentions(status, std::to_string(activations + 1'000'000) + " bytes")) << status;
+      EXPECT_TRUE(Mentions(status, "layers that pass")) << status;
+    }
+  }
 }
 
 // A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
