@@ -122,6 +122,7 @@ RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::T
   Gang gang;
   int may_begin = std::max(0, options_.most_live - live());
   double longest_seconds = 0;
+  bool looks_at_gain = false;
   for (size_t i = 0; i < ranked.size(); ++i) {
     const Entry& entry = entries_.at(ranked[i]);
     if (entry.state == State::kUploading || entry.leaving) continue;
@@ -131,8 +132,13 @@ RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::T
     if (gang.tickets.empty()) {
       gang.submeshes = lives ? entry.submeshes : BestSubmeshes(std::span(ranked).subspan(i), may_begin, now);
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
+      looks_at_gain = lives;
     } else if (lives ? entry.submeshes != gang.submeshes
                      : entry.job.SecondsOn(gang.submeshes) > longest_seconds) {
+      continue;
+    } else if (!lives && std::exchange(looks_at_gain, false) &&
+               !GainBeside(ranked, gang.submeshes, longest_seconds, now)) {
+      may_begin = 0;
       continue;
     }
     gang.tickets.push_back(ranked[i]);
@@ -174,6 +180,30 @@ int RunOrder::BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl:
     best = submeshes;
   }
   return best;
+}
+
+bool RunOrder::GainBeside(std::span<const Ticket> ranked, int submeshes, double longest_seconds,
+                          absl::Time now) const {
+  std::vector<double> free_at;
+  for (const Ticket ticket : ranked) {
+    const Entry& entry = entries_.at(ticket);
+    const bool on_one = entry.state == State::kLive && !entry.leaving && entry.submeshes == submeshes;
+    if (on_one && std::ssize(free_at) < submeshes) free_at.push_back(Rest(entry, now));
+  }
+  double in_turn = *std::max_element(free_at.begin(), free_at.end());
+  free_at.resize(static_cast<size_t>(submeshes), 0);
+  double ends_in_turn = 0, ends_beside = 0;
+  for (const Ticket ticket : ranked) {
+    const Entry& entry = entries_.at(ticket);
+    const double on_submesh = entry.job.SecondsOn(submeshes);
+    if (entry.state != State::kWaiting || on_submesh > longest_seconds) continue;
+    const auto next = std::min_element(free_at.begin(), free_at.end());
+    *next += on_submesh;
+    ends_beside += *next;
+    in_turn += entry.job.work_seconds;
+    ends_in_turn += in_turn;
+  }
+  return ends_beside < ends_in_turn;
 }
 
 void RunOrder::Give(const Gang& gang, absl::Time now) {

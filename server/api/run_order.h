@@ -23,8 +23,8 @@
 //
 // The first one that has not begun takes all devices or a sub-mesh: whichever makes the mean time until their
 // ends shorter, over all prefills that wait and would take such a sub-mesh. What has begun stays on what it
-// has. Where the first is on a sub-mesh, the next in the order that are on such sub-meshes, or would be, take
-// the others.
+// has. Where the first is on a sub-mesh, the next in the order that are on such sub-meshes take the others;
+// so do those that wait, where they end sooner beside these than after them on all devices.
 //
 //     all devices   A A A A B B B B C C C C D D D D     mean end 10      where four times the devices are
 //     4 sub-meshes  A A A A A A A A A                    mean end  9      2.25 times as fast
@@ -166,6 +166,10 @@ class RunOrder {
   // How many sub-meshes are best for the first of `ranked`, which waits, and those after it, where so many
   // more may begin.
   int BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const;
+  // Whether those of `ranked` that wait end sooner on sub-meshes beside those that live there, of which there
+  // is one, than after these on all devices.
+  bool GainBeside(std::span<const Ticket> ranked, int submeshes, double longest_seconds,
+                  absl::Time now) const;
   void Give(const Gang& gang, absl::Time now);  // the turn
   void TakeTurn(Ticket ticket, absl::Time now);
   static bool CanMeetDeadline(const Entry& entry, absl::Time now);

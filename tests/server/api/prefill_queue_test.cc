@@ -296,7 +296,7 @@ TEST_F(PrefillQueueTest, WaitsAreOfTheLatestPredictions) {
   auto cached = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 60});
   ASSERT_TRUE(cached->Pay(3).ok());
   ExpectRefusedWithRetry({.id = "3", .tokens = 3, .predicted_seconds = 70}, 10, 11);
-  cached->SetPredictedSeconds(5);  // most of it is cached
+  cached->SetPredictedSeconds(5, {});  // most of it is cached
   auto cached_waiter = std::make_shared<RecordingWaiter>();
   Submit(*cached, 2, cached_waiter);
   EXPECT_NE(Reserve({.id = "3", .tokens = 3, .predicted_seconds = 70}), nullptr);

@@ -126,6 +126,21 @@ TEST(RunOrderSubmeshes, AMuchLongerOneIsNotPutBesideShortOnes) {
   EXPECT_NEAR(now, 102, 1e-6);
 }
 
+// One that comes when those on sub-meshes are about to end gains more by all devices.
+TEST(RunOrderSubmeshes, OneThatComesLateWaitsForAllDevices) {
+  for (const bool late : {false, true}) {
+    Order order;
+    for (int i = 0; i < 3; ++i) order.Add(JobOf(1, 0.3), 0);
+    double now = 0;
+    order.Run(now, late ? 1.4 : 0.1);
+    ASSERT_EQ(order.submeshes_.at(1), 4);
+    order.Add(JobOf(1, 0.3), now);
+    order.Run(now, 100);
+    EXPECT_EQ(order.submeshes_.at(4), late ? 1 : 4);
+    EXPECT_NEAR(order.ends_.at(4), late ? std::pow(4, 0.3) + 1 : std::pow(4, 0.3) + 0.1, 1e-6);
+  }
+}
+
 TEST(RunOrderSubmeshes, NoMoreBeginThanMayLive) {
   Order order(/*most_live=*/2);
   for (int i = 0; i < 6; ++i) order.Add(JobOf(1, 0.2), 0);

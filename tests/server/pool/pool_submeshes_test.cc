@@ -99,7 +99,7 @@ TEST_F(PoolSubmeshesTest, ALossEndsTheRunsOfItsWorkerAlone) {
   StartPool({1, 1, 1});
   std::vector<std::vector<uint32_t>> prompts;
   std::vector<std::unique_ptr<meshfill::Prefill>> started;
-  for (int i = 0; i < 3; ++i) prompts.push_back(RandomTokens(random, 6000));
+  for (int i = 0; i < 3; ++i) prompts.push_back(RandomTokens(random, 2500));
   for (const auto& prompt : prompts) started.push_back(Start(prompt, 3));
   workers_[static_cast<size_t>(Draw(random, 0, 2))].reset();
   int again = 0;
