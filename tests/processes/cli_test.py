@@ -357,6 +357,18 @@ class CliTest(CliTestCase):
         self.assertLess(layer["attention_seconds"], layer["seconds"])
         self.assertIn("MFU", self.succeed("bench", "layer", *shape, "--repeats", 1))
 
+    def test_bench_experts_compares_them_with_a_dense_layer(self):
+        shape = ("--tokens", 300, "--layers", 2, "--hidden", 64, "--experts", 5, "--experts-used", 3, "--expert-width", 32,
+                 "--q-heads", 4, "--kv-heads", 2, "--head-dim", 16)
+        bench = json.loads(self.succeed("bench", "experts", *shape, "--dtype", "f32", "--repeats", 1, "--json"))
+        self.assertEqual((bench["tokens"], bench["experts"], bench["experts_used"], bench["dtype"]), (300, 5, 3, "f32"))
+        for model in ("with_experts", "dense"):
+            flops = 300 * 2 * 6 * 64 * 3 * 32
+            self.assertAlmostEqual(bench[model]["mlp_flops_per_second"] * bench[model]["mlp_seconds"] / flops, 1)
+            self.assertLess(bench[model]["mlp_seconds"], bench[model]["seconds"])
+        self.assertAlmostEqual(bench["mlp_ratio"], bench["dense"]["mlp_seconds"] / bench["with_experts"]["mlp_seconds"])
+        self.assertIn("experts over dense", self.succeed("bench", "experts", *shape, "--repeats", 1))
+
     # ---- What is wrong with the command line, and with its files.
 
     def test_help_and_version(self):

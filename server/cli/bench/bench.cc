@@ -4,6 +4,7 @@
 
 #include "server/cli/bench/bench_attention.h"
 #include "server/cli/bench/bench_comm.h"
+#include "server/cli/bench/bench_experts.h"
 #include "server/cli/bench/bench_gemm.h"
 #include "server/cli/bench/bench_kv.h"
 #include "server/cli/bench/bench_layer.h"
@@ -26,6 +27,7 @@ class BenchCommand : public Command {
     app_->require_subcommand(1);
     benches_.push_back(AddBenchAttentionCommand(*app_));
     benches_.push_back(AddBenchCommCommand(*app_));
+    benches_.push_back(AddBenchExpertsCommand(*app_));
     benches_.push_back(AddBenchGemmCommand(*app_));
     benches_.push_back(AddBenchKvCommand(*app_));
     benches_.push_back(AddBenchLayerCommand(*app_));

@@ -51,9 +51,9 @@ absl::Status BenchModels::Make(std::span<const MakeModelOptions> models) {
   }
   parent_ = pattern;
   for (const MakeModelOptions& options : models) {
-    const std::string folder =
-        absl::StrCat(parent_, "/", options.hidden, "-", options.q_heads, "q", options.kv_heads, "kv-",
-                     options.head_dim, options.sliding_window > 0 ? "-window" : "");
+    const std::string folder = absl::StrCat(
+        parent_, "/", options.hidden, "-", options.q_heads, "q", options.kv_heads, "kv-", options.head_dim,
+        options.sliding_window > 0 ? "-window" : "", options.experts > 0 ? "-experts" : "");
     RETURN_IF_ERROR(MakeModel(options, folder));
     folders_.push_back(folder);
   }
