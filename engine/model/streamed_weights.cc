@@ -56,13 +56,6 @@ StreamedWeights::StreamedWeights(std::unique_ptr<const ModelTensors> tensors, De
       head_rows_(RowsOfHeadPart(tensors_->config().shape)),
       shared_(static_cast<size_t>(tensors_->config().shape.layers + head_parts())) {}
 
-int StreamedWeights::held_parts() {
-  return static_cast<int>(std::count_if(shared_.begin(), shared_.end(), [](Shared& shared) {
-    const MutexLock lock(shared.mu);
-    return !shared.part.expired();
-  }));
-}
-
 absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Load(int part,
                                                                         const BeforeRead& before_read) {
   Shared& shared = shared_[part];
@@ -76,7 +69,11 @@ absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Load(int part
 absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Pack(int part,
                                                                         const BeforeRead& before_read) const {
   const ModelShape& shape = tensors_->config().shape;
-  auto packed = std::make_shared<WeightPart>();
+  ++*held_;
+  const std::shared_ptr<WeightPart> packed(new WeightPart, [held = held_](WeightPart* gone) {
+    delete gone;
+    --*held;
+  });
   if (part < shape.layers) {
     ASSIGN_OR_RETURN(packed->layer, tensors_->PackLayer(device_, part, before_read));
   } else {

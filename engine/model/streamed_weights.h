@@ -5,6 +5,7 @@
 #ifndef MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
 #define MESHFILL_ENGINE_MODEL_STREAMED_WEIGHTS_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -31,7 +32,7 @@ class StreamedWeights {
   const ModelTensors& tensors() const { return *tensors_; }
   int64_t head_rows() const { return head_rows_; }  // RowsOfHeadPart
   int head_parts() const { return HeadParts(tensors_->config().shape); }
-  int held_parts();  // parts that are in memory now, over all runs
+  int held_parts() const { return *held_; }  // parts that are in memory now, over all runs
 
   // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it.
   absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read);
@@ -54,6 +55,8 @@ class StreamedWeights {
   const std::unique_ptr<const ModelTensors> tensors_;
   Device& device_;
   const int64_t head_rows_;
+  // Parts that are in memory; shared with them, which may outlive the rest.
+  const std::shared_ptr<std::atomic<int>> held_ = std::make_shared<std::atomic<int>>(0);
   std::vector<Shared> shared_;  // by part
 };
 
