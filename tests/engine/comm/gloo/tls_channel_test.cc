@@ -100,6 +100,26 @@ TEST(TlsChannel, CarriesBytesBothWaysThroughChangesOfKeys) {
   }
 }
 
+// A change of keys is a record of its own: seen on the wire, where a record begins with its length.
+TEST(TlsChannel, ChangesItsKeyAfterSoManyBytes) {
+  for (const auto& [bytes_per_key, changes] :
+       {std::pair<uint64_t, int>{TlsChannel::kBytesPerKey, 0}, {1000, 2}}) {
+    Pair pair(KeyOf(1), KeyOf(1), bytes_per_key);
+    ASSERT_TRUE(pair.ShakeHands());
+    const std::string piece(100, 'x');
+    for (int i = 0; i < 25; ++i) {
+      ASSERT_EQ(pair.client->Write(piece.data(), piece.size()).bytes, piece.size());
+    }
+    std::string wire(100'000, 0);
+    const ssize_t bytes = recv(pair.sockets[1].get(), wire.data(), wire.size(), 0);
+    int records = 0;
+    for (ssize_t at = 0; at < bytes; ++records) {
+      at += 5 + static_cast<uint8_t>(wire[at + 3]) * 256 + static_cast<uint8_t>(wire[at + 4]);
+    }
+    EXPECT_EQ(records, 25 + changes);
+  }
+}
+
 TEST(TlsChannel, SidesOfDifferentKeysDoNotMeet) {
   TlsChannel::Key almost = KeyOf(1);
   almost[31] ^= 1;
