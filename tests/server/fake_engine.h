@@ -74,6 +74,10 @@ class FakeEngine final : public PrefillEngine {
       cached_seconds_ = predicted_seconds;
     });
   }
+  // The next prompt has no room, though nothing else lives.
+  void RefuseNext() {
+    Set([&] { refuses_next_ = true; });
+  }
   // Longer prompts cannot begin while another lives.
   void RefuseBesideOthers(int64_t tokens) {
     Set([&] { most_beside_others_ = tokens; });
@@ -227,7 +231,8 @@ class FakeEngine final : public PrefillEngine {
 
   absl::Status Refusal(int64_t tokens) {
     const std::lock_guard<std::mutex> lock(mu_);
-    if (live_runs_ >= capacity_ || (live_runs_ > 0 && tokens > most_beside_others_)) {
+    if (std::exchange(refuses_next_, false) || live_runs_ >= capacity_ ||
+        (live_runs_ > 0 && tokens > most_beside_others_)) {
       ++refusals_;
       return absl::ResourceExhaustedError("no room beside those that live");
     }
@@ -266,6 +271,7 @@ class FakeEngine final : public PrefillEngine {
   absl::Status fail_next_;
   std::vector<uint32_t> first_ids_;
   int64_t most_beside_others_ = kContext;
+  bool refuses_next_ = false;
   int live_runs_ = 0;
   int refusals_ = 0;
   int stopped_runs_ = 0;

@@ -584,7 +584,7 @@ TEST_F(PrefillQueuePreemptionTest, WhatFindsNoMemoryWaitsForAnEndAndIsNotOvertak
 
 TEST_F(PrefillQueuePreemptionTest, RefusalWithNothingElseAliveIsTheAnswer) {
   MakeQueue();
-  engine_.FailNext(absl::ResourceExhaustedError("no memory at all"));
+  engine_.RefuseNext();
   const Sent alone = Send(1, 3, 1);
   EXPECT_EQ(alone.waiter->Result().status().code(), absl::StatusCode::kResourceExhausted);
 }

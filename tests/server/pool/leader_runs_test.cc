@@ -200,7 +200,7 @@ TEST_F(LeaderRunsTest, LayersAreDoneWhenAllRanksHaveThem) {
   EXPECT_EQ(layers_done_, std::vector<int>{1});
   Report(2, 1, 99);  // more than there are
   Report(2, 1, 1);   // late
-  Report(1, 0, 2);
+  Report(1, 0, 99);
   EXPECT_EQ(layers_done_, (std::vector<int>{1, 2}));
   RankDone(1, 0, 0);
   RankDone(2, 1, kVocab);

@@ -539,18 +539,20 @@ TEST_F(RankHostTest, HoldsTheMemoryOfARunUntilItsRanksTakeIt) {
 }
 
 TEST_F(RankHostTest, APeerThatNeverAnswersEndsTheConnect) {
-  HostListener listener;
-  const auto host = Load(listener);
-  ASSERT_NE(host, nullptr);
-  host->Prepare(Part(2 * kRanks, kRanks));  // the first half never comes
-  const std::vector<std::string> own = listener.Addresses(run_);
-  std::vector<std::string> addresses(kRanks, own.front());
-  addresses.insert(addresses.end(), own.begin(), own.end());
-  host->Start(run_, addresses, {});
-  const absl::Status ended = listener.Ended(run_, kRanks);
-  EXPECT_FALSE(ended.ok());
-  host->Stop(run_, "it failed");
-  listener.Stopped(run_);
+  HostListener one, two;
+  const auto first = Load(one), second = Load(two);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  first->Prepare(Part(2 * kRanks));  // its ranks listen, and never start
+  WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
+  rest.number = --run_;
+  second->Prepare(std::move(rest));
+  std::vector<std::string> addresses = one.Addresses(run_);
+  for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  second->Start(run_, addresses, {});
+  EXPECT_FALSE(two.Ended(run_, kRanks).ok());
+  for (RankHost* host : {first.get(), second.get()}) host->Stop(run_, "it failed");
+  one.Stopped(run_);
+  two.Stopped(run_);
 }
 
 // The thread of the host is held up by a run whose K and V have no room until some reader lets go.
