@@ -55,12 +55,13 @@ def cpu_seconds(pid):
 class Pool:
     def __init__(self, name, folder, workers):
         of_leader, of_workers, self.client = POOLS[name]
-        common = [f"model.path={folder / 'model'}", f"plan.profile_path={folder / 'speed.json'}"]
+        common = [f"model.path={folder / 'model'}", f"plan.profile_path={folder / 'speed.json'}",
+                  "pool.silence_timeout=60s"]  # no worker is lost where the machine is busy
         self.processes = []
         self.config = folder / "empty.yaml"  # all keys come by --set
         self.config.touch()
         leader = self.start("serve", *common, "listen=127.0.0.1:0", "metrics_listen=", "pool.control_listen=127.0.0.1:0",
-                            "kv.cache=false", *of_leader)
+                            "kv.cache=false", "pool.hang_timeout=60s", *of_leader)
         control = leader.wait_for(r"workers join at (\S+:\d+)").group(1)
         self.address = leader.wait_for(r" listening on (\S+:\d+)").group(1)
         for worker in range(workers):
