@@ -111,7 +111,7 @@ class PoolSimulation {
   };
   struct HostRank {
     int seat = 0;
-    int operations = 0;  // begun and ended
+    int operations = 0;  // ended
     bool computing = false;
     absl::Time computing_since;
     bool held = false;  // it stands still in its operation, which has nothing left to do
