@@ -982,8 +982,8 @@ void PoolSimulation::KeepLayers(const Host& host, int seat) {
 void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
   if (message.has_prepare()) {
     OnRunTold(message.prepare());
-    const int node = links_.at(link).node;
-    runs_told_.at(message.prepare().run()).nodes[node] = nodes_[node].incarnation;
+    const Link& to = links_.at(link);  // perhaps of a worker that has died since, and is back
+    runs_told_.at(message.prepare().run()).nodes[to.node] = to.node_incarnation;
   }
   if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
   if (message.has_pause()) runs_told_.at(message.pause().run()).paused_since = now_;
@@ -1033,7 +1033,8 @@ void PoolSimulation::CheckSubmesh(uint64_t run) {
   ++census_.on_submeshes;
   std::map<int, int> live, computing;  // runs, by node
   for (const auto& [number, other] : runs_told_) {
-    if (number == run || other.finished || now_ - other.stopped_at > kHungBound) continue;
+    // What begins after it, in the same moment, takes what it has left.
+    if (number >= run || other.finished || now_ - other.stopped_at > kHungBound) continue;
     const auto owner = requests_.find(other.ticket);
     const bool computes = !other.stopped && owner != requests_.end() && !owner->second.paused &&
                           leader_->run_of(other.ticket) == number;  // else all its workers are lost
