@@ -389,7 +389,7 @@ class CliTest(CliTestCase):
         for arguments, message in (
             ([], r"serve, worker, prefill, plan, status, cancel, simulate, make-model, bench"),
             (["train"], r"'train' is no command"),
-            (["bench"], r"attention, comm, gemm, kv, layer, mix, pieces, plan, prefix, prefill, schedules, serve, weights"),
+            (["bench"], r"attention, comm, experts, gemm, kv, layer, mix, pieces, plan, prefix, prefill, schedules, serve, weights"),
             (["bench", "fft"], r"'fft' is no command"),
             (["bench", "layer", "--q-heads", 4, "--kv-heads", 3, "--hidden", 64], r"key_value_heads"),
             (["--no-such-option"], r"no-such-option|serve, prefill"),

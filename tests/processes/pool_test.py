@@ -142,15 +142,22 @@ class PoolTest(PoolTestCase):
 
     def test_ranks_sit_where_the_links_are(self):
         """With slow links between two hosts, a KV ring of four stays on each, and the answer is what it is."""
+        self.two_hosts("box 1x4x1 on a host", "plan.schedule=greedy")
+
+    def test_rings_lead_from_host_to_host(self):
+        """With several messages at once, KV goes round on each host while one chunk comes from the other."""
+        self.two_hosts(r"KV rings\s+of 2 ranks")
+
+    def two_hosts(self, expected, *settings):
         self.leader.end()
         # Slower than any attention, also a sanitizer's on a busy processor; nothing but the plan reads it.
-        self.start_leader("pool.link_bytes_per_second=1e4", "pool.host_link_bytes_per_second=1e9")
+        self.start_leader("pool.link_bytes_per_second=1e4", "pool.host_link_bytes_per_second=1e9", *settings)
         for host in ("left", "right"):
             self.worker(host, "pool.worker.ranks=4", f"pool.worker.host={host}").wait_for("joined the pool")
         files = [self.tmp / "placed.logits", self.tmp / "in_order.logits"]
         options = ["--tokens", self.prompt, "--tile", "2x4", "--logits-out"]
         text = self.succeed("prefill", "--server", self.address, *options, files[0])
-        self.assertIn("box 1x4x1 on a host", text)
+        self.assertRegex(text, expected)
         self.embedded("--ranks", 8, *options, files[1])
         placed, in_order = map(floats, files)  # their schedules differ, as the links do
         scale = max(map(abs, in_order))

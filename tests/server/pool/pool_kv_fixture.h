@@ -159,8 +159,11 @@ class PoolKvTest : public testing::Test {
     return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
   }
 
+  // On all ranks: left to the planner, a short prompt may run on some of them.
   absl::StatusOr<v1::PrefillResult> Prefill(size_t tokens, uint32_t lease_seconds = 0) {
     v1::PrefillHeader header = client_->Header(tokens);
+    header.mutable_plan()->mutable_tile()->set_a(1);
+    header.mutable_plan()->mutable_tile()->set_b(static_cast<uint32_t>(engine_->ranks()));
     header.mutable_kv()->set_lease_seconds(lease_seconds);
     return client_->Prefill(header, std::vector<uint32_t>(tokens, 7));
   }
