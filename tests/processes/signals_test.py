@@ -27,7 +27,7 @@ LENGTHS = (40, 700, 4_000, 12_000)
 HARMLESS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AT_ONCE_SECONDS = 5 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
 STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))  # on an idle machine
-ATTEMPTS = 5  # of a stop that another process on this machine may have held up
+ATTEMPTS = 10  # of a stop that another process on this machine may have held up
 
 
 class Clients:
