@@ -25,9 +25,8 @@
 //
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live, on a worker whose connections allow no more than one, one. A
-//  run
-//    lives until every worker of it has confirmed its end or is out of the pool.
+//  - At most Options::runs_at_once runs live; one on a worker whose connections allow no more. A run lives
+//    until every worker of it has confirmed its end or is out of the pool.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
 //    among those that live, the runs that have it go on.

@@ -16,6 +16,7 @@
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/bench/bench_models.h"
+#include "server/cli/bench/layer_bench.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_text.h"
@@ -29,27 +30,33 @@ struct Measured {
   std::vector<double> mlp_seconds, seconds;  // by run: of the MLPs, and of all layers
 };
 
-class BenchExpertsCommand : public Command {
+constexpr int64_t kVocab = 4096;  // tokens that differ, so that they use all experts
+
+// The shape of Qwen3-30B-A3B's layers.
+MakeModelOptions ThirtyBillions() {
+  return {.family = ModelFamily::kQwen3Moe,
+          .layers = 1,
+          .hidden = 2048,
+          .q_heads = 32,
+          .kv_heads = 4,
+          .head_dim = 128,
+          .vocab = kVocab,
+          .experts = 128,
+          .experts_used = 8,
+          .expert_width = 768};
+}
+
+class BenchExpertsCommand : public LayerBenchCommand {
  public:
   explicit BenchExpertsCommand(CLI::App& parent)
-      : Command(parent.add_subcommand(
-            "experts", "Layers of experts beside dense ones, whose MLP takes as many FLOPs for a token")) {
-    AddDeviceOption(*app_, engine_.device);
-    AddParsedOption(*app_, "--dtype", dtype_, ParseComputeDType, "NAME", "bf16 (default) or f32");
-    AddCount(*app_, "--tokens", tokens_, "Tokens in the prompt");
+      : LayerBenchCommand(
+            parent.add_subcommand(
+                "experts", "Layers of experts beside dense ones, whose MLP takes as many FLOPs for a token"),
+            ThirtyBillions(), 8192) {
     AddCount(*app_, "--layers", model_.layers, "Layers of each model");
-    AddCount(*app_, "--hidden", model_.hidden, "Width of the residual stream");
     AddCount(*app_, "--experts", model_.experts, "Experts of a layer");
     AddCount(*app_, "--experts-used", model_.experts_used, "Experts that each token goes through");
     AddCount(*app_, "--expert-width", model_.expert_width, "Width of an expert");
-    AddCount(*app_, "--q-heads", model_.q_heads, "Query heads");
-    AddCount(*app_, "--kv-heads", model_.kv_heads, "Key and value heads; divides --q-heads");
-    AddCount(*app_, "--head-dim", model_.head_dim, "Width of a head");
-    app_->add_option("--threads", engine_.threads, "CPU threads (default: one per core)")
-        ->type_name("N")
-        ->check(WholeNumber(1));
-    AddCount(*app_, "--repeats", repeats_, "Runs of each, in turn; medians are reported");
-    AddJsonFlag(*app_, json_);
   }
 
   absl::Status Run() override {
@@ -69,8 +76,6 @@ class BenchExpertsCommand : public Command {
   }
 
  private:
-  static constexpr int64_t kVocab = 4096;  // tokens that differ, so that they use all experts
-
   absl::Status Load() {
     MakeModelOptions experts = model_, dense = model_;
     experts.intermediate = model_.expert_width;
@@ -147,22 +152,6 @@ class BenchExpertsCommand : public Command {
     return text;
   }
 
-  // The shape of Qwen3-30B-A3B's layers.
-  MakeModelOptions model_ = {.family = ModelFamily::kQwen3Moe,
-                             .layers = 1,
-                             .hidden = 2048,
-                             .q_heads = 32,
-                             .kv_heads = 4,
-                             .head_dim = 128,
-                             .vocab = kVocab,
-                             .experts = 128,
-                             .experts_used = 8,
-                             .expert_width = 768};
-  EngineOptions engine_ = {.device = "cpu"};
-  DType dtype_ = DType::kBf16;
-  int64_t tokens_ = 8192;
-  int repeats_ = 3;
-  bool json_ = false;
   std::array<Measured, 2> measured_;  // with experts, and dense
 };
 

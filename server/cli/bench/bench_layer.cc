@@ -13,6 +13,7 @@
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/bench/bench_models.h"
+#include "server/cli/bench/layer_bench.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_text.h"
@@ -39,23 +40,18 @@ LayerSeconds SecondsOf(const Timeline& timeline) {
   return seconds;
 }
 
-class BenchLayerCommand : public Command {
+// The shape of an 8B model's layers.
+MakeModelOptions EightBillions() {
+  return {.hidden = 4096, .intermediate = 14336, .q_heads = 32, .kv_heads = 8, .head_dim = 128};
+}
+
+class BenchLayerCommand : public LayerBenchCommand {
  public:
   explicit BenchLayerCommand(CLI::App& parent)
-      : Command(parent.add_subcommand("layer", "One whole layer of a model's shape, as one rank runs it")) {
-    AddDeviceOption(*app_, engine_.device);
-    AddParsedOption(*app_, "--dtype", dtype_, ParseComputeDType, "NAME", "bf16 (default) or f32");
-    AddCount(*app_, "--tokens", tokens_, "Tokens in the prompt");
-    AddCount(*app_, "--hidden", model_.hidden, "Width of the residual stream");
+      : LayerBenchCommand(
+            parent.add_subcommand("layer", "One whole layer of a model's shape, as one rank runs it"),
+            EightBillions(), 2048) {
     AddCount(*app_, "--intermediate", model_.intermediate, "Width of the MLP");
-    AddCount(*app_, "--q-heads", model_.q_heads, "Query heads");
-    AddCount(*app_, "--kv-heads", model_.kv_heads, "Key and value heads; divides --q-heads");
-    AddCount(*app_, "--head-dim", model_.head_dim, "Width of a head");
-    app_->add_option("--threads", engine_.threads, "CPU threads (default: one per core)")
-        ->type_name("N")
-        ->check(WholeNumber(1));
-    AddCount(*app_, "--repeats", repeats_, "Runs; the median is reported");
-    AddJsonFlag(*app_, json_);
   }
 
   absl::Status Run() override {
@@ -120,14 +116,6 @@ class BenchLayerCommand : public Command {
         pool_->peak_flops() / 1e12);
   }
 
-  // The shape of an 8B model's layers.
-  MakeModelOptions model_ = {
-      .hidden = 4096, .intermediate = 14336, .q_heads = 32, .kv_heads = 8, .head_dim = 128};
-  EngineOptions engine_ = {.device = "cpu"};
-  DType dtype_ = DType::kBf16;
-  int64_t tokens_ = 2048;
-  int repeats_ = 3;
-  bool json_ = false;
   std::unique_ptr<PrefillEngine> pool_;
 };
 

@@ -19,6 +19,7 @@
 #include "server/api/front_end.h"
 #include "server/api/status_details.h"
 #include "server/config/config.h"
+#include "tests/server/eventually.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
@@ -181,14 +182,6 @@ class FrontEndFixture : public testing::Test {
   }
 
   // True as soon as the condition holds; false after 10 s.
-  static bool Eventually(const std::function<bool()>& condition) {
-    const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
-    while (!condition()) {
-      if (MonotonicNow() > deadline) return false;
-      absl::SleepFor(absl::Milliseconds(2));
-    }
-    return true;
-  }
 
   bool WasRefusedOnce(const std::string& reason) {
     return HasMetric(absl::StrCat("meshfill_requests_refused_total{reason=\"", reason, "\"} 1"));

@@ -12,6 +12,7 @@
 #include "server/config/config.h"
 #include "server/observe/log.h"
 #include "tests/server/api/kv_client.h"
+#include "tests/server/eventually.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
@@ -72,14 +73,6 @@ class KvServiceTest : public testing::Test {
   }
 
   // True as soon as the condition holds; false after 10 s.
-  static bool Eventually(const std::function<bool()>& condition) {
-    const absl::Time deadline = MonotonicNow() + absl::Seconds(10);
-    while (!condition()) {
-      if (MonotonicNow() > deadline) return false;
-      absl::SleepFor(absl::Milliseconds(2));
-    }
-    return true;
-  }
   bool EventuallyHasMetric(const std::string& line) {
     return Eventually([&] { return metrics_.Text().find(line + "\n") != std::string::npos; });
   }

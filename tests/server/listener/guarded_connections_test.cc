@@ -18,27 +18,13 @@
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "tests/server/listener/http2_frame.h"
 
 namespace meshfill {
 namespace {
 
 constexpr int kWaitMilliseconds = 10'000;
 constexpr int64_t kMostHeldBytes = 4 << 20;
-
-using Bytes = std::vector<uint8_t>;
-
-Bytes Frame(uint8_t type, uint32_t stream, const Bytes& payload) {
-  const size_t size = payload.size();
-  Bytes frame(9 + size);
-  frame[0] = static_cast<uint8_t>(size >> 16);
-  frame[1] = static_cast<uint8_t>(size >> 8);
-  frame[2] = static_cast<uint8_t>(size);
-  frame[3] = type;
-  frame[7] = static_cast<uint8_t>(stream >> 8);
-  frame[8] = static_cast<uint8_t>(stream);
-  std::copy(payload.begin(), payload.end(), frame.begin() + 9);
-  return frame;
-}
 
 // Connections as the server has them.
 class Admitted {
@@ -136,7 +122,7 @@ TEST_F(GuardedConnectionsTest, PassesAllBytesOnBothWays) {
   Bytes framed;
   for (size_t at = 0; at < kBytes; at += 16'000) {
     const size_t end = std::min(kBytes, at + 16'000);
-    const Bytes frame = Frame(0xbb, 1, Bytes(sent.begin() + at, sent.begin() + end));
+    const Bytes frame = Frame(0xbb, 0, 1, Bytes(sent.begin() + at, sent.begin() + end));
     framed.insert(framed.end(), frame.begin(), frame.end());
   }
   std::thread up([&] { Ends::Write(ends.client, framed); });
@@ -207,10 +193,10 @@ TEST_F(GuardedConnectionsTest, ClosingTakesAMoment) {
 TEST_F(GuardedConnectionsTest, TheLargestHolderIsHungUpOn) {
   Ends small(*guard_, admitted_), large(*guard_, admitted_);
   const auto begin_message = [](Ends& ends, int pieces) {
-    Bytes bytes = Frame(1, 1, Bytes(10));
-    const Bytes head = Frame(0, 1, {0, 0x7f, 0, 0, 0});
+    Bytes bytes = Frame(1, 0, 1, Bytes(10));
+    const Bytes head = Frame(0, 0, 1, {0, 0x7f, 0, 0, 0});
     bytes.insert(bytes.end(), head.begin(), head.end());
-    const Bytes piece = Frame(0, 1, Bytes(16'000));
+    const Bytes piece = Frame(0, 0, 1, Bytes(16'000));
     for (int i = 0; i < pieces; ++i) bytes.insert(bytes.end(), piece.begin(), piece.end());
     Ends::Write(ends.client, bytes);
     return bytes.size();
@@ -236,7 +222,7 @@ TEST_F(GuardedConnectionsTest, ResetsArrivePaced) {
   Bytes bytes;
   constexpr int kResets = 400;
   for (uint32_t i = 0; i < kResets; ++i) {
-    for (const Bytes& frame : {Frame(1, 2 * i + 1, Bytes(100)), Frame(3, 2 * i + 1, Bytes(4))}) {
+    for (const Bytes& frame : {Frame(1, 0, 2 * i + 1, Bytes(100)), Frame(3, 0, 2 * i + 1, Bytes(4))}) {
       bytes.insert(bytes.end(), frame.begin(), frame.end());
     }
   }

@@ -27,28 +27,15 @@
 #include "server/access/transport.h"
 #include "server/listener/guarded_connections.h"
 #include "tests/server/access/test_certificates.h"
+#include "tests/server/listener/http2_frame.h"
 
 namespace meshfill {
 namespace {
 
-using Bytes = std::vector<uint8_t>;
 constexpr absl::Duration kPatience = absl::Seconds(20);
 constexpr absl::Duration kHandshakeTime = absl::Milliseconds(400);
 constexpr int64_t kMostHeldBytes = 4 << 20;
 constexpr size_t kPrefaceBytes = 24;
-
-Bytes Frame(uint8_t type, uint32_t stream, const Bytes& payload) {
-  const size_t size = payload.size();
-  Bytes frame(9 + size);
-  frame[0] = static_cast<uint8_t>(size >> 16);
-  frame[1] = static_cast<uint8_t>(size >> 8);
-  frame[2] = static_cast<uint8_t>(size);
-  frame[3] = type;
-  frame[7] = static_cast<uint8_t>(stream >> 8);
-  frame[8] = static_cast<uint8_t>(stream);
-  std::copy(payload.begin(), payload.end(), frame.begin() + 9);
-  return frame;
-}
 
 Bytes Random(size_t count) {
   std::mt19937 random(std::random_device{}());
@@ -209,7 +196,7 @@ TEST_F(GuardedTlsTest, PassesAllBytesOnBothWays) {
     EXPECT_EQ(Read(server, kPrefaceBytes).size(), kPrefaceBytes);
     Bytes framed;
     for (int i = 0; i < 700; ++i) {  // frames of a type that nobody knows
-      const Bytes frame = Frame(0xbb, 1, Random(16'000));
+      const Bytes frame = Frame(0xbb, 0, 1, Random(16'000));
       framed.insert(framed.end(), frame.begin(), frame.end());
     }
     // One way after the other: a client of OpenSSL has one thread.
@@ -335,9 +322,9 @@ TEST_F(GuardedTlsTest, TheLargestHolderIsHungUpOn) {
   const int of_large = Admitted();
   const auto begin_message = [](Client& client, int pieces) {
     client.Write(Bytes(kPrefaceBytes, 'P'));
-    client.Write(Frame(1, 1, Bytes(10)));
-    client.Write(Frame(0, 1, {0, 0x7f, 0, 0, 0}));
-    for (int i = 0; i < pieces; ++i) client.Write(Frame(0, 1, Bytes(16'000)));
+    client.Write(Frame(1, 0, 1, Bytes(10)));
+    client.Write(Frame(0, 0, 1, {0, 0x7f, 0, 0, 0}));
+    for (int i = 0; i < pieces; ++i) client.Write(Frame(0, 0, 1, Bytes(16'000)));
   };
   begin_message(small, 1);
   ssize_t last = -1;

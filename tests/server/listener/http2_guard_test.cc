@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/server/listener/http2_frame.h"
 
 namespace meshfill {
 namespace {
@@ -14,20 +15,6 @@ constexpr int kStreams = 16;
 constexpr uint8_t kData = 0, kHeaders = 1, kReset = 3, kContinuation = 9;
 constexpr uint8_t kEndStream = 1, kEndHeaders = 4;
 const absl::Time kBegin = absl::UnixEpoch();
-
-using Bytes = std::vector<uint8_t>;
-
-Bytes Frame(uint8_t type, uint8_t flags, uint32_t stream, const Bytes& payload) {
-  const size_t size = payload.size();
-  Bytes frame;
-  for (const uint64_t byte :
-       {size >> 16, size >> 8, size, uint64_t{type}, uint64_t{flags}, uint64_t{stream} >> 24,
-        uint64_t{stream} >> 16, uint64_t{stream} >> 8, uint64_t{stream}}) {
-    frame.push_back(static_cast<uint8_t>(byte));
-  }
-  frame.insert(frame.end(), payload.begin(), payload.end());
-  return frame;
-}
 
 Bytes Message(uint32_t size, uint32_t sent) {
   Bytes bytes = {0, static_cast<uint8_t>(size >> 24), static_cast<uint8_t>(size >> 16),

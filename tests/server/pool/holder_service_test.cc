@@ -16,6 +16,7 @@
 #include "server/config/config.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"
+#include "tests/server/eventually.h"
 
 namespace meshfill {
 namespace {
@@ -57,15 +58,6 @@ class EndlessKv final : public KvSource {
     }
   };
 };
-
-// True as soon as the condition holds; false after 30 s.
-bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 6000; ++i) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
-}
 
 // The health of a service: 1 SERVING, 2 NOT_SERVING (grpc.health.v1); -1: an error.
 int Health(const std::string& address, const std::string& service) {

@@ -25,6 +25,7 @@
 #include "server/pool/pool_engine.h"
 #include "server/pool/worker_process.h"
 #include "tests/server/api/kv_client.h"
+#include "tests/server/eventually.h"
 
 namespace meshfill {
 
@@ -59,15 +60,6 @@ inline const std::string& Folder() {
   std::string& folder = folders[model_family];
   if (folder.empty()) folder = MakeTestModel(model_family);
   return folder;
-}
-
-inline bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = MonotonicNow() + absl::Seconds(20);
-  while (!condition()) {
-    if (MonotonicNow() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return true;
 }
 
 inline std::string SpeedProfile() {
