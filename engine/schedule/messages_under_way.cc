@@ -18,6 +18,7 @@ void MessagesUnderWay::Leave(Ring ring, const MessageSeconds& message, double no
   now_ = now;
   least_arrival_[Index(ring)] = now + message.total;
   alone_[Index(ring)] = true;
+  arrivals_ = {};
   for (int link = 0; link < kSharedLinks; ++link) {
     const auto& [start, moves, flows] = message.shared[link];
     Share& share = shares_[Index(ring)][link];
@@ -40,12 +41,15 @@ void MessagesUnderWay::Leave(Ring ring, const MessageSeconds& message, double no
   }
 }
 
-double MessagesUnderWay::ArrivalOf(Ring ring) const {
+double MessagesUnderWay::ArrivalOf(Ring ring) {
   double arrives = least_arrival_[Index(ring)];
   if (alone_[Index(ring)]) return arrives;
+  std::optional<double>& known = arrivals_[Index(ring)];
+  if (known.has_value()) return *known;
   Shares shares = shares_;
   Move(shares, now_, std::numeric_limits<double>::infinity(), &ring);
   for (const Share& share : shares[Index(ring)]) arrives = std::max(arrives, share.ended);
+  known = arrives;
   return arrives;
 }
 

@@ -6,6 +6,7 @@
 #define MESHFILL_ENGINE_SCHEDULE_MESSAGES_UNDER_WAY_H_
 
 #include <array>
+#include <optional>
 
 #include "engine/mesh/mesh.h"
 
@@ -38,7 +39,7 @@ class MessagesUnderWay {
   void Leave(Ring ring, const MessageSeconds& message, double now);
 
   // When the ring's last message arrives, unless more leave before. It may be in the past.
-  double ArrivalOf(Ring ring) const;
+  double ArrivalOf(Ring ring);
 
  private:
   // A message on one of the links that rings share.
@@ -58,6 +59,8 @@ class MessagesUnderWay {
   Shares shares_ = {};
   std::array<double, kRings> least_arrival_ = {};  // of a message that has its links for itself
   std::array<bool, kRings> alone_ = {};            // whether the ring's last message has them, so far
+  // Of those that do not, once it was asked for; none after a message has left.
+  std::array<std::optional<double>, kRings> arrivals_;
   double now_ = 0;
 };
 
