@@ -14,6 +14,7 @@ namespace {
 // More than any machine has. Sums of a few do not overflow.
 constexpr uint64_t kMostBytes = uint64_t{1} << 60;
 constexpr uint64_t kMostTokens = uint64_t{1} << 32;
+constexpr size_t kMostTroubles = 16;  // that a worker remembers to have logged
 
 }  // namespace
 
@@ -88,7 +89,7 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
       if (link_ == Link::kMember) break;
       link_ = Link::kMember;
       backoff_ = absl::ZeroDuration();
-      last_trouble_.clear();
+      troubles_.clear();
       Log("joined the pool");
       actions_.push_back(AllKvEnds{});
       if (draining_) AddMessage(epoch_).mutable_leave();
@@ -175,9 +176,10 @@ void WorkerMachine::OnKvEnds(const std::string& lease) {
 void WorkerMachine::Detach(const std::string& why, absl::Time now) {
   if (link_ == Link::kMember) {
     Log(absl::StrCat("left without the leader: ", LogQuote(why)), LogLevel::kWarning);
-  } else if (why != last_trouble_) {  // once, however often it tries
+  } else if (!troubles_.contains(why)) {  // once, however often it tries and however they take turns
     Log(absl::StrCat("cannot join yet: ", LogQuote(why)), LogLevel::kWarning);
-    last_trouble_ = why;
+    if (troubles_.size() == kMostTroubles) troubles_.clear();
+    troubles_.insert(why);
   }
   link_ = Link::kAway;
   backoff_ = std::clamp(2 * backoff_, options_.least_backoff, options_.most_backoff);

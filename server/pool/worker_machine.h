@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <variant>
 #include <vector>
@@ -194,7 +195,7 @@ class WorkerMachine {
   absl::Time heard_at_;
   absl::Time connect_at_ = absl::InfiniteFuture();  // while away
   absl::Duration backoff_ = absl::ZeroDuration();
-  std::string last_trouble_;  // on the way in; logged
+  std::set<std::string> troubles_;  // on the way in, logged: each once until it has joined
   bool draining_ = false;
   absl::Time drain_until_ = absl::InfiniteFuture();
   uint64_t epoch_ = 0;

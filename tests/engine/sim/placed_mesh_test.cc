@@ -42,7 +42,7 @@ RandomJob DrawJob(std::mt19937_64& random) {
 
 TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
   std::mt19937_64 random(TestSeed());
-  int timed = 0, several = 0, near = 0, doubled = 0;
+  int timed = 0, several = 0, near = 0, far = 0, doubled = 0;
   for (int draw = 0; draw < 2000; ++draw) {
     const auto [job, ranks, cluster] = DrawJob(random);
     const auto plan = MakeForwardPlan(job, ranks, cluster);
@@ -60,13 +60,16 @@ TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
       ++timed;
       continue;
     }
-    // Messages of several rings share links as in the simulation. Ranks that fall out of step end sooner, and
-    // where nodes are not alike (33 ranks on nodes of 8) no flow has the same company on all of them.
+    // Messages of several rings share links as in the simulation, and ranks that fall out of step end sooner.
+    // Where nodes are not alike (12 ranks on nodes of 8) no flow has the same company on all of them, and the
+    // prediction, which gives each flow one speed, misses by up to a quarter on a few small pools.
     const auto simulated = Simulate(program, plan->placement, cluster);
     ASSERT_TRUE(simulated.ok()) << simulated.status();
     const double ratio = plan->predicted.seconds / simulated->seconds;
-    EXPECT_GT(ratio, 0.85);
-    EXPECT_LT(ratio, 1.25);
+    const bool alike = ranks < cluster.gpus_per_node || ranks % cluster.gpus_per_node == 0;
+    EXPECT_GT(ratio, alike ? 0.9 : 0.7);
+    EXPECT_LT(ratio, alike ? 1.1 : 1.25);
+    far += std::abs(ratio - 1) > 0.1 ? 1 : 0;
     near += std::abs(ratio - 1) < 0.01 ? 1 : 0;
     doubled += plan->kv_inner != 0 ? 1 : 0;
     ++several;
@@ -74,6 +77,7 @@ TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
   EXPECT_GT(timed, 200);
   EXPECT_GT(doubled, 10);
   EXPECT_GT(near, several / 2);
+  EXPECT_LT(far, several / 30);
 }
 
 TEST(MakeForwardPlan, IsForAsManyTokensAsAPromptMayHave) {

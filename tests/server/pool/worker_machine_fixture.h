@@ -81,6 +81,8 @@ class WorkerMachineFixture : public testing::Test {
         kv_.emplace_back("all ends");
       } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
         exit_ = exit->status;
+      } else if (auto* line = std::get_if<WorkerMachine::LogLine>(&action)) {
+        lines_.push_back(std::move(line->text));
       }
     }
   }
@@ -186,6 +188,7 @@ class WorkerMachineFixture : public testing::Test {
   std::vector<std::pair<uint64_t, bool>> turns_;  // runs that stood still (false) or went on
   std::vector<std::string> kv_;                   // what ends or lasts of K and V
   std::optional<absl::Status> exit_;
+  std::vector<std::string> lines_;
 };
 
 }  // namespace meshfill

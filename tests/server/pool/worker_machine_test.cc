@@ -269,6 +269,29 @@ TEST_F(WorkerMachineTest, StopsAllRunsWhenTheLeaderIsGoneAndJoinsOnceTheHostStan
   EXPECT_EQ(sent_.back().epoch(), kEpoch) << "the newest that it has heard of";
 }
 
+TEST_F(WorkerMachineTest, SaysOnceWhyItCannotJoin) {
+  // What a refused handshake looks like differs from try to try.
+  const auto try_to_join = [this](const std::string& why) {
+    Reconnect();
+    machine_.OnDisconnected(connection_, absl::UnavailableError(why), now_);
+    Do();
+  };
+  for (int round = 0; round < 3; ++round) {
+    for (const char* why : {"reset", "closed"}) try_to_join(why);
+  }
+  ASSERT_EQ(lines_.size(), 2u);
+  EXPECT_EQ(lines_[0], R"(cannot join yet: "the control stream ended: reset")");
+  EXPECT_EQ(lines_[1], R"(cannot join yet: "the control stream ended: closed")");
+  Reconnect();
+  HearWelcome();
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  lines_.clear();
+  Do();
+  try_to_join("reset");
+  ASSERT_FALSE(lines_.empty());
+  EXPECT_EQ(lines_.back(), R"(cannot join yet: "the control stream ended: reset")") << "it had joined";
+}
+
 // A Prepare that contradicts itself or its plan is the leader's mistake: it is answered, and nothing stays of
 // it.
 TEST_F(WorkerMachineTest, RefusesAPrepareThatContradictsItself) {
