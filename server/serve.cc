@@ -65,9 +65,9 @@ absl::StatusOr<std::unique_ptr<HttpPages>> ListenForPages(const std::string& add
                                                           const Liveness& liveness) {
   std::vector<HttpPage> pages =
       StatusPages([&front_end] { return front_end.pool_status(); }, front_end.last_prefill());
-  pages.push_back(MetricsPage([&metrics, spans] {
+  pages.push_back(MetricsPage([&metrics, spans](MetricsFormat format) {
     if (spans != nullptr) metrics.SetTraceSpans(spans->counts());
-    return metrics.Text();
+    return metrics.Text(format);
   }));
   pages.push_back(liveness.Page());
   return HttpPages::Listen(address, std::move(pages));

@@ -406,9 +406,11 @@ void PrefillStream::End(const absl::Status& status) {
   if (status.ok()) {
     const absl::Time now = MonotonicNow();
     environment_.metrics.OnFirstToken(
-        absl::ToDoubleSeconds(now - begin_), absl::ToDoubleSeconds(complete_at_ - begin_),
-        absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, result_.seconds().prefill()),
-        static_cast<int64_t>(header_.token_count()));
+        {.seconds = absl::ToDoubleSeconds(now - begin_),
+         .upload_seconds = absl::ToDoubleSeconds(complete_at_ - begin_),
+         .slowdown = absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, result_.seconds().prefill()),
+         .prompt_tokens = static_cast<int64_t>(header_.token_count()),
+         .trace_id = trace_.has_value() ? trace_->trace_id() : RecordedTraceId(traceparent_)});
   } else {
     accepted_.reset();
     progress_.reset();

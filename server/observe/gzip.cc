@@ -2,13 +2,7 @@
 
 #include <zlib.h>
 
-#include <vector>
-
-#include "absl/strings/ascii.h"
-#include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
+#include "server/observe/accept_header.h"
 
 namespace meshfill {
 namespace {
@@ -16,26 +10,13 @@ namespace {
 constexpr int kGzipWindowBits = 15 + 16;  // the largest window; 16: with gzip's header instead of zlib's
 constexpr int kMemoryLevel = 8;           // zlib's default
 
-// The weight of "gzip;q=0.5" is 0.5; 1 where it states none, 0 where it is no number.
-double Weight(const std::vector<absl::string_view>& parts) {
-  for (size_t i = 1; i < parts.size(); ++i) {
-    absl::string_view parameter = absl::StripAsciiWhitespace(parts[i]);
-    if (!absl::ConsumePrefix(&parameter, "q=") && !absl::ConsumePrefix(&parameter, "Q=")) continue;
-    double weight = 0;
-    return absl::SimpleAtod(parameter, &weight) ? weight : 0;
-  }
-  return 1;
-}
-
 }  // namespace
 
 bool AcceptsGzip(absl::string_view accept_encoding) {
   bool any = false;
-  for (const absl::string_view coding : absl::StrSplit(accept_encoding, ',')) {
-    const std::vector<absl::string_view> parts = absl::StrSplit(coding, ';');
-    const absl::string_view name = absl::StripAsciiWhitespace(parts.front());
-    if (absl::EqualsIgnoreCase(name, "gzip")) return Weight(parts) > 0;
-    if (name == "*") any = Weight(parts) > 0;
+  for (const AcceptedElement& coding : ParseAccept(accept_encoding)) {
+    if (coding.Is("gzip")) return coding.weight > 0;
+    if (coding.name == "*") any = coding.weight > 0;
   }
   return any;
 }

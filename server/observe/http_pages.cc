@@ -119,22 +119,30 @@ class HttpPages::Server {
       return Answer(connection, MHD_HTTP_NOT_FOUND, "text/plain", "no such page; see / and /metrics\n");
     }
     const bool healthy = page->healthy == nullptr || page->healthy();
-    return Answer(connection, healthy ? MHD_HTTP_OK : MHD_HTTP_SERVICE_UNAVAILABLE, page->content_type,
-                  page->body());
+    const unsigned status = healthy ? MHD_HTTP_OK : MHD_HTTP_SERVICE_UNAVAILABLE;
+    const MetricsFormat format = PreferredFormat(HeaderOf(connection, MHD_HTTP_HEADER_ACCEPT));
+    if (page->open_metrics != nullptr && format == MetricsFormat::kOpenMetrics) {
+      return Answer(connection, status, ContentTypeOf(format), page->open_metrics());
+    }
+    return Answer(connection, status, page->content_type, page->body());
+  }
+
+  // Empty where the request has no such header.
+  static absl::string_view HeaderOf(MHD_Connection* connection, const char* name) {
+    return absl::NullSafeStringView(MHD_lookup_connection_value(connection, MHD_HEADER_KIND, name));
   }
 
   // The library leaves the body out where the method is HEAD.
   static MHD_Result Answer(MHD_Connection* connection, unsigned status, const std::string& content_type,
                            const std::string& body) {
-    const char* const accepted =
-        MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_ACCEPT_ENCODING);
+    const absl::string_view accepted = HeaderOf(connection, MHD_HTTP_HEADER_ACCEPT_ENCODING);
     std::string packed;
-    if (body.size() >= kPackedFrom && AcceptsGzip(absl::NullSafeStringView(accepted))) packed = Gzip(body);
+    if (body.size() >= kPackedFrom && AcceptsGzip(accepted)) packed = Gzip(body);
     const std::string& sent = packed.empty() ? body : packed;
     MHD_Response* const response =
         MHD_create_response_from_buffer(sent.size(), const_cast<char*>(sent.data()), MHD_RESPMEM_MUST_COPY);
     MHD_add_response_header(response, "Content-Type", content_type.c_str());
-    MHD_add_response_header(response, "Vary", "Accept-Encoding");
+    MHD_add_response_header(response, "Vary", "Accept, Accept-Encoding");
     if (!packed.empty()) MHD_add_response_header(response, "Content-Encoding", "gzip");
     for (const auto& [name, value] : kHeaders) MHD_add_response_header(response, name, value);
     const MHD_Result queued = MHD_queue_response(connection, status, response);
@@ -147,8 +155,11 @@ class HttpPages::Server {
   MHD_Daemon* daemon_ = nullptr;
 };
 
-HttpPage MetricsPage(std::function<std::string()> text) {
-  return {"/metrics", "text/plain; version=0.0.4; charset=utf-8", std::move(text)};
+HttpPage MetricsPage(const std::function<std::string(MetricsFormat)>& text) {
+  return {.path = "/metrics",
+          .content_type = ContentTypeOf(MetricsFormat::kPrometheus),
+          .body = [text] { return text(MetricsFormat::kPrometheus); },
+          .open_metrics = [text] { return text(MetricsFormat::kOpenMetrics); }};
 }
 
 HttpPages::HttpPages(std::unique_ptr<Server> server, std::string address)

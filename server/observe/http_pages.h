@@ -11,18 +11,20 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/observe/metrics_format.h"
 
 namespace meshfill {
 
 struct HttpPage {
   std::string path;  // exactly, e.g. "/metrics"
   std::string content_type;
-  std::function<std::string()> body;        // called from the server's thread, one at a time
-  std::function<bool()> healthy = nullptr;  // false: answers 503 instead of 200; null: never
+  std::function<std::string()> body;                    // called from the server's thread, one at a time
+  std::function<bool()> healthy = nullptr;              // false: answers 503 instead of 200; null: never
+  std::function<std::string()> open_metrics = nullptr;  // for clients that would rather have it; null: none
 };
 
-// /metrics, whose text is in Prometheus' format.
-HttpPage MetricsPage(std::function<std::string()> text);
+// /metrics, whose text is in the format that the client prefers.
+HttpPage MetricsPage(const std::function<std::string(MetricsFormat)>& text);
 
 class HttpPages {
  public:

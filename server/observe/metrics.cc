@@ -5,19 +5,21 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "prometheus/counter.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/observe/build_name.h"
+#include "server/observe/metrics_text.h"
 #include "server/observe/process_metrics.h"
 
 namespace meshfill {
@@ -143,6 +145,11 @@ class Metrics::Families {
     std::vector<prometheus::MetricFamily> families = registry.Collect();
     std::ranges::move(CollectProcessMetrics(), std::back_inserter(families));
     return families;
+  }
+
+  BucketExemplars TtftExemplars() const {
+    const MutexLock lock(mu);
+    return ttft_exemplars;
   }
 
   // A rank's counters, at 0 until its first prefill: a rate needs a sample before it.
@@ -347,6 +354,7 @@ class Metrics::Families {
   prometheus::Labels plan_labels;
   Gauge* plan_gauge = nullptr;
   std::map<std::string, std::array<Gauge*, 3>> kv_of_workers;  // by name: leases, bytes and their bound
+  BucketExemplars ttft_exemplars;
 
  private:
   absl::Time OldestInQueue() const {
@@ -397,7 +405,9 @@ Metrics::Metrics() : families_(std::make_unique<Families>()) {
 
 Metrics::~Metrics() = default;
 
-std::string Metrics::Text() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
+std::string Metrics::Text(MetricsFormat format) const {
+  return MetricsText(families_->Collect(), format, {{"meshfill_ttft_seconds", families_->TtftExemplars()}});
+}
 
 void Metrics::SetPool(PoolState state, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) families_->AddRank(rank);
@@ -557,13 +567,19 @@ void Metrics::OnCallRefused(const char* call, absl::StatusCode code) {
   families_->call_refusals.Add({{"call", call}, {"code", absl::StatusCodeToString(code)}}).Increment();
 }
 
-void Metrics::OnFirstToken(double seconds, double upload_seconds, double slowdown, int64_t prompt_tokens) {
+void Metrics::OnFirstToken(const FirstToken& first) {
   Families& f = *families_;
-  f.ttft.Observe(seconds);
-  f.upload.Observe(upload_seconds);
-  f.ttft_by_prompt.Add({{"up_to", PromptClass(prompt_tokens)}}, kPrefillBuckets).Observe(seconds);
-  f.slowdown.Add({{"up_to", PromptClass(prompt_tokens)}}, kSlowdownBuckets).Observe(slowdown);
-  f.request_tokens.Observe(static_cast<double>(prompt_tokens));
+  const std::string up_to = PromptClass(first.prompt_tokens);
+  f.ttft.Observe(first.seconds);
+  f.upload.Observe(first.upload_seconds);
+  f.ttft_by_prompt.Add({{"up_to", up_to}}, kPrefillBuckets).Observe(first.seconds);
+  f.slowdown.Add({{"up_to", up_to}}, kSlowdownBuckets).Observe(first.slowdown);
+  f.request_tokens.Observe(static_cast<double>(first.prompt_tokens));
+  if (first.trace_id.empty()) return;
+  const auto bucket = std::lower_bound(kPrefillBuckets.begin(), kPrefillBuckets.end(), first.seconds);
+  const double bound = bucket == kPrefillBuckets.end() ? std::numeric_limits<double>::infinity() : *bucket;
+  const MutexLock lock(f.mu);
+  f.ttft_exemplars[bound] = {.trace_id = first.trace_id, .value = first.seconds, .at = absl::Now()};
 }
 
 }  // namespace meshfill

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "server/observe/metrics_format.h"
 #include "server/observe/span_exporter.h"
 
 namespace meshfill {
@@ -77,6 +78,15 @@ struct KvLoad {
   int64_t device_bytes = 0;  // bytes in the memory of GPUs
 };
 
+// A request's result. Seconds are from the stream's begin.
+struct FirstToken {
+  double seconds = 0;         // TTFT: to the result
+  double upload_seconds = 0;  // to the complete upload
+  double slowdown = 0;        // from the complete upload to the result, over what the prefill took by itself
+  int64_t prompt_tokens = 0;
+  std::string trace_id = {};  // 32 hexadecimal digits, of a trace that somebody records; empty: none
+};
+
 class Metrics {
  public:
   Metrics();
@@ -84,7 +94,8 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  std::string Text() const;  // what /metrics answers, in Prometheus' text format
+  // What /metrics answers. OpenMetrics has the traces of the latest requests beside the buckets of TTFT.
+  std::string Text(MetricsFormat format = MetricsFormat::kPrometheus) const;
 
   void SetPool(PoolState state, int ranks);  // all ranks are in `state`
   void SetWorkers(const PoolLoad& load);     // in place of SetPool where workers join
@@ -105,9 +116,7 @@ class Metrics {
   void OnResultDropped();                  // nobody read it
   // A call other than Prefill was refused. `call` is its name, e.g. "FetchKv", one of a fixed set.
   void OnCallRefused(const char* call, absl::StatusCode code);
-  // Seconds from the stream's begin: TTFT to its result, the upload to its end. The slowdown is the time from
-  // the complete upload over what the prefill took by itself.
-  void OnFirstToken(double seconds, double upload_seconds, double slowdown, int64_t prompt_tokens);
+  void OnFirstToken(const FirstToken& first);
 
  private:
   class Families;  // keeps Prometheus' headers out of this one

@@ -16,6 +16,10 @@ bool IsSampled(absl::string_view traceparent) {
   return ((digit <= '9' ? digit - '0' : digit - 'a' + 10) & 1) != 0;
 }
 
+std::string TraceIdOf(absl::string_view traceparent) {
+  return std::string(traceparent.substr(kTraceAt, kTraceDigits));
+}
+
 }  // namespace
 
 PrefillTrace::PrefillTrace(absl::string_view traceparent, absl::Time begin) : begin_(begin) {
@@ -23,7 +27,7 @@ PrefillTrace::PrefillTrace(absl::string_view traceparent, absl::Time begin) : be
     trace_id_ = NewTraceId();
     return;
   }
-  trace_id_ = std::string(traceparent.substr(kTraceAt, kTraceDigits));
+  trace_id_ = TraceIdOf(traceparent);
   parent_id_ = std::string(traceparent.substr(kParentAt, kParentDigits));
   recorded_ = IsSampled(traceparent);
 }
@@ -95,6 +99,10 @@ TraceSpan& PrefillTrace::Add(const char* name, const std::string& parent, absl::
                                        .name = name,
                                        .begin = begin,
                                        .end = end});
+}
+
+std::string RecordedTraceId(absl::string_view traceparent) {
+  return !traceparent.empty() && IsSampled(traceparent) ? TraceIdOf(traceparent) : "";
 }
 
 }  // namespace meshfill

@@ -37,6 +37,7 @@ class PrefillTrace {
   // (server/api/traceparent.h); without one, the call is the root of a new trace.
   PrefillTrace(absl::string_view traceparent, absl::Time begin);
 
+  const std::string& trace_id() const { return trace_id_; }  // 32 hexadecimal digits
   // Whether the caller's trace is recorded, as its flag says; a new one is.
   bool recorded() const { return recorded_; }
 
@@ -67,6 +68,9 @@ class PrefillTrace {
   std::vector<std::pair<std::string, TraceSpan::Value>> computed_;  // attributes of what was computed
   std::vector<TraceSpan> spans_;
 };
+
+// The trace of a `traceparent` as ParseTraceparent has it, where its caller records it; empty: none.
+std::string RecordedTraceId(absl::string_view traceparent);
 
 }  // namespace meshfill
 

@@ -5,8 +5,8 @@
 
 #include "prometheus/gauge.h"
 #include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 #include "server/observe/build_name.h"
+#include "server/observe/metrics_text.h"
 #include "server/observe/process_metrics.h"
 
 namespace meshfill {
@@ -55,15 +55,15 @@ void WorkerMetrics::Set(const WorkerLoad& load) {
   families_->shared_weight_bytes.Set(static_cast<double>(load.shared_weight_bytes));
 }
 
-std::string WorkerMetrics::Text() const {
+std::string WorkerMetrics::Text(MetricsFormat format) const {
   std::vector<prometheus::MetricFamily> families = families_->registry.Collect();
   std::ranges::move(CollectProcessMetrics(), std::back_inserter(families));
-  return prometheus::TextSerializer().Serialize(families);
+  return MetricsText(families, format);
 }
 
 std::vector<HttpPage> WorkerMetrics::Pages() const {
   return {
-      MetricsPage([this] { return Text(); }),
+      MetricsPage([this](MetricsFormat format) { return Text(format); }),
       {"/readyz", "text/plain", [this] { return member_ ? "belongs to a pool\n" : "belongs to no pool\n"; },
        [this] { return member_.load(); }}};
 }

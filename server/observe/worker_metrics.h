@@ -19,8 +19,8 @@ struct WorkerLoad {
   bool member = false;  // it belongs to a pool
   int runs = 0;         // runs that it takes part in
   int64_t kv_leases = 0;
-  int64_t kv_bytes = 0;      // charged
-  int64_t kv_max_bytes = 0;  // the bound on them
+  int64_t kv_bytes = 0;             // charged
+  int64_t kv_max_bytes = 0;         // the bound on them
   int64_t shared_weight_bytes = 0;  // where workers share weights: this one's share, and what runs gathered
 };
 
@@ -32,7 +32,7 @@ class WorkerMetrics {
   WorkerMetrics& operator=(const WorkerMetrics&) = delete;
 
   void Set(const WorkerLoad& load);
-  std::string Text() const;  // what /metrics answers
+  std::string Text(MetricsFormat format = MetricsFormat::kPrometheus) const;  // what /metrics answers
 
   // /metrics, and /readyz: 200 while the worker belongs to a pool, else 503. The metrics outlive the pages.
   std::vector<HttpPage> Pages() const;

@@ -23,6 +23,7 @@ from draw_panels import draw_panels, size
 MESHFILL, OUT = sys.argv[1], pathlib.Path(sys.argv[2])
 DEPLOY = pathlib.Path(__file__).parent.parent.parent / "deploy"
 LOAD_SECONDS = 30
+NO_COLLECTOR = "http://127.0.0.1:9"  # requests have traces, which nobody takes
 VARIABLES = {"namespace": ".*", "job": ".+", "instance": ".+", "rank": ".+", "window": f"{LOAD_SECONDS}s"}
 MISTAKES = ["sum(rate(meshfill_mfu))", "avg by op (meshfill_mfu)", "meshfill_mfu{job=$job}", "rate(meshfill_mfu[5])"]
 
@@ -37,7 +38,7 @@ class Prometheus:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-                 "--web.listen-address=127.0.0.1:0"], stderr=log, stdout=log)
+                 "--web.listen-address=127.0.0.1:0", "--enable-feature=exemplar-storage"], stderr=log, stdout=log)
         self.url = "http://" + wait_for("Prometheus' start", self._address)
         wait_for("Prometheus' first scrape", lambda: self.query("up"))
 
@@ -56,6 +57,11 @@ class Prometheus:
 
     def query_range(self, expression, begin, end):
         return self._api("query_range", query=expression, start=begin, end=end, step=1)["result"]
+
+    def traces(self, series, begin, end):
+        """The traces that exemplars of these series name."""
+        found = self._api("query_exemplars", query=series, start=begin, end=end)
+        return {exemplar["labels"]["trace_id"] for each in found for exemplar in each["exemplars"]}
 
     def label_values(self, label, series):
         return self._api(f"label/{label}/values", **{"match[]": series})
@@ -154,7 +160,7 @@ def check_pool(workers):
     print(f"{name}: {RANKS} ranks, load for {LOAD_SECONDS} s")
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        server = DemoServer(MESHFILL, folder, workers)
+        server = DemoServer(MESHFILL, folder, workers, [f"trace.endpoint={NO_COLLECTOR}"])
         prometheus = Prometheus(folder, server.pages)
         try:
             begin = time.time()
@@ -164,16 +170,18 @@ def check_pool(workers):
                                     capture_output=True, check=False)
             print("  promtool check metrics:", linted.stderr.strip() or "no complaint")
             dashboard = json.loads((DEPLOY / "grafana" / "meshfill.json").read_text())
+            traces = prometheus.traces("meshfill_ttft_seconds_bucket", begin, time.time())
             empty = [*check_variables(prometheus, dashboard), *check_panels(prometheus, dashboard, begin, time.time())]
         finally:
             stop(prometheus.process)
             server.stop()
     count = sum(len(panel.get("targets", [])) for panel in dashboard["panels"])
     print(f"  {count} queries, {len(empty)} without data")
+    print(f"  exemplars of TTFT name {len(traces)} traces")
     for each in empty:
         print("  no data:", each)
     draw(dashboard, name)
-    return not empty and linted.returncode == 0
+    return not empty and traces and linted.returncode == 0
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def stop(process):
 class DemoServer:
     """`meshfill serve` on ports that the system chooses, `api` and `pages`: with an embedded pool, or with workers."""
 
-    def __init__(self, meshfill, folder, workers=False):
+    def __init__(self, meshfill, folder, workers=False, settings=()):
         self.meshfill = meshfill
         self.folder = folder
         self.processes = []
@@ -46,7 +46,7 @@ class DemoServer:
         self.model = f"model.path={model}"
         pool = ["pool.control_listen=127.0.0.1:0"] if workers else [f"pool.embedded.ranks={RANKS}"]
         text = self._start("serve", "pool.yaml" if workers else "local.yaml", "listen=127.0.0.1:0",
-                           "metrics_listen=127.0.0.1:0", *pool, until=r" waits for workers" if workers else r" ready")
+                           "metrics_listen=127.0.0.1:0", *pool, *settings, until=r" waits for workers" if workers else r" ready")
         self.api = re.search(r"Z listening on (\S+)$", text, re.M).group(1)
         self.pages = re.search(r"Z metrics listening on (\S+)$", text, re.M).group(1)
         if workers:

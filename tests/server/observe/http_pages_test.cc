@@ -50,7 +50,7 @@ TEST(HttpPagesTest, PacksLongPagesForThoseWhoTakeIt) {
   };
   const std::string packed = get("GET", "/long", "deflate, gzip;q=0.8");
   EXPECT_NE(packed.find("\r\nContent-Encoding: gzip\r\n"), std::string::npos);
-  EXPECT_NE(packed.find("\r\nVary: Accept-Encoding\r\n"), std::string::npos);
+  EXPECT_NE(packed.find("\r\nVary: Accept, Accept-Encoding\r\n"), std::string::npos);
   EXPECT_LT(packed.size(), 2000u);
   EXPECT_EQ(Gunzip(HttpBody(packed)), text);
   EXPECT_EQ(HttpBody(get("HEAD", "/long", "gzip")), "");
@@ -58,10 +58,30 @@ TEST(HttpPagesTest, PacksLongPagesForThoseWhoTakeIt) {
   for (const std::string& plain :
        {get("GET", "/long", "gzip;q=0"), get("GET", "/long", "br"), HttpGet(address, "/long")}) {
     EXPECT_EQ(plain.find("Content-Encoding"), std::string::npos);
-    EXPECT_NE(plain.find("\r\nVary: Accept-Encoding\r\n"), std::string::npos);
+    EXPECT_NE(plain.find("\r\nVary: Accept, Accept-Encoding\r\n"), std::string::npos);
     EXPECT_EQ(HttpBody(plain), text);
   }
   EXPECT_EQ(HttpBody(get("GET", "/short", "gzip")), "short");
+}
+
+TEST(HttpPagesTest, MetricsAreInTheFormatThatTheClientPrefers) {
+  const auto pages = HttpPages::Listen("127.0.0.1:0", {MetricsPage([](MetricsFormat format) {
+                                         return format == MetricsFormat::kOpenMetrics ? "open" : "text";
+                                       })});
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  const auto get = [&](const std::string& accept) {
+    return HttpSend((*pages)->address(), absl::StrCat("GET /metrics HTTP/1.0\r\nAccept: ", accept));
+  };
+  const std::string open = get("application/openmetrics-text;version=1.0.0;q=0.8,text/plain;q=0.5");
+  EXPECT_EQ(HttpBody(open), "open");
+  EXPECT_NE(open.find("\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n"),
+            std::string::npos)
+      << open;
+  for (const std::string& text : {get("text/plain"), HttpGet((*pages)->address(), "/metrics")}) {
+    EXPECT_EQ(HttpBody(text), "text");
+    EXPECT_NE(text.find("\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"), std::string::npos);
+    EXPECT_NE(text.find("\r\nVary: Accept, Accept-Encoding\r\n"), std::string::npos);
+  }
 }
 
 TEST(HttpPagesTest, RefusesWhatIsNoPage) {

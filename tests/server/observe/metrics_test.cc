@@ -51,7 +51,7 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.OnComputed(3, /*others=*/true);
   metrics.OnComputed(0.5, /*others=*/false);
   metrics.OnComputed(2, /*others=*/true);
-  metrics.OnFirstToken(2.25, 0.125, 7, 100000);
+  metrics.OnFirstToken({.seconds = 2.25, .upload_seconds = 0.125, .slowdown = 7, .prompt_tokens = 100000});
   metrics.OnRequestDone(absl::StatusCode::kOk);
   metrics.OnRequestDone(absl::StatusCode::kResourceExhausted);
   metrics.OnRequestRefused(Refusal::kQueueTokens);
@@ -152,11 +152,26 @@ TEST(MetricsTest, CountersAddUpAndKeepTheirSeries) {
   }
 }
 
+TEST(MetricsTest, ABucketNamesTheTraceOfItsLatestRequest) {
+  Metrics metrics;
+  metrics.OnFirstToken({.seconds = 2.5, .trace_id = "aa"});
+  metrics.OnFirstToken({.seconds = 2.25, .trace_id = "bb"});
+  metrics.OnFirstToken({.seconds = 2.4});
+  metrics.OnFirstToken({.seconds = 99'999, .trace_id = "cc"});
+  EXPECT_EQ(metrics.Text().find("trace_id"), std::string::npos);
+  const std::string text = metrics.Text(MetricsFormat::kOpenMetrics);
+  EXPECT_NE(text.find("\nmeshfill_ttft_seconds_bucket{le=\"2.5\"} 3 # {trace_id=\"bb\"} 2.25 "),
+            std::string::npos);
+  EXPECT_NE(text.find("\nmeshfill_ttft_seconds_bucket{le=\"+Inf\"} 4 # {trace_id=\"cc\"} 99999.0 "),
+            std::string::npos);
+  EXPECT_EQ(text.find("trace_id=\"aa\""), std::string::npos) << "2.5 is in the same bucket, and earlier";
+}
+
 // Classes reach up to their bound, which is in them.
 TEST(MetricsTest, APromptIsInTheClassOfItsLength) {
   Metrics metrics;
   for (const int64_t tokens : {1, 8192, 8193, 65536, 524288, 524289}) {
-    metrics.OnFirstToken(1, 0.5, 2, tokens);
+    metrics.OnFirstToken({.seconds = 1, .upload_seconds = 0.5, .slowdown = 2, .prompt_tokens = tokens});
   }
   const auto samples = Samples(metrics.Text());
   const std::map<std::string, int> expected = {{"8192", 2}, {"65536", 2}, {"524288", 1}, {"+Inf", 1}};

@@ -180,5 +180,14 @@ TEST(OtlpJson, IsWhatTheProtocolSays) {
   EXPECT_EQ(list.at(0).at("kind"), 1);
 }
 
+TEST(RecordedTraceIdTest, IsThatOfACallerThatSaysSampled) {
+  const std::string unsampled = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0";
+  for (const char digit : {'1', '3', 'b'}) {
+    EXPECT_EQ(RecordedTraceId(unsampled + digit), "0af7651916cd43dd8448eb211c80319c") << digit;
+  }
+  for (const char digit : {'0', '2', 'a'}) EXPECT_EQ(RecordedTraceId(unsampled + digit), "") << digit;
+  EXPECT_EQ(RecordedTraceId(""), "");
+}
+
 }  // namespace
 }  // namespace meshfill

@@ -26,8 +26,8 @@ TEST(WorkerMetricsTest, PagesTellTheWorker) {
   for (const char* line :
        {"meshfill_worker_member 1\n", "meshfill_worker_runs 1\n", "meshfill_worker_kept_leases 3\n",
         "meshfill_worker_kept_bytes 4096\n", "meshfill_worker_kept_max_bytes 8192\n",
-        "meshfill_worker_shared_weight_bytes 77\n",
-        "meshfill_build_info{commit=\"", "version=\"" MESHFILL_VERSION "\"} 1\n", "\nprocess_open_fds "}) {
+        "meshfill_worker_shared_weight_bytes 77\n", "meshfill_build_info{commit=\"",
+        "version=\"" MESHFILL_VERSION "\"} 1\n", "\nprocess_open_fds "}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << " is missing in\n" << text;
   }
 
