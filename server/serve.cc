@@ -32,6 +32,7 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
+constexpr absl::Duration kDrainPoll = absl::Milliseconds(10);  // a second signal stops at once
 constexpr absl::Duration kLastSpans = absl::Seconds(3);  // for the collector to take, after a drain
 
 // The leader of workers that join.
@@ -84,7 +85,7 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, Liveness& live
   const absl::Time deadline = MonotonicNow() + timeout;
   front_end.StartDrain();
   Log("draining: new requests are refused, accepted ones finish; a second signal stops at once");
-  while (!front_end.WaitUntilIdle(MonotonicNow() + kPoll)) {
+  while (!front_end.WaitUntilIdle(MonotonicNow() + kDrainPoll)) {
     liveness.Beat(front_end.standstill());
     if (signals.Wait(absl::ZeroDuration())) return absl::CancelledError("stopped by a second signal");
     if (MonotonicNow() >= deadline) {

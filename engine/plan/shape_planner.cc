@@ -1,0 +1,189 @@
+#include "engine/plan/shape_planner.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "engine/plan/comm_bytes.h"
+#include "engine/plan/cost_model.h"
+#include "engine/schedule/multi_ring_schedule.h"
+
+namespace meshfill {
+namespace {
+
+// Least gain for which another layout, wire dtype or placement is taken: a smaller one is within the error
+// of any prediction.
+constexpr double kLeastGain = 0.01;
+
+// The layouts that a plan may have, those that win ties first: stripes, and contiguous chunks if they send
+// least, as where all layers have a window, unless the prompt's keys are kept, which others may follow.
+std::vector<TokenLayout> LayoutsOf(const ModelShape& model, const PlanRequest& request) {
+  std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  bool windows = true;
+  model.ForEachWindow([&](int64_t window, int) { windows = windows && window > 0; });
+  if (windows && !request.keeps_kv) std::swap(kinds.front(), kinds.back());
+  if (request.layout.has_value()) kinds = {*request.layout};
+  std::vector<TokenLayout> layouts;
+  for (LayoutKind kind : kinds) {
+    layouts.push_back(TokenLayout::Make(kind, request.ranks, request.tokens, request.stripe).value());
+  }
+  return layouts;
+}
+
+std::vector<DType> PartialDTypesOf(const PlanRequest& request) {
+  if (request.partial_dtype.has_value()) return {*request.partial_dtype};
+  return {DType::kF32, DType::kBf16};
+}
+
+// The inner rings that leave least to themselves: no double ring sends less along its inner rings.
+int LeastInnerRing(Tile tile) {
+  for (int ranks = 2; ranks < tile.b; ++ranks) {
+    if (tile.b % ranks == 0) return ranks;
+  }
+  return 0;
+}
+
+}  // namespace
+
+ShapePlanner::ShapePlanner(const ModelShape& model, const PoolSpeed& speed, const PlanRequest& request)
+    : model_(model),
+      speed_(speed),
+      request_(request),
+      layouts_(LayoutsOf(model, request)),
+      schedules_(request.schedule) {}
+
+SketchedPlan ShapePlanner::Best(int heads, Tile tile) {
+  std::optional<SketchedPlan> best;
+  const PlacedLinks row_first = RowFirstLinks(speed_, request_, heads, tile);
+  TryPlacement(heads, tile, row_first, best);
+  if (!request_.topology.node_of_seat.empty()) {
+    PlanShape ideal = *best;
+    ideal.links = Links::Alike(request_.topology.same_node);
+    ideal.links.shared_inside = {};
+    ideal.exchange_tokens = ExchangeTokensOf(ideal);
+    if (MayGain(ideal, ManyRings(ideal), *best)) {
+      for (const PlacedLinks& boxed : BoxedLinks(request_, heads, tile, row_first)) {
+        TryPlacement(heads, tile, boxed, best);
+      }
+    }
+    ideal.kv_inner = LeastInnerRing(tile);
+    if (ideal.kv_inner != 0 && ManyRings(ideal) && MayGain(ideal, true, *best)) TryDoubleRings(ideal, best);
+  }
+  best->predicted.comm_bytes = PrefillCommBytes(model_, *best);
+  return *std::move(best);
+}
+
+void ShapePlanner::TryPlacement(int heads, Tile tile, const PlacedLinks& placed,
+                                std::optional<SketchedPlan>& best) {
+  for (const TokenLayout& layout : layouts_) {
+    PlanShape shape = {.layout = layout,
+                       .heads = heads,
+                       .tile = tile,
+                       .kv_inner = placed.kv_inner,
+                       .cached_tokens = request_.cached_tokens,
+                       .links = placed.links,
+                       .keeps_kv = request_.keeps_kv,
+                       .kv_on_host = request_.kv_on_host,
+                       .one_memory = request_.one_memory};
+    shape.exchange_tokens = ExchangeTokensOf(shape);
+    for (DType partial_dtype : PartialDTypesOf(request_)) {
+      shape.partial_dtype = partial_dtype;
+      if (best.has_value() && !MayGain(shape, ManyRings(shape), *best)) continue;
+      const bool many_alone =
+          best.has_value() && ManyRings(shape) && (shape.kv_inner != 0 || !MayGain(shape, false, *best));
+      TrySchedules(shape, placed.placement, many_alone, best);
+    }
+  }
+}
+
+void ShapePlanner::TryDoubleRings(PlanShape ideal, std::optional<SketchedPlan>& best) {
+  const auto [heads, tile] = std::pair(ideal.heads, ideal.tile);
+  const Topology& topology = request_.topology;
+  const int seats_per_node = SeatsPerNode(topology, request_.ranks);
+  // All ranks of a node send along outer rings, and to other nodes.
+  ideal.links.kv_outer.link = {.latency_seconds = topology.between_nodes.latency_seconds,
+                               .bytes_per_second = std::min(topology.between_nodes.bytes_per_second,
+                                                            topology.node_bytes_per_second / seats_per_node)};
+  std::vector<Placement> placements = PlacementsOf(MeshGrid(heads, tile), seats_per_node);
+  for (Placement& placement : placements) {
+    const bool row_first = &placement == &placements.front();
+    ideal.kv_inner = KvRanksInANode(topology, heads, tile, placement);
+    if (ideal.kv_inner == 1 || !CanSplitKvRing(tile, ideal.kv_inner)) continue;
+    if (!MayGain(ideal, true, *best)) continue;
+    PlacedLinks placed;
+    placed.kv_inner = ideal.kv_inner;
+    placed.links = LinksOf(topology, heads, tile, placement, ideal.kv_inner);
+    if (!row_first) placed.placement = std::move(placement);
+    TryPlacement(heads, tile, placed, best);
+  }
+}
+
+int64_t ShapePlanner::ExchangeTokensOf(const PlanShape& shape) const {
+  const bool may = request_.hides_exchanges && request_.weights.mode == WeightMode::kResident;
+  return may ? BestExchangeTokens(model_, speed_, shape) : 0;
+}
+
+bool ShapePlanner::MayGain(const PlanShape& shape, bool many_rings, const SketchedPlan& best) const {
+  return Over(best.predicted) ||
+         LeastSeconds(model_, speed_, shape, many_rings) < best.predicted.seconds * (1 - kLeastGain);
+}
+
+bool ShapePlanner::ManyRings(const PlanShape& shape) const {
+  return request_.many_rings && request_.schedule == ScheduleChoice::kAuto &&
+         ((shape.tile.a > 1 && shape.tile.b > 1) || shape.kv_inner != 0);
+}
+
+void ShapePlanner::TrySchedules(const PlanShape& shape, const Placement& placement, bool many_alone,
+                                std::optional<SketchedPlan>& best) {
+  std::optional<SketchedPlan> best_here;
+  const auto one_message = many_alone ? std::vector<SharedSchedule>() : schedules_.Of(model_, speed_, shape);
+  for (const SharedSchedule& schedule : one_message) {
+    Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
+    if (best_here.has_value() && IsSlower(predicted, best_here->predicted)) continue;
+    PredictMemory(model_, speed_, shape, *schedule, predicted);
+    if (best_here.has_value() && OrderOf(predicted) >= OrderOf(best_here->predicted)) continue;
+    best_here = {shape, {}, schedule, predicted};
+  }
+  if (many_alone || (ManyRings(shape) && best_here->predicted.comm_wait_seconds > 0)) {
+    const Prediction& other = many_alone ? best->predicted : best_here->predicted;
+    auto schedule = std::make_shared<const Schedule>(
+        MultiRingSchedule(shape.tile, shape.kv_inner, RingSecondsOf(model_, speed_, shape)));
+    Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
+    if (!IsSlower(predicted, other)) {
+      PredictMemory(model_, speed_, shape, *schedule, predicted);
+      if (IsBetter(predicted, other)) best_here = {shape, {}, std::move(schedule), predicted};
+    }
+  }
+  if (!best_here.has_value()) return;
+  if (shape.exchanges() > 1) {
+    PlanShape at_once = shape;
+    at_once.exchange_tokens = 0;
+    Prediction predicted = PredictTime(model_, speed_, at_once, *best_here->schedule);
+    PredictMemory(model_, speed_, at_once, *best_here->schedule, predicted);
+    if (!IsBetter(best_here->predicted, predicted)) {
+      best_here = {at_once, {}, std::move(best_here->schedule), predicted};
+    }
+  }
+  if (best.has_value() && !IsBetter(best_here->predicted, best->predicted)) return;
+  best = std::move(best_here);
+  best->placement = placement;
+}
+
+bool ShapePlanner::Over(const Prediction& predicted) const {
+  return request_.memory_budget_bytes != 0 && predicted.run_bytes > request_.memory_budget_bytes;
+}
+
+bool ShapePlanner::IsSlower(const Prediction& predicted, const Prediction& best) const {
+  return !Over(best) && predicted.seconds > best.seconds;
+}
+
+std::tuple<bool, double, int64_t> ShapePlanner::OrderOf(const Prediction& predicted) const {
+  return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.run_bytes};
+}
+
+bool ShapePlanner::IsBetter(const Prediction& predicted, const Prediction& best) const {
+  if (Over(predicted) || Over(best)) return OrderOf(predicted) < OrderOf(best);
+  return predicted.seconds < best.seconds * (1 - kLeastGain);
+}
+
+}  // namespace meshfill
