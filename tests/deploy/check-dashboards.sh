@@ -16,7 +16,7 @@ mkdir -p "$out"
 deploy/install-packages.sh
 command -v promtool >/dev/null || deploy/install-packages.sh prometheus
 if [ -z "${MESHFILL:-}" ]; then
-  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --preset release >/dev/null
   cmake --build --preset release --target meshfill --parallel "$(nproc)"
   MESHFILL=build/release/server/meshfill
 fi

@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 deploy/install-packages.sh openssl
 if [ -z "${MESHFILL:-}" ]; then
-  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --preset release >/dev/null
   cmake --build --preset release --target meshfill --parallel "$(nproc)"
   MESHFILL=build/release/server/meshfill
 fi

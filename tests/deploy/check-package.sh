@@ -6,16 +6,16 @@
 #   tests/deploy/check-package.sh
 #
 # Needs root, debootstrap (installed where it is missing), a Debian mirror and about 2 GB under TMPDIR. MESHFILL_BUILD names a
-# build folder that is whole; without it the release preset is built. MESHFILL_MIRROR names another mirror.
+# build folder that is whole; without it build/package is built. MESHFILL_MIRROR names another mirror.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "$(id -u)" -eq 0 ] || { echo "check-package.sh: needs root, for a chroot" >&2; exit 1; }
 deploy/install-packages.sh debootstrap iproute2
 if [ -z "${MESHFILL_BUILD:-}" ]; then
   deploy/install-packages.sh
-  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
-  cmake --build --preset release --parallel "$(nproc)"
-  MESHFILL_BUILD=build/release
+  MESHFILL_BUILD=build/package # without tests, which build/release keeps
+  cmake --preset release -B "$MESHFILL_BUILD" -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --build "$MESHFILL_BUILD" --parallel "$(nproc)"
 fi
 
 root=$(mktemp -d)

@@ -14,7 +14,7 @@ deploy/install-packages.sh iproute2 openssl python3-grpcio python3-yaml
 tests/deploy/install-kubernetes-tools.sh
 export PATH="$PWD/build/kubernetes-tools:$PATH"
 if [ -z "${MESHFILL:-}" ]; then
-  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --preset release >/dev/null
   cmake --build --preset release --target meshfill --parallel "$(nproc)"
   MESHFILL=build/release/server/meshfill
 fi

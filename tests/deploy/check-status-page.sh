@@ -15,7 +15,7 @@ mkdir -p "$out"
 deploy/install-packages.sh chromium chromium-driver fonts-dejavu-core
 if [ -z "${MESHFILL:-}" ]; then
   deploy/install-packages.sh
-  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --preset release >/dev/null
   cmake --build --preset release --target meshfill --parallel "$(nproc)"
   MESHFILL=build/release/server/meshfill
 fi
