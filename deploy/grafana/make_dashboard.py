@@ -24,9 +24,9 @@ WIDTH = 24  # of Grafana's grid
 SERVING = f'meshfill_ranks{{{POOL},state!~"loading|draining"}}'
 
 
-def query(expression, legend, instant=False, form="time_series", **more):
+def query(expression, legend, instant=False, form="time_series", **options):
     return {"datasource": SOURCE, "expr": expression, "legendFormat": legend, "instant": instant, "range": not instant,
-            "format": form, **more}
+            "format": form, **options}
 
 
 def panel(kind, title, unit, queries, width, about, height=8, options=None, **defaults):
@@ -96,8 +96,9 @@ def rows():
                   "In the window. A worker that joins, leaves or is lost begins an epoch; a run that it breaks is retried."),
         ]),
         ("How long do clients wait for the first token?", [
-            graph("TTFT", "s", [query(quantile(share, "meshfill_ttft_seconds"), name, exemplar=share == 0.99)
-                                for share, name in ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))],
+            graph("TTFT", "s", [query(quantile(0.5, "meshfill_ttft_seconds"), "median"),
+                                query(quantile(0.95, "meshfill_ttft_seconds"), "95 %"),
+                                query(quantile(0.99, "meshfill_ttft_seconds"), "99 %", exemplar=True)],
                   "From a request's begin to its result, of requests that ended in the window, short and long prompts together: "
                   "see the mean prompt beside it. Dots are requests whose traces are recorded, where Prometheus keeps exemplars."),
             graph("TTFT by prompt length", "s",

@@ -1,4 +1,4 @@
-// What one layer's attention takes on every rank, part by part, and what a schedule leaves exposed of it.
+// The seconds of one layer's attention.
 #ifndef MESHFILL_ENGINE_PLAN_ATTENTION_SECONDS_H_
 #define MESHFILL_ENGINE_PLAN_ATTENTION_SECONDS_H_
 

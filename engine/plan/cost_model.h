@@ -10,19 +10,12 @@
 #define MESHFILL_ENGINE_PLAN_COST_MODEL_H_
 
 #include <cstdint>
-#include <optional>
-#include <utility>
-#include <vector>
 
-#include "engine/mesh/layout.h"
-#include "engine/mesh/mesh.h"
-#include "engine/mesh/topology.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/attention_seconds.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/plan_shape.h"
 #include "engine/plan/rank_speed.h"
-#include "engine/schedule/messages_under_way.h"
 #include "engine/schedule/multi_ring_schedule.h"
 #include "engine/schedule/schedule.h"
 

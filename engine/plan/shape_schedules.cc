@@ -1,8 +1,12 @@
 #include "engine/plan/shape_schedules.h"
 
+#include <memory>
+#include <vector>
+
 #include "engine/schedule/optimal_schedule.h"
 
 namespace meshfill {
+
 SharedSchedule ShapeSchedules::Make(Schedule (*make)(Tile, OverlapCosts), Tile tile, OverlapCosts costs,
                                     Made& made) {
   SharedSchedule& schedule = made[{tile.a, tile.b, costs.c_q, costs.c_kv, costs.c_o}];

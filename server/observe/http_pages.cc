@@ -120,9 +120,9 @@ class HttpPages::Server {
     }
     const bool healthy = page->healthy == nullptr || page->healthy();
     const unsigned status = healthy ? MHD_HTTP_OK : MHD_HTTP_SERVICE_UNAVAILABLE;
-    const MetricsFormat format = PreferredFormat(HeaderOf(connection, MHD_HTTP_HEADER_ACCEPT));
-    if (page->open_metrics != nullptr && format == MetricsFormat::kOpenMetrics) {
-      return Answer(connection, status, ContentTypeOf(format), page->open_metrics());
+    if (page->open_metrics != nullptr &&
+        PreferredFormat(HeaderOf(connection, MHD_HTTP_HEADER_ACCEPT)) == MetricsFormat::kOpenMetrics) {
+      return Answer(connection, status, ContentTypeOf(MetricsFormat::kOpenMetrics), page->open_metrics());
     }
     return Answer(connection, status, page->content_type, page->body());
   }

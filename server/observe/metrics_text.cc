@@ -80,6 +80,7 @@ const char* TypeName(MetricType type) {
 std::string MetricsText(const std::vector<MetricFamily>& families, MetricsFormat format,
                         const std::map<std::string, BucketExemplars>& exemplars) {
   if (format == MetricsFormat::kPrometheus) return prometheus::TextSerializer().Serialize(families);
+  const BucketExemplars none;
   std::string text;
   for (const MetricFamily& family : families) {
     const char* type = TypeName(family.type);
@@ -91,7 +92,7 @@ std::string MetricsText(const std::vector<MetricFamily>& families, MetricsFormat
     for (const ClientMetric& metric : family.metric) {
       if (family.type == MetricType::Histogram) {
         const auto known = metric.label.empty() ? exemplars.find(name) : exemplars.end();
-        AddHistogram(name, metric, known != exemplars.end() ? known->second : BucketExemplars(), text);
+        AddHistogram(name, metric, known != exemplars.end() ? known->second : none, text);
       } else {
         absl::StrAppend(&text, name, counts ? kTotal : "", Labels(metric.label), " ",
                         Number(counts ? metric.counter.value : metric.gauge.value), "\n");

@@ -58,9 +58,9 @@ class Prometheus:
     def query_range(self, expression, begin, end):
         return self._api("query_range", query=expression, start=begin, end=end, step=1)["result"]
 
-    def traces(self, series, begin, end):
-        """The traces that exemplars of these series name."""
-        found = self._api("query_exemplars", query=series, start=begin, end=end)
+    def traces(self, expression, begin, end):
+        """The traces that exemplars of the expression's series name."""
+        found = self._api("query_exemplars", query=expression, start=begin, end=end)
         return {exemplar["labels"]["trace_id"] for each in found for exemplar in each["exemplars"]}
 
     def label_values(self, label, series):
@@ -141,6 +141,12 @@ def check_panels(prometheus, dashboard, begin, end):
                 yield f"panel {panel['title']}: {expression}"
 
 
+def exemplar_traces(prometheus, dashboard, begin, end):
+    """The traces that the dashboard's dots name."""
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []) if target.get("exemplar")]
+    return {trace for query in queries for trace in prometheus.traces(fill_in(query), begin, end)}
+
+
 def draw(dashboard, name):
     width, height = size(dashboard)
     for night in (False, True):
@@ -170,7 +176,7 @@ def check_pool(workers):
                                     capture_output=True, check=False)
             print("  promtool check metrics:", linted.stderr.strip() or "no complaint")
             dashboard = json.loads((DEPLOY / "grafana" / "meshfill.json").read_text())
-            traces = prometheus.traces("meshfill_ttft_seconds_bucket", begin, time.time())
+            traces = exemplar_traces(prometheus, dashboard, begin, time.time())
             empty = [*check_variables(prometheus, dashboard), *check_panels(prometheus, dashboard, begin, time.time())]
         finally:
             stop(prometheus.process)

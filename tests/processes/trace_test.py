@@ -17,6 +17,7 @@ from cli_harness import TIMEOUT_SECONDS, CliTestCase, Server, run
 from raw_http2 import DATA, END_STREAM, Connection, frame, header_message, tokens_message
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT}-01"
 
 
@@ -101,6 +102,12 @@ class TraceTest(CliTestCase):
         text = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=5).read().decode()
         return int(float(re.search(rf'^meshfill_trace_spans_total{{result="{result}"}} (\S+)$', text, re.M).group(1)))
 
+    def exemplars(self):
+        """The traces that buckets of TTFT name."""
+        request = urllib.request.Request(f"http://{self.metrics_address}/metrics", headers={"Accept": OPEN_METRICS})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return re.findall(r'^meshfill_ttft_seconds_bucket{.*# {trace_id="(\w+)"}', answer.read().decode(), re.M)
+
     def ask(self, server, tokens=(1, 2, 3), request_id="42", **metadata):
         connection = Connection(server.address)
         body = header_message(len(tokens), request_id) + tokens_message(tokens)
@@ -161,6 +168,7 @@ class TraceTest(CliTestCase):
         own = self.trace_of(collector, "own")["prefill"][0]
         self.assertNotIn("parentSpanId", own)
         self.assertRegex(own["traceId"], r"\A[0-9a-f]{32}\Z")
+        self.assertEqual(self.exemplars(), [own["traceId"]])
         refused = self.trace_of(collector, "bad")
         self.assertEqual(refused["prefill"][0]["status"], {"code": 2, "message": "INVALID_ARGUMENT"})
         self.assertNotIn("compute", refused)

@@ -20,7 +20,7 @@ wanted=$(cat python/pyproject.toml tests/python/run.sh | sha256sum)
 if [ "$(cat "$venv/.wanted" 2>/dev/null)" != "$wanted" ]; then
   python3 -m venv "$venv"
   "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools>=64' wheel grpcio-tools==1.76.0 \
-    'prometheus-client>=0.16'     "$copy/python[bf16,tokenizers]"
+    'prometheus-client>=0.16' "$copy/python[bf16,tokenizers]"
   rm -rf "$copy/python/build" "$copy/python/"*.egg-info
   echo "$wanted" >"$venv/.wanted"
 fi

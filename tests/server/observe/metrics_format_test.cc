@@ -11,9 +11,8 @@ TEST(MetricsFormatTest, IsWhatTheClientWouldRatherHave) {
        {"application/openmetrics-text;version=1.0.0;q=0.8,application/openmetrics-text;version=0.0.1;q=0.75,"
         "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
         "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
-        "application/openmetrics-text;version=0.0.1;q=0.5,text/"
-        "plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
-        "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+        "application/openmetrics-text;version=0.0.1;q=0.5,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
         "application/openmetrics-text", "application/openmetrics-text;version=\"1.0.0\";q=0.1",
         "text/plain;q=0.5, application/openmetrics-text;q=0.5"}) {
     EXPECT_EQ(PreferredFormat(open_metrics), MetricsFormat::kOpenMetrics) << open_metrics;

@@ -30,6 +30,10 @@ TEST(WorkerMetricsTest, PagesTellTheWorker) {
         "version=\"" MESHFILL_VERSION "\"} 1\n", "\nprocess_open_fds "}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << " is missing in\n" << text;
   }
+  const std::string open =
+      HttpBody(HttpSend(address, "GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text"));
+  EXPECT_NE(open.find("meshfill_worker_kept_leases 3.0\n"), std::string::npos) << open;
+  EXPECT_EQ(open.substr(open.size() - 6), "# EOF\n");
 
   metrics.Set({});
   EXPECT_NE(HttpGet(address, "/readyz").find(" 503 "), std::string::npos);

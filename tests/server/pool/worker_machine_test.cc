@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/server/pool/worker_machine_fixture.h"
 
 namespace meshfill {
@@ -290,6 +291,13 @@ TEST_F(WorkerMachineTest, SaysOnceWhyItCannotJoin) {
   try_to_join("reset");
   ASSERT_FALSE(lines_.empty());
   EXPECT_EQ(lines_.back(), R"(cannot join yet: "the control stream ended: reset")") << "it had joined";
+
+  // It does not remember for ever.
+  const size_t before = lines_.size();
+  for (int trouble = 0; trouble < 20; ++trouble) try_to_join(absl::StrCat("trouble ", trouble));
+  EXPECT_EQ(lines_.size(), before + 20);
+  try_to_join("reset");
+  EXPECT_EQ(lines_.size(), before + 21);
 }
 
 // A Prepare that contradicts itself or its plan is the leader's mistake: it is answered, and nothing stays of
