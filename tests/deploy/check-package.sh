@@ -6,16 +6,21 @@
 #   tests/deploy/check-package.sh
 #
 # Needs root, debootstrap (installed where it is missing), a Debian mirror and about 2 GB under TMPDIR. MESHFILL_BUILD names a
-# build folder that is whole; without it build/package is built. MESHFILL_MIRROR names another mirror.
+# build folder that is whole; without it the release preset is built. MESHFILL_MIRROR names another mirror.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "$(id -u)" -eq 0 ] || { echo "check-package.sh: needs root, for a chroot" >&2; exit 1; }
 deploy/install-packages.sh debootstrap iproute2
+restore() { :; }
 if [ -z "${MESHFILL_BUILD:-}" ]; then
   deploy/install-packages.sh
-  MESHFILL_BUILD=build/package # without tests, which build/release keeps
-  cmake --preset release -B "$MESHFILL_BUILD" -DMESHFILL_BUILD_TESTS=OFF >/dev/null
-  cmake --build "$MESHFILL_BUILD" --parallel "$(nproc)"
+  MESHFILL_BUILD=build/release
+  # The folder may be one with tests: it keeps them, or a later ctest would run what nobody builds any more.
+  tests=$(sed -n 's/^MESHFILL_BUILD_TESTS:BOOL=//p' "$MESHFILL_BUILD/CMakeCache.txt" 2>/dev/null || true)
+  restore() { cmake --preset release "-DMESHFILL_BUILD_TESTS=${tests:-ON}" >/dev/null; }
+  trap restore EXIT
+  cmake --preset release -DMESHFILL_BUILD_TESTS=OFF >/dev/null
+  cmake --build --preset release --parallel "$(nproc)"
 fi
 
 root=$(mktemp -d)
@@ -24,6 +29,7 @@ mounts=(proc sys dev)
 finish() {
   for mount in "${mounts[@]}"; do umount -R -l "$root/$mount" 2>/dev/null || true; done
   rm -rf --one-file-system "$root"
+  restore
 }
 trap finish EXIT
 megabytes() { du -sxm "$root" | cut -f 1; }
