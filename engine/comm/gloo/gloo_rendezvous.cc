@@ -371,8 +371,9 @@ class Meeting {
           .since = now,
           .hello = {}};
       if (!stranger.socket.valid()) {
-        // Out of descriptors: make room, for a peer may be next.
-        if ((errno == EMFILE || errno == ENFILE) && !strangers_.empty()) strangers_.pop_front();
+        // Out of descriptors: make room, for a peer may be next. The system says so even where nobody waits
+        // any more; for the first, somebody does.
+        if (i == 0 && (errno == EMFILE || errno == ENFILE) && !strangers_.empty()) strangers_.pop_front();
         break;
       }
       ++accepted_;

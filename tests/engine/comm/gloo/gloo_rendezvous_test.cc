@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -47,7 +48,8 @@ std::string HelloOf(const std::vector<std::string>& addresses, uint32_t from) {
 // A connection that a test plays.
 class Stranger {
  public:
-  explicit Stranger(const std::string& address) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+  explicit Stranger(const std::string& address) : Stranger(socket(AF_INET, SOCK_STREAM, 0), address) {}
+  Stranger(int fd, const std::string& address) : fd_(fd) {
     sockaddr_in to;
     std::memcpy(&to, address.data() + kSocketOffset, sizeof(to));
     connected_ = connect(fd_, reinterpret_cast<const sockaddr*>(&to), sizeof(to)) == 0;
@@ -85,6 +87,32 @@ class Stranger {
  private:
   const int fd_;
   bool connected_ = false;
+};
+
+// A port where a test listens in a rank's place.
+class Listener {
+ public:
+  Listener() : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+    here_.sin_family = AF_INET;
+    here_.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(here_);
+    EXPECT_EQ(bind(fd_, reinterpret_cast<sockaddr*>(&here_), length), 0);
+    EXPECT_EQ(listen(fd_, 1), 0);
+    EXPECT_EQ(getsockname(fd_, reinterpret_cast<sockaddr*>(&here_), &length), 0);
+  }
+  ~Listener() { close(fd_); }
+  Listener(const Listener&) = delete;
+
+  // A rank's address with this port in it.
+  std::string InsteadOf(std::string address) const {
+    std::memcpy(address.data() + kSocketOffset, &here_, sizeof(here_));
+    return address;
+  }
+  int Accept() const { return accept(fd_, nullptr, nullptr); }
+
+ private:
+  const int fd_;
+  sockaddr_in here_ = {};
 };
 
 // Rank 0 that waits for rank 1, whom the test plays. Ends with the meeting.
@@ -172,6 +200,37 @@ TEST(GlooRendezvous, SilentStrangersAreBounded) {
   EXPECT_TRUE(silent.front()->IsDroppedAlready());
 }
 
+// Where no descriptor is free for another connection, the oldest that says nothing makes room, and nobody
+// else.
+TEST(GlooRendezvous, APeerComesThroughWhereAStrangerHoldsTheLastDescriptor) {
+  GlooRendezvous::Options options;
+  options.hello_timeout = absl::Minutes(10);
+  RankZero rank0(options);
+  const Stranger silent(rank0.addresses[0]);
+  {
+    const Stranger last(rank0.addresses[0]);  // accepted behind it
+    last.Say(std::string(kHelloBytes, 'x'));
+    ASSERT_TRUE(last.IsDropped());
+  }
+  const int unconnected = socket(AF_INET, SOCK_STREAM, 0);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit low = before;
+  low.rlim_cur = static_cast<rlim_t>(unconnected) + 16;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  std::vector<int> taken;
+  for (int fd; (fd = dup(unconnected)) >= 0;) taken.push_back(fd);
+  const Stranger peer(unconnected, rank0.addresses[0]);
+  EXPECT_TRUE(peer.connected());
+  EXPECT_TRUE(silent.IsDropped());
+  const std::string hello = HelloOf(rank0.addresses, 1);
+  for (const char byte : hello) peer.Say(std::string(1, byte));
+  EXPECT_EQ(peer.Hear(kWelcomeBytes).size(), kWelcomeBytes) << "the peer has been dropped in its turn";
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  for (const int fd : taken) close(fd);
+  EXPECT_TRUE(rank0.Result().ok());
+}
+
 TEST(GlooRendezvous, WhoSaysNothingIsDroppedAfterATime) {
   GlooRendezvous::Options options;
   options.hello_timeout = absl::Milliseconds(1);
@@ -212,21 +271,13 @@ TEST(GlooRendezvous, BothKeysMustBeRight) {
 
 // Rank 1 calls a port where somebody else listens, who has read the hello.
 TEST(GlooRendezvous, EachByteOfAWelcomeMustBeRight) {
-  const int listener = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in here = {};
-  here.sin_family = AF_INET;
-  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(here);
-  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&here), length), 0);
-  ASSERT_EQ(listen(listener, 1), 0);
-  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&here), &length), 0);
+  const Listener listener;
   for (size_t i = 0; i <= kWelcomeBytes; ++i) {
     const auto rank0 = Listen(0), rank1 = Listen(1);
-    std::vector<std::string> addresses = {rank0->address(), rank1->address()};
-    std::memcpy(addresses[0].data() + kSocketOffset, &here, sizeof(here));
+    std::vector<std::string> addresses = {listener.InsteadOf(rank0->address()), rank1->address()};
     absl::Status met;
     std::thread connect([&] { met = rank1->Connect(addresses, Soon()).status(); });
-    const Stranger caller(accept(listener, nullptr, nullptr));
+    const Stranger caller(listener.Accept());
     const std::string hello = caller.Hear(kHelloBytes);
     std::string welcome = hello.substr(0, kMagicBytes) + SecretOf(addresses[1]);
     if (i < kWelcomeBytes) welcome[i] = static_cast<char>(welcome[i] ^ 1);
@@ -238,7 +289,23 @@ TEST(GlooRendezvous, EachByteOfAWelcomeMustBeRight) {
       ExpectStatus(met, absl::StatusCode::kUnavailable, {"rank 1", "rank 0", "something else answers"});
     }
   }
-  close(listener);
+}
+
+// Who answers as rank 0 would, and then hangs up instead of a handshake, is named.
+TEST(GlooRendezvous, WhoHangsUpInTheHandshakeIsNamed) {
+  const Listener listener;
+  const auto rank0 = Listen(0, {.encrypt = true}), rank1 = Listen(1, {.encrypt = true});
+  std::vector<std::string> addresses = {listener.InsteadOf(rank0->address()), rank1->address()};
+  absl::Status met;
+  std::thread connect([&] { met = rank1->Connect(addresses, Soon()).status(); });
+  {
+    const Stranger caller(listener.Accept());
+    const std::string hello = caller.Hear(kHelloBytes);
+    caller.Say(hello.substr(0, kMagicBytes) + SecretOf(addresses[1]));
+    EXPECT_NE(caller.Hear(1), "") << "the handshake begins";
+  }
+  connect.join();
+  ExpectStatus(met, absl::StatusCode::kUnavailable, {"rank 1", "rank 0", "hung up in the TLS handshake"});
 }
 
 TEST(GlooRendezvous, SecretsAndKeysAreDrawn) {
