@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <memory>
 #include <set>
 #include <string>
@@ -107,6 +108,18 @@ TEST_F(ConnectionAcceptorTest, GoesOnWhenDescriptorsAreFreeAgain) {
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
   for (const int fd : sockets) close(fd);
   EXPECT_TRUE(ConnectIsGreeted());
+}
+
+// A server that can accept nobody any more is better started again than left running.
+TEST_F(ConnectionAcceptorTest, AListenerThatIsGoneEndsTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        Listen(10);
+        shutdown(acceptor_->listener(), SHUT_RD);
+        sleep(60);
+      },
+      testing::ExitedWithCode(EXIT_FAILURE), "no connection can be accepted at 127.0.0.1:.* any more");
 }
 
 TEST_F(ConnectionAcceptorTest, EveryInterfaceIsBothFamilies) {

@@ -1,5 +1,6 @@
 // The two ends of the control stream against each other, in plain text and in TLS.
 #include <condition_variable>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,6 +13,7 @@
 #include "gtest/gtest.h"
 #include "server/pool/control_client.h"
 #include "server/pool/control_service.h"
+#include "tests/engine/temp_folder.h"
 
 namespace meshfill {
 namespace {
@@ -225,6 +227,33 @@ TEST_F(ControlStreamTest, TlsWantsACertificateOfItsAuthority) {
   EXPECT_EQ(worker_.Next(), "lost 4");
   good->Send(Hello("still there"));
   EXPECT_EQ(leader_.Next(), "1 says still there") << "the others never came through";
+}
+
+// Each connection takes the files as they are; where they are bad, as they were at the start.
+TEST_F(ControlStreamTest, RenewedCertificatesCountAndBadOnesDoNot) {
+  Start(Certificates("leader"));
+  const TempFolder folder;
+  v1::PoolSection::Tls files;
+  files.set_cert(folder / "own.pem");
+  files.set_key(folder / "own.key");
+  files.set_ca(Certificates("worker").ca());
+  const auto renew = [&](const std::string& name) {
+    const v1::PoolSection::Tls tls = Certificates(name);
+    constexpr auto kOver = std::filesystem::copy_options::overwrite_existing;
+    std::filesystem::copy_file(tls.cert(), files.cert(), kOver);
+    std::filesystem::copy_file(tls.key(), files.key(), kOver);
+  };
+  renew("worker");
+  const auto client = Client(files);
+  folder.Write("own.pem", "no certificate");
+  client->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1") << "with the certificate as it was";
+  renew("stranger");
+  client->Connect(2);
+  EXPECT_EQ(worker_.Next(), "lost 2") << "with the stranger's, which the leader's authority has not signed";
+  renew("worker");
+  client->Connect(3);
+  EXPECT_EQ(leader_.Next(), "connected 2") << "the stranger never came through";
 }
 
 TEST_F(ControlStreamTest, PlainTextStaysOnThisMachine) {

@@ -13,6 +13,7 @@
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/access/file_watch.h"
 #include "server/config/config.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"
@@ -83,13 +84,17 @@ int Health(const std::string& address, const std::string& service) {
 
 v1::Config Defaults() { return LoadConfig("").value(); }
 
-// How a FetchKv call ends that the front-end makes, protected as `api` says.
-absl::Status Fetch(const std::string& address, const v1::ApiSection& api, const std::string& tenant = "") {
-  const auto channels = HolderChannels::Make(api);
-  if (!channels.ok()) return channels.status();
-  const auto call = (*channels)->Fetch(address, {}, tenant, [] {});
+// How a FetchKv call ends.
+absl::Status Fetch(HolderChannels& channels, const std::string& address, const std::string& tenant = "") {
+  const auto call = channels.Fetch(address, {}, tenant, [] {});
   for (int i = 0; i < 2000 && !call->end().has_value(); ++i) absl::SleepFor(absl::Milliseconds(5));
   return call->end().value_or(absl::DeadlineExceededError("nothing came"));
+}
+
+// How one ends that a new front-end makes, protected as `api` says.
+absl::Status Fetch(const std::string& address, const v1::ApiSection& api, const std::string& tenant = "") {
+  const auto channels = HolderChannels::Make(api);
+  return channels.ok() ? Fetch(**channels, address, tenant) : channels.status();
 }
 
 // Certificates for kv.listen of a worker whose name is "worker.pool", and for its front-end's connections.
@@ -155,6 +160,33 @@ TEST(HolderService, AsksForCredentials) {
     EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, api))) << bad;
   }
   EXPECT_EQ(Health(address, ""), 1) << "for everybody";
+}
+
+// A front-end takes a renewed token over while it runs. A file without one changes nothing.
+TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
+  const TestCertificates files;
+  v1::Config config = Defaults();
+  // sha256sum of "abc" and of "test".
+  config.mutable_api()->set_credentials(files.Write(
+      "credentials",
+      "pool worker - sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\n"
+      "alice client a sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08\n"));
+  NoKv held;
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  const std::string& address = (*service)->address();
+  v1::ApiSection api;
+  api.set_token(files.Write("token", "old"));
+  const auto channels = HolderChannels::Make(api);
+  ASSERT_TRUE(channels.ok()) << channels.status();
+  EXPECT_TRUE(absl::IsUnauthenticated(Fetch(**channels, address)));
+  files.Write("token", "abc\n");
+  EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(Fetch(**channels, address, "b")); }));
+  files.Write("token", "two words\n");
+  absl::SleepFor(3 * FileWatch::kPeriod);
+  EXPECT_TRUE(absl::IsNotFound(Fetch(**channels, address, "b"))) << "the token stays as it was";
+  files.Write("token", "test\n");
+  EXPECT_TRUE(Eventually([&] { return absl::IsPermissionDenied(Fetch(**channels, address, "b")); }));
 }
 
 // It may wait for another worker's part, and keeps its lease alive then.
