@@ -23,7 +23,7 @@ if [ "${1:-}" = --folders ]; then
   build=${MESHFILL_COVERAGE_BUILD:-build/coverage-folders}
   chosen=${MESHFILL_COVERAGE_TESTS:-}
   cmake -S . -B "$build" -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-    "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g0" -DMESHFILL_CUDA=OFF "-DMESHFILL_COVERAGE=-fprofile-instr-generate;-fcoverage-mapping" \
+    "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g0" -DMESHFILL_CUDA=OFF -DMESHFILL_PRECOMPILE=ON "-DMESHFILL_COVERAGE=-fprofile-instr-generate;-fcoverage-mapping" \
     "-DMESHFILL_COVERED=$(python3 tests/folder_coverage.py --sources)" > /dev/null
   if [ -z "$chosen" ]; then
     cmake --build "$build" --parallel "$jobs"

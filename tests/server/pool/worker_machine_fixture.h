@@ -138,7 +138,8 @@ class WorkerMachineFixture : public testing::Test {
   // The tokens of one seat, in two messages.
   void HearShard(uint64_t run, int seat) {
     const int64_t tokens = plan_.layout.ChunkTokens(plan_.RankAt(seat));
-    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 10}, {10, tokens}}) {
+    for (const int64_t begin : {0, 10}) {
+      const int64_t end = begin == 0 ? 10 : tokens;
       Hear([&](v1::LeaderMessage& message) {
         v1::Shard& shard = *message.mutable_shard();
         shard.set_run(run);

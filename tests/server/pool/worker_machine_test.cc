@@ -327,7 +327,7 @@ TEST_F(WorkerMachineTest, RefusesAPrepareThatContradictsItself) {
   for (const auto& [reason, change] : bad) {
     SCOPED_TRACE(reason);
     sent_.clear();
-    Hear([&](v1::LeaderMessage& message) {
+    Hear([&, &change = change](v1::LeaderMessage& message) {
       v1::Prepare& prepare = *message.mutable_prepare();
       prepare.set_run(++run);
       *prepare.mutable_plan() = ToRunPlan(plan_);
