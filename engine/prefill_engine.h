@@ -19,6 +19,7 @@
 #include "engine/model/model_shape.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/planner.h"
+#include "engine/run/expert_load.h"
 #include "engine/run/rank_stats.h"
 #include "engine/schedule/timeline.h"
 
@@ -83,8 +84,9 @@ struct PrefillResult {
   CommBytes comm_bytes;          // bytes of the rank that sent most, over all layers
   double mfu = 0;                // model FLOPs utilisation of the whole model
   double attention_mfu = 0;
-  std::vector<RankStats> ranks;      // by rank
-  std::optional<Timeline> timeline;  // from the start of the run
+  std::vector<RankStats> ranks;          // by rank
+  std::vector<ExpertLoad> expert_loads;  // by layer that has experts
+  std::optional<Timeline> timeline;      // from the start of the run
 
   int64_t tokens() const { return plan.cached_tokens + plan.layout.tokens(); }  // the whole prompt
 };

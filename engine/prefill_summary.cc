@@ -60,6 +60,7 @@ absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_
                                             " overflow on this prompt; try dtype f32"));
   }
   result.top = BestTokens(result.logits, top_k);
+  result.expert_loads = ExpertLoadsOf(result.ranks, model.layers, model.experts.count);
   const int64_t tokens = result.tokens(), cached = result.cached_tokens;
   const double attention_flops = AttentionFlops(model, tokens) - AttentionFlops(model, cached);
   const double token_flops = static_cast<double>(tokens - cached) * ProjectionFlopsPerToken(model);

@@ -67,7 +67,8 @@ struct RouteArgs {
   const float* correction = nullptr;  // [experts] or null
   int64_t tokens;
   RouterRule rule;
-  ExpertRows rows;  // written
+  ExpertRows rows;                       // written
+  int32_t* tokens_per_expert = nullptr;  // [experts], or null: how many tokens went to each is added
 };
 
 // y[row] = W x[row] + bias for each row, W and bias those of the row's expert.

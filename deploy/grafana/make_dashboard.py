@@ -180,6 +180,15 @@ def rows():
             graph("How busy each rank is, against the mean", "none",
                   [query(f"meshfill:busy_ratio:rank{{{RANK}}}", "{{instance}} rank {{rank}}")],
                   "1 is even. A rank at 1.25 makes all others wait."),
+            graph("Busiest expert against the mean", "none",
+                  [query(quantile(share, "meshfill_expert_imbalance"), name)
+                   for share, name in ((0.5, "median layer"), (0.95, "95 % of layers"))] +
+                  [query(f"meshfill_expert_worst_imbalance{{{POOL}}}", "worst layer of the last prefill {{instance}}")],
+                  "1 is even. Of layers with experts, of prefills that ended in the window; short prompts are uneven."),
+            graph("Experts without tokens", "percentunit",
+                  [query(f"sum({rate('meshfill_expert_idle_ratio_sum')}) / sum({rate('meshfill_expert_idle_ratio_count')})",
+                         "of a layer's experts")],
+                  "On average over the layers of prefills that ended in the window.", max=1),
             graph("Tokens/s", "short", [query(f"meshfill:prompt_tokens:rate{{{POOL}}}", "{{instance}}")],
                   "Prompt tokens of finished prefills, over 30 minutes."),
             graph("Memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "largest so far {{instance}}"),

@@ -57,9 +57,9 @@ absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& sli
   return AddProduct(*weights_.o, weights_.attention_post_norm, slice.tokens, x);
 }
 
-absl::Status Layer::AddMlp(int64_t tokens, float* x) const {
+absl::Status Layer::AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert) const {
   RETURN_IF_ERROR(Norm(x, weights_.mlp_norm, tokens));
-  if (shape_.mlp == MlpKind::kExperts) return AddExperts(tokens, x);
+  if (shape_.mlp == MlpKind::kExperts) return AddExperts(tokens, x, tokens_per_expert);
   return AddDense(*weights_.gate_up, *weights_.down, shape_.intermediate, tokens, x);
 }
 
@@ -70,7 +70,7 @@ absl::Status Layer::AddDense(const PackedWeight& gate_up, const PackedWeight& do
   return AddProduct(down, weights_.mlp_post_norm, tokens, x);
 }
 
-absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
+absl::Status Layer::AddExperts(int64_t tokens, float* x, int32_t* tokens_per_expert) const {
   const ExpertWeights& experts = weights_.experts;
   const auto& [count, used, width, shared_width] = shape_.experts;
   if (shared_width > 0) {
@@ -87,7 +87,8 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x) const {
                                  .correction = experts.correction.data(),
                                  .tokens = tokens,
                                  .rule = shape_.router,
-                                 .rows = rows}));
+                                 .rows = rows,
+                                 .tokens_per_expert = tokens_per_expert}));
   const int64_t row_count = tokens * used;
   RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.gate_up,
                                       .rows = rows,

@@ -103,7 +103,8 @@ class Layer {
   };
   absl::Status AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const;
 
-  absl::Status AddMlp(int64_t tokens, float* x) const;
+  // `tokens_per_expert`: [experts] in the device's memory, or null: the layer's experts count theirs there.
+  absl::Status AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert = nullptr) const;
 
  private:
   absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;  // into normed
@@ -114,9 +115,9 @@ class Layer {
   absl::Status AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,
                           float* x) const;
   absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
-                        float* x) const;                    // reads normed
-  absl::Status AddExperts(int64_t tokens, float* x) const;  // reads normed
-  absl::Status ActivateExperts(int64_t rows) const;         // wide into narrow
+                        float* x) const;                                                // reads normed
+  absl::Status AddExperts(int64_t tokens, float* x, int32_t* tokens_per_expert) const;  // reads normed
+  absl::Status ActivateExperts(int64_t rows) const;                                     // wide into narrow
 
   const LayerShape& shape_;
   const LayerWeights& weights_;

@@ -165,6 +165,11 @@ int64_t SlicesBytes(const ModelShape& model, int64_t most_slice_tokens, const Pl
   return bytes;
 }
 
+// Bytes in which all ranks count each expert's tokens.
+int64_t ExpertCountersBytes(const ModelShape& model, const PlanShape& shape) {
+  return int64_t{shape.ranks()} * model.layers * model.experts.count * 4;
+}
+
 }  // namespace
 
 int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const PlanShape& shape,
@@ -179,7 +184,8 @@ int64_t PeakBytes(const ModelShape& model, int64_t most_slice_tokens, const Plan
   const int64_t layer =
       std::max({attention.peak() + YetToLeaveBytes(model, shape) + SparedLayersBytes(model, shape),
                 ExchangePeakBytes(model, shape), PrefixPeakBytes(model, shape)});
-  return residual + rope_tables + SlicesBytes(model, most_slice_tokens, shape) + kept + layer;
+  return residual + rope_tables + SlicesBytes(model, most_slice_tokens, shape) +
+         ExpertCountersBytes(model, shape) + kept + layer;
 }
 
 }  // namespace meshfill

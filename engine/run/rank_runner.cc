@@ -78,6 +78,7 @@ class Runner {
     SetRecordedLayer(-1);
     RETURN_IF_ERROR(LmHead());
     RETURN_IF_ERROR(EndKeeping());
+    RETURN_IF_ERROR(ReadTokensPerExpert());
     RETURN_IF_ERROR(stream_.Finish());
     if (run_.recorder != nullptr) run_.recorder->Settle();
     output_.stats.total_seconds = SecondsSince(start);
@@ -126,12 +127,19 @@ class Runner {
     return stream_.Allocate(static_cast<size_t>(count) * DTypeBytes(dtype));
   }
 
-  // Slice buffers, the residual stream from the embedding, and the RoPE tables of this chunk's positions.
+  // Slice buffers, counters, the residual stream from the embedding, and the RoPE tables of this chunk's
+  // positions.
   absl::Status Prepare() {
     SpanTimer timer(nullptr, run_.recorder, {.what = "embed"});
     ASSIGN_OR_RETURN(x_, Elements(chunk_tokens_ * shape_.hidden, DType::kF32));
     ASSIGN_OR_RETURN(buffers_,
                      LayerBuffers::Make(stream_, SliceWidthsOf(shape_), shape_.dtype, slice_tokens_));
+    if (shape_.experts.count > 0) {
+      const std::vector<int32_t> zeros(shape_.layers * shape_.experts.count);
+      const size_t bytes = zeros.size() * sizeof(int32_t);
+      ASSIGN_OR_RETURN(tokens_per_expert_, stream_.Allocate(bytes));
+      RETURN_IF_ERROR(stream_.Upload(zeros.data(), bytes, tokens_per_expert_->data()));
+    }
     for (const LayerForm& form : config_.layers) {
       RopeTables& tables = ropes_[form.rope];
       if (tables.cos == nullptr) {
@@ -164,11 +172,15 @@ class Runner {
   // A layer whose products are being computed.
   struct CurrentLayer {
     CurrentLayer(const LayerShape& shape, const LayerWeights& weights, float norm_eps,
-                 const LayerBuffers& buffers, Stream& stream)
-        : shape(shape), ops(this->shape, weights, norm_eps, buffers, stream), sinks(weights.sinks.data()) {}
+                 const LayerBuffers& buffers, Stream& stream, int32_t* tokens_per_expert)
+        : shape(shape),
+          ops(this->shape, weights, norm_eps, buffers, stream),
+          sinks(weights.sinks.data()),
+          tokens_per_expert(tokens_per_expert) {}
     const LayerShape shape;
     const Layer ops;
-    const float* const sinks;  // [q_heads]; null: none
+    const float* const sinks;          // [q_heads]; null: none
+    int32_t* const tokens_per_expert;  // [experts], on the device; null: no layer has experts
   };
 
   // All that is local to a token between the attention of `layer` (-1: the embedding) and that of the next
@@ -209,7 +221,7 @@ class Runner {
   absl::Status TakeLayer(int layer) {
     ASSIGN_OR_RETURN(const WeightPart* const weights, TakeWeights(layer));
     next_ = std::make_unique<CurrentLayer>(LayerShapeOf(config_, layer), weights->layer, config_.norm_eps,
-                                           buffers_, stream_);
+                                           buffers_, stream_, TokensPerExpert(layer));
     return EndKeeping();  // the layer before's: one layer's K and V are kept at a time (peak_bytes.h)
   }
 
@@ -273,7 +285,7 @@ class Runner {
     ASSIGN_OR_RETURN(const LayerOutput attended, exchange_.FinishToTokens(slice));
     const SlotRange slots = exchange_.OwnSlots(slice);
     return ForEachSlice(slots, [&](const ChunkSlice& part) {
-      return OutputAndMlp(current_->ops, attended, part, Residual(slots.begin + part.begin));
+      return OutputAndMlp(*current_, attended, part, Residual(slots.begin + part.begin));
     });
   }
 
@@ -378,16 +390,16 @@ class Runner {
             .slots = {.width = std::max<int64_t>(1, tokens)}};
   }
 
-  absl::Status OutputAndMlp(const Layer& layer, const LayerOutput& attended, const ChunkSlice& slice,
+  absl::Status OutputAndMlp(const CurrentLayer& layer, const LayerOutput& attended, const ChunkSlice& slice,
                             float* residual) {
     std::vector<const void*> parts;
     for (const BufferRef& part : attended.parts) parts.push_back(part->data());
     {
       SpanTimer timer(nullptr, run_.recorder, {.what = "output projection"});
-      RETURN_IF_ERROR(layer.AddAttention({.parts = parts, .dtype = attended.dtype}, slice, residual));
+      RETURN_IF_ERROR(layer.ops.AddAttention({.parts = parts, .dtype = attended.dtype}, slice, residual));
     }
     SpanTimer timer(nullptr, run_.recorder, {.what = "mlp"});
-    return layer.AddMlp(slice.tokens, residual);
+    return layer.ops.AddMlp(slice.tokens, residual, layer.tokens_per_expert);
   }
 
   // Gathers the K and V of all slices that are to be kept: the one slice's as they are.
@@ -447,6 +459,21 @@ class Runner {
     return stream_.Download(logits->data(), logits->size_bytes(), output_.logits.data());
   }
 
+  // Where a layer's experts count their tokens; null: no layer has experts.
+  int32_t* TokensPerExpert(int layer) const {
+    if (tokens_per_expert_ == nullptr) return nullptr;
+    return tokens_per_expert_->data<int32_t>() + layer * shape_.experts.count;
+  }
+
+  absl::Status ReadTokensPerExpert() {
+    if (tokens_per_expert_ == nullptr) return absl::OkStatus();
+    std::vector<int32_t> counts(shape_.layers * shape_.experts.count);
+    RETURN_IF_ERROR(
+        stream_.Download(tokens_per_expert_->data(), tokens_per_expert_->size_bytes(), counts.data()));
+    output_.stats.tokens_per_expert.assign(counts.begin(), counts.end());
+    return absl::OkStatus();
+  }
+
   const RankRun& run_;
   const ModelShape& shape_;
   const ModelConfig& config_;
@@ -459,7 +486,8 @@ class Runner {
   AttentionExecutor executor_;
   BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream
   std::map<LayerRope, RopeTables> ropes_;
-  LayerBuffers buffers_;                   // buffers of one slice
+  LayerBuffers buffers_;         // buffers of one slice
+  BufferRef tokens_per_expert_;  // [layers, experts], i32; of dense layers 0; null: no layer has experts
   std::unique_ptr<CurrentLayer> current_;  // the layer that is in attention, or whose tokens are behind it
   std::unique_ptr<CurrentLayer> next_;     // the layer whose tokens are on their way to attention
   BufferRef kept_;                         // K and V of a layer's chunk, while slices come

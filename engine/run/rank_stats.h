@@ -2,7 +2,10 @@
 #ifndef MESHFILL_ENGINE_RUN_RANK_STATS_H_
 #define MESHFILL_ENGINE_RUN_RANK_STATS_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "engine/mesh/traffic.h"
 #include "engine/plan/plan.h"
@@ -17,6 +20,8 @@ struct RankStats {
   double total_seconds = 0;         // wall time of the rank's run
   CommBytes sent;
   int64_t blocks = 0;  // attention blocks computed
+  // [layers, experts]: how many of the rank's tokens the routers sent to each expert; empty: there are none.
+  std::vector<int64_t> tokens_per_expert;
 
   // What the rank did in another run, too.
   RankStats& operator+=(const RankStats& other) {
@@ -27,6 +32,10 @@ struct RankStats {
     total_seconds += other.total_seconds;
     sent += other.sent;
     blocks += other.blocks;
+    tokens_per_expert.resize(std::max(tokens_per_expert.size(), other.tokens_per_expert.size()));
+    for (size_t i = 0; i < other.tokens_per_expert.size(); ++i) {
+      tokens_per_expert[i] += other.tokens_per_expert[i];
+    }
     return *this;
   }
 

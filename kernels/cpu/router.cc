@@ -94,6 +94,9 @@ void SortRowsByExpert(const RouteArgs& args) {
   const int64_t rows = args.tokens * args.rule.used;
   std::fill_n(begin, args.rule.experts + 1, 0);
   for (int64_t i = 0; i < rows; ++i) ++begin[row[i] + 1];
+  if (args.tokens_per_expert != nullptr) {
+    for (int e = 0; e < args.rule.experts; ++e) args.tokens_per_expert[e] += begin[e + 1];
+  }
   for (int e = 0; e < args.rule.experts; ++e) begin[e + 1] += begin[e];
   std::vector<int32_t> next(begin, begin + args.rule.experts);
   for (int64_t i = 0; i < rows; ++i) {

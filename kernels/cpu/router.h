@@ -12,7 +12,8 @@ namespace meshfill {
 // expert. Any thread.
 void ChooseExperts(const RouteArgs& args, int64_t begin, int64_t end);
 
-// Sorts the rows of all tokens, whose experts have been chosen: writes begin, token and row.
+// Sorts the rows of all tokens, whose experts have been chosen: writes begin, token and row, and counts each
+// expert's tokens.
 void SortRowsByExpert(const RouteArgs& args);
 
 }  // namespace meshfill

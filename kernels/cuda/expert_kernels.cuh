@@ -83,15 +83,20 @@ struct ExpertKernels {
         Machine::StoreShared(shared + 8 * warp + 4, lower);
       }
       Machine::SyncThreads();
-      uint32_t first = 0, before = 0;  // rows of the experts before; rows of this one in the warps before
+      // Rows of the experts before; rows of this one: in the warps before, and in all.
+      uint32_t first = 0, before = 0, all_own = 0;
       for (uint32_t other = 0; other < kLayerWarps; ++other) {
-        if (other < warp) before += Machine::LoadShared(shared + 8 * other);
+        const uint32_t others_own = Machine::LoadShared(shared + 8 * other);
+        if (other < warp) before += others_own;
+        all_own += others_own;
         first += Machine::LoadShared(shared + 8 * other + 4);
       }
       Machine::SyncThreads();  // all have read, before the next expert's are written
       if (Machine::Thread() == 0) {
         args.rows.begin[expert] = static_cast<int32_t>(first);
         if (expert == args.rule.experts - 1) args.rows.begin[expert + 1] = rows;
+        if (args.tokens_per_expert != nullptr)
+          args.tokens_per_expert[expert] += static_cast<int32_t>(all_own);
       }
       int32_t* to = args.rows.token + first + before;
       for (int32_t from = begin; from < end; from += 32) {

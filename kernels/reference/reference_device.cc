@@ -217,6 +217,8 @@ class ReferenceStream final : public HostStream {
     int32_t row = 0;
     for (int e = 0; e < args.rule.experts; ++e) {
       args.rows.begin[e] = row;
+      if (args.tokens_per_expert != nullptr)
+        args.tokens_per_expert[e] += static_cast<int32_t>(rows[e].size());
       for (const auto& [token, i] : rows[e]) {
         args.rows.token[row] = static_cast<int32_t>(token);
         args.rows.row[token * args.rule.used + i] = row++;

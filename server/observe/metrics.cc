@@ -7,6 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -49,6 +50,9 @@ const Histogram::BucketBoundaries kPrefillBuckets = {0.1,  0.25, 0.5,  1,    2.5
 const Histogram::BucketBoundaries kPromptBuckets = {256,    1024,    4096,    16384,   65536,
                                                     262144, 1048576, 4194304, 16777216};
 const Histogram::BucketBoundaries kSlowdownBuckets = {1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000};
+// At most experts / used: 16 of Qwen3-MoE, 20 of GLM-4.6, 32 of MiniMax-M2 and gpt-oss-120b.
+const Histogram::BucketBoundaries kImbalanceBuckets = {1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32};
+const Histogram::BucketBoundaries kIdleBuckets = {0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9};
 // Classes of prompts by length: each has those that are longer than the class before.
 constexpr std::array<int64_t, 3> kPromptClasses = {8192, 65536, 524288};  // and what is longer
 
@@ -159,6 +163,17 @@ class Metrics::Families {
     for (Traffic traffic : kPrefillTraffics) {
       comm_wait.Add({{"rank", label}, {"op", OperationName(traffic)}});
     }
+  }
+
+  void ObserveExperts(std::span<const ExpertLoad> by_layer) {
+    ExpertLoad worst = {};
+    for (const ExpertLoad& load : by_layer) {
+      expert_imbalance.Observe(load.imbalance);
+      expert_idle.Observe(load.idle);
+      if (load.imbalance > worst.imbalance) worst = load;
+    }
+    worst_expert_imbalance.Set(worst.imbalance);
+    worst_expert_layer.Set(worst.layer);
   }
 
   prometheus::Registry registry;
@@ -276,6 +291,24 @@ class Metrics::Families {
                                      "Of the last prefill: busy time of the busiest rank less that of the "
                                      "least busy one, waits not counted.")
                                 .Add({});
+  Histogram& expert_imbalance =
+      AddHistogram(registry, "meshfill_expert_imbalance",
+                   "Of each layer with experts of finished prefills: tokens of its busiest expert over the "
+                   "mean of all its experts (1: even).",
+                   kImbalanceBuckets);
+  Histogram& expert_idle =
+      AddHistogram(registry, "meshfill_expert_idle_ratio",
+                   "Of each layer with experts of finished prefills: share of its experts to which no token "
+                   "went.",
+                   kIdleBuckets);
+  Gauge& worst_expert_imbalance =
+      AddGauge(registry, "meshfill_expert_worst_imbalance",
+               "Of the last prefill: the largest imbalance of a layer's experts; 0: no layer has experts.")
+          .Add({});
+  Gauge& worst_expert_layer =
+      AddGauge(registry, "meshfill_expert_worst_layer",
+               "Of the last prefill: the layer that meshfill_expert_worst_imbalance is of, from 0.")
+          .Add({});
   Gauge& peak_flops = AddGauge(registry, "meshfill_peak_flops_per_second",
                                "Peak FLOP/s of all ranks together, to which MFU refers; 0: not known yet.")
                           .Add({});
@@ -504,6 +537,7 @@ void Metrics::OnComputed(double seconds, bool others) {
 
 void Metrics::OnPrefillDone(const PrefillResult& result) {
   Families& f = *families_;
+  f.ObserveExperts(result.expert_loads);
   f.paused.Increment(result.paused_seconds);
   f.prefill.Observe(result.prefill_seconds);
   f.prompt_tokens.Increment(static_cast<double>(result.tokens()));

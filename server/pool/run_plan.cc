@@ -185,6 +185,7 @@ v1::RankRunStats ToProto(const RankStats& stats) {
   message.set_sent_all_to_all_bytes(static_cast<uint64_t>(stats.sent[Traffic::kAllToAll]));
   message.set_sent_gather_bytes(static_cast<uint64_t>(stats.sent[Traffic::kGather]));
   message.set_blocks(static_cast<uint64_t>(stats.blocks));
+  message.mutable_tokens_per_expert()->Assign(stats.tokens_per_expert.begin(), stats.tokens_per_expert.end());
   return message;
 }
 
@@ -202,6 +203,7 @@ RankStats FromProto(const v1::RankRunStats& message) {
                 {Traffic::kAllToAll, static_cast<int64_t>(message.sent_all_to_all_bytes())},
                 {Traffic::kGather, static_cast<int64_t>(message.sent_gather_bytes())}};
   stats.blocks = static_cast<int64_t>(message.blocks());
+  stats.tokens_per_expert.assign(message.tokens_per_expert().begin(), message.tokens_per_expert().end());
   return stats;
 }
 

@@ -3,6 +3,7 @@
 // to the bit.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -100,6 +101,34 @@ void ExpectPlanWasRun(const PrefillResult& result, const ModelShape& model, cons
     }
   });
   EXPECT_EQ(blocks, expected) << what;
+}
+
+// The experts' tokens of all ranks, by layer. A rounding may send one elsewhere.
+void ExpectSameExperts(const PrefillResult& actual, const PrefillResult& expected, const ModelShape& model,
+                       const std::string& what) {
+  const auto counts_of = [](const PrefillResult& result) {
+    RankStats all;
+    for (const RankStats& rank : result.ranks) all += rank;
+    return all.tokens_per_expert;
+  };
+  const std::vector<int64_t> got = counts_of(actual), wanted = counts_of(expected);
+  ASSERT_EQ(std::ssize(got), model.layers * model.experts.count) << what;
+  ASSERT_EQ(got.size(), wanted.size());
+  int64_t elsewhere = 0, layers = 0;
+  for (int layer = 0; layer < model.layers; ++layer) {
+    int64_t tokens = 0;
+    for (int expert = 0; expert < model.experts.count; ++expert) {
+      const size_t i = layer * model.experts.count + expert;
+      tokens += got[i];
+      elsewhere += std::abs(got[i] - wanted[i]);
+    }
+    if (tokens == 0) continue;
+    EXPECT_EQ(tokens, actual.tokens() * model.experts.used) << what << " layer " << layer;
+    ++layers;
+  }
+  EXPECT_LE(elsewhere, 2) << what;
+  EXPECT_EQ(std::ssize(actual.expert_loads), layers) << what;
+  EXPECT_GT(layers, 0) << what;
 }
 
 struct Spread {
@@ -260,6 +289,7 @@ TEST(IndependenceTest, Experts) {
         const std::string what = Describe(actual->plan);
         ExpectSameAnswer(*actual, *expected, what);
         ExpectPlanWasRun(*actual, engine->model(), what);
+        ExpectSameExperts(*actual, *expected, engine->model(), what);
       }
     }
   }

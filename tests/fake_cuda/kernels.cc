@@ -118,6 +118,7 @@ absl::Status LaunchRoute(const RouteArgs& args, CUstream_st* stream) {
   return Enqueue("route", stream, [args = args](Stream& reference) mutable {
     args.logits = At(args.logits), args.correction = At(args.correction);
     args.rows = RowsAt(args.rows);
+    args.tokens_per_expert = At(args.tokens_per_expert);
     return reference.Route(args);
   });
 }

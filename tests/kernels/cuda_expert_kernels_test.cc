@@ -60,6 +60,20 @@ TEST_F(CudaExpertKernelsTest, RoutesAsTheReference) {
   });
 }
 
+TEST_F(CudaExpertKernelsTest, CountsEachExpertsTokens) {
+  ForRandomDraws(5, [&] {
+    const RandomRoute route(random_, *reference_, 80);
+    OwnRows rows(route.rule, route.tokens);
+    OwnCounters counters(route.rule);
+    RouteArgs args = route.Args(rows.rows);
+    args.tokens_per_expert = counters.counts.data();
+    for (int times = 1; times <= 2; ++times) {
+      Route(args);
+      counters.ExpectTokensOf(rows, route.rule, route.tokens, times);
+    }
+  });
+}
+
 // More experts and groups than a warp has lanes; logits of few values, so that many are equal: all goes to
 // the lower number, to the row.
 TEST_F(CudaExpertKernelsTest, TiesGoToTheLowerNumber) {

@@ -54,6 +54,22 @@ TEST_P(ExpertsTest, ChoosesAsTheReference) {
   });
 }
 
+TEST_P(ExpertsTest, CountsEachExpertsTokens) {
+  ForRandomDraws(30, [&](const LoneStream& cpu, const LoneStream& reference, std::mt19937_64& random) {
+    const RandomRoute route(random, *reference, 300);
+    for (const LoneStream* stream : {&cpu, &reference}) {
+      OwnRows rows(route.rule, route.tokens);
+      OwnCounters counters(route.rule);
+      RouteArgs args = route.Args(rows.rows);
+      args.tokens_per_expert = counters.counts.data();
+      for (int times = 1; times <= 3; ++times) {
+        ASSERT_TRUE((*stream)->Route(args).ok());
+        counters.ExpectTokensOf(rows, route.rule, route.tokens, times);
+      }
+    }
+  });
+}
+
 // Equal scores: the lower number.
 TEST_P(ExpertsTest, TiesGoToTheLowerNumber) {
   const LoneStream cpu(MakeCpuDevice(GetParam(), 1)), reference = ReferenceStream(GetParam());

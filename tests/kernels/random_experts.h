@@ -70,6 +70,26 @@ inline void ExpectSortedRows(const OwnRows& own, const RouterRule& rule, int64_t
   }
 }
 
+// Counters of each expert's tokens that have counted before, and one behind them.
+class OwnCounters {
+ public:
+  explicit OwnCounters(const RouterRule& rule) : counts(rule.experts + 1, kBefore) {}
+
+  // They have the tokens of `own`, `times` times.
+  void ExpectTokensOf(const OwnRows& own, const RouterRule& rule, int64_t tokens, int times) const {
+    std::vector<int32_t> expected(counts.size(), kBefore);
+    for (int64_t token = 0; token < tokens; ++token) {
+      for (int i = 0; i < rule.used; ++i) expected[ExpertOf(own.rows, rule, token, i)] += times;
+    }
+    EXPECT_EQ(counts, expected);
+  }
+
+  std::vector<int32_t> counts;
+
+ private:
+  static constexpr int32_t kBefore = 7;
+};
+
 // A router's inputs, and the reference's answer.
 class RandomRoute {
  public:

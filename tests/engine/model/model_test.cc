@@ -407,6 +407,9 @@ TEST(ModelTest, RefusesBrokenMxfp4ByName) {
       {"a scale that is no number",
        [&](HfFolder& f) { f.tensors.at(down + "_scales").bytes[7] = std::byte{255}; },
        {down + "_scales", "nan for a scale, at 7"}},
+      {"scales of another dtype",
+       [&](HfFolder& f) { f.tensors.at(down + "_scales").type = ElementType::kI8; },
+       {down + "_scales", "I8", "U8"}},
       {"blocks of 8 bytes",
        [&](HfFolder& f) {
          Reshape(f, down + "_blocks", {3, 64, 2, 8});

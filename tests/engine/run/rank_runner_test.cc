@@ -1,11 +1,16 @@
 #include "engine/run/rank_runner.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/comm/in_process.h"
 #include "engine/kv/kv_prompt.h"
+#include "engine/model/family.h"
 #include "engine/model/make_model.h"
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
@@ -22,8 +27,14 @@ constexpr int kHeadDim = 16;
 class RunRankTest : public testing::Test {
  protected:
   void SetUp() override {
-    const std::string path = folder_ / "model";
-    ASSERT_TRUE(MakeModel({.layers = 2,
+    for (size_t i = 0; i < prompt_.size(); ++i) prompt_[i] = static_cast<uint32_t>(i * i % 40);
+    LoadModel(ModelFamily::kLlama, /*layers=*/2);
+  }
+
+  void LoadModel(ModelFamily family, int layers) {
+    const std::string path = folder_ / FamilyOf(family).name;
+    ASSERT_TRUE(MakeModel({.family = family,
+                           .layers = layers,
                            .hidden = 32,
                            .intermediate = 96,
                            .q_heads = 4,
@@ -36,7 +47,6 @@ class RunRankTest : public testing::Test {
     auto model = Model::Load(path, DType::kF32, [&](const ModelShape&) { return device_.get(); });
     ASSERT_TRUE(model.ok()) << model.status();
     model_ = *std::move(model);
-    for (size_t i = 0; i < prompt_.size(); ++i) prompt_[i] = static_cast<uint32_t>(i * i % 40);
   }
 
   Plan PlanFor(const PlanRequest& request, int64_t slice_tokens = 32) const {
@@ -66,8 +76,8 @@ class RunRankTest : public testing::Test {
 
   // What the plan states and the run did not have. RoPE tables are in the rank's own memory, where a device
   // reads the host's.
-  static int64_t SpareBytes(const Plan& plan, const WatchedStream& stream) {
-    const int64_t rope_tables = plan.layout.tokens() * kHeadDim * 4;
+  int64_t SpareBytes(const Plan& plan, const WatchedStream& stream) const {
+    const int64_t rope_tables = plan.layout.tokens() * model_->shape().rotated_dim() * 4;
     return plan.predicted.peak_bytes - stream.memory.peak_bytes() - rope_tables;
   }
 
@@ -131,6 +141,50 @@ TEST_F(RunRankTest, ContinuesBehindAPrefix) {
   EXPECT_TRUE(absl::IsInternal(Run(behind(64), stream).status()));
   const KvSlabs odd = FirstTokens(kept, 100);
   EXPECT_TRUE(absl::IsInternal(Run(behind(100), stream, &odd).status()));  // no whole stripes
+}
+
+// Adds 1 for each token to the experts whose score, with its correction, only few others exceed.
+void CountBest(const RouteArgs& args, int64_t* tokens_per_expert) {
+  const RouterRule& rule = args.rule;
+  ASSERT_EQ(rule.groups, 1);
+  for (int64_t token = 0; token < args.tokens; ++token) {
+    std::vector<double> values(args.logits + token * rule.experts, args.logits + (token + 1) * rule.experts);
+    for (int expert = 0; expert < rule.experts; ++expert) {
+      double& value = values[expert];
+      if (rule.score == RouterScore::kSigmoid) value = 1 / (1 + std::exp(-value));
+      if (args.correction != nullptr) value += args.correction[expert];
+    }
+    for (const double& value : values) {
+      const auto better =
+          std::count_if(values.begin(), values.end(), [&](double other) { return other > value; });
+      tokens_per_expert[&value - values.data()] += better < rule.used ? 1 : 0;
+    }
+  }
+}
+
+// Of each layer with experts and of all slices, by a count of its own; the counters are in the plan's memory.
+TEST_F(RunRankTest, CountsTheTokensOfEachExpert) {
+  for (const auto [family, dense_layers] :
+       {std::pair(ModelFamily::kQwen3Moe, 0), {ModelFamily::kGlm4Moe, 1}}) {
+    constexpr int kLayers = 3, kExperts = 8;
+    LoadModel(family, kLayers);
+    ASSERT_EQ(model_->shape().experts.count, kExperts);
+    const Plan plan = PlanFor({.tokens = kTokens}, /*slice_tokens=*/70);
+    constexpr int kSlices = 5;
+    std::vector<int64_t> expected(kLayers * kExperts);
+    int routed = 0;
+    WatchedStream stream(DType::kF32);
+    stream.before_route = [&](const RouteArgs& args) {
+      CountBest(args, expected.data() + (dense_layers + routed++ / kSlices) * kExperts);
+    };
+    const auto output = Run(plan, stream);
+    ASSERT_TRUE(output.ok()) << output.status();
+    EXPECT_EQ(routed, (kLayers - dense_layers) * kSlices);
+    EXPECT_EQ(output->stats.tokens_per_expert, expected);
+    EXPECT_EQ(std::accumulate(expected.begin(), expected.end(), int64_t{0}),
+              (kLayers - dense_layers) * kTokens * model_->shape().experts.used);
+    EXPECT_EQ(SpareBytes(plan, stream), 0);
+  }
 }
 
 // Compares what it is given with the end of what another run kept.

@@ -46,6 +46,7 @@ class WatchedStream : public Stream {
       : WatchedStream(ReferenceStream(dtype, stop)) {}
 
   std::function<absl::Status(int block)> before_block;  // may be null; an error is the block's
+  std::function<void(const RouteArgs&)> before_route;   // may be null
   int blocks = 0;
   int merges = 0;
   int allocations = 0;
@@ -122,7 +123,10 @@ class WatchedStream : public Stream {
   absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
     return reference_->GeGlu(x, tokens, width, y);
   }
-  absl::Status Route(const RouteArgs& args) override { return reference_->Route(args); }
+  absl::Status Route(const RouteArgs& args) override {
+    if (before_route != nullptr) before_route(args);
+    return reference_->Route(args);
+  }
   absl::Status ExpertGemm(const ExpertGemmArgs& args) override { return reference_->ExpertGemm(args); }
   absl::Status AddExperts(const AddExpertsArgs& args) override { return reference_->AddExperts(args); }
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {

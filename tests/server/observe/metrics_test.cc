@@ -210,6 +210,53 @@ TEST(MetricsTest, FiguresOfThreePrefillsAddUpByRank) {
   }
 }
 
+// A layer is one observation, so that no model has more series than another.
+TEST(MetricsTest, TellsHowEvenlyExpertsAreUsedInAFewSeries) {
+  Metrics metrics;
+  FakeEngine engine;
+  PrefillResult result = RunOnce(engine, 100);
+  const auto expert_series = [](const std::map<std::string, double>& samples) {
+    return std::count_if(samples.begin(), samples.end(),
+                         [](const auto& sample) { return sample.first.starts_with("meshfill_expert"); });
+  };
+  const auto before = expert_series(Samples(metrics.Text()));
+  result.expert_loads = {{.layer = 1, .imbalance = 1, .idle = 0},
+                         {.layer = 2, .imbalance = 2.25, .idle = 0.5},
+                         {.layer = 3, .imbalance = 1.5, .idle = 0.02}};
+  metrics.OnPrefillDone(result);
+  result.expert_loads.clear();
+  for (int layer = 3; layer < 94; ++layer) {
+    result.expert_loads.push_back({.layer = layer, .imbalance = 16 - 0.1 * layer, .idle = 0.3});
+  }
+  const auto samples = Samples(metrics.Text());
+  metrics.OnPrefillDone(result);
+  const auto later = Samples(metrics.Text());
+  const std::map<std::string, double> expected = {
+      {"meshfill_expert_imbalance_count", 3},
+      {"meshfill_expert_imbalance_sum", 4.75},
+      {"meshfill_expert_imbalance_bucket{le=\"1.1\"}", 1},
+      {"meshfill_expert_imbalance_bucket{le=\"1.5\"}", 2},
+      {"meshfill_expert_imbalance_bucket{le=\"2\"}", 2},
+      {"meshfill_expert_imbalance_bucket{le=\"2.5\"}", 3},
+      {"meshfill_expert_idle_ratio_count", 3},
+      {"meshfill_expert_idle_ratio_bucket{le=\"0\"}", 1},
+      {"meshfill_expert_idle_ratio_bucket{le=\"0.05\"}", 2},
+      {"meshfill_expert_idle_ratio_bucket{le=\"0.25\"}", 2},
+      {"meshfill_expert_idle_ratio_bucket{le=\"0.5\"}", 3},
+      {"meshfill_expert_worst_imbalance", 2.25},
+      {"meshfill_expert_worst_layer", 2},
+  };
+  for (const auto& [name, value] : expected) {
+    ASSERT_TRUE(samples.contains(name)) << name;
+    EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
+  }
+  EXPECT_EQ(later.at("meshfill_expert_imbalance_count"), 94);
+  EXPECT_DOUBLE_EQ(later.at("meshfill_expert_worst_imbalance"), 15.7);
+  EXPECT_EQ(later.at("meshfill_expert_worst_layer"), 3);
+  EXPECT_EQ(expert_series(later), before);
+  EXPECT_LE(before, 32);
+}
+
 // Counts that others keep are told again and again, and may come late.
 TEST(MetricsTest, CountsOfOthersOnlyGrow) {
   Metrics metrics;

@@ -211,6 +211,33 @@ TEST_F(PoolPiecesTest, WorkersThatShareTheWeightsGatherTheLayersForEachPiece) {
   }
 }
 
+// Of all workers and pieces together; a rounding may send a token elsewhere.
+TEST_F(PoolPiecesTest, ExpertsCountTheTokensOfAllPieces) {
+  std::mt19937_64 random(TestSeed());
+  model_family = ModelFamily::kQwen3Moe;
+  SetUp();
+  for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1, 1}, {2, 1}}) {
+    const auto prompt = RandomTokens(random, Draw<int64_t>(random, 1500, 2000));
+    const auto whole = RunPrefill(*fresh_, {prompt, {}});
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    ASSERT_EQ(std::ssize(whole->expert_loads), kLayers);
+    for (const double part : {1.5, 0.5}) {
+      StartSmallPool(pool, std::ssize(prompt), part);
+      const auto result = RunPrefill(*engine_, {prompt, {}});
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_EQ(result->pieces > 1, part < 1);
+      ASSERT_EQ(std::ssize(result->expert_loads), kLayers);
+      for (int layer = 0; layer < kLayers; ++layer) {
+        EXPECT_EQ(result->expert_loads[layer].layer, layer);
+        EXPECT_NEAR(result->expert_loads[layer].imbalance, whole->expert_loads[layer].imbalance, 0.01);
+        EXPECT_EQ(result->expert_loads[layer].idle, whole->expert_loads[layer].idle);
+      }
+      StopPool();
+    }
+  }
+  model_family = ModelFamily::kQwen3;
+}
+
 TEST_F(PoolPiecesTest, PiecesFollowACachedPrefixAndAreOneForOthers) {
   std::mt19937_64 random(TestSeed());
   for (const std::vector<int>& pool : std::vector<std::vector<int>>{{1, 1}, {2, 1}}) {

@@ -181,6 +181,7 @@ TEST(RunPlanTest, StatsAndOutcomesArriveAsTheyWereSent) {
   stats.total_seconds = 8;
   stats.sent = {{Traffic::kQ, 9}, {Traffic::kKv, 10}, {Traffic::kO, 11}, {Traffic::kAllToAll, 12}};
   stats.blocks = 13;
+  stats.tokens_per_expert = {0, 14, int64_t{1} << 40, 0, 0, 15};
   const RankStats arrived = FromProto(ToProto(stats));
   EXPECT_EQ(arrived.attention_seconds, 1);
   EXPECT_EQ(arrived.block_seconds, 2);
@@ -189,6 +190,7 @@ TEST(RunPlanTest, StatsAndOutcomesArriveAsTheyWereSent) {
   EXPECT_EQ(arrived.total_seconds, 8);
   EXPECT_EQ(arrived.sent, stats.sent);
   EXPECT_EQ(arrived.blocks, 13);
+  EXPECT_EQ(arrived.tokens_per_expert, stats.tokens_per_expert);
   const absl::Status status = absl::DataLossError("a byte \xFF is gone");
   EXPECT_EQ(FromOutcome(ToOutcome(status)), status);
   EXPECT_TRUE(FromOutcome(ToOutcome(absl::OkStatus())).ok());
