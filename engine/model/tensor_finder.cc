@@ -212,15 +212,17 @@ void TensorFinder::CheckProduct(const std::vector<FoundLinear>& linears) {
 }
 
 void TensorFinder::CheckExponents(const FoundWeight& scales, const std::string& name) {
-  constexpr std::byte kNan{255};
+  constexpr std::byte kMost{125 + 127}, kNan{255};  // times 2^126, the largest element, 6, is beyond f32
   if (!status_.ok()) return;
   std::vector<std::byte> bytes(scales.entry->tensor.bytes.size());
   status_ = CopyElements(
       scales, [] { return absl::OkStatus(); }, bytes.data());
-  const auto bad = std::find(bytes.begin(), bytes.end(), kNan);
+  const auto bad = std::find_if(bytes.begin(), bytes.end(), [](std::byte bits) { return bits > kMost; });
   if (bad == bytes.end()) return;
+  const std::string value = *bad == kNan ? "nan" : absl::StrCat("2^", std::to_integer<int>(*bad) - 127);
   Fail(scales.entry->file->path(), name,
-       absl::StrCat("has nan for a scale, at ", bad - bytes.begin(), "; scales are finite numbers"));
+       absl::StrCat("has ", value, " for a scale, at ", bad - bytes.begin(),
+                    "; scales are finite numbers up to 2^125"));
 }
 
 void TensorFinder::CheckFinite(const FoundWeight& vector, const std::string& name, const char* what) {

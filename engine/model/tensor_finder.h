@@ -61,7 +61,7 @@ class TensorFinder {
   FoundWeight StackedPart(const FoundWeight& whole, int64_t index, std::vector<int64_t> shape);
 
   void CheckProduct(const std::vector<FoundLinear>& linears);
-  // Checks that no exponent says NaN.
+  // Checks that no exponent says NaN, nor a scale times which an element overflows f32.
   void CheckExponents(const FoundWeight& scales, const std::string& name);
   // `what` is one of the vector's values: "scale".
   void CheckFinite(const FoundWeight& vector, const std::string& name, const char* what);
