@@ -34,10 +34,14 @@ if [ "${1:-}" = --folders ]; then
     cmake --build "$build" --parallel "$jobs" --target meshfill "${targets[@]}"
   fi
   rm -rf "$build/profiles"
-  # %m: one file for each binary, into which its processes merge their counts.
-  LLVM_PROFILE_FILE="$PWD/$build/profiles/%8m.profraw" ctest --test-dir "$build" --output-on-failure --no-tests=error \
-    --parallel "$jobs" ${chosen:+-R "$chosen"} || failed=1
-  llvm-profdata merge -sparse "$build"/profiles/*.profraw -o "$build/all.profdata"
+  mkdir "$build/profiles"
+  # A folder for each test: %m tells binaries of one set of libraries not apart, and counts of all but one would be lost.
+  ctest --test-dir "$build" -N ${chosen:+-R "$chosen"} | sed -n 's/^ *Test *#[0-9]*: //p' > "$build/tests.txt"
+  [ -s "$build/tests.txt" ] || { echo "no test is named $chosen" >&2; exit 2; }
+  xargs -a "$build/tests.txt" -P "$jobs" -I{} env "LLVM_PROFILE_FILE=$PWD/$build/profiles/{}/%4m.profraw" \
+    ctest --test-dir "$build" --output-on-failure --quiet --output-log "$build/profiles/{}.log" -R '^{}$' || failed=1
+  grep -h 'Failed\|Timeout' "$build"/profiles/*.log || true
+  llvm-profdata merge -sparse "$build"/profiles/*/*.profraw -o "$build/all.profdata"
   llvm-cov export -summary-only -instr-profile "$build/all.profdata" "$build/server/meshfill" > "$build/summary.json"
   python3 tests/folder_coverage.py --summary "$build/summary.json" "$@" || failed=1
   exit "${failed:-0}"

@@ -10,6 +10,7 @@ has two. What is for CUDA is left out. A source that is in no binary is told, to
 import argparse
 import collections
 import json
+import os
 import pathlib
 import sys
 
@@ -28,10 +29,13 @@ def read_counts(summary):
     """{file: {"lines": (covered, all), "branches": (covered, all)}} of the files of engine/ and server/."""
     counts = {}
     for file in summary["data"][0]["files"]:
-        path = pathlib.Path(file["filename"])
+        path = pathlib.Path(os.path.normpath(file["filename"]))  # ccache may have written "BUILD/../../server/serve.cc"
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
-        if name.startswith(("engine/", "server/")) and not name.startswith(CUDA):
-            counts[name] = {kind: (file["summary"][kind]["covered"], file["summary"][kind]["count"]) for kind in LEAST}
+        if not name.startswith(("engine/", "server/")) or name.startswith(CUDA):
+            continue
+        of_file = {kind: (file["summary"][kind]["covered"], file["summary"][kind]["count"]) for kind in LEAST}
+        # A header may be there twice, by either name.
+        counts[name] = {kind: max(of_file[kind], counts.get(name, of_file)[kind]) for kind in LEAST}
     return counts
 
 

@@ -152,6 +152,18 @@ TEST_F(FrontEndTlsTest, ChangedFilesAreTakenOverUnderLoad) {
   EXPECT_GT(calls, 0);
 }
 
+// A client need not know who stands between the authority that it trusts and the server.
+TEST_F(FrontEndTlsTest, TheChainIsSentAlong) {
+  const auto between_key = TestCertificates::MakeKey(0), own_key = TestCertificates::MakeKey(0);
+  const auto between = made_.Sign("between", between_key, {.usage = "", .authority = true});
+  const auto own = TestCertificates::Sign(kName, own_key, {}, between, between_key);
+  made_.Write(std::string(kName) + ".key", TestCertificates::Pem(own_key));
+  made_.Write(std::string(kName) + ".pem", TestCertificates::Pem(own) + TestCertificates::Pem(between));
+  ASSERT_TRUE(Start().ok());
+  EXPECT_EQ(Call(Tls(made_)), grpc::StatusCode::OK);
+  EXPECT_EQ(Call(Tls(others_)), grpc::StatusCode::UNAVAILABLE);
+}
+
 TEST_F(FrontEndTlsTest, MistakesAreToldAtStart) {
   config_.mutable_api()->mutable_tls()->set_key("/nowhere.key");
   const absl::Status status = Start();

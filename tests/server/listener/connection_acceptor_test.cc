@@ -16,6 +16,7 @@
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "tests/server/listener/few_descriptors.h"
 
 namespace meshfill {
 namespace {
@@ -120,6 +121,16 @@ TEST_F(ConnectionAcceptorTest, AListenerThatIsGoneEndsTheProcess) {
         sleep(60);
       },
       testing::ExitedWithCode(EXIT_FAILURE), "no connection can be accepted at 127.0.0.1:.* any more");
+}
+
+TEST(ConnectionAcceptorBind, WithoutDescriptorsItSaysSoAndKeepsNone) {
+  for (const int free : {0, 1}) {
+    const FewDescriptors few(free);
+    const absl::Status status = ConnectionAcceptor::Bind({"127.0.0.1", 0}, 10).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_NE(status.message().find("Too many open files"), absl::string_view::npos) << status;
+    EXPECT_EQ(FewDescriptors::CountFree(), free);
+  }
 }
 
 TEST_F(ConnectionAcceptorTest, EveryInterfaceIsBothFamilies) {

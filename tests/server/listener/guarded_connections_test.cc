@@ -18,6 +18,7 @@
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "tests/server/listener/few_descriptors.h"
 #include "tests/server/listener/http2_frame.h"
 
 namespace meshfill {
@@ -235,6 +236,32 @@ TEST_F(GuardedConnectionsTest, ResetsArrivePaced) {
   Ends::Write(ends.client, Bytes(10));
   EXPECT_EQ(Ends::Read(ends.server, 13).size(), 13);
   EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(500)) << "200 at once, 200 a second";
+}
+
+// A connection takes two descriptors more.
+TEST_F(GuardedConnectionsTest, AConnectionWithoutDescriptorsIsRefused) {
+  std::array<int, 2> pair{};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, pair.data()), 0);
+  {
+    const FewDescriptors few(1);
+    guard_->Add(pair[1]);
+    EXPECT_EQ(Ends::Read(pair[0], 1).size(), 0) << "it is closed";
+  }
+  close(pair[0]);
+  const Ends next(*guard_, admitted_);  // and others are taken when there is room again
+  Ends::Write(next.client, Bytes{1, 2, 3});
+  EXPECT_EQ(Ends::Read(next.server, 3), (Bytes{1, 2, 3}));
+}
+
+TEST(GuardedConnectionsStart, WithoutDescriptorsItSaysSoAndKeepsNone) {
+  for (const int free : {0, 1}) {
+    const FewDescriptors few(free);
+    const absl::Status status =
+        GuardedConnections::Start("the test", ServerTransport(), {}, nullptr).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_NE(status.message().find("raise ulimit -n"), absl::string_view::npos) << status;
+    EXPECT_EQ(FewDescriptors::CountFree(), free);
+  }
 }
 
 }  // namespace
