@@ -22,7 +22,7 @@ namespace meshfill::sim {
 struct Variation {
   double straggler_share = 0;     // fraction of the ranks that compute slower, 0 to 1
   double straggler_slowdown = 1;  // how many times slower; ≥ 1
-  double jitter = 0;              // each computation takes 1 + jitter·|N(0, 1)| times as long
+  double jitter = 0;              // each block takes 1 + jitter·|N(0, 1)| times as long
   uint64_t seed = 1;
 };
 

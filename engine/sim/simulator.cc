@@ -101,6 +101,15 @@ class Simulator {
     }
   }
 
+  // How many times as long that many blocks take, each with a draw of its own: a step of many blocks varies
+  // less than one of few.
+  double DrawJitter(int blocks) {
+    if (cluster_.variation.jitter == 0 || blocks == 0) return 1;
+    double sum = 0;
+    for (int block = 0; block < blocks; ++block) sum += std::abs(normal_(random_));
+    return 1 + cluster_.variation.jitter * sum / blocks;
+  }
+
   void RunInstant() {
     while (!events_.empty() && events_.top().at == now_) {
       const Event event = events_.top();
@@ -145,8 +154,7 @@ class Simulator {
   void Compute(int rank, const Action& action) {
     double seconds =
         action.flops / cluster_.attention_flops_per_second + action.blocks * cluster_.block_overhead_seconds;
-    seconds *= ranks_[rank].slowdown;
-    if (cluster_.variation.jitter > 0) seconds *= 1 + cluster_.variation.jitter * std::abs(normal_(random_));
+    seconds *= ranks_[rank].slowdown * DrawJitter(action.blocks);
     const Nanos end = now_ + ToNanos(seconds);
     result_.ranks[rank].compute_seconds += Seconds(end - now_);
     Record({.rank = rank, .what = "block", .blocks = action.blocks}, now_, end);

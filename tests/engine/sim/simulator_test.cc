@@ -1,6 +1,7 @@
 #include "engine/sim/simulator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -264,6 +265,20 @@ TEST(Simulator, AgreesWithLockstepWhereRanksDoNotDriftApart) {
     ++compared;
   }
   EXPECT_GT(compared, 0);
+}
+
+// Blocks that are computed without a message between them are no single draw.
+TEST(Simulator, EachBlockHasItsOwnJitter) {
+  constexpr int kBlocks = 10'000;
+  ProgramBuilder builder(1);
+  builder.Compute(1e12, kBlocks);
+  const RankProgram program = std::move(builder).Build();
+  Cluster cluster{.same_node = {.bytes_per_second = 1},
+                  .between_nodes = {.bytes_per_second = 1},
+                  .attention_flops_per_second = 1e12};
+  cluster.variation = {.jitter = 0.5, .seed = 5};
+  const double mean = std::sqrt(2 / M_PI);  // of |N(0, 1)|
+  EXPECT_NEAR(SecondsOf(program, RowFirst(1), cluster), 1 + 0.5 * mean, 0.02);
 }
 
 TEST(Simulator, StragglersSlowTheWholeMesh) {
