@@ -5,21 +5,24 @@
 #ifndef MESHFILL_TESTS_FUZZ_FUZZ_TARGET_H_
 #define MESHFILL_TESTS_FUZZ_FUZZ_TARGET_H_
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <vector>
 
 // In every build, unlike assert.
-#define FUZZ_CHECK(condition)                                                              \
-  do {                                                                                     \
-    if (!(condition)) {                                                                    \
-      std::fprintf(stderr, "%s:%d: broken promise: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                        \
-    }                                                                                      \
+#define FUZZ_CHECK(condition)                                                                         \
+  do {                                                                                                \
+    if (!(condition)) {                                                                               \
+      std::fprintf(stderr, "%s:%d: broken promise: %s (last system error: %s)\n", __FILE__, __LINE__, \
+                   #condition, std::strerror(errno));                                                 \
+      std::abort();                                                                                   \
+    }                                                                                                 \
   } while (false)
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
