@@ -41,7 +41,8 @@ class DemoServer:
         self.folder = folder
         self.processes = []
         model = folder / "demo-model"
-        subprocess.run([meshfill, "make-model", "--arch", "llama", "--out", model, "--layers", "2", "--hidden", "128",
+        # With experts, so that their metrics have something to tell.
+        subprocess.run([meshfill, "make-model", "--arch", "mixtral", "--out", model, "--layers", "2", "--hidden", "128",
                         "--vocab", "256"], check=True, stdout=subprocess.DEVNULL)
         self.model = f"model.path={model}"
         pool = ["pool.control_listen=127.0.0.1:0"] if workers else [f"pool.embedded.ranks={RANKS}"]
