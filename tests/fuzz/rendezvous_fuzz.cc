@@ -3,6 +3,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cerrno>
 #include <cstring>
 #include <thread>
 
@@ -51,6 +52,14 @@ sockaddr_in NextSource() {
   return source;
 }
 
+// libFuzzer's alarm may interrupt it.
+void Connect(int socket, const sockaddr_in& to) {
+  while (connect(socket, reinterpret_cast<const sockaddr*>(&to), sizeof(to)) != 0) {
+    if (errno == EISCONN) return;
+    FUZZ_CHECK(errno == EINTR || errno == EALREADY);
+  }
+}
+
 // Two ranks meet beside a stranger who sends `said`; after the right hello, which he has heard, where the
 // ranks encrypt.
 void BesideAStranger(std::string said, bool encrypt) {
@@ -63,7 +72,7 @@ void BesideAStranger(std::string said, bool encrypt) {
   FUZZ_CHECK(to != nullptr);
   const sockaddr_in from = NextSource();
   FUZZ_CHECK(bind(stranger.get(), reinterpret_cast<const sockaddr*>(&from), sizeof(from)) == 0);
-  FUZZ_CHECK(connect(stranger.get(), reinterpret_cast<const sockaddr*>(to), sizeof(*to)) == 0);
+  Connect(stranger.get(), *to);
   FUZZ_CHECK(send(stranger.get(), said.data(), said.size(), MSG_NOSIGNAL) == std::ssize(said));
   const absl::Time deadline = MonotonicNow() + kSoon;
   absl::StatusOr<std::vector<PeerSocket>> of_high;
