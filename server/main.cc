@@ -29,6 +29,7 @@
 #include "server/config/closest_name.h"
 #include "server/observe/build_name.h"
 #include "server/observe/log.h"
+#include "server/process_setup.h"
 
 namespace meshfill {
 namespace {
@@ -191,6 +192,7 @@ std::vector<std::string> Arguments(int argc, char** argv) {
 }
 
 int Main(int argc, char** argv) {
+  TrustLockOrders();
   std::set_terminate(OnUncaughtException);
   CLI::App app("Meshfill prefills very long prompts: sharded over ranks, with Mesh-Attention.", "meshfill");
   app.set_version_flag("--version", kBuildName);

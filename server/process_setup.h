@@ -1,4 +1,4 @@
-// What a long-lived process does once, before anything else.
+// What a process does once, before anything else.
 #ifndef MESHFILL_SERVER_PROCESS_SETUP_H_
 #define MESHFILL_SERVER_PROCESS_SETUP_H_
 
@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "absl/synchronization/mutex.h"
 #include "google/protobuf/stubs/common.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/observe/log.h"
@@ -18,15 +19,20 @@
 
 namespace meshfill {
 
+// For every command. Debian builds absl with its check of lock orders: it ends the process where two locks,
+// of gRPC as well, were ever taken in both orders, whether or not that can meet, and takes one lock of the
+// whole process to find out.
+inline void TrustLockOrders() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
+
 // An arena of the allocator keeps what was freed in it, up to a prompt's logits. So many do for threads that
 // allocate little while they compute; glibc would take eight for each core.
 inline void BoundArenas() {
   mallopt(M_ARENA_MAX, static_cast<int>(std::max(4u, std::thread::hardware_concurrency())));
 }
 
-// Raises the limit of descriptors to the most that the system allows: the usual soft limit, 1024, is for
-// programs that call select. Silences gRPC and protobuf, which log a line for many kinds of bad input, so
-// that clients could fill the log; statuses tell all of it. Chooses the log's format.
+// For the two long-lived ones. Raises the limit of descriptors to the most that the system allows: the usual
+// soft limit, 1024, is for programs that call select. Silences gRPC and protobuf, which log a line for many
+// kinds of bad input, so that clients could fill the log; statuses tell all of it. Chooses the log's format.
 inline void SetUpProcess(const v1::LogSection& log) {
   BoundArenas();
   rlimit limit{};
