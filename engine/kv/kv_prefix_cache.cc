@@ -29,6 +29,9 @@ int64_t HashesInCommon(const char* left, const char* right, int64_t most) {
   return agree;
 }
 
+// Empty: there is no whole block.
+std::string FirstHash(const std::string& hashes) { return hashes.substr(0, kHashBytes); }
+
 template <typename Entry>
 KvSlabs FirstTokensOf(const Entry& entry, int64_t tokens) {
   KvSlabs all = {.shape = entry.shape, .pieces = {}};
@@ -57,70 +60,87 @@ int64_t KvPrefixCache::BlocksInCommon(const Entry& entry, const KvBlockNames& na
   return blocks;
 }
 
-KvPrefixCache::Entries::const_iterator KvPrefixCache::Best(const KvBlockNames& names, int64_t& blocks) const {
-  auto best = entries_.end();
+KvPrefixCache::Entries::iterator KvPrefixCache::Best(const KvBlockNames& names, int64_t& blocks) const {
+  Entries::iterator best;
   blocks = 0;
-  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+  const auto [begin, end] = by_first_block_.equal_range(FirstHash(names.hashes));
+  for (auto candidate = begin; candidate != end; ++candidate) {
+    const Entries::iterator entry = candidate->second;
     const int64_t in_common = BlocksInCommon(*entry, names);
-    if (in_common <= blocks) continue;
+    if (in_common == 0 || in_common < blocks) continue;
+    if (in_common == blocks && entry->last_use < best->last_use) continue;
     best = entry;
     blocks = in_common;
   }
   return best;
 }
 
+void KvPrefixCache::Use(Entries::iterator entry) {
+  entry->last_use = ++uses_;
+  entries_.splice(entries_.begin(), entries_, entry);
+}
+
 KvSlabs KvPrefixCache::Find(const KvBlockNames& names) {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
-  if (best == entries_.end()) return {};
-  entries_.splice(entries_.begin(), entries_, best);
+  if (blocks == 0) return {};
+  Use(best);
   return FirstTokensOf(*best, blocks * names.block_tokens);
 }
 
 KvSlabs KvPrefixCache::Look(const KvBlockNames& names) const {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
-  return best == entries_.end() ? KvSlabs() : FirstTokensOf(*best, blocks * names.block_tokens);
+  return blocks == 0 ? KvSlabs() : FirstTokensOf(*best, blocks * names.block_tokens);
 }
 
 void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
   int64_t blocks = 0;
   const auto best = Best(names, blocks);
   if (blocks == names.blocks()) {
-    if (best != entries_.end()) entries_.splice(entries_.begin(), entries_, best);
+    if (blocks > 0) Use(best);
     return;
   }
   Entry entry = {.tenant = names.tenant,
                  .block_tokens = names.block_tokens,
                  .long_rope = names.long_rope,
                  .shape = slabs.shape,
-                 .pieces = {}};
-  for (const KvPiece& piece : slabs.pieces) {
-    entry.pieces.push_back({piece, HashesOf(piece, names)});
-    HeldRun& held = held_[piece.run.get()];
-    held.run = piece.run;
-    ++held.pieces;
+                 .pieces = {},
+                 .last_use = ++uses_};
+  for (const KvPiece& kept : slabs.pieces) {
+    Piece& piece = entry.pieces.emplace_back(kept, nullptr);
+    Hold(piece, names);
   }
   entries_.push_front(std::move(entry));
+  by_first_block_.emplace(FirstHash(names.hashes), entries_.begin());
 }
 
-std::shared_ptr<const std::string> KvPrefixCache::HashesOf(const KvPiece& piece,
-                                                           const KvBlockNames& names) const {
-  for (const Entry& entry : entries_) {
-    for (const Piece& known : entry.pieces) {
-      if (known.kept.run == piece.run && known.kept.tokens >= piece.tokens) return known.hashes;
-    }
+void KvPrefixCache::Hold(Piece& piece, const KvBlockNames& names) {
+  const auto& [first_token, tokens, run] = piece.kept;
+  HeldRun& held = held_[run.get()];
+  if (held.run == nullptr) {
+    held.run = run;
+    held.bytes = ChargedBytes(*run);
+    bytes_ += held.bytes;
   }
-  const int64_t first = piece.first_token / names.block_tokens;
-  const int64_t count = piece.tokens / names.block_tokens;
-  return std::make_shared<const std::string>(
-      names.hashes.substr(static_cast<size_t>(first * kHashBytes), static_cast<size_t>(count * kHashBytes)));
+  ++held.pieces;
+  const auto size = static_cast<size_t>(tokens / names.block_tokens * kHashBytes);
+  if (held.hashes == nullptr || held.hashes->size() < size) {
+    const auto first = static_cast<size_t>(first_token / names.block_tokens * kHashBytes);
+    held.hashes = std::make_shared<const std::string>(names.hashes.substr(first, size));
+  }
+  piece.hashes = held.hashes;
 }
 
 KvPrefixCache::Entries::iterator KvPrefixCache::Erase(Entries::iterator entry, std::vector<KvPiece>& gone) {
+  const auto [begin, end] = by_first_block_.equal_range(FirstHash(*entry->pieces.front().hashes));
+  by_first_block_.erase(std::find_if(begin, end, [&](const auto& known) { return known.second == entry; }));
   for (Piece& piece : entry->pieces) {
     const auto held = held_.find(piece.kept.run.get());
-    if (--held->second.pieces == 0) held_.erase(held);
+    if (--held->second.pieces == 0) {
+      bytes_ -= held->second.bytes;
+      held_.erase(held);
+    }
     gone.push_back(std::move(piece.kept));
   }
   return entries_.erase(entry);
@@ -150,16 +170,10 @@ std::vector<KvPiece> KvPrefixCache::EraseIf(const std::function<bool(const KvRun
   return gone;
 }
 
-int64_t KvPrefixCache::bytes() const {
-  int64_t sum = 0;
-  for (const auto& [run, held] : held_) sum += ChargedBytes(*run);
-  return sum;
-}
-
 int64_t KvPrefixCache::EvictableBytes() const {
   int64_t sum = 0;
   for (const auto& [run, held] : held_) {
-    if (!held.by_others()) sum += ChargedBytes(*run);
+    if (!held.by_others()) sum += held.bytes;
   }
   return sum;
 }

@@ -51,8 +51,8 @@ class KvPrefixCache {
   // Takes the entries out that have a run of which `is_lost` is true.
   std::vector<KvPiece> EraseIf(const std::function<bool(const KvRunSlabs&)>& is_lost);
 
-  int64_t bytes() const;  // bytes that the entries hold; K and V in several entries count once
-  int64_t EvictableBytes() const;                        // bytes that would be free if all entries went
+  int64_t bytes() const { return bytes_; }  // that the entries hold; K and V in several entries count once
+  int64_t EvictableBytes() const;           // bytes that would be free if all entries went
   std::vector<const KvRunSlabs*> EvictableRuns() const;  // runs whose bytes EvictableBytes counts
 
  private:
@@ -66,12 +66,15 @@ class KvPrefixCache {
     bool long_rope = false;
     KvShape shape;
     std::vector<Piece> pieces;
+    int64_t last_use = 0;
   };
   using Entries = std::list<Entry>;
 
   struct HeldRun {
     std::shared_ptr<const KvRunSlabs> run;
-    int64_t pieces = 0;  // how many pieces of the entries are of this run
+    std::shared_ptr<const std::string> hashes;  // of the longest piece
+    int64_t bytes = 0;                          // that the run charges
+    int64_t pieces = 0;                         // how many pieces of the entries are of this run
 
     bool by_others() const { return run.use_count() > pieces + 1; }  // the one here
   };
@@ -80,13 +83,17 @@ class KvPrefixCache {
   Entries::iterator Erase(Entries::iterator entry, std::vector<KvPiece>& gone);
 
   static int64_t BlocksInCommon(const Entry& entry, const KvBlockNames& names);
-  // The entry that has most in common; `blocks` is how much.
-  Entries::const_iterator Best(const KvBlockNames& names, int64_t& blocks) const;
-  // The hashes of the piece's blocks: an entry's, where one has this run, else new ones.
-  std::shared_ptr<const std::string> HashesOf(const KvPiece& piece, const KvBlockNames& names) const;
+  // The entry that has most in common, of several the last used; `blocks` is how much.
+  Entries::iterator Best(const KvBlockNames& names, int64_t& blocks) const;
+  void Use(Entries::iterator entry);
+  // Counts the piece; its blocks' hashes are those of a piece of the same run, where one is as long.
+  void Hold(Piece& piece, const KvBlockNames& names);
 
-  Entries entries_;  // the last used first
-  std::unordered_map<const KvRunSlabs*, HeldRun> held_;  // runs that the entries hold
+  Entries entries_;                                                         // the last used first
+  std::unordered_multimap<std::string, Entries::iterator> by_first_block_;  // by the hash of its first block
+  std::unordered_map<const KvRunSlabs*, HeldRun> held_;                     // runs that the entries hold
+  int64_t bytes_ = 0;
+  int64_t uses_ = 0;
 };
 
 }  // namespace meshfill
