@@ -382,8 +382,7 @@ void PrefillQueue::GiveTurn() {
   for (const uint64_t ticket : before) {
     const auto job = jobs_.find(ticket);
     if (is_in(computing_, ticket) || job == jobs_.end() || job->second->prefill == nullptr) continue;
-    job->second->prefill->Pause();
-    metrics_.OnPreempted();
+    Preempt(*job->second->prefill);
   }
   for (const uint64_t ticket : computing_) {
     Job& job = *jobs_.at(ticket);
@@ -398,6 +397,11 @@ void PrefillQueue::GiveTurn() {
     to_begin_.push_back(ticket);
     changed_.NotifyAll();
   }
+}
+
+void PrefillQueue::Preempt(Prefill& prefill) {
+  prefill.Pause();
+  metrics_.OnPreempted();
 }
 
 void PrefillQueue::RunJobs() {
@@ -481,7 +485,7 @@ std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t 
     if (job.stopped) {
       job.prefill->Stop();
     } else if (!Computes(ticket)) {
-      job.prefill->Pause();
+      Preempt(*job.prefill);  // its turn went while it was started
     }
   }
   absl::StatusOr<PrefillResult> result = (*prefill)->Wait();

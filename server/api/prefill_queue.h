@@ -192,6 +192,7 @@ class PrefillQueue {
 
   // Lets those whose turn it is compute, and the others stand still.
   void GiveTurn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Preempt(Prefill& prefill);
   void RunJobs();  // each of the queue's threads
   void RunJob(uint64_t ticket, Job& job);
   // nullopt: it could not begin beside those that live, and waits again.
