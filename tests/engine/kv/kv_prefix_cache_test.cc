@@ -127,6 +127,30 @@ TEST(KvPrefixCacheTest, EvictsWhatWasNotUsedForLongestAndFreesSomething) {
   EXPECT_EQ(sum->charged(), kShape.LayerBytes(4));
 }
 
+// What two prompts begin with is a use of that which was used last: the other one goes first.
+TEST(KvPrefixCacheTest, OfEqualPrefixesTheLastUsedIsUsed) {
+  const std::vector<uint32_t> common = {1, 1}, first = {1, 1, 2, 2}, second = {1, 1, 3, 3};
+  for (const bool use_first : {false, true}) {
+    SCOPED_TRACE(use_first);
+    const auto sum = std::make_shared<KvBytes>();
+    KvPrefixCache cache;
+    const auto find = [&](const std::vector<uint32_t>& tokens) {
+      return cache.Find(NamesOf(tokens, 2, "", "")).tokens();
+    };
+    for (const auto& tokens : {first, second}) cache.Enter(NamesOf(tokens, 2, "", ""), Computed(4, {}, sum));
+    if (use_first) {
+      EXPECT_EQ(find(first), 4);
+    }
+    EXPECT_EQ(find(common), 2);
+    cache.Evict();
+    EXPECT_EQ(find(first), use_first ? 4 : 2);
+    EXPECT_EQ(find(second), use_first ? 2 : 4);
+    EXPECT_EQ(cache.bytes(), kShape.LayerBytes(4));
+    cache.Evict();
+    EXPECT_EQ(cache.bytes(), 0);
+  }
+}
+
 TEST(KvPrefixCacheTest, APromptThatIsThereAlreadyIsNotEnteredAgain) {
   const auto sum = std::make_shared<KvBytes>();
   KvPrefixCache cache;

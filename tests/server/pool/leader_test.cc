@@ -1124,7 +1124,8 @@ TEST_F(SharingCrowdLeaderTest, TheSharesOfRunsThatLiveTakeMemory) {
     SCOPED_TRACE(slack);
     for (int i = 0; i < 2; ++i) {
       const int64_t memory_bytes = 2 * run_bytes + kShareBytes + slack;
-      ASSERT_EQ(Join(++worker, StreamingOffer(absl::StrCat("w", worker), memory_bytes)), "");
+      ++worker;
+      ASSERT_EQ(Join(worker, StreamingOffer(absl::StrCat("w", worker), memory_bytes)), "");
     }
     const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 4096, {});
     ASSERT_TRUE(choice.ok()) << choice.status();

@@ -80,7 +80,9 @@ TEST_F(PoolSubmeshesTest, ManyShortOnesShareThePool) {
           continue;
         }
         if (result->plan().ranks() == 1) ++on_one;
-        if (header.kv().keep()) EXPECT_TRUE(client.Fetch(Request(result->kv().lease())).status.ok());
+        if (header.kv().keep()) {
+          EXPECT_TRUE(client.Fetch(Request(result->kv().lease())).status.ok());
+        }
       }
     });
   }
