@@ -2,11 +2,11 @@
 #include <memory>
 
 #include "engine/kv/kv_prompt.h"
-#include "google/protobuf/stubs/logging.h"
 #include "server/api/kv_fetch.h"
 #include "server/api/slab_reader.h"
 #include "tests/engine/kv/kv_values.h"
 #include "tests/fuzz/fuzz_target.h"
+#include "tests/fuzz/quiet_protobuf.h"
 
 namespace meshfill {
 namespace {
@@ -69,7 +69,7 @@ std::vector<std::string> FuzzSeeds() {
 }  // namespace meshfill
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  const google::protobuf::LogSilencer quiet;  // as the server is
+  [[maybe_unused]] const meshfill::QuietProtobuf quiet{};
   using namespace meshfill;
   FuzzInput input(data, size);
   const int64_t max_message_bytes = (64 << 10) + (input.Byte() << 14);  // the least that a config may have

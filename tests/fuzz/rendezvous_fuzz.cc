@@ -42,16 +42,6 @@ std::string Hello(const std::string& low, const std::string& high) {
          high.substr(kSecret, kSecretBytes) + low.substr(kSecret, kSecretBytes);
 }
 
-// Another address of this host each time: a closed connection keeps its ports for a minute, and those of one
-// address are used up after some 28,000 strangers.
-sockaddr_in NextSource() {
-  static uint32_t number = 0;
-  sockaddr_in source{};
-  source.sin_family = AF_INET;
-  source.sin_addr.s_addr = htonl(INADDR_LOOPBACK + ++number % 0xFFFF00);
-  return source;
-}
-
 // libFuzzer's alarm may interrupt it.
 void Connect(int socket, const sockaddr_in& to) {
   while (connect(socket, reinterpret_cast<const sockaddr*>(&to), sizeof(to)) != 0) {
@@ -70,8 +60,6 @@ void BesideAStranger(std::string said, bool encrypt) {
   const FileDescriptor stranger(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const sockaddr_in* const to = SocketIn(address);
   FUZZ_CHECK(to != nullptr);
-  const sockaddr_in from = NextSource();
-  FUZZ_CHECK(bind(stranger.get(), reinterpret_cast<const sockaddr*>(&from), sizeof(from)) == 0);
   Connect(stranger.get(), *to);
   FUZZ_CHECK(send(stranger.get(), said.data(), said.size(), MSG_NOSIGNAL) == std::ssize(said));
   const absl::Time deadline = MonotonicNow() + kSoon;

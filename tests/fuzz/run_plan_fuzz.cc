@@ -1,9 +1,9 @@
 // The plan of a run as it comes over the control stream: its layout, its tile, and the chunks that its
 // schedule moves.
-#include "google/protobuf/stubs/logging.h"
 #include "server/pool/run_plan.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/fuzz/good_plans.h"
+#include "tests/fuzz/quiet_protobuf.h"
 
 namespace meshfill {
 namespace {
@@ -41,7 +41,7 @@ std::vector<std::string> FuzzSeeds() {
 }  // namespace meshfill
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  const google::protobuf::LogSilencer quiet;  // as the server is
+  [[maybe_unused]] const meshfill::QuietProtobuf quiet{};
   using namespace meshfill;
   v1::RunPlan message;
   if (!message.ParseFromArray(data, static_cast<int>(size))) return 0;

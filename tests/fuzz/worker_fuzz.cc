@@ -2,11 +2,11 @@
 #include <set>
 #include <variant>
 
-#include "google/protobuf/stubs/logging.h"
 #include "server/pool/run_plan.h"
 #include "server/pool/worker_machine.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/fuzz/good_plans.h"
+#include "tests/fuzz/quiet_protobuf.h"
 
 namespace meshfill {
 namespace {
@@ -173,7 +173,7 @@ std::vector<std::string> FuzzSeeds() {
 }  // namespace meshfill
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  const google::protobuf::LogSilencer quiet;  // as the server is
+  [[maybe_unused]] const meshfill::QuietProtobuf quiet{};
   meshfill::FuzzInput input(data, size);
   meshfill::Worker().Run(input);
   return 0;
