@@ -14,8 +14,6 @@
 namespace meshfill::sim {
 namespace {
 
-constexpr double kJitter = 0.05;
-
 struct RandomJob {
   AttentionJob job;
   int ranks;
@@ -84,49 +82,63 @@ TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
   EXPECT_LT(far, several / 30);
 }
 
-// The planner knows no jitter. Of meshes that tie without it none is much better with it.
-TEST(MakeForwardPlan, LosesLittleToTiesUnderJitter) {
-  std::mt19937_64 random(TestSeed());
-  int tied = 0;
-  double lost = 0;
-  for (int draw = 0; draw < 400; ++draw) {
-    auto [job, ranks, cluster] = DrawJob(random);
-    // Where a rank sits makes no difference, nor how many flows it has.
-    cluster.gpus_per_node = 1;
-    cluster.node_bytes_per_second = cluster.between_nodes.bytes_per_second;
-    const auto plan = MakeForwardPlan(job, ranks, cluster);
-    ASSERT_TRUE(plan.ok()) << plan.status();
-    const auto seconds = [&, &cluster = cluster](const RankProgram& program, double jitter) {
-      double sum = 0;
-      for (const uint64_t seed : {1, 2, 3, 4}) {
-        cluster.variation = {.jitter = jitter, .seed = seed};
-        sum += Simulate(program, RowFirst(program.ranks), cluster)->seconds;
+// The planner knows neither jitter nor stragglers. Of meshes that tie without them none is much better with
+// them, so that no rule to choose among ties could gain much.
+TEST(MakeForwardPlan, LosesLittleToTiesWhereRanksVary) {
+  struct Case {
+    const char* what;
+    Variation variation;
+    double most_loss;
+  };
+  for (const Case& varied :
+       {Case{"jitter of 0.05", {.jitter = 0.05}, 0.003}, Case{"jitter of 0.2", {.jitter = 0.2}, 0.01},
+        Case{"stragglers", {.straggler_share = 0.05, .straggler_slowdown = 1.2}, 0.003}}) {
+    std::mt19937_64 random(TestSeed());
+    int tied = 0;
+    double lost = 0;
+    for (int draw = 0; draw < 400; ++draw) {
+      auto [job, ranks, cluster] = DrawJob(random);
+      // Where a rank sits makes no difference, nor how many flows it has.
+      cluster.gpus_per_node = 1;
+      cluster.node_bytes_per_second = cluster.between_nodes.bytes_per_second;
+      const auto plan = MakeForwardPlan(job, ranks, cluster);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const auto alike = [&, &cluster = cluster](const RankProgram& program) {
+        return Simulate(program, RowFirst(program.ranks), cluster)->seconds;
+      };
+      const auto varying = [&, &cluster = cluster](const RankProgram& program) {
+        Cluster each = cluster;
+        each.variation = varied.variation;
+        double sum = 0;
+        for (each.variation.seed = 1; each.variation.seed <= 4; ++each.variation.seed) {
+          sum += Simulate(program, RowFirst(program.ranks), each)->seconds;
+        }
+        return sum / 4;
+      };
+      const RankProgram chosen = MeshForwardProgram(job, plan->heads, plan->schedule);
+      const double at_most = 1.005 * alike(chosen), taken = varying(chosen);
+      double best = taken;
+      bool ties = false;
+      for (int heads = 1; heads <= ranks; ++heads) {
+        if (ranks % heads != 0 || !CheckHeadGroups(job, heads).ok()) continue;
+        for (const Tile tile : TilesOf(ranks / heads)) {
+          if (heads == plan->heads && tile == plan->tile) continue;
+          const PlacedMesh mesh{.heads = heads, .tile = tile, .placement = RowFirst(ranks)};
+          const RankProgram program = MeshProgram(job, Pass::kForward, mesh, cluster);
+          if (alike(program) > at_most) continue;
+          ties = true;
+          best = std::min(best, varying(program));
+        }
       }
-      return sum / 4;
-    };
-    const RankProgram chosen = MeshForwardProgram(job, plan->heads, plan->schedule);
-    const double alike = seconds(chosen, 0), jittered = seconds(chosen, kJitter);
-    double best = jittered;
-    bool ties = false;
-    for (int heads = 1; heads <= ranks; ++heads) {
-      if (ranks % heads != 0 || !CheckHeadGroups(job, heads).ok()) continue;
-      for (const Tile tile : TilesOf(ranks / heads)) {
-        if (heads == plan->heads && tile == plan->tile) continue;
-        const PlacedMesh mesh{.heads = heads, .tile = tile, .placement = RowFirst(ranks)};
-        const RankProgram program = MeshProgram(job, Pass::kForward, mesh, cluster);
-        if (seconds(program, 0) > alike * 1.005) continue;
-        ties = true;
-        best = std::min(best, seconds(program, kJitter));
-      }
+      if (!ties) continue;
+      ++tied;
+      lost += taken / best - 1;
     }
-    if (!ties) continue;
-    ++tied;
-    lost += jittered / best - 1;
+    ASSERT_GT(tied, 20);
+    std::cout << varied.what << ": " << 100 * lost / tied << " % slower than the best of those that tie, in "
+              << tied << " pools\n";
+    EXPECT_LT(lost / tied, varied.most_loss) << varied.what;
   }
-  ASSERT_GT(tied, 50);
-  std::cout << "under jitter of " << kJitter << ": " << 100 * lost / tied << " % slower than the best of "
-            << "those that tie, on average over " << tied << " pools\n";
-  EXPECT_LT(lost / tied, 0.003);
 }
 
 TEST(MakeForwardPlan, IsForAsManyTokensAsAPromptMayHave) {
