@@ -108,8 +108,8 @@ void KvPrefixCache::Enter(const KvBlockNames& names, const KvSlabs& slabs) {
                  .pieces = {},
                  .last_use = ++uses_};
   for (const KvPiece& kept : slabs.pieces) {
-    Piece& piece = entry.pieces.emplace_back(kept, nullptr);
-    Hold(piece, names);
+    entry.pieces.push_back({.kept = kept, .hashes = nullptr});
+    Hold(entry.pieces.back(), names);
   }
   entries_.push_front(std::move(entry));
   by_first_block_.emplace(FirstHash(names.hashes), entries_.begin());

@@ -1,6 +1,6 @@
 // A process that has hardly any descriptor left.
-#ifndef MESHFILL_TESTS_SERVER_LISTENER_FEW_DESCRIPTORS_H_
-#define MESHFILL_TESTS_SERVER_LISTENER_FEW_DESCRIPTORS_H_
+#ifndef MESHFILL_TESTS_ENGINE_FEW_DESCRIPTORS_H_
+#define MESHFILL_TESTS_ENGINE_FEW_DESCRIPTORS_H_
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -49,4 +49,4 @@ class FewDescriptors {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_SERVER_LISTENER_FEW_DESCRIPTORS_H_
+#endif  // MESHFILL_TESTS_ENGINE_FEW_DESCRIPTORS_H_

@@ -24,7 +24,7 @@ TEST(ProcessSetup, LocksMayBeTakenInBothOrders) {
 TEST(ProcessSetup, TakesAllDescriptorsThatTheSystemAllows) {
   rlimit limit{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
-  limit.rlim_cur = limit.rlim_max / 2;
+  limit.rlim_cur = 256;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
   SetUpProcess({});
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);

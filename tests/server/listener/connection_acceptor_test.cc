@@ -16,7 +16,7 @@
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
-#include "tests/server/listener/few_descriptors.h"
+#include "tests/engine/few_descriptors.h"
 
 namespace meshfill {
 namespace {

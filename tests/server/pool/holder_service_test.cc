@@ -134,14 +134,19 @@ TEST(HolderService, TheFrontEndReadsOverTls) {
   EXPECT_TRUE(absl::IsInvalidArgument(Fetch(address, stranger)));
 }
 
-TEST(HolderService, AsksForCredentials) {
-  const TestCertificates files;
+// Of a worker, whose token is "abc", and of a client of tenant a, whose token is "test".
+v1::Config WithCredentials(const TestCertificates& files) {
   v1::Config config = Defaults();
-  // sha256sum of "abc" and of "test".
   config.mutable_api()->set_credentials(files.Write(
       "credentials",
       "pool worker - sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\n"
       "alice client a sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08\n"));
+  return config;
+}
+
+TEST(HolderService, AsksForCredentials) {
+  const TestCertificates files;
+  const v1::Config config = WithCredentials(files);
   NoKv held;
   const auto service = HolderService::Start("127.0.0.1:0", config, held);
   ASSERT_TRUE(service.ok()) << service.status();
@@ -165,12 +170,7 @@ TEST(HolderService, AsksForCredentials) {
 // A front-end takes a renewed token over while it runs. A file without one changes nothing.
 TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   const TestCertificates files;
-  v1::Config config = Defaults();
-  // sha256sum of "abc" and of "test".
-  config.mutable_api()->set_credentials(files.Write(
-      "credentials",
-      "pool worker - sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\n"
-      "alice client a sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08\n"));
+  const v1::Config config = WithCredentials(files);
   NoKv held;
   const auto service = HolderService::Start("127.0.0.1:0", config, held);
   ASSERT_TRUE(service.ok()) << service.status();

@@ -3,19 +3,20 @@
 
 #include <arpa/inet.h>
 #include <poll.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
+#include "tests/engine/few_descriptors.h"
 
 namespace meshfill {
 namespace {
@@ -213,21 +214,14 @@ TEST(GlooRendezvous, APeerComesThroughWhereAStrangerHoldsTheLastDescriptor) {
     ASSERT_TRUE(last.IsDropped());
   }
   const int unconnected = socket(AF_INET, SOCK_STREAM, 0);
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  rlimit low = before;
-  low.rlim_cur = static_cast<rlim_t>(unconnected) + 16;
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
-  std::vector<int> taken;
-  for (int fd; (fd = dup(unconnected)) >= 0;) taken.push_back(fd);
+  std::optional<FewDescriptors> none(0);
   const Stranger peer(unconnected, rank0.addresses[0]);
   EXPECT_TRUE(peer.connected());
   EXPECT_TRUE(silent.IsDropped());
   const std::string hello = HelloOf(rank0.addresses, 1);
   for (const char byte : hello) peer.Say(std::string(1, byte));
   EXPECT_EQ(peer.Hear(kWelcomeBytes).size(), kWelcomeBytes) << "the peer has been dropped in its turn";
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
-  for (const int fd : taken) close(fd);
+  none.reset();
   EXPECT_TRUE(rank0.Result().ok());
 }
 
