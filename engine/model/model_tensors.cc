@@ -50,7 +50,9 @@ absl::StatusOr<BufferRef> PackBytes(
                      StackedRows::Of(linears_of(matrix), blocks, before_read));
     ASSIGN_OR_RETURN(const BufferRef packed,
                      device.PackPanels(stacked->rows(), matrix.in_features, first, panels));
-    std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin, packed->data(), packed->size_bytes());
+    std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin,
+                packed->data<std::byte>() + from - matrix.form.ByteOf(first),
+                static_cast<size_t>(until - from));
   }
   return bytes;
 }

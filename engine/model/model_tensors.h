@@ -45,7 +45,7 @@ class ModelTensors {
   // null.
   absl::StatusOr<WeightImage> LayerImage(Device& device, int layer) const;
   absl::StatusOr<WeightImage> HeadImage(Device& device, int64_t rows) const;
-  // Bytes [begin, end) of the image, both where panels begin.
+  // Bytes [begin, end) of the image. Panels that they cut are packed whole for it.
   absl::StatusOr<BufferRef> PackLayerBytes(Device& device, int layer, const WeightImage& image, int64_t begin,
                                            int64_t end, const BeforeRead& before_read) const;
   absl::StatusOr<BufferRef> PackHeadBytes(Device& device, int64_t first, const WeightImage& image,

@@ -1,7 +1,7 @@
 // The matrices of a part of the weights as bytes: packed, one after the other, panel by panel.
 //
 //     layer   | qkv 0 | qkv 1 | … | o 0 | o 1 | … | gate_up 0 | …
-//     shares  |    0      |     1     |     2     |     3      |     cut where panels begin
+//     shares  |     0     |     1     |     2     |     3     |      cut evenly, where cache lines begin
 //
 // Processes that share weights keep one share each. All bytes together are what PackWeight would have made,
 // so that products have the same bits.
@@ -33,7 +33,8 @@ struct WeightImage {
   absl::Status Add(Device& device, LayerPart part, int copy, int64_t out_features, int64_t in_features,
                    const ElementKind& kind);
 
-  // Where share `index` of `of` begins; `index` may be `of`. Shares differ by a panel at most.
+  // Where share `index` of `of` begins; `index` may be `of`. Shares differ by a cache line at most: all wait
+  // for the largest, and a layer may have fewer panels than there are shares.
   int64_t Cut(int index, int of) const;
 
   std::vector<Matrix> matrices;
