@@ -21,25 +21,31 @@ Link Slowest(const Flows& flows, const Topology& topology) {
                                         topology.node_bytes_per_second / flows.most()})};
 }
 
-// The same in groups of `heads` side by side, all groups at once.
-Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank, int nodes) {
+// The same in groups of `heads` side by side, all groups at once. `seats`: by node, also those without a
+// rank.
+Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank,
+                  const std::vector<int>& seats) {
   if (heads == 1) return {};
-  std::vector<int64_t> out(nodes, 0);  // messages
-  std::vector<int> members(nodes, 0);  // ranks of the present head group on each node
-  int fewest_inside = heads;
+  std::vector<int64_t> out(seats.size(), 0);  // messages
+  std::vector<int> members(seats.size(), 0);  // ranks of the present head group on each node
+  const Link& between = topology.between_nodes;
+  double alone = 0;  // seconds by byte of one message, of the slowest rank, with its node's port for itself
+  bool leaves = false;
   for (size_t first = 0; first < node_of_rank.size(); first += heads) {
     const auto group = node_of_rank.begin() + static_cast<ptrdiff_t>(first);
     for (int i = 0; i < heads; ++i) ++members[group[i]];
     for (int i = 0; i < heads; ++i) {
-      out[group[i]] += heads - members[group[i]];
-      fewest_inside = std::min(fewest_inside, members[group[i]]);
+      const int inside = members[group[i]] - 1, outside = heads - members[group[i]];
+      out[group[i]] += outside;
+      leaves = leaves || outside > 0;
+      const bool at_once = seats[group[i]] == 1 && !topology.one_flow_a_seat;
+      const int in_turn = at_once ? std::min(outside, 1) : outside;
+      alone =
+          std::max(alone, inside / topology.same_node.bytes_per_second + in_turn / between.bytes_per_second);
     }
     for (int i = 0; i < heads; ++i) members[group[i]] = 0;
   }
-  if (fewest_inside == heads) return topology.same_node;
-  const Link& between = topology.between_nodes;
-  const double alone = (fewest_inside - 1) / topology.same_node.bytes_per_second +
-                       (heads - fewest_inside) / between.bytes_per_second;
+  if (!leaves) return topology.same_node;
   const double shared =
       static_cast<double>(*std::max_element(out.begin(), out.end())) / topology.node_bytes_per_second;
   return {.latency_seconds = std::max(topology.same_node.latency_seconds, between.latency_seconds),
@@ -89,11 +95,13 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   const int ranks = heads * tile.ranks();
   std::vector<int> node_of_rank(ranks);
   std::vector<int> number(topology.node_of_seat.size(), -1);  // numbers the nodes, by their first seat
-  int nodes = 0;
+  std::vector<int> seats;                                     // by node
   for (size_t seat = 0; seat < number.size(); ++seat) {
-    const bool same = seat > 0 && topology.node_of_seat[seat] == topology.node_of_seat[seat - 1];
-    number[seat] = same ? nodes - 1 : nodes++;
+    if (seat == 0 || topology.node_of_seat[seat] != topology.node_of_seat[seat - 1]) seats.push_back(0);
+    ++seats.back();
+    number[seat] = static_cast<int>(seats.size()) - 1;
   }
+  const int nodes = static_cast<int>(seats.size());
   for (int rank = 0; rank < ranks; ++rank) node_of_rank[rank] = number[placement.seat_of_rank[rank]];
 
   const Mesh mesh(tile, KvOrder::kRising, kv_inner);
@@ -111,7 +119,7 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   Links links(PerTraffic<Link>{{Traffic::kQ, Slowest(q, topology)},
                                {Traffic::kKv, Slowest(kv, topology)},
                                {Traffic::kO, Slowest(q, topology)},
-                               {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, nodes)}});
+                               {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, seats)}});
   const bool shares_inside = q.inside() + kv.inside() + kv_outer.inside() > 1;
   const auto inside = [&](const Flows& flows) {
     return shares_inside && flows.inside() ? topology.same_node : Link{};
@@ -119,8 +127,12 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   const bool shares_port = (q.most() > 0) + (kv.most() > 0) + (kv_outer.most() > 0) > 1;
   const auto port = [&](const Flows& flows) {
     if (!shares_port || flows.most() == 0) return Link{};
-    return Link{.latency_seconds = topology.between_nodes.latency_seconds,
-                .bytes_per_second = topology.node_bytes_per_second / flows.most()};
+    Link link{.latency_seconds = topology.between_nodes.latency_seconds,
+              .bytes_per_second = topology.node_bytes_per_second / flows.most()};
+    if (topology.one_flow_a_seat) {
+      link.bytes_per_second = std::min(link.bytes_per_second, topology.between_nodes.bytes_per_second);
+    }
+    return link;
   };
   links.shared_inside = {{Traffic::kQ, inside(q)}, {Traffic::kKv, inside(kv)}, {Traffic::kO, inside(q)}};
   links.shared_port = {{Traffic::kQ, port(q)}, {Traffic::kKv, port(kv)}, {Traffic::kO, port(q)}};
@@ -133,8 +145,9 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
 }
 
 Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member) {
-  const int nodes = 1 + *std::max_element(node_of_member.begin(), node_of_member.end());
-  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member, nodes);
+  std::vector<int> seats(1 + *std::max_element(node_of_member.begin(), node_of_member.end()), 0);
+  for (const int node : node_of_member) ++seats[node];
+  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member, seats);
 }
 
 }  // namespace meshfill

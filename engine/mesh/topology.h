@@ -30,6 +30,7 @@ struct Topology {
   Link same_node;
   Link between_nodes;  // the link of one flow between two nodes
   double node_bytes_per_second = std::numeric_limits<double>::infinity();  // all flows of a node, each way
+  bool one_flow_a_seat = false;  // all flows of a seat to other nodes share the bandwidth of one, each way
   bool operator==(const Topology&) const = default;
 };
 
@@ -64,8 +65,10 @@ struct Links : PerTraffic<Link> {
 // The topology has a seat for each rank of the placement. `kv_inner`: as in mesh.h.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner = 0);
 
-// The link that each of some members finds when all send to all others, one after the other; the flows share
-// the links of their nodes. `node_of_member`: those of a node side by side.
+// The link that each of some members finds when all send to all others. Where a node has several seats each
+// has a card as fast as one flow, and sends to one after the other; so does every seat of one flow. Another
+// that has its node for itself sends to all at once. The flows share the links of their nodes.
+// `node_of_member`: those of a node side by side.
 Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member);
 
 }  // namespace meshfill

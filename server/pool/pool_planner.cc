@@ -141,7 +141,8 @@ Topology TopologyOf(const v1::PoolSection& pool) {
   if (pool.has_host_link_latency())
     on_host.latency_seconds = absl::ToDoubleSeconds(ToDuration(pool.host_link_latency()));
 
-  Topology links = {.same_node = on_host, .between_nodes = between};
+  Topology links = {
+      .same_node = on_host, .between_nodes = between, .one_flow_a_seat = !pool.has_host_bytes_per_second()};
   if (pool.host_bytes_per_second() > 0) links.node_bytes_per_second = pool.host_bytes_per_second();
   return links;
 }

@@ -1,6 +1,8 @@
 #include "engine/mesh/topology.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <string>
 
@@ -68,6 +70,21 @@ TEST(Topology, RingsShareTheLinksThatBothHave) {
   EXPECT_EQ(outside.shared_port[Traffic::kKv].latency_seconds, kBetween.latency_seconds);
 }
 
+// What nobody has measured: a rank's Q and KV leave by one card.
+TEST(Topology, ASeatOfOneFlowSharesItAmongItsMessages) {
+  Topology topology = Nodes({1, 1, 1, 1}, std::numeric_limits<double>::infinity());
+  const Tile tile = {.a = 2, .b = 2};
+  const Links apart = LinksOf(topology, 1, tile, RowFirst(4));
+  EXPECT_TRUE(std::isinf(apart.shared_port[Traffic::kQ].bytes_per_second));
+  topology.one_flow_a_seat = true;
+  const Links shared = LinksOf(topology, 1, tile, RowFirst(4));
+  EXPECT_EQ(shared[Traffic::kQ], kBetween);
+  EXPECT_EQ(shared.shared_port[Traffic::kQ], kBetween);
+  EXPECT_EQ(shared.shared_port[Traffic::kKv], kBetween);
+  topology.node_bytes_per_second = 1e9;
+  EXPECT_EQ(LinksOf(topology, 1, tile, RowFirst(4)).shared_port[Traffic::kKv].bytes_per_second, 1e9);
+}
+
 // Two nodes of four, as 2x4: the two KV groups have two ranks in each node.
 TEST(Topology, ADoubleRingLeavesANodeAlongItsOuterRingAlone) {
   const Tile tile = {.a = 2, .b = 4};
@@ -98,6 +115,20 @@ TEST(Topology, AllToAllsShareTheNodesLink) {
   EXPECT_DOUBLE_EQ(apart[Traffic::kAllToAll].bytes_per_second, 3 / (1 / 100e9 + 2 / 4e9));
   const Links shared = LinksOf(Nodes({2, 2}, 1e9), 4, {.a = 1, .b = 1}, RowFirst(4));
   EXPECT_DOUBLE_EQ(shared[Traffic::kAllToAll].bytes_per_second, 3 / (4 / 1e9));
+  // A rank that is alone on its node sends to all at once, as fast as flows are or the port is.
+  const auto alone = [](double port) {
+    return LinksOf(Nodes({1, 1, 1, 1}, port), 4, {.a = 1, .b = 1}, RowFirst(4))[Traffic::kAllToAll];
+  };
+  EXPECT_DOUBLE_EQ(alone(100e9).bytes_per_second, 3 * kBetween.bytes_per_second);
+  EXPECT_DOUBLE_EQ(alone(6e9).bytes_per_second, 6e9);
+  Topology one_flow = Nodes({1, 1, 1, 1}, 100e9);
+  one_flow.one_flow_a_seat = true;
+  EXPECT_DOUBLE_EQ(LinksOf(one_flow, 4, {.a = 1, .b = 1}, RowFirst(4))[Traffic::kAllToAll].bytes_per_second,
+                   kBetween.bytes_per_second);
+  // With a seat beside it that has no rank it has but one of two cards.
+  const Placement every_other = {.seat_of_rank = {0, 2, 4, 6}};
+  const Links half = LinksOf(Nodes({2, 2, 2, 2}, 100e9), 4, {.a = 1, .b = 1}, every_other);
+  EXPECT_DOUBLE_EQ(half[Traffic::kAllToAll].bytes_per_second, kBetween.bytes_per_second);
 }
 
 // Every message that the mesh sends, one by one.

@@ -82,6 +82,34 @@ TEST(MakeForwardPlan, ItsProgramSendsAndTakesWhatThePlannerPredicts) {
   EXPECT_LT(far, several / 30);
 }
 
+// One GPU to a node, whose port carries several flows: an all-to-all sends all its messages at once.
+TEST(MakeForwardPlan, IsAsFastAsHeadGroupsAloneWhereFlowsAreSlowerThanPorts) {
+  std::mt19937_64 random(TestSeed());
+  int compared = 0, chosen = 0;
+  for (int draw = 0; draw < 1000; ++draw) {
+    auto [job, ranks, cluster] = DrawJob(random);
+    ranks = Draw(random, 2, 8);
+    job.tokens = int64_t{ranks} * 64 * Draw(random, 1, 400);
+    if (!CheckHeadGroups(job, ranks).ok()) continue;
+    cluster.gpus_per_node = 1;
+    cluster.node_bytes_per_second = cluster.between_nodes.bytes_per_second * Draw(random, 1, ranks);
+    const auto plan = MakeForwardPlan(job, ranks, cluster);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    SCOPED_TRACE(plan->DebugString());
+    const auto planned =
+        Simulate(MeshForwardProgram(job, plan->heads, plan->schedule), plan->placement, cluster);
+    const PlacedMesh alone{.heads = ranks, .tile = {1, 1}, .placement = RowFirst(ranks)};
+    const auto rival = Simulate(MeshProgram(job, Pass::kForward, alone, cluster), alone.placement, cluster);
+    ASSERT_TRUE(planned.ok() && rival.ok());
+    EXPECT_LE(planned->seconds, 1.01 * rival->seconds);
+    ++compared;
+    chosen += plan->heads == ranks ? 1 : 0;
+  }
+  EXPECT_GT(compared, 200);
+  EXPECT_GT(chosen, 20);
+  EXPECT_LT(chosen, compared);
+}
+
 // The planner knows neither jitter nor stragglers. Of meshes that tie without them none is much better with
 // them, so that no rule to choose among ties could gain much.
 TEST(MakeForwardPlan, LosesLittleToTiesWhereRanksVary) {

@@ -1321,6 +1321,7 @@ TEST(LinksOfTest, WhatIsLeftOutIsMeasuredWhereAsked) {
   EXPECT_EQ(links.measure, (std::array<bool, kLinkClasses>{true, true, true}));
   EXPECT_EQ(links.links.between_nodes, (Link{.latency_seconds = 200e-6, .bytes_per_second = 1e9}));
   EXPECT_EQ(links.links.same_node, links.links.between_nodes);
+  EXPECT_TRUE(links.links.one_flow_a_seat);
 
   pool.mutable_link_latency()->set_nanos(3'000'000);
   links = ConfiguredLinksOf(pool);
@@ -1335,6 +1336,7 @@ TEST(LinksOfTest, WhatIsLeftOutIsMeasuredWhereAsked) {
   EXPECT_EQ(links.links.same_node, (Link{.latency_seconds = 3e-3, .bytes_per_second = 2e9}));
   EXPECT_EQ(links.links.node_bytes_per_second, std::numeric_limits<double>::infinity())
       << "nothing is shared";
+  EXPECT_FALSE(links.links.one_flow_a_seat);
 }
 
 // What is left is planned anew: all ranks, or fewer with the rest idle, whatever is predicted to be faster.
