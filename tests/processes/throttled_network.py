@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""16 hosts, each behind a link of 100 Mbit/s: Mesh 4x4, Ring 1x16, head x ring and more on one prompt, in turns.
+"""16 hosts, each behind a link of 100 Mbit/s or --mbit: Mesh 4x4, Ring 1x16, head x ring and more on one prompt, in turns.
 
 Hosts are network namespaces on a bridge; a link is throttled in both directions by the kernel's token bucket. Each
 host runs a worker of one rank, the front-end runs outside. It holds that
@@ -22,8 +22,11 @@ With --exchange 4 of the hosts are a head group whose all-to-all takes about as 
 exchanges in slices with one exchange, in turns, and holds that slices are at least 1.15 times as fast and give the same first
 token.
 
-Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N] [--measured] [--window W]
-[--weights sharded] [--exchange]
+Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N] [--mbit N] [--measured]
+[--window W] [--weights sharded] [--exchange]
+
+The hosts share this machine's cores. Where they compute about as long as messages take, what is compared is the cores: links
+must be slow beside them, as --mbit 25 is for two cores without AVX-512.
 """
 import argparse
 import contextlib
@@ -44,7 +47,6 @@ from pool_process import Process
 
 HOSTS = 16
 BRIDGE, PREFIX, SUBNET = "mfthrottle-br", "mfthrottle", "10.198.0"
-LINK_BYTES_PER_SECOND = 100e6 / 8
 TOKENS = 8192
 CHOICE, STRIPES = "the planner's choice", "the best stripes"
 SPREADS = {  # what is compared
@@ -68,8 +70,9 @@ def ip(*arguments):
 class Network:
     """Namespaces that are behind a throttled link each, and a bridge with an address for the front-end."""
 
-    def __init__(self, hosts=HOSTS):
-        self.hosts = hosts
+    def __init__(self, hosts, mbit):
+        self.hosts, self.mbit = hosts, mbit
+        self.bytes_per_second = mbit * 1e6 / 8
 
     def set_up(self):
         ip("link", "add", BRIDGE, "type", "bridge")
@@ -93,9 +96,8 @@ class Network:
     def cable(host):
         return f"mfthr{host}"
 
-    @staticmethod
-    def _throttle(*where):
-        subprocess.run(["tc", *where, "root", "tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms"],
+    def _throttle(self, *where):
+        subprocess.run(["tc", *where, "root", "tbf", "rate", f"{self.mbit}mbit", "burst", "128kb", "latency", "100ms"],
                        check=True, capture_output=True)
 
     def sent_bytes(self):
@@ -144,7 +146,7 @@ class Pool:
             "kv:\n  cache: false\n"  # each run computes the whole prompt
             f"plan:\n  partial_dtype: model\n  layout: {'auto' if self.window else 'striped'}\n  exchange: {self.exchange}\n"
             f"pool:\n  control_listen: {SUBNET}.1:0\n  tls:\n    insecure: true\n"
-            + ("  measure_links: true\n" if self.measured else f"  link_bytes_per_second: {LINK_BYTES_PER_SECOND}\n  link_latency: 1ms\n")
+            + ("  measure_links: true\n" if self.measured else f"  link_bytes_per_second: {self.network.bytes_per_second}\n  link_latency: 1ms\n")
             + "  hang_timeout: 20s\n")  # 16 processes share this machine's cores
         (folder / "worker.yaml").write_text(
             f"model:\n  path: {model}\n  dtype: bf16\napi:\n  tls:\n    insecure: true\npool:\n  tls:\n    insecure: true\n"
@@ -274,9 +276,9 @@ def measure(pool):
     answer, _ = pool.prefill([])
     found = pool.leader.wait_for(r"links measured: between hosts (\S+) MB/s, .*")
     heads, tile = shape_of(answer["plan"])
-    print(f"{found.group(0)}; they are {LINK_BYTES_PER_SECOND / 1e6:.3g} MB/s. The first run, planned without knowing "
+    print(f"{found.group(0)}; they are {pool.network.bytes_per_second / 1e6:.3g} MB/s. The first run, planned without knowing "
           f"them, was {heads}·{tile} in {answer['seconds']['prefill']:.2f} s")
-    return abs(float(found.group(1)) * 1e6 / LINK_BYTES_PER_SECOND - 1) <= MEASURED
+    return abs(float(found.group(1)) * 1e6 / pool.network.bytes_per_second - 1) <= MEASURED
 
 
 def cut_a_cable(pool, network):
@@ -303,6 +305,7 @@ def cut_a_cable(pool, network):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mbit", type=int, default=100)
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--weights", choices=["resident", "sharded"], default="resident")
@@ -314,7 +317,7 @@ def main():
         if shutil.which(tool) is None:
             sys.exit(f"throttled_network.py: needs {tool} (Debian: iproute2)")
     with contextlib.ExitStack() as stack:
-        network = Network(4 if arguments.exchange else HOSTS)
+        network = Network(4 if arguments.exchange else HOSTS, arguments.mbit)
         stack.callback(network.close)
         network.set_up()
         if arguments.weights == "sharded" or arguments.exchange:
