@@ -34,8 +34,8 @@
 //
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
-#ifndef MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
-#define MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
+#ifndef MESHFILL_TESTS_SERVER_POOL_SIMULATION_POOL_SIMULATION_H_
+#define MESHFILL_TESTS_SERVER_POOL_SIMULATION_POOL_SIMULATION_H_
 
 #include <cstdint>
 #include <functional>
@@ -196,20 +196,22 @@ class PoolSimulation {
     absl::Time changed_at;  // when the workers were told last
   };
 
-  // ---- Time.
+  // ---- Time: pool_simulation.cc.
   void At(absl::Time when, int node, std::function<void()> what);  // node −1: not a worker's
   void After(absl::Duration delay, int node, std::function<void()> what) {
     At(now_ + delay, node, std::move(what));
   }
   void Fail(const std::string& what);
   void Note(const std::string& what) const;
+  void CheckEnd();
 
   int Draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_); }
   bool Chance(double probability) { return std::bernoulli_distribution(probability)(random_); }
   absl::Duration DrawMs(int low, int high) { return absl::Milliseconds(Draw(low, high)); }
   absl::Duration Latency();
 
-  // ---- Machines.
+  // ---- Machines: machines.cc.
+  int64_t RankBytes() const;
   void StartLeader();
   void CrashLeader();
   void StartNode(int node);
@@ -222,7 +224,7 @@ class PoolSimulation {
   void DoNodeActions(int node);
   bool MayCrashAt(int node, Step step);
 
-  // ---- Network.
+  // ---- Network: network.cc.
   void Connect(int node, uint64_t connection);
   void CutLink(uint64_t link, bool tell_leader, bool tell_node);
   void CloseAtNode(uint64_t link);
@@ -230,8 +232,7 @@ class PoolSimulation {
   void DeliverToNode(uint64_t link, v1::LeaderMessage message);
   void DeliverToLeader(uint64_t link, v1::WorkerMessage message);
 
-  // ---- Computing.
-  int64_t RankBytes() const;
+  // ---- Computing: computing.cc.
   void CheckWeights(const Node& node, const WorkerMachine::RunPart& part);
   void PrepareHost(int node, WorkerMachine::RunPart part);
   void StartHost(int node, const WorkerMachine::StartRun& start);
@@ -243,24 +244,26 @@ class PoolSimulation {
   void EndOperation(int node, uint64_t run, int seat);
   void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
   void FinishRank(int node, uint64_t run, int seat);
-  void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
-  std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
-  void CheckLinks(bool all_measured);
   void RankFails(const std::shared_ptr<Mesh>& mesh, int rank);
   // Of the tokens that a rank computes, and of those of the prefix that it has.
   uint64_t Digest(const Host& host, int seat) const;
   static uint64_t Mix(uint64_t token, uint64_t id);
 
-  // ---- K and V.
-  std::string AdmitKv(int64_t tokens);  // the lease; empty: none
-  void KeepLayers(const Host& host, int seat);
-  void OnRunTold(const v1::Prepare& prepare);
+  // ---- Links that ranks measure: links.cc.
+  void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
+  std::optional<meshfill::Link> MeasuredLink(const LinkProbe& probe, const Mesh& mesh, int rank);
+  void CheckLinks(bool all_measured);
+
+  // ---- Runs, as their workers are told of them: runs.cc.
   void OnTold(uint64_t link, const v1::LeaderMessage& message);
+  void OnRunTold(const v1::Prepare& prepare);
   void CheckSubmesh(uint64_t run);
   void CheckWorkersLost(const RunTold& told);
   int EpochsEnded(const ClientRequest& request) const;  // by its runs, at most
-  void CheckNothingRuns();
-  std::vector<uint32_t> DrawPrompt();
+
+  // ---- K and V: kv.cc.
+  std::string AdmitKv(int64_t tokens);  // the lease; empty: none
+  void KeepLayers(const Host& host, int seat);
   void OnPrefillEnded(const std::string& lease, bool done);
   void UseLease(const std::string& lease);
   void ReadLease(const std::string& lease);
@@ -269,7 +272,8 @@ class PoolSimulation {
   void EndLease(const std::string& lease);
   void CheckKvBudgets();
 
-  // ---- Clients and chaos.
+  // ---- Clients: clients.cc.
+  std::vector<uint32_t> DrawPrompt();
   void SubmitNext();
   void SubmitAgainAfter(absl::Duration delay) {
     After(delay, -1, [this] { SubmitNext(); });
@@ -279,12 +283,14 @@ class PoolSimulation {
   void ChangeTurns();
   std::string Missing();  // workers that are not in the pool
   void OnAnswer(const Leader::Answer& answer);
+  void CheckNothingRuns();
+  ClientRequest* RequestOf(const WorkerMachine::RunPart& part);
+
+  // ---- Chaos: chaos.cc.
   void Chaos();
   void Heal();
-  void CheckEnd();
   bool CalmSince(absl::Time since) const { return last_fault_end_ < since; }
   void Fault(absl::Duration duration);
-  ClientRequest* RequestOf(const WorkerMachine::RunPart& part);
 
   const uint64_t seed_;
   const bool verbose_;
@@ -337,4 +343,4 @@ class PoolSimulation {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_SERVER_POOL_POOL_SIMULATION_H_
+#endif  // MESHFILL_TESTS_SERVER_POOL_SIMULATION_POOL_SIMULATION_H_

@@ -1,6 +1,6 @@
 // Many stories of a pool that fails and heals (pool_simulation.h). MESHFILL_SEED=n replays one of them and
 // tells it; MESHFILL_SEEDS=n tries so many; MESHFILL_FIRST_SEED=n starts there instead of at a random one.
-#include "tests/server/pool/pool_simulation.h"
+#include "tests/server/pool/simulation/pool_simulation.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,0 +1,295 @@
+// What runs compute: their parts on the workers, operation by operation, and the digests that make up a
+// result.
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "tests/server/pool/simulation/pool_simulation.h"
+#include "tests/server/pool/simulation/simulated_pool.h"
+
+namespace meshfill {
+namespace {
+
+constexpr int kMostAttempts = 6;  // leader.cc
+constexpr double kProbeSeconds = 0.02;
+
+}  // namespace
+
+uint64_t PoolSimulation::Mix(uint64_t token, uint64_t id) {
+  uint64_t hash = token * 0x9E3779B97F4A7C15u + id + 1;
+  hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9u;
+  return hash ^ (hash >> 31);
+}
+
+uint64_t PoolSimulation::Digest(const Host& host, int seat) const {
+  const WorkerMachine::RunPart& part = host.part;
+  const Plan& plan = part.plan;
+  const int rank = plan.RankAt(seat);
+  const SlotPositions positions = plan.layout.Positions(rank);
+  const std::vector<uint32_t>& shard = part.shards[seat - part.first_rank];
+  uint64_t sum = 0;
+  for (size_t slot = 0; slot < shard.size(); ++slot) {
+    sum += Mix(static_cast<uint64_t>(plan.cached_tokens) + positions.At(slot), shard[slot]);
+  }
+  const TokenLayout layout = plan.kv_layout();
+  const int64_t prefix_slots = layout.ChunkTokens(rank) - plan.layout.ChunkTokens(rank);
+  for (int64_t slot = 0; slot < prefix_slots; ++slot) {
+    uint64_t of_id = 0;
+    const KvRows rows = KvRowsOf(*host.prefix, 0, layout, rank, slot, 1);
+    std::memcpy(&of_id, rows.slab->Row(0, rows.first_slot) + sizeof of_id, sizeof of_id);
+    sum += of_id;
+  }
+  return sum;
+}
+
+void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
+  if (MayCrashAt(index, Step::kHostPrepare)) return;
+  Node& node = nodes_[index];
+  auto prefix = node.kv->PrefixOf(part.prefix);
+  if (!prefix.ok()) return Fail(absl::StrCat(node.name, " lacks a prefix: ", prefix.status().message()));
+  CheckWeights(node, part);
+  const uint64_t run = part.number;
+  Host& prepared = node.hosts.emplace(run, Host{.part = std::move(part)}).first->second;
+  prepared.prefix = *std::move(prefix);
+  if (IsMember(node) &&
+      std::ssize(node.hosts) > (many_runs_[static_cast<size_t>(index)] ? runs_at_once_ : 1)) {
+    Fail(absl::StrCat(node.name, " has more runs than may live at once"));
+  }
+  census_.most_at_once = std::max(census_.most_at_once, static_cast<int>(node.hosts.size()));
+  node.host_free_at = std::max(now_ + DrawMs(0, 30), node.host_free_at);
+  At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation || !node.hosts.contains(run)) return;
+    Host& host = node.hosts.at(run);
+    if (!healed_ && !quiet_ && Chance(0.005)) {
+      Fault(absl::ZeroDuration());
+      node.machine->OnRunPrepared(run, absl::ResourceExhaustedError("no memory"));
+      return DoNodeActions(index);
+    }
+    const WorkerMachine::RunPart& part = host.part;
+    if (part.keep_kv.has_value()) {
+      std::vector<int> ranks;
+      for (size_t i = 0; i < part.shards.size(); ++i) {
+        ranks.push_back(part.plan.RankAt(part.first_rank + static_cast<int>(i)));
+      }
+      auto kv = node.kv->Begin(run, *part.keep_kv, host.prefix, part.plan.layout, ranks);
+      if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
+      host.kv = *std::move(kv);
+    }
+    for (size_t i = 0; i < part.shards.size() + (part.weights.share.of > 0 ? 1 : 0); ++i) {
+      host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
+    }
+    node.machine->OnRunPrepared(run, host.addresses);
+    DoNodeActions(index);
+  });
+}
+
+// Who may not share does not, and the share with the LM head is of the worker that has the last token.
+void PoolSimulation::CheckWeights(const Node& node, const WorkerMachine::RunPart& part) {
+  const WorkerMachine::RunWeights& weights = part.weights;
+  if (weight_bytes_ > 0) ++(weights.share.of > 0 ? census_.shared : census_.streamed);
+  if (weights.share.of == 0) return;
+  if (!node.may_share) Fail(absl::StrCat(node.name, " is to share weights that it cannot share"));
+  const int seat = part.plan.SeatOf(part.plan.layout.RankOf(part.plan.layout.tokens() - 1)) - part.first_rank;
+  const bool has_last = seat >= 0 && seat < std::ssize(part.shards);
+  if (has_last != (weights.share.index == weights.head)) Fail("the LM head is gathered by the wrong worker");
+}
+
+void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) {
+  Node& node = nodes_[index];
+  if (!node.hosts.contains(start.run)) return Fail("starts a run that is not prepared");
+  Host& host = node.hosts.at(start.run);
+  const int first = host.part.first_rank;
+  const int ranks = host.part.plan.ranks();
+  const WeightShare& share = host.part.weights.share;
+  if (static_cast<int>(start.addresses.size()) != ranks + share.of) {
+    return Fail("not every rank, and every share of the weights, has an address");
+  }
+  for (size_t i = 0; i < host.addresses.size(); ++i) {
+    const bool of_rank = i < host.part.shards.size();
+    const int at = of_rank ? host.part.plan.RankAt(first + static_cast<int>(i)) : ranks + share.index;
+    if (start.addresses[at] != host.addresses[i]) return Fail("a run with an address of another run");
+  }
+  std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
+  if (mesh == nullptr) {
+    mesh = std::make_shared<Mesh>();
+    mesh->run = start.run;
+    mesh->members.resize(ranks);
+  }
+  host.mesh = mesh;
+  CheckProbes(start.probes, host.part);
+  host.probes = start.probes;
+  for (size_t i = 0; i < host.part.shards.size(); ++i) {
+    const int seat = first + static_cast<int>(i);
+    mesh->members[host.part.plan.RankAt(seat)] = {.node = index,
+                                                  .seat = seat,
+                                                  .incarnation = node.incarnation,
+                                                  .done = 0,
+                                                  .digest = Digest(host, seat)};
+    host.ranks.push_back({.seat = seat});
+  }
+  const auto begin = [this, index, first, mesh, incarnation = node.incarnation] {
+    const Host* host = HostOfMesh(index, incarnation, mesh);
+    for (size_t i = 0; host != nullptr && i < host->ranks.size(); ++i) {
+      if (!host->ranks[i].over) BeginOperation(index, mesh->run, first + static_cast<int>(i));
+    }
+  };
+  if (host.probes.empty()) return begin();
+  After(absl::Seconds(kProbeSeconds * static_cast<double>(host.probes.size())), index, begin);
+}
+
+PoolSimulation::Host* PoolSimulation::HostOfMesh(int index, int incarnation,
+                                                 const std::shared_ptr<Mesh>& mesh) {
+  Node& node = nodes_[index];
+  if (node.machine == nullptr || node.incarnation != incarnation) return nullptr;
+  const auto host = node.hosts.find(mesh->run);
+  return host != node.hosts.end() && host->second.mesh == mesh ? &host->second : nullptr;
+}
+
+// What is at the end of its operation goes on, each rank in its own time.
+void PoolSimulation::PauseHost(int index, uint64_t run, bool paused) {
+  Node& node = nodes_[index];
+  if (!node.hosts.contains(run)) return Fail("pauses a run that is not there");
+  Host& host = node.hosts.at(run);
+  if (paused) ++census_.pauses;
+  host.paused = paused;
+  for (HostRank& rank : host.ranks) {
+    if (rank.computing) rank.computing_since = now_;
+    if (paused || !std::exchange(rank.held, false)) continue;
+    After(DrawMs(0, 20), index,
+          [this, index, seat = rank.seat, mesh = host.mesh, incarnation = node.incarnation] {
+            if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
+          });
+  }
+}
+
+void PoolSimulation::StopHost(int index, uint64_t run) {
+  Node& node = nodes_[index];
+  if (!node.hosts.contains(run)) return Fail("stops a run that is not there");
+  node.host_free_at = std::max({now_ + DrawMs(0, 60), node.compute_frozen_until, node.host_free_at});
+  At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation) return;
+    if (node.hosts.erase(run) == 0) return Fail("a run that was stopped is gone");
+    node.kv->Drop(run);
+    node.machine->OnRunStopped(run, now_);
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::BeginOperation(int index, uint64_t run, int seat) {
+  Node& node = nodes_[index];
+  Host& host = node.hosts.at(run);
+  HostRank& state = host.ranks[seat - host.part.first_rank];
+  state.computing = true;
+  state.computing_since = now_;
+  const absl::Time when =
+      std::max(now_ + (Chance(0.01) ? DrawMs(100, 900) : DrawMs(1, 40)), node.compute_frozen_until);
+  At(when, index, [this, index, seat, mesh = host.mesh, incarnation = node.incarnation] {
+    if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
+  });
+}
+
+void PoolSimulation::EndOperation(int index, uint64_t run, int seat) {
+  Node& node = nodes_[index];
+  Host& host = node.hosts.at(run);
+  HostRank& state = host.ranks[seat - host.part.first_rank];
+  if (host.paused) {
+    state.held = true;
+    return;
+  }
+  if (node.compute_frozen_until > now_) {  // frozen in the middle
+    At(node.compute_frozen_until, index,
+       [this, index, seat, mesh = host.mesh, incarnation = node.incarnation] {
+         if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
+       });
+    return;
+  }
+  const auto& shard = host.part.shards[seat - host.part.first_rank];
+  if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
+    ++poison_deaths_;
+    // Whether it did so alone nobody can tell where others may have computed just before.
+    ClientRequest* request = RequestOf(host.part);
+    const int most = runs_at_once_ == 1 ? 2 : kMostAttempts;
+    if (request != nullptr && ++request->deaths > most) Fail("a poisonous request ends epoch after epoch");
+    return CrashNode(index, false);
+  }
+  if (MayCrashAt(index, Step::kCompute)) return;
+  state.computing = false;
+  ++state.operations;
+  const std::shared_ptr<Mesh> mesh = host.mesh;
+  mesh->members[host.part.plan.RankAt(seat)].done = state.operations;
+  PassBarrier(mesh, state.operations);
+}
+
+// Each operation needs what every rank did in the one before.
+void PoolSimulation::PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation) {
+  absl::Time apart_until = absl::InfinitePast();
+  for (const Mesh::Member& member : mesh->members) {
+    if (member.node < 0 || member.done < operation) return;
+    apart_until = std::max(apart_until, nodes_[member.node].data_partitioned_until);
+  }
+  if (mesh->broken) return;
+  if (apart_until > now_ && mesh->members.size() > 1) {
+    At(apart_until, -1, [this, mesh, operation] { PassBarrier(mesh, operation); });
+    return;
+  }
+  if (small_ && !healed_ && !quiet_ && Chance(0.01)) {  // its workers stay, and what they keep
+    Note(absl::StrCat("a connection breaks in run ", mesh->run));
+    Fault(absl::ZeroDuration());
+    const int rank = Draw(0, static_cast<int>(mesh->members.size()) - 1);
+    return At(now_, mesh->members[rank].node, [this, mesh, rank] { RankFails(mesh, rank); });
+  }
+  const std::vector<Mesh::Member> members = mesh->members;
+  for (const Mesh::Member& member : members) {
+    if (HostOfMesh(member.node, member.incarnation, mesh) == nullptr) continue;
+    if (operation < kOperations) {
+      BeginOperation(member.node, mesh->run, member.seat);
+    } else {
+      FinishRank(member.node, mesh->run, member.seat);
+    }
+  }
+}
+
+void PoolSimulation::FinishRank(int index, uint64_t run, int seat) {
+  const std::shared_ptr<Mesh> mesh = nodes_[index].hosts.at(run).mesh;
+  After(DrawMs(0, 30), index, [this, index, seat, mesh, incarnation = nodes_[index].incarnation] {
+    Host* const host = HostOfMesh(index, incarnation, mesh);
+    if (host == nullptr) return;
+    Node& node = nodes_[index];
+    const WorkerMachine::RunPart& part = host->part;
+    host->ranks[seat - part.first_rank].over = true;
+    KeepLayers(*host, seat);
+    const int rank = part.plan.RankAt(seat);
+    RankOutput output;
+    output.stats.blocks = static_cast<int64_t>(part.number);
+    for (const LinkProbe& probe : host->probes) output.links.push_back(MeasuredLink(probe, *mesh, rank));
+    output.probe_seconds = kProbeSeconds * static_cast<double>(host->probes.size());
+    if (part.tokens_ahead == 0 && part.plan.layout.RankOf(part.plan.layout.tokens() - 1) == rank) {
+      uint64_t sum = 0;
+      for (const Mesh::Member& member : mesh->members) sum += member.digest;
+      output.logits = {static_cast<float>(sum & 0xFFFFF), static_cast<float>(sum >> 20 & 0xFFFFF),
+                       static_cast<float>(sum >> 40 & 0xFFFFF), static_cast<float>(part.number)};
+    }
+    node.machine->OnRankDone(part.number, seat, std::move(output));
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::RankFails(const std::shared_ptr<Mesh>& mesh, int rank) {
+  const Mesh::Member& member = mesh->members[rank];
+  Host* const host = HostOfMesh(member.node, member.incarnation, mesh);
+  if (host == nullptr) return;
+  HostRank& state = host->ranks[member.seat - host->part.first_rank];
+  if (std::exchange(state.over, true)) return;
+  state.computing = false;
+  nodes_[member.node].machine->OnRankDone(mesh->run, member.seat, absl::UnavailableError("a peer is gone"));
+  DoNodeActions(member.node);
+}
+
+}  // namespace meshfill
