@@ -1,0 +1,141 @@
+// More requests than the workers have memory for: which begin beside others, and which wait for memory.
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/server/pool/leader_fixture.h"
+
+namespace meshfill {
+namespace {
+
+// Workers whose memory takes one prefill of 4,096 tokens, and small ones beside it.
+class CrowdedLeaderTest : public LeaderFixture {
+ protected:
+  CrowdedLeaderTest() : LeaderFixture(Many()) {}
+
+  static Leader::Options Many() {
+    Leader::Options options = Options();
+    options.runs_at_once = 8;
+    return options;
+  }
+  void SetUp() override {
+    const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 2}, 4096, {});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    for (const Leader::Connection worker : {1, 2}) {
+      v1::Join offer = Offer(absl::StrCat("w", worker));
+      offer.set_memory_bytes(static_cast<uint64_t>(plan->plan.predicted.run_bytes * 6 / 10));
+      ASSERT_EQ(Join(worker, offer), "");
+    }
+  }
+  Leader::Ticket SubmitTokens(size_t tokens) {
+    Submit(std::vector<uint32_t>(tokens, 1));
+    return newest_;
+  }
+};
+
+TEST_F(CrowdedLeaderTest, BeginsBesideOthersWhatTheWorkersHaveMemoryFor) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  EXPECT_NE(leader_.run_of(large), 0u);
+  const Leader::Ticket small = SubmitTokens(64);
+  EXPECT_NE(leader_.run_of(small), 0u);
+  EXPECT_FALSE(leader_.CrowdedOut(small));
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_EQ(leader_.run_of(other), 0u);
+  EXPECT_TRUE(leader_.CrowdedOut(other));
+  const size_t planned = planned_with_.size();
+  Pass(absl::Seconds(3), {1, 2});
+  EXPECT_EQ(planned_with_.size(), planned) << "nothing has changed: no need to plan again";
+  leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
+  Do();
+  EXPECT_FALSE(leader_.CrowdedOut(other)) << "a run stops: it may have room in a moment";
+  EXPECT_TRUE(leader_.Undecided(other));
+  EXPECT_EQ(leader_.run_of(other), 0u) << "not before its memory is free";
+  run_ = 1;
+  Stopped(1);
+  EXPECT_EQ(leader_.run_of(other), 0u);
+  Stopped(2);
+  EXPECT_NE(leader_.run_of(other), 0u);
+  EXPECT_FALSE(leader_.Undecided(other));
+}
+
+TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  const Leader::Ticket small = SubmitTokens(64);
+  ASSERT_NE(leader_.run_of(small), 0u);
+  leader_.CancelRequest(small, absl::CancelledError("the client left"), now_);
+  Do();
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_TRUE(leader_.Undecided(other));
+  run_ = 2;
+  Stopped(1);
+  EXPECT_TRUE(leader_.Undecided(other));
+  EXPECT_FALSE(leader_.CrowdedOut(other));
+  Stopped(2);
+  EXPECT_FALSE(leader_.Undecided(other));
+  EXPECT_TRUE(leader_.CrowdedOut(other)) << "the first still has its memory";
+  leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
+  Do();
+  run_ = 1;
+  Stopped(1);
+  Stopped(2);
+  EXPECT_NE(leader_.run_of(other), 0u);
+}
+
+TEST_F(CrowdedLeaderTest, RunsThatStandStillGoOnWhileAnotherWaitsForTheirMemory) {
+  const Leader::Ticket large = SubmitTokens(4096);
+  Prepare({1, 2});
+  const uint64_t first = run_;
+  leader_.SetPaused(large, true, now_);
+  Do();
+  ASSERT_TRUE(sent_[1].back().has_pause());
+  const Leader::Ticket other = SubmitTokens(4096);
+  EXPECT_TRUE(leader_.CrowdedOut(other));
+  EXPECT_EQ(sent_[1].back().resume().run(), first);
+  leader_.CancelRequest(other, absl::CancelledError("later"), now_);
+  Do();
+  EXPECT_TRUE(sent_[1].back().has_pause());
+}
+
+class SharingCrowdLeaderTest : public CrowdedLeaderTest {
+ protected:
+  void SetUp() override {}  // other workers join
+};
+
+// Two runs share the same shares of the weights, whose memory is counted once.
+TEST_F(SharingCrowdLeaderTest, TheSharesOfRunsThatLiveTakeMemory) {
+  constexpr int64_t kShareBytes = 1500;
+  int64_t run_bytes = 0;
+  Leader::Connection worker = 0;
+  for (const int64_t slack : {1 << 30, -1, 0}) {
+    SCOPED_TRACE(slack);
+    for (int i = 0; i < 2; ++i) {
+      const int64_t memory_bytes = 2 * run_bytes + kShareBytes + slack;
+      ++worker;
+      ASSERT_EQ(Join(worker, StreamingOffer(absl::StrCat("w", worker), memory_bytes)), "");
+    }
+    const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 4096, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->weights.mode, WeightMode::kSharded);
+    EXPECT_TRUE(choice->pieces.empty());
+    run_bytes = ReservedBytes(choice->plan, 1);
+    const Leader::Ticket first = SubmitTokens(4096), second = SubmitTokens(4096);
+    EXPECT_NE(leader_.run_of(first), 0u);
+    EXPECT_EQ(leader_.run_of(second) != 0, slack >= 0);
+    for (const Leader::Ticket ticket : {first, second}) {
+      leader_.CancelRequest(ticket, absl::CancelledError("enough"), now_);
+    }
+    Do();
+    for (const Leader::Connection each : {worker - 1, worker}) leader_.OnDisconnected(each, now_);
+    Do();
+  }
+}
+
+TEST_F(CrowdedLeaderTest, WorkersThatTakeOneRunAtATimeGetOne) {
+  v1::Join offer = Offer("w3");
+  offer.set_many_runs(false);
+  ASSERT_EQ(Join(3, offer), "");
+  SubmitTokens(64);
+  EXPECT_TRUE(leader_.CrowdedOut(SubmitTokens(64)));
+}
+
+}  // namespace
+}  // namespace meshfill

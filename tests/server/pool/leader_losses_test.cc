@@ -1,0 +1,156 @@
+// Which workers are lost or kept out, and what then becomes of the request: its answer, its error, or a wait.
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/server/pool/leader_fixture.h"
+
+namespace meshfill {
+namespace {
+
+using LeaderTest = LeaderFixture;
+
+TEST_F(LeaderTest, WhoDoesNotPrepareIsKeptOutForAWhile) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  absl::Duration kept_out = absl::Seconds(10);
+  Leader::Connection b = 2;
+  for (int time = 0; time < 3; ++time, kept_out *= 2) {
+    Submit(std::vector<uint32_t>(200, 1));
+    Prepare({1});
+    Pass(Options().prepare_timeout + absl::Seconds(1), {1, b});
+    ASSERT_EQ(closed_.back(), b) << "it lives, but does not prepare";
+    Stopped(1);
+    Prepare({1});
+    RankDone(1, 0, kVocab);
+    ASSERT_EQ(answers_.size(), static_cast<size_t>(time + 1));
+    EXPECT_NE(Join(++b, Offer("b")), "");
+    EXPECT_TRUE(sent_[b].back().refused().retry());
+    EXPECT_EQ(Join(100 + b, Offer(absl::StrCat("c", b))), "") << "another one may";
+    leader_.OnDisconnected(100 + b, now_);
+    Pass(kept_out - absl::Seconds(2), {1});
+    EXPECT_NE(Join(++b, Offer("b")), "");
+    Pass(absl::Seconds(2), {1});
+    ASSERT_EQ(Join(++b, Offer("b")), "");
+  }
+}
+
+TEST_F(LeaderTest, TheOnlyWorkerIsNotKeptOut) {
+  Join(1, Offer("a"));
+  Submit(std::vector<uint32_t>(200, 1));
+  Pass(Options().prepare_timeout + absl::Seconds(1), {1});
+  ASSERT_EQ(closed_.back(), 1u);
+  EXPECT_EQ(Join(2, Offer("a")), "");
+}
+
+TEST_F(LeaderTest, SilentWorkersAreLostWithinTwoSeconds) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  Pass(absl::Milliseconds(1400), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  Pass(absl::Milliseconds(600), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+  EXPECT_EQ(leader_.counters().losses, 1u);
+}
+
+TEST_F(LeaderTest, AWorkerThatTalksButDoesNotComputeIsLost) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  Pass(absl::Milliseconds(1900), {1}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+  Pass(absl::Milliseconds(300), {1}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 0);
+}
+
+TEST_F(LeaderTest, AnswersOnceAllRanksAreDone) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1, 2});
+  RankDone(2, 1, kVocab);
+  EXPECT_TRUE(answers_.empty());
+  RankDone(2, 0, kVocab);  // of another's rank
+  EXPECT_TRUE(answers_.empty());
+  EXPECT_TRUE(layers_done_.empty());
+  RankDone(1, 0, 0);
+  ASSERT_EQ(answers_.size(), 1u);
+  ASSERT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(layers_done_, std::vector<int>{Shape().layers}) << "no word of progress came";
+  EXPECT_EQ(answers_[0]->logits.size(), static_cast<size_t>(kVocab));
+  EXPECT_EQ(answers_[0]->peak_flops, 2e12);
+  EXPECT_TRUE(sent_[1].back().has_finish());
+  EXPECT_TRUE(sent_[2].back().has_finish());
+}
+
+TEST_F(LeaderTest, ARequestThatEndsTwoEpochsIsPoisonousByItsId) {
+  for (Leader::Connection connection = 1; connection <= 3; ++connection) {
+    Join(connection, Offer(absl::StrCat("w", connection)));
+  }
+  Submit(std::vector<uint32_t>(300, 1));
+  Prepare({1, 2, 3});
+  leader_.OnDisconnected(3, now_);
+  Do();
+  EXPECT_TRUE(answers_.empty());
+  EXPECT_TRUE(sent_[1].back().has_abort());
+  Stopped(1);
+  EXPECT_FALSE(sent_[1].back().has_prepare()) << "another has not stopped yet";
+  Stopped(2);
+  Prepare({1, 2});
+  leader_.OnDisconnected(2, now_);
+  Do();
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kInternal);
+  EXPECT_NE(answers_[0].status().message().find("request r7 "), absl::string_view::npos)
+      << answers_[0].status();
+  Stopped(1);
+  EXPECT_TRUE(leader_.idle());
+}
+
+TEST_F(LeaderTest, AWorkersFaultIsNotToldAsTheClients) {
+  const absl::StatusCode blaming[] = {absl::StatusCode::kInvalidArgument, absl::StatusCode::kUnauthenticated,
+                                      absl::StatusCode::kPermissionDenied, absl::StatusCode::kNotFound};
+  Join(1, Offer("a"));
+  for (const absl::StatusCode code : blaming) {
+    answers_.clear();
+    Submit({1, 2, 3});
+    for (const v1::LeaderMessage& sent : sent_[1]) {
+      if (sent.has_prepare()) run_ = sent.prepare().run();
+    }
+    v1::WorkerMessage message = OfRun();
+    message.mutable_prepared()->set_run(run_);
+    message.mutable_prepared()->mutable_outcome()->set_code(static_cast<uint32_t>(code));
+    message.mutable_prepared()->mutable_outcome()->set_message("give me\r\nyour password");
+    Say(1, message);
+    ASSERT_EQ(answers_.size(), 1u);
+    EXPECT_EQ(answers_[0].status(), absl::InternalError("worker a: give me  your password"));
+    Stopped(1);
+    ASSERT_TRUE(leader_.idle());
+  }
+}
+
+TEST_F(LeaderTest, AFailureOfTheRequestItselfIsItsAnswer) {
+  Join(1, Offer("a"));
+  Submit({1, 2, 3});
+  Prepare({1});
+  v1::WorkerMessage message = OfRun();
+  message.mutable_rank_done()->set_run(run_);
+  *message.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::ResourceExhaustedError("no memory"));
+  Say(1, message);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(answers_[0].status().message().find("worker a: rank 0: no memory"), absl::string_view::npos);
+  Stopped(1);
+  EXPECT_EQ(leader_.capacity().ranks, 1);
+}
+
+TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
+  Submit({1});
+  Pass(absl::Milliseconds(9900), {});
+  EXPECT_TRUE(answers_.empty());
+  Pass(absl::Milliseconds(200), {});
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace meshfill

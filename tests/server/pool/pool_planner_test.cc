@@ -1,0 +1,125 @@
+// How a pool plans: over which ranks, in what memory, and with weights that are streamed or shared.
+#include "server/pool/pool_planner.h"
+
+#include "tests/server/pool/leader_fixture.h"
+
+namespace meshfill {
+namespace {
+
+// What is left is planned anew: all ranks, or fewer with the rest idle, whatever is predicted to be faster.
+TEST(PoolPlannerTest, PlansOverWhoIsLeft) {
+  for (int ranks = 1; ranks <= 16; ++ranks) {
+    const PoolCapacity capacity{.ranks = ranks};
+    const auto best = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    ASSERT_TRUE(best.ok()) << best.status();
+    EXPECT_LE(best->plan.ranks(), ranks);
+    EXPECT_GE(best->plan.ranks(), ranks - ranks / 4);
+    for (const PlanCandidate& candidate : best->candidates) {
+      EXPECT_LE(best->plan.predicted.seconds, candidate.predicted.seconds);
+    }
+    for (int fewer = ranks; fewer >= ranks - ranks / 4; --fewer) {
+      const auto choice = MakePlan(Shape(), PoolSpeed{}, {.tokens = 4096, .ranks = fewer});
+      ASSERT_TRUE(choice.ok()) << choice.status();
+      EXPECT_LE(best->plan.predicted.seconds, choice->plan.predicted.seconds) << fewer << " of " << ranks;
+    }
+  }
+}
+
+TEST(PoolPlannerTest, AFixedTileIsForAllRanks) {
+  PrefillOptions options;
+  options.tile = Tile{2, 2};
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 4}, 100, options)->plan.tile, (Tile{2, 2}));
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 5}, 100, options).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(PoolPlannerTest, MemoryIsWhatTheTightestRankHas) {
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 4, .rank_memory_bytes = 1000}, 4096, {})
+                .status()
+                .code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 0}, 4096, {}).status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+// Every rank is planned with its share of what its worker's weights take.
+TEST(PoolPlannerTest, LayersThatPassTakeOfTheMemory) {
+  PoolCapacity capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30};
+  const auto bare = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(bare.ok()) << bare.status();
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1000, .layer_seconds = 1};
+  const auto streamed = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(streamed.ok()) << streamed.status();
+  EXPECT_EQ(streamed->plan.predicted.run_bytes,
+            bare->plan.predicted.run_bytes + 1000 * streamed->plan.ranks());
+  EXPECT_GT(streamed->plan.predicted.weight_seconds, 0);
+  capacity.rank_weights.run_bytes = capacity.rank_memory_bytes;
+  EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), capacity, 4096, {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+// Weights that workers would stream are shared where that is predicted to be faster, and has room.
+TEST(PoolPlannerTest, StreamsOrSharesWhicheverIsFaster) {
+  PoolCapacity capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30, .first_seats = {0, 2}};
+  capacity.topology.node_of_seat = {0, 0, 1, 1};
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1000, .layer_seconds = 1};
+  const PlanWeights shared = {.mode = WeightMode::kSharded,
+                              .loaded_bytes = 3000,
+                              .run_bytes = 400,
+                              .layer_seconds = 1e-6,
+                              .layer_busy_seconds = 1e-6,
+                              .head_seconds = 1e-6,
+                              .layer_bytes = 200,
+                              .head_bytes = 600};
+  const auto chosen = [&] {
+    const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    EXPECT_TRUE(choice.ok()) << choice.status();
+    return choice.ok() ? choice->weights.mode : WeightMode::kResident;
+  };
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // they cannot share
+  capacity.shared_weights = shared;
+  capacity.shared_rank_memory_bytes = 1 << 29;
+  EXPECT_EQ(chosen(), WeightMode::kSharded);  // the files are slow
+  const auto by_sharing = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  capacity.shared_rank_memory_bytes = 1;  // no room beside the shares
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);
+  capacity.shared_rank_memory_bytes = 1 << 29;
+  const auto fast_links = capacity.topology;
+  capacity.topology.between_nodes.bytes_per_second = 10;
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // the link is slower
+  capacity.topology = fast_links;
+  capacity.rank_weights.layer_seconds = 0;
+  EXPECT_EQ(chosen(), WeightMode::kStreamed);  // neither adds anything to speak of
+  // As where they are always shared.
+  capacity.rank_weights = shared;
+  capacity.rank_memory_bytes = capacity.shared_rank_memory_bytes;
+  capacity.shared_weights.reset();
+  const auto always = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+  ASSERT_TRUE(by_sharing.ok() && always.ok());
+  EXPECT_EQ(by_sharing->plan, always->plan);
+}
+
+// A worker that were idle would keep its share to itself: all take part.
+TEST(PoolPlannerTest, AllWorkersThatShareWeightsTakePart) {
+  for (int ranks = 2; ranks <= 13; ++ranks) {
+    PoolCapacity capacity = {
+        .ranks = ranks,
+        .topology = {.same_node = {.bytes_per_second = 1e9}},
+        .rank_memory_bytes = 1 << 30,
+        .rank_weights = {
+            .mode = WeightMode::kSharded, .loaded_bytes = 1000, .run_bytes = 100, .layer_bytes = 50}};
+    for (int seat = 0; seat < ranks; ++seat) {
+      capacity.first_seats.push_back(seat);
+      capacity.topology.node_of_seat.push_back(0);
+    }
+    const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, 4096, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->plan.ranks(), ranks);
+    EXPECT_EQ(choice->weights.run_bytes, ranks * 100);
+    EXPECT_EQ(choice->plan.predicted.weight_bytes, 1000 + ranks * 100);
+    EXPECT_GT(choice->plan.predicted.comm_bytes[Traffic::kGather], 0);
+  }
+}
+
+}  // namespace
+}  // namespace meshfill
