@@ -1,0 +1,140 @@
+// Layouts and the dtype that partial outputs travel in, where both are left to the planner.
+#include <cmath>
+#include <optional>
+#include <random>
+#include <set>
+
+#include "gtest/gtest.h"
+#include "tests/engine/layer_kinds.h"
+#include "tests/engine/plan/planner_inputs.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+TEST(MakePlan, TakesTheFastestLayoutAndWireDTypeThatAreLeftOpen) {
+  std::mt19937_64 random(TestSeed());
+  std::set<LayoutKind> layouts;
+  std::set<DType> dtypes;
+  for (int draw = 0; draw < 100; ++draw) {
+    const ModelShape model = Llama(8, 8, DType::kBf16);
+    PoolSpeed speed = kSlowLink;
+    speed.attention_flops_per_second = std::exp2(Draw(random, 30, 46));
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1, 20000), .ranks = Draw(random, 1, 16)};
+    request.layout = std::nullopt;
+    request.partial_dtype = std::nullopt;
+    const auto choice = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    layouts.insert(choice->plan.layout.kind());
+    dtypes.insert(choice->plan.partial_dtype);
+    for (int kind = 0; kind < 3; ++kind) {
+      for (DType dtype : {DType::kF32, DType::kBf16}) {
+        request.layout = static_cast<LayoutKind>(kind);
+        request.partial_dtype = dtype;
+        const auto fixed = MakePlan(model, speed, request);
+        ASSERT_TRUE(fixed.ok()) << fixed.status();
+        EXPECT_LE(choice->plan.predicted.seconds, fixed->plan.predicted.seconds * 1.021);  // 1 % twice
+        EXPECT_EQ(fixed->plan.layout.kind(), *request.layout);
+        EXPECT_EQ(fixed->plan.partial_dtype, dtype);
+      }
+    }
+  }
+  EXPECT_TRUE(layouts.contains(LayoutKind::kStriped) && layouts.contains(LayoutKind::kZigzag));
+  EXPECT_EQ(dtypes, (std::set{DType::kF32, DType::kBf16}));
+}
+
+// A gain of less than a hundredth is within the error of any prediction, also where the bound promised more.
+TEST(MakePlan, AWireDTypeIsTakenForAHundredthAtLeast) {
+  const ModelShape model = Llama(8, 8, DType::kBf16);
+  int less = 0, more = 0;
+  for (const Tile tile : {Tile{2, 2}, Tile{3, 3}, Tile{4, 2}, Tile{5, 3}}) {
+    for (int exponent = 0; exponent < 96; ++exponent) {
+      PoolSpeed speed = kSlowLink;
+      speed.attention_flops_per_second = 1e12;
+      speed.link_bytes_per_second = std::exp2(28 + exponent / 8.0);
+      PlanRequest request = {.tokens = 16384, .ranks = tile.ranks(), .tile = tile};
+      const auto plan = [&](std::optional<DType> dtype) {
+        request.partial_dtype = dtype;
+        return MakePlan(model, speed, request)->plan;
+      };
+      const Plan f32 = plan(DType::kF32), bf16 = plan(DType::kBf16);
+      const double gain = 1 - bf16.predicted.seconds / f32.predicted.seconds;
+      EXPECT_EQ(plan(std::nullopt).partial_dtype, gain > 0.01 ? DType::kBf16 : DType::kF32)
+          << "a gain of " << gain;
+      const bool promising = LeastSeconds(model, speed, bf16) < 0.98 * f32.predicted.seconds;
+      less += promising && gain > 0 && gain < 0.01 ? 1 : 0;
+      more += gain > 0.01 ? 1 : 0;
+    }
+  }
+  EXPECT_GT(less, 0);
+  EXPECT_GT(more, 0);
+}
+
+// Of layouts that tie: contiguous chunks for windows alone, but stripes where another prompt may follow.
+TEST(MakePlan, WindowsAloneAreContiguousUnlessTheirKeysAreKept) {
+  for (const int with_window : {0, 2, 4}) {
+    ModelShape model = Llama(8, 8, DType::kBf16);
+    if (with_window > 0) SetWindow(model, 100, with_window);
+    for (const bool keeps_kv : {false, true}) {
+      const auto choice =
+          MakePlan(model, kSlowLink, {.tokens = 4096, .layout = std::nullopt, .keeps_kv = keeps_kv});
+      EXPECT_EQ(choice->plan.layout.kind(),
+                with_window == model.layers && !keeps_kv ? LayoutKind::kContiguous : LayoutKind::kStriped)
+          << with_window << " layers with a window" << (keeps_kv ? ", kept" : "");
+    }
+  }
+}
+
+// A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
+// window's keys before its own, and contiguous chunks send no more.
+TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
+  const PoolSpeed speed = {.gemm_flops_per_second = 600e12,
+                           .attention_flops_per_second = 600e12,
+                           .merge_bytes_per_second = 1e12,
+                           .block_row_seconds = 1e-11};
+  const int64_t window = 4096;
+  ModelShape model = {.layers = 32,
+                      .hidden = 4096,
+                      .intermediate = 14336,
+                      .q_heads = 32,
+                      .kv_heads = 8,
+                      .head_dim = 128,
+                      .vocab = 32000,
+                      .context_tokens = 1 << 20,
+                      .dtype = DType::kBf16};
+  SetWindow(model, window, model.layers);
+  for (int ranks : {8, 16, 32, 64}) {
+    SCOPED_TRACE(testing::Message() << ranks << " ranks");
+    PlanRequest request = {.tokens = 131072, .ranks = ranks, .layout = std::nullopt, .one_memory = false};
+    request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 360e9},
+                        .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 45e9},
+                        .node_bytes_per_second = 45e9};
+    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / 8);
+    const auto choice = MakePlan(model, speed, request);
+    request.layout = LayoutKind::kStriped;
+    const auto striped = MakePlan(model, speed, request);
+    ASSERT_TRUE(choice.ok() && striped.ok()) << choice.status() << striped.status();
+    const Prediction& predicted = choice->plan.predicted;
+    EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kContiguous) << choice->plan.DebugString();
+    EXPECT_LE(static_cast<double>(predicted.comm_bytes.total()),
+              1.1 * static_cast<double>(model.layers * model.kv_bytes(window)));
+    EXPECT_LT(predicted.seconds, striped->plan.predicted.seconds);
+    if (ranks == 64) {
+      EXPECT_LT(predicted.seconds, 0.3 * 0.264) << "of what it took before windows cut messages";
+    }
+  }
+}
+
+// What costs accuracy and gains nothing is not chosen.
+TEST(MakePlan, TiesGoToStripesAndF32) {
+  PlanRequest request = {.tokens = 16384, .ranks = 4, .tile = Tile{1, 4}};
+  request.layout = std::nullopt;
+  request.partial_dtype = std::nullopt;
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kStriped);
+  EXPECT_EQ(choice->plan.partial_dtype, DType::kF32);
+}
+
+}  // namespace
+}  // namespace meshfill
