@@ -44,5 +44,6 @@ echo "  the images' build         tests/deploy/check-image.sh cpu, tests/deploy/
 echo "  a bare Debian 12          tests/deploy/check-bare-debian.sh (needs root; a whole build in a chroot)"
 echo "  the Debian package        tests/deploy/check-package.sh (needs root; installs it in a chroot)"
 echo "  vLLM beside a server      tests/python/vllm_test.py build/release/server/meshfill (installs vLLM, 5 GB)"
+echo "  vLLM, llama.cpp: speed    tests/python/peer_speed.py build/release/server/meshfill (the same, and compiles llama.cpp)"
 echo "  benchmarks                see Speed in README.md"
 echo "  a million tokens          see Memory in README.md"

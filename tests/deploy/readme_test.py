@@ -66,7 +66,7 @@ NOT_RUN = {
     "head -c 4000 README.md | meshfill prefill --server 127.0.0.1:50051 --tokens - --format bytes": (
         "wants that cluster", {"tests/deploy/check_pods.py": ["prefill"]}),
     "pip install vllm==0.32.0 './python[vllm]'": (
-        "wants the network", {"tests/python/vllm_test.py": ['VLLM = "0.32.0"'], "deploy/vllm.Dockerfile": ["v0.32.0", "python[vllm]"]}),
+        "wants the network", {"tests/python/vllm_venv.py": ['VLLM = "0.32.0"'], "deploy/vllm.Dockerfile": ["v0.32.0", "python[vllm]"]}),
     "vllm serve build/qwen3-0.6b --dtype bfloat16 --kv-transfer-config '{\n"
     '  "kv_connector": "MeshfillConnector",\n'
     '  "kv_connector_module_path": "meshfill.vllm",\n'

