@@ -21,13 +21,13 @@ Link Slowest(const Flows& flows, const Topology& topology) {
                                         topology.node_bytes_per_second / flows.most()})};
 }
 
-// The same in groups of `heads` side by side, all groups at once. `seats`: by node, also those without a
-// rank.
+// The same in groups of `heads` side by side, all groups at once. `at_once`: by node, whether a rank there
+// sends to all at once; others send to one after the other.
 Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& node_of_rank,
-                  const std::vector<int>& seats) {
+                  const std::vector<bool>& at_once) {
   if (heads == 1) return {};
-  std::vector<int64_t> out(seats.size(), 0);  // messages
-  std::vector<int> members(seats.size(), 0);  // ranks of the present head group on each node
+  std::vector<int64_t> out(at_once.size(), 0);  // messages
+  std::vector<int> members(at_once.size(), 0);  // ranks of the present head group on each node
   const Link& between = topology.between_nodes;
   double alone = 0;  // seconds by byte of one message, of the slowest rank, with its node's port for itself
   bool leaves = false;
@@ -38,8 +38,7 @@ Link AllToAllLink(const Topology& topology, int heads, const std::vector<int>& n
       const int inside = members[group[i]] - 1, outside = heads - members[group[i]];
       out[group[i]] += outside;
       leaves = leaves || outside > 0;
-      const bool at_once = seats[group[i]] == 1 && !topology.one_flow_a_seat;
-      const int in_turn = at_once ? std::min(outside, 1) : outside;
+      const int in_turn = at_once[group[i]] ? std::min(outside, 1) : outside;
       alone =
           std::max(alone, inside / topology.same_node.bytes_per_second + in_turn / between.bytes_per_second);
     }
@@ -94,14 +93,18 @@ int SeatsPerNode(const Topology& topology, int seats) {
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner) {
   const int ranks = heads * tile.ranks();
   std::vector<int> node_of_rank(ranks);
-  std::vector<int> number(topology.node_of_seat.size(), -1);  // numbers the nodes, by their first seat
-  std::vector<int> seats;                                     // by node
+  // Numbers the nodes, by their first seat.
+  std::vector<int> number(topology.node_of_seat.size(), -1);
+  std::vector<int> seats;  // by node
   for (size_t seat = 0; seat < number.size(); ++seat) {
     if (seat == 0 || topology.node_of_seat[seat] != topology.node_of_seat[seat - 1]) seats.push_back(0);
     ++seats.back();
     number[seat] = static_cast<int>(seats.size()) - 1;
   }
   const int nodes = static_cast<int>(seats.size());
+  // A rank has a card as fast as one flow where its node has several; alone it has the node's port.
+  std::vector<bool> at_once(seats.size());
+  for (int node = 0; node < nodes; ++node) at_once[node] = seats[node] == 1 && !topology.one_flow_a_seat;
   for (int rank = 0; rank < ranks; ++rank) node_of_rank[rank] = number[placement.seat_of_rank[rank]];
 
   const Mesh mesh(tile, KvOrder::kRising, kv_inner);
@@ -119,7 +122,7 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   Links links(PerTraffic<Link>{{Traffic::kQ, Slowest(q, topology)},
                                {Traffic::kKv, Slowest(kv, topology)},
                                {Traffic::kO, Slowest(q, topology)},
-                               {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, seats)}});
+                               {Traffic::kAllToAll, AllToAllLink(topology, heads, node_of_rank, at_once)}});
   const bool shares_inside = q.inside() + kv.inside() + kv_outer.inside() > 1;
   const auto inside = [&](const Flows& flows) {
     return shares_inside && flows.inside() ? topology.same_node : Link{};
@@ -145,9 +148,10 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
 }
 
 Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member) {
-  std::vector<int> seats(1 + *std::max_element(node_of_member.begin(), node_of_member.end()), 0);
-  for (const int node : node_of_member) ++seats[node];
-  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member, seats);
+  const size_t nodes =
+      1 + static_cast<size_t>(*std::max_element(node_of_member.begin(), node_of_member.end()));
+  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member,
+                      std::vector<bool>(nodes, false));
 }
 
 }  // namespace meshfill

@@ -62,13 +62,13 @@ struct Links : PerTraffic<Link> {
   bool operator==(const Links&) const = default;
 };
 
-// The topology has a seat for each rank of the placement. `kv_inner`: as in mesh.h.
+// The topology has a seat for each rank of the placement. `kv_inner`: as in mesh.h. In an all-to-all of head
+// groups a rank sends to one after the other where its node has several seats, each with a card as fast as
+// one flow, or where a seat has one flow; elsewhere to all at once.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner = 0);
 
-// The link that each of some members finds when all send to all others. Where a node has several seats each
-// has a card as fast as one flow, and sends to one after the other; so does every seat of one flow. Another
-// that has its node for itself sends to all at once. The flows share the links of their nodes.
-// `node_of_member`: those of a node side by side.
+// The link that each of some members finds when all send to all others, one after the other, as those do that
+// share weights; the flows share the links of their nodes. `node_of_member`: those of a node side by side.
 Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member);
 
 }  // namespace meshfill

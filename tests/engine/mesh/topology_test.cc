@@ -125,6 +125,9 @@ TEST(Topology, AllToAllsShareTheNodesLink) {
   one_flow.one_flow_a_seat = true;
   EXPECT_DOUBLE_EQ(LinksOf(one_flow, 4, {.a = 1, .b = 1}, RowFirst(4))[Traffic::kAllToAll].bytes_per_second,
                    kBetween.bytes_per_second);
+  // Weights come from one member after the other.
+  EXPECT_DOUBLE_EQ(AllToAllLink(Nodes({1, 1, 1, 1}, 100e9), {0, 1, 2, 3}).bytes_per_second,
+                   kBetween.bytes_per_second);
   // With a seat beside it that has no rank it has but one of two cards.
   const Placement every_other = {.seat_of_rank = {0, 2, 4, 6}};
   const Links half = LinksOf(Nodes({2, 2, 2, 2}, 100e9), 4, {.a = 1, .b = 1}, every_other);
