@@ -2,7 +2,7 @@
 """A model with experts, prefilled by Meshfill, by vLLM on the CPU and by llama.cpp: the same weights, tokens and cores, in turns.
 
     tests/python/peer_speed.py PATH_OF_MESHFILL [--venv build/vllm-venv] [--peers vllm llama.cpp] [--tokens 2048 8192 16384]
-                               [--layers 4] [--rounds 2]
+                               [--layers 4] [--rounds 2] [--limit 1800]
 
 Installs vLLM (5 GB), and llama.cpp, which it compiles for this machine. The layers have the shape of Qwen3-30B-A3B's; 4 of them
 take 5 GB of disk in bf16, and as much for llama.cpp. Each round starts each system anew, for none leaves the others memory: it
@@ -11,20 +11,23 @@ from the tokens to the first token, without the start. vLLM computes in bf16 and
 llama.cpp in `--llama-type`, with flash attention, in pieces of `--llama-batch`.
 
 Prints, for each peer and length, the median of what it takes to Meshfill's of the same round, and in how many prompts both chose
-the same first token: random weights have near ties, and the systems round differently. Exits with 1 where a ratio is below 1.
+the same first token: random weights have near ties, and the systems round differently. Exits with 1 where a ratio is below 1, or
+a system did not get through its prompts in `--limit` seconds.
 """
 import argparse
 import json
 import os
 import pathlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
-from vllm_venv import ROOT, make_venv
+from vllm_venv import ENVIRONMENT, ROOT, make_venv
 
 SHAPE = {"hidden": 2048, "heads": 32, "kv-heads": 4, "head-dim": 128, "experts": 128, "experts-used": 8, "expert-width": 768}
 VOCAB = 4096
@@ -58,8 +61,7 @@ def by_meshfill(options):
 
 
 def by_vllm(options):
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
-                      VLLM_CPU_OMP_THREADS_BIND=f"0-{os.cpu_count() - 1}")
+    os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
     longest = max(options.tokens)
     model = LLM(str(options.model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=longest + 128,
@@ -139,20 +141,33 @@ SYSTEMS = {"meshfill": by_meshfill, "vllm": by_vllm, "llama.cpp": by_llama}
 
 
 def run_system(name, options, seed):
-    """{length: (seconds, first token)}, by a process of its own."""
+    """{length: (seconds, first token)}, by a process of its own; without the lengths that it did not reach in --limit seconds."""
     command = [options.python, __file__, options.meshfill, "--run", name, "--model", options.model, "--seed", seed, "--llama-type",
                options.llama_type, "--llama-batch", options.llama_batch, "--vllm-batch", options.vllm_batch, "--tokens",
                *options.tokens]
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, check=True, text=True)
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
-    taken = {each["tokens"]: (each["seconds"], each["first_token"]) for each in said}
-    for tokens in options.tokens:
-        print(f"{name:10} {tokens:6} tokens  {taken[tokens][0]:8.2f} s  {tokens / taken[tokens][0]:7.1f} tokens/s", flush=True)
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    begin = time.monotonic()
+    late = threading.Timer(options.limit, os.killpg, (process.pid, signal.SIGKILL))  # what it has started, too
+    late.start()
+    taken = {}
+    for line in process.stdout:
+        if not line.startswith('{"tokens"'):
+            continue
+        tokens, seconds, first = json.loads(line).values()
+        if tokens in options.tokens:
+            taken[tokens] = seconds, first
+            print(f"{name:10} {tokens:6} tokens  {seconds:8.2f} s  {tokens / seconds:7.1f} tokens/s", flush=True)
+    status = process.wait()
+    late.cancel()
+    if status == -signal.SIGKILL and time.monotonic() - begin >= options.limit:
+        print(f"{name:10} ended after {options.limit:.0f} s; give it more by --limit", flush=True)
+    elif status != 0:
+        sys.exit(f"peer_speed.py: {name} ended with {status}; see above")
     return taken
 
 
 def compare(options):
-    slower = False
+    missed = False
     rounds = []
     for turn in range(options.rounds):
         order = ["meshfill", *options.peers]
@@ -160,12 +175,17 @@ def compare(options):
                        order[:turn % len(order)]})
     for peer in options.peers:
         for tokens in options.tokens:
-            ratios = [turn[peer][tokens][0] / turn["meshfill"][tokens][0] for turn in rounds]
-            same = sum(turn[peer][tokens][1] == turn["meshfill"][tokens][1] for turn in rounds)
-            slower = slower or statistics.median(ratios) < 1
+            pairs = [(turn[peer][tokens], turn["meshfill"][tokens]) for turn in rounds
+                     if tokens in turn[peer] and tokens in turn["meshfill"]]
+            if not pairs:
+                missed = True
+                continue
+            ratios = [theirs[0] / ours[0] for theirs, ours in pairs]
+            same = sum(theirs[1] == ours[1] for theirs, ours in pairs)
+            missed = missed or len(pairs) < len(rounds) or statistics.median(ratios) < 1
             print(f"{peer:10} {tokens:6} tokens: {statistics.median(ratios):.2f} times Meshfill's seconds "
-                  f"({min(ratios):.2f} to {max(ratios):.2f}), the same first token in {same} of {len(rounds)}", flush=True)
-    return 1 if slower else 0
+                  f"({min(ratios):.2f} to {max(ratios):.2f}), the same first token in {same} of {len(pairs)}", flush=True)
+    return 1 if missed else 0
 
 
 def main():
@@ -176,6 +196,7 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192, 16384])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=1800, help="seconds of each start of a system")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--llama-type", choices=("f16", "f32"), default="f16")
     parser.add_argument("--llama-batch", type=int, default=2048)

@@ -35,7 +35,7 @@ import threading
 import time
 import urllib.request
 
-from vllm_venv import VLLM, make_venv
+from vllm_venv import ENVIRONMENT, VLLM, make_venv
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -495,14 +495,6 @@ def main() -> None:
         {"alone": run_alone, "through": run_through, "serve": run_serve, "hashes": run_hashes}[arguments.stage](arguments)
         return
     python = make_venv(arguments.venv)
-    cores = os.cpu_count()
-    environment = dict(
-        os.environ,
-        VLLM_CPU_KVCACHE_SPACE="2",
-        VLLM_CPU_OMP_THREADS_BIND=f"0-{cores - 1}",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-    )
     with tempfile.TemporaryDirectory() as work:
         model = os.path.join(work, "model")
         make = [arguments.binary, "make-model", "--out", model, "--vocab", str(VOCAB), "--context", "65536"]
@@ -514,7 +506,7 @@ def main() -> None:
         every = ["alone", "through"] if arguments.fake else ["hashes", "alone", "through", "serve"]
         for stage in stages.get(arguments.only, every):
             command = [str(python), os.path.abspath(__file__), arguments.binary, "--stage", stage]
-            subprocess.run(command + same + flags, check=True, env=environment)
+            subprocess.run(command + same + flags, check=True, env={**os.environ, **ENVIRONMENT})
     print("passed")
 
 

@@ -10,6 +10,12 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 VLLM = "0.32.0"
 TORCH = ["torch==2.13.0", "torchvision==0.28.0"]  # later ones do not load this vLLM's extension
+ENVIRONMENT = {  # of one process on all cores
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{os.cpu_count() - 1}",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+}
 
 
 def make_venv(folder: pathlib.Path, *others: str) -> pathlib.Path:
