@@ -147,11 +147,11 @@ Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& p
   return links;
 }
 
-Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member) {
-  const size_t nodes =
-      1 + static_cast<size_t>(*std::max_element(node_of_member.begin(), node_of_member.end()));
-  return AllToAllLink(topology, static_cast<int>(node_of_member.size()), node_of_member,
-                      std::vector<bool>(nodes, false));
+Link RingLink(const Topology& topology, const std::vector<int>& node_of_member) {
+  const size_t members = node_of_member.size();
+  Flows flows(1 + *std::max_element(node_of_member.begin(), node_of_member.end()));
+  for (size_t i = 0; i < members; ++i) flows.Add(node_of_member[i], node_of_member[(i + 1) % members]);
+  return Slowest(flows, topology);
 }
 
 }  // namespace meshfill

@@ -67,9 +67,10 @@ struct Links : PerTraffic<Link> {
 // one flow, or where a seat has one flow; elsewhere to all at once.
 Links LinksOf(const Topology& topology, int heads, Tile tile, const Placement& placement, int kv_inner = 0);
 
-// The link that each of some members finds when all send to all others, one after the other, as those do that
-// share weights; the flows share the links of their nodes. `node_of_member`: those of a node side by side.
-Link AllToAllLink(const Topology& topology, const std::vector<int>& node_of_member);
+// The link that each of some members finds when each sends to the next one and the last to the first, as
+// those do that share weights. `node_of_member`: those of a node side by side, so that one flow leaves each
+// node.
+Link RingLink(const Topology& topology, const std::vector<int>& node_of_member);
 
 }  // namespace meshfill
 

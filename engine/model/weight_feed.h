@@ -62,8 +62,8 @@ struct ShareSwap {
 class ShareExchange {
  public:
   virtual ~ShareExchange() = default;
-  // All steps, in this order. All processes call it with steps that fit together, and with the same
-  // `most_bytes`, above which no share of theirs is.
+  // All steps, in this order. A step may send what the one before it has received. All processes call it with
+  // steps that fit together, and with the same `most_bytes`, above which no share of theirs is.
   virtual absl::Status Exchange(std::span<const ShareSwap> swaps, int64_t most_bytes,
                                 const BeforeRead& before_piece) = 0;
   // Any thread: nobody needs the shares any more. Every Exchange fails soon, and the peers' do.

@@ -96,16 +96,8 @@ class ShardedWeights::Maker final : public PartMaker {
     }
     int64_t most_bytes = 0;
     for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, image.Cut(i + 1, of) - image.Cut(i, of));
-    std::vector<ShareSwap> swaps;
-    for (int step = 1; step < of; ++step) {
-      const int to = (me + step) % of, from = (me - step + of) % of;
-      const int64_t begin = image.Cut(from, of), bytes = image.Cut(from + 1, of) - begin;
-      const bool comes = whole != nullptr && bytes > 0;
-      swaps.push_back({.to = to,
-                       .mine = Needs(to, part) ? mine : nullptr,
-                       .from = from,
-                       .theirs = comes ? PartOf(whole, begin, static_cast<size_t>(bytes)) : nullptr});
-    }
+    const std::vector<ShareSwap> swaps =
+        part < layers() ? RoundTheRing(image, whole) : ToTheHead(image, part, mine, whole);
     RETURN_IF_ERROR(gathering_.exchange->Exchange(swaps, most_bytes, before_read));
     if (whole == nullptr) return std::shared_ptr<const WeightPart>();
     return PartOfBytes(part, whole, before_read);
@@ -133,6 +125,44 @@ class ShardedWeights::Maker final : public PartMaker {
 
  private:
   int layers() const { return weights_.tensors_.config().shape.layers; }
+
+  // A share's place in the whole part; null where it has nothing of it, or there is no whole.
+  BufferRef PlaceOf(const WeightImage& image, const BufferRef& whole, int share) const {
+    const int of = gathering_.share.of;
+    const int64_t begin = image.Cut(share, of), bytes = image.Cut(share + 1, of) - begin;
+    if (whole == nullptr || bytes == 0) return nullptr;
+    return PartOf(whole, static_cast<size_t>(begin), static_cast<size_t>(bytes));
+  }
+
+  // Step s sends to the next worker what step s − 1 received from the one before, at first the own share.
+  // Each link has one flow, whatever the workers' paces.
+  std::vector<ShareSwap> RoundTheRing(const WeightImage& image, const BufferRef& whole) const {
+    const auto [me, of] = gathering_.share;
+    std::vector<ShareSwap> swaps;
+    for (int step = 1; step < of; ++step) {
+      swaps.push_back({.to = (me + 1) % of,
+                       .mine = PlaceOf(image, whole, (me - step + 1 + of) % of),
+                       .from = (me - 1 + of) % of,
+                       .theirs = PlaceOf(image, whole, (me - step + of) % of)});
+    }
+    return swaps;
+  }
+
+  // Step s sends to worker i + s. Where that one does not read the LM head, nothing.
+  std::vector<ShareSwap> ToTheHead(const WeightImage& image, int part, const BufferRef& mine,
+                                   const BufferRef& whole) const {
+    const auto [me, of] = gathering_.share;
+    std::vector<ShareSwap> swaps;
+    for (int step = 1; step < of; ++step) {
+      const int to = (me + step) % of, from = (me - step + of) % of;
+      swaps.push_back({.to = to,
+                       .mine = Needs(to, part) ? mine : nullptr,
+                       .from = from,
+                       .theirs = PlaceOf(image, whole, from)});
+    }
+    return swaps;
+  }
+
   bool Needs(int share, int part) const { return part < layers() || share == gathering_.head; }
 
   // Memory for any part, which no part has: it is written again and again, not mapped anew for each. The feed

@@ -4,11 +4,13 @@
 //     part         0     1     2     3       of 4 workers, the shares of each part (model_tensors.h)
 //     worker 0    [0··· [0··· [0··· [0···    kept, packed from the files when it is first sent
 //     rank        computes                   layer 0: whole
-//     thread            gathers              layer 1: step s of 1 … n−1 sends to worker i + s, receives from
-//                                            worker i − s: (n−1)/n of the part's bytes, in and out
+//     thread            gathers              layer 1: in step s of 1 … n−1 worker i sends share i − s + 1 to
+//                                            worker i + 1: (n−1)/n of the part's bytes, in and out
+//
+// The workers of a host are neighbours in this ring, so that a part comes to each host once.
 //
 // A run gathers for itself: two runs that live at once have two layers each. The LM head goes to the worker
-// alone that reads it.
+// alone that reads it, from each of the others.
 #ifndef MESHFILL_ENGINE_RUN_SHARDED_WEIGHTS_H_
 #define MESHFILL_ENGINE_RUN_SHARDED_WEIGHTS_H_
 

@@ -12,7 +12,12 @@ namespace meshfill {
 namespace {
 
 // Messages: while one is waited for, the next one, of the same step or another, is on its way.
-constexpr size_t kUnderWay = 2;
+constexpr int64_t kUnderWay = 2;
+// Pieces of a share, at least. What a step passes on came a share before, and is none of what is under way.
+constexpr int64_t kLeastPieces = 4;
+static_assert(kLeastPieces >= kUnderWay);
+
+int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class WeightExchange final : public ShareExchange {
  public:
@@ -27,16 +32,18 @@ class WeightExchange final : public ShareExchange {
   absl::Status Exchange(std::span<const ShareSwap> swaps, int64_t most_bytes,
                         const BeforeRead& before_piece) override {
     RETURN_IF_ERROR(Connect());
+    const int64_t pieces = std::max(kLeastPieces, CeilDivide(most_bytes, kWeightPieceBytes));
+    const int64_t piece_bytes = CeilDivide(most_bytes, pieces);
     std::deque<std::unique_ptr<PendingReceive>> under_way;
     for (const ShareSwap& swap : swaps) {
-      for (int64_t begin = 0; begin < most_bytes; begin += kWeightPieceBytes) {
-        ASSIGN_OR_RETURN(BufferRef message, PieceOf(swap.mine, begin));
-        ASSIGN_OR_RETURN(BufferRef into, PieceOf(swap.theirs, begin));
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        ASSIGN_OR_RETURN(BufferRef message, PieceOf(swap.mine, piece * piece_bytes, piece_bytes));
+        ASSIGN_OR_RETURN(BufferRef into, PieceOf(swap.theirs, piece * piece_bytes, piece_bytes));
         ASSIGN_OR_RETURN(std::unique_ptr<PendingReceive> receive,
                          communicator_->SendReceiveInto(Traffic::kGather, swap.to, std::move(message),
                                                         swap.from, std::move(into)));
         under_way.push_back(std::move(receive));
-        if (under_way.size() == kUnderWay) {
+        if (std::ssize(under_way) == kUnderWay) {
           RETURN_IF_ERROR(WaitForFirst(under_way, before_piece));
         }
       }
@@ -49,10 +56,10 @@ class WeightExchange final : public ShareExchange {
 
  private:
   // The piece that begins there; empty where nothing does.
-  absl::StatusOr<BufferRef> PieceOf(const BufferRef& share, int64_t begin) const {
+  absl::StatusOr<BufferRef> PieceOf(const BufferRef& share, int64_t begin, int64_t piece_bytes) const {
     const int64_t bytes = share == nullptr ? 0 : static_cast<int64_t>(share->size_bytes()) - begin;
     if (bytes <= 0) return stream_.Allocate(0);
-    return PartOf(share, static_cast<size_t>(begin), static_cast<size_t>(std::min(bytes, kWeightPieceBytes)));
+    return PartOf(share, static_cast<size_t>(begin), static_cast<size_t>(std::min(bytes, piece_bytes)));
   }
 
   absl::Status Connect() {

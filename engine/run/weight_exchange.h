@@ -1,8 +1,8 @@
 // Shares of weights between the workers of a run, over connections of their own: a chunk never waits behind a
 // share. What both want of a link, the links' transports divide.
 //
-// Cost of a share of b bytes: b out and b in, in messages of kWeightPieceBytes, two of them under way over
-// all steps. They are received where they stay.
+// Cost of a share of b bytes: b out and b in, in 4 messages or, where these were larger than
+// kWeightPieceBytes, in more. Two of them are under way over all steps. They are received where they stay.
 #ifndef MESHFILL_ENGINE_RUN_WEIGHT_EXCHANGE_H_
 #define MESHFILL_ENGINE_RUN_WEIGHT_EXCHANGE_H_
 

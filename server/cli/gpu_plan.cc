@@ -47,7 +47,7 @@ std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, co
                              .run_bytes = two_layers,
                              .layer_bytes = bytes.most_layer,
                              .head_bytes = bytes.head};
-    ways.push_back({.weights = SharedAmong(one, ranks, AllToAllLink(request.topology, nodes)),
+    ways.push_back({.weights = SharedAmong(one, ranks, RingLink(request.topology, nodes)),
                     .kept_bytes = ShareBytes(one, ranks),
                     .passing_bytes = two_layers});
   }

@@ -113,7 +113,7 @@ absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const Engine
 
 PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
                             const std::vector<int>& node_of_worker) {
-  return SharedAmong(one, static_cast<int>(node_of_worker.size()), AllToAllLink(topology, node_of_worker));
+  return SharedAmong(one, static_cast<int>(node_of_worker.size()), RingLink(topology, node_of_worker));
 }
 
 absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_bytes_left) {

@@ -23,7 +23,7 @@ Topology TopologyOf(const v1::PoolSection& pool);
 ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool);
 
 // The weights as plans count them where all workers share them. `one`: one worker's whole weights.
-// `node_of_worker`: as AllToAllLink has it.
+// `node_of_worker`: as RingLink has it.
 PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
                             const std::vector<int>& node_of_worker);
 

@@ -226,22 +226,27 @@ def compare(pool, repeats):
 def compare_weights(folder, network, repeats):
     """Whether sharing the weights adds what the plan says."""
     spread = SPREADS["Mesh 4x4"]
-    seconds, gathered = {}, 0
-    for weights in ("resident", "sharded"):
-        with contextlib.ExitStack() as stack:
-            pool = Pool(folder, network, measured=False, window=0, weights=weights)
-            stack.callback(pool.close)
-            pool.set_up()
-            pool.prefill(spread)  # packs the shares
-            answers = [pool.prefill(spread)[0] for _ in range(repeats)]
-            seconds[weights] = statistics.median(answer["seconds"]["prefill"] for answer in answers)
-            gathered = answers[0]["comm_bytes"].get("gather", 0)
-            planned = pool.planned(spread)
-    added = seconds["sharded"] - seconds["resident"]
-    print(f"{TOKENS:,} tokens, {HOSTS} hosts, Mesh 4x4: resident {seconds['resident']:.2f} s, sharded "
-          f"{seconds['sharded']:.2f} s; {gathered / 2**20:.2f} MiB of weights from each host; they add {added:.2f} s, "
-          f"the plan says {planned:.2f} s")
-    return gathered > 0 and abs(added / planned - 1) <= ADDED_BY_WEIGHTS
+    answers = {"resident": [], "sharded": []}
+    with contextlib.ExitStack() as stack:
+        pools = {}
+        for weights in answers:
+            (folder / weights).mkdir()
+            pools[weights] = Pool(folder / weights, network, measured=False, window=0, weights=weights)
+            stack.callback(pools[weights].close)
+            pools[weights].set_up()
+            pools[weights].prefill(spread)  # packs the shares
+        for _ in range(repeats):
+            for weights, pool in pools.items():
+                answers[weights].append(pool.prefill(spread)[0])
+        planned = pools["sharded"].planned(spread)
+    taken = {weights: [answer["seconds"]["prefill"] for answer in of] for weights, of in answers.items()}
+    added = [sharded - resident for resident, sharded in zip(taken["resident"], taken["sharded"])]
+    gathered = answers["sharded"][0]["comm_bytes"].get("gather", 0)
+    print(f"{TOKENS:,} tokens, {HOSTS} hosts, Mesh 4x4, {repeats} runs each in turns; medians: resident "
+          f"{statistics.median(taken['resident']):.2f} s, sharded {statistics.median(taken['sharded']):.2f} s; "
+          f"{gathered / 2**20:.2f} MiB of weights from each host; they add {statistics.median(added):.2f} s "
+          f"({min(added):.2f} to {max(added):.2f}), the plan says {planned:.2f} s")
+    return gathered > 0 and abs(statistics.median(added) / planned - 1) <= ADDED_BY_WEIGHTS
 
 
 def compare_exchanges(folder, network, repeats):

@@ -125,13 +125,20 @@ TEST(Topology, AllToAllsShareTheNodesLink) {
   one_flow.one_flow_a_seat = true;
   EXPECT_DOUBLE_EQ(LinksOf(one_flow, 4, {.a = 1, .b = 1}, RowFirst(4))[Traffic::kAllToAll].bytes_per_second,
                    kBetween.bytes_per_second);
-  // Weights come from one member after the other.
-  EXPECT_DOUBLE_EQ(AllToAllLink(Nodes({1, 1, 1, 1}, 100e9), {0, 1, 2, 3}).bytes_per_second,
-                   kBetween.bytes_per_second);
   // With a seat beside it that has no rank it has but one of two cards.
   const Placement every_other = {.seat_of_rank = {0, 2, 4, 6}};
   const Links half = LinksOf(Nodes({2, 2, 2, 2}, 100e9), 4, {.a = 1, .b = 1}, every_other);
   EXPECT_DOUBLE_EQ(half[Traffic::kAllToAll].bytes_per_second, kBetween.bytes_per_second);
+}
+
+TEST(Topology, ARingHasOneFlowOutOfEachNode) {
+  EXPECT_EQ(RingLink(Nodes({4}, 8e9), {0, 0, 0, 0}), kInside);
+  EXPECT_EQ(RingLink(Nodes({1, 1, 1, 1}, 100e9), {0, 1, 2, 3}), kBetween);
+  EXPECT_EQ(RingLink(Nodes({3, 2}, 8e9), {0, 0, 0, 1, 1}), kBetween);
+  EXPECT_DOUBLE_EQ(RingLink(Nodes({3, 2}, 1e9), {0, 0, 0, 1, 1}).bytes_per_second, 1e9);
+  Topology slow_inside = Nodes({2, 2}, 8e9);
+  slow_inside.same_node = {.latency_seconds = 1e-3, .bytes_per_second = 1e9};
+  EXPECT_EQ(RingLink(slow_inside, {0, 0, 1, 1}), slow_inside.same_node);
 }
 
 // Every message that the mesh sends, one by one.

@@ -257,6 +257,9 @@ TEST_P(ParityTest, F32OnThreeRanks) { CompareCase(DType::kF32, {.ranks = 3}); }
 TEST_P(HalfWeightParityTest, Bf16OnOneAndFourRanks) {
   CompareCase(std::nullopt, {.ranks = 1});
   CompareCase(std::nullopt, {.ranks = 4, .tile = Tile{2, 2}});
+}
+
+TEST_P(HalfWeightParityTest, Bf16OnHeadGroupsAndOnThreeRanks) {
   CompareCase(std::nullopt, {.ranks = 4, .tile = Tile{2, 1}, .heads = 2});
   CompareCase(std::nullopt, {.ranks = 3});
 }
