@@ -7,8 +7,11 @@ N servers of one worker each, on the same cores at once. The resident memory of 
 budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
 is not met. Takes minutes; with --short it is one of the ordinary tests.
 
-Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--layers N] [--tokens N]
-               [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
+In a large model a prompt of 1,024 tokens is nearly all products, and one of 131,072 takes some 400 times as long. A small
+model comes near that with wide layers and few heads: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2.
+
+Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--head-dim N]
+               [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
 """
 import argparse
 import json
@@ -147,6 +150,8 @@ def main():
     parser.add_argument("--seconds", type=float, help="while prompts of the mix come")
     parser.add_argument("--overload-seconds", type=float, help="while prompts of the overload come")
     parser.add_argument("--hidden", type=int, help="of the model")
+    parser.add_argument("--intermediate", type=int, help="of the model")
+    parser.add_argument("--head-dim", type=int, help="of the model")
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
     parser.add_argument("--in-flight", type=int)
@@ -167,8 +172,10 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
-        made = run("make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden",
-                   arguments.hidden, "--heads", 4, "--kv-heads", 2, "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20)
+        shape = [part for name in ("hidden", "intermediate", "head_dim", "layers") if getattr(arguments, name) is not None
+                 for part in (f"--{name.replace('_', '-')}", getattr(arguments, name))]
+        made = run("make-model", "--arch", "llama", "--out", folder / "model", *shape, "--heads", 4, "--kv-heads", 2, "--vocab", 1000,
+                   "--dtype", "f32", "--context", 1 << 20)
         assert made.returncode == 0, made.stderr
         said = [load(scenario, arguments, folder) for scenario in arguments.scenario or SCENARIOS]
     overloads = [each for each in said if each["scenario"] == "overload"]
