@@ -16,9 +16,7 @@
 #include "server/access/access.h"
 #include "server/access/tenant.h"
 #include "server/access/transport.h"
-#include "server/listener/channel_limits.h"
 #include "server/api/decoded.h"
-#include "server/listener/grpc_listener.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
@@ -31,6 +29,8 @@
 #include "server/config/address.h"
 #include "server/config/config.h"
 #include "server/config/config_units.h"
+#include "server/listener/channel_limits.h"
+#include "server/listener/grpc_listener.h"
 #include "server/observe/build_name.h"
 
 namespace meshfill {
@@ -159,8 +159,9 @@ class FrontEnd::Service final : public ServiceBase {
     if (queue_ != nullptr)
       queue_->StopAll(absl::UnavailableError("the server is shutting down; try another one"));
     live_.StopUploads();
-    live_.WaitUntilNone(MonotonicNow() + kAnswerGrace);
-    port_.Shutdown(absl::ToChronoTime(absl::Now() + kCloseGrace));
+    // Clients that do not take their answers do not hang up either.
+    const bool taken = live_.WaitUntilNone(MonotonicNow() + kAnswerGrace);
+    port_.Shutdown(absl::ToChronoTime(absl::Now() + (taken ? kCloseGrace : absl::ZeroDuration())));
     live_.WaitUntilNone(absl::InfiniteFuture());
     if (kv_ != nullptr) kv_->WaitUntilNoStream();
     queue_.reset();
