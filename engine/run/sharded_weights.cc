@@ -40,10 +40,7 @@ class ShardedWeights::Share {
       : weights_(weights), share_(share), parts_(weights.parts()) {}
 
   const WeightShare& index() const { return share_; }
-  int64_t bytes_of(int part) const {
-    return weights_.images_[part].Cut(share_.index + 1, share_.of) -
-           weights_.images_[part].Cut(share_.index, share_.of);
-  }
+  int64_t bytes_of(int part) const { return weights_.BytesOf(part, share_.index, share_.of); }
 
   // Null where the share has nothing of the part.
   absl::StatusOr<BufferRef> Bytes(int part, const BeforeRead& before_read) {
@@ -87,7 +84,7 @@ class ShardedWeights::Maker final : public PartMaker {
     const WeightImage& image = weights_.images_[part];
     ASSIGN_OR_RETURN(const BufferRef mine, share_->Bytes(part, before_read));
     BufferRef whole;
-    if (Needs(me, part)) {
+    if (part < layers() || me == gathering_.head) {
       ASSIGN_OR_RETURN(const BufferRef room, Room());
       whole = PartOf(room, 0, static_cast<size_t>(image.bytes));
       if (mine != nullptr) {
@@ -95,9 +92,9 @@ class ShardedWeights::Maker final : public PartMaker {
       }
     }
     int64_t most_bytes = 0;
-    for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, image.Cut(i + 1, of) - image.Cut(i, of));
+    for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, weights_.BytesOf(part, i, of));
     const std::vector<ShareSwap> swaps =
-        part < layers() ? RoundTheRing(image, whole) : ToTheHead(image, part, mine, whole);
+        part < layers() ? RoundTheRing(part, whole) : ToTheHead(part, mine, whole);
     RETURN_IF_ERROR(gathering_.exchange->Exchange(swaps, most_bytes, before_read));
     if (whole == nullptr) return std::shared_ptr<const WeightPart>();
     return PartOfBytes(part, whole, before_read);
@@ -110,9 +107,11 @@ class ShardedWeights::Maker final : public PartMaker {
     const auto [me, of] = gathering_.share;
     int64_t bytes = 0;
     for (int part = 0; part < weights_.parts(); ++part) {
-      int takers = 0;
-      for (int share = 0; share < of; ++share) takers += share != me && Needs(share, part) ? 1 : 0;
-      bytes += share_->bytes_of(part) * takers;
+      if (part < layers()) {  // all shares but the next worker's own
+        bytes += weights_.images_[part].bytes - weights_.BytesOf(part, (me + 1) % of, of);
+      } else if (gathering_.head.has_value() && me != gathering_.head) {
+        bytes += share_->bytes_of(part);
+      }
     }
     return bytes;
   }
@@ -127,46 +126,45 @@ class ShardedWeights::Maker final : public PartMaker {
   int layers() const { return weights_.tensors_.config().shape.layers; }
 
   // A share's place in the whole part; null where it has nothing of it, or there is no whole.
-  BufferRef PlaceOf(const WeightImage& image, const BufferRef& whole, int share) const {
+  BufferRef PlaceOf(int part, const BufferRef& whole, int share) const {
     const int of = gathering_.share.of;
-    const int64_t begin = image.Cut(share, of), bytes = image.Cut(share + 1, of) - begin;
+    const int64_t bytes = weights_.BytesOf(part, share, of);
     if (whole == nullptr || bytes == 0) return nullptr;
-    return PartOf(whole, static_cast<size_t>(begin), static_cast<size_t>(bytes));
+    return PartOf(whole, static_cast<size_t>(weights_.images_[part].Cut(share, of)),
+                  static_cast<size_t>(bytes));
   }
 
   // Step s sends to the next worker what step s − 1 received from the one before, at first the own share.
   // Each link has one flow, whatever the workers' paces.
-  std::vector<ShareSwap> RoundTheRing(const WeightImage& image, const BufferRef& whole) const {
+  std::vector<ShareSwap> RoundTheRing(int part, const BufferRef& whole) const {
     const auto [me, of] = gathering_.share;
     std::vector<ShareSwap> swaps;
     for (int step = 1; step < of; ++step) {
       swaps.push_back({.to = (me + 1) % of,
-                       .mine = PlaceOf(image, whole, (me - step + 1 + of) % of),
+                       .mine = PlaceOf(part, whole, (me - step + 1 + of) % of),
                        .from = (me - 1 + of) % of,
-                       .theirs = PlaceOf(image, whole, (me - step + of) % of)});
+                       .theirs = PlaceOf(part, whole, (me - step + of) % of)});
     }
     return swaps;
   }
 
   // Step s sends to worker i + s. Where that one does not read the LM head, nothing.
-  std::vector<ShareSwap> ToTheHead(const WeightImage& image, int part, const BufferRef& mine,
-                                   const BufferRef& whole) const {
+  std::vector<ShareSwap> ToTheHead(int part, const BufferRef& mine, const BufferRef& whole) const {
     const auto [me, of] = gathering_.share;
     std::vector<ShareSwap> swaps;
     for (int step = 1; step < of; ++step) {
       const int to = (me + step) % of, from = (me - step + of) % of;
       swaps.push_back({.to = to,
-                       .mine = Needs(to, part) ? mine : nullptr,
+                       .mine = to == gathering_.head ? mine : nullptr,
                        .from = from,
-                       .theirs = PlaceOf(image, whole, from)});
+                       .theirs = PlaceOf(part, whole, from)});
     }
     return swaps;
   }
 
-  bool Needs(int share, int part) const { return part < layers() || share == gathering_.head; }
-
   // Memory for any part, which no part has: it is written again and again, not mapped anew for each. The feed
-  // frees parts on this thread, so that nobody uses what this finds unused.
+  // frees parts on this thread, so that nobody uses what this finds unused. Messages to the next worker use a
+  // part, too, until it has all of it; it does once its share of the part after has come.
   absl::StatusOr<BufferRef> Room() {
     for (const BufferRef& room : rooms_) {
       if (room.use_count() == 1) return room;
@@ -220,6 +218,10 @@ absl::StatusOr<std::unique_ptr<ShardedWeights>> ShardedWeights::Make(const Model
     weights->images_.push_back(std::move(image));
   }
   return weights;
+}
+
+int64_t ShardedWeights::BytesOf(int part, int share, int of) const {
+  return images_[part].Cut(share + 1, of) - images_[part].Cut(share, of);
 }
 
 WeightMemory ShardedWeights::memory() const { return tally_->memory(); }

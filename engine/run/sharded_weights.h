@@ -7,7 +7,7 @@
 //     thread            gathers              layer 1: in step s of 1 … n−1 worker i sends share i − s + 1 to
 //                                            worker i + 1: (n−1)/n of the part's bytes, in and out
 //
-// The workers of a host are neighbours in this ring, so that a part comes to each host once.
+// The workers of a host are neighbours in this ring, so that a layer comes to each host once.
 //
 // A run gathers for itself: two runs that live at once have two layers each. The LM head goes to the worker
 // alone that reads it, from each of the others.
@@ -55,6 +55,7 @@ class ShardedWeights {
 
   ShardedWeights(const ModelTensors& tensors, Device& device);
   std::shared_ptr<Share> ShareOf(const WeightShare& share);
+  int64_t BytesOf(int part, int share, int of) const;
 
   const ModelTensors& tensors_;
   Device& device_;

@@ -37,11 +37,32 @@ constexpr int64_t kHidden = 64;
 constexpr int64_t kVocab = 1300;
 constexpr int kLayers = 4;
 
+// Counts the bytes that it is given to send.
+class CountingCommunicator final : public Communicator {
+ public:
+  CountingCommunicator(std::unique_ptr<Communicator> communicator, std::atomic<int64_t>& sent_bytes)
+      : communicator_(std::move(communicator)), sent_bytes_(sent_bytes) {}
+  int rank() const override { return communicator_->rank(); }
+  int size() const override { return communicator_->size(); }
+  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
+                                                              int from, size_t receive_bytes) override {
+    sent_bytes_ += static_cast<int64_t>(message->size_bytes());
+    return communicator_->SendReceive(traffic, to, std::move(message), from, receive_bytes);
+  }
+  void Abort(absl::Status reason) override { communicator_->Abort(std::move(reason)); }
+
+ private:
+  const std::unique_ptr<Communicator> communicator_;
+  std::atomic<int64_t>& sent_bytes_;
+};
+
 // Of an in-process communicator that is there already.
 class ReadyEndpoint final : public Endpoint {
  public:
   explicit ReadyEndpoint(std::unique_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)), shared_(communicator_.get()) {}
+      : communicator_(std::make_unique<CountingCommunicator>(std::move(communicator), sent_bytes_)),
+        shared_(communicator_.get()) {}
+  int64_t sent_bytes() const { return sent_bytes_; }
   const std::string& address() const override { return address_; }
   absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string>, Stream&,
                                                         absl::Time) override {
@@ -51,6 +72,7 @@ class ReadyEndpoint final : public Endpoint {
 
  private:
   const std::string address_ = "here";
+  std::atomic<int64_t> sent_bytes_{0};
   std::unique_ptr<Communicator> communicator_;
   Communicator* const shared_;
 };
@@ -259,6 +281,10 @@ TEST_P(ShardedWeightsTest, RanksAtAnyPaceGetTheSamePartsFromTheirShares) {
         }
       }
       for (std::thread& rank : ranks) rank.join();
+      std::vector<int64_t> counted;
+      for (const auto& feed : run->feeds) counted.push_back(feed->sent_bytes());
+      run->feeds.clear();  // all has been sent
+      for (int i = 0; i < count; ++i) EXPECT_EQ(run->endpoints[i]->sent_bytes(), counted[i]) << i;
     }
     if (head.has_value()) continue;
     int64_t kept = 0, layers = 0;
