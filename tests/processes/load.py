@@ -7,9 +7,8 @@ N servers of one worker each, on the same cores at once. The resident memory of 
 budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
 is not met. Takes minutes; with --short it is one of the ordinary tests.
 
-In a large model a prompt of 1,024 tokens is nearly all products: by its FLOPs, Llama 3 8B takes 400 times as long for one of
-131,072. In a small model of default shape the ratio is in the thousands. Wide layers and few heads bring it nearer: --hidden 512
---intermediate 2048 --head-dim 32 --layers 2.
+In a large model products are most of a short prompt, in a small one of default shape attention is nearly all of a long one. Wide
+layers and narrow heads bring the lengths nearer to each other: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2.
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--head-dim N]
                [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
@@ -173,10 +172,13 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
-        shape = [part for name in ("hidden", "intermediate", "head_dim", "layers") if getattr(arguments, name) is not None
-                 for part in (f"--{name.replace('_', '-')}", getattr(arguments, name))]
-        made = run("make-model", "--arch", "llama", "--out", folder / "model", *shape, "--heads", 4, "--kv-heads", 2, "--vocab", 1000,
-                   "--dtype", "f32", "--context", 1 << 20)
+        make = ["make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden", arguments.hidden,
+                "--heads", 4, "--kv-heads", 2, "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20]
+        if arguments.intermediate:
+            make += ["--intermediate", arguments.intermediate]
+        if arguments.head_dim:
+            make += ["--head-dim", arguments.head_dim]
+        made = run(*make)
         assert made.returncode == 0, made.stderr
         said = [load(scenario, arguments, folder) for scenario in arguments.scenario or SCENARIOS]
     overloads = [each for each in said if each["scenario"] == "overload"]

@@ -16,14 +16,15 @@ With --measured the front-end is not given the links: a first run measures them,
 fastest with what it found. All plans are striped, as those are whose tile is named.
 
 With --weights sharded the workers share the weights. It compares with the same pool whose workers have them all, and
-holds that what sharing adds to a prefill is within 10 % of what the plan says.
+holds that what sharing adds to a prefill is within 10 % of what the plan says. A prompt of few --tokens shows the
+gathering alone: beside it are the seconds that its bytes take.
 
 With --exchange 4 of the hosts are a head group whose all-to-all takes about as long as the work on tokens. It compares
 exchanges in slices with one exchange, in turns, and holds that slices are at least 1.15 times as fast and give the same first
 token.
 
 Needs root, and ip and tc (Debian: iproute2). Usage: throttled_network.py PATH_OF_MESHFILL [--repeats N] [--mbit N] [--measured]
-[--window W] [--weights sharded] [--exchange]
+[--window W] [--weights sharded [--tokens N]] [--exchange]
 
 The hosts share this machine's cores. Where they compute about as long as messages take, what is compared is the cores: links
 must be slow beside them, as --mbit 25 is for two cores without AVX-512.
@@ -223,7 +224,7 @@ def compare(pool, repeats):
     return holds and seconds[CHOICE] <= 1.05 * seconds[fastest]
 
 
-def compare_weights(folder, network, repeats):
+def compare_weights(folder, network, repeats, tokens):
     """Whether sharing the weights adds what the plan says."""
     spread = SPREADS["Mesh 4x4"]
     answers = {"resident": [], "sharded": []}
@@ -231,7 +232,7 @@ def compare_weights(folder, network, repeats):
         pools = {}
         for weights in answers:
             (folder / weights).mkdir()
-            pools[weights] = Pool(folder / weights, network, measured=False, window=0, weights=weights)
+            pools[weights] = Pool(folder / weights, network, measured=False, window=0, weights=weights, tokens=tokens)
             stack.callback(pools[weights].close)
             pools[weights].set_up()
             pools[weights].prefill(spread)  # packs the shares
@@ -240,11 +241,12 @@ def compare_weights(folder, network, repeats):
                 answers[weights].append(pool.prefill(spread)[0])
         planned = pools["sharded"].planned(spread)
     taken = {weights: [answer["seconds"]["prefill"] for answer in of] for weights, of in answers.items()}
-    added = [sharded - resident for resident, sharded in zip(taken["resident"], taken["sharded"])]
+    added = [sharded - resident for resident, sharded in zip(taken["resident"], taken["sharded"], strict=True)]
     gathered = answers["sharded"][0]["comm_bytes"].get("gather", 0)
-    print(f"{TOKENS:,} tokens, {HOSTS} hosts, Mesh 4x4, {repeats} runs each in turns; medians: resident "
+    print(f"{tokens:,} tokens, {HOSTS} hosts, Mesh 4x4, {repeats} runs each in turns; medians: resident "
           f"{statistics.median(taken['resident']):.2f} s, sharded {statistics.median(taken['sharded']):.2f} s; "
-          f"{gathered / 2**20:.2f} MiB of weights from each host; they add {statistics.median(added):.2f} s "
+          f"{gathered / 2**20:.2f} MiB of weights from each host, {gathered / network.bytes_per_second:.2f} s of a link; they add "
+          f"{statistics.median(added):.2f} s "
           f"({min(added):.2f} to {max(added):.2f}), the plan says {planned:.2f} s")
     return gathered > 0 and abs(statistics.median(added) / planned - 1) <= ADDED_BY_WEIGHTS
 
@@ -314,6 +316,7 @@ def main():
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--weights", choices=["resident", "sharded"], default="resident")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a prompt, with --weights sharded")
     parser.add_argument("--exchange", action="store_true")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
@@ -326,8 +329,11 @@ def main():
         stack.callback(network.close)
         network.set_up()
         if arguments.weights == "sharded" or arguments.exchange:
-            compare_two = compare_exchanges if arguments.exchange else compare_weights
-            holds = compare_two(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network, arguments.repeats)
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if arguments.exchange:
+                holds = compare_exchanges(folder, network, arguments.repeats)
+            else:
+                holds = compare_weights(folder, network, arguments.repeats, arguments.tokens)
             print("holds" if holds else "DOES NOT HOLD")
             sys.exit(0 if holds else 1)
         pool = Pool(pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory())), network, arguments.measured,

@@ -150,15 +150,20 @@ def run_system(name, options, seed):
     late = threading.Timer(options.limit, os.killpg, (process.pid, signal.SIGKILL))  # what it has started, too
     late.start()
     taken = {}
-    for line in process.stdout:
-        if not line.startswith('{"tokens"'):
-            continue
-        tokens, seconds, first = json.loads(line).values()
-        if tokens in options.tokens:
-            taken[tokens] = seconds, first
-            print(f"{name:10} {tokens:6} tokens  {seconds:8.2f} s  {tokens / seconds:7.1f} tokens/s", flush=True)
-    status = process.wait()
-    late.cancel()
+    try:
+        for line in process.stdout:
+            if not line.startswith('{"tokens"'):
+                continue
+            said = json.loads(line)
+            tokens, seconds = said["tokens"], said["seconds"]
+            if tokens in options.tokens:
+                taken[tokens] = seconds, said["first_token"]
+                print(f"{name:10} {tokens:6} tokens  {seconds:8.2f} s  {tokens / seconds:7.1f} tokens/s", flush=True)
+        status = process.wait()
+    finally:
+        late.cancel()
+        if process.poll() is None:  # interrupted
+            os.killpg(process.pid, signal.SIGKILL)
     if status == -signal.SIGKILL and time.monotonic() - begin >= options.limit:
         print(f"{name:10} ended after {options.limit:.0f} s; give it more by --limit", flush=True)
     elif status != 0:

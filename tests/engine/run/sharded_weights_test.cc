@@ -25,6 +25,7 @@
 #include "engine/run/weight_exchange.h"
 #include "kernels/cpu/cpu_device.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/run/ready_endpoint.h"
 #include "tests/engine/temp_folder.h"
 
 namespace meshfill {
@@ -36,46 +37,6 @@ constexpr absl::Duration kLong = absl::Minutes(1);
 constexpr int64_t kHidden = 64;
 constexpr int64_t kVocab = 1300;
 constexpr int kLayers = 4;
-
-// Counts the bytes that it is given to send.
-class CountingCommunicator final : public Communicator {
- public:
-  CountingCommunicator(std::unique_ptr<Communicator> communicator, std::atomic<int64_t>& sent_bytes)
-      : communicator_(std::move(communicator)), sent_bytes_(sent_bytes) {}
-  int rank() const override { return communicator_->rank(); }
-  int size() const override { return communicator_->size(); }
-  absl::StatusOr<std::unique_ptr<PendingReceive>> SendReceive(Traffic traffic, int to, BufferRef message,
-                                                              int from, size_t receive_bytes) override {
-    sent_bytes_ += static_cast<int64_t>(message->size_bytes());
-    return communicator_->SendReceive(traffic, to, std::move(message), from, receive_bytes);
-  }
-  void Abort(absl::Status reason) override { communicator_->Abort(std::move(reason)); }
-
- private:
-  const std::unique_ptr<Communicator> communicator_;
-  std::atomic<int64_t>& sent_bytes_;
-};
-
-// Of an in-process communicator that is there already.
-class ReadyEndpoint final : public Endpoint {
- public:
-  explicit ReadyEndpoint(std::unique_ptr<Communicator> communicator)
-      : communicator_(std::make_unique<CountingCommunicator>(std::move(communicator), sent_bytes_)),
-        shared_(communicator_.get()) {}
-  int64_t sent_bytes() const { return sent_bytes_; }
-  const std::string& address() const override { return address_; }
-  absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string>, Stream&,
-                                                        absl::Time) override {
-    return std::move(communicator_);
-  }
-  void Abort(absl::Status reason) override { shared_->Abort(std::move(reason)); }
-
- private:
-  const std::string address_ = "here";
-  std::atomic<int64_t> sent_bytes_{0};
-  std::unique_ptr<Communicator> communicator_;
-  Communicator* const shared_;
-};
 
 std::vector<float> Product(Stream& stream, const PackedWeight& weight, DType dtype) {
   std::vector<float> y(static_cast<size_t>(weight.out_features()));
