@@ -15,8 +15,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxEpochsEnded = 2;  // by one request's runs, a suspicion included: then it is poisonous
-constexpr int kMaxAttempts = 6;     // runs of one request, those that ended before they began included
+constexpr int kMaxAttempts = 6;  // runs of one request, those that ended before they began included
 
 Leader::WorkerState StateIn(RunCoordinator::Phase phase) {
   switch (phase) {
@@ -626,14 +625,17 @@ std::string Leader::Blame(LiveRequest& request, RunId number, const std::string&
     return other.first != number && other.second.coordinator.Shares(run) &&
            other.second.coordinator.MayHaveComputed(since);
   });
+  const PromptPlace place = run.PlaceOfEnd(now, options_.silence_timeout);
   if (!alone) {
-    request.suspect = true;
+    request.ended.Suspect(place);
     return "";
   }
-  if (++request.epochs_ended + (request.suspect ? 1 : 0) < kMaxEpochsEnded) return "";
-  for (auto& [ticket, other] : requests_) other.suspect = false;
-  return absl::StrCat("request ", request.request.id, " ended ", kMaxEpochsEnded,
-                      " epochs of the pool and is refused as poisonous; the last one: ", why);
+  if (!request.ended.Blame(place)) return "";
+  for (auto& [ticket, other] : requests_) other.ended.ForgetSuspicions();
+  return absl::StrCat("request ", request.request.id,
+                      " ended 2 epochs of the pool at the same place of its prompt and is refused as "
+                      "poisonous; the last one: ",
+                      why);
 }
 
 void Leader::Forget(RunId run) {

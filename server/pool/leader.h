@@ -33,9 +33,10 @@
 //  - A worker is out when its stream ends, when it is silent for silence_timeout, when an operation of its
 //    compute loop takes longer than hang_timeout (or ten times the predicted block), when it does not answer
 //    Prepare, Cancel or Abort in time, or when it speaks of an epoch that is not yet. It may join again.
-//  - A request whose runs ended two epochs is refused as poisonous. A run is blamed for an epoch's end only
-//    where it may have computed within silence_timeout of it. If another run may have, too, on a worker of
-//    its own, each is a suspect from then on, which counts once, and only until one of them is refused.
+//  - A request whose runs ended two epochs at the same place of its prompt is refused as poisonous
+//    (ended_epochs.h). A run is blamed for an epoch's end only where it may have computed within
+//    silence_timeout of it. If another run may have, too, on a worker of its own, each is a suspect from
+//    then on, until one of them is refused.
 //  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -56,6 +57,7 @@
 #include "engine/prefill_engine.h"
 #include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/ended_epochs.h"
 #include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
@@ -185,8 +187,7 @@ class Leader {
     std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
     bool new_attempt = true;             // its next run begins one
     int attempts = 0;
-    int epochs_ended = 0;     // epochs that ended in its runs while no other run may have been to blame
-    bool suspect = false;     // an epoch ended while its run and others computed
+    EndedEpochs ended;        // epochs that its runs may have ended
     bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
     PausedTime pauses;        // pauses as they were asked for
     absl::Time begin;         // when its first run began

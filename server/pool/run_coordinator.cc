@@ -1,6 +1,7 @@
 #include "server/pool/run_coordinator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
@@ -163,6 +164,7 @@ absl::Status RunCoordinator::CheckAddresses(const Part& part, const v1::Prepared
 
 void RunCoordinator::SendRun(absl::Time now) {
   phase_ = Phase::kRunning;
+  runs_since_ = now - pauses_.Total(now);
   for (Seat& seat : seats_) seat.moved_at = now;
   std::map<std::string, int> host_numbers;
   std::vector<int> host_of_rank;
@@ -199,6 +201,7 @@ RunCoordinator::Outcome RunCoordinator::OnProgress(Connection worker, const v1::
       seat.moved_at = now;
     }
     seat.computing = rank.computing();
+    seat.heard = Computed(now);
     seat.layers_done =
         std::max(seat.layers_done, std::min(static_cast<int>(rank.layers_done()), options_.layers));
   }
@@ -311,6 +314,20 @@ void RunCoordinator::BeginStopping(absl::Time now) {
 
 void RunCoordinator::OnStopped(Connection worker) {
   if (phase_ == Phase::kStopping) unanswered_.erase(worker);
+}
+
+// The layers that it has done, and as many more as it can have done unheard, at the pace of those.
+PromptPlace RunCoordinator::PlaceOfEnd(absl::Time now, absl::Duration delay) const {
+  PromptPlace place{.first_token = plan_.cached_tokens,
+                    .last_token = plan_.cached_tokens + plan_.layout.tokens() - 1,
+                    .first_layer = layers_done_,
+                    .last_layer = options_.layers};
+  absl::Duration heard = absl::InfiniteDuration();
+  for (const Seat& seat : seats_) heard = std::min(heard, seat.heard - delay);
+  if (heard <= absl::ZeroDuration()) return place;
+  const double layers = std::ceil((layers_done_ + 1) * absl::FDivDuration(Computed(now) - heard, heard));
+  if (layers < options_.layers - layers_done_) place.last_layer = layers_done_ + static_cast<int>(layers);
+  return place;
 }
 
 bool RunCoordinator::Shares(const RunCoordinator& other) const {

@@ -29,6 +29,7 @@
 #include "engine/run/rank_stats.h"
 #include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
+#include "server/pool/ended_epochs.h"
 #include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
@@ -107,6 +108,8 @@ class RunCoordinator {
   bool Has(Connection worker) const { return parts_.contains(worker); }
   // Whether a worker takes part, or took part until it was lost, in both.
   bool Shares(const RunCoordinator& other) const;
+  // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.
+  PromptPlace PlaceOfEnd(absl::Time now, absl::Duration delay) const;
   // Whether its ranks may have computed since then.
   bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
@@ -136,7 +139,8 @@ class RunCoordinator {
     int layers_done = 0;
     uint64_t operations = 0;
     bool computing = false;
-    absl::Time moved_at;  // when `operations` last grew
+    absl::Time moved_at;   // when `operations` last grew
+    absl::Duration heard;  // what it had computed when it last said how far it is
     bool done = false;
     RankStats stats;
     LinkSurvey::RankLinks links;
@@ -148,6 +152,8 @@ class RunCoordinator {
   // INVALID_ARGUMENT: what is wrong with one that a worker on CPUs has sent.
   absl::Status CheckAddresses(const Part& part, const v1::Prepared& message) const;
   void SendRun(absl::Time now);
+  // How long its ranks have computed, without pauses.
+  absl::Duration Computed(absl::Time now) const { return now - pauses_.Total(now) - runs_since_; }
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);
   void BeginStopping(absl::Time now);
@@ -160,7 +166,8 @@ class RunCoordinator {
   LinkSurvey& survey_;
   Plan plan_;
   const absl::Time begin_;
-  absl::Time deadline_;  // until when the workers prepare, and later stop
+  absl::Time runs_since_;  // by a clock that stands still in pauses
+  absl::Time deadline_;    // until when the workers prepare, and later stop
   absl::Duration hang_timeout_;
   Phase phase_ = Phase::kPreparing;
   PausedTime pauses_;
