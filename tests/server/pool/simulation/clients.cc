@@ -94,6 +94,7 @@ void PoolSimulation::GiveTurn(Leader::Ticket ticket) {
   const auto own = requests_.find(ticket);  // it may have its answer already
   const int submeshes = own == requests_.end() ? 1 : own->second.submeshes;
   const auto set_paused = [this](Leader::Ticket of, ClientRequest& request, bool paused) {
+    if (request.paused && !paused) request.resumed_at = now_;
     request.paused = paused;
     leader_->SetPaused(of, paused, now_);
   };

@@ -168,6 +168,7 @@ class PoolSimulation {
     bool ignores_cache = false;
     int submeshes = 1;
     bool paused = false;
+    absl::Time resumed_at = absl::InfinitePast();
     absl::Time submitted_at;
   };
   // A run as its workers were told of it.

@@ -66,10 +66,12 @@ void PoolSimulation::CheckSubmesh(uint64_t run) {
   ++census_.on_submeshes;
   std::map<int, int> live, computing;  // runs, by node
   for (const auto& [number, other] : runs_told_) {
-    // What begins after it, in the same moment, takes what it has left.
+    // What begins after it, in the same moment, takes what it has left; what goes on then may have stood
+    // still when it began.
     if (number >= run || other.finished || now_ - other.stopped_at > kHungBound) continue;
     const auto owner = requests_.find(other.ticket);
     const bool computes = !other.stopped && owner != requests_.end() && !owner->second.paused &&
+                          owner->second.resumed_at < now_ &&
                           leader_->run_of(other.ticket) == number;  // else all its workers are lost
     for (const auto& [node, incarnation] : other.nodes) {
       ++live[node];
