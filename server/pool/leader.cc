@@ -15,7 +15,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxAttempts = 6;  // runs of one request, those that ended before they began included
+constexpr int kMaxLosses = 6;  // of one request's runs, those that ended before they began included
 
 Leader::WorkerState StateIn(RunCoordinator::Phase phase) {
   switch (phase) {
@@ -349,9 +349,9 @@ bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool sh
 // Begins a run for the request, or answers it.
 void Leader::StartRun(Ticket ticket, absl::Time now) {
   LiveRequest& request = requests_.at(ticket);
-  if (request.new_attempt && request.attempts >= kMaxAttempts) {
+  if (request.losses >= kMaxLosses) {
     return AnswerRequest(
-        ticket, absl::UnavailableError(absl::StrCat("the pool lost workers in each of ", request.attempts,
+        ticket, absl::UnavailableError(absl::StrCat("the pool lost workers in each of ", request.losses,
                                                     " attempts at this request; try again later")));
   }
   const RunId number = last_run_ + 1;
@@ -612,6 +612,7 @@ void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
   if (request != nullptr) {
     request->waiting_since = now;
     request->new_attempt = true;
+    if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;
     KeepPieces(*request);
   }
   if (!poisonous.empty()) AnswerRequest(ticket, absl::InternalError(poisonous));

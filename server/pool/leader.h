@@ -36,7 +36,8 @@
 //  - A request whose runs ended two epochs at the same place of its prompt is refused as poisonous
 //    (ended_epochs.h). A run is blamed for an epoch's end only where it may have computed within
 //    silence_timeout of it. If another run may have, too, on a worker of its own, each is a suspect from
-//    then on, until one of them is refused.
+//    then on, until one of them is refused. One that was lost in six runs that may have computed is refused
+//    with UNAVAILABLE.
 //  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -187,6 +188,7 @@ class Leader {
     std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
     bool new_attempt = true;             // its next run begins one
     int attempts = 0;
+    int losses = 0;           // attempts that workers were lost in, but for those that stood still
     EndedEpochs ended;        // epochs that its runs may have ended
     bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
     PausedTime pauses;        // pauses as they were asked for

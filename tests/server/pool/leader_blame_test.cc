@@ -133,6 +133,21 @@ TEST_F(LeaderBlameTest, ALateLossIsOneOfThem) {
   ExpectPoisonous();
 }
 
+TEST_F(LeaderBlameTest, LossesWhileItStoodStillDoNotCount) {
+  Submit({1, 2, 3});
+  for (int time = 0; time < 8; ++time) {
+    const Leader::Connection worker = ++last_worker_;
+    ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
+    Prepare({worker});
+    leader_.SetPaused(newest_, true, now_);
+    Pass(absl::Seconds(2), {worker});
+    leader_.OnDisconnected(worker, now_);
+    leader_.SetPaused(newest_, false, now_);
+    Do();
+  }
+  ExpectAnswer(/*attempts=*/9);
+}
+
 TEST_F(LeaderBlameTest, SixAttemptsAreAllThatItGets) {
   Submit({1, 2, 3});
   for (const double layer : {3, 8, 13, 18, 23, 28}) {
