@@ -69,6 +69,18 @@ absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options) 
   return result;
 }
 
+v1::PlanOptions PlanOptionsOf(const PrefillOptions& options) {
+  v1::PlanOptions message;
+  if (options.tile.has_value()) {
+    message.mutable_tile()->set_a(static_cast<uint32_t>(options.tile->a));
+    message.mutable_tile()->set_b(static_cast<uint32_t>(options.tile->b));
+  }
+  if (options.heads.has_value()) message.set_heads(static_cast<uint32_t>(*options.heads));
+  if (options.layout.has_value()) message.set_layout(ToProto(*options.layout));
+  if (options.stripe.has_value()) message.set_stripe(static_cast<uint32_t>(*options.stripe));
+  return message;
+}
+
 v1::PlanSummary SummaryOf(const PlanChoice& choice) {
   v1::PlanSummary summary = ToProto(choice.plan);
   summary.set_pieces(static_cast<uint32_t>(std::max<size_t>(1, choice.pieces.size())));

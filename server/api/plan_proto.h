@@ -11,6 +11,8 @@ namespace meshfill {
 // INVALID_ARGUMENT for a value that no plan can have: a tile without rows or columns, an unknown layout.
 // Whether a plan fits the pool is the engine's to say.
 absl::StatusOr<PrefillOptions> ToPrefillOptions(const v1::PlanOptions& options);
+// What `options` fix of the plan.
+v1::PlanOptions PlanOptionsOf(const PrefillOptions& options);
 
 // The tokens that a message counts. OUT_OF_RANGE where no int64_t holds them: no model has such a context.
 absl::StatusOr<int64_t> ToTokenCount(uint64_t tokens, const PrefillEngine& engine);

@@ -136,6 +136,13 @@ absl::StatusOr<v1::PoolStatus> GetPool(const ServerChannel& server, absl::Durati
   return status;
 }
 
+absl::StatusOr<v1::PlanReply> PlanOnServer(const ServerChannel& server, const v1::PlanRequest& request,
+                                           absl::Duration timeout) {
+  v1::PlanReply reply;
+  RETURN_IF_ERROR(CallOnce(server, timeout, request, reply, &v1::PrefillService::Stub::Plan));
+  return reply;
+}
+
 absl::Status CancelOnServer(const ServerChannel& server, const std::string& request_id,
                             absl::Duration timeout) {
   v1::CancelRequest request;

@@ -44,6 +44,9 @@ class PrefillClient {
 
 // Who is there, what runs and what waits. Errors as Prefill's; DEADLINE_EXCEEDED: no answer in time.
 absl::StatusOr<v1::PoolStatus> GetPool(const ServerChannel& server, absl::Duration timeout);
+// What the server would run. Errors as GetPool's.
+absl::StatusOr<v1::PlanReply> PlanOnServer(const ServerChannel& server, const v1::PlanRequest& request,
+                                           absl::Duration timeout);
 // Ends a request, its own tenant's, or anybody's where the caller is an admin. NOT_FOUND: it does not live.
 absl::Status CancelOnServer(const ServerChannel& server, const std::string& request_id,
                             absl::Duration timeout);

@@ -16,7 +16,7 @@ std::string PrefillJson(const v1::PrefillResult& result);
 
 // `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first. `not_yet`: what of it
 // cannot run so far.
-std::string PlanJson(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {},
+std::string PlanJson(const v1::PlanReply& reply, std::span<const WeightModeBytes> weight_modes = {},
                      std::span<const std::string> not_yet = {});
 
 // "striped", "zigzag", "contiguous".

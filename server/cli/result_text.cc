@@ -29,9 +29,11 @@ std::string PercentOf(double part, double whole) {
   return absl::StrFormat("%.1f %%", whole > 0 ? 100 * part / whole : 0);
 }
 
-std::string Blocks(const Step& step) {
+std::string Blocks(const v1::PlanReply::Step& step) {
   std::string blocks;
-  for (const BlockIndex& block : step.blocks) absl::StrAppend(&blocks, "(", block.u, ",", block.v, ")");
+  for (const v1::PlanReply::Block& block : step.blocks()) {
+    absl::StrAppend(&blocks, "(", block.u(), ",", block.v(), ")");
+  }
   return blocks.empty() ? "." : blocks;
 }
 
@@ -78,20 +80,21 @@ class Table {
 //     1     q     (0,1)
 //
 // "kv to 3": that one ends with step 3, and others start meanwhile.
-std::string ScheduleText(const Schedule& schedule) {
+std::string ScheduleText(const v1::PlanReply& reply) {
   std::vector<std::string> number = {"step"};
   std::vector<std::string> comm = {"comm"};
-  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+  for (int i = 0; i < reply.steps_size(); ++i) {
     number.push_back(absl::StrCat(i));
-    const Step& step = schedule.steps[i];
-    comm.push_back(step.comm.has_value() ? TrafficName(*step.comm) : ".");
-    if (step.spans > 1) absl::StrAppend(&comm.back(), " to ", i + step.spans - 1);
+    const v1::PlanReply::Step& step = reply.steps(i);
+    comm.push_back(step.comm() == CommName(std::nullopt) ? "." : step.comm());
+    if (step.spans() > 1) absl::StrAppend(&comm.back(), " to ", i + static_cast<int>(step.spans()) - 1);
   }
   AlignColumn(number);
   AlignColumn(comm);
   std::string text = absl::StrCat(number[0], "  ", comm[0], "  blocks (Q#u,KV#v) computed meanwhile\n");
-  for (size_t i = 0; i < schedule.steps.size(); ++i) {
-    absl::StrAppend(&text, number[i + 1], "  ", comm[i + 1], "  ", Blocks(schedule.steps[i]), "\n");
+  for (int i = 0; i < reply.steps_size(); ++i) {
+    const auto row = static_cast<size_t>(i) + 1;
+    absl::StrAppend(&text, number[row], "  ", comm[row], "  ", Blocks(reply.steps(i)), "\n");
   }
   return text;
 }
@@ -101,37 +104,25 @@ std::string LayoutText(absl::string_view name, int64_t stripe) {
   return name == "striped" ? absl::StrCat(name, " in stripes of ", stripe, " tokens") : std::string(name);
 }
 
-std::string WireAndPlacement(absl::string_view partial_dtype, absl::string_view placement) {
-  return absl::StrCat(", partial outputs in ", partial_dtype, ", ranks ", placement,
-                      absl::StartsWith(placement, "box ") ? " on a host" : "");
+double SentBytes(const v1::CommBytes& bytes) {
+  return static_cast<double>(bytes.q() + bytes.kv() + bytes.o() + bytes.all_to_all() + bytes.gather());
 }
 
-void AppendDoubleRing(uint64_t kv_inner, std::string& text) {
-  if (kv_inner == 0) return;
-  AppendLine("KV rings", absl::StrCat("of ", kv_inner, " ranks, beside one that leads from each to the next"),
-             text);
-}
-
-void AppendExchange(uint64_t exchange_tokens, std::string& text) {
-  if (exchange_tokens == 0) return;
-  AppendLine("exchange",
-             absl::StrCat("by ", FormatCount(static_cast<double>(exchange_tokens)),
-                          " tokens of each rank, beside the work on others"),
-             text);
-}
-
-std::string ShapeName(int heads, Tile tile) {
-  return heads == 1 ? tile.DebugString() : absl::StrCat(heads, "*", tile.DebugString());
+std::string ShapeName(const v1::PlanReply::Candidate& candidate) {
+  const std::string tile = absl::StrCat(candidate.a(), "x", candidate.b());
+  return candidate.heads() == 1 ? tile : absl::StrCat(candidate.heads(), "*", tile);
 }
 
 // A wire dtype or a placement is a column only where some candidate has another than the usual one.
-std::string CandidatesText(const PlanChoice& choice) {
-  const auto any = [&choice](auto&& unusual) {
-    return std::any_of(choice.candidates.begin(), choice.candidates.end(), unusual);
+std::string CandidatesText(const v1::PlanReply& reply) {
+  using Candidate = v1::PlanReply::Candidate;
+  const v1::PlanSummary& plan = reply.plan();
+  const auto any = [&reply](auto&& unusual) {
+    return std::any_of(reply.candidates().begin(), reply.candidates().end(), unusual);
   };
-  const bool wire = any([](const PlanCandidate& each) { return each.partial_dtype != DType::kF32; });
-  const bool placed = any([](const PlanCandidate& each) { return !each.placement.empty(); });
-  const bool fewer = any([&](const PlanCandidate& each) { return each.ranks() != choice.plan.ranks(); });
+  const bool wire = any([](const Candidate& each) { return each.partial_dtype() != DTypeName(DType::kF32); });
+  const bool placed = any([](const Candidate& each) { return PlacementName(each.placement()) != kRowFirst; });
+  const bool fewer = any([&](const Candidate& each) { return each.ranks() != plan.ranks(); });
   const auto row = [&](absl::string_view ranks, absl::string_view shape, absl::string_view layout,
                        absl::string_view dtype, absl::string_view placement) {
     std::string text;
@@ -144,18 +135,18 @@ std::string CandidatesText(const PlanChoice& choice) {
   std::string text = absl::StrCat(
       row("ranks", "heads*tile", "layout", "wire", "on a host"),
       absl::StrFormat("%10s  %10s  %10s  %10s  %10s\n", "seconds", "compute", "comm wait", "sent", "peak"));
-  for (const PlanCandidate& candidate : choice.candidates) {
-    const Prediction& predicted = candidate.predicted;
-    const bool chosen = candidate.tile == choice.plan.tile && candidate.heads == choice.plan.heads &&
-                        candidate.ranks() == choice.plan.ranks();
-    absl::StrAppend(&text, row(absl::StrCat(candidate.ranks()), ShapeName(candidate.heads, candidate.tile),
-                               LayoutName(candidate.layout.kind()), DTypeName(candidate.partial_dtype),
-                               PlacementName(candidate.placement)));
+  for (const Candidate& candidate : reply.candidates()) {
+    const v1::PlanReply::Prediction& predicted = candidate.predicted();
+    const bool chosen = candidate.a() == plan.a() && candidate.b() == plan.b() &&
+                        candidate.heads() == plan.heads() && candidate.ranks() == plan.ranks();
+    absl::StrAppend(&text,
+                    row(absl::StrCat(candidate.ranks()), ShapeName(candidate), LayoutName(candidate.layout()),
+                        candidate.partial_dtype(), PlacementName(candidate.placement())));
     absl::StrAppendFormat(
-        &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds),
-        FormatSeconds(predicted.compute_seconds), FormatSeconds(predicted.comm_wait_seconds),
-        FormatBytes(static_cast<double>(predicted.comm_bytes.total())),
-        FormatBytes(static_cast<double>(predicted.peak_bytes)), chosen ? "  <- chosen" : "");
+        &text, "%10s  %10s  %10s  %10s  %10s%s\n", FormatSeconds(predicted.seconds()),
+        FormatSeconds(predicted.compute_seconds()), FormatSeconds(predicted.comm_wait_seconds()),
+        FormatBytes(SentBytes(predicted.comm_bytes())),
+        FormatBytes(static_cast<double>(predicted.peak_bytes())), chosen ? "  <- chosen" : "");
   }
   return text;
 }
@@ -180,24 +171,45 @@ std::string FormatCount(double count) {
 
 namespace {
 
-std::string PiecesText(uint64_t pieces, uint64_t piece_tokens) {
-  return absl::StrFormat("%d of %s tokens, one after the other, to fit the memory", pieces,
-                         FormatCount(static_cast<double>(piece_tokens)));
+// How the prompt is shared.
+void AppendPlan(const v1::PlanSummary& plan, std::string& text) {
+  const std::string placement = PlacementName(plan.placement());
+  AppendLine("plan",
+             absl::StrFormat("%u rank%s: %u head group%s of %ux%u, %s, partial outputs in %s, ranks %s%s",
+                             plan.ranks(), plan.ranks() == 1 ? "" : "s", plan.heads(),
+                             plan.heads() == 1 ? "" : "s", plan.a(), plan.b(),
+                             LayoutText(LayoutName(plan.layout()), plan.stripe()), plan.partial_dtype(),
+                             placement, absl::StartsWith(placement, "box ") ? " on a host" : ""),
+             text);
+  if (plan.kv_inner() > 0) {
+    AppendLine("KV rings",
+               absl::StrCat("of ", plan.kv_inner(), " ranks, beside one that leads from each to the next"),
+               text);
+  }
+  if (plan.exchange_tokens() > 0) {
+    AppendLine("exchange",
+               absl::StrCat("by ", FormatCount(static_cast<double>(plan.exchange_tokens())),
+                            " tokens of each rank, beside the work on others"),
+               text);
+  }
+  if (plan.pieces() > 1) {
+    AppendLine("pieces",
+               absl::StrFormat("%d of %s tokens, one after the other, to fit the memory", plan.pieces(),
+                               FormatCount(static_cast<double>(plan.piece_tokens()))),
+               text);
+  }
 }
 
 }  // namespace
 
 std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) {
   const v1::PrefillResult::Seconds& seconds = result.seconds();
-  const v1::PlanSummary& plan = result.plan();
   const v1::CommBytes& bytes = result.comm_bytes();
   std::string top;
   for (const v1::TokenLogit& best : result.top()) {
     absl::StrAppendFormat(&top, "%s%u (%.4g)", top.empty() ? "" : "  ", best.token(), best.logit());
   }
   const double tokens = static_cast<double>(result.tokens());
-  const double sent =
-      static_cast<double>(bytes.q() + bytes.kv() + bytes.o() + bytes.all_to_all() + bytes.gather());
 
   std::string text;
   AppendLine("request", result.request_id(), text);
@@ -225,19 +237,12 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
                              FormatSeconds(seconds.attention())),
              text);
   AppendLine("MFU", PercentOf(result.mfu(), 1), text);
-  AppendLine("plan",
-             absl::StrFormat("%u rank%s: %u head group%s of %ux%u, %s%s", plan.ranks(),
-                             plan.ranks() == 1 ? "" : "s", plan.heads(), plan.heads() == 1 ? "" : "s",
-                             plan.a(), plan.b(), LayoutText(LayoutName(plan.layout()), plan.stripe()),
-                             WireAndPlacement(plan.partial_dtype(), PlacementName(plan.placement()))),
-             text);
-  AppendDoubleRing(plan.kv_inner(), text);
-  AppendExchange(plan.exchange_tokens(), text);
-  if (plan.pieces() > 1) AppendLine("pieces", PiecesText(plan.pieces(), plan.piece_tokens()), text);
+  AppendPlan(result.plan(), text);
   AppendLine("sent by a rank",
-             absl::StrFormat(
-                 "%s (Q %s, KV %s, O %s)", FormatBytes(sent), FormatBytes(static_cast<double>(bytes.q())),
-                 FormatBytes(static_cast<double>(bytes.kv())), FormatBytes(static_cast<double>(bytes.o()))),
+             absl::StrFormat("%s (Q %s, KV %s, O %s)", FormatBytes(SentBytes(bytes)),
+                             FormatBytes(static_cast<double>(bytes.q())),
+                             FormatBytes(static_cast<double>(bytes.kv())),
+                             FormatBytes(static_cast<double>(bytes.o()))),
              text);
   return text;
 }
@@ -272,40 +277,26 @@ std::string PoolText(const v1::PoolStatus& status) {
   return absl::StrCat(text, requests.Text(), workers.Text());
 }
 
-std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes,
-                     const char* place, std::span<const std::string> not_yet) {
-  const Plan& plan = choice.plan;
+std::string PlanText(const v1::PlanReply& reply, int64_t tokens,
+                     std::span<const WeightModeBytes> weight_modes, const char* place,
+                     std::span<const std::string> not_yet) {
+  const v1::PlanReply::Prediction& predicted = reply.predicted();
   std::string text;
-  const int64_t first = choice.pieces.empty() ? plan.cached_tokens : choice.pieces.front().cached_tokens;
-  const int64_t tokens = plan.cached_tokens + plan.layout.tokens() - first;
   AppendLine("tokens", FormatCount(static_cast<double>(tokens)), text);
-  AppendLine(
-      "plan",
-      absl::StrFormat("%d rank%s: %d head group%s of %s, %s%s", plan.ranks(), plan.ranks() == 1 ? "" : "s",
-                      plan.heads, plan.heads == 1 ? "" : "s", plan.tile.DebugString(),
-                      LayoutText(LayoutName(plan.layout.kind()), plan.layout.stripe()),
-                      WireAndPlacement(DTypeName(plan.partial_dtype), PlacementName(plan.placement.name))),
-      text);
-  AppendDoubleRing(static_cast<uint64_t>(plan.kv_inner), text);
-  AppendExchange(static_cast<uint64_t>(plan.exchanges() == 1 ? 0 : plan.exchange_tokens), text);
-  if (!choice.pieces.empty()) {
-    AppendLine("pieces",
-               PiecesText(choice.pieces.size(), static_cast<uint64_t>(choice.pieces.front().layout.tokens())),
-               text);
-  }
+  AppendPlan(reply.plan(), text);
   AppendLine("predicted",
-             absl::StrFormat("%s, of it %s comm wait", FormatSeconds(plan.predicted.seconds),
-                             FormatSeconds(plan.predicted.comm_wait_seconds)),
+             absl::StrFormat("%s, of it %s comm wait", FormatSeconds(predicted.seconds()),
+                             FormatSeconds(predicted.comm_wait_seconds())),
              text);
-  const std::string added = choice.weights.mode == WeightMode::kResident
+  const std::string added = reply.weights() == WeightModeName(WeightMode::kResident)
                                 ? ""
-                                : absl::StrCat(", which adds ", FormatSeconds(plan.predicted.weight_seconds));
+                                : absl::StrCat(", which adds ", FormatSeconds(predicted.weight_seconds()));
   AppendLine("weights",
-             absl::StrCat(WeightModeName(choice.weights.mode), ", ",
-                          FormatBytes(static_cast<double>(plan.predicted.weight_bytes)), " of memory", added),
+             absl::StrCat(reply.weights(), ", ", FormatBytes(static_cast<double>(predicted.weight_bytes())),
+                          " of memory", added),
              text);
   for (const WeightModeBytes& each : weight_modes) {
-    if (each.mode == choice.weights.mode) continue;
+    if (WeightModeName(each.mode) == reply.weights()) continue;
     AppendLine(
         "",
         absl::StrCat(WeightModeName(each.mode), " would need ", FormatBytes(static_cast<double>(each.bytes)),
@@ -314,7 +305,7 @@ std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> 
         text);
   }
   if (!not_yet.empty()) AppendLine("not yet", absl::StrJoin(not_yet, ", "), text);
-  return absl::StrCat(text, "\n", ScheduleText(plan.schedule), "\n", CandidatesText(choice));
+  return absl::StrCat(text, "\n", ScheduleText(reply), "\n", CandidatesText(reply));
 }
 
 }  // namespace meshfill

@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_CLI_RESULT_TEXT_H_
 #define MESHFILL_SERVER_CLI_RESULT_TEXT_H_
 
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -10,14 +11,15 @@
 
 namespace meshfill {
 
-// `upload_seconds`: what the client waited for beside queue and prefill: for its connection, its upload and the
-// answer's way; 0 where there was none.
+// `upload_seconds`: what the client waited for beside queue and prefill: for its connection, its upload and
+// the answer's way; 0 where there was none.
 std::string PrefillText(const v1::PrefillResult& result, double upload_seconds);
 
 // The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates. `place`:
 // of what the weights' bytes are. `not_yet`: what of it cannot run so far.
-std::string PlanText(const PlanChoice& choice, std::span<const WeightModeBytes> weight_modes = {},
-                     const char* place = "a host", std::span<const std::string> not_yet = {});
+std::string PlanText(const v1::PlanReply& reply, int64_t tokens,
+                     std::span<const WeightModeBytes> weight_modes = {}, const char* place = "a host",
+                     std::span<const std::string> not_yet = {});
 
 std::string FormatBytes(double bytes);  // "3.2 MiB"
 std::string FormatCount(double count);  // "1,048,576"

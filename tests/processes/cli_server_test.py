@@ -66,6 +66,28 @@ class CliServerTest(CliTestCase):
         self.refuse("cancel", *at, status=2, message=r"^meshfill cancel: ID is required")
         self.refuse("status", "--server", "127.0.0.1:1", status=1, message=r"^meshfill status: .*listening there\?")
 
+    def test_a_server_says_what_it_would_run(self):
+        at = ("plan", "--server", self.server.address)
+        for options in ([], ["--tile", "1x4", "--stripe", 32], ["--heads", 2, "--layout", "zigzag"]):
+            arguments = ["--tokens", len(self.ids), *options]
+            asked = json.loads(self.succeed(*at, *arguments, "--json"))
+            own = json.loads(self.succeed("plan", "--config", self.config, *arguments, "--json"))
+            self.assertEqual(list(asked), list(own))
+            self.assertEqual(asked["weights"]["modes"], [])
+            for key in ("ranks", "heads", "a", "b", "layout", "stripe", "steps") if options else ("ranks",):
+                self.assertEqual(asked[key], own[key], key)
+            self.assertGreater(asked["predicted"]["seconds"], 0)
+            ran = json.loads(self.succeed("prefill", "--server", self.server.address, "--tokens", self.prompt, *options, "--json"))
+            if options:
+                self.assertEqual({key: asked[key] for key in ran["plan"]}, ran["plan"])
+        text = self.succeed(*at, "--tokens", len(self.ids), "--tile", "2x2")
+        self.assertRegex(text, rf"\Atokens +{len(self.ids):,}\nplan +4 ranks: 1 head group of 2x2, striped .*\npredicted ")
+        self.assertRegex(text, r"\nweights +resident, [^,]+ of memory\n\nstep +comm .*(.*\n)+.*  <- chosen\n")
+        self.refuse(*at, "--tokens", 5, "--tile", "5x1", status=2, message=r"^meshfill plan: .*5")
+        self.refuse(*at, "--tokens", 1 << 40, status=2, message=r"^meshfill plan: .*the prompt has 1099511627776 tokens")
+        self.refuse(*at, "--tokens", 5, "--ranks", 2, status=2, message=r"^meshfill plan: .*--server")
+        self.refuse("plan", "--server", "127.0.0.1:1", "--tokens", 5, status=1, message=r"^meshfill plan: .*listening there\?")
+
     def test_ttft_is_what_the_client_waits_for(self):
         at = ("prefill", "--tokens", self.prompt)
         served = self.succeed(*at, "--server", self.server.address)

@@ -400,7 +400,7 @@ class CliTest(CliTestCase):
             (["prefill", "--text", "F"], r"'--text' is no option; .*`python -m meshfill prefill --text FILE --tokenizer DIR`"),
             (["serve", "--model", self.model, "--port", 8000], r"'--port' is no option; .*--listen 127\.0\.0\.1:8000"),
             (["prefill", "--tokens", prompt, "--port=8000"], r"'--port' is no option; .*--server 127\.0\.0\.1:8000"),
-            (["plan", "--port", 8000], r"'--port' is no option; see"),
+            (["simulate", "--port", 8000], r"'--port' is no option; see"),
             (["help", "prefil"], r"'prefil' is no command; did you mean prefill\?"),
             (["prefill", "--tokens", prompt, "--confg=x"], r"'--confg' is no option; did you mean --config\?"),
             (["serve"], r"--model DIR or --config"),

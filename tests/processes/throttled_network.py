@@ -170,9 +170,8 @@ class Pool:
         return json.loads(done.stdout), [after - b for after, b in zip(self.network.sent_bytes(), before)]
 
     def planned(self, spread):
-        """What the plan says that weights add, in seconds."""
-        done = run("plan", "--config", self.folder / "pool.yaml", "--set", f"model.weights={self.weights}", "--tokens",
-                   self.tokens, "--ranks", self.network.hosts, "--ranks-per-host", 1, "--json", *spread)
+        """What the server's plan says that weights add, in seconds."""
+        done = run("plan", "--server", self.address, "--tokens", self.tokens, "--json", *spread)
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout)["weights"]["seconds"]
 

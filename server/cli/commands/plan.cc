@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
 #include "engine/plan/pieces.h"
@@ -17,6 +18,8 @@
 #include "engine/plan/predicted_timeline.h"
 #include "engine/prefill_request.h"
 #include "kernels/return_if_error.h"
+#include "server/api/plan_proto.h"
+#include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/gpu_plan.h"
 #include "server/cli/output_file.h"
@@ -30,6 +33,8 @@
 
 namespace meshfill {
 namespace {
+
+constexpr absl::Duration kTimeout = absl::Seconds(30);
 
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
@@ -48,13 +53,16 @@ class PlanCommand : public Command {
  public:
   explicit PlanCommand(CLI::App& parent)
       : Command(parent.add_subcommand("plan", "Show what a prefill would run, and how long it would take")) {
+    CLI::Option* server = AddServerOption(
+        *app_, server_, "Ask the server that listens there: with its ranks, and as fast as they have been");
+    for (CLI::Option* option : AddConnectionOptions(*app_, server_)) option->needs(server);
     CLI::Option* config = config_.AddTo(*app_);
     app_->add_option("--model", model_path_, "Model folder (default: the config's)")->type_name("DIR");
     app_->add_option("--cluster", cluster_path_,
                      "Plan for the GPUs of a scenario (YAML), which need not be here; without it for this "
                      "machine, as --config has it")
         ->type_name("FILE");
-    config->description(config->get_description() + "; needed without --cluster");
+    config->description(config->get_description() + "; needed without --server and --cluster");
     app_->add_option("--tokens", tokens_, "Tokens in the prompt")
         ->type_name("N")
         ->check(WholeNumber(1))
@@ -83,15 +91,21 @@ class PlanCommand : public Command {
     app_->add_option("--svg", svg_path_,
                      "Draw the plan: who computes what, in which steps, how long it takes")
         ->type_name("FILE");
+    for (const char* own : {"--config", "--set", "--model", "--cluster", "--cached", "--ranks",
+                            "--ranks-per-host", "--dtype", "--svg"}) {
+      server->excludes(app_->get_option(own));
+    }
   }
 
   absl::Status Run() override {
+    if (!server_.address.empty()) return AskServer();
     if (!svg_path_.empty()) {
       RETURN_IF_ERROR(CheckOutputPath(svg_path_));
     }
     if (config_.path.empty() && cluster_path_.empty()) {
       return absl::InvalidArgumentError(
-          "nothing to plan for; give --config FILE, as configs/local.yaml, or --cluster FILE");
+          "nothing to plan for; give --server HOST:PORT, --config FILE, as configs/local.yaml, or --cluster "
+          "FILE");
     }
     ConfigFlags flags = config_;
     if (!model_path_.empty()) flags.overrides.push_back(absl::StrCat("model.path=", model_path_));
@@ -128,6 +142,16 @@ class PlanCommand : public Command {
   }
 
  private:
+  absl::Status AskServer() const {
+    ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));
+    v1::PlanRequest request;
+    request.set_token_count(static_cast<uint64_t>(tokens_));
+    *request.mutable_plan() = PlanOptionsOf(shape_);
+    ASSIGN_OR_RETURN(const v1::PlanReply reply, PlanOnServer(server, request, kTimeout));
+    Print(reply, {}, "", {});
+    return absl::OkStatus();
+  }
+
   absl::StatusOr<PlanChoice> Choose(const v1::Config& config, const EngineOptions& options,
                                     const ModelShape& shape, const EmbeddedPoolCapacity& host,
                                     int ranks) const {
@@ -188,10 +212,15 @@ class PlanCommand : public Command {
       const std::string svg = PlanSvg(choice.plan, PredictLayer(shape, speed, choice.plan));
       RETURN_IF_ERROR(WriteTextFile(svg_path_, svg));
     }
-    std::fputs(json_ ? absl::StrCat(PlanJson(choice, modes, not_yet), "\n").c_str()
-                     : PlanText(choice, modes, place, not_yet).c_str(),
-               stdout);
+    Print(ToProto(choice), modes, place, not_yet);
     return absl::OkStatus();
+  }
+
+  void Print(const v1::PlanReply& reply, const std::vector<WeightModeBytes>& modes, const char* place,
+             const std::vector<std::string>& not_yet) const {
+    const std::string text = json_ ? absl::StrCat(PlanJson(reply, modes, not_yet), "\n")
+                                   : PlanText(reply, tokens_, modes, place, not_yet);
+    std::fwrite(text.data(), 1, text.size(), stdout);
   }
 
   // `options` and `host` are of one host, which this machine stands for.
@@ -220,6 +249,7 @@ class PlanCommand : public Command {
     return request;
   }
 
+  ServerOptions server_;
   ConfigFlags config_;
   std::string model_path_;
   std::string cluster_path_;

@@ -14,6 +14,7 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "server/api/plan_proto.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/cli/cancel_watch.h"
@@ -278,14 +279,7 @@ class PrefillCommand : public Command {
       header.mutable_kv()->set_keep(true);
       header.mutable_kv()->set_lease_seconds(kLeaseSeconds);
     }
-    v1::PlanOptions& plan = *header.mutable_plan();
-    if (options_.tile.has_value()) {
-      plan.mutable_tile()->set_a(static_cast<uint32_t>(options_.tile->a));
-      plan.mutable_tile()->set_b(static_cast<uint32_t>(options_.tile->b));
-    }
-    if (options_.heads.has_value()) plan.set_heads(static_cast<uint32_t>(*options_.heads));
-    if (options_.layout.has_value()) plan.set_layout(ToProto(*options_.layout));
-    if (options_.stripe.has_value()) plan.set_stripe(static_cast<uint32_t>(*options_.stripe));
+    *header.mutable_plan() = PlanOptionsOf(options_);
     return header;
   }
 

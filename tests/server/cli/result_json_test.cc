@@ -6,6 +6,7 @@
 #include <random>
 
 #include "nlohmann/json.hpp"
+#include "server/api/plan_proto.h"
 #include "server/api/result_proto.h"
 
 namespace meshfill {
@@ -106,7 +107,7 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                         {}}};
   const std::string predicted = R"("seconds":1.5,"compute_seconds":1.25,"comm_wait_seconds":0.25,)"
                                 R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
-  EXPECT_EQ(PlanJson(choice, std::vector<WeightModeBytes>{{WeightMode::kResident, 4096, false}}),
+  EXPECT_EQ(PlanJson(ToProto(choice), std::vector<WeightModeBytes>{{WeightMode::kResident, 4096, false}}),
             R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
             R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
             R"("predicted":{)" +
