@@ -8,10 +8,11 @@ budget. Ends with 1 where a request failed, whatever the speed; with --strict al
 is not met. Takes minutes; with --short it is one of the ordinary tests.
 
 In a large model products are most of a short prompt, in a small one of default shape attention is nearly all of a long one. Wide
-layers and narrow heads bring the lengths nearer to each other: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2.
+layers and narrow heads bring the lengths nearer to each other: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2. With
+--kill-every the longest prompt must take well below S seconds, in many layers: --heads 1 --layers 8 --hidden 64 --tokens 512.
 
-Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--head-dim N]
-               [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
+Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
+               [--head-dim N] [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
 """
 import argparse
 import json
@@ -151,6 +152,7 @@ def main():
     parser.add_argument("--overload-seconds", type=float, help="while prompts of the overload come")
     parser.add_argument("--hidden", type=int, help="of the model")
     parser.add_argument("--intermediate", type=int, help="of the model")
+    parser.add_argument("--heads", type=int, default=4, help="of the model; half as many, at least one, of K and V")
     parser.add_argument("--head-dim", type=int, help="of the model")
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
@@ -173,7 +175,7 @@ def main():
         folder = pathlib.Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
         make = ["make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden", arguments.hidden,
-                "--heads", 4, "--kv-heads", 2, "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20]
+                "--heads", arguments.heads, "--kv-heads", max(1, arguments.heads // 2), "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20]
         if arguments.intermediate:
             make += ["--intermediate", arguments.intermediate]
         if arguments.head_dim:
