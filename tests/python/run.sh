@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs python/ into a virtual environment under build/, and runs the unit tests of this folder. Arguments go to
-# unittest: tests/python/run.sh -k lease. Needs python3 and python3-venv, and PyPI the first time.
+# unittest: tests/python/run.sh -k lease. With --install alone it installs what the package needs, and runs nothing.
+# Needs python3 and python3-venv, and PyPI the first time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${MESHFILL_PYTHON_VENV:-$PWD/build/python-venv}
@@ -24,6 +25,7 @@ if [ "$(cat "$venv/.wanted" 2>/dev/null)" != "$wanted" ]; then
   rm -rf "$copy/python/build" "$copy/python/"*.egg-info
   echo "$wanted" >"$venv/.wanted"
 fi
+if [ "${1:-}" = --install ]; then exit; fi
 
 # The package itself, as it is now.
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-index --no-deps \
