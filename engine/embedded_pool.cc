@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/devices/free_memory.h"
 #include "engine/platforms.h"
+#include "engine/speed/layer_probe.h"
 #include "engine/speed/pool_profile.h"
 #include "engine/weight_choice.h"
 #include "kernels/return_if_error.h"
@@ -39,14 +40,24 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
   return of_rank;
 }
 
+absl::StatusOr<PoolSpeed> SpeedOf(const EngineOptions& options, const ModelShape& shape,
+                                  const PoolDevices& hardware, DevicesByRank devices,
+                                  const SpeedNotes& notes) {
+  if (options.speed.has_value()) {
+    PoolSpeed speed = *options.speed;
+    speed.slice_tokens = SliceTokensOf(shape, devices.front()->grain());
+    return speed;
+  }
+  const auto measure = [&] { return hardware.MeasureSpeed(shape, devices); };
+  return KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices), options.measure_speed,
+                       measure, notes);
+}
+
 absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
                                               const PoolDevices& hardware, DevicesByRank devices,
                                               const ChosenWeights& weights, int64_t weights_to_come,
                                               const SpeedNotes& notes) {
-  const auto measure = [&] { return hardware.MeasureSpeed(shape, devices); };
-  ASSIGN_OR_RETURN(PoolSpeed speed,
-                   KeptPoolSpeed(options.speed_profile_path, hardware.SpeedKey(shape, devices),
-                                 options.measure_speed, measure, notes));
+  ASSIGN_OR_RETURN(PoolSpeed speed, SpeedOf(options, shape, hardware, devices, notes));
   const int64_t kv_device_bytes = hardware.in_host_memory() ? 0 : options.kv_memory_bytes.value_or(0);
   int64_t budget = options.memory_budget_bytes;
   if (budget <= 0) {

@@ -10,6 +10,7 @@
 #include "engine/mesh/layout.h"
 #include "engine/model/layer_shape.h"
 #include "engine/plan/planner.h"
+#include "engine/plan/rank_speed.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -46,6 +47,8 @@ struct EngineOptions {
   int threads = 0;                        // CPU threads of the pool; 0: one per core
   std::string speed_profile_path;  // keeps the measured speed (pool_profile.h); empty: measured at load
   bool measure_speed = false;      // measures the speed at load, whatever the profile keeps
+  // The speed that plans count with, but for its slice_tokens, instead of a measured one
+  std::optional<PoolSpeed> speed = std::nullopt;
 };
 
 }  // namespace meshfill

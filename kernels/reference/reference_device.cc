@@ -128,8 +128,10 @@ class ReferenceStream final : public HostStream {
   }
 
   absl::Status AttentionBlock(const AttentionBlockArgs& args) override {
+    const std::vector<double> k = Read(args.k, args.kv_heads * args.k_tokens * args.head_dim);
+    const std::vector<double> v = Read(args.v, args.kv_heads * args.k_tokens * args.head_dim);
     for (int head = 0; head < args.q_heads; ++head) {
-      for (int64_t row = 0; row < args.q_tokens; ++row) AttendRow(args, head, row);
+      for (int64_t row = 0; row < args.q_tokens; ++row) AttendRow(args, head, row, k, v);
     }
     return Done();
   }
@@ -351,29 +353,33 @@ class ReferenceStream final : public HostStream {
   }
 
   // The softmax of one query over the keys that it sees, in two passes, then the merge into what it carried.
-  void AttendRow(const AttentionBlockArgs& args, int head, int64_t row) {
+  std::vector<double> Read(const void* elements, int64_t count) const {
+    std::vector<double> read(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) read[i] = Load(elements, dtype_, i);
+    return read;
+  }
+
+  void AttendRow(const AttentionBlockArgs& args, int head, int64_t row, const std::vector<double>& k,
+                 const std::vector<double>& v) {
     const int64_t q_row = head * args.q_tokens + row;
     const int64_t kv_begin = head / (args.q_heads / args.kv_heads) * args.k_tokens;
+    std::vector<double> q(args.head_dim);
+    for (int i = 0; i < args.head_dim; ++i) q[i] = Load(args.q, dtype_, q_row * args.head_dim + i);
     std::vector<std::pair<int64_t, double>> scores;  // key and score of each visible key
     double largest = -std::numeric_limits<double>::infinity();
     for (int64_t key = 0; key < args.k_tokens; ++key) {
       if (!args.band.Visible(row, key)) continue;
       double dot = 0;
-      for (int i = 0; i < args.head_dim; ++i) {
-        dot += Load(args.q, dtype_, q_row * args.head_dim + i) *
-               Load(args.k, dtype_, (kv_begin + key) * args.head_dim + i);
-      }
+      for (int i = 0; i < args.head_dim; ++i) dot += q[i] * k[(kv_begin + key) * args.head_dim + i];
       scores.emplace_back(key, args.scale * dot);
       largest = std::max(largest, args.scale * dot);
     }
     double sum = 0;
     std::vector<double> o(args.head_dim, 0);
-    for (const auto& [key, score] : scores) sum += std::exp(score - largest);
+    for (auto& [key, score] : scores) sum += score = std::exp(score - largest);
     for (const auto& [key, score] : scores) {
-      const double share = std::exp(score - largest) / sum;
-      for (int i = 0; i < args.head_dim; ++i) {
-        o[i] += share * Load(args.v, dtype_, (kv_begin + key) * args.head_dim + i);
-      }
+      const double share = score / sum;
+      for (int i = 0; i < args.head_dim; ++i) o[i] += share * v[(kv_begin + key) * args.head_dim + i];
     }
     float* carried_o = args.o + q_row * args.head_dim;
     float* carried_lse = args.lse + q_row;

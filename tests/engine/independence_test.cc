@@ -57,7 +57,8 @@ std::unique_ptr<PrefillEngine> LoadEngine(const std::string& folder, int ranks, 
                           .ranks = ranks,
                           .device = TestDevice(),
                           .dtype = TestsOnCuda() ? DType::kBf16 : dtype,
-                          .peak_flops = 1e12});
+                          .peak_flops = 1e12,
+                          .speed = PoolSpeed()});
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? *std::move(engine) : nullptr;
 }

@@ -45,8 +45,11 @@ class PrefillEngineTest : public testing::Test {
   }
 
   static std::unique_ptr<PrefillEngine> Load(int64_t memory_budget_bytes = 0) {
-    auto engine = LoadEmbeddedEngine(
-        {.model_path = folder_, .ranks = 4, .peak_flops = 1e12, .memory_budget_bytes = memory_budget_bytes});
+    auto engine = LoadEmbeddedEngine({.model_path = folder_,
+                                      .ranks = 4,
+                                      .peak_flops = 1e12,
+                                      .memory_budget_bytes = memory_budget_bytes,
+                                      .speed = PoolSpeed()});
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
   }

@@ -65,7 +65,7 @@ std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, std::o
                                     .memory_budget_bytes = memory_bytes,
                                     .kv_memory_bytes = 1 << 26,
                                     .threads = 2,
-                                    .speed_profile_path = folder + "/speed.json"});  // alike: the same plans
+                                    .speed = PoolSpeed()});  // alike: the same plans
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? *std::move(engine) : nullptr;
 }

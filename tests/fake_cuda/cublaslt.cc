@@ -1,5 +1,6 @@
 // cuBLASLt's matmul on the host, from the descriptions alone: whoever confuses rows and columns gets another
 // product.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -74,8 +75,17 @@ struct Operand {
   bool transposed;
   uint64_t rows() const { return transposed ? layout.columns : layout.rows; }
   uint64_t columns() const { return transposed ? layout.rows : layout.columns; }
-  double Load(const void* matrix, uint64_t row, uint64_t column) const {
-    return transposed ? layout.Load(matrix, column, row) : layout.Load(matrix, row, column);
+  // Its elements, column by column.
+  std::vector<float> Read(const void* matrix) const {
+    std::vector<float> elements;
+    elements.reserve(rows() * columns());
+    for (uint64_t column = 0; column < columns(); ++column) {
+      for (uint64_t row = 0; row < rows(); ++row) {
+        elements.push_back(static_cast<float>(transposed ? layout.Load(matrix, column, row)
+                                                         : layout.Load(matrix, row, column)));
+      }
+    }
+    return elements;
   }
 };
 
@@ -94,17 +104,21 @@ cublasStatus_t FakeMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const voi
   const auto run = [=] {
     const Operand left{a_layout, operation.transpose_a == CUBLAS_OP_T};
     const Operand right{b_layout, operation.transpose_b == CUBLAS_OP_T};
-    const void *x = FakeCuda::Memory(a), *y = FakeCuda::Memory(b);
+    const std::vector<float> x = left.Read(FakeCuda::Memory(a)), y = right.Read(FakeCuda::Memory(b));
+    const uint64_t rows = left.rows(), depth = left.columns();
     void* out = FakeCuda::Memory(d);
     const Layout bias{operation.bias_type, d_layout.rows, 1, static_cast<int64_t>(d_layout.rows)};
+    std::vector<float> sums(rows);
     for (uint64_t column = 0; column < d_layout.columns; ++column) {
-      for (uint64_t row = 0; row < d_layout.rows; ++row) {
-        float sum = 0;  // in the algorithm's own order
-        for (uint64_t step = 0; step < left.columns(); ++step) {
-          const uint64_t k = algorithm == 0 ? step : left.columns() - 1 - step;
-          sum += static_cast<float>(left.Load(x, row, k) * right.Load(y, k, column));
-        }
-        double value = double{scale} * sum;
+      std::fill(sums.begin(), sums.end(), 0.f);
+      for (uint64_t step = 0; step < depth; ++step) {  // in the algorithm's own order
+        const uint64_t k = algorithm == 0 ? step : depth - 1 - step;
+        const float factor = y[column * depth + k];
+        const float* of_k = &x[k * rows];
+        for (uint64_t row = 0; row < rows; ++row) sums[row] += of_k[row] * factor;
+      }
+      for (uint64_t row = 0; row < rows; ++row) {
+        double value = double{scale} * sums[row];
         if (carried != 0) value += carried * d_layout.Load(out, row, column);
         if (operation.epilogue == CUBLASLT_EPILOGUE_BIAS)
           value += bias.Load(FakeCuda::Memory(operation.bias), row, 0);

@@ -212,6 +212,7 @@ class ParityTest : public testing::TestWithParam<std::string> {
     options.dtype = dtype;
     options.threads = shape.ranks;
     options.peak_flops = 1e9;  // not measured: no figure of merit here
+    options.speed = PoolSpeed();
     const auto engine = LoadEmbeddedEngine(options);
     for (const char* refused :
          {"in FP8, which it does not multiply", "in MXFP4, which it does not multiply",

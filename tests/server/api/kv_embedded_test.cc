@@ -54,8 +54,8 @@ TEST(KvEmbeddedTest, FetchesTheBytesThatTheRanksComputed) {
   const std::string folder = MakeTestModel();
   for (int ranks = 1; ranks <= 16; ++ranks) {
     for (const DType dtype : {DType::kF32, DType::kBf16}) {
-      auto loaded =
-          LoadEmbeddedEngine({.model_path = folder, .ranks = ranks, .dtype = dtype, .peak_flops = 1e12});
+      auto loaded = LoadEmbeddedEngine(
+          {.model_path = folder, .ranks = ranks, .dtype = dtype, .peak_flops = 1e12, .speed = PoolSpeed()});
       ASSERT_TRUE(loaded.ok()) << loaded.status();
       PrefillEngine& engine = **loaded;
       const auto config = LoadConfig("", std::vector<std::string>{"listen=127.0.0.1:0"});

@@ -65,8 +65,12 @@ TEST_F(PoolKvTest, FetchesTheBytesThatAnEmbeddedPoolComputes) {
     int ranks = 0;
     for (const int of_worker : pool) ranks += of_worker;
     StartPool(pool);
-    auto embedded = LoadEmbeddedEngine(
-        {.model_path = Folder(), .ranks = ranks, .dtype = DType::kF32, .peak_flops = 1e12, .threads = 1});
+    auto embedded = LoadEmbeddedEngine({.model_path = Folder(),
+                                        .ranks = ranks,
+                                        .dtype = DType::kF32,
+                                        .peak_flops = 1e12,
+                                        .threads = 1,
+                                        .speed = PoolSpeed()});
     ASSERT_TRUE(embedded.ok()) << embedded.status();
     for (int round = 0; round < 3; ++round) {
       std::vector<uint32_t> prompt(Draw<int>(random, 1, 500));
