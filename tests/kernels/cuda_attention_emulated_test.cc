@@ -124,9 +124,9 @@ TEST_P(CudaAttentionEmulatedTest, ManyKeyTilesPassThroughTheRing) {
 }
 
 // What a row's sum is multiplied by at each key tile must be exactly 1 while its maximum stays: an error of
-// half an ulp there would be above 1e-4 after as many tiles. Peaked scores, whose maxima are large.
+// half an ulp there would be above 5e-5 after as many tiles. Peaked scores, whose maxima are large.
 TEST_P(CudaAttentionEmulatedTest, LongRowsDoNotDrift) {
-  AttentionCase shape{.head_dim = 64, .q_tokens = 8, .k_tokens = 65'536};
+  AttentionCase shape{.head_dim = 64, .q_tokens = 8, .k_tokens = 32'768};
   shape.band.q.base = shape.k_tokens;
   SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_));
   AttentionData data(shape, random_);
