@@ -11,7 +11,7 @@
 #include "engine/model/model_config.h"
 #include "engine/model/safetensors_folder.h"
 #include "kernels/return_if_error.h"
-#include "server/pool/word_hash.h"
+#include "kernels/word_hash.h"
 
 namespace meshfill {
 namespace {

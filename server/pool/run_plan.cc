@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
-#include "server/pool/word_hash.h"
+#include "kernels/word_hash.h"
 
 namespace meshfill {
 namespace {

@@ -1,7 +1,7 @@
 // A hash of 64-bit words that is the same on every machine: by it processes know that they mean the same
 // thing. Not against malice.
-#ifndef MESHFILL_SERVER_POOL_WORD_HASH_H_
-#define MESHFILL_SERVER_POOL_WORD_HASH_H_
+#ifndef MESHFILL_KERNELS_WORD_HASH_H_
+#define MESHFILL_KERNELS_WORD_HASH_H_
 
 #include <bit>
 #include <cstdint>
@@ -25,4 +25,4 @@ class WordHash {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_WORD_HASH_H_
+#endif  // MESHFILL_KERNELS_WORD_HASH_H_
