@@ -161,7 +161,9 @@ def bad_headers(rng):
     many = request_headers() + b"".join(b"\x00" + text(f"x-{index}") + text("y" * 100) for index in range(400))
     half = request_headers() + b"".join(b"\x00" + text(f"x-{index}") + text("y" * 70) for index in range(200))
     # gRPC 1.51 ends the stream late: it may have been answered by then. What memory that costs, hostile_memory.py measures.
-    yield wire("21 KiB of metadata in a frame", {OK, EXHAUSTED}, frame(HEADERS, END_HEADERS, 1, half), frame(DATA, END_STREAM, 1, GOOD))
+    # Where it reads the acknowledgement of its SETTINGS before it has sent them, a frame of more than 16 KiB is an error of the
+    # connection (RFC 9113, 4.2).
+    yield wire("21 KiB of metadata in a frame", {OK, EXHAUSTED, "closed"}, frame(HEADERS, END_HEADERS, 1, half), frame(DATA, END_STREAM, 1, GOOD))
     first, *rest = [many[at : at + 16_000] for at in range(0, len(many), 16_000)]
     parts = [frame(HEADERS, 0, 1, first), *(frame(CONTINUATION, 0, 1, part) for part in rest), frame(CONTINUATION, END_HEADERS, 1)]
     yield wire("54 KiB of metadata in three", {OK, EXHAUSTED, "closed"}, *parts, frame(DATA, END_STREAM, 1, GOOD))
