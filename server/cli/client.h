@@ -14,6 +14,8 @@
 
 namespace meshfill {
 
+inline constexpr absl::Duration kCallTimeout = absl::Seconds(30);  // of calls that compute nothing
+
 // Called from the thread that called PrefillClient::Prefill.
 class PrefillEvents {
  public:

@@ -23,7 +23,6 @@
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kTimeout = absl::Seconds(30);
 constexpr int kWarmUps = 20;
 constexpr int kMostAtOnce = 120;  // below a connection's streams (limits.max_streams)
 constexpr double kOverloadCounted = 0.9;
@@ -111,7 +110,7 @@ class BenchServeCommand : public Command {
       ASSIGN_OR_RETURN(ServerChannel channel, ServerChannel::Open(lone));
       lone_channels_.push_back(std::move(channel));
     }
-    ASSIGN_OR_RETURN(const v1::PoolStatus pool, GetPool(*channel_, kTimeout));
+    ASSIGN_OR_RETURN(const v1::PoolStatus pool, GetPool(*channel_, kCallTimeout));
     if (pool.vocab() == 0) {
       return absl::UnavailableError(
           absl::StrCat("server ", server_.address, " is loading its model; try again soon"));

@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <string>
 
-#include "absl/time/time.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
@@ -11,8 +10,6 @@
 
 namespace meshfill {
 namespace {
-
-constexpr absl::Duration kTimeout = absl::Seconds(30);
 
 class CancelCommand : public Command {
  public:
@@ -27,7 +24,7 @@ class CancelCommand : public Command {
 
   absl::Status Run() override {
     ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));
-    RETURN_IF_ERROR(CancelOnServer(server, id_, kTimeout));
+    RETURN_IF_ERROR(CancelOnServer(server, id_, kCallTimeout));
     std::printf("cancelled %s\n", id_.c_str());
     return absl::OkStatus();
   }

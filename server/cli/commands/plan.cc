@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
 #include "engine/plan/pieces.h"
@@ -33,8 +32,6 @@
 
 namespace meshfill {
 namespace {
-
-constexpr absl::Duration kTimeout = absl::Seconds(30);
 
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
@@ -147,7 +144,7 @@ class PlanCommand : public Command {
     v1::PlanRequest request;
     request.set_token_count(static_cast<uint64_t>(tokens_));
     *request.mutable_plan() = PlanOptionsOf(shape_);
-    ASSIGN_OR_RETURN(const v1::PlanReply reply, PlanOnServer(server, request, kTimeout));
+    ASSIGN_OR_RETURN(const v1::PlanReply reply, PlanOnServer(server, request, kCallTimeout));
     Print(reply, {}, "", {});
     return absl::OkStatus();
   }

@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <string>
 
-#include "absl/time/time.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
@@ -13,8 +12,6 @@
 
 namespace meshfill {
 namespace {
-
-constexpr absl::Duration kTimeout = absl::Seconds(30);
 
 class StatusCommand : public Command {
  public:
@@ -28,7 +25,7 @@ class StatusCommand : public Command {
 
   absl::Status Run() override {
     ASSIGN_OR_RETURN(const ServerChannel server, ServerChannel::Open(server_));
-    ASSIGN_OR_RETURN(const v1::PoolStatus status, GetPool(server, kTimeout));
+    ASSIGN_OR_RETURN(const v1::PoolStatus status, GetPool(server, kCallTimeout));
     const std::string text = json_ ? PoolJson(status) + "\n" : PoolText(status);
     std::fwrite(text.data(), 1, text.size(), stdout);
     return absl::OkStatus();
