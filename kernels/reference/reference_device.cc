@@ -352,13 +352,13 @@ class ReferenceStream final : public HostStream {
     return weighted;
   }
 
-  // The softmax of one query over the keys that it sees, in two passes, then the merge into what it carried.
   std::vector<double> Read(const void* elements, int64_t count) const {
     std::vector<double> read(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) read[i] = Load(elements, dtype_, i);
     return read;
   }
 
+  // The softmax of one query over the keys that it sees, in two passes, then the merge into what it carried.
   void AttendRow(const AttentionBlockArgs& args, int head, int64_t row, const std::vector<double>& k,
                  const std::vector<double>& v) {
     const int64_t q_row = head * args.q_tokens + row;
