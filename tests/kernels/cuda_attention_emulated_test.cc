@@ -124,7 +124,8 @@ TEST_P(CudaAttentionEmulatedTest, ManyKeyTilesPassThroughTheRing) {
 }
 
 // What a row's sum is multiplied by at each key tile must be exactly 1 while its maximum stays: rounded to
-// the ulp of the maximum, it is off by 2e-5 to 2e-4 after as many tiles. Peaked scores, whose maxima are large.
+// the ulp of the maximum, it is off by 2e-5 to 2e-4 after as many tiles. Peaked scores, whose maxima are
+// large.
 TEST_P(CudaAttentionEmulatedTest, LongRowsDoNotDrift) {
   AttentionCase shape{.head_dim = 64, .q_tokens = 8, .k_tokens = 32'768};
   shape.band.q.base = shape.k_tokens;
