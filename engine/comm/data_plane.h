@@ -1,8 +1,8 @@
 // How the ranks of a worker reach the ranks of other processes: what a worker keeps of it between runs, and
 // an endpoint for each rank of each run.
 //
-// Listen may be called while other runs live, where takes_many_runs says so; Keep, when none does that it
-// could belong to.
+// Several runs may live at once. Where messages_mix says no, one of them alone has messages under way
+// (message_gate.h).
 #ifndef MESHFILL_ENGINE_COMM_DATA_PLANE_H_
 #define MESHFILL_ENGINE_COMM_DATA_PLANE_H_
 
@@ -43,15 +43,16 @@ class DataPlane {
 
   // Errors: those of the endpoint's kind (gloo.h, nccl.h).
   virtual absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) = 0;
-  // The last run has gone well on all its ranks: the next one may use its connections.
-  virtual void Keep() = 0;
+  // The run is over here: its communicators have gone. Where it went well on all its ranks, a later one may
+  // use its connections.
+  virtual void End(uint64_t run, bool went_well) = 0;
 
   // A rank that takes longer to connect than this will not.
   virtual absl::Duration connect_timeout() const = 0;
   // True: connecting takes seconds though nothing is wrong, and a rank that connects does not hang.
   virtual bool connects_slowly() const = 0;
-  // Whether endpoints of several runs may live at once.
-  virtual bool takes_many_runs() const = 0;
+  // Whether messages of several runs may be under way at once.
+  virtual bool messages_mix() const = 0;
   // Whether many messages of a rank travel at once, beside its compute, so that head groups may exchange in
   // slices (engine/run/head_exchange.h), and chunks go along all rings at once (multi_ring_schedule.h).
   virtual bool many_messages() const = 0;

@@ -59,9 +59,11 @@ class Runner {
         chunk_tokens_(run.plan.layout.ChunkTokens(run.rank)),
         prefix_slots_(run.plan.kv_layout().ChunkTokens(run.rank) - chunk_tokens_),
         slice_tokens_(SliceTokens(run.plan, run.rank, run.plan.slice_tokens)),
-        exchange_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
+        gated_(Gated(run)),
+        communicator_(gated_.has_value() ? *gated_ : run.communicator),
+        exchange_(run.plan, shape_, run.rank, run.stream, communicator_, run.wait_timeout, output_.stats,
                   run.recorder),
-        executor_(run.plan, shape_, run.rank, run.stream, run.communicator, run.wait_timeout, output_.stats,
+        executor_(run.plan, shape_, run.rank, run.stream, communicator_, run.wait_timeout, output_.stats,
                   run.recorder) {}
 
   absl::StatusOr<RankOutput> Run() {
@@ -87,6 +89,12 @@ class Runner {
   }
 
  private:
+  static std::optional<GatedCommunicator> Gated(const RankRun& run) {
+    if (run.gate == nullptr) return std::nullopt;
+    return std::optional<GatedCommunicator>(std::in_place, run.communicator, *run.gate, run.gate_rank,
+                                            [&stream = run.stream] { return stream.Finish(); });
+  }
+
   float* Residual(int64_t token) const { return x_->data<float>() + token * shape_.hidden; }
 
   void SetRecordedLayer(int layer) {
@@ -482,6 +490,8 @@ class Runner {
   const int64_t prefix_slots_;  // slots of cached keys, before those of the rank's chunk
   const int64_t slice_tokens_;
   RankOutput output_;
+  std::optional<GatedCommunicator> gated_;  // none: the run has no gate
+  Communicator& communicator_;              // of the layers
   HeadExchange exchange_;
   AttentionExecutor executor_;
   BufferRef x_;  // [chunk_tokens, hidden], f32: the residual stream

@@ -23,6 +23,7 @@
 #include "absl/time/time.h"
 #include "engine/comm/communicator.h"
 #include "engine/comm/link_probe.h"
+#include "engine/comm/message_gate.h"
 #include "engine/kv/kv_sink.h"
 #include "engine/kv/kv_slabs.h"
 #include "engine/model/model.h"
@@ -50,6 +51,8 @@ struct RankRun {
   int64_t tokens_ahead = 0;              // prompt tokens of later runs; above 0: this run has no logits
   TimelineRecorder* recorder = nullptr;  // null: no timeline is kept
   std::span<const LinkProbe> probes;     // before the first layer; the same on all ranks
+  MessageGate* gate = nullptr;           // of the layers' messages; null: there is none
+  int gate_rank = 0;
 };
 
 struct RankOutput {

@@ -96,6 +96,7 @@ Leader::LiveRun* Leader::RunOf(const v1::WorkerMessage& message) {
   if (message.has_progress()) number = message.progress().run();
   if (message.has_rank_done()) number = message.rank_done().run();
   if (message.has_stopped()) number = message.stopped().run();
+  if (message.has_paused()) number = message.paused().run();
   const auto run = runs_.find(number);
   if (run == runs_.end() || run->second.coordinator.epoch() != message.epoch()) return nullptr;
   return &run->second;
@@ -111,6 +112,9 @@ RunCoordinator::Outcome Leader::OnRunMessage(Connection connection, const v1::Wo
       return run.OnProgress(connection, message.progress(), now);
     case v1::WorkerMessage::kRankDone:
       return run.OnRankDone(connection, message.rank_done(), now);
+    case v1::WorkerMessage::kPaused:
+      run.OnPaused(connection, message.paused(), now);
+      return {};
     case v1::WorkerMessage::kStopped:
       run.OnStopped(connection);
       return {};
@@ -265,12 +269,6 @@ void Leader::StartWaiting(absl::Time now) {
   PauseRuns(now);
 }
 
-bool Leader::TakesAnotherRun(const Membership::Worker& worker) const {
-  return worker.offer.many_runs() || std::none_of(runs_.begin(), runs_.end(), [&](const auto& run) {
-           return run.second.coordinator.Has(worker.connection);
-         });
-}
-
 bool Leader::HasPiecesOf(Connection worker) const {
   return std::any_of(requests_.begin(), requests_.end(), [worker](const auto& request) {
     return request.second.pieces.has_value() && request.second.pieces->Has(worker);
@@ -299,12 +297,39 @@ std::pair<const Leader::Ticket, Leader::LiveRequest>* Leader::FirstWaiting() {
   return next != requests_.end() ? &*next : nullptr;
 }
 
-// Who waits beside runs that stand still waits for their ends: they go on.
+bool Leader::HasTurn(const LiveRun& run) const {
+  const auto request = requests_.find(run.ticket);
+  return request != requests_.end() && !request->second.pauses.paused();
+}
+
+bool Leader::Blocked(const LiveRun& run) const {
+  return !run.coordinator.messages_mix() &&
+         std::any_of(runs_.begin(), runs_.end(), [&run](const auto& other) {
+           return &other.second != &run && !other.second.coordinator.StandsStill() &&
+                  other.second.coordinator.Shares(run.coordinator);
+         });
+}
+
+// Who waits beside runs that stand still waits for their ends: they go on. Where messages do not mix, one
+// after the other does, and none beside a run whose turn it is.
 void Leader::PauseRuns(absl::Time now) {
   const bool all_go_on = FirstWaiting() != nullptr && !AnyStops();
+  std::vector<LiveRun*> wait;
   for (auto& [number, run] : runs_) {
-    const LiveRequest* request = FindRequest(run.ticket);
-    if (request != nullptr) run.coordinator.SetPaused(request->pauses.paused() && !all_go_on, now);
+    if (!requests_.contains(run.ticket)) continue;
+    RunCoordinator& coordinator = run.coordinator;
+    const bool gives_way = std::any_of(runs_.begin(), runs_.end(), [&](const auto& other) {
+      return HasTurn(other.second) && other.second.coordinator.Shares(coordinator);
+    });
+    const bool goes_on = HasTurn(run) || (all_go_on && (coordinator.messages_mix() || !gives_way));
+    if (!goes_on || !coordinator.paused()) {
+      coordinator.SetPaused(!goes_on, now);
+    } else {
+      wait.push_back(&run);
+    }
+  }
+  for (LiveRun* run : wait) {
+    if (!Blocked(*run)) run->coordinator.SetPaused(false, now);
   }
 }
 
@@ -336,7 +361,6 @@ bool Leader::HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool sh
   const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan.ranks());
   for (size_t i = 0; i < seated.size(); ++i) {
     const auto& [worker, first, count] = seated[i];
-    if (!TakesAnotherRun(*worker)) return false;
     WeightShare share;
     if (shares_weights) share = {.index = static_cast<int>(i), .of = static_cast<int>(seated.size())};
     const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());

@@ -21,12 +21,15 @@
 // Several runs live at once; whose turn it is, SetPaused says: the others' ranks stand still between two
 // tiles, each wherever it is. No rank has to agree with another on that place: each run has connections,
 // threads and memory of its own, so that what stands still keeps only its own peers waiting, whose waits do
-// not count the pause. Order matters nowhere either: for a moment two runs may compute at once.
+// not count the pause. Order matters nowhere either: for a moment two runs may compute at once. Where workers
+// say that messages of runs do not mix (GPUs), the ranks do agree, and a run goes on when all others that
+// share a worker with it stand still.
 //
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live; one on a worker whose connections allow no more. A run lives
-//    until every worker of it has confirmed its end or is out of the pool.
+//  - At most Options::runs_at_once runs live. A run lives until every worker of it has confirmed its end or
+//  is
+//    out of the pool. Where messages do not mix, one run on a worker has some under way.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
 //    among those that live, the runs that have it go on.
@@ -253,8 +256,6 @@ class Leader {
   // What the runs that live have of its memory, with their shares of the weights and the share of one more
   // run. 0: none lives on it.
   int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
-  // Whether another run may begin on it.
-  bool TakesAnotherRun(const Membership::Worker& worker) const;
   bool AnyStops() const;  // whether a run is being stopped
   bool Waits(Ticket ticket) const;
   bool HasPiecesOf(Connection worker) const;  // whether it takes part in a prompt in pieces
@@ -266,6 +267,9 @@ class Leader {
   // The first request whose turn it is and that has no run; null: none.
   std::pair<const Ticket, LiveRequest>* FirstWaiting();
   void PauseRuns(absl::Time now);
+  bool HasTurn(const LiveRun& run) const;
+  // Whether another run has its messages under way on a worker of this one, where they do not mix.
+  bool Blocked(const LiveRun& run) const;
   void Forget(RunId run);  // it is over
   void LookForRoomAgain();
   // An epoch has ended in the request's run; why it is poisonous, or empty.

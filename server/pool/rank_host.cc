@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "engine/comm/message_gate.h"
 #include "engine/devices/free_memory.h"
 #include "engine/kv_budget.h"
 #include "engine/model/model_tensors.h"
@@ -32,9 +33,14 @@ constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
 class RankHost::ActiveRun {
  public:
   ActiveRun(WorkerMachine::RunPart part, RankHost& host)
-      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {}
+      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {
+    if (host_.data_plane_->messages_mix() || part_.plan.ranks() == 1) return;
+    gate_ = std::make_unique<MessageGate>(static_cast<int>(seats_.size()),
+                                          [this](uint64_t pause) { OnStill(pause); });
+  }
 
   uint64_t number() const { return part_.number; }
+  uint64_t data_plane_run() const { return DataPlaneRun(part_.epoch, part_.number, Traffic::kQ); }
   int64_t reserve_bytes() const { return part_.reserve_bytes; }
   bool SharesWeights() const { return part_.weights.share.of > 0; }
 
@@ -134,13 +140,30 @@ class RankHost::ActiveRun {
         });
   }
 
-  // May be called from any thread.
-  void Pause() { stop_.Pause(); }
-  void Resume() { stop_.Resume(); }
+  // These three from any thread. The answer: messages that have begun.
+  int64_t Pause(uint64_t number) {
+    const MutexLock lock(pause_mu_);
+    pause_ = number;
+    if (number > 0 && gate_ != nullptr) return gate_->Close(number);
+    stop_.Pause();
+    return 0;
+  }
+  void PauseAt(uint64_t number, int64_t messages) {
+    gate_ != nullptr ? gate_->CloseAt(number, messages) : OnStill(number);
+  }
+  void Resume() {
+    {
+      const MutexLock lock(pause_mu_);
+      pause_ = 0;
+      stop_.Resume();
+    }
+    if (gate_ != nullptr) gate_->Open();
+  }
 
   // May be called from any thread.
   void Abort(const absl::Status& reason) {
     stop_.Stop();
+    if (gate_ != nullptr) gate_->Stop();
     const MutexLock lock(mu_);
     if (abort_reason_.ok()) abort_reason_ = reason;
     for (Seat& seat : seats_) {
@@ -185,7 +208,7 @@ class RankHost::ActiveRun {
                                       .rank = rank(i),
                                       .ranks = part_.plan.ranks(),
                                       .epoch = part_.epoch,
-                                      .run = DataPlaneRun(part_.epoch, part_.number, Traffic::kQ),
+                                      .run = data_plane_run(),
                                       .stop = &stop_});
   }
 
@@ -250,9 +273,21 @@ class RankHost::ActiveRun {
                  .prefix = prefix_.get(),
                  .tokens_ahead = part_.tokens_ahead,
                  .recorder = &recorder,
-                 .probes = probes_});
+                 .probes = probes_,
+                 .gate = gate_.get(),
+                 .gate_rank = static_cast<int>(i)});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;
+  }
+
+  // From here to Resume no time counts.
+  void OnStill(uint64_t pause) {
+    {
+      const MutexLock lock(pause_mu_);
+      if (pause_ != pause) return;
+      stop_.Pause();
+    }
+    host_.listener_.OnRunPaused(part_.number, pause, /*messages=*/0, /*still=*/true);
   }
 
   WorkerMachine::RunPart part_;
@@ -263,6 +298,10 @@ class RankHost::ActiveRun {
   std::vector<std::string> addresses_;     // by rank of the whole run
   std::vector<LinkProbe> probes_;          // all probes of the run
   StopToken stop_;                         // stops all streams
+  std::unique_ptr<MessageGate> gate_;      // null: its ranks stand still anywhere
+  Mutex pause_mu_;
+  uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) =
+      0;  // the number of the one that lasts; 0: none, or it has none
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};
@@ -344,7 +383,7 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_memory_bytes(static_cast<uint64_t>(pool_.capacity.memory_budget_bytes));
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_.budget_bytes()));
   offer.set_data_plane(data_plane_->kind());
-  offer.set_many_runs(data_plane_->takes_many_runs());
+  offer.set_messages_mix(data_plane_->messages_mix());
   offer.set_many_messages(data_plane_->many_messages());
   offer.set_kv_on_host(!pool_.hardware->in_host_memory());
   offer.set_peak_flops(pool_.peak_flops);
@@ -434,8 +473,18 @@ void RankHost::Start(uint64_t run, std::vector<std::string> addresses, std::vect
   });
 }
 
-void RankHost::Pause(uint64_t run) {
-  if (auto current = Find(run)) current->Pause();
+void RankHost::Pause(uint64_t run, uint64_t number) {
+  const auto current = Find(run);
+  if (current == nullptr) return;
+  const int64_t messages = current->Pause(number);
+  if (number == 0) return;
+  Post([this, run, number, messages] { listener_.OnRunPaused(run, number, messages, /*still=*/false); });
+}
+
+void RankHost::PauseAt(uint64_t run, uint64_t number, int64_t messages) {
+  Post([this, run, number, messages] {
+    if (auto current = Find(run)) current->PauseAt(number, messages);
+  });
 }
 
 void RankHost::Resume(uint64_t run) {
@@ -449,7 +498,7 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
   }
   if (auto current = Find(run)) current->Abort(absl::AbortedError(reason));
   Post([this, run] {
-    EndRun(run);
+    EndRun(run, /*went_well=*/false);
     kv_.Drop(run);
     {
       const MutexLock lock(mu_);
@@ -470,18 +519,22 @@ void RankHost::EndKvRun(uint64_t run) {
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
     kv_.Keep(run);
-    EndRun(run);
-    data_plane_->Keep();  // all ranks are done, those of other workers too
+    EndRun(run, /*went_well=*/true);  // all ranks are done, those of other workers too
   });
 }
 
 // Waits for the ranks, then frees what they held.
-void RankHost::EndRun(uint64_t run) {
+void RankHost::EndRun(uint64_t run, bool went_well) {
   std::shared_ptr<ActiveRun> current = Find(run);
   if (current == nullptr) return;
   current->Join();
-  const MutexLock lock(mu_);
-  runs_.erase(run);
+  const uint64_t data_plane_run = current->data_plane_run();
+  {
+    const MutexLock lock(mu_);
+    runs_.erase(run);
+  }
+  current.reset();
+  data_plane_->End(data_plane_run, went_well);
 }
 
 bool RankHost::IsStopping(uint64_t run) const {

@@ -5,7 +5,8 @@
 // it. Thread-safe.
 //
 // Runs know nothing of each other: each rank of each has a thread, a stream and connections of its own. One
-// that stands still keeps its memory and these alone.
+// that stands still keeps its memory and these alone. Where messages of runs do not mix (data_plane.h), its
+// ranks stand still where those of its other workers do (message_gate.h).
 #ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
 #define MESHFILL_SERVER_POOL_RANK_HOST_H_
 
@@ -64,6 +65,8 @@ class RankHost {
     virtual ~Listener() = default;
     virtual void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) = 0;
     virtual void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) = 0;
+    // After Pause with a number above 0, and after PauseAt with it, once all ranks stand still.
+    virtual void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) = 0;
     virtual void OnRunStopped(uint64_t run) = 0;
   };
 
@@ -80,7 +83,10 @@ class RankHost {
   void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
   // There and then: the ranks of a run that has been prepared stand still between two tiles, or go on.
   // Nothing where there is none, or it is being stopped.
-  void Pause(uint64_t run);
+  // `number` is the pause's. Above 0: they stand still at the latest where the furthest of them is, until
+  // PauseAt says how far the furthest of all workers is; where runs' messages mix, there and then as well.
+  void Pause(uint64_t run, uint64_t number);
+  void PauseAt(uint64_t run, uint64_t number, int64_t messages);
   void Resume(uint64_t run);
   void Stop(uint64_t run, const std::string& reason);
   void Release(uint64_t run);
@@ -100,7 +106,7 @@ class RankHost {
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
-  void EndRun(uint64_t run);
+  void EndRun(uint64_t run, bool went_well);
   void AbortAll();
   bool IsStopping(uint64_t run) const;
   void MakeRoom();  // for the runs that live, where a share of the weights that none uses has it

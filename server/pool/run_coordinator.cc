@@ -67,11 +67,13 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
       begin_(now),
       deadline_(now + options.prepare_timeout +
                 absl::Seconds(static_cast<double>(tokens.size()) * kPrepareSecondsPerToken)),
-      hang_timeout_(HangTimeout(plan_, options)) {
+      hang_timeout_(HangTimeout(plan_, options)),
+      still_since_(now) {
   const std::vector<SeatsOfWorker> seated = SeatWorkers(workers, plan_.ranks());
   if (options_.shares_weights) weight_shares_ = static_cast<int>(seated.size());
   for (const auto& [worker, first, count] : seated) {
     const v1::Join& offer = worker->offer;
+    messages_mix_ = messages_mix_ && offer.messages_mix();
     seats_.resize(first + count, Seat{.worker = worker->connection, .moved_at = now});
     const int share = static_cast<int>(parts_.size());
     parts_[worker->connection] = {.name = offer.name(),
@@ -84,6 +86,7 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
                                   .weight_share = share};
     unanswered_.insert(worker->connection);
   }
+  if (!messages_mix_) pauses_.Set(true, now);
   for (const SeatsOfWorker& of : seated) {
     SendPrepare(of.worker->connection, parts_.at(of.worker->connection), tokens, kv);
   }
@@ -278,14 +281,57 @@ void RunCoordinator::SetPaused(bool paused, absl::Time now) {
   }
   // What hangs gains nothing by pauses.
   for (Seat& seat : seats_) seat.moved_at = std::min(now, seat.moved_at + pause);
+  SendPause(paused);
+}
+
+void RunCoordinator::SendPause(bool paused) {
+  if (!messages_mix_ && paused) {
+    ++pause_number_;
+    halt_ = Halt::kAsking;
+    messages_begun_ = 0;
+    not_paused_.clear();
+  }
   for (const auto& [worker, part] : parts_) {
     v1::LeaderMessage& message = AddMessage(worker);
-    if (paused) {
-      message.mutable_pause()->set_run(number_);
-    } else {
+    if (!paused) {
       message.mutable_resume()->set_run(number_);
+      continue;
     }
+    message.mutable_pause()->set_run(number_);
+    if (messages_mix_) continue;
+    message.mutable_pause()->set_number(pause_number_);
+    not_paused_.insert(worker);
   }
+}
+
+void RunCoordinator::OnPaused(Connection worker, const v1::Paused& message, absl::Time now) {
+  if (phase_ != Phase::kRunning || !pauses_.paused() || message.number() != pause_number_) return;
+  if (halt_ != (message.still() ? Halt::kHalting : Halt::kAsking)) return;  // it comes twice
+  if (halt_ == Halt::kAsking) messages_begun_ = std::max(messages_begun_, message.messages());
+  not_paused_.erase(worker);
+  MaybeHalt(now);
+}
+
+void RunCoordinator::MaybeHalt(absl::Time now) {
+  if (!not_paused_.empty()) return;
+  if (halt_ == Halt::kHalting) {
+    halt_ = Halt::kStill;
+    still_since_ = now;
+    return;
+  }
+  halt_ = Halt::kHalting;
+  for (const auto& [worker, part] : parts_) {
+    v1::PauseAt& at = *AddMessage(worker).mutable_pause_at();
+    at.set_run(number_);
+    at.set_number(pause_number_);
+    at.set_messages(messages_begun_);
+    not_paused_.insert(worker);
+  }
+}
+
+bool RunCoordinator::StandsStill() const {
+  if (phase_ == Phase::kStopping) return unanswered_.empty();
+  return pauses_.paused() && (phase_ == Phase::kPreparing || messages_mix_ || halt_ == Halt::kStill);
 }
 
 void RunCoordinator::Abort(const std::string& why, absl::Time now) {
@@ -340,6 +386,7 @@ bool RunCoordinator::Shares(const RunCoordinator& other) const {
 void RunCoordinator::OnWorkerLost(Connection worker) {
   parts_.erase(worker);
   unanswered_.erase(worker);
+  not_paused_.erase(worker);
 }
 
 RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
@@ -348,7 +395,7 @@ RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
     if (phase_ == Phase::kStopping) return WorkersFailed{unanswered_, "it did not stop in time"};
     return WorkersFailed{unanswered_, "it did not prepare in time", /*keep_out=*/true};
   }
-  if (pauses_.paused()) return {};
+  if (StandsStill()) return {};
   std::set<Connection> hung;
   absl::Time last_move = absl::InfinitePast();
   for (const Seat& seat : seats_) {

@@ -10,6 +10,13 @@
 //                 └────────► stopping ◄────┘
 //                               │ every worker has confirmed, or is lost
 //                               └────────────────────────────────► over
+//
+// Where a worker's messages of runs do not mix, a run begins paused, and a pause is an agreement of its
+// workers on the place (message_gate.h). The leader lets go on what it knows to be alone.
+//
+//     going ──SetPaused──► asking ──all have answered──► halting ──all stand still──► still
+//       ▲                    │ the furthest is told         │                           │
+//       └────────SetPaused───┴──────────────────────────────┴───────────────────────────┘
 #ifndef MESHFILL_SERVER_POOL_RUN_COORDINATOR_H_
 #define MESHFILL_SERVER_POOL_RUN_COORDINATOR_H_
 
@@ -84,6 +91,7 @@ class RunCoordinator {
 
   // ---- Events. A message is of this run: its number and epoch are. `worker` takes part.
   Outcome OnPrepared(Connection worker, const v1::Prepared& message, absl::Time now);
+  void OnPaused(Connection worker, const v1::Paused& message, absl::Time now);
   Outcome OnProgress(Connection worker, const v1::WorkerProgress& message, absl::Time now);
   Outcome OnRankDone(Connection worker, const v1::RankDone& message, absl::Time now);
   void OnStopped(Connection worker);
@@ -94,6 +102,11 @@ class RunCoordinator {
 
   // Lets its ranks stand still, or go on. A run whose turn it is not begins no further than to be prepared.
   void SetPaused(bool paused, absl::Time now);
+  bool paused() const { return pauses_.paused(); }
+  // Whether its messages may be under way beside those of other runs.
+  bool messages_mix() const { return messages_mix_; }
+  // Whether it has no message under way, and none begins before SetPaused.
+  bool StandsStill() const;
 
   // Stop the run: because it failed, or because its answer is out. Nothing happens while it stops already.
   void Abort(const std::string& why, absl::Time now);
@@ -111,7 +124,9 @@ class RunCoordinator {
   // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.
   PromptPlace PlaceOfEnd(absl::Time now, absl::Duration delay) const;
   // Whether its ranks may have computed since then.
-  bool MayHaveComputed(absl::Time since) const { return !pauses_.PausedSince(since); }
+  bool MayHaveComputed(absl::Time since) const {
+    return !pauses_.PausedSince(since) || !StandsStill() || (!messages_mix_ && still_since_ >= since);
+  }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
   // The worker's share of the weights, where the workers share them.
   WeightShare weight_share(Connection worker) const {
@@ -152,6 +167,8 @@ class RunCoordinator {
   // INVALID_ARGUMENT: what is wrong with one that a worker on CPUs has sent.
   absl::Status CheckAddresses(const Part& part, const v1::Prepared& message) const;
   void SendRun(absl::Time now);
+  void SendPause(bool paused);
+  void MaybeHalt(absl::Time now);  // once all have answered
   // How long its ranks have computed, without pauses.
   absl::Duration Computed(absl::Time now) const { return now - pauses_.Total(now) - runs_since_; }
   Outcome Finish(absl::Time now);
@@ -171,6 +188,14 @@ class RunCoordinator {
   absl::Duration hang_timeout_;
   Phase phase_ = Phase::kPreparing;
   PausedTime pauses_;
+  // A pause where messages do not mix.
+  enum class Halt { kAsking, kHalting, kStill };
+  bool messages_mix_ = true;
+  uint64_t pause_number_ = 0;  // of the last one
+  Halt halt_ = Halt::kStill;   // while it is paused
+  absl::Time still_since_;
+  std::set<Connection> not_paused_;   // workers that have not answered what they were asked or told last
+  uint64_t messages_begun_ = 0;       // by the furthest rank of those that have answered
   int weight_shares_ = 0;             // 0: they are not shared
   std::vector<Seat> seats_;           // by rank
   std::map<Connection, Part> parts_;  // the workers that take part and are not lost

@@ -108,7 +108,13 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
       break;
     case v1::LeaderMessage::kPause:
       if (Find(message.pause().run(), Phase::kRunning) != nullptr) {
-        actions_.push_back(PauseRun{message.pause().run()});
+        actions_.push_back(PauseRun{message.pause().run(), message.pause().number()});
+      }
+      break;
+    case v1::LeaderMessage::kPauseAt:
+      if (Find(message.pause_at().run(), Phase::kRunning) != nullptr) {
+        actions_.push_back(PauseRunAt{message.pause_at().run(), message.pause_at().number(),
+                                      static_cast<int64_t>(message.pause_at().messages())});
       }
       break;
     case v1::LeaderMessage::kResume:
@@ -359,6 +365,16 @@ void WorkerMachine::OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOut
   done.mutable_logits()->Add(output->logits.begin(), output->logits.end());
   *done.mutable_links() = ToProto(output->links);
   done.set_probe_seconds(output->probe_seconds);
+}
+
+void WorkerMachine::OnRunPaused(uint64_t number, uint64_t pause, int64_t messages, bool still) {
+  const ActiveRun* run = Find(number, Phase::kRunning);
+  if (run == nullptr) return;
+  v1::Paused& paused = *AddMessage(run->part.epoch).mutable_paused();
+  paused.set_run(number);
+  paused.set_number(pause);
+  paused.set_messages(static_cast<uint64_t>(messages));
+  paused.set_still(still);
 }
 
 void WorkerMachine::OnFinish(uint64_t number) {

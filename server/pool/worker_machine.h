@@ -104,6 +104,12 @@ class WorkerMachine {
   };
   struct PauseRun {  // between two tiles, until ResumeRun or StopRun
     uint64_t run;
+    uint64_t number;  // above 0: → OnRunPaused, with the messages that have begun
+  };
+  struct PauseRunAt {  // → OnRunPaused, once all ranks stand still
+    uint64_t run;
+    uint64_t number;
+    int64_t messages;
   };
   struct ResumeRun {
     uint64_t run;
@@ -133,8 +139,9 @@ class WorkerMachine {
     std::string text;
     LogLevel level;
   };
-  using Action = std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, PauseRun, ResumeRun, StopRun,
-                              ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
+  using Action =
+      std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, PauseRun, PauseRunAt, ResumeRun, StopRun,
+                   ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
 
   explicit WorkerMachine(Options options) : options_(std::move(options)) {}
 
@@ -149,6 +156,8 @@ class WorkerMachine {
   // On the host's side.
   void OnRunPrepared(uint64_t number, absl::StatusOr<std::vector<std::string>> addresses);
   void OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOutput> output);
+  // `pause`: the number of PauseRun.
+  void OnRunPaused(uint64_t number, uint64_t pause, int64_t messages, bool still);
   void OnRunStopped(uint64_t number, absl::Time now);
 
   std::vector<Action> TakeActions();

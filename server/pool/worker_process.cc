@@ -186,6 +186,9 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
       if (!host_->lost()) machine.OnRankDone(run, rank, std::move(output));
     });
   }
+  void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) override {
+    Handle([&](WorkerMachine& machine) { machine.OnRunPaused(run, pause, messages, still); });
+  }
   void OnRunStopped(uint64_t run) override {
     Handle([&](WorkerMachine& machine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
       watched_.erase(run);
@@ -220,8 +223,9 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
   void Do(WorkerMachine::PauseRun& pause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     watched_[pause.run].paused = true;
-    host_->Pause(pause.run);
+    host_->Pause(pause.run, pause.number);
   }
+  void Do(WorkerMachine::PauseRunAt& pause) { host_->PauseAt(pause.run, pause.number, pause.messages); }
   void Do(WorkerMachine::ResumeRun& resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     watched_[resume.run].paused = false;
     host_->Resume(resume.run);

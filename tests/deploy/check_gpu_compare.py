@@ -2,6 +2,7 @@
 
 Our figures are measured first. One process then has all of PyTorch's; what it has printed by its limit counts.
 """
+import concurrent.futures
 import json
 import pathlib
 import shutil
@@ -144,6 +145,37 @@ def nccl_ctas(run, sizes):
     return body
 
 
+def turns(run, sizes):
+    """A short prompt while a long one runs on two workers, which share a GPU where there is one alone."""
+    def body(limit):
+        end = time.monotonic() + limit
+        model = Model(run, [(key, 4 if key == "--layers" else 1024 if key == "--vocab" else value) for key, value in sizes.model])
+        try:
+            model.wait(limit / 2)
+            with Pool(run, model.path, model.work, 2, ["pool.worker.memory_bytes=4GiB"], end, gpus=min(2, gpus())) as pool:
+                def prefill(tokens):
+                    begin = time.monotonic()
+                    said = pool.prefill(tokens, "--tile", "1x2")
+                    return said["top"], time.monotonic() - begin
+                alone = {tokens: [prefill(tokens) for _ in range(2)][1] for tokens in (sizes.short, sizes.longest)}
+                with concurrent.futures.ThreadPoolExecutor() as threads:
+                    long = threads.submit(prefill, sizes.longest)
+                    time.sleep(alone[sizes.longest][1] / 3)
+                    took, first = [], None  # the first one that lives beside another connects
+                    while not long.done():
+                        tokens, seconds = prefill(sizes.short)
+                        took.append(seconds)
+                        first = first or tokens
+                same = first == alone[sizes.short][0] and long.result()[0] == alone[sizes.longest][0]
+        finally:
+            model.close()
+        lone, beside_long = alone[sizes.short][1], statistics.median(took[1:] or took)
+        text = f"{len(took)} beside a long one, {beside_long:.3f} s, alone {lone:.3f} s{'' if same else '; OTHER ANSWERS'}"
+        return text, same and beside_long <= max(3 * lone, 0.5)
+
+    return body
+
+
 # ---- compute-sanitizer.
 
 
@@ -187,6 +219,7 @@ def compare(run, sizes):
     for ranks in (2, 4):
         run.step(f"NCCL, {ranks} processes", "all pass", 60, tested(run, "nccl_test", f"*{ranks}Processes*"), needs=[PREFLIGHT])
     run.step("NCCL's CTAs and margin, 2 ranks", "8 within 5 % of best", 90, nccl_ctas(run, sizes), needs=[PREFLIGHT])
+    run.step("turns, 2 ranks", "0.5 s or 3 times", 60, turns(run, sizes), needs=[PREFLIGHT])
     run.step("memcheck, attention", "clean", 60, sanitizer(run, "memcheck", "cuda_attention_test", "*SmallBlocks*"),
              needs=[PREFLIGHT])
     run.step("synccheck, attention", "clean", 60, sanitizer(run, "synccheck", "cuda_attention_test", "*SmallBlocks*"),

@@ -1,4 +1,4 @@
-"""A pool of processes as check_gpu.py starts it: a front-end, and workers with a GPU each."""
+"""A pool of processes as check_gpu.py starts it: a front-end, and workers with a GPU each, or that share what there is."""
 import pathlib
 import random
 import re
@@ -9,9 +9,10 @@ from check_gpu_run import end_group
 
 
 class Pool:
-    """Of `ranks` workers with a rank each; ends with the `with` block."""
+    """Of `ranks` workers with a rank each, on `gpus` GPUs (None: one for each); ends with the `with` block."""
 
-    def __init__(self, run, model, work, ranks, settings, deadline):
+    def __init__(self, run, model, work, ranks, settings, deadline, gpus=None):
+        self.gpus = gpus or ranks
         self.run, self.model, self.work = run, model, pathlib.Path(work)
         self.ranks, self.settings, self.deadline = ranks, settings, deadline
         self.processes = []
@@ -24,7 +25,9 @@ class Pool:
             control = self.said(front_end, r"workers join at (\S+:\d+)")
             workers = [
                 self.start(f"worker-{rank}", ["worker", "--join", control, *self.worker_settings(rank)],
-                           {"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_SOCKET_IFNAME": "lo"})
+                           {"CUDA_VISIBLE_DEVICES": str(rank % self.gpus), "NCCL_SOCKET_IFNAME": "lo",
+                            # NCCL refuses two ranks of one host on one GPU.
+                            **({"NCCL_HOSTID": f"rank{rank}"} if self.gpus < self.ranks else {})})
                 for rank in range(self.ranks)
             ]
             for worker in workers:

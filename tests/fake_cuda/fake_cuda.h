@@ -3,10 +3,10 @@
 //
 // What a device may do, this does on purpose. A stream is a thread that dawdles, so that whatever is not
 // ordered by an event happens too late or too early. Device pointers cannot be read by the host, nor host
-// pointers by an operation, and a copy whose direction its pointers are not is refused. Memory is NaN before its allocation's turn on the stream and after its free's,
-// which is kept a while unused. Products (cuBLASLt) depend in their last bits on the algorithm, as do their
-// speeds. Layer kernels and attention are the plain reference's: the kernels themselves have tests of their
-// own.
+// pointers by an operation, and a copy whose direction its pointers are not is refused. Memory is NaN before
+// its allocation's turn on the stream and after its free's, which is kept a while unused. Products (cuBLASLt)
+// depend in their last bits on the algorithm, as do their speeds. Layer kernels and attention are the plain
+// reference's: the kernels themselves have tests of their own.
 //
 // What only a device shows: whether the driver means by its calls what is written here.
 #ifndef MESHFILL_TESTS_FAKE_CUDA_FAKE_CUDA_H_
@@ -32,12 +32,14 @@ struct FakeCuda {
   static void RepairDevice();  // a new process's device; no backend that was there when it broke may be used
 
   static bool has_context(int device);  // whether any thread has begun to use it
-  static int64_t bytes_in_use();  // allocated and not yet freed by their calls
+  static int64_t bytes_in_use();        // allocated and not yet freed by their calls
   static inline int speed_measurements = 0;
   static int nccl_communicators();  // of all ranks, that were begun so far
   // As NCCL does between ranks of one host. Else they may share one, as ranks may that NCCL takes to be on
   // several hosts.
   static void set_nccl_refuses_shared_devices(bool refuses);
+  // Messages of a communicator that were called while some of another one had not ended on that device.
+  static int nccl_mixes();
 
   // For the fakes of kernels and libraries: `run` in its turn on the stream.
   static cudaError_t Enqueue(cudaStream_t stream, std::function<void()> run);

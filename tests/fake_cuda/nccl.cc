@@ -30,9 +30,38 @@ struct Comm {
   std::shared_ptr<Hub> hub;
   int rank;
   int ranks;
+  int device;
   bool refused;  // another rank has this one's device
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 };
+
+// Messages that have been called and have not ended, by device and communicator.
+class UnderWay {
+ public:
+  void Begin(int device, const Hub* hub) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::map<const Hub*, int>& of_hub = messages_[device];
+    ++of_hub[hub];
+    if (of_hub.size() > 1) ++mixes_;
+  }
+  void End(int device, const Hub* hub) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--messages_[device][hub] == 0) messages_[device].erase(hub);
+  }
+  int mixes() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return mixes_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, std::map<const Hub*, int>> messages_;
+  int mixes_ = 0;
+};
+UnderWay& AllUnderWay() {
+  static auto* const all = new UnderWay;
+  return *all;
+}
 
 Comm& Of(ncclComm_t comm) { return *reinterpret_cast<Comm*>(comm); }
 
@@ -58,11 +87,13 @@ ncclResult_t FakeSend(const void* from, size_t bytes, ncclDataType_t, int peer, 
                       cudaStream_t stream) {
   if (StandsBehindCompute(stream)) return ncclInvalidUsage;
   const Comm self = Of(comm);
+  AllUnderWay().Begin(self.device, self.hub.get());
   const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
     const auto* data = static_cast<const char*>(FakeCuda::Memory(from));
     const std::lock_guard<std::mutex> lock(self.hub->mutex);
     self.hub->messages[{self.rank, peer}].emplace_back(data, data + bytes);
     self.hub->changed.notify_all();
+    AllUnderWay().End(self.device, self.hub.get());
   });
   return error == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
@@ -70,10 +101,12 @@ ncclResult_t FakeSend(const void* from, size_t bytes, ncclDataType_t, int peer, 
 ncclResult_t FakeReceive(void* to, size_t bytes, ncclDataType_t, int peer, ncclComm_t comm,
                          cudaStream_t stream) {
   const Comm self = Of(comm);
+  AllUnderWay().Begin(self.device, self.hub.get());
   const cudaError_t error = FakeCuda::Enqueue(stream, [=] {
     std::unique_lock<std::mutex> lock(self.hub->mutex);
     auto& messages = self.hub->messages[{peer, self.rank}];
     self.hub->changed.wait(lock, [&] { return *self.aborted || !messages.empty(); });
+    AllUnderWay().End(self.device, self.hub.get());
     if (messages.empty()) return;  // aborted: the buffer holds anything
     if (messages.front().size() == bytes) std::memcpy(FakeCuda::Memory(to), messages.front().data(), bytes);
     messages.pop_front();
@@ -98,6 +131,7 @@ std::atomic<bool> refuses_shared_devices{false};
 }  // namespace
 
 int FakeCuda::nccl_communicators() { return communicators; }
+int FakeCuda::nccl_mixes() { return AllUnderWay().mixes(); }
 void FakeCuda::set_nccl_refuses_shared_devices(bool refuses) { refuses_shared_devices = refuses; }
 
 absl::StatusOr<const Nccl*> Nccl::Load() {
@@ -119,7 +153,7 @@ absl::StatusOr<const Nccl*> Nccl::Load() {
             const std::shared_ptr<Hub> hub = HubOf(id);
             const std::lock_guard<std::mutex> lock(hub->mutex);
             const bool shares = !hub->devices.insert(device).second;
-            auto* made = new Comm{hub, rank, ranks, shares && refuses_shared_devices};
+            auto* made = new Comm{hub, rank, ranks, device, shares && refuses_shared_devices};
             ++hub->joined;
             *comm = reinterpret_cast<ncclComm_t>(made);
             return ncclInProgress;

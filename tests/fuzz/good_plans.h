@@ -32,7 +32,7 @@ inline v1::Join GoodOffer(const std::string& name, uint32_t ranks) {
   offer.set_host("host");
   offer.set_ranks(ranks);
   offer.set_memory_bytes(1 << 30);
-  offer.set_many_runs(true);
+  offer.set_messages_mix(true);
   offer.set_peak_flops(1e12);
   offer.mutable_model()->set_name("m");
   offer.mutable_model()->set_config_hash(1);

@@ -18,10 +18,10 @@ class GlooDataPlane final : public DataPlane {
                                  .encrypt = options_.encrypt,
                                  .stop = seat.stop});
   }
-  void Keep() override {}
+  void End(uint64_t, bool) override {}
   absl::Duration connect_timeout() const override { return absl::Seconds(5); }
   bool connects_slowly() const override { return false; }
-  bool takes_many_runs() const override { return true; }
+  bool messages_mix() const override { return true; }
   bool many_messages() const override { return true; }
 
  private:

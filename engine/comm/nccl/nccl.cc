@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
@@ -317,48 +320,139 @@ uint64_t NameOf(const ncclUniqueId& id) {
   return std::max<uint64_t>(hash, 1);  // 0: none
 }
 
+// The names of the communicators that a rank has idle, and rank 0's id.
+struct NcclAddress {
+  std::vector<uint64_t> idle;
+  std::optional<ncclUniqueId> id;  // of rank 0's alone
+
+  // nccl:, how many names, the names, the id.
+  std::string Encode() const {
+    std::string bytes = kGreeting;
+    bytes.push_back(static_cast<char>(idle.size()));
+    for (const uint64_t name : idle) bytes.append(reinterpret_cast<const char*>(&name), sizeof(name));
+    if (id.has_value()) bytes.append(reinterpret_cast<const char*>(&*id), sizeof(*id));
+    return bytes;
+  }
+  // Nothing: it is no address of such a rank.
+  static std::optional<NcclAddress> Decode(std::string_view bytes, int rank) {
+    constexpr size_t kNames = sizeof(kGreeting) - 1;
+    if (!bytes.starts_with(kGreeting) || bytes.size() == kNames) return std::nullopt;
+    bytes.remove_prefix(kNames);
+    NcclAddress address;
+    address.idle.resize(static_cast<uint8_t>(bytes.front()));
+    bytes.remove_prefix(1);
+    const size_t names = address.idle.size() * sizeof(uint64_t);
+    if (bytes.size() != names + (rank == 0 ? sizeof(ncclUniqueId) : 0)) return std::nullopt;
+    std::memcpy(address.idle.data(), bytes.data(), names);
+    if (rank == 0) std::memcpy(&address.id.emplace(), bytes.data() + names, sizeof(ncclUniqueId));
+    return address;
+  }
+};
+
+// The first of rank 0's that all ranks have idle; 0: there is none.
+uint64_t CommonName(const std::vector<NcclAddress>& by_rank) {
+  const std::vector<uint64_t>& first = by_rank.front().idle;
+  const auto common = std::find_if(first.begin(), first.end(), [&](uint64_t name) {
+    return std::all_of(by_rank.begin(), by_rank.end(), [name](const NcclAddress& address) {
+      return std::find(address.idle.begin(), address.idle.end(), name) != address.idle.end();
+    });
+  });
+  return common != first.end() ? *common : 0;
+}
+
 }  // namespace
 
-struct NcclLinks::State {
-  ~State() { Drop(); }
-  // What a peer might still wait for is over: the run failed, or the next one has other ranks.
-  void Drop() {
-    if (last.comm != nullptr) last.comm->Abort(absl::AbortedError("its run is over"));
-    last = {};
-    keep = false;
+class NcclLinks::State {
+ public:
+  ~State() {
+    for (KeptComm& kept : idle_) Drop(kept);
+    for (auto& [run, kept] : in_use_) Drop(kept);
   }
 
-  KeptComm last;
-  bool keep = false;                     // whether the last run's communicator is kept
-  std::optional<ncclUniqueId> spare_id;  // rank 0's, that no communicator has been made with
-  int made = 0;
+  // Takes what fits a run out of what is idle, the one used last first: no other run is offered it meanwhile.
+  std::vector<KeptComm> Offer(const NcclOptions& options) {
+    std::vector<KeptComm> fitting, others;
+    const MutexLock lock(mu_);
+    for (KeptComm& kept : idle_) {
+      if (kept.epoch != options.epoch || !kept.comm->Check("between runs").ok()) {
+        Drop(kept);
+        continue;
+      }
+      const bool fits = kept.rank == options.rank && kept.ranks == options.ranks;
+      (fits ? fitting : others).push_back(std::move(kept));
+    }
+    idle_ = std::move(others);
+    return fitting;
+  }
+  // What a run was offered and does not use.
+  void Return(std::vector<KeptComm> unused) {
+    std::reverse(unused.begin(), unused.end());
+    const MutexLock lock(mu_);
+    for (KeptComm& kept : unused) AddIdle(std::move(kept));
+  }
+  void Use(uint64_t run, KeptComm kept, bool fresh) {
+    const MutexLock lock(mu_);
+    in_use_[run] = std::move(kept);
+    made_ += fresh ? 1 : 0;
+  }
+  void End(uint64_t run, bool went_well) {
+    const MutexLock lock(mu_);
+    auto ended = in_use_.extract(run);
+    if (ended.empty()) return;
+    if (went_well) return AddIdle(std::move(ended.mapped()));
+    Drop(ended.mapped());  // a peer might still wait for it
+  }
+
+  // Rank 0's, that no communicator has been made with.
+  std::optional<ncclUniqueId> TakeSpareId() {
+    const MutexLock lock(mu_);
+    return std::exchange(spare_id_, std::nullopt);
+  }
+  void KeepSpareId(const ncclUniqueId& id) {
+    const MutexLock lock(mu_);
+    spare_id_ = id;
+  }
+  int made() const {
+    const MutexLock lock(mu_);
+    return made_;
+  }
+
+ private:
+  static void Drop(KeptComm& kept) { kept.comm->Abort(absl::AbortedError("its run is over")); }
+  void AddIdle(KeptComm kept) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    idle_.insert(idle_.begin(), std::move(kept));
+    if (idle_.size() <= kMostIdle) return;
+    Drop(idle_.back());
+    idle_.pop_back();
+  }
+
+  mutable Mutex mu_;
+  std::vector<KeptComm> idle_ ABSL_GUARDED_BY(mu_);           // the one used last first
+  std::map<uint64_t, KeptComm> in_use_ ABSL_GUARDED_BY(mu_);  // by run
+  std::optional<ncclUniqueId> spare_id_ ABSL_GUARDED_BY(mu_);
+  int made_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 NcclLinks::NcclLinks() : state_(std::make_shared<State>()) {}
 NcclLinks::~NcclLinks() = default;
-void NcclLinks::Keep() { state_->keep = state_->last.comm != nullptr; }
-int NcclLinks::made() const { return state_->made; }
+void NcclLinks::End(uint64_t run, bool went_well) { state_->End(run, went_well); }
+int NcclLinks::made() const { return state_->made(); }
 
 namespace {
 
-// nccl:, the name of what is kept, and rank 0's id.
-std::string AddressOf(uint64_t kept, const ncclUniqueId* id) {
-  std::string address = kGreeting;
-  address.append(reinterpret_cast<const char*>(&kept), sizeof(kept));
-  if (id != nullptr) address.append(reinterpret_cast<const char*>(id), sizeof(*id));
-  return address;
-}
-
 class NcclEndpoint : public Endpoint {
  public:
-  NcclEndpoint(const Nccl& nccl, const NcclOptions& options, KeptComm kept,
+  NcclEndpoint(const Nccl& nccl, const NcclOptions& options, std::vector<KeptComm> offered,
                std::shared_ptr<NcclLinks::State> links, std::string address)
       : nccl_(nccl),
         options_(options),
         address_(std::move(address)),
         links_(std::move(links)),
-        kept_(std::move(kept)),
+        offered_(std::move(offered)),
         fresh_(std::make_shared<NcclComm>(nccl, options.rank)) {}
+  ~NcclEndpoint() override {
+    if (links_ != nullptr) links_->Return(std::move(offered_));
+  }
 
   const std::string& address() const override { return address_; }
 
@@ -368,98 +462,102 @@ class NcclEndpoint : public Endpoint {
       return absl::InvalidArgumentError(absl::StrCat("rank ", options_.rank, ": ", addresses.size(),
                                                      " addresses for ", options_.ranks, " ranks"));
     }
-    bool all_have_kept = kept_.comm != nullptr;
+    std::vector<NcclAddress> by_rank;
     for (size_t rank = 0; rank < addresses.size(); ++rank) {
-      const size_t id_bytes = rank == 0 ? sizeof(ncclUniqueId) : 0;
-      if (!absl::StartsWith(addresses[rank], kGreeting) ||
-          addresses[rank].size() != kNameAt + sizeof(uint64_t) + id_bytes) {
+      std::optional<NcclAddress> address = NcclAddress::Decode(addresses[rank], static_cast<int>(rank));
+      if (!address.has_value()) {
         return absl::InvalidArgumentError(
             absl::StrCat("rank ", options_.rank, ": the address of rank ", rank,
                          " is not NCCL's; all workers of a pool need one kind of device"));
       }
-      uint64_t name = 0;
-      std::memcpy(&name, addresses[rank].data() + kNameAt, sizeof(name));
-      all_have_kept = all_have_kept && name == kept_.name;
+      by_rank.push_back(*std::move(address));
     }
-    if (all_have_kept) {
-      RETURN_IF_ERROR(kept_.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting")));
-      return std::make_unique<NcclCommunicator>(nccl_, options_, kept_.comm, stream, kept_.queue);
-    }
-    ncclUniqueId id;
-    std::memcpy(&id, addresses[0].data() + kNameAt + sizeof(uint64_t), sizeof(id));
-    return Make(id, stream, deadline);
+    const ncclUniqueId id = *by_rank.front().id;
+    ASSIGN_OR_RETURN(const KeptComm kept, TakeOffered(CommonName(by_rank)));
+    if (kept.comm == nullptr) return Make(id, stream, deadline);
+    if (options_.rank == 0) links_->KeepSpareId(id);
+    links_->Use(options_.run, kept, /*fresh=*/false);
+    RETURN_IF_ERROR(kept.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting")));
+    return std::make_unique<NcclCommunicator>(nccl_, options_, kept.comm, stream, kept.queue);
   }
 
   void Abort(absl::Status reason) override {
-    if (kept_.comm != nullptr) kept_.comm->Abort(reason);
-    fresh_->Abort(std::move(reason));
+    const MutexLock lock(mu_);
+    if (in_use_ != nullptr) in_use_->Abort(reason);
+    fresh_->Abort(reason);
+    if (abort_reason_.ok()) abort_reason_ = std::move(reason);
   }
 
  private:
-  static constexpr size_t kNameAt = sizeof(kGreeting) - 1;
+  // The one that was offered under this name, and lets go of the others; 0: of all. The reason of Abort.
+  absl::StatusOr<KeptComm> TakeOffered(uint64_t name) {
+    const MutexLock lock(mu_);
+    RETURN_IF_ERROR(abort_reason_);
+    const auto chosen = std::find_if(offered_.begin(), offered_.end(),
+                                     [name](const KeptComm& kept) { return kept.name == name; });
+    KeptComm kept;
+    if (chosen != offered_.end()) {
+      kept = std::move(*chosen);
+      offered_.erase(chosen);
+      in_use_ = kept.comm;
+    }
+    if (links_ != nullptr) links_->Return(std::exchange(offered_, {}));
+    return kept;
+  }
 
   absl::StatusOr<std::unique_ptr<Communicator>> Make(const ncclUniqueId& id, Stream& stream,
                                                      absl::Time deadline) {
-    if (links_ != nullptr) {
-      links_->Drop();
-      links_->spare_id.reset();
-      ++links_->made;
-    }
     const ScopedCudaDevice scope(options_.device);
     // Before compute: a transfer's few CTAs would stand behind the thousands of a block that was queued
     // first.
     ASSIGN_OR_RETURN(std::shared_ptr<CudaQueue> queue,
                      CudaQueue::Make(options_.device, CudaQueue::Priority::kFirst));
-    RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
-    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, stream, queue);
-    RETURN_IF_ERROR(communicator->Greet(deadline));
     if (links_ != nullptr) {
-      links_->last = {.comm = fresh_,
-                      .queue = std::move(queue),
-                      .name = NameOf(id),
-                      .epoch = options_.epoch,
-                      .rank = options_.rank,
-                      .ranks = options_.ranks};
+      links_->Use(options_.run,
+                  {.comm = fresh_,
+                   .queue = queue,
+                   .name = NameOf(id),
+                   .epoch = options_.epoch,
+                   .rank = options_.rank,
+                   .ranks = options_.ranks},
+                  /*fresh=*/true);
     }
+    RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
+    auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, stream, std::move(queue));
+    RETURN_IF_ERROR(communicator->Greet(deadline));
     return communicator;
   }
 
   const Nccl& nccl_;
   const NcclOptions options_;
   const std::string address_;
-  const std::shared_ptr<NcclLinks::State> links_;  // may be null
-  const KeptComm kept_;                            // the communicator of the run before; may be none
+  const std::shared_ptr<NcclLinks::State> links_;  // null: nothing is kept
+  Mutex mu_;
+  absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
+  std::vector<KeptComm> offered_ ABSL_GUARDED_BY(mu_);     // until Connect
+  std::shared_ptr<NcclComm> in_use_ ABSL_GUARDED_BY(mu_);  // one that was kept; null: none is
   const std::shared_ptr<NcclComm> fresh_;
 };
-
-// What the links hold for this run; drops what is for no other. The id of a run that did not end well may
-// have been used by some of its ranks.
-KeptComm TakeKept(const NcclOptions& options, NcclLinks::State& links) {
-  const KeptComm& last = links.last;
-  const bool fits = links.keep && last.epoch == options.epoch && last.rank == options.rank &&
-                    last.ranks == options.ranks && last.comm->Check("between runs").ok();
-  if (!links.keep) links.spare_id.reset();
-  if (!fits) links.Drop();
-  links.keep = false;
-  return links.last;
-}
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options) {
   ASSIGN_OR_RETURN(const Nccl* nccl, Nccl::Load());
   const std::shared_ptr<NcclLinks::State> links = options.links == nullptr ? nullptr : options.links->state_;
-  KeptComm kept = links == nullptr ? KeptComm() : TakeKept(options, *links);
-  std::optional<ncclUniqueId> id = links == nullptr ? std::nullopt : links->spare_id;
-  if (options.rank == 0 && !id.has_value()) {
-    if (ncclResult_t result = nccl->GetUniqueId(&id.emplace()); result != ncclSuccess) {
+  NcclAddress address;
+  if (options.rank == 0) {
+    if (links != nullptr) address.id = links->TakeSpareId();
+    const ncclResult_t result =
+        address.id.has_value() ? ncclSuccess : nccl->GetUniqueId(&address.id.emplace());
+    if (result != ncclSuccess) {
       return absl::UnavailableError(absl::StrCat("NCCL cannot listen: ", nccl->GetErrorString(result),
                                                  "; set NCCL_SOCKET_IFNAME to an interface of this machine"));
     }
-    if (links != nullptr) links->spare_id = id;
   }
-  std::string address = AddressOf(kept.name, options.rank == 0 ? &*id : nullptr);
-  return std::make_unique<NcclEndpoint>(*nccl, options, std::move(kept), links, std::move(address));
+  std::vector<KeptComm> offered;
+  if (links != nullptr) offered = links->Offer(options);
+  for (const KeptComm& kept : offered) address.idle.push_back(kept.name);
+  return std::make_unique<NcclEndpoint>(*nccl, options, std::move(offered), links, address.Encode());
 }
 
 }  // namespace meshfill

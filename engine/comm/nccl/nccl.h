@@ -16,10 +16,11 @@
 //   DEADLINE_EXCEEDED  naming the rank, the operation and the peer
 // and the reason of Abort goes before both.
 //
-// Making a communicator takes NCCL a second or more, so that it is kept (NcclLinks) for the next run of the
-// same epoch, ranks and seats. An address says which one its rank has kept: where all ranks have kept the
-// same, they go on with it, else all make a new one. Rank 0 keeps an id for that case, so that no run leaves
-// one unused.
+// Making a communicator takes NCCL a second or more, so that it is kept (NcclLinks) for a later run of the
+// same epoch, ranks and seats. An address names those that its rank has idle: where all ranks have the same
+// one, they go on with it, else all make a new one. Rank 0 keeps an id for that case, so that no run leaves
+// one unused. Each run that lives has a communicator of its own. Kernels of two that wait for peers share one
+// device: who starts runs sees to it that one alone has messages under way (message_gate.h).
 //
 // Trust: whoever has the id can join; the bytes are neither encrypted nor checked.
 #ifndef MESHFILL_ENGINE_COMM_NCCL_NCCL_H_
@@ -35,18 +36,21 @@ namespace meshfill {
 
 struct NcclOptions;
 
-// What one rank of a process keeps of NCCL from run to run: one communicator at most. From one thread at a
-// time, which has no endpoint of another run.
+// What one rank of a process keeps of NCCL from run to run: the communicators of runs that lived at once, at
+// most kMostIdle that no run uses. Thread-safe.
 class NcclLinks {
  public:
+  static constexpr size_t kMostIdle =
+      4;  // each takes the device some memory; the one used last stays longest
+
   NcclLinks();
   ~NcclLinks();  // waits for no peer
 
-  // The last run went well, on all ranks. Without it the next run makes a communicator of its own.
-  void Keep();
+  // The run is over here, and its communicator has gone. It is kept where the run went well on all ranks.
+  void End(uint64_t run, bool went_well);
   int made() const;  // communicators, so far
 
-  struct State;
+  class State;
 
  private:
   friend absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options);
@@ -61,6 +65,7 @@ struct NcclOptions {
   // decides.
   int most_ctas = 8;
   uint64_t epoch = 0;
+  uint64_t run = 0;  // for NcclLinks::End
   // Links of this rank's seat; null: nothing is kept. The endpoint may outlive it.
   NcclLinks* links = nullptr;
 };

@@ -21,15 +21,16 @@ class NcclDataPlane final : public DataPlane {
                        .device = device_of_rank_[seat.local_rank],
                        .most_ctas = options_.nccl_ctas,
                        .epoch = seat.epoch,
+                       .run = seat.run,
                        .links = &links_of_rank_[seat.local_rank]});
   }
-  void Keep() override {
-    for (NcclLinks& links : links_of_rank_) links.Keep();
+  void End(uint64_t run, bool went_well) override {
+    for (NcclLinks& links : links_of_rank_) links.End(run, went_well);
   }
   absl::Duration connect_timeout() const override { return absl::Seconds(60); }  // NCCL tries out the links
   bool connects_slowly() const override { return true; }
-  // A rank keeps one communicator, and kernels of two that wait for each other's peers share one device.
-  bool takes_many_runs() const override { return false; }
+  // Kernels that wait for their peers share a device: two runs' could wait for each other.
+  bool messages_mix() const override { return false; }
   // Its messages are one queue of the device, in the order of their calls; what slices gain there has yet to
   // be measured on GPUs.
   bool many_messages() const override { return false; }

@@ -129,13 +129,5 @@ TEST_F(SharingCrowdLeaderTest, TheSharesOfRunsThatLiveTakeMemory) {
   }
 }
 
-TEST_F(CrowdedLeaderTest, WorkersThatTakeOneRunAtATimeGetOne) {
-  v1::Join offer = Offer("w3");
-  offer.set_many_runs(false);
-  ASSERT_EQ(Join(3, offer), "");
-  SubmitTokens(64);
-  EXPECT_TRUE(leader_.CrowdedOut(SubmitTokens(64)));
-}
-
 }  // namespace
 }  // namespace meshfill

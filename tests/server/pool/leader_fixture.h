@@ -47,7 +47,7 @@ inline v1::Join Offer(const std::string& name, uint32_t ranks = 1) {
   offer.mutable_model()->set_weights_hash(2);
   offer.mutable_model()->set_dtype("f32");
   *offer.mutable_speed() = ToProto(PoolSpeed{});
-  offer.set_many_runs(true);
+  offer.set_messages_mix(true);
   return offer;
 }
 

@@ -1,9 +1,13 @@
 // A worker's ranks on GPUs that the host plays (fake_cuda.h), over NCCL as it plays it. On the CPU:
 // rank_host_test.
+#include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "gtest/gtest.h"
+#include "kernels/monotonic_time.h"
 #include "server/pool/rank_host.h"
 #include "tests/fake_cuda/fake_cuda.h"
 #include "tests/server/pool/rank_host_fixture.h"
@@ -45,11 +49,135 @@ TEST_F(RankHostCudaTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   (*host)->Stop(run_, "the request was cancelled");
   listener.Stopped(run_);
   run_well();
+  EXPECT_EQ(FakeCuda::nccl_communicators() - before, kRanks);
+  (*host)->Prepare(Part());  // cancelled when it has
+  (*host)->Start(run_, listener.Addresses(run_), {});
+  listener.Outputs(run_, kRanks);
+  (*host)->Stop(run_, "the request was cancelled");
+  listener.Stopped(run_);
+  run_well();
   EXPECT_EQ(FakeCuda::nccl_communicators() - before, 2 * kRanks);
   ++epoch_;
   run_well();
   run_well();
   EXPECT_EQ(FakeCuda::nccl_communicators() - before, 3 * kRanks);
+}
+
+// Two workers, and runs over both.
+class RankHostsCudaTest : public RankHostCudaTest {
+ protected:
+  static constexpr int kHosts = 2;
+
+  void SetUp() override {
+    shape_.layers = 6;
+    RankHostCudaTest::SetUp();
+    FakeCuda::set_devices(kHosts * kRanks);
+    for (int host = 0; host < kHosts; ++host) {
+      options_.devices = {kRanks * host, kRanks * host + 1};
+      auto loaded = RankHost::Load(options_, listeners_[host]);
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      hosts_[host] = *std::move(loaded);
+    }
+  }
+
+  // Begins a run. Its number.
+  uint64_t Begin() {
+    std::vector<std::string> addresses;
+    WorkerMachine::RunPart part = Part(kHosts * kRanks);
+    for (int host = 0; host < kHosts; ++host) {
+      if (host > 0) part.first_rank += kRanks;
+      part.shards.clear();
+      for (int seat = part.first_rank; seat < part.first_rank + kRanks; ++seat) {
+        part.shards.emplace_back(part.plan.layout.ChunkTokens(part.plan.RankAt(seat)), 7u);
+      }
+      hosts_[host]->Prepare(part);
+      for (std::string& address : listeners_[host].Addresses(run_)) addresses.push_back(std::move(address));
+    }
+    for (const auto& host : hosts_) host->Start(run_, addresses, {});
+    return run_;
+  }
+  // Waits for the run's end. The logits.
+  std::vector<float> End(uint64_t run) {
+    std::vector<float> logits;
+    for (HostListener& listener : listeners_) {
+      for (const auto& output : listener.Outputs(run, kRanks)) {
+        EXPECT_TRUE(output.ok()) << output.status();
+        if (output.ok() && !output->logits.empty()) logits = output->logits;
+      }
+    }
+    for (const auto& host : hosts_) host->Release(run);
+    return logits;
+  }
+  int64_t Ask(uint64_t run, uint64_t pause) {
+    int64_t most = 0;
+    for (const auto& host : hosts_) host->Pause(run, pause);
+    for (HostListener& listener : listeners_) most = std::max(most, listener.Messages(run, pause));
+    return most;
+  }
+  bool Ended(uint64_t run) {
+    return listeners_[0].EndedRanks(run) + listeners_[1].EndedRanks(run) == kHosts * kRanks;
+  }
+  // Whether they do so before they end.
+  bool StandStill(uint64_t run, uint64_t pause) {
+    const int64_t most = Ask(run, pause);
+    for (const auto& host : hosts_) host->PauseAt(run, pause, most);
+    const absl::Time deadline = MonotonicNow() + absl::Minutes(1);
+    while (MonotonicNow() < deadline && !Ended(run)) {
+      if (listeners_[0].IsStill(run, pause) && listeners_[1].IsStill(run, pause)) return true;
+      absl::SleepFor(absl::Microseconds(100));
+    }
+    EXPECT_TRUE(Ended(run));
+    return false;
+  }
+
+  HostListener listeners_[kHosts];
+  std::unique_ptr<RankHost> hosts_[kHosts];
+};
+
+TEST_F(RankHostsCudaTest, ARunThatStandsStillHasNoMessageUnderWay) {
+  const std::vector<float> alone = End(Begin());
+  const int before = FakeCuda::nccl_mixes(), communicators = FakeCuda::nccl_communicators();
+  int pauses = 0;
+  for (int round = 0; round < 20 || (pauses < 5 && round < 500); ++round) {
+    const uint64_t first = Begin();
+    absl::SleepFor(absl::Microseconds(round % 10 * 500));
+    for (uint64_t pause = 1; pause < 3 && StandStill(first, pause); ++pause) {
+      ++pauses;
+      EXPECT_EQ(End(Begin()), alone) << "of one that has begun and ended meanwhile";
+      EXPECT_FALSE(Ended(first));
+      for (const auto& host : hosts_) host->Resume(first);
+    }
+    EXPECT_EQ(End(first), alone);
+  }
+  EXPECT_GE(pauses, 5);
+  EXPECT_EQ(FakeCuda::nccl_mixes(), before);
+  EXPECT_EQ(FakeCuda::nccl_communicators() - communicators, kHosts * kRanks) << "for one more run that lives";
+}
+
+TEST_F(RankHostsCudaTest, APauseThatIsTakenBackChangesNothing) {
+  const std::vector<float> alone = End(Begin());
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t run = Begin();
+    const int64_t most = Ask(run, 1);
+    for (const auto& host : hosts_) host->Resume(run);
+    for (const auto& host : hosts_) host->PauseAt(run, 1, most);  // comes late
+    EXPECT_EQ(End(run), alone);
+    for (HostListener& listener : listeners_) EXPECT_FALSE(listener.IsStill(run, 1));
+  }
+}
+
+TEST_F(RankHostsCudaTest, ARunThatStandsStillCanBeStopped) {
+  uint64_t run = Begin();
+  while (!StandStill(run, 1)) {
+    End(run);
+    run = Begin();
+  }
+  for (const auto& host : hosts_) host->Stop(run, "the request was cancelled");
+  for (HostListener& listener : listeners_) {
+    EXPECT_FALSE(listener.Ended(run, kRanks).ok());
+    listener.Stopped(run);
+  }
+  EXPECT_FALSE(End(Begin()).empty());
 }
 
 // The leader takes ranks that do not get on to hang, in less time than NCCL may take to connect.

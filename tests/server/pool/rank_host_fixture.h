@@ -50,6 +50,20 @@ class HostListener final : public RankHost::Listener {
     }
     return absl::OkStatus();
   }
+  // Messages that the run's furthest rank had begun, once the pause of that number is answered.
+  int64_t Messages(uint64_t run, uint64_t pause) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Wait(lock, [&] { return messages_.count({run, pause}) != 0; });
+    return messages_[{run, pause}];
+  }
+  void Still(uint64_t run, uint64_t pause) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Wait(lock, [&] { return still_.count({run, pause}) != 0; });
+  }
+  bool IsStill(uint64_t run, uint64_t pause) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return still_.count({run, pause}) != 0;
+  }
   void Stopped(uint64_t run) {
     std::unique_lock<std::mutex> lock(mutex_);
     Wait(lock, [&] { return stopped_.count(run) != 0; });
@@ -61,6 +75,15 @@ class HostListener final : public RankHost::Listener {
   }
   void OnRankDone(uint64_t run, int, absl::StatusOr<RankOutput> output) override {
     Set([&] { outputs_[run].push_back(std::move(output)); });
+  }
+  void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) override {
+    Set([&] {
+      if (still) {
+        still_.insert({run, pause});
+      } else {
+        messages_[{run, pause}] = messages;
+      }
+    });
   }
   void OnRunStopped(uint64_t run) override {
     Set([&] { stopped_.insert(run); });
@@ -81,6 +104,8 @@ class HostListener final : public RankHost::Listener {
   std::condition_variable changed_;
   std::map<uint64_t, absl::StatusOr<std::vector<std::string>>> prepared_;
   std::map<uint64_t, std::vector<absl::StatusOr<RankOutput>>> outputs_;
+  std::map<std::pair<uint64_t, uint64_t>, int64_t> messages_;  // by run and pause
+  std::set<std::pair<uint64_t, uint64_t>> still_;
   std::set<uint64_t> stopped_;
 };
 

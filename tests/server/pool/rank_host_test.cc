@@ -59,7 +59,7 @@ TEST_F(RankHostTest, SaysWhatItOffers) {
   EXPECT_NE(offer.model().weights_hash(), 0u);
   EXPECT_GT(offer.speed().gemm_flops_per_second(), 0);
   EXPECT_GT(offer.kv_memory_bytes(), 0u);
-  EXPECT_TRUE(offer.many_runs());
+  EXPECT_TRUE(offer.messages_mix());
   EXPECT_FALSE(offer.kv_on_host()) << "it is the devices' own memory";
   EXPECT_FALSE(host->lost());
 }
@@ -408,16 +408,16 @@ TEST_F(RankHostTest, ARunGivesWayToAnotherAndGoesOnWithTheSameBits) {
     host->Prepare(Part());
     const uint64_t first = run_;
     const std::vector<std::string> addresses = listener.Addresses(first);
-    if (at_once) host->Pause(first);
+    if (at_once) host->Pause(first, 0);
     host->Start(first, addresses, {});
-    if (!at_once) host->Pause(first);  // wherever its ranks are
+    if (!at_once) host->Pause(first, 0);  // wherever its ranks are
     host->Prepare(Part());
     RunWell(*host, listener, run_);
     EXPECT_EQ(logits(run_), calm);
     if (at_once) {
       EXPECT_EQ(listener.EndedRanks(first), 0u);
     }
-    for (int i = 0; i < 100; ++i) i % 2 == 0 ? host->Resume(first) : host->Pause(first);
+    for (int i = 0; i < 100; ++i) i % 2 == 0 ? host->Resume(first) : host->Pause(first, 0);
     host->Resume(first);
     EXPECT_EQ(logits(first), calm);
     host->Release(first);
@@ -437,11 +437,11 @@ TEST_F(RankHostTest, RanksNeedNotStandStillAtTheSamePlace) {
     second->Prepare(std::move(rest));
     std::vector<std::string> addresses = one.Addresses(run_);
     for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
-    if (paused) first->Pause(run_);
+    if (paused) first->Pause(run_, 0);
     first->Start(run_, addresses, {});
     second->Start(run_, addresses, {});
     if (paused) {
-      second->Pause(run_);
+      second->Pause(run_, 0);
       EXPECT_EQ(one.EndedRanks(run_) + two.EndedRanks(run_), 0u);
       second->Resume(run_);
       first->Resume(run_);
@@ -463,10 +463,10 @@ TEST_F(RankHostTest, StopsARunThatStandsStill) {
   HostListener listener;
   const auto host = Load(listener);
   ASSERT_NE(host, nullptr);
-  host->Pause(99);  // unknown
+  host->Pause(99, 0);  // unknown
   host->Prepare(Part());
   const std::vector<std::string> addresses = listener.Addresses(run_);
-  host->Pause(run_);
+  host->Pause(run_, 0);
   host->Start(run_, addresses, {});
   host->Stop(run_, "the request was cancelled");
   listener.Stopped(run_);
@@ -612,7 +612,7 @@ TEST_F(RankHostTest, PausesAreNoSecondsOfTheRanks) {
   host->Prepare(Part());
   const uint64_t paused = run_;
   const std::vector<std::string> addresses = listener.Addresses(paused);
-  host->Pause(paused);
+  host->Pause(paused, 0);
   host->Start(paused, addresses, {});
   const absl::Time begin = MonotonicNow();
   while (MonotonicNow() < begin + absl::Milliseconds(400)) {

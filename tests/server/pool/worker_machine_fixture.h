@@ -65,6 +65,10 @@ class WorkerMachineFixture : public testing::Test {
         started_.push_back(std::move(*start));
       } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
         turns_.emplace_back(pause->run, false);
+        pauses_.push_back(pause->number);
+      } else if (auto* pause_at = std::get_if<WorkerMachine::PauseRunAt>(&action)) {
+        paused_at_.push_back(
+            absl::StrCat("run ", pause_at->run, ", pause ", pause_at->number, ", at ", pause_at->messages));
       } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
         turns_.emplace_back(resume->run, true);
       } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
@@ -186,6 +190,8 @@ class WorkerMachineFixture : public testing::Test {
   std::vector<WorkerMachine::RunPart> prepared_;
   std::vector<WorkerMachine::StartRun> started_;
   std::vector<uint64_t> stopped_, released_;
+  std::vector<uint64_t> pauses_;                  // numbers of those
+  std::vector<std::string> paused_at_;            // in words
   std::vector<std::pair<uint64_t, bool>> turns_;  // runs that stood still (false) or went on
   std::vector<std::string> kv_;                   // what ends or lasts of K and V
   std::optional<absl::Status> exit_;

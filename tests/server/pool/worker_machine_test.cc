@@ -236,6 +236,42 @@ TEST_F(WorkerMachineTest, LetsTheRunStandStillThatIsNamed) {
   Hear([](v1::LeaderMessage& message) { message.mutable_finish()->set_run(5); });
   pause(5);
   EXPECT_EQ(turns_.size(), 3u) << "it is over";
+  EXPECT_EQ(pauses_, (std::vector<uint64_t>{0, 0}));
+}
+
+TEST_F(WorkerMachineTest, TellsWhereItsRanksStandStill) {
+  const auto pause_at = [&](uint64_t run) {
+    Hear([&](v1::LeaderMessage& message) {
+      message.mutable_pause_at()->set_run(run);
+      message.mutable_pause_at()->set_number(3);
+      message.mutable_pause_at()->set_messages(17);
+    });
+  };
+  Join();
+  BeginRun(5);
+  HearPrepare(6);
+  sent_.clear();
+  Hear([](v1::LeaderMessage& message) {
+    message.mutable_pause()->set_run(5);
+    message.mutable_pause()->set_number(3);
+  });
+  EXPECT_EQ(pauses_, std::vector<uint64_t>{3});
+  machine_.OnRunPaused(5, 3, 16, /*still=*/false);
+  pause_at(5);
+  pause_at(6);  // it has not begun
+  EXPECT_EQ(paused_at_, std::vector<std::string>{"run 5, pause 3, at 17"});
+  machine_.OnRunPaused(5, 3, 0, /*still=*/true);
+  machine_.OnRunPaused(6, 3, 0, /*still=*/true);
+  Do();
+  ASSERT_EQ(sent_.size(), 2u);
+  for (const v1::WorkerMessage& message : sent_) {
+    EXPECT_EQ(message.epoch(), kEpoch);
+    EXPECT_EQ(message.paused().run(), 5u);
+    EXPECT_EQ(message.paused().number(), 3u);
+  }
+  EXPECT_EQ(sent_[0].paused().messages(), 16u);
+  EXPECT_FALSE(sent_[0].paused().still());
+  EXPECT_TRUE(sent_[1].paused().still());
 }
 
 TEST_F(WorkerMachineTest, ConfirmsEveryCancel) {

@@ -147,6 +147,7 @@ class NcclThreadsTest : public testing::Test {
                                   .ranks = ranks,
                                   .device = devices_[rank].ordinal,
                                   .epoch = epoch_,
+                                  .run = run_,
                                   .links = links_.empty() ? nullptr : links_[rank].get()});
       EXPECT_TRUE(endpoint.ok()) << endpoint.status();
       addresses_.push_back((*endpoint)->address());
@@ -177,6 +178,7 @@ class NcclThreadsTest : public testing::Test {
   std::vector<std::string> addresses_;
   std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank; none: nothing is kept
   uint64_t epoch_ = 1;
+  uint64_t run_ = 1;
 };
 
 TEST_F(NcclThreadsTest, GiveTheBitsOfRanksInOneProcess) {
@@ -215,40 +217,106 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
     });
     EXPECT_EQ(logits, expected);
   };
-  const auto keep = [&] {
-    for (const auto& links : links_) links->Keep();
+  const auto end = [&](bool went_well) {
+    for (const auto& links : links_) links->End(run_, went_well);
+    ++run_;
   };
   const auto made = [&] { return std::vector<int>{links_[0]->made(), links_[1]->made()}; };
   for (int round = 0; round < 3; ++round) {
     run();
-    keep();
+    end(true);
     EXPECT_EQ(made(), std::vector<int>({1, 1}));
   }
   run();  // goes well, and is then told to have failed elsewhere
+  end(false);
   run();
   EXPECT_EQ(made(), std::vector<int>({2, 2}));
-  keep();
+  end(true);
   ++epoch_;
   run();
-  keep();
+  end(true);
   EXPECT_EQ(made(), std::vector<int>({3, 3}));
-  {  // a run that is stopped before it starts, of which one rank has not heard
+  {  // a run that is stopped before it starts costs nothing
     auto endpoints = Listen(2);
     endpoints[0]->Abort(absl::AbortedError("never mind"));
-    links_[1]->Keep();
   }
+  end(false);
   run();
-  keep();
-  EXPECT_EQ(made(), std::vector<int>({4, 4}));
-  auto endpoints = Listen(2);  // one that is aborted on its way
-  OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
-    communicator.Abort(absl::AbortedError("a rank is gone"));
-    EXPECT_FALSE(RunOn(*pool, rank, stream, rank, *plan, communicator).ok());
-  });
-  EXPECT_EQ(made(), std::vector<int>({4, 4}));
-  keep();  // whatever is said of it
+  end(true);
+  EXPECT_EQ(made(), std::vector<int>({3, 3}));
+  {
+    auto endpoints = Listen(2);  // one that is aborted on its way
+    OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
+      communicator.Abort(absl::AbortedError("a rank is gone"));
+      EXPECT_FALSE(RunOn(*pool, rank, stream, rank, *plan, communicator).ok());
+    });
+  }
+  EXPECT_EQ(made(), std::vector<int>({3, 3}));
+  end(true);  // whatever is said of it
   run();
-  EXPECT_EQ(made(), std::vector<int>({5, 5}));
+  EXPECT_EQ(made(), std::vector<int>({4, 4}));
+  end(true);
+}
+
+// Runs that live at once have communicators of their own, which later runs take over; ranks may have ended
+// them in different orders.
+TEST_F(NcclThreadsTest, EachRunThatLivesHasACommunicator) {
+  const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_unique<NcclLinks>());
+  // Passes a number round.
+  const auto pass = [&](int rank, Stream& stream, Communicator& communicator) {
+    const int sent = 10 + rank;
+    auto pending = communicator.SendReceive(Traffic::kKv, 1 - rank, stream.Place(&sent, sizeof sent).value(),
+                                            1 - rank, sizeof sent);
+    ASSERT_TRUE(pending.ok()) << pending.status();
+    const absl::StatusOr<BufferRef> received = (*pending)->Wait(MonotonicNow() + kSoon);
+    ASSERT_TRUE(received.ok()) << received.status();
+    int heard = 0;
+    ASSERT_TRUE(stream.Download((*received)->data(), sizeof heard, &heard).ok());
+    EXPECT_EQ(heard, 11 - rank);
+  };
+  const auto made = [&] { return std::vector<int>{links_[0]->made(), links_[1]->made()}; };
+  // `live` runs, each begun while those before it live.
+  const auto live = [&](int runs) {
+    const uint64_t first = run_;
+    for (; run_ < first + static_cast<uint64_t>(runs); ++run_) {
+      auto endpoints = Listen(2);
+      OnRanks(*pool, endpoints, pass);
+    }
+    for (int i = 0; i < runs; ++i) {
+      links_[0]->End(first + static_cast<uint64_t>(i), true);
+      links_[1]->End(first + static_cast<uint64_t>(runs - 1 - i), true);
+    }
+  };
+  live(1);
+  EXPECT_EQ(made(), std::vector<int>({1, 1}));
+  live(3);
+  EXPECT_EQ(made(), std::vector<int>({3, 3}));
+  live(3);
+  live(2);
+  EXPECT_EQ(made(), std::vector<int>({3, 3}));
+  const int most = static_cast<int>(NcclLinks::kMostIdle);
+  live(most);
+  EXPECT_EQ(made(), std::vector<int>({most, most}));
+  live(most + 2);  // some are let go of, by each rank others
+  const int before = links_[0]->made();
+  live(1);
+  EXPECT_LE(links_[0]->made(), before + 1);
+  EXPECT_EQ(links_[0]->made(), links_[1]->made());
+  {  // two that are prepared at once, of which one goes its way
+    auto one = Listen(2);
+    const std::vector<std::string> addresses = addresses_;
+    ++run_;
+    auto other = Listen(2);
+    OnRanks(*pool, other, pass);
+    addresses_ = addresses;
+    --run_;
+    OnRanks(*pool, one, pass);
+    for (const auto& links : links_) {
+      for (const uint64_t run : {run_, run_ + 1}) links->End(run, true);
+    }
+  }
 }
 
 TEST_F(NcclThreadsTest, AWaitForNothingEndsAtItsDeadline) {
@@ -334,8 +402,7 @@ int RunChild(const std::string& folder, int rank, int ranks) {
   std::ifstream id_file(id_path, std::ios::binary);
   std::vector<std::string> addresses(ranks, rank == 0 ? "" : (*endpoint)->address());
   addresses[0].assign(std::istreambuf_iterator<char>(id_file), {});
-  for (int other = 1; other < ranks; ++other)
-    addresses[other] = "nccl:" + std::string(8, '\0');  // keeps nothing
+  for (int other = 1; other < ranks; ++other) addresses[other] = std::string("nccl:\0", 6);  // keeps nothing
   const auto streams = StreamsOf(*pool);
   auto communicator = (*endpoint)->Connect(addresses, *streams[0], MonotonicNow() + kSoon);
   if (!communicator.ok()) return fail(communicator.status());

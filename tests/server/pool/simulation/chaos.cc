@@ -73,7 +73,7 @@ void PoolSimulation::Chaos() {
       offer.set_build("simulated");
       offer.set_name(node.name);
       offer.set_ranks(1);
-      offer.set_many_runs(true);
+      offer.set_messages_mix(messages_mix_);
       *offer.mutable_model() = SimulatedModel();
       *offer.mutable_speed() = SimulatedSpeed();
       leader_->OnConnected(id, now_);

@@ -56,8 +56,7 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   const uint64_t run = part.number;
   Host& prepared = node.hosts.emplace(run, Host{.part = std::move(part)}).first->second;
   prepared.prefix = *std::move(prefix);
-  if (IsMember(node) &&
-      std::ssize(node.hosts) > (many_runs_[static_cast<size_t>(index)] ? runs_at_once_ : 1)) {
+  if (IsMember(node) && std::ssize(node.hosts) > runs_at_once_) {
     Fail(absl::StrCat(node.name, " has more runs than may live at once"));
   }
   census_.most_at_once = std::max(census_.most_at_once, static_cast<int>(node.hosts.size()));
@@ -115,6 +114,7 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
     const int at = of_rank ? host.part.plan.RankAt(first + static_cast<int>(i)) : ranks + share.index;
     if (start.addresses[at] != host.addresses[i]) return Fail("a run with an address of another run");
   }
+  CheckAlone(node, start.run);
   std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
   if (mesh == nullptr) {
     mesh = std::make_shared<Mesh>();
@@ -151,20 +151,102 @@ PoolSimulation::Host* PoolSimulation::HostOfMesh(int index, int incarnation,
   return host != node.hosts.end() && host->second.mesh == mesh ? &host->second : nullptr;
 }
 
-// What is at the end of its operation goes on, each rank in its own time.
-void PoolSimulation::PauseHost(int index, uint64_t run, bool paused) {
+void PoolSimulation::PauseHost(int index, const WorkerMachine::PauseRun& pause) {
   Node& node = nodes_[index];
-  if (!node.hosts.contains(run)) return Fail("pauses a run that is not there");
+  if (!node.hosts.contains(pause.run)) return Fail("pauses a run that is not there");
+  if ((pause.number == 0) != messages_mix_) return Fail("a pause with a number, or without one");
+  Host& host = node.hosts.at(pause.run);
+  ++census_.pauses;
+  if (messages_mix_) {
+    host.paused = true;
+    for (HostRank& rank : host.ranks) {
+      if (rank.computing) rank.computing_since = now_;
+    }
+    return;
+  }
+  host.pause = pause.number;
+  host.agreed = host.still = false;
+  host.most_messages = 0;
+  for (const HostRank& rank : host.ranks) {
+    host.most_messages = std::max<int64_t>(host.most_messages, rank.operations);
+  }
+  After(DrawMs(0, 30), index,
+        [this, index, pause, begun = host.most_messages, incarnation = node.incarnation] {
+          Node& node = nodes_[index];
+          if (node.machine == nullptr || node.incarnation != incarnation) return;
+          node.machine->OnRunPaused(pause.run, pause.number, begun, /*still=*/false);
+          DoNodeActions(index);
+        });
+}
+
+void PoolSimulation::PauseHostAt(int index, const WorkerMachine::PauseRunAt& pause) {
+  After(DrawMs(0, 30), index, [this, index, pause, incarnation = nodes_[index].incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation || !node.hosts.contains(pause.run)) return;
+    Host& host = node.hosts.at(pause.run);
+    if (host.pause != pause.number || host.agreed) return;
+    host.agreed = true;
+    if (pause.messages < host.most_messages) return Fail("a run is to stand still where it has been");
+    host.most_messages = pause.messages;
+    LetGo(index, host);
+    TellStill(index, host);
+  });
+}
+
+void PoolSimulation::ResumeHost(int index, uint64_t run) {
+  Node& node = nodes_[index];
+  if (!node.hosts.contains(run)) return Fail("resumes a run that is not there");
+  CheckAlone(node, run);
   Host& host = node.hosts.at(run);
-  if (paused) ++census_.pauses;
-  host.paused = paused;
+  host.paused = host.agreed = host.still = false;
+  host.pause = 0;
+  host.most_messages = std::numeric_limits<int64_t>::max();
   for (HostRank& rank : host.ranks) {
     if (rank.computing) rank.computing_since = now_;
-    if (paused || !std::exchange(rank.held, false)) continue;
+  }
+  LetGo(index, host);
+}
+
+void PoolSimulation::LetGo(int index, Host& host) {
+  for (HostRank& rank : host.ranks) {
+    if (rank.operations >= host.most_messages || !std::exchange(rank.held, false)) continue;
     After(DrawMs(0, 20), index,
-          [this, index, seat = rank.seat, mesh = host.mesh, incarnation = node.incarnation] {
+          [this, index, seat = rank.seat, mesh = host.mesh, incarnation = nodes_[index].incarnation] {
             if (HostOfMesh(index, incarnation, mesh) != nullptr) EndOperation(index, mesh->run, seat);
           });
+  }
+}
+
+void PoolSimulation::TellStill(int index, Host& host) {
+  const bool still = std::all_of(host.ranks.begin(), host.ranks.end(), [&](const HostRank& rank) {
+    return rank.held && rank.operations == host.most_messages;
+  });
+  if (!host.agreed || !still || std::exchange(host.still, true)) return;
+  bool everywhere = true;
+  std::set<int> begun;
+  for (const Mesh::Member& member : host.mesh->members) {
+    const Host* other = member.node < 0 ? nullptr : HostOfMesh(member.node, member.incarnation, host.mesh);
+    everywhere = everywhere && other != nullptr && other->still && other->pause == host.pause;
+    begun.insert(member.done);
+  }
+  if (everywhere) ++census_.agreements;
+  if (everywhere && begun.size() > 1) Fail("ranks of a run stand still before different messages");
+  const uint64_t run = host.mesh->run, pause = host.pause;
+  After(DrawMs(0, 10), index, [this, index, run, pause, incarnation = nodes_[index].incarnation] {
+    Node& node = nodes_[index];
+    if (node.machine == nullptr || node.incarnation != incarnation) return;
+    node.machine->OnRunPaused(run, pause, 0, /*still=*/true);
+    DoNodeActions(index);
+  });
+}
+
+void PoolSimulation::CheckAlone(const Node& node, uint64_t run) {
+  if (messages_mix_) return;
+  for (const auto& [number, host] : node.hosts) {
+    const bool over =
+        std::all_of(host.ranks.begin(), host.ranks.end(), [](const HostRank& r) { return r.over; });
+    if (number == run || over || host.still) continue;
+    Fail(absl::StrCat("messages of runs ", number, " and ", run, " mix on ", node.name));
   }
 }
 
@@ -202,6 +284,11 @@ void PoolSimulation::EndOperation(int index, uint64_t run, int seat) {
   if (host.paused) {
     state.held = true;
     return;
+  }
+  if (state.operations >= host.most_messages) {
+    state.held = true;
+    state.computing = false;
+    return TellStill(index, host);
   }
   if (node.compute_frozen_until > now_) {  // frozen in the middle
     At(node.compute_frozen_until, index,

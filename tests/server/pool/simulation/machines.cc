@@ -35,6 +35,8 @@ void PoolSimulation::StartLeader() {
   options.first_epoch = kEpochsOfALeader * ++leader_incarnation_;
   options.least_memory_bytes = 1;
   options.heartbeat_interval = 2 * kTick;
+  if (quiet_)
+    options.hang_timeout = absl::Milliseconds(1300);  // whatever stands still that long does so for others
   options.runs_at_once = runs_at_once_ = Chance(0.2) ? 1 : Draw(2, 8);
   leader_measures_links_ = Chance(0.5);
   options.links.links.same_node = leader_measures_links_ ? kAssumed : kOnHost;
@@ -76,8 +78,8 @@ void PoolSimulation::StartNode(int index) {
   offer.set_name(node.name);
   offer.set_host(absl::StrCat("host", HostOf(index)));
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
-  offer.set_many_runs(many_runs_[static_cast<size_t>(index)]);
-  offer.set_many_messages(many_runs_[static_cast<size_t>(index)]);
+  offer.set_messages_mix(messages_mix_);
+  offer.set_many_messages(messages_mix_);
   node.memory_bytes = RankBytes() * node.ranks * (small_ || Chance(0.5) ? 1 : 4);
   offer.set_memory_bytes(static_cast<uint64_t>(node.memory_bytes));
   offer.set_peak_flops(1e12);
@@ -229,9 +231,11 @@ void PoolSimulation::DoNodeActions(int index) {
     } else if (auto* start = std::get_if<WorkerMachine::StartRun>(&action)) {
       StartHost(index, *start);
     } else if (auto* pause = std::get_if<WorkerMachine::PauseRun>(&action)) {
-      PauseHost(index, pause->run, true);
+      PauseHost(index, *pause);
+    } else if (auto* at = std::get_if<WorkerMachine::PauseRunAt>(&action)) {
+      PauseHostAt(index, *at);
     } else if (auto* resume = std::get_if<WorkerMachine::ResumeRun>(&action)) {
-      PauseHost(index, resume->run, false);
+      ResumeHost(index, resume->run);
     } else if (auto* stop = std::get_if<WorkerMachine::StopRun>(&action)) {
       StopHost(index, stop->run);
     } else if (auto* release = std::get_if<WorkerMachine::ReleaseRun>(&action)) {

@@ -140,6 +140,7 @@ void PoolSimulation::DeliverToLeader(uint64_t id, v1::WorkerMessage message) {
       if (link.cut || !link.open_at_leader || leader_ == nullptr ||
           link.leader_incarnation != leader_incarnation_)
         return;
+      if (message.has_paused() && message.paused().still()) OnStillTold(id, message.paused());
       leader_->OnMessage(id, message, now_);
       DoLeaderActions();
     });

@@ -21,8 +21,7 @@ PoolSimulation::~PoolSimulation() = default;
 
 std::string PoolSimulation::Run() {
   nodes_.resize(Draw(1, 8));
-  many_runs_.resize(nodes_.size(), true);
-  if (Chance(0.1)) many_runs_[static_cast<size_t>(Draw(0, static_cast<int>(nodes_.size()) - 1))] = false;
+  messages_mix_ = Chance(0.7);
   for (size_t i = 0; i < nodes_.size(); ++i) {
     nodes_[i].name = absl::StrCat("w", i);
     nodes_[i].ranks = Chance(0.3) ? 2 : 1;

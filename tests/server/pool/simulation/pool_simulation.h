@@ -11,6 +11,9 @@
 // with a name that is taken, and the leader (killed and started again). Faults last for a while; then the
 // pool must heal.
 //
+// What shares a device: in some stories messages of runs do not mix. Then one run on a worker has some under
+// way, and all ranks of one that stands still have begun the same ones.
+//
 // What runs side by side: in some stories requests take sub-meshes. Those that may take as many of them go on
 // at once, none beside another while a sub-mesh is idle, and none is stopped for the loss of a worker that it
 // has no part of.
@@ -39,6 +42,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -73,6 +77,7 @@ class PoolSimulation {
     int streamed = 0, shared = 0;            // runs prepared where workers may share weights
     int on_submeshes = 0, side_by_side = 0;  // runs on one, of these beside another that goes on
     int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
+    int agreements = 0;  // of all workers of a run on where to stand still
   };
   const Census& census() const { return census_; }
 
@@ -114,13 +119,18 @@ class PoolSimulation {
     int operations = 0;  // ended
     bool computing = false;
     absl::Time computing_since;
-    bool held = false;  // it stands still in its operation, which has nothing left to do
+    bool held = false;  // it stands still: at the end of its operation, or before the message behind it
     bool over = false;
   };
   // A run's part of a node.
   struct Host {
     WorkerMachine::RunPart part;
     bool paused = false;
+    // Where messages do not mix: the pause's number (0: it goes on), how many messages a rank may begin, and
+    // whether all workers have agreed on that, and all ranks here stand still.
+    uint64_t pause = 0;
+    int64_t most_messages = std::numeric_limits<int64_t>::max();
+    bool agreed = false, still = false;
     std::vector<std::string> addresses = {};
     std::vector<LinkProbe> probes = {};
     std::vector<HostRank> ranks = {};
@@ -180,6 +190,8 @@ class PoolSimulation {
     bool finished = false;
     uint64_t losses = 0;  // of workers, until it was
     bool begun = false;
+    uint64_t pause = 0;                                // number of the last one
+    std::set<uint64_t> still;                          // links whose workers stand still in it
     absl::Time paused_since = absl::InfiniteFuture();  // it goes on
     bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
     Leader::Ticket ticket = 0;
@@ -237,7 +249,13 @@ class PoolSimulation {
   void CheckWeights(const Node& node, const WorkerMachine::RunPart& part);
   void PrepareHost(int node, WorkerMachine::RunPart part);
   void StartHost(int node, const WorkerMachine::StartRun& start);
-  void PauseHost(int node, uint64_t run, bool paused);
+  void PauseHost(int node, const WorkerMachine::PauseRun& pause);
+  void PauseHostAt(int node, const WorkerMachine::PauseRunAt& pause);
+  void ResumeHost(int node, uint64_t run);
+  void LetGo(int node, Host& host);  // what is held and may go on, each rank in its own time
+  void TellStill(int node, Host& host);
+  // That its messages are alone on the worker, from now on.
+  void CheckAlone(const Node& node, uint64_t run);
   void StopHost(int node, uint64_t run);
   // Null: it is gone, or of another mesh.
   Host* HostOfMesh(int node, int incarnation, const std::shared_ptr<Mesh>& mesh);
@@ -258,6 +276,7 @@ class PoolSimulation {
   // ---- Runs, as their workers are told of them: runs.cc.
   void OnTold(uint64_t link, const v1::LeaderMessage& message);
   void OnRunTold(const v1::Prepare& prepare);
+  void OnStillTold(uint64_t link, const v1::Paused& paused);
   void CheckSubmesh(uint64_t run);
   void CheckWorkersLost(const RunTold& told);
   int EpochsEnded(const ClientRequest& request) const;  // by its runs, at most
@@ -315,7 +334,7 @@ class PoolSimulation {
   int leader_incarnation_ = 0;
   bool leader_measures_links_ = false;
   std::vector<Node> nodes_;
-  std::vector<bool> many_runs_;  // by node
+  bool messages_mix_ = true;
   std::map<uint64_t, Link> links_;
   uint64_t last_link_ = 0;
   std::map<std::string, std::shared_ptr<Mesh>> meshes_;  // by the run's addresses

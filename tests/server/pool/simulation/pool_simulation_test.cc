@@ -68,6 +68,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.side_by_side += census.side_by_side;
       total.most_at_once = std::max(total.most_at_once, census.most_at_once);
       total.pauses += census.pauses;
+      total.agreements += census.agreements;
       total.crowded_out += census.crowded_out;
       total.attempts_of_innocents += census.attempts_of_innocents;
       if (failure.empty()) continue;
@@ -98,9 +99,9 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   std::printf("%d runs on sub-meshes, %d of them beside others that went on\n", total.on_submeshes,
               total.side_by_side);
   std::printf(
-      "up to %d runs at once on a worker; ranks stood still %d times; %d requests waited for memory or a "
-      "place; %d results beside a poisonous request took more than one run\n",
-      total.most_at_once, total.pauses, total.crowded_out, total.attempts_of_innocents);
+      "up to %d runs at once on a worker; ranks stood still %d times, %d runs before the same message; %d "
+      "requests waited for memory or a place; %d results beside a poisonous request took more than one run\n",
+      total.most_at_once, total.pauses, total.agreements, total.crowded_out, total.attempts_of_innocents);
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
@@ -127,6 +128,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.side_by_side, share);
   EXPECT_GE(total.most_at_once, 3);
   EXPECT_GT(total.pauses, 10 * share);
+  EXPECT_GT(total.agreements, share);
   EXPECT_GT(total.crowded_out, share);
   EXPECT_GT(total.attempts_of_innocents, share / 4);
 }

@@ -19,8 +19,16 @@ void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
     runs_told_.at(message.prepare().run()).nodes[to.node] = to.node_incarnation;
   }
   if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
-  if (message.has_pause()) runs_told_.at(message.pause().run()).paused_since = now_;
-  if (message.has_resume()) runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
+  if (message.has_pause()) {
+    RunTold& told = runs_told_.at(message.pause().run());
+    told.pause = message.pause().number();
+    told.still.clear();
+    if (messages_mix_) told.paused_since = now_;
+  }
+  if (message.has_resume()) {
+    runs_told_.at(message.resume().run()).pause = 0;
+    runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
+  }
   if (message.has_finish()) {
     runs_told_.at(message.finish().run()).finished = true;
     runs_told_.at(message.finish().run()).losses = leader_->counters().losses;
@@ -36,6 +44,14 @@ void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
   told.stopped_at = now_;
   CheckWorkersLost(told);
   told.innocent = told.paused_since < now_ - Leader::Options().silence_timeout;
+}
+
+// Where messages do not mix, a run stands still once the last of its workers has said so.
+void PoolSimulation::OnStillTold(uint64_t link, const v1::Paused& paused) {
+  const auto entry = runs_told_.find(paused.run());
+  if (entry == runs_told_.end() || entry->second.pause != paused.number()) return;
+  RunTold& told = entry->second;
+  if (told.still.insert(link).second && told.still.size() == told.nodes.size()) told.paused_since = now_;
 }
 
 // In quiet stories nothing else stops a run.
