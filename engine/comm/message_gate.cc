@@ -1,7 +1,6 @@
 #include "engine/comm/message_gate.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "kernels/return_if_error.h"
 
@@ -37,8 +36,7 @@ void MessageGate::StandStill(int rank) {
 std::optional<uint64_t> MessageGate::TakeStill() {
   const bool all_there = standing_ == std::ssize(begun_) &&
                          std::all_of(begun_.begin(), begun_.end(), [this](int64_t n) { return n == limit_; });
-  if (!agreed_ || !all_there || std::exchange(told_, true)) return std::nullopt;
-  return pause_;
+  return agreed_ && all_there ? std::optional(pause_) : std::nullopt;
 }
 
 int64_t MessageGate::MostBegun() const { return *std::max_element(begun_.begin(), begun_.end()); }
@@ -48,7 +46,7 @@ int64_t MessageGate::Close(uint64_t pause) {
   if (!stopped_) {
     pause_ = pause;
     limit_ = MostBegun();
-    agreed_ = told_ = false;
+    agreed_ = false;
   }
   return MostBegun();
 }

@@ -23,6 +23,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -55,7 +56,7 @@ class MessageGate {
   static constexpr int64_t kOpen = std::numeric_limits<int64_t>::max();
 
   void StandStill(int rank);  // until the rank may begin another message
-  // The pause that all ranks have come to just now; nothing: they have not, or it was told.
+  // The pause that all ranks have come to; nothing: they have not. For whoever comes last.
   std::optional<uint64_t> TakeStill() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t MostBegun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -65,7 +66,6 @@ class MessageGate {
   int64_t limit_ ABSL_GUARDED_BY(mu_) = kOpen;       // no rank begins more
   uint64_t pause_ ABSL_GUARDED_BY(mu_) = 0;          // 0: open
   bool agreed_ ABSL_GUARDED_BY(mu_) = false;         // the limit is that of all ranks anywhere
-  bool told_ ABSL_GUARDED_BY(mu_) = false;
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
   int standing_ ABSL_GUARDED_BY(mu_) = 0;
   const std::function<void(uint64_t pause)> on_still_;

@@ -132,7 +132,7 @@ TEST(MessageGateTest, NoRankPassesTheFurthestOneHere) {
     passed = true;
   });
   std::thread other([&] { EXPECT_TRUE(gate.Pass(1, Finished).ok()); });
-  gate.CloseAt(2, 3);  // of another pause
+  gate.CloseAt(2, 9);  // of another pause
   EXPECT_TRUE(told.pauses().empty());
   gate.CloseAt(1, 3);
   told.Await(1);
