@@ -80,21 +80,23 @@ NOT_RUN = {
 }
 # What these do is never run, even where the line is not the one above.
 NEVER_RUN = {"cmake", "cpack", "ctest", "curl", "docker", "hf", "kind", "kubectl", "pip", "python", "sudo", "vllm"}
-# Verbatim but for a smaller number: what would take minutes.
+# Verbatim but for a smaller number, or without what nothing here uses.
 BENCH = "meshfill bench prefill --model build/M2 --tokens {} --tile 2x2 {}--repeats {}"
 SHORTENED = {
     "meshfill bench attention": ("attention", "attention --tokens 256 --repeats 1"),
     "meshfill bench attention --dtype f32": ("attention", "attention --tokens 256 --repeats 1"),
     BENCH.format(32768, "--compare 1x1 ", 5): ("32768", "512"),
     BENCH.format(262144, "", 1): ("262144", "512"),
+    **{f"python3 -m venv build/{name} && . build/{name}/bin/activate": ("venv", "venv --without-pip") for name in ("python", "vllm")},
 }
 # In $MACHINES/bin, in front of the real ones: another machine is another namespace, and another home.
 COMMANDS = {
     "ssh": 'exec ip netns exec "$1" env HOME="$MACHINES/$1" bash -c "cd && ${*:2}"',
     "scp": 'to=${!#}; exec cp "${@:1:$#-1}" "$MACHINES/${to%%:*}/${to#*:}"',
 }
-# What tests/run.sh calls, so that it says what it would do.
-RECORDED = {"cmake": 'echo "$(basename "$0") $*" >>"$RECORD"', "dpkg-query": "echo installed", "nvidia-smi": "exit 1"}
+# What tests/run.sh calls, so that it says what it would do. There is no PyPI.
+RECORDED = {"cmake": 'echo "$(basename "$0") $*" >>"$RECORD"', "dpkg-query": "echo installed", "nvidia-smi": "exit 1",
+            "python3": "exit 1"}
 
 
 def parts(text):
