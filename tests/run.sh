@@ -28,7 +28,7 @@ echo "  a change against a binary tests/processes/same_bits.py, tests/processes/
 echo "  failures at length        tests/processes/pool_churn.py, tests/processes/pool_steps.py; MESHFILL_SEEDS=100000 and pool_simulation_test"
 echo "  leases at length          MESHFILL_LEASES=1000 and pool_leases_test"
 echo "  signals at length         MESHFILL_SIGNALS=1000 and tests/processes/signals_test.py"
-echo "  all mutants               tests/mutants/run.py (four were run, others with each commit; --changed-since main: those of a change)"
+echo "  all mutants               tests/mutants/run.py (three were run, others with each commit; --changed-since main: those of a change)"
 echo "  mutants nobody thought of tests/mutants/fresh.py engine kernels server (needs universalmutator from PyPI)"
 echo "  fuzzing at length         tests/fuzz/run.sh 1800 (needs clang)"
 echo "  coverage of the parsers   tests/coverage.sh"
