@@ -34,8 +34,8 @@ void MessageGate::StandStill(int rank) {
 }
 
 std::optional<uint64_t> MessageGate::TakeStill() {
-  const bool all_there = standing_ == std::ssize(begun_) &&
-                         std::all_of(begun_.begin(), begun_.end(), [this](int64_t n) { return n == limit_; });
+  const auto there = std::count(begun_.begin(), begun_.end(), limit_);
+  const bool all_there = there == std::ssize(begun_) && standing_ == std::ssize(begun_);
   return agreed_ && all_there ? std::optional(pause_) : std::nullopt;
 }
 
