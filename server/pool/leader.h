@@ -27,9 +27,8 @@
 //
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live. A run lives until every worker of it has confirmed its end or
-//  is
-//    out of the pool. Where messages do not mix, one run on a worker has some under way.
+//  - At most Options::runs_at_once runs live. A run lives until every worker of it has confirmed its
+//    end or is out of the pool. Where messages do not mix, one run on a worker has some under way.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
 //    among those that live, the runs that have it go on.

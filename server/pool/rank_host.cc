@@ -140,7 +140,7 @@ class RankHost::ActiveRun {
         });
   }
 
-  // These three from any thread. The answer: messages that have begun.
+  // These three from any thread. Pause answers how many messages have begun.
   int64_t Pause(uint64_t number) {
     const MutexLock lock(pause_mu_);
     pause_ = number;
@@ -300,8 +300,7 @@ class RankHost::ActiveRun {
   StopToken stop_;                         // stops all streams
   std::unique_ptr<MessageGate> gate_;      // null: its ranks stand still anywhere
   Mutex pause_mu_;
-  uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) =
-      0;  // the number of the one that lasts; 0: none, or it has none
+  uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) = 0;  // number of the one that lasts; 0: none, or without one
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> started_{false};

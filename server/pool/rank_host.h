@@ -83,8 +83,8 @@ class RankHost {
   void Start(uint64_t run, std::vector<std::string> addresses, std::vector<LinkProbe> probes);
   // There and then: the ranks of a run that has been prepared stand still between two tiles, or go on.
   // Nothing where there is none, or it is being stopped.
-  // `number` is the pause's. Above 0: they stand still at the latest where the furthest of them is, until
-  // PauseAt says how far the furthest of all workers is; where runs' messages mix, there and then as well.
+  // A pause with a number above 0 is one of a run whose messages do not mix with others': its ranks go on to
+  // where the furthest of them is, and after PauseAt to where the furthest one of all workers is.
   void Pause(uint64_t run, uint64_t number);
   void PauseAt(uint64_t run, uint64_t number, int64_t messages);
   void Resume(uint64_t run);

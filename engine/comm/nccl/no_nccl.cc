@@ -3,10 +3,10 @@
 
 namespace meshfill {
 
-struct NcclLinks::State {};
+class NcclLinks::State {};
 NcclLinks::NcclLinks() = default;
 NcclLinks::~NcclLinks() = default;
-void NcclLinks::Keep() {}
+void NcclLinks::End(uint64_t, bool) {}
 int NcclLinks::made() const { return 0; }
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions&) {
