@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,9 +11,10 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "engine/comm/nccl/nccl_comm.h"
 #include "engine/comm/nccl/nccl_library.h"
+#include "engine/comm/nccl/nccl_links.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/queue.h"
 #include "kernels/monotonic_time.h"
@@ -25,125 +25,7 @@ namespace meshfill {
 namespace {
 
 constexpr char kGreeting[] = "nccl:";
-constexpr absl::Duration kPoll = absl::Microseconds(50);   // interval of looks at NCCL's state in a call
 constexpr absl::Duration kWatch = absl::Milliseconds(20);  // interval of looks at the device's transfers
-constexpr absl::Duration kEndTimeout = absl::Seconds(10);  // longest time for the last messages to leave
-
-// An NCCL communicator, which any thread may abort. Calls on it come from the rank's thread alone; abort may
-// meet one.
-class NcclComm {
- public:
-  NcclComm(const Nccl& nccl, int rank) : nccl_(nccl), rank_(rank) {}
-  ~NcclComm() { Destroy(); }
-
-  // Joins with the current device of this thread.
-  absl::Status Init(int ranks, const ncclUniqueId& id, int most_ctas, absl::Time deadline) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    if (most_ctas > 0) config.maxCTAs = most_ctas;
-    ncclComm_t comm = nullptr;
-    const ncclResult_t begun = nccl_.CommInitRankConfig(&comm, ranks, id, rank_, &config);
-    {
-      const MutexLock lock(mu_);
-      comm_ = comm;
-      if (aborted_ && comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
-    }
-    absl::Status status = Settle(begun, "connecting", deadline);
-    const MutexLock lock(mu_);
-    connected_ = status.ok();
-    return status;
-  }
-
-  // One group of calls: `body` makes them. Returns when NCCL has taken it up, not when the bytes have moved.
-  template <typename Body>
-  absl::Status Group(const std::string& what, absl::Time deadline, const Body& body) {
-    ncclResult_t result;
-    {
-      const MutexLock lock(mu_);
-      if (aborted_) return reason_;
-      result = nccl_.GroupStart();
-      if (result == ncclSuccess) result = body(comm_);
-      const ncclResult_t ended = nccl_.GroupEnd();
-      if (result == ncclSuccess || result == ncclInProgress) result = ended;
-    }
-    return Settle(result, what, deadline);
-  }
-
-  // The state now: the reason of Abort, a failure that NCCL met meanwhile, or OK.
-  absl::Status Check(const std::string& what) {
-    const MutexLock lock(mu_);
-    if (aborted_) return reason_;
-    ncclResult_t state = ncclSuccess;
-    const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &state);
-    if (asked != ncclSuccess) state = asked;
-    return state == ncclSuccess || state == ncclInProgress ? absl::OkStatus() : Failure(what, state);
-  }
-
-  // The kernels that wait for a peer end, with anything in their buffers.
-  void Abort(absl::Status reason) {
-    const MutexLock lock(mu_);
-    if (std::exchange(aborted_, true)) return;
-    reason_ = reason.ok() ? absl::AbortedError("aborted without a reason") : std::move(reason);
-    if (comm_ != nullptr) nccl_.CommAbort(std::exchange(comm_, nullptr));
-  }
-
- private:
-  // Waits until a call that NCCL goes on with by itself is over.
-  absl::Status Settle(ncclResult_t result, const std::string& what, absl::Time deadline) {
-    while (result == ncclInProgress || result == ncclSuccess) {
-      {
-        const MutexLock lock(mu_);
-        if (aborted_) return reason_;
-        const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &result);
-        if (asked != ncclSuccess) result = asked;
-        if (result == ncclSuccess) return absl::OkStatus();
-        if (result != ncclInProgress) return Failure(what, result);
-      }
-      if (MonotonicNow() >= deadline) {
-        return absl::DeadlineExceededError(
-            absl::StrCat("rank ", rank_, ": ", what, ": NCCL did not get there before the deadline"));
-      }
-      absl::SleepFor(kPoll);
-    }
-    const MutexLock lock(mu_);
-    return aborted_ ? reason_ : Failure(what, result);
-  }
-
-  absl::Status Failure(const std::string& what, ncclResult_t result) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const char* const last = nccl_.GetLastError(comm_);
-    const std::string detail = last == nullptr ? "" : last;
-    const bool shared = absl::StrContains(detail, "Duplicate GPU");
-    return absl::UnavailableError(absl::StrCat(
-        "rank ", rank_, ": ", what, ": NCCL: ", nccl_.GetErrorString(result), detail.empty() ? "" : ": ",
-        detail,
-        shared ? "; two ranks have the same GPU: give each worker of a machine GPUs of its own, by "
-                 "pool.worker.devices in its config"
-               : ""));
-  }
-
-  // What was sent leaves first; a peer that does not take it is not waited for.
-  void Destroy() {
-    const MutexLock lock(mu_);
-    if (comm_ == nullptr) return;
-    ncclResult_t state = connected_ ? nccl_.CommFinalize(comm_) : ncclSystemError;
-    const absl::Time deadline = MonotonicNow() + kEndTimeout;
-    while ((state == ncclSuccess || state == ncclInProgress) && MonotonicNow() < deadline) {
-      if (nccl_.CommGetAsyncError(comm_, &state) == ncclSuccess && state == ncclSuccess) break;
-      absl::SleepFor(kPoll);
-    }
-    state == ncclSuccess ? nccl_.CommDestroy(comm_) : nccl_.CommAbort(comm_);
-    comm_ = nullptr;
-  }
-
-  const Nccl& nccl_;
-  const int rank_;
-  Mutex mu_;
-  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status reason_ ABSL_GUARDED_BY(mu_);
-  ncclComm_t comm_ ABSL_GUARDED_BY(mu_) = nullptr;
-  bool connected_ ABSL_GUARDED_BY(mu_) = false;
-};
 
 // Aborts when a transfer that was waited for is not over by its deadline, or NCCL has met an error.
 class Watch {
@@ -304,16 +186,6 @@ class NcclCommunicator : public Communicator {
   Watch watch_;
 };
 
-// A communicator between runs, and whose it is.
-struct KeptComm {
-  std::shared_ptr<NcclComm> comm;
-  std::shared_ptr<CudaQueue> queue;
-  uint64_t name = 0;  // the same on all its ranks
-  uint64_t epoch = 0;
-  int rank = 0;
-  int ranks = 0;
-};
-
 uint64_t NameOf(const ncclUniqueId& id) {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
   for (const char byte : id.internal) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
@@ -360,98 +232,17 @@ uint64_t CommonName(const std::vector<NcclAddress>& by_rank) {
   return common != first.end() ? *common : 0;
 }
 
-}  // namespace
-
-class NcclLinks::State {
- public:
-  ~State() {
-    for (KeptComm& kept : idle_) Drop(kept);
-    for (auto& [run, kept] : in_use_) Drop(kept);
-  }
-
-  // Takes what fits a run out of what is idle, the one used last first: no other run is offered it meanwhile.
-  std::vector<KeptComm> Offer(const NcclOptions& options) {
-    std::vector<KeptComm> fitting, others;
-    const MutexLock lock(mu_);
-    for (KeptComm& kept : idle_) {
-      if (kept.epoch != options.epoch || !kept.comm->Check("between runs").ok()) {
-        Drop(kept);
-        continue;
-      }
-      const bool fits = kept.rank == options.rank && kept.ranks == options.ranks;
-      (fits ? fitting : others).push_back(std::move(kept));
-    }
-    idle_ = std::move(others);
-    return fitting;
-  }
-  // What a run was offered and does not use.
-  void Return(std::vector<KeptComm> unused) {
-    std::reverse(unused.begin(), unused.end());
-    const MutexLock lock(mu_);
-    for (KeptComm& kept : unused) AddIdle(std::move(kept));
-  }
-  void Use(uint64_t run, KeptComm kept, bool fresh) {
-    const MutexLock lock(mu_);
-    in_use_[run] = std::move(kept);
-    made_ += fresh ? 1 : 0;
-  }
-  void End(uint64_t run, bool went_well) {
-    const MutexLock lock(mu_);
-    auto ended = in_use_.extract(run);
-    if (ended.empty()) return;
-    if (went_well) return AddIdle(std::move(ended.mapped()));
-    Drop(ended.mapped());  // a peer might still wait for it
-  }
-
-  // Rank 0's, that no communicator has been made with.
-  std::optional<ncclUniqueId> TakeSpareId() {
-    const MutexLock lock(mu_);
-    return std::exchange(spare_id_, std::nullopt);
-  }
-  void KeepSpareId(const ncclUniqueId& id) {
-    const MutexLock lock(mu_);
-    spare_id_ = id;
-  }
-  int made() const {
-    const MutexLock lock(mu_);
-    return made_;
-  }
-
- private:
-  static void Drop(KeptComm& kept) { kept.comm->Abort(absl::AbortedError("its run is over")); }
-  void AddIdle(KeptComm kept) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    idle_.insert(idle_.begin(), std::move(kept));
-    if (idle_.size() <= kMostIdle) return;
-    Drop(idle_.back());
-    idle_.pop_back();
-  }
-
-  mutable Mutex mu_;
-  std::vector<KeptComm> idle_ ABSL_GUARDED_BY(mu_);           // the one used last first
-  std::map<uint64_t, KeptComm> in_use_ ABSL_GUARDED_BY(mu_);  // by run
-  std::optional<ncclUniqueId> spare_id_ ABSL_GUARDED_BY(mu_);
-  int made_ ABSL_GUARDED_BY(mu_) = 0;
-};
-
-NcclLinks::NcclLinks() : state_(std::make_shared<State>()) {}
-NcclLinks::~NcclLinks() = default;
-void NcclLinks::End(uint64_t run, bool went_well) { state_->End(run, went_well); }
-int NcclLinks::made() const { return state_->made(); }
-
-namespace {
-
 class NcclEndpoint : public Endpoint {
  public:
   NcclEndpoint(const Nccl& nccl, const NcclOptions& options, std::vector<KeptComm> offered,
-               std::shared_ptr<NcclLinks::State> links, std::string address)
+               std::string address)
       : nccl_(nccl),
         options_(options),
         address_(std::move(address)),
-        links_(std::move(links)),
         offered_(std::move(offered)),
         fresh_(std::make_shared<NcclComm>(nccl, options.rank)) {}
   ~NcclEndpoint() override {
-    if (links_ != nullptr) links_->Return(std::move(offered_));
+    if (options_.links != nullptr) options_.links->Return(std::move(offered_));
   }
 
   const std::string& address() const override { return address_; }
@@ -475,8 +266,8 @@ class NcclEndpoint : public Endpoint {
     const ncclUniqueId id = *by_rank.front().id;
     ASSIGN_OR_RETURN(const KeptComm kept, TakeOffered(CommonName(by_rank)));
     if (kept.comm == nullptr) return Make(id, stream, deadline);
-    if (options_.rank == 0) links_->KeepSpareId(id);
-    links_->Use(options_.run, kept, /*fresh=*/false);
+    if (options_.rank == 0) options_.links->KeepSpareId(id);
+    options_.links->Use(options_.run, kept, /*fresh=*/false);
     RETURN_IF_ERROR(kept.comm->Check(absl::StrCat("rank ", options_.rank, ": connecting")));
     return std::make_unique<NcclCommunicator>(nccl_, options_, kept.comm, stream, kept.queue);
   }
@@ -501,7 +292,7 @@ class NcclEndpoint : public Endpoint {
       offered_.erase(chosen);
       in_use_ = kept.comm;
     }
-    if (links_ != nullptr) links_->Return(std::exchange(offered_, {}));
+    if (options_.links != nullptr) options_.links->Return(std::exchange(offered_, {}));
     return kept;
   }
 
@@ -512,15 +303,15 @@ class NcclEndpoint : public Endpoint {
     // first.
     ASSIGN_OR_RETURN(std::shared_ptr<CudaQueue> queue,
                      CudaQueue::Make(options_.device, CudaQueue::Priority::kFirst));
-    if (links_ != nullptr) {
-      links_->Use(options_.run,
-                  {.comm = fresh_,
-                   .queue = queue,
-                   .name = NameOf(id),
-                   .epoch = options_.epoch,
-                   .rank = options_.rank,
-                   .ranks = options_.ranks},
-                  /*fresh=*/true);
+    if (options_.links != nullptr) {
+      options_.links->Use(options_.run,
+                          {.comm = fresh_,
+                           .queue = queue,
+                           .name = NameOf(id),
+                           .epoch = options_.epoch,
+                           .rank = options_.rank,
+                           .ranks = options_.ranks},
+                          /*fresh=*/true);
     }
     RETURN_IF_ERROR(fresh_->Init(options_.ranks, id, options_.most_ctas, deadline));
     auto communicator = std::make_unique<NcclCommunicator>(nccl_, options_, fresh_, stream, std::move(queue));
@@ -531,7 +322,6 @@ class NcclEndpoint : public Endpoint {
   const Nccl& nccl_;
   const NcclOptions options_;
   const std::string address_;
-  const std::shared_ptr<NcclLinks::State> links_;  // null: nothing is kept
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
   std::vector<KeptComm> offered_ ABSL_GUARDED_BY(mu_);     // until Connect
@@ -543,10 +333,9 @@ class NcclEndpoint : public Endpoint {
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options) {
   ASSIGN_OR_RETURN(const Nccl* nccl, Nccl::Load());
-  const std::shared_ptr<NcclLinks::State> links = options.links == nullptr ? nullptr : options.links->state_;
   NcclAddress address;
   if (options.rank == 0) {
-    if (links != nullptr) address.id = links->TakeSpareId();
+    if (options.links != nullptr) address.id = options.links->TakeSpareId();
     const ncclResult_t result =
         address.id.has_value() ? ncclSuccess : nccl->GetUniqueId(&address.id.emplace());
     if (result != ncclSuccess) {
@@ -555,9 +344,9 @@ absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options)
     }
   }
   std::vector<KeptComm> offered;
-  if (links != nullptr) offered = links->Offer(options);
+  if (options.links != nullptr) offered = options.links->Offer(options.epoch, options.rank, options.ranks);
   for (const KeptComm& kept : offered) address.idle.push_back(kept.name);
-  return std::make_unique<NcclEndpoint>(*nccl, options, std::move(offered), links, address.Encode());
+  return std::make_unique<NcclEndpoint>(*nccl, options, std::move(offered), address.Encode());
 }
 
 }  // namespace meshfill

@@ -16,7 +16,7 @@
 //   DEADLINE_EXCEEDED  naming the rank, the operation and the peer
 // and the reason of Abort goes before both.
 //
-// Making a communicator takes NCCL a second or more, so that it is kept (NcclLinks) for a later run of the
+// Making a communicator takes NCCL a second or more, so that it is kept (nccl_links.h) for a later run of the
 // same epoch, ranks and seats. An address names those that its rank has idle: where all ranks have the same
 // one, they go on with it, else all make a new one. Rank 0 keeps an id for that case, so that no run leaves
 // one unused. Each run that lives has a communicator of its own. Kernels of two that wait for peers share one
@@ -34,28 +34,7 @@
 
 namespace meshfill {
 
-struct NcclOptions;
-
-// What one rank of a process keeps of NCCL from run to run: the communicators of runs that lived at once, at
-// most kMostIdle that no run uses. Thread-safe.
-class NcclLinks {
- public:
-  static constexpr size_t kMostIdle =
-      4;  // each takes the device some memory; the one used last stays longest
-
-  NcclLinks();
-  ~NcclLinks();  // waits for no peer
-
-  // The run is over here, and its communicator has gone. It is kept where the run went well on all ranks.
-  void End(uint64_t run, bool went_well);
-  int made() const;  // communicators, so far
-
-  class State;
-
- private:
-  friend absl::StatusOr<std::unique_ptr<Endpoint>> ListenNccl(const NcclOptions& options);
-  const std::shared_ptr<State> state_;
-};
+class NcclLinks;  // nccl_links.h
 
 struct NcclOptions {
   int rank = 0;
@@ -65,9 +44,8 @@ struct NcclOptions {
   // decides.
   int most_ctas = 8;
   uint64_t epoch = 0;
-  uint64_t run = 0;  // for NcclLinks::End
-  // Links of this rank's seat; null: nothing is kept. The endpoint may outlive it.
-  NcclLinks* links = nullptr;
+  uint64_t run = 0;                  // for NcclLinks::End
+  std::shared_ptr<NcclLinks> links;  // of this rank's seat; null: nothing is kept
 };
 
 // FAILED_PRECONDITION: a build without NCCL, or a machine without libnccl. UNAVAILABLE: NCCL cannot listen.

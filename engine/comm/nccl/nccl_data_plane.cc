@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "engine/comm/nccl/nccl.h"
+#include "engine/comm/nccl/nccl_links.h"
 
 namespace meshfill {
 namespace {
@@ -10,9 +11,11 @@ namespace {
 class NcclDataPlane final : public DataPlane {
  public:
   NcclDataPlane(const DataPlaneOptions& options, std::vector<int> device_of_rank)
-      : options_(options),
-        device_of_rank_(std::move(device_of_rank)),
-        links_of_rank_(device_of_rank_.size()) {}
+      : options_(options), device_of_rank_(std::move(device_of_rank)) {
+    for (size_t rank = 0; rank < device_of_rank_.size(); ++rank) {
+      links_of_rank_.push_back(std::make_shared<NcclLinks>());
+    }
+  }
 
   std::string kind() const override { return "nccl"; }
   absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
@@ -22,10 +25,10 @@ class NcclDataPlane final : public DataPlane {
                        .most_ctas = options_.nccl_ctas,
                        .epoch = seat.epoch,
                        .run = seat.run,
-                       .links = &links_of_rank_[seat.local_rank]});
+                       .links = links_of_rank_[seat.local_rank]});
   }
   void End(uint64_t run, bool went_well) override {
-    for (NcclLinks& links : links_of_rank_) links.End(run, went_well);
+    for (const auto& links : links_of_rank_) links->End(run, went_well);
   }
   absl::Duration connect_timeout() const override { return absl::Seconds(60); }  // NCCL tries out the links
   bool connects_slowly() const override { return true; }
@@ -38,13 +41,13 @@ class NcclDataPlane final : public DataPlane {
  private:
   const DataPlaneOptions options_;
   const std::vector<int> device_of_rank_;
-  std::vector<NcclLinks> links_of_rank_;
+  std::vector<std::shared_ptr<NcclLinks>> links_of_rank_;
 };
 
 }  // namespace
 
-std::unique_ptr<DataPlane> MakeNcclDataPlane(const DataPlaneOptions& options,
-                                             std::vector<int> device_of_rank) {
+absl::StatusOr<std::unique_ptr<DataPlane>> MakeNcclDataPlane(const DataPlaneOptions& options,
+                                                             std::vector<int> device_of_rank) {
   return std::make_unique<NcclDataPlane>(options, std::move(device_of_rank));
 }
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/comm/in_process.h"
+#include "engine/comm/nccl/nccl_links.h"
 #include "engine/embedded_pool.h"
 #include "engine/engine_options.h"
 #include "engine/model/make_model.h"
@@ -148,7 +149,7 @@ class NcclThreadsTest : public testing::Test {
                                   .device = devices_[rank].ordinal,
                                   .epoch = epoch_,
                                   .run = run_,
-                                  .links = links_.empty() ? nullptr : links_[rank].get()});
+                                  .links = links_.empty() ? nullptr : links_[rank]});
       EXPECT_TRUE(endpoint.ok()) << endpoint.status();
       addresses_.push_back((*endpoint)->address());
       endpoints.push_back(*std::move(endpoint));
@@ -176,7 +177,7 @@ class NcclThreadsTest : public testing::Test {
   int ranks_ = 0;
   std::string folder_;
   std::vector<std::string> addresses_;
-  std::vector<std::unique_ptr<NcclLinks>> links_;  // by rank; none: nothing is kept
+  std::vector<std::shared_ptr<NcclLinks>> links_;  // by rank; none: nothing is kept
   uint64_t epoch_ = 1;
   uint64_t run_ = 1;
 };
@@ -206,7 +207,7 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
   ASSERT_TRUE(pool.ok()) << pool.status();
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), 2);
   ASSERT_TRUE(plan.ok()) << plan.status();
-  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_unique<NcclLinks>());
+  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_shared<NcclLinks>());
   const auto run = [&] {
     auto endpoints = Listen(2);
     std::vector<float> logits;
@@ -263,7 +264,7 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
 TEST_F(NcclThreadsTest, EachRunThatLivesHasACommunicator) {
   const absl::StatusOr<EmbeddedPool> pool = LoadEmbeddedPool(Options(folder_, 2));
   ASSERT_TRUE(pool.ok()) << pool.status();
-  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_unique<NcclLinks>());
+  for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_shared<NcclLinks>());
   // Passes a number round.
   const auto pass = [&](int rank, Stream& stream, Communicator& communicator) {
     const int sent = 10 + rank;
