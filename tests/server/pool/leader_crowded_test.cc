@@ -10,13 +10,8 @@ namespace {
 // Workers whose memory takes one prefill of 4,096 tokens, and small ones beside it.
 class CrowdedLeaderTest : public LeaderFixture {
  protected:
-  CrowdedLeaderTest() : LeaderFixture(Many()) {}
+  CrowdedLeaderTest() : LeaderFixture(Options(8)) {}
 
-  static Leader::Options Many() {
-    Leader::Options options = Options();
-    options.runs_at_once = 8;
-    return options;
-  }
   void SetUp() override {
     const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 2}, 4096, {});
     ASSERT_TRUE(plan.ok()) << plan.status();

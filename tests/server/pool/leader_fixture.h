@@ -77,7 +77,7 @@ inline v1::Join StreamingOffer(const std::string& name, int64_t memory_bytes) {
 
 class LeaderFixture : public testing::Test {
  protected:
-  explicit LeaderFixture(const Leader::Options& options = Options())
+  explicit LeaderFixture(const Leader::Options& options = Options(1))
       : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
                                 const CachedPrefix& cached) {
           planned_with_.push_back(capacity.topology);
@@ -88,8 +88,9 @@ class LeaderFixture : public testing::Test {
           return choice;
         }) {}
 
-  static Leader::Options Options() {
+  static Leader::Options Options(int runs_at_once = 1) {
     Leader::Options options;
+    options.runs_at_once = runs_at_once;
     options.build = "b1";
     options.model = Offer("").model();
     options.model.set_weights_hash(0);

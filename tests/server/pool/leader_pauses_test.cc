@@ -9,13 +9,8 @@ namespace {
 
 class PausesLeaderTest : public LeaderFixture {
  protected:
-  PausesLeaderTest() : LeaderFixture(Three()) {}
+  PausesLeaderTest() : LeaderFixture(Options(3)) {}
 
-  static Leader::Options Three() {
-    Leader::Options options = Options();
-    options.runs_at_once = 3;
-    return options;
-  }
   void SetUp() override {
     for (const Leader::Connection worker : {1, 2}) {
       v1::Join offer = Offer(absl::StrCat("w", worker));

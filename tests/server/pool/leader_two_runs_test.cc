@@ -11,13 +11,8 @@ namespace {
 // A leader that runs two requests at once.
 class TwoRunsLeaderTest : public LeaderFixture {
  protected:
-  TwoRunsLeaderTest() : LeaderFixture(Two()) {}
+  TwoRunsLeaderTest() : LeaderFixture(Options(2)) {}
 
-  static Leader::Options Two() {
-    Leader::Options options = Options();
-    options.runs_at_once = 2;
-    return options;
-  }
   void SetUp() override {
     Join(1, Offer("a"));
     Join(2, Offer("b"));

@@ -154,6 +154,17 @@ TEST_F(RankHostsCudaTest, ARunThatStandsStillHasNoMessageUnderWay) {
   EXPECT_EQ(FakeCuda::nccl_communicators() - communicators, kHosts * kRanks) << "for one more run that lives";
 }
 
+// What the test before it looks at.
+TEST_F(RankHostsCudaTest, MessagesOfRunsThatNobodyPausesMix) {
+  const int before = FakeCuda::nccl_mixes();
+  for (int round = 0; round < 100 && FakeCuda::nccl_mixes() == before; ++round) {
+    const uint64_t first = Begin(), second = Begin();
+    End(first);
+    End(second);
+  }
+  EXPECT_GT(FakeCuda::nccl_mixes(), before);
+}
+
 TEST_F(RankHostsCudaTest, APauseThatIsTakenBackChangesNothing) {
   const std::vector<float> alone = End(Begin());
   for (int round = 0; round < 10; ++round) {
