@@ -5,7 +5,7 @@ import re
 import struct
 import time
 
-from check_gpu_run import end_group
+from check_gpu_run import Failed, end_group, last_line
 
 
 class Pool:
@@ -15,7 +15,7 @@ class Pool:
         self.gpus = gpus or ranks
         self.run, self.model, self.work = run, model, pathlib.Path(work)
         self.ranks, self.settings, self.deadline = ranks, settings, deadline
-        self.processes = []
+        self.processes, self.prefills = [], 0
 
     def __enter__(self):
         try:
@@ -70,9 +70,18 @@ class Pool:
         if not prompt.exists():
             draw = random.Random(1)
             prompt.write_bytes(struct.pack(f"<{tokens}I", *(draw.randrange(1000) for _ in range(tokens))))
-        output = self.run.program("meshfill", "prefill", "--server", self.address, "--tokens", prompt, "--format", "u32le",
-                                  "--json", *arguments, limit=max(1, self.deadline - time.monotonic()))
-        return self.run.json_of(output)
+        self.prefills += 1
+        log = self.work / f"prefill-{self.prefills}.log"  # several may run at once
+        with log.open("wb") as file:
+            process = self.run.start([self.run.folder / "bin/meshfill", "prefill", "--server", self.address, "--tokens", prompt,
+                                      "--format", "u32le", "--json", *arguments], output=file)
+        try:
+            status = process.wait(timeout=max(1, self.deadline - time.monotonic()))
+        finally:
+            end_group(process)
+        if status != 0:
+            raise Failed(f"meshfill prefill ended with {status}: {last_line(log.read_text())}")
+        return self.run.json_of(log.read_text())
 
     def __exit__(self, *_):
         for process in self.processes:
