@@ -23,7 +23,7 @@
 #include "engine/run/rank_runner.h"
 #include "engine/run/rank_weights.h"
 #include "engine/run/timeline_recorder.h"
-#include "engine/run_memory.h"
+#include "engine/run_places.h"
 #include "engine/speed/pool_profile.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -81,7 +81,7 @@ class EmbeddedEngine : public PrefillEngine {
                   KvMemoryOfDevices(pool_)),
         uses_cache_(options.kv_cache.value_or(true)),
         caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())),
-        run_memory_(pool_.capacity.memory_budget_bytes, kLiveRuns) {
+        places_(pool_.capacity.memory_budget_bytes, options.ranks, kLiveRuns) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -103,8 +103,15 @@ class EmbeddedEngine : public PrefillEngine {
 
   int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override {
     if (!ReadsCache(options)) return 0;
-    return UsableCachedTokens(options_, options, options_.ranks, kv_store_.PrefixTokens(*options.block_names),
-                              tokens);
+    return UsableCachedTokens(options_, options, places_.RanksOf(options.submeshes),
+                              kv_store_.PrefixTokens(*options.block_names), tokens);
+  }
+
+  // Weights that stream would be read once more for each sub-mesh, by the same link.
+  std::vector<SubmeshSeconds> Submeshes(int64_t tokens, const PrefillOptions& options) const override {
+    if (pool_.capacity.weights.mode != WeightMode::kResident) return {};
+    return SubmeshesUpTo(std::min(options_.ranks, kLiveRuns), options,
+                         [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
   }
 
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
@@ -134,6 +141,8 @@ class EmbeddedEngine : public PrefillEngine {
                                         const PrefillOptions& options) const;
   // Called where predictions stay wrong: the next start measures the speed anew.
   void ForgetWrongSpeed();
+  // A place where the plan has room; of those on which as many compute, one whose device has the prefix.
+  absl::StatusOr<RunPlaces::Place> TakePlace(const PrefillOptions& options, const PlannedPrefill& planned);
   // Gives K and V a place, where a client, the cache or later pieces want them.
   absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
 
@@ -148,23 +157,27 @@ class EmbeddedEngine : public PrefillEngine {
   SpeedCorrection correction_;
   std::atomic<bool> speed_forgotten_{false};
   std::atomic<bool> lost_{false};  // a device has failed for good
-  RunMemory run_memory_;
+  RunPlaces places_;
 };
 
 absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
                                                       const PrefillOptions& options) const {
+  const int ranks = places_.RanksOf(options.submeshes);
   PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
-  request.memory_budget_bytes = pool_.capacity.memory_budget_bytes;
+  request.ranks = ranks;
+  request.memory_budget_bytes = places_.BudgetOf(options.submeshes);
   request.one_memory = pool_.capacity.one_memory;
-  request.weights = pool_.capacity.weights;
+  request.weights = request.one_memory ? pool_.capacity.weights  // one copy, whoever reads it
+                                       : pool_.capacity.weights.Share(ranks, options_.ranks);
   // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same. There the
   // cache takes what is free.
   request.kv_on_host = !pool_.hardware->in_host_memory();
   request.keeps_kv = options.kv != nullptr || (request.kv_on_host && Caches(options));
   request.cached_tokens = cached_tokens;
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
-  const int64_t granule_tokens = GranuleTokens(options_, options, options_.ranks);
-  const auto plan = [&](const PoolSpeed& speed, const Topology&) {
+  const int64_t granule_tokens = GranuleTokens(options_, options, ranks);
+  const auto plan = [&](PoolSpeed speed, const Topology&) {
+    if (options.submeshes > 1) speed.lone_rank_speedup = 1;  // others compute on the other sub-meshes
     return MakePlanInPieces(model(), speed, request, granule_tokens);
   };
   ASSIGN_OR_RETURN(PlanChoice choice, correction_.Plan(pool_.capacity.speed, /*topology=*/{}, plan));
@@ -206,6 +219,15 @@ absl::StatusOr<EmbeddedEngine::PlannedPrefill> EmbeddedEngine::Plan(int64_t toke
   return PlannedPrefill{.choice = *std::move(cold), .cached_tokens = 0, .prefix = {}};
 }
 
+absl::StatusOr<RunPlaces::Place> EmbeddedEngine::TakePlace(const PrefillOptions& options,
+                                                           const PlannedPrefill& planned) {
+  return places_.Take(options.submeshes, planned.choice.plan.predicted.run_bytes, [&](int first_rank) {
+    if (planned.prefix == nullptr) return false;
+    const auto& slabs = planned.prefix->pieces.back().run->slabs;
+    return slabs.front().front()->On(*pool_.devices[static_cast<size_t>(first_rank)]).has_value();
+  });
+}
+
 absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& options,
                                        PlannedPrefill& planned) {
   planned.kv = options.kv;
@@ -226,29 +248,30 @@ absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& opt
   return absl::OkStatus();
 }
 
-// One prompt on all ranks, in one piece or more. Where a rank fails, the others are stopped and woken.
+// One prompt on all ranks or on those of a sub-mesh, in one piece or more. Where a rank fails, the others are
+// stopped and woken.
 class EmbeddedEngine::Run final : public Prefill {
  public:
-  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned, RunMemory::Share memory,
+  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned, RunPlaces::Place place,
       PrefillObserver* observer)
       : engine_(engine),
-        memory_(std::move(memory)),
+        place_(std::move(place)),
         request_(request),
         start_(std::chrono::steady_clock::now()),
         pieces_(planned.choice.pieces.empty() ? std::vector<meshfill::Plan>{planned.choice.plan}
                                               : std::move(planned.choice.pieces)),
         kv_(std::move(planned.kv)),
         before_(std::move(planned.prefix)),
-        progress_(engine.options_.ranks, pieces_.size() * engine.model().layers, observer),
+        progress_(place_.ranks(), pieces_.size() * engine.model().layers, observer),
         result_{.plan = std::move(planned.choice.plan),
                 .pieces = static_cast<int>(pieces_.size()),
                 .piece_tokens = pieces_.size() > 1 ? pieces_.front().layout.tokens() : 0,
                 .cached_tokens = planned.cached_tokens,
-                .ranks = std::vector<RankStats>(engine.options_.ranks)},
-        outputs_(engine.options_.ranks, absl::StatusOr<RankOutput>(absl::UnknownError(""))),
-        ends_(engine.options_.ranks) {
+                .ranks = std::vector<RankStats>(place_.ranks())},
+        outputs_(place_.ranks(), absl::StatusOr<RankOutput>(absl::UnknownError(""))),
+        ends_(place_.ranks()) {
     const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
-    for (int rank = 0; rank < engine.options_.ranks; ++rank) {
+    for (int rank = 0; rank < place_.ranks(); ++rank) {
       recorders_.emplace_back(rank, start_, kept_spans, &stop_);
     }
   }
@@ -256,8 +279,8 @@ class EmbeddedEngine::Run final : public Prefill {
   // Called once, before anything else: each rank gets a stream and begins.
   absl::Status Begin() {
     std::vector<Stream*> by_rank;
-    for (const std::shared_ptr<Device>& device : engine_.pool_.devices) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device->NewStream(&stop_));
+    for (int rank = 0; rank < place_.ranks(); ++rank) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device(rank).NewStream(&stop_));
       by_rank.push_back(stream.get());
       streams_.push_back(std::move(stream));
     }
@@ -279,8 +302,14 @@ class EmbeddedEngine::Run final : public Prefill {
   }
 
   void Stop() override { stop_.Stop(); }
-  void Pause() override { stop_.Pause(); }
-  void Resume() override { stop_.Resume(); }
+  void Pause() override {
+    stop_.Pause();
+    place_.SetComputes(false);
+  }
+  void Resume() override {
+    place_.SetComputes(true);
+    stop_.Resume();
+  }
 
   absl::StatusOr<PrefillResult> Wait() override {
     Join();
@@ -294,8 +323,8 @@ class EmbeddedEngine::Run final : public Prefill {
     }
     engine_.correction_.Observe(result_.plan.predicted, MeasuredSecondsOf(result_));
     engine_.ForgetWrongSpeed();
-    RETURN_IF_ERROR(SummarisePrefill(engine_.model(), engine_.model_name_, engine_.pool_.peak_flops,
-                                     request_.options.top_k, result_));
+    RETURN_IF_ERROR(
+        SummarisePrefill(engine_.model(), engine_.model_name_, PeakFlops(), request_.options.top_k, result_));
     if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));
     const auto& names = request_.options.block_names;
     if (kv_ != nullptr && names != nullptr && engine_.uses_cache_) engine_.kv_store_.Enter(*names, *kv_);
@@ -304,6 +333,17 @@ class EmbeddedEngine::Run final : public Prefill {
 
  private:
   const meshfill::Plan& plan() const { return pieces_[piece_]; }
+  Device& device(int rank) const {
+    return *engine_.pool_.devices[static_cast<size_t>(place_.first_rank() + rank)];
+  }
+  std::span<const std::shared_ptr<const Model>> models() const {
+    return std::span(engine_.pool_.models).subspan(place_.first_rank(), place_.ranks());
+  }
+  // The most that its ranks can do: where ranks share cores, more than their part.
+  double PeakFlops() const {
+    const double part = static_cast<double>(place_.ranks()) / engine_.options_.ranks;
+    return engine_.pool_.peak_flops * std::min(1.0, part * engine_.pool_.capacity.speed.lone_rank_speedup);
+  }
   int64_t tokens_ahead() const {
     return std::ssize(request_.tokens) - plan().cached_tokens - plan().layout.tokens();
   }
@@ -311,13 +351,13 @@ class EmbeddedEngine::Run final : public Prefill {
   void BeginPiece() {
     if (kv_ != nullptr) kv_->Begin(plan().layout, before_);
     std::vector<bool> reads_head;
-    for (int rank = 0; rank < engine_.options_.ranks; ++rank) {
+    for (int rank = 0; rank < place_.ranks(); ++rank) {
       reads_head.push_back(ReadsHead(plan(), rank, tokens_ahead() == 0));
     }
-    weights_.emplace(engine_.pool_.models, reads_head, &stop_);
+    weights_.emplace(models(), reads_head, &stop_);
     ranks_.emplace();
     ranks_->Start(
-        engine_.options_.ranks, [this](int rank) { return RunOne(rank); },
+        place_.ranks(), [this](int rank) { return RunOne(rank); },
         [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
   }
 
@@ -351,7 +391,7 @@ class EmbeddedEngine::Run final : public Prefill {
     const absl::Duration paused_before = stop_.PausedTime();
     absl::StatusOr<RankOutput> output =
         RunRank({.plan = plan(),
-                 .model = *engine_.pool_.models[rank],
+                 .model = *models()[rank],
                  .weights = weights_->feed(rank),
                  .reader = weights_->reader(rank),
                  .rank = rank,
@@ -375,11 +415,11 @@ class EmbeddedEngine::Run final : public Prefill {
     Stop();
     communicators_[rank]->Abort(outputs_[rank].status());
     streams_[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
-    if (engine_.pool_.devices[rank]->lost()) engine_.lost_ = true;
+    if (device(rank).lost()) engine_.lost_ = true;
   }
 
   EmbeddedEngine& engine_;
-  const RunMemory::Share memory_;  // given back after all that follows
+  RunPlaces::Place place_;  // given back after all that follows
   const PrefillRequest request_;
   const std::chrono::steady_clock::time_point start_;
   StopToken stop_;
@@ -387,7 +427,7 @@ class EmbeddedEngine::Run final : public Prefill {
   size_t piece_ = 0;                       // the piece that runs
   const std::shared_ptr<KvPrompt> kv_;     // null: K and V go nowhere
   std::shared_ptr<const KvSlabs> before_;  // K and V of the tokens before the piece; null: there are none
-  std::vector<std::unique_ptr<Stream>> streams_;  // by rank, as all that follows
+  std::vector<std::unique_ptr<Stream>> streams_;  // by rank of the run, as all that follows
   std::vector<std::unique_ptr<Communicator>> communicators_;
   LayerProgress progress_;
   PrefillResult result_;
@@ -409,7 +449,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
     const bool charged = options.kv != nullptr && options.kv->charged();
     prefix = kv_store_.FindPrefix(
         *options.block_names, charged ? options.kv->bytes() / tokens : 0, [&](int64_t cached) {
-          return UsableCachedTokens(options_, options, options_.ranks, cached, tokens);
+          return UsableCachedTokens(options_, options, places_.RanksOf(options.submeshes), cached, tokens);
         });
     cached_tokens = prefix->tokens();
   }
@@ -421,11 +461,11 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
   RETURN_IF_ERROR(CheckSchedule(planned.choice.plan.schedule));
   for (const meshfill::Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
-  ASSIGN_OR_RETURN(RunMemory::Share memory, run_memory_.Take(planned.choice.plan.predicted.run_bytes));
+  ASSIGN_OR_RETURN(RunPlaces::Place place, TakePlace(options, planned));
   RETURN_IF_ERROR(PrepareKv(tokens, options, planned));
   kv_store_.MakeRoom();
   if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
-  auto run = std::make_unique<Run>(*this, request, std::move(planned), std::move(memory), observer);
+  auto run = std::make_unique<Run>(*this, request, std::move(planned), std::move(place), observer);
   RETURN_IF_ERROR(run->Begin());
   return run;
 }

@@ -36,6 +36,21 @@ int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& op
   return most < 0 ? 0 : std::min(cached, most) / granule * granule;
 }
 
+std::vector<SubmeshSeconds> SubmeshesUpTo(
+    int most, const PrefillOptions& options,
+    const std::function<absl::StatusOr<PlanChoice>(const PrefillOptions& on_submesh)>& plan) {
+  std::vector<SubmeshSeconds> submeshes;
+  if (options.tile.has_value() || options.heads.has_value()) return submeshes;
+  PrefillOptions on_submesh = options;
+  for (int count = 2; count <= most; count = count < most ? std::min(2 * count, most) : most + 1) {
+    on_submesh.submeshes = count;
+    const absl::StatusOr<PlanChoice> choice = plan(on_submesh);
+    if (!choice.ok() || !choice->pieces.empty()) break;  // smaller ones have less memory
+    submeshes.push_back({.submeshes = count, .seconds = choice->plan.predicted.seconds});
+  }
+  return submeshes;
+}
+
 absl::Status PromptTooLong(const ModelShape& model, const std::string& model_name, uint64_t tokens) {
   return absl::OutOfRangeError(absl::StrCat("the prompt has ", tokens, " tokens; model ", model_name,
                                             " is for ", model.context_tokens,

@@ -3,10 +3,13 @@
 #define MESHFILL_ENGINE_PREFILL_REQUEST_H_
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "engine/engine_options.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/planner.h"
@@ -25,6 +28,12 @@ int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options
 // least a stripe is always computed: a shorter one would be dealt otherwise.
 int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
                            int64_t cached, int64_t tokens);
+
+// What a prompt takes by `plan` on one of two sub-meshes, four, eight and so on, and of `most`, as far as it
+// has room there whole. None: `most` is 1, or the caller's tile or head groups are for all ranks.
+std::vector<SubmeshSeconds> SubmeshesUpTo(
+    int most, const PrefillOptions& options,
+    const std::function<absl::StatusOr<PlanChoice>(const PrefillOptions& on_submesh)>& plan);
 
 // OUT_OF_RANGE: what a prompt of more tokens than the model's context is told.
 absl::Status PromptTooLong(const ModelShape& model, const std::string& model_name, uint64_t tokens);

@@ -135,24 +135,15 @@ absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOpt
   return PlanFor(capacity, tokens, options, cached);
 }
 
-// Halves, quarters and so on, and single workers.
 std::vector<SubmeshSeconds> PoolEngine::Submeshes(int64_t tokens, const PrefillOptions& options) const {
-  if (options.tile.has_value() || options.heads.has_value()) return {};  // the caller's plan is for all ranks
   int most = 1;
   {
     const MutexLock lock(mu_);
     if (!leader_.SubmeshCapacity(2).has_value()) return {};
     most = std::min(leader_.workers_to_stay(), capacity());
   }
-  std::vector<SubmeshSeconds> submeshes;
-  PrefillOptions on_submesh = options;
-  for (int count = 2; count <= most; count = count < most ? std::min(2 * count, most) : most + 1) {
-    on_submesh.submeshes = count;
-    const absl::StatusOr<PlanChoice> choice = MakePlan(tokens, on_submesh);
-    if (!choice.ok() || !choice->pieces.empty()) break;  // smaller ones have less memory
-    submeshes.push_back({.submeshes = count, .seconds = choice->plan.predicted.seconds});
-  }
-  return submeshes;
+  return SubmeshesUpTo(most, options,
+                       [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
 }
 
 int64_t PoolEngine::CachedTokens(int64_t tokens, const PrefillOptions& options) const {

@@ -17,7 +17,7 @@
 #include "engine/engine_options.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
-#include "engine/run_memory.h"
+#include "engine/run_places.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/observe/metrics.h"

@@ -213,8 +213,8 @@ TEST_F(CachedPrefixTest, TenantsSaltsAndWhoIgnoresTheCacheHaveNoneOfOthers) {
   EXPECT_EQ(counts.miss_tokens, 4 * 100u + 2 * 20u);
 }
 
-// Prompts that grow, branch, are kept or not, of tenants, salts, layouts and stripes, in a store too small
-// for all: beside an engine that keeps nothing.
+// Prompts that grow, branch, are kept or not, of tenants, salts, layouts and stripes, on all ranks or on
+// sub-meshes, in a store too small for all: beside an engine that keeps nothing.
 void TestHistory(const std::string& device) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
@@ -237,6 +237,7 @@ void TestHistory(const std::string& device) {
     PrefillOptions asked;
     if (Draw<int>(random, 0, 3) == 0) asked.stripe = 16;
     if (Draw<int>(random, 0, 5) == 0) asked.layout = static_cast<LayoutKind>(Draw<int>(random, 0, 2));
+    asked.submeshes = 1 << std::max(0, Draw<int>(random, -2, 2));
     const std::string tenant = Draw<int>(random, 0, 4) == 0 ? "other" : "";
     const std::string salt = Draw<int>(random, 0, 4) == 0 ? "salt" : "";
     asked = Cached(prompt, asked, tenant, salt);

@@ -12,7 +12,8 @@ layers and narrow heads bring the lengths nearer to each other: --hidden 512 --i
 --kill-every the longest prompt must take well below S seconds, in many layers: --heads 1 --layers 8 --hidden 64 --tokens 512.
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
-               [--head-dim N] [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--workers N] [--kill-every S] [--seed N] [--strict]
+               [--head-dim N] [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
+               [--seed N] [--strict]
 """
 import argparse
 import json
@@ -51,7 +52,7 @@ class Pool:
             (folder / "worker.yaml").write_text(
                 f"{head}pool:\n  worker:\n    threads: 1\n    peak_flops: 1e11\n{memory}")
         else:
-            pool = f"pool:\n  embedded:\n    peak_flops: 1e11\n{memory}"
+            pool = f"pool:\n  embedded:\n    ranks: {arguments.ranks}\n    peak_flops: 1e11\n{memory}"
         (folder / "serve.yaml").write_text(head + listen + pool + queue)
         self.server = Process("serve", "--config", folder / "serve.yaml")
         self.workers = {}
@@ -160,6 +161,7 @@ def main():
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--memory-mib", type=int, help="for what runs: of the server, or of each worker")
     parser.add_argument("--kv-mib", type=int, help="for kept K and V")
+    parser.add_argument("--ranks", type=int, default=1, help="of the embedded pool")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kill-every", type=float, default=0, help="seconds")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))

@@ -301,6 +301,44 @@ TEST_F(CudaEngineTest, KeepsKvOnTheDevices) {
   EXPECT_GT(store.counts().bytes, 1000 * kTokenBytes);
 }
 
+// Each half of the pool has a device. A prompt that goes on from another takes the half whose device has that
+// one's K and V, and adds its own there, beside what the other device is full of.
+TEST_F(CudaEngineTest, SubmeshesAreOnTheirOwnDevicesAndFollowAPrefix) {
+  FakeCuda::set_devices(2);
+  constexpr int64_t kTokenBytes = 3 * 2 * 2 * 16 * 2;
+  EngineOptions options = Options(2);
+  options.stripe = 16;
+  options.speed = PoolSpeed();
+  options.kv_memory_bytes = 2 * 320 * kTokenBytes;
+  options.kv_host_memory_bytes = 5000 * kTokenBytes;
+  options.kv_cache = true;
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const KvStore& store = *(*engine)->kv_store();
+  const auto options_of = [](const std::vector<uint32_t>& prompt) {
+    BlockHasher hasher(16, "");
+    hasher.Append(prompt);
+    const KvBlockNames names = {.tenant = "", .block_tokens = 16, .hashes = hasher.hashes()};
+    return PrefillOptions{.block_names = std::make_shared<const KvBlockNames>(names), .submeshes = 2};
+  };
+  const std::vector<uint32_t> fills(320, 1);
+  std::vector<uint32_t> grows(160, 2);
+  auto on_first = (*engine)->Start({fills, options_of(fills)}, nullptr);
+  ASSERT_TRUE(on_first.ok()) << on_first.status();
+  (*on_first)->Pause();
+  const auto on_second = RunPrefill(**engine, {grows, options_of(grows)});
+  ASSERT_TRUE(on_second.ok()) << on_second.status();
+  (*on_first)->Resume();
+  ASSERT_TRUE((*on_first)->Wait().ok());
+  on_first->reset();
+  EXPECT_EQ(store.counts().device_bytes, (320 + 160) * kTokenBytes);
+  grows.resize(320, 3);
+  const auto follows = RunPrefill(**engine, {grows, options_of(grows)});
+  ASSERT_TRUE(follows.ok()) << follows.status();
+  EXPECT_EQ(follows->cached_tokens, 160);
+  EXPECT_EQ(store.counts().device_bytes, (320 + 320) * kTokenBytes);
+}
+
 TEST_F(CudaEngineTest, RefusesMoreKvOnTheDevicesThanTheyHaveMemory) {
   EngineOptions options = Options(1);
   options.kv_memory_bytes = kMemoryBytes;
