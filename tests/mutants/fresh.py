@@ -5,8 +5,9 @@ Usage: tests/mutants/fresh.py FOLDER… [--count 50] [--seed S]      (FOLDER: en
        needs universalmutator from PyPI (its rules for C++ are what changes a line)
 
 A mutant counts if it compiles to other code than the source: those that do not compile, or compile to the same object, are
-drawn again. Its tests are those whose binary contains its file: first the one named after the file, then those of the same
-folder of tests/, then others, the smallest first, until one fails or --tests have passed. Survivors are printed as diffs. Each
+drawn again. Its tests are those whose binary contains its file: first the one named after the file, then those that include its
+header, those of the same folder of tests/, and others, the smallest first. They run until one fails; of the others --tests at
+most. Survivors are printed as diffs. Each
 is either a change that nothing can see, or a test that is missing. The same seed draws the same mutants of the same sources.
 """
 import argparse
@@ -91,17 +92,22 @@ class Nearest:
             self._sizes[test] = len(objects)
 
     def of(self, file):
+        """(tests, how many of them include the file's header or are of its folder)."""
         stem, folder = pathlib.Path(file).stem, f"tests/{pathlib.Path(file).parent}"
+        header = f'#include "{pathlib.Path(file).with_suffix(".h")}"'
 
         def distance(test):
             by_name = test == f"{stem}_test"
+            includes = any(header in (self._build.root / source).read_text() for source in self._sources[test])
             beside = any(str(pathlib.Path(source).parent) == folder for source in self._sources[test])
             is_binary = bool(self._sources[test])  # else a script runs it: whole processes
-            return not by_name, not beside, not is_binary, self._sizes[test], test
+            return not by_name, not includes, not beside, not is_binary, self._sizes[test], test
 
         found = [test for test in self._sources
                  if any(self._build.users(output, file) for output in self._build.outputs(test))]
-        return sorted(found, key=distance)
+        distances = sorted(distance(test) for test in found)
+        near = sum(not all(each[:3]) for each in distances)
+        return [each[-1] for each in distances], near
 
 
 def same_code(build, file, tests, mutated, work):
@@ -122,7 +128,7 @@ def same_code(build, file, tests, mutated, work):
 def judge(build, nearest, unchanged, candidate, work, most_tests):
     """(verdict, details): "found", "SURVIVED", or why it does not count."""
     file, number, _, text = candidate
-    tests = nearest.of(file)
+    tests, near = nearest.of(file)
     if not tests:
         return "in no test", ""
     lines = (build.root / file).read_text().splitlines(keepends=True)
@@ -143,7 +149,7 @@ def judge(build, nearest, unchanged, candidate, work, most_tests):
             if not passed and same_code(build, file, tests, mutated, work):
                 return "the same code", ""
             passed.append(test)
-            if len(passed) == most_tests:
+            if len(passed) == near + most_tests:
                 break
     except DoesNotBuild:
         return "does not compile", ""
@@ -157,7 +163,7 @@ def main():
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--tests", type=int, default=12, help="the most tests that may pass before a mutant has survived")
+    parser.add_argument("--tests", type=int, default=4, help="the most tests of other folders that may pass before a mutant has survived")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--build", type=pathlib.Path, default=mutant_list.ROOT / "build/release", help="what is built there is asked")
     options = parser.parse_args()

@@ -17,6 +17,16 @@ OPERATIONS = {"recv_q", "recv_kv", "send_o", "all_to_all"}
 WORK = {"embed", "projections", "merge", "convert", "reorder", "output projection", "mlp", "keep kv", "lm head"}
 
 
+def check_page(case, root):
+    """All that is drawn is on the page."""
+    _, _, width, height = map(float, root.get("viewBox").split())
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.get(key, 0)) for key in ("x", "y", "width", "height"))
+        case.assertTrue(0 <= x and x + w <= width + 0.1 and 0 <= y and y + h <= height + 0.1, rect.attrib)
+    for text in root.iter(f"{SVG}text"):
+        case.assertTrue(0 <= float(text.get("x")) <= width and 0 < float(text.get("y")) <= height, text.text)
+
+
 class PlanSvgTest(CliTestCase):
     def draw(self, *arguments):
         path = self.tmp / "plan.svg"
@@ -54,12 +64,7 @@ class PlanSvgTest(CliTestCase):
             self.assertIsNone(root.find(f".//{SVG}{banned}"), banned)
         self.assertNotRegex(svg, r"href|@import|@font-face|url\((?!#)")
         self.assertIn("prefers-color-scheme: dark", svg)
-        _, _, width, height = map(float, root.get("viewBox").split())
-        for rect in root.iter(f"{SVG}rect"):
-            x, y, w, h = (float(rect.get(key, 0)) for key in ("x", "y", "width", "height"))
-            self.assertTrue(0 <= x and x + w <= width + 0.1 and 0 <= y and y + h <= height + 0.1, rect.attrib)
-        for text in root.iter(f"{SVG}text"):
-            self.assertTrue(0 <= float(text.get("x")) <= width and 0 < float(text.get("y")) <= height, text.text)
+        check_page(self, root)
 
     def test_the_tiles_are_the_assignment_matrix(self):
         _, svg = self.draw("--ranks", 6, "--tile", "2x3")
@@ -82,8 +87,9 @@ class SimulateSvgTest(CliTestCase):
         path = self.tmp / "simulation.svg"
         text = self.succeed("simulate", "--scenario", self.SCENARIO, "--svg", path)
         self.assertEqual(text, self.succeed("simulate", "--scenario", self.SCENARIO), "the picture changes no figure")
-        svg = path.read_text()
-        texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+        root = ElementTree.fromstring(path.read_text())
+        check_page(self, root)
+        texts = [text.text for text in root.iter(f"{SVG}text")]
         self.assertRegex(texts[0], r"1048576 tokens on 64 GPUs")
         self.assertRegex(texts[1], r"^Nodes of 8 GPUs, 180 TFLOP/s .* 11 GB/s out of a node\.$")
         for strategy in ("Ring Attention", "USP", "BurstAttention", "LoongTrain", "StarTrail", "Mesh-Attention (paper)",

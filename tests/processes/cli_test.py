@@ -344,6 +344,9 @@ class CliTest(CliTestCase):
         self.assertGreater(bench["peak_resident_bytes"], 1 << 20)
         out = self.succeed("bench", "prefill", "--model", self.model, "--tokens", 600, "--repeats", 1, "--idle", "--json")
         self.assertLess(json.loads(out)["runs"][0]["idle_share"], 0.5)
+        compared = json.loads(self.succeed("bench", "schedules", "--side", 3, "--max-cost", 2, "--json"))
+        for ratios in (compared["greedy_time"], compared["optimal_time"]):
+            self.assertTrue(ratios["min"] <= ratios["mean"] <= ratios["max"], ratios)
         out = self.succeed("bench", "attention", "--tokens", 500, "--repeats", 1, "--json")
         self.assertGreater(json.loads(out)["ratio"], 0)
 

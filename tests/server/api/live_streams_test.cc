@@ -152,7 +152,10 @@ TEST(LiveStreamsTest, TheOldestAnswersMakeRoomForTheNewest) {
   live.Ended(next.get(), 50);
   live.Ended(after.get(), 50);
   EXPECT_EQ(next->words(), Words());
-  for (const auto& stream : {first, refused, second, third, next, after}) live.Remove(stream.get());
+  const auto last = Add(live);  // and no more than its bytes
+  live.Ended(last.get(), 1);
+  EXPECT_TRUE(next->Comes({"unread"}));
+  for (const auto& stream : {first, refused, second, third, next, after, last}) live.Remove(stream.get());
 }
 
 TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {

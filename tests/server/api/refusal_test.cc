@@ -24,6 +24,13 @@ TEST(RefusalTest, TheGivenReasonGoesBeforeTheCode) {
     EXPECT_EQ(RefusalOf(WithRefusal(absl::InternalError("x"), refusal)), refusal);
   }
   EXPECT_EQ(RefusalOf(absl::InvalidArgumentError("x")), Refusal::kInvalid);
+  EXPECT_EQ(RefusalOf(absl::NotFoundError("x")), Refusal::kUnknownModel);
+  EXPECT_EQ(RefusalOf(absl::OutOfRangeError("x")), Refusal::kTooLong);
+  EXPECT_EQ(RefusalOf(absl::FailedPreconditionError("x")), Refusal::kPoolTooSmall);
+  EXPECT_EQ(RefusalOf(absl::AlreadyExistsError("x")), Refusal::kDuplicate);
+  EXPECT_EQ(RefusalOf(absl::DeadlineExceededError("x")), Refusal::kDeadline);
+  EXPECT_EQ(RefusalOf(absl::ResourceExhaustedError("x")), Refusal::kMemory);
+  EXPECT_EQ(RefusalOf(absl::UnauthenticatedError("x")), Refusal::kCredentials);
   EXPECT_EQ(RefusalOf(absl::UnavailableError("x")), Refusal::kNotReady);
   EXPECT_EQ(RefusalOf(absl::PermissionDeniedError("x")), Refusal::kCredentials);
   EXPECT_EQ(RefusalOf(absl::InternalError("x")), Refusal::kOther);

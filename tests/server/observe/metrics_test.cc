@@ -293,6 +293,7 @@ TEST(MetricsTest, CountsOfOthersOnlyGrow) {
       {"meshfill_ranks{state=\"ready\"}", 2},
       {"meshfill_ranks{state=\"running\"}", 0},
       {"meshfill_ranks{state=\"draining\"}", 0},
+      {"meshfill_rank_busy_seconds_total{rank=\"3\"}", 0},  // of each rank that there has been
       {"meshfill_epochs_total", 4},
       {"meshfill_worker_joins_total", 5},
       {"meshfill_worker_losses_total", 6},

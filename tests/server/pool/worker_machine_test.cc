@@ -336,6 +336,27 @@ TEST_F(WorkerMachineTest, SaysOnceWhyItCannotJoin) {
   EXPECT_EQ(lines_.size(), before + 21);
 }
 
+TEST_F(WorkerMachineTest, TriesAgainOrExitsAsTheLeaderThatRefusesItSays) {
+  Reconnect();
+  HearRefused(/*retry=*/true);
+  EXPECT_FALSE(exit_.has_value());
+  EXPECT_EQ(disconnects_, 1);
+  ASSERT_FALSE(lines_.empty());
+  EXPECT_EQ(lines_.back(), R"(cannot join yet: "no")");
+  Reconnect();
+  HearRefused(/*retry=*/false);
+  ASSERT_TRUE(exit_.has_value());
+  EXPECT_EQ(*exit_, absl::FailedPreconditionError("the leader refused this worker: no"));
+  EXPECT_EQ(disconnects_, 2);
+}
+
+TEST_F(WorkerMachineTest, WhoHasJoinedIsNotRefused) {
+  Join();
+  HearRefused(/*retry=*/false);
+  EXPECT_FALSE(exit_.has_value());
+  EXPECT_TRUE(machine_.member());
+}
+
 // A Prepare that contradicts itself or its plan is the leader's mistake: it is answered, and nothing stays of
 // it.
 TEST_F(WorkerMachineTest, RefusesAPrepareThatContradictsItself) {
