@@ -28,10 +28,11 @@ most_bytes=$((64 << 20))   # of the package and the tree that it travels with
 
 build() {
   local binaries=(server/meshfill tests/kernels/cuda_attention_test tests/kernels/cuda_stream_test
-                  tests/engine/parity_test tests/engine/independence_test tests/engine/nccl_test)
+                  tests/engine/parity_test tests/engine/independence_test tests/engine/nccl_test
+                  tests/engine/submeshes_test)
   local folder=${MESHFILL_BUILD:-build/release} stage
   [ -n "${MESHFILL_BUILD:-}" ] || cmake --preset release -DMESHFILL_CUDA=ON >/dev/null
-  cmake --build "$folder" --parallel "$(nproc)" --target meshfill cuda_attention_test cuda_stream_test parity_test independence_test nccl_test
+  cmake --build "$folder" --parallel "$(nproc)" --target "${binaries[@]##*/}"
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' RETURN
   mkdir -p "$stage/bin" "$stage/lib" build/gpu

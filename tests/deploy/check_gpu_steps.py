@@ -127,6 +127,7 @@ def check(run, sizes):
     run.step("attention, many tiles and keys", "all pass", 120,
              tested(run, "cuda_attention_test", "*ManyTiles*:*ManyKeys*:*Bench*"), needs=[PREFLIGHT, ATTENTION])
     for name, program, filter_ in (("parity with transformers", "parity_test", "*HalfWeight*"),
-                                   ("independence, 1 to 8 ranks", "independence_test", "*")):
+                                   ("independence, 1 to 8 ranks", "independence_test", "*"),
+                                   ("side by side on sub-meshes", "submeshes_test", "-*WeightsStream*")):
         run.step(name, "all pass", 120, tested(run, program, filter_), needs=[PREFLIGHT, ATTENTION, STREAM])
     run.step("no visible GPU is refused", "status 2", 20, refusal(run))

@@ -19,7 +19,7 @@ import time
 import unittest
 
 HERE = pathlib.Path(__file__).resolve().parent
-TESTS = ("cuda_attention_test", "cuda_stream_test", "parity_test", "independence_test", "nccl_test")
+TESTS = ("cuda_attention_test", "cuda_stream_test", "parity_test", "independence_test", "nccl_test", "submeshes_test")
 PASSES = "#!/bin/sh\necho '[  PASSED  ] 3 tests.'\n"
 MEASURES = """#!/bin/sh
 [ "${CUDA_VISIBLE_DEVICES-0}" ] || { echo 'no GPU is visible'; exit 2; }

@@ -161,15 +161,15 @@ def main():
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--memory-mib", type=int, help="for what runs: of the server, or of each worker")
     parser.add_argument("--kv-mib", type=int, help="for kept K and V")
-    parser.add_argument("--ranks", type=int, default=1, help="of the embedded pool")
+    parser.add_argument("--ranks", type=int, help="of the embedded pool")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kill-every", type=float, default=0, help="seconds")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--strict", action="store_true")
     short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, in_flight=16, rounds=1, memory_mib=256,
-                 kv_mib=64)
+                 kv_mib=64, ranks=4)
     long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, in_flight=64, rounds=5, memory_mib=768,
-                kv_mib=768)
+                kv_mib=768, ranks=1)
     parser.set_defaults(**(short if "--short" in sys.argv else long))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
