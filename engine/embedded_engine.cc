@@ -311,6 +311,8 @@ class EmbeddedEngine::Run final : public Prefill {
     stop_.Resume();
   }
 
+  uint64_t place() const override { return static_cast<uint64_t>(place_.first_rank()) + 1; }
+
   absl::StatusOr<PrefillResult> Wait() override {
     Join();
     RETURN_IF_ERROR(FirstCause(outputs_));

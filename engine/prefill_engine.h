@@ -123,6 +123,10 @@ class Prefill {
   // Stop, from any thread, at any time. Engines with a capacity of 1 need not.
   virtual void Pause() {}
   virtual void Resume() {}
+
+  // Of those on as many sub-meshes, two with the same place share devices. 0: it has none yet, or all
+  // devices. As Stop, from any thread, at any time.
+  virtual uint64_t place() const { return 0; }
 };
 
 // The const methods may be called from any thread at any time.

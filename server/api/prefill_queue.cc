@@ -374,6 +374,9 @@ void PrefillQueue::StopLive(uint64_t ticket, Job& job) {
 
 void PrefillQueue::GiveTurn() {
   if (stopping_) return;
+  for (const auto& [ticket, job] : jobs_) {
+    if (job->prefill != nullptr && job->options.submeshes > 1) order_.SetPlace(ticket, job->prefill->place());
+  }
   order_.Choose(clock_());
   const std::vector<uint64_t> before = std::exchange(computing_, order_.computing());
   const auto is_in = [](const std::vector<uint64_t>& tickets, uint64_t ticket) {

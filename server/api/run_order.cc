@@ -78,6 +78,7 @@ void RunOrder::PutBack(Ticket ticket, absl::Time now) {
   Entry& entry = entries_.at(ticket);
   entry.state = State::kWaiting;
   entry.submeshes = 1;
+  entry.place = 0;
   entry.rest_seconds = entry.job.work_seconds;
   entry.measured_at = entry.computed;
   entry.put_back = live() > 0;
@@ -133,7 +134,7 @@ RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::T
       gang.submeshes = lives ? entry.submeshes : BestSubmeshes(std::span(ranked).subspan(i), may_begin, now);
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
       looks_at_gain = lives;
-    } else if (lives ? entry.submeshes != gang.submeshes
+    } else if (lives ? entry.submeshes != gang.submeshes || IsAt(entry.place, gang)
                      : entry.job.SecondsOn(gang.submeshes) > longest_seconds) {
       continue;
     } else if (!lives && std::exchange(looks_at_gain, false) &&
@@ -146,6 +147,11 @@ RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::T
     if (std::ssize(gang.tickets) == gang.submeshes) break;
   }
   return gang;
+}
+
+bool RunOrder::IsAt(uint64_t place, const Gang& gang) const {
+  return place != 0 && std::any_of(gang.tickets.begin(), gang.tickets.end(),
+                                   [&](Ticket ticket) { return entries_.at(ticket).place == place; });
 }
 
 int RunOrder::BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const {

@@ -23,7 +23,7 @@
 //
 // The first one that has not begun takes all devices or a sub-mesh: whichever makes the mean time until their
 // ends shorter, over all prefills that wait and would take such a sub-mesh. What has begun stays on what it
-// has. Where the first is on a sub-mesh, the next in the order that are on such sub-meshes take the others;
+// has. Where the first is on a sub-mesh, the next in the order that are on others of these compute, too;
 // so do those that wait, where they end sooner beside these than after them on all devices.
 //
 //     all devices   A A A A B B B B C C C C D D D D     mean end 10      where four times the devices are
@@ -88,6 +88,8 @@ class RunOrder {
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
   // does not begin before it.
   void PutBack(Ticket ticket, absl::Time now);
+  // A live one shares its sub-mesh with others that have the same place (Prefill::place).
+  void SetPlace(Ticket ticket, uint64_t place) { entries_.at(ticket).place = place; }
   // A live one is being stopped: it computes no more, and lives until Remove.
   void Leave(Ticket ticket, absl::Time now);
   void Remove(Ticket ticket, absl::Time now);
@@ -134,6 +136,7 @@ class RunOrder {
     absl::Time complete_at = absl::InfiniteFuture();
     bool computes = false;
     int submeshes = 1;        // it lives on one of so many
+    uint64_t place = 0;       // there; 0: not known
     absl::Duration computed;  // before `since`, where it computes
     absl::Time since;         // it computes since then
     double rest_seconds = 0;  // when it had computed `measured_at`, on what it has
@@ -142,7 +145,7 @@ class RunOrder {
   // Who computes at the same time, each on one of so many sub-meshes.
   struct Gang {
     int submeshes = 1;
-    std::vector<Ticket> tickets;  // by the order; empty: nobody may
+    std::vector<Ticket> tickets;  // by the order, each at a place of its own; empty: nobody may
   };
   // What the order compares.
   struct Rank {
@@ -163,6 +166,8 @@ class RunOrder {
   std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
   // The first of `ranked` that may compute, and those beside it.
   Gang FirstThatMay(const std::vector<Ticket>& ranked, absl::Time now) const;
+  // Whether one of the gang is at this place.
+  bool IsAt(uint64_t place, const Gang& gang) const;
   // How many sub-meshes are best for the first of `ranked`, which waits, and those after it, where so many
   // more may begin.
   int BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const;

@@ -229,6 +229,11 @@ Leader::RunId Leader::run_of(Ticket ticket) const {
   return request != requests_.end() ? request->second.run : 0;
 }
 
+uint64_t Leader::PlaceOf(Ticket ticket) const {
+  const auto run = runs_.find(run_of(ticket));
+  return run != runs_.end() ? run->second.coordinator.a_worker() : 0;
+}
+
 Leader::LiveRequest* Leader::FindRequest(Ticket ticket) {
   const auto request = requests_.find(ticket);
   return request != requests_.end() ? &request->second : nullptr;

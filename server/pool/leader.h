@@ -174,6 +174,8 @@ class Leader {
   // Counts the workers that are there to stay.
   PoolCapacity capacity() const { return CapacityOf(members_.ByPlace(), survey_.links()); }
   int workers_to_stay() const { return static_cast<int>(members_.ByPlace().size()); }
+  // Where a request runs now, as Prefill::place has it.
+  uint64_t PlaceOf(Ticket ticket) const;
   // Of the smallest of so many sub-meshes. None: there are fewer workers, or they share weights.
   std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const;
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }

@@ -208,6 +208,11 @@ class PoolEngine::Run final : public Prefill {
   void Pause() override { SetPaused(true); }
   void Resume() override { SetPaused(false); }
 
+  uint64_t place() const override {
+    const MutexLock lock(engine_.mu_);
+    return engine_.leader_.PlaceOf(ticket_);
+  }
+
   absl::StatusOr<PrefillResult> Wait() override {
     ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
     PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};

@@ -119,6 +119,8 @@ class RunCoordinator {
   bool stopped() const { return phase_ == Phase::kStopping && unanswered_.empty(); }
   int layers_done() const { return layers_done_; }  // by all ranks, as far as they have said
   bool Has(Connection worker) const { return parts_.contains(worker); }
+  // One of its workers, the same for all runs on the same workers; 0: all are lost.
+  Connection a_worker() const { return parts_.empty() ? 0 : parts_.begin()->first; }
   // Whether a worker takes part, or took part until it was lost, in both.
   bool Shares(const RunCoordinator& other) const;
   // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.

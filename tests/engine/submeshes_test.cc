@@ -213,6 +213,23 @@ TEST(Submeshes, TakeTheMemoryOfTheirRanksAlone) {
   EXPECT_TRUE(after.ok()) << after.status();
 }
 
+TEST(Submeshes, SayWhoSharesTheirRanks) {
+  const auto engine = Load(4);
+  ASSERT_NE(engine, nullptr);
+  const std::vector<uint32_t> prompt(Tokens(2000), 1);
+  std::vector<std::unique_ptr<Prefill>> live;
+  for (int i = 0; i < 4; ++i) {
+    auto prefill = engine->Start({prompt, {.submeshes = 2}}, nullptr);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    (*prefill)->Pause();
+    live.push_back(*std::move(prefill));
+  }
+  EXPECT_NE(live[0]->place(), 0u);
+  EXPECT_NE(live[0]->place(), live[1]->place());
+  EXPECT_EQ(live[0]->place(), live[2]->place());
+  EXPECT_EQ(live[1]->place(), live[3]->place());
+}
+
 // The model FLOPs utilisation is of what the ranks that ran it can do.
 TEST(Submeshes, MfuIsOfTheirPartOfThePool) {
   PoolSpeed speed;  // a rank gains nothing where the others wait

@@ -82,6 +82,10 @@ class FakeEngine final : public PrefillEngine {
   void RefuseBesideOthers(int64_t tokens) {
     Set([&] { most_beside_others_ = tokens; });
   }
+  // Prefills say that they have this place.
+  void PutAllAt(uint64_t place) {
+    Set([&] { place_ = place; });
+  }
   // False after 10 s.
   bool WaitForBegun(int runs) {
     return Wait([&] { return static_cast<int>(first_ids_.size()) >= runs; });
@@ -190,6 +194,10 @@ class FakeEngine final : public PrefillEngine {
     void Stop() override { stopped_ = true; }
     void Pause() override { paused_ = true; }
     void Resume() override { paused_ = false; }
+    uint64_t place() const override {
+      const std::lock_guard<std::mutex> lock(engine_.mu_);
+      return engine_.place_;
+    }
 
    private:
     FakeEngine& engine_;
@@ -266,6 +274,7 @@ class FakeEngine final : public PrefillEngine {
   int hold_after_ = INT_MAX;
   double predicted_seconds_ = 0.001;
   double paused_seconds_ = 0;
+  uint64_t place_ = 0;
   int64_t cached_tokens_ = 0;
   double cached_seconds_ = 0;
   absl::Status fail_next_;

@@ -265,6 +265,31 @@ TEST_F(PrefillQueueTurnsTest, EachPreemptionIsCounted) {
   EXPECT_EQ(Metric("meshfill_preemptions_total"), 1);
 }
 
+TEST_F(PrefillQueueTurnsTest, ThoseThatShareASubmeshTakeTurns) {
+  MakeQueue();
+  engine_.PutAllAt(7);
+  engine_.Hold();
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  for (const char* id : {"a", "b"}) {
+    slots.push_back(Reserve(
+        {.id = id, .tokens = 3, .predicted_seconds = 2, .submeshes = {{.submeshes = 2, .seconds = 1}}}));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    Submit(*slots.back(), 1, waiters.back());
+  }
+  ASSERT_TRUE(engine_.WaitForBegun(2));  // side by side: nobody knows better yet
+  const absl::Time end = MonotonicNow() + absl::Seconds(10);
+  const auto paused = [&] {
+    const auto jobs = queue_->snapshot().jobs;
+    return std::count_if(jobs.begin(), jobs.end(),
+                         [](const auto& job) { return job.phase == PrefillQueue::Phase::kPaused; });
+  };
+  while (paused() == 0 && MonotonicNow() < end) absl::SleepFor(absl::Milliseconds(1));
+  EXPECT_EQ(paused(), 1);
+  engine_.Release();
+  for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+}
+
 // What has gone beyond its prediction gives way when time alone has passed: a thread of the queue looks.
 TEST_F(PrefillQueueTurnsTest, WhatIsOverItsPredictionGivesWay) {
   MakeQueue();

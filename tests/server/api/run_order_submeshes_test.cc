@@ -141,6 +141,36 @@ TEST(RunOrderSubmeshes, OneThatComesLateWaitsForAllDevices) {
   }
 }
 
+// Of two halves one has a prompt that computes and one that gave way to it. When the other half gets free,
+// whoever waits takes it, and not the one that stands still in the first.
+TEST(RunOrderSubmeshes, TwoOnTheSameSubmeshTakeTurns) {
+  Order order;
+  const RunOrder::Job longer = {.work_seconds = 9, .submeshes = {{.submeshes = 2, .seconds = 10}}};
+  const RunOrder::Job shorter = {.work_seconds = 1.8, .submeshes = {{.submeshes = 2, .seconds = 2}}};
+  using Tickets = std::vector<Ticket>;
+  const Ticket gave_way = order.Add(longer, 0), beside = order.Add(longer, 0);
+  order.order_.Choose(At(0));
+  ASSERT_EQ(order.order_.computing(), (Tickets{gave_way, beside}));
+  order.order_.SetPlace(gave_way, 1);
+  order.order_.SetPlace(beside, 2);
+  const Ticket computes = order.Add(shorter, 1);
+  order.order_.Choose(At(1));
+  ASSERT_EQ(order.order_.computing(), (Tickets{computes, gave_way}));
+  order.order_.SetPlace(computes, 2);  // the place of the one that stands still
+  order.order_.Choose(At(1.5));
+  EXPECT_EQ(order.order_.computing(), (Tickets{computes, gave_way}));
+  order.order_.Remove(gave_way, At(2));
+  order.order_.Choose(At(2));
+  EXPECT_EQ(order.order_.computing(), Tickets{computes}) << "the other one shares its place";
+  const Ticket waits = order.Add(shorter, 2);
+  order.order_.Choose(At(2));
+  EXPECT_EQ(order.order_.computing(), (Tickets{computes, waits}));
+  order.order_.Remove(waits, At(2.5));
+  order.order_.Remove(computes, At(3));
+  order.order_.Choose(At(3));
+  EXPECT_EQ(order.order_.computing(), Tickets{beside});
+}
+
 TEST(RunOrderSubmeshes, NoMoreBeginThanMayLive) {
   Order order(/*most_live=*/2);
   for (int i = 0; i < 6; ++i) order.Add(JobOf(1, 0.2), 0);

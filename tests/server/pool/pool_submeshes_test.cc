@@ -59,6 +59,21 @@ TEST_F(PoolSubmeshesTest, HasTheBitsThatItHasAlone) {
   }
 }
 
+TEST_F(PoolSubmeshesTest, SaysWhoSharesWorkers) {
+  StartPool({1, 1});
+  const std::vector<uint32_t> prompt(3000, 1);
+  std::vector<std::unique_ptr<meshfill::Prefill>> started;
+  for (int i = 0; i < 4; ++i) {
+    started.push_back(Start(prompt, 2));
+    ASSERT_NE(started.back(), nullptr);
+    started.back()->Pause();
+  }
+  EXPECT_NE(started[0]->place(), 0u);
+  EXPECT_NE(started[0]->place(), started[1]->place());
+  EXPECT_EQ(started[0]->place(), started[2]->place());
+  EXPECT_EQ(started[1]->place(), started[3]->place());
+}
+
 TEST_F(PoolSubmeshesTest, ManyShortOnesShareThePool) {
   std::mt19937_64 random(TestSeed());
   StartPool({1, 1, 1});
