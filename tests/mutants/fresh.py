@@ -163,7 +163,7 @@ def main():
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--tests", type=int, default=4, help="the most tests of other folders that may pass before a mutant has survived")
+    parser.add_argument("--tests", type=int, default=12, help="the most tests of other folders that may pass before a mutant has survived")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--build", type=pathlib.Path, default=mutant_list.ROOT / "build/release", help="what is built there is asked")
     options = parser.parse_args()
