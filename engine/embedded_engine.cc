@@ -107,11 +107,18 @@ class EmbeddedEngine : public PrefillEngine {
                               kv_store_.PrefixTokens(*options.block_names), tokens);
   }
 
-  // Weights that stream would be read once more for each sub-mesh, by the same link.
+  // Weights that stream would be read once more for each sub-mesh, by the same link. No sub-mesh counts as
+  // faster than the pool: a prompt that is alone takes all ranks, as its plan says.
   std::vector<SubmeshSeconds> Submeshes(int64_t tokens, const PrefillOptions& options) const override {
     if (pool_.capacity.weights.mode != WeightMode::kResident) return {};
-    return SubmeshesUpTo(std::min(options_.ranks, kLiveRuns), options,
-                         [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
+    std::vector<SubmeshSeconds> submeshes =
+        SubmeshesUpTo(std::min(options_.ranks, kLiveRuns), options,
+                      [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
+    if (submeshes.empty()) return submeshes;
+    const absl::StatusOr<PlanChoice> whole = MakePlan(tokens, options);
+    const double least_seconds = whole.ok() ? whole->plan.predicted.seconds : 0;
+    for (SubmeshSeconds& each : submeshes) each.seconds = std::max(each.seconds, least_seconds);
+    return submeshes;
   }
 
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,

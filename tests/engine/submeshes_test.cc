@@ -83,14 +83,22 @@ std::vector<int> CountsOf(const std::vector<SubmeshSeconds>& submeshes) {
 TEST(Submeshes, AreListedWithWhatAPlanThereTakes) {
   const auto engine = Load(4);
   ASSERT_NE(engine, nullptr);
-  const auto listed = engine->Submeshes(1000, {});
-  EXPECT_EQ(CountsOf(listed), (std::vector<int>{2, 4}));
-  for (const SubmeshSeconds& each : listed) {
-    const auto choice = engine->MakePlan(1000, {.submeshes = each.submeshes});
-    ASSERT_TRUE(choice.ok()) << choice.status();
-    EXPECT_EQ(choice->plan.ranks(), 4 / each.submeshes);
-    EXPECT_EQ(choice->plan.predicted.seconds, each.seconds);
+  bool faster = false;
+  for (const int64_t tokens : {1, 10, 1000, 50000}) {
+    const auto whole = engine->MakePlan(tokens, {});
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    const auto listed = engine->Submeshes(tokens, {});
+    EXPECT_EQ(CountsOf(listed), (std::vector<int>{2, 4}));
+    for (const SubmeshSeconds& each : listed) {
+      const auto choice = engine->MakePlan(tokens, {.submeshes = each.submeshes});
+      ASSERT_TRUE(choice.ok()) << choice.status();
+      EXPECT_EQ(choice->plan.ranks(), 4 / each.submeshes);
+      const double there = choice->plan.predicted.seconds, on_all = whole->plan.predicted.seconds;
+      EXPECT_EQ(each.seconds, std::max(there, on_all)) << "who is alone takes all ranks";
+      faster = faster || there < on_all;
+    }
   }
+  EXPECT_TRUE(faster);
   EXPECT_EQ(CountsOf(Load(3)->Submeshes(1000, {})), (std::vector<int>{2, 3}));
   EXPECT_EQ(CountsOf(Load(1)->Submeshes(1000, {})), std::vector<int>());
   EXPECT_EQ(CountsOf(engine->Submeshes(1000, {.tile = Tile{2, 2}})), std::vector<int>());
