@@ -174,8 +174,10 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   request.ranks = ranks;
   request.memory_budget_bytes = places_.BudgetOf(options.submeshes);
   request.one_memory = pool_.capacity.one_memory;
-  request.weights = request.one_memory ? pool_.capacity.weights  // one copy, whoever reads it
-                                       : pool_.capacity.weights.Share(ranks, options_.ranks);
+  request.weights = pool_.capacity.weights.Share(ranks, options_.ranks);
+  if (request.one_memory) {  // one copy, whoever reads it
+    request.weights.loaded_bytes = pool_.capacity.weights.loaded_bytes;
+  }
   // What is kept is in the host's memory: a part of the ranks' budget where theirs is the same. There the
   // cache takes what is free.
   request.kv_on_host = !pool_.hardware->in_host_memory();
@@ -330,8 +332,10 @@ class EmbeddedEngine::Run final : public Prefill {
     for (absl::StatusOr<RankOutput>& output : outputs_) {
       if (!output->logits.empty()) result_.logits = std::move(output->logits);
     }
-    engine_.correction_.Observe(result_.plan.predicted, MeasuredSecondsOf(result_));
-    engine_.ForgetWrongSpeed();
+    if (RunsAsPredicted()) {
+      engine_.correction_.Observe(result_.plan.predicted, MeasuredSecondsOf(result_));
+      engine_.ForgetWrongSpeed();
+    }
     RETURN_IF_ERROR(
         SummarisePrefill(engine_.model(), engine_.model_name_, PeakFlops(), request_.options.top_k, result_));
     if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));
@@ -347,6 +351,10 @@ class EmbeddedEngine::Run final : public Prefill {
   }
   std::span<const std::shared_ptr<const Model>> models() const {
     return std::span(engine_.pool_.models).subspan(place_.first_rank(), place_.ranks());
+  }
+  // False on a sub-mesh of ranks that share cores: how long it took depends on what ran beside it.
+  bool RunsAsPredicted() const {
+    return place_.ranks() == engine_.options_.ranks || engine_.pool_.capacity.speed.lone_rank_speedup == 1;
   }
   // The most that its ranks can do: where ranks share cores, more than their part.
   double PeakFlops() const {

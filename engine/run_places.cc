@@ -90,8 +90,8 @@ absl::StatusOr<RunPlaces::Place> RunPlaces::Take(int submeshes, int64_t bytes,
   }
   if (!best.has_value()) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "the prefill takes ", rank_bytes, " bytes of each of its ranks, and those that live here have ",
-        least_taken, " of the ", rank_budget, " that one has; wait for the end of one"));
+        "the prefill takes ", rank_bytes, " bytes of each of its ", ranks, " ranks; a rank has ", rank_budget,
+        ", of which those that live here have at least ", least_taken, "; wait for the end of one"));
   }
   ++runs_;
   Place place(*this, first_rank, ranks, rank_bytes);

@@ -128,6 +128,6 @@ def check(run, sizes):
              tested(run, "cuda_attention_test", "*ManyTiles*:*ManyKeys*:*Bench*"), needs=[PREFLIGHT, ATTENTION])
     for name, program, filter_ in (("parity with transformers", "parity_test", "*HalfWeight*"),
                                    ("independence, 1 to 8 ranks", "independence_test", "*"),
-                                   ("side by side on sub-meshes", "submeshes_test", "-*WeightsStream*")):
+                                   ("side by side on sub-meshes", "submeshes_test", "*")):
         run.step(name, "all pass", 120, tested(run, program, filter_), needs=[PREFLIGHT, ATTENTION, STREAM])
     run.step("no visible GPU is refused", "status 2", 20, refusal(run))

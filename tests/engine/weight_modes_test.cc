@@ -159,7 +159,7 @@ TEST_F(StreamedEngineTest, PlansCountTheirBytesAndSeconds) {
 TEST_F(StreamedEngineTest, PlansCountWhatFp8IsWidenedInto) {
   constexpr int64_t kLayer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256;
   const TempFolder folder;
-  const auto plan_of = [&](DType dtype, WeightMode mode) {
+  const auto plan_of = [&](DType dtype, WeightMode mode, int submeshes = 1) {
     const std::string path = folder / DTypeName(dtype);
     const absl::Status made = MakeModel({.layers = 2,
                                          .hidden = 128,
@@ -171,7 +171,7 @@ TEST_F(StreamedEngineTest, PlansCountWhatFp8IsWidenedInto) {
                                          .dtype = dtype},
                                         path);
     EXPECT_TRUE(made.ok() || absl::IsAlreadyExists(made)) << made;
-    return Load(path, 2, mode)->MakePlan(1000, {})->weights;
+    return Load(path, 2, mode)->MakePlan(1000, {.submeshes = submeshes})->weights;
   };
   const PlanWeights wide = plan_of(DType::kBf16, WeightMode::kResident);
   const int64_t element = wide.loaded_bytes / (2 * kLayer) < 4 ? 2 : 4;  // f32 without AVX-512
@@ -179,9 +179,18 @@ TEST_F(StreamedEngineTest, PlansCountWhatFp8IsWidenedInto) {
   EXPECT_EQ(wide.run_bytes, 0);
   EXPECT_EQ(narrow.run_bytes, 2 * element * kLayer);
   EXPECT_LT(narrow.loaded_bytes, wide.loaded_bytes);
+  const PlanWeights of_one_rank = plan_of(DType::kF8E4M3, WeightMode::kResident, /*submeshes=*/2);
+  EXPECT_EQ(of_one_rank.run_bytes, narrow.run_bytes / 2);
+  EXPECT_EQ(of_one_rank.loaded_bytes, narrow.loaded_bytes) << "there is one copy";
   const PlanWeights streamed = plan_of(DType::kF8E4M3, WeightMode::kStreamed);
   const int64_t scales = (2 * 128 + 128 + 2 * 256) * 4 + 128 * 2 * 4;  // f32, one of each row and 128 columns
   EXPECT_EQ(streamed.run_bytes, 2 * kLayer + 2 * scales + narrow.run_bytes);
+}
+
+// Sub-meshes would read the layers once each.
+TEST_F(StreamedEngineTest, PoolsWithStreamedWeightsHaveNoSubmeshes) {
+  EXPECT_EQ(Load(path_, 2, WeightMode::kResident)->Submeshes(1000, {}).size(), 1u);
+  EXPECT_TRUE(Load(path_, 2, WeightMode::kStreamed)->Submeshes(1000, {}).empty());
 }
 
 // Workers share FP8 and MXFP4 as they lie: a plan counts those bytes, and what they are widened into.

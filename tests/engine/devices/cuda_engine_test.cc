@@ -314,6 +314,9 @@ TEST_F(CudaEngineTest, SubmeshesAreOnTheirOwnDevicesAndFollowAPrefix) {
   options.kv_cache = true;
   const auto engine = LoadEmbeddedEngine(options);
   ASSERT_TRUE(engine.ok()) << engine.status();
+  const auto whole = (*engine)->MakePlan(320, {}), half = (*engine)->MakePlan(320, {.submeshes = 2});
+  ASSERT_TRUE(whole.ok() && half.ok()) << whole.status() << half.status();
+  EXPECT_EQ(whole->weights.loaded_bytes, 2 * half->weights.loaded_bytes);  // those of its device
   const KvStore& store = *(*engine)->kv_store();
   const auto options_of = [](const std::vector<uint32_t>& prompt) {
     BlockHasher hasher(16, "");
