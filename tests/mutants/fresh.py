@@ -81,6 +81,7 @@ class Nearest:
     def __init__(self, build):
         self._build = build
         self._sources = {}  # test -> the sources of its own that are below tests/
+        self._texts = {}    # test -> what stands in them
         self._sizes = {}    # test -> the objects of its binaries
         for test in sorted(build.tests):
             outputs = build.outputs(test)
@@ -89,6 +90,7 @@ class Nearest:
             objects = {name: words for output in outputs for name, words in build.binary(output).objects.items()}
             sources = [os.path.relpath(words[words.index("-c") + 1], build.root) for words in objects.values()]
             self._sources[test] = [source for source in sources if source.startswith("tests/")]
+            self._texts[test] = "".join((build.root / source).read_text() for source in self._sources[test])
             self._sizes[test] = len(objects)
 
     def of(self, file):
@@ -98,7 +100,7 @@ class Nearest:
 
         def distance(test):
             by_name = test == f"{stem}_test"
-            includes = any(header in (self._build.root / source).read_text() for source in self._sources[test])
+            includes = header in self._texts[test]
             beside = any(str(pathlib.Path(source).parent) == folder for source in self._sources[test])
             is_binary = bool(self._sources[test])  # else a script runs it: whole processes
             return not by_name, not includes, not beside, not is_binary, self._sizes[test], test
