@@ -97,10 +97,9 @@ class ControlClient::Impl {
       }
       RemoveHold();
     }
-    void OnWriteDone(bool ok) override {
+    void OnWriteDone(bool) override {
       const MutexLock lock(mu_);
       writing_ = false;
-      if (!ok) outbox_.clear();
       Pump();
     }
     void OnDone(const grpc::Status& status) override {

@@ -5,6 +5,7 @@ Usage: log_test.py PATH_OF_MESHFILL [unittest arguments]
 """
 import datetime
 import json
+import re
 import signal
 import socket
 import time
@@ -97,7 +98,8 @@ class LogTest(CliTestCase):
         config.write_text(f"model:\n  path: {self.model}\nlog:\n  format: json\npool:\n  worker:\n    peak_flops: 1e11\n")
         profile = self.tmp / "worker_speed.json"
         profile.write_text("{")
-        worker = Process("worker", "--config", config, "--join", join, "--set", f"plan.profile_path={profile}")
+        worker = Process("worker", "--config", config, "--join", join, "--set", f"plan.profile_path={profile}", "--set",
+                         "pool.worker.name=left")
         try:
             worker.wait_for("cannot join yet")
         finally:
@@ -106,7 +108,10 @@ class LogTest(CliTestCase):
             worker.reader.join(TIMEOUT_SECONDS)
             worker.process.stderr.close()
         self.assertEqual(status, 0)
-        levels = {entry["message"].split(":")[0]: entry["level"] for entry in self.entries(worker.lines)}
+        entries = self.entries(worker.lines)
+        loaded = [entry["message"] for entry in entries if entry["message"].startswith("loaded model")]
+        self.assertRegex(loaded[0], rf"^loaded model \S+: \d+ ranks? of cpu; joining {re.escape(join)} as 'left'$")
+        levels = {entry["message"].split(":")[0]: entry["level"] for entry in entries}
         self.assertEqual(levels["cannot join yet"], "warning")
         self.assertEqual((levels[str(profile)], levels["the pool's speed"]), ("warning", "info"))
         self.assertEqual(levels["stopped"], "info")

@@ -96,8 +96,15 @@ TEST(KvFetchTest, RefusesWhatIsNotThere) {
     EXPECT_TRUE(absl::IsInvalidArgument(fetch.status())) << message << ": " << fetch.status();
     EXPECT_NE(std::string(fetch.status().message()).find(message), std::string::npos) << fetch.status();
   }
-  const auto fetch = CheckFetch({}, {.layers = 1, .kv_heads = 64, .head_dim = 256}, kTokens, 64 << 10);
+}
+
+// A kilobyte of a message is left for what is around a token's K and V.
+TEST(KvFetchTest, RefusesATokenThatIsLongerThanAMessage) {
+  const KvShape shape = {.layers = 1, .kv_heads = 64, .head_dim = 256};
+  const int64_t token_bytes = 2 * shape.kv_heads * shape.head_bytes();
+  const auto fetch = CheckFetch({}, shape, kTokens, token_bytes + 1023);
   EXPECT_TRUE(absl::IsInvalidArgument(fetch.status())) << fetch.status();
+  EXPECT_TRUE(CheckFetch({}, shape, kTokens, token_bytes + 1024).ok());
 }
 
 // Any fetch, part by part, is the range as it is defined; no part is too long.
