@@ -25,12 +25,13 @@ enum class ScheduleChoice {
 using CommBytes = PerTraffic<int64_t>;
 
 // What a prefill's seconds go to, as the measured speeds say. Each part is corrected by itself
-// (speed_correction.h). The seconds are products + attention + (transfers − hidden) + fixed.
+// (speed_correction.h). The seconds are products + attention + (transfers − hidden) + weights + fixed.
 struct PartSeconds {
   double products = 0;   // projections, MLP, LM head, and what is between them; weights that stream
   double attention = 0;  // blocks, merges, chunks reordered
-  double transfers = 0;  // chunks between ranks; weights that workers share
+  double transfers = 0;  // chunks between ranks
   double hidden = 0;     // the part of `transfers` that goes on beside blocks, work on tokens, and each other
+  double weights = 0;    // what weights that workers share add
   double fixed = 0;      // whatever the prompt's length
 
   PartSeconds& operator+=(const PartSeconds& other) {
@@ -38,6 +39,7 @@ struct PartSeconds {
     attention += other.attention;
     transfers += other.transfers;
     hidden += other.hidden;
+    weights += other.weights;
     fixed += other.fixed;
     return *this;
   }

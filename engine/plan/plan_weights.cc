@@ -121,7 +121,7 @@ void CountWeights(const PlanWeights& weights, int layers, Prediction& predicted)
   predicted.comm_bytes[Traffic::kGather] = weights.sent_bytes;
   predicted.seconds += predicted.weight_seconds;
   PartSeconds& parts = predicted.parts;
-  (weights.mode == WeightMode::kSharded ? parts.transfers : parts.products) += predicted.weight_seconds;
+  (weights.mode == WeightMode::kSharded ? parts.weights : parts.products) += predicted.weight_seconds;
   predicted.weight_bytes = weights.loaded_bytes + weights.run_bytes;
   predicted.run_bytes += weights.run_bytes;
   predicted.peak_bytes += predicted.weight_bytes;

@@ -15,17 +15,15 @@ constexpr double kPartNoise = 0.1, kPrefillNoise = 0.05, kJitterSeconds = 1e-3;
 // A sample counts in full where it is off by no more than that share of what was expected, or so many
 // deviations.
 constexpr double kTrustedShare = 0.5, kTrustedDeviations = 3;
-// By what machines change from one prefill to the next: a share of the factor, of the addend, and seconds.
-constexpr double kDrift = 0.03, kAddendDriftSeconds = 20e-6;
+// By what machines change from one prefill to the next: a share of a factor, or of seconds, and 20 µs of
+// these.
+constexpr double kDrift = 0.03, kOtherDrift = 20e-6;
+constexpr double kMostOtherVariance = 1;  // where drifts end that no sample corrects
 // After so many samples in a row that are far off on one side, a factor is known to that share of it alone.
 constexpr int kAgree = 3;
 constexpr double kUnknown = 0.5;
 
 bool Counts(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
-
-double BoundedFactor(double factor) {
-  return std::clamp(factor, 1 / SpeedCorrection::kMostFactor, SpeedCorrection::kMostFactor);
-}
 
 Link Slower(const Link& link, double factor) {
   return {.latency_seconds = link.latency_seconds * factor,
@@ -56,7 +54,7 @@ double CommWait(const PartSeconds& parts, const PartFactors& factors) {
 
 double All(const PartSeconds& parts, const PartFactors& factors) {
   return factors.products * parts.products + factors.attention * parts.attention + CommWait(parts, factors) +
-         std::max(0.0, parts.fixed + factors.fixed_seconds);
+         factors.weights * parts.weights + std::max(0.0, parts.fixed + factors.fixed_seconds);
 }
 
 // Corrects a prediction that was made with ranked speeds.
@@ -68,13 +66,7 @@ void Correct(const PartFactors& ranking, const PartFactors& factors, WeightMode 
   parts.transfers /= ranking.transfers;
   predicted.seconds = All(parts, factors);
   predicted.comm_wait_seconds = CommWait(parts, factors);
-  if (weights == WeightMode::kSharded) {
-    predicted.weight_seconds = std::min(predicted.comm_wait_seconds,
-                                        factors.transfers / ranking.transfers * predicted.weight_seconds);
-    predicted.comm_wait_seconds -= predicted.weight_seconds;
-  } else {
-    predicted.weight_seconds *= factors.products;
-  }
+  predicted.weight_seconds *= weights == WeightMode::kSharded ? factors.weights : factors.products;
   predicted.compute_seconds = predicted.seconds - predicted.comm_wait_seconds - predicted.weight_seconds;
 }
 
@@ -87,33 +79,42 @@ void Scale(double ratio, Prediction& predicted) {
 
 }  // namespace
 
-void SpeedCorrection::Line::Observe(double x, double seconds, double deviation, double least_addend) {
-  const double units = addend_variance > 0 ? 1 : 0;  // 1: the line's addend is fitted, too
-  const double expected = At(x);
+void SpeedCorrection::Line::Observe(double x, double y, double seconds, double deviation,
+                                    const Bounds& of_other) {
+  const double expected = factor * x + other * y;
   const double trusted = std::max(kTrustedShare * std::abs(expected), kTrustedDeviations * deviation);
   double off = seconds - expected;
   const int side = off > trusted ? 1 : off < -trusted ? -1 : 0;
   if (off * beyond <= 0) beyond = 0;
   beyond += side;
   if (side != 0) {
-    const double unknown = kUnknown * factor;
-    if (std::abs(beyond) >= kAgree) factor_variance = std::max(factor_variance, unknown * unknown);
+    if (std::abs(beyond) >= kAgree) {
+      const double unknown = kUnknown * factor, other_unknown = kUnknown * other;
+      factor_variance = std::max(factor_variance, unknown * unknown);
+      if (y != 0) other_variance = std::max(other_variance, other_unknown * other_unknown);
+    }
     deviation *= std::abs(off) / trusted;
     off = side * trusted;
   }
-  const double with_factor = x * factor_variance + units * covariance;
-  const double with_addend = x * covariance + units * addend_variance;
-  const double variance = x * with_factor + units * with_addend + deviation * deviation;
+  const double with_factor = x * factor_variance + y * covariance;
+  const double with_other = x * covariance + y * other_variance;
+  const double variance = x * with_factor + y * with_other + deviation * deviation;
   if (!(variance > 0)) return;
-  factor = BoundedFactor(
-      std::clamp(factor + with_factor / variance * off, factor / kMostStep, factor * kMostStep));
-  addend = std::clamp(addend + with_addend / variance * off, least_addend, kMostFixedSeconds);
+  const Bounds of_factor = Step(factor);
+  factor = std::clamp(factor + with_factor / variance * off, of_factor.least, of_factor.most);
+  other = std::clamp(other + with_other / variance * off, of_other.least, of_other.most);
   factor_variance -= with_factor * with_factor / variance;
+  covariance -= with_factor * with_other / variance;
+  other_variance -= with_other * with_other / variance;
   if (factor_variance < factor * factor) factor_variance += kDrift * kDrift * factor * factor;
-  covariance -= with_factor * with_addend / variance;
-  if (units == 0) return;
-  const double drift = kDrift * std::abs(addend) + kAddendDriftSeconds;
-  addend_variance += drift * drift - with_addend * with_addend / variance;
+  if (y == 0 || other_variance > kMostOtherVariance) return;
+  const double drift = kDrift * std::abs(other) + kOtherDrift;
+  other_variance += drift * drift;
+}
+
+SpeedCorrection::Line::Bounds SpeedCorrection::Line::Step(double factor) {
+  return {.least = std::max(1 / kMostFactor, factor / kMostStep),
+          .most = std::min(kMostFactor, factor * kMostStep)};
 }
 
 PartFactors SpeedCorrection::factors() const {
@@ -125,7 +126,8 @@ PartFactors SpeedCorrection::Current() const {
   return {.products = products_.factor,
           .attention = attention_.factor,
           .transfers = transfers_.factor,
-          .fixed_seconds = products_.addend};
+          .weights = transfers_.other,
+          .fixed_seconds = products_.other};
 }
 
 absl::StatusOr<PlanChoice> SpeedCorrection::Plan(const PoolSpeed& speed, const Topology& topology,
@@ -153,15 +155,17 @@ void SpeedCorrection::Observe(const Prediction& predicted, const MeasuredSeconds
     return kPartNoise * seconds + kPrefillNoise * measured.all + kJitterSeconds;
   };
   const MutexLock lock(mu_);
-  attention_.Observe(parts.attention, measured.attention, deviation(measured.attention));
-  double waited = measured.comm_wait;  // for transfers, as far as these can explain it
-  if (parts.transfers > 0) {
+  attention_.Observe(parts.attention, 0, measured.attention, deviation(measured.attention), {});
+  double waited = measured.comm_wait;  // for transfers and weights, as far as these can explain it
+  if (parts.transfers + parts.weights > 0) {
     const double hidden = attention_.factor * parts.hidden;
-    transfers_.Observe(parts.transfers, hidden + waited, deviation(waited));
-    waited = std::min(waited, std::max(0.0, kMostFactor * parts.transfers - hidden));
+    transfers_.Observe(parts.transfers, parts.weights, hidden + waited, deviation(waited),
+                       Line::Step(transfers_.other));
+    waited = std::min(waited, std::max(0.0, kMostFactor * (parts.transfers + parts.weights) - hidden));
   }
   const double rest = std::max(0.0, measured.all - measured.attention - waited);
-  products_.Observe(parts.products, rest - parts.fixed, deviation(rest), -parts.fixed);
+  products_.Observe(parts.products, 1, rest - parts.fixed, deviation(rest),
+                    {.least = -parts.fixed, .most = kMostFixedSeconds});
   const auto is_off = [](double factor, double other, double by) {
     return factor > by * other || other > by * factor;
   };

@@ -1,5 +1,5 @@
-// Corrects predicted seconds by what prefills took, each part by itself: products, attention and transfers by
-// a factor, and what does not depend on the prompt by seconds.
+// Corrects predicted seconds by what prefills took, each part by itself: products, attention, transfers and
+// weights that workers share by a factor, and what does not depend on the prompt by seconds.
 //
 //     finished prefill ──► measured seconds ──► Observe ──► factors ──► Plan ──► corrected predictions
 //
@@ -28,11 +28,13 @@ struct PartFactors {
   double products = 1;
   double attention = 1;
   double transfers = 1;
+  double weights = 1;
   double fixed_seconds = 0;
   bool operator==(const PartFactors&) const = default;
 };
 
-// What a prefill took: by the clock, and of that, on average of its ranks, in attention and comm wait.
+// What a prefill took: by the clock, and of that, on average of its ranks, in attention and comm wait, of
+// which that for weights is a part: chunks that share a link with weights are waited for longer.
 struct MeasuredSeconds {
   double all = 0;
   double attention = 0;
@@ -64,27 +66,33 @@ class SpeedCorrection {
   bool StaysWrong() const;
 
  private:
-  // Seconds = factor · x + addend, from samples of both sides: a Kalman filter that trusts no sample that is
-  // far off, until the next one agrees with it.
+  // Seconds = factor · x + other · y, from samples of both sides: a Kalman filter that trusts no sample that
+  // is far off, until the next one agrees with it.
   struct Line {
     double factor = 1;
-    double addend = 0;
+    double other = 0;  // a factor, too; of products seconds, where y is 1
     double factor_variance = 1;
     double covariance = 0;
-    double addend_variance = 0;  // 0: the line has no addend
+    double other_variance = 0;
     int beyond = 0;  // samples that were far off, since one lay on the other side: above 0 too long
 
+    struct Bounds {
+      double least = 0;
+      double most = 0;
+    };
+    static Bounds Step(double factor);  // to where one sample may move it
+
     // `deviation`: of the seconds, as samples vary.
-    void Observe(double x, double seconds, double deviation, double least_addend = 0);
-    double At(double x) const { return factor * x + addend; }
+    void Observe(double x, double y, double seconds, double deviation, const Bounds& of_other);
   };
 
   PartFactors Current() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   mutable Mutex mu_;
-  Line products_ ABSL_GUARDED_BY(mu_) = {.addend_variance = 9e-6};  // 3 ms
+  Line products_ ABSL_GUARDED_BY(mu_) = {.other_variance = 9e-6};  // 3 ms
   Line attention_ ABSL_GUARDED_BY(mu_);
-  Line transfers_ ABSL_GUARDED_BY(mu_);
+  // y: shared weights. They rest on their link alone, chunks on peers that may be late, too.
+  Line transfers_ ABSL_GUARDED_BY(mu_) = {.other = 1, .other_variance = 0.04};
   int prefills_ ABSL_GUARDED_BY(mu_) = 0;
   int wrong_prefills_ ABSL_GUARDED_BY(mu_) = 0;  // wrong predictions in a row
   PartFactors ranking_ ABSL_GUARDED_BY(mu_);     // each factor over that of products

@@ -35,6 +35,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -42,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 
 from cli_harness import MESHFILL, run
 from pool_process import Process
@@ -143,7 +145,7 @@ class Pool:
         self.prompt = folder / "prompt.bytes"
         self.prompt.write_bytes(random.Random(1).randbytes(self.tokens))
         (folder / "pool.yaml").write_text(
-            f"model:\n  path: {model}\n  dtype: bf16\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n"
+            f"model:\n  path: {model}\n  dtype: bf16\nlisten: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\n"
             "kv:\n  cache: false\n"  # each run computes the whole prompt
             f"plan:\n  partial_dtype: model\n  layout: {'auto' if self.window else 'striped'}\n  exchange: {self.exchange}\n"
             f"pool:\n  control_listen: {SUBNET}.1:0\n  tls:\n    insecure: true\n"
@@ -154,6 +156,7 @@ class Pool:
             "  worker:\n    data_listen: eth0\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 512MiB\n")
         self.leader = Process("serve", "--config", folder / "pool.yaml")
         self.address = self.leader.wait_for(r" listening on (127\S+:\d+)").group(1)
+        self.metrics_address = self.leader.wait_for(r"metrics listening on (\S+:\d+)").group(1)
         control = self.leader.wait_for(r"workers join at (\S+:\d+)").group(1)
         for host in range(self.network.hosts):
             self.workers.append(WorkerOf(host, "--config", folder / "worker.yaml", "--join", control, "--set",
@@ -174,6 +177,12 @@ class Pool:
         done = run("plan", "--server", self.address, "--tokens", self.tokens, "--json", *spread)
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout)["weights"]["seconds"]
+
+    def waited_for_weights(self):
+        """Seconds since the beginning that a rank has stood still for weights, on average."""
+        text = urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=5).read().decode()
+        waits = re.findall(r'^meshfill_comm_wait_seconds_total\{.*op="gather".*\} (\S+)$', text, re.MULTILINE)
+        return sum(map(float, waits)) / self.network.hosts
 
     def close(self):
         for worker in self.workers:
@@ -227,6 +236,7 @@ def compare_weights(folder, network, repeats, tokens):
     """Whether sharing the weights adds what the plan says."""
     spread = SPREADS["Mesh 4x4"]
     answers = {"resident": [], "sharded": []}
+    waited = []
     with contextlib.ExitStack() as stack:
         pools = {}
         for weights in answers:
@@ -234,10 +244,15 @@ def compare_weights(folder, network, repeats, tokens):
             pools[weights] = Pool(folder / weights, network, measured=False, window=0, weights=weights, tokens=tokens)
             stack.callback(pools[weights].close)
             pools[weights].set_up()
-            pools[weights].prefill(spread)  # packs the shares
+        uncorrected = pools["sharded"].planned(spread)
+        for pool in pools.values():
+            pool.prefill(spread)  # packs the shares
         for _ in range(repeats):
             for weights, pool in pools.items():
+                before = pool.waited_for_weights()
                 answers[weights].append(pool.prefill(spread)[0])
+                if weights == "sharded":
+                    waited.append(pool.waited_for_weights() - before)
         planned = pools["sharded"].planned(spread)
     taken = {weights: [answer["seconds"]["prefill"] for answer in of] for weights, of in answers.items()}
     added = [sharded - resident for resident, sharded in zip(taken["resident"], taken["sharded"], strict=True)]
@@ -246,7 +261,8 @@ def compare_weights(folder, network, repeats, tokens):
           f"{statistics.median(taken['resident']):.2f} s, sharded {statistics.median(taken['sharded']):.2f} s; "
           f"{gathered / 2**20:.2f} MiB of weights from each host, {gathered / network.bytes_per_second:.2f} s of a link; they add "
           f"{statistics.median(added):.2f} s "
-          f"({min(added):.2f} to {max(added):.2f}), the plan says {planned:.2f} s")
+          f"({min(added):.2f} to {max(added):.2f}), {statistics.median(waited):.2f} s of them in waits for weights, the "
+          f"others in waits for chunks beside them; the plan says {planned:.2f} s, and said {uncorrected:.2f} s before any prefill")
     return gathered > 0 and abs(statistics.median(added) / planned - 1) <= ADDED_BY_WEIGHTS
 
 

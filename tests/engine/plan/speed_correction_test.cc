@@ -44,6 +44,7 @@ class Pool {
     PartSeconds parts{.products = 10e-6 * tokens,
                       .attention = 0.4e-9 * tokens * tokens,
                       .transfers = 4e-6 * tokens,
+                      .weights = 0.05 * std::uniform_int_distribution<int>(0, 1)(random_),
                       .fixed = 5e-3};
     parts.hidden = std::min(0.5 * parts.transfers, parts.attention);
     Prediction predicted;
@@ -60,6 +61,7 @@ class Pool {
     measured.attention = noisy(truth_.attention * parts.attention);
     measured.comm_wait =
         noisy(std::max(0.0, truth_.transfers * parts.transfers - truth_.attention * parts.hidden));
+    measured.comm_wait += noisy(truth_.weights * parts.weights);
     measured.all = measured.attention + measured.comm_wait + noisy(truth_.products * parts.products) +
                    noisy(parts.fixed + truth_.fixed_seconds);
     return measured;
@@ -79,7 +81,7 @@ double Predicted(const SpeedCorrection& correction, const PartSeconds& parts) {
     same.plan.predicted.parts = parts;
     same.plan.predicted.comm_wait_seconds = parts.transfers - parts.hidden;
     same.plan.predicted.seconds =
-        parts.products + parts.attention + parts.fixed + parts.transfers - parts.hidden;
+        parts.products + parts.attention + parts.fixed + parts.transfers - parts.hidden + parts.weights;
     return absl::StatusOr<PlanChoice>(same);
   };
   return correction.Plan({}, {}, any)->plan.predicted.seconds;
@@ -94,13 +96,15 @@ double Ratio(double one, double other) { return std::max(one / other, other / on
 
 TEST(SpeedCorrection, FindsTheFactorOfEachPart) {
   std::mt19937_64 random(TestSeed());
-  std::vector<double> of_products, of_attention, of_predictions;
+  std::vector<double> of_products, of_attention, of_weights, of_predictions;
   for (int round = 0; round < 200; ++round) {
     const auto factor = [&] { return std::exp2(std::uniform_real_distribution<double>(-1.5, 2)(random)); };
-    const PartFactors truth = {.products = factor(),
-                               .attention = factor(),
-                               .transfers = factor(),
-                               .fixed_seconds = std::uniform_real_distribution<double>(-4e-3, 4e-3)(random)};
+    const PartFactors truth = {
+        .products = factor(),
+        .attention = factor(),
+        .transfers = factor(),
+        .weights = std::exp2(std::uniform_real_distribution<double>(-0.5, 0.5)(random)),
+        .fixed_seconds = std::uniform_real_distribution<double>(-4e-3, 4e-3)(random)};
     Pool pool(truth, random());
     SpeedCorrection correction;
     for (int prefill = 0; prefill < 20; ++prefill) {
@@ -110,6 +114,7 @@ TEST(SpeedCorrection, FindsTheFactorOfEachPart) {
     const PartFactors found = correction.factors();
     of_attention.push_back(Ratio(found.attention, truth.attention) - 1);
     of_products.push_back(Ratio(found.products, truth.products) - 1);
+    of_weights.push_back(Ratio(found.weights, truth.weights) - 1);
     for (int prefill = 0; prefill < 20; ++prefill) {
       const PartSeconds parts = pool.Draw().parts;
       of_predictions.push_back(Ratio(Predicted(correction, parts), pool.Exactly(parts)) - 1);
@@ -119,6 +124,8 @@ TEST(SpeedCorrection, FindsTheFactorOfEachPart) {
   EXPECT_LT(Quantile(of_attention, 0.9), 0.15);
   EXPECT_LT(Quantile(of_products, 0.5), 0.1);
   EXPECT_LT(Quantile(of_products, 0.9), 0.25);
+  EXPECT_LT(Quantile(of_weights, 0.5), 0.1);
+  EXPECT_LT(Quantile(of_weights, 0.9), 0.25);
   EXPECT_LT(Quantile(of_predictions, 0.5), 0.07);
   EXPECT_LT(Quantile(of_predictions, 0.95), 0.3);
 }
@@ -203,12 +210,14 @@ TEST(SpeedCorrection, NeverLeavesItsBounds) {
     predicted.parts = {.products = some_seconds(),
                        .attention = some_seconds(),
                        .transfers = some_seconds(),
+                       .weights = some_seconds(),
                        .fixed = some_seconds()};
     predicted.parts.hidden = predicted.parts.transfers * 0.5;
     correction.Observe(predicted,
                        {.all = some_seconds(), .attention = some_seconds(), .comm_wait = some_seconds()});
     const PartFactors factors = correction.factors();
     ASSERT_TRUE(within(factors.products) && within(factors.attention) && within(factors.transfers));
+    ASSERT_TRUE(within(factors.weights));
     ASSERT_GE(factors.fixed_seconds, -predicted.parts.fixed);
     ASSERT_LE(factors.fixed_seconds, SpeedCorrection::kMostFixedSeconds);
   }
@@ -288,6 +297,35 @@ TEST(SpeedCorrection, CorrectsSecondsAndNothingElse) {
     EXPECT_EQ(corrected->candidates[i].tile, plain->candidates[i].tile);
     EXPECT_NEAR(corrected->candidates[i].predicted.seconds / after.seconds,
                 plain->candidates[i].predicted.seconds / before.seconds, 1e-9);
+  }
+}
+
+// Shared weights are waited for, streamed ones take cores.
+TEST(SpeedCorrection, CorrectsWeightsAsTheyCome) {
+  SpeedCorrection correction;
+  Pool pool({.products = 2, .weights = 0.5}, TestSeed());
+  for (int prefill = 0; prefill < 20; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  const PartFactors factors = correction.factors();
+  for (const WeightMode mode : {WeightMode::kSharded, WeightMode::kStreamed}) {
+    const auto with_weights = [mode](const PoolSpeed& speed, const Topology&) {
+      return MakePlan(
+          kModel, speed,
+          {.tokens = 1000, .ranks = 4, .weights = {.mode = mode, .layer_seconds = 10, .head_seconds = 1}});
+    };
+    const Prediction before = with_weights({}, {})->plan.predicted;
+    const Prediction after = correction.Plan({}, {}, with_weights)->plan.predicted;
+    const double factor = mode == WeightMode::kSharded ? factors.weights : factors.products;
+    EXPECT_NEAR(after.weight_seconds, factor * before.weight_seconds, 1e-9);
+    EXPECT_NEAR(after.seconds, after.compute_seconds + after.comm_wait_seconds + after.weight_seconds, 1e-9);
+    EXPECT_NEAR(after.seconds - after.weight_seconds,
+                factors.products *
+                        (before.parts.products - (mode == WeightMode::kSharded ? 0 : before.weight_seconds)) +
+                    factors.attention * before.parts.attention + after.comm_wait_seconds +
+                    std::max(0.0, before.parts.fixed + factors.fixed_seconds),
+                1e-9);
   }
 }
 
