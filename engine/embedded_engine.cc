@@ -59,16 +59,6 @@ class LayerProgress {
   PrefillObserver* const observer_;
 };
 
-// The status that explains the others: a rank's own failure, not the abort that it caused elsewhere.
-absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) {
-  absl::Status cause;
-  for (const absl::StatusOr<RankOutput>& output : outputs) {
-    if (output.ok()) continue;
-    if (cause.ok() || absl::IsCancelled(cause) || absl::IsAborted(cause)) cause = output.status();
-  }
-  return cause;
-}
-
 class EmbeddedEngine : public PrefillEngine {
  public:
   EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool, const SpeedNotes& notes)

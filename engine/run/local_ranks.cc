@@ -11,6 +11,15 @@ absl::Duration PeerWaitTimeout(const Plan& plan) {
   return absl::Seconds(60) + 20 * absl::Seconds(plan.predicted.seconds);
 }
 
+absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs) {
+  absl::Status cause;
+  for (const absl::StatusOr<RankOutput>& output : outputs) {
+    if (output.ok()) continue;
+    if (cause.ok() || absl::IsCancelled(cause) || absl::IsAborted(cause)) cause = output.status();
+  }
+  return cause;
+}
+
 void LocalRanks::Start(int ranks, Run run, Done done) {
   run_ = std::move(run);
   done_ = std::move(done);

@@ -20,6 +20,10 @@ namespace meshfill {
 // noticed sooner by others: the timeout ends a run after a bug, or where the leader is gone, too.
 absl::Duration PeerWaitTimeout(const Plan& plan);
 
+// The status that explains the others: a rank's own failure, not the abort that it caused elsewhere. OK where
+// none failed.
+absl::Status FirstCause(const std::vector<absl::StatusOr<RankOutput>>& outputs);
+
 class LocalRanks {
  public:
   using Run = std::function<absl::StatusOr<RankOutput>(int index)>;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "engine/comm/run_deadline.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_device.h"
@@ -224,6 +225,25 @@ TEST(InProcess, PausesMoveTheDeadline) {
   owner.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   EXPECT_GE(waited, run.PausedTime() + kWait - absl::Milliseconds(1));
+}
+
+// Pauses before the wait began move no deadline.
+TEST(RunDeadlineTest, IsMovedByThePausesSinceItsBegin) {
+  const absl::Time time = MonotonicNow();
+  EXPECT_EQ(RunDeadline(nullptr, time).Now(), time);
+  StopToken run;
+  const auto pause = [&run] {
+    run.Pause();
+    absl::SleepFor(absl::Milliseconds(2));
+    run.Resume();
+  };
+  pause();
+  const absl::Duration before = run.PausedTime();
+  const RunDeadline deadline(&run, time);
+  EXPECT_EQ(deadline.Now(), time);
+  pause();
+  EXPECT_GT(run.PausedTime(), before);
+  EXPECT_EQ(deadline.Now(), time + (run.PausedTime() - before));
 }
 
 }  // namespace

@@ -47,6 +47,12 @@ TEST(CpuPlatform, AnotherPoolHasAnotherKey) {
   EXPECT_EQ(keys.size(), 6u);
 }
 
+TEST(CpuPlatform, RefusesGpusThatAreNamed) {
+  const absl::Status status = MakeCpuPlatform()->Find({.ranks = 2, .devices = {0, 1}}).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("pool.worker.devices"), std::string::npos) << status;
+}
+
 TEST(CpuPlatform, RanksThatShareThreadsHaveTheirShare) {
   for (const int ranks : {1, 2, 3, 8}) {
     const Pool pool = MakePool(ranks, 2);

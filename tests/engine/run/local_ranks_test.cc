@@ -50,6 +50,17 @@ TEST(LocalRanksTest, RunsEachRankOnAThreadOfItsOwn) {
   ranks.Join();  // twice is fine
 }
 
+TEST(FirstCauseTest, IsAFailureOfARanksOwn) {
+  const absl::StatusOr<RankOutput> done = RankOutput(), stopped = absl::CancelledError("stopped"),
+                                   aborted = absl::AbortedError("another rank failed"),
+                                   failed = absl::InternalError("NaN"), later = absl::InternalError("later");
+  EXPECT_TRUE(FirstCause({done, done}).ok());
+  EXPECT_EQ(FirstCause({done, stopped, failed, later, aborted}), failed.status());
+  EXPECT_EQ(FirstCause({aborted, failed}), failed.status());
+  EXPECT_EQ(FirstCause({failed, stopped}), failed.status());
+  EXPECT_EQ(FirstCause({stopped, done}), stopped.status()) << "the prefill was cancelled";
+}
+
 TEST(LocalRanksTest, ItsEndWaitsForTheRanks) {
   std::promise<void> proceed;
   const std::shared_future<void> go = proceed.get_future().share();

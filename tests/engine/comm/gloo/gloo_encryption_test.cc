@@ -1,7 +1,9 @@
 // Ranks that encrypt, and somebody who has the wire between them.
+#include <cstddef>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "engine/comm/checksum.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/comm/gloo/record_relay.h"
 #include "tests/engine/random_seed.h"
@@ -164,6 +166,89 @@ TEST(GlooEncryption, AHelloThatWasHeardIsWorthNothing) {
   ASSERT_TRUE(ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(9, 2), 0, 9).ok());
   EXPECT_TRUE(HasPattern(**receive->Wait(Soon()), 9, 2));
   for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
+}
+
+// ---- In clear text, where gloo's preamble and Meshfill's header go before each message.
+
+constexpr uint64_t kClearRun = 0x5ca1ab1e0ddba11;
+struct ClearHeader {
+  uint64_t run;
+  uint64_t sequence;
+  uint32_t traffic;
+  uint32_t from;
+  uint64_t bytes;
+  uint64_t has_checksum;
+  uint64_t payload_checksum;
+  uint64_t sum;
+};
+constexpr size_t kPreambleBytes = 48;
+constexpr size_t kLengthBeforeHeader = 16;
+
+// What rank 0 says of rank 1's message, in front of which `change` has been at work.
+absl::Status ReceiveChanged(const std::function<void(char* header)>& change) {
+  GlooEndpoints endpoints(2, {.run = kClearRun});
+  bool changed = false;
+  RecordRelay relay(endpoints.addresses[0], nullptr,
+                    [&](RecordRelay::Direction direction, std::string& bytes) {
+                      const std::string run(reinterpret_cast<const char*>(&kClearRun), sizeof(kClearRun));
+                      const size_t at = bytes.rfind(run);
+                      // A hello has the run, too, and nothing that long before it.
+                      if (changed || direction != RecordRelay::kToServer || at == std::string::npos ||
+                          at < kPreambleBytes || bytes.size() < at + sizeof(ClearHeader)) {
+                        return;
+                      }
+                      change(bytes.data() + at);
+                      changed = true;
+                    });
+  auto ranks = endpoints.ConnectAll();
+  auto receive = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(8, 0), 1, 8).value();
+  EXPECT_TRUE(ranks[1]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 1), 0, 8).ok());
+  const absl::Status end = receive->Wait(Soon()).status();
+  EXPECT_TRUE(changed);
+  for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
+  return end;
+}
+
+TEST(GlooInClear, AHeaderThatWasChangedOnItsWayIsFound) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 8; ++draw) {
+    const absl::Status end = ReceiveChanged([&](char* header) {
+      header[Draw<size_t>(random, 0, sizeof(ClearHeader) - 1)] ^= static_cast<char>(1 << Draw(random, 0, 7));
+    });
+    ExpectStatus(end, absl::StatusCode::kDataLoss,
+                 {"rank 0", "recv_kv", "rank 1", "the header of message 0"});
+  }
+}
+
+// Whole, but not the one that is waited for.
+TEST(GlooInClear, AMessageOfAnotherPlaceIsFound) {
+  const std::function<void(ClearHeader&)> changes[] = {
+      [](ClearHeader& header) { ++header.run; },
+      [](ClearHeader& header) { ++header.sequence; },
+      [](ClearHeader& header) { header.traffic = static_cast<uint32_t>(Traffic::kQ); },
+      [](ClearHeader& header) { header.from = 0; },
+  };
+  for (const auto& change : changes) {
+    const absl::Status end = ReceiveChanged([&](char* at) {
+      ClearHeader header;
+      std::memcpy(&header, at, sizeof(header));
+      change(header);
+      header.sum = Checksum(&header, offsetof(ClearHeader, sum));
+      std::memcpy(at, &header, sizeof(header));
+    });
+    ExpectStatus(end, absl::StatusCode::kInternal,
+                 {"rank 0", "recv_kv", "rank 1", "the ranks have diverged"});
+  }
+}
+
+// gloo throws then, on the thread of its loop.
+TEST(GlooInClear, AMessageThatIsTooLongForGlooEndsTheConnection) {
+  const absl::Status end = ReceiveChanged([](char* header) {
+    const uint64_t too_long = 1 << 20;
+    std::memcpy(header - kLengthBeforeHeader, &too_long, sizeof(too_long));
+  });
+  ExpectStatus(end, absl::StatusCode::kUnavailable,
+               {"rank 0", "recv_kv", "the connection with rank 1 is lost: "});
 }
 
 }  // namespace

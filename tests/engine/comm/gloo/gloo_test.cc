@@ -186,7 +186,18 @@ TEST_P(Gloo, AnEndedRankStillDeliversWhatItSent) {
   EXPECT_TRUE(HasPattern(**message, size_bytes, 5));
   auto late = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(1, 4), 1, 1);
   ExpectStatus(late.ok() ? (*late)->Wait(Soon()).status() : late.status(), absl::StatusCode::kUnavailable,
-               {"rank 0", "recv_kv", "rank 1"});
+               {"rank 0", "recv_kv", "rank 1", "is lost: Connection closed by peer"});
+}
+
+// A rank that waits for one peer hears that another one has gone before it took what it was sent.
+TEST_P(Gloo, AMessageThatNobodyTakesEndsTheWaitForAnother) {
+  GlooEndpoints endpoints(3, With());
+  auto ranks = endpoints.ConnectAll();
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, PatternBuffer(20 << 20, 5), 2, 1).value();
+  ranks[1]->Abort(absl::AbortedError("over"));
+  ExpectStatus(receive->Wait(Soon()).status(), absl::StatusCode::kUnavailable,
+               {"rank 0", "recv_q from rank 2", "the connection with rank 1 is lost"});
+  for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
 }
 
 // ---- The executor sees no difference.

@@ -1,5 +1,5 @@
-// A man in the middle of one connection of gloo's: he hears it whole, and passes its TLS records on as he
-// likes.
+// A man in the middle of one connection of gloo's: he hears it whole, and passes on what he likes, of TLS by
+// records.
 #ifndef MESHFILL_TESTS_ENGINE_COMM_GLOO_RECORD_RELAY_H_
 #define MESHFILL_TESTS_ENGINE_COMM_GLOO_RECORD_RELAY_H_
 
@@ -30,9 +30,12 @@ class RecordRelay {
   // that go on in its place. Null: all bytes are passed on as they are.
   using Tamper = std::function<std::vector<std::string>(Direction, int number, const std::string& record)>;
   static constexpr size_t kLargeRecordBytes = 4096;
+  // Changes bytes of a direction, as they come; in clear text.
+  using Rewrite = std::function<void(Direction, std::string& bytes)>;
 
   // In front of the endpoint with this address, which is changed to lead here.
-  RecordRelay(std::string& address, Tamper tamper) : tamper_(std::move(tamper)) {
+  RecordRelay(std::string& address, Tamper tamper, Rewrite rewrite = nullptr)
+      : tamper_(std::move(tamper)), rewrite_(std::move(rewrite)) {
     sockaddr_in here = {};
     here.sin_family = AF_INET;
     here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -93,6 +96,11 @@ class RecordRelay {
     const ssize_t count = recv(flow.from, bytes, sizeof(bytes), 0);
     if (count <= 0) return false;
     heard_.append(bytes, count);
+    if (rewrite_ != nullptr) {
+      std::string rewritten(bytes, count);
+      rewrite_(flow.direction, rewritten);
+      return send(flow.to, rewritten.data(), rewritten.size(), MSG_NOSIGNAL) == std::ssize(rewritten);
+    }
     if (tamper_ == nullptr) return send(flow.to, bytes, count, MSG_NOSIGNAL) == count;
     flow.pending.append(bytes, count);
     const size_t in_clear = std::min(flow.in_clear, flow.pending.size());
@@ -117,6 +125,7 @@ class RecordRelay {
   }
 
   const Tamper tamper_;
+  const Rewrite rewrite_;
   sockaddr_in target_;
   FileDescriptor listener_;
   std::atomic<bool> stop_ = false;
