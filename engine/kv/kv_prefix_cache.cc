@@ -44,10 +44,7 @@ KvSlabs FirstTokensOf(const Entry& entry, int64_t tokens) {
 int64_t KvBlockNames::blocks() const { return std::ssize(hashes) / kHashBytes; }
 
 int64_t KvPrefixCache::BlocksInCommon(const Entry& entry, const KvBlockNames& names) {
-  if (entry.tenant != names.tenant || entry.block_tokens != names.block_tokens ||
-      entry.long_rope != names.long_rope) {
-    return 0;
-  }
+  if (entry.tenant != names.tenant || entry.long_rope != names.long_rope) return 0;
   int64_t blocks = 0;
   for (const Piece& piece : entry.pieces) {
     const int64_t own = piece.kept.tokens / entry.block_tokens;

@@ -24,8 +24,8 @@
 
 namespace meshfill {
 
-// Two prompts of one tenant that agree in the name of a block begin with the same tokens up to its end. Their
-// K and V up to there are the same where `long_rope` is, too.
+// Two prompts of one tenant that agree in the name of a block begin with the same tokens up to its end, in
+// blocks of the same size. Their K and V up to there are the same where `long_rope` is, too.
 struct KvBlockNames {
   std::string tenant;
   int block_tokens = 16;

@@ -1,5 +1,5 @@
 // Random histories of a cache beside its definition: the longest prefix of whole blocks that any prompt of
-// the same tenant and salt has left, and what it holds by counting.
+// the same tenant, salt and size of blocks has left, and what it holds by counting.
 #include "engine/kv/kv_prefix_cache.h"
 
 #include <algorithm>
@@ -52,10 +52,11 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
   struct Prompt {
     std::vector<uint32_t> tokens;
     std::string tenant, salt;
+    int block_tokens;
     bool long_rope;
   };
   for (int round = 0; round < 30; ++round) {
-    const int block_tokens = Draw<int>(random, 1, 5);
+    const int sizes[] = {Draw<int>(random, 1, 5), Draw<int>(random, 1, 5)};
     const auto sum = std::make_shared<KvBytes>();
     KvPrefixCache cache;
     std::vector<Prompt> entered;
@@ -63,7 +64,9 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
       Prompt prompt = {.tokens = {},
                        .tenant = Draw<int>(random, 0, 2) == 0 ? "a" : "b",
                        .salt = Draw<int>(random, 0, 2) == 0 ? "" : "salt",
+                       .block_tokens = sizes[Draw<int>(random, 0, 3) / 3],
                        .long_rope = Draw<int>(random, 0, 2) == 0};
+      const int block_tokens = prompt.block_tokens;
       if (!entered.empty() && Draw<int>(random, 0, 3) > 0) {  // as one before it, for a while
         const Prompt& other = entered[Draw<size_t>(random, 0, entered.size() - 1)];
         prompt.tokens.assign(
@@ -76,8 +79,10 @@ TEST(KvPrefixCacheTest, FindsTheLongestPrefixThatIsThere) {
           NamesOf(prompt.tokens, block_tokens, prompt.tenant, prompt.salt, prompt.long_rope);
       int64_t expected = 0;
       for (const Prompt& other : entered) {
-        if (other.tenant != prompt.tenant || other.salt != prompt.salt || other.long_rope != prompt.long_rope)
+        if (other.tenant != prompt.tenant || other.salt != prompt.salt ||
+            other.block_tokens != block_tokens || other.long_rope != prompt.long_rope) {
           continue;
+        }
         expected =
             std::max(expected, TokensInCommon(other.tokens, prompt.tokens) / block_tokens * block_tokens);
       }

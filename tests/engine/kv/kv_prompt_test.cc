@@ -1,5 +1,6 @@
 #include "engine/kv/kv_prompt.h"
 
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -13,6 +14,20 @@ const KvShape kShape = {.layers = 3, .kv_heads = 2, .head_dim = 4, .dtype = DTyp
 
 TokenLayout Striped(int ranks, int64_t tokens) {
   return TokenLayout::Make(LayoutKind::kStriped, ranks, tokens, 4).value();
+}
+
+// `class`: kv_values.h has a function of this name.
+TEST(KvChargeTest, GivesBackNoMoreThanItHas) {
+  const auto sum = std::make_shared<class KvBytes>();
+  sum->Add(10);
+  KvCharge charge(sum, 10);
+  const std::unique_ptr<KvCharge> part = charge.Split(4);
+  part->Drop(5);
+  EXPECT_EQ(part->bytes(), 0);
+  EXPECT_EQ(sum->charged(), 6);
+  EXPECT_EQ(charge.Split(7)->bytes(), 6);  // gone at once
+  EXPECT_EQ(charge.bytes(), 0);
+  EXPECT_EQ(sum->charged(), 0);
 }
 
 TEST(KvPromptTest, ALayerIsThereOnceAllRanksHaveWrittenIt) {
@@ -63,7 +78,10 @@ TEST(KvPromptTest, RunsBehindAPrefixShareItsSlabs) {
     for (int layer = 0; layer < 3; ++layer) KeepValues(second, piece, rank, layer, 24);
   }
   EXPECT_EQ(second.Layer(0), nullptr);  // the other tokens are to come
-  KeepAllValues(second, Striped(3, 18), second.slabs());
+  const std::shared_ptr<const KvSlabs> first_pieces = second.slabs();
+  second.Begin(piece, first_pieces);
+  EXPECT_EQ(second.Layer(0), nullptr);  // all have begun, and the last one has written nothing
+  KeepAllValues(second, piece, first_pieces);
   const std::shared_ptr<const KvSlabs> slabs = second.Layer(2);
   ASSERT_NE(slabs, nullptr);
   ASSERT_EQ(slabs->pieces.size(), 3u);
@@ -76,6 +94,23 @@ TEST(KvPromptTest, RunsBehindAPrefixShareItsSlabs) {
   // What a run brings anew takes the place of what came before it.
   KeepAllValues(second, Striped(1, 36), prefix);
   EXPECT_EQ(second.Layer(0)->pieces.size(), 2u);
+}
+
+TEST(KvPromptTest, APieceIsChargedForItsTokensHoweverOftenItBegins) {
+  const auto bytes = [](int64_t tokens) { return kShape.layers * kShape.LayerBytes(tokens); };
+  const auto sum = std::make_shared<class KvBytes>();
+  sum->Add(bytes(60));
+  KvPrompt prompt(kShape, 60);
+  prompt.Watch(nullptr, std::make_unique<KvCharge>(sum, bytes(60)), nullptr);
+  std::shared_ptr<const KvSlabs> before;
+  for (const int64_t tokens : {24, 18, 18}) {
+    for (const int ranks : {2, 3, 1}) prompt.Begin(Striped(ranks, tokens), before);
+    before = prompt.slabs();
+    int64_t charged = 0;
+    for (const auto& charge : before->pieces.back().run->charges) charged += charge->bytes();
+    EXPECT_EQ(charged, bytes(tokens));
+    EXPECT_EQ(sum->charged(), bytes(60));
+  }
 }
 
 TEST(KvPromptTest, ItsOwnLaterRunsGetWhatNobodyElseReads) {

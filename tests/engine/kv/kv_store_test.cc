@@ -4,8 +4,10 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "tests/engine/kv/kv_values.h"
@@ -44,7 +46,10 @@ TEST_F(KvStoreTest, ALeaseLastsFromItsPrefillsEnd) {
   now_ += absl::Seconds(29);
   EXPECT_TRUE(store.Find((*lease)->id(), "tenant").ok());
   now_ += absl::Seconds(1);
-  EXPECT_TRUE(absl::IsNotFound(store.Find((*lease)->id(), "tenant").status()));  // before anybody sweeps
+  const absl::Status gone = store.Find((*lease)->id(), "tenant").status();  // before anybody sweeps
+  EXPECT_TRUE(absl::IsNotFound(gone)) << gone;
+  EXPECT_TRUE(absl::StrContains(gone.message(), (*lease)->id().substr(0, 8))) << gone;
+  EXPECT_FALSE(absl::StrContains(gone.message(), (*lease)->id())) << gone;  // whoever knows it may read
   EXPECT_EQ(store.counts().bytes, 10 * kTokenBytes);
   EXPECT_EQ(store.EndLapsed(), absl::InfiniteFuture());
   EXPECT_EQ(store.counts().bytes, 0);
@@ -110,6 +115,7 @@ TEST_F(KvStoreTest, RefusesWhatHasNoRoomAndSaysWhenThereIs) {
 
   auto one = *store.Admit(Prompt(40), "", absl::Seconds(30));
   auto two = *store.Admit(Prompt(60), "", absl::Seconds(50));
+  EXPECT_EQ(store.RoomIn(100 * kTokenBytes), absl::ZeroDuration());  // both run, and may end at once
   ASSERT_TRUE(one->Keep().ok() && two->Keep().ok());
   EXPECT_TRUE(absl::IsResourceExhausted(store.Admit(Prompt(1), "", absl::Seconds(30)).status()));
   EXPECT_EQ(store.RoomIn(0), absl::ZeroDuration());
@@ -117,16 +123,22 @@ TEST_F(KvStoreTest, RefusesWhatHasNoRoomAndSaysWhenThereIs) {
   EXPECT_EQ(store.RoomIn(41 * kTokenBytes), absl::Seconds(50));
   EXPECT_EQ(store.counts().refused, 2u);
   now_ += absl::Seconds(30);
+  EXPECT_EQ(store.RoomIn(40 * kTokenBytes), absl::ZeroDuration());
   EXPECT_TRUE(store.Admit(Prompt(40), "", absl::Seconds(30)).ok());  // lapsed ones make room by themselves
 }
 
 TEST_F(KvStoreTest, AReadersPromptIsChargedUntilItLetsGo) {
   KvStore store(100 * kTokenBytes, Clock());
+  int changes = 0;
+  store.SetObserver([&] { ++changes; });
   auto lease = *store.Admit(Prompt(100), "", absl::Seconds(30));
   std::shared_ptr<const KvPrompt> reader = *store.Find(lease->id(), "");
+  changes = 0;
   lease.reset();
+  EXPECT_GT(std::exchange(changes, 0), 0);  // though no byte is free
   EXPECT_TRUE(absl::IsResourceExhausted(store.Admit(Prompt(1), "", absl::Seconds(30)).status()));
   reader.reset();
+  EXPECT_GT(changes, 0);
   EXPECT_TRUE(store.Admit(Prompt(100), "", absl::Seconds(30)).ok());
 }
 

@@ -203,6 +203,10 @@ TEST(Topology, IsRefusedWithTheReason) {
   Topology slow = Nodes({2}, 1);
   slow.same_node.bytes_per_second = 0;
   EXPECT_NE(message(slow).find("inside a node has 0 bytes/s"), std::string::npos) << message(slow);
+  Topology early = Nodes({2}, 1);
+  early.between_nodes.latency_seconds = -1;
+  EXPECT_NE(message(early).find("between nodes has 4e+09 bytes/s and -1 s"), std::string::npos)
+      << message(early);
   EXPECT_NE(message(Nodes({2}, 0)).find("share 0 bytes/s"), std::string::npos);
   Topology mixed = Nodes({2, 2}, 1);
   mixed.node_of_seat = {0, 1, 0};

@@ -1,6 +1,7 @@
 #include "engine/model/layer_shape.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
@@ -73,6 +74,21 @@ TEST(LayerShape, CountsTheExpertsThatATokenUses) {
     EXPECT_GE(widths.narrow, std::max({q, used * width, shared_width}));
     EXPECT_EQ(SliceBytes(widths, 10, shape.dtype),
               10 * (widths.normed + widths.wide + widths.narrow) * dtype_bytes + 4 * (count + 1 + 30 * used));
+  }
+}
+
+TEST(LayerShape, TheLargestLayerIsThatOfAnyKind) {
+  const LayerForm dense, experts = {.mlp = MlpKind::kExperts};
+  ModelShape model = {.layers = 3, .hidden = 64, .q_heads = 2, .kv_heads = 1, .head_dim = 8};
+  model.experts = {.count = 5, .used = 2, .width = 10, .shared_width = 0};
+  model.kinds = LayerKindsOf(std::vector<LayerForm>{dense, experts, experts});
+  for (const int64_t intermediate : {1, 1000}) {  // the experts are larger, or the dense MLP is
+    model.intermediate = intermediate;
+    const int64_t of_dense = LayerMatrixBytes(LayerShapeOf(model, dense), DType::kBf16);
+    const int64_t of_experts = LayerMatrixBytes(LayerShapeOf(model, experts), DType::kBf16);
+    const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+    EXPECT_EQ(bytes.layers, of_dense + 2 * of_experts);
+    EXPECT_EQ(bytes.most_layer, std::max(of_dense, of_experts));
   }
 }
 

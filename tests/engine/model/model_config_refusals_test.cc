@@ -23,6 +23,9 @@ std::vector<BadConfig> BadConfigs() {
   const json llama3 = {
       {"rope_type", "llama3"}, {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}};
   const json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}};
+  json two_groups = Compressed(json::object(), json::object());
+  json& groups = two_groups["quantization_config"]["config_groups"];
+  groups["group_1"] = groups["group_0"];
   const json windowed = With(Qwen2(), {{"use_sliding_window", true}, {"sliding_window", 8}});
   return {
       {"unknown key", With(Llama(), {{"num_experts", 8}}), {"\"num_experts\"", "8"}},
@@ -123,6 +126,10 @@ std::vector<BadConfig> BadConfigs() {
       {"compressed in no group",
        Compressed({{"config_groups", json::object()}}, json::object()),
        {"\"quantization_config.config_groups\""}},
+      {"compressed in two groups", two_groups, {"\"quantization_config.config_groups\"", "one group"}},
+      {"compressed around a zero point",
+       Compressed(json::object(), {{"symmetric", false}}),
+       {"\"quantization_config.config_groups.weights.symmetric\"", "false"}},
       {"window in Llama", With(Llama(), {{"sliding_window", 8}}), {"\"sliding_window\"", "8"}},
       {"no architecture",
        Without(Without(Llama(), "architectures"), "model_type"),

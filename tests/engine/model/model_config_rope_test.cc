@@ -103,6 +103,10 @@ TEST(ModelConfigTest, YarnExtendsTheContext) {
   EXPECT_EQ(ParseGood(Rope(With(yarn, {{"attention_factor", 1.5}}))).rope.attention_factor, 1.5);
   EXPECT_NEAR(ParseGood(Rope(With(yarn, {{"mscale", 1.0}, {"mscale_all_dim", 0.5}}))).rope.attention_factor,
               (0.1 * std::log(4.0) + 1) / (0.05 * std::log(4.0) + 1), 1e-12);
+  for (const json& one : {json{{"mscale", 2.0}}, json{{"mscale_all_dim", 2.0}},
+                          json{{"mscale", 2.0}, {"mscale_all_dim", 0}}}) {  // one alone changes nothing
+    EXPECT_EQ(ParseGood(Rope(With(yarn, one))).rope.attention_factor, config.rope.attention_factor) << one;
+  }
   const ModelConfig derived =
       ParseGood(Rope({{"type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 256}}));
   EXPECT_EQ(derived.rope.factor, 4);  // max_position_embeddings / original

@@ -80,6 +80,13 @@ TEST(ModelConfigTest, NullStandsForTheDefaultWhereTransformersHasIt) {
   EXPECT_THAT(WindowsOf(config), ElementsAre(0, 0, 0));
 }
 
+TEST(ModelConfigTest, WhatAFamilyFixesMayBeStated) {
+  const ModelConfig config =
+      ParseGood(With(Llama(), {{"partial_rotary_factor", 1.0}, {"pretraining_tp", 1}}));
+  EXPECT_EQ(config.shape.rope_dim, 0);  // all of a head
+  EXPECT_EQ(ParseGood(Rope({{"rope_type", "default"}, {"partial_rotary_factor", 1}})).shape.rope_dim, 0);
+}
+
 TEST(ModelConfigTest, SlidingWindows) {
   EXPECT_THAT(WindowsOf(ParseGood(With(Mistral(), {{"sliding_window", 7}}))), ElementsAre(7, 7, 7));
   const json window = {{"sliding_window", 7}, {"max_window_layers", 1}};

@@ -1,5 +1,7 @@
 #include "engine/model/model_shape.h"
 
+#include <utility>
+
 #include "gtest/gtest.h"
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/random_seed.h"
@@ -96,6 +98,14 @@ TEST(ModelShape, ScoresAreOverTheRootOfTheHeadOrOfWhatTheModelSays) {
   EXPECT_EQ(model.score_scale(), 0.125f);
   model.score_scalar = 256;
   EXPECT_EQ(model.score_scale(), 0.0625f);
+}
+
+TEST(ModelShape, HeadGroupsDivideTheHeadsOrHaveOneKvHeadEach) {
+  const ModelShape model = {.q_heads = 8, .kv_heads = 2};
+  for (const auto& [groups, kv_heads] : {std::pair{1, 2}, {2, 1}, {4, 1}, {8, 1}}) {
+    EXPECT_EQ(model.HeadSlice(groups).q_heads, 8 / groups);
+    EXPECT_EQ(model.HeadSlice(groups).kv_heads, kv_heads) << groups;
+  }
 }
 
 TEST(ModelShape, CountsChunkBytes) {
