@@ -20,6 +20,7 @@
 #include "engine/model/weight_feed.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_device.h"
+#include "kernels/return_if_error.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
 
@@ -87,6 +88,42 @@ class StreamedWeightsTest : public testing::Test {
   const std::unique_ptr<Device> device_ = MakeReferenceDevice(DType::kF32);
   std::unique_ptr<StreamedWeights> weights_;
 };
+
+// Reads all the time, for so long, until its one part is there.
+class SlowMaker final : public PartMaker {
+ public:
+  explicit SlowMaker(absl::Duration takes) : takes_(takes) {}
+
+  absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int /*part*/,
+                                                         const BeforeRead& before_read) override {
+    const absl::Time end = MonotonicNow() + takes_;
+    while (MonotonicNow() < end) {
+      RETURN_IF_ERROR(before_read());
+      std::this_thread::yield();
+    }
+    return std::make_shared<const WeightPart>();
+  }
+  void Quit() override {}
+  bool serves_others() const override { return false; }
+  int64_t sent_bytes() const override { return 0; }
+  std::string PartName(int /*part*/) const override { return "the part"; }
+  const char* advice() const override { return "wait"; }
+
+ private:
+  const absl::Duration takes_;
+};
+
+TEST(WeightFeedTest, APartThatIsBeingReadIsWaitedForBeyondTheTimeout) {
+  absl::Status status = absl::UnknownError("not taken");
+  // A longer timeout where other processes keep the thread that reads from its core.
+  for (absl::Duration timeout = absl::Milliseconds(50); !status.ok() && timeout < absl::Seconds(2);
+       timeout *= 2) {
+    const std::unique_ptr<WeightFeed> feed =
+        MakeAhead(std::make_unique<SlowMaker>(4 * timeout), 1, 1, /*at_once=*/false, nullptr);
+    status = feed->Take(0, 0, timeout).status();
+  }
+  EXPECT_TRUE(status.ok()) << status;
+}
 
 TEST_F(StreamedWeightsTest, CutsTheHeadWhereAProductMay) {
   EXPECT_EQ(weights_->head_rows() % 512, 0);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
@@ -60,6 +61,7 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
     ASSERT_GT(planned->pieces.size(), 1u);
     int64_t first = request.cached_tokens, longest = 0;
     double seconds = 0;
+    CommBytes sent;
     for (const Plan& piece : planned->pieces) {
       EXPECT_EQ(piece.cached_tokens, first);
       EXPECT_TRUE(CanFollow(piece.layout, first)) << piece.DebugString() << " after " << first;
@@ -69,18 +71,84 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
       EXPECT_LE(piece.predicted.peak_bytes, planned->plan.predicted.peak_bytes);
       first += piece.layout.tokens();
       seconds += piece.predicted.seconds;
+      sent += piece.predicted.comm_bytes;
       longest = std::max(longest, piece.layout.tokens());
     }
     EXPECT_EQ(first, request.cached_tokens + request.tokens);
     EXPECT_NEAR(planned->plan.predicted.seconds, seconds, 1e-9 * seconds);
+    EXPECT_EQ(planned->plan.predicted.comm_bytes, sent);
     EXPECT_EQ(planned->plan.cached_tokens, planned->pieces.back().cached_tokens);
 
     PlanRequest longer = request;  // as the one that sees most keys
-    longer.tokens = longest + 2 * granule;
+    // Of two pieces, the first may have given the second a granule.
+    longer.tokens = longest + (planned->pieces.size() == 2 ? 2 : 1) * granule;
     longer.cached_tokens += request.tokens - longer.tokens;
     EXPECT_TRUE(longer.cached_tokens <= 0 || !MakePlan(Small(), speed, longer).ok());
   }
   EXPECT_GT(cut, 20);
+}
+
+// A shorter stripe would deal the piece's keys otherwise than those before them.
+TEST(MakePlanInPieces, TheLastPieceHasAWholeStripe) {
+  const int64_t stripe = 64, granule = 2 * stripe;
+  const struct {
+    int64_t fits;  // tokens of a piece
+    std::vector<int64_t> pieces;
+  } cases[] = {{4 * granule, {512, 512, 384, 138}}, {granule + 10, {128, 128, 138}}};
+  for (const auto& [fits, pieces] : cases) {
+    PlanRequest request = {.tokens = std::reduce(pieces.begin(), pieces.end()), .ranks = 2, .stripe = stripe};
+    PlanRequest last = request;
+    last.tokens = fits;
+    last.cached_tokens = request.tokens - fits;
+    request.memory_budget_bytes = MakePlan(Small(), {}, last)->plan.predicted.run_bytes;
+    const auto planned = MakePlanInPieces(Small(), {}, request, granule);
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    std::vector<int64_t> tokens;
+    for (const Plan& piece : planned->pieces) tokens.push_back(piece.layout.tokens());
+    EXPECT_EQ(tokens, pieces);
+  }
+}
+
+TEST(MakePlanInPieces, OnlyTheLastPieceTakesTheHead) {
+  PlanRequest request = {.tokens = 20'000, .ranks = 2};
+  request.memory_budget_bytes = MakePlan(Small(), {}, request)->plan.predicted.run_bytes / 2;
+  request.weights = {.mode = WeightMode::kSharded,
+                     .head_seconds = 1e6,  // beside which a piece takes no time
+                     .sent_bytes = 1000,
+                     .sent_head_bytes = 100};
+  const auto planned = MakePlanInPieces(Small(), {}, request, 128);
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  ASSERT_GT(planned->pieces.size(), 1u);
+  for (const Plan& piece : planned->pieces) {
+    const bool is_last = &piece == &planned->pieces.back();
+    EXPECT_EQ(piece.predicted.comm_bytes[Traffic::kGather], is_last ? 1000 : 900);
+    EXPECT_EQ(piece.predicted.seconds > 1e6, is_last);
+  }
+}
+
+// Each rank's keys of the prompt lie behind its own of the prefix, as they are dealt.
+TEST(CanFollow, LeavesThePrefixWhereItIs) {
+  std::mt19937_64 random(TestSeed());
+  int follow = 0;
+  for (int draw = 0; draw < 200; ++draw) {
+    const TokenLayout layout =
+        TokenLayout::Make(static_cast<LayoutKind>(Draw(random, 0, 2)), Draw(random, 1, 6),
+                          Draw<int64_t>(random, 1, 500), Draw<int64_t>(random, 1, 40))
+            .value();
+    const int64_t stripes = Draw(random, 0, 20), cached = stripes * layout.stripe();
+    const bool whole_rounds = layout.kind() == LayoutKind::kStriped && stripes % layout.ranks() == 0;
+    EXPECT_EQ(CanFollow(layout, cached), cached == 0 || whole_rounds) << layout.DebugString();
+    if (!CanFollow(layout, cached)) continue;
+    ++follow;
+    const TokenLayout keys = KvLayout(layout, cached);
+    for (int rank = 0; rank < layout.ranks(); ++rank) {
+      const int64_t before = keys.ChunkTokens(rank) - layout.ChunkTokens(rank);
+      for (int64_t slot = 0; slot < layout.ChunkTokens(rank); ++slot) {
+        ASSERT_EQ(keys.TokenAt(rank, before + slot), cached + layout.TokenAt(rank, slot));
+      }
+    }
+  }
+  EXPECT_GT(follow, 20);
 }
 
 TEST(MakePlanInPieces, SaysWhatDoesNotFitEvenSo) {

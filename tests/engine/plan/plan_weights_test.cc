@@ -69,12 +69,14 @@ TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
                            .layer_bytes = 1000,
                            .head_bytes = 400};
   EXPECT_EQ(ShareBytes(one, 4), 1100);
+  EXPECT_EQ(ShareBytes({.loaded_bytes = 4401}, 4), 1101) << "no byte is left out";
   const PlanWeights shared = SharedAmong(one, 4, {.latency_seconds = 0.25, .bytes_per_second = 1000});
   EXPECT_EQ(shared.loaded_bytes, 4400);
   EXPECT_EQ(shared.run_bytes, 8000);
   EXPECT_EQ(shared.layer_bytes, 750);
   EXPECT_EQ(shared.head_bytes, 300);
   EXPECT_EQ(shared.sent_bytes, 3000 + 100);
+  EXPECT_EQ(shared.WithoutHead().sent_bytes, 3000);
   EXPECT_DOUBLE_EQ(shared.layer_seconds, 1.5);
   EXPECT_DOUBLE_EQ(shared.layer_busy_seconds, 0.15);
   EXPECT_DOUBLE_EQ(shared.head_seconds, 1.05);
@@ -156,6 +158,20 @@ TEST(PlanWeightsTest, ChangeNoChoiceButByTheirMemory) {
     EXPECT_EQ(plan->plan.predicted.run_bytes, bare->plan.predicted.run_bytes + with.weights.run_bytes);
     EXPECT_GE(plan->plan.predicted.seconds, bare->plan.predicted.seconds);
   }
+}
+
+TEST(PlanWeightsTest, APoolNeedsWhatItsSlowestAndLargestWorkerDoes) {
+  const PlanWeights least;
+  const PlanWeights most = {.mode = WeightMode::kSharded,
+                            .loaded_bytes = 1,
+                            .run_bytes = 2,
+                            .layer_seconds = 3,
+                            .layer_busy_seconds = 4,
+                            .head_seconds = 5,
+                            .layer_bytes = 6,
+                            .head_bytes = 7};
+  EXPECT_EQ(MostOf(least, most), most);
+  EXPECT_EQ(MostOf(most, least), most);
 }
 
 TEST(PlanWeightsTest, RefusesWhatNoWorkerHas) {

@@ -89,5 +89,24 @@ TEST(MakePlan, ExchangesInSlicesWhereWeightsStay) {
   EXPECT_EQ(MakePlan(Llama(8, 8, DType::kBf16), kSlowLink, request)->plan.exchanges(), 1);
 }
 
+TEST(MakePlan, SlicesOfAnExchangeGainAPercent) {
+  PlanRequest request = {.tokens = 65536, .ranks = 4, .tile = Tile{1, 1}, .heads = 4, .one_memory = false};
+  PoolSpeed speed = kSlowLink;
+  int sliced = 0, whole = 0;
+  for (speed.link_bytes_per_second = 1e9; speed.link_bytes_per_second < 1e14;
+       speed.link_bytes_per_second *= 1.3) {
+    request.hides_exchanges = false;
+    const double at_once = MakePlan(Llama(8, 8, DType::kBf16), speed, request)->plan.predicted.seconds;
+    request.hides_exchanges = true;
+    const auto choice = MakePlan(Llama(8, 8, DType::kBf16), speed, request);
+    const bool in_slices = choice->plan.exchanges() > 1;
+    ++(in_slices ? sliced : whole);
+    EXPECT_LE(choice->plan.predicted.seconds, (in_slices ? 0.99 : 1) * at_once)
+        << speed.link_bytes_per_second << " bytes/s";
+  }
+  EXPECT_GT(sliced, 0);
+  EXPECT_GT(whole, 0);
+}
+
 }  // namespace
 }  // namespace meshfill

@@ -140,6 +140,27 @@ TEST(MakePlan, KeepsToTheMemoryBudget) {
   EXPECT_TRUE(Mentions(none, std::to_string(peaks.front() - 1))) << none;
 }
 
+// A shape keeps its fastest schedule where that takes the whole budget.
+TEST(MakePlan, ABudgetMayBeFilled) {
+  const ModelShape model = Llama(8, 1, DType::kBf16);
+  PoolSpeed speed = kSlowLink;
+  for (speed.link_bytes_per_second = 1e8; speed.link_bytes_per_second < 1e12;
+       speed.link_bytes_per_second *= 4) {
+    const auto free = MakePlan(model, speed, {.tokens = 8192, .ranks = 12});
+    ASSERT_TRUE(free.ok()) << free.status();
+    for (const PlanCandidate& shape : free->candidates) {
+      const auto filled = MakePlan(model, speed,
+                                   {.tokens = 8192,
+                                    .ranks = 12,
+                                    .tile = shape.tile,
+                                    .heads = shape.heads,
+                                    .memory_budget_bytes = shape.predicted.run_bytes});
+      ASSERT_TRUE(filled.ok()) << filled.status();
+      EXPECT_EQ(filled->plan.predicted, shape.predicted) << shape.DebugString();
+    }
+  }
+}
+
 TEST(MakePlan, DropsShapesOfWhichNoScheduleFits) {
   const ModelShape model = Llama(8, 1, DType::kBf16);
   PlanRequest request = {.tokens = 8192, .ranks = 8, .heads = 1, .schedule = ScheduleChoice::kGreedy};

@@ -5,6 +5,7 @@
 #include <limits>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/plan/planner.h"
@@ -147,30 +148,32 @@ TEST(SpeedCorrection, FollowsAMachineThatIsBusy) {
   }
 }
 
-// Also later, when it has long been as it was.
+// Also later, when it has long been as it was: a large change, or one within what is trusted.
 TEST(SpeedCorrection, FollowsAChange) {
   std::mt19937_64 random(TestSeed());
-  std::vector<double> errors;
-  for (int round = 0; round < 100; ++round) {
-    const double later = round % 2 == 0 ? 3 : 1.0 / 3;
-    SpeedCorrection correction;
-    Pool before({}, random());
-    Pool after({.products = later, .attention = later, .transfers = later}, random());
-    for (int prefill = 0; prefill < 300; ++prefill) {
-      const Prediction predicted = before.Draw();
-      correction.Observe(predicted, before.Run(predicted.parts));
+  for (const double change : {3.0, 1.4}) {
+    std::vector<double> errors;
+    for (int round = 0; round < 100; ++round) {
+      const double later = round % 2 == 0 ? change : 1 / change;
+      SpeedCorrection correction;
+      Pool before({}, random());
+      Pool after({.products = later, .attention = later, .transfers = later}, random());
+      for (int prefill = 0; prefill < 300; ++prefill) {
+        const Prediction predicted = before.Draw();
+        correction.Observe(predicted, before.Run(predicted.parts));
+      }
+      for (int prefill = 0; prefill < 30; ++prefill) {
+        const Prediction predicted = after.Draw();
+        correction.Observe(predicted, after.Run(predicted.parts));
+      }
+      for (int prefill = 0; prefill < 20; ++prefill) {
+        const PartSeconds parts = after.Draw().parts;
+        errors.push_back(Ratio(Predicted(correction, parts), after.Exactly(parts)) - 1);
+      }
     }
-    for (int prefill = 0; prefill < 30; ++prefill) {
-      const Prediction predicted = after.Draw();
-      correction.Observe(predicted, after.Run(predicted.parts));
-    }
-    for (int prefill = 0; prefill < 20; ++prefill) {
-      const PartSeconds parts = after.Draw().parts;
-      errors.push_back(Ratio(Predicted(correction, parts), after.Exactly(parts)) - 1);
-    }
+    EXPECT_LT(Quantile(errors, 0.5), 0.1) << change;
+    EXPECT_LT(Quantile(errors, 0.9), 0.3) << change;
   }
-  EXPECT_LT(Quantile(errors, 0.5), 0.1);
-  EXPECT_LT(Quantile(errors, 0.9), 0.3);
 }
 
 TEST(SpeedCorrection, OneOutlierMovesItLittle) {
@@ -193,6 +196,40 @@ TEST(SpeedCorrection, OneOutlierMovesItLittle) {
     EXPECT_LE(Ratio(moved.products, factors.products), most * (1 + 1e-9)) << before;
     EXPECT_LE(Ratio(moved.attention, factors.attention), most * (1 + 1e-9)) << before;
     EXPECT_LE(Ratio(moved.transfers, factors.transfers), most * (1 + 1e-9)) << before;
+  }
+}
+
+// Even the first prefill, when nothing is known: one that took far longer moves a factor less than half as
+// far as one that took twice as long.
+TEST(SpeedCorrection, AFirstOutlierMovesItLittle) {
+  const auto moved = [](double seconds) {
+    Prediction predicted;
+    predicted.parts.attention = 1;
+    SpeedCorrection correction;
+    correction.Observe(predicted, {.all = seconds, .attention = seconds});
+    return correction.factors().attention - 1;
+  };
+  for (const double times : {20, 40, 1000}) {
+    EXPECT_GT(moved(times), 0) << times;
+    EXPECT_LT(moved(times), moved(2) / 2) << times;
+  }
+}
+
+TEST(SpeedCorrection, ReachesItsBoundsAndNoFurther) {
+  constexpr double kMost = SpeedCorrection::kMostFactor;
+  for (const auto& [times, bound] : {std::pair(1.5 * kMost, kMost), std::pair(0.5 / kMost, 1 / kMost)}) {
+    Pool pool({.products = times, .attention = times, .transfers = times, .weights = times}, TestSeed());
+    SpeedCorrection correction;
+    for (int prefill = 0; prefill < 100; ++prefill) {
+      const Prediction predicted = pool.Draw();
+      correction.Observe(predicted, pool.Run(predicted.parts));
+    }
+    const PartFactors found = correction.factors();
+    for (const double factor : {found.products, found.attention, found.transfers, found.weights}) {
+      EXPECT_LE(factor, kMost);
+      EXPECT_GE(factor, 1 / kMost);
+      EXPECT_LT(Ratio(factor, bound), 1.2);
+    }
   }
 }
 
@@ -300,6 +337,25 @@ TEST(SpeedCorrection, CorrectsSecondsAndNothingElse) {
   }
 }
 
+// A piece is corrected as a whole prompt of the same parts is.
+TEST(SpeedCorrection, CorrectsEachPiece) {
+  SpeedCorrection correction;
+  Pool pool({.products = 2, .attention = 0.5, .transfers = 1.5}, TestSeed());
+  for (int prefill = 0; prefill < 20; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  const auto in_pieces = [](const PoolSpeed& speed, const Topology&) {
+    auto choice = MakePlan(kModel, speed, {.tokens = 1000, .ranks = 4});
+    choice->pieces = {choice->plan, choice->plan};
+    return choice;
+  };
+  const auto corrected = correction.Plan({}, {}, in_pieces);
+  ASSERT_TRUE(corrected.ok()) << corrected.status();
+  EXPECT_NE(corrected->plan.predicted, in_pieces({}, {})->plan.predicted);
+  for (const Plan& piece : corrected->pieces) EXPECT_EQ(piece.predicted, corrected->plan.predicted);
+}
+
 // Shared weights are waited for, streamed ones take cores.
 TEST(SpeedCorrection, CorrectsWeightsAsTheyCome) {
   SpeedCorrection correction;
@@ -363,6 +419,32 @@ TEST(SpeedCorrection, RanksPlansByWhatPrefillsShow) {
     EXPECT_NEAR(found->plan.predicted.seconds / best, 1, 0.1) << link << " bytes/s";
   }
   EXPECT_GT(tests, 0);
+}
+
+// Every link is as much slower, within a node or out of it.
+TEST(SpeedCorrection, RanksAllLinksAlike) {
+  Pool pool({.transfers = 4}, TestSeed());
+  SpeedCorrection correction;
+  for (int prefill = 0; prefill < 100; ++prefill) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  const PoolSpeed said_speed;
+  const Topology said = {.same_node = {.latency_seconds = 1e-6, .bytes_per_second = 8e9},
+                         .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 4e9},
+                         .node_bytes_per_second = 2e9};
+  const auto look = [&](const PoolSpeed& speed, const Topology& ranked) {
+    const double slower = said_speed.link_bytes_per_second / speed.link_bytes_per_second;
+    EXPECT_GT(slower, 2);
+    EXPECT_DOUBLE_EQ(speed.link_latency_seconds, slower * said_speed.link_latency_seconds);
+    EXPECT_DOUBLE_EQ(ranked.node_bytes_per_second, said.node_bytes_per_second / slower);
+    for (const auto link : {&Topology::same_node, &Topology::between_nodes}) {
+      EXPECT_DOUBLE_EQ((ranked.*link).latency_seconds, slower * (said.*link).latency_seconds);
+      EXPECT_DOUBLE_EQ((ranked.*link).bytes_per_second, (said.*link).bytes_per_second / slower);
+    }
+    return MakePlan(kModel, speed, {.tokens = 100, .ranks = 2});
+  };
+  EXPECT_TRUE(correction.Plan(said_speed, said, look).ok());
 }
 
 TEST(SpeedCorrection, NoiseChangesNoPlan) {
