@@ -54,6 +54,9 @@ TEST(AttentionExecutor, EqualsAttentionWithoutAMesh) {
       ASSERT_EQ(stats.blocks, BlocksOf(c, rank));
       ASSERT_LE(stats.block_seconds + stats.merge_seconds + stats.comm_wait_seconds(),
                 stats.attention_seconds);
+      const auto waits_for = [&](Traffic traffic) { return stats.wait_seconds[traffic] > 0; };
+      ASSERT_FALSE(c.plan.tile.a == 1 && (waits_for(Traffic::kQ) || waits_for(Traffic::kO)));
+      ASSERT_FALSE(c.plan.tile.b == 1 && waits_for(Traffic::kKv));
     }
   }
 }

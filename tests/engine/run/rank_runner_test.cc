@@ -56,6 +56,13 @@ class RunRankTest : public testing::Test {
   // The prompt's last tokens, as many as the plan has.
   absl::StatusOr<RankOutput> Run(const Plan& plan, WatchedStream& stream, const KvSlabs* prefix = nullptr,
                                  KvSink* kv = nullptr, int64_t tokens_ahead = 0) {
+    return RunIds(plan, std::span<const uint32_t>(prompt_).last(plan.layout.tokens()), stream, prefix, kv,
+                  tokens_ahead);
+  }
+
+  absl::StatusOr<RankOutput> RunIds(const Plan& plan, std::span<const uint32_t> ids, WatchedStream& stream,
+                                    const KvSlabs* prefix = nullptr, KvSink* kv = nullptr,
+                                    int64_t tokens_ahead = 0) {
     Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
     const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, /*with_head=*/tokens_ahead == 0, nullptr);
@@ -64,7 +71,7 @@ class RunRankTest : public testing::Test {
                     .weights = *weights,
                     .reader = 0,
                     .rank = 0,
-                    .ids = std::span<const uint32_t>(prompt_).last(plan.layout.tokens()),
+                    .ids = ids,
                     .stream = stream,
                     .communicator = *communicators.front(),
                     .wait_timeout = absl::Seconds(10),
@@ -110,6 +117,38 @@ TEST_F(RunRankTest, TakesTheSlicesAndTheMemoryOfItsPlan) {
     EXPECT_EQ(SpareBytes(plan, stream), 0);
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
+  }
+}
+
+TEST_F(RunRankTest, RefusesAnotherNumberOfTokensThanItsChunkHas) {
+  const Plan plan = PlanFor({.tokens = kTokens});
+  for (const int64_t tokens : {int64_t{0}, kTokens - 1}) {
+    WatchedStream stream(DType::kF32);
+    const auto output = RunIds(plan, std::span<const uint32_t>(prompt_).first(tokens), stream);
+    EXPECT_TRUE(absl::IsInternal(output.status())) << output.status();
+  }
+}
+
+TEST(ReadsHeadTest, IsTheRankOfTheLastTokenAndNobodyWhereNoLogitsAreWanted) {
+  constexpr int kRanks = 4;
+  const ModelShape model = {.layers = 1,
+                            .hidden = 8,
+                            .intermediate = 8,
+                            .q_heads = 1,
+                            .kv_heads = 1,
+                            .head_dim = 8,
+                            .vocab = 8,
+                            .context_tokens = 1000};
+  for (const int64_t tokens : {1, 64, 65, 300}) {
+    const Plan plan = MakePlan(model, {}, {.tokens = tokens, .ranks = kRanks})->plan;
+    int readers = 0;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      EXPECT_FALSE(ReadsHead(plan, rank, /*wants_logits=*/false));
+      if (!ReadsHead(plan, rank)) continue;
+      ++readers;
+      EXPECT_EQ(plan.layout.RankOf(tokens - 1), rank);
+    }
+    EXPECT_EQ(readers, 1) << tokens;
   }
 }
 

@@ -263,7 +263,9 @@ TEST_P(ShardedWeightsTest, AWorkerKeepsItsShareAndTwoParts) {
   constexpr int64_t kLineBytes = 64;   // shares of a part differ by one
   for (const int count : {2, 4, 9}) {  // 9: more than a layer has panels
     std::vector<Worker> workers = LoadWorkers(count);
-    TakeAll(*Open(workers, 0, std::vector<int>(count, 1)), workers, 0);
+    for (int runs = 0; runs < 2; ++runs) {  // the second packs nothing
+      TakeAll(*Open(workers, 0, std::vector<int>(count, 1)), workers, 0);
+    }
     int64_t kept = 0;
     for (int i = 0; i < count; ++i) {
       const WeightMemory memory = workers[i].weights->memory();
@@ -288,6 +290,21 @@ TEST_P(ShardedWeightsTest, OtherSharesReplaceTheOldOnes) {
   workers.pop_back();
   take_all({1, 1}, 1);
   EXPECT_EQ(workers[0].weights->memory().bytes + workers[1].weights->memory().bytes, all);
+}
+
+TEST_P(ShardedWeightsTest, AShareStaysWhileARunUsesIt) {
+  std::vector<Worker> workers = LoadWorkers(2);
+  const auto kept = [&workers] {
+    int64_t bytes = 0;
+    for (const Worker& worker : workers) bytes += worker.weights->memory().bytes;
+    return bytes;
+  };
+  const auto run = Open(workers, 0, {1, 1});
+  for (const Worker& worker : workers) worker.weights->DropUnused();
+  TakeAll(*run, workers, 0);
+  EXPECT_EQ(kept(), Bytes().first);
+  for (const Worker& worker : workers) worker.weights->DropUnused();
+  EXPECT_EQ(kept(), 0);
 }
 
 TEST_P(ShardedWeightsTest, APeerThatDoesNotComeIsAnErrorThatNamesIt) {

@@ -50,7 +50,7 @@ TEST(TimelineRecorder, KeepsUpToItsCapacityAndCountsTheRest) {
 }
 
 TEST(Timeline, IsIdleWhereARankNeitherComputesNorWaits) {
-  Timeline timeline{.ranks = 2};
+  Timeline timeline{.ranks = 3};
   EXPECT_EQ(timeline.idle_share(), 0);
   const auto add = [&](int rank, SpanKind kind, int layer, double start, double end) {
     timeline.spans.push_back(
@@ -65,6 +65,8 @@ TEST(Timeline, IsIdleWhereARankNeitherComputesNorWaits) {
   add(1, SpanKind::kWork, 0, 10, 11);
   add(1, SpanKind::kWork, 1, 13, 14);
   EXPECT_DOUBLE_EQ(timeline.idle_share(), 0.5);
+  add(2, SpanKind::kWork, 0, 10, 11);
+  EXPECT_DOUBLE_EQ(timeline.idle_share(), 0.5) << "of the rank that is idle for longest";
 }
 
 TEST(SpanTimer, AddsToTheSumWhatItRecords) {
