@@ -33,37 +33,6 @@ constexpr absl::Duration kLong = absl::Minutes(1);
 constexpr int64_t kVocab = 1300;
 constexpr int kLayers = 6;
 
-// Reads one part for long, a little at a time. `longest_gap` is the longest time without a read.
-class SlowReader final : public PartMaker {
- public:
-  SlowReader(absl::Duration reads_for, absl::Duration& longest_gap)
-      : reads_for_(reads_for), longest_gap_(longest_gap) {}
-
-  absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int /*part*/,
-                                                         const BeforeRead& before_read) override {
-    absl::Time last = begin_;
-    while (last < begin_ + reads_for_) {
-      const absl::Status status = before_read();
-      const absl::Time now = MonotonicNow();
-      longest_gap_ = std::max(longest_gap_, now - last);
-      last = now;
-      if (!status.ok()) return status;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return std::make_shared<const WeightPart>();
-  }
-  void Quit() override {}
-  bool serves_others() const override { return false; }
-  int64_t sent_bytes() const override { return 0; }
-  std::string PartName(int /*part*/) const override { return "the part"; }
-  const char* advice() const override { return "wait"; }
-
- private:
-  const absl::Time begin_ = MonotonicNow();
-  const absl::Duration reads_for_;
-  absl::Duration& longest_gap_;
-};
-
 class StreamedWeightsTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -238,20 +207,6 @@ TEST_F(StreamedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
   const std::unique_ptr<WeightFeed> none = weights_->Open(2, parts(), nullptr);
   EXPECT_TRUE(absl::IsDataLoss(none->Take(1, 0, kLong).status()));
   EXPECT_TRUE(absl::IsDataLoss(none->Take(0, 0, kLong).status()));
-}
-
-// On a machine so busy that the reads stood still meanwhile, it tries again.
-TEST_F(StreamedWeightsTest, APartIsWaitedForAsLongAsItIsRead) {
-  constexpr absl::Duration kTimeout = absl::Milliseconds(50);
-  absl::Duration longest_gap;
-  absl::Status status;
-  do {
-    longest_gap = absl::ZeroDuration();
-    const auto feed = MakeAhead(std::make_unique<SlowReader>(3 * kTimeout, longest_gap), /*readers=*/1,
-                                /*parts=*/1, /*at_once=*/false, nullptr);
-    status = feed->Take(0, 0, kTimeout).status();
-  } while (!status.ok() && longest_gap > kTimeout / 2);
-  EXPECT_TRUE(status.ok()) << status;
 }
 
 // The rank that is ahead waits for the other, which says when it gets on.
