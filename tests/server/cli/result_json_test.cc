@@ -46,6 +46,13 @@ TEST(PrefillJson, SaysWhatWasCachedAndThePiecesWhereThereAreAny) {
   EXPECT_NE(json.find(R"("mfu":0.625,"cached_tokens":512})"), std::string::npos) << json;
 }
 
+TEST(PrefillJson, SaysWhatWasGatheredWhereWeightsAreShared) {
+  v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
+  result.mutable_comm_bytes()->set_gather(5);
+  const std::string json = PrefillJson(result);
+  EXPECT_NE(json.find(R"("all_to_all":4,"gather":5})"), std::string::npos) << json;
+}
+
 TEST(PrefillJson, SaysWireAndPlacementWhereTheyAreNotAsUsual) {
   v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
   result.mutable_plan()->set_partial_dtype("bf16");

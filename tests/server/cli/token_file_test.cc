@@ -96,6 +96,15 @@ TEST(TokenDecoder, NamesTheLineAndColumnOfWhatIsWrong) {
               "above 4294967295");
 }
 
+// A file comes in pieces; lines and columns are the file's.
+TEST(TokenDecoder, CountsColumnsFromTheLinesBegin) {
+  TokenDecoder decoder(TokenFormat::kIds, "prompt");
+  ASSERT_TRUE(decoder.Decode("1 2\n33").ok());
+  ASSERT_TRUE(decoder.Decode("3 4\n5 ").ok());
+  const absl::Status status = decoder.Decode("6 x");
+  EXPECT_TRUE(absl::StrContains(status.message(), "prompt:3:5: unexpected 'x'")) << status;
+}
+
 // As tokenizers in Python print them, and as one file of comma-separated values has them.
 TEST(TokenDecoder, ReadsJsonListsAndCommasInRandomPieces) {
   const uint32_t seed = std::random_device{}();

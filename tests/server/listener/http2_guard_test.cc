@@ -121,6 +121,11 @@ TEST_F(Http2GuardTest, ResetsArePaced) {
   EXPECT_EQ(guard_.ReadAgainAt(), kBegin + absl::Seconds(1));
   reset(kBegin + absl::Seconds(3));  // it has waited: there are some again
   EXPECT_EQ(guard_.ReadAgainAt(), absl::InfinitePast());
+  const absl::Time later = kBegin + absl::Hours(1);  // who was quiet has no more than at the begin
+  for (int i = 0; i < Http2Guard::kMostResets; ++i) reset(later);
+  EXPECT_EQ(guard_.ReadAgainAt(), absl::InfinitePast());
+  reset(later);
+  EXPECT_GT(guard_.ReadAgainAt(), later);
 }
 
 // A client can bring the server to reset streams as well.
