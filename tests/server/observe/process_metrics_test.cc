@@ -42,6 +42,13 @@ TEST(ProcessMetricsTest, HasTheStandardOnes) {
   EXPECT_GT(values.at("process_virtual_memory_bytes"), values.at("process_resident_memory_bytes"));
 }
 
+TEST(ProcessMetricsTest, CountsTheOpenDescriptorsAndNoOther) {
+  constexpr int kMost = 10'000;  // more than the test opens
+  int open = 0;
+  for (int descriptor = 0; descriptor < kMost; ++descriptor) open += fcntl(descriptor, F_GETFD) != -1;
+  EXPECT_EQ(Collect().at("process_open_fds"), open);
+}
+
 TEST(ProcessMetricsTest, FollowsTheProcess) {
   const auto before = Collect();
   EXPECT_EQ(Collect().at("process_start_time_seconds"), before.at("process_start_time_seconds"));

@@ -64,6 +64,17 @@ TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
             (nlohmann::json{{"recv_q", 0.125}, {"recv_kv", 0.25}, {"send_o", 0.0625}, {"all_to_all", 0}}));
 }
 
+TEST(StatusJsonTest, TheTokensAreThoseOfTheWholePrompt) {
+  LastPrefill last_prefill;
+  FakeEngine engine;
+  PrefillResult result = RunOnce(engine, {});
+  const int64_t computed = result.plan.layout.tokens();
+  result.plan.cached_tokens = 512;
+  last_prefill.OnPrefillDone(result);
+  const auto status = nlohmann::json::parse(StatusJson({}, last_prefill.report().get()));
+  EXPECT_EQ(status.at("last_prefill").at("tokens"), computed + 512);
+}
+
 TEST(StatusPagesTest, HealthIsThatOfThePool) {
   const LastPrefill last_prefill;
   v1::PoolStatus pool;
