@@ -85,6 +85,20 @@ TEST_F(HeldKvTest, ALeaseHoldsThePrefixOfItsRun) {
   EXPECT_EQ(bytes(), 0);
 }
 
+// A lease whose run failed is kept anew by the next one: a reader has parts of one of them.
+TEST_F(HeldKvTest, AReaderReadsOneRunOfItsLease) {
+  ASSERT_TRUE(Run(1, Keeping("a", false), 40).ok());
+  v1::FetchKvRequest request;
+  request.set_lease("a");
+  const auto reader = kv_.Open(request, "t", 1 << 20, nullptr);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  v1::KvPart part;
+  ASSERT_EQ(*(*reader)->Take(part), KvReader::Next::kPart);
+  ASSERT_TRUE(Run(2, Keeping("a", false), 40).ok());
+  EXPECT_TRUE(absl::IsUnavailable((*reader)->Take(part).status()));
+  EXPECT_EQ(TokensRead("a"), 20);
+}
+
 TEST_F(HeldKvTest, WhatALeaseLeavesServesLaterRuns) {
   ASSERT_TRUE(Run(1, Keeping("a", true), 40).ok());
   ASSERT_TRUE(Run(2, Keeping("b", false), 40).ok());
