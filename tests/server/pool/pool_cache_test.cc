@@ -39,6 +39,9 @@ TEST_F(PoolCacheTest, ComputesWhatIsNewAlone) {
     ignoring.mutable_kv()->set_ignore_cache(true);
     EXPECT_EQ(PrefillAndCompare(*client_, prompt, ignoring, "ignore_cache"), 0);
     EXPECT_GT(PrefillAndCompare(*client_, prompt, Header(), "again"), 1000);
+    v1::PrefillHeader striped_otherwise = Header();
+    striped_otherwise.mutable_plan()->set_stripe(32);
+    EXPECT_EQ(PrefillAndCompare(*client_, prompt, striped_otherwise, "other stripes"), 0);
     ReleaseAll();
     EXPECT_EQ(counts().leases, 0);
     EXPECT_EQ(counts().bytes, counts().cached_bytes);
