@@ -18,6 +18,7 @@ KvStreams::KvStreams(KvSource& source, const Limits& limits, Listener* listener)
   source_.SetObserver([this] {
     const MutexLock lock(mu_);
     changed_ = true;
+    counted_ = false;
     wake_.NotifyAll();
   });
 }
@@ -61,8 +62,8 @@ void KvStreams::Remove(KvFetchStream* stream) {
 
 bool KvStreams::WaitUntilNoLease(absl::Time deadline) {
   MutexLock lock(mu_);
-  while ((changed_ || leases_ > 0) && MonotonicNow() < deadline) settled_.WaitUntil(mu_, deadline);
-  return !changed_ && leases_ == 0;
+  while ((!counted_ || leases_ > 0) && MonotonicNow() < deadline) settled_.WaitUntil(mu_, deadline);
+  return counted_ && leases_ == 0;
 }
 
 void KvStreams::WaitUntilNoStream() {
@@ -92,6 +93,7 @@ void KvStreams::Watch() {
     next_round = MonotonicNow() + kRound;
     lock.Lock();
     leases_ = counts.leases;
+    counted_ = !changed_;
     settled_.NotifyAll();
   }
 }

@@ -49,7 +49,7 @@ class KvStreams {
   // Serves a FetchKv call of `tenant`.
   KvFetchReactor* Fetch(grpc::CallbackServerContext* context, std::string tenant, v1::FetchKvRequest request);
 
-  // False where a lease is live at the deadline.
+  // False where a lease is live at the deadline, or the newest change is not counted yet.
   bool WaitUntilNoLease(absl::Time deadline);
   void WaitUntilNoStream();
 
@@ -72,7 +72,8 @@ class KvStreams {
   CondVar settled_;  // the thread has done its round, or a stream has gone
   bool changed_ ABSL_GUARDED_BY(mu_) = true;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;  // leases at the last change
+  int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;    // leases at the last count
+  bool counted_ ABSL_GUARDED_BY(mu_) = false;  // no change came after the count began
   // Shared: the thread may be in OnChange while gRPC lets go of a stream.
   std::map<KvFetchStream*, std::shared_ptr<KvFetchStream>> streams_ ABSL_GUARDED_BY(mu_);
   std::thread watcher_;  // last: it uses all of the above

@@ -41,7 +41,8 @@ class LiveStreams {
     absl::Duration upload_timeout = absl::Seconds(30);  // between two messages, and behind the pace
     double upload_tokens_per_second = 0;                // the slowest pace; 0: any
     absl::Duration result_timeout = absl::Seconds(30);
-    int64_t unread_bytes = INT64_MAX;  // bound on all results but the newest
+    absl::Duration drain_timeout = absl::Seconds(3);  // the result timeout in a drain, where shorter
+    int64_t unread_bytes = INT64_MAX;                 // bound on all results but the newest
   };
 
   explicit LiveStreams(const Limits& limits);
@@ -55,7 +56,7 @@ class LiveStreams {
   void Ended(Stream* stream, int64_t unread_bytes);       // its answer waits to be read
   void Remove(Stream* stream);
 
-  // From now on a client has to read its answer within a few seconds. Each stream is told, also one that is
+  // From now on a client has to read its answer within drain_timeout. Each stream is told, also one that is
   // added later.
   void StartDrain();
 

@@ -42,6 +42,17 @@ TEST(Callers, AreFoundByTheirCredentials) {
   }
 }
 
+TEST(Callers, EveryByteOfATokensHashCounts) {
+  const std::string line = absl::StrCat("alice client team-a ", kTest);
+  for (size_t digit = line.size() - 64; digit < line.size(); ++digit) {
+    std::string other = line;
+    other[digit] = line[digit] == '0' ? '1' : '0';
+    const auto callers = Callers::Parse("F", other);
+    ASSERT_TRUE(callers.ok()) << callers.status();
+    EXPECT_EQ(callers->OfToken("test"), nullptr) << other;
+  }
+}
+
 TEST(Callers, MistakesAreToldWithTheirLineAndWithoutTheCredential) {
   const std::string good = absl::StrCat("a client t ", kTest, "\n");
   EXPECT_EQ(Problem(good), "none");

@@ -62,6 +62,16 @@ std::shared_ptr<Heard> Add(LiveStreams& live) {
   return stream;
 }
 
+// Returns once the watcher has told what it had to tell. limits.upload_timeout is zero: new streams are told
+// at once that they are overdue.
+void WaitForWatcher(LiveStreams& live) {
+  for (int i = 0; i < 2; ++i) {  // what one look finds is told in any order
+    const auto probe = Add(live);
+    EXPECT_TRUE(probe->Comes({"overdue"}));
+    live.Remove(probe.get());
+  }
+}
+
 LiveStreams::Limits Patient() { return {.upload_timeout = absl::Hours(1), .result_timeout = absl::Hours(1)}; }
 
 TEST(LiveStreamsTest, AnUploadThatStandsStillIsToldOnce) {
@@ -156,6 +166,37 @@ TEST(LiveStreamsTest, TheOldestAnswersMakeRoomForTheNewest) {
   live.Ended(last.get(), 1);
   EXPECT_TRUE(next->Comes({"unread"}));
   for (const auto& stream : {first, refused, second, third, next, after, last}) live.Remove(stream.get());
+}
+
+TEST(LiveStreamsTest, AnAnswerThatIsGoneTakesNoRoom) {
+  LiveStreams::Limits limits = Patient();
+  limits.upload_timeout = absl::ZeroDuration();
+  limits.unread_bytes = 100;
+  LiveStreams live(limits);
+  const auto read = Add(live), oldest = Add(live), newest = Add(live);
+  for (const auto& stream : {read, oldest, newest}) EXPECT_TRUE(stream->Comes({"overdue"}));
+  live.Ended(read.get(), 1);
+  live.Remove(read.get());
+  live.Ended(oldest.get(), 50);
+  live.Ended(newest.get(), 50);
+  WaitForWatcher(live);
+  EXPECT_EQ(oldest->words(), Words{"overdue"});
+  live.Remove(oldest.get());
+  live.Remove(newest.get());
+}
+
+TEST(LiveStreamsTest, ADrainGivesAnswersLessTime) {
+  LiveStreams::Limits limits = Patient();
+  limits.drain_timeout = kSoon;
+  LiveStreams live(limits);
+  const auto before = Add(live), after = Add(live), running = Add(live);
+  live.Ended(before.get(), 10);
+  live.StartDrain();
+  EXPECT_TRUE(before->Comes({"drain", "unread"}));
+  live.Ended(after.get(), 10);
+  EXPECT_TRUE(after->Comes({"drain", "unread"}));
+  EXPECT_EQ(running->words(), Words{"drain"});
+  for (const auto& stream : {before, after, running}) live.Remove(stream.get());
 }
 
 TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {
