@@ -54,8 +54,15 @@ class FakeEngine final : public PrefillEngine {
   void Hold(int layers = 1) {
     Set([&] { hold_after_ = layers; });
   }
+  // From now on, prefills that are stopped live on until Release.
+  void HoldStopped() {
+    Set([&] { holds_stopped_ = true; });
+  }
   void Release() {
-    Set([&] { hold_after_ = INT_MAX; });
+    Set([&] {
+      hold_after_ = INT_MAX;
+      holds_stopped_ = false;
+    });
   }
   void FailNext(absl::Status status) {
     Set([&] { fail_next_ = std::move(status); });
@@ -173,6 +180,7 @@ class FakeEngine final : public PrefillEngine {
         while ((engine_.Held(layer) || paused_) && !stopped_) absl::SleepFor(absl::Milliseconds(1));
         if (stopped_) {
           engine_.Set([&] { ++engine_.stopped_runs_; });
+          while (engine_.HoldsStopped()) absl::SleepFor(absl::Milliseconds(1));
           return absl::CancelledError("stopped");
         }
         for (int rank = 0; kept != nullptr && rank < kRanks; ++rank) {
@@ -263,6 +271,10 @@ class FakeEngine final : public PrefillEngine {
     const std::lock_guard<std::mutex> lock(mu_);
     return layer >= hold_after_;
   }
+  bool HoldsStopped() const {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return holds_stopped_;
+  }
 
   const int capacity_;
   ModelShape shape_;
@@ -272,6 +284,7 @@ class FakeEngine final : public PrefillEngine {
   mutable std::mutex mu_;  // ThreadSanitizer does not see through absl::Mutex
   std::condition_variable changed_;
   int hold_after_ = INT_MAX;
+  bool holds_stopped_ = false;
   double predicted_seconds_ = 0.001;
   double paused_seconds_ = 0;
   uint64_t place_ = 0;

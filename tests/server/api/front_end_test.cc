@@ -75,12 +75,21 @@ TEST_F(FrontEndTest, PassesPlanOverridesOn) {
   header.mutable_plan()->mutable_tile()->set_a(1);
   header.mutable_plan()->mutable_tile()->set_b(4);
   header.mutable_plan()->set_layout(v1::LAYOUT_ZIGZAG);
-  const Reply reply = Prefill(header, {1, 2, 3});
+  Reply reply = Prefill(header, {1, 2, 3});
   ASSERT_TRUE(reply.status.ok()) << reply.status;
   EXPECT_EQ(reply.result->plan().a(), 1u);
   EXPECT_EQ(reply.result->plan().b(), 4u);
   EXPECT_EQ(reply.result->plan().heads(), 1u);
   EXPECT_EQ(reply.result->plan().layout(), v1::LAYOUT_ZIGZAG);
+  header.mutable_plan()->mutable_tile()->set_b(2);
+  header.mutable_plan()->set_heads(2);
+  header.mutable_plan()->set_layout(v1::LAYOUT_STRIPED);
+  header.mutable_plan()->set_stripe(2);
+  reply = Prefill(header, {1, 2, 3});
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  EXPECT_EQ(reply.result->plan().heads(), 2u);
+  EXPECT_EQ(reply.result->plan().layout(), v1::LAYOUT_STRIPED);
+  EXPECT_EQ(reply.result->plan().stripe(), 2u);
 }
 
 TEST_F(FrontEndTest, TakesFourMillionIds) {

@@ -396,7 +396,10 @@ TEST_F(KvServiceTest, AFailedOrCancelledPrefillEndsItsLeaseAndItsReaders) {
     EXPECT_TRUE(fetch->Read(&part));
     EXPECT_TRUE(fetch->Read(&part));
     if (cancelled) {
+      engine_->HoldStopped();
       EXPECT_TRUE(client_->Cancel(event.accepted().request_id()).ok());
+      // At once, though the engine still has the prompt.
+      EXPECT_TRUE(absl::IsNotFound(client_->Renew(event.accepted().kv_lease(), 1).status()));
     } else {
       engine_->FailNext(absl::InternalError("NaN in the logits"));
       // Two layers may be read meanwhile, or not.

@@ -143,8 +143,11 @@ TEST_F(PrefillQueueTimeTest, WhatIsBeingStoppedIsNotWaitedFor) {
   MakeQueue({.max_wait = absl::Seconds(50)});
   auto running = Run(100);
   ExpectRefusedWithRetry({.id = "2", .tokens = 3, .predicted_seconds = 200}, 50, 50);
+  engine_.HoldStopped();
   running.reset();
   EXPECT_NE(Reserve({.id = "2", .tokens = 3, .predicted_seconds = 200}), nullptr);
+  EXPECT_FALSE(running_->done());
+  engine_.Release();
 }
 
 TEST_F(PrefillQueueTimeTest, GaugesTellWhatWaitsUploadsAndRuns) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "engine/kv/crc32c.h"
 #include "gtest/gtest.h"
 #include "tests/engine/kv/kv_values.h"
@@ -75,23 +76,30 @@ TEST(SlabReaderTest, GivesWholePagesAlone) {
   const TokenLayout layout = TokenLayout::Make(LayoutKind::kStriped, 2, 100, 32).value();
   const auto prompt = std::make_shared<KvPrompt>(shape, 100);
   KeepAllValues(*prompt, layout);
-  const auto take = [&](uint32_t page_tokens, v1::KvPart& part) {
+  const auto take = [&](uint32_t page_tokens, int rank, v1::KvPart& part) {
     v1::FetchKvRequest request;
     request.set_layout(v1::KV_LAYOUT_PAGES_HND);
     request.set_page_tokens(page_tokens);
     const KvFetch fetch = CheckFetch(request, shape, 100, kMessageBytes).value();
-    SlabReader reader(fetch, {false, true}, [&] { return std::shared_ptr<const KvPrompt>(prompt); });
+    SlabReader reader(fetch, {rank == 0, rank == 1}, [&] { return std::shared_ptr<const KvPrompt>(prompt); });
     return reader.Take(part).status();
   };
   v1::KvPart part;
-  ASSERT_TRUE(take(16, part).ok());
+  ASSERT_TRUE(take(16, /*rank=*/1, part).ok());
   EXPECT_EQ(part.first_token(), 32u);
   EXPECT_EQ(part.tokens(), 32u);
   const KvRange range = {.first_token = 32, .tokens = 32, .first_head = 0, .heads = 2};
   const auto expected = KvBytes(shape, 0, range, KvFormat::kPagesHnd, 16);
   ASSERT_EQ(part.pages().size(), expected.size());
   EXPECT_EQ(std::memcmp(part.pages().data(), expected.data(), expected.size()), 0);
-  EXPECT_TRUE(absl::IsInvalidArgument(take(24, part)));
+  const auto expect_refused = [&](uint32_t page_tokens, int rank, const std::string& page) {
+    const absl::Status status = take(page_tokens, rank, part);
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(absl::StartsWith(status.message(), "the page of tokens " + page + " lies only in part here"))
+        << status;
+  };
+  expect_refused(24, /*rank=*/1, "24 to 47");  // it begins on rank 0
+  expect_refused(64, /*rank=*/0, "0 to 63");   // it ends on rank 1
 }
 
 TEST(SlabReaderTest, WaitsForALayerAndEndsWithTheLease) {
