@@ -110,7 +110,7 @@ class LogTest(CliTestCase):
         self.assertEqual(status, 0)
         entries = self.entries(worker.lines)
         loaded = [entry["message"] for entry in entries if entry["message"].startswith("loaded model")]
-        self.assertRegex(loaded[0], rf"^loaded model \S+: \d+ ranks? of cpu; joining {re.escape(join)} as 'left'$")
+        self.assertRegex(loaded[0], rf'^loaded model \S+: \d+ ranks? of cpu\S*; joining {re.escape(join)} as "left"$')
         levels = {entry["message"].split(":")[0]: entry["level"] for entry in entries}
         self.assertEqual(levels["cannot join yet"], "warning")
         self.assertEqual((levels[str(profile)], levels["the pool's speed"]), ("warning", "info"))

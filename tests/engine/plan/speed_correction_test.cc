@@ -356,6 +356,17 @@ TEST(SpeedCorrection, CorrectsEachPiece) {
   for (const Plan& piece : corrected->pieces) EXPECT_EQ(piece.predicted, corrected->plan.predicted);
 }
 
+// As where a short prompt waits for the weights of a large model.
+TEST(SpeedCorrection, WaitsForWeightsAreNoProducts) {
+  Prediction predicted;
+  predicted.parts = {.products = 1, .transfers = 1e-3, .weights = 1};
+  SpeedCorrection correction;
+  for (int prefill = 0; prefill < 10; ++prefill) {
+    correction.Observe(predicted, {.all = 2.001, .comm_wait = 1.001});
+  }
+  EXPECT_NEAR(correction.factors().products, 1, 0.01);
+}
+
 // Shared weights are waited for, streamed ones take cores.
 TEST(SpeedCorrection, CorrectsWeightsAsTheyCome) {
   SpeedCorrection correction;
