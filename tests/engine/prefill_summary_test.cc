@@ -1,7 +1,9 @@
 #include "engine/prefill_summary.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -95,6 +97,26 @@ TEST(SummarisePrefillTest, LogitsThatAreNoNumbersAreAnError) {
     const absl::Status status = SummarisePrefill(kModel, "m", 1e9, 1, result);
     EXPECT_TRUE(absl::IsInternal(status)) << status;
     EXPECT_NE(status.message().find("token 5"), std::string::npos) << status;
+  }
+}
+
+TEST(SummarisePrefillTest, TheBestTokensComeFirstAndOfTiesTheLowest) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 50; ++draw) {
+    PrefillResult result = NoRanksTold();
+    std::vector<uint32_t> expected(result.logits.size());
+    for (float& logit : result.logits) logit = static_cast<float>(Draw(random, 0, 3));
+    std::iota(expected.begin(), expected.end(), 0);
+    std::stable_sort(expected.begin(), expected.end(), [&](uint32_t left, uint32_t right) {
+      return result.logits[left] > result.logits[right];
+    });
+    const int top_k = Draw(random, 1, static_cast<int>(expected.size()));
+    ASSERT_TRUE(SummarisePrefill(kModel, "m", 1e9, top_k, result).ok());
+    ASSERT_EQ(std::ssize(result.top), top_k);
+    for (int i = 0; i < top_k; ++i) {
+      EXPECT_EQ(result.top[i].token, expected[i]);
+      EXPECT_EQ(result.top[i].logit, result.logits[expected[i]]);
+    }
   }
 }
 
