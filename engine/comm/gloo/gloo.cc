@@ -178,6 +178,10 @@ absl::Status GlooRun::Start(const SocketAddress& interface, std::vector<PeerSock
 
 absl::StatusOr<std::shared_ptr<Message>> GlooRun::SendReceive(Traffic traffic, int to, BufferRef message,
                                                               int from, BufferRef into) {
+  {
+    const MutexLock lock(mu_);
+    if (aborted_) return AbortedIn(Describe(traffic, "from", from));
+  }
   auto receive = std::make_shared<Message>(context_, from, traffic, counters_[from].received[traffic]++,
                                            std::move(into));
   auto send =

@@ -1,4 +1,5 @@
 // Ranks that encrypt, and somebody who has the wire between them.
+#include <atomic>
 #include <cstddef>
 #include <optional>
 
@@ -187,7 +188,7 @@ constexpr size_t kLengthBeforeHeader = 16;
 // What rank 0 says of rank 1's message, in front of which `change` has been at work.
 absl::Status ReceiveChanged(const std::function<void(char* header)>& change) {
   GlooEndpoints endpoints(2, {.run = kClearRun});
-  bool changed = false;
+  std::atomic<bool> changed = false;  // by the relay's thread
   RecordRelay relay(endpoints.addresses[0], nullptr,
                     [&](RecordRelay::Direction direction, std::string& bytes) {
                       const std::string run(reinterpret_cast<const char*>(&kClearRun), sizeof(kClearRun));
