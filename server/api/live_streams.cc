@@ -53,8 +53,8 @@ void LiveStreams::Ended(Stream* stream, int64_t unread_bytes) {
   const auto entry = streams_.find(stream);
   if (entry == streams_.end()) return;
   entry->second.overdue_at = absl::InfiniteFuture();
-  const absl::Duration drain_timeout = std::min(limits_.drain_timeout, limits_.result_timeout);
-  entry->second.read_by = MonotonicNow() + (draining_ ? drain_timeout : limits_.result_timeout);
+  const absl::Duration in_drain = std::min(limits_.drain_result_timeout, limits_.result_timeout);
+  entry->second.read_by = MonotonicNow() + (draining_ ? in_drain : limits_.result_timeout);
   entry->second.unread_bytes = unread_bytes;
   unread_bytes_ += unread_bytes;
   BoundUnread();
@@ -79,7 +79,7 @@ void LiveStreams::BoundUnread() {
 void LiveStreams::StartDrain() {
   const MutexLock lock(mu_);
   draining_ = true;
-  const absl::Time read_by = MonotonicNow() + limits_.drain_timeout;
+  const absl::Time read_by = MonotonicNow() + limits_.drain_result_timeout;
   for (auto& [key, entry] : streams_) {
     if (entry.read_by != absl::InfiniteFuture()) entry.read_by = std::min(entry.read_by, read_by);
   }

@@ -41,8 +41,8 @@ class LiveStreams {
     absl::Duration upload_timeout = absl::Seconds(30);  // between two messages, and behind the pace
     double upload_tokens_per_second = 0;                // the slowest pace; 0: any
     absl::Duration result_timeout = absl::Seconds(30);
-    absl::Duration drain_timeout = absl::Seconds(3);  // the result timeout in a drain, where shorter
-    int64_t unread_bytes = INT64_MAX;                 // bound on all results but the newest
+    absl::Duration drain_result_timeout = absl::Seconds(3);  // in a drain, where it is shorter
+    int64_t unread_bytes = INT64_MAX;                        // bound on all results but the newest
   };
 
   explicit LiveStreams(const Limits& limits);
@@ -56,8 +56,8 @@ class LiveStreams {
   void Ended(Stream* stream, int64_t unread_bytes);       // its answer waits to be read
   void Remove(Stream* stream);
 
-  // From now on a client has to read its answer within drain_timeout. Each stream is told, also one that is
-  // added later.
+  // From now on a client has to read its answer within drain_result_timeout. Each stream is told, also one
+  // that is added later.
   void StartDrain();
 
   // Ends what is still uploading.

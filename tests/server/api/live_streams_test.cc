@@ -187,7 +187,7 @@ TEST(LiveStreamsTest, AnAnswerThatIsGoneTakesNoRoom) {
 
 TEST(LiveStreamsTest, ADrainGivesAnswersLessTime) {
   LiveStreams::Limits limits = Patient();
-  limits.drain_timeout = kSoon;
+  limits.drain_result_timeout = kSoon;
   LiveStreams live(limits);
   const auto before = Add(live), after = Add(live), running = Add(live);
   live.Ended(before.get(), 10);
