@@ -5,7 +5,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <random>
 
@@ -18,6 +17,7 @@
 #include "engine/prefill_engine.h"
 #include "tests/engine/close.h"
 #include "tests/engine/kept_kv.h"
+#include "tests/engine/temp_folder.h"
 #include "tests/engine/test_device.h"
 
 namespace meshfill {
@@ -28,8 +28,8 @@ namespace {
 double Tolerance() { return TestsOnCuda() ? 3e-2 : 1e-4; }
 
 std::string MakeTestModel(const char* name, const MakeModelOptions& options) {
-  const std::string folder = testing::TempDir() + "/independence_" + name;
-  std::filesystem::remove_all(folder);
+  static const TempFolder of_process;  // this test and that of GPUs run at once
+  const std::string folder = of_process / name;
   const absl::Status status = MakeModel(options, folder);
   EXPECT_TRUE(status.ok()) << status;
   return folder;

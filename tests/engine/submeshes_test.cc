@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <random>
@@ -29,9 +28,9 @@ constexpr uint32_t kVocab = 100;
 int64_t Tokens(int64_t on_cpu) { return TestsOnCuda() ? on_cpu / 10 : on_cpu; }
 
 const std::string& ModelFolder() {
+  static const TempFolder of_process;  // this test and that of GPUs run at once
   static const std::string folder = [] {
-    std::string made = testing::TempDir() + "/submeshes_model";
-    std::filesystem::remove_all(made);
+    std::string made = of_process / "model";
     const absl::Status status = MakeModel({.layers = 3,
                                            .hidden = 64,
                                            .intermediate = 64,
