@@ -137,7 +137,7 @@ TEST_F(PrefillEngineTest, RefusesWhatDoesNotFitInMemory) {
 
 TEST_F(PrefillEngineTest, StopsSoonAfterAStopAndServesTheNext) {
   const auto engine = Load();
-  const std::vector<uint32_t> prompt(60000, 1);
+  const std::vector<uint32_t> prompt(30000, 1);
   StopAfterALayer observer;
   const auto result = observer.Run(*engine, {prompt, {}});
   EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
@@ -205,7 +205,7 @@ TEST_F(PrefillEngineTest, PausesChangeNoBitAndAreNoPartOfItsSeconds) {
   std::mt19937_64 random(TestSeed());
   const auto engine = Load();
   const std::vector<uint32_t> shorter(300, 5);
-  for (const int64_t tokens : {20000, 777}) {
+  for (const int64_t tokens : {10000, 777}) {
     std::vector<uint32_t> prompt(tokens);
     for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % 100);
     const auto alone = RunPrefill(*engine, {prompt, {}});
@@ -298,7 +298,7 @@ TEST_F(PrefillEngineTest, DropsAKeptSpeedThatStaysWrong) {
   }
   std::ofstream(path) << wrong;
   const auto engine = load();
-  const std::vector<uint32_t> prompt(2000, 7);
+  const std::vector<uint32_t> prompt(1000, 7);
   for (int i = 0; i < SpeedCorrection::kWrongPrefills; ++i) {
     if (i % 64 == 0) {
       EXPECT_EQ(kept(), wrong) << "after " << i << " prefills";

@@ -217,7 +217,7 @@ class CliServerTest(CliTestCase):
             [MESHFILL, "prefill", "--server", server.address, "--tokens", "-", "--format", "bytes", "--json"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         answer = []
-        prompt = self.long_prompt.read_bytes()[:50_000]
+        prompt = self.long_prompt.read_bytes()[:30_000]
         waiter = threading.Thread(target=lambda: answer.extend(running.communicate(prompt)))
         waiter.start()
         time.sleep(0.7)
