@@ -57,6 +57,21 @@ TEST(ModelConfigTest, Experts) {
   EXPECT_EQ(minimax.shape.rope_dim, 8);
 }
 
+// Those of transformers' configuration classes.
+TEST(ModelConfigTest, ExpertsHaveTheirDefaults) {
+  const auto of = [](const json& config) { return ParseGood(config).shape.experts; };
+  const auto bare = [&](const char* model_type) {
+    return of({{"model_type", model_type}, {"head_dim", 128}});
+  };
+  EXPECT_EQ(bare("qwen3_moe"), (ExpertsShape{.count = 128, .used = 8, .width = 768}));
+  EXPECT_EQ(bare("glm4_moe"), (ExpertsShape{.count = 128, .used = 8, .width = 1408, .shared_width = 1408}));
+  EXPECT_EQ(bare("mixtral"), (ExpertsShape{.count = 8, .used = 2, .width = 14336}));
+  EXPECT_EQ(bare("minimax_m2"), (ExpertsShape{.count = 256, .used = 8, .width = 1536}));
+  json gpt_oss = GptOss();
+  for (const char* key : {"num_local_experts", "num_experts_per_tok", "experts_per_token"}) gpt_oss.erase(key);
+  EXPECT_EQ(of(gpt_oss), (ExpertsShape{.count = 128, .used = 4, .width = of(GptOss()).width}));
+}
+
 TEST(ModelConfigTest, ReadsGptOss) {
   const ModelConfig config = ParseGood(GptOss());
   EXPECT_TRUE(config.qkv_bias && config.o_bias && config.expert_bias && config.sinks);

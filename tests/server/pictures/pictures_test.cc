@@ -165,6 +165,18 @@ TEST(DrawSchedule, LeavesOutTheMiddleOfALongOneAndAllOfTooWideTiles) {
   EXPECT_EQ(Count(wider, "steps 0 to 599 are left out"), 1);
 }
 
+TEST(DrawSchedule, NamesWhatIsReceivedAndSent) {
+  const std::string drawn = DrawnSchedule({.tile = {.a = 2, .b = 2},
+                                           .steps = {{.comm = Traffic::kQ, .blocks = {{0, 0}}},
+                                                     {.comm = Traffic::kKv, .blocks = {{1, 0}}},
+                                                     {.comm = std::nullopt, .blocks = {{1, 1}}},
+                                                     {.comm = Traffic::kO, .blocks = {{0, 1}}}}});
+  for (const char* title : {"step 0: Recv Q#1; blocks (0,0)", "step 1: Recv KV#1; blocks (1,0)",
+                            "step 2: no message; blocks (1,1)", "step 3: Send O#1; blocks (0,1)"}) {
+    EXPECT_EQ(Count(drawn, absl::StrCat("<title>", title, "</title>")), 1) << drawn;
+  }
+}
+
 TEST(SimulationSvg, PutsTheFastestFirstAndNamesWhatIsTooSlowToDraw) {
   const std::string svg = SimulationSvg(
       "title", "a cluster",
