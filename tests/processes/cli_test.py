@@ -372,6 +372,23 @@ class CliTest(CliTestCase):
         self.assertAlmostEqual(bench["mlp_ratio"], bench["dense"]["mlp_seconds"] / bench["with_experts"]["mlp_seconds"])
         self.assertIn("experts over dense", self.succeed("bench", "experts", *shape, "--repeats", 1))
 
+    def test_bench_weights_streams_from_the_disk(self):
+        command = ["bench", "weights", "--config", self.config, "--tokens", 300, "--rounds", 2]
+        warm = json.loads(self.succeed(*command, "--json"))
+        self.assertEqual(warm["streamed_over_resident"], warm["resident"]["seconds"] / warm["streamed"]["seconds"])
+        self.assertNotIn("disk", warm)
+        refused = run(*map(str, command), "--cold", "--workers", "2")
+        self.assertEqual(refused.returncode, 2)
+        self.assertRegex(refused.stderr.decode(), "--cold.*--workers|--workers.*--cold")
+        cold = run(*map(str, command), "--cold", "--json")
+        if cold.returncode == 1 and b"stay in the page cache; put the model on a disk" in cold.stderr:
+            self.skipTest("the temporary folder lies on no disk")
+        self.assertEqual(cold.returncode, 0, cold.stderr)
+        cold = json.loads(cold.stdout)
+        self.assertEqual(cold["disk"]["bytes"], sum(path.stat().st_size for path in self.model.glob("*.safetensors")))
+        self.assertEqual(cold["cold_over_least"],
+                         cold["streamed"]["seconds"] / max(cold["resident"]["seconds"], cold["disk"]["seconds"]))
+
     # ---- What is wrong with the command line, and with its files.
 
     def test_help_and_version(self):

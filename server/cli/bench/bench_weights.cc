@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <string>
 #include <thread>
@@ -18,6 +19,7 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
+#include "server/cli/bench/cold_files.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/cli/result_text.h"
@@ -74,6 +76,12 @@ struct Measured {
   double weight_seconds = 0;  // the last plan's figure
   int64_t weight_bytes = 0;
   int64_t anonymous_bytes = 0;  // the most
+};
+
+// What the disk takes for all weights.
+struct MeasuredDisk {
+  int64_t bytes = 0;
+  std::vector<double> seconds;
 };
 
 // A pool of workers that are in this process, each with one rank.
@@ -148,6 +156,10 @@ class BenchWeightsCommand : public Command {
                      "Compare sharded with resident instead, in a pool of so many workers in this process")
         ->type_name("N")
         ->check(CLI::Range(2, kMaxHostRanks));
+    app_->add_flag("--cold", cold_,
+                   "Stream from files that are not in the page cache, and compare with what takes longer: to "
+                   "compute, or to read the files from the disk")
+        ->excludes("--workers");
     app_->add_option("--seed", seed_, "Of the tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }
@@ -168,24 +180,34 @@ class BenchWeightsCommand : public Command {
   }
 
  private:
-  absl::Status Measure(const v1::Config& config, WeightMode mode, Measured& measured) const {
+  absl::Status Measure(const v1::Config& config, WeightMode mode, Measured& measured) {
     AnonymousPeak peak;
     if (workers_ > 0) {
       ASSIGN_OR_RETURN(const std::unique_ptr<LocalPool> pool, LocalPool::Start(config, workers_, mode));
-      return Measure(pool->engine(), peak, measured);
+      return Measure(pool->engine(), peak, [] { return absl::OkStatus(); }, measured);
     }
     EngineOptions options = ToEngineOptions(config);
     options.weights = mode;
     ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine, LoadEmbeddedEngine(options));
-    return Measure(*engine, peak, measured);
+    const auto make_cold = [&]() -> absl::Status {
+      if (!cold_ || mode != WeightMode::kStreamed) return absl::OkStatus();
+      ASSIGN_OR_RETURN(const ColdFiles files, ColdFiles::Of(options.model_path));
+      ASSIGN_OR_RETURN(const double seconds, files.Read());
+      disk_.bytes = files.bytes();
+      disk_.seconds.push_back(seconds);
+      return files.Drop();
+    };
+    return Measure(*engine, peak, make_cold, measured);
   }
 
-  absl::Status Measure(PrefillEngine& engine, AnonymousPeak& peak, Measured& measured) const {
+  absl::Status Measure(PrefillEngine& engine, AnonymousPeak& peak,
+                       const std::function<absl::Status()>& before_prompt, Measured& measured) const {
     std::mt19937_64 random(seed_);
     std::vector<uint32_t> prompt(static_cast<size_t>(tokens_));
     for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % engine.model().vocab);
     const auto warm_up = std::span<const uint32_t>(prompt).first(std::min(tokens_, kWarmUpTokens));
     RETURN_IF_ERROR(RunPrefill(engine, {warm_up, {}}).status());
+    RETURN_IF_ERROR(before_prompt());
     ASSIGN_OR_RETURN(const PrefillResult result, RunPrefill(engine, {prompt, {}}));
     measured.seconds.push_back(result.prefill_seconds);
     measured.weight_seconds = result.plan.predicted.weight_seconds;
@@ -195,6 +217,9 @@ class BenchWeightsCommand : public Command {
   }
 
   double Ratio() const { return Median(measured_[0].seconds) / Median(measured_[1].seconds); }
+  // Nothing that streams from this disk takes less.
+  double LeastSeconds() const { return std::max(Median(measured_[0].seconds), Median(disk_.seconds)); }
+  double OverLeast() const { return Median(measured_[1].seconds) / LeastSeconds(); }
 
   std::string Json() const {
     nlohmann::ordered_json json = {{"tokens", tokens_}, {"rounds", rounds_}};
@@ -209,6 +234,10 @@ class BenchWeightsCommand : public Command {
           {"anonymous_bytes", of.anonymous_bytes}};
     }
     json[absl::StrCat(WeightModeName(modes_[1]), "_over_resident")] = Ratio();
+    if (cold_) {
+      json["disk"] = {{"bytes", disk_.bytes}, {"seconds", Median(disk_.seconds)}};
+      json["cold_over_least"] = OverLeast();
+    }
     return absl::StrCat(json.dump(), "\n");
   }
 
@@ -223,6 +252,11 @@ class BenchWeightsCommand : public Command {
                             FormatBytes(static_cast<double>(of.anonymous_bytes)));
     }
     absl::StrAppendFormat(&text, "%s over resident, tokens/s: %.3f\n", WeightModeName(modes_[1]), Ratio());
+    if (cold_) {
+      absl::StrAppendFormat(
+          &text, "disk       %s for %s\nstreamed from the disk over the longer of both, seconds: %.3f\n",
+          FormatSeconds(Median(disk_.seconds)), FormatBytes(static_cast<double>(disk_.bytes)), OverLeast());
+    }
     return text;
   }
 
@@ -232,8 +266,10 @@ class BenchWeightsCommand : public Command {
   uint64_t seed_ = 1;
   bool json_ = false;
   int workers_ = 0;  // 0: an embedded pool
+  bool cold_ = false;
   std::array<WeightMode, 2> modes_ = {WeightMode::kResident, WeightMode::kStreamed};
   std::array<Measured, 2> measured_;  // by mode
+  MeasuredDisk disk_;
 };
 
 }  // namespace
