@@ -445,6 +445,31 @@ TEST_F(LeaderRunsTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
   EXPECT_EQ(sent_[1].back().kv_ends().lease(), "x");
 }
 
+TEST_F(LeaderRunsTest, LeasesThatLapseAtOnceAllEnd) {
+  v1::Join offer = Offer("a");
+  offer.set_kv_memory_bytes(1 << 20);
+  Join(1, offer);
+  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  for (const auto& [lease, hours] : {std::pair("x", 1), {"y", 1}, {"z", 2}}) {
+    ASSERT_TRUE(
+        leader_.AdmitKv({.lease = lease, .tenant = "t", .tokens = 200, .lasts = absl::Hours(hours)}, choice->plan)
+            .ok());
+    Submit(std::vector<uint32_t>(200, 1), {.kv_lease = lease});
+    Prepare({1});
+    RankDone(1, 0, kVocab);
+    ASSERT_TRUE(leader_.kv().Keep(lease, now_).ok());
+  }
+  const absl::Time begin = now_;
+  now_ += absl::Hours(1);
+  EXPECT_EQ(leader_.kv().EndLapsed(now_), begin + absl::Hours(2));
+  EXPECT_EQ(leader_.kv_counts().lapsed, 2u);
+  EXPECT_EQ(leader_.kv_counts().leases, 1);
+  now_ += absl::Hours(1);
+  EXPECT_EQ(leader_.kv().EndLapsed(now_), absl::InfiniteFuture());
+  EXPECT_EQ(leader_.kv_counts().leases, 0);
+}
+
 TEST_F(LeaderRunsTest, ALeaseWithoutRoomIsRefusedAndCounted) {
   v1::Join offer = Offer("a");
   const int64_t bytes = KvShapeOf(Shape()).LayerBytes(200) * Shape().layers;
