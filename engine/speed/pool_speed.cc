@@ -110,8 +110,9 @@ absl::StatusOr<PoolSpeed> MeasureProbes(Probes probes) {
                    .lm_head_bytes_per_second = probe.LmHeadBytes() / lm_head};
 }
 
-// A rank has `share` of a stream's speed while all ranks run, and all of it while the others wait.
-void Share(double share, PoolSpeed& speed) {
+}  // namespace
+
+PoolSpeed ShareOf(double share, PoolSpeed speed) {
   speed.gemm_flops_per_second *= share;
   speed.attention_flops_per_second *= share;
   speed.merge_bytes_per_second *= share;
@@ -119,9 +120,8 @@ void Share(double share, PoolSpeed& speed) {
   speed.block_row_seconds /= share;
   speed.token_seconds /= share;
   speed.lone_rank_speedup = 1 / share;
+  return speed;
 }
-
-}  // namespace
 
 CostLine FitCostLine(std::span<const CostSample> samples) {
   // Σ (fixed·x + per_unit·y − 1)² with x = 1/seconds and y = units/seconds.
@@ -154,7 +154,7 @@ absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<St
   }
   ASSIGN_OR_RETURN(PoolSpeed speed, MeasureProbes(probes));
   speed.slice_tokens = SliceTokensOf(model, streams.front()->device().grain());
-  Share(std::min(1.0, static_cast<double>(streams.size()) / ranks), speed);
+  speed = ShareOf(std::min(1.0, static_cast<double>(streams.size()) / ranks), speed);
   speed.start_seconds = StartSeconds(ranks);
   return speed;
 }

@@ -20,6 +20,10 @@ namespace meshfill {
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Stream* const> streams,
                                            int ranks);
 
+// The speed of a rank that has `share` of a stream's while all ranks run, and all of it while the others
+// wait.
+PoolSpeed ShareOf(double share, PoolSpeed speed);
+
 // Runs each of the operations that it measures once.
 absl::Status RunEachOperation(const ModelShape& model, Stream& stream);
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -64,10 +65,11 @@ class SlicedRuns {
     std::vector<RankStats> stats;
     double seconds = 0;
   };
-  // The prompt's tokens behind the cached ones.
-  Run Prefill(const Plan& plan, const std::vector<uint32_t>& prompt, Communicators communicators,
-              const std::vector<Stream*>& streams, KvSink* kv = nullptr,
-              const KvSlabs* prefix = nullptr) const {
+  // The prompt's tokens behind the cached ones. `on_layer_done` is called by all ranks at once.
+  Run Prefill(
+      const Plan& plan, const std::vector<uint32_t>& prompt, Communicators communicators,
+      const std::vector<Stream*>& streams, KvSink* kv = nullptr, const KvSlabs* prefix = nullptr,
+      const std::function<void(int rank, int layer)>& on_layer_done = [](int, int) {}) const {
     const std::span<const uint32_t> ids = std::span(prompt).subspan(plan.cached_tokens);
     Run run{.ends = std::vector<absl::Status>(plan.ranks()),
             .logits = {},
@@ -87,7 +89,7 @@ class SlicedRuns {
                                .stream = *streams[rank],
                                .communicator = *communicators[rank],
                                .wait_timeout = absl::Seconds(60),
-                               .on_layer_done = [](int) {},
+                               .on_layer_done = [&](int layer) { on_layer_done(rank, layer); },
                                .kv = kv,
                                .prefix = prefix});
         run.ends[rank] = output.status();
@@ -234,6 +236,43 @@ INSTANTIATE_TEST_SUITE_P(Families, SlicedRunTest,
                                               : info.param == ModelFamily::kQwen3 ? "qwen3"
                                                                                   : "mixtral");
                          });
+
+class MlpCountingStream : public WatchedStream {
+ public:
+  MlpCountingStream() : WatchedStream(DType::kF32) {}
+  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
+    mlps += tokens;
+    return WatchedStream::SwiGlu(x, tokens, width, y);
+  }
+  int64_t mlps = 0;  // tokens of all layers
+};
+
+TEST(SlicedRunTest, ALayerIsDoneAfterAllItsSlices) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  const SlicedRuns runs(MakeReferenceDevice(DType::kF32), kModel);
+  for (int i = 0; i < 10; ++i) {
+    Plan plan = DrawPlan(random, runs.shape(), Draw<int64_t>(random, 20, 150));
+    plan.exchange_tokens = DrawExchangeTokens(random, plan);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << plan.DebugString());
+    std::vector<std::unique_ptr<MlpCountingStream>> owned;
+    std::vector<Stream*> streams;
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      owned.push_back(std::make_unique<MlpCountingStream>());
+      streams.push_back(owned.back().get());
+    }
+    std::vector<std::vector<int64_t>> mlps(plan.ranks(), std::vector<int64_t>(runs.shape().layers));
+    const auto run = runs.Prefill(plan, RandomPrompt(random, plan.layout.tokens()),
+                                  MakeInProcessCommunicators(streams), streams, nullptr, nullptr,
+                                  [&](int rank, int layer) { mlps[rank][layer] = owned[rank]->mlps; });
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      ASSERT_TRUE(run.ends[rank].ok()) << run.ends[rank];
+      for (int layer = 0; layer < runs.shape().layers; ++layer) {
+        EXPECT_EQ(mlps[rank][layer], (layer + 1) * plan.layout.ChunkTokens(rank)) << rank << ", " << layer;
+      }
+    }
+  }
+}
 
 // ---- Memory.
 

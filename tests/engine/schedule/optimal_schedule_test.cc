@@ -78,6 +78,18 @@ TEST(OptimalSchedule, OfARingReceivesWhileItComputes) {
             "1x4 | kv: (0,0) | kv: (0,1) | kv: (0,2) | none: (0,3)");
 }
 
+// KV first, as the search takes it, is as fast, and still has the first KV when the third arrives.
+TEST(OptimalSchedule, OfEquallyFastOrdersTheOneThatHoldsLeastIsTaken) {
+  const Tile tile = {.a = 2, .b = 3};
+  const Schedule schedule = OptimalSchedule(tile, {});
+  const Schedule search = SearchSchedule(tile, {});
+  EXPECT_EQ(schedule.DebugString(),
+            "2x3 | q: (0,0) | kv: (1,0) | kv: (1,1) | none: (1,2) | o: (0,1) | none: (0,2)");
+  EXPECT_EQ(TimeInBlocks(schedule, {}), TimeInBlocks(search, {}));
+  EXPECT_EQ(PeakChunkCost(schedule, {}), 6);
+  EXPECT_EQ(PeakChunkCost(search, {}), 7) << search.DebugString();
+}
+
 // Pass-Q sends each O right after its row, so that few live at once, where Algorithm 2 keeps them all.
 TEST(OptimalSchedule, OfPassQSendsEachOutputAsSoonAsItIsWhole) {
   EXPECT_EQ(OptimalSchedule({.a = 4, .b = 1}, {}).DebugString(),

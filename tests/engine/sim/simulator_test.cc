@@ -71,7 +71,9 @@ TEST(Simulator, MessagesOfAChannelGoOneByOne) {
   const int channel = builder.AddChannel(Traffic::kQ, {2, 3, 0, 1});
   for (int message = 0; message < 3; ++message) builder.Start(channel, 75);
   for (int message = 0; message < 3; ++message) builder.Wait(channel);
-  EXPECT_NEAR(SecondsOf(std::move(builder).Build(), RowFirst(4), SmallCluster()), 3 * (0.5 + 1.0), 1e-8);
+  const RankProgram program = std::move(builder).Build();
+  EXPECT_NEAR(SecondsOf(program, RowFirst(4), SmallCluster()), 3 * (0.5 + 1.0), 1e-8);
+  EXPECT_NEAR(LockstepSeconds(program, RowFirst(4), SmallCluster()), 3 * (0.5 + 1.0), 1e-8);
 }
 
 TEST(Simulator, NamesARankThatWaitsForEver) {

@@ -223,8 +223,10 @@ TEST(PoolProfile, AFolderThatCannotBeWrittenIsNoFailure) {
 TEST(PoolProfile, LiesInTheUsersCache) {
   setenv("XDG_CACHE_HOME", "/somewhere", 1);
   EXPECT_EQ(DefaultPoolProfilePath(), "/somewhere/meshfill/pool_speed.json");
-  unsetenv("XDG_CACHE_HOME");
   setenv("HOME", "/home/user", 1);
+  setenv("XDG_CACHE_HOME", "relative/cache", 1);  // counts for nothing: it would depend on the working folder
+  EXPECT_EQ(DefaultPoolProfilePath(), "/home/user/.cache/meshfill/pool_speed.json");
+  unsetenv("XDG_CACHE_HOME");
   EXPECT_EQ(DefaultPoolProfilePath(), "/home/user/.cache/meshfill/pool_speed.json");
   unsetenv("HOME");
   EXPECT_EQ(DefaultPoolProfilePath(), "");

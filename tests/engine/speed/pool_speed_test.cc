@@ -50,6 +50,23 @@ TEST(FitCostLine, OneSampleIsARate) {
   EXPECT_DOUBLE_EQ(line.per_unit, 0.5);
 }
 
+TEST(ShareOf, ARankWithHalfAStreamTakesTwiceAsLong) {
+  PoolSpeed speed;
+  speed.gemm_flops_per_second = speed.attention_flops_per_second = speed.merge_bytes_per_second = 8e9;
+  speed.slice_seconds = speed.block_row_seconds = speed.token_seconds = 1e-3;
+  const PoolSpeed half = ShareOf(0.5, speed);
+  for (const auto rate : {&PoolSpeed::gemm_flops_per_second, &PoolSpeed::attention_flops_per_second,
+                          &PoolSpeed::merge_bytes_per_second}) {
+    EXPECT_EQ(half.*rate, 4e9);
+  }
+  for (const auto seconds :
+       {&PoolSpeed::slice_seconds, &PoolSpeed::block_row_seconds, &PoolSpeed::token_seconds}) {
+    EXPECT_EQ(half.*seconds, 2e-3);
+  }
+  EXPECT_EQ(half.lone_rank_speedup, 2);
+  EXPECT_EQ(half.lm_head_bytes_per_second, speed.lm_head_bytes_per_second) << "the head is read by one rank";
+}
+
 TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
   const ModelShape model{.layers = 2,
                          .hidden = 128,
