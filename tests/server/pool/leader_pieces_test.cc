@@ -94,6 +94,7 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
     }
     runs.push_back(prepare.run());
     tokens += static_cast<int64_t>(prepare.plan().tokens());
+    now_ += absl::Seconds(1);
     last = RunPiece({1, 2});
   }
   EXPECT_EQ(tokens, kTokens);
@@ -105,6 +106,7 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
   EXPECT_EQ(answers_[0]->cached_tokens, 0);
   EXPECT_EQ(answers_[0]->attempts, 1);
   EXPECT_EQ(answers_[0]->lost_seconds, 0);
+  EXPECT_EQ(answers_[0]->seconds, std::ssize(runs)) << "of all pieces";
   EXPECT_EQ(layers_done_.back(), 2 * std::ssize(runs));
   EXPECT_EQ(layers_of_, layers_done_.back());
   EXPECT_TRUE(std::is_sorted(layers_done_.begin(), layers_done_.end()));

@@ -15,6 +15,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr Link kAssumed = {.latency_seconds = 2e-4, .bytes_per_second = 1e9};
 constexpr Link kFast = {.latency_seconds = 1e-5, .bytes_per_second = 8e9};
+constexpr Link kMiddle = {.latency_seconds = 1e-4, .bytes_per_second = 2e9};
 constexpr Link kSlow = {.latency_seconds = 1e-3, .bytes_per_second = 1e8};
 
 ConfiguredLinks LeftOut(bool between_hosts = true, bool on_host = true, bool out_of_host = true) {
@@ -105,10 +106,11 @@ TEST(LinkSurveyTest, TheMedianOfThePlausibleCounts) {
 
     std::vector<LinkSurvey::RankLinks> by_rank = AllSay(probes, kFast);
     by_rank[0] = by_rank[1] = {nonsense};
+    by_rank[3] = {kMiddle};
     by_rank[4] = {};  // says nothing at all
     by_rank[5] = {kSlow};
     survey.Take(probes, by_rank);
-    EXPECT_EQ(survey.links().same_node.bytes_per_second, kFast.bytes_per_second) << "of 8e9, 8e9 and 1e8";
+    EXPECT_EQ(survey.links().same_node, kMiddle);
   }
 }
 
@@ -134,6 +136,18 @@ TEST(LinkSurveyTest, FlowsOfAHostShareItsPortOrDoNot) {
   for (LinkSurvey::RankLinks& links : by_rank) links[0] = Link{1e-5, 7e9};
   survey.Take(again, by_rank);
   EXPECT_EQ(survey.links().node_bytes_per_second, kInfinity) << "each flow is nearly as fast as alone";
+}
+
+// Of hosts with 3, 2, 2 and 1 ranks, the last two have one flow, which is slower than both of another host.
+TEST(LinkSurveyTest, OneFlowSaysNothingOfItsHostsPort) {
+  LinkSurvey survey(LeftOut());
+  const LinkSurvey::Probes probes = survey.Ask({0, 0, 0, 1, 1, 2, 2, 3});
+  ASSERT_EQ(probes.classes.front(), LinkClass::kOutOfHost);
+  std::vector<LinkSurvey::RankLinks> by_rank = AllSay(probes, kFast);
+  for (const int rank : {0, 1, 3, 4}) by_rank[rank][0]->bytes_per_second = 3e9;
+  for (const int rank : {5, 7}) by_rank[rank][0]->bytes_per_second = 1e9;
+  survey.Take(probes, by_rank);
+  EXPECT_EQ(survey.links().node_bytes_per_second, 6e9);
 }
 
 }  // namespace

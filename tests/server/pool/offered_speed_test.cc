@@ -28,12 +28,14 @@ TEST(OfferedSpeedTest, APoolIsAsFastAsItsSlowestPart) {
   left.slice_seconds = 3;
   right.start_seconds = 4;
   right.slice_tokens = 512;
+  left.lone_rank_speedup = right.lone_rank_speedup = 5;
   const PoolSpeed slower = SlowerOf(left, right);
   EXPECT_EQ(slower.gemm_flops_per_second, 1);
   EXPECT_EQ(slower.attention_flops_per_second, 2);
   EXPECT_EQ(slower.slice_seconds, 3);
   EXPECT_EQ(slower.start_seconds, 4);
   EXPECT_EQ(slower.slice_tokens, 512);
+  EXPECT_EQ(slower.lone_rank_speedup, 1);
   EXPECT_EQ(FromProto(ToProto(slower)), slower);
   EXPECT_TRUE(CheckPoolSpeed(slower).ok());
   EXPECT_FALSE(CheckPoolSpeed(FromProto(v1::Speed())).ok());

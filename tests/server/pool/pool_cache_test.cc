@@ -42,6 +42,7 @@ TEST_F(PoolCacheTest, ComputesWhatIsNewAlone) {
     v1::PrefillHeader striped_otherwise = Header();
     striped_otherwise.mutable_plan()->set_stripe(32);
     EXPECT_EQ(PrefillAndCompare(*client_, prompt, striped_otherwise, "other stripes"), 0);
+    EXPECT_GT(PrefillAndCompare(*client_, prompt, striped_otherwise, "other stripes again"), 1000);
     ReleaseAll();
     EXPECT_EQ(counts().leases, 0);
     EXPECT_EQ(counts().bytes, counts().cached_bytes);

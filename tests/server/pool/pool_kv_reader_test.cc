@@ -22,7 +22,7 @@ constexpr int64_t kTokens = 200;
 constexpr int64_t kMessageBytes = 4 << 20;
 const KvShape kShape = {.layers = 2, .kv_heads = 2, .head_dim = 4};
 
-enum class Fault { kNone, kChecksum, kOrder, kSize, kEndsEarly, kRefuses };
+enum class Fault { kNone, kChecksum, kOrder, kLayer, kSize, kEndsEarly, kRefuses };
 
 // A holder of some ranks, which does one of its parts wrong.
 class Holder final : public v1::PrefillService::Service {
@@ -54,6 +54,7 @@ class Holder final : public v1::PrefillService::Service {
     for (int count = 0; reader.Take(part).value() == KvReader::Next::kPart; ++count) {
       if (count == 1 && fault == Fault::kChecksum) part.set_crc32c(part.crc32c() ^ 1);
       if (count == 1 && fault == Fault::kOrder) part.set_first_token(part.first_token() + 1);
+      if (count == 1 && fault == Fault::kLayer) part.set_layer(part.layer() + 1);
       if (count == 1 && fault == Fault::kSize) part.mutable_v()->pop_back();
       if (count == 1 && fault == Fault::kEndsEarly) break;
       writer->Write(part);
@@ -182,7 +183,7 @@ TEST_F(PoolKvReaderTest, PutsPartsTogetherInAnyLayout) {
 }
 
 TEST_F(PoolKvReaderTest, NamesAHolderThatSendsDamage) {
-  for (const Fault fault : {Fault::kChecksum, Fault::kOrder, Fault::kSize}) {
+  for (const Fault fault : {Fault::kChecksum, Fault::kOrder, Fault::kLayer, Fault::kSize}) {
     holders_[1]->fault = fault;
     const absl::Status status = ReadAll();
     EXPECT_TRUE(absl::IsDataLoss(status)) << status;

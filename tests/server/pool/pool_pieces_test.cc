@@ -249,9 +249,12 @@ TEST_F(PoolPiecesTest, PiecesFollowACachedPrefixAndAreOneForOthers) {
       const int64_t before = std::ssize(prompt);
       prompt = Joined(prompt, before, RandomTokens(random, 1800));
       v1::PrefillHeader header = Header(keep);
+      const KvStore::Counts earlier = counts();
       const int64_t cached = PrefillAndCompare(*client_, prompt, header, keep ? "kept" : "behind");
       EXPECT_GT(cached, before - 2 * round);
       EXPECT_LE(cached, before);
+      EXPECT_EQ(counts().hit_tokens, earlier.hit_tokens + cached) << "what pieces leave each other is no hit";
+      EXPECT_EQ(counts().miss_tokens, earlier.miss_tokens + std::ssize(prompt) - cached);
     }
     // What the pieces left is one prefix.
     const int64_t before = std::ssize(prompt);
