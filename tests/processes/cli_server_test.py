@@ -5,8 +5,10 @@ Usage: cli_server_test.py PATH_OF_MESHFILL [unittest arguments]
 """
 import hashlib
 import json
+import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -14,7 +16,7 @@ import time
 import unittest
 import urllib.request
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run, watches_interrupts
 from raw_http2 import DATA, Connection, frame, header_message
 
 CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
@@ -259,6 +261,22 @@ class CliServerTest(CliTestCase):
         # The least of a few: what else the machine does is no matter.
         for kind in (lambda: stop(uploading=False), lambda: stop(uploading=True), fail_to_start):
             self.assertLess(min(kind() for _ in range(4)), 0.5 * TIMEOUT_SECONDS / 120)
+
+    def test_a_stop_while_the_model_is_loaded(self):
+        folder = self.tmp / "slow"
+        shutil.copytree(self.model, folder)
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")  # whoever reads it waits for ever
+        for number in (signal.SIGINT, signal.SIGTERM):
+            server = subprocess.Popen([MESHFILL, "serve", "--config", self.config, "--set", f"model.path={folder}"],
+                                      stderr=subprocess.PIPE)
+            self.addCleanup(server.kill)
+            deadline = time.monotonic() + TIMEOUT_SECONDS
+            while not watches_interrupts(server.pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            server.send_signal(number)
+            self.assertRegex(server.communicate(timeout=TIMEOUT_SECONDS)[1].decode(), r"stopped while loading the model\n\Z")
+            self.assertEqual(server.returncode, 0)
 
     def test_ctrl_c_stops_the_servers_ranks(self):
         self.interrupt("--server", self.server.address)

@@ -82,6 +82,7 @@ TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
     const auto speed = MeasurePoolSpeed(model, *device, std::min(2, ranks), ranks);
     ASSERT_TRUE(speed.ok()) << speed.status();
     EXPECT_DOUBLE_EQ(speed->lone_rank_speedup, std::max(1.0, ranks / 2.0));
+    EXPECT_LT(speed->slice_seconds, 0.5) << "it takes microseconds to begin";
     const auto choice = MakePlan(model, *speed, {.tokens = 1000, .ranks = ranks});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_GT(choice->plan.predicted.seconds, 0);
