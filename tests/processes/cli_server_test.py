@@ -3,6 +3,7 @@
 
 Usage: cli_server_test.py PATH_OF_MESHFILL [unittest arguments]
 """
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import time
 import unittest
 import urllib.request
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run, watches_interrupts
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
 from raw_http2 import DATA, Connection, frame, header_message
 
 CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
@@ -265,18 +266,23 @@ class CliServerTest(CliTestCase):
     def test_a_stop_while_the_model_is_loaded(self):
         folder = self.tmp / "slow"
         shutil.copytree(self.model, folder)
-        (folder / "config.json").unlink()
-        os.mkfifo(folder / "config.json")  # whoever reads it waits for ever
+        pipe = folder / "config.json"
+        pipe.unlink()
+        os.mkfifo(pipe)
         for number in (signal.SIGINT, signal.SIGTERM):
             server = subprocess.Popen([MESHFILL, "serve", "--config", self.config, "--set", f"model.path={folder}"],
                                       stderr=subprocess.PIPE)
             self.addCleanup(server.kill)
             deadline = time.monotonic() + TIMEOUT_SECONDS
-            while not watches_interrupts(server.pid) and time.monotonic() < deadline:
+            writer = None
+            while writer is None and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):  # until the server reads it
+                    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
                 time.sleep(0.01)
             server.send_signal(number)
             self.assertRegex(server.communicate(timeout=TIMEOUT_SECONDS)[1].decode(), r"stopped while loading the model\n\Z")
             self.assertEqual(server.returncode, 0)
+            os.close(writer)
 
     def test_ctrl_c_stops_the_servers_ranks(self):
         self.interrupt("--server", self.server.address)
