@@ -8,9 +8,11 @@ import os
 import pathlib
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
+import tempfile
 import time
 import unittest
 
@@ -380,6 +382,10 @@ class CliTest(CliTestCase):
         refused = run(*map(str, command), "--cold", "--workers", "2")
         self.assertEqual(refused.returncode, 2)
         self.assertRegex(refused.stderr.decode(), "--cold.*--workers|--workers.*--cold")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # in memory
+            shutil.copytree(self.model, folder, dirs_exist_ok=True)
+            self.refuse(*command, "--cold", "--set", f"model.path={folder}", status=1,
+                        message=r"model\.safetensors stay in the page cache; put the model on a disk")
         cold = run(*map(str, command), "--cold", "--json")
         if cold.returncode == 1 and b"stay in the page cache; put the model on a disk" in cold.stderr:
             self.skipTest("the temporary folder lies on no disk")

@@ -2,15 +2,17 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <filesystem>
+#include <set>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/safetensors_folder.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 
@@ -19,50 +21,67 @@ namespace {
 
 constexpr size_t kReadBytes = 8 << 20;
 
-absl::StatusOr<int> Open(const std::string& path) {
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened"));
-  return descriptor;
+class OpenFile {
+ public:
+  explicit OpenFile(const std::string& path) : descriptor_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {}
+  ~OpenFile() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  int descriptor() const { return descriptor_; }  // below 0: errno says why
+
+ private:
+  const int descriptor_;
+};
+
+absl::Status CannotBeRead(const std::string& path) {
+  return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be read"));
 }
 
-// Pages of an open file that are in the page cache.
-absl::StatusOr<int64_t> CachedPages(int descriptor, const std::string& path) {
-  const auto bytes = static_cast<size_t>(std::filesystem::file_size(path));
-  if (bytes == 0) return 0;
+// Bytes of an open file that are in the page cache; -1: errno says why.
+int64_t CachedBytes(int descriptor) {
+  struct stat file = {};
+  if (fstat(descriptor, &file) != 0) return -1;
+  if (file.st_size == 0) return 0;
+  const auto bytes = static_cast<size_t>(file.st_size);
   void* const map = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, 0);
-  if (map == MAP_FAILED) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be mapped"));
+  if (map == MAP_FAILED) return -1;
   const absl::Cleanup unmap = [&] { munmap(map, bytes); };
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  std::vector<unsigned char> cached((bytes + page - 1) / page);
-  if (mincore(map, bytes, cached.data()) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat(path, ": mincore"));
-  }
-  return std::count_if(cached.begin(), cached.end(), [](unsigned char flags) { return (flags & 1) != 0; });
+  std::vector<unsigned char> pages((bytes + page - 1) / page);
+  if (mincore(map, bytes, pages.data()) != 0) return -1;
+  const auto is_cached = [](unsigned char flags) { return (flags & 1) != 0; };
+  return std::count_if(pages.begin(), pages.end(), is_cached) * static_cast<int64_t>(page);
 }
 
 }  // namespace
 
 absl::StatusOr<ColdFiles> ColdFiles::Of(const std::string& folder) {
+  ASSIGN_OR_RETURN(const SafetensorsFolder weights, SafetensorsFolder::Open(folder));
+  std::set<std::string> paths;
+  for (const auto& [name, entry] : weights.entries()) paths.insert(entry.file->path());
   ColdFiles files;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-    if (entry.path().extension() != ".safetensors") continue;
-    files.paths_.push_back(entry.path().string());
-    files.bytes_ += static_cast<int64_t>(entry.file_size());
+  for (const std::string& path : paths) {
+    struct stat file = {};
+    if (stat(path.c_str(), &file) != 0) return CannotBeRead(path);
+    files.paths_.push_back(path);
+    files.bytes_ += file.st_size;
   }
-  if (files.paths_.empty()) return absl::NotFoundError(absl::StrCat(folder, " has no *.safetensors"));
   return files;
 }
 
 absl::Status ColdFiles::Drop() const {
   int64_t cached = 0;
   for (const std::string& path : paths_) {
-    ASSIGN_OR_RETURN(const int descriptor, Open(path));
-    const absl::Cleanup close_it = [&] { close(descriptor); };
-    fdatasync(descriptor);  // only pages that have been written can go
-    posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED);
-    ASSIGN_OR_RETURN(const int64_t of_file, CachedPages(descriptor, path));
-    cached += of_file * sysconf(_SC_PAGESIZE);
+    const OpenFile file(path);
+    if (file.descriptor() < 0) return CannotBeRead(path);
+    fdatasync(file.descriptor());  // only pages that have been written can go
+    posix_fadvise(file.descriptor(), 0, 0, POSIX_FADV_DONTNEED);
+    const int64_t of_file = CachedBytes(file.descriptor());
+    if (of_file < 0) return CannotBeRead(path);
+    cached += of_file;
   }
   if (cached <= bytes_ / 100) return absl::OkStatus();
   return absl::FailedPreconditionError(
@@ -76,12 +95,12 @@ absl::StatusOr<double> ColdFiles::Read() const {
   std::vector<char> buffer(kReadBytes);
   const auto start = std::chrono::steady_clock::now();
   for (const std::string& path : paths_) {
-    ASSIGN_OR_RETURN(const int descriptor, Open(path));
-    const absl::Cleanup close_it = [&] { close(descriptor); };
+    const OpenFile file(path);
+    if (file.descriptor() < 0) return CannotBeRead(path);
     ssize_t count = 0;
-    while ((count = read(descriptor, buffer.data(), buffer.size())) > 0) {
+    while ((count = read(file.descriptor(), buffer.data(), buffer.size())) > 0) {
     }
-    if (count < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be read"));
+    if (count < 0) return CannotBeRead(path);
   }
   return SecondsSince(start);
 }

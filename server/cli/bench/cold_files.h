@@ -14,7 +14,7 @@ namespace meshfill {
 
 class ColdFiles {
  public:
-  // The *.safetensors of a model's folder. NOT_FOUND if it has none.
+  // The files of a model's folder. Errors: those of SafetensorsFolder::Open.
   static absl::StatusOr<ColdFiles> Of(const std::string& folder);
 
   int64_t bytes() const { return bytes_; }
