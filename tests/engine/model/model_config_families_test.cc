@@ -68,7 +68,8 @@ TEST(ModelConfigTest, ExpertsHaveTheirDefaults) {
   EXPECT_EQ(bare("mixtral"), (ExpertsShape{.count = 8, .used = 2, .width = 14336}));
   EXPECT_EQ(bare("minimax_m2"), (ExpertsShape{.count = 256, .used = 8, .width = 1536}));
   json gpt_oss = GptOss();
-  for (const char* key : {"num_local_experts", "num_experts_per_tok", "experts_per_token"}) gpt_oss.erase(key);
+  for (const char* key : {"num_local_experts", "num_experts_per_tok", "experts_per_token"})
+    gpt_oss.erase(key);
   EXPECT_EQ(of(gpt_oss), (ExpertsShape{.count = 128, .used = 4, .width = of(GptOss()).width}));
 }
 

@@ -4,6 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <string>
+
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "tests/engine/model/config_json.h"
 
 namespace meshfill {
@@ -81,26 +85,24 @@ TEST(ModelConfigTest, NullStandsForTheDefaultWhereTransformersHasIt) {
 }
 
 TEST(ModelConfigTest, TrainingGenerationAndBookkeepingChangeNothing) {
-  for (const char* key :
-       {"_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
-         "assistant_confidence_threshold", "assistant_lookbehind", "attention_dropout",
-         "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-         "cache_implementation", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty",
-         "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
-         "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
-         "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range",
-         "is_decoder", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
-         "model_max_length", "name_or_path", "no_repeat_ngram_size", "num_assistant_tokens",
-         "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_labels",
-         "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
-         "output_scores", "pad_token_id", "prefix", "problem_type", "remove_invalid_values",
-         "repetition_penalty", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
-         "router_jitter_noise", "sep_token_id", "suppress_tokens", "target_lookbehind",
-         "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p",
-         "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
-         "unsloth_version", "use_bfloat16", "use_cache"}) {
+  constexpr absl::string_view kKeys =
+      "_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path "
+      "assistant_confidence_threshold assistant_lookbehind attention_dropout attn_implementation "
+      "bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward "
+      "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
+      "encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+      "finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder "
+      "label2id length_penalty max_length max_sequence_length min_length model_max_length name_or_path "
+      "no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams "
+      "num_labels num_return_sequences output_attentions output_hidden_states output_router_logits "
+      "output_scores pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict "
+      "return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens "
+      "target_lookbehind task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p "
+      "torchscript transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 "
+      "use_cache";
+  for (const absl::string_view key : absl::StrSplit(kKeys, ' ')) {
     SCOPED_TRACE(key);
-    EXPECT_EQ(ParseGood(With(Llama(), {{key, 7}})).shape.layers, 3);
+    EXPECT_EQ(ParseGood(With(Llama(), {{std::string(key), 7}})).shape.layers, 3);
   }
 }
 

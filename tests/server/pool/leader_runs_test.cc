@@ -408,19 +408,30 @@ TEST_F(LeaderRunsTest, APoolThatShrankIsNotTheClientsFault) {
 
 // ---- Leases on the K and V of a run.
 
-TEST_F(LeaderRunsTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
-  v1::Join offer = Offer("a");
-  offer.set_kv_memory_bytes(1 << 20);
-  Join(1, offer);
-  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
-  ASSERT_TRUE(choice.ok()) << choice.status();
-  ASSERT_TRUE(
-      leader_.AdmitKv({.lease = "x", .tenant = "t", .tokens = 200, .lasts = absl::Hours(1)}, choice->plan)
-          .ok());
-  PrefillOptions options;
-  options.kv_lease = "x";
-  Submit(std::vector<uint32_t>(200, 1), options);
-  Prepare({1});
+class LeasesTest : public LeaderRunsTest {
+ protected:
+  static constexpr int64_t kTokens = 200;
+
+  void JoinWithKv(int64_t bytes) {
+    v1::Join offer = Offer("a");
+    offer.set_kv_memory_bytes(static_cast<uint64_t>(bytes));
+    Join(1, offer);
+  }
+  absl::Status Admit(const std::string& lease, absl::Duration lasts = absl::Hours(1)) {
+    const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), kTokens, {});
+    if (!choice.ok()) return choice.status();
+    return leader_.AdmitKv({.lease = lease, .tenant = "t", .tokens = kTokens, .lasts = lasts}, choice->plan);
+  }
+  void PrepareRunOf(const std::string& lease) {
+    Submit(std::vector<uint32_t>(kTokens, 1), {.kv_lease = lease});
+    Prepare({1});
+  }
+};
+
+TEST_F(LeasesTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
+  JoinWithKv(1 << 20);
+  ASSERT_TRUE(Admit("x").ok());
+  PrepareRunOf("x");
   EXPECT_EQ(leader_.kv().Find("x", "t", now_)->run, run_);
   EXPECT_EQ(leader_.kv().Find("x", "t", now_)->layers_done, 0);
   Report(1, 0, 1);
@@ -445,18 +456,11 @@ TEST_F(LeaderRunsTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
   EXPECT_EQ(sent_[1].back().kv_ends().lease(), "x");
 }
 
-TEST_F(LeaderRunsTest, LeasesThatLapseAtOnceAllEnd) {
-  v1::Join offer = Offer("a");
-  offer.set_kv_memory_bytes(1 << 20);
-  Join(1, offer);
-  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
-  ASSERT_TRUE(choice.ok()) << choice.status();
+TEST_F(LeasesTest, LeasesThatLapseAtOnceAllEnd) {
+  JoinWithKv(1 << 20);
   for (const auto& [lease, hours] : {std::pair("x", 1), {"y", 1}, {"z", 2}}) {
-    ASSERT_TRUE(
-        leader_.AdmitKv({.lease = lease, .tenant = "t", .tokens = 200, .lasts = absl::Hours(hours)}, choice->plan)
-            .ok());
-    Submit(std::vector<uint32_t>(200, 1), {.kv_lease = lease});
-    Prepare({1});
+    ASSERT_TRUE(Admit(lease, absl::Hours(hours)).ok());
+    PrepareRunOf(lease);
     RankDone(1, 0, kVocab);
     ASSERT_TRUE(leader_.kv().Keep(lease, now_).ok());
   }
@@ -470,27 +474,16 @@ TEST_F(LeaderRunsTest, LeasesThatLapseAtOnceAllEnd) {
   EXPECT_EQ(leader_.kv_counts().leases, 0);
 }
 
-TEST_F(LeaderRunsTest, ALeaseWithoutRoomIsRefusedAndCounted) {
-  v1::Join offer = Offer("a");
-  const int64_t bytes = KvShapeOf(Shape()).LayerBytes(200) * Shape().layers;
-  offer.set_kv_memory_bytes(static_cast<uint64_t>(bytes));
-  Join(1, offer);
-  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 200, {});
-  ASSERT_TRUE(choice.ok()) << choice.status();
-  const auto admit = [&](const std::string& lease) {
-    return leader_.AdmitKv({.lease = lease, .tenant = "t", .tokens = 200, .lasts = absl::Hours(1)},
-                           choice->plan);
-  };
-  EXPECT_TRUE(admit("x").ok());
+TEST_F(LeasesTest, ALeaseWithoutRoomIsRefusedAndCounted) {
+  const int64_t bytes = KvShapeOf(Shape()).LayerBytes(kTokens) * Shape().layers;
+  JoinWithKv(bytes);
+  EXPECT_TRUE(Admit("x").ok());
   EXPECT_EQ(leader_.kv_counts().bytes, bytes);
-  EXPECT_TRUE(absl::IsResourceExhausted(admit("y")));
+  EXPECT_TRUE(absl::IsResourceExhausted(Admit("y")));
   EXPECT_EQ(leader_.kv_counts().refused, 1u);
   EXPECT_EQ(leader_.kv_counts().leases, 1);
   // The run of a lease takes the room that was held for it, and no more.
-  PrefillOptions options;
-  options.kv_lease = "x";
-  Submit(std::vector<uint32_t>(200, 1), options);
-  Prepare({1});
+  PrepareRunOf("x");
   EXPECT_EQ(leader_.kv_counts().bytes, bytes);
   EXPECT_TRUE(sent_[1].back().has_run());
 }
