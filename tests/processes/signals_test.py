@@ -9,6 +9,7 @@ Usage: signals_test.py PATH_OF_MESHFILL [unittest arguments]
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ CLIENTS = 3
 LENGTHS = (40, 700, 4_000, 12_000)
 HARMLESS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AT_ONCE_SECONDS = 5 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
-STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))  # on an idle machine
+STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))  # on a machine that has a core for each that computes
 ATTEMPTS = 10  # of a stop that another process on this machine may have held up
 
 
@@ -56,6 +57,20 @@ class Clients:
         self.quit.set()
         for thread in self.threads:
             thread.join(TIMEOUT_SECONDS)
+
+
+def wait_for_end(process):
+    """Popen.wait would look every 50 ms."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        select.select([descriptor], [], [], TIMEOUT_SECONDS)
+    finally:
+        os.close(descriptor)
+    return process.wait(1)
+
+
+def most_stop_seconds():
+    return STOP_SECONDS * max(1, os.getloadavg()[0] / os.cpu_count())
 
 
 class SignalsTest(PoolTestCase):
@@ -141,12 +156,12 @@ class SignalsTest(PoolTestCase):
                 time.sleep(0.1)
                 begin = time.monotonic()
                 process.send_signal(signal.SIGTERM)
-            self.assertEqual(process.wait(TIMEOUT_SECONDS), status)
+            self.assertEqual(wait_for_end(process), status)
             least = min(least, time.monotonic() - begin)
             self.doCleanups()
-            if least <= STOP_SECONDS:
+            if least <= most_stop_seconds():
                 return
-        self.fail(f"at best {least:.2f} s")
+        self.fail(f"at best {least:.2f} s, more than {most_stop_seconds():.2f} s")
 
     def test_stops_at_once(self):
         def serving():
