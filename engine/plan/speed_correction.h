@@ -4,7 +4,8 @@
 //     finished prefill ──► measured seconds ──► Observe ──► factors ──► Plan ──► corrected predictions
 //
 // A part moves by how much of a prefill it is: many short prompts say little of attention, one long prompt
-// says much. A prefill that is far off moves a part little; three that agree move it all the way.
+// says much. A prefill that is far off moves a part little; from the third on that agrees each moves it, by
+// at most kMostStep.
 //
 // Plans are ranked by factors that follow in steps of kRankingStep, so that a prompt keeps its plan while
 // predictions change with every prefill. Safe on any thread.
