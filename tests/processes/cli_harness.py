@@ -24,6 +24,11 @@ COMM_BYTES_KEYS = ["q", "kv", "o", "all_to_all"]
 PREDICTION_KEYS = ["seconds", "compute_seconds", "comm_wait_seconds", "comm_bytes", "peak_bytes"]
 
 
+def crowding():
+    """What limits of time are multiplied by: 1, and more where over four processes want each core."""
+    return max(1, os.getloadavg()[0] / os.cpu_count() / 4)
+
+
 def run(*arguments, stdin=b""):
     return subprocess.run([MESHFILL, *map(str, arguments)], input=stdin, capture_output=True, timeout=TIMEOUT_SECONDS)
 
@@ -181,4 +186,4 @@ class CliTestCase(unittest.TestCase):
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=TIMEOUT_SECONDS)
         self.assertEqual((process.returncode, out, error), (128 + signal.SIGINT, b"", b"meshfill prefill: cancelled\n"))
-        self.assertLess(time.monotonic() - start, 5)
+        self.assertLess(time.monotonic() - start, 5 * crowding())

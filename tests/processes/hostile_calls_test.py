@@ -18,7 +18,7 @@ import threading
 import time
 import unittest
 
-from cli_harness import VOCAB, CliTestCase, Server
+from cli_harness import VOCAB, CliTestCase, Server, crowding
 from hostile_test import MIB, resident_bytes
 from raw_http2 import (ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PING, PREFILL, PRIORITY, PUSH_PROMISE,
                        RST_STREAM, SETTINGS, WINDOW_UPDATE, PREFACE, Connection, frame, header_message, message, request_headers,
@@ -311,7 +311,7 @@ class HostileCallsTest(CliTestCase):
         print(f"{count} hostile calls, the next good request served after each; health of {len(seconds)}: "
               f"p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f} ms; memory {grown / MIB:+.0f} MiB", file=sys.stderr)
         self.assertGreaterEqual(count, CALLS)
-        self.assertLess(p99, HEALTH_P99_SECONDS)
+        self.assertLess(p99, HEALTH_P99_SECONDS * crowding())
         self.assertLess(grown, 64 * MIB)
 
 

@@ -17,7 +17,7 @@ import time
 import unittest
 import urllib.request
 
-from cli_harness import TIMEOUT_SECONDS, Server, run
+from cli_harness import TIMEOUT_SECONDS, Server, crowding, run
 from pool_harness import SILENCE_SECONDS, PoolTestCase
 from raw_http2 import DATA, END_STREAM, PREFILL, Connection, frame, header_message, message, tokens_message
 
@@ -27,7 +27,7 @@ CLIENTS = 3
 LENGTHS = (40, 700, 4_000, 12_000)
 HARMLESS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 AT_ONCE_SECONDS = 5 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
-STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))  # on a machine that has a core for each that computes
+STOP_SECONDS = 0.2 * int(os.environ.get("MESHFILL_TIMEOUT_SCALE", "1"))
 ATTEMPTS = 10  # of a stop that another process on this machine may have held up
 
 
@@ -67,10 +67,6 @@ def wait_for_end(process):
     finally:
         os.close(descriptor)
     return process.wait(1)
-
-
-def most_stop_seconds():
-    return STOP_SECONDS * max(1, os.getloadavg()[0] / os.cpu_count())
 
 
 class SignalsTest(PoolTestCase):
@@ -159,9 +155,10 @@ class SignalsTest(PoolTestCase):
             self.assertEqual(wait_for_end(process), status)
             least = min(least, time.monotonic() - begin)
             self.doCleanups()
-            if least <= most_stop_seconds():
+            most = STOP_SECONDS * crowding()
+            if least <= most:
                 return
-        self.fail(f"at best {least:.2f} s, more than {most_stop_seconds():.2f} s")
+        self.fail(f"at best {least:.2f} s, more than {most:.2f} s")
 
     def test_stops_at_once(self):
         def serving():
