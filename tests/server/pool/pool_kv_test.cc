@@ -163,7 +163,8 @@ TEST_F(PoolKvTest, FetchesTheBytesThatAnEmbeddedPoolComputes) {
 
 TEST_F(PoolKvTest, LeasesAreRenewedAndLapseAndAreOfTheirTenant) {
   StartPool({1, 1});
-  const auto result = Prefill(100, /*lease_seconds=*/2);
+  const auto result = Prefill(100, /*lease_seconds=*/3);
+  const absl::Time first_end = MonotonicNow() + absl::Seconds(3);
   ASSERT_TRUE(result.ok()) << result.status();
   const std::string lease = result->kv().lease();
   KvClient other(Channel(front_end_->address()), "other");
@@ -173,11 +174,10 @@ TEST_F(PoolKvTest, LeasesAreRenewedAndLapseAndAreOfTheirTenant) {
   KvClient at_holder(Channel(result->kv().holders(0).address()), "other");
   EXPECT_TRUE(absl::IsNotFound(at_holder.Fetch(Request(lease)).status));
   EXPECT_TRUE(client_->Fetch(Request(lease)).status.ok());
-  EXPECT_EQ(client_->Renew(lease, 3).value(), 3);
-  absl::SleepFor(absl::Milliseconds(2300));
+  EXPECT_EQ(client_->Renew(lease, 6).value(), 6);
+  absl::SleepFor(first_end + absl::Milliseconds(500) - MonotonicNow());
   EXPECT_TRUE(client_->Fetch(Request(lease)).status.ok());
-  absl::SleepFor(absl::Milliseconds(900));
-  EXPECT_TRUE(absl::IsNotFound(client_->Fetch(Request(lease)).status));
+  EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(client_->Fetch(Request(lease)).status); }));
   KvClient holder(Channel(result->kv().holders(1).address()));
   EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(holder.Fetch(Request(lease)).status); }));
   EXPECT_TRUE(absl::IsNotFound(client_->Renew(lease, 3).status()));
@@ -239,8 +239,9 @@ TEST_F(PoolKvTest, ADrainingWorkerStaysForItsLeases) {
 }
 
 TEST_F(PoolKvTest, SlowReadersAreBoundedAndOthersAreServed) {
-  StartPool({1, 1});
-  const auto result = Prefill(8000, 60);  // 6 MB
+  of_leader_ = {"limits.result_timeout=10m"};
+  StartPool({1, 1}, of_leader_);
+  const auto result = Prefill(8000, 600);  // 6 MB
   ASSERT_TRUE(result.ok()) << result.status();
   struct Slow {
     std::unique_ptr<grpc::ClientContext> context;
