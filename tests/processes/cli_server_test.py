@@ -17,7 +17,7 @@ import time
 import unittest
 import urllib.request
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, run
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, VOCAB, CliTestCase, Server, crowding, run
 from raw_http2 import DATA, Connection, frame, header_message
 
 CERTIFICATES = pathlib.Path(__file__).parent.parent / "server" / "pool" / "certificates"
@@ -47,6 +47,15 @@ class CliServerTest(CliTestCase):
             self.assertEqual(served[key], embedded[key], key)
         self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
 
+    def running_request(self, server):
+        """The oldest request, once it runs."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while True:
+            requests = json.loads(self.succeed("status", "--server", server.address, "--json"))["requests"]
+            if requests and requests[0]["phase"] == "running":
+                return requests[0]
+            self.assertLess(time.monotonic(), deadline)
+
     def test_status_shows_a_prefill_and_cancel_ends_it(self):
         at = ("--server", self.server.address)
         idle = json.loads(self.succeed("status", *at, "--json"))
@@ -55,10 +64,8 @@ class CliServerTest(CliTestCase):
         running = subprocess.Popen(
             [MESHFILL, "prefill", *at, "--tokens", str(self.long_prompt), "--format", "bytes", "--request-id", "a\x1b[2Jb",
              "--tenant", "somebody"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (requests := json.loads(self.succeed("status", *at, "--json"))["requests"]) or requests[0]["phase"] != "running":
-            self.assertLess(time.monotonic(), deadline)
-        self.assertEqual((requests[0]["id"], requests[0]["tokens"]), ("a\x1b[2Jb", 400_000))
+        request = self.running_request(self.server)
+        self.assertEqual((request["id"], request["tokens"]), ("a\x1b[2Jb", 400_000))
         text = self.succeed("status", *at)
         self.assertRegex(text, r"\nrequest +phase +tokens +layers +elapsed +rest\na\?\[2Jb +running +400,000 +\d/2 ")
         self.assertEqual(self.succeed("cancel", *at, "a\x1b[2Jb"), "cancelled a\x1b[2Jb\n")
@@ -223,10 +230,10 @@ class CliServerTest(CliTestCase):
         prompt = self.long_prompt.read_bytes()[:30_000]
         waiter = threading.Thread(target=lambda: answer.extend(running.communicate(prompt)))
         waiter.start()
-        time.sleep(0.7)
-        self.assertIsNone(running.poll(), "the prompt is too short for this machine: make it longer")
+        self.running_request(server)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        while not any("draining" in line for line in server.lines):
+            time.sleep(0.01)
         late = server.prefill_tokens("1 2 3")
         self.assertEqual(late.returncode, 1)
         self.assertRegex(late.stderr.decode(), r"\Ameshfill prefill: [^\n]+\n\Z")
@@ -261,7 +268,7 @@ class CliServerTest(CliTestCase):
 
         # The least of a few: what else the machine does is no matter.
         for kind in (lambda: stop(uploading=False), lambda: stop(uploading=True), fail_to_start):
-            self.assertLess(min(kind() for _ in range(4)), 0.5 * TIMEOUT_SECONDS / 120)
+            self.assertLess(min(kind() for _ in range(4)), 0.5 * TIMEOUT_SECONDS / 120 * crowding())
 
     def test_a_stop_while_the_model_is_loaded(self):
         folder = self.tmp / "slow"
@@ -288,7 +295,7 @@ class CliServerTest(CliTestCase):
         self.interrupt("--server", self.server.address)
         start = time.monotonic()
         self.assertEqual(self.server.prefill_tokens("1 2 3").returncode, 0)
-        self.assertLess(time.monotonic() - start, 5)
+        self.assertLess(time.monotonic() - start, 5 * crowding())
 
     def test_deadline_passes(self):
         self.refuse("prefill", "--server", self.server.address, "--tokens", self.long_prompt, "--format", "bytes",
