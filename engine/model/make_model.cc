@@ -195,6 +195,7 @@ constexpr double NearNormal(uint64_t stream, uint64_t index) {
 // Round to nearest even, subnormals included; for magnitudes below 65504.
 uint16_t HalfFromFloat(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  if (value == 0) return sign;  // it has no exponent
   const float magnitude = std::fabs(value);
   int exponent = 0;
   std::frexp(magnitude, &exponent);               // magnitude < 2^exponent
@@ -208,6 +209,7 @@ uint16_t HalfFromFloat(float value) {
 // Rounds to E4M3 as HalfFromFloat does to f16. Magnitudes are up to 448.
 uint8_t Fp8FromFloat(float value) {
   const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  if (value == 0) return sign;
   const float magnitude = std::fabs(value);
   int exponent = 0;
   std::frexp(magnitude, &exponent);

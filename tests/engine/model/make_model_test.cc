@@ -3,13 +3,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/model/family.h"
 #include "engine/model/model.h"
+#include "engine/model/safetensors_folder.h"
 #include "kernels/reference/reference_device.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/temp_folder.h"
@@ -95,7 +100,61 @@ TEST(MakeModelTest, LoadsInEveryFamily) {
     EXPECT_EQ(config.shape.experts.width, options.expert_width);
     EXPECT_EQ(config.shape.dtype, DType::kBf16);
     EXPECT_EQ(config.rope.theta, options.rope_theta);
+    EXPECT_EQ(config.norm_eps, 1e-6f);
     EXPECT_TRUE(config.tied_embeddings);
+  }
+}
+
+// What a family's config.json says beside, as ModelConfig reads it.
+ModelConfig ConfigOf(const MakeModelOptions& options) {
+  const auto config = ModelConfig::Parse(Make(options).config.dump(), "config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return config.value_or(ModelConfig());
+}
+
+TEST(MakeModelTest, WritesWhatAFamilyHasOfItsOwn) {
+  MakeModelOptions options = Small();
+  options.family = ModelFamily::kGemma3;  // even two layers are of both kinds
+  const ModelConfig gemma = ConfigOf(options);
+  EXPECT_EQ(gemma.layers[0].window, 1024);
+  EXPECT_EQ(gemma.layers[1].window, 0);
+  EXPECT_EQ(gemma.local_rope.theta, 1e4);
+  EXPECT_EQ(gemma.shape.score_scalar, 8);  // head_dim
+  options.family = ModelFamily::kGptOss;
+  const ModelConfig gpt_oss = ConfigOf(options);
+  EXPECT_EQ(gpt_oss.layers[0].window, 128);
+  EXPECT_EQ(gpt_oss.layers[1].window, 0);
+  EXPECT_EQ(gpt_oss.rope.scaling, RopeScaling::kYarn);
+  EXPECT_EQ(gpt_oss.rope.factor, 32);
+  EXPECT_EQ(gpt_oss.rope.original_context_tokens, static_cast<double>(options.context_tokens) / 32);
+  EXPECT_TRUE(gpt_oss.qkv_bias && gpt_oss.o_bias && !gpt_oss.rope.truncate);
+  options.family = ModelFamily::kMistral;
+  EXPECT_EQ(ConfigOf(options).layers[0].window, 0);
+  options.family = ModelFamily::kGlm4Moe;
+  const ModelConfig glm = ConfigOf(options);
+  EXPECT_EQ(glm.layers[0].mlp, MlpKind::kDense);
+  EXPECT_EQ(glm.layers[1].mlp, MlpKind::kExperts);
+  EXPECT_EQ(glm.shape.experts.shared_width, glm.shape.experts.width);
+  EXPECT_EQ(glm.shape.rotated_dim(), 4);  // half of a head
+  EXPECT_EQ(glm.qk_norm, QkNorm::kHead);
+  options.family = ModelFamily::kMiniMaxM2;
+  EXPECT_EQ(ConfigOf(options).shape.rotated_dim(), 4);
+  options.family = ModelFamily::kQwen3Moe;
+  const ModelConfig qwen = ConfigOf(options);
+  EXPECT_TRUE(qwen.router.normalised);
+  EXPECT_EQ(qwen.shape.experts, (ExpertsShape{.count = 8, .used = 2, .width = 128}));  // as wide as an MLP
+
+  options.family =
+      ModelFamily::kPhi3;  // short factors of about 1; long ones that stretch as the context does
+  for (const auto& [original, stretch] : {std::pair(1000, 8.0), {8000, 1.0}, {16000, 1.0}}) {
+    options.context_tokens = 8000;
+    options.original_context_tokens = original;
+    const RopeConfig rope = ConfigOf(options).rope;
+    ASSERT_EQ(rope.long_factors.size(), 4u);
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_FLOAT_EQ(rope.short_factors[i], 1 + static_cast<float>(i + 1) / 32);
+      EXPECT_NEAR(rope.long_factors[i], std::pow(stretch, (i + 1) / 4.0), 1e-5) << original;
+    }
   }
 }
 
@@ -106,11 +165,25 @@ TEST(MakeModelTest, ShardsHoldTheSameTensors) {
   options.shard_bytes = 10000;
   ASSERT_TRUE(MakeModel(options, folder.path()).ok());
   EXPECT_FALSE(std::filesystem::exists(folder / "model.safetensors"));
-  int shards = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
-    if (entry.path().extension() == ".safetensors") ++shards;
+  // Each has as many tensors as fit, and one at least.
+  const auto weights = SafetensorsFolder::Open(folder.path());
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  std::map<std::string, std::pair<int, int64_t>> shards;  // tensors, bytes
+  int64_t bytes = 0, largest = 0;
+  for (const auto& [name, entry] : weights->entries()) {
+    const int64_t of_tensor = std::ssize(entry.tensor.bytes);
+    auto& [tensors, of_shard] = shards[entry.file->path()];
+    ++tensors, of_shard += of_tensor;
+    bytes += of_tensor;
+    largest = std::max(largest, of_tensor);
   }
-  EXPECT_GT(shards, 2);
+  EXPECT_GT(shards.size(), 2u);
+  EXPECT_LE(std::ssize(shards),
+            2 * bytes / options.shard_bytes + 1);  // neighbours have more than fits in one
+  EXPECT_LT(largest, options.shard_bytes);
+  for (const auto& [path, shard] : shards) EXPECT_LE(shard.second, options.shard_bytes) << path;
+  const auto index = nlohmann::json::parse(ReadWholeFile(folder / "model.safetensors.index.json"));
+  EXPECT_EQ(index.at("metadata").at("total_size"), bytes);
   const HfFolder sharded = HfFolder::Read(folder.path());
   ASSERT_EQ(sharded.tensors.size(), whole.tensors.size());
   for (const auto& [name, tensor] : whole.tensors) {
@@ -146,6 +219,55 @@ TEST(MakeModelTest, WeightsKeepActivationsOfOrderOne) {
   EXPECT_NEAR(moments("model.norm.weight").deviation, 0.1, 0.02);
 }
 
+TEST(MakeModelTest, FamiliesHaveTheirNormsBiasesSinksAndTables) {
+  MakeModelOptions options;
+  options.dtype = DType::kF32;
+  const auto moments = [](const HfFolder& model, const std::string& name) {
+    return MomentsOf(model.tensors.at(name).Floats());
+  };
+  options.family = ModelFamily::kGemma3;  // norms multiply with 1 + weight, embeddings with √256
+  const HfFolder gemma = Make(options);
+  EXPECT_NEAR(moments(gemma, "model.norm.weight").mean, 0, 0.03);
+  EXPECT_NEAR(moments(gemma, "model.embed_tokens.weight").deviation, 1 / 16.0, 0.001);
+  EXPECT_NEAR(moments(gemma, "lm_head.weight").deviation, 1 / 16.0, 0.001);
+  options.family = ModelFamily::kLlama;  // a table that is the LM head, too, is as small as that is
+  options.tied_embeddings = true;
+  EXPECT_NEAR(moments(Make(options), "model.embed_tokens.weight").deviation, 1 / 16.0, 0.001);
+  options.family = ModelFamily::kGptOss;
+  options.q_heads = 64;
+  options.expert_width = 64;
+  const HfFolder gpt_oss = Make(options);
+  const std::string layer = "model.layers.1.";
+  EXPECT_NEAR(moments(gpt_oss, layer + "self_attn.q_proj.bias").deviation, 0.1, 0.02);
+  EXPECT_NEAR(moments(gpt_oss, layer + "mlp.experts.gate_up_proj_bias").deviation, 0.1, 0.02);
+  EXPECT_NEAR(moments(gpt_oss, layer + "self_attn.sinks").deviation, 1, 0.4);
+  EXPECT_NEAR(moments(gpt_oss, layer + "mlp.experts.gate_up_proj").deviation, 1 / 16.0, 0.001);
+  EXPECT_NEAR(moments(gpt_oss, layer + "mlp.experts.down_proj").deviation, 1 / 8.0, 0.001);
+}
+
+// Also in tensors that are written in several pieces.
+TEST(MakeModelTest, NumbersDoNotRepeat) {
+  MakeModelOptions options;
+  options.dtype = DType::kF32;
+  options.layers = 1;
+  const std::string name = "model.layers.0.mlp.gate_proj.weight";
+  const std::vector<float> values = Make(options).tensors.at(name).Floats();
+  ASSERT_GT(values.size(), size_t{2} << 16);
+  size_t same = 0;
+  for (size_t i = 1 << 16; i < values.size(); ++i) same += values[i] == values[i - (1 << 16)] ? 1 : 0;
+  EXPECT_LT(same, values.size() / 1000);
+
+  options.family = ModelFamily::kGptOss;
+  options.dtype = DType::kF4E2M1;
+  options.intermediate = 64;
+  const std::vector<std::byte> bits =
+      Make(options).tensors.at("model.layers.0.mlp.experts.gate_up_proj_blocks").bytes;
+  ASSERT_GE(bits.size(), size_t{2} << 16);
+  same = 0;
+  for (size_t i = 1 << 16; i < bits.size(); ++i) same += bits[i] == bits[i - (1 << 16)] ? 1 : 0;
+  EXPECT_LT(same, bits.size() / 50);
+}
+
 // One stream of numbers, rounded to each dtype.
 TEST(MakeModelTest, HalfWeightsAreTheF32OnesRounded) {
   MakeModelOptions options = Small();
@@ -169,6 +291,26 @@ TEST(MakeModelTest, HalfWeightsAreTheF32OnesRounded) {
   }
 }
 
+// It is drawn once in some 100,000 numbers.
+TEST(MakeModelTest, ZeroStaysZero) {
+  const std::string name = "model.layers.0.self_attn.q_proj.weight";
+  MakeModelOptions options;
+  options.layers = 1;
+  options.hidden = 192;
+  const auto values = [&](DType dtype) {
+    options.dtype = dtype;
+    return Make(options).tensors.at(name).Floats();
+  };
+  const std::vector<float> exact = values(DType::kF32), f16 = values(DType::kF16),
+                           fp8 = values(DType::kF8E4M3);
+  EXPECT_GT(std::count(exact.begin(), exact.end(), 0), 0);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    if (exact[i] != 0) continue;
+    EXPECT_EQ(f16[i], 0);
+    EXPECT_EQ(fp8[i], 0);
+  }
+}
+
 // Elements of the same deviation as other weights', and scales beside them.
 TEST(MakeModelTest, MakesWeightsInFp8) {
   MakeModelOptions options;
@@ -189,6 +331,22 @@ TEST(MakeModelTest, MakesWeightsInFp8) {
   EXPECT_NEAR(elements.mean / elements.deviation, 0, 0.02);
   EXPECT_NEAR(elements.deviation * factors.mean * std::sqrt(192), 1, 0.15);
   EXPECT_GT(factors.deviation, 0);
+  EXPECT_LT(factors.deviation, 0.3 * factors.mean);
+  EXPECT_NEAR(elements.deviation, 112, 5);  // the range is used, and not left
+
+  // The first matrix comes of the same numbers as in f32, at a quarter of the largest element.
+  const std::string first = "model.layers.0.self_attn.q_proj.weight";
+  options.dtype = DType::kF32;
+  const std::vector<float> exact = Make(options).tensors.at(first).Floats(),
+                           rounded = model.tensors.at(first).Floats();
+  ASSERT_EQ(exact.size(), rounded.size());
+  for (size_t i = 0; i < exact.size(); ++i) {
+    const double value = exact[i] * 112 * std::sqrt(192.0);
+    int exponent = 0;
+    std::frexp(value, &exponent);
+    const double unit = std::ldexp(1.0, std::max(exponent, -5) - 4);  // of the last place
+    ASSERT_LE(std::abs(rounded[i] - value), unit / 2 * (1 + 1e-4)) << value;
+  }
 }
 
 TEST(MakeModelTest, MakesExpertsInMxfp4) {
@@ -214,6 +372,9 @@ TEST(MakeModelTest, MakesExpertsInMxfp4) {
   const Moments moments = MomentsOf(values);
   EXPECT_NEAR(moments.mean / moments.deviation, 0, 0.03);
   EXPECT_NEAR(moments.deviation * std::sqrt(96), 1, 0.4);  // scales are powers of two
+  const auto [least, most] = std::minmax_element(scales.bytes.begin(), scales.bytes.end());
+  EXPECT_NE(*least, *most);
+  EXPECT_LE(static_cast<int>(*most) - static_cast<int>(*least), 5);
 }
 
 TEST(MakeModelTest, LeavesFoldersAloneThatHoldSomething) {
@@ -223,6 +384,9 @@ TEST(MakeModelTest, LeavesFoldersAloneThatHoldSomething) {
   EXPECT_EQ(made.code(), absl::StatusCode::kAlreadyExists) << made;
   EXPECT_THAT(std::string(made.message()), HasSubstr(folder.path()));
   EXPECT_FALSE(std::filesystem::exists(folder / "config.json"));
+  const absl::Status in_a_file = MakeModel(Small(), folder / "precious.txt/model");
+  EXPECT_FALSE(in_a_file.ok() || absl::IsAlreadyExists(in_a_file)) << in_a_file;
+  EXPECT_THAT(std::string(in_a_file.message()), HasSubstr("cannot be created"));
 }
 
 TEST(MakeModelTest, RefusesOptionsThatNoModelHas) {
@@ -241,6 +405,9 @@ TEST(MakeModelTest, RefusesOptionsThatNoModelHas) {
       {"max_position_embeddings", [](MakeModelOptions& o) { o.context_tokens = 0; }},
       {"sliding_window", [](MakeModelOptions& o) { o.sliding_window = 8; }},  // in a Llama
       {"experts", [](MakeModelOptions& o) { o.experts = 8; }},                // likewise
+      {"experts_used", [](MakeModelOptions& o) { o.experts_used = 2; }},
+      {"expert_width", [](MakeModelOptions& o) { o.expert_width = 64; }},
+      {"original_context", [](MakeModelOptions& o) { o.original_context_tokens = 100; }},
       {"sliding_window",
        [](MakeModelOptions& o) {
          o.family = ModelFamily::kMistral;
