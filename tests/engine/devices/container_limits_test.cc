@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <string>
+#include <utility>
 
 namespace meshfill {
 namespace {
@@ -85,6 +87,40 @@ TEST_F(ContainerLimitsTest, TheTightestOfTheGroupsAboveCounts) {
                   {"sys/fs/cgroup/a/memory.current", "20"}})
                 .free_memory_bytes,
             0);
+}
+
+// However many groups are above, and in both versions.
+TEST_F(ContainerLimitsTest, EveryGroupAboveMaySetALimit) {
+  for (const std::string limited : {"", "/a", "/a/bc", "/a/bc/d"}) {
+    const std::string v2 = "sys/fs/cgroup" + limited, memory = "sys/fs/cgroup/memory" + limited,
+                      cpu = "sys/fs/cgroup/cpu" + limited;
+    for (const auto& files :
+         {std::map<std::string, std::string>{
+              {"proc/self/cgroup", "0::/a/bc/d"}, {v2 + "/memory.max", "10"}, {v2 + "/cpu.max", "50 25"}},
+          {{"proc/self/cgroup", "4:cpuacct,cpu:/a/bc/d\n3:memory:/a/bc/d"},
+           {memory + "/memory.limit_in_bytes", "10"},
+           {cpu + "/cpu.cfs_quota_us", "50"},
+           {cpu + "/cpu.cfs_period_us", "25"}}}) {
+      const ContainerLimits limits = Read(files);
+      EXPECT_EQ(limits.memory_bytes, 10) << limited;
+      EXPECT_FALSE(limits.free_memory_bytes.has_value()) << "nothing says what is used";
+      EXPECT_EQ(limits.cpus, 2) << limited;
+    }
+  }
+}
+
+TEST_F(ContainerLimitsTest, HalfALimitIsNone) {
+  for (const std::string& text : {"100000", "0 100000", "100000 0"}) {
+    EXPECT_FALSE(Read({{"proc/self/cgroup", "0::/"}, {"sys/fs/cgroup/cpu.max", text}}).cpus.has_value())
+        << text;
+  }
+  for (const auto& [quota, period] : {std::pair("100000", ""), {"", "100000"}, {"100000", "0"}, {"0", "5"}}) {
+    EXPECT_FALSE(Read({{"proc/self/cgroup", "2:cpu:/"},
+                       {"sys/fs/cgroup/cpu/cpu.cfs_quota_us", quota},
+                       {"sys/fs/cgroup/cpu/cpu.cfs_period_us", period}})
+                     .cpus.has_value())
+        << quota << " of " << period;
+  }
 }
 
 TEST(DefaultThreads, LeavesRoomBelowALimit) {

@@ -1,10 +1,15 @@
 #include "engine/devices/cpu/cpu_platform.h"
 
+#include <unistd.h>
+
+#include <fstream>
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "engine/devices/container_limits.h"
 #include "gtest/gtest.h"
 
 namespace meshfill {
@@ -45,6 +50,22 @@ TEST(CpuPlatform, AnotherPoolHasAnotherKey) {
     }
   }
   EXPECT_EQ(keys.size(), 6u);
+}
+
+TEST(CpuPlatform, TheKeySaysWhatTheSpeedIsOf) {
+  const Pool pool = MakePool(3, 0);  // as many threads as the machine and its limits give
+  const std::string key = pool.hardware->SpeedKey(kModel, pool.devices);
+  const int threads =
+      DefaultThreads(static_cast<int>(std::thread::hardware_concurrency()), ReadContainerLimits());
+  EXPECT_NE(key.find(" " + std::to_string(threads) + " threads, 3 ranks"), std::string::npos) << key;
+  EXPECT_NE(key.find(" " + std::to_string(sysconf(_SC_NPROCESSORS_ONLN)) + " cores"), std::string::npos)
+      << key;
+  std::ifstream processors("/proc/cpuinfo");
+  for (std::string line; std::getline(processors, line);) {
+    if (!line.starts_with("model name")) continue;
+    EXPECT_NE(key.find(line.substr(line.find(':') + 1)), std::string::npos) << key;
+    break;
+  }
 }
 
 TEST(CpuPlatform, RefusesGpusThatAreNamed) {

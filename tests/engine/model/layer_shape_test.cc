@@ -64,14 +64,15 @@ TEST(LayerShape, CountsTheExpertsThatATokenUses) {
     const int64_t rest = shape.hidden * (2 * q + 2 * kv + count + 3 * shared_width);
     EXPECT_EQ(LayerMatrixElements(shape), rest + 3 * shape.hidden * width * count);
     EXPECT_EQ(LayerTokenFlops(shape), 2.0 * static_cast<double>(rest + 3 * shape.hidden * width * used));
-    // All that goes through a buffer fits.
+    // All that goes through a buffer fits, and no more.
     const SliceWidths widths = SliceWidthsOf(shape);
     const auto dtype_bytes = static_cast<int64_t>(DTypeBytes(shape.dtype));
-    EXPECT_GE(widths.wide, q + 2 * kv);
-    EXPECT_GE(widths.wide * dtype_bytes, count * 4);  // logits
-    EXPECT_GE(widths.wide, used * std::max(2 * width, shape.hidden));
-    EXPECT_GE(widths.wide, 2 * shared_width);
-    EXPECT_GE(widths.narrow, std::max({q, used * width, shared_width}));
+    const int64_t logits = count * 4 / dtype_bytes;
+    const int64_t added = shape.post_norms ? shape.hidden * 4 / dtype_bytes : 0;
+    EXPECT_EQ(widths.wide, std::max({q + 2 * kv, logits, added, used * std::max(2 * width, shape.hidden),
+                                     2 * shared_width}));
+    EXPECT_EQ(widths.narrow, std::max({q, used * width, shared_width}));
+    EXPECT_EQ(widths.experts, shape.experts);
     EXPECT_EQ(SliceBytes(widths, 10, shape.dtype),
               10 * (widths.normed + widths.wide + widths.narrow) * dtype_bytes + 4 * (count + 1 + 30 * used));
   }
@@ -80,6 +81,7 @@ TEST(LayerShape, CountsTheExpertsThatATokenUses) {
 TEST(LayerShape, TheLargestLayerIsThatOfAnyKind) {
   const LayerForm dense, experts = {.mlp = MlpKind::kExperts};
   ModelShape model = {.layers = 3, .hidden = 64, .q_heads = 2, .kv_heads = 1, .head_dim = 8};
+  model.vocab = 7;
   model.experts = {.count = 5, .used = 2, .width = 10, .shared_width = 0};
   model.kinds = LayerKindsOf(std::vector<LayerForm>{dense, experts, experts});
   for (const int64_t intermediate : {1, 1000}) {  // the experts are larger, or the dense MLP is
@@ -89,7 +91,59 @@ TEST(LayerShape, TheLargestLayerIsThatOfAnyKind) {
     const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
     EXPECT_EQ(bytes.layers, of_dense + 2 * of_experts);
     EXPECT_EQ(bytes.most_layer, std::max(of_dense, of_experts));
+    EXPECT_EQ(bytes.head, 2 * 7 * 64);
+    EXPECT_EQ(bytes.embedding, 2 * 7 * 64);
   }
+}
+
+// The forms are sorted by window: the largest, and the one with experts, may be any of them.
+TEST(LayerShape, SlicesAreWideEnoughForEachLayer) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 50; ++draw) {
+    ModelShape model = {.layers = 3, .hidden = 8, .q_heads = 2, .kv_heads = 1, .head_dim = 8};
+    model.intermediate = Draw<int64_t>(random, 1, 100);
+    model.experts = {.count = 5, .used = 2, .width = Draw<int64_t>(random, 1, 50)};
+    std::vector<LayerForm> layers(3);
+    for (LayerForm& layer : layers) {
+      layer = {.window = Draw<int64_t>(random, 0, 1) * 7,
+               .mlp = Draw(random, 0, 1) == 1 ? MlpKind::kExperts : MlpKind::kDense};
+    }
+    model.kinds = LayerKindsOf(layers);
+    SliceWidths expected;
+    for (const LayerForm& layer : layers) {
+      const SliceWidths widths = SliceWidthsOf(LayerShapeOf(model, layer));
+      expected.normed = std::max(expected.normed, widths.normed);
+      expected.wide = std::max(expected.wide, widths.wide);
+      expected.narrow = std::max(expected.narrow, widths.narrow);
+      if (layer.mlp == MlpKind::kExperts) expected.experts = model.experts;
+    }
+    EXPECT_EQ(SliceWidthsOf(model), expected);
+  }
+}
+
+TEST(LayerShape, AFormOfTheModelHasTheModelsNumbers) {
+  ModelShape model = {.hidden = 64, .intermediate = 100, .q_heads = 4, .kv_heads = 2, .head_dim = 8};
+  model.rope_dim = 6;
+  model.experts = {.count = 5, .used = 2, .width = 10, .shared_width = 3};
+  model.post_norms = true;
+  model.activation = Activation::kGelu;
+  model.fp8 = {.rows = 1, .columns = 2};
+  model.fp4_experts = true;
+  model.dtype = DType::kBf16;
+  const LayerShape shape =
+      LayerShapeOf(model, {.window = 9, .mlp = MlpKind::kExperts, .rope = LayerRope::kLocal});
+  EXPECT_EQ(shape.q_width(), 32);
+  EXPECT_EQ(shape.kv_width(), 16);
+  EXPECT_EQ(shape.rotated_dim, 6);
+  EXPECT_EQ(shape.window, 9);
+  EXPECT_EQ(shape.mlp, MlpKind::kExperts);
+  EXPECT_EQ(shape.rope, LayerRope::kLocal);
+  EXPECT_EQ(shape.experts, model.experts);
+  EXPECT_EQ(shape.router, (RouterRule{.experts = 5, .used = 2}));
+  EXPECT_TRUE(shape.post_norms && shape.fp4_experts);
+  EXPECT_EQ(shape.activation, Activation::kGelu);
+  EXPECT_EQ(shape.fp8, model.fp8);
+  EXPECT_EQ(shape.dtype, DType::kBf16);
 }
 
 TEST(LayerShape, CountsFp8AsBytesWithScales) {
@@ -109,6 +163,18 @@ TEST(LayerShape, CountsFp8AsBytesWithScales) {
   EXPECT_EQ(LayerMatrixBytes(shape, DType::kBf16),
             LayerMatrixElements(shape) + router +
                 4 * (2 * (shape.qkv_width() + 5 * 600) + of_q_width * 200 + 3 * 5 * 200));
+
+  // The largest layer's matrices once they are wide, but for the router, which is.
+  ModelShape model = {.layers = 3, .hidden = 64, .q_heads = 2, .kv_heads = 1, .head_dim = 8};
+  model.intermediate = 1000;
+  model.experts = {.count = 5, .used = 2, .width = 10, .shared_width = 0};
+  const LayerForm dense, experts = {.mlp = MlpKind::kExperts};
+  model.kinds = LayerKindsOf(std::vector<LayerForm>{dense, experts, experts});
+  model.fp8 = {.rows = 128, .columns = 128};
+  EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * LayerMatrixElements(LayerShapeOf(model, dense)));
+  model.intermediate = 1;
+  EXPECT_EQ(MostWidenedBytes(model, DType::kF32),
+            4 * (LayerMatrixElements(LayerShapeOf(model, experts)) - 5 * 64));
 }
 
 TEST(LayerShape, CountsMxfp4AsHalfBytesWithScales) {
@@ -128,6 +194,12 @@ TEST(LayerShape, CountsMxfp4AsHalfBytesWithScales) {
   EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 0);
   model.fp4_experts = true;
   EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * experts);
+}
+
+TEST(LayerShape, WeightModesHaveTheConfigurationsNames) {
+  EXPECT_STREQ(WeightModeName(WeightMode::kResident), "resident");
+  EXPECT_STREQ(WeightModeName(WeightMode::kStreamed), "streamed");
+  EXPECT_STREQ(WeightModeName(WeightMode::kSharded), "sharded");
 }
 
 TEST(LayerShape, StacksTheLinearLayersOfAProduct) {

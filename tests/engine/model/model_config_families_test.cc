@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "engine/model/layer_shape.h"
@@ -50,11 +51,94 @@ TEST(ModelConfigTest, Experts) {
   EXPECT_EQ(glm.shape.rope_dim, 8);  // half of a head
   EXPECT_EQ(glm.unused_layers, 1);
 
+  const auto glm_groups = [](const json& changes) { return ParseGood(With(Glm4Moe(), changes)).router; };
+  EXPECT_EQ(glm_groups({{"n_group", 4}, {"topk_group", 1}}).used_groups, 1);  // just the experts of a token
+  EXPECT_EQ(glm_groups({{"n_routed_experts", 1}, {"num_experts_per_tok", 1}}).groups, 1);
+  EXPECT_EQ(glm_groups(json::object()).scale, 1);
+  EXPECT_TRUE(glm_groups(json::object()).normalised);
+  EXPECT_EQ(ParseGood(With(Glm4Moe(), {{"num_mtp_layers", 2}})).unused_layers, 2);
+  EXPECT_EQ(ParseGood(With(Glm4Moe(), {{"use_qk_norm", true}})).qk_norm, QkNorm::kHead);
+  EXPECT_THAT(ExpertLayers(ParseGood(With(Glm4Moe(), {{"first_k_dense_replace", 9}}))),
+              ElementsAre(false, false, false));
+
   const ModelConfig minimax = ParseGood(MiniMaxM2());
   EXPECT_EQ(minimax.shape.experts, (ExpertsShape{.count = 5, .used = 3, .width = 96}));
   EXPECT_THAT(ExpertLayers(minimax), ElementsAre(true, true, true));
   EXPECT_EQ(minimax.qk_norm, QkNorm::kHeads);
   EXPECT_EQ(minimax.shape.rope_dim, 8);
+  EXPECT_EQ(ParseGood(Without(MiniMaxM2(), "rotary_dim")).shape.rope_dim, 0);  // all of a head
+
+  const json mixtral = With(Base("mixtral", "MixtralForCausalLM"),
+                            {{"num_local_experts", 5}, {"num_experts_per_tok", 3}, {"sliding_window", 9}});
+  EXPECT_EQ(ParseGood(mixtral).router, (RouterRule{.experts = 5, .used = 3, .normalised = true}));
+  EXPECT_THAT(WindowsOf(ParseGood(mixtral)), ElementsAre(9, 9, 9));
+  EXPECT_THAT(WindowsOf(ParseGood(Without(mixtral, "sliding_window"))), ElementsAre(0, 0, 0));
+}
+
+// What the published config says beside is what the family is.
+TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
+  const ModelConfig config = ParseGood(With(MiniMaxM2(), {{"attn_type_list", {1, 1, 1}},
+                                                          {"auto_map", {{"AutoConfig", "x"}}},
+                                                          {"layernorm_full_attention_beta", 1.0},
+                                                          {"layernorm_linear_attention_beta", 1.0},
+                                                          {"layernorm_mlp_beta", 1.0},
+                                                          {"mlp_intermediate_size", 8192},
+                                                          {"mtp_transformer_layers", 1},
+                                                          {"num_mtp_modules", 3},
+                                                          {"qk_norm_type", "per_layer"},
+                                                          {"scoring_func", "sigmoid"},
+                                                          {"shared_intermediate_size", 0},
+                                                          {"shared_moe_mode", "sigmoid"},
+                                                          {"use_mtp", true},
+                                                          {"use_qk_norm", true},
+                                                          {"use_routing_bias", true}}));
+  EXPECT_EQ(config.router,
+            (RouterRule{.score = RouterScore::kSigmoid, .experts = 5, .used = 3, .normalised = true}));
+  EXPECT_TRUE(config.router_correction);
+  EXPECT_EQ(config.unused_layers, 0);
+}
+
+// Those of transformers' configuration classes, where config.json says nothing but what it must.
+TEST(ModelConfigTest, FamiliesHaveTheirDefaultSizes) {
+  const json rope = {{"rope_scaling", {{"rope_type", "default"}}}};
+  const struct {
+    const char* model_type;
+    json needed;
+    int64_t hidden, intermediate;
+    int layers, q_heads, kv_heads, head_dim;
+    int64_t vocab, context_tokens;
+    float norm_eps;
+    double theta;
+  } families[] = {
+      {"llama", {}, 4096, 11008, 32, 32, 32, 128, 32000, 2048, 1e-6f, 1e4},
+      {"mistral", {}, 4096, 14336, 32, 32, 8, 128, 32000, 131072, 1e-6f, 1e4},
+      {"qwen2", {}, 4096, 22016, 32, 32, 32, 128, 151936, 32768, 1e-6f, 1e4},
+      {"qwen3", {}, 4096, 22016, 32, 32, 32, 128, 151936, 32768, 1e-6f, 1e4},
+      {"qwen3_moe", {}, 2048, 6144, 24, 32, 4, 64, 151936, 32768, 1e-6f, 1e4},
+      {"mixtral", {}, 4096, 14336, 32, 32, 8, 128, 32000, 131072, 1e-5f, 1e6},
+      {"glm4_moe", {{"head_dim", 128}}, 4096, 10944, 46, 96, 8, 128, 151552, 131072, 1e-5f, 1e4},
+      {"minimax_m2", {}, 3072, 1536, 62, 48, 8, 128, 200064, 196608, 1e-6f, 5e6},
+      {"phi3", {}, 3072, 8192, 32, 32, 32, 96, 32064, 4096, 1e-5f, 1e4},
+      {"gemma3_text", {}, 2304, 9216, 26, 8, 4, 256, 262208, 131072, 1e-6f, 1e6},
+      {"gpt_oss", rope, 2880, 2880, 36, 64, 8, 64, 201088, 131072, 1e-5f, 15e4},
+  };
+  for (const auto& family : families) {
+    SCOPED_TRACE(family.model_type);
+    json stated = {{"model_type", family.model_type}};
+    if (!family.needed.is_null()) stated.update(family.needed);
+    const ModelConfig config = ParseGood(stated);
+    const ModelShape& shape = config.shape;
+    EXPECT_EQ(shape.hidden, family.hidden);
+    EXPECT_EQ(shape.intermediate, family.intermediate);
+    EXPECT_EQ(shape.layers, family.layers);
+    EXPECT_EQ(shape.q_heads, family.q_heads);
+    EXPECT_EQ(shape.kv_heads, family.kv_heads);
+    EXPECT_EQ(shape.head_dim, family.head_dim);
+    EXPECT_EQ(shape.vocab, family.vocab);
+    EXPECT_EQ(shape.context_tokens, family.context_tokens);
+    EXPECT_EQ(config.norm_eps, family.norm_eps);
+    EXPECT_EQ(config.rope.theta, family.theta);
+  }
 }
 
 // Those of transformers' configuration classes.
@@ -85,6 +169,17 @@ TEST(ModelConfigTest, ReadsGptOss) {
   EXPECT_FALSE(config.rope.truncate);
   EXPECT_EQ(config.shape.context_tokens, 131072);
 
+  json bare = GptOss();
+  for (const char* key : {"attention_bias", "sliding_window", "swiglu_limit", "rope_theta"}) bare.erase(key);
+  const ModelConfig by_default = ParseGood(bare);
+  EXPECT_TRUE(by_default.qkv_bias && by_default.o_bias);
+  EXPECT_EQ(by_default.swiglu_clamp.limit, 7);
+  EXPECT_THAT(WindowsOf(by_default), ElementsAre(128, 0, 128));
+  EXPECT_EQ(by_default.rope.theta, 150000);
+  json new_spelling = GptOss();
+  new_spelling["rope_parameters"] = std::exchange(new_spelling["rope_scaling"], nullptr);
+  EXPECT_EQ(ParseGood(new_spelling).rope.scaling, RopeScaling::kYarn);
+
   const ModelConfig other =
       ParseGood(With(GptOss(), {{"layer_types", {"full_attention", "sliding_attention", "full_attention"}},
                                 {"sliding_window", 33},
@@ -109,6 +204,11 @@ TEST(ModelConfigTest, ReadsGptOssInMxfp4) {
   EXPECT_EQ(config.shape.dtype, DType::kBf16);
   EXPECT_EQ(config.shape.fp8, Fp8Blocks());
   EXPECT_FALSE(ParseGood(GptOss()).shape.fp4_experts);
+  for (const char* key : {"dtype", "torch_dtype"}) {  // a dtype that is stated counts
+    const json stated =
+        With(Without(GptOss(), "torch_dtype"), {{"quantization_config", quantisation}, {key, "float32"}});
+    EXPECT_EQ(ParseGood(stated).shape.dtype, DType::kF32) << key;
+  }
 }
 
 // The sizes of published models, and the billions of parameters that their authors state: in all, and of
@@ -200,6 +300,9 @@ TEST(ModelConfigTest, ReadsPhi3AndPhi4) {
   EXPECT_THAT(WindowsOf(windowed), ElementsAre(47, 47, 47));
   EXPECT_EQ(windowed.shape.rope_dim, 12);
   EXPECT_FALSE(ParseGood(Llama()).fused_projections);
+  const json as_published = {
+      {"attention_bias", false}, {"lm_head_bias", false}, {"full_attn_mod", 1}, {"interpolate_factor", 1}};
+  EXPECT_TRUE(ParseGood(With(Phi3(), as_published)).fused_projections);
 }
 
 std::vector<bool> LocalRopes(const ModelConfig& config) {
@@ -244,6 +347,8 @@ TEST(ModelConfigTest, ReadsGemma3) {
   const ModelConfig all_local = ParseGood(Gemma3());
   EXPECT_THAT(WindowsOf(all_local), ElementsAre(4096, 4096, 4096));  // the sixth would see all
   EXPECT_EQ(all_local.shape.rope_count(), 1);
+  EXPECT_THAT(WindowsOf(ParseGood(With(Gemma3(), {{"num_hidden_layers", 7}, {"sliding_window", 5}}))),
+              ElementsAre(5, 5, 5, 5, 5, 0, 5));
 }
 
 TEST(ModelConfigTest, ReadsTheLanguageModelInsideAnother) {

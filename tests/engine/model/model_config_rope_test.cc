@@ -27,7 +27,9 @@ TEST(ModelConfigTest, ReadsLongRope) {
   EXPECT_NEAR(ParseGood(Phi3With(stated)).rope.attention_factor,
               std::sqrt(1 + std::log(16.0) / std::log(256.0)), 1e-12);
   EXPECT_EQ(ParseGood(Phi3With(With(stated, {{"attention_factor", 1.5}}))).rope.attention_factor, 1.5);
-  EXPECT_EQ(ParseGood(Phi3With(LongRope(), 1024)).rope.attention_factor, 1);  // nothing is stretched
+  for (const int original : {1024, 2048}) {  // nothing is stretched
+    EXPECT_EQ(ParseGood(Phi3With(LongRope(), original)).rope.attention_factor, 1) << original;
+  }
   EXPECT_EQ(ParseGood(Phi3With(With(LongRope(), {{"type", "su"}}))).shape.long_rope_after, 256);
   const json partial = {{"rope_type", "longrope"}, {"short_factor", {1, 1}}, {"long_factor", {2, 3}}};
   EXPECT_EQ(ParseGood(With(Phi3With(partial), {{"partial_rotary_factor", 0.25}})).shape.rope_dim, 4);
@@ -60,6 +62,23 @@ TEST(ModelConfigTest, Gemma3HasTwoRopesInOldAndNewSpelling) {
   EXPECT_EQ(one_type.rope.theta, 1e6);
   EXPECT_EQ(one_type.rope.scaling, RopeScaling::kNone);
   EXPECT_EQ(one_type.local_rope.theta, 2e4);
+
+  // What has no place in an object of its own stands at the top.
+  const json scaled = {{"full_attention", {{"rope_type", "linear"}, {"factor", 8.0}}},
+                       {"sliding_attention", {{"rope_type", "default"}}}};
+  const ModelConfig above = ParseGood(
+      With(Gemma3(), {{"rope_theta", 5e5}, {"rope_local_base_freq", 2e4}, {"rope_parameters", scaled}}));
+  EXPECT_EQ(above.rope.theta, 5e5);
+  EXPECT_EQ(above.local_rope.theta, 2e4);
+  EXPECT_EQ(ParseGood(With(Gemma3(), {{"rope_parameters", json::object()}})).rope.theta, 1e6);
+
+  // The context is as long as the layers that see all keys reach.
+  const json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}};
+  EXPECT_EQ(
+      ParseGood(With(Gemma3(), {{"rope_parameters", {{"sliding_attention", yarn}}}})).shape.context_tokens,
+      1024);
+  EXPECT_EQ(ParseGood(With(Gemma3(), {{"rope_parameters", {{"full_attention", yarn}}}})).shape.context_tokens,
+            4096);
 }
 
 TEST(ModelConfigTest, RopeInOldAndNewSpelling) {
@@ -86,6 +105,11 @@ TEST(ModelConfigTest, RopeInOldAndNewSpelling) {
   EXPECT_EQ(linear.rope.factor, 2);
   EXPECT_EQ(ParseGood(Rope(nullptr)).rope.scaling, RopeScaling::kNone);
   EXPECT_EQ(ParseGood(Rope({{"rope_type", "default"}})).rope.scaling, RopeScaling::kNone);
+  EXPECT_EQ(ParseGood(Rope(json::object())).rope.scaling, RopeScaling::kNone);
+  const ModelConfig both = ParseGood(With(Rope(llama3), {{"rope_parameters", llama3}}));  // they agree
+  EXPECT_EQ(both.rope.scaling, RopeScaling::kLlama3);
+  EXPECT_EQ(ParseGood(Rope(Without(llama3, "original_max_position_embeddings"))).rope.original_context_tokens,
+            1024);  // max_position_embeddings
 }
 
 TEST(ModelConfigTest, YarnExtendsTheContext) {
@@ -110,6 +134,12 @@ TEST(ModelConfigTest, YarnExtendsTheContext) {
   const ModelConfig derived =
       ParseGood(Rope({{"type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 256}}));
   EXPECT_EQ(derived.rope.factor, 4);  // max_position_embeddings / original
+  const ModelConfig shrunk = ParseGood(Rope({{"type", "yarn"}, {"original_max_position_embeddings", 2048}}));
+  EXPECT_EQ(shrunk.rope.attention_factor, 1);  // nothing is stretched
+  const ModelConfig zeros = ParseGood(Rope(With(yarn, {{"beta_fast", 0}, {"beta_slow", 0}})));
+  EXPECT_EQ(zeros.rope.beta_fast, 32);  // 0 stands for absent
+  EXPECT_EQ(zeros.rope.beta_slow, 1);
+  EXPECT_EQ(ParseGood(Rope(With(yarn, {{"beta_fast", 1}, {"beta_slow", 1}}))).rope.beta_fast, 1);
 }
 
 }  // namespace

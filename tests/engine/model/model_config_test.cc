@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
@@ -110,11 +111,23 @@ TEST(ModelConfigTest, WhatAFamilyFixesMayBeStated) {
   const ModelConfig config =
       ParseGood(With(Llama(), {{"partial_rotary_factor", 1.0}, {"pretraining_tp", 1}}));
   EXPECT_EQ(config.shape.rope_dim, 0);  // all of a head
+  const json all = {{"mlp_bias", false},
+                    {"hidden_act", "silu"},
+                    {"is_encoder_decoder", false},
+                    {"add_cross_attention", false},
+                    {"tie_encoder_decoder", false},
+                    {"pruned_heads", json::object()},
+                    {"use_mrope", false}};
+  EXPECT_EQ(ParseGood(With(Llama(), all)).shape.layers, 3);
   EXPECT_EQ(ParseGood(Rope({{"rope_type", "default"}, {"partial_rotary_factor", 1}})).shape.rope_dim, 0);
 }
 
 TEST(ModelConfigTest, SlidingWindows) {
   EXPECT_THAT(WindowsOf(ParseGood(With(Mistral(), {{"sliding_window", 7}}))), ElementsAre(7, 7, 7));
+  const std::vector<std::string> sliding(3, "sliding_attention"), full(3, "full_attention");  // as it is
+  EXPECT_THAT(WindowsOf(ParseGood(With(Mistral(), {{"layer_types", sliding}}))),
+              ElementsAre(4096, 4096, 4096));
+  EXPECT_THAT(WindowsOf(ParseGood(With(Llama(), {{"layer_types", full}}))), ElementsAre(0, 0, 0));
   const json window = {{"sliding_window", 7}, {"max_window_layers", 1}};
   EXPECT_THAT(WindowsOf(ParseGood(With(Qwen2(), window))), ElementsAre(0, 0, 0));
   const ModelConfig qwen2 = ParseGood(With(With(Qwen2(), window), {{"use_sliding_window", true}}));
@@ -124,11 +137,47 @@ TEST(ModelConfigTest, SlidingWindows) {
   const ModelConfig qwen3 =
       ParseGood(With(With(Qwen3(), window), {{"use_sliding_window", true}, {"layer_types", types}}));
   EXPECT_THAT(WindowsOf(qwen3), ElementsAre(7, 0, 7));
+  const json defaults = {{"use_sliding_window", true}, {"num_hidden_layers", 29}};  // from layer 28 on, 4096
+  EXPECT_THAT(ParseGood(With(Qwen3(), defaults)).shape.kinds,
+              ElementsAre(LayerKind{{}, 28}, LayerKind{{.window = 4096}, 1}));
+}
+
+// The largest sizes that a config may have: within them no product overflows.
+TEST(ModelConfigTest, SizesHaveTheirBounds) {
+  const struct {
+    const char* key;
+    json config;
+    int64_t most;
+  } kCases[] = {
+      {"num_hidden_layers", Llama(), 1024},
+      {"hidden_size", With(Llama(), {{"head_dim", 16}}), int64_t{1} << 20},
+      {"intermediate_size", Llama(), int64_t{1} << 22},
+      {"vocab_size", Llama(), int64_t{1} << 24},
+      {"max_position_embeddings", Llama(), (int64_t{1} << 31) - 1},
+      {"num_attention_heads", With(Llama(), {{"head_dim", 16}}), 4096},
+      {"num_key_value_heads", With(Llama(), {{"num_attention_heads", 4096}, {"head_dim", 16}}), 4096},
+      {"head_dim", Llama(), 256},
+      {"sliding_window", Mistral(), (int64_t{1} << 31) - 1},
+      {"num_experts", Qwen3Moe(), 4096},
+      {"num_experts_per_tok", With(Qwen3Moe(), {{"num_experts", 300}}), 256},
+      {"moe_intermediate_size", Qwen3Moe(), int64_t{1} << 20},
+      {"n_shared_experts", Glm4Moe(), 1024},
+      {"num_nextn_predict_layers", Glm4Moe(), 64},
+      {"num_mtp_layers", Glm4Moe(), 64},
+  };
+  for (const auto& [key, config, most] : kCases) {
+    SCOPED_TRACE(key);
+    EXPECT_TRUE(ModelConfig::Parse(With(config, {{key, most}}).dump(), kPath).ok());
+    const absl::Status above = ModelConfig::Parse(With(config, {{key, most + 1}}).dump(), kPath).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(above)) << above;
+    EXPECT_NE(above.message().find(key), std::string::npos) << above;
+  }
 }
 
 TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
   EXPECT_EQ(ParseGood(With(Llama(), {{"torch_dtype", "float16"}})).shape.dtype, DType::kF16);
   EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", "float32"}})).shape.dtype, DType::kF32);
+  EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", nullptr}})).shape.dtype, DType::kBf16);
 }
 
 TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
@@ -151,10 +200,27 @@ TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
   EXPECT_EQ(ParseGood(Compressed(json::object(), {{"strategy", "tensor"}})).fp8.blocks,
             (Fp8Blocks{.rows = Fp8Blocks::kAll, .columns = Fp8Blocks::kAll}));
 
+  // As other writers have it, and nothing that is measured ahead.
+  for (const json& same :
+       {json{{"format", "naive-quantized"}}, json{{"sparsity_config", {{"format", "dense"}}}},
+        json{{"transform_config", json::object()}}}) {
+    EXPECT_EQ(ParseGood(Compressed(same, json::object())).fp8.blocks, channels.fp8.blocks) << same;
+  }
+
   // Where some of the layers' matrices are wide, all are counted so: rather too much memory than too little.
-  const ModelConfig some = ParseGood(Fp8({{"modules_to_not_convert", {"model.layers.0.self_attn.q_proj"}}}));
-  EXPECT_EQ(some.fp8.blocks, blocks.fp8.blocks);
-  EXPECT_EQ(some.shape.fp8, Fp8Blocks());
+  for (const char* name :
+       {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp", "model.layers.0.self_attn"}) {
+    const ModelConfig some = ParseGood(Fp8({{"modules_to_not_convert", {name, "lm_head"}}}));
+    EXPECT_EQ(some.fp8.blocks, blocks.fp8.blocks);
+    EXPECT_EQ(some.shape.fp8, Fp8Blocks()) << name;
+  }
+  const ModelConfig next_tokens = ParseGood(Fp8({{"modules_to_not_convert", {"model.layers.3.eh_proj"}}}));
+  EXPECT_EQ(next_tokens.shape.fp8, blocks.fp8.blocks);
+  // gpt-oss's experts are one tensor, which is never in FP8.
+  const json quantisation = Fp8(json::object()).at("quantization_config");
+  const ModelConfig stacked = ParseGood(With(GptOss(), {{"quantization_config", quantisation}}));
+  EXPECT_EQ(stacked.fp8.blocks, blocks.fp8.blocks);
+  EXPECT_EQ(stacked.shape.fp8, Fp8Blocks());
 }
 
 }  // namespace

@@ -168,6 +168,21 @@ TEST(ModelTest, HoldsExpertsInMxfp4) {
   }
 }
 
+// Of a model whose other matrices are all in f32, too.
+TEST(ModelTest, ExpertsInMxfp4AreNotF32) {
+  HfFolder content = GoodInMxfp4();
+  for (auto& [name, tensor] : content.tensors) {
+    if (tensor.type != ElementType::kBf16) continue;
+    tensor.type = ElementType::kF32;
+    tensor.bytes.assign(2 * tensor.bytes.size(), std::byte{0});
+  }
+  const TempFolder folder;
+  content.Write(folder.path());
+  const auto model = Load(folder.path());
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ((*model)->shape().dtype, DType::kBf16);
+}
+
 TEST(ModelTest, RefusesBrokenMxfp4ByName) {
   const std::string down = std::string(kLayer1) + "mlp.experts.down_proj";
   const BadModel kCases[] = {

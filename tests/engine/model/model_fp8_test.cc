@@ -3,6 +3,7 @@
 
 #include <array>
 #include <bit>
+#include <cstring>
 #include <random>
 #include <string>
 #include <utility>
@@ -59,6 +60,36 @@ TEST(ModelTest, HoldsWeightsInFp8) {
         EXPECT_NE((*model)->shape().fp8.rows, 0);
       }
     }
+  }
+}
+
+// One scale for all of a matrix, in a vector of its own.
+TEST(ModelTest, HoldsWeightsInFp8WithAScaleForEach) {
+  const HfFolder of_blocks = Good(ModelFamily::kLlama, DType::kF8E4M3);
+  HfFolder content = of_blocks;
+  const json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", "tensor"}};
+  content.config["quantization_config"] = {{"quant_method", "compressed-tensors"},
+                                           {"format", "float-quantized"},
+                                           {"config_groups", {{"group_0", {{"weights", weights}}}}}};
+  HfFolder wide = content;
+  for (const auto& [name, tensor] : of_blocks.tensors) {
+    if (!name.ends_with(".weight_scale_inv")) continue;
+    const std::string scale = name.substr(0, name.size() - 4), matrix = name.substr(0, name.size() - 10);
+    content.tensors[scale] = {ElementType::kF32, {1}, tensor.bytes};  // of the one block
+    content.tensors.erase(name);
+    wide.tensors.erase(name);
+    HfTensor& values = wide.tensors.at(matrix);
+    std::vector<float> floats = values.Floats();
+    values = {ElementType::kF32, values.shape, std::vector<std::byte>(4 * floats.size())};
+    for (float& value : floats) value *= content.tensors.at(scale).Floats()[0];
+    std::memcpy(values.bytes.data(), floats.data(), values.bytes.size());
+  }
+  const TempFolder folder;
+  content.Write(folder.path());
+  for (const WeightMode mode : kModes) {
+    const auto [device, model] = LoadAs(mode, folder.path());
+    ASSERT_TRUE(model.ok()) << model.status();
+    ExpectHolds(**model, wide);
   }
 }
 

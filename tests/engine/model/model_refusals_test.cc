@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/engine/model/hf_folder.h"
@@ -67,6 +68,23 @@ std::vector<BadModel> BadModels() {
          f.tensors.at("lm_head.weight").bytes[3] ^= std::byte{1};
        },
        {"\"lm_head.weight\"", "tie_word_embeddings"}},
+      {"a tied head of another dtype, though of the same bytes",
+       [](HfFolder& f) {
+         f.config["tie_word_embeddings"] = true;
+         f.tensors.at("lm_head.weight") = f.tensors.at("model.embed_tokens.weight");
+         for (const auto& [name, type] : {std::pair("lm_head.weight", ElementType::kF16),
+                                          {"model.embed_tokens.weight", ElementType::kBf16}}) {
+           f.tensors.at(name).type = type;
+           Reshape(f, name, f.tensors.at(name).shape);
+         }
+       },
+       {"\"lm_head.weight\"", "tie_word_embeddings"}},
+      {"a tied head and no embedding",
+       [](HfFolder& f) {
+         f.config["tie_word_embeddings"] = true;
+         f.tensors.erase("model.embed_tokens.weight");
+       },
+       {"\"model.embed_tokens.weight\"", "missing"}},
       {"an unknown config key",
        [](HfFolder& f) { f.config["logit_scale"] = 0.5; },
        {"config.json", "\"logit_scale\"", "0.5"}},

@@ -106,6 +106,19 @@ TEST(ModelShape, HeadGroupsDivideTheHeadsOrHaveOneKvHeadEach) {
     EXPECT_EQ(model.HeadSlice(groups).q_heads, 8 / groups);
     EXPECT_EQ(model.HeadSlice(groups).kv_heads, kv_heads) << groups;
   }
+  for (const auto& [q_heads, kv_heads] : {std::pair{12, 4}, {12, 6}, {12, 1}, {6, 3}}) {
+    const ModelShape some = {.q_heads = q_heads, .kv_heads = kv_heads};
+    for (int groups = -1; groups <= 13; ++groups) {
+      const bool kv_fit = groups > 0 && (kv_heads % groups == 0 || groups % kv_heads == 0);
+      EXPECT_EQ(some.CanSplitHeads(groups), kv_fit && q_heads % groups == 0)
+          << groups << " groups of " << q_heads << " and " << kv_heads << " heads";
+    }
+  }
+}
+
+TEST(ModelShape, ComputesInF32WhereTheWeightsAre) {
+  EXPECT_EQ(AutoDType(true), DType::kF32);
+  EXPECT_EQ(AutoDType(false), DType::kBf16);
 }
 
 TEST(ModelShape, CountsChunkBytes) {

@@ -5,14 +5,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstddef>
 #include <cstring>
+#include <memory>
 #include <optional>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "engine/model/make_model.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/model/loaded_model.h"
+#include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
@@ -119,6 +127,77 @@ TEST(ModelTest, ComputesInF32OnlyWhereAllMatricesAreF32) {
     }
   }
   EXPECT_EQ(dtype_of(mixed, std::nullopt), DType::kBf16);
+}
+
+// Whose rows are read some at a time, where weights stream.
+TEST(ModelTest, EmbedsPromptsOfAnyLength) {
+  const TempFolder folder;
+  const HfFolder good = Good();
+  good.Write(folder.path());
+  const std::vector<float> table = good.tensors.at("model.embed_tokens.weight").Floats();
+  const auto hidden = good.config.at("hidden_size").get<size_t>();
+  std::mt19937_64 random(TestSeed());
+  for (const WeightMode mode : kModes) {
+    const auto [device, model] = LoadAs(mode, folder.path());
+    ASSERT_TRUE(model.ok()) << model.status();
+    const LoneStream stream = ReferenceStream(DType::kF32);
+    for (const size_t tokens : {size_t{0}, size_t{1}, size_t{256}, size_t{257}, size_t{700}}) {
+      std::vector<uint32_t> ids(tokens);
+      for (uint32_t& id : ids) id = Draw<uint32_t>(random, 0, 10);
+      std::vector<float> x(tokens * hidden), expected;
+      for (const uint32_t id : ids) {
+        const auto row = table.begin() + static_cast<std::ptrdiff_t>(id * hidden);
+        expected.insert(expected.end(), row, row + static_cast<std::ptrdiff_t>(hidden));
+      }
+      const absl::Status status = (*model)->Embed(*stream, ids, x.data());
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(x, expected) << tokens << " tokens";
+    }
+  }
+}
+
+// The factor on Gemma's embeddings is a number of the compute dtype, as transformers has it.
+TEST(ModelTest, TheEmbeddingsFactorIsRounded) {
+  const TempFolder folder;
+  MakeModelOptions options;
+  options.family = ModelFamily::kGemma3;
+  options.hidden = 48;
+  options.vocab = 11;
+  options.dtype = DType::kF32;
+  ASSERT_TRUE(MakeModel(options, folder.path()).ok());
+  const std::vector<float> table =
+      HfFolder::Read(folder.path()).tensors.at("model.embed_tokens.weight").Floats();
+  const auto root = static_cast<float>(std::sqrt(48.0));
+  for (const auto& [dtype, factor] :
+       {std::pair(DType::kF32, root), {DType::kBf16, BFloat16::FromFloat(root).ToFloat()}}) {
+    const auto model = Load(folder.path(), dtype);
+    ASSERT_TRUE(model.ok()) << model.status();
+    const LoneStream stream = ReferenceStream(DType::kF32);
+    const std::vector<uint32_t> ids = {0};
+    std::vector<float> x(48);
+    ASSERT_TRUE((*model)->Embed(*stream, ids, x.data()).ok());
+    for (size_t i = 0; i < x.size(); ++i) EXPECT_EQ(x[i], table[i] * factor) << DTypeName(dtype);
+  }
+}
+
+// Nobody reads the LM head of a run without logits.
+TEST(ModelTest, AFeedEndsWithWhatItsReadersNeed) {
+  const TempFolder folder;
+  Good().Write(folder.path());
+  const auto [device, model] = LoadAs(WeightMode::kStreamed, folder.path());
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ((*model)->weight_mode(), WeightMode::kStreamed);
+  const std::unique_ptr<WeightFeed> feed = (*model)->OpenFeed(1, /*with_head=*/false, nullptr);
+  EXPECT_EQ(feed->mode(), WeightMode::kStreamed);
+  for (int layer = 0; layer < 2; ++layer) Part(*feed, layer);
+  const absl::Status none = feed->Take(0, 2, absl::Milliseconds(30)).status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(none)) << none;
+  EXPECT_NE(none.message().find("the LM head"), std::string::npos) << none;
+
+  const auto resident = Load(folder.path());
+  ASSERT_TRUE(resident.ok()) << resident.status();
+  EXPECT_EQ((*resident)->weight_mode(), WeightMode::kResident);
+  EXPECT_EQ((*resident)->OpenFeed(1, /*with_head=*/true, nullptr)->mode(), WeightMode::kResident);
 }
 
 TEST(ModelTest, AcceptsATiedHeadThatIsTheEmbedding) {

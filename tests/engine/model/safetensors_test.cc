@@ -9,10 +9,12 @@
 #include <filesystem>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/model/safetensors_folder.h"
 #include "engine/model/safetensors_writer.h"
+#include "tests/engine/few_descriptors.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
 
@@ -169,6 +171,51 @@ TEST(SafetensorsFileTest, ReadsScalarsEmptyTensorsAndOddHeaders) {
   EXPECT_EQ((*file)->Find("other"), nullptr);
 }
 
+TEST(SafetensorsFileTest, EveryTypeHasItsNameAndSize) {
+  const struct {
+    ElementType type;
+    const char* name;
+    int64_t bytes;
+  } kTypes[] = {{ElementType::kBool, "BOOL", 1},      {ElementType::kU8, "U8", 1},
+                {ElementType::kI8, "I8", 1},          {ElementType::kF8E4M3, "F8_E4M3", 1},
+                {ElementType::kF8E5M2, "F8_E5M2", 1}, {ElementType::kI16, "I16", 2},
+                {ElementType::kU16, "U16", 2},        {ElementType::kF16, "F16", 2},
+                {ElementType::kBf16, "BF16", 2},      {ElementType::kI32, "I32", 4},
+                {ElementType::kU32, "U32", 4},        {ElementType::kF32, "F32", 4},
+                {ElementType::kI64, "I64", 8},        {ElementType::kU64, "U64", 8},
+                {ElementType::kF64, "F64", 8}};
+  const TempFolder folder;
+  for (const auto& [type, name, bytes] : kTypes) {
+    SCOPED_TRACE(name);
+    const std::string header = "{" + Entry("w", name, "[3]", "[0," + std::to_string(3 * bytes) + "]") + "}";
+    const auto file =
+        SafetensorsFile::Open(folder.Write("f.safetensors", FileOf(header, static_cast<size_t>(3 * bytes))));
+    ASSERT_TRUE(file.ok()) << file.status();
+    EXPECT_EQ((*file)->Find("w")->type, type);
+    EXPECT_STREQ(ElementTypeName(type), name);
+  }
+  for (const auto& [dtype, type] : {std::pair(DType::kF32, ElementType::kF32),
+                                    {DType::kBf16, ElementType::kBf16},
+                                    {DType::kF16, ElementType::kF16},
+                                    {DType::kF8E4M3, ElementType::kF8E4M3},
+                                    {DType::kF4E2M1, ElementType::kU8}}) {  // two in a byte
+    EXPECT_EQ(ElementTypeOf(dtype), type) << DTypeName(dtype);
+  }
+}
+
+// Whatever is wrong with them.
+TEST(SafetensorsFileTest, FilesThatGoLeaveNoDescriptor) {
+  const TempFolder folder;
+  const std::string good = folder.Write("good", FileOf("{" + Entry("w", "U8", "[1]", "[0,1]") + "}", 1));
+  const std::string broken = folder.Write("broken", FileOf("{", 0)), small = folder.Write("small", "1234567");
+  const FewDescriptors few(20);
+  const int before = FewDescriptors::CountFree();
+  for (const std::string& path : {good, broken, small, folder.path()}) {
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(SafetensorsFile::Open(path).ok(), path == good) << path;
+    EXPECT_EQ(FewDescriptors::CountFree(), before) << path;
+  }
+}
+
 struct NamedTensor {
   TensorSpec spec;
   std::string data;
@@ -234,6 +281,35 @@ TEST(SafetensorsWriterTest, RefusesToFinishWithoutAllData) {
   ASSERT_TRUE(writer.ok()) << writer.status();
   ASSERT_TRUE(writer->Append(std::vector<std::byte>(7)).ok());
   EXPECT_EQ(writer->Finish().code(), absl::StatusCode::kInternal);
+}
+
+// As readers that map files want it; and transformers wants to know of which framework they are.
+TEST(SafetensorsWriterTest, AlignsTheFirstTensorAndNamesTheFormat) {
+  const TempFolder folder;
+  for (const std::string name : {"a", "ab", "abc", "abcdefgh"}) {
+    const std::string path = folder / "t.safetensors";
+    ASSERT_TRUE(WriteTensors(path, {{{name, ElementType::kU8, {5}}, "12345"}}).ok());
+    const std::string content = ReadWholeFile(path);
+    EXPECT_EQ(content.find("12345") % 8, 0u) << name;
+    EXPECT_THAT(content, HasSubstr(R"("__metadata__":{"format":"pt"})"));
+  }
+}
+
+TEST(SafetensorsWriterTest, AFullDiskIsAnError) {
+  if (!std::filesystem::is_character_file("/dev/full")) GTEST_SKIP() << "no disk is always full here";
+  const std::vector<TensorSpec> specs = {{"w", ElementType::kU8, {1 << 20}}};
+  for (const size_t piece : {size_t{1} << 20, size_t{1} << 10}) {
+    auto writer = SafetensorsWriter::Create("/dev/full", specs);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    absl::Status status;
+    for (size_t done = 0; done < size_t{1} << 20 && status.ok(); done += piece) {
+      status = writer->Append(std::vector<std::byte>(piece));
+    }
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  }
+  auto empty = SafetensorsWriter::Create("/dev/full", {});
+  ASSERT_TRUE(empty.ok()) << empty.status();  // nothing has left the buffer yet
+  EXPECT_TRUE(absl::IsResourceExhausted(empty->Finish()));
 }
 
 TEST(SafetensorsWriterTest, NamesTheFolderThatIsMissing) {
@@ -341,6 +417,12 @@ TEST_F(SafetensorsFolderTest, ReadsOneFile) {
   ASSERT_TRUE(opened.ok()) << opened.status();
   EXPECT_EQ(opened->entries().size(), 2u);
   EXPECT_EQ(opened->Find("c"), nullptr);
+}
+
+TEST_F(SafetensorsFolderTest, OneFileNeedsNoIndex) {
+  WriteShard("model.safetensors", {"a"});
+  WriteIndex(R"({"b":"gone.safetensors"})");
+  EXPECT_TRUE(SafetensorsFolder::Open(folder_.path()).ok());
 }
 
 TEST_F(SafetensorsFolderTest, ReadsShardsByIndex) {

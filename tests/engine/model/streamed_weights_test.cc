@@ -23,6 +23,7 @@
 #include "kernels/return_if_error.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
+#include "tests/kernels/lone_stream.h"
 
 namespace meshfill {
 namespace {
@@ -105,6 +106,80 @@ TEST_F(StreamedWeightsTest, CutsTheHeadWhereAProductMay) {
     rows += (*taken)->head->out_features();
   }
   EXPECT_EQ(rows, kVocab);
+}
+
+// About a layer's bytes, and 512 rows at least.
+TEST(RowsOfHeadPart, TakeAsMuchAsALayer) {
+  std::mt19937_64 random(TestSeed());
+  for (int draw = 0; draw < 100; ++draw) {
+    const ModelShape shape = {.layers = 2,
+                              .hidden = Draw<int64_t>(random, 8, 200),
+                              .intermediate = Draw<int64_t>(random, 1, 4000),
+                              .q_heads = 4,
+                              .kv_heads = 2,
+                              .head_dim = 32,
+                              .vocab = Draw<int64_t>(random, 1, 8000)};
+    const int64_t rows = RowsOfHeadPart(shape);
+    const int64_t layer_rows = WeightBytesOf(shape, DType::kF32).most_layer / (4 * shape.hidden);
+    EXPECT_TRUE(rows == shape.vocab || (rows % 512 == 0 && rows < shape.vocab)) << rows;
+    EXPECT_LE(rows, std::max<int64_t>(512, layer_rows));
+    EXPECT_GT(rows + 512, std::min(layer_rows, shape.vocab));
+    EXPECT_GE((int64_t{HeadParts(shape)}) * rows, shape.vocab);
+    EXPECT_LT((HeadParts(shape) - int64_t{1}) * rows, shape.vocab);
+  }
+}
+
+// Each part of the head has the rows that follow those of the part before.
+TEST_F(StreamedWeightsTest, PartsOfTheHeadAreItsRowsInOrder) {
+  const auto nothing = [] { return absl::OkStatus(); };
+  const auto head = weights_->tensors().PackHead(*device_, 0, kVocab, nullptr);
+  ASSERT_TRUE(head.ok()) << head.status();
+  const LoneStream stream = ReferenceStream(DType::kF32);
+  const auto logits_of = [&](const PackedWeight& weight) {
+    std::vector<float> x(16, 0.5f), y(static_cast<size_t>(weight.out_features()));
+    EXPECT_TRUE(stream->Gemm({&weight, x.data(), 1, y.data(), DType::kF32}).ok());
+    return y;
+  };
+  std::vector<float> logits;
+  for (int part = kLayers; part < parts(); ++part) {
+    const auto loaded = weights_->Load(part, nothing);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    const std::vector<float> of_part = logits_of(*(*loaded)->head);
+    logits.insert(logits.end(), of_part.begin(), of_part.end());
+  }
+  EXPECT_EQ(logits, logits_of(**head));
+}
+
+// Each thing that is read may be the last: a run that is stopped waits for one of them at most.
+TEST_F(StreamedWeightsTest, EveryReadAsksBefore) {
+  for (const int part : {0, kLayers}) {
+    int reads = 0;
+    ASSERT_TRUE(weights_
+                    ->Load(part,
+                           [&] {
+                             ++reads;
+                             return absl::OkStatus();
+                           })
+                    .ok());
+    EXPECT_GE(reads, part < kLayers ? 9 : 1);  // a layer's norms and matrices
+    for (int last = 0; last < reads; ++last) {
+      int read = 0;
+      const auto stopped = weights_->Load(
+          part, [&] { return read++ == last ? absl::CancelledError("stopped") : absl::OkStatus(); });
+      EXPECT_TRUE(absl::IsCancelled(stopped.status())) << stopped.status();
+      EXPECT_EQ(read, last + 1);
+    }
+  }
+}
+
+TEST_F(StreamedWeightsTest, ReadingBeginsBeforeAnybodyAsks) {
+  const std::unique_ptr<WeightFeed> feed = weights_->Open(1, parts(), nullptr);
+  const absl::Time end = MonotonicNow() + kLong;
+  while (weights_->held_parts() < kPartsAhead && MonotonicNow() < end) std::this_thread::yield();
+  EXPECT_EQ(weights_->held_parts(), kPartsAhead);
+  EXPECT_GT(feed->reads(), 0u);
+  EXPECT_EQ(feed->mode(), WeightMode::kStreamed);
+  EXPECT_EQ(feed->sent_bytes(), 0);
 }
 
 // Runs of several ranks at random paces, which may be stopped anywhere. Each rank sees each layer once, in

@@ -50,6 +50,31 @@ TEST(ExpertLoadTest, RunsOfARankAddUp) {
   EXPECT_THAT(all.tokens_per_expert, ElementsAre(11, 22));
 }
 
+TEST(RankStatsTest, RunsOfARankAddUp) {
+  RankStats all = {.attention_seconds = 1,
+                   .block_seconds = 2,
+                   .merge_seconds = 3,
+                   .wait_seconds = {{Traffic::kQ, 4.0}},
+                   .total_seconds = 5,
+                   .sent = {{Traffic::kO, 6}},
+                   .blocks = 7};
+  all += {.attention_seconds = 10,
+          .block_seconds = 20,
+          .merge_seconds = 30,
+          .wait_seconds = {{Traffic::kQ, 40.0}, {Traffic::kKv, 400.0}},
+          .total_seconds = 50,
+          .sent = {{Traffic::kO, 60}, {Traffic::kGather, 600}},
+          .blocks = 70};
+  EXPECT_EQ(all.attention_seconds, 11);
+  EXPECT_EQ(all.block_seconds, 22);
+  EXPECT_EQ(all.merge_seconds, 33);
+  EXPECT_EQ(all.wait_seconds, (PerTraffic<double>{{Traffic::kQ, 44.0}, {Traffic::kKv, 400.0}}));
+  EXPECT_EQ(all.comm_wait_seconds(), 444);
+  EXPECT_EQ(all.total_seconds, 55);
+  EXPECT_EQ(all.sent, (CommBytes{{Traffic::kO, 66}, {Traffic::kGather, 600}}));
+  EXPECT_EQ(all.blocks, 77);
+}
+
 // Random tokens that choose `used` of the experts, dealt to any rank.
 TEST(ExpertLoadTest, IsWithinItsBounds) {
   std::mt19937_64 random(TestSeed());

@@ -61,6 +61,13 @@ TEST(FirstCauseTest, IsAFailureOfARanksOwn) {
   EXPECT_EQ(FirstCause({stopped, done}), stopped.status()) << "the prefill was cancelled";
 }
 
+TEST(PeerWaitTimeoutTest, GrowsWithWhatIsPredicted) {
+  Plan plan{PlanShape{.layout = TokenLayout::Make(LayoutKind::kStriped, 1, 8, 1).value()}};
+  EXPECT_EQ(PeerWaitTimeout(plan), absl::Minutes(1));
+  plan.predicted.seconds = 30;
+  EXPECT_EQ(PeerWaitTimeout(plan), absl::Minutes(11));
+}
+
 TEST(LocalRanksTest, ItsEndWaitsForTheRanks) {
   std::promise<void> proceed;
   const std::shared_future<void> go = proceed.get_future().share();

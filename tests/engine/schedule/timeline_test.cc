@@ -4,10 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <tuple>
+#include <utility>
 
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
@@ -17,6 +21,7 @@
 #include "engine/run/timeline_recorder.h"
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/run/watched_stream.h"
 #include "tests/engine/temp_folder.h"
 
 namespace meshfill {
@@ -79,6 +84,104 @@ TEST(SpanTimer, AddsToTheSumWhatItRecords) {
   for (const Span& span : timeline.spans) recorded += span.seconds();
   EXPECT_EQ(timeline.spans.size(), 3u);
   EXPECT_NEAR(recorded, seconds, 1e-9);
+}
+
+// A device whose clock stands at `seconds`.
+class ClockedStream : public WatchedStream {
+ public:
+  ClockedStream() : WatchedStream(DType::kF32) {}
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() override {
+    return std::make_shared<const Point>(seconds);
+  }
+  double seconds = 0;
+
+ private:
+  struct Point final : StreamPoint {
+    explicit Point(double at) : at(at) {}
+    double SecondsSince(const StreamPoint& earlier) const override {
+      return at - static_cast<const Point&>(earlier).at;
+    }
+    const double at;
+  };
+};
+
+// What is queued has the device's times, from where the stream began, once it has been passed.
+TEST(TimelineRecorder, ADevicesTimesAreKnownOnceTheyAreSettled) {
+  ClockedStream stream;
+  stream.seconds = 100;
+  const Clock::time_point origin = Clock::now();
+  TimelineRecorder recorder(/*rank=*/2, origin);
+  recorder.set_stream(stream);
+  const double begun = std::chrono::duration<double>(Clock::now() - origin).count();
+  double seconds = 1;
+  recorder.set_layer(4);
+  stream.seconds = 102;
+  {
+    SpanTimer timer(&seconds, &recorder, {.what = "mlp"});
+    stream.seconds = 105;
+  }
+  recorder.set_layer(9);
+  EXPECT_EQ(seconds, 1);
+  for (int i = 0; i < 2; ++i) {
+    recorder.Settle();  // the second time there is nothing
+    EXPECT_DOUBLE_EQ(seconds, 4);
+  }
+  Timeline timeline;
+  std::move(recorder).AppendTo(timeline);
+  ASSERT_EQ(timeline.spans.size(), 1u);
+  const Span& span = timeline.spans[0];
+  EXPECT_EQ(std::tie(span.rank, span.layer), std::make_tuple(2, 4));
+  EXPECT_NEAR(span.seconds(), 3, 1e-6);
+  EXPECT_GE(span.start_seconds, 2 - 1e-6);
+  EXPECT_LE(span.start_seconds, 2 + begun + 1e-6);
+}
+
+// By the host's clock, and by a device's that has nothing to do meanwhile.
+TEST(TimelineRecorder, PausesAreNoPartOfASpan) {
+  for (const bool on_device : {false, true}) {
+    StopToken run;
+    ClockedStream stream;
+    TimelineRecorder recorder(0, Clock::now(), TimelineRecorder::kCapacity, &run);
+    if (on_device) recorder.set_stream(stream);
+    double seconds = 0;
+    const Clock::time_point before = Clock::now();
+    {
+      SpanTimer timer(&seconds, &recorder, {.what = "mlp"});
+      run.Pause();
+      while (run.PausedTime() < absl::Milliseconds(5)) std::this_thread::yield();
+      run.Resume();
+      stream.seconds += 60;
+    }
+    recorder.Settle();
+    const double paused = absl::ToDoubleSeconds(run.PausedTime());
+    if (on_device) {
+      EXPECT_NEAR(seconds, 60 - paused, 1e-6);
+    } else {
+      EXPECT_LE(seconds, std::chrono::duration<double>(Clock::now() - before).count() - paused + 1e-6);
+    }
+    Timeline timeline;
+    std::move(recorder).AppendTo(timeline);
+    ASSERT_EQ(timeline.spans.size(), 1u);
+    EXPECT_NEAR(timeline.spans[0].seconds(), seconds, 1e-6);
+  }
+}
+
+TEST(TimelineRecorder, WithoutRoomForSpansTimesAddUp) {
+  ClockedStream stream;
+  TimelineRecorder recorder(0, Clock::now(), /*capacity=*/0);
+  EXPECT_FALSE(recorder.keeps_spans());
+  recorder.set_stream(stream);
+  double seconds = 0;
+  for (int i = 0; i < 3; ++i) {
+    SpanTimer timer(&seconds, &recorder, {.what = "merge"});
+    stream.seconds += 2;
+  }
+  recorder.Settle();
+  EXPECT_DOUBLE_EQ(seconds, 6);
+  Timeline timeline;
+  std::move(recorder).AppendTo(timeline);
+  EXPECT_TRUE(timeline.spans.empty());
+  EXPECT_EQ(timeline.dropped_spans, 0);
 }
 
 // The layers of a prediction add up to it.
