@@ -1,12 +1,20 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <deque>
+#include <fstream>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <thread>
 #include <vector>
 
 #include "kernels/cpu/cpu_device.h"
 #include "tests/kernels/lone_stream.h"
+#include "tests/kernels/random_experts.h"
 #include "tests/kernels/random_tensor.h"
 #include "tests/kernels/simd_target.h"
 
@@ -20,10 +28,10 @@ class CpuStreamTest : public testing::TestWithParam<DType> {
   // Calls body(cpu, reference, random) for some draws.
   template <typename Body>
   void ForRandomDraws(int draws, const Body& body) {
+    const uint64_t seed = TestSeed();
     for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      std::mt19937_64 random(seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+      std::mt19937_64 random(seed + draw);
       const std::vector<int64_t> targets = SimdTargets();
       const ScopedSimdTarget target(targets[Draw(random, 0, std::ssize(targets) - 1)]);
       const LoneStream cpu(MakeCpuDevice(GetParam(), static_cast<int>(Draw(random, 1, 3))));
@@ -54,7 +62,8 @@ TEST_P(CpuStreamTest, Embed) {
 TEST_P(CpuStreamTest, RmsNorm) {
   ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 400), width = Draw(random, 1, 1500);
-    const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const float scale = Draw(random, 0, 1) == 1 ? 3 : 3e-3f;  // where eps counts
+    const Tensor x = Tensor::Normal(random, DType::kF32, tokens * width, scale);
     const Tensor weight = Tensor::Normal(random, DType::kF32, width);
     Tensor got(GetParam(), tokens * width), expected = got;
     for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
@@ -68,7 +77,8 @@ TEST_P(CpuStreamTest, RmsNorm) {
 TEST_P(CpuStreamTest, AddRmsNorm) {
   ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
     const int64_t tokens = Draw(random, 0, 400), width = Draw(random, 1, 1500);
-    const Tensor y = Tensor::Normal(random, DType::kF32, tokens * width, 3);
+    const float scale = Draw(random, 0, 1) == 1 ? 3 : 3e-3f;  // where eps counts
+    const Tensor y = Tensor::Normal(random, DType::kF32, tokens * width, scale);
     const Tensor weight = Tensor::Normal(random, DType::kF32, width);
     Tensor got = Tensor::Normal(random, DType::kF32, tokens * width), expected = got;
     for (auto [backend, x] : {std::pair(&cpu, &got), {&reference, &expected}}) {
@@ -97,7 +107,9 @@ TEST_P(CpuStreamTest, SplitQkv) {
     const int64_t chunk_tokens = Draw(random, 0, 120);
     const int64_t slot_begin = Draw(random, 0, chunk_tokens),
                   tokens = Draw(random, 0, chunk_tokens - slot_begin);
-    const Tensor qkv = Tensor::Normal(random, GetParam(), tokens * (q_heads + 2 * kv_heads) * head_dim);
+    const float scale = Draw(random, 0, 1) == 1 ? 1 : 1e-3f;  // where norm_eps counts
+    const Tensor qkv =
+        Tensor::Normal(random, GetParam(), tokens * (q_heads + 2 * kv_heads) * head_dim, scale);
     const Tensor q_norm = Tensor::Normal(random, DType::kF32, q_heads * head_dim);
     const Tensor k_norm = Tensor::Normal(random, DType::kF32, kv_heads * head_dim);
     const bool norms = Draw(random, 0, 1) == 1, all_heads = Draw(random, 0, 1) == 1;
@@ -352,9 +364,24 @@ TEST_P(CpuStreamTest, AllocatesAlignedMemoryOfAnySize) {
     const auto buffer = cpu->Allocate(bytes);
     ASSERT_TRUE(buffer.ok()) << buffer.status();
     EXPECT_EQ((*buffer)->size_bytes(), bytes);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>((*buffer)->data()) % 64, 0u);
+    const size_t alignment = bytes < 4 << 20 ? 64 : 2 << 20;  // large ones have huge pages
+    EXPECT_EQ(reinterpret_cast<uintptr_t>((*buffer)->data()) % alignment, 0u) << bytes;
     if (bytes > 0) std::memset((*buffer)->data(), 1, bytes);
   }
+}
+
+// Bytes of address space that this process has.
+int64_t MappedBytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+TEST_P(CpuStreamTest, LargeMemoryIsGivenBackWhole) {
+  const auto cpu = MakeCpuDevice(GetParam(), 1);
+  const int64_t before = MappedBytes();
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(cpu->Allocate((64 << 20) + 1).ok());
+  EXPECT_LT(MappedBytes() - before, 64 << 20);
 }
 
 TEST_P(CpuStreamTest, MemoryThatIsNotToBeHadIsAnErrorThatNamesTheBytes) {
@@ -378,60 +405,174 @@ TEST_P(CpuStreamTest, ABufferOutlivesItsDeviceAndDiesOnAnotherThread) {
   }).join();
 }
 
+// Every operation of a stream on a little data, each with outputs of its own.
+class EveryOperation {
+ public:
+  using Operation = std::function<absl::Status(Stream&)>;
+
+  EveryOperation(Device& device, DType dtype) : device_(device), dtype_(dtype) {
+    const float* const x = Input(DType::kF32)->data<float>();
+    const void* const values = Input(dtype)->data();
+    AddElementwise(x, values);
+    AddAttention(x, values);
+    AddProducts(x, values);
+  }
+
+  const std::vector<Operation>& all() const { return all_; }
+
+ private:
+  Tensor* Input(DType dtype) { return &tensors_.emplace_back(Tensor::Normal(random_, dtype, kElements)); }
+  float* Output() { return tensors_.emplace_back(DType::kF32, kElements).data<float>(); }
+
+  void AddElementwise(const float* x, const void* values) {
+    all_.push_back([=, this, y = Output()](Stream& cpu) { return cpu.Embed(ids_, x, DType::kF32, 8, y); });
+    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.RmsNorm(x, x, 2, 8, 1e-5f, y); });
+    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.AddRmsNorm(x, x, 2, 8, 1e-5f, y); });
+    all_.push_back([y = Output()](Stream& cpu) { return cpu.Scale(y, kElements, 2); });
+    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.SwiGlu(values, 2, 8, y); });
+    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.GeGlu(values, 2, 8, y); });
+    all_.push_back([=, y = Output()](Stream& cpu) {
+      return cpu.ClampedSwiGlu({.x = values, .tokens = 2, .width = 8, .alpha = 1, .limit = 7, .y = y});
+    });
+    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.Convert(x, kElements, DType::kF32, y); });
+  }
+
+  void AddAttention(const float* x, const void* values) {
+    all_.push_back([=, q = Output(), k = Output(), v = Output()](Stream& cpu) {
+      return cpu.SplitQkv({.qkv = values,
+                           .tokens = 2,
+                           .slot_begin = 0,
+                           .chunk_tokens = 2,
+                           .q_heads = 1,
+                           .kv_heads = 1,
+                           .head_dim = 8,
+                           .rotated_dim = 8,
+                           .rope_cos = x,
+                           .rope_sin = x,
+                           .q = q,
+                           .k = k,
+                           .v = v});
+    });
+    all_.push_back([=, o = Output(), lse = Output()](Stream& cpu) {
+      return cpu.AttentionBlock({.q = values,
+                                 .k = values,
+                                 .v = values,
+                                 .q_tokens = 2,
+                                 .k_tokens = 2,
+                                 .q_heads = 1,
+                                 .kv_heads = 1,
+                                 .head_dim = 8,
+                                 .band = {},
+                                 .scale = 1,
+                                 .carry_in = false,
+                                 .o = o,
+                                 .lse = lse});
+    });
+    all_.push_back([=, o = Output(), lse = Output()](Stream& cpu) {
+      return cpu.MergePartial({.o = o,
+                               .lse = lse,
+                               .other_o = x,
+                               .other_dtype = DType::kF32,
+                               .other_lse = x,
+                               .rows = 2,
+                               .head_dim = 8});
+    });
+    all_.push_back([=, o = Output()](Stream& cpu) {
+      return cpu.ApplySinks({.o = o, .lse = x, .sinks = x, .heads = 2, .tokens = 2, .head_dim = 8});
+    });
+    all_.push_back([=, this, y = Output()](Stream& cpu) {
+      return cpu.CopyHeads({.from = x,
+                            .from_rows = {.dtype = DType::kF32, .head_stride = 16, .slot_stride = 8},
+                            .to = y,
+                            .to_rows = {.dtype = dtype_, .head_stride = 8, .slot_stride = 8},
+                            .heads = 1,
+                            .tokens = 2,
+                            .head_dim = 8});
+    });
+  }
+
+  void AddProducts(const float* x, const void* values) {
+    const WeightRows rows{.data = values, .dtype = dtype_, .rows = 8};
+    for (int expert = 0; expert < kRule.experts; ++expert) {
+      weights_.push_back(device_.PackWeight({&rows, 1}, 8).value());
+    }
+    all_.push_back([=, this, y = Output()](Stream& cpu) {
+      return cpu.Gemm(
+          {.weight = weights_[0].get(), .x = values, .tokens = 2, .y = y, .y_dtype = DType::kF32});
+    });
+    const RouteArgs routed = {.logits = x, .tokens = 2, .rule = kRule, .rows = routed_.rows};
+    EXPECT_TRUE(device_.NewStream(nullptr).value()->Route(routed).ok());
+    all_.push_back([=, this](Stream& cpu) {
+      return cpu.Route({.logits = x, .tokens = 2, .rule = kRule, .rows = to_route_.rows});
+    });
+    all_.push_back([=, this, y = Output()](Stream& cpu) {
+      return cpu.ExpertGemm({.weights = weights_,
+                             .rows = routed_.rows,
+                             .row_count = 2 * kRule.used,
+                             .by_token = true,
+                             .x = values,
+                             .y = y});
+    });
+    all_.push_back([=, this, y = Output()](Stream& cpu) {
+      return cpu.AddExperts(
+          {.y = values, .rows = routed_.rows, .tokens = 2, .used = kRule.used, .width = 8, .x = y});
+    });
+  }
+
+  static constexpr int64_t kElements = 64;
+  static constexpr RouterRule kRule = {.experts = 3, .used = 2};
+
+  Device& device_;
+  const DType dtype_;
+  std::mt19937_64 random_{1};
+  std::deque<Tensor> tensors_;  // a deque: they stay where they are
+  const std::vector<uint32_t> ids_ = {0, 0};
+  std::vector<std::unique_ptr<PackedWeight>> weights_;
+  OwnRows routed_{kRule, 2}, to_route_{kRule, 2};
+  std::vector<Operation> all_;
+};
+
 // Every operation answers CANCELLED once the token is raised; a stream with another one works.
 TEST_P(CpuStreamTest, ARaisedStopTokenCancels) {
   const auto device = MakeCpuDevice(GetParam(), 2);
-  const DType dtype = GetParam();
-  std::mt19937_64 random(1);
-  const Tensor x = Tensor::Normal(random, DType::kF32, 64), weights = Tensor::Normal(random, dtype, 64);
-  Tensor y(DType::kF32, 64), lse(DType::kF32, 64);
-  const std::vector<uint32_t> ids = {0, 0};
-  const WeightRows rows{.data = weights.data(), .dtype = dtype, .rows = 8};
-  const auto weight = device->PackWeight({&rows, 1}, 8);
-  ASSERT_TRUE(weight.ok()) << weight.status();
-  const auto operations = [&](Stream& cpu) {
-    return std::vector<absl::Status>{
-        cpu.Embed(ids, x.data(), DType::kF32, 8, y.data<float>()),
-        cpu.RmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data()),
-        cpu.AddRmsNorm(x.data<float>(), x.data<float>(), 2, 8, 1e-5f, y.data<float>()),
-        cpu.Scale(y.data<float>(), 64, 2),
-        cpu.Gemm(
-            {.weight = weight->get(), .x = weights.data(), .tokens = 2, .y = y.data(), .y_dtype = dtype}),
-        cpu.MergePartial({.o = y.data<float>(),
-                          .lse = lse.data<float>(),
-                          .other_o = x.data(),
-                          .other_dtype = DType::kF32,
-                          .other_lse = x.data<float>(),
-                          .rows = 2,
-                          .head_dim = 8}),
-        cpu.CopyHeads({.from = x.data(),
-                       .from_rows = {.dtype = DType::kF32, .head_stride = 16, .slot_stride = 8},
-                       .to = y.data(),
-                       .to_rows = {.dtype = dtype, .head_stride = 8, .slot_stride = 8},
-                       .heads = 1,
-                       .tokens = 2,
-                       .head_dim = 8}),
-        cpu.SwiGlu(weights.data(), 2, 8, y.data()),
-        cpu.ClampedSwiGlu(
-            {.x = weights.data(), .tokens = 2, .width = 8, .alpha = 1, .limit = 7, .y = y.data()}),
-        cpu.ApplySinks({.o = y.data<float>(),
-                        .lse = lse.data<float>(),
-                        .sinks = x.data<float>(),
-                        .heads = 2,
-                        .tokens = 2,
-                        .head_dim = 8}),
-        cpu.GeGlu(weights.data(), 2, 8, y.data()),
-        cpu.Convert(x.data<float>(), 64, DType::kF32, y.data()),
-    };
+  const EveryOperation every(*device, GetParam());
+  const auto expect_each = [&](Stream& stream, absl::StatusCode code) {
+    for (size_t i = 0; i < every.all().size(); ++i) {
+      const absl::Status status = every.all()[i](stream);
+      EXPECT_EQ(status.code(), code) << "operation " << i << ": " << status;
+    }
   };
   StopToken stop, fresh;
   auto stream = *device->NewStream(&stop);
-  for (const absl::Status& status : operations(*stream)) EXPECT_TRUE(status.ok()) << status;
+  expect_each(*stream, absl::StatusCode::kOk);
   stop.Stop();
-  for (const absl::Status& status : operations(*stream))
-    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  expect_each(*stream, absl::StatusCode::kCancelled);
   stream = *device->NewStream(&fresh);
-  for (const absl::Status& status : operations(*stream)) EXPECT_TRUE(status.ok()) << status;
+  expect_each(*stream, absl::StatusCode::kOk);
+}
+
+TEST_P(CpuStreamTest, APausedRunStandsStillInEveryOperation) {
+  const auto device = MakeCpuDevice(GetParam(), 1);
+  const EveryOperation every(*device, GetParam());
+  StopToken run;
+  run.Pause();
+  std::atomic<size_t> begun = 0;
+  std::vector<std::atomic<bool>> done(every.all().size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < done.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const auto stream = *device->NewStream(&run);
+      ++begun;
+      const absl::Status status = every.all()[i](*stream);
+      EXPECT_TRUE(status.ok()) << "operation " << i << ": " << status;
+      done[i] = true;
+    });
+  }
+  while (begun < done.size()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));  // any of them would be done by now
+  for (size_t i = 0; i < done.size(); ++i) EXPECT_FALSE(done[i]) << "operation " << i;
+  run.Resume();
+  for (std::thread& thread : threads) thread.join();
 }
 
 // Streams of one device at once, and one after the other on the threads of the first.

@@ -91,7 +91,8 @@ TEST_F(CudaLayerKernelsTest, RmsNorm) {
   ForRandomDraws(6, [&] {
     const bool vectors = Draw(0, 1) == 1;
     const int64_t tokens = Draw(0, 30), width = vectors ? 4 * Draw(1, 120) : Draw(1, 500);
-    const Tensor x = Tensor::Normal(random_, DType::kF32, tokens * width, 3);
+    const float scale = Draw(0, 1) == 1 ? 3 : 3e-3f;  // where eps counts
+    const Tensor x = Tensor::Normal(random_, DType::kF32, tokens * width, scale);
     const Tensor weight = Tensor::Normal(random_, DType::kF32, width);
     Tensor got(DType::kBf16, tokens * width), expected = got;
     Run([&] {
@@ -109,7 +110,8 @@ TEST_F(CudaLayerKernelsTest, AddRmsNorm) {
   ForRandomDraws(6, [&] {
     const bool vectors = Draw(0, 1) == 1;
     const int64_t tokens = Draw(0, 30), width = vectors ? 4 * Draw(1, 120) : Draw(1, 500);
-    const Tensor y = Tensor::Normal(random_, DType::kF32, tokens * width, 3);
+    const float scale = Draw(0, 1) == 1 ? 3 : 3e-3f;  // where eps counts
+    const Tensor y = Tensor::Normal(random_, DType::kF32, tokens * width, scale);
     const Tensor weight = Tensor::Normal(random_, DType::kF32, width);
     Tensor got = Tensor::Normal(random_, DType::kF32, tokens * width), expected = got;
     Run([&] {
@@ -141,7 +143,9 @@ TEST_F(CudaLayerKernelsTest, SplitQkv) {
     const int half = 2 * static_cast<int>(Draw(0, 1) == 1 ? head_dim / 4 : Draw(1, head_dim / 4));
     const int64_t chunk_tokens = Draw(0, 20);
     const int64_t slot_begin = Draw(0, chunk_tokens), tokens = Draw(0, chunk_tokens - slot_begin);
-    const Tensor qkv = Tensor::Normal(random_, DType::kBf16, tokens * (q_heads + 2 * kv_heads) * head_dim);
+    const float scale = Draw(0, 1) == 1 ? 1 : 1e-3f;  // where norm_eps counts
+    const Tensor qkv =
+        Tensor::Normal(random_, DType::kBf16, tokens * (q_heads + 2 * kv_heads) * head_dim, scale);
     const Tensor q_norm = Tensor::Normal(random_, DType::kF32, q_heads * head_dim);
     const Tensor k_norm = Tensor::Normal(random_, DType::kF32, kv_heads * head_dim);
     const Tensor cos = Tensor::Normal(random_, DType::kF32, chunk_tokens * half);

@@ -68,10 +68,10 @@ class CudaStreamTest : public testing::Test {
   template <typename Body>
   void ForRandomDraws(int draws, const Body& body) {
     ASSERT_NE(stream_, nullptr);
+    const uint64_t seed = TestSeed();
     for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      std::mt19937_64 random(seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+      std::mt19937_64 random(seed + draw);
       body(random);
       if (HasFatalFailure()) return;
     }

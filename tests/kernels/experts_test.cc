@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -18,10 +19,10 @@ class ExpertsTest : public testing::TestWithParam<DType> {
  protected:
   template <typename Body>
   void ForRandomDraws(int draws, const Body& body) {
+    const uint64_t seed = TestSeed();
     for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      std::mt19937_64 random(seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+      std::mt19937_64 random(seed + draw);
       const LoneStream cpu(MakeCpuDevice(GetParam(), static_cast<int>(Draw(random, 1, 3))));
       const LoneStream reference = ReferenceStream(GetParam());
       body(cpu, reference, random);
@@ -83,6 +84,45 @@ TEST_P(ExpertsTest, TiesGoToTheLowerNumber) {
     EXPECT_EQ(ExpertOf(own.rows, rule, 0, 1), 1);
     EXPECT_EQ(ExpertOf(own.rows, rule, 0, 2), 4);
   }
+}
+
+// Logits whose exponentials are above f32's largest number.
+TEST_P(ExpertsTest, LargeLogitsAreMeasuredFromTheLargest) {
+  const LoneStream cpu(MakeCpuDevice(GetParam(), 1));
+  const RouterRule rule = {.experts = 4, .used = 2};
+  const std::vector<float> logits = {200, 201, 150, 199};
+  OwnRows own(rule, 1);
+  ASSERT_TRUE(cpu->Route({.logits = logits.data(), .tokens = 1, .rule = rule, .rows = own.rows}).ok());
+  const double sum = std::exp(-1.0) + 1 + std::exp(-2.0);
+  EXPECT_EQ(ExpertOf(own.rows, rule, 0, 0), 0);
+  EXPECT_NEAR(own.rows.weight[0], std::exp(-1.0) / sum, 1e-6);
+  EXPECT_EQ(ExpertOf(own.rows, rule, 0, 1), 1);
+  EXPECT_NEAR(own.rows.weight[1], 1 / sum, 1e-6);
+}
+
+// What is no number is chosen last, and whatever the logits are, the rows are those of `used` experts.
+TEST_P(ExpertsTest, NaNIsNotChosenBeforeANumber) {
+  const LoneStream cpu(MakeCpuDevice(GetParam(), 1));
+  const RouterRule rule = {.score = RouterScore::kSigmoid, .experts = 4, .used = 2};
+  const std::vector<float> logits = {NAN, 1, NAN, -1};
+  OwnRows own(rule, 1);
+  ASSERT_TRUE(cpu->Route({.logits = logits.data(), .tokens = 1, .rule = rule, .rows = own.rows}).ok());
+  EXPECT_EQ(ExpertOf(own.rows, rule, 0, 0), 1);
+  EXPECT_EQ(ExpertOf(own.rows, rule, 0, 1), 3);
+  ForRandomDraws(10, [&](const LoneStream& cpu, const LoneStream&, std::mt19937_64& random) {
+    const RouterRule rule = RandomRule(random);
+    const int64_t tokens = Draw(random, 1, 20);
+    Tensor logits = Tensor::Normal(random, DType::kF32, tokens * rule.experts);
+    for (int64_t i = 0; i < logits.count(); ++i) {
+      if (Draw(random, 0, 2) == 0) {
+        logits.Set(i, std::vector{NAN, INFINITY, -INFINITY, 3e38f}[Draw(random, 0, 3)]);
+      }
+    }
+    OwnRows own(rule, tokens);
+    ASSERT_TRUE(
+        cpu->Route({.logits = logits.data<float>(), .tokens = tokens, .rule = rule, .rows = own.rows}).ok());
+    ExpectSortedRows(own, rule, tokens);
+  });
 }
 
 TEST_P(ExpertsTest, MultipliesEachExpertsRows) {

@@ -80,10 +80,10 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, GemmTest, testing::Values(DType::kF32, DType::k
 
 TEST_P(GemmTest, AgreesWithTheReference) {
   const LoneStream reference = ReferenceStream(GetParam());
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 40; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Layer layer(random, Draw(random, 1, 300), 90);
@@ -149,10 +149,10 @@ class RowsOf final : public RowSource {
 
 // However the rows come, and wherever a row of tokens is cut at panels, the product's bits are the same.
 TEST_P(GemmTest, RowsThatAreReadAndPartsOfPanelsGiveTheSameBits) {
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 10; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Layer layer(random, Draw(random, 1, 200), 900);
@@ -265,10 +265,10 @@ TEST(Fp8, EveryValueIsWhatItsBitsSay) {
 
 TEST_P(GemmTest, Fp8AgreesWithTheReference) {
   const LoneStream reference = ReferenceStream(GetParam());
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 30; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Fp8Layer layer(random, Draw(random, 1, 300), draw % 3 == 0 ? 900 : 90);
@@ -285,15 +285,46 @@ TEST_P(GemmTest, Fp8AgreesWithTheReference) {
   }
 }
 
+// A weight that is no number shows in its row's products, and in no other.
+TEST_P(GemmTest, Fp8NaNShowsInItsRow) {
+  constexpr int64_t kIn = 8, kOut = 70;
+  ThreadPool pool(1);
+  CpuGemm gemm(GetParam(), pool);
+  std::vector<uint8_t> elements(kIn * kOut, 0x38);  // 1
+  elements[5 * kIn + 3] = 0x7f;
+  elements[66 * kIn + 1] = 0xff;
+  const std::vector<float> scales(kOut, 0.5f);
+  const WeightRows rows{.data = elements.data(),
+                        .dtype = DType::kF8E4M3,
+                        .rows = kOut,
+                        .scales = scales.data(),
+                        .scale_rows = 1,
+                        .scale_columns = kIn};
+  const auto weight = NarrowMatrix::Pack({&rows, 1}, kIn, GetParam(), pool);
+  ASSERT_TRUE(weight.ok()) << weight.status();
+  Tensor x(GetParam(), 3 * kIn);
+  for (int64_t i = 0; i < x.count(); ++i) x.Set(i, 1);
+  std::vector<float> y(3 * kOut);
+  ASSERT_TRUE(
+      gemm.Run({.weight = weight->get(), .x = x.data(), .tokens = 3, .y = y.data(), .y_dtype = DType::kF32},
+               nullptr)
+          .ok());
+  for (int64_t i = 0; i < std::ssize(y); ++i) {
+    const bool has_nan = i % kOut == 5 || i % kOut == 66;
+    EXPECT_EQ(std::isnan(y[i]), has_nan) << i;
+    EXPECT_TRUE(has_nan || y[i] == kIn * 0.5f) << i;
+  }
+}
+
 // What is widened gives the bits of the same values held wide.
 TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
   if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
     GTEST_SKIP() << "only AVX-512 promises this";
   }
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 5; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     ThreadPool pool(2);
     CpuGemm gemm(GetParam(), pool);
     const Fp8Layer layer(random, Draw(random, 1, 700), 600);
@@ -369,10 +400,10 @@ TEST(Mxfp4, EveryValueIsWhatItsBitsSay) {
 TEST_P(GemmTest, Mxfp4AgreesWithTheReferenceAndWithItsValuesHeldWide) {
   const LoneStream reference = ReferenceStream(GetParam());
   const bool same_bits = __builtin_cpu_supports("avx512bw") && std::getenv("DNNL_MAX_CPU_ISA") == nullptr;
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 15; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
     CpuGemm gemm(GetParam(), pool);
     const Fp4Layer layer(random, Draw(random, 1, 9), draw % 3 == 0 ? 700 : 90);

@@ -64,10 +64,10 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, PackedPanelsTest, testing::Values(DType::kF32, 
                          [](const auto& param) { return DTypeName(param.param); });
 
 TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 12; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     const int64_t in = Draw(random, 1, 200), first_rows = Draw(random, 1, 1500), rows = Draw(random, 1, 1500);
     const int64_t out = first_rows + rows;
     const Tensor first = Tensor::Normal(random, DType::kBf16, first_rows * in);
@@ -100,10 +100,10 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
 
 // Elements in FP8 and MXFP4 and their scales travel as they lie, whatever the stack's rows and the blocks.
 TEST_P(PackedPanelsTest, NarrowOnesPutTogetherAreTheWholeWeight) {
+  const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 24; ++draw) {
-    const uint64_t seed = TestSeed();
-    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-    std::mt19937_64 random(seed);
+    SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+    std::mt19937_64 random(seed + draw);
     const bool fp4 = draw % 2 == 0;
     const DType dtype = fp4 ? DType::kF4E2M1 : DType::kF8E4M3;
     const int64_t in = fp4 ? kMxBlock * Draw(random, 1, 6) : Draw(random, 1, 200);

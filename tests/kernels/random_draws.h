@@ -16,10 +16,10 @@ class RandomDraws : public testing::Test {
  protected:
   // Calls body() for some draws, with a new random_.
   void ForRandomDraws(int draws, const std::function<void()>& body) {
+    const uint64_t seed = TestSeed();
     for (int draw = 0; draw < draws; ++draw) {
-      const uint64_t seed = TestSeed();
-      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
-      random_.seed(seed);
+      SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
+      random_.seed(seed + draw);
       body();
       if (HasFatalFailure()) return;
     }
