@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -13,6 +14,7 @@
 #include "kernels/reference/reference_device.h"
 #include "kernels/stop_token.h"
 #include "tests/engine/random_seed.h"
+#include "tests/engine/run/watched_stream.h"
 
 namespace meshfill {
 namespace {
@@ -156,6 +158,13 @@ TEST(InProcess, AbortWakesEveryRankWithTheFirstReason) {
   EXPECT_EQ(after.code(), absl::StatusCode::kCancelled);
 }
 
+TEST(InProcess, AnAbortWithoutAReasonIsAnErrorAllTheSame) {
+  auto ranks = MakeInProcessCommunicators(2);
+  auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, NumberBuffer(0), 1, 8).value();
+  ranks[1]->Abort(absl::OkStatus());
+  EXPECT_EQ(receive->Wait(Soon()).status().code(), absl::StatusCode::kAborted);
+}
+
 TEST(InProcess, AbortFreesWhatNobodyTook) {
   auto ranks = MakeInProcessCommunicators(2);
   BufferRef message = NumberBuffer(0);
@@ -203,6 +212,46 @@ TEST(InProcess, MailboxesAreBounded) {
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_GT(sent, 64) << "a ring of 64 ranks must fit";
   ExpectNames(status, {"rank 0", "rank 1", "recv_q"});
+}
+
+class Point final : public StreamPoint {
+ public:
+  double SecondsSince(const StreamPoint&) const override { return 0; }
+};
+
+// A rank's stream that queues its operations, and the points behind which messages came to it.
+class QueueingStream final : public WatchedStream {
+ public:
+  QueueingStream() : WatchedStream(DType::kF32) {}
+  absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() override { return marked; }
+  absl::StatusOr<DeviceMessage> Fetch(DeviceMessage message) override {
+    fetched.push_back(message.ready);
+    return message;
+  }
+  absl::StatusOr<BufferRef> TakeOver(DeviceMessage message) override {
+    taken_over.push_back(message.ready);
+    return std::move(message.buffer);
+  }
+
+  using Points = std::vector<std::shared_ptr<const StreamPoint>>;
+  const std::shared_ptr<const StreamPoint> marked = std::make_shared<Point>();
+  Points fetched, taken_over;
+};
+
+TEST(InProcess, AMessageComesToItsReceiversStreamBehindItsSendersOperations) {
+  QueueingStream streams[2];
+  auto ranks = MakeInProcessCommunicators(std::vector<Stream*>{&streams[0], &streams[1]});
+  std::unique_ptr<PendingReceive> receives[2];
+  for (int rank : {0, 1}) {
+    receives[rank] =
+        ranks[rank]->SendReceive(Traffic::kKv, 1 - rank, NumberBuffer(rank), 1 - rank, 8).value();
+    EXPECT_EQ(streams[1 - rank].fetched, QueueingStream::Points{streams[rank].marked});
+  }
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(streams[rank].taken_over, QueueingStream::Points());
+    EXPECT_EQ(*receives[rank]->Wait(Soon()).value()->data<int64_t>(), 1 - rank);
+    EXPECT_EQ(streams[rank].taken_over, QueueingStream::Points{streams[1 - rank].marked});
+  }
 }
 
 // A paused run's waits do not end while it stands still, and the rest of their time is left afterwards.

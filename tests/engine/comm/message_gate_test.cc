@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "engine/comm/in_process.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -145,6 +146,51 @@ TEST(MessageGateTest, NoRankPassesTheFurthestOneHere) {
   other.join();
   EXPECT_EQ(gate.Close(2), 4);
   gate.Open();
+}
+
+// A word of fewer messages than have begun here holds nobody before these.
+TEST(MessageGateTest, ClosesBehindWhatHasBegun) {
+  Told told;
+  MessageGate gate(1, told.Hear());
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(gate.Pass(0, Finished).ok());
+  EXPECT_EQ(gate.Close(1), 2);
+  gate.CloseAt(1, 1);
+  std::thread rank([&] { EXPECT_TRUE(gate.Pass(0, Finished).ok()); });
+  told.Await(1);
+  gate.Open();
+  rank.join();
+}
+
+TEST(MessageGateTest, APauseMayFollowAnotherAtOnce) {
+  Told told;
+  MessageGate gate(1, told.Hear());
+  std::thread rank;
+  for (const uint64_t pause : {1, 2}) {
+    EXPECT_EQ(gate.Close(pause), 0);
+    gate.CloseAt(pause, 0);
+    if (!rank.joinable()) rank = std::thread([&] { EXPECT_TRUE(gate.Pass(0, Finished).ok()); });
+    told.Await(pause);
+  }
+  gate.Open();
+  rank.join();
+}
+
+// A rank has another number in its process than in its run.
+TEST(GatedCommunicatorTest, CountsItsRanksMessagesAndForwardsAll) {
+  auto ranks = MakeInProcessCommunicators(3);
+  const auto message = [] { return std::make_shared<Buffer>(nullptr, 0, std::shared_ptr<void>()); };
+  Told told;
+  MessageGate gate(2, told.Hear());
+  GatedCommunicator gated(*ranks[2], gate, /*rank=*/1, [] { return absl::UnavailableError("lost"); });
+  EXPECT_EQ(gated.rank(), 2);
+  EXPECT_EQ(gated.size(), 3);
+  auto receive = gated.SendReceive(Traffic::kQ, 0, message(), 0, 0);
+  ASSERT_TRUE(receive.ok()) << receive.status();
+  EXPECT_EQ(gate.Close(1), 1);
+  EXPECT_EQ(gated.SendReceive(Traffic::kQ, 0, message(), 0, 0).status(), absl::UnavailableError("lost"));
+  EXPECT_TRUE(gate.Pass(0, [] { return absl::InternalError("it has begun nothing"); }).ok());
+  gated.Abort(absl::CancelledError("over"));
+  EXPECT_TRUE(absl::IsCancelled((*receive)->Wait(MonotonicNow() + absl::Seconds(30)).status()));
 }
 
 TEST(MessageGateTest, WaitsForTheDeviceBeforeItStands) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -21,6 +22,17 @@ constexpr int64_t kTokenBytes = 2 * 2 * 4 * 4;
 float Value(int slab, int half, int64_t slot, int head, int element) {
   return static_cast<float>((((slab * 2 + half) * 1000 + slot) * 2 + head) * 4 + element + 1);
 }
+
+class CopyingStream final : public WatchedStream {
+ public:
+  using WatchedStream::WatchedStream;
+  absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
+                                                            BufferRef source) override {
+    ++copies;
+    return WatchedStream::CopyHeadsToHost(args, std::move(source));
+  }
+  int copies = 0;  // of K or of V
+};
 
 // A run's stream, whose copies come late, and slabs that it leaves on its device.
 class KvDeviceMemoryTest : public testing::Test {
@@ -71,7 +83,7 @@ class KvDeviceMemoryTest : public testing::Test {
     }
   }
 
-  WatchedStream stream_{DType::kF32};
+  CopyingStream stream_{DType::kF32};
   const std::shared_ptr<Device> device_{&stream_.device(), [](Device*) {}};
 };
 
@@ -119,6 +131,20 @@ TEST_F(KvDeviceMemoryTest, WhatAReaderBroughtToTheHostGoesWithoutACopy) {
   ExpectValues(*read, 0);
 }
 
+// Its reader has pointers there.
+TEST_F(KvDeviceMemoryTest, WhatAReaderBroughtToTheHostStaysWhereItIs) {
+  const auto memory = MemoryOf(10);
+  const auto read = NewSlab(10), next = NewSlab(10);
+  Hold(*memory, *read, 0);
+  const KvDeviceMemory::Holding holding = Hold(*memory, *next, 1);
+  ASSERT_NE(holding.beside, nullptr);
+  ExpectValues(*read, 0);  // while it leaves
+  const std::byte* const row = read->Row(0, 0);
+  ASSERT_TRUE(holding.beside->Finish().ok());
+  EXPECT_EQ(read->Row(0, 0), row);
+  EXPECT_FALSE(OnDevice(*read));
+}
+
 TEST_F(KvDeviceMemoryTest, OfAStoppedRunWhatWasLeavingStays) {
   const auto memory = MemoryOf(10);
   const auto earlier = NewSlab(10);
@@ -155,6 +181,20 @@ TEST_F(KvDeviceMemoryTest, WhatGoesWhileItIsLeavingIsForgotten) {
   holding.beside.reset();
   EXPECT_EQ(stream_.memory.live_bytes(), 10 * kTokenBytes);
   ExpectValues(*next, 1);
+}
+
+TEST_F(KvDeviceMemoryTest, WhatIsLeavingIsNotSentAgain) {
+  const auto memory = MemoryOf(20);
+  std::vector<std::unique_ptr<KvSlab>> slabs;
+  std::vector<KvDeviceMemory::Holding> holdings;
+  for (int i = 0; i < 4; ++i) {
+    slabs.push_back(NewSlab(10));
+    holdings.push_back(Hold(*memory, *slabs[i], i));
+    EXPECT_TRUE(holdings[i].held);
+  }
+  EXPECT_EQ(stream_.copies, 4);  // K and V of two
+  for (int i : {3, 2}) ASSERT_TRUE(holdings[i].beside->Finish().ok());
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(OnDevice(*slabs[i]), i >= 2) << i;
 }
 
 TEST_F(KvDeviceMemoryTest, WhatIsEmptyOrTooLargeIsNotHeld) {

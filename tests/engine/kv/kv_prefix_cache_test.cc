@@ -164,6 +164,24 @@ TEST(KvPrefixCacheTest, APromptThatIsThereAlreadyIsNotEnteredAgain) {
   EXPECT_EQ(sum->charged(), kShape.LayerBytes(5));
   cache.Enter(NamesOf({1}, 2, "", ""), Computed(1, {}, sum));  // no whole block
   EXPECT_EQ(sum->charged(), kShape.LayerBytes(5));
+
+  const KvBlockNames later = NamesOf({7, 7}, 2, "", "");
+  cache.Enter(later, Computed(2, {}, sum));
+  cache.Enter(names, Computed(5, {}, sum));  // a use of what is there
+  cache.Evict();
+  EXPECT_EQ(cache.Look(names).tokens(), 4);
+  EXPECT_EQ(cache.Look(later).tokens(), 0);
+}
+
+// Two prompts behind one run, of which the second one holds more: all of that is found.
+TEST(KvPrefixCacheTest, ALongerPieceOfARunIsKnownWhole) {
+  const auto sum = std::make_shared<KvBytes>();
+  KvPrefixCache cache;
+  const KvSlabs run = Computed(6, {}, sum);  // tokens of 1, which nobody entered
+  cache.Enter(NamesOf({1, 1, 2, 2}, 2, "", ""), Computed(4, FirstTokens(run, 2), sum));
+  const KvBlockNames longer = NamesOf({1, 1, 1, 1, 3, 3}, 2, "", "");
+  cache.Enter(longer, Computed(6, FirstTokens(run, 4), sum));
+  EXPECT_EQ(cache.Look(longer).tokens(), 6);
 }
 
 TEST(KvPrefixCacheTest, EntriesWithALostRunGo) {

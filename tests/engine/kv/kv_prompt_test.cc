@@ -6,6 +6,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/engine/kv/kv_values.h"
+#include "tests/engine/run/watched_stream.h"
 
 namespace meshfill {
 namespace {
@@ -110,6 +111,76 @@ TEST(KvPromptTest, APieceIsChargedForItsTokensHoweverOftenItBegins) {
     for (const auto& charge : before->pieces.back().run->charges) charged += charge->bytes();
     EXPECT_EQ(charged, bytes(tokens));
     EXPECT_EQ(sum->charged(), bytes(60));
+  }
+}
+
+// Ranks of other processes keep theirs elsewhere: they are neither charged nor waited for.
+TEST(KvPromptTest, KeepsWhatTheRanksHereCompute) {
+  KvPrompt before(kShape, 16);
+  KeepAllValues(before, Striped(1, 16));
+  const TokenLayout layout = Striped(3, 30);
+  KvPrompt prompt(kShape, layout, {true, false, true}, 16);
+  const int64_t bytes = kShape.layers * kShape.LayerBytes(layout.ChunkTokens(0) + layout.ChunkTokens(2));
+  EXPECT_EQ(prompt.tokens(), 46);
+  EXPECT_EQ(prompt.bytes(), bytes);
+  EXPECT_FALSE(prompt.charged());
+  const auto sum = std::make_shared<class KvBytes>();
+  sum->Add(bytes);
+  prompt.Watch(nullptr, std::make_unique<KvCharge>(sum, bytes), nullptr);
+  EXPECT_TRUE(prompt.charged());
+  prompt.Begin(layout, before.Layer(0));
+  EXPECT_EQ(sum->charged(), bytes);
+  EXPECT_TRUE(KeepValues(prompt, layout, 0, 0, 16));
+  EXPECT_EQ(prompt.Layer(0), nullptr);
+  EXPECT_TRUE(KeepValues(prompt, layout, 2, 0, 16));
+  EXPECT_NE(prompt.Layer(0), nullptr);
+}
+
+// K and V of a layer as the projections leave it, heads outermost.
+BufferRef LayerOnDevice(Stream& stream, int layer, int64_t tokens) {
+  BufferRef kv = stream.Allocate(static_cast<size_t>(kShape.LayerBytes(tokens))).value();
+  auto* value = kv->data<uint32_t>();
+  for (int half = 0; half < 2; ++half) {
+    for (int head = 0; head < kShape.kv_heads; ++head) {
+      for (int64_t token = 0; token < tokens; ++token) {
+        for (int element = 0; element < kShape.head_dim; ++element) {
+          *value++ = KvValue(layer, half, token, head, element);
+        }
+      }
+    }
+  }
+  return kv;
+}
+
+TEST(KvPromptTest, ALayerIsThereOnceItIsCopiedOrStaysOnItsDevice) {
+  constexpr int64_t kTokens = 12;
+  WatchedStream stream(DType::kF32);
+  stream.copies_late = true;
+  const std::shared_ptr<Device> device(&stream.device(), [](Device*) {});
+  const KvRange all = {.tokens = kTokens, .heads = kShape.kv_heads};
+  for (const bool on_device : {false, true}) {
+    SCOPED_TRACE(on_device);
+    KvPrompt prompt(kShape, kTokens);
+    int layers_seen = 0;
+    prompt.Watch([&] { ++layers_seen; }, nullptr,
+                 on_device ? std::make_shared<KvDeviceMemory>(std::vector<std::shared_ptr<Device>>{device},
+                                                              kShape.LayerBytes(kTokens))
+                           : nullptr);
+    prompt.Begin(Striped(1, kTokens));
+    const auto keeping = prompt.Keep(0, 0, LayerOnDevice(stream, 0, kTokens), stream);
+    ASSERT_TRUE(keeping.ok()) << keeping.status();
+    EXPECT_EQ(*keeping == nullptr, on_device);
+    EXPECT_EQ(prompt.Layer(0) != nullptr, on_device);
+    if (!on_device) {
+      ASSERT_TRUE((*keeping)->Finish().ok());
+    }
+    EXPECT_EQ(layers_seen, 1);
+    const std::shared_ptr<const KvSlabs> slabs = prompt.Layer(0);
+    ASSERT_NE(slabs, nullptr);
+    EXPECT_EQ(slabs->pieces[0].run->slabs[0][0]->on_host(), !on_device);
+    std::vector<std::byte> copied(kShape.LayerBytes(kTokens));
+    ASSERT_TRUE(CopyKv(*slabs, 0, all, KvFormat::kTokens, 0, copied.data()).ok());
+    EXPECT_EQ(copied, KvBytes(kShape, 0, all, KvFormat::kTokens, 1));
   }
 }
 

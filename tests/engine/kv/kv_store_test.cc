@@ -9,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "engine/kv/lease_name.h"
 #include "gtest/gtest.h"
 #include "tests/engine/kv/kv_values.h"
 
@@ -29,6 +30,18 @@ class KvStoreTest : public testing::Test {
     return std::make_shared<KvPrompt>(kShape, tokens);
   }
 
+  // Prompts of 40 tokens, and what the cache calls them.
+  static KvBlockNames NamesOf40(char prompt) {
+    return {.tenant = "", .block_tokens = 4, .hashes = std::string(10 * 32, prompt)};
+  }
+  static void Finish40(KvStore& store, char name) {
+    auto prompt = Prompt(40);
+    ASSERT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
+    store.MakeRoom();
+    KeepAllValues(*prompt, TokenLayout::Make(LayoutKind::kStriped, 1, 40, 4).value());
+    store.Enter(NamesOf40(name), *prompt);
+  }
+
   absl::Time now_ = absl::UnixEpoch();
 };
 
@@ -37,6 +50,7 @@ TEST_F(KvStoreTest, ALeaseLastsFromItsPrefillsEnd) {
   auto lease = store.Admit(Prompt(10), "tenant", absl::Seconds(30));
   ASSERT_TRUE(lease.ok()) << lease.status();
   EXPECT_EQ((*lease)->id().size(), 32u);
+  EXPECT_EQ(store.EndLapsed(), absl::InfiniteFuture()) << "a lease whose prefill runs cannot lapse";
   now_ += absl::Hours(1);  // in the queue
   EXPECT_TRUE(store.Find((*lease)->id(), "tenant").ok());
   const auto rest = (*lease)->Keep();
@@ -112,12 +126,15 @@ TEST_F(KvStoreTest, RefusesWhatHasNoRoomAndSaysWhenThereIs) {
   EXPECT_EQ(store.RoomIn(101 * kTokenBytes), std::nullopt);
   const auto too_large = store.Admit(Prompt(101), "", absl::Seconds(30));
   EXPECT_TRUE(absl::IsResourceExhausted(too_large.status())) << too_large.status();
+  EXPECT_TRUE(absl::StrContains(too_large.status().message(), "raise the server's kv budget"));
 
   auto one = *store.Admit(Prompt(40), "", absl::Seconds(30));
   auto two = *store.Admit(Prompt(60), "", absl::Seconds(50));
   EXPECT_EQ(store.RoomIn(100 * kTokenBytes), absl::ZeroDuration());  // both run, and may end at once
   ASSERT_TRUE(one->Keep().ok() && two->Keep().ok());
-  EXPECT_TRUE(absl::IsResourceExhausted(store.Admit(Prompt(1), "", absl::Seconds(30)).status()));
+  const absl::Status full = store.Admit(Prompt(1), "", absl::Seconds(30)).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(full)) << full;
+  EXPECT_TRUE(absl::StrContains(full.message(), "try again later")) << full;
   EXPECT_EQ(store.RoomIn(0), absl::ZeroDuration());
   EXPECT_EQ(store.RoomIn(40 * kTokenBytes), absl::Seconds(30));
   EXPECT_EQ(store.RoomIn(41 * kTokenBytes), absl::Seconds(50));
@@ -144,12 +161,60 @@ TEST_F(KvStoreTest, AReadersPromptIsChargedUntilItLetsGo) {
 
 TEST_F(KvStoreTest, ReadersMayOutliveTheStore) {
   std::shared_ptr<const KvPrompt> reader;
+  int changes = 0;
   {
     KvStore store(100 * kTokenBytes, Clock());
+    store.SetObserver([&] { ++changes; });
     auto lease = *store.Admit(Prompt(100), "", absl::Seconds(30));
     reader = *store.Find(lease->id(), "");
   }
   EXPECT_EQ(reader->tokens(), 100);
+  changes = 0;
+  reader.reset();
+  EXPECT_EQ(changes, 0) << "the observer may be gone with the store";
+}
+
+TEST_F(KvStoreTest, EachChangeIsTold) {
+  KvStore store(100 * kTokenBytes, Clock());
+  int changes = 0;
+  store.SetObserver([&] { ++changes; });
+  const auto told = [&] { return std::exchange(changes, 0) > 0; };
+  auto prompt = Prompt(40);
+  const auto lease = *store.Admit(prompt, "", absl::Seconds(30));
+  EXPECT_TRUE(told());
+  KeepAllValues(*prompt, TokenLayout::Make(LayoutKind::kStriped, 1, 40, 4).value());
+  EXPECT_TRUE(told()) << "layers are there";
+  store.Enter({.tenant = "", .block_tokens = 4, .hashes = std::string(10 * 32, 'x')}, *prompt);
+  EXPECT_TRUE(told());
+  store.CountTokens(0, 40);
+  EXPECT_TRUE(told());
+  ASSERT_TRUE(store.Renew(lease->id(), "", absl::Seconds(40)).ok());
+  EXPECT_TRUE(told());
+  ASSERT_TRUE(lease->Keep().ok());
+  EXPECT_TRUE(told());
+  now_ += absl::Seconds(40);
+  store.EndLapsed();
+  EXPECT_TRUE(told()) << "though the cache has all of its bytes";
+}
+
+TEST_F(KvStoreTest, ListsTheLiveLeasesOfATenant) {
+  KvStore store(1000 * kTokenBytes, Clock());
+  const auto running = *store.Admit(Prompt(10), "one", absl::Seconds(30));
+  const auto kept = *store.Admit(Prompt(20), "one", absl::Seconds(30));
+  const auto others = *store.Admit(Prompt(30), "two", absl::Seconds(30));
+  ASSERT_TRUE(kept->Keep().ok());
+  now_ += absl::Seconds(10);
+  std::vector<KvStore::LeaseEnd> leases = store.LeasesOf("one");
+  std::sort(leases.begin(), leases.end(),
+            [](const auto& left, const auto& right) { return left.bytes < right.bytes; });
+  ASSERT_EQ(leases.size(), 2u);
+  EXPECT_EQ(leases[0].bytes, 10 * kTokenBytes);
+  EXPECT_EQ(leases[0].ends_in, absl::ZeroDuration());  // it may end at any time
+  EXPECT_EQ(leases[1].bytes, 20 * kTokenBytes);
+  EXPECT_EQ(leases[1].ends_in, absl::Seconds(20));
+  now_ += absl::Seconds(20);
+  EXPECT_EQ(store.LeasesOf("one").size(), 1u);
+  EXPECT_TRUE(store.LeasesOf("three").empty());
 }
 
 TEST_F(KvStoreTest, LeasesThatHaveLapsedMakeRoomBeforeAnybodySweeps) {
@@ -171,19 +236,9 @@ TEST_F(KvStoreTest, LeasesThatHaveLapsedMakeRoomBeforeAnybodySweeps) {
 // What a cache holds makes room for who needs it, and not before; what a reader needs stays.
 TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
   KvStore store(100 * kTokenBytes, Clock());
-  const TokenLayout layout = TokenLayout::Make(LayoutKind::kStriped, 1, 40, 4).value();
-  const auto names = [](char prompt) {
-    return KvBlockNames{.tenant = "", .block_tokens = 4, .hashes = std::string(10 * 32, prompt)};
-  };
-  const auto finish = [&](char name) {
-    auto prompt = Prompt(40);
-    ASSERT_TRUE(store.AdmitToCache(prompt, prompt->bytes()));
-    store.MakeRoom();
-    KeepAllValues(*prompt, layout);
-    store.Enter(names(name), *prompt);
-  };
-  finish('a');
-  finish('b');
+  const auto names = [](char prompt) { return NamesOf40(prompt); };
+  Finish40(store, 'a');
+  Finish40(store, 'b');
   EXPECT_EQ(store.PrefixTokens(names('a')), 40);
   EXPECT_EQ(store.counts().cached_bytes, 80 * kTokenBytes);
   EXPECT_EQ(store.counts().bytes, 80 * kTokenBytes);
@@ -204,6 +259,26 @@ TEST_F(KvStoreTest, TheCacheHasTheRoomThatOthersLeave) {
   EXPECT_EQ(store.counts().evicted_bytes, 40u * kTokenBytes);
   lease.reset();
   EXPECT_EQ(store.counts().bytes, 40 * kTokenBytes);
+}
+
+TEST_F(KvStoreTest, WhatTheCacheWouldGiveUpIsRoom) {
+  KvStore store(100 * kTokenBytes, Clock());
+  Finish40(store, 'a');
+  const auto lease = *store.Admit(Prompt(70), "", absl::Seconds(30));
+  ASSERT_TRUE(lease->Keep().ok());
+  EXPECT_EQ(store.RoomIn(30 * kTokenBytes), absl::ZeroDuration());
+  EXPECT_EQ(store.RoomIn(31 * kTokenBytes), absl::Seconds(30));
+}
+
+TEST_F(KvStoreTest, APrefixThatAPromptBeginsWithStaysLonger) {
+  KvStore store(100 * kTokenBytes, Clock());
+  Finish40(store, 'a');
+  Finish40(store, 'b');
+  EXPECT_EQ(store.FindPrefix(NamesOf40('a'), 0, All)->tokens(), 40);
+  const auto lease = *store.Admit(Prompt(60), "", absl::Seconds(30));
+  store.MakeRoom();
+  EXPECT_EQ(store.PrefixTokens(NamesOf40('a')), 40);
+  EXPECT_EQ(store.PrefixTokens(NamesOf40('b')), 0);
 }
 
 // Of a run's K and V a follower holds all, and gives back the room of the tokens alone that it follows.
@@ -391,6 +466,12 @@ TEST_F(KvStoreTest, TenThousandRandomLivesLeaveNothing) {
   EXPECT_EQ(store.counts().bytes, 0);
   EXPECT_EQ(store.counts().leases, 0);
   EXPECT_GT(changes, 10'000);
+}
+
+// What a client calls a lease stands in logs: its begin, and no control characters.
+TEST(LeaseNameTest, ShowsItsBegin) {
+  EXPECT_EQ(ShownLease("0123456789abcdef"), "01234567…");
+  EXPECT_EQ(ShownLease("a\n\x1b[2J0123"), "a\\n\\x1b[2J01…");
 }
 
 // For ThreadSanitizer.

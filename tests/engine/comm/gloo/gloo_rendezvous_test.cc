@@ -302,6 +302,32 @@ TEST(GlooRendezvous, WhoHangsUpInTheHandshakeIsNamed) {
   ExpectStatus(met, absl::StatusCode::kUnavailable, {"rank 1", "rank 0", "hung up in the TLS handshake"});
 }
 
+// Rank 0 has met rank 1, and waits for rank 2: who repeats rank 1's hello takes nobody's place.
+TEST(GlooRendezvous, AHelloCountsOnce) {
+  std::vector<std::unique_ptr<GlooRendezvous>> ranks;
+  std::vector<std::string> addresses;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.push_back(GlooRendezvous::Listen({.listen = "lo", .rank = rank, .ranks = 3, .run = 7}).value());
+    addresses.push_back(ranks.back()->address());
+  }
+  absl::StatusOr<std::vector<PeerSocket>> met = absl::UnknownError("");
+  std::thread connect([&] { met = ranks[0]->Connect(addresses, Soon()); });
+  const Stranger first(addresses[0]), second(addresses[0]), last(addresses[0]);
+  first.Say(HelloOf(addresses, 1));
+  EXPECT_EQ(first.Hear(kWelcomeBytes).size(), kWelcomeBytes);
+  second.Say(HelloOf(addresses, 1));
+  EXPECT_EQ(second.Hear(kWelcomeBytes), "");
+  last.Say(HelloOf(addresses, 2));
+  EXPECT_EQ(last.Hear(kWelcomeBytes).size(), kWelcomeBytes);
+  connect.join();
+  ASSERT_TRUE(met.ok()) << met.status();
+  first.Say("x");
+  char byte = 0;
+  pollfd polled = {.fd = (*met)[1].socket.get(), .events = POLLIN, .revents = 0};
+  EXPECT_EQ(poll(&polled, 1, 30'000), 1);
+  EXPECT_EQ(recv((*met)[1].socket.get(), &byte, 1, 0), 1);
+}
+
 TEST(GlooRendezvous, SecretsAndKeysAreDrawn) {
   for (const bool encrypt : {false, true}) {
     const std::string one = Listen(0, {.encrypt = encrypt})->address();

@@ -163,10 +163,17 @@ TEST_P(Gloo, HoldsAMessageUntilItHasLeft) {
     ASSERT_TRUE(ranks[0]->SendReceive(Traffic::kQ, 1, std::move(buffer), 1, 1).ok());
   }
   EXPECT_FALSE(message.expired()) << "nobody has received it";
-  auto receive = ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(1, 6), 0, 1 << 20).value();
-  EXPECT_TRUE(HasPattern(**receive->Wait(Soon()), 1 << 20, 5));
-  for (int i = 0; i < 1000 && !message.expired(); ++i) absl::SleepFor(absl::Milliseconds(10));
+  std::weak_ptr<Buffer> received;
+  {
+    auto receive = ranks[1]->SendReceive(Traffic::kQ, 0, PatternBuffer(1, 6), 0, 1 << 20).value();
+    const BufferRef buffer = receive->Wait(Soon()).value();
+    EXPECT_TRUE(HasPattern(*buffer, 1 << 20, 5));
+    received = buffer;
+  }
+  const auto all_gone = [&] { return message.expired() && received.expired(); };
+  for (int i = 0; i < 1000 && !all_gone(); ++i) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_TRUE(message.expired());
+  EXPECT_TRUE(received.expired()) << "and what has come is its receiver's alone";
 }
 
 TEST_P(Gloo, AnEndedRankStillDeliversWhatItSent) {
@@ -318,6 +325,14 @@ TEST_P(Gloo, AWaitEndsAtItsDeadlineAndOthersGoOn) {
   for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
 }
 
+TEST(GlooPlain, AnAbortWithoutAReasonIsAnErrorAllTheSame) {
+  GlooEndpoints endpoints(2);
+  auto ranks = endpoints.ConnectAll();
+  auto receive = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(8, 0), 1, 8).value();
+  ranks[0]->Abort(absl::OkStatus());
+  EXPECT_EQ(receive->Wait(Soon()).status().code(), absl::StatusCode::kAborted);
+}
+
 TEST_P(Gloo, AbortFromAnyThreadEndsEveryWait) {
   constexpr int kRanks = 5;
   GlooEndpoints endpoints(kRanks, With());
@@ -411,6 +426,15 @@ TEST(GlooConnect, RefusesAddressesOfOtherRunsAndRanks) {
                absl::StatusCode::kInvalidArgument, {"rank 1"});
   ExpectStatus(connect([](auto& addresses) { addresses.pop_back(); }), absl::StatusCode::kInvalidArgument,
                {"1 addresses for 2"});
+}
+
+TEST(GlooListen, IgnoresSigpipeUnlessTheProcessHandlesIt) {
+  void (*const handler)(int) = [](int) {};
+  for (const auto& [before, after] : {std::pair(SIG_DFL, SIG_IGN), {handler, handler}}) {
+    void (*const of_test)(int) = std::signal(SIGPIPE, before);
+    EXPECT_TRUE(GlooEndpoint::Listen({}).ok());
+    EXPECT_EQ(std::signal(SIGPIPE, of_test), after);
+  }
 }
 
 // A rank of an old epoch that pretends to the new one does not get in.
