@@ -152,8 +152,10 @@ absl::Status WritePools(const std::string& path, const Json& pools) {
     return failed(absl::StrCat("cannot write ", draft));
   }
   std::filesystem::rename(draft, path, error);
-  if (error) return failed(error.message());
-  return absl::OkStatus();
+  if (!error) return absl::OkStatus();
+  const absl::Status status = failed(error.message());
+  std::filesystem::remove(draft, error);
+  return status;
 }
 
 }  // namespace

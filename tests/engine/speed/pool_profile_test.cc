@@ -148,6 +148,20 @@ TEST(PoolProfile, AForgottenSpeedIsMeasuredAtTheNextStart) {
   EXPECT_EQ(ReadPoolProfile(path, "b").value(), SpeedOf(2e9));
 }
 
+TEST(PoolProfile, LeavesNothingBesideTheFile) {
+  const TempFolder folder;
+  const auto files = [&] {
+    return std::distance(std::filesystem::directory_iterator(folder.path()),
+                         std::filesystem::directory_iterator());
+  };
+  ASSERT_TRUE(StorePoolProfile(folder / "speed.json", "a", SpeedOf(1e9)).ok());
+  EXPECT_EQ(files(), 1);
+  std::filesystem::create_directories(std::filesystem::path(folder / "taken.json") / "x");
+  EXPECT_EQ(StorePoolProfile(folder / "taken.json", "a", SpeedOf(1e9)).code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(files(), 2) << "no draft of what cannot be replaced";
+}
+
 TEST(PoolProfile, ASpeedHasTheDateOfItsMeasurement) {
   const TempFolder folder;
   const std::string path = folder / "speed.json";
