@@ -178,9 +178,33 @@ TEST(BackwardSchedule, CheckRefusesWhatCannotRun) {
     std::swap(send->comm, early.steps.front().comm);
     EXPECT_FALSE(CheckBackwardSchedule(early).ok());
 
-    BackwardSchedule too_many = good;
-    too_many.steps.push_back({.comm = kKv, .blocks = {}});
-    EXPECT_FALSE(CheckBackwardSchedule(too_many).ok());
+    for (const auto& [comm, what] :
+         {std::pair{kQ, "receives a row too many"}, std::pair{kKv, "receives a column too many"},
+          std::pair{kDq, "sends dQ of an unfinished row"},
+          std::pair{kDkv, "sends dKV of an unfinished column"}}) {
+      BackwardSchedule too_many = good;
+      too_many.steps.push_back({.comm = comm, .blocks = {}});
+      const absl::Status refused = CheckBackwardSchedule(too_many);
+      EXPECT_EQ(refused.code(), absl::StatusCode::kInternal);
+      EXPECT_NE(refused.message().find(what), std::string::npos) << refused;
+
+      BackwardSchedule too_few = good;
+      const auto last = std::find_if(too_few.steps.rbegin(), too_few.steps.rend(),
+                                     [&, comm = comm](const Step& step) { return step.comm == comm; });
+      last->comm = std::nullopt;
+      if (last->blocks.empty()) too_few.steps.erase(std::next(last).base());
+      EXPECT_FALSE(CheckBackwardSchedule(too_few).ok());
+    }
+
+    BackwardSchedule idle = good;
+    idle.steps.push_back({});
+    EXPECT_FALSE(CheckBackwardSchedule(idle).ok());
+
+    for (const BlockIndex outside : {BlockIndex{-1, 0}, {0, -1}, {tile.a, 0}, {0, tile.b}}) {
+      BackwardSchedule too_far = good;
+      too_far.steps.back().blocks.push_back(outside);
+      EXPECT_FALSE(CheckBackwardSchedule(too_far).ok());
+    }
   }
 }
 

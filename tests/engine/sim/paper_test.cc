@@ -105,6 +105,17 @@ TEST_F(PaperTest, Table4FollowsFromTable3) {
   std::vector<PaperCell> fewer = Table("table4_mfu");
   fewer.pop_back();
   EXPECT_FALSE(ReproduceUtilisation(*throughput_, fewer).ok());
+  for (const auto change :
+       {+[](PaperCell& cell) { cell.gpus *= 2; }, +[](PaperCell& cell) { cell.tokens *= 2; },
+        +[](PaperCell& cell) { cell.causal = !cell.causal; }}) {
+    std::vector<PaperCell> others = Table("table4_mfu");
+    change(others.back());
+    EXPECT_EQ(ReproduceUtilisation(*throughput_, others).status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  // Beyond the rounding of both tables, an MFU that is a percent point off is as much more off.
+  std::vector<PaperCell> off = Table("table4_mfu");
+  off.back().mesh += 1;
+  EXPECT_NEAR(ReproduceUtilisation(*throughput_, off)->largest_error, 0.9, 0.2);
 }
 
 TEST_F(PaperTest, MemoryOfTable5) {
@@ -117,6 +128,12 @@ TEST_F(PaperTest, MemoryOfTable5) {
     EXPECT_LT(std::abs(row.ring_gib - row.cell.ring), 0.11) << row.cell.tokens << " on " << row.cell.gpus;
     EXPECT_LT(row.nearest_factor(), 1.5) << row.cell.tokens << " on " << row.cell.gpus;
     EXPECT_LT(row.ours_gib, row.mesh_gib);
+    EXPECT_GE(row.mesh_factor(), row.nearest_factor());
+    EXPECT_NEAR(row.ring_factor(), 1, 0.11 / std::min(row.cell.ring, row.ring_gib) + 1e-9);
+    EXPECT_GE(row.ring_factor(), 1);
+    if (row.nearest_tile == row.mesh_tile) {
+      EXPECT_EQ(row.nearest_gib, row.mesh_gib);
+    }
     within += row.mesh_factor() < 1.5 ? 1 : 0;
   }
   EXPECT_GE(within, 14) << "cells whose memory is that of the tile that the paper's rule finds here";
@@ -188,10 +205,29 @@ TEST(NelderMead, FindsTheMinimumOfARandomBowl) {
       const double u = x[0] - centre[0], v = x[1] - centre[1], w = x[2] - centre[2];
       return 3 * u * u + v * v + 0.5 * w * w + u * v + 7;
     };
-    const Minimum minimum = NelderMead(bowl, {0, 0, 0}, 0.5);
+    int evaluations = 0;
+    const auto counted = [&](const std::vector<double>& x) {
+      ++evaluations;
+      return bowl(x);
+    };
+    const Minimum minimum = NelderMead(counted, {0, 0, 0}, 0.5);
+    EXPECT_LT(evaluations, 300) << "some 200 are enough";
+    EXPECT_DOUBLE_EQ(minimum.value, bowl(minimum.at));
     EXPECT_NEAR(minimum.value, 7, 1e-6);
     for (int i = 0; i < 3; ++i) EXPECT_NEAR(minimum.at[i], centre[i], 1e-3);
   }
+}
+
+// A function that has no minimum: each try finds a lower value.
+TEST(NelderMead, EndsAfterSoManyEvaluations) {
+  int evaluations = 0;
+  const auto falls = [&](const std::vector<double>& x) {
+    ++evaluations;
+    return -x[0] - x[1];
+  };
+  NelderMead(falls, {0, 0}, 1, /*tolerance=*/1e-6, /*max_evaluations=*/50);
+  EXPECT_GE(evaluations, 50);
+  EXPECT_LE(evaluations, 50 + 4);
 }
 
 TEST(PaperTables, RefusesWhatIsNoTable) {
@@ -201,10 +237,16 @@ TEST(PaperTables, RefusesWhatIsNoTable) {
     return ReadPaperTable(path).status();
   };
   EXPECT_TRUE(status_of("# source\ncausal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5\n").ok());
+  EXPECT_TRUE(status_of("\r\ncausal,seqlen,gpus,ring,mesh\r\n\r\n# a\r\nN,1024,4,1.5,2.5\r\n").ok());
+  const absl::Status third = status_of("# source\ncausal,seqlen,gpus,ring,mesh\nY,1024\n");
+  EXPECT_NE(third.message().find("table.csv:3: \"Y,1024\""), std::string::npos) << third;
   for (const char* bad :
        {"", "# nothing\n", "a,b,c\nY,1024,4,1.5,2.5\n", "causal,seqlen,gpus,ring,mesh\n",
         "causal,seqlen,gpus,ring,mesh\nX,1024,4,1.5,2.5\n", "causal,seqlen,gpus,ring,mesh\nY,1024,4,0,2.5\n",
-        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5\n"}) {
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5\n", "causal,seqlen,gpus,ring,mesh\nY,0,4,1.5,2.5\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,0,1.5,2.5\n", "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,0\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5,9\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5\ncausal,seqlen,gpus,ring,mesh\n"}) {
     EXPECT_EQ(status_of(bad).code(), absl::StatusCode::kInvalidArgument) << bad;
   }
   EXPECT_EQ(ReadPaperTable("/nowhere.csv").status().code(), absl::StatusCode::kNotFound);

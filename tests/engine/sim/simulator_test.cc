@@ -6,6 +6,7 @@
 #include <map>
 #include <numeric>
 
+#include "engine/sim/head_groups.h"
 #include "engine/sim/lockstep.h"
 #include "engine/sim/mesh_lanes.h"
 #include "engine/sim/network.h"
@@ -76,6 +77,118 @@ TEST(Simulator, MessagesOfAChannelGoOneByOne) {
   EXPECT_NEAR(LockstepSeconds(program, RowFirst(4), SmallCluster()), 3 * (0.5 + 1.0), 1e-8);
 }
 
+// As the simulation has them: they start at once, and then share the link of their node, or their port.
+TEST(Lockstep, MessagesOfSeveralChannelsShareTheirLinks) {
+  ProgramBuilder builder(4);
+  std::vector<int> channels;
+  for (int shift = 1; shift < 4; ++shift) {
+    channels.push_back(
+        builder.AddChannel(Traffic::kAllToAll, {shift, (1 + shift) % 4, (2 + shift) % 4, (3 + shift) % 4}));
+  }
+  for (int round = 0; round < 2; ++round) {
+    for (const int channel : channels) builder.Start(channel, 50);
+    for (const int channel : channels) builder.Wait(channel);
+  }
+  const RankProgram program = std::move(builder).Build();
+  for (const int gpus_per_node : {1, 4}) {
+    Cluster cluster = SmallCluster();
+    cluster.gpus_per_node = gpus_per_node;
+    cluster.same_node.latency_seconds = 0.25;
+    const double round = gpus_per_node == 1 ? 0.5 + 3 * 50.0 / 150 : 0.25 + 3 * 50.0 / 1000;
+    EXPECT_NEAR(LockstepSeconds(program, RowFirst(4), cluster), 2 * round, 1e-8);
+    EXPECT_NEAR(SecondsOf(program, RowFirst(4), cluster), 2 * round, 1e-8);
+  }
+}
+
+TEST(ChannelSpeed, IsThatOfTheSlowestMessage) {
+  Cluster cluster = SmallCluster();
+  const auto seconds = [&](const std::vector<int>& from) {
+    return SpeedOf(from, RowFirst(4), cluster).Seconds(cluster, 100);
+  };
+  EXPECT_DOUBLE_EQ(seconds({1, 2, 3, 0}), 0.5 + 1);           // one flow leaves a node
+  EXPECT_DOUBLE_EQ(seconds({2, 3, 0, 1}), 0.5 + 100.0 / 75);  // two share its port
+  EXPECT_DOUBLE_EQ(seconds({1, 0, 3, 2}), 0.1);               // none does
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3}), 0);                 // nor is there a message
+  cluster.same_node = {.latency_seconds = 2, .bytes_per_second = 100};
+  EXPECT_DOUBLE_EQ(seconds({1, 2, 3, 0}), 2 + 1);
+}
+
+// What a rank does in turn: "q!" starts a message, "q?" waits for it, "2" computes two blocks.
+std::string TextOf(const RankProgram& program) {
+  std::string text;
+  for (const Action& action : program.actions) {
+    const std::string traffic = TrafficName(program.channels[action.channel].traffic);
+    text += action.kind == ActionKind::kStart  ? traffic + "!"
+            : action.kind == ActionKind::kWait ? traffic + "?"
+                                               : std::to_string(action.blocks);
+    text += ' ';
+  }
+  return text;
+}
+
+// A Q chunk takes a block's time and KV two, or OdOQ one and the others less. Memory in Q chunks.
+TEST(MeshLanes, BeginEachMessageAtTheFirstBlockWhereTheyCan) {
+  const struct {
+    Tile tile;
+    Pass pass;
+    const char* actions;
+    double peak;
+  } cases[] = {{{3, 2}, Pass::kForward, "q! kv! 1 q? q! 1 q? kv? 1 o! 2 o? o! 1 o? ", 13.5},
+               {{2, 4}, Pass::kForward, "q! kv! 1 q? 1 kv? kv! 2 kv? kv! 2 kv? 1 o! 1 o? ", 10.25},
+               {{1, 3}, Pass::kForward, "kv! 1 kv? kv! 1 kv? 1 ", 7.125},
+               {{3, 1}, Pass::kForward, "q! 1 q? q! 1 q? o! 1 o? o! o? ", 10.5},
+               {{3, 2}, Pass::kBackward, "q! kv! 1 q? q! kv? 1 q? 1 dq! 1 dq? 1 dkv! 1 dq! dkv? dq? ", 26.25},
+               {{2, 4},
+                Pass::kBackward,
+                "q! kv! 1 q? kv? kv! 1 kv? kv! 1 kv? dkv! 2 dkv? dkv! 2 dkv? dkv! 1 dq! dkv? dq? ",
+                32.25},
+               {{1, 3}, Pass::kBackward, "kv! 1 kv? kv! 1 kv? dkv! 1 dkv? dkv! dkv? ", 23.125},
+               {{3, 1}, Pass::kBackward, "q! 1 q? q! 1 q? dq! 1 dq? dq! dq? ", 17.125}};
+  const AttentionJob job{.tokens = 768, .q_heads = 4, .kv_heads = 4, .head_dim = 16};
+  for (const auto& [tile, pass, actions, peak] : cases) {
+    const HeadGroups groups(job, 1, tile.ranks());
+    const ChunkBytes& chunk = groups.chunk();
+    const auto row_bytes = static_cast<double>(pass == Pass::kForward ? chunk.q : chunk.odoq);
+    const Cluster cluster{.gpus_per_node = 1,
+                          .same_node = {.bytes_per_second = 1},
+                          .between_nodes = {.bytes_per_second = 1},
+                          .attention_flops_per_second = groups.BlockFlops(pass) / row_bytes};
+    const RankProgram program =
+        MeshLanesProgram(job, pass, {.tile = tile, .placement = RowFirst(tile.ranks())}, cluster);
+    EXPECT_EQ(TextOf(program), actions) << tile.DebugString();
+    EXPECT_EQ(static_cast<double>(program.peak_bytes) / static_cast<double>(chunk.q), peak);
+  }
+}
+
+TEST(MeshLanes, GainWhereRingsHaveLinksOfTheirOwn) {
+  std::mt19937_64 random(TestSeed());
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    int faster = 0, slower = 0;
+    double sum = 0;
+    constexpr int kDraws = 200;
+    for (int draw = 0; draw < kDraws; ++draw) {
+      const Tile tile{.a = Draw(random, 2, 8), .b = Draw(random, 2, 8)};
+      const AttentionJob job{
+          .tokens = 64 * tile.ranks(), .q_heads = 4, .kv_heads = 1 << Draw(random, 0, 2), .head_dim = 16};
+      const PlacedMesh mesh{.tile = tile, .placement = RowFirst(tile.ranks())};
+      const HeadGroups groups(job, 1, tile.ranks());
+      Cluster cluster{.gpus_per_node = 1,
+                      .same_node = {.bytes_per_second = 1},
+                      .between_nodes = {.bytes_per_second = 1},
+                      .attention_flops_per_second =
+                          groups.BlockFlops(pass) / (0.01 * Draw(random, 5, 300) * groups.chunk().q)};
+      const double one = LockstepSeconds(MeshProgram(job, pass, mesh, cluster), mesh.placement, cluster);
+      const double two = LockstepSeconds(MeshLanesProgram(job, pass, mesh, cluster), mesh.placement, cluster);
+      faster += two < 0.99 * one;
+      slower += two > 1.01 * one;
+      sum += two / one;
+    }
+    EXPECT_GT(faster, kDraws / 4);
+    EXPECT_LT(slower, kDraws / 20);
+    EXPECT_LT(sum / kDraws, pass == Pass::kForward ? 0.97 : 0.9);
+  }
+}
+
 TEST(Simulator, NamesARankThatWaitsForEver) {
   ProgramBuilder builder(2);
   builder.Wait(builder.AddChannel(Traffic::kO, {1, 0}));
@@ -96,11 +209,16 @@ TEST(Simulator, RefusesImpossibleClusters) {
   refuses([](Cluster& cluster) { cluster.between_nodes.bytes_per_second = -1; });
   refuses([](Cluster& cluster) { cluster.node_bytes_per_second = 0; });
   refuses([](Cluster& cluster) { cluster.attention_flops_per_second = 0; });
+  refuses([](Cluster& cluster) { cluster.attention_flops_per_second = Cluster::kUnshared; });
+  refuses([](Cluster& cluster) { cluster.same_node.latency_seconds = -1; });
   refuses([](Cluster& cluster) { cluster.between_nodes.latency_seconds = -1; });
+  refuses([](Cluster& cluster) { cluster.between_nodes.latency_seconds = Cluster::kUnshared; });
   refuses(
       [](Cluster& cluster) { cluster.block_overhead_seconds = std::numeric_limits<double>::quiet_NaN(); });
   refuses([](Cluster& cluster) { cluster.variation.straggler_share = 2; });
+  refuses([](Cluster& cluster) { cluster.variation.straggler_share = -0.1; });
   refuses([](Cluster& cluster) { cluster.variation.straggler_slowdown = 0.5; });
+  refuses([](Cluster& cluster) { cluster.variation.straggler_slowdown = Cluster::kUnshared; });
   refuses([](Cluster& cluster) { cluster.variation.jitter = -1; });
   EXPECT_EQ(Simulate(program, RowFirst(3), SmallCluster()).status().code(),
             absl::StatusCode::kInvalidArgument);

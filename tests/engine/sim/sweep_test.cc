@@ -1,7 +1,11 @@
 #include "engine/sim/sweep.h"
 
 #include <cmath>
+#include <limits>
+#include <set>
 
+#include "engine/sim/lockstep.h"
+#include "engine/sim/simulator.h"
 #include "gtest/gtest.h"
 
 namespace meshfill::sim {
@@ -68,6 +72,136 @@ TEST(Sweep, NamesWhatThePlanLacks) {
   EXPECT_STREQ(reason(StrategyKind::kLoongTrain, Pass::kForward, 8), "");
   EXPECT_STREQ(reason(StrategyKind::kRing, Pass::kForward, 8), "");
   EXPECT_STREQ(reason(StrategyKind::kAllGather, Pass::kForward, 16), "");
+}
+
+TEST(Sweep, NamesEveryReason) {
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kNone), "");
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kEstimate), "estimate");
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kOneMessage), "one message");
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kDoubleRing), "double ring");
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kParallelRings), "parallel rings");
+  EXPECT_STREQ(SlowerReasonName(SlowerReason::kCollectives), "collectives");
+}
+
+TEST(Strategies, HaveNamesOfTheirOwn) {
+  std::set<StrategyKind> kinds;
+  for (const StrategyKind kind : AllStrategies()) {
+    kinds.insert(kind);
+    const auto parsed = ParseStrategy(StrategyName(kind));
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_EQ(*parsed, kind);
+  }
+  EXPECT_EQ(kinds.size(), static_cast<size_t>(kStrategyKinds));
+  const absl::Status refused = ParseStrategy("rung").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  for (const StrategyKind kind : kinds) {
+    EXPECT_NE(refused.message().find(StrategyName(kind)), std::string::npos) << refused;
+  }
+}
+
+TEST(Strategies, AreRunnableOrRivals) {
+  using enum StrategyKind;
+  for (const StrategyKind kind : AllStrategies()) {
+    const bool runnable = kind == kRing || kind == kPassQ || kind == kPaperMesh || kind == kUlysses ||
+                          kind == kUsp || kind == kPlanned;
+    EXPECT_EQ(IsRunnable(kind), runnable) << StrategyName(kind);
+    EXPECT_EQ(IsRival(kind), kind != kPlanned && kind != kPlannedLanes && kind != kTwoWayRing);
+  }
+}
+
+// The fastest settings on 8 GPUs behind slow ports, and on 12 behind fast ones; "": the strategy has none.
+TEST(Strategies, TakeTheFastestOfTheirOwnSettings) {
+  using enum StrategyKind;
+  const struct {
+    StrategyKind kind;
+    const char *slow_forward, *slow_backward, *fast_forward, *fast_backward;
+  } cases[] = {
+      {kRing, "1x8", "1x8", "1x12", "1x12"},
+      {kPassQ, "8x1", "8x1", "12x1", "12x1"},
+      {kPaperMesh, "4x2", "4x2", "1x12", "4x3"},
+      {kUlysses, "", "", "", ""},
+      {kUsp, "4·1x2", "4·1x2", "1x12", "1x1x12, row-first"},
+      {kBurst, "1x2x4, row-first", "1x2x4, row-first", "1x12x1, row-first", "1x3x4, row-first"},
+      {kLoongTrain, "1x2x4, row-first", "4x2x1, row-first", "1x12x1, row-first", "1x3x4, row-first"},
+      {kStarTrail, "4·C=1, row-first", "4·C=1, row-first", "C=1, row-first", "C=1, row-first"},
+      {kTwoWayRing, "both ways", "", "both ways", ""},
+      {kAllGather, "1·8, 4 rings, gathered", "", "1·12, 4 rings, gathered", ""},
+      {kAttention2d, "4·1x2, overlapped, row-first", "", "1x12, overlapped, row-first", ""},
+      {kTasp, "4·2, 1 ring", "", "1·12, 1 ring", ""},
+      {kTensorParallel, "4·2, 1 ring", "", "2·6, 1 ring", ""},
+  };
+  const Sweep sweep = SmallSweep();
+  const auto settings = [&](StrategyKind kind, Pass pass, bool slow) {
+    const auto result =
+        RunStrategy(kind, sweep.jobs[0], pass, slow ? 8 : 12, sweep.clusters[slow ? 0 : 1].cluster);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() && result->has_value() ? (*result)->settings : std::string();
+  };
+  for (const auto& [kind, slow_forward, slow_backward, fast_forward, fast_backward] : cases) {
+    SCOPED_TRACE(StrategyName(kind));
+    EXPECT_EQ(settings(kind, Pass::kForward, true), slow_forward);
+    EXPECT_EQ(settings(kind, Pass::kBackward, true), slow_backward);
+    EXPECT_EQ(settings(kind, Pass::kForward, false), fast_forward);
+    EXPECT_EQ(settings(kind, Pass::kBackward, false), fast_backward);
+  }
+  const auto alone = RunStrategy(kUlysses, sweep.jobs[0], Pass::kForward, 4, sweep.clusters[0].cluster);
+  ASSERT_TRUE(alone.ok() && alone->has_value()) << alone.status();
+  EXPECT_EQ((*alone)->settings, "4·1x1");
+}
+
+TEST(Strategies, SumUpWhatTheirRanksDid) {
+  const Sweep sweep = SmallSweep();
+  for (const StrategyKind kind : AllStrategies()) {
+    const auto result = RunStrategy(kind, sweep.jobs[0], Pass::kForward, 4, sweep.clusters[0].cluster);
+    ASSERT_TRUE(result.ok() && result->has_value()) << result.status();
+    const PassResult& pass = **result;
+    const auto again = Simulate(pass.program, pass.placement, sweep.clusters[0].cluster);
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(pass.seconds, again->seconds);
+    EXPECT_EQ(pass.sent_bytes, pass.program.sent_bytes);
+    EXPECT_EQ(pass.peak_bytes, pass.program.peak_bytes);
+    double compute = 0, wait = 0;
+    for (const RankTimes& rank : again->ranks) {
+      compute += rank.compute_seconds / 4;
+      wait += rank.wait_seconds.total() / 4;
+    }
+    EXPECT_NEAR(pass.compute_seconds, compute, 1e-12);
+    EXPECT_NEAR(pass.wait_seconds.total(), wait, 1e-12);
+  }
+}
+
+// One setting by the estimate is no faster than the fastest of several in the simulation.
+TEST(Strategies, SimulateThoseThatTheEstimateFindsFastest) {
+  const Sweep sweep = SmallSweep();
+  const Cluster& cluster = sweep.clusters[0].cluster;
+  for (const StrategyKind kind :
+       {StrategyKind::kUsp, StrategyKind::kLoongTrain, StrategyKind::kAttention2d}) {
+    double estimated = 0, simulated = std::numeric_limits<double>::infinity();
+    for (const int shortlist : {1, 2, 4, 1000}) {
+      const auto result = RunStrategy(kind, sweep.jobs[0], Pass::kForward, 16, cluster, shortlist);
+      ASSERT_TRUE(result.ok() && result->has_value()) << result.status();
+      const PassResult& pass = **result;
+      EXPECT_LE(pass.seconds, simulated);
+      simulated = pass.seconds;
+      const double estimate = LockstepSeconds(pass.program, pass.placement, cluster);
+      if (shortlist == 1) estimated = estimate;
+      EXPECT_GE(estimate, estimated);
+    }
+  }
+}
+
+TEST(Strategies, RefuseWhatCannotBeSimulated) {
+  const Sweep sweep = SmallSweep();
+  const auto status_of = [](const AttentionJob& job, int ranks, const Cluster& cluster) {
+    return RunStrategy(StrategyKind::kRing, job, Pass::kForward, ranks, cluster).status().code();
+  };
+  AttentionJob no_job = sweep.jobs[0];
+  no_job.kv_heads = 0;
+  Cluster no_cluster = sweep.clusters[0].cluster;
+  no_cluster.gpus_per_node = 0;
+  EXPECT_EQ(status_of(no_job, 8, sweep.clusters[0].cluster), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status_of(sweep.jobs[0], 8, no_cluster), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status_of(sweep.jobs[0], 0, sweep.clusters[0].cluster), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(Sweep, LeavesOutCellsWithoutARival) {
