@@ -147,16 +147,20 @@ TEST(Mesh, NeighboursAgree) {
   for (int n = 1; n <= 64; ++n) {
     for (Tile tile : TilesOf(n)) {
       SCOPED_TRACE(tile.DebugString());
-      const Mesh mesh(tile);
-      for (int rank = 0; rank < n; ++rank) {
-        ASSERT_EQ(mesh.QSendTo(mesh.QReceiveFrom(rank)), rank);
-        ASSERT_EQ(mesh.KvSendTo(mesh.KvReceiveFrom(rank)), rank);
-        // What a rank receives is what its neighbour held one index earlier.
-        for (int u = 0; u + 1 < tile.a; ++u) {
-          ASSERT_EQ(mesh.QChunk(rank, u + 1), mesh.QChunk(mesh.QReceiveFrom(rank), u));
-        }
-        for (int v = 0; v + 1 < tile.b; ++v) {
-          ASSERT_EQ(mesh.KvChunk(rank, v + 1), mesh.KvChunk(mesh.KvReceiveFrom(rank), v));
+      for (const KvOrder order : {KvOrder::kRising, KvOrder::kFalling}) {
+        const Mesh mesh(tile, order);
+        for (int rank = 0; rank < n; ++rank) {
+          ASSERT_EQ(mesh.KvChunk(rank, 1 % tile.b),
+                    (rank + (order == KvOrder::kRising ? tile.a : n - tile.a)) % n);
+          ASSERT_EQ(mesh.QSendTo(mesh.QReceiveFrom(rank)), rank);
+          ASSERT_EQ(mesh.KvSendTo(mesh.KvReceiveFrom(rank)), rank);
+          // What a rank receives is what its neighbour held one index earlier.
+          for (int u = 0; u + 1 < tile.a; ++u) {
+            ASSERT_EQ(mesh.QChunk(rank, u + 1), mesh.QChunk(mesh.QReceiveFrom(rank), u));
+          }
+          for (int v = 0; v + 1 < tile.b; ++v) {
+            ASSERT_EQ(mesh.KvChunk(rank, v + 1), mesh.KvChunk(mesh.KvReceiveFrom(rank), v));
+          }
         }
       }
     }

@@ -35,10 +35,11 @@ TEST(Placement, UsesEveryGpuOnceAndKeepsABoxInANode) {
 }
 
 TEST(Placement, EveryBoxThatFillsANodeIsThereOnce) {
-  // 8 = 2·2·2 = 4·2·1 = … of a grid that all of them divide: row-first is the box 1x1x8.
+  // 8 = 2·2·2 = 4·2·1 = … of a grid that all of them divide: row-first is the box 8x1x1.
   const auto placements = PlacementsOf({.planes = 8, .rows = 8, .columns = 8}, 8);
   EXPECT_EQ(placements.size(), 10u);
   EXPECT_EQ(placements.front().name, "row-first");
+  EXPECT_EQ(placements[1].name, "box 1x1x8");
   std::set<std::vector<int>> distinct;
   for (const Placement& placement : placements) distinct.insert(placement.seat_of_rank);
   EXPECT_EQ(distinct.size(), placements.size());

@@ -105,6 +105,12 @@ TEST(Topology, ADoubleRingLeavesANodeAlongItsOuterRingAlone) {
   EXPECT_EQ(apart.shared_port[Traffic::kQ], Link());
   EXPECT_EQ(apart.shared_port[Traffic::kKv], (Link{kBetween.latency_seconds, 4.5e9}));
   EXPECT_EQ(apart.kv_outer.shared_port, (Link{kBetween.latency_seconds, 4.5e9}));
+  // On one node both rings of KV share its links, with no Q ring beside them.
+  const Links inside = LinksOf(Nodes({4}, 9e9), 1, {.a = 1, .b = 4}, RowFirst(4), /*kv_inner=*/2);
+  EXPECT_EQ(inside.shared_inside[Traffic::kQ], Link());
+  EXPECT_EQ(inside.shared_inside[Traffic::kKv], kInside);
+  EXPECT_EQ(inside.kv_outer.link, kInside);
+  EXPECT_EQ(inside.kv_outer.shared_inside, kInside);
 }
 
 TEST(Topology, AllToAllsShareTheNodesLink) {
@@ -129,6 +135,40 @@ TEST(Topology, AllToAllsShareTheNodesLink) {
   const Placement every_other = {.seat_of_rank = {0, 2, 4, 6}};
   const Links half = LinksOf(Nodes({2, 2, 2, 2}, 100e9), 4, {.a = 1, .b = 1}, every_other);
   EXPECT_DOUBLE_EQ(half[Traffic::kAllToAll].bytes_per_second, kBetween.bytes_per_second);
+}
+
+// Message by message: what a rank sends to one after the other, and what all of a node send through its port.
+TEST(Topology, AllToAllsTakeWhatTheirSlowestRankOrPortTakes) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int draw = 0; draw < 200; ++draw) {
+    const int heads = Draw(random, 2, 5), groups = Draw(random, 1, 4), ranks = heads * groups;
+    std::vector<int> sizes;
+    for (int seats = 0; seats < ranks; seats += sizes.back()) sizes.push_back(Draw(random, 1, 4));
+    Topology topology = Nodes(sizes, 1e9 * Draw(random, 1, 20));
+    topology.one_flow_a_seat = Draw(random, 0, 1) == 1;
+    Placement placement = RowFirst(ranks);
+    std::shuffle(placement.seat_of_rank.begin(), placement.seat_of_rank.end(), random);
+    const auto node = [&](int rank) { return topology.node_of_seat[placement.seat_of_rank[rank]]; };
+    std::vector<int> leaving(sizes.size(), 0);
+    double alone = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      double inside = 0, outside = 0;
+      for (int to = rank / heads * heads; to < (rank / heads + 1) * heads; ++to) {
+        if (to == rank) continue;
+        (node(to) == node(rank) ? inside : outside) += 1;
+      }
+      leaving[node(rank)] += static_cast<int>(outside);
+      if (sizes[node(rank)] == 1 && !topology.one_flow_a_seat) outside = std::min(outside, 1.0);
+      alone = std::max(alone, inside / kInside.bytes_per_second + outside / kBetween.bytes_per_second);
+    }
+    const int most = *std::max_element(leaving.begin(), leaving.end());
+    const double seconds = std::max(alone, most / topology.node_bytes_per_second);
+    const Link link = LinksOf(topology, heads, {.a = 1, .b = groups}, placement)[Traffic::kAllToAll];
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << draw);
+    EXPECT_NEAR(link.bytes_per_second * seconds, heads - 1, 1e-9);
+    EXPECT_EQ(link.latency_seconds, most > 0 ? kBetween.latency_seconds : kInside.latency_seconds);
+  }
 }
 
 TEST(Topology, ARingHasOneFlowOutOfEachNode) {

@@ -110,6 +110,35 @@ TEST(PredictTime, WaitsAndWhatIsHiddenAreAllTransfers) {
   EXPECT_DOUBLE_EQ(predicted.seconds, predicted.parts.attention + predicted.comm_wait_seconds);
 }
 
+// Where nothing can be hidden, or all is, the bound is what a shape takes.
+TEST(LeastSeconds, AreReachedWhereTheScheduleChangesNothing) {
+  PoolSpeed computes = Instant(), sends = Instant();
+  computes.gemm_flops_per_second = computes.attention_flops_per_second = 1e10;
+  computes.merge_bytes_per_second = 1e9;
+  computes.slice_seconds = computes.token_seconds = computes.start_seconds = 1e-3;
+  computes.block_row_seconds = 1e-8;
+  sends.link_bytes_per_second = 1e8;
+  sends.link_latency_seconds = 1e-4;
+  for (const PoolSpeed& speed : {computes, sends}) {
+    for (const int64_t window : {0, 150}) {
+      ModelShape model = Model();
+      if (window > 0) SetWindow(model, window, 2);
+      for (const LayoutKind kind : {LayoutKind::kStriped, LayoutKind::kContiguous}) {
+        for (const int heads : {1, 2}) {
+          for (const Tile tile : {Tile{1, 1}, Tile{1, 4}, Tile{4, 1}, Tile{2, 3}}) {
+            const PlanShape shape = Shape(kind, 4099, tile, heads, 64, speed);
+            const double taken = TimeOf(model, speed, shape).seconds;
+            SCOPED_TRACE(shape.DebugString());
+            EXPECT_LE(LeastSeconds(model, speed, shape), taken * (1 + 1e-9));
+            if (window > 0 && speed == computes) continue;  // blocks differ: their means count
+            EXPECT_NEAR(LeastSeconds(model, speed, shape), taken, 1e-9 * taken);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(AttentionSecondsOf, OTravelsInItsOwnDType) {
   PoolSpeed speed = Instant();
   speed.link_bytes_per_second = 1e9;

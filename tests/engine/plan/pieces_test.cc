@@ -1,6 +1,7 @@
 #include "engine/plan/pieces.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -45,6 +46,7 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
     const int64_t granule = std::lcm<int64_t>(request.ranks * request.stripe, 16);
     request.cached_tokens = Draw<int64_t>(random, 0, 1) * Draw<int64_t>(random, 0, 20) * granule;
     if (Draw<int>(random, 0, 2) == 0) request.tile = Tile{1, request.ranks};
+    request.weights = {.mode = WeightMode::kStreamed, .layer_seconds = 0.1, .head_seconds = 0.01};
     const int64_t needed = MakePlan(Small(), speed, request)->plan.predicted.peak_bytes;
     request.memory_budget_bytes =
         static_cast<int64_t>(static_cast<double>(needed) * Draw<int>(random, 40, 95) / 100);
@@ -60,7 +62,7 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
     ++cut;
     ASSERT_GT(planned->pieces.size(), 1u);
     int64_t first = request.cached_tokens, longest = 0;
-    double seconds = 0;
+    Prediction sum;
     CommBytes sent;
     for (const Plan& piece : planned->pieces) {
       EXPECT_EQ(piece.cached_tokens, first);
@@ -70,12 +72,23 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
       EXPECT_LE(piece.predicted.peak_bytes, request.memory_budget_bytes);
       EXPECT_LE(piece.predicted.peak_bytes, planned->plan.predicted.peak_bytes);
       first += piece.layout.tokens();
-      seconds += piece.predicted.seconds;
+      sum.seconds += piece.predicted.seconds;
+      sum.compute_seconds += piece.predicted.compute_seconds;
+      sum.comm_wait_seconds += piece.predicted.comm_wait_seconds;
+      sum.weight_seconds += piece.predicted.weight_seconds;
+      sum.parts += piece.predicted.parts;
+      sum.run_bytes = std::max(sum.run_bytes, piece.predicted.run_bytes);
+      EXPECT_EQ(planned->plan.predicted.weight_bytes, piece.predicted.weight_bytes);
       sent += piece.predicted.comm_bytes;
       longest = std::max(longest, piece.layout.tokens());
     }
     EXPECT_EQ(first, request.cached_tokens + request.tokens);
-    EXPECT_NEAR(planned->plan.predicted.seconds, seconds, 1e-9 * seconds);
+    EXPECT_DOUBLE_EQ(planned->plan.predicted.seconds, sum.seconds);
+    EXPECT_DOUBLE_EQ(planned->plan.predicted.compute_seconds, sum.compute_seconds);
+    EXPECT_DOUBLE_EQ(planned->plan.predicted.comm_wait_seconds, sum.comm_wait_seconds);
+    EXPECT_DOUBLE_EQ(planned->plan.predicted.weight_seconds, sum.weight_seconds);
+    EXPECT_EQ(planned->plan.predicted.parts, sum.parts);
+    EXPECT_EQ(planned->plan.predicted.run_bytes, sum.run_bytes);
     EXPECT_EQ(planned->plan.predicted.comm_bytes, sent);
     EXPECT_EQ(planned->plan.cached_tokens, planned->pieces.back().cached_tokens);
 
@@ -86,6 +99,12 @@ TEST(MakePlanInPieces, TakesTheLongestPiecesThatFit) {
     EXPECT_TRUE(longer.cached_tokens <= 0 || !MakePlan(Small(), speed, longer).ok());
   }
   EXPECT_GT(cut, 20);
+}
+
+TEST(RoundTokens, AreAStripeForEachRank) {
+  EXPECT_EQ(RoundTokens(4, 64), 256);
+  EXPECT_EQ(RoundTokens(4, 0), 4);
+  EXPECT_EQ(RoundTokens(4, std::numeric_limits<int64_t>::max()), int64_t{4} << 31);
 }
 
 // A shorter stripe would deal the piece's keys otherwise than those before them.

@@ -44,6 +44,7 @@ TEST(PlanWeightsTest, ALayerIsWaitedForAsFarAsItsComingTakesLongerThanTheOneBefo
   EXPECT_EQ(slow.peak_bytes, 17);
   EXPECT_EQ(slow.run_bytes, 17);
   EXPECT_EQ(slow.weight_bytes, 10);
+  EXPECT_EQ(slow.parts, PartSeconds{.products = 5});
   Prediction fast = {.seconds = 4, .compute_seconds = 4};
   CountWeights(weights, 4, fast);
   EXPECT_EQ(fast.weight_seconds, 2 + 4 * 1 + 1);
@@ -76,6 +77,7 @@ TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
   EXPECT_EQ(shared.layer_bytes, 750);
   EXPECT_EQ(shared.head_bytes, 300);
   EXPECT_EQ(shared.sent_bytes, 3000 + 100);
+  EXPECT_EQ(shared.gather_bytes_per_second, 1000);
   EXPECT_EQ(shared.WithoutHead().sent_bytes, 3000);
   EXPECT_DOUBLE_EQ(shared.layer_seconds, 1.5);
   EXPECT_DOUBLE_EQ(shared.layer_busy_seconds, 0.15);
@@ -88,6 +90,7 @@ TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
   hidden.comm_bytes[Traffic::kKv] = 4000;
   CountWeights(shared, 4, hidden);
   EXPECT_DOUBLE_EQ(hidden.weight_seconds, 1.5 + 3 * 0.15 + 0.15 * 1.05 / 1.5);
+  EXPECT_EQ(hidden.parts, PartSeconds{.weights = hidden.weight_seconds});
   EXPECT_EQ(hidden.comm_bytes[Traffic::kGather], 3100);
   EXPECT_EQ(hidden.weight_bytes, 12400);
 }
@@ -183,6 +186,8 @@ TEST(PlanWeightsTest, RefusesWhatNoWorkerHas) {
   }
   EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.loaded_bytes = -1})));
   EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.run_bytes = -1})));
+  EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.layer_bytes = -1})));
+  EXPECT_TRUE(absl::IsInvalidArgument(CheckPlanWeights({.head_bytes = -1})));
 }
 
 }  // namespace

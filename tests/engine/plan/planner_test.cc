@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <set>
 #include <string>
@@ -35,6 +36,15 @@ TEST(OverlapCosts, AreTheLeastBlocksThatHideATransfer) {
   EXPECT_EQ(costs.c_q, 4);
   EXPECT_EQ(costs.c_kv, 2);  // half of Q's bytes at g = 4
   EXPECT_EQ(costs.c_o, 8);   // twice Q's bytes and the LSE: 7.9 ms
+  const auto covered_of = [&](const PoolSpeed& pool) {
+    return CoveredBlocksOf(model, pool,
+                           {.layout = *layout, .tile = {.a = 4, .b = 4}, .links = Links::Alike(pool.link())});
+  };
+  EXPECT_EQ(covered_of(speed), (OverlapCosts{.c_q = 3, .c_kv = 1, .c_o = 7}));
+  PoolSpeed faster = speed;
+  faster.link_bytes_per_second *= 7;  // 0.56, 0.28 and 1.1 blocks
+  EXPECT_EQ(covered_of(faster), (OverlapCosts{.c_q = 1, .c_kv = 0, .c_o = 1}));
+  EXPECT_EQ(costs_of(faster), (OverlapCosts{.c_q = 1, .c_kv = 1, .c_o = 2}));
   PoolSpeed infinite = speed;
   infinite.link_bytes_per_second = 1e30;
   EXPECT_EQ(costs_of(infinite), OverlapCosts{});
@@ -132,6 +142,27 @@ TEST(MakePlan, ListsEveryShapeBestFirst) {
                 predicted.seconds * (1 + 1e-9));
       ASSERT_GE(predicted.seconds, candidates[std::max<size_t>(c, 1) - 1].predicted.seconds);
     }
+  }
+}
+
+// A pool that takes time for nothing ties all shapes: fewer bytes come first, then less memory.
+TEST(MakePlan, OrdersShapesThatTieByTheirBytesAndMemory) {
+  constexpr double kAtOnce = std::numeric_limits<double>::infinity();
+  const PoolSpeed instant = {.gemm_flops_per_second = kAtOnce,
+                             .attention_flops_per_second = kAtOnce,
+                             .merge_bytes_per_second = kAtOnce,
+                             .link_bytes_per_second = kAtOnce,
+                             .link_latency_seconds = 0};
+  const auto choice = MakePlan(Llama(8, 2, DType::kBf16), instant, {.tokens = 65536, .ranks = 16});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const auto order = [](const PlanCandidate& candidate) {
+    return std::tuple(candidate.predicted.seconds, candidate.predicted.comm_bytes.total(),
+                      candidate.predicted.run_bytes, candidate.heads, candidate.tile.a);
+  };
+  ASSERT_GT(choice->candidates.size(), 4u);
+  for (size_t c = 1; c < choice->candidates.size(); ++c) {
+    EXPECT_EQ(choice->candidates[c].predicted.seconds, choice->candidates[0].predicted.seconds);
+    EXPECT_LT(order(choice->candidates[c - 1]), order(choice->candidates[c]));
   }
 }
 

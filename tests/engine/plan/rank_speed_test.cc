@@ -48,7 +48,10 @@ TEST(CheckPoolSpeed, NamesTheFieldAndItsValue) {
       speed.*field.value = value;
       return speed;
     };
-    ExpectRefused(with(-1), name + " is -1");
+    const std::string range = field.kind == SpeedField::Kind::kRate      ? "above 0"
+                              : field.kind == SpeedField::Kind::kSeconds ? "finite, and 0 or more"
+                                                                         : "finite, and 1 or more";
+    ExpectRefused(with(-1), name + " is -1; it must be " + range);
     ExpectRefused(with(kNone), name + " is nan");
     if (field.kind != SpeedField::Kind::kSeconds) ExpectRefused(with(0), name + " is 0");
     if (field.kind != SpeedField::Kind::kRate) ExpectRefused(with(kInfinity), name + " is inf");

@@ -212,6 +212,12 @@ TEST(CheckSchedule, NamesWhatIsWrong) {
 
   ExpectRefused({.tile = {.a = 0, .b = 1}, .steps = {}}, "0x1");
 
+  for (const Traffic traffic : {kDq, kDkv, kAllToAll, kGather}) {
+    broken = Tight();
+    broken.steps.push_back({.comm = traffic, .blocks = {}});
+    ExpectRefused(broken, "step 4: has an unknown communication");
+  }
+
   broken = Tight();
   broken.steps[0].spans = 0;
   ExpectRefused(broken, "step 0: has a communication of 0 steps");

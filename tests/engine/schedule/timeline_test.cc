@@ -217,6 +217,16 @@ TEST(PredictLayer, AddsUpToThePrediction) {
     for (const Span& span : timeline.spans) {
       if (span.kind == SpanKind::kWait) wait[span.rank] += span.seconds();
     }
+    // Of messages that go one by one, each is a span of its own seconds.
+    const auto& steps = choice->plan.schedule.steps;
+    if (std::all_of(steps.begin(), steps.end(), [](const Step& step) { return step.spans == 1; })) {
+      double transfers = 0;
+      for (const Span& span : timeline.spans) {
+        if (span.rank == 0 && span.kind == SpanKind::kTransfer) transfers += span.seconds();
+      }
+      EXPECT_NEAR(model.layers * transfers, predicted.parts.transfers,
+                  1e-9 + 1e-6 * predicted.parts.transfers);
+    }
     for (const double seconds : wait) {
       EXPECT_NEAR(model.layers * seconds, predicted.comm_wait_seconds,
                   1e-9 + 1e-6 * predicted.comm_wait_seconds);

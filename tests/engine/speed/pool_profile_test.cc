@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -85,6 +86,16 @@ TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
       {changed("\"slice_tokens\": 4096", "\"slice_tokens\": -1"), "slice_tokens is -1"},
       {changed("\"lone_rank_speedup\": 1.0", "\"lone_rank_speedup\": 0.5"), "lone_rank_speedup is 0.5"},
       {changed("1000000000.0", "\"fast\""), "gemm_flops_per_second"},
+      {changed("\"slice_tokens\": 4096", "\"slice_tokens\": 4096.5"), "no whole number slice_tokens"},
+      {changed("\"slice_tokens\"", "\"slices\""), "no whole number slice_tokens"},
+      {changed("\"version\"", "\"edition\""), "version"},
+      {changed("\"pools\"", "\"pool\""), "no list of pools"},
+      {R"({"version": 1, "pools": {}})", "no list of pools"},
+      {R"({"version": 1, "pools": [3]})", "a pool without its key or its speed"},
+      {R"({"version": 1, "pools": [{"speed": {}}]})", "a pool without its key or its speed"},
+      {R"({"version": 1, "pools": [{"pool": 1, "speed": {}}]})", "a pool without its key or its speed"},
+      {R"({"version": 1, "pools": [{"pool": "a"}]})", "a pool without its key or its speed"},
+      {R"({"version": 1, "pools": [{"pool": "a", "speed": 1}]})", "a pool without its key or its speed"},
       {std::string(static_cast<size_t>(kMaxPoolProfileBytes) + 1, ' '), "bytes"},
   };
   for (const auto& [text, message] : cases) {
@@ -101,9 +112,32 @@ TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
 TEST(PoolProfile, AnotherPoolHasAnotherKey) {
   const std::string key = PoolKey("cpu/x", kModel, "4 ranks");
   EXPECT_EQ(PoolKey("cpu/x", kModel, "4 ranks"), key);
-  ModelShape wider = kModel;
-  wider.hidden *= 2;
-  EXPECT_NE(PoolKey("cpu/x", wider, "4 ranks"), key);
+  using M = ModelShape;
+  void (*const changes[])(ModelShape&) = {
+      [](M& m) { ++m.layers; },
+      [](M& m) { m.hidden *= 2; },
+      [](M& m) { m.intermediate *= 2; },
+      [](M& m) { m.q_heads *= 2; },
+      [](M& m) { m.kv_heads *= 2; },
+      [](M& m) { m.head_dim *= 2; },
+      [](M& m) { m.vocab *= 2; },
+      [](M& m) { m.dtype = DType::kBf16; },
+      [](M& m) { m.post_norms = true; },
+      [](M& m) { m.activation = Activation::kGelu; },
+      [](M& m) { m.fp8 = {.rows = 128, .columns = 128}; },
+      [](M& m) { m.fp8.columns = 64; },
+      [](M& m) { m.fp4_experts = true; },
+      [](M& m) { m.experts = {.count = 8, .used = 2, .width = 64, .shared_width = 32}; },
+      [](M& m) { m.experts.count = 16; },
+      [](M& m) { m.experts.used = 4; },
+      [](M& m) { m.experts.width = 128; },
+      [](M& m) { m.experts.shared_width = 64; }};
+  ModelShape model = kModel;
+  std::set<std::string> keys = {key};
+  for (const auto change : changes) {
+    change(model);
+    EXPECT_TRUE(keys.insert(PoolKey("cpu/x", model, "4 ranks")).second) << "change " << keys.size();
+  }
   EXPECT_NE(PoolKey("cpu/y", kModel, "4 ranks"), key);
   EXPECT_NE(PoolKey("cpu/x", kModel, "2 ranks"), key);
 }
@@ -162,6 +196,18 @@ TEST(PoolProfile, LeavesNothingBesideTheFile) {
   EXPECT_EQ(files(), 2) << "no draft of what cannot be replaced";
 }
 
+TEST(PoolProfile, WhatCannotBeMeasuredIsNotKept) {
+  const TempFolder folder;
+  const std::string path = folder / "speed.json";
+  for (const std::string& file : {path, std::string()}) {
+    const auto speed = KeptPoolSpeed(file, "a", false, []() -> absl::StatusOr<PoolSpeed> {
+      return absl::InternalError("the device is lost");
+    });
+    EXPECT_EQ(speed.status().code(), absl::StatusCode::kInternal);
+  }
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
 TEST(PoolProfile, ASpeedHasTheDateOfItsMeasurement) {
   const TempFolder folder;
   const std::string path = folder / "speed.json";
@@ -218,6 +264,12 @@ TEST(PoolProfile, SaysWhereASpeedComesFrom) {
   object["pools"][0]["measured"] = "a lie\nof two lines";
   std::ofstream(path) << object;
   EXPECT_EQ(note_of(path, false), begin + "kept in " + path + ", measured at a time that it does not say\n");
+  object["pools"][0]["measured"] = 3;
+  std::ofstream(path) << object;
+  EXPECT_EQ(note_of(path, false), begin + "kept in " + path + ", measured at a time that it does not say\n");
+  object["pools"][0].erase("measured");
+  std::ofstream(path) << object;
+  EXPECT_EQ(note_of(path, false), begin + "kept in " + path + ", measured at a time that it does not say\n");
   EXPECT_EQ(note_of(path, true), begin + "measured now, and kept in " + path + "\n");
   std::ofstream(path) << "{";
   EXPECT_EQ(note_of(path, false), "WARNING " + path + ": no JSON object; delete the file, or let the next " +
@@ -242,6 +294,8 @@ TEST(PoolProfile, LiesInTheUsersCache) {
   EXPECT_EQ(DefaultPoolProfilePath(), "/home/user/.cache/meshfill/pool_speed.json");
   unsetenv("XDG_CACHE_HOME");
   EXPECT_EQ(DefaultPoolProfilePath(), "/home/user/.cache/meshfill/pool_speed.json");
+  setenv("HOME", "home", 1);
+  EXPECT_EQ(DefaultPoolProfilePath(), "");
   unsetenv("HOME");
   EXPECT_EQ(DefaultPoolProfilePath(), "");
 }

@@ -83,11 +83,67 @@ TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
     ASSERT_TRUE(speed.ok()) << speed.status();
     EXPECT_DOUBLE_EQ(speed->lone_rank_speedup, std::max(1.0, ranks / 2.0));
     EXPECT_LT(speed->slice_seconds, 0.5) << "it takes microseconds to begin";
+    EXPECT_EQ(speed->slice_tokens, device->grain().slice_tokens);
+    // No machine is so slow or so fast: of each the unit is right.
+    EXPECT_LT(speed->token_seconds, 1e-3);
+    EXPECT_LT(speed->block_row_seconds, 1e-2);
+    EXPECT_LT(speed->start_seconds, 10);
+    EXPECT_GT(speed->start_seconds, 0);
+    for (const auto rate : {&PoolSpeed::gemm_flops_per_second, &PoolSpeed::attention_flops_per_second,
+                            &PoolSpeed::merge_bytes_per_second, &PoolSpeed::lm_head_bytes_per_second}) {
+      EXPECT_GT((*speed).*rate, 1e6);
+      EXPECT_LT((*speed).*rate, 1e14);
+    }
     const auto choice = MakePlan(model, *speed, {.tokens = 1000, .ranks = ranks});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_GT(choice->plan.predicted.seconds, 0);
     EXPECT_TRUE(std::isfinite(choice->plan.predicted.seconds));
   }
+}
+
+// What is counted is what is run.
+TEST(LayerProbe, CountsTheWorkOfItsOperations) {
+  const ModelShape model{.layers = 3,
+                         .hidden = 8192,
+                         .intermediate = 28672,
+                         .q_heads = 64,
+                         .kv_heads = 8,
+                         .head_dim = 128,
+                         .vocab = 1000,
+                         .context_tokens = 4096,
+                         .dtype = DType::kF32};
+  const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, 1, 1);
+  const auto stream = device->NewStream(nullptr);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const auto weights = MakeProbeWeights(model, **stream);
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  // As wide as a device's grain, with groups of as many query heads.
+  const ModelShape& shape = (*weights)->shape;
+  EXPECT_EQ(shape.layers, 1);
+  EXPECT_EQ(shape.hidden, 2048);
+  EXPECT_EQ(shape.intermediate, 4096);
+  EXPECT_EQ(shape.kv_heads, 2);
+  EXPECT_EQ(shape.q_heads, 16);
+  EXPECT_EQ(shape.vocab, 1000);
+  const auto layer = [](const ModelShape& m) {
+    return m.hidden * (2.0 * m.q_heads + 2 * m.kv_heads) * m.head_dim + 3.0 * m.hidden * m.intermediate;
+  };
+  EXPECT_NEAR((*weights)->layer_scale, layer(model) / layer(shape), 1e-9);
+
+  const auto probe = LayerProbe::Make(*weights, **stream);
+  ASSERT_TRUE(probe.ok()) << probe.status();
+  EXPECT_DOUBLE_EQ((*probe)->TokenFlops(10), 10 * 2 * layer(shape));
+  // Causal: of each query the keys up to its own, in two products of head_dim multiplications and additions.
+  EXPECT_DOUBLE_EQ((*probe)->BlockFlops(100), 16 * 2 * 2 * 128 * 100 * 101 / 2.0);
+  EXPECT_EQ((*probe)->BlockRows(100), 16 * 100);
+  EXPECT_EQ((*probe)->MergeBytes(100), 16 * 100 * (128 + 1) * 4);
+  EXPECT_EQ((*probe)->LmHeadBytes(), 2048 * 1000 * 4);
+  // As many tokens as take about the grain's work, in multiples of 64; of a layer so wide the least.
+  EXPECT_EQ((*probe)->slice_tokens(), 128);
+  EXPECT_EQ((*probe)->block_tokens() % 64, 0);
+  const double half_a_grain = device->grain().probe_flops / 2;
+  EXPECT_LE((*probe)->BlockFlops((*probe)->block_tokens()), half_a_grain * 1.01);
+  EXPECT_GE((*probe)->BlockFlops((*probe)->block_tokens()), half_a_grain * 0.75);
 }
 
 TEST(MeasurePoolSpeed, ProbesExpertsWithAsManyRowsAsTheyHave) {
