@@ -15,6 +15,7 @@ namespace {
 
 constexpr char kHowToCall[] =
     "send `authorization: Bearer TOKEN`, or a client certificate that the server knows";
+constexpr absl::string_view kScheme = "Bearer ";
 constexpr size_t kShownBytes = 128;
 
 const char* RoleName(Role role) {
@@ -64,12 +65,11 @@ absl::StatusOr<Caller> Access::Identify(const grpc::ServerContextBase& context) 
   const auto [begin, end] = context.client_metadata().equal_range("authorization");
   if (begin != end) {
     absl::string_view header(begin->second.data(), begin->second.size());
-    if (std::next(begin) != end || header.size() < 7 ||
-        !absl::EqualsIgnoreCase(header.substr(0, 7), "Bearer ")) {
+    if (std::next(begin) != end || !absl::StartsWithIgnoreCase(header, kScheme)) {
       return absl::UnauthenticatedError(
           absl::StrCat("the authorization is no single bearer token; ", kHowToCall));
     }
-    if (const Caller* const caller = callers->OfToken(header.substr(7))) return *caller;
+    if (const Caller* const caller = callers->OfToken(header.substr(kScheme.size()))) return *caller;
     return absl::UnauthenticatedError(
         "this bearer token is not known here; ask the server's operator for one");
   }

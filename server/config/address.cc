@@ -53,7 +53,6 @@ absl::StatusOr<HostPort> ResolveFreeAddress(absl::string_view text) {
   ASSIGN_OR_RETURN(auto address, ParseHostPort(text));
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
   const std::string port = std::to_string(address.port);
   if (const int code = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found); code != 0) {

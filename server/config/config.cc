@@ -162,8 +162,6 @@ void ValidateTenant(const v1::Tenant& tenant, const std::string& path, Checker& 
   if (tenant.has_max_requests())
     check.RequireRange(tenant.max_requests(), 1, UINT32_MAX, path + ".max_requests");
   if (tenant.has_max_tokens()) check.RequireRange(tenant.max_tokens(), 1, INT64_MAX, path + ".max_tokens");
-  if (tenant.has_max_kv_bytes())
-    check.RequireRange(tenant.max_kv_bytes(), 0, INT64_MAX, path + ".max_kv_bytes");
 }
 
 void ValidateApi(const v1::ApiSection::Tls& tls, Checker& check) {
@@ -207,13 +205,10 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequireRange(config.limits().max_message_bytes(), kMinMessageBytes, kMaxMessageBytes,
                      "limits.max_message_bytes");
   check.RequirePositive(config.limits().result_timeout(), "limits.result_timeout");
-  check.RequireRange(config.limits().unread_bytes(), 0, INT64_MAX, "limits.unread_bytes");
   check.RequireRange(config.limits().max_top_k(), 1, INT32_MAX, "limits.max_top_k");
   check.RequireRange(config.limits().max_connections(), 1, INT32_MAX, "limits.max_connections");
   check.RequireRange(config.limits().channel_memory_bytes(), kMinChannelBytes, INT64_MAX,
                      "limits.channel_memory_bytes");
-  check.RequireRange(config.kv().memory_bytes(), 0, INT64_MAX, "kv.memory_bytes");
-  check.RequireRange(config.kv().host_memory_bytes(), 0, INT64_MAX, "kv.host_memory_bytes");
   check.RequirePositive(config.kv().lease(), "kv.lease");
   check.Require(ToDuration(config.kv().max_lease()) >= ToDuration(config.kv().lease()), "kv.max_lease",
                 "must not be below kv.lease");

@@ -1,7 +1,6 @@
 #include "server/config/config_units.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "absl/strings/ascii.h"
@@ -49,7 +48,7 @@ absl::StatusOr<uint64_t> ParseByteSize(absl::string_view text) {
   if (text == "0") return 0;  // the same in every unit
   for (const Unit& unit : kUnits) {
     if (unit.name != unit_name || !absl::SimpleAtod(text.substr(0, digits), &number)) continue;
-    const double bytes = std::floor(number * unit.bytes);
+    const double bytes = number * unit.bytes;
     if (bytes >= 0x1p63) return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" is 8 EiB or more"));
     return static_cast<uint64_t>(bytes);
   }

@@ -55,7 +55,6 @@ absl::StatusOr<std::unique_ptr<ConnectionAcceptor>> ConnectionAcceptor::Bind(con
                                                                              int max_connections) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
   // Every interface: of IPv6 too, where the system has it.
   const bool any = address.host == "0.0.0.0";

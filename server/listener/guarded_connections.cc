@@ -258,10 +258,8 @@ class GuardedConnections::Relay {
     Pass(connection, connection.client, connection.server);
     if (!connection.closed) Pass(connection, connection.server, connection.client);
     if (connection.closed) return;
-    if (connection.client.ended && connection.server.ended && connection.client.queue.empty() &&
-        connection.server.queue.empty()) {
-      return Close(connection);
-    }
+    // Who has sent all had none of it in a queue by then.
+    if (connection.client.ended && connection.server.ended) return Close(connection);
     Count(connection);
     Watch(connection);
   }
@@ -278,7 +276,6 @@ class GuardedConnections::Relay {
       if (connection.closed) return;
       to.queue.erase(to.queue.begin(), to.queue.begin() + static_cast<ptrdiff_t>(sent));
       if (to.queue.empty()) to.queue = {};  // gives its memory back
-      if (to.queue.empty() && from.ended) to.socket->EndSending();
     }
     for (int i = 0; i < kReadsInTurn && MayRead(connection, from); ++i) {
       const StreamSocket::Moved got = from.socket->Receive(absl::MakeSpan(buffer_));

@@ -51,7 +51,7 @@ class HttpPages::Server {
   uint16_t Start(const HostPort& address) {
     addrinfo hints{};
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_PASSIVE | AI_NUMERICHOST | AI_NUMERICSERV;
+    hints.ai_flags = AI_NUMERICHOST;
     addrinfo* found = nullptr;
     const std::string port = std::to_string(address.port);
     if (getaddrinfo(address.host.c_str(), port.c_str(), &hints, &found) != 0) return 0;

@@ -10,11 +10,9 @@ namespace {
 
 constexpr absl::Duration kLeastStandstill = absl::Minutes(2);  // the first step of a process takes longer
 constexpr double kSlowestStep = 20;                            // times its prediction
-constexpr double kMostStepSeconds = 1e6;
 
 absl::Duration LongestStandstill(double predicted_seconds) {
-  return std::max(kLeastStandstill,
-                  absl::Seconds(kSlowestStep * std::clamp(predicted_seconds, 0.0, kMostStepSeconds)));
+  return std::max(kLeastStandstill, absl::Seconds(kSlowestStep * predicted_seconds));
 }
 
 }  // namespace

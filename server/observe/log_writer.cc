@@ -136,22 +136,21 @@ void LogWriter::Run() {
     const std::string text = std::exchange(pending_, {});
     writing_ = true;
     lock.Unlock();
-    const bool written = WriteAll(text);
+    WriteAll(text);
     lock.Lock();
     writing_ = false;
     changed_.NotifyAll();
-    if (!written) return;
   }
 }
 
-bool LogWriter::WriteAll(absl::string_view text) {
+void LogWriter::WriteAll(absl::string_view text) {
   while (!text.empty()) {
     // A pipe that is ready takes this much without waiting.
     const size_t size = std::min<size_t>(text.size(), PIPE_BUF);
     pollfd ready{.fd = fd_, .events = POLLOUT, .revents = 0};
     if (poll(&ready, 1, kPollMilliseconds) <= 0) {
       const MutexLock lock(mu_);
-      if (stopping_) return false;
+      if (stopping_) return;
       continue;
     }
     const ssize_t written = write(fd_, text.data(), size);
@@ -159,7 +158,6 @@ bool LogWriter::WriteAll(absl::string_view text) {
     // A log that cannot be written must not stop the server: its text is gone.
     text.remove_prefix(written > 0 ? static_cast<size_t>(written) : size);
   }
-  return true;
 }
 
 }  // namespace meshfill

@@ -56,8 +56,8 @@ class LogWriter {
   // Begins a new second of the causes whose second is over. Returns when to look again.
   absl::Time EndSeconds(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run();
-  // False: stopping, and the descriptor takes nothing.
-  bool WriteAll(absl::string_view text);
+  // Drops what the descriptor does not take once this stops.
+  void WriteAll(absl::string_view text);
 
   const int fd_;
   const LogFormat format_;

@@ -384,7 +384,6 @@ class Metrics::Families {
 
   mutable Mutex mu;  // guards what follows
   absl::Time oldest_in_queue = absl::InfiniteFuture();
-  prometheus::Labels plan_labels;
   Gauge* plan_gauge = nullptr;
   std::map<std::string, std::array<Gauge*, 3>> kv_of_workers;  // by name: leases, bytes and their bound
   BucketExemplars ttft_exemplars;
@@ -580,11 +579,11 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
                                      {"layout", LayoutName(result.plan.layout.kind())},
                                      {"stripe", std::to_string(result.plan.layout.stripe())}};
   const MutexLock lock(f.mu);
-  if (f.plan_gauge != nullptr && labels == f.plan_labels) return;
+  Gauge& gauge = f.plan_info.Add(labels);  // the one that is there, where the plan is the same
+  if (&gauge == f.plan_gauge) return;
+  gauge.Set(1);
   if (f.plan_gauge != nullptr) f.plan_info.Remove(f.plan_gauge);
-  f.plan_gauge = &f.plan_info.Add(labels);
-  f.plan_gauge->Set(1);
-  f.plan_labels = labels;
+  f.plan_gauge = &gauge;
 }
 
 void Metrics::OnRequestDone(absl::StatusCode code) {
