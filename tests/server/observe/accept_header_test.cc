@@ -21,6 +21,7 @@ TEST(AcceptHeaderTest, TakesElementsApart) {
   EXPECT_EQ(elements[1].weight, 0.5);
   EXPECT_EQ(elements[2].name, "*/*");
   EXPECT_EQ(elements[2].weight, 1);
+  EXPECT_EQ(ParseAccept("a;b=c=d").front().Parameter("b"), "c=d");
 }
 
 TEST(AcceptHeaderTest, AWeightThatIsNoNumberIsZero) {

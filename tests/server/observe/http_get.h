@@ -2,8 +2,7 @@
 #ifndef MESHFILL_TESTS_SERVER_OBSERVE_HTTP_GET_H_
 #define MESHFILL_TESTS_SERVER_OBSERVE_HTTP_GET_H_
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
+#include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,15 +14,20 @@
 
 namespace meshfill {
 
-// The whole answer of the IPv4 server at `address` to `head`, headers included.
+// The whole answer of the server at the numeric `address` to `head`, headers included.
 inline std::string HttpSend(const std::string& address, const std::string& head) {
   const HostPort host_port = ParseHostPort(address).value();
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in peer{};
-  peer.sin_family = AF_INET;
-  peer.sin_port = htons(host_port.port);
-  inet_pton(AF_INET, host_port.host.c_str(), &peer.sin_addr);
-  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)), 0);
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* peer = nullptr;
+  if (getaddrinfo(host_port.host.c_str(), std::to_string(host_port.port).c_str(), &hints, &peer) != 0) {
+    ADD_FAILURE() << address << " is not numeric";
+    return "";
+  }
+  const int fd = socket(peer->ai_family, SOCK_STREAM, 0);
+  EXPECT_EQ(connect(fd, peer->ai_addr, peer->ai_addrlen), 0);
+  freeaddrinfo(peer);
   const std::string request = head + "\r\nHost: test\r\n\r\n";
   EXPECT_EQ(write(fd, request.data(), request.size()), static_cast<ssize_t>(request.size()));
   std::string answer;

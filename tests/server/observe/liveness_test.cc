@@ -29,8 +29,9 @@ class StandstillWatchTest : public testing::Test {
 TEST_F(StandstillWatchTest, AFrozenRankIsNamed) {
   const std::vector<At> all = {{.run = 7, .rank = 0, .moves = 3, .has_to_move = false},
                                {.run = 7, .rank = 1, .moves = 5}};
-  EXPECT_EQ(LookFor(absl::Seconds(119), all), "");
-  EXPECT_EQ(LookFor(absl::Seconds(3), all), "rank 1 of run 7 has stood still for 2m1s");
+  EXPECT_EQ(LookFor(absl::Milliseconds(120'100), all), "") << "it has stood still for two minutes";
+  EXPECT_EQ(LookFor(absl::Milliseconds(100), all), "rank 1 of run 7 has stood still for 2m");
+  EXPECT_EQ(LookFor(absl::Milliseconds(1'500), all), "rank 1 of run 7 has stood still for 2m1s");
   EXPECT_EQ(LookFor(absl::Seconds(1), {{.run = 7, .rank = 1, .moves = 6}}), "") << "it goes on";
 }
 

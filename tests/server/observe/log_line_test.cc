@@ -96,6 +96,7 @@ TEST(LogLineTest, LevelsOfEnds) {
   EXPECT_EQ(LevelOfEnd(absl::StatusCode::kCancelled), LogLevel::kInfo);
   EXPECT_EQ(LevelOfEnd(absl::StatusCode::kInvalidArgument), LogLevel::kWarning);
   EXPECT_EQ(LevelOfEnd(absl::StatusCode::kUnavailable), LogLevel::kWarning);
+  EXPECT_EQ(LevelOfEnd(absl::StatusCode::kUnknown), LogLevel::kError);
   EXPECT_EQ(LevelOfEnd(absl::StatusCode::kInternal), LogLevel::kError);
   EXPECT_EQ(LevelOfEnd(absl::StatusCode::kDataLoss), LogLevel::kError);
 }

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
@@ -228,6 +229,8 @@ TEST(MetricsTest, TellsHowEvenlyExpertsAreUsedInAFewSeries) {
   for (int layer = 3; layer < 94; ++layer) {
     result.expert_loads.push_back({.layer = layer, .imbalance = 16 - 0.1 * layer, .idle = 0.3});
   }
+  result.expert_loads.push_back(
+      {.layer = 94, .imbalance = result.expert_loads.front().imbalance, .idle = 0.3});
   const auto samples = Samples(metrics.Text());
   metrics.OnPrefillDone(result);
   const auto later = Samples(metrics.Text());
@@ -250,11 +253,91 @@ TEST(MetricsTest, TellsHowEvenlyExpertsAreUsedInAFewSeries) {
     ASSERT_TRUE(samples.contains(name)) << name;
     EXPECT_DOUBLE_EQ(samples.at(name), value) << name;
   }
-  EXPECT_EQ(later.at("meshfill_expert_imbalance_count"), 94);
+  EXPECT_EQ(later.at("meshfill_expert_imbalance_count"), 95);
   EXPECT_DOUBLE_EQ(later.at("meshfill_expert_worst_imbalance"), 15.7);
-  EXPECT_EQ(later.at("meshfill_expert_worst_layer"), 3);
+  EXPECT_EQ(later.at("meshfill_expert_worst_layer"), 3) << "the first of those that are equally bad";
   EXPECT_EQ(expert_series(later), before);
   EXPECT_LE(before, 32);
+}
+
+// A rate needs a sample before the first event.
+TEST(MetricsTest, SeriesAreThereBeforeTheirFirstEvent) {
+  Metrics metrics;
+  metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
+  std::set<std::string> before;
+  for (const auto& [name, value] : Samples(metrics.Text())) before.insert(name);
+
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 1000));
+  metrics.OnPrefillStart(1);
+  metrics.OnComputed(1, /*others=*/false);
+  metrics.OnPreempted();
+  metrics.OnResultDropped();
+  metrics.OnKvFetched(1);
+  for (const int64_t tokens : {1, 10'000, 100'000, 1'000'000}) {
+    metrics.OnFirstToken({.seconds = 1, .upload_seconds = 1, .slowdown = 1, .prompt_tokens = tokens});
+  }
+  for (int code = 0; code <= static_cast<int>(absl::StatusCode::kUnauthenticated); ++code) {
+    metrics.OnRequestDone(static_cast<absl::StatusCode>(code));
+  }
+  for (int refusal = 0; refusal <= static_cast<int>(Refusal::kOther); ++refusal) {
+    metrics.OnRequestRefused(static_cast<Refusal>(refusal));
+  }
+  for (const char* call : {"FetchKv", "RenewKv", "ReleaseKv", "Cancel", "Plan", "GetPool"}) {
+    for (const absl::StatusCode code :
+         {absl::StatusCode::kInvalidArgument, absl::StatusCode::kNotFound, absl::StatusCode::kUnauthenticated,
+          absl::StatusCode::kPermissionDenied}) {
+      metrics.OnCallRefused(call, code);
+    }
+  }
+  int reasons = 0;
+  for (const auto& [name, value] : Samples(metrics.Text())) {
+    if (name.starts_with("meshfill_plan_info")) continue;  // of the last prefill
+    EXPECT_TRUE(before.contains(name)) << name;
+    EXPECT_EQ(name.find('?'), std::string::npos) << name;
+    if (name.starts_with("meshfill_requests_refused_total{")) {
+      ++reasons;
+      EXPECT_EQ(value, 1) << name;
+    }
+    if (name.starts_with("meshfill_requests_total{") || name == "meshfill_preemptions_total" ||
+        name == "meshfill_results_dropped_total") {
+      EXPECT_EQ(value, 1) << name;
+    }
+  }
+  EXPECT_EQ(reasons, static_cast<int>(Refusal::kOther) + 1) << "no two have one name";
+}
+
+TEST(MetricsTest, WhatThereIsNotDividesNothing) {
+  Metrics metrics;
+  FakeEngine engine;
+  engine.PredictSeconds(4);
+  metrics.OnPrefillDone(RunOnce(engine, 10));
+  engine.PredictSeconds(0);
+  PrefillResult result = RunOnce(engine, 10);
+  result.ranks.clear();
+  metrics.OnPrefillDone(result);
+  const auto samples = Samples(metrics.Text());
+  EXPECT_EQ(samples.at("meshfill_prediction_ratio"), 0.5) << "of the last prefill that had a prediction";
+  EXPECT_EQ(samples.at("meshfill_overlap_ratio"), 1);
+  EXPECT_EQ(samples.at("meshfill_straggler_spread_seconds"), 0);
+}
+
+// Each bound is at most ten times the one before: a quantile between them means something.
+TEST(MetricsTest, BucketsLieCloseTogether) {
+  const auto families = Samples(Metrics().Text());
+  std::map<std::string, std::vector<double>> bounds;
+  for (const auto& [name, value] : families) {
+    const size_t bound = name.find("le=\"");
+    if (bound == std::string::npos || name.find("+Inf", bound) != std::string::npos) continue;
+    bounds[name.substr(0, bound)].push_back(std::stod(name.substr(bound + 4)));
+  }
+  EXPECT_GE(bounds.size(), 8u);
+  for (auto& [family, all] : bounds) {
+    std::sort(all.begin(), all.end());
+    for (size_t i = 1; i < all.size(); ++i) {
+      EXPECT_TRUE(all[i - 1] == 0 || all[i] <= 10.001 * all[i - 1]) << family;
+    }
+  }
 }
 
 // Counts that others keep are told again and again, and may come late.
@@ -349,7 +432,9 @@ TEST(MetricsTest, PlanInfoHasOneSeriesOnly) {
       EXPECT_EQ(value, 1);
       EXPECT_NE(name.find("a=\"" + std::to_string(tile.a) + "\""), std::string::npos) << name;
       EXPECT_NE(name.find("b=\"" + std::to_string(tile.b) + "\""), std::string::npos) << name;
-      EXPECT_NE(name.find("layout=\"striped\""), std::string::npos) << name;
+      for (const char* label : {"ranks=\"4\"", "heads=\"1\"", "layout=\"striped\"", "stripe=\"64\""}) {
+        EXPECT_NE(name.find(label), std::string::npos) << name;
+      }
     }
     EXPECT_EQ(series, 1);
   }

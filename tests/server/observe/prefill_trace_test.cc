@@ -29,7 +29,12 @@ absl::StatusOr<PrefillResult> SomeResult() {
       /*schedule=*/{},
       /*predicted=*/{}};
   PrefillResult result = {.plan = plan};
+  result.plan.heads = 2;
   result.attempts = 2;
+  result.cached_tokens = 128;
+  result.paused_seconds = 0.75;
+  result.attention_seconds = 1.5;
+  result.comm_wait_seconds = 0.25;
   result.mfu = 0.5;
   return result;
 }
@@ -113,7 +118,9 @@ TEST(PrefillTrace, ARunThatBeginsAnewBeginsWithItsFirstLayer) {
   trace.OnComputeBegin(At(1));
   trace.OnComputeBegin(At(2));  // the engine had no room before
   trace.OnLayerDone(2, At(3));  // told of two at once
-  trace.OnLayerDone(1, At(5));  // of the second run
+  trace.OnComputeBegin(At(4));  // the second run
+  trace.OnLayerDone(2, At(5));
+  trace.OnLayerDone(1, At(5.5));  // of the third run
   trace.OnLayerDone(2, At(6));
   trace.OnComputed(SomeResult(), At(6));
   const std::vector<TraceSpan> spans = trace.Finish({}, absl::OkStatus(), At(6), Wall(6));
@@ -122,9 +129,24 @@ TEST(PrefillTrace, ARunThatBeginsAnewBeginsWithItsFirstLayer) {
     first_and_count.emplace_back(std::get<int64_t>(layer->attributes.at(0).second),
                                  std::get<int64_t>(layer->attributes.at(1).second));
   }
-  EXPECT_THAT(first_and_count, ElementsAre(std::pair(0, 2), std::pair(0, 1), std::pair(1, 1)));
+  EXPECT_THAT(first_and_count,
+              ElementsAre(std::pair(0, 2), std::pair(0, 2), std::pair(0, 1), std::pair(1, 1)));
   EXPECT_EQ(Lasts(*Named(spans, "queue").at(0)), std::pair(0.0, 2.0));
+  EXPECT_EQ(Lasts(*Named(spans, "compute").at(0)), std::pair(2.0, 6.0));
   EXPECT_EQ(Lasts(*Named(spans, "layer").at(0)), std::pair(2.0, 3.0));
+  EXPECT_EQ(Lasts(*Named(spans, "layer").at(1)), std::pair(3.0, 5.0));
+}
+
+TEST(PrefillTrace, EachDigitOfAnIdIsDrawn) {
+  for (const auto& [draw, digits] : {std::pair(&NewSpanId, 16), std::pair(&NewTraceId, 32)}) {
+    std::vector<std::set<char>> seen(digits);
+    for (int i = 0; i < 64; ++i) {
+      const std::string id = draw();
+      ASSERT_EQ(id.size(), seen.size());
+      for (size_t digit = 0; digit < id.size(); ++digit) seen[digit].insert(id[digit]);
+    }
+    for (const std::set<char>& each : seen) EXPECT_GT(each.size(), 1u);
+  }
 }
 
 // However far a call gets, its spans lie within it.
@@ -151,6 +173,15 @@ TEST(PrefillTrace, EndsWhereItsCallEnds) {
   EXPECT_THAT(names_after(3), ElementsAre("compute", "prefill", "queue", "upload"));
 }
 
+// A span's attributes, by key.
+nlohmann::json ValuesOf(const nlohmann::json& span) {
+  nlohmann::json values;
+  for (const auto& attribute : span.at("attributes")) {
+    values[attribute.at("key").get<std::string>()] = attribute.at("value");
+  }
+  return values;
+}
+
 TEST(OtlpJson, IsWhatTheProtocolSays) {
   PrefillTrace trace(kParent, At(0));
   std::vector<TraceSpan> spans = WholeCall(trace);
@@ -173,11 +204,38 @@ TEST(OtlpJson, IsWhatTheProtocolSays) {
   EXPECT_EQ(root->at("startTimeUnixNano"), "1900000000000000000");
   EXPECT_EQ(root->at("endTimeUnixNano"), "1900000006750000000");
   EXPECT_FALSE(root->contains("status"));
-  std::map<std::string, nlohmann::json> values;
-  for (const auto& attribute : root->at("attributes")) values[attribute.at("key")] = attribute.at("value");
-  EXPECT_EQ(values.at("meshfill.request_id").at("stringValue"), "42");
-  EXPECT_EQ(values.at("meshfill.tokens").at("intValue"), "600") << "64 bits are text";
+  EXPECT_EQ(ValuesOf(*root), nlohmann::json::parse(R"({
+      "rpc.system": {"stringValue": "grpc"},
+      "rpc.service": {"stringValue": "meshfill.v1.PrefillService"},
+      "rpc.method": {"stringValue": "Prefill"},
+      "rpc.grpc.status_code": {"intValue": "0"},
+      "meshfill.request_id": {"stringValue": "42"},
+      "meshfill.tenant": {"stringValue": "search"},
+      "meshfill.tokens": {"intValue": "600"}})"))
+      << "64 bits are text";
+  const auto compute =
+      std::find_if(list.begin(), list.end(), [](const auto& span) { return span.at("name") == "compute"; });
+  EXPECT_EQ(compute->at("parentSpanId"), root->at("spanId"));
+  EXPECT_EQ(ValuesOf(*compute), nlohmann::json::parse(R"({
+      "meshfill.ranks": {"intValue": "6"},
+      "meshfill.heads": {"intValue": "2"},
+      "meshfill.tile.a": {"intValue": "2"},
+      "meshfill.tile.b": {"intValue": "3"},
+      "meshfill.attempts": {"intValue": "2"},
+      "meshfill.cached_tokens": {"intValue": "128"},
+      "meshfill.paused_seconds": {"doubleValue": 0.75},
+      "meshfill.attention_seconds": {"doubleValue": 1.5},
+      "meshfill.comm_wait_seconds": {"doubleValue": 0.25},
+      "meshfill.mfu": {"doubleValue": 0.5}})"));
   EXPECT_EQ(list.at(0).at("kind"), 1);
+}
+
+TEST(OtlpJson, ARootOfItsOwnHasNoParent) {
+  const TraceSpan root = {.trace_id = "a", .id = "b", .name = "prefill"};
+  const auto body = nlohmann::json::parse(OtlpJson({&root, 1}, "node-1"));
+  const auto& span = body.at("resourceSpans").at(0).at("scopeSpans").at(0).at("spans").at(0);
+  EXPECT_EQ(span.at("spanId"), "b");
+  EXPECT_FALSE(span.contains("parentSpanId"));
 }
 
 TEST(RecordedTraceIdTest, IsThatOfACallerThatSaysSampled) {

@@ -8,6 +8,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -17,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {
@@ -42,6 +44,11 @@ class Collector {
     close(listener_);
   }
   std::string url() const { return absl::StrCat("http://127.0.0.1:", port_); }
+  // All lines of the first post's head, each with its end.
+  std::string FirstHead() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return first_head_;
+  }
   // The first lines and bodies of so many posts; fewer after 20 s.
   std::vector<std::string> Posts(size_t count) {
     std::unique_lock<std::mutex> lock(mu_);
@@ -69,6 +76,7 @@ class Collector {
         const std::lock_guard<std::mutex> lock(mu_);
         status = statuses_.front();
         if (statuses_.size() > 1) statuses_.pop_front();
+        if (posts_.empty()) first_head_ = text.substr(0, head + 2);
         posts_.push_back(absl::StrCat(text.substr(0, text.find("\r\n")), "\n", text.substr(head + 4)));
         changed_.notify_all();
       }
@@ -83,18 +91,54 @@ class Collector {
   std::mutex mu_;
   std::condition_variable changed_;
   std::deque<int> statuses_;
+  std::string first_head_;
   std::vector<std::string> posts_;
   std::thread thread_;
+};
+
+// Takes connections, and says nothing.
+class SilentCollector {
+ public:
+  SilentCollector() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), size), 0);
+    EXPECT_EQ(listen(listener_, 16), 0);
+    getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size);
+    port_ = ntohs(address.sin_port);
+  }
+  ~SilentCollector() { close(listener_); }
+  std::string url() const { return absl::StrCat("http://127.0.0.1:", port_); }
+
+ private:
+  const int listener_ = socket(AF_INET, SOCK_STREAM, 0);
+  int port_ = 0;
 };
 
 std::vector<TraceSpan> Spans(size_t count, const std::string& name = "compute") {
   return std::vector<TraceSpan>(count, TraceSpan{.trace_id = NewTraceId(), .id = NewSpanId(), .name = name});
 }
 
-std::unique_ptr<SpanExporter> Exporter(const std::string& endpoint) {
-  auto exporter = SpanExporter::Start(endpoint, absl::Seconds(10));
+std::unique_ptr<SpanExporter> Exporter(const std::string& endpoint,
+                                       absl::Duration timeout = absl::Seconds(10)) {
+  auto exporter = SpanExporter::Start(endpoint, timeout);
   EXPECT_TRUE(exporter.ok()) << exporter.status();
   return *std::move(exporter);
+}
+
+// Ends once all is sent or dropped, and not only when it gives up.
+void FlushInTime(SpanExporter& exporter) {
+  const absl::Time deadline = MonotonicNow() + absl::Minutes(1);
+  exporter.Flush(deadline);
+  EXPECT_LT(MonotonicNow(), deadline);
+}
+
+int CountOf(const std::string& part, const std::string& text) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
 }
 
 // The counts, once as many are done with; as they are after 20 s.
@@ -112,7 +156,7 @@ TEST(SpanExporterTest, SpansAreTakenTogether) {
   const auto exporter = Exporter(collector.url());
   exporter->Export(Spans(2, "first"));
   exporter->Export(Spans(1, "second"));
-  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  FlushInTime(*exporter);
   EXPECT_EQ(exporter->counts().exported, 3u);
   EXPECT_EQ(exporter->counts().dropped, 0u);
   const std::vector<std::string> posts = collector.Posts(1);
@@ -120,13 +164,16 @@ TEST(SpanExporterTest, SpansAreTakenTogether) {
   EXPECT_EQ(posts[0].find("POST /v1/traces HTTP/1.1\n{\"resourceSpans\":"), 0u) << posts[0];
   EXPECT_NE(posts[0].find("\"name\":\"first\""), std::string::npos);
   EXPECT_NE(posts[0].find("\"name\":\"second\""), std::string::npos);
+  const std::string head = collector.FirstHead();
+  EXPECT_NE(head.find("\r\nContent-Type: application/json\r\n"), std::string::npos) << head;
+  EXPECT_NE(head.find("\r\nUser-Agent: meshfill/" MESHFILL_VERSION "\r\n"), std::string::npos) << head;
 }
 
 TEST(SpanExporterTest, ManySpansGoInBatches) {
   Collector collector({202});
   const auto exporter = Exporter(absl::StrCat(collector.url(), "/elsewhere"));
   exporter->Export(Spans(SpanExporter::kBatchSpans + 1));
-  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  FlushInTime(*exporter);
   EXPECT_EQ(exporter->counts().exported, SpanExporter::kBatchSpans + 1);
   const std::vector<std::string> posts = collector.Posts(2);
   ASSERT_EQ(posts.size(), 2u);
@@ -145,16 +192,50 @@ TEST(SpanExporterTest, WhatIsRefusedIsDroppedAndTheNextGoes) {
   EXPECT_EQ(collector.Posts(2).size(), 2u);
 }
 
+// The busy ones are asked at the same time: each has its second until it is asked again.
 TEST(SpanExporterTest, ABusyCollectorIsAskedAgain) {
-  for (const int busy : {429, 503}) {
-    Collector collector({busy, 200});
-    const auto exporter = Exporter(collector.url());
-    exporter->Export(Spans(2));
-    EXPECT_EQ(CountsOf(*exporter, 2).exported, 2u) << busy;
-    const std::vector<std::string> posts = collector.Posts(2);
-    ASSERT_EQ(posts.size(), 2u) << busy;
-    EXPECT_EQ(posts[0], posts[1]) << "the same spans";
+  FlushLog();
+  testing::internal::CaptureStderr();
+  std::deque<Collector> collectors;
+  std::vector<std::unique_ptr<SpanExporter>> exporters;
+  for (const int busy : {429, 502, 503, 504}) {
+    Collector& collector = collectors.emplace_back(std::deque<int>{200, busy, busy, 200});
+    exporters.push_back(Exporter(collector.url()));
+    exporters.back()->Export(Spans(1));
+    FlushInTime(*exporters.back());  // a flush ends, and what comes later is tried again
+    exporters.back()->Export(Spans(2));
   }
+  for (size_t i = 0; i < exporters.size(); ++i) {
+    EXPECT_EQ(CountsOf(*exporters[i], 3).exported, 3u) << i;
+    const std::vector<std::string> posts = collectors[i].Posts(4);
+    ASSERT_EQ(posts.size(), 4u) << i;
+    EXPECT_EQ(posts[1], posts[2]) << "the same spans";
+    EXPECT_EQ(posts[1], posts[3]) << "the same spans";
+  }
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  for (const Collector& collector : collectors) {
+    EXPECT_EQ(CountOf(absl::StrCat(collector.url(), "/v1/traces takes no spans: HTTP status "), log), 1)
+        << log;
+    EXPECT_EQ(CountOf(absl::StrCat(collector.url(), "/v1/traces takes spans again\n"), log), 1) << log;
+  }
+}
+
+TEST(SpanExporterTest, ACollectorThatDoesNotAnswerIsUnreachable) {
+  const SilentCollector collector;
+  const auto exporter = Exporter(collector.url(), absl::Milliseconds(20));
+  exporter->Export(Spans(2));
+  FlushInTime(*exporter);
+  EXPECT_EQ(exporter->counts().dropped, 2u);
+}
+
+TEST(SpanExporterTest, NobodyWaitsForACollectorThatDoesNotAnswer) {
+  const SilentCollector collector;
+  auto exporter = Exporter(collector.url(), absl::Hours(1));
+  exporter->Export(Spans(2));
+  exporter->Flush(MonotonicNow() + absl::Milliseconds(20));
+  EXPECT_EQ(exporter->counts().dropped, 0u);
+  exporter.reset();
 }
 
 TEST(SpanExporterTest, WithoutACollectorSpansAreBoundedAndAFlushGivesUp) {
@@ -168,7 +249,7 @@ TEST(SpanExporterTest, WithoutACollectorSpansAreBoundedAndAFlushGivesUp) {
   EXPECT_EQ(exporter->counts().dropped, 0u);
   exporter->Export(Spans(3));
   EXPECT_EQ(exporter->counts().dropped, 3u) << "a request's, all or none";
-  exporter->Flush(MonotonicNow() + absl::Seconds(20));
+  FlushInTime(*exporter);
   EXPECT_EQ(exporter->counts().exported, 0u);
   EXPECT_EQ(exporter->counts().dropped, SpanExporter::kMaxSpans + 3);
   exporter->Export(Spans(1));
@@ -180,6 +261,7 @@ TEST(SpanExporterTest, EndpointsThatAreNoneAreRefused) {
     EXPECT_TRUE(absl::IsInvalidArgument(SpanExporter::Start(endpoint, absl::Seconds(1)).status()))
         << endpoint;
   }
+  EXPECT_TRUE(SpanExporter::Start("https://127.0.0.1:1", absl::Seconds(1)).ok());
 }
 
 }  // namespace

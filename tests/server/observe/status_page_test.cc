@@ -52,16 +52,26 @@ TEST(StatusJsonTest, HasEveryField) {
 TEST(StatusJsonTest, SaysWhereEachRanksTimeWent) {
   LastPrefill last_prefill;
   FakeEngine engine;
-  last_prefill.OnPrefillDone(RunOnce(engine, {.tile = Tile{4, 1}}));
+  engine.PredictSeconds(1.5);
+  PrefillResult result = RunOnce(engine, {.tile = Tile{4, 1}});
+  result.prefill_seconds = 2.5;
+  result.ranks[2].wait_seconds[Traffic::kGather] = 0.5;
+  last_prefill.OnPrefillDone(result);
   const auto last = nlohmann::json::parse(StatusJson({}, last_prefill.report().get())).at("last_prefill");
+  EXPECT_EQ(last.at("number"), 1);
   EXPECT_EQ(last.at("tokens"), 1000);
+  EXPECT_EQ(last.at("prefill_seconds"), 2.5);
+  EXPECT_EQ(last.at("predicted_seconds"), 1.5);
   EXPECT_EQ(last.at("mfu"), 0.5);
-  EXPECT_EQ(last.at("plan").at("a"), 4);
-  EXPECT_EQ(last.at("plan").at("layout"), "striped");
+  EXPECT_EQ(last.at("attention_mfu"), 0.25);
+  EXPECT_EQ(last.at("plan"), nlohmann::json::parse(R"({"ranks": 4, "heads": 1, "a": 4, "b": 1,
+      "layout": "striped", "stripe": 64, "partial_dtype": "f32", "placement": "row-first"})"));
   ASSERT_EQ(last.at("ranks").size(), size_t{FakeEngine::kRanks});
   EXPECT_EQ(last.at("ranks")[3].at("total_seconds"), 6);
-  EXPECT_EQ(last.at("ranks")[1].at("wait_seconds"),
-            (nlohmann::json{{"recv_q", 0.125}, {"recv_kv", 0.25}, {"send_o", 0.0625}, {"all_to_all", 0}}));
+  EXPECT_EQ(last.at("ranks")[1], nlohmann::json::parse(R"({"total_seconds": 4, "attention_seconds": 2,
+      "block_seconds": 1, "merge_seconds": 0.25, "wait_seconds":
+      {"recv_q": 0.125, "recv_kv": 0.25, "send_o": 0.0625, "all_to_all": 0}})"));
+  EXPECT_EQ(last.at("ranks")[2].at("wait_seconds").at("gather"), 0.5) << "where weights are shared";
 }
 
 TEST(StatusJsonTest, TheTokensAreThoseOfTheWholePrompt) {
@@ -101,6 +111,16 @@ TEST(StatusPagesTest, ThePageLoadsNothingFromOutside) {
   EXPECT_NE(html.find("width=device-width"), std::string::npos);
   EXPECT_EQ(html.find("://"), std::string::npos);
   for (const HttpPage& page : pages) EXPECT_FALSE(page.body().empty()) << page.path;
+}
+
+TEST(StatusPagesTest, ThePictureIsOfTheLastPrefill) {
+  LastPrefill last_prefill;
+  const auto pages = StatusPages([] { return v1::PoolStatus(); }, last_prefill);
+  ASSERT_EQ(pages.back().path, "/last_prefill.svg");
+  EXPECT_EQ(pages.back().body().rfind("<svg ", 0), 0u) << "there is none yet";
+  FakeEngine engine;
+  last_prefill.OnPrefillDone(RunOnce(engine, {}));
+  EXPECT_EQ(pages.back().body(), PrefillReportSvg(*last_prefill.report()));
 }
 
 }  // namespace
