@@ -4,9 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "server/access/bearer_token.h"
 
 namespace meshfill {
 namespace {
@@ -73,7 +76,30 @@ TEST(Callers, MistakesAreToldWithTheirLineAndWithoutTheCredential) {
     EXPECT_THAT(problem, HasSubstr("F:1: the credential, the fourth word")) << credential;
     EXPECT_THAT(problem, Not(HasSubstr("s3cret")));
   }
-  EXPECT_THAT(Problem(absl::StrCat(std::string(129, 'n'), " admin - ", kAbc)), HasSubstr("above 128 bytes"));
+  const std::string longest(128, 'n');
+  EXPECT_EQ(Problem(absl::StrCat(longest, " client ", longest, " ", kAbc)), "none");
+  EXPECT_THAT(Problem(absl::StrCat(longest, "n admin - ", kAbc)), HasSubstr("above 128 bytes"));
+  EXPECT_THAT(Problem(absl::StrCat("b client ", longest, "n ", kAbc)), HasSubstr("above 128 bytes"));
+}
+
+TEST(BearerToken, IsOneLineOfPrintableCharacters) {
+  const std::string path = testing::TempDir() + "/bearer_token_test";
+  const auto token_in = [&](const std::string& text) {
+    std::ofstream(path, std::ios::binary) << text;
+    return ReadBearerToken("api.token", path);
+  };
+  for (const char* text : {"s3cret", "s3cret\n", " \ts3cret\r\n\n"}) {
+    const auto token = token_in(text);
+    ASSERT_TRUE(token.ok()) << token.status();
+    EXPECT_EQ(*token, "s3cret");
+  }
+  for (const char* text : {"\n", " ", "s3cret s3cret", "s3cret\ns3cret", "s3cret\x01", "s3cr\xc3\xa9t"}) {
+    const absl::Status none = token_in(text).status();
+    EXPECT_EQ(none.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(none.message()), HasSubstr("api.token: " + path + " has no token"));
+    EXPECT_THAT(std::string(none.message()), Not(HasSubstr("s3cr")));
+  }
+  std::filesystem::remove(path);
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 #include "server/access/file_watch.h"
 
 #include <atomic>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -48,9 +50,27 @@ TEST(FileWatchTest, AChangeCountsOnceItStandsStill) {
   FAIL() << "this machine is too busy to write to a file all the time";
 }
 
+// What changes while the first reader is still at it counts.
+TEST(FileWatchTest, AChangeBeforeTheStartCounts) {
+  const std::string path = absl::StrCat(testing::TempDir(), "/file_watch_test_before");
+  std::ofstream(path) << "before";
+  std::atomic<int> changes = 0;
+  FileWatch watch({path});
+  std::ofstream(path, std::ios::app) << "more";
+  watch.Start([&] { ++changes; });
+  EXPECT_TRUE(Eventually([&] { return changes == 1; }));
+  std::remove(path.c_str());
+}
+
+int Threads() {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}));
+}
+
 TEST(FileWatchTest, WithoutAFileNothingIsWatched) {
+  const int before = Threads();
   FileWatch watch({"", ""});
   watch.Start([] { FAIL(); });
+  EXPECT_EQ(Threads(), before);
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ class TestCertificates {
 
   struct Kind {
     std::string usage = "serverAuth,clientAuth";  // extended key usage; "": any
+    std::string other_names = "";                 // subjectAltName; "": the DNS name
     long begins_in_seconds = -3600, ends_in_seconds = 86400;
     bool authority = false;
     int rsa_bits = 0;  // 0: P-256
@@ -107,7 +108,9 @@ class TestCertificates {
     X509_set_issuer_name(x, X509_get_subject_name(by));
     Extend(x, by, NID_basic_constraints, kind.authority ? "critical,CA:TRUE" : "CA:FALSE");
     if (!kind.usage.empty()) Extend(x, by, NID_ext_key_usage, kind.usage);
-    if (!kind.authority) Extend(x, by, NID_subject_alt_name, "DNS:" + name);
+    if (!kind.authority) {
+      Extend(x, by, NID_subject_alt_name, kind.other_names.empty() ? "DNS:" + name : kind.other_names);
+    }
     X509_sign(x, issuer_key.get(), EVP_sha256());
     return made;
   }

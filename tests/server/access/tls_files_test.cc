@@ -87,6 +87,7 @@ TEST_F(TlsFilesTest, FilesThatCannotBeReadAreNamedWithTheReason) {
               key + empty + " cannot be read: it is empty; name a file that this user may read");
     const std::string large = made_.Write("large", std::string((1 << 20) + 1, 'x'));
     EXPECT_THAT(problem(large), HasSubstr("more than 1 MiB"));
+    EXPECT_THAT(problem(made_.Write("largest", std::string(1 << 20, 'x'))), Not(HasSubstr("1 MiB")));
     const std::string fifo = made_.Path("fifo");
     mkfifo(fifo.c_str(), 0600);
     EXPECT_THAT(problem(fifo), HasSubstr("not a regular file"));

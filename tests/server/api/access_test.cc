@@ -1,4 +1,6 @@
 // Who may call what: every RPC with every kind of credential, and whose tenant a call is for.
+#include "server/access/access.h"
+
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <grpcpp/generic/generic_stub.h>
@@ -23,6 +25,7 @@
 #include "server/access/file_watch.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
+#include "server/observe/log.h"
 #include "server/observe/metrics.h"
 #include "tests/server/access/test_certificates.h"
 #include "tests/server/fake_engine.h"
@@ -222,6 +225,16 @@ TEST_F(AccessTest, EveryRpcAsksForItsRoles) {
   }
 }
 
+TEST_F(AccessTest, ARefusalNamesTheCallerAndItsRole) {
+  Start(true);
+  EXPECT_THAT(Cancel(Bearer("pool"), "1").error_message(),
+              HasSubstr("\"pool\" has the role worker, which may not call this"));
+  const std::string named(1000, 'x');
+  const absl::Status other =
+      TenantFor({.name = "alice", .role = Role::kClient, .tenant = "a"}, named).status();
+  EXPECT_THAT(std::string(other.message()), HasSubstr(named.substr(0, 128) + "\";")) << "cut";
+}
+
 TEST_F(AccessTest, AStreamIsRefusedBeforeItsUploadIsRead) {
   Start(true);
   const auto channel = Channel();
@@ -242,7 +255,7 @@ TEST_F(AccessTest, WithoutAFileEverybodyMayDoAll) {
 
 TEST_F(AccessTest, ATenantIsItsCredentials) {
   Start(true);
-  EXPECT_TRUE(Prefill(Bearer("alice"), "", "1").ok());
+  EXPECT_TRUE(Prefill({{"authorization", "bearer alice-token"}}, "", "1").ok()) << "RFC 9110 §11.1";
   EXPECT_TRUE(Prefill(Bearer("alice"), "a", "2").ok());
   const grpc::Status denied = Prefill(Bearer("alice"), "b", "3");
   EXPECT_EQ(denied.error_code(), StatusCode::PERMISSION_DENIED);
@@ -316,6 +329,8 @@ TEST_F(AccessTest, AChangedFileCountsAndABadOneDoesNot) {
     while (status_of(name) != code && MonotonicNow() < deadline) absl::SleepFor(absl::Milliseconds(10));
     return status_of(name) == code;
   };
+  FlushLog();
+  testing::internal::CaptureStderr();
   EXPECT_EQ(status_of("alice"), StatusCode::OK);
   files_.Write("credentials", Line("dora", "client", "d"));
   EXPECT_TRUE(eventually("dora", StatusCode::OK));
@@ -326,6 +341,11 @@ TEST_F(AccessTest, AChangedFileCountsAndABadOneDoesNot) {
   EXPECT_EQ(status_of("alice"), StatusCode::UNAUTHENTICATED);
   files_.Write("credentials", Line("alice", "client", "a"));
   EXPECT_TRUE(eventually("alice", StatusCode::OK));
+  front_end_.reset();
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("callers are now those in "));
+  EXPECT_THAT(log, HasSubstr("callers stay as they were: " + files_.Path("credentials") + ":2: 1 words"));
 }
 
 TEST_F(AccessTest, MistakesAreToldAtStart) {

@@ -1,6 +1,10 @@
 // What a client is told of a result.
 #include "server/api/result_proto.h"
 
+#include <algorithm>
+#include <vector>
+
+#include "grpcpp/support/slice.h"
 #include "gtest/gtest.h"
 #include "tests/server/fake_engine.h"
 
@@ -34,7 +38,43 @@ TEST(ResultProtoTest, AttemptsThatWereLostAreInTheSeconds) {
   ASSERT_EQ(message.top_size(), 2);
   EXPECT_EQ(message.first_token(), message.top(0).token());
   EXPECT_EQ(message.comm_bytes().q(), 1u);
+  EXPECT_EQ(message.top(1).token(), result->top[1].token);
+  EXPECT_EQ(message.top(1).logit(), result->top[1].logit);
   EXPECT_EQ(message.comm_bytes().all_to_all(), 4u);
+}
+
+TEST(ResultProtoTest, AManifestSaysWhatIsKept) {
+  const KvPrompt kept({.layers = 3, .kv_heads = 2, .head_dim = 8, .dtype = DType::kBf16}, /*tokens=*/10);
+  const v1::KvManifest manifest = ToProto(kept, "lease", absl::Milliseconds(1500));
+  EXPECT_EQ(manifest.lease(), "lease");
+  EXPECT_EQ(manifest.expires_in_seconds(), 1.5);
+  EXPECT_EQ(manifest.tokens(), 10u);
+  EXPECT_EQ(manifest.layers(), 3u);
+  EXPECT_EQ(manifest.kv_heads(), 2u);
+  EXPECT_EQ(manifest.head_dim(), 8u);
+  EXPECT_EQ(manifest.dtype(), "bf16");
+  EXPECT_EQ(manifest.bytes(), 2u * 2 * 10 * 3 * 2 * 8);
+}
+
+// Whether the logits are none, few, or so many that they have pages of their own.
+TEST(ResultProtoTest, AnEventIsReadAsItWasWritten) {
+  v1::PrefillResult result;
+  result.set_request_id("r");
+  result.set_tokens(10);
+  for (const size_t count : {0u, 1u, 1000u, 65'000u, 66'000u, 200'000u}) {
+    std::vector<float> logits(count);
+    for (size_t i = 0; i < count; ++i) logits[i] = 0.5f * static_cast<float>(i);
+    grpc::ByteBuffer bytes = ResultEvent(result, logits);
+    grpc::Slice slice;
+    ASSERT_TRUE(bytes.DumpToSingleSlice(&slice).ok());
+    v1::PrefillEvent event;
+    ASSERT_TRUE(event.ParseFromArray(slice.begin(), static_cast<int>(slice.size()))) << count;
+    EXPECT_EQ(event.result().request_id(), "r");
+    EXPECT_EQ(event.result().tokens(), 10u);
+    EXPECT_TRUE(std::equal(logits.begin(), logits.end(), event.result().logits().begin(),
+                           event.result().logits().end()))
+        << count;
+  }
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "server/config/config.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -8,12 +10,14 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "engine/engine_options.h"
 #include "engine/speed/pool_profile.h"
 #include "gtest/gtest.h"
+#include "server/config/config_reader.h"
 #include "server/config/config_units.h"
 #include "server/config/tenants.h"
 
@@ -42,6 +46,11 @@ class ConfigTest : public testing::Test {
     EXPECT_EQ(message.find('\n'), std::string::npos) << message;
     if (message.rfind(path_, 0) == 0) message = "FILE" + message.substr(path_.size());
     return message;
+  }
+
+  static std::string Docs() {
+    std::ifstream file(std::string(MESHFILL_DOCS) + "/configuration.md");
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   }
 
   std::string path_;
@@ -96,6 +105,50 @@ TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
   }
   EXPECT_EQ(refusal("pool.worker.ranks=2", ConfigReader::kServe).substr(0, 20), "--set: pool.worker: ");
+}
+
+// Each key of docs/configuration.md is refused by the process that does not read it, and by no other.
+TEST_F(ConfigTest, TheDocsSayWhoReadsAKey) {
+  const std::string text = Docs();
+  const std::regex key(R"(- `([\w.]+)` \(([^)]*)\):)");
+  int of_one = 0;
+  for (std::sregex_iterator it(text.begin(), text.end(), key), end; it != end; ++it) {
+    const std::string name = (*it)[1], about = (*it)[2];
+    const bool serve = std::regex_search(about, std::regex(R"(of\s+`serve`)"));
+    const bool worker = std::regex_search(about, std::regex(R"(of\s+`worker`)"));
+    EXPECT_EQ(CheckReader({{name, "F:1"}}, ConfigReader::kServe).ok(), !worker) << name;
+    EXPECT_EQ(CheckReader({{name, "F:1"}}, ConfigReader::kWorker).ok(), !serve) << name;
+    of_one += serve || worker;
+  }
+  EXPECT_GT(of_one, 45);
+}
+
+// What is set is not replaced by its default.
+TEST_F(ConfigTest, WhatIsSetStays) {
+  const std::vector<std::string> values = {"7",     "7s",  "77m",         "77MiB", "true",
+                                           "false", "cpu", "127.0.0.7:7", "f32"};
+  const auto loaded = [](const std::vector<std::string>& overrides) {
+    const auto config = LoadConfig("", overrides);
+    return config.ok() ? config->ShortDebugString() : "";
+  };
+  const std::string text = Docs(), defaults = loaded({});
+  const std::regex key(R"(- `([\w.]+)` \([a-z ]+; default: )");
+  int checked = 0;
+  for (std::sregex_iterator it(text.begin(), text.end(), key), end; it != end; ++it) {
+    const std::string name = (*it)[1];
+    if (name.starts_with("api.tls.") || name.starts_with("pool.tls.")) continue;  // they need each other
+    if (name == "plan.layout" || name == "plan.schedule" || name == "plan.exchange" ||
+        name == "plan.partial_dtype" || name == "model.weights" || name == "log.format") {
+      continue;  // EveryNameOfAnEnumIsRead
+    }
+    const bool stays = std::any_of(values.begin(), values.end(), [&](const std::string& value) {
+      const std::string config = loaded({absl::StrCat(name, "=", value)});
+      return !config.empty() && config != defaults;
+    });
+    EXPECT_TRUE(stays) << name;
+    ++checked;
+  }
+  EXPECT_GT(checked, 60);
 }
 
 TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
@@ -181,8 +234,7 @@ TEST_F(ConfigTest, DocumentedDefaultsAreTheRealOnes) {
     }
     return text;
   };
-  std::ifstream file(std::string(MESHFILL_DOCS) + "/configuration.md");
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const std::string text = Docs();
   const std::regex key(R"(- `([\w.]+)` \([a-z ]+; default: ([^ ;)]+)[;)])");
   int checked = 0;
   for (std::sregex_iterator it(text.begin(), text.end(), key), end; it != end; ++it) {
@@ -226,7 +278,8 @@ TEST_F(ConfigTest, AWorkerChoosesItsDevices) {
 }
 
 TEST_F(ConfigTest, EmptyFilesAndEmptySectionsAreDefaults) {
-  for (const char* yaml : {"", "# nothing\n", "---\n", "pool:\n  embedded:\n", "pool: {}\n"}) {
+  for (const char* yaml :
+       {"", "# nothing\n", "---\n", "pool:\n  embedded:\n", "pool: {}\n", "tenants:\n", "tenants:\n  a:\n"}) {
     const auto config = Load(yaml);
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_EQ(config->pool().embedded().ranks(), 1u);
@@ -254,6 +307,44 @@ TEST_F(ConfigTest, UnitsAreRead) {
   const EngineOptions kept = ToEngineOptions(*Load("kv: {memory_bytes: 1GiB, host_memory_bytes: 2GiB}"));
   EXPECT_EQ(kept.kv_memory_bytes, 1ll << 30);
   EXPECT_EQ(kept.kv_host_memory_bytes, 2ll << 30);
+}
+
+TEST_F(ConfigTest, EveryUnitOfASizeIsRead) {
+  const std::vector<std::pair<std::string, uint64_t>> sizes = {{"3B", 3},
+                                                               {"3KB", 3'000},
+                                                               {"3MB", 3'000'000},
+                                                               {"3GB", 3'000'000'000},
+                                                               {"2.5KiB", 2560},
+                                                               {"3MiB", 3ull << 20},
+                                                               {"3GiB", 3ull << 30},
+                                                               {"3TiB", 3ull << 40},
+                                                               {"3TB", 3'000'000'000'000},
+                                                               {"1.5 KB", 1500},
+                                                               {"0.7B", 0},
+                                                               {"0", 0}};
+  for (const auto& [text, bytes] : sizes) {
+    const auto read = ParseByteSize(text);
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(*read, bytes) << text;
+  }
+  for (const char* text : {"", "3", "B", "3kb", "-3B", "3 B 4", "1.2.3B", "3B ", "8388608TiB"}) {
+    EXPECT_FALSE(ParseByteSize(text).ok()) << text;
+  }
+}
+
+TEST_F(ConfigTest, AModelIsAFolder) {
+  const auto checked = [](const std::string& path) {
+    v1::Config config;
+    config.mutable_model()->set_path(path);
+    return CheckModelFolder(config);
+  };
+  EXPECT_TRUE(checked(testing::TempDir()).ok());
+  std::ofstream(path_) << "x";
+  const absl::Status file = checked(path_);
+  EXPECT_EQ(file.code(), absl::StatusCode::kInvalidArgument);
+  const std::string folder = std::filesystem::path(path_).parent_path();
+  EXPECT_EQ(file.message(), absl::StrCat("model.path: ", path_, " is a file; give its folder, ", folder));
+  EXPECT_EQ(checked(path_ + ".none").code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(ConfigTest, OverridesWinOverTheFileInOrder) {
@@ -298,6 +389,11 @@ TEST_F(ConfigTest, BadlyTypedValuesAreRefused) {
   EXPECT_NE(Refusal("pool: {embedded: {ranks: [1]}}").find("must be a single value"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {ranks: }}").find("must be a single value"), std::string::npos);
   EXPECT_NE(Refusal("pool: {embedded: {peak_flops: inf}}").find("is no number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {embedded: {peak_flops: \"4\"}}").find("is no number"), std::string::npos);
+  EXPECT_NE(Refusal("pool: {encrypt: \"true\"}").find("neither true nor false"), std::string::npos);
+  EXPECT_NE(Refusal("queue: {max_tokens: \"4\"}").find("is no whole number"), std::string::npos);
+  EXPECT_NE(Refusal("{[pool]: 3}").find("a key must be a single word"), std::string::npos);
+  EXPECT_NE(Refusal("tenants: {[a]: {weight: 3}}").find("a name must be a single word"), std::string::npos);
   EXPECT_NE(Refusal("pool: 3").find("must be a map"), std::string::npos);
   EXPECT_NE(Refusal("- a\n- b\n").find("must be a map"), std::string::npos);
   EXPECT_NE(Refusal("queue: {max_wait: 30}").find("no duration with a unit"), std::string::npos);
@@ -314,6 +410,9 @@ TEST_F(ConfigTest, BadlyTypedValuesAreRefused) {
 TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 65\n"),
             "FILE:3: pool.embedded.ranks: 65 is not between 1 and 64");
+  EXPECT_EQ(Refusal("plan: {stripe: 0}\npool:\n  embedded: {ranks: 65}\n"),
+            "FILE:3: pool.embedded.ranks: 65 is not between 1 and 64")
+      << "the first one found";
   EXPECT_EQ(Refusal("pool:\n  embedded:\n    ranks: 4\n", {"pool.embedded.ranks=0"}),
             "--set: pool.embedded.ranks: 0 is not between 1 and 64");
   EXPECT_EQ(Refusal("pool:\n  worker:\n    nccl_ctas: 33\n"),
@@ -404,7 +503,7 @@ TEST_F(ConfigTest, BoundsAreTakenAndWhatIsBeyondThemIsRefused) {
       {"pool.host_link_latency", {"1ns"}, {"0s"}},
       {"queue.max_requests", {"1", "4294967295"}, {"0"}},
       {"queue.max_tokens", {"1", "9223372036854775807"}, {"0", "9223372036854775808"}},
-      {"queue.max_wait", {"1ns"}, {"0s"}},
+      {"queue.max_wait", {"1ns", "876000h"}, {"0s", "876000h1ns"}},
       {"queue.max_age", {"1ns"}, {"0s"}},
       {"tenant_limits.weight", {"0.001", "1000"}, {"0.0009", "1001", "0"}},
       {"tenant_limits.max_requests", {"1"}, {"0"}},
@@ -447,8 +546,8 @@ TEST_F(ConfigTest, TextThatIsNotYamlIsRefusedWithItsLine) {
   for (const char* comma : {",", "\n,--\n", "listen: 127.0.0.1:1\n,", "listen: 127.0.0.1:1\n---\n,"}) {
     EXPECT_NE(Refusal(comma), "") << "yaml-cpp finds documents without end in it: " << comma;
   }
-  EXPECT_NE(Refusal("listen: 127.0.0.1:1\n---\nlisten: 127.0.0.1:2\n").find("second YAML document"),
-            std::string::npos);
+  EXPECT_EQ(Refusal("listen: 127.0.0.1:1\n---\nlisten: 127.0.0.1:2\n"),
+            "FILE:2: a second YAML document, or a character that begins none; keep one");
 }
 
 TEST_F(ConfigTest, MissingFileIsNamed) {
@@ -504,12 +603,13 @@ TEST_F(ConfigTest, LinksThatAreLeftOutStayUnset) {
 TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   const auto config = Load(
       "model: {path: m, dtype: bf16}\n"
-      "pool: {embedded: {ranks: 6, threads: 3, peak_flops: 1e12, memory_bytes: 2GiB}}\n"
+      "pool: {embedded: {ranks: 6, device: cpu, threads: 3, peak_flops: 1e12, memory_bytes: 2GiB}}\n"
       "plan: {layout: zigzag, stripe: 16, partial_dtype: model, schedule: greedy, profile_path: p.json}\n");
   ASSERT_TRUE(config.ok()) << config.status();
   const EngineOptions options = ToEngineOptions(*config);
   EXPECT_EQ(options.model_path, "m");
   EXPECT_EQ(options.ranks, 6);
+  EXPECT_EQ(options.device, "cpu");
   EXPECT_EQ(options.dtype, DType::kBf16);
   EXPECT_EQ(options.layout, LayoutKind::kZigzag);
   EXPECT_EQ(options.stripe, 16);
@@ -526,6 +626,8 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("")).kv_memory_bytes, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("")).kv_host_memory_bytes, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("")).kv_cache, std::nullopt);
+  EXPECT_EQ(ToEngineOptions(*Load("kv: {cache: false}")).kv_cache, false);
 }
 
 }  // namespace

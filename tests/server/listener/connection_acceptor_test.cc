@@ -1,12 +1,15 @@
 #include "server/listener/connection_acceptor.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <memory>
 #include <set>
@@ -111,6 +114,62 @@ TEST_F(ConnectionAcceptorTest, GoesOnWhenDescriptorsAreFreeAgain) {
   EXPECT_TRUE(ConnectIsGreeted());
 }
 
+// A process that has hardly any descriptor left keeps the rest for its files.
+TEST_F(ConnectionAcceptorTest, TheLastDescriptorsAreForOthers) {
+  Listen(10'000);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  clients_.push_back(client);
+  rlimit low = before;
+  low.rlim_cur = static_cast<rlim_t>(client) + 100;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  EXPECT_FALSE(ConnectIsGreeted());
+  low.rlim_cur = static_cast<rlim_t>(client) + 200;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  EXPECT_TRUE(ConnectIsGreeted());
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+// What is written goes at once; a peer that is gone without a word is found out.
+TEST_F(ConnectionAcceptorTest, ConnectionsAreSetUpForStreams) {
+  Listen(1);
+  ASSERT_TRUE(ConnectIsGreeted());
+  const MutexLock lock(mu_);
+  const int fd = *taken_.begin();
+  const auto option = [fd](int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof(value);
+    EXPECT_EQ(getsockopt(fd, level, name, &value, &size), 0);
+    return value;
+  };
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_NODELAY), 1);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 20'000);
+  EXPECT_NE(fcntl(fd, F_GETFL) & O_NONBLOCK, 0);
+  EXPECT_NE(fcntl(fd, F_GETFD) & FD_CLOEXEC, 0);
+}
+
+TEST_F(ConnectionAcceptorTest, AServerThatStartsAnewHasItsPort) {
+  Listen(1);
+  const HostPort address = acceptor_->address();
+  ASSERT_TRUE(ConnectIsGreeted());
+  CloseTaken();  // the server ends first: the system keeps the address for a minute
+  char byte = 0;
+  EXPECT_EQ(read(clients_.back(), &byte, 1), 0);
+  close(clients_.back());
+  clients_.clear();
+  acceptor_.reset();
+  const auto again = ConnectionAcceptor::Bind(address, 1);
+  EXPECT_TRUE(again.ok()) << again.status();
+}
+
+TEST_F(ConnectionAcceptorTest, AnEndKeepsNoDescriptor) {
+  const FewDescriptors few(8);
+  Listen(1);
+  acceptor_.reset();
+  EXPECT_EQ(FewDescriptors::CountFree(), 8);
+}
+
 // A server that can accept nobody any more is better started again than left running.
 TEST_F(ConnectionAcceptorTest, AListenerThatIsGoneEndsTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
@@ -136,6 +195,16 @@ TEST(ConnectionAcceptorBind, WithoutDescriptorsItSaysSoAndKeepsNone) {
 TEST_F(ConnectionAcceptorTest, EveryInterfaceIsBothFamilies) {
   Listen(10, "0.0.0.0");
   EXPECT_TRUE(ConnectIsGreeted());
+  sockaddr_in6 peer{};
+  peer.sin6_family = AF_INET6;
+  peer.sin6_port = htons(acceptor_->address().port);
+  peer.sin6_addr = in6addr_loopback;
+  const int fd = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) GTEST_SKIP() << "no IPv6 here";
+  clients_.push_back(fd);
+  const bool connected = connect(fd, reinterpret_cast<sockaddr*>(&peer), sizeof(peer)) == 0;
+  if (!connected && errno == EADDRNOTAVAIL) GTEST_SKIP() << "no IPv6 here";
+  EXPECT_TRUE(connected && IsGreeted(fd));
 }
 
 TEST_F(ConnectionAcceptorTest, PortInUseIsSaid) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <deque>
 #include <random>
 #include <string>
@@ -215,6 +216,36 @@ TEST_F(GuardedConnectionsTest, TheLargestHolderIsHungUpOn) {
   EXPECT_EQ(goaway[16], 11) << "not ENHANCE_YOUR_CALM";
   Ends::Write(small.client, {1, 2, 3});
   EXPECT_EQ(Ends::Read(small.server, 3).size(), 3);
+}
+
+// A client that is in the midst of a frame of the server's would take a GOAWAY for its rest.
+TEST_F(GuardedConnectionsTest, HalfAFrameIsTheLast) {
+  Ends ends(*guard_, admitted_);
+  const Bytes half(12, 0);  // three bytes more than a head of no payload: a second head has begun
+  Ends::Write(ends.server, half);
+  EXPECT_EQ(Ends::Read(ends.client, half.size()).size(), half.size());
+  Bytes block = Frame(1, 0, 1, Bytes(16'000));
+  for (int i = 0; i < 5; ++i) {
+    const Bytes more = Frame(9, 0, 1, Bytes(16'000));
+    block.insert(block.end(), more.begin(), more.end());
+  }
+  Ends::Write(ends.client, block);
+  EXPECT_TRUE(Ends::Read(ends.client, 1).empty());
+}
+
+// Answers that a client does not read are held, too.
+TEST_F(GuardedConnectionsTest, WhatAClientDoesNotReadCounts) {
+  auto guard =
+      GuardedConnections::Start("the test", ServerTransport(), {.most_streams = 16, .most_held_bytes = 1000},
+                                [this](int server) { admitted_.Put(server); });
+  ASSERT_TRUE(guard.ok()) << guard.status();
+  const Ends ends(**guard, admitted_);
+  const timeval patience{.tv_sec = 10, .tv_usec = 0};
+  setsockopt(ends.server, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+  Ends::Write(ends.server, Frame(0xbb, 0, 1, Bytes(8 << 20)));  // more than the sockets hold
+  const ssize_t sent = send(ends.server, "x", 1, MSG_NOSIGNAL);
+  const int error = errno;
+  EXPECT_TRUE(sent < 0 && (error == EPIPE || error == ECONNRESET)) << "it was not hung up on: " << error;
 }
 
 // Resets come to the server at their pace, and nothing of the connection is lost.

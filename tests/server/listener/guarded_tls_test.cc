@@ -26,6 +26,7 @@
 #include "server/access/peer_names.h"
 #include "server/access/transport.h"
 #include "server/listener/guarded_connections.h"
+#include "server/observe/log.h"
 #include "tests/server/access/test_certificates.h"
 #include "tests/server/listener/http2_frame.h"
 
@@ -61,11 +62,13 @@ class Client {
     std::string name = "client";
     int version = 0;            // 0: the newest
     std::string alpn = "\2h2";  // lengths and names; "": none
+    std::string ciphers = "";   // of TLS 1.2; "": OpenSSL's choice
   };
 
   Client(int fd, const Kind& kind) : fd_(Patient(fd)), context_(SSL_CTX_new(TLS_client_method())) {
     std::signal(SIGPIPE, SIG_IGN);  // OpenSSL writes to sockets that may be closed
     SSL_CTX_set_max_proto_version(context_.get(), kind.version);
+    if (!kind.ciphers.empty()) SSL_CTX_set_cipher_list(context_.get(), kind.ciphers.c_str());
     SSL_CTX_load_verify_locations(context_.get(), kind.trusted->Path("ca.pem").c_str(), nullptr);
     SSL_CTX_set_verify(context_.get(), SSL_VERIFY_PEER, nullptr);
     if (kind.own != nullptr) {
@@ -85,6 +88,7 @@ class Client {
 
   bool connected() const { return connected_; }  // as the client sees it
   int version() const { return SSL_version(ssl_.get()); }
+  bool MayResume() const { return SSL_SESSION_is_resumable(SSL_get0_session(ssl_.get())) == 1; }
   void Write(const Bytes& bytes) {
     size_t sent = 0;
     SSL_write_ex(ssl_.get(), bytes.data(), bytes.size(), &sent);
@@ -111,6 +115,9 @@ class GuardedTlsTest : public testing::Test {
   void Start(bool client_certificates) {
     v1::ApiSection::Tls tls = made_.Tls("api.example");
     tls.set_client_certificates(client_certificates);
+    Start(tls);
+  }
+  void Start(const v1::ApiSection::Tls& tls) {
     auto transport = ApiServerTransport(tls, {.host = "127.0.0.1", .port = 1});
     ASSERT_TRUE(transport.ok()) << transport.status();
     transport_ = *std::move(transport);
@@ -243,8 +250,12 @@ TEST_F(GuardedTlsTest, NoStrangerReachesTheServer) {
       {"another protocol", {.trusted = &made_, .own = &made_, .alpn = "\x8http/1.1"}},
       {"no protocol", {.trusted = &made_, .own = &made_, .alpn = ""}},
       {"TLS 1.1", {.trusted = &made_, .own = &made_, .version = TLS1_1_VERSION}},
+      {"a cipher that HTTP/2 forbids",
+       {.trusted = &made_, .own = &made_, .version = TLS1_2_VERSION, .ciphers = "ECDHE-ECDSA-AES128-SHA"}},
       {"does not trust the server", {.trusted = &others_, .own = &made_}},
   };
+  FlushLog();
+  testing::internal::CaptureStderr();
   for (const auto& [what, kind] : strangers) {
     Client client(Connect(), kind);
     client.Write(Bytes(kPrefaceBytes, 'P'));
@@ -259,6 +270,50 @@ TEST_F(GuardedTlsTest, NoStrangerReachesTheServer) {
   EXPECT_EQ(Admitted(absl::ZeroDuration()), -1);
   Client known(Connect(), {.trusted = &made_, .own = &made_});
   EXPECT_GE(Admitted(), 0);
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  for (const char* why : {"peer did not return a certificate", "unable to get local issuer certificate",
+                          "the client does not say that it speaks HTTP/2 (ALPN)",
+                          "wrong version number, as of a client in plain text"}) {
+    EXPECT_NE(log.find(why), std::string::npos) << why << " is not in\n" << log;
+  }
+}
+
+// Names that are no hosts' are whatever somebody asked an authority for.
+TEST_F(GuardedTlsTest, OnlyItsHostsNamesAreACertificates) {
+  Start(true);
+  made_.Make("other",
+             {.other_names = "email:ops.example,IP:127.0.0.1,DNS:first.example,URI:urn:x,DNS:second"});
+  Client client(Connect(), {.trusted = &made_, .own = &made_, .name = "other"});
+  EXPECT_EQ(transport_.peers->Of(PeerOf(Admitted())), (PeerNames::Names{"other", "first.example", "second"}));
+}
+
+// The file of authorities may have one between that and the root, whose root is not there.
+TEST_F(GuardedTlsTest, AnAuthorityBetweenIsTrustedAlone) {
+  const auto between_key = TestCertificates::MakeKey(0), key = TestCertificates::MakeKey(0);
+  const auto between = made_.Sign("between", between_key, {.usage = "", .authority = true});
+  made_.Write("under.key", TestCertificates::Pem(key));
+  made_.Write("under.pem",
+              TestCertificates::Pem(TestCertificates::Sign("under", key, {}, between, between_key)));
+  v1::ApiSection::Tls tls = made_.Tls("api.example");
+  tls.set_client_certificates(true);
+  tls.set_ca(made_.Write("between.pem", TestCertificates::Pem(between)));
+  Start(tls);
+  Client client(Connect(), {.trusted = &made_, .own = &made_, .name = "under"});
+  EXPECT_GE(Admitted(), 0);
+}
+
+// Nothing of a session is kept: neither here nor with the client.
+TEST_F(GuardedTlsTest, SessionsAreNotTakenUpAgain) {
+  Start(false);
+  for (const int version : {TLS1_2_VERSION, TLS1_3_VERSION}) {
+    Client client(Connect(), {.trusted = &made_, .version = version});
+    const int server = Admitted();
+    Write(server, {7});
+    EXPECT_EQ(client.Read(1), (Bytes{7}));
+    EXPECT_FALSE(client.MayResume()) << version;
+    close(server);
+  }
 }
 
 TEST_F(GuardedTlsTest, EachConnectionHasItsOwnCertificatesNames) {

@@ -170,8 +170,37 @@ TEST_F(Http2GuardTest, StreamsAreBounded) {
   uint32_t stream = 1;
   int open = 0;
   while (Open(stream).ok() && open < 10'000) ++open, stream += 2;
-  EXPECT_GE(open, kStreams);
-  EXPECT_LE(open, kStreams + 128);
+  EXPECT_EQ(open, kStreams + 128) << "a client opens some before it knows the bound";
+}
+
+// The bit above a stream's number is reserved, and counts for nothing (RFC 9113 §4.1).
+TEST_F(Http2GuardTest, TheReservedBitIsNoPartOfAStream) {
+  constexpr uint32_t kReserved = 1u << 31;
+  ASSERT_TRUE(Open(1 | kReserved).ok());
+  ASSERT_TRUE(Client(Frame(kData, 0, 1, Message(1000, 600))).ok());
+  EXPECT_EQ(guard_.held_bytes(), 600 + Http2Guard::kFrameBytes);
+  guard_.FromServer(Frame(kData, kEndStream, 1 | kReserved, Bytes(5)), kBegin);
+  EXPECT_EQ(guard_.held_bytes(), 0);
+}
+
+// Trailers, and a block for a stream that has ended, open nothing.
+TEST_F(Http2GuardTest, AStreamIsOpenedOnce) {
+  ASSERT_TRUE(Open(3).ok());
+  guard_.FromServer(Frame(kData, kEndStream, 3, Bytes(5)), kBegin);
+  for (const uint32_t old : {1u, 3u}) {
+    ASSERT_TRUE(Open(old).ok());
+    ASSERT_TRUE(Client(Frame(kData, 0, old, Message(1000, 600))).ok());
+    EXPECT_EQ(guard_.held_bytes(), 0) << old;
+  }
+}
+
+// Flags mean an end where frames have ends, and nowhere else.
+TEST_F(Http2GuardTest, OtherFramesEndNoStream) {
+  constexpr uint8_t kWindowUpdate = 8;
+  ASSERT_TRUE(Open(1).ok());
+  ASSERT_TRUE(Client(Frame(kData, 0, 1, Message(1000, 600))).ok());
+  guard_.FromServer(Frame(kWindowUpdate, kEndStream, 1, Bytes(4)), kBegin);
+  EXPECT_GT(guard_.held_bytes(), 0);
 }
 
 TEST_F(Http2GuardTest, TellsWhereTheServersFramesEnd) {
