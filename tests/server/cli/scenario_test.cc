@@ -9,6 +9,7 @@
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "server/cli/simulation_report.h"
+#include "tests/engine/temp_folder.h"
 
 namespace meshfill {
 namespace {
@@ -64,6 +65,118 @@ TEST(Scenario, ReadsWhatItSays) {
   EXPECT_EQ(scenario->strategies.size(), 4u);
 }
 
+TEST(Scenario, ReadsEveryKey) {
+  const auto scenario = LoadText(R"(
+cluster:
+  gpus_per_node: 4
+  same_node: {latency: 5us, flow_bytes_per_second: 100e9}
+  between_nodes: {latency: 10us, flow_bytes_per_second: 10e9}
+  attention_flops_per_second: 100e12
+  block_overhead: 7us
+  variation: {straggler_share: 0.25, straggler_slowdown: 3, jitter: 0.125, seed: 9}
+attention: {tokens: 65536, q_heads: 8, kv_heads: 2, head_dim: 64, mask: full, dtype: f32, partial_dtype: bf16,
+            gradient_dtype: f32}
+gpus: 4096
+strategies: usp, ring
+passes: backward
+)");
+  ASSERT_TRUE(scenario.ok()) << scenario.status();
+  EXPECT_EQ(scenario->report, Scenario::Report::kStrategies);
+  const sim::Cluster& cluster = scenario->cluster;
+  EXPECT_DOUBLE_EQ(cluster.same_node.latency_seconds, 5e-6);
+  EXPECT_DOUBLE_EQ(cluster.same_node.bytes_per_second, 100e9);
+  EXPECT_DOUBLE_EQ(cluster.between_nodes.bytes_per_second, 10e9);
+  EXPECT_EQ(cluster.node_bytes_per_second, sim::Cluster::kUnshared);
+  EXPECT_DOUBLE_EQ(cluster.attention_flops_per_second, 100e12);
+  EXPECT_DOUBLE_EQ(cluster.block_overhead_seconds, 7e-6);
+  EXPECT_EQ(cluster.variation.straggler_share, 0.25);
+  EXPECT_EQ(cluster.variation.straggler_slowdown, 3);
+  EXPECT_EQ(cluster.variation.jitter, 0.125);
+  EXPECT_EQ(cluster.variation.seed, 9u);
+  const sim::AttentionJob& job = scenario->job;
+  EXPECT_EQ(job.tokens, 65536);
+  EXPECT_EQ(job.q_heads, 8);
+  EXPECT_EQ(job.head_dim, 64);
+  EXPECT_FALSE(job.causal);
+  EXPECT_EQ(job.wire.element, 4);
+  EXPECT_EQ(job.wire.partial, 2);
+  EXPECT_EQ(job.wire.gradient, 4);
+  EXPECT_EQ(scenario->gpus, std::vector<int>{4096});
+  EXPECT_EQ(scenario->strategies,
+            (std::vector<sim::StrategyKind>{sim::StrategyKind::kUsp, sim::StrategyKind::kRing}));
+  EXPECT_EQ(scenario->passes, std::vector<sim::Pass>{sim::Pass::kBackward});
+}
+
+TEST(Scenario, HasDefaults) {
+  const std::string wire = Replaced(kGood, "head_dim: 64", "head_dim: 64, gradient_dtype: bf16");
+  const auto scenario =
+      LoadText(Replaced(Replaced(wire, "  gpus_per_node: 4\n", ""),
+                        "strategies: ring, usp, startrail, planned", "passes: forward_backward"));
+  ASSERT_TRUE(scenario.ok()) << scenario.status();
+  EXPECT_EQ(scenario->cluster.gpus_per_node, 8);
+  EXPECT_EQ(scenario->cluster.block_overhead_seconds, 0);
+  EXPECT_EQ(scenario->cluster.variation.straggler_share, 0);
+  EXPECT_EQ(scenario->cluster.variation.straggler_slowdown, 1);
+  EXPECT_EQ(scenario->cluster.variation.seed, 1u);
+  EXPECT_EQ(scenario->job.wire.partial, 4);
+  EXPECT_EQ(scenario->job.wire.gradient, 2);
+  EXPECT_EQ(scenario->strategies.size(), static_cast<size_t>(sim::kStrategyKinds));
+  EXPECT_EQ(scenario->passes, (std::vector<sim::Pass>{sim::Pass::kForward, sim::Pass::kBackward}));
+}
+
+// Each table goes where it belongs.
+TEST(Scenario, ReadsThePapersTables) {
+  const TempFolder folder;
+  for (const auto& [name, ring] :
+       {std::pair("speed", "1"), std::pair("mfu", "2"), std::pair("memory", "3")}) {
+    folder.Write(name, std::string("causal,seqlen,gpus,ring,mesh\nY,131072,32,") + ring + ",4\n");
+  }
+  const std::string good = Replaced(kGood, "gpus: 4, 8",
+                                    "report: mesh_attention_paper\n"
+                                    "paper: {throughput: speed, mfu: mfu, memory: memory}");
+  const auto load = [&](const std::string& text) { return LoadScenario(folder.Write("paper.yaml", text)); };
+  const auto scenario = load(good);
+  ASSERT_TRUE(scenario.ok()) << scenario.status();
+  EXPECT_EQ(scenario->report, Scenario::Report::kMeshAttentionPaper);
+  ASSERT_EQ(scenario->throughput.size(), 1u);
+  ASSERT_EQ(scenario->mfu.size(), 1u);
+  ASSERT_EQ(scenario->memory.size(), 1u);
+  EXPECT_EQ(scenario->throughput[0].ring, 1);
+  EXPECT_EQ(scenario->mfu[0].ring, 2);
+  EXPECT_EQ(scenario->memory[0].ring, 3);
+  EXPECT_EQ(scenario->cluster.gpus_per_node, 4);
+  for (const auto& [table, key] : {std::pair("mfu: mfu, ", "paper.mfu: is missing"),
+                                   std::pair(", memory: memory", "paper.memory: is missing")}) {
+    const absl::Status refused = load(Replaced(good, table, "")).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(refused.message()), testing::HasSubstr(key));
+  }
+  const absl::Status missing = load(Replaced(good, "mfu: mfu", "mfu: none")).status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(missing.message()), testing::HasSubstr(":10: paper.mfu: "));
+}
+
+// What is fitted is not given, too.
+TEST(Scenario, FitsAClusterToATable) {
+  std::string good =
+      "cluster:\n  gpus_per_node: 4\n  same_node: {flow_bytes_per_second: 100e9}\n  fitted_to: " +
+      ScenarioPath("mesh_attention_table3_throughput.csv") + "\n" +
+      std::string(kGood).substr(std::string(kGood).find("attention: {"));
+  const auto scenario = LoadText(good);
+  ASSERT_TRUE(scenario.ok()) << scenario.status();
+  EXPECT_EQ(scenario->cluster.gpus_per_node, 4);
+  EXPECT_EQ(scenario->cluster.same_node.bytes_per_second, 100e9);
+  EXPECT_GT(scenario->cluster.attention_flops_per_second, 0);
+  for (const char* given :
+       {"between_nodes: {latency: 1us}", "node_bytes_per_second: 1", "attention_flops_per_second: 1"}) {
+    const absl::Status refused =
+        LoadText(Replaced(good, "gpus_per_node: 4", std::string("gpus_per_node: 4\n  ") + given)).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(refused.message()),
+                testing::HasSubstr("cluster.fitted_to: leave out between_nodes"));
+  }
+}
+
 struct BadScenario {
   const char* from;
   const char* to;
@@ -93,7 +206,12 @@ TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
       {"head_dim: 64", "head_dim: 64, mask: none", "attention.mask"},
       {"head_dim: 64", "head_dim: 64, dtype: fp8", "attention.dtype"},
       {"gpus: 4, 8", "gpus: 4, none", ":9: gpus"},
-      {"gpus: 4, 8", "gpus: 5000", ":9: gpus"},
+      {"gpus: 4, 8", "gpus: 4097", ":9: gpus"},
+      {"gpus: 4, 8", "gpus: 4, 0", ":9: gpus"},
+      {"tokens: 65536", "tokens: 2147483648", "attention: too large"},
+      {"q_heads: 8", "q_heads: 65537", "attention: too large"},
+      {"kv_heads: 2", "kv_heads: 65537", "attention: too large"},
+      {"head_dim: 64", "head_dim: 65537", "attention: too large"},
       {"gpus: 4, 8", "gpus: \"\"", "gpus"},
       {"ring, usp", "ring, rung", ":10: strategies"},
       {"gpus: 4, 8", "gpus: 4\npasses: twice", "passes"},
@@ -122,11 +240,14 @@ TEST(GpuCluster, IsTheClusterAndWhatAGpuDoes) {
   EXPECT_DOUBLE_EQ(gpus->memory_bytes_per_second, 2e12);
   EXPECT_EQ(gpus->memory_bytes, 80'000'000'000);
   EXPECT_EQ(gpus->host_bytes_per_second, 0);
+  EXPECT_EQ(load(Replaced(good, "80GB", "80GB\n  host_bytes_per_second: 5e9"))->host_bytes_per_second, 5e9);
   EXPECT_TRUE(LoadGpuCluster(ScenarioPath("h100_nodes.yaml")).ok());
   const BadScenario kCases[] = {
       {"150e12", "0", ":8: cluster.gemm_flops_per_second: is missing, or not above 0"},
       {"150e12", "nan", "cluster.gemm_flops_per_second"},
       {"2e12", "-1", ":9: cluster.memory_bytes_per_second"},
+      {"2e12", "inf", ":9: cluster.memory_bytes_per_second"},
+      {"80GB", "80GB\n  host_bytes_per_second: inf", ":11: cluster.host_bytes_per_second"},
       {"  memory_bytes: 80GB", "", "cluster.memory_bytes: is missing"},
       {"80GB", "80", "memory_bytes"},
       {"80GB", "80GB\n  host_bytes_per_second: -1", ":11: cluster.host_bytes_per_second: must be"},
@@ -179,7 +300,13 @@ TEST(Scenario, ReadsASweep) {
       {"8/2, 4/4", "\"\"", "sweep: heads and tokens"},
       {"65536, 8192", "many", ":16: sweep.tokens"},
       {"65536, 8192", "0", "attention"},
+      {"8/2, 4/4", "8/2/1", ":15: sweep.heads"},
+      {"8/2, 4/4", "many/2", ":15: sweep.heads"},
+      {"8/2, 4/4", "8/few", ":15: sweep.heads"},
+      {"tokens: 65536, 8192", "tokens: \"\"", "sweep: heads and tokens"},
       {"attention: {head_dim: 64}", "attention: {head_dim: 64, tokens: 9}", ":17: attention"},
+      {"attention: {head_dim: 64}", "attention: {head_dim: 64, q_heads: 9}", ":17: attention"},
+      {"attention: {head_dim: 64}", "attention: {head_dim: 64, kv_heads: 9}", ":17: attention"},
       {"gpus: 4, 8", "gpus: 0", "gpus"},
       {"gpus: 4, 8", "cluster: {gpus_per_node: 4}", "sweep.clusters"},
       {"flow_bytes_per_second: 1e9", "flow_bytes_per_second: 0", ":10: sweep.clusters.far"},
