@@ -31,8 +31,11 @@ class DoubleRingBuilder {
         builder_(ring.ranks()),
         inner_from_(Peers(
             ring.grid(), [&](int i, int y, int x) { return ring.grid().Rank(i, y, (x + 1) % ring.window); })),
-        outer_from_(Peers(ring.grid(), [&](int i, int y, int x) {
-          return ring.grid().Rank(i, (y + 1) % ring.windows, x);
+        outer_from_(
+            Peers(ring.grid(),
+                  [&](int i, int y, int x) { return ring.grid().Rank(i, (y + 1) % ring.windows, x); })),
+        next_window_from_(Peers(ring.grid(), [&](int i, int y, int x) {
+          return ring.grid().Rank(i, (y + 1) % ring.windows, (x + 1) % ring.window);
         })) {}
 
   RankProgram Run() && {
@@ -61,7 +64,7 @@ class DoubleRingBuilder {
     const int inner = builder_.AddChannel(data, inner_from_);
     const int outer = builder_.AddChannel(data, outer_from_);
     const int inner_gradient = builder_.AddChannel(returned, inner_from_);
-    const int outer_gradient = builder_.AddChannel(returned, outer_from_);
+    const int outer_gradient = builder_.AddChannel(returned, next_window_from_);
     builder_.Take(resident +
                   3 * (moving + gradient));  // in use, arriving from the window and from the next one
     int gradient_under_way = -1;
@@ -97,6 +100,7 @@ class DoubleRingBuilder {
   ProgramBuilder builder_;
   const std::vector<int> inner_from_;
   const std::vector<int> outer_from_;
+  const std::vector<int> next_window_from_;  // the gradients of a window's last place
 };
 
 // Ring steps along a channel with nothing to overlap: an all-gather or a reduce-scatter of `count` chunks.

@@ -288,14 +288,14 @@ TEST(Programs, WaitForEveryMessageOnceAndReceiveFromEveryRank) {
 }
 
 // Whose chunk each rank computes with, block by block. What arrives takes the place of what was there.
-std::vector<std::set<int>> OriginsSeen(const RankProgram& program, Traffic traffic) {
+std::vector<std::vector<int>> OriginsSeen(const RankProgram& program, Traffic traffic) {
   std::vector<int> here(program.ranks);
   std::iota(here.begin(), here.end(), 0);
   std::vector<std::deque<std::vector<int>>> under_way(program.channels.size());
-  std::vector<std::set<int>> seen(program.ranks);
+  std::vector<std::vector<int>> seen(program.ranks);
   for (const Action& action : program.actions) {
     if (action.kind == ActionKind::kCompute) {
-      for (int rank = 0; rank < program.ranks; ++rank) seen[rank].insert(here[rank]);
+      for (int rank = 0; rank < program.ranks; ++rank) seen[rank].push_back(here[rank]);
     } else if (program.channels[action.channel].traffic == traffic) {
       auto& messages = under_way[action.channel];
       if (action.kind == ActionKind::kStart) {
@@ -324,7 +324,26 @@ std::vector<int> MessagesOf(const RankProgram& program, Traffic traffic) {
   return messages;
 }
 
-TEST(DoubleRing, ShowsEveryChunkToEveryRankOfItsHeadGroupAndSendsEachGradientOn) {
+// Each gradient leaves a rank that has just seen its chunk, by `seen`, and comes home with the last message.
+void ExpectGradientsFollow(const RankProgram& program, Traffic gradient,
+                           const std::vector<std::vector<int>>& seen) {
+  std::vector<int> here(program.ranks);
+  std::iota(here.begin(), here.end(), 0);
+  size_t blocks = 0;
+  for (const Action& action : program.actions) {
+    const Channel& channel = program.channels[action.channel];
+    if (action.kind != ActionKind::kStart || channel.traffic != gradient) continue;
+    const std::vector<int> sent = here;
+    for (int rank = 0; rank < program.ranks; ++rank) {
+      EXPECT_EQ(sent[rank], seen[rank][blocks]);
+      here[rank] = sent[channel.from[rank]];
+    }
+    ++blocks;
+  }
+  for (int rank = 0; rank < program.ranks; ++rank) EXPECT_EQ(here[rank], rank);
+}
+
+TEST(DoubleRing, ShowsEveryChunkToEveryRankOfItsHeadGroupAndBringsEachGradientHome) {
   std::mt19937_64 random(TestSeed());
   for (int draw = 0; draw < 40; ++draw) {
     const int windows = Draw(random, 1, 5), window = Draw(random, 1, 5), places = windows * window;
@@ -340,6 +359,7 @@ TEST(DoubleRing, ShowsEveryChunkToEveryRankOfItsHeadGroupAndSendsEachGradientOn)
       const auto seen = OriginsSeen(program, data);
       for (int rank = 0; rank < ring.ranks(); ++rank) {
         ASSERT_EQ(seen[rank].size(), static_cast<size_t>(places));
+        EXPECT_EQ(std::set<int>(seen[rank].begin(), seen[rank].end()).size(), seen[rank].size());
         for (const int origin : seen[rank]) ASSERT_EQ(origin % ring.heads, rank % ring.heads);
       }
       EXPECT_EQ(MessagesOf(program, data), (std::vector<int>{windows * (window - 1), windows - 1}));
@@ -347,7 +367,9 @@ TEST(DoubleRing, ShowsEveryChunkToEveryRankOfItsHeadGroupAndSendsEachGradientOn)
       std::vector<int> gradients = {windows * (window - 1), windows};
       if (windows == 1) gradients = {window == 1 ? 0 : window, 0};
       if (pass == Pass::kForward) gradients = {0, 0};
-      EXPECT_EQ(MessagesOf(program, queries ? Traffic::kDq : Traffic::kDkv), gradients);
+      const Traffic gradient = queries ? Traffic::kDq : Traffic::kDkv;
+      EXPECT_EQ(MessagesOf(program, gradient), gradients);
+      ExpectGradientsFollow(program, gradient, seen);
     }
   }
 }
