@@ -152,7 +152,6 @@ void KvStore::End(const std::string& lease) {
     leases_.erase(found);
   }
   gone->Drop();
-  gone.reset();
   bytes_->Notify();
 }
 
