@@ -131,7 +131,6 @@ TEST_F(Benches, CommGoesRoundWithAndWithoutChecksums) {
   EXPECT_EQ(said["message_bytes"], 4 << 20);
   EXPECT_EQ(said["rounds"], 4);
   ExpectRatio(said["ratio"], said["bytes_per_second"], said["bytes_per_second_without_checksum"]);
-  EXPECT_GT(said["checksum_bytes_per_second"], said["bytes_per_second"]) << "a message is copied, too";
   const std::string text = Print(AddBenchCommCommand, words);
   EXPECT_EQ(text.substr(0, text.find('\n')), "ring of 3 ranks over 127.0.0.1, 4.0 MiB a message");
   ExpectSameSize(Number(text, "with checksums    ") * 1e9, said["bytes_per_second"]);
