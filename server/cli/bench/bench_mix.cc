@@ -175,7 +175,7 @@ class BenchMixCommand : public Command {
     const nlohmann::ordered_json json = {
         {"long_tokens", long_tokens_},
         {"short_tokens", short_tokens_},
-        {"count", count_},
+        {"count", short_behind_.size()},
         {"workers", workers_},
         {"short_alone_seconds", Percentile(short_alone_, 0.5)},
         {"short_behind_seconds",
@@ -191,10 +191,10 @@ class BenchMixCommand : public Command {
         "%d tokens alone: %s\n"
         "%d tokens behind %d, at %d random moments: median %s, 95th percentile %s\n"
         "%d tokens alone: %s, with the short ones: %s, which is %.1f %% beyond their own time\n",
-        short_tokens_, FormatSeconds(Percentile(short_alone_, 0.5)), short_tokens_, long_tokens_, count_,
-        FormatSeconds(Percentile(short_behind_, 0.5)), FormatSeconds(Percentile(short_behind_, kTailShare)),
-        long_tokens_, FormatSeconds(long_alone_seconds_), FormatSeconds(long_mixed_seconds_),
-        100 * long_loss_);
+        short_tokens_, FormatSeconds(Percentile(short_alone_, 0.5)), short_tokens_, long_tokens_,
+        short_behind_.size(), FormatSeconds(Percentile(short_behind_, 0.5)),
+        FormatSeconds(Percentile(short_behind_, kTailShare)), long_tokens_,
+        FormatSeconds(long_alone_seconds_), FormatSeconds(long_mixed_seconds_), 100 * long_loss_);
   }
 
   ConfigFlags config_;

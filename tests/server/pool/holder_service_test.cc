@@ -1,5 +1,6 @@
 #include "server/pool/holder_service.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -15,12 +16,15 @@
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/file_watch.h"
 #include "server/config/config.h"
+#include "server/observe/log.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"
 #include "tests/server/eventually.h"
 
 namespace meshfill {
 namespace {
+
+using testing::HasSubstr;
 
 // Holds nothing.
 class NoKv final : public KvSource {
@@ -177,8 +181,10 @@ TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   const std::string& address = (*service)->address();
   v1::ApiSection api;
   api.set_token(files.Write("token", "old"));
-  const auto channels = HolderChannels::Make(api);
+  auto channels = HolderChannels::Make(api);
   ASSERT_TRUE(channels.ok()) << channels.status();
+  FlushLog();
+  testing::internal::CaptureStderr();
   EXPECT_TRUE(absl::IsUnauthenticated(Fetch(**channels, address)));
   files.Write("token", "abc\n");
   EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(Fetch(**channels, address, "b")); }));
@@ -187,6 +193,11 @@ TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   EXPECT_TRUE(absl::IsNotFound(Fetch(**channels, address, "b"))) << "the token stays as it was";
   files.Write("token", "test\n");
   EXPECT_TRUE(Eventually([&] { return absl::IsPermissionDenied(Fetch(**channels, address, "b")); }));
+  channels->reset();
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("connections to workers take the new certificates and the new token"));
+  EXPECT_THAT(log, HasSubstr("connections to workers stay as they were: api.token: " + api.token() + " has"));
 }
 
 // It may wait for another worker's part, and keeps its lease alive then.

@@ -343,6 +343,10 @@ TEST_F(Benches, PrefixTakesWhatIsCached) {
   EXPECT_EQ(said["cached_tokens"], 256);
   ExpectRatio(said["miss_of_cold"], said["miss_seconds"], said["cold_seconds"]);
   ExpectRatio(said["hit_of_cold"], said["hit_seconds"], said["cold_seconds"]);
+  EXPECT_EQ(PrintJson(AddBenchPrefixCommand,
+                      {"prefix", "--config", Config(), "--tokens", "1280", "--rounds", "1"})["cached_tokens"],
+            256)
+      << "all but 1,024";
   EXPECT_THAT(Print(AddBenchPrefixCommand, words),
               MatchesRegex("cold, no cache  +[0-9.]+ s\nmiss, kept +[0-9.]+ s +[0-9.]+ of cold\n"
                            "hit, 256 of 400 +[0-9.]+ s +[0-9.]+ of cold\n"));
