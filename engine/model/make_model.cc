@@ -195,11 +195,8 @@ constexpr double NearNormal(uint64_t stream, uint64_t index) {
 // Round to nearest even, subnormals included; for magnitudes below 65504.
 uint16_t HalfFromFloat(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  if (value == 0) return sign;  // it has no exponent
   const float magnitude = std::fabs(value);
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);               // magnitude < 2^exponent
-  const int unit = std::max(exponent, -13) - 11;  // the value of the last mantissa bit is 2^unit
+  const int unit = std::max(std::ilogb(magnitude), -14) - 10;  // the last mantissa bit's value is 2^unit
   const int steps =
       static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));  // exact but for the rounding
   // In a normal number, the leading bit of `steps` adds the one that is missing in the exponent's field.
@@ -209,11 +206,8 @@ uint16_t HalfFromFloat(float value) {
 // Rounds to E4M3 as HalfFromFloat does to f16. Magnitudes are up to 448.
 uint8_t Fp8FromFloat(float value) {
   const uint8_t sign = std::signbit(value) ? 0x80 : 0;
-  if (value == 0) return sign;
   const float magnitude = std::fabs(value);
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);
-  const int unit = std::max(exponent, -5) - 4;
+  const int unit = std::max(std::ilogb(magnitude), -6) - 3;
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
   return static_cast<uint8_t>(sign + ((unit + 9) << 3) + steps);
 }
